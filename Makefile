@@ -1,0 +1,51 @@
+# Each target sets up what it needs. `make serve`, then `make test`.
+
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+UV := $(VENV)/bin/uv
+READY := $(VENV)/.ready
+SETUP_FILES := pyproject.toml launch/cpu/pyproject.toml launch/cpu/overrides.txt Makefile
+
+# Local wheels that pip knows of are for uv too; without any, torch's CPU build
+# comes from where uv's --torch-backend finds it.
+UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+export UV_FIND_LINKS
+TORCH := $(if $(UV_FIND_LINKS),,--torch-backend=cpu)
+GPU := $(shell command -v nvidia-smi)
+
+MODEL ?= .models/tiny
+CONFIG ?= launch/cpu.toml
+BENCHES := $(patsubst bench/%.py,%,$(filter-out bench/__init__.py bench/_%.py,$(wildcard bench/*.py)))
+
+.PHONY: setup serve test lint bench clean
+
+setup: $(READY)
+
+$(READY): $(SETUP_FILES)
+	python3 -m venv $(VENV)
+	$(PYTHON) -m pip install --quiet uv
+ifeq ($(GPU),)
+	$(UV) pip install --quiet --python $(PYTHON) $(TORCH) --overrides launch/cpu/overrides.txt -e '.[engine,dev]' -e launch/cpu
+else
+	$(UV) pip install --quiet --python $(PYTHON) -e '.[engine,dev]' -e launch/cpu
+endif
+	touch $(READY)
+
+serve: setup
+	$(PYTHON) -m sgl_ext_cpu.model $(MODEL)
+	$(PYTHON) -m sgl_ext.launch --config $(CONFIG) --model-path $(MODEL)
+
+test: setup
+	$(PYTHON) -m pytest
+
+lint: setup
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+bench: setup
+	for name in $(BENCHES); do $(PYTHON) -m bench.$$name --quick || exit 1; done
+
+clean:
+	rm -rf $(VENV) .models .run
