@@ -1,0 +1,1 @@
+"""What is remembered: pure data structures over prefixes. Time is passed in, nothing is awaited."""

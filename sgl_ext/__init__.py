@@ -1,0 +1,1 @@
+"""Everything that touches HTTP, SGLang, processes or argv."""

@@ -1,0 +1,1 @@
+"""Reading a request of any protocol as plain data. Pure: no HTTP, no SGLang."""
