@@ -1,0 +1,94 @@
+"""The one table of every SGLang symbol that the plugin changes, and the proof that it did.
+
+SGLang only logs a hook that fails to apply. Here each process of an engine
+applies the hooks of its role, looks at every symbol again, and stops the start
+if one is not ours. A process that passed leaves a receipt; the main process
+counts them before it serves.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import pkgutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from types import FrameType
+from typing import Any
+
+from sgl_ext.engine import body, startup
+
+SUPPORTED_SGLANG = "0.5.23"
+
+
+class Role(StrEnum):
+    """What a process of an engine is for."""
+
+    MAIN = "main"
+    SCHEDULER = "scheduler"
+    DETOKENIZER = "detokenizer"
+    OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """One changed symbol: its dotted path, how it is changed, and in which processes."""
+
+    symbol: str
+    kind: str
+    function: Callable[..., Any]
+    roles: tuple[Role, ...] = (Role.MAIN,)
+
+
+HOOKS = (
+    Hook("sglang.srt.server_args.prepare_server_args", "AFTER", startup.refuse_unsupported),
+    Hook(
+        "sglang.srt.entrypoints.engine.Engine._launch_subprocesses", "AFTER", startup.await_receipts
+    ),
+    Hook("sglang.srt.entrypoints.http_server.ORJSONRequest.json", "AROUND", body.read_body),
+)
+
+_ENTRY_POINTS = {
+    "run_scheduler_process": Role.SCHEDULER,
+    "run_data_parallel_controller_process": Role.OTHER,
+    "run_detokenizer_process": Role.DETOKENIZER,
+}
+
+
+def current_role() -> Role:
+    """This process's role, read off the SGLang entry point that is loading plugins."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if role := _ENTRY_POINTS.get(frame.f_code.co_name):
+            return role
+        frame = frame.f_back
+    return Role.MAIN if multiprocessing.parent_process() is None else Role.OTHER
+
+
+def apply_hooks(role: Role, hooks: tuple[Hook, ...] = HOOKS) -> list[str]:
+    """Applies this role's hooks through SGLang's registry and returns their symbols.
+
+    Raises RuntimeError naming every symbol that did not change.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    mine = [hook for hook in hooks if role in hook.roles]
+    for hook in mine:
+        HookRegistry.register(hook.symbol, hook.function, HookType[hook.kind])
+    HookRegistry.apply_hooks()
+    missing = [hook.symbol for hook in mine if not _is_hooked(hook.symbol)]
+    if missing:
+        raise RuntimeError(f"these hooks did not apply in the {role} process: {', '.join(missing)}")
+    return [hook.symbol for hook in mine]
+
+
+def _is_hooked(symbol: str) -> bool:
+    """Whether what stands at `symbol` now is a wrapper that the registry put there."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    try:
+        found = pkgutil.resolve_name(symbol)
+    except (ImportError, AttributeError):
+        return False
+    return symbol in HookRegistry._patched and hasattr(found, "__wrapped__")

@@ -1,0 +1,36 @@
+"""One engine: `python -m sgl_ext.engine.serve` takes SGLang's own flags and serves with the plugin.
+
+It is `sglang serve` plus two certainties: the plugin is active or nothing
+starts, and the engine ends when whoever started it is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from sgl_ext.lifeline import end_with_parent
+
+
+def main(argv: list[str]) -> None:
+    """Serves until told to stop. Raises SystemExit on bad flags or a missing hook."""
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sgl_ext.engine.plugin import require_active
+
+    require_active()
+
+    from sglang.launch_server import run_server
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    try:
+        run_server(prepare_server_args(argv))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    main(sys.argv[1:])

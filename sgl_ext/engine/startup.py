@@ -1,0 +1,41 @@
+"""Hooks on an engine's start: refuse what the plugin cannot serve, and wait for every process."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from sgl_ext.engine import receipts
+
+_RECEIPT_TIMEOUT_S = 120.0
+
+
+def refuse_unsupported(server_args: Any, *_: Any) -> None:
+    """After argument parsing: stops the start on a front end that the hooks do not reach."""
+    refused = {
+        "--tokenizer-worker-num": server_args.tokenizer_worker_num > 1,
+        "--grpc-port": server_args.grpc_port is not None,
+        "--grpc-mode": server_args.grpc_mode,
+        "--smg-grpc-mode": server_args.smg_grpc_mode,
+        "--encoder-only": server_args.encoder_only,
+    }
+    if asked := [flag for flag, on in refused.items() if on]:
+        raise SystemExit(
+            f"sgl-ext: {', '.join(asked)}: the extension's request hooks run in SGLang's one "
+            "Python HTTP process, and this would serve requests past them; leave it out"
+        )
+
+
+def await_receipts(launched: Any, *_: Any, **__: Any) -> None:
+    """After an engine's processes are up: stops the start unless each has verified its hooks.
+
+    Schedulers report ready only after they loaded plugins, so their receipts
+    are there; a detokenizer reports nothing and may still be importing.
+    """
+    _, _, _, scheduler_init_result, *_ = launched
+    wanted = {"scheduler": len(scheduler_init_result.scheduler_infos), "detokenizer": 1}
+    deadline = time.monotonic() + _RECEIPT_TIMEOUT_S
+    while missing := [role for role, n in wanted.items() if receipts.count()[role] < n]:
+        if time.monotonic() > deadline:
+            raise SystemExit(f"sgl-ext: the plugin was not loaded in: {', '.join(missing)}")
+        time.sleep(0.05)
