@@ -1,0 +1,1 @@
+"""The HTTP process in front of the engines."""

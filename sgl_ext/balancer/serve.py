@@ -1,0 +1,62 @@
+"""The balancer's process: `python -m sgl_ext.balancer.serve --worker http://HOST:PORT ...`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+
+import uvloop
+from aiohttp import web
+
+from sgl_ext.balancer.app import make_app
+from sgl_ext.config import BalancerConfig, ConfigError, add_balancer_flags, balancer_config
+from sgl_ext.lifeline import end_with_parent
+
+
+def main(argv: list[str]) -> None:
+    """Serves until SIGTERM or SIGINT, then lets running requests finish. Raises SystemExit."""
+    parser = argparse.ArgumentParser(prog="python -m sgl_ext.balancer.serve", allow_abbrev=False)
+    add_balancer_flags(parser)
+    parser.add_argument(
+        "--worker", action="append", dest="workers", metavar="URL", help="an engine; repeat"
+    )
+    flags = vars(parser.parse_args(argv))
+    flags["workers"] = tuple(flags["workers"] or ())
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        config = balancer_config(BalancerConfig(), flags)
+        config.check()
+    except ConfigError as error:
+        raise SystemExit(f"sgl-ext balancer: {error}") from None
+    uvloop.run(_serve(config))
+
+
+async def _serve(config: BalancerConfig) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    runner = web.AppRunner(
+        make_app(config),
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=config.drain_s,
+    )
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, config.host, config.port).start()
+    except OSError as error:
+        await runner.cleanup()
+        raise SystemExit(f"sgl-ext balancer: port={config.port}: {error.strerror}") from None
+    logging.info("listening on http://%s:%s", config.host, config.port)
+    await stop.wait()
+    logging.info("draining for up to %s s", config.drain_s)
+    await runner.cleanup()
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    main(sys.argv[1:])

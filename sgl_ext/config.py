@@ -1,0 +1,219 @@
+"""Configuration: frozen dataclasses, filled from a TOML file and flags. Flags win.
+
+A bad value raises ConfigError naming its key and the value, before any process starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from sgl_ext.requests.headers import BILLING_HEADER, HeaderStrip
+
+
+class ConfigError(Exception):
+    """A configuration that cannot be: the message names the key and the value."""
+
+
+@dataclass(frozen=True, slots=True)
+class BalancerConfig:
+    """The balancer's settings; each is a flag of both the balancer and the launcher."""
+
+    host: str = "127.0.0.1"
+    port: int = 30000
+    api_key: str | None = None
+    max_body_bytes: int = 64 * 1024 * 1024
+    drain_s: float = 30.0
+    strip_headers: tuple[str, ...] = (BILLING_HEADER,)
+    workers: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        """Raises ConfigError at the first value out of its range."""
+        _require(0 <= self.port <= 65535, "port", self.port, "a port is 0 to 65535")
+        _require(self.max_body_bytes > 0, "max_body_bytes", self.max_body_bytes, "must be positive")
+        _require(self.drain_s >= 0, "drain_s", self.drain_s, "must not be negative")
+        try:
+            HeaderStrip(self.strip_headers)
+        except ValueError as error:
+            raise ConfigError(f"strip_header: {error}") from error
+        for url in self.workers:
+            _require(url.startswith("http://"), "worker", url, "a worker is http://HOST:PORT")
+        self.read_api_key()
+
+    def read_api_key(self) -> str | None:
+        """The key itself, from the file or variable that `api_key` names."""
+        if self.api_key is None:
+            return None
+        source, _, name = self.api_key.partition(":")
+        # The value is not shown: someone may have put the key itself here.
+        _require(
+            source in ("file", "env") and name != "",
+            "api_key",
+            "...",
+            "give file:PATH or env:VARIABLE, so that no key stands on a command line",
+        )
+        try:
+            key = Path(name).read_text() if source == "file" else os.environ[name]
+        except (OSError, KeyError) as error:
+            raise ConfigError(f"api_key={self.api_key!r}: cannot be read: {error}") from error
+        _require(key.strip() != "", "api_key", self.api_key, "is empty")
+        return key.strip()
+
+    def to_argv(self) -> list[str]:
+        """These settings as the balancer's own command line."""
+        argv = ["--host", self.host, "--port", str(self.port)]
+        argv += ["--max-body-bytes", str(self.max_body_bytes), "--drain-s", str(self.drain_s)]
+        if self.api_key is not None:
+            argv += ["--api-key", self.api_key]
+        if not self.strip_headers:
+            argv += ["--no-strip-headers"]
+        for name in self.strip_headers:
+            argv += ["--strip-header", name]
+        for url in self.workers:
+            argv += ["--worker", url]
+        return argv
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchConfig:
+    """What to start: N engines with SGLang's own flags, and one balancer in front."""
+
+    model_path: str
+    instances: int = 1
+    tp: int = 1
+    start_timeout_s: float = 1800.0
+    log_dir: str = ".run"
+    engine_args: tuple[str, ...] = ()
+    balancer: BalancerConfig = BalancerConfig()
+
+    def check(self) -> None:
+        """Raises ConfigError at the first value out of its range."""
+        _require(self.instances >= 1, "instances", self.instances, "at least one engine")
+        _require(self.tp >= 1, "tp", self.tp, "at least one GPU an engine")
+        _require(
+            self.start_timeout_s > 0, "start_timeout_s", self.start_timeout_s, "must be positive"
+        )
+        taken = [flag for flag in ("--host", "--port", "--model-path") if flag in self.engine_args]
+        _require(not taken, "engine", taken, "the launcher sets these")
+        self.balancer.check()
+
+
+def add_balancer_flags(parser: argparse.ArgumentParser) -> None:
+    """The balancer's flags. Unset ones are None, so that a file's values show through."""
+    parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
+    parser.add_argument("--port", type=int, help="port to listen on (default 30000)")
+    parser.add_argument("--api-key", help="file:PATH or env:VARIABLE; guards all but health")
+    parser.add_argument("--max-body-bytes", type=int, help="largest request body (default 64 MiB)")
+    parser.add_argument("--drain-s", type=float, help="how long running requests may finish (30)")
+    parser.add_argument(
+        "--strip-header", action="append", metavar="NAME", help="also strip this leading header"
+    )
+    parser.add_argument("--no-strip-headers", action="store_true", default=None)
+
+
+def balancer_config(base: BalancerConfig, flags: Mapping[str, Any]) -> BalancerConfig:
+    """`base` with the given flags laid over it; `--strip-header` adds to the names of `base`."""
+    values = {key: value for key, value in flags.items() if value is not None}
+    names = () if values.pop("no_strip_headers", False) else base.strip_headers
+    names += tuple(values.pop("strip_header", ()))
+    known = {field.name for field in fields(BalancerConfig)}
+    given = {key: value for key, value in values.items() if key in known}
+    return replace(base, strip_headers=tuple(dict.fromkeys(names)), **given)
+
+
+def launch_config(argv: Sequence[str]) -> LaunchConfig:
+    """The launcher's configuration from its command line, and the file `--config` names.
+
+    A flag that is not the launcher's goes to every engine as it stands, behind
+    the file's `[engine]` table, and SGLang's own parser judges it.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m sgl_ext.launch",
+        allow_abbrev=False,
+        description="Start N SGLang engines with the extension and one balancer in front.",
+        epilog="Any other flag goes to every engine: see python -m sglang.launch_server --help.",
+    )
+    parser.add_argument("--config", metavar="FILE", help="TOML; flags win over it")
+    parser.add_argument("--model-path", help="the model directory or name")
+    parser.add_argument("--instances", type=int, help="how many engines (default 1)")
+    parser.add_argument("--tp", "--tp-size", type=int, help="GPUs an engine (default 1)")
+    parser.add_argument("--start-timeout-s", type=float, help="limit for loading (default 1800)")
+    parser.add_argument("--log-dir", help="where each process writes its log (default .run)")
+    add_balancer_flags(parser)
+    known, engine_args = parser.parse_known_args(argv)
+    flags = vars(known)
+    table = _read_toml(flags.pop("config"))
+    file_args = _as_flags(_table(table, "engine"))
+    balancer = balancer_config(_filled(BalancerConfig, _table(table, "balancer")), flags)
+    own = {field.name for field in fields(LaunchConfig)}
+    values = _checked(LaunchConfig, _table(table, "launch"))
+    values |= {key: value for key, value in flags.items() if key in own and value is not None}
+    if table:
+        raise ConfigError(f"{next(iter(table))}: not a table of the configuration file")
+    if "model_path" not in values:
+        raise ConfigError("model_path: missing; give --model-path or [launch] model_path")
+    config = LaunchConfig(
+        **{**values, "engine_args": (*file_args, *engine_args), "balancer": balancer}
+    )
+    config.check()
+    return config
+
+
+def _read_toml(path: str | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        return tomllib.loads(Path(path).read_text())
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"config={path!r}: {error}") from error
+
+
+def _table(document: dict[str, Any], name: str) -> dict[str, Any]:
+    table = document.pop(name, {})
+    _require(isinstance(table, dict), name, table, "must be a table")
+    return dict(table)
+
+
+def _as_flags(table: Mapping[str, Any]) -> list[str]:
+    """SGLang flags from TOML: true is a bare flag, false leaves it out, a list repeats values."""
+    argv: list[str] = []
+    for key, value in table.items():
+        flag = "--" + key.replace("_", "-")
+        if value is False:
+            continue
+        argv.append(flag)
+        if value is not True:
+            argv += [str(item) for item in value] if isinstance(value, list) else [str(value)]
+    return argv
+
+
+def _filled(cls: type[BalancerConfig], table: Mapping[str, Any]) -> BalancerConfig:
+    values = _checked(cls, table)
+    if "strip_headers" in values:
+        values["strip_headers"] = tuple(values["strip_headers"])
+    return cls(**values)
+
+
+_FROM_FILE = {int: (int,), float: (int, float), str: (str,), str | None: (str,)}
+
+
+def _checked(cls: type, table: Mapping[str, Any]) -> dict[str, Any]:
+    """`table` as keyword arguments of `cls`, each key known and each value of its type."""
+    hints = get_type_hints(cls)
+    values = {key.replace("-", "_"): value for key, value in table.items()}
+    for key, value in values.items():
+        _require(key in hints, key, value, "not a key of this table")
+        wanted = _FROM_FILE.get(hints[key], (list,))
+        right = isinstance(value, wanted) and not isinstance(value, bool)
+        _require(right, key, value, f"must be {' or '.join(kind.__name__ for kind in wanted)}")
+    return values
+
+
+def _require(condition: bool, key: str, value: object, reason: str) -> None:
+    if not condition:
+        raise ConfigError(f"{key}={value!r}: {reason}")
