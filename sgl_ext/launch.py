@@ -1,0 +1,212 @@
+"""`python -m sgl_ext.launch`: N SGLang engines with the extension, one balancer in front.
+
+The main path: read the configuration, start every process, wait until all are
+ready, keep them running, and on Ctrl-C or SIGTERM let running requests finish
+before everything ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import aiohttp
+from rich.console import Console
+
+from sgl_ext.config import ConfigError, LaunchConfig, launch_config
+from sgl_ext.node import hardware
+from sgl_ext.node.child import Child
+from sgl_ext.node.progress import StartProgress, summary
+
+_POLL_S = 0.25
+_ENGINE_PATIENCE_S = 20.0
+_BACKOFF_S = (1.0, 60.0)
+_LAST_LINES = 15
+
+
+class StartError(Exception):
+    """A process that did not come up; the message is for the person who started it."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Starts a node and serves until told to stop. Raises SystemExit with a reason on failure."""
+    try:
+        refuse_foreign_packages()
+        config = launch_config(sys.argv[1:] if argv is None else argv)
+        found = hardware.find_hardware()
+        hardware.check_capacity(config, found)
+        asyncio.run(serve(config, found, Console()))
+    except (ConfigError, StartError) as error:
+        raise SystemExit(f"sgl-ext: {error}") from None
+
+
+async def serve(config: LaunchConfig, found: hardware.Hardware, console: Console) -> None:
+    """The node's life, from the first process to the last."""
+    stop = _stop_event()
+    engines, balancer = make_children(config, found)
+    try:
+        for child in (balancer, *engines):
+            await child.start()
+        ready = asyncio.create_task(wait_until_ready(config, engines, balancer, console))
+        await _first(ready, stop)
+        if stop.is_set():
+            return
+        console.print(summary(config, engines, config.log_dir))
+        keepers = [asyncio.create_task(keep_running(c, console)) for c in (balancer, *engines)]
+        await stop.wait()
+        for keeper in keepers:
+            keeper.cancel()
+    finally:
+        await drain(config, engines, balancer, console)
+
+
+def make_children(config: LaunchConfig, found: hardware.Hardware) -> tuple[list[Child], Child]:
+    """The processes of the node, none of them started yet."""
+    logs = Path(config.log_dir)
+    logs.mkdir(parents=True, exist_ok=True)
+    _require_free(config.balancer.host, config.balancer.port)
+    engines = []
+    for index, port in enumerate(_free_ports(config.balancer.port + 1, config.instances)):
+        command = hardware.engine_command(config, port)
+        command += [*hardware.platform_flags(found), *config.engine_args]
+        environment = hardware.engine_environment(config, found, index)
+        engines.append(_child(f"engine-{index}", command, environment, logs, f"127.0.0.1:{port}"))
+    workers = [word for engine in engines for word in ("--worker", engine.url)]
+    command = [sys.executable, "-m", "sgl_ext.balancer.serve", *config.balancer.to_argv(), *workers]
+    host = "127.0.0.1" if config.balancer.host == "0.0.0.0" else config.balancer.host
+    return engines, _child("balancer", command, {}, logs, f"{host}:{config.balancer.port}")
+
+
+async def wait_until_ready(
+    config: LaunchConfig, engines: list[Child], balancer: Child, console: Console
+) -> None:
+    """Returns once the balancer answers and every engine is ready. Raises StartError otherwise."""
+    children = [*engines, balancer]
+    ready: set[str] = set()
+    deadline = time.monotonic() + config.start_timeout_s
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
+        with StartProgress(console, engines) as progress:
+            while len(ready) < len(children):
+                for child in children:
+                    if child.exit_code is not None:
+                        raise _did_not_start(child, f"ended with exit code {child.exit_code}")
+                    if child.name not in ready and await _answers(session, child, balancer):
+                        ready.add(child.name)
+                if time.monotonic() > deadline:
+                    late = next(child for child in children if child.name not in ready)
+                    raise _did_not_start(late, f"was not ready in {config.start_timeout_s:g} s")
+                progress.show(ready)
+                await asyncio.sleep(_POLL_S)
+
+
+async def keep_running(child: Child, console: Console) -> None:
+    """Starts a child again whenever it ends, later each time it ends soon."""
+    shortest, longest = _BACKOFF_S
+    backoff = shortest
+    while True:
+        started = time.monotonic()
+        code = await child.wait()
+        backoff = shortest if time.monotonic() - started > longest else backoff
+        console.print(
+            f"{child.name} ended with exit code {code}; starting it again in {backoff:g} s. "
+            f"Its log: {child.log}",
+            highlight=False,
+        )
+        await asyncio.sleep(backoff)
+        backoff = min(backoff * 2, longest)
+        await child.start()
+
+
+async def drain(
+    config: LaunchConfig, engines: list[Child], balancer: Child, console: Console
+) -> None:
+    """The balancer takes nothing new and lets what runs finish; then the engines end."""
+    if balancer.exit_code is None:
+        console.print(f"stopping; running requests have {config.balancer.drain_s:g} s")
+    await balancer.stop(config.balancer.drain_s + 5)
+    await asyncio.gather(*(engine.stop(_ENGINE_PATIENCE_S) for engine in engines))
+
+
+def refuse_foreign_packages() -> None:
+    """Raises ConfigError if another distribution's `radix` or `scheduler` shadows ours."""
+    import radix
+    import scheduler
+
+    home = Path(__file__).parent.parent
+    for package in (radix, scheduler):
+        where = Path(package.__path__[0])
+        if where.parent != home:
+            raise ConfigError(
+                f"{package.__name__}={str(where)!r}: another distribution's package stands in "
+                "front of sgl-ext's; install sgl-ext into an environment of its own"
+            )
+
+
+def _stop_event() -> asyncio.Event:
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return stop
+
+
+async def _first(task: asyncio.Task[None], stop: asyncio.Event) -> None:
+    """Waits for the task or for the stop, whichever comes first; the task's error is raised."""
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if task.done():
+        task.result()
+    else:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def _answers(session: aiohttp.ClientSession, child: Child, balancer: Child) -> bool:
+    path = "/health" if child is balancer else "/ready"
+    try:
+        async with session.get(child.url + path) as answer:
+            return child is balancer or answer.status == 200
+    except (aiohttp.ClientError, TimeoutError):
+        return False
+
+
+def _did_not_start(child: Child, what: str) -> StartError:
+    lines = "\n".join(f"  {line}" for line in child.last_lines(_LAST_LINES))
+    return StartError(f"{child.name} {what}. The end of its log ({child.log}):\n{lines}")
+
+
+def _child(
+    name: str, command: list[str], environment: dict[str, str], logs: Path, at: str
+) -> Child:
+    log = logs / f"{name}.log"
+    log.unlink(missing_ok=True)
+    return Child(name, command, environment, log, f"http://{at}")
+
+
+def _require_free(host: str, port: int) -> None:
+    try:
+        with socket.create_server((host, port)):
+            pass
+    except OSError as error:
+        raise ConfigError(f"port={port}: {error.strerror}") from None
+
+
+def _free_ports(first: int, count: int) -> list[int]:
+    """The first free ports from `first` on."""
+    ports: list[int] = []
+    for port in range(first, 65536):
+        if len(ports) == count:
+            break
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            ports.append(port)
+    return ports
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""A child process with a log of its own, in a process group of its own, that ends with us."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from sgl_ext import lifeline
+
+
+class Child:
+    """One process of the node, started as often as need be.
+
+    Its group holds everything it spawns, so that stopping it leaves nothing.
+    A terminal's Ctrl-C does not reach it: the launcher decides when it ends.
+    """
+
+    def __init__(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path, url: str
+    ) -> None:
+        self.name = name
+        self.url = url
+        self.log = log
+        self._command = list(command)
+        self._environment = {**os.environ, **environment, lifeline.VARIABLE: "1"}
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        """Starts the process; its output is appended to its log."""
+        with self.log.open("ab") as output:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=output,
+                stderr=asyncio.subprocess.STDOUT,
+                env=self._environment,
+                start_new_session=True,
+            )
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs, or before it was started."""
+        return None if self._process is None else self._process.returncode
+
+    async def wait(self) -> int:
+        """Waits for the process to end, ends what it left behind, and returns its exit code."""
+        assert self._process is not None, "started before it is waited for"
+        code = await self._process.wait()
+        self._kill_group()
+        return code
+
+    async def stop(self, patience_s: float) -> None:
+        """Asks it to end; kills its whole group if it has not within `patience_s`."""
+        if self._process is None:
+            return
+        with suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGTERM)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), patience_s)
+        self._kill_group()
+        await self._process.wait()
+
+    def last_lines(self, count: int) -> list[str]:
+        """The last lines of its log that say anything."""
+        text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        return [line for line in text.splitlines() if line.strip()][-count:]
+
+    def _kill_group(self) -> None:
+        assert self._process is not None, "only a started child has a group"
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)

@@ -1,0 +1,96 @@
+"""What an engine runs on here, and the command line and environment that say so to SGLang."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+
+from sgl_ext.config import ConfigError, LaunchConfig
+from sgl_ext.engine.settings import EngineSettings
+
+CPU_PLATFORM = "sgl_ext_cpu"
+# An idle scheduler otherwise spins, and the default pool takes most of the memory.
+_CPU_DEFAULTS = ("--sleep-on-idle", "--max-total-tokens", "131072")
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """The devices for engines: CUDA device ids, or none, and then a platform by name."""
+
+    gpus: tuple[str, ...]
+    platform: str | None = None
+
+
+def find_hardware(environ: Mapping[str, str] = os.environ) -> Hardware:
+    """The GPUs this process may use; the CPU platform where there is none.
+
+    A platform that SGLANG_PLATFORM names is taken as it is. Raises ConfigError
+    if there is neither a GPU nor the CPU platform.
+    """
+    if platform := environ.get("SGLANG_PLATFORM"):
+        return Hardware((), platform)
+    if gpus := _visible_gpus(environ):
+        return Hardware(gpus)
+    if CPU_PLATFORM in entry_points(group="sglang.srt.platforms").names:
+        return Hardware((), CPU_PLATFORM)
+    raise ConfigError(
+        "no GPU found, and the CPU platform is not installed: pip install ./launch/cpu"
+    )
+
+
+def check_capacity(config: LaunchConfig, hardware: Hardware) -> None:
+    """Raises ConfigError if the engines need more GPUs than there are."""
+    needed = config.instances * config.tp
+    if hardware.gpus and needed > len(hardware.gpus):
+        raise ConfigError(
+            f"instances={config.instances}: with tp={config.tp} that takes {needed} GPUs, "
+            f"and {len(hardware.gpus)} are visible"
+        )
+
+
+def engine_command(config: LaunchConfig, port: int) -> list[str]:
+    """The command line of one engine. The caller's own flags come last, and so win."""
+    command = [sys.executable, "-m", "sgl_ext.engine.serve", "--model-path", config.model_path]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    command += ["--enable-cache-report", "--enable-metrics", "--log-level-http", "warning"]
+    if config.tp > 1:
+        command += ["--tp-size", str(config.tp)]
+    return command
+
+
+def engine_environment(config: LaunchConfig, hardware: Hardware, index: int) -> dict[str, str]:
+    """What engine `index` sees beyond the launcher's own environment."""
+    environment = EngineSettings(strip_headers=config.balancer.strip_headers).to_environment()
+    if hardware.gpus:
+        mine = hardware.gpus[index * config.tp : (index + 1) * config.tp]
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
+    if hardware.platform:
+        environment["SGLANG_PLATFORM"] = hardware.platform
+    if hardware.platform == CPU_PLATFORM and "OMP_NUM_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0))
+        environment["OMP_NUM_THREADS"] = str(max(1, cores // (config.instances * config.tp)))
+    return environment
+
+
+def platform_flags(hardware: Hardware) -> tuple[str, ...]:
+    """SGLang flags that a platform wants unless the caller says otherwise."""
+    return _CPU_DEFAULTS if hardware.platform == CPU_PLATFORM else ()
+
+
+def _visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
+    named = environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return tuple(part.strip() for part in named.split(",") if part.strip() not in ("", "-1"))
+    nvidia_smi = shutil.which("nvidia-smi")
+    if nvidia_smi is None:
+        return ()
+    listed = subprocess.run(
+        [nvidia_smi, "-L"], capture_output=True, text=True, timeout=60, check=False
+    )
+    lines = [line for line in listed.stdout.splitlines() if line.startswith("GPU ")]
+    return tuple(str(index) for index in range(len(lines)))
