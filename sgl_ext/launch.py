@@ -85,23 +85,22 @@ def make_children(config: LaunchConfig, found: hardware.Hardware) -> tuple[list[
 async def wait_until_ready(
     config: LaunchConfig, engines: list[Child], balancer: Child, console: Console
 ) -> None:
-    """Returns once the balancer answers and every engine is ready. Raises StartError otherwise."""
-    children = [*engines, balancer]
-    ready: set[str] = set()
+    """Returns once the balancer sees every engine ready. Raises StartError otherwise."""
     deadline = time.monotonic() + config.start_timeout_s
+    waiting = {engine.url: engine for engine in engines}
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
         with StartProgress(console, engines) as progress:
-            while len(ready) < len(children):
-                for child in children:
+            while waiting:
+                for child in (balancer, *engines):
                     if child.exit_code is not None:
                         raise _did_not_start(child, f"ended with exit code {child.exit_code}")
-                    if child.name not in ready and await _answers(session, child, balancer):
-                        ready.add(child.name)
                 if time.monotonic() > deadline:
-                    late = next(child for child in children if child.name not in ready)
+                    late = next(iter(waiting.values()))
                     raise _did_not_start(late, f"was not ready in {config.start_timeout_s:g} s")
-                progress.show(ready)
                 await asyncio.sleep(_POLL_S)
+                for url in await _ready_workers(session, balancer):
+                    waiting.pop(url, None)
+                progress.show(ready={e.name for e in engines if e.url not in waiting})
 
 
 async def keep_running(child: Child, console: Console) -> None:
@@ -167,13 +166,14 @@ async def _first(task: asyncio.Task[None], stop: asyncio.Event) -> None:
             await task
 
 
-async def _answers(session: aiohttp.ClientSession, child: Child, balancer: Child) -> bool:
-    path = "/health" if child is balancer else "/ready"
+async def _ready_workers(session: aiohttp.ClientSession, balancer: Child) -> list[str]:
+    """The engines that the balancer would send a request to now."""
     try:
-        async with session.get(child.url + path) as answer:
-            return child is balancer or answer.status == 200
+        async with session.get(f"{balancer.url}/health") as answer:
+            workers = (await answer.json())["workers"]
     except (aiohttp.ClientError, TimeoutError):
-        return False
+        return []
+    return [worker["url"] for worker in workers if worker["ready"]]
 
 
 def _did_not_start(child: Child, what: str) -> StartError:

@@ -1,0 +1,56 @@
+"""A balancer in this process in front of scripted engines, for what real engines do too rarely."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+
+from sgl_ext.balancer.app import make_app
+from sgl_ext.config import BalancerConfig
+
+Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Engine:
+    """An HTTP server that answers as its test says, and keeps what it was sent."""
+
+    def __init__(self, name: str, answer: Answer | None = None) -> None:
+        self.name = name
+        self.seen: list[tuple[str, bytes, Any]] = []
+        self._answer = answer
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        if request.path == "/ready":
+            return web.Response()
+        self.seen.append((request.path_qs, await request.read(), request.headers))
+        if self._answer is None:
+            return web.json_response({"engine": self.name})
+        return await self._answer(request)
+
+
+Start = Callable[..., Awaitable[TestClient[web.Request, web.Application]]]
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Start]:
+    """Starts engines and a balancer over them; returns a client of the balancer."""
+    async with AsyncExitStack() as stack:
+
+        async def begin(*engines: Engine, **config: Any) -> TestClient[Any, Any]:
+            urls = []
+            for engine in engines:
+                app = web.Application(client_max_size=1 << 30)
+                app.router.add_route("*", "/{path:.*}", engine.handle)
+                server = TestServer(app, handler_cancellation=True)
+                await stack.enter_async_context(server)
+                urls.append(str(server.make_url("")).rstrip("/"))
+            balancer = make_app(BalancerConfig(workers=tuple(urls), **config))
+            server = TestServer(balancer, handler_cancellation=True)
+            return await stack.enter_async_context(TestClient(server))
+
+        yield begin

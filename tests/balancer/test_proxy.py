@@ -1,0 +1,192 @@
+"""One request's way through: what arrives, what comes back, and what a lost side leaves."""
+
+from __future__ import annotations
+
+import asyncio
+
+import orjson
+import pytest
+from aiohttp import web
+
+from tests.balancer.conftest import Engine, Start
+
+EVENT = b'data: {"n": 1}\n\n'
+PATHS = ["/v1/messages", "/v1/chat/completions", "/v1/responses", "/generate"]
+
+
+async def stream_of(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+    await response.prepare(request)
+    return response
+
+
+async def cut_before_an_answer(request: web.Request) -> web.StreamResponse:
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+async def cut_after_one_event(request: web.Request) -> web.StreamResponse:
+    response = await stream_of(request)
+    await response.write(EVENT + b'data: {"n":')
+    assert request.transport is not None
+    request.transport.close()
+    return response
+
+
+async def test_a_request_arrives_as_it_was_sent(start: Start) -> None:
+    engine = Engine("a")
+    client = await start(engine)
+    body = b'{ "messages": [ ],  "model":"m" }'
+    headers = {
+        "content-type": "application/json; charset=utf-8",
+        "anthropic-beta": "x",
+        "connection": "keep-alive, x-hop",
+    }
+    answer = await client.post("/v1/messages?beta=true", data=body, headers=headers)
+    assert await answer.json() == {"engine": "a"}
+    ((target, received, sent),) = engine.seen
+    assert (target, received) == ("/v1/messages?beta=true", body)
+    assert sent["anthropic-beta"] == "x"
+
+
+async def test_events_arrive_as_they_are_made(start: Start) -> None:
+    go_on = asyncio.Event()
+
+    async def slow(request: web.Request) -> web.StreamResponse:
+        response = await stream_of(request)
+        await response.write(EVENT)
+        await go_on.wait()
+        await response.write(EVENT)
+        return response
+
+    client = await start(Engine("a", slow))
+    answer = await client.post("/v1/messages", json={})
+    assert await answer.content.readuntil(b"\n\n") == EVENT
+    go_on.set()
+    assert await answer.read() == EVENT
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_failure_before_the_first_byte_is_retried_elsewhere(
+    start: Start, path: str
+) -> None:
+    engines = [Engine("a", cut_before_an_answer), Engine("b")]
+    client = await start(*engines)
+    for turn in range(8):
+        answer = await client.post(path, json={"model": f"m{turn}", "text": f"{turn}"})
+        assert await answer.json() == {"engine": "b"}
+    assert engines[0].seen, "some of these prefixes belong to the engine that fails"
+
+
+async def test_a_stream_without_a_first_event_is_retried_elsewhere(start: Start) -> None:
+    async def cut_an_empty_stream(request: web.Request) -> web.StreamResponse:
+        response = await stream_of(request)
+        await response.write(b'data: {"n":')
+        assert request.transport is not None
+        request.transport.close()
+        return response
+
+    engines = [Engine("a", cut_an_empty_stream), Engine("b")]
+    client = await start(*engines)
+    for turn in range(8):
+        answer = await client.post("/v1/messages", json={"model": f"m{turn}", "system": "s"})
+        assert await answer.json() == {"engine": "b"}
+    assert engines[0].seen
+
+
+@pytest.mark.parametrize(
+    ("path", "event"),
+    [
+        ("/v1/messages", {"type": "error", "error": {"type": "api_error"}}),
+        ("/v1/responses", {"type": "error", "code": "server_error", "sequence_number": 1}),
+        ("/v1/chat/completions", {"error": {"type": "server_error", "code": 502}}),
+        ("/generate", {"error": {"type": "server_error", "code": 502}}),
+    ],
+)
+async def test_a_cut_stream_ends_in_the_protocols_error_event_and_is_not_replayed(
+    start: Start, path: str, event: dict[str, object]
+) -> None:
+    engines = [Engine("a", cut_after_one_event), Engine("b", cut_after_one_event)]
+    client = await start(*engines)
+    answer = await client.post(path, json={"model": "m"})
+    first, last, rest = (await answer.read()).split(b"\n\n")
+    assert first + b"\n\n" == EVENT
+    assert rest == b""
+    data = orjson.loads(last.rpartition(b"data: ")[2])
+    assert data.items() >= {k: v for k, v in event.items() if k != "error"}.items()
+    if isinstance(wanted := event.get("error"), dict):
+        assert data["error"].items() >= wanted.items()
+    assert last.startswith(b"event: error\n") == ("type" in event)
+    assert sum(len(engine.seen) for engine in engines) == 1
+
+
+async def test_every_engine_failing_is_an_error_and_not_silence(start: Start) -> None:
+    client = await start(Engine("a", cut_before_an_answer), Engine("b", cut_before_an_answer))
+    answer = await client.post("/v1/messages", json={})
+    assert answer.status == 502
+    assert (await answer.json())["error"]["type"] == "api_error"
+
+
+async def test_a_client_that_leaves_cancels_the_engines_work(start: Start) -> None:
+    cancelled = asyncio.Event()
+
+    async def endless(request: web.Request) -> web.StreamResponse:
+        response = await stream_of(request)
+        await response.write(EVENT)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+        return response
+
+    client = await start(Engine("a", endless))
+    answer = await client.post("/v1/messages", json={})
+    assert await answer.content.readuntil(b"\n\n") == EVENT
+    answer.close()
+    await asyncio.wait_for(cancelled.wait(), 10)
+    metrics = ""
+    while "sgl_ext_client_gone_total 1.0" not in metrics:
+        metrics = await (await client.get("/metrics")).text()
+    (worker,) = (await (await client.get("/health")).json())["workers"]
+    assert worker["in_flight"] == 0
+
+
+async def test_turns_of_a_conversation_stay_on_one_engine(start: Start) -> None:
+    engines = [Engine(name) for name in "abc"]
+    client = await start(*engines)
+    for turn in range(6):
+        messages = [{"role": "user", "content": "hi"}] * (turn + 1)
+        header = f"x-anthropic-billing-header: cc_version={turn};"
+        body = {"model": "m", "system": f"{header}\nYou are.", "messages": messages}
+        await client.post("/v1/messages", json=body)
+    assert sorted(len(engine.seen) for engine in engines) == [0, 0, 6]
+
+
+async def test_models_come_from_an_engine(start: Start) -> None:
+    client = await start(Engine("a"))
+    assert await (await client.get("/v1/models")).json() == {"engine": "a"}
+
+
+async def test_a_flush_reaches_every_engine(start: Start) -> None:
+    engines = [Engine("a"), Engine("b")]
+    client = await start(*engines)
+    answer = await client.post("/flush_cache?timeout=3")
+    assert sorted(part["engine"] for part in (await answer.json()).values()) == ["a", "b"]
+    assert [engine.seen[0][0] for engine in engines] == ["/flush_cache?timeout=3"] * 2
+
+
+async def test_a_fan_out_that_fails_somewhere_says_where(start: Start) -> None:
+    client = await start(Engine("a"), Engine("b", cut_before_an_answer))
+    answer = await client.post("/start_profile")
+    assert answer.status == 502
+    assert "no answer" in str(await answer.json())
+
+
+async def test_a_stored_response_is_found_where_it_is(start: Start) -> None:
+    async def unknown(_: web.Request) -> web.StreamResponse:
+        return web.json_response({"error": {"message": "not here"}}, status=404)
+
+    client = await start(Engine("a", unknown), Engine("b"))
+    answer = await client.get("/v1/responses/resp_1")
+    assert await answer.json() == {"engine": "b"}

@@ -1,0 +1,23 @@
+"""What several test folders share: the local model, and a running node of real engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench._node import Node, local_model, running_node
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Path:
+    """The tiny local model, made once a checkout."""
+    return local_model("tiny")
+
+
+@pytest.fixture(scope="session")
+def node(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    """Two real engines behind a balancer, for tests that leave them standing."""
+    with running_node(tiny_model, tmp_path_factory.mktemp("node"), "--instances", "2") as started:
+        yield started
