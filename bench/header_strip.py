@@ -65,15 +65,15 @@ def measure(node: Node, rounds: int) -> dict[str, Any]:
     arms = {name: Arm() for name in ("varying", *_WARM_ARMS)}
     warm = ask(node, "stable", document, "warm-up")
     prompt_tokens = sum(tokens_of(warm))
-    for number in range(rounds):
-        for name in ("varying", *_WARM_ARMS, *_WARM_ARMS[::-1], *_WARM_ARMS, *_WARM_ARMS[::-1]):
-            started = time.perf_counter()
-            events = stream(node, name, document, f"Question {len(arms[name].ttft_ms)}: what now?")
-            usage = next(events)
-            arms[name].ttft_ms.append((time.perf_counter() - started) * 1000)
-            for _ in events:
-                pass
-            arms[name].cached_tokens.append(usage.get("cache_read_input_tokens") or 0)
+    a_round = ("varying", *_WARM_ARMS, *_WARM_ARMS[::-1], *_WARM_ARMS, *_WARM_ARMS[::-1])
+    for number, name in enumerate(a_round * rounds):
+        started = time.perf_counter()
+        events = stream(node, name, document, f"Question {number}: what now?")
+        usage = next(events)
+        arms[name].ttft_ms.append((time.perf_counter() - started) * 1000)
+        for _ in events:
+            pass
+        arms[name].cached_tokens.append(usage.get("cache_read_input_tokens") or 0)
     ms = {name: statistics.median(arm.ttft_ms) for name, arm in arms.items()}
     return {
         "bench": "header_strip",
