@@ -50,7 +50,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int)
     options = parser.parse_args()
-    rounds = options.rounds or (5 if options.quick else 20)
+    rounds = options.rounds or (3 if options.quick else 15)
     model = options.model or local_model("bench")
     with (
         tempfile.TemporaryDirectory(prefix="sgl-ext-bench-") as folder,
@@ -65,7 +65,7 @@ def measure(node: Node, rounds: int) -> dict[str, Any]:
     arms = {name: Arm() for name in ("varying", *_WARM_ARMS)}
     warm = ask(node, "stable", document, "warm-up")
     prompt_tokens = sum(tokens_of(warm))
-    a_round = ("varying", *_WARM_ARMS, *_WARM_ARMS[::-1], *_WARM_ARMS, *_WARM_ARMS[::-1])
+    a_round = ("varying", *(*_WARM_ARMS, *_WARM_ARMS[::-1]) * 3)
     for number, name in enumerate(a_round * rounds):
         started = time.perf_counter()
         events = stream(node, name, document, f"Question {number}: what now?")

@@ -19,8 +19,6 @@ from typing import Any
 
 from sgl_ext.engine import body, startup
 
-SUPPORTED_SGLANG = "0.5.23"
-
 
 class Role(StrEnum):
     """What a process of an engine is for."""

@@ -7,46 +7,34 @@ what is missing and the SGLang version.
 
 from __future__ import annotations
 
-import os
+from importlib.metadata import version
 
-_applied: list[str] | None = None
+_active = False
 
 
 def activate() -> None:
     """Applies and verifies this process's hooks. Raises SystemExit if one is missing."""
-    global _applied
+    global _active
     try:
-        _applied = _activate()
+        _activate()
     except Exception as error:
-        from sglang.version import __version__
-
-        raise SystemExit(f"sgl-ext: cannot extend SGLang {__version__}: {error}") from error
+        raise SystemExit(f"sgl-ext: cannot extend SGLang {version('sglang')}: {error}") from error
+    _active = True
 
 
 def require_active() -> None:
     """Stops the start if SGLang did not load the plugin in this process."""
-    if _applied is None:
-        allowed = os.environ.get("SGLANG_PLUGINS")
-        raise SystemExit(
-            "sgl-ext: SGLang did not load the plugin"
-            + (f": SGLANG_PLUGINS={allowed!r} leaves out 'sgl_ext'" if allowed else "")
-        )
+    if not _active:
+        raise SystemExit("sgl-ext: SGLang did not load the plugin; is the distribution installed?")
 
 
-def _activate() -> list[str]:
-    from sglang.srt.environ import envs
-    from sglang.version import __version__
-
+def _activate() -> None:
     from sgl_ext.engine import receipts
-    from sgl_ext.engine.hooks import SUPPORTED_SGLANG, Role, apply_hooks, current_role
+    from sgl_ext.engine.hooks import Role, apply_hooks, current_role
+    from sgl_ext.engine.preflight import check_environment
 
-    if __version__ != SUPPORTED_SGLANG:
-        raise RuntimeError(f"it is made for SGLang {SUPPORTED_SGLANG} alone")
-    if envs.SGLANG_RUST_SERVER.get():
-        raise RuntimeError("SGLANG_RUST_SERVER is set, and its front end has no hooks: unset it")
+    check_environment()
     role = current_role()
     if role is Role.MAIN:
         receipts.open_folder()
-    symbols = apply_hooks(role)
-    receipts.leave(role, symbols)
-    return symbols
+    receipts.leave(role, apply_hooks(role))

@@ -9,16 +9,21 @@ from __future__ import annotations
 import os
 import sys
 
+from sgl_ext.engine.plugin import require_active
+from sgl_ext.engine.preflight import check_environment
 from sgl_ext.lifeline import end_with_parent
 
 
 def main(argv: list[str]) -> None:
     """Serves until told to stop. Raises SystemExit on bad flags or a missing hook."""
+    try:
+        check_environment()
+    except (RuntimeError, ValueError) as error:
+        raise SystemExit(f"sgl-ext: {error}") from None
+
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    from sgl_ext.engine.plugin import require_active
-
     require_active()
 
     from sglang.launch_server import run_server

@@ -7,7 +7,7 @@ from typing import Any
 
 from sgl_ext.engine import receipts
 
-_RECEIPT_TIMEOUT_S = 120.0
+_DETOKENIZER_TIMEOUT_S = 120.0
 
 
 def refuse_unsupported(server_args: Any, *_: Any) -> None:
@@ -29,13 +29,14 @@ def refuse_unsupported(server_args: Any, *_: Any) -> None:
 def await_receipts(launched: Any, *_: Any, **__: Any) -> None:
     """After an engine's processes are up: stops the start unless each has verified its hooks.
 
-    Schedulers report ready only after they loaded plugins, so their receipts
-    are there; a detokenizer reports nothing and may still be importing.
+    A scheduler reports ready only after it loaded plugins, so its receipt is
+    there by now or never; a detokenizer reports nothing and may still be importing.
     """
     _, _, _, scheduler_init_result, *_ = launched
-    wanted = {"scheduler": len(scheduler_init_result.scheduler_infos), "detokenizer": 1}
-    deadline = time.monotonic() + _RECEIPT_TIMEOUT_S
-    while missing := [role for role, n in wanted.items() if receipts.count()[role] < n]:
+    if receipts.count()["scheduler"] < len(scheduler_init_result.scheduler_infos):
+        raise SystemExit("sgl-ext: the plugin was not loaded in a scheduler process")
+    deadline = time.monotonic() + _DETOKENIZER_TIMEOUT_S
+    while not receipts.count()["detokenizer"]:
         if time.monotonic() > deadline:
-            raise SystemExit(f"sgl-ext: the plugin was not loaded in: {', '.join(missing)}")
+            raise SystemExit("sgl-ext: the plugin was not loaded in the detokenizer process")
         time.sleep(0.05)

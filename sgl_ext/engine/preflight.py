@@ -1,0 +1,29 @@
+"""What can be refused before SGLang is imported, which takes it many seconds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib.metadata import version
+
+from sgl_ext.engine.settings import EngineSettings
+from sgl_ext.requests.headers import HeaderStrip
+
+SUPPORTED_SGLANG = "0.5.23"
+PLUGIN = "sgl_ext"
+_OFF = ("", "0", "false", "no", "off", "n", "f")
+
+
+def check_environment(environ: Mapping[str, str] = os.environ) -> None:
+    """Raises RuntimeError or ValueError naming what the plugin cannot work with."""
+    installed = version("sglang")
+    if installed != SUPPORTED_SGLANG:
+        raise RuntimeError(
+            f"it is made for SGLang {SUPPORTED_SGLANG} alone, and this is {installed}"
+        )
+    if environ.get("SGLANG_RUST_SERVER", "").lower() not in _OFF:
+        raise RuntimeError("SGLANG_RUST_SERVER is set, and its front end has no hooks: unset it")
+    allowed = environ.get("SGLANG_PLUGINS", "")
+    if allowed.strip() and PLUGIN not in (name.strip() for name in allowed.split(",")):
+        raise RuntimeError(f"SGLANG_PLUGINS={allowed!r} leaves out {PLUGIN!r}")
+    HeaderStrip(EngineSettings.from_environment(environ).strip_headers)

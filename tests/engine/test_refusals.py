@@ -1,0 +1,114 @@
+"""An engine that cannot be extended whole does not start, and says why. Real SGLang processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from sgl_ext.engine import preflight, startup
+
+pytestmark = pytest.mark.engine
+
+
+def start_of_engine(model: Path, *flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Runs an engine that is expected to refuse, to its end."""
+    command = [sys.executable, "-m", "sgl_ext.engine.serve", "--model-path", str(model)]
+    command += ["--port", "0", "--max-total-tokens", "4096", *flags]
+    environment = {**os.environ, "SGLANG_PLATFORM": "sgl_ext_cpu", **environ}
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def another_plugin(folder: Path, code: str) -> str:
+    """A plugin of another distribution that SGLang loads before ours; returns a PYTHONPATH."""
+    (folder / "saboteur.py").write_text(f"def activate():\n    {code.strip()}\n")
+    info = folder / "saboteur-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: saboteur\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nsaboteur = saboteur:activate\n")
+    return str(folder)
+
+
+def test_a_missing_symbol_stops_the_start_and_is_named(tiny_model: Path, tmp_path: Path) -> None:
+    path = another_plugin(
+        tmp_path, "import sglang.srt.entrypoints.http_server as server; del server.ORJSONRequest"
+    )
+    ended = start_of_engine(tiny_model, PYTHONPATH=path)
+    assert ended.returncode != 0
+    assert "sglang.srt.entrypoints.http_server.ORJSONRequest.json" in ended.stderr
+    assert "SGLang 0.5.23" in ended.stderr
+
+
+def test_a_scheduler_without_the_plugin_stops_the_start(tiny_model: Path, tmp_path: Path) -> None:
+    code = """
+    import os
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def hide_plugin(*_, **__):
+        os.environ["SGLANG_PLUGINS"] = "saboteur"
+
+    launch = "sglang.srt.entrypoints.engine.Engine._launch_subprocesses"
+    HookRegistry.register(launch, hide_plugin, HookType.BEFORE)
+"""
+    path = another_plugin(tmp_path, code)
+    ended = start_of_engine(tiny_model, PYTHONPATH=path)
+    assert ended.returncode != 0
+    assert "not loaded in a scheduler" in ended.stderr
+
+
+def test_several_tokenizer_workers_are_refused_by_name(tiny_model: Path) -> None:
+    ended = start_of_engine(tiny_model, "--tokenizer-worker-num", "2")
+    assert ended.returncode != 0
+    assert "--tokenizer-worker-num" in ended.stderr
+    assert "sgl-ext" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("SGLANG_RUST_SERVER", "1"),
+        ("SGLANG_PLUGINS", "another"),
+        ("SGL_EXT_ENGINE", "{}"),
+        ("SGL_EXT_ENGINE", '{"strip_headers": ["two words"]}'),
+    ],
+)
+def test_an_environment_that_cannot_be_is_refused_by_name(
+    tiny_model: Path, name: str, value: str
+) -> None:
+    ended = start_of_engine(tiny_model, **{name: value})
+    assert ended.returncode != 0
+    assert (name if value != '{"strip_headers": ["two words"]}' else "two words") in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_another_sglang_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "version", lambda _: "0.5.24")
+    with pytest.raises(RuntimeError, match=r"0\.5\.23 alone, and this is 0\.5\.24"):
+        preflight.check_environment({})
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "flag"),
+    [
+        ("tokenizer_worker_num", 2, "--tokenizer-worker-num"),
+        ("grpc_port", 1, "--grpc-port"),
+        ("grpc_mode", True, "--grpc-mode"),
+        ("smg_grpc_mode", True, "--smg-grpc-mode"),
+        ("encoder_only", True, "--encoder-only"),
+    ],
+)
+def test_front_ends_that_the_hooks_do_not_reach_are_refused(
+    argument: str, value: object, flag: str
+) -> None:
+    plain = {"tokenizer_worker_num": 1, "grpc_port": None, "grpc_mode": False}
+    arguments = SimpleNamespace(**plain, smg_grpc_mode=False, encoder_only=False)
+    startup.refuse_unsupported(arguments)
+    setattr(arguments, argument, value)
+    with pytest.raises(SystemExit, match=flag):
+        startup.refuse_unsupported(arguments)
