@@ -57,7 +57,7 @@ def running_node(model: Path, log_dir: Path, *flags: str) -> Iterator[Node]:
 
     Raises RuntimeError with the launcher's own words if it does not come up.
     """
-    port = _free_port()
+    port = free_port()
     command = [sys.executable, "-m", "sgl_ext.launch", "--config", str(ROOT / "launch/cpu.toml")]
     command += ["--model-path", str(model), "--port", str(port), "--log-dir", str(log_dir), *flags]
     log_dir.mkdir(parents=True, exist_ok=True)
@@ -84,6 +84,7 @@ def _await_panel(process: subprocess.Popen[str], output: Path) -> None:
         time.sleep(0.25)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port nobody listens on."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])

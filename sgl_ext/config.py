@@ -34,7 +34,7 @@ class BalancerConfig:
 
     def check(self) -> None:
         """Raises ConfigError at the first value out of its range."""
-        _require(0 <= self.port <= 65535, "port", self.port, "a port is 0 to 65535")
+        _require(1 <= self.port <= 65535, "port", self.port, "a port is 1 to 65535")
         _require(self.max_body_bytes > 0, "max_body_bytes", self.max_body_bytes, "must be positive")
         _require(self.drain_s >= 0, "drain_s", self.drain_s, "must not be negative")
         try:
@@ -70,8 +70,7 @@ class BalancerConfig:
         argv += ["--max-body-bytes", str(self.max_body_bytes), "--drain-s", str(self.drain_s)]
         if self.api_key is not None:
             argv += ["--api-key", self.api_key]
-        if not self.strip_headers:
-            argv += ["--no-strip-headers"]
+        argv += ["--no-strip-headers"]
         for name in self.strip_headers:
             argv += ["--strip-header", name]
         for url in self.workers:
@@ -199,7 +198,14 @@ def _filled(cls: type[BalancerConfig], table: Mapping[str, Any]) -> BalancerConf
     return cls(**values)
 
 
-_FROM_FILE = {int: (int,), float: (int, float), str: (str,), str | None: (str,)}
+_FROM_FILE = {
+    int: (int,),
+    float: (int, float),
+    str: (str,),
+    str | None: (str,),
+    tuple[str, ...]: (list,),
+}
+_NOT_FROM_FILE = ("engine_args", "balancer", "workers")
 
 
 def _checked(cls: type, table: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,9 +213,12 @@ def _checked(cls: type, table: Mapping[str, Any]) -> dict[str, Any]:
     hints = get_type_hints(cls)
     values = {key.replace("-", "_"): value for key, value in table.items()}
     for key, value in values.items():
-        _require(key in hints, key, value, "not a key of this table")
-        wanted = _FROM_FILE.get(hints[key], (list,))
+        known = key in hints and key not in _NOT_FROM_FILE
+        _require(known, key, value, "not a key of this table")
+        wanted = _FROM_FILE[hints[key]]
         right = isinstance(value, wanted) and not isinstance(value, bool)
+        if isinstance(value, list):
+            right = right and all(isinstance(item, str) for item in value)
         _require(right, key, value, f"must be {' or '.join(kind.__name__ for kind in wanted)}")
     return values
 

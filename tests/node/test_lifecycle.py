@@ -1,0 +1,131 @@
+"""A node's life with real engines: it starts, recovers, drains, and leaves nothing running."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import requests
+
+from bench._node import ROOT, Node, free_port, running_node
+
+pytestmark = pytest.mark.engine
+# More tokens than the test will wait for: the stream runs until something ends it.
+ENDLESS = {
+    "model": "m",
+    "max_tokens": 100_000,
+    "stream": True,
+    "messages": [{"role": "user", "content": "go on"}],
+}
+
+
+@pytest.fixture
+def own_node(tiny_model: Path, tmp_path: Path) -> Iterator[Node]:
+    """One engine behind a balancer, for a test that breaks it."""
+    with running_node(tiny_model, tmp_path, "--drain-s", "5") as started:
+        yield started
+
+
+def open_stream(node: Node, path: str = "/v1/messages", **more: object) -> Iterator[bytes]:
+    """The lines of a stream that has given its first event."""
+    lines = node.post(path, {**ENDLESS, **more}, stream=True).iter_lines()
+    assert next(lines)
+    return lines
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Returns once the condition holds; the limit is for a hang."""
+    for _ in range(1200):
+        if condition():
+            return
+        time.sleep(0.25)
+    pytest.fail("it did not come")
+
+
+def refuses(url: str) -> bool:
+    """Whether nobody listens there any more."""
+    try:
+        requests.get(url, timeout=30)
+    except requests.ConnectionError:
+        return True
+    return False
+
+
+def test_a_killed_engine_ends_its_streams_with_an_error_event_and_comes_back(
+    own_node: Node, tmp_path: Path
+) -> None:
+    streams = {
+        path: open_stream(own_node, path) for path in ("/v1/messages", "/v1/chat/completions")
+    }
+    launcher = psutil.Process(own_node.process.pid)
+    (engine,) = (p for p in launcher.children() if "sgl_ext.engine.serve" in p.cmdline())
+    engine.kill()
+    last = {path: [line for line in lines if line][-2:] for path, lines in streams.items()}
+    assert last["/v1/messages"][0] == b"event: error"
+    assert last["/v1/chat/completions"][1].startswith(b'data: {"error":')
+
+    answer = own_node.post("/v1/messages", {**ENDLESS, "stream": False})
+    assert answer.status_code == 503
+    assert answer.json()["error"]["type"] == "overloaded_error"
+
+    until(lambda: requests.get(f"{own_node.url}/health", timeout=30).status_code == 200)
+    assert own_node.post("/v1/messages", {**ENDLESS, "stream": False, "max_tokens": 2}).ok
+    assert "starting it again" in (tmp_path / "launch.out").read_text()
+
+    # And when the launcher itself is killed, its children notice.
+    children = launcher.children(recursive=True)
+    assert len(children) >= 4
+    own_node.process.kill()
+    _, alive = psutil.wait_procs(children, timeout=60)
+    assert alive == []
+
+
+def test_sigterm_lets_a_running_answer_finish_and_takes_no_new_one(own_node: Node) -> None:
+    children = psutil.Process(own_node.process.pid).children(recursive=True)
+    stream = open_stream(own_node, max_tokens=60)
+    own_node.process.send_signal(signal.SIGTERM)
+    until(lambda: refuses(f"{own_node.url}/health"))
+    assert any(b"message_stop" in line for line in stream)
+    assert own_node.process.wait(timeout=60) == 0
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert alive == []
+
+
+def launch(*flags: str) -> subprocess.CompletedProcess[str]:
+    """Runs a launcher that is expected to end by itself."""
+    command = [sys.executable, "-m", "sgl_ext.launch", *flags]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def test_a_flag_that_sglang_refuses_ends_the_start_with_its_own_words(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    flags = [
+        "--model-path",
+        str(tiny_model),
+        "--port",
+        str(free_port()),
+        "--log-dir",
+        str(tmp_path),
+    ]
+    ended = launch(*flags, "--no-such-flag", "7")
+    assert ended.returncode == 1
+    assert "engine-0 ended with exit code" in ended.stderr
+    assert "unrecognized arguments: --no-such-flag 7" in ended.stderr
+    assert "launch.py" not in ended.stderr
+
+
+def test_bad_configuration_stops_before_a_process_starts(tmp_path: Path) -> None:
+    ended = launch("--model-path", "m", "--instances", "0", "--log-dir", str(tmp_path / "logs"))
+    assert ended.returncode == 1
+    assert ended.stderr == "sgl-ext: instances=0: at least one engine\n"
+    assert not os.path.exists(tmp_path / "logs")
