@@ -90,6 +90,12 @@ class LaunchConfig:
     engine_args: tuple[str, ...] = ()
     balancer: BalancerConfig = BalancerConfig()
 
+    @property
+    def model_name(self) -> str:
+        """What clients call the model: a local directory's own name, or the name it was given by."""
+        path = Path(self.model_path)
+        return path.resolve().name if path.is_dir() else self.model_path
+
     def check(self) -> None:
         """Raises ConfigError at the first value out of its range."""
         _require(self.instances >= 1, "instances", self.instances, "at least one engine")

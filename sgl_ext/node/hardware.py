@@ -56,6 +56,7 @@ def check_capacity(config: LaunchConfig, hardware: Hardware) -> None:
 def engine_command(config: LaunchConfig, port: int) -> list[str]:
     """The command line of one engine. The caller's own flags come last, and so win."""
     command = [sys.executable, "-m", "sgl_ext.engine.serve", "--model-path", config.model_path]
+    command += ["--served-model-name", config.model_name]
     command += ["--host", "127.0.0.1", "--port", str(port)]
     command += ["--enable-cache-report", "--enable-metrics", "--log-level-http", "warning"]
     if config.tp > 1:

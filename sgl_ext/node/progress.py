@@ -69,12 +69,12 @@ def summary(config: LaunchConfig, engines: Sequence[Child], log_dir: str) -> Pan
     key = "the API key" if config.balancer.api_key else "any"
     table = Table.grid(padding=(0, 2))
     table.add_row("address", address)
-    table.add_row("model", config.model_path)
+    table.add_row("model", config.model_name)
     table.add_row("engines", "  ".join(engine.url for engine in engines))
     table.add_row("logs", log_dir)
     table.add_row(
         "Claude Code",
-        f"ANTHROPIC_BASE_URL={address} ANTHROPIC_API_KEY={key} claude --model {config.model_path}",
+        f"ANTHROPIC_BASE_URL={address} ANTHROPIC_API_KEY={key} claude --model {config.model_name}",
     )
     table.add_row(
         "Codex",
