@@ -92,7 +92,7 @@ class LaunchConfig:
 
     @property
     def model_name(self) -> str:
-        """What clients call the model: a local directory's own name, or the name it was given by."""
+        """What clients call the model: a local directory's own name, or the name as given."""
         path = Path(self.model_path)
         return path.resolve().name if path.is_dir() else self.model_path
 

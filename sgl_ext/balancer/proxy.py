@@ -104,11 +104,12 @@ class Proxy:
     ) -> web.StreamResponse:
         arrived = time.perf_counter()
         tried: set[Worker] = set()
-        for attempt in range(MAX_ATTEMPTS):
+        accepted = False
+        for _ in range(MAX_ATTEMPTS):
             worker = self._workers.choose(prefix, tried)
             if worker is None:
                 break
-            if attempt:
+            if tried:
                 self._metrics.retries.inc()
             tried.add(worker)
             with self._workers.carrying(worker):
@@ -120,7 +121,9 @@ class Proxy:
                     log.warning("%s failed before an answer: %s", worker.url, type(error).__name__)
                     if isinstance(error, aiohttp.ClientConnectorError):
                         self._workers.mark(worker, ready=False)
-        if tried:
+                    else:
+                        accepted = True
+        if accepted:
             raise BalancerError(HTTPStatus.BAD_GATEWAY, "The engine failed before it answered.")
         raise BalancerError(
             HTTPStatus.SERVICE_UNAVAILABLE, "No engine is ready.", retry_after_s=RETRY_AFTER_S

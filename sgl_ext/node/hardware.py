@@ -14,8 +14,11 @@ from sgl_ext.config import ConfigError, LaunchConfig
 from sgl_ext.engine.settings import EngineSettings
 
 CPU_PLATFORM = "sgl_ext_cpu"
-# An idle scheduler otherwise spins, and the default pool takes most of the memory.
-_CPU_DEFAULTS = ("--sleep-on-idle", "--max-total-tokens", "131072")
+# The default pool takes most of the memory, and graphs and a warm-up are for GPUs.
+_CPU_DEFAULTS = (
+    *("--max-total-tokens", "131072", "--skip-server-warmup"),
+    *("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +75,9 @@ def engine_environment(config: LaunchConfig, hardware: Hardware, index: int) -> 
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
     if hardware.platform:
         environment["SGLANG_PLATFORM"] = hardware.platform
-    if hardware.platform == CPU_PLATFORM and "OMP_NUM_THREADS" not in os.environ:
-        cores = len(os.sched_getaffinity(0))
-        environment["OMP_NUM_THREADS"] = str(max(1, cores // (config.instances * config.tp)))
+    ranks = config.instances * config.tp
+    if hardware.platform == CPU_PLATFORM and ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
+        environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks))
     return environment
 
 

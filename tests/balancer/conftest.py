@@ -22,6 +22,7 @@ class Engine:
     def __init__(self, name: str, answer: Answer | None = None) -> None:
         self.name = name
         self.seen: list[tuple[str, bytes, Any]] = []
+        self.server: TestServer | None = None
         self._answer = answer
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
@@ -46,7 +47,7 @@ async def start() -> AsyncIterator[Start]:
             for engine in engines:
                 app = web.Application(client_max_size=1 << 30)
                 app.router.add_route("*", "/{path:.*}", engine.handle)
-                server = TestServer(app, handler_cancellation=True)
+                engine.server = server = TestServer(app, handler_cancellation=True)
                 await stack.enter_async_context(server)
                 urls.append(str(server.make_url("")).rstrip("/"))
             balancer = make_app(BalancerConfig(workers=tuple(urls), **config))

@@ -114,3 +114,14 @@ async def test_the_key_guards_everything_but_health(
     for headers in ({"authorization": "Bearer s3cret"}, {"x-api-key": "s3cret"}):
         assert (await client.post("/v1/messages", json={}, headers=headers)).status == 200
     assert all("s3cret" not in str(headers) for _, _, headers in engine.seen)
+
+
+async def test_engines_that_refuse_a_connection_are_no_engine(start: Start) -> None:
+    engine = Engine("a")
+    client = await start(engine)
+    assert engine.server is not None
+    await engine.server.close()
+    answer = await client.post("/v1/messages", json={})
+    assert answer.status == 503
+    assert "retry-after" in answer.headers
+    assert (await client.get("/health")).status == 503
