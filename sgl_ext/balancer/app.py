@@ -188,6 +188,9 @@ def _answer(
 ) -> web.Response:
     body = error_body(Protocol.of(request.path), int(status), message)
     headers = {} if retry_after_s is None else {"retry-after": str(retry_after_s)}
+    if status < 500:
+        # Anthropic's and OpenAI's clients obey it; without it they repeat even a 401.
+        headers["x-should-retry"] = "false"
     return web.Response(
         status=int(status), body=body, content_type="application/json", headers=headers
     )

@@ -1,8 +1,8 @@
 """One error family, answered in the caller's own protocol.
 
-Anthropic's shape: {"type": "error", "error": {"type", "message"}}; OpenAI's,
-which SGLang's own endpoints follow too: {"error": {"message", "type", "param",
-"code"}}. A stream that was cut ends in the protocol's error event.
+Anthropic's shape: {"type": "error", "error": {"type", "message"}}; OpenAI's:
+{"error": {"message", "type", "param", "code"}}. A stream that was cut ends in
+the protocol's error event.
 """
 
 from __future__ import annotations

@@ -78,6 +78,7 @@ def summary(config: LaunchConfig, engines: Sequence[Child], log_dir: str) -> Pan
     )
     table.add_row(
         "Codex",
-        f'model_providers.sgl = {{ base_url = "{address}/v1", wire_api = "responses" }}',
+        f'model = "{config.model_name}", and a model provider with '
+        f'base_url = "{address}/v1", wire_api = "responses"',
     )
     return Panel(table, title="sgl-ext is serving", title_align="left", expand=False)

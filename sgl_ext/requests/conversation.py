@@ -1,14 +1,15 @@
 """The beginning of a conversation as one number: requests that share it share a cached prefix.
 
-Prompts are rendered tools first, then system text, then messages, so requests
-of one agent harness agree on tools and system text. A request with neither is
-known by the first kilobyte of its first message or raw prompt.
+Requests of one agent harness agree on their tools and on how their instructions
+begin; further on these name a person's folders and the like, so only the first
+kilobyte of the first of them counts. A request with neither is known by the
+first kilobyte of its first message or raw prompt.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Any
 
 import xxhash
@@ -18,7 +19,7 @@ _INSTRUCTING_ROLES = ("system", "developer")
 
 
 def conversation_key(body: Any) -> int | None:
-    """A 64-bit hash of the model, the tools' names and the leading system texts.
+    """A 64-bit hash of the model, the tools' names and the beginning of the instructions.
 
     `body` is a parsed and stripped request of any protocol. Returns None where
     there is nothing to tell one conversation from another. Never raises on a
@@ -26,7 +27,8 @@ def conversation_key(body: Any) -> int | None:
     """
     if not isinstance(body, dict):
         return None
-    parts = [*_tool_names(body.get("tools")), *_instructions(body)]
+    parts = [*_tool_names(body.get("tools"))]
+    parts += [text[:_BEGINNING_CHARS] for text in islice(_instructions(body), 1)]
     if not parts:
         parts = [text[:_BEGINNING_CHARS] for text in _first_input(body)]
     if not parts:

@@ -24,7 +24,7 @@ from sgl_ext.requests.headers import HeaderStrip
 
 Body = dict[str, Any]
 _GONE = object()
-_INSTRUCTING_ROLES = frozenset({"system", "developer"})
+_INSTRUCTING_ROLES = ("system", "developer")
 
 
 @dataclass(frozen=True, slots=True)

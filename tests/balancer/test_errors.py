@@ -106,6 +106,7 @@ async def test_the_key_guards_everything_but_health(
     ):
         answer = await client.post("/v1/messages", json={}, headers=headers)
         assert answer.status == 401
+        assert answer.headers["x-should-retry"] == "false"
         message_of("/v1/messages", await answer.json(), "authentication_error")
     assert (await client.get("/metrics")).status == 401
     assert (await client.get("/health")).status == 200

@@ -25,6 +25,20 @@ def test_later_turns_and_other_sessions_of_a_harness_agree() -> None:
     assert first == conversation_key(turn("something else", system=SYSTEM, tools=[TOOL]))
 
 
+def test_a_persons_folders_further_on_make_no_difference() -> None:
+    def of(folder: str) -> int | None:
+        blocks = [{"type": "text", "text": text} for text in (SYSTEM, f"Work in {folder}.")]
+        return conversation_key(turn("hi", system=blocks, tools=[TOOL]))
+
+    assert of("/home/a") == of("/home/b")
+
+
+@pytest.mark.parametrize("body", [{"system": "s" * 2000}, {"instructions": "s" * 2000}])
+def test_only_the_beginning_of_a_long_instruction_counts(body: dict[str, str]) -> None:
+    longer = {key: value + "more" for key, value in body.items()}
+    assert conversation_key(body) == conversation_key(longer)
+
+
 @pytest.mark.parametrize(
     "other",
     [

@@ -1,0 +1,76 @@
+"""Real clients: each installed from npm at one version, once a checkout."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import requests
+
+from bench._node import ROOT, Node
+
+_CACHE = ROOT / ".models" / "npm"
+_INSTALL_TIMEOUT_S = 300.0
+_OFFLINE = re.compile(
+    r"npm error code (EAI_AGAIN|ECONNREFUSED|ECONNRESET|EHOSTUNREACH|ENETUNREACH|ENOTFOUND"
+    r"|ERR_SOCKET_TIMEOUT|ETIMEDOUT)\b"
+)
+
+
+@pytest.fixture(scope="session")
+def claude_code() -> Path:
+    """The `claude` command."""
+    return _installed("@anthropic-ai/claude-code", "2.1.197", "claude")
+
+
+@pytest.fixture(scope="session")
+def codex() -> Path:
+    """The `codex` command."""
+    return _installed("@openai/codex", "0.169.0", "codex")
+
+
+@pytest.fixture(scope="session")
+def served_model(node: Node) -> str:
+    """The model's name as the engines know it. `/v1/responses` refuses any other."""
+    models = requests.get(f"{node.url}/v1/models", timeout=30).json()["data"]
+    return str(models[0]["id"])
+
+
+def _installed(package: str, version: str, command: str) -> Path:
+    """The command of an npm package. Skips the test if npm or its registry is out of reach."""
+    folder = _CACHE / f"{command}-{version}"
+    binary = folder / "node_modules" / ".bin" / command
+    if binary.exists():
+        return binary
+    npm = shutil.which("npm")
+    if npm is None:
+        pytest.skip(f"npm is not on PATH, and {package}@{version} is not installed")
+    _CACHE.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{command}-", dir=_CACHE))
+    try:
+        install = [npm, "install", "--no-save", "--no-audit", "--no-fund", "--fetch-retries=1"]
+        done = subprocess.run(
+            [*install, f"--prefix={draft}", f"{package}@{version}"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_INSTALL_TIMEOUT_S,
+            check=False,
+        )
+        if offline := _OFFLINE.search(done.stderr):
+            pytest.skip(f"the npm registry is out of reach for {package}: {offline[1]}")
+        assert done.returncode == 0, done.stderr
+        draft.chmod(0o755)
+        try:
+            os.rename(draft, folder)
+        except OSError:
+            # Another run was first.
+            assert binary.exists()
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return binary

@@ -1,0 +1,142 @@
+"""Claude Code through the balancer: its sessions share what they have in common.
+
+Random weights do not know when to stop, so each request asks for an answer that
+a grammar holds to one word. All else is what Claude Code sends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from bench._node import Node
+
+pytestmark = [pytest.mark.engine, pytest.mark.npm]
+
+_ONE_WORD = {
+    "thinking": {"type": "disabled"},
+    "output_config": {"format": {"type": "json_schema", "schema": {"const": "hello"}}},
+}
+_STRIPPED = "sgl_ext_headers_stripped_total"
+
+
+@dataclass(frozen=True)
+class Project:
+    """A folder that Claude Code works in, and the home of the person who works there."""
+
+    claude: Path
+    url: str
+    home: Path
+    folder: Path
+
+    def ask(self, prompt: str, *flags: str, body: dict[str, Any] = _ONE_WORD) -> dict[str, Any]:
+        """Runs `claude -p`, and returns what it says of its session."""
+        command = [str(self.claude), "-p", prompt, "--model", "tiny", "--output-format", "json"]
+        done = subprocess.run(
+            [*command, *flags],
+            env={
+                "PATH": os.environ["PATH"],
+                "HOME": str(self.home),
+                "ANTHROPIC_BASE_URL": self.url,
+                "ANTHROPIC_API_KEY": "any",
+                "DISABLE_TELEMETRY": "1",
+                "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+                "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "64",
+                "CLAUDE_CODE_EXTRA_BODY": json.dumps(body),
+            },
+            cwd=self.folder,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        answer: dict[str, Any] = json.loads(done.stdout)
+        assert not answer["is_error"]
+        return answer
+
+
+@dataclass(frozen=True)
+class Sessions:
+    """What two sessions of one project answered, and the headers each engine stripped."""
+
+    project: Project
+    first: dict[str, Any]
+    second: dict[str, Any]
+    stripped: tuple[float, ...]
+
+
+@pytest.fixture(scope="module")
+def sessions(node: Node, claude_code: Path, tmp_path_factory: pytest.TempPathFactory) -> Sessions:
+    """Two sessions with different prompts, one after the other, on empty caches."""
+    home, folder = (tmp_path_factory.mktemp(name) for name in ("home", "project"))
+    project = Project(claude_code, node.url, home, folder)
+    node.flush()
+    before = _stripped(node)
+    first, second = project.ask("Say hello."), project.ask("What is two and two?")
+    grown = tuple(now - then for now, then in zip(_stripped(node), before, strict=True))
+    return Sessions(project, first, second, grown)
+
+
+def test_each_session_ends_with_an_answer(sessions: Sessions) -> None:
+    assert sessions.first["result"] == sessions.second["result"] == '"hello"'
+    assert sessions.first["session_id"] != sessions.second["session_id"]
+
+
+def test_a_second_session_reads_tools_and_system_prompt_from_the_cache(sessions: Sessions) -> None:
+    # Everything in front of the prompt is 92 % of the whole. Behind it Claude Code puts
+    # one more system message, which no prefix can share between prompts. With the header
+    # in place the sessions share a few dozen tokens.
+    assert _read(sessions.first) == 0
+    assert _read(sessions.second) >= 0.9 * _prompt(sessions.second)
+    assert _prompt(sessions.second) > 20_000
+
+
+def test_the_header_is_stripped_and_one_engine_gets_both_sessions(sessions: Sessions) -> None:
+    grown = [count for count in sessions.stripped if count]
+    assert len(sessions.stripped) == 2
+    assert len(grown) == 1
+    assert grown[0] >= 2
+
+
+def test_the_next_turn_reads_the_conversation_so_far_from_the_cache(sessions: Sessions) -> None:
+    turn = sessions.project.ask("And why?", "--continue")
+    assert turn["session_id"] == sessions.second["session_id"]
+    assert _prompt(turn) > _prompt(sessions.second)
+    assert _read(turn) >= 0.99 * _prompt(turn)
+
+
+def test_thinking_is_served_as_claude_code_asks_for_it(sessions: Sessions) -> None:
+    # No grammar holds inside thinking, so a frequent letter ends the answer.
+    answer = sessions.project.ask("Say hello again.", body={"stop_sequences": ["e"]})
+    assert answer["stop_reason"] == "end_turn"
+
+
+def _prompt(answer: dict[str, Any]) -> int:
+    usage = answer["usage"]
+    return int(usage["input_tokens"]) + _read(answer)
+
+
+def _read(answer: dict[str, Any]) -> int:
+    return int(answer["usage"]["cache_read_input_tokens"])
+
+
+def _stripped(node: Node) -> list[float]:
+    """The counter of stripped headers, engine by engine."""
+    pages = [requests.get(f"{engine}/metrics", timeout=30).text for engine in node.engines]
+    return [
+        sum(
+            float(line.rsplit(" ", 1)[1])
+            for line in page.splitlines()
+            if line.startswith(_STRIPPED)
+        )
+        for page in pages
+    ]
