@@ -73,7 +73,7 @@ async def test_a_failure_before_the_first_byte_is_retried_elsewhere(
 ) -> None:
     engines = [Engine("a", cut_before_an_answer), Engine("b")]
     client = await start(*engines)
-    for turn in range(8):
+    for turn in range(32):
         answer = await client.post(path, json={"model": f"m{turn}", "text": f"{turn}"})
         assert await answer.json() == {"engine": "b"}
     assert engines[0].seen, "some of these prefixes belong to the engine that fails"
@@ -89,7 +89,7 @@ async def test_a_stream_without_a_first_event_is_retried_elsewhere(start: Start)
 
     engines = [Engine("a", cut_an_empty_stream), Engine("b")]
     client = await start(*engines)
-    for turn in range(8):
+    for turn in range(32):
         answer = await client.post("/v1/messages", json={"model": f"m{turn}", "system": "s"})
         assert await answer.json() == {"engine": "b"}
     assert engines[0].seen
