@@ -25,9 +25,9 @@ $(READY): $(SETUP_FILES)
 	python3 -m venv $(VENV)
 	$(PYTHON) -m pip install --quiet uv
 ifeq ($(GPU),)
-	$(UV) pip install --quiet --python $(PYTHON) $(TORCH) --overrides launch/cpu/overrides.txt -e '.[engine,dev]' -e launch/cpu
+	$(UV) pip install --quiet --compile-bytecode --python $(PYTHON) $(TORCH) --overrides launch/cpu/overrides.txt -e '.[engine,dev]' -e launch/cpu
 else
-	$(UV) pip install --quiet --python $(PYTHON) -e '.[engine,dev]' -e launch/cpu
+	$(UV) pip install --quiet --compile-bytecode --python $(PYTHON) -e '.[engine,dev]' -e launch/cpu
 endif
 	touch $(READY)
 

@@ -14,9 +14,10 @@ from sgl_ext.config import ConfigError, LaunchConfig
 from sgl_ext.engine.settings import EngineSettings
 
 CPU_PLATFORM = "sgl_ext_cpu"
+_RANK_CORES = "SGLANG_CPU_OMP_THREADS_BIND"
 # The default pool takes most of the memory, and graphs and a warm-up are for GPUs.
 _CPU_DEFAULTS = (
-    *("--max-total-tokens", "131072", "--skip-server-warmup"),
+    *("--max-total-tokens", "131072", "--max-running-requests", "32", "--skip-server-warmup"),
     *("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"),
 )
 
@@ -75,10 +76,21 @@ def engine_environment(config: LaunchConfig, hardware: Hardware, index: int) -> 
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
     if hardware.platform:
         environment["SGLANG_PLATFORM"] = hardware.platform
-    ranks = config.instances * config.tp
-    if hardware.platform == CPU_PLATFORM and ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
-        environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks))
+    if hardware.platform == CPU_PLATFORM:
+        environment |= _share_of_cores(config, index)
     return environment
+
+
+def _share_of_cores(config: LaunchConfig, index: int) -> dict[str, str]:
+    """Threads for engine `index`: engines that fight for cores lose more than a core brings."""
+    cores, ranks = os.cpu_count() or 1, config.instances * config.tp
+    if ranks == 1 or {"OMP_NUM_THREADS", _RANK_CORES} & os.environ.keys():
+        return {}
+    each = max(1, cores // ranks)
+    if config.tp == 1:
+        return {"OMP_NUM_THREADS": str(each)}
+    firsts = (rank * each % cores for rank in range(index * config.tp, (index + 1) * config.tp))
+    return {_RANK_CORES: "|".join(f"{first}-{first + each - 1}" for first in firsts)}
 
 
 def platform_flags(hardware: Hardware) -> tuple[str, ...]:

@@ -1,0 +1,1 @@
+"""SGLang on a CPU: a platform, its attention backend, and a model maker."""

@@ -1,0 +1,208 @@
+"""A nursery: one process that has imported SGLang, from which servers are forked.
+
+Most of a small server's start is spent importing, three times over: in the server, in
+its scheduler and in its detokenizer. A process forked from one that has imported
+everything starts at once, so tests which need many servers start them here:
+
+    with Nursery() as nursery:
+        server = nursery.start(["--model-path", path, "--port", "21000"], log=log)
+        ...
+        server.stop()
+
+SGLang starts its children as new interpreters because CUDA does not survive a fork.
+On the CPU it is sound, as nothing has run a thread or an operator at that point. What
+differs from a server started by itself: plugins are loaded once, before the fork, and
+a variable that SGLang reads when imported must be in the nursery's own environment.
+
+The nursery obeys lines of JSON on its standard input and answers each with one. When
+that closes, because its user is done or gone, it ends every server and then itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+PRELOAD = (
+    "sglang.launch_server",
+    "sglang.srt.arg_groups.pipeline",
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.managers.detokenizer_manager",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.models.registry",
+    "transformers.models.auto.tokenization_auto",
+)
+"""What a server and its children import."""
+
+
+class Server:
+    """A server forked from a nursery, and the processes it started."""
+
+    def __init__(self, nursery: Nursery, pid: int) -> None:
+        self.pid = pid
+        self._nursery = nursery
+
+    def running(self) -> bool:
+        """Whether its first process still runs."""
+        return bool(self._nursery.ask({"running": self.pid}))
+
+    def stop(self) -> None:
+        """Kill it and all its processes, whatever they are doing. May be called again."""
+        self._nursery.ask({"stop": self.pid})
+
+
+class Nursery:
+    """Starts servers from a process that has already imported SGLang.
+
+    `environment` adds to this process's variables. `modules` are imported besides
+    SGLang's own. A context manager: leaving it ends every server.
+    """
+
+    def __init__(
+        self, environment: Mapping[str, str] | None = None, modules: Sequence[str] = ()
+    ) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, *modules],
+            env={**os.environ, "SGLANG_PLATFORM": "sgl_ext_cpu", **(environment or {})},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def start(
+        self,
+        flags: Sequence[str],
+        log: Path,
+        module: str = "sglang.launch_server",
+        environment: Mapping[str, str] | None = None,
+    ) -> Server:
+        """Fork a server: `python -m module flags`, its output in `log`.
+
+        Waits only for the nursery's imports, not until the server is ready.
+        """
+        order = {
+            "start": module,
+            "flags": list(flags),
+            "log": str(log),
+            "environment": dict(environment or {}),
+        }
+        return Server(self, int(self.ask(order)))
+
+    def ask(self, order: dict[str, Any]) -> Any:
+        """Send one order and return the answer."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"the nursery ended with status {self._process.wait()}")
+        return json.loads(answer)
+
+    def close(self) -> None:
+        """End every server and the nursery. May be called again."""
+        with self._process:  # closes both pipes and waits
+            pass
+
+    def __enter__(self) -> Nursery:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def main(modules: Sequence[str]) -> None:
+    """Import everything, then obey orders until standard input closes."""
+    orders, answers = sys.stdin, os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # What an import prints is no answer.
+    for module in (*PRELOAD, *modules):
+        __import__(module)
+    servers: set[int] = set()
+    try:
+        for line in iter(orders.readline, ""):
+            order = json.loads(line)
+            answer: int | bool = True
+            if "start" in order:
+                answer = _fork(order, orders, answers)
+                servers.add(answer)
+            elif "running" in order:
+                answer = order["running"] in servers and not _ended(order["running"])
+            elif order["stop"] in servers:
+                servers.remove(order["stop"])
+                _end(order["stop"])
+            print(json.dumps(answer), file=answers, flush=True)
+    finally:
+        for server in servers:
+            _end(server)
+
+
+def _fork(order: dict[str, Any], orders: TextIO, answers: TextIO) -> int:
+    """Fork a server; return its process id, which names its process group too."""
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        os.setsid()
+        log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        empty = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(empty, orders.fileno())
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.dup2(log, answers.fileno())
+        os.environ.update(order["environment"])
+        _fork_children_too()
+        sys.argv = [order["start"], *order["flags"]]
+        runpy.run_module(order["start"], run_name="__main__", alter_sys=True)
+        status = 0
+    except SystemExit as ending:
+        status = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _fork_children_too() -> None:
+    """Keep SGLang from asking for new interpreters."""
+    import multiprocessing
+
+    multiprocessing.set_start_method("fork", force=True)
+
+    def keep(method: str | None, force: bool = False) -> None:
+        del method, force
+
+    multiprocessing.set_start_method = keep
+
+
+def _ended(server: int) -> bool:
+    return os.waitid(os.P_PID, server, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _end(server: int) -> None:
+    """Kill a server's process group: asked to end, SGLang first waits out a diagnosis."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server, signal.SIGKILL)
+    os.waitpid(server, 0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

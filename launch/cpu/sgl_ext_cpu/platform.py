@@ -1,0 +1,163 @@
+"""The platform: SGLang's engine on a CPU, with no CUDA package and no sgl_kernel.
+
+SGLang finds `activate` through the entry-point group `sglang.srt.platforms` and calls
+it in every process: the server, each scheduler and the detokenizer. What has to be
+in place before the engine's own modules are imported is done there; what needs those
+modules is done in `init_backend`, which each worker calls once they are.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+
+from sgl_ext_cpu import stubs
+
+NAME = "sgl_ext_cpu"
+"""The platform's entry point, the value of SGLANG_PLATFORM, and the attention backend."""
+
+_THREADS_STEP = "sglang.srt.distributed.bootstrap._init_cpu_threads_env"
+_threads_settled = False
+
+
+def activate() -> str | None:
+    """Return the platform's class for SGLang to load, or None to stand aside.
+
+    It stands aside where CUDA is available, unless SGLANG_PLATFORM names it.
+    """
+    asked = os.environ.get("SGLANG_PLATFORM") == NAME
+    if torch.cuda.is_available() and not asked:
+        return None
+    if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
+        raise RuntimeError(
+            "SGLANG_USE_CPU_ENGINE=1 selects SGLang's own CPU engine, which needs "
+            f"sgl_kernel: unset it to use the {NAME} platform"
+        )
+    stubs.install()
+    _offer_attention_backend()
+    _settle_threads_ourselves()
+    # Children inherit it; whoever set it knows better.
+    os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "sgl_ext_cpu.models")
+    return f"{__name__}:CpuPlatform"
+
+
+def _offer_attention_backend() -> None:
+    """Let --attention-backend accept our name. The list is read when arguments are parsed."""
+    from sglang.srt.arg_groups import choices
+
+    if NAME not in choices.ATTENTION_BACKEND_CHOICES:
+        choices.add_attention_backend_choices([NAME])
+
+
+def _settle_threads_ourselves() -> None:
+    """Replace a step that calls sgl_kernel on arm64, and that elsewhere binds nothing.
+
+    It runs before a worker calls `init_backend`; hooks are applied before it runs.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if _THREADS_STEP not in HookRegistry._hooks:
+        HookRegistry.register(_THREADS_STEP, _bind_threads, HookType.REPLACE)
+
+
+class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # sglang is untyped
+    """Runs every operator as plain torch and claims no other capability."""
+
+    _enum = PlatformEnum.OOT
+    capabilities = PlatformCapabilities()
+
+    def get_default_attention_backend(self) -> str:
+        return NAME
+
+    def get_dispatch_key_name(self) -> str:
+        return "native"
+
+    def get_device(self, device_id: int | None = 0) -> str:
+        # A string, as the base class declares it: the CPU mixin returns a torch.device,
+        # on which resolving an omitted --device fails.
+        return "cpu"
+
+    def is_pin_memory_available(self, device: Any = None) -> bool:
+        return False
+
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        """Fill in what the user left open.
+
+        - attention: ours, in place of the one that needs AMX kernels.
+        - dtype: float32. Without AVX512-BF16 or AMX a bfloat16 matrix product is about
+          eight times slower, and in float32 results agree with a reference closely.
+        - sleep_on_idle: an idle scheduler would otherwise spin on a core.
+        """
+        asked = getattr(server_args, "_raw_input", None) or {}
+        if asked.get("attention_backend") is None:
+            server_args.attention_backend = NAME
+        if server_args.dtype == "auto":
+            server_args.dtype = "float32"
+        server_args.sleep_on_idle = True
+
+    def init_backend(self) -> None:
+        """Register the attention backend, and keep Triton out of page bookkeeping.
+
+        SGLang calls this in each worker, when it imports what runs the model.
+        """
+        from sglang.srt.layers.attention.attention_registry import (
+            ATTENTION_BACKENDS,
+            register_attention_backend,
+        )
+        from sglang.srt.mem_cache import allocation
+
+        if NAME not in ATTENTION_BACKENDS:
+            register_attention_backend(NAME)(_attention_backend)
+        # `get_last_loc` launches a Triton kernel for every backend it does not know by
+        # name, whatever the platform's capabilities say; with pages larger than one
+        # token that would fail on the first request.
+        allocation.get_last_loc_triton = allocation.get_last_loc_torch
+
+
+def _attention_backend(model_runner: Any) -> Any:
+    from sgl_ext_cpu.backend import CpuAttentionBackend
+
+    # SGLang only logs a hook that could not be applied.
+    if not _threads_settled:
+        raise RuntimeError(f"the {NAME} platform's hook on {_THREADS_STEP} was not applied")
+    return CpuAttentionBackend(model_runner)
+
+
+def _bind_threads(*, local_omp_cpuid: str | None, dist_init_method: str | None = None) -> None:
+    """Settle how many threads this rank computes with, and on which cores.
+
+    SGLANG_CPU_OMP_THREADS_BIND names its cores, OMP_NUM_THREADS a number of threads. With
+    neither, one core is left to the server and the detokenizer: threads that have to
+    wait for a core that another process holds cost far more than the core brings.
+    """
+    global _threads_settled
+    del dist_init_method
+    _threads_settled = True
+    if local_omp_cpuid is not None and _asked("SGLANG_CPU_OMP_THREADS_BIND") not in ("", "all"):
+        cores = _cores(local_omp_cpuid)
+        if hasattr(os, "sched_setaffinity"):  # Linux; inherited by the threads torch starts
+            os.sched_setaffinity(0, cores)
+        torch.set_num_threads(len(cores))
+    elif not _asked("OMP_NUM_THREADS"):
+        torch.set_num_threads(max(1, torch.get_num_threads() - 1))
+
+
+def _asked(variable: str) -> str:
+    return os.environ.get(variable, "")
+
+
+def _cores(text: str) -> set[int]:
+    """The cores that a list such as `0-3,8` names."""
+    cores: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        try:
+            cores |= set(range(int(first), int(last or first) + 1))
+        except ValueError:
+            raise ValueError(f"SGLANG_CPU_OMP_THREADS_BIND: {text!r} names no cores") from None
+    return cores

@@ -1,0 +1,98 @@
+"""The platform's own decisions: when it stands aside, what it offers, what it refuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from sgl_ext_cpu import platform, stubs
+
+
+def defaults(**arguments: object) -> SimpleNamespace:
+    filled = SimpleNamespace(
+        _raw_input=arguments, attention_backend="intel_amx", dtype="auto", sleep_on_idle=False
+    )
+    for name, value in arguments.items():
+        setattr(filled, name, value)
+    platform.CpuPlatform().apply_server_args_defaults(filled)
+    return filled
+
+
+def test_it_stands_aside_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform.torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
+    assert platform.activate() is None
+    monkeypatch.setenv("SGLANG_PLATFORM", platform.NAME)
+    assert platform.activate() == "sgl_ext_cpu.platform:CpuPlatform"
+
+
+def test_the_other_cpu_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    with pytest.raises(RuntimeError, match="SGLANG_USE_CPU_ENGINE"):
+        platform.activate()
+
+
+def test_its_attention_backend_can_be_asked_for() -> None:
+    from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
+
+    platform.activate()
+    platform.activate()
+    assert ATTENTION_BACKEND_CHOICES.count(platform.NAME) == 1
+
+
+def test_what_is_left_open_is_filled_in() -> None:
+    filled = defaults()
+    assert (filled.attention_backend, filled.dtype) == (platform.NAME, "float32")
+    assert filled.sleep_on_idle
+
+
+def test_what_is_asked_for_is_kept() -> None:
+    filled = defaults(attention_backend="torch_native", dtype="bfloat16")
+    assert (filled.attention_backend, filled.dtype) == ("torch_native", "bfloat16")
+
+
+def test_a_core_is_left_to_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(platform.torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr(platform.torch, "get_num_threads", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("SGLANG_CPU_OMP_THREADS_BIND", raising=False)
+    platform._bind_threads(local_omp_cpuid="0-7")
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    platform._bind_threads(local_omp_cpuid="0-7")
+    assert chosen == [7]
+
+
+@pytest.mark.parametrize(("text", "cores"), [("0", {0}), ("0,2", {0, 2}), ("1-3,8", {1, 2, 3, 8})])
+def test_cores(text: str, cores: set[int]) -> None:
+    assert platform._cores(text) == cores
+
+
+def test_a_bad_list_of_cores_is_named() -> None:
+    with pytest.raises(ValueError, match="SGLANG_CPU_OMP_THREADS_BIND: 'a-b'"):
+        platform._cores("a-b")
+
+
+def test_stubs_can_be_imported_and_not_called() -> None:
+    """In a new interpreter: this one may have a torchvision, or must not get a false one."""
+    code = """
+import sgl_ext_cpu.stubs as stubs
+assert stubs.install() and stubs.install()
+from torchvision.transforms import InterpolationMode, functional
+from torchvision.transforms.v2 import Compose
+import torchvision.io
+assert InterpolationMode.BICUBIC is not None
+try:
+    Compose([])
+except stubs.TorchvisionMissing as error:
+    assert "torchvision.transforms.v2.Compose was called" in str(error)
+else:
+    raise AssertionError
+from transformers.utils import is_torchvision_available
+assert not is_torchvision_available()
+"""
+    if not stubs.install():
+        pytest.skip("torchvision is installed")
+    subprocess.run([sys.executable, "-c", code], check=True)

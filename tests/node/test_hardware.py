@@ -1,0 +1,70 @@
+"""What an engine is started on: its GPUs, its share of cores, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sgl_ext.config import ConfigError, LaunchConfig
+from sgl_ext.node import hardware
+from sgl_ext.node.hardware import CPU_PLATFORM, Hardware
+
+
+def gpus_of(config: LaunchConfig, found: Hardware) -> list[str]:
+    environments = [hardware.engine_environment(config, found, i) for i in range(config.instances)]
+    return [environment["CUDA_VISIBLE_DEVICES"] for environment in environments]
+
+
+def test_each_engine_gets_its_own_gpus() -> None:
+    found = hardware.find_hardware({"CUDA_VISIBLE_DEVICES": "4,5,6,7"})
+    assert gpus_of(LaunchConfig("m", instances=2, tp=2), found) == ["4,5", "6,7"]
+    assert gpus_of(LaunchConfig("m", instances=3), found) == ["4", "5", "6"]
+
+
+def test_too_few_gpus_is_an_error_that_counts() -> None:
+    with pytest.raises(ConfigError, match=r"instances=3: with tp=2 that takes 6 GPUs, and 4"):
+        hardware.check_capacity(
+            LaunchConfig("m", instances=3, tp=2), Hardware(("0", "1", "2", "3"))
+        )
+
+
+def test_without_a_gpu_the_cpu_platform_is_taken_and_said_to_be_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    none = {"CUDA_VISIBLE_DEVICES": ""}
+    assert hardware.find_hardware(none) == Hardware((), CPU_PLATFORM)
+    assert hardware.find_hardware({**none, "SGLANG_PLATFORM": "x"}) == Hardware((), "x")
+    monkeypatch.setattr(hardware, "entry_points", lambda group: type("None_", (), {"names": ()})())
+    with pytest.raises(ConfigError, match="no GPU found"):
+        hardware.find_hardware(none)
+
+
+@pytest.mark.parametrize(
+    ("instances", "tp", "index", "wanted"),
+    [
+        (1, 1, 0, {}),
+        (2, 1, 1, {"OMP_NUM_THREADS": "4"}),
+        (1, 2, 0, {"SGLANG_CPU_OMP_THREADS_BIND": "0-3|4-7"}),
+        (2, 2, 1, {"SGLANG_CPU_OMP_THREADS_BIND": "4-5|6-7"}),
+        (16, 1, 3, {"OMP_NUM_THREADS": "1"}),
+    ],
+)
+def test_engines_on_a_cpu_share_its_cores(
+    monkeypatch: pytest.MonkeyPatch, instances: int, tp: int, index: int, wanted: dict[str, str]
+) -> None:
+    monkeypatch.setattr(hardware.os, "cpu_count", lambda: 8)
+    for name in ("OMP_NUM_THREADS", "SGLANG_CPU_OMP_THREADS_BIND"):
+        monkeypatch.delenv(name, raising=False)
+    config = LaunchConfig("m", instances=instances, tp=tp)
+    environment = hardware.engine_environment(config, Hardware((), CPU_PLATFORM), index)
+    assert environment["SGLANG_PLATFORM"] == CPU_PLATFORM
+    assert {k: v for k, v in environment.items() if "OMP" in k} == wanted
+
+
+def test_a_local_model_goes_by_its_folders_name(tmp_path: Path) -> None:
+    assert LaunchConfig(str(tmp_path)).model_name == tmp_path.name
+    assert LaunchConfig("Qwen/Qwen3-32B").model_name == "Qwen/Qwen3-32B"
+    command = hardware.engine_command(LaunchConfig(str(tmp_path), tp=2), 5)
+    assert command[command.index("--served-model-name") + 1] == tmp_path.name
+    assert command[command.index("--tp-size") + 1] == "2"
