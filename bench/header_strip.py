@@ -65,7 +65,7 @@ def measure(node: Node, rounds: int) -> dict[str, Any]:
     arms = {name: Arm() for name in ("varying", *_WARM_ARMS)}
     warm = ask(node, "stable", document, "warm-up")
     prompt_tokens = sum(tokens_of(warm))
-    a_round = ("varying", *(*_WARM_ARMS, *_WARM_ARMS[::-1]) * 3)
+    a_round = ("varying", *(*_WARM_ARMS, *_WARM_ARMS[::-1]) * 8)
     for number, name in enumerate(a_round * rounds):
         started = time.perf_counter()
         events = stream(node, name, document, f"Question {number}: what now?")

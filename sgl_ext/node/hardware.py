@@ -84,7 +84,7 @@ def engine_environment(config: LaunchConfig, hardware: Hardware, index: int) -> 
 def _share_of_cores(config: LaunchConfig, index: int) -> dict[str, str]:
     """Threads for engine `index`: engines that fight for cores lose more than a core brings."""
     cores, ranks = os.cpu_count() or 1, config.instances * config.tp
-    if ranks == 1 or {"OMP_NUM_THREADS", _RANK_CORES} & os.environ.keys():
+    if {"OMP_NUM_THREADS", _RANK_CORES} & os.environ.keys():
         return {}
     each = max(1, cores // ranks)
     if config.tp == 1:

@@ -43,7 +43,7 @@ def test_without_a_gpu_the_cpu_platform_is_taken_and_said_to_be_missing(
 @pytest.mark.parametrize(
     ("instances", "tp", "index", "wanted"),
     [
-        (1, 1, 0, {}),
+        (1, 1, 0, {"OMP_NUM_THREADS": "8"}),
         (2, 1, 1, {"OMP_NUM_THREADS": "4"}),
         (1, 2, 0, {"SGLANG_CPU_OMP_THREADS_BIND": "0-3|4-7"}),
         (2, 2, 1, {"SGLANG_CPU_OMP_THREADS_BIND": "4-5|6-7"}),
