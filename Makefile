@@ -14,7 +14,7 @@ TORCH := $(if $(UV_FIND_LINKS),,--torch-backend=cpu)
 GPU := $(shell command -v nvidia-smi)
 
 MODEL ?= .models/tiny
-CONFIG ?= launch/cpu.toml
+CONFIG ?= $(if $(GPU),launch/gpu.toml,launch/cpu.toml)
 BENCHES := $(patsubst bench/%.py,%,$(filter-out bench/__init__.py bench/_%.py,$(wildcard bench/*.py)))
 
 .PHONY: setup serve test lint bench clean
@@ -32,7 +32,7 @@ endif
 	touch $(READY)
 
 serve: setup
-	$(PYTHON) -m sgl_ext_cpu.model $(MODEL)
+	$(if $(filter .models/%,$(MODEL)),$(PYTHON) -m sgl_ext_cpu.model $(MODEL) >/dev/null)
 	$(PYTHON) -m sgl_ext.launch --config $(CONFIG) --model-path $(MODEL)
 
 test: setup

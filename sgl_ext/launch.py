@@ -78,8 +78,9 @@ def make_children(config: LaunchConfig, found: hardware.Hardware) -> tuple[list[
         engines.append(_child(f"engine-{index}", command, environment, logs, f"127.0.0.1:{port}"))
     workers = [word for engine in engines for word in ("--worker", engine.url)]
     command = [sys.executable, "-m", "sgl_ext.balancer.serve", *config.balancer.to_argv(), *workers]
-    host = "127.0.0.1" if config.balancer.host == "0.0.0.0" else config.balancer.host
-    return engines, _child("balancer", command, {}, logs, f"{host}:{config.balancer.port}")
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.balancer.host, config.balancer.host)
+    at = f"[{host}]" if ":" in host else host
+    return engines, _child("balancer", command, {}, logs, f"{at}:{config.balancer.port}")
 
 
 async def wait_until_ready(
@@ -190,8 +191,9 @@ def _child(
 
 
 def _require_free(host: str, port: int) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        with socket.create_server((host, port)):
+        with socket.create_server((host, port), family=family):
             pass
     except OSError as error:
         raise ConfigError(f"port={port}: {error.strerror}") from None

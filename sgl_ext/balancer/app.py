@@ -187,8 +187,10 @@ def _answer(
     request: web.Request, status: int, message: str, retry_after_s: int | None = None
 ) -> web.Response:
     body = error_body(Protocol.of(request.path), int(status), message)
-    headers = {} if retry_after_s is None else {"retry-after": str(retry_after_s)}
-    if status < 500:
+    headers = {}
+    if retry_after_s is not None:
+        headers["retry-after"] = str(retry_after_s)
+    elif status < 500:
         # Anthropic's and OpenAI's clients obey it; without it they repeat even a 401.
         headers["x-should-retry"] = "false"
     return web.Response(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -10,6 +11,8 @@ import aiohttp
 
 from scheduler.placement import WorkerLoad, place
 from sgl_ext.balancer.metrics import Metrics
+
+log = logging.getLogger(__name__)
 
 PROBE_INTERVAL_S = 1.0
 _PROBE_TIMEOUT = aiohttp.ClientTimeout(total=10)
@@ -67,8 +70,12 @@ class Workers:
         await asyncio.gather(*(self._probe_one(session, worker) for worker in self.all))
 
     async def probe_forever(self, session: aiohttp.ClientSession) -> None:
+        """Probes until cancelled; a probe that breaks is logged, and the next one comes."""
         while True:
-            await self.probe(session)
+            try:
+                await self.probe(session)
+            except Exception:
+                log.exception("a probe broke")
             await asyncio.sleep(PROBE_INTERVAL_S)
 
     async def _probe_one(self, session: aiohttp.ClientSession, worker: Worker) -> None:
