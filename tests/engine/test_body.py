@@ -1,0 +1,52 @@
+"""The request hook by itself: what it hands on, and what it keeps of a stripped header."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import orjson
+import pytest
+
+from sgl_ext.engine import body
+from sgl_ext.requests.facts import ClientFacts
+from tests.requests.test_system_text import HEADER, S
+
+
+class Request:
+    """As much of SGLang's request as the hook touches."""
+
+    def __init__(self, document: Any, path: str = "/v1/messages") -> None:
+        self.url = SimpleNamespace(path=path)
+        self.state = SimpleNamespace()
+        self.parsed = document
+        self.parses = 0
+
+    async def body(self) -> bytes:
+        return orjson.dumps(self.parsed)
+
+    async def json(self) -> Any:
+        self.parses += 1
+        return self.parsed
+
+
+async def test_a_header_is_stripped_once_and_its_facts_stay_with_the_request() -> None:
+    request = Request({"system": f"{HEADER[:-1]}; cc_is_subagent=true;\n{S}"})
+    first = await body.read_body(Request.json, request)
+    assert first == {"system": S}
+    assert await body.read_body(Request.json, request) is first
+    assert request.parses == 1
+    assert request.state.client == ClientFacts("2.1.197.3af", "sdk-cli", None, True)
+
+
+@pytest.mark.parametrize("document", [{"system": S}, {"messages": []}, [1], "text", None])
+async def test_without_a_header_the_parsed_body_is_handed_on_as_it_is(document: Any) -> None:
+    request = Request(document)
+    assert await body.read_body(Request.json, request) is document
+    assert request.state.client == ClientFacts()
+
+
+async def test_without_names_nothing_is_stripped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body, "_strip", lambda: None)
+    request = Request({"system": f"{HEADER}\n{S}"})
+    assert await body.read_body(Request.json, request) is request.parsed
