@@ -21,7 +21,7 @@ LEFT = {
     "/v1/messages": {"max_tokens": 1, "messages": [{"role": "user", "content": "hello"}]},
     "/v1/messages/count_tokens": {},
     "/v1/chat/completions": {"max_tokens": 1},
-    "/v1/responses": {"max_output_tokens": 1, "input": "hello", "store": False},
+    "/v1/responses": {"max_output_tokens": 3, "input": "hello", "store": False},
     "/v1/completions": {"max_tokens": 1},
     "/generate": {"sampling_params": {"max_new_tokens": 1}},
 }

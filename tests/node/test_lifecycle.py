@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
@@ -33,11 +34,15 @@ def own_node(tiny_model: Path, tmp_path: Path) -> Iterator[Node]:
         yield started
 
 
-def open_stream(node: Node, path: str = "/v1/messages", **more: object) -> Iterator[bytes]:
+@contextmanager
+def open_stream(
+    node: Node, path: str = "/v1/messages", **more: object
+) -> Iterator[Iterator[bytes]]:
     """The lines of a stream that has given its first event."""
-    lines = node.post(path, {**ENDLESS, **more}, stream=True).iter_lines()
-    assert next(lines)
-    return lines
+    with node.post(path, {**ENDLESS, **more}, stream=True) as answer:
+        lines = answer.iter_lines()
+        assert next(lines)
+        yield lines
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -61,13 +66,13 @@ def refuses(url: str) -> bool:
 def test_a_killed_engine_ends_its_streams_with_an_error_event_and_comes_back(
     own_node: Node, tmp_path: Path
 ) -> None:
-    streams = {
-        path: open_stream(own_node, path) for path in ("/v1/messages", "/v1/chat/completions")
-    }
+    paths = ("/v1/messages", "/v1/chat/completions")
     launcher = psutil.Process(own_node.process.pid)
     (engine,) = (p for p in launcher.children() if "sgl_ext.engine.serve" in p.cmdline())
-    engine.kill()
-    last = {path: [line for line in lines if line][-2:] for path, lines in streams.items()}
+    with ExitStack() as stack:
+        streams = {path: stack.enter_context(open_stream(own_node, path)) for path in paths}
+        engine.kill()
+        last = {path: [line for line in lines if line][-2:] for path, lines in streams.items()}
     assert last["/v1/messages"][0] == b"event: error"
     assert last["/v1/chat/completions"][1].startswith(b'data: {"error":')
 
@@ -89,10 +94,10 @@ def test_a_killed_engine_ends_its_streams_with_an_error_event_and_comes_back(
 
 def test_sigterm_lets_a_running_answer_finish_and_takes_no_new_one(own_node: Node) -> None:
     children = psutil.Process(own_node.process.pid).children(recursive=True)
-    stream = open_stream(own_node, max_tokens=60)
-    own_node.process.send_signal(signal.SIGTERM)
-    until(lambda: refuses(f"{own_node.url}/health"))
-    assert any(b"message_stop" in line for line in stream)
+    with open_stream(own_node, max_tokens=60) as stream:
+        own_node.process.send_signal(signal.SIGTERM)
+        until(lambda: refuses(f"{own_node.url}/health"))
+        assert any(b"message_stop" in line for line in stream)
     assert own_node.process.wait(timeout=60) == 0
     _, alive = psutil.wait_procs(children, timeout=10)
     assert alive == []
