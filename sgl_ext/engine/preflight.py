@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 from sgl_ext.engine.settings import EngineSettings
 from sgl_ext.requests.headers import HeaderStrip
@@ -16,7 +16,10 @@ _OFF = ("", "0", "false", "no", "off", "n", "f")
 
 def check_environment(environ: Mapping[str, str] = os.environ) -> None:
     """Raises RuntimeError or ValueError naming what the plugin cannot work with."""
-    installed = version("sglang")
+    try:
+        installed = version("sglang")
+    except PackageNotFoundError:
+        raise RuntimeError("SGLang is not installed: pip install 'sgl-ext[engine]'") from None
     if installed != SUPPORTED_SGLANG:
         raise RuntimeError(
             f"it is made for SGLang {SUPPORTED_SGLANG} alone, and this is {installed}"
