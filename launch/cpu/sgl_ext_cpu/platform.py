@@ -82,6 +82,12 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # sglang 
         # on which resolving an omitted --device fails.
         return "cpu"
 
+    def get_torch_profiler_activity_str(self) -> str:
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        return torch.profiler.ProfilerActivity.CPU
+
     def is_pin_memory_available(self, device: Any = None) -> bool:
         return False
 
