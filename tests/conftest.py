@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from bench._node import Node, local_model, running_node
+
+# Engines may be starting beside a property test: its speed is no assertion.
+hypothesis.settings.register_profile("sgl_ext", deadline=None, derandomize="CI" in os.environ)
+hypothesis.settings.load_profile("sgl_ext")
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ from typing import Any
 import xxhash
 
 _BEGINNING_CHARS = 1024
+_BEGINNING_TOKENS = 256
 _INSTRUCTING_ROLES = ("system", "developer")
 
 
@@ -65,7 +66,10 @@ def _first_input(body: dict[str, Any]) -> list[str]:
             first = value[0]
             if isinstance(first, dict):
                 return list(_texts(first.get("content")))[:1]
-            return [first if isinstance(first, str) else repr(value[:_BEGINNING_CHARS])]
+            if isinstance(first, str):
+                return [first]
+            ids = first if isinstance(first, list) else value
+            return [repr([i for i in ids[:_BEGINNING_TOKENS] if isinstance(i, int)])]
         if isinstance(value, str) and value:
             return [value]
     return []

@@ -79,10 +79,13 @@ class _Pass:
 
     def prompts(self, value: Any) -> Any:
         """A raw prompt or a batch of them. A batch keeps its length: an emptied one stays as ""."""
-        if isinstance(value, str):
-            stripped = self.text(value)
-            return "" if stripped is _GONE else stripped
-        return self.each(value, self.prompts) if isinstance(value, list) else value
+        if isinstance(value, list):
+            return self.each(value, self._prompt)
+        return self._prompt(value)
+
+    def _prompt(self, value: Any) -> Any:
+        stripped = self.text(value) if isinstance(value, str) else value
+        return "" if stripped is _GONE else stripped
 
     def instances(self, value: Any) -> Any:
         def instance(item: Any) -> Any:

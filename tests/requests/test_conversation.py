@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given
 
 from sgl_ext.requests.conversation import conversation_key
+from sgl_ext.requests.headers import HeaderStrip
+from sgl_ext.requests.system_text import strip_request
 from tests.requests.test_system_text import json_values
 
 SYSTEM = "You are a coding agent."
@@ -66,6 +68,7 @@ def test_without_instructions_the_first_input_tells() -> None:
     for name in ("prompt", "text", "input"):
         assert conversation_key({name: "a"}) not in (None, conversation_key({name: "b"}))
     assert conversation_key({"input_ids": [1, 2]}) != conversation_key({"input_ids": [1, 3]})
+    assert conversation_key({"input_ids": [[1, 2], [3]]}) == conversation_key({"input_ids": [1, 2]})
 
 
 @pytest.mark.parametrize("body", [{}, [], None, 3, {"messages": []}, {"messages": [{}]}])
@@ -76,3 +79,14 @@ def test_nothing_to_tell_by_is_no_key(body: Any) -> None:
 @given(json_values)
 def test_no_shape_of_body_breaks_it(body: Any) -> None:
     conversation_key(body)
+
+
+def test_a_body_nested_as_deep_as_json_goes_breaks_nothing() -> None:
+    deep: Any = "x"
+    for _ in range(1000):
+        deep = [deep]
+    names = ("messages", "input", "prompt", "text", "input_ids", "system", "tools")
+    for name in names:
+        conversation_key({name: deep})
+        for path in ("/v1/messages", "/v1/completions", "/generate", "/v1/responses"):
+            assert strip_request(path, {name: deep}, HeaderStrip()).headers == 0
