@@ -39,9 +39,13 @@ class Node:
 
     def metric(self, name: str) -> float:
         """The sum of a counter over all engines and labels."""
+        return sum(self.metric_by_engine(name))
+
+    def metric_by_engine(self, name: str) -> list[float]:
+        """A counter, summed over its labels, of each engine in order."""
         pages = [requests.get(f"{engine}/metrics", timeout=30).text for engine in self.engines]
-        lines = [line for page in pages for line in page.splitlines() if line.startswith(name)]
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+        found = [[line for line in p.splitlines() if line.startswith(name)] for p in pages]
+        return [sum(float(line.rsplit(" ", 1)[1]) for line in lines) for lines in found]
 
 
 def local_model(size: str) -> Path:

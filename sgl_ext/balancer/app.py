@@ -17,7 +17,7 @@ from sgl_ext.balancer import routes
 from sgl_ext.balancer.errors import BalancerError, Protocol, error_body
 from sgl_ext.balancer.fanout import FanOut
 from sgl_ext.balancer.metrics import Metrics
-from sgl_ext.balancer.proxy import ClientGone, Proxy
+from sgl_ext.balancer.proxy import ClientGone, Proxy, route_of
 from sgl_ext.balancer.workers import Workers
 from sgl_ext.config import BalancerConfig
 from sgl_ext.requests.headers import HeaderStrip
@@ -141,8 +141,6 @@ def answer_errors(metrics: Metrics) -> Callable[..., Awaitable[web.StreamRespons
 
     @web.middleware
     async def step(request: web.Request, handler: Handler) -> web.StreamResponse:
-        resource = request.match_info.route.resource
-        path = resource.canonical if resource is not None else "unknown"
         try:
             response = await handler(request)
         except BalancerError as error:
@@ -159,7 +157,7 @@ def answer_errors(metrics: Metrics) -> Callable[..., Awaitable[web.StreamRespons
         except Exception:
             log.exception("a request failed inside the balancer")
             response = _answer(request, 500, "Internal error in the balancer.")
-        metrics.requests.labels(path, response.status).inc()
+        metrics.requests.labels(route_of(request), response.status).inc()
         return response
 
     return step

@@ -37,6 +37,14 @@ class BalancerError(Exception):
         self.retry_after_s = retry_after_s
 
 
+def no_engine() -> BalancerError:
+    """No engine takes requests now; one may in a moment."""
+    return BalancerError(
+        HTTPStatus.SERVICE_UNAVAILABLE, "No engine is ready.", retry_after_s=_RETRY_AFTER_S
+    )
+
+
+_RETRY_AFTER_S = 5
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",

@@ -10,8 +10,7 @@ import aiohttp
 import orjson
 from aiohttp import web
 
-from sgl_ext.balancer.errors import BalancerError
-from sgl_ext.balancer.proxy import RETRY_AFTER_S
+from sgl_ext.balancer.errors import no_engine
 from sgl_ext.balancer.workers import Worker, Workers
 
 _TIMEOUT = aiohttp.ClientTimeout(total=120)
@@ -50,9 +49,7 @@ class FanOut:
     def _ready(self) -> list[Worker]:
         if workers := self._workers.ready:
             return workers
-        raise BalancerError(
-            HTTPStatus.SERVICE_UNAVAILABLE, "No engine is ready.", retry_after_s=RETRY_AFTER_S
-        )
+        raise no_engine()
 
     async def _ask(self, worker: Worker, request: web.Request, body: bytes) -> tuple[int, bytes]:
         headers = {"content-type": request.content_type} if body else {}

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
@@ -20,7 +19,7 @@ import orjson
 from aiohttp import web
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from sgl_ext.balancer.errors import BalancerError, Protocol, error_event
+from sgl_ext.balancer.errors import BalancerError, Protocol, error_event, no_engine
 from sgl_ext.balancer.metrics import Metrics
 from sgl_ext.balancer.workers import Worker, Workers
 from sgl_ext.requests.conversation import conversation_key
@@ -30,7 +29,6 @@ from sgl_ext.requests.system_text import strip_request
 log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
-RETRY_AFTER_S = 5
 # What belongs to one connection and not to the message (RFC 9110, section 7.6.1).
 _HOP_BY_HOP = frozenset(
     {
@@ -61,17 +59,6 @@ class ClientGone(Exception):
     """The caller left before its answer was complete."""
 
 
-@dataclass(frozen=True, slots=True)
-class Inbound:
-    """A request as it came in, with what placement needs to know of it."""
-
-    method: str
-    target: str
-    path: str
-    headers: CIMultiDict[str]
-    body: bytes
-
-
 class Proxy:
     """Forwards requests to workers. One for a whole balancer."""
 
@@ -89,18 +76,18 @@ class Proxy:
 
     async def placed(self, request: web.Request) -> web.StreamResponse:
         """Forwards a JSON request to the worker that its conversation's beginning names."""
-        inbound = await _read(request)
-        document = _parse_json(request, inbound.body)
-        stripped = strip_request(inbound.path, document, self._strip)
+        body = await request.read()
+        document = _parse_json(request, body)
+        stripped = strip_request(request.path, document, self._strip)
         self._metrics.headers_read.inc(stripped.headers)
-        return await self._forward(request, inbound, conversation_key(stripped.body))
+        return await self._forward(request, body, conversation_key(stripped.body))
 
     async def to_any(self, request: web.Request) -> web.StreamResponse:
         """Forwards a request that every worker answers alike."""
-        return await self._forward(request, await _read(request), None)
+        return await self._forward(request, await request.read(), None)
 
     async def _forward(
-        self, request: web.Request, inbound: Inbound, prefix: int | None
+        self, request: web.Request, body: bytes, prefix: int | None
     ) -> web.StreamResponse:
         arrived = time.perf_counter()
         tried: set[Worker] = set()
@@ -114,7 +101,7 @@ class Proxy:
             tried.add(worker)
             with self._workers.carrying(worker):
                 try:
-                    upstream = await self._send(worker, inbound)
+                    upstream = await self._send(worker, request, body)
                     async with upstream:
                         return await self._relay(request, upstream, arrived)
                 except _WORKER_FAILED as error:
@@ -125,16 +112,16 @@ class Proxy:
                         accepted = True
         if accepted:
             raise BalancerError(HTTPStatus.BAD_GATEWAY, "The engine failed before it answered.")
-        raise BalancerError(
-            HTTPStatus.SERVICE_UNAVAILABLE, "No engine is ready.", retry_after_s=RETRY_AFTER_S
-        )
+        raise no_engine()
 
-    async def _send(self, worker: Worker, inbound: Inbound) -> aiohttp.ClientResponse:
+    async def _send(
+        self, worker: Worker, request: web.Request, body: bytes
+    ) -> aiohttp.ClientResponse:
         return await self._session.request(
-            inbound.method,
-            worker.url + inbound.target,
-            data=inbound.body or None,
-            headers=inbound.headers,
+            request.method,
+            worker.url + request.path_qs,
+            data=body or None,
+            headers=_without(request.headers, _NOT_FOR_WORKERS),
             allow_redirects=False,
         )
 
@@ -143,7 +130,7 @@ class Proxy:
     ) -> web.StreamResponse:
         """Relays an answer. Raises one of _WORKER_FAILED only while nothing has been sent."""
         streams = upstream.content_type == "text/event-stream"
-        first_byte = self._metrics.first_byte_s.labels(_route(request))
+        first_byte = self._metrics.first_byte_s.labels(route_of(request))
         if not streams:
             body = await upstream.read()
             first_byte.observe(time.perf_counter() - arrived)
@@ -187,16 +174,6 @@ class Proxy:
         return response
 
 
-async def _read(request: web.Request) -> Inbound:
-    return Inbound(
-        method=request.method,
-        target=request.path_qs,
-        path=request.path,
-        headers=_without(request.headers, _NOT_FOR_WORKERS),
-        body=await request.read(),
-    )
-
-
 def _parse_json(request: web.Request, body: bytes) -> Any:
     if request.content_type != "application/json":
         raise BalancerError(
@@ -228,7 +205,7 @@ def _without(headers: CIMultiDictProxy[str], names: frozenset[str]) -> CIMultiDi
     return CIMultiDict(item for item in headers.items() if item[0].lower() not in names)
 
 
-def _route(request: web.Request) -> str:
+def route_of(request: web.Request) -> str:
     """The route's own pattern, so that ids in a path do not become labels."""
     resource = request.match_info.route.resource
     return resource.canonical if resource is not None else "unknown"

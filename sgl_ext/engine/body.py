@@ -17,9 +17,8 @@ from sgl_ext.requests.system_text import strip_request
 
 
 @cache
-def _strip() -> HeaderStrip | None:
-    names = EngineSettings.from_environment().strip_headers
-    return HeaderStrip(names) if names else None
+def _strip() -> HeaderStrip:
+    return HeaderStrip(EngineSettings.from_environment().strip_headers)
 
 
 @cache
@@ -48,8 +47,6 @@ async def read_body(original: Callable[[Any], Awaitable[Any]], request: Any) -> 
         return request._json
     body = await original(request)
     strip = _strip()
-    if strip is None:
-        return body
     path = request.url.path
     stripped = strip_request(path, body, strip)
     left = strip.mentions(await request.body()) - stripped.headers

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
 
 from bench._node import Node
 
@@ -80,9 +79,11 @@ def sessions(node: Node, claude_code: Path, tmp_path_factory: pytest.TempPathFac
     home, folder = (tmp_path_factory.mktemp(name) for name in ("home", "project"))
     project = Project(claude_code, node.url, home, folder)
     node.flush()
-    before = _stripped(node)
+    before = node.metric_by_engine(_STRIPPED)
     first, second = project.ask("Say hello."), project.ask("What is two and two?")
-    grown = tuple(now - then for now, then in zip(_stripped(node), before, strict=True))
+    grown = tuple(
+        now - then for now, then in zip(node.metric_by_engine(_STRIPPED), before, strict=True)
+    )
     return Sessions(project, first, second, grown)
 
 
@@ -127,16 +128,3 @@ def _prompt(answer: dict[str, Any]) -> int:
 
 def _read(answer: dict[str, Any]) -> int:
     return int(answer["usage"]["cache_read_input_tokens"])
-
-
-def _stripped(node: Node) -> list[float]:
-    """The counter of stripped headers, engine by engine."""
-    pages = [requests.get(f"{engine}/metrics", timeout=30).text for engine in node.engines]
-    return [
-        sum(
-            float(line.rsplit(" ", 1)[1])
-            for line in page.splitlines()
-            if line.startswith(_STRIPPED)
-        )
-        for page in pages
-    ]

@@ -10,6 +10,7 @@ import pytest
 
 from sgl_ext.engine import body
 from sgl_ext.requests.facts import ClientFacts
+from sgl_ext.requests.headers import HeaderStrip
 from tests.requests.test_system_text import HEADER, S
 
 
@@ -47,6 +48,6 @@ async def test_without_a_header_the_parsed_body_is_handed_on_as_it_is(document: 
 
 
 async def test_without_names_nothing_is_stripped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body, "_strip", lambda: None)
+    monkeypatch.setattr(body, "_strip", lambda: HeaderStrip(()))
     request = Request({"system": f"{HEADER}\n{S}"})
     assert await body.read_body(Request.json, request) is request.parsed
