@@ -1,0 +1,262 @@
+"""A request as a chain of segments: one hash for each beginning that another request may share.
+
+A prompt is read in the order in which templates render it, tools, instructions,
+messages, and cut where requests of agents part: behind the tools, behind each
+block of instructions, behind each message, and every CUT_BYTES inside a long one.
+
+    tools ........ | system | user      | assistant | user ...
+    |---|---|---|--|--|--|--|--|        |           |
+    h1  h2  h3  h4 h5 ...      ^session h8          h9
+
+A segment's hash is the 128-bit xxh3 of all canonical text up to its end, so two
+requests share exactly the segments before they first differ. The canonical text
+leaves out what does not reach the prompt or must not part two requests: the order
+of JSON keys and white space, `cache_control`, ids of messages and tool calls, and
+whether a text stands alone or in a list of text blocks. It is framed by the byte
+0xFF, which no UTF-8 text holds, so that different requests have different texts.
+
+The model, a LoRA adapter, `cache_salt`, `extra_key` and the caller's salt (its tenant)
+stand at the front: nothing is shared across them. A wrong guess of what a template
+renders costs a cache miss and nothing else.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+import xxhash
+
+CUT_BYTES = 4096
+_SALTS = ("model", "lora_path", "cache_salt", "extra_key")
+_NOT_RENDERED = frozenset(
+    {"cache_control", "id", "tool_use_id", "tool_call_id", "call_id", "status"}
+)
+_TEXT_TYPES = (None, "text", "input_text", "output_text")
+_INSTRUCTING_ROLES = ("system", "developer")
+_SORTED = orjson.OPT_SORT_KEYS
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A request's segments in prompt order.
+
+    hashes: of everything up to each segment's end, 128 bits each.
+    ends: the bytes of canonical text up to there, strictly ascending.
+    session: the hash that ends the first message of a user, None if there is none;
+        all later turns of a conversation have it too.
+    tools: how many tools the request offers.
+    """
+
+    hashes: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
+    session: int | None = None
+    tools: int = 0
+
+
+def read_chain(path: str, body: Any, *, salt: bytes = b"", sort_tools: bool = False) -> Chain:
+    """The chain of a parsed and stripped request body; `path` is its URL path.
+
+    Empty for a path that generates nothing, a batch of prompts, or a body whose
+    structure cannot be read. Never raises. `sort_tools` reads the tools in the
+    order of their names, for engines that are sent them so.
+    """
+    reader = _READERS.get(path)
+    if reader is None or not isinstance(body, dict):
+        return Chain()
+    writer = _Writer(body, salt)
+    try:
+        tools = reader(writer, body, sort_tools)
+    except (TypeError, ValueError, OverflowError, RecursionError, AttributeError):
+        return Chain()
+    return Chain(tuple(writer.hashes), tuple(writer.ends), writer.session, tools)
+
+
+class _Writer:
+    """Feeds canonical text to one running hash and notes it at every segment's end."""
+
+    def __init__(self, body: dict[str, Any], salt: bytes) -> None:
+        self.hashes: list[int] = []
+        self.ends: list[int] = []
+        self.session: int | None = None
+        self._size = 0
+        self._hash = xxhash.xxh3_128(salt)
+        for key in _SALTS:
+            value = body.get(key)
+            self._hash.update(b"\xff" if value is None else b"\xff" + str(value).encode())
+
+    def segment(self, text: bytes) -> None:
+        """Adds a text that ends where a segment ends; a long one is cut on the way."""
+        update, size = self._hash.update, len(text)
+        if size > CUT_BYTES:
+            view = memoryview(text)
+            for start in range(0, size, CUT_BYTES):
+                update(view[start : start + CUT_BYTES])
+                self.hashes.append(self._hash.intdigest())
+                self.ends.append(min(self._size + start + CUT_BYTES, self._size + size))
+            self._size += size
+        elif size:
+            update(text)
+            self._size += size
+            self.hashes.append(self._hash.intdigest())
+            self.ends.append(self._size)
+
+    def user_spoke(self) -> None:
+        """The segment just ended is a user's message; the first one names the session."""
+        if self.session is None and self.hashes:
+            self.session = self.hashes[-1]
+
+
+def _read_tools(writer: _Writer, body: dict[str, Any], sort_tools: bool) -> int:
+    tools = body.get("tools")
+    choice = body.get("tool_choice")
+    unused = choice == "none" or (isinstance(choice, dict) and choice.get("type") == "none")
+    if not isinstance(tools, list) or not tools or unused:
+        return 0
+    rendered = [_rendered(tool) if isinstance(tool, dict) else tool for tool in tools]
+    if sort_tools:
+        rendered.sort(key=tool_name)
+    writer.segment(b"\xfft" + orjson.dumps(rendered, option=_SORTED))
+    return len(tools)
+
+
+def tool_name(tool: Any) -> str:
+    """A tool's name in any protocol; "" if it has none."""
+    if not isinstance(tool, dict):
+        return ""
+    inner = tool.get("function")
+    return str((inner if isinstance(inner, dict) else tool).get("name", ""))
+
+
+def _read_instructions(writer: _Writer, value: Any) -> None:
+    """A system prompt that stands outside the messages: each block is a segment."""
+    blocks = value if isinstance(value, list) else [value]
+    for block in blocks:
+        if block:
+            writer.segment(b"\xffs" + _block(block))
+
+
+def _read_messages(writer: _Writer, messages: Any) -> None:
+    """Messages or input items of any protocol: each is a segment."""
+    for message in messages if isinstance(messages, list) else ():
+        if not isinstance(message, dict):
+            writer.segment(b"\xffm" + _block(message))
+            continue
+        role, content = message.get("role"), message.get("content")
+        if role in _INSTRUCTING_ROLES:
+            _read_instructions(writer, content)
+            continue
+        parts = [b"\xffm", str(role).encode(), *_blocks(content)]
+        if len(message) > 2:
+            parts.append(_others(message))
+        writer.segment(b"".join(parts))
+        if role == "user":
+            writer.user_spoke()
+
+
+def _blocks(content: Any) -> Iterator[bytes]:
+    if isinstance(content, list):
+        for block in content:
+            yield b"\xffb"
+            yield _block(block)
+    elif content:
+        yield b"\xffb"
+        yield _block(content)
+
+
+def _block(block: Any) -> bytes:
+    """One block of content; a text block is its text."""
+    if isinstance(block, str):
+        return block.encode("utf-8", "surrogatepass")
+    if isinstance(block, dict):
+        text = block.get("text")
+        if isinstance(text, str) and block.get("type") in _TEXT_TYPES:
+            return text.encode("utf-8", "surrogatepass")
+        if block.get("type") == "tool_result":
+            rest = {key: value for key, value in block.items() if key != "content"}
+            return b"".join((_dumped(rest), *_blocks(block.get("content"))))
+        return _dumped(block)
+    return orjson.dumps(block, option=_SORTED)
+
+
+def _others(message: dict[str, Any]) -> bytes:
+    """What a message holds beside its role and content: tool calls, reasoning, a call's output."""
+    rest = {
+        key: value
+        for key, value in message.items()
+        if value is not None and key not in ("role", "content")
+    }
+    calls = rest.get("tool_calls")
+    if isinstance(calls, list):
+        rest["tool_calls"] = [_rendered(call) if isinstance(call, dict) else call for call in calls]
+    if rest.get("type") == "message":
+        del rest["type"]
+    rest = _rendered(rest)
+    return b"\xffo" + orjson.dumps(rest, option=_SORTED) if rest else b""
+
+
+def _dumped(block: dict[str, Any]) -> bytes:
+    return orjson.dumps(_rendered(block), option=_SORTED)
+
+
+def _rendered(block: dict[str, Any]) -> dict[str, Any]:
+    if _NOT_RENDERED.isdisjoint(block):
+        return block
+    return {key: value for key, value in block.items() if key not in _NOT_RENDERED}
+
+
+def _read_chat(writer: _Writer, body: dict[str, Any], sort_tools: bool) -> int:
+    tools = _read_tools(writer, body, sort_tools)
+    _read_instructions(writer, body.get("system"))
+    _read_messages(writer, body.get("messages"))
+    return tools
+
+
+def _read_responses(writer: _Writer, body: dict[str, Any], sort_tools: bool) -> int:
+    tools = _read_tools(writer, body, sort_tools)
+    _read_instructions(writer, body.get("instructions"))
+    entered = body.get("input")
+    if isinstance(entered, str):
+        entered = [{"role": "user", "content": entered}]
+    _read_messages(writer, entered)
+    return tools
+
+
+def _read_prompt(writer: _Writer, value: Any) -> int:
+    """A raw prompt: a text, token ids, or a list that holds a single one of them."""
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
+        value = value[0]
+    if isinstance(value, str):
+        writer.segment(b"\xffp" + value.encode("utf-8", "surrogatepass"))
+    elif isinstance(value, list) and value and all(isinstance(token, int) for token in value):
+        writer.segment(array("q", value).tobytes())
+    return 0
+
+
+def _read_ollama(writer: _Writer, body: dict[str, Any], _: bool) -> int:
+    _read_instructions(writer, body.get("system"))
+    return _read_prompt(writer, body.get("prompt"))
+
+
+def _read_completion(writer: _Writer, body: dict[str, Any], _: bool) -> int:
+    return _read_prompt(writer, body.get("prompt"))
+
+
+def _read_generate(writer: _Writer, body: dict[str, Any], _: bool) -> int:
+    text = body.get("text")
+    return _read_prompt(writer, body.get("input_ids") if text is None else text)
+
+
+_READERS: dict[str, Callable[[_Writer, dict[str, Any], bool], int]] = {
+    "/v1/messages": _read_chat,
+    "/v1/chat/completions": _read_chat,
+    "/invocations": _read_chat,
+    "/api/chat": _read_chat,
+    "/v1/responses": _read_responses,
+    "/v1/completions": _read_completion,
+    "/api/generate": _read_ollama,
+    "/generate": _read_generate,
+}
