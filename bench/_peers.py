@@ -1,0 +1,216 @@
+"""Other routers, installed on demand at one version each and run as a user would.
+
+Each lives in a virtual environment of its own under `.models/peers/`, made
+once a checkout. `nginx` is the system's, if it is on PATH.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import requests
+
+from bench._node import ROOT, free_port
+
+_CACHE = ROOT / ".models" / "peers"
+_START_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Router:
+    """A router from PyPI: its pinned version, its module, and the flags it is always given."""
+
+    version: str
+    module: str
+    flags: tuple[str, ...]
+
+
+_ROUTERS = {
+    "sglang-router": _Router("0.3.2", "sglang_router.launch_router", ("--policy", "cache_aware")),
+    "smg": _Router("1.13.0", "smg.launch_router", ("--policy", "cache_aware")),
+    "vllm-router": _Router(
+        "0.1.17", "vllm_router.launch_router", ("--policy", "sticky_least_loaded")
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A running peer: where it listens, and its process (one; its threads are its own)."""
+
+    name: str
+    url: str
+    process: subprocess.Popen[bytes]
+
+
+def install(name: str) -> Path:
+    """The Python of the environment that holds this router: `sglang-router`, `smg`, `vllm-router`.
+
+    Raises RuntimeError with the installer's own words if it cannot be had.
+    """
+    router = _ROUTERS[name]
+    folder = _CACHE / f"{name}-{router.version}"
+    python = folder / "bin" / "python"
+    if (folder / "installed").exists():
+        return python
+    _CACHE.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    _run([sys.executable, "-m", "venv", str(folder)])
+    _run([str(python), "-m", "pip", "install", "--quiet", f"{name}=={router.version}"])
+    (folder / "installed").touch()
+    return python
+
+
+def nginx_on_path() -> bool:
+    """Whether this machine has nginx."""
+    return _nginx() is not None
+
+
+@contextmanager
+def running_peer(
+    name: str,
+    worker_urls: Sequence[str],
+    port: int | None = None,
+    *,
+    flags: Sequence[str] = (),
+    cores: Collection[int] = (),
+    env: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[Peer]:
+    """A router (or `nginx`) in front of the workers, ready once every worker is.
+
+    `flags` come behind the pinned ones and so win over them; `cores` pins the
+    process. It ends with the context. Raises RuntimeError with its log if it
+    does not come up. A router asks its workers for `/health`, `/model_info`,
+    `/server_info` and `/v1/models`: they must answer those, and 404 elsewhere.
+    """
+    port = port or free_port()
+    url = f"http://127.0.0.1:{port}"
+    with tempfile.TemporaryDirectory(prefix=f"{name}-") as folder:
+        log = Path(folder) / "log"
+        if name == "nginx":
+            command = _nginx_command(Path(folder), worker_urls, port)
+        else:
+            command = _router_command(name, worker_urls, port, flags)
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **env},
+                preexec_fn=(lambda: os.sched_setaffinity(0, cores)) if cores else None,
+            )
+        try:
+            _await_ready(name, url, len(worker_urls), process, log)
+            yield Peer(name, url, process)
+        finally:
+            _end(process)
+
+
+def _router_command(
+    name: str, worker_urls: Sequence[str], port: int, flags: Sequence[str]
+) -> list[str]:
+    router = _ROUTERS[name]
+    command = [str(install(name)), "-m", router.module]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--worker-urls", *worker_urls]
+    # The default interval makes a router wait half a minute for workers that are there.
+    command += ["--worker-startup-check-interval", "1", "--prometheus-port", str(free_port())]
+    return [
+        *command,
+        "--log-level",
+        "warning" if name == "vllm-router" else "warn",
+        *router.flags,
+        *flags,
+    ]
+
+
+def _nginx() -> str | None:
+    return shutil.which("nginx", path=os.environ.get("PATH", "") + ":/usr/sbin:/usr/local/sbin")
+
+
+_NGINX_CONF = """\
+daemon off;
+master_process off;
+worker_processes 1;
+pid {folder}/pid;
+error_log stderr error;
+events {{ worker_connections 4096; }}
+http {{
+    access_log off;
+    tcp_nodelay on;
+    client_max_body_size 64m;
+    client_body_buffer_size 1m;
+    client_body_temp_path {folder}/body;
+    proxy_temp_path {folder}/proxy;
+    fastcgi_temp_path {folder}/fastcgi;
+    uwsgi_temp_path {folder}/uwsgi;
+    scgi_temp_path {folder}/scgi;
+    keepalive_requests 1000000000;
+    upstream workers {{ {servers} keepalive 512; keepalive_requests 1000000000; }}
+    server {{
+        listen 127.0.0.1:{port};
+        location / {{
+            proxy_pass http://workers;
+            proxy_http_version 1.1;
+            proxy_set_header Connection "";
+            proxy_buffering off;
+        }}
+    }}
+}}
+"""
+
+
+def _nginx_command(folder: Path, worker_urls: Sequence[str], port: int) -> list[str]:
+    binary = _nginx()
+    if binary is None:
+        raise RuntimeError("nginx is not on PATH")
+    servers = " ".join(f"server {url.removeprefix('http://')};" for url in worker_urls)
+    conf = folder / "nginx.conf"
+    conf.write_text(_NGINX_CONF.format(folder=folder, servers=servers, port=port))
+    return [binary, "-p", str(folder), "-c", str(conf)]
+
+
+def _await_ready(
+    name: str, url: str, workers: int, process: subprocess.Popen[bytes], log: Path
+) -> None:
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while not _ready(name, url, workers):
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(f"{name} did not come up:\n{log.read_text(errors='replace')}")
+        time.sleep(0.2)
+
+
+def _ready(name: str, url: str, workers: int) -> bool:
+    try:
+        if name == "nginx":
+            return requests.get(f"{url}/health", timeout=5).ok
+        answer = requests.get(f"{url}/readiness", timeout=5)
+        return answer.ok and answer.json()["healthy_workers"] == workers
+    except requests.RequestException:
+        return False
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(timeout=15)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _run(command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
