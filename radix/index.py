@@ -1,0 +1,324 @@
+"""Which workers hold which prefix: the longest match over all workers, in a few dictionary probes.
+
+A segment's hash stands for a whole prefix, so a node is found by its hash, and no
+tokens are kept. Each node has a bitmask of the workers that hold it:
+
+                 a  0111                   workers 0, 1 and 2 hold `a`;
+                / \\                        worker 2 goes on to `b`,
+         0100  b   c  0011                 0 and 1 to `c`,
+               |   |                       worker 1 alone to `d` and `e`
+         0100  f   d  0010
+                   |
+                   e  0010                 matches(a c d e x) = e: {1}, c: {0}, a: {2}
+
+A worker that holds a prefix holds the shorter ones too, so along a chain of hashes a
+mask only loses bits. Hence `matches` bisects: it finds the deepest node that holds any
+of the workers not yet answered for, takes those off, and goes on above it: log2(length)
+probes for each distinct depth, however many workers there are.
+
+All nodes also stand in one order, from the least to the most recently used:
+
+    oldest  f b | e d c a  youngest        forgetting takes the oldest
+
+A use of a node moves it and its ancestors to the young end, the deepest first, so a
+parent is always younger than its children. Then the oldest node is a leaf, and
+forgetting it is O(1): no scan, no pause. A chain is used again and again, so it lies
+together in the order, and a use moves a few runs and not each node. Stores come in
+chain order, each behind the one before (the tip), and are O(1).
+
+Invariants, all of them asserted by `check`:
+  1. a mask is not 0, and a child's is a subset of its parent's
+  2. in the order, each node stands once, before its parent
+  3. from the tip to the young end there are exactly the tip and its ancestors
+  4. there are no more nodes than the limit
+
+A node is a row in columns (arrays and lists), not an object. It takes 170 bytes where an
+object takes 220, and above all the garbage collector does not see it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+MAX_WORKERS = 65_536
+"""Workers are bits 0 to MAX_WORKERS - 1; a higher number is refused, as a mask must stay small."""
+
+_MAX_TOKENS = 2**63 - 1
+_NONE = 0  # row 0 is no node: parent of the roots, both ends of the order, held by nobody
+
+
+class Match(NamedTuple):
+    """The workers whose longest match with a chain is the same."""
+
+    workers: int
+    """A bitmask."""
+    depth: int
+    """How many segments of the chain match, at least 1."""
+    tokens: int
+    """Prompt tokens up to there, as last stored."""
+
+
+class PrefixIndex:
+    """Segments held by workers, at most `limit_segments`; more make it forget the least recent.
+
+    Segments are any ints; `forgotten` counts those dropped for want of room. Nothing
+    raises on odd input: what cannot be right is refused, and changes nothing.
+    """
+
+    def __init__(self, limit_segments: int = 1_000_000) -> None:
+        if limit_segments < 1:
+            raise ValueError(f"limit_segments must be at least 1, not {limit_segments}")
+        self.limit_segments = limit_segments
+        self.forgotten = 0
+        self._rows: dict[int, int] = {}
+        self._free: list[int] = []
+        self._tip = _NONE
+        # The columns, by row. Masks are shared: a node reuses its parent's object if equal.
+        self._segment: list[int] = [0]
+        self._mask: list[int] = [0]
+        self._tokens = array("q", [0])
+        self._parent = array("i", [_NONE])
+        self._child = array("i", [_NONE])  # the first; the others follow by `_right`
+        self._left = array("i", [_NONE])
+        self._right = array("i", [_NONE])
+        self._older = array("i", [_NONE])
+        self._newer = array("i", [_NONE])
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def holds(self, worker: int, segment: int) -> bool:
+        return self._mask[self._rows.get(segment, _NONE)] & _bit(worker) != 0
+
+    def matches(self, hashes: Sequence[int]) -> list[Match]:
+        """Each worker's longest match with a chain of hashes, the deepest first.
+
+        A worker is in at most one match; one that holds nothing is in none. Changes
+        nothing, recency neither. O(distinct depths * log(length)).
+        """
+        find, mask = self._rows.get, self._mask
+        found: list[Match] = []
+        highest = len(hashes)
+        first = find(hashes[0], _NONE) if highest else _NONE
+        waiting = mask[first]
+        while waiting:
+            deepest, row = 1, first  # all who wait hold the first segment
+            low = 2
+            while low <= highest:
+                middle = (low + highest) >> 1
+                probe = find(hashes[middle - 1], _NONE)
+                if mask[probe] & waiting:
+                    deepest, row, low = middle, probe, middle + 1
+                else:
+                    highest = middle - 1
+            workers = mask[row] & waiting
+            found.append(Match(workers, deepest, self._tokens[row]))
+            waiting ^= workers
+            highest = deepest - 1
+        return found
+
+    def touch(self, hashes: Sequence[int], depth: int) -> None:
+        """Marks the first `depth` segments of a chain as just used, as far as they are held."""
+        for position in range(min(depth, len(hashes)) - 1, -1, -1):
+            row = self._rows.get(hashes[position], _NONE)
+            if row != _NONE:
+                self._use(row)
+                return
+
+    def store(self, worker: int, parent: int | None, segment: int, tokens: int) -> bool:
+        """`worker` holds `segment`, which continues `parent` (None: it begins a prompt).
+
+        Storing is a use of the segment and of its ancestors. Again, it renews `tokens`.
+
+        False, and nothing has changed, if `parent` is not held by this worker; if the
+        segment is known with another parent; if the worker's number is not in
+        0..MAX_WORKERS - 1 or tokens not in 0..2**63 - 1; or if the whole index is
+        filled by the segment's own ancestors.
+        """
+        bit = _bit(worker)
+        above = _NONE if parent is None else self._rows.get(parent, _NONE)
+        if not bit or not 0 <= tokens <= _MAX_TOKENS:
+            return False
+        if parent is not None and not self._mask[above] & bit:
+            return False
+        row = self._rows.get(segment, _NONE)
+        if row != _NONE:
+            if self._parent[row] != above:
+                return False
+            self._use(row)
+        else:
+            self._use(above)
+            if len(self._rows) >= self.limit_segments:
+                if self._newer[_NONE] == above:
+                    return False
+                self._drop(self._newer[_NONE])
+                self.forgotten += 1
+            row = self._add(segment, above)
+        self._tokens[row] = tokens
+        self._set_mask(row, self._mask[row] | bit)
+        return True
+
+    def remove(self, worker: int, segment: int) -> int:
+        """`worker` no longer holds `segment`, nor anything below it; how many it lost."""
+        row = self._rows.get(segment, _NONE)
+        return self._take(_bit(worker), [row])
+
+    def clear(self, worker: int) -> int:
+        """`worker` no longer holds anything; how many segments it lost."""
+        return self._take(_bit(worker), self._children(_NONE))
+
+    def snapshot(self, worker: int) -> Iterator[tuple[int | None, int, int]]:
+        """(parent, segment, tokens) of all that `worker` holds at the call, parents first.
+
+        Stored in this order in an empty index, they give the same matches for it.
+        """
+        segment, parent = self._segment, self._parent
+        return iter(
+            [
+                (segment[parent[row]] if parent[row] else None, segment[row], self._tokens[row])
+                for row in self._held(_bit(worker), self._children(_NONE))
+            ]
+        )
+
+    def check(self) -> None:
+        """Asserts every invariant at the top of this file, and that the columns agree. O(n)."""
+        rows, parent, mask = self._rows, self._parent, self._mask
+        assert len(rows) <= self.limit_segments
+        assert len(rows) + len(self._free) + 1 == len(mask)
+        assert mask[_NONE] == 0
+        order = list(self._in_order())
+        place = {row: index for index, row in enumerate(order)}
+        assert sorted(order) == sorted(rows.values())
+        assert not set(order) & set(self._free)
+        for segment, row in rows.items():
+            above = parent[row]
+            assert self._segment[row] == segment
+            assert mask[row] > 0
+            assert all(parent[child] == row for child in self._children(row))
+            if above != _NONE:
+                assert mask[row] & ~mask[above] == 0
+                assert place[row] < place[above]
+        tail = order[place[self._tip] :] if self._tip != _NONE else []
+        assert tail == list(self._lineage(self._tip))
+        assert sorted(self._held(-1, self._children(_NONE))) == sorted(order)
+
+    # Workers and masks
+
+    def _held(self, bits: int, rows: Iterable[int]) -> list[int]:
+        """Those of `rows`, and of all below them, that any of `bits` holds; parents first."""
+        mask, first, right = self._mask, self._child, self._right
+        held = [row for row in rows if mask[row] & bits]
+        for row in held:  # grows while it is read
+            child = first[row]
+            while child != _NONE:
+                if mask[child] & bits:
+                    held.append(child)
+                child = right[child]
+        return held
+
+    def _take(self, bit: int, rows: Iterable[int]) -> int:
+        held = self._held(bit, rows)
+        for row in held:
+            self._set_mask(row, self._mask[row] ^ bit)
+        for row in reversed(held):
+            if not self._mask[row]:
+                self._drop(row)
+        return len(held)
+
+    def _set_mask(self, row: int, mask: int) -> None:
+        above = self._mask[self._parent[row]]
+        self._mask[row] = above if above == mask else mask
+
+    # The tree
+
+    def _children(self, row: int) -> Iterator[int]:
+        child = self._child[row]
+        while child != _NONE:
+            yield child
+            child = self._right[child]
+
+    def _lineage(self, row: int) -> Iterator[int]:
+        while row != _NONE:
+            yield row
+            row = self._parent[row]
+
+    def _add(self, segment: int, parent: int) -> int:
+        """A new leaf, held by nobody yet, the youngest but for `parent`, which is the tip."""
+        if self._free:
+            row = self._free.pop()
+            self._segment[row] = segment
+        else:
+            row = len(self._segment)
+            self._segment.append(segment)
+            for column in (self._parent, self._child, self._left, self._right):
+                column.append(_NONE)
+            for column in (self._older, self._newer, self._tokens):
+                column.append(_NONE)
+            self._mask.append(0)
+        self._rows[segment] = row
+        self._parent[row] = parent
+        sibling = self._child[parent]
+        self._child[parent] = row
+        self._left[row], self._right[row] = _NONE, sibling
+        if sibling != _NONE:
+            self._left[sibling] = row
+        self._place(row, row, parent)
+        self._tip = row
+        return row
+
+    def _drop(self, row: int) -> None:
+        """Takes a leaf out of the tree and of the order."""
+        parent, left, right = self._parent[row], self._left[row], self._right[row]
+        if left != _NONE:
+            self._right[left] = right
+        else:
+            self._child[parent] = right
+        if right != _NONE:
+            self._left[right] = left
+        self._unlink(row, row)
+        if self._tip == row:
+            self._tip = parent
+        del self._rows[self._segment[row]]
+        self._segment[row] = self._mask[row] = 0
+        self._free.append(row)
+
+    # The order
+
+    def _in_order(self) -> Iterator[int]:
+        row = self._newer[_NONE]
+        while row != _NONE:
+            yield row
+            row = self._newer[row]
+
+    def _use(self, row: int) -> None:
+        """Makes `row` and its ancestors the youngest, each before its parent, and `row` the tip."""
+        parent, newer = self._parent, self._newer
+        if row == self._tip:
+            return
+        end = self._tip if parent[row] == self._tip else _NONE  # above the tip all is in place
+        self._tip = row
+        while row != end:
+            oldest = row
+            while newer[row] == parent[row] != end:
+                row = parent[row]
+            if newer[row] != end:
+                self._unlink(oldest, row)
+                self._place(oldest, row, end)
+            row = parent[row]
+
+    def _unlink(self, oldest: int, newest: int) -> None:
+        """Takes a run out of the order."""
+        before, behind = self._older[oldest], self._newer[newest]
+        self._newer[before], self._older[behind] = behind, before
+
+    def _place(self, oldest: int, newest: int, behind: int) -> None:
+        """Puts a run into the order, just before `behind` (_NONE: at the young end)."""
+        before = self._older[behind]
+        self._newer[before], self._older[oldest] = oldest, before
+        self._newer[newest], self._older[behind] = behind, newest
+
+
+def _bit(worker: int) -> int:
+    return 1 << worker if 0 <= worker < MAX_WORKERS else 0
