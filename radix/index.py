@@ -209,12 +209,15 @@ class PrefixIndex:
     def _held(self, bits: int, rows: Iterable[int]) -> list[int]:
         """Those of `rows`, and of all below them, that any of `bits` holds; parents first."""
         mask, first, right = self._mask, self._child, self._right
-        held = [row for row in rows if mask[row] & bits]
-        for row in held:  # grows while it is read
+        held: list[int] = []
+        ahead = [row for row in rows if mask[row] & bits]
+        while ahead:
+            row = ahead.pop()
+            held.append(row)
             child = first[row]
-            while child != _NONE:
+            while child:
                 if mask[child] & bits:
-                    held.append(child)
+                    ahead.append(child)
                 child = right[child]
         return held
 
