@@ -1,0 +1,66 @@
+"""Which segments a simulated engine holds: the map from its blocks to the router's names.
+
+A segment is held as long as the last full block before its end is. The feed notes
+what changed since it was last read, as the engine's event stream tells it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from bench._sim_prompt import BLOCK_BYTES, BLOCK_TOKENS
+from sgl_ext.requests.segments import Chain
+
+
+class Stored(NamedTuple):
+    """A segment, the one before it in the prompt, and the tokens held up to its end."""
+
+    segment: int
+    parent: int | None
+    tokens: int
+
+
+class SegmentFeed:
+    """`take()` returns what changed since the last `take()`: removed first, then stored."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, Stored] = {}  # parents stand before their children
+        self._by_block: dict[int, list[int]] = {}
+        self._new: dict[int, Stored] = {}
+        self._gone: dict[int, None] = {}
+
+    def stored(self, chain: Chain, keys: Sequence[int], blocks: int) -> None:
+        """The first `blocks` of a request's keys are held: so are the segments up to there."""
+        parent = None
+        for segment, end in zip(chain.hashes, chain.ends, strict=True):
+            needed = max(1, end // BLOCK_BYTES)
+            if needed > blocks:
+                return
+            if segment not in self.held:
+                record = Stored(segment, parent, needed * BLOCK_TOKENS)
+                self.held[segment] = self._new[segment] = record
+                self._by_block.setdefault(keys[needed - 1], []).append(segment)
+            parent = segment
+
+    def removed(self, blocks: Iterable[int]) -> None:
+        """Blocks were evicted, children first."""
+        for block in blocks:
+            for segment in self._by_block.pop(block, ()):
+                del self.held[segment]
+                if self._new.pop(segment, None) is None:
+                    self._gone[segment] = None
+
+    def take(self) -> tuple[list[int], list[Stored]]:
+        gone, new = list(self._gone), list(self._new.values())
+        self._gone.clear()
+        self._new.clear()
+        return gone, new
+
+    @property
+    def changed(self) -> bool:
+        return bool(self._gone or self._new)
+
+    def snapshot(self) -> Iterator[Stored]:
+        """Everything held, parents first."""
+        return iter(self.held.values())

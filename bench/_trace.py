@@ -1,0 +1,244 @@
+"""A swarm of coding agents as a trace: who calls, with what, after what; the same for a seed.
+
+    lead  ====#====#====#====          a team: a lead and its MATES, who start as the lead
+    mate    ==#==#====#===             goes on; all share tools, instructions and project
+    explore    ===                     text. Now and then one sends out explorers, which
+    explore    =====                   share a smaller beginning, and waits for them.
+
+Sizes, in tokens, follow what is published of such swarms: tools, instructions and
+project text of 32K, 42 calls a session and more, histories that grow by some hundred
+a call. The loop is closed: an agent's next call comes a gap after its last answer,
+a tool's run or, for a lead, now and then a person's thinking.
+
+Variants: `team`, every team its own beginning; `one_harness`, everybody shares the
+first 20K (tools and instructions), the project's text is the team's; `many_harnesses`,
+eight such beginnings; `no_sharing`, as many clients, but every request unrelated and
+of a new session.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from bench._sim_prompt import text_of
+
+VARIANTS = ("team", "one_harness", "many_harnesses", "no_sharing")
+MATES = 4
+_HARNESSES = 8
+_TOOLS = 16
+# tools, instructions, the project's text
+_MAIN = (12_000, 8_000, 12_000)
+_EXPLORE = (6_000, 6_000, 4_000)
+
+
+@dataclass(frozen=True, slots=True)
+class TraceConfig:
+    """`sessions` counts leads and mates. `scale` multiplies all sizes in tokens, `pace`
+    divides all gaps; a trace at scale s on engines s times as slow keeps its times."""
+
+    variant: str = "team"
+    sessions: int = 120
+    calls: int = 42
+    scale: float = 1.0
+    pace: float = 1.0
+    ramp_s: float = 20.0
+    billing_header: bool = False
+    seed: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A call: a message of so many tokens, sent `gap_s` after the last answer and after
+    the agents in `waits_for` are done; `starts` are agents that begin with its answer."""
+
+    tag: str
+    tokens: int
+    answer_tokens: int
+    gap_s: float
+    starts: tuple[int, ...] = ()
+    waits_for: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """One conversation. `session` is what a client sends as its header: explorers
+    send that of the agent who sent them out. `starts_at` is None for a started one."""
+
+    number: int
+    kind: str
+    session: str
+    header: str | None
+    harness: str | None
+    project: str
+    sizes: tuple[int, int, int]
+    turns: tuple[Turn, ...]
+    starts_at: float | None = None
+
+    def tools(self) -> list[dict[str, Any]]:
+        return _tools(self.harness, self.sizes[0]) if self.harness else []
+
+    def system(self) -> list[dict[str, Any]]:
+        """The messages that open the conversation."""
+        if self.harness is None:
+            return []
+        instructions = text_of(f"instructions {self.harness}", self.sizes[1])
+        if self.header is not None:
+            instructions = f"{self.header}\n{instructions}"
+        project = text_of(f"project {self.project}", self.sizes[2])
+        return [{"role": "system", "content": text} for text in (instructions, project)]
+
+
+def make_trace(config: TraceConfig) -> tuple[Agent, ...]:
+    """The agents of a trace; an agent's number is its place."""
+    if config.variant not in VARIANTS:
+        raise ValueError(f"variant: {config.variant!r} is none of {VARIANTS}")
+    maker = _Maker(config)
+    if config.variant == "no_sharing":
+        for client in range(config.sessions):
+            maker.unrelated(client)
+    else:
+        for team in range(max(1, config.sessions // (MATES + 1))):
+            maker.team(team)
+    return tuple(agent for agent in maker.agents if agent is not None)
+
+
+class _Maker:
+    def __init__(self, config: TraceConfig) -> None:
+        self.config = config
+        self.agents: list[Agent | None] = []
+        self._random = random.Random(config.seed)
+
+    def team(self, team: int) -> None:
+        harnesses = {"one_harness": 1, "many_harnesses": _HARNESSES}.get(self.config.variant)
+        harness = f"main {self.config.seed} {team % harnesses if harnesses else f'team {team}'}"
+        starts_at = self._random.uniform(0, self.config.ramp_s / self.config.pace)
+        lead = self._reserve()
+        mates = [self._reserve() for _ in range(MATES)]
+        for number in mates:
+            self._main_agent(number, "mate", team, harness, None, ())
+        self._main_agent(lead, "lead", team, harness, starts_at, tuple(mates))
+
+    def _main_agent(
+        self,
+        number: int,
+        kind: str,
+        team: int,
+        harness: str,
+        starts_at: float | None,
+        mates: tuple[int, ...],
+    ) -> None:
+        session = self._session(number)
+        calls = self.config.calls + self._random.randrange(max(1, self.config.calls // 4))
+        turns: list[Turn] = []
+        explorers: tuple[int, ...] = ()
+        for call in range(calls):
+            # A mate joins after each of the lead's first calls; explorers go out every 21st.
+            starts = (mates[call],) if call < len(mates) else ()
+            waits_for = explorers
+            explorers = ()
+            if call % 21 == 6 and call + 1 < calls:
+                explorers = tuple(
+                    self._explorer(team, harness, session)
+                    for _ in range(self._random.randint(2, 3))
+                )
+            thinks = kind == "lead" and call % 6 == 4
+            tokens = self._size(700) if not call else self._size(300)
+            turns.append(
+                self._turn(
+                    number, call, tokens, 4.0 if thinks else 0.6, starts + explorers, waits_for
+                )
+            )
+        self._put(number, kind, session, harness, f"{team}", _MAIN, turns, starts_at)
+
+    def _explorer(self, team: int, harness: str, session: str) -> int:
+        number = self._reserve()
+        calls = self._random.randint(4, 10)
+        turns = [self._turn(number, call, self._size(300), 0.4) for call in range(calls)]
+        self._put(number, "explore", session, f"explore {harness}", f"{team}", _EXPLORE, turns)
+        return number
+
+    def unrelated(self, client: int) -> None:
+        numbers = [self._reserve() for _ in range(self.config.calls)]
+        for place, number in enumerate(numbers):
+            starts = tuple(numbers[place + 1 : place + 2])
+            turn = self._turn(number, 0, self._size(4000), 1.5, starts)
+            starts_at = self._random.uniform(0, 3 / self.config.pace) if not place else None
+            self._put(
+                number, "client", self._session(number), None, f"{client}", _MAIN, [turn], starts_at
+            )
+
+    def _turn(
+        self,
+        number: int,
+        call: int,
+        tokens: int,
+        gap_s: float,
+        starts: tuple[int, ...] = (),
+        waits_for: tuple[int, ...] = (),
+    ) -> Turn:
+        gap_s = min(self._random.expovariate(1 / gap_s), 5 * gap_s) / self.config.pace
+        tag = f"{self.config.seed} {self.config.variant} agent {number} call {call}"
+        return Turn(tag, tokens, self._size(90), gap_s, starts, waits_for)
+
+    def _size(self, median: int) -> int:
+        """A size around a median, with a tail up to some five times of it."""
+        factor = min(5.0, self._random.lognormvariate(0, 0.6))
+        return max(8, int(median * factor * self.config.scale))
+
+    def _session(self, number: int) -> str:
+        return xxhash.xxh3_128_hexdigest(f"session {self.config.seed} {number}".encode())
+
+    def _reserve(self) -> int:
+        self.agents.append(None)
+        return len(self.agents) - 1
+
+    def _put(
+        self,
+        number: int,
+        kind: str,
+        session: str,
+        harness: str | None,
+        project: str,
+        sizes: tuple[int, int, int],
+        turns: list[Turn],
+        starts_at: float | None = None,
+    ) -> None:
+        header = None
+        if self.config.billing_header:
+            mark = xxhash.xxh3_64_hexdigest(f"{self.config.seed} {number}".encode())[:3]
+            # A fingerprint of three digits would soon repeat; the number keeps it unique.
+            version = f"cc_version=2.1.197.{mark}{number}"
+            header = f"x-anthropic-billing-header: {version}; cc_entrypoint=sdk-cli;"
+        tools, instructions, own = (max(1, int(size * self.config.scale)) for size in sizes)
+        self.agents[number] = Agent(
+            number,
+            kind,
+            session,
+            header,
+            harness,
+            f"{self.config.seed} {project} {kind == 'explore'}",
+            (tools, instructions, own),
+            tuple(turns),
+            starts_at,
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def _tools(harness: str, tokens: int) -> list[dict[str, Any]]:
+    each = max(1, tokens // _TOOLS - 50)
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": f"tool_{place}",
+                "description": text_of(f"tool {place} {harness}", each),
+                "parameters": {"type": "object", "properties": {"path": {"type": "string"}}},
+            },
+        }
+        for place in range(_TOOLS)
+    ]
