@@ -44,6 +44,18 @@ def no_engine() -> BalancerError:
     )
 
 
+def body_too_large(limit: int) -> BalancerError:
+    """A body over the limit."""
+    return BalancerError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"body: larger than {limit} bytes")
+
+
+def retry_headers(error: BalancerError) -> dict[str, str]:
+    """What tells a client whether to come again. Some clients repeat even a 401 without it."""
+    if error.retry_after_s is not None:
+        return {"retry-after": str(error.retry_after_s)}
+    return {"x-should-retry": "false"} if error.status < 500 else {}
+
+
 _RETRY_AFTER_S = 5
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",

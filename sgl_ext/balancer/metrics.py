@@ -45,6 +45,23 @@ class Metrics:
             "sgl_ext_worker_in_flight", "Requests a worker carries", ["worker"], registry=registry
         )
 
+        self._counts: dict[tuple[str, int], Counter] = {}
+        self._first_bytes: dict[str, Histogram] = {}
+
+    def count(self, label: str, status: int) -> None:
+        """Counts an answered request. The labels' own children are kept: finding them is slow."""
+        child = self._counts.get((label, status))
+        if child is None:
+            child = self._counts[label, status] = self.requests.labels(label, status)
+        child.inc()
+
+    def observe_first_byte(self, label: str, seconds: float) -> None:
+        """Records how long a client waited for the first byte."""
+        child = self._first_bytes.get(label)
+        if child is None:
+            child = self._first_bytes[label] = self.first_byte_s.labels(label)
+        child.observe(seconds)
+
     def render(self) -> bytes:
         """The metrics in Prometheus' text format."""
         return generate_latest(self.registry)

@@ -7,6 +7,10 @@ applied to one engine of many by accident.
 from __future__ import annotations
 
 import os
+from http import HTTPStatus
+from typing import NamedTuple
+
+from sgl_ext.balancer.errors import BalancerError
 
 # One worker, chosen by the conversation's beginning. The body is JSON.
 PLACED = (
@@ -71,3 +75,55 @@ FANNED_OUT = (
     "/resume_memory_occupation",
 )
 FANNED_OUT_GET = ("/v1/loads",)
+
+
+class Route(NamedTuple):
+    """A path that goes to one worker. `label` is its pattern, so that ids are no metric labels."""
+
+    label: str
+    placed: bool
+
+
+_MODEL = "/v1/models/{model}"
+_TO_ONE: dict[str, dict[str, Route]] = {
+    **{path: {"POST": Route(path, placed=True)} for path in PLACED},
+    **{path: {"GET": Route(path, placed=False)} for path in ANY_GET},
+    **{path: {"POST": Route(path, placed=False)} for path in ANY_POST},
+}
+
+
+def to_one(method: str, path: str) -> Route | None:
+    """How a request goes to one worker; None if it does not.
+
+    Raises BalancerError 405 for a method that the path does not have.
+    """
+    by_method = _TO_ONE.get(path) or _TO_ONE.get(_pattern(path))
+    if by_method is None:
+        return None
+    route = by_method.get(method)
+    if route is None:
+        raise BalancerError(HTTPStatus.METHOD_NOT_ALLOWED, f"{method} {path}: Method Not Allowed")
+    return route
+
+
+def _pattern(path: str) -> str:
+    parent, _, model = path.rpartition("/")
+    return _MODEL if parent == "/v1/models" and model else path
+
+
+def label_of(path: str) -> str:
+    """A path as a metric's label: itself or its pattern if it is known."""
+    pattern = _pattern(path)
+    return pattern if pattern in _KNOWN else "unknown"
+
+
+_KNOWN = {
+    "/",
+    "/health",
+    "/metrics",
+    *PLACED,
+    *ANY_GET,
+    *ANY_POST,
+    *FANNED_OUT,
+    *FANNED_OUT_GET,
+}

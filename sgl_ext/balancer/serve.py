@@ -9,9 +9,8 @@ import signal
 import sys
 
 import uvloop
-from aiohttp import web
 
-from sgl_ext.balancer.app import make_app
+from sgl_ext.balancer.server import Balancer
 from sgl_ext.config import BalancerConfig, ConfigError, add_balancer_flags, balancer_config
 from sgl_ext.lifeline import end_with_parent
 
@@ -39,22 +38,15 @@ async def _serve(config: BalancerConfig) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    runner = web.AppRunner(
-        make_app(config),
-        handler_cancellation=True,
-        access_log=None,
-        shutdown_timeout=config.drain_s,
-    )
-    await runner.setup()
+    balancer = Balancer(config)
     try:
-        await web.TCPSite(runner, config.host, config.port).start()
+        await balancer.start()
     except OSError as error:
-        await runner.cleanup()
         raise SystemExit(f"sgl-ext balancer: port={config.port}: {error.strerror}") from None
     logging.info("listening on http://%s:%s", config.host, config.port)
     await stop.wait()
     logging.info("draining for up to %s s", config.drain_s)
-    await runner.cleanup()
+    await balancer.stop()
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from functools import partial
 
 import aiohttp
 
@@ -35,6 +35,8 @@ class Workers:
         self._metrics = metrics
         for worker in self.all:
             self.mark(worker, ready=False)
+            gauge = metrics.worker_in_flight.labels(worker.url)
+            gauge.set_function(partial(getattr, worker, "in_flight"))
 
     @property
     def ready(self) -> list[Worker]:
@@ -53,17 +55,13 @@ class Workers:
         worker.ready = ready
         self._metrics.worker_ready.labels(worker.url).set(ready)
 
-    @contextmanager
-    def carrying(self, worker: Worker) -> Iterator[None]:
-        """Counts a request against a worker for as long as it runs there."""
-        gauge = self._metrics.worker_in_flight.labels(worker.url)
+    def take(self, worker: Worker) -> None:
+        """A request runs at a worker from now on."""
         worker.in_flight += 1
-        gauge.inc()
-        try:
-            yield
-        finally:
-            worker.in_flight -= 1
-            gauge.dec()
+
+    def release(self, worker: Worker) -> None:
+        """A request runs there no longer."""
+        worker.in_flight -= 1
 
     async def probe(self, session: aiohttp.ClientSession) -> None:
         """Asks every worker once whether it is ready."""

@@ -7,10 +7,10 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestClient, TestServer
+from aiohttp import ClientSession, web
+from aiohttp.test_utils import TestServer
 
-from sgl_ext.balancer.app import make_app
+from sgl_ext.balancer.server import Balancer
 from sgl_ext.config import BalancerConfig
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -34,7 +34,7 @@ class Engine:
         return await self._answer(request)
 
 
-Start = Callable[..., Awaitable[TestClient[web.Request, web.Application]]]
+Start = Callable[..., Awaitable[ClientSession]]
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ async def start() -> AsyncIterator[Start]:
     """Starts engines and a balancer over them; returns a client of the balancer."""
     async with AsyncExitStack() as stack:
 
-        async def begin(*engines: Engine, **config: Any) -> TestClient[Any, Any]:
+        async def begin(*engines: Engine, **config: Any) -> ClientSession:
             urls = []
             for engine in engines:
                 app = web.Application(client_max_size=1 << 30)
@@ -50,8 +50,10 @@ async def start() -> AsyncIterator[Start]:
                 engine.server = server = TestServer(app, handler_cancellation=True)
                 await stack.enter_async_context(server)
                 urls.append(str(server.make_url("")).rstrip("/"))
-            balancer = make_app(BalancerConfig(workers=tuple(urls), **config))
-            server = TestServer(balancer, handler_cancellation=True)
-            return await stack.enter_async_context(TestClient(server))
+            balancer = Balancer(BalancerConfig(workers=tuple(urls), port=0, drain_s=0, **config))
+            await balancer.start()
+            stack.push_async_callback(balancer.stop)
+            url = f"http://127.0.0.1:{balancer.port}"
+            return await stack.enter_async_context(ClientSession(url))
 
         yield begin

@@ -1,0 +1,335 @@
+"""One request's way through: read it, choose a worker, send it on, relay the answer.
+
+It runs in the callbacks of two connections, the client's and the worker's, and
+never waits: each step is called by what it waited for.
+
+    begin: read -> choose -> connected: send -> answer_head, answer_data ..., answer_end
+                     ^                                       |
+                     +--- not_connected, worker_lost --------+    while the client was sent nothing
+
+Promises kept here: a request whose worker fails before the first byte of its
+answer has been sent is retried elsewhere; after that byte it is not replayed,
+and a cut stream ends in the protocol's error event. When the client leaves,
+the worker's connection closes, and the engine aborts.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from enum import Enum
+from http import HTTPStatus
+from typing import Any
+
+import orjson
+
+from sgl_ext.balancer.client_side import ClientConnection
+from sgl_ext.balancer.errors import BalancerError, Protocol, error_event, no_engine
+from sgl_ext.balancer.parts import Parts, refusal
+from sgl_ext.balancer.request import HOP_BY_HOP, Request
+from sgl_ext.balancer.sse import WholeEvents
+from sgl_ext.balancer.worker_side import WorkerConnection
+from sgl_ext.balancer.workers import Worker
+from sgl_ext.requests.conversation import conversation_key
+from sgl_ext.requests.system_text import strip_request
+
+log = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 3
+
+
+class Outcome(Enum):
+    """How a request ended at one worker."""
+
+    ANSWERED = "answered"
+    FAILED = "failed before the first byte"
+    CUT = "cut after the first byte"
+    CLIENT_GONE = "the client left"
+
+
+class Exchange:
+    """A request on its way through.
+
+    `document` is its parsed body and `prefix` what placement knows it by.
+    `first_data` and `last_data` are the ends of the answer's body: whole events
+    of a stream, the whole body otherwise.
+    """
+
+    __slots__ = (
+        "_accepted",
+        "_arrived",
+        "_attempts",
+        "_begun",
+        "_client",
+        "_connection",
+        "_ended",
+        "_events",
+        "_events_sent",
+        "_lines",
+        "_parts",
+        "_pieces",
+        "_pool",
+        "_reason",
+        "_request",
+        "_status",
+        "_streams",
+        "_tried",
+        "_worker",
+        "document",
+        "first_data",
+        "last_data",
+        "prefix",
+    )
+
+    def __init__(self, parts: Parts, client: ClientConnection, request: Request) -> None:
+        self._parts = parts
+        self._client = client
+        self._request = request
+        self._arrived = time.perf_counter()
+        self._pool = parts.control
+        self._worker: Worker | None = None
+        self._connection: WorkerConnection | None = None
+        self._tried: set[Worker] = set()
+        self._attempts = 0
+        self._accepted = False
+        self._begun = False
+        self._ended = False
+        self._status = 0
+        self._reason = b""
+        self._lines = b""
+        self._streams = False
+        self._events: WholeEvents | None = None
+        self._events_sent = 0
+        self._pieces: list[bytes] = []
+        self.document: Any = None
+        self.prefix: int | None = None
+        self.first_data = b""
+        self.last_data = b""
+
+    # Placement: where it goes, and what becomes of it there.
+
+    def _choose(self) -> Worker:
+        """The worker for the next attempt. Raises BalancerError if there is none."""
+        worker = None
+        if self._attempts < MAX_ATTEMPTS:
+            worker = self._parts.workers.choose(self.prefix, self._tried)
+        if worker is None:
+            if self._accepted:
+                message = "The engine failed before it answered."
+                raise BalancerError(HTTPStatus.BAD_GATEWAY, message)
+            raise no_engine()
+        return worker
+
+    def _taken(self, worker: Worker) -> None:
+        """A worker carries the request from now on."""
+        if self._attempts:
+            self._parts.metrics.retries.inc()
+        self._attempts += 1
+        self._tried.add(worker)
+        self._worker = worker
+        self._parts.workers.take(worker)
+
+    def _first_byte(self) -> None:
+        """The answer is about to be sent to the client."""
+        self._begun = True
+        if self._worker is not None and self._request.route is not None:
+            waited_s = time.perf_counter() - self._arrived
+            self._parts.metrics.observe_first_byte(self._request.route.label, waited_s)
+
+    def _released(self, outcome: Outcome) -> None:
+        """A worker carries the request no longer."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            self._parts.workers.release(worker)
+
+    # The way through.
+
+    def begin(self) -> None:
+        """Reads the request and sends it on; if it cannot go on, answers it."""
+        try:
+            if self._request.refusal is not None:
+                raise self._request.refusal
+            self._read()
+            self._send()
+        except BalancerError as error:
+            self._answer_error(error)
+        except Exception:
+            log.exception("a request failed inside the balancer")
+            self._answer_error(_internal_error())
+
+    def _read(self) -> None:
+        """Parses the body, if it decides where the request goes."""
+        request = self._request
+        if request.route is None or not request.route.placed:
+            return
+        try:
+            self.document = orjson.loads(request.body)
+        except orjson.JSONDecodeError as error:
+            message = f"body: not valid JSON: {error}"
+            raise BalancerError(HTTPStatus.BAD_REQUEST, message) from None
+        stripped = strip_request(request.path, self.document, self._parts.strip)
+        if stripped.headers:
+            self._parts.metrics.headers_read.inc(stripped.headers)
+        self.prefix = conversation_key(stripped.body)
+
+    def _send(self) -> None:
+        """Chooses a worker, or the control plane, and sends over a connection to it."""
+        if self._request.route is not None:
+            worker = self._choose()
+            self._taken(worker)
+            self._pool = self._parts.pool(worker)
+        kept = self._pool.take()
+        if kept is not None:
+            self.connected(kept)
+        else:
+            self._pool.connect(self)
+
+    def connected(self, connection: WorkerConnection) -> None:
+        """Sends the request."""
+        if self._ended:
+            self._pool.keep(connection)
+            return
+        self._connection = connection
+        request = self._request
+        head = self._pool.request_line(request.method, request.target)
+        head += request.lines_for_workers()
+        if request.body or request.method not in ("GET", "HEAD"):
+            head += b"content-length: %d\r\n\r\n" % len(request.body)
+        else:
+            head += b"\r\n"
+        connection.send(self, head, request.body, request.method)
+
+    def answer_head(self) -> None:
+        """The answer's head has come."""
+        connection = self._connection
+        assert connection is not None
+        self._status, self._reason = connection.status, connection.reason
+        for name, value in connection.headers:
+            if name == b"content-type":
+                self._streams = value.startswith(b"text/event-stream")
+        self._lines = b"".join(
+            [b"%b: %b\r\n" % header for header in connection.headers if header[0] not in HOP_BY_HOP]
+        )
+
+    def answer_data(self, data: bytes) -> None:
+        """A part of the answer's body: relayed if it streams, kept otherwise."""
+        if not self._streams:
+            self._pieces.append(data)
+            return
+        if self._events is not None or not data.endswith(b"\n\n"):
+            data = self._whole_events(data)
+        if data:
+            self._relay(data)
+
+    def answer_end(self) -> None:
+        """The answer is complete."""
+        self._connection = None
+        if self._streams:
+            if self._events is not None and (rest := self._events.rest()):
+                self._relay(rest)
+            if not self._begun:
+                self._start_stream()
+            self._finish(Outcome.ANSWERED)
+            self._client.end_stream()
+        else:
+            pieces = self._pieces
+            body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            self.first_data = self.last_data = body
+            self._first_byte()
+            self._finish(Outcome.ANSWERED)
+            self._client.answer(self._status, self._reason, self._lines, body)
+
+    def not_connected(self, reason: str) -> None:
+        """No connection could be had: the worker takes no requests."""
+        if self._ended:
+            return
+        if self._worker is not None:
+            self._parts.workers.mark(self._worker, ready=False)
+        self._try_again(reason)
+
+    def worker_lost(self, reason: str) -> None:
+        """The connection broke before the answer was complete."""
+        connection, self._connection = self._connection, None
+        if self._begun:
+            self._cut(reason)
+        elif connection is not None and connection.reused and not connection.heard:
+            # The worker closed a kept connection just as it was used, and is not to blame.
+            self._pool.connect(self)
+        else:
+            self._accepted = True
+            self._try_again(reason)
+
+    def client_gone(self) -> None:
+        """The client left: the worker need not go on."""
+        self._parts.metrics.client_gone.inc()
+        if self._connection is not None:
+            self._connection.abort()
+        self._finish(Outcome.CLIENT_GONE)
+
+    def resume(self) -> None:
+        """The client takes more again."""
+        if self._connection is not None:
+            self._connection.resume()
+
+    # The parts of these steps.
+
+    def _whole_events(self, data: bytes) -> bytes:
+        if self._events is None:
+            self._events = WholeEvents()
+        return self._events.take(data)
+
+    def _relay(self, data: bytes) -> None:
+        if not self._begun:
+            self.first_data = data
+            self._start_stream()
+        self.last_data = data
+        self._events_sent += data.count(b"\n\n")
+        self._client.write(data)
+        if self._client.paused and self._connection is not None:
+            self._connection.pause()
+
+    def _start_stream(self) -> None:
+        self._first_byte()
+        self._client.start_stream(self._status, self._reason, self._lines)
+
+    def _cut(self, reason: str) -> None:
+        """Ends a stream that cannot go on in its protocol's error event."""
+        self._parts.metrics.cut_streams.inc()
+        log.warning("%s cut a stream: %s", self._pool.url, reason)
+        message = "The engine stopped in the middle of its answer."
+        protocol = Protocol.of(self._request.path)
+        self._client.write(error_event(protocol, message, self._events_sent))
+        self._finish(Outcome.CUT)
+        self._client.end_stream()
+
+    def _try_again(self, reason: str) -> None:
+        """Forgets what the worker said so far, and asks another."""
+        log.warning("%s failed before an answer: %s", self._pool.url, reason)
+        self._released(Outcome.FAILED)
+        self._pieces.clear()
+        self._events = None
+        self._streams = False
+        try:
+            if self._request.route is None:
+                raise _internal_error()
+            self._send()
+        except BalancerError as error:
+            self._answer_error(error)
+
+    def _answer_error(self, error: BalancerError) -> None:
+        self._released(Outcome.FAILED)
+        self._ended = True
+        self._parts.count(self._request.path, error.status)
+        self._client.answer(*refusal(self._request.path, error))
+
+    def _finish(self, outcome: Outcome) -> None:
+        """The last thing that happens at a worker."""
+        self._ended = True
+        self._released(outcome)
+        route = self._request.route
+        if route is not None and outcome is not Outcome.CLIENT_GONE:
+            self._parts.metrics.count(route.label, self._status)
+
+
+def _internal_error() -> BalancerError:
+    return BalancerError(HTTPStatus.INTERNAL_SERVER_ERROR, "Internal error in the balancer.")

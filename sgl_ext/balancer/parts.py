@@ -1,0 +1,80 @@
+"""What all exchanges of one balancer share, and the gate that a request passes at its head."""
+
+from __future__ import annotations
+
+import hmac
+from http import HTTPStatus
+
+from sgl_ext.balancer import routes
+from sgl_ext.balancer.errors import BalancerError, Protocol, error_body, retry_headers
+from sgl_ext.balancer.metrics import Metrics
+from sgl_ext.balancer.request import Request
+from sgl_ext.balancer.worker_side import Pool
+from sgl_ext.balancer.workers import Worker, Workers
+from sgl_ext.requests.headers import HeaderStrip
+
+_UNGUARDED = {("GET", "/health"), ("HEAD", "/health"), ("GET", "/"), ("HEAD", "/")}
+
+
+class Parts:
+    """The workers and the connections to them, the control plane, and what is counted."""
+
+    def __init__(
+        self, workers: Workers, metrics: Metrics, strip: HeaderStrip, control: Pool
+    ) -> None:
+        self.workers = workers
+        self.metrics = metrics
+        self.strip = strip
+        self.control = control
+        self._pools: dict[Worker, Pool] = {}
+
+    def pool(self, worker: Worker) -> Pool:
+        """The connections to a worker."""
+        pool = self._pools.get(worker)
+        if pool is None:
+            pool = self._pools[worker] = Pool(worker.url)
+        return pool
+
+    def pools(self) -> list[Pool]:
+        """Every pool of connections."""
+        return [self.control, *self._pools.values()]
+
+    def count(self, path: str, status: int) -> None:
+        """Counts an answer of the balancer's own."""
+        self.metrics.count(routes.label_of(path), status)
+
+
+class Gate:
+    """Refuses at the head what the rest of a request cannot make right."""
+
+    def __init__(self, key: str | None) -> None:
+        self._key = None if key is None else key.encode()
+
+    def admit(self, request: Request) -> None:
+        """Finds the request's route. Raises BalancerError 401, 405 or 415."""
+        if self._key is not None and (request.method, request.path) not in _UNGUARDED:
+            self._check_key(request.fields, self._key)
+        request.route = route = routes.to_one(request.method, request.path)
+        if route is not None and route.placed and request.content_type != "application/json":
+            raise BalancerError(
+                HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+                f"content-type: must be application/json, not {request.content_type!r}",
+            )
+
+    def _check_key(self, fields: dict[bytes, bytes], key: bytes) -> None:
+        """The key as OpenAI's clients send it or Anthropic's."""
+        scheme, _, token = fields.get(b"authorization", b"").partition(b" ")
+        bearer = token.strip() if scheme.lower() == b"bearer" else b""
+        offered = bearer or fields.get(b"x-api-key", b"")
+        if not hmac.compare_digest(offered, key):
+            raise BalancerError(HTTPStatus.UNAUTHORIZED, "Invalid or missing API key.")
+
+
+def refusal(path: str, error: BalancerError) -> tuple[int, bytes, bytes, bytes]:
+    """An error as an answer in the caller's protocol: status, reason, header lines, body."""
+    status = HTTPStatus(error.status)
+    lines = b"content-type: application/json\r\n"
+    for name, value in retry_headers(error).items():
+        lines += f"{name}: {value}\r\n".encode()
+    body = error_body(Protocol.of(path), status.value, error.message)
+    return status.value, status.phrase.encode(), lines, body

@@ -1,0 +1,128 @@
+"""The whole balancer: clients' connections, the workers behind them, the control plane beside."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+
+import aiohttp
+
+from sgl_ext.balancer.app import make_app
+from sgl_ext.balancer.client_side import ClientConnection
+from sgl_ext.balancer.control import ControlPool
+from sgl_ext.balancer.errors import BalancerError
+from sgl_ext.balancer.exchange import Exchange
+from sgl_ext.balancer.fanout import FanOut
+from sgl_ext.balancer.metrics import Metrics
+from sgl_ext.balancer.parts import Gate, Parts, refusal
+from sgl_ext.balancer.reader import RequestReader
+from sgl_ext.balancer.request import Request
+from sgl_ext.balancer.workers import Workers
+from sgl_ext.config import BalancerConfig
+from sgl_ext.requests.headers import HeaderStrip
+
+log = logging.getLogger(__name__)
+
+_SWEEP_S = 1.0
+_BACKLOG = 1024
+
+
+class Balancer:
+    """Serves between `start` and `stop`. Workers are probed from the moment it starts."""
+
+    def __init__(self, config: BalancerConfig) -> None:
+        self.draining = False
+        self._config = config
+        self._gate = Gate(config.read_api_key())
+        self._connections: set[ClientConnection] = set()
+        self._empty = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self, *, reuse_port: bool = False) -> None:
+        """Listens on the configured address; raises OSError if that cannot be had.
+
+        With `reuse_port` several processes may listen on one port, and the
+        kernel spreads the connections over them.
+        """
+        config = self._config
+        loop = asyncio.get_running_loop()
+        self.now = loop.time
+        self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
+        metrics = Metrics()
+        workers = Workers(config.workers, metrics)
+        self._control = ControlPool(make_app(workers, FanOut(self._session, workers), metrics))
+        self._parts = Parts(workers, metrics, HeaderStrip(config.strip_headers), self._control)
+        await self._control.start()
+        await workers.probe(self._session)
+        self._tasks = [
+            asyncio.create_task(workers.probe_forever(self._session)),
+            asyncio.create_task(self._sweep_forever()),
+        ]
+        self._server = await loop.create_server(
+            lambda: ClientConnection(self),
+            config.host,
+            config.port,
+            backlog=_BACKLOG,
+            reuse_port=reuse_port,
+        )
+
+    @property
+    def port(self) -> int:
+        """The port it listens on."""
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def stop(self) -> None:
+        """Stops listening, lets running exchanges end for up to `drain_s`, then ends all."""
+        self.draining = True
+        self._server.close()
+        for connection in tuple(self._connections):
+            connection.close_idle()
+        if self._connections:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._empty.wait(), self._config.drain_s)
+        for connection in tuple(self._connections):
+            connection.abort()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for pool in self._parts.pools():
+            pool.close()
+        await self._control.stop()
+        await self._session.close()
+
+    # What a client's connection asks of its host.
+
+    def joined(self, connection: ClientConnection) -> None:
+        self._connections.add(connection)
+        self._empty.clear()
+
+    def left(self, connection: ClientConnection) -> None:
+        self._connections.discard(connection)
+        if not self._connections:
+            self._empty.set()
+
+    def reader(self) -> RequestReader:
+        return RequestReader(self._config.max_body_bytes, self._gate.admit)
+
+    def exchange(self, connection: ClientConnection, request: Request) -> Exchange:
+        return Exchange(self._parts, connection, request)
+
+    def refusal(self, error: BalancerError) -> tuple[int, bytes, bytes, bytes]:
+        """The answer to what is no request; it has no path."""
+        self._parts.count("", error.status)
+        return refusal("", error)
+
+    async def _sweep_forever(self) -> None:
+        """Ends what has waited too long; once a second is exact enough for that."""
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            self.sweep()
+
+    def sweep(self) -> None:
+        """Ends what is past its deadline now."""
+        now = self.now()
+        for connection in [c for c in self._connections if c.deadline < now]:
+            connection.time_out()
+        for pool in self._parts.pools():
+            pool.sweep()
