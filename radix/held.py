@@ -1,0 +1,309 @@
+"""What one engine holds, in segments: how many tokens each reaches to, and when it is gone.
+
+Requests share a tree of tokens in the engine, and the same requests are chains of
+segments here. The two trees fork at the same places, give or take a few tokens:
+
+    tokens   |--- node 1 --------|--- node 2 -----|       segments   a - b - c
+                                 |--- node 3 ---|                        |
+                                                                         d
+
+Nobody renders a prompt to learn where a segment ends in tokens. The end of a prompt is
+known exactly, as is every segment that ended an earlier prompt; what lies between two
+known ends is estimated by bytes. Where a second chain leaves the first, the engine's
+own tree tells how many tokens the two really share: from then on the estimate there is
+a measurement, and later forks can only lower it. So a claim errs where nobody forked yet.
+
+A tree keeps an inner node at least as long as what is below it. So only the leaves here
+are looked after: each has the id of a node at or below its end. While that node is
+resident, so is all of the chain. When it is not, the leaf's tokens are matched against
+the tree once, which tells how much is left; what no longer fits is removed, and the
+last segment that does becomes the leaf, unless another branch grows from it.
+
+Invariants, asserted by `check`: a segment's parent is held; `children` counts those whose
+parent it is; the segments without children are the leaves, and nothing else is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+Stored = tuple[int, int | None, int]
+"""A segment, its parent, and the prompt tokens that are resident up to its end."""
+
+MATCH_TOKENS_PER_STEP = 300
+"""So many tokens are matched in the time of one look at a leaf, 0.3 us."""
+
+
+class Tree(Protocol):
+    """What is asked of the engine's tree of tokens. Neither question may change it."""
+
+    def evicted(self, node: int) -> bool:
+        """Whether the node is no longer resident, or unknown."""
+
+    def match(self, key: Any, tokens: int) -> tuple[int, int]:
+        """How many of the key's first `tokens` are resident, and the node that holds the last."""
+
+
+class Changes(NamedTuple):
+    """What happened since the last look, in the order in which it is to be applied."""
+
+    cleared: bool
+    removed: list[int]
+    """Each goes with everything below it."""
+    stored: list[Stored]
+    """New ones, and old ones whose tokens changed; parents first."""
+
+
+@dataclass(slots=True)
+class _Segment:
+    parent: int | None
+    tokens: int
+    measured: bool
+    children: int = 0
+
+
+class _Leaf(NamedTuple):
+    node: int
+    key: Sized
+
+
+class Held:
+    """The segments an engine holds.
+
+    `page` is the tree's page size in tokens: only whole pages are resident. `slack` is
+    how many tokens of a prompt's end the tree may leave out though it took the prompt.
+    Beyond `limit_segments`, or `limit_tokens` of keys of all leaves together, the branch
+    unused for longest is forgotten, which `forgotten` counts and which is published as
+    its removal. `deferred` counts the sweeps that ran out of steps.
+    """
+
+    def __init__(
+        self,
+        *,
+        page: int = 1,
+        slack: int = 0,
+        limit_segments: int = 500_000,
+        limit_tokens: int = 32_000_000,
+    ) -> None:
+        self.forgotten = 0
+        self.deferred = 0
+        self._page = page
+        self._slack = slack
+        self._limit_segments = limit_segments
+        self._limit_tokens = limit_tokens
+        self._segments: dict[int, _Segment] = {}
+        self._leaves: dict[int, _Leaf] = {}  # the one unused for longest first
+        self._key_tokens = 0
+        self._changed: dict[int, int | None] = {}  # to their parents
+        self._cleared = False
+        self._suspect = False
+        self._unswept: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    @property
+    def settled(self) -> bool:
+        """Whether every eviction so far has been looked into."""
+        return not (self._suspect or self._unswept)
+
+    @property
+    def changed(self) -> bool:
+        """Whether `take` would return anything."""
+        return bool(self._changed) or self._cleared
+
+    def add(
+        self,
+        hashes: Sequence[int],
+        ends: Sequence[int],
+        *,
+        key: Sized,
+        resident: int,
+        node: int,
+        had: int,
+        own: int = 0,
+    ) -> None:
+        """The engine has put the first `resident` tokens of a prompt into its tree.
+
+        hashes, ends: the prompt's segments and the bytes up to their ends, ascending.
+        key: the whole prompt, as `Tree.match` takes it; its length is in tokens.
+        node: the tree's node that ends where the `resident` tokens do, or below.
+        had: how many of these the tree had before.
+        own: how many this very request put there, in earlier parts.
+        """
+        if not hashes:
+            return
+        # That the tree had all of them, or only what came from here, tells of no fork.
+        shared = had if had < resident and (own < had or not own) else None
+        depth = self._depth(hashes)
+        if depth == len(hashes) and shared is None:
+            self._touch(hashes, node, key)
+            return
+        known = self._segments[hashes[depth - 1]].tokens if depth else 0
+        begin = ends[depth - 1] if depth else 0
+        rest, width = max(0, len(key) - known), max(1, ends[-1] - begin)
+
+        def offset(index: int) -> int:
+            return known + rest * (ends[index] - begin) // width
+
+        if shared is not None and depth and self.settled:
+            most = offset(depth) if depth < len(hashes) else known
+            self._measure(hashes[:depth], shared, most)
+            known = self._segments[hashes[depth - 1]].tokens
+            rest = max(0, len(key) - known)
+        parent = hashes[depth - 1] if depth else None
+        for index in range(depth, len(hashes)):
+            tokens = offset(index)
+            if tokens > resident + self._slack:
+                break
+            self._store(hashes[index], parent, min(tokens, resident), index == len(hashes) - 1)
+            parent = hashes[index]
+        if parent is not None:
+            self._touch((parent,), node, key)
+        while len(self._leaves) > 1 and (
+            len(self._segments) > self._limit_segments or self._key_tokens > self._limit_tokens
+        ):
+            self.forgotten += 1
+            self._shrink(next(iter(self._leaves)), 0, 0)
+
+    def evicted(self) -> None:
+        """The tree evicted something: leaves are to be looked at."""
+        self._suspect = True
+
+    def sweep(self, tree: Tree, steps: int) -> None:
+        """Looks at leaves, the one unused for longest first, until done or out of steps."""
+        while steps > 0:
+            if not self._unswept:
+                if not self._suspect:
+                    return
+                self._suspect = False
+                self._unswept = list(reversed(self._leaves))
+                continue
+            steps -= 1
+            segment = self._unswept.pop()
+            leaf = self._leaves.get(segment)
+            if leaf is None or not tree.evicted(leaf.node):
+                continue
+            tokens = self._segments[segment].tokens
+            steps -= tokens // MATCH_TOKENS_PER_STEP
+            self._shrink(segment, *tree.match(leaf.key, tokens))
+        if not self.settled:
+            self.deferred += 1
+
+    def clear(self) -> None:
+        """The tree was emptied."""
+        for record in (self._segments, self._leaves, self._changed, self._unswept):
+            record.clear()
+        self._key_tokens = 0
+        self._suspect = False
+        self._cleared = True
+
+    def take(self) -> Changes:
+        """What happened since the last call."""
+        segments = self._segments
+        removed = [
+            segment
+            for segment, parent in self._changed.items()
+            if segment not in segments and (parent is None or parent in segments)
+        ]
+        stored = [
+            (segment, segments[segment].parent, segments[segment].tokens)
+            for segment in self._changed
+            if segment in segments
+        ]
+        changes = Changes(self._cleared, [] if self._cleared else removed, stored)
+        self._changed.clear()
+        self._cleared = False
+        return changes
+
+    def snapshot(self) -> Iterator[Stored]:
+        """Everything held, parents first."""
+        for segment, entry in self._segments.items():
+            yield segment, entry.parent, entry.tokens
+
+    def _depth(self, hashes: Sequence[int]) -> int:
+        """How many segments of a chain are held: by bisection, as ancestors always are."""
+        low, high = 0, len(hashes)
+        while low < high:
+            middle = (low + high) // 2
+            if hashes[middle] in self._segments:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def _measure(self, path: Sequence[int], shared: int, most: int) -> None:
+        """A chain that has `path` in common with others shares `shared` tokens with them."""
+        last = self._segments[path[-1]]
+        if not last.measured:
+            last.measured = True
+            self._correct(path[-1], min(max(shared, last.tokens), most))
+        for segment in reversed(path):
+            if self._segments[segment].tokens <= shared:
+                return
+            self._correct(segment, shared)
+
+    def _correct(self, segment: int, tokens: int) -> None:
+        entry = self._segments[segment]
+        tokens -= tokens % self._page
+        if tokens != entry.tokens:
+            entry.tokens = tokens
+            self._changed.setdefault(segment, entry.parent)
+
+    def _store(self, segment: int, parent: int | None, tokens: int, measured: bool) -> None:
+        if parent is not None:
+            self._segments[parent].children += 1
+            self._drop_leaf(parent)
+        self._segments[segment] = _Segment(parent, tokens - tokens % self._page, measured)
+        # To the end, so that a parent stands before its children in what is published.
+        self._changed.pop(segment, None)
+        self._changed[segment] = parent
+
+    def _touch(self, hashes: Sequence[int], node: int, key: Sized) -> None:
+        """The last of the chain was used: if it is a leaf, it is the youngest now."""
+        if self._segments[hashes[-1]].children == 0:
+            leaf = self._drop_leaf(hashes[-1]) or _Leaf(node, key)
+            self._leaves[hashes[-1]] = leaf
+            self._key_tokens += len(leaf.key)
+
+    def _drop_leaf(self, segment: int) -> _Leaf | None:
+        leaf = self._leaves.pop(segment, None)
+        if leaf is not None:
+            self._key_tokens -= len(leaf.key)
+        return leaf
+
+    def _shrink(self, segment: int, resident: int, node: int) -> None:
+        """Of a leaf's chain, `resident` tokens are left, held by `node`."""
+        if 0 < self._segments[segment].tokens <= resident:
+            self._leaves[segment] = _Leaf(node, self._leaves[segment].key)
+            return
+        leaf = self._drop_leaf(segment)
+        assert leaf is not None, "only leaves shrink"
+        current: int | None = segment
+        while current is not None:
+            entry = self._segments[current]
+            if entry.children:
+                return
+            if 0 < entry.tokens <= resident:
+                self._leaves[current] = _Leaf(node, leaf.key)
+                self._key_tokens += len(leaf.key)
+                return
+            del self._segments[current]
+            self._changed.setdefault(current, entry.parent)
+            if entry.parent is not None:
+                self._segments[entry.parent].children -= 1
+            current = entry.parent
+
+    def check(self) -> None:
+        """Asserts the invariants."""
+        children = dict.fromkeys(self._segments, 0)
+        for entry in self._segments.values():
+            if entry.parent is not None:
+                children[entry.parent] += 1  # a KeyError: the parent is not held
+        for segment, entry in self._segments.items():
+            assert entry.children == children[segment], f"{segment:x} miscounts its children"
+            assert entry.tokens % self._page == 0, f"{segment:x} ends inside a page"
+        assert self._leaves.keys() == {s for s, count in children.items() if not count}
+        assert self._key_tokens == sum(len(leaf.key) for leaf in self._leaves.values())
