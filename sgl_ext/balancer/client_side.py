@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import math
 from http import HTTPStatus
-from typing import Protocol
+from typing import Protocol, cast
 
 from sgl_ext.balancer.errors import BalancerError
 from sgl_ext.balancer.reader import RequestReader
@@ -149,8 +149,8 @@ class ClientConnection(asyncio.BufferedProtocol):
     # The transport calls these.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # uvloop's is one in all but name.
+        self._transport = cast(asyncio.Transport, transport)
         self._host.joined(self)
         self._await_more()
 

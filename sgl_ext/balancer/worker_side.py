@@ -8,7 +8,7 @@ come when it was lost; the exchange then knows that the worker is not to blame.
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
+from typing import Protocol, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -117,8 +117,8 @@ class WorkerConnection(asyncio.Protocol):
     # The transport calls these.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # uvloop's is one in all but name.
+        self._transport = cast(asyncio.Transport, transport)
         self._pool.connections.add(self)
 
     def data_received(self, data: bytes) -> None:
