@@ -32,10 +32,10 @@ from sgl_ext.requests.segments import Chain
 class EngineConfig:
     """Times in seconds, sizes in tokens."""
 
-    capacity_tokens: float = 1_500_000
+    capacity_tokens: int = 1_500_000
     max_running: int = 64
-    prefill_tokens_per_s: float = 40_000
-    prefill_base_s: float = 0.008
+    prefill_tokens_per_s: float = 40_000.0
+    prefill_base_s: float = 0.005
     chunk_tokens: int = 8192
     decode_base_s: float = 0.006
     decode_per_request_s: float = 0.000_1
@@ -80,7 +80,7 @@ class Load(NamedTuple):
     queued: int
     pending_tokens: int
     used_tokens: int
-    capacity_tokens: float
+    capacity_tokens: int
 
 
 class Engine:

@@ -16,6 +16,7 @@ do not see in life but a bound may. `line.removed` comes before `line.stored`.
 from __future__ import annotations
 
 import heapq
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -65,11 +66,15 @@ def simulate(
     *,
     session_header: bool = False,
     event_lag_s: float = 0.05,
+    limit_s: float = math.inf,
 ) -> Figures:
-    """Runs a whole trace; `calls` are `compile_calls(agents)`, `ideal` is `ideal_of` both."""
+    """Runs a trace; `calls` are `compile_calls(agents)`, `ideal` is `ideal_of` both.
+
+    No call starts after `limit_s`; the share of the ideal is then only nearly exact.
+    """
     run = _Run(agents, calls, policy, [Engine(config) for _ in range(workers)], event_lag_s)
     run.session_header = session_header
-    run.all()
+    run.all(limit_s)
     return run.figures(ideal)
 
 
@@ -100,18 +105,19 @@ class _Run:
         hooks = ("begin", "first_byte", "end", "event")
         self._tell: dict[str, Any] = {name: getattr(policy, name, nothing) for name in hooks}
 
-    def all(self) -> None:
-        while self._loop.open:
+    def all(self, limit_s: float) -> None:
+        while self._loop.open and (self._now < limit_s or self._sent):
             wakes = [engine.next_at() for engine in self._engines]
-            line_at = self._lines[0][0] if self._lines else float("inf")
-            self._now = now = min(self._loop.next_at(), line_at, *wakes)
+            line_at = self._lines[0][0] if self._lines else math.inf
+            due_at = self._loop.next_at() if self._now < limit_s else math.inf
+            self._now = now = min(due_at, line_at, *wakes)
             while self._lines and self._lines[0][0] <= now:
                 _, _, worker, line = heapq.heappop(self._lines)
                 self._tell["event"](worker, line, now)
             for worker, at in enumerate(wakes):
                 if at <= now:
                     self._take(worker, self._engines[worker].advance(now))
-            for agent, turn in self._loop.due(now):
+            for agent, turn in self._loop.due(min(now, limit_s)):
                 self._send(self._calls[agent][turn], now)
 
     def _send(self, call: Call, now: float) -> None:

@@ -133,7 +133,7 @@ class _Maker:
         mates: tuple[int, ...],
     ) -> None:
         session = self._session(number)
-        calls = self.config.calls + self._random.randrange(max(1, self.config.calls // 4))
+        calls = self.config.calls + self._random.randrange(max(1, self.config.calls // 8))
         turns: list[Turn] = []
         explorers: tuple[int, ...] = ()
         for call in range(calls):
@@ -166,7 +166,7 @@ class _Maker:
         numbers = [self._reserve() for _ in range(self.config.calls)]
         for place, number in enumerate(numbers):
             starts = tuple(numbers[place + 1 : place + 2])
-            turn = self._turn(number, 0, self._size(4000), 1.5, starts)
+            turn = self._turn(number, 0, self._size(1500), 1.5, starts)
             starts_at = self._random.uniform(0, 3 / self.config.pace) if not place else None
             self._put(
                 number, "client", self._session(number), None, f"{client}", _MAIN, [turn], starts_at

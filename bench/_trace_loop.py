@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,8 +175,12 @@ class Ideal:
         return self.cached_tokens / (self.prompt_tokens - self.cached_tokens + self.output_tokens)
 
 
-def ideal_of(agents: Sequence[Agent], calls: Sequence[Sequence[Call]]) -> Ideal:
-    """Answers every call of a trace at once and adds up."""
+def ideal_of(
+    agents: Sequence[Agent],
+    calls: Sequence[Sequence[Call]],
+    only: Collection[tuple[int, int]] | None = None,
+) -> Ideal:
+    """Answers every call of a trace at once and adds up; `only` names the calls that count."""
     loop, held = Loop(agents), set[int]()
     requests = prompt = cached = output = 0
     while loop.open:
@@ -189,10 +193,12 @@ def ideal_of(agents: Sequence[Agent], calls: Sequence[Sequence[Call]]) -> Ideal:
                     break
                 matched += 1
             total = call.prompt_tokens + call.output_tokens
+            loop.finished(agent, turn, now)
+            if only is not None and (agent, turn) not in only:
+                continue
             held.update(call.keys[matched : (total - 1) // BLOCK_TOKENS])
             requests += 1
             prompt += call.prompt_tokens
             cached += matched * BLOCK_TOKENS
             output += call.output_tokens
-            loop.finished(agent, turn, now)
     return Ideal(requests, prompt, cached, output)

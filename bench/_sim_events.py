@@ -1,0 +1,81 @@
+"""A simulated engine's event stream, in the plugin's wire form.
+
+Segments go out within PUBLISH_S of a change, the load at most every LOAD_S. Lines
+are numbered by connection; the first is a snapshot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+import orjson
+
+from bench._sim import Engine
+from bench._sim_segments import Stored
+
+PUBLISH_S = 0.02
+LOAD_S = 0.1
+
+
+class Publisher:
+    """Tells its followers what an engine holds, and how loaded it is."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._followers: set[asyncio.Queue[dict[str, Any]]] = set()
+        self._scheduled = False
+        self._load: dict[str, int] = {}
+        self._load_at = 0.0
+        self._load_waits = False
+
+    def changed(self) -> None:
+        """Something may have changed; it goes out soon."""
+        if not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_later(PUBLISH_S, self._publish)
+
+    async def follow(self) -> AsyncIterator[bytes]:
+        """Lines without end."""
+        queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        held = _stored(self._engine.segments.snapshot())
+        queue.put_nowait({"snapshot": True, "cleared": True, "stored": held, "load": self._now()})
+        self._followers.add(queue)
+        try:
+            number = 0
+            while True:
+                line = await queue.get()
+                yield orjson.dumps({"seq": number, **line}) + b"\n"
+                number += 1
+        finally:
+            self._followers.discard(queue)
+
+    def _publish(self) -> None:
+        self._scheduled = False
+        removed, stored = self._engine.segments.take()
+        line: dict[str, Any] = {}
+        if removed:
+            line["removed"] = [f"{segment:032x}" for segment in removed]
+        if stored:
+            line["stored"] = _stored(stored)
+        load, loop = self._now(), asyncio.get_running_loop()
+        if load != self._load and loop.time() - self._load_at >= LOAD_S:
+            self._load, self._load_at, self._load_waits = load, loop.time(), False
+            line["load"] = load
+        elif load != self._load and not self._load_waits:
+            self._load_waits = True
+            loop.call_later(LOAD_S, self.changed)
+        if line:
+            for queue in self._followers:
+                queue.put_nowait(line)
+
+    def _now(self) -> dict[str, int]:
+        return {**{k: int(v) for k, v in self._engine.load._asdict().items()}, "pinned_tokens": 0}
+
+
+def _stored(records: Iterable[Stored]) -> list[tuple[str, str | None, int]]:
+    return [
+        (f"{segment:032x}", None if parent is None else f"{parent:032x}", tokens)
+        for segment, parent, tokens in records
+    ]

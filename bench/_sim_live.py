@@ -1,0 +1,84 @@
+"""A simulated engine on the event loop's clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from bench._sim import Engine, EngineConfig, Event, Request
+from bench._sim_events import Publisher
+from bench._sim_prompt import answer_to, content_of, prompt_blocks
+from bench._trace_loop import CHAT
+from sgl_ext.requests.headers import HeaderStrip
+from sgl_ext.requests.segments import read_chain
+from sgl_ext.requests.system_text import strip_request
+
+_DEFAULT_ANSWER_TOKENS = 16
+
+
+class TooLong(ValueError):
+    """A request that no engine of this size could ever run."""
+
+
+class Live:
+    """An engine on the event loop's clock: a request's two events become futures."""
+
+    def __init__(self, config: EngineConfig, *, plugin: bool) -> None:
+        self.engine = Engine(config)
+        self.publisher = Publisher(self.engine)
+        self.plugin = plugin
+        self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
+        self._strip = HeaderStrip() if plugin else HeaderStrip(())
+        self._loop = asyncio.get_running_loop()
+        self._waits: dict[Request, dict[str, asyncio.Future[None]]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def read(self, path: str, body: dict[str, Any]) -> tuple[Request, str]:
+        """A request and the answer it will get."""
+        body = strip_request(path, body, self._strip).body
+        chat = body if path == CHAT else {"messages": [{"role": "user", "content": body["text"]}]}
+        limits = body if path == CHAT else body.get("sampling_params") or {}
+        tokens = limits.get("max_completion_tokens") or limits.get("max_tokens")
+        tokens = tokens or limits.get("max_new_tokens") or _DEFAULT_ANSWER_TOKENS
+        answer = answer_to(content_of(chat["messages"][-1]), tokens)
+        blocks = prompt_blocks(chat)
+        prompt_tokens = blocks.tokens
+        blocks.feed((answer.encode(),))
+        return Request(blocks.keys, prompt_tokens, tokens, read_chain(path, body)), answer
+
+    async def generate(self, request: Request) -> AsyncIterator[None]:
+        """Comes by at the first token and at the end."""
+        waits = {kind: self._loop.create_future() for kind in ("first", "done")}
+        self._waits[request] = waits
+        self._take(self.engine.submit(request, self._loop.time()))
+        for future in waits.values():
+            await future
+            yield
+
+    def flush(self) -> None:
+        """Forgets what no running request uses."""
+        self.engine.flush()
+        self.publisher.changed()
+
+    def _wake(self) -> None:
+        self._take(self.engine.advance(self._loop.time()))
+
+    def _take(self, events: Sequence[Event]) -> None:
+        for _, kind, request in events:
+            waits = self._waits[request]
+            if kind == "refused":
+                waits["first"].set_exception(TooLong())
+            else:
+                waits[kind].set_result(None)
+            if kind != "first":
+                del self._waits[request]
+            if kind == "done":
+                self.prompt_tokens += request.prompt_tokens
+                self.cached_tokens += request.cached_tokens
+                self.output_tokens += request.output_tokens
+        self.publisher.changed()
+        if self._timer is not None:
+            self._timer.cancel()
+        at = self.engine.next_at()
+        self._timer = self._loop.call_at(at, self._wake) if at < float("inf") else None

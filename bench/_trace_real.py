@@ -1,0 +1,43 @@
+"""The swarm in small on two real CPU engines: ours, in turn, and all on one of them.
+
+The last is the ideal: one engine whose cache holds the whole trace. The caches are
+emptied between the arms. Cores are shared by engines, router and load generator, so the
+times compare arms and say nothing else.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bench._node import local_model, running_node
+from bench._trace import TraceConfig
+from bench._trace_run import figures, send
+
+_TRACE = TraceConfig(sessions=10, calls=10, scale=0.06, pace=1, ramp_s=5)
+_LIMIT_S = 240.0
+_COUNTER = "sglang:prompt_tokens_total"
+
+
+def measure_real() -> dict[str, Any]:
+    """Both policies' figures. Raises RuntimeError if a call failed."""
+    found: dict[str, Any] = {"bench": "routing", "workers": 2, "engines": "real"}
+    with (
+        tempfile.TemporaryDirectory(prefix="sgl-ext-bench-") as folder,
+        running_node(local_model("tiny"), Path(folder), "--instances", "2") as node,
+    ):
+        arms = {"one_engine": node.engines[:1], "ours": (node.url,), "round_robin": node.engines}
+        ideal = None
+        for name, urls in arms.items():
+            node.flush()
+            before = node.metric_by_engine(_COUNTER)
+            outcome = send(urls, _TRACE, _LIMIT_S, None)
+            loads = [b - a for a, b in zip(before, node.metric_by_engine(_COUNTER), strict=True)]
+            found[name] = figures(outcome, ideal)
+            found[name]["load_max_over_mean"] = round(max(loads) / statistics.mean(loads), 3)
+            ideal = ideal or found[name]["cached_ratio"]
+            print(f"real {name}: {found[name]}", file=sys.stderr)
+    return {**found, "sessions": _TRACE.sessions, "requests": found["ours"]["requests"]}

@@ -1,0 +1,128 @@
+"""How much of the ideal cache reuse, and which TTFT, does each router get on the same workers?
+
+A swarm's trace (bench/_trace.py) is sent as a closed loop through each router, a real
+process, to the same simulated engines (bench/_sim.py), which start anew for each run.
+Ours has engines with the plugin, which strip a billing header and publish what they
+hold; the others have stock engines. `vllm_router` is given the session header that its
+policy needs; nobody else is, unless the field says so.
+
+    ours            python -m sgl_ext.balancer.serve
+    round_robin     smg --policy round_robin
+    least_loaded    smg --policy power_of_two, by its own requests under way
+    sglang_router   its default, cache_aware
+    smg             its default, cache_aware
+    vllm_router     sticky_least_loaded
+
+`share_of_ideal` compares with one worker with an infinite cache, over the calls that
+were made: calls stop at a run's limit, and a slow router makes fewer. `read_write`
+counts answers as written. `load_max_over_mean` is of seconds of prefill. `--quick` has
+prompts and prefill speed halved. `--real` sends a small trace to two real CPU engines,
+through ours and in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from bench._sim import EngineConfig
+from bench._trace import TraceConfig
+from bench._trace_run import POLICIES, Setup, ideal_ratio, measure
+
+_HEADER_GIVEN = "vllm_router"
+_COLLAPSING = ("ours", "sglang_router", "smg")
+
+
+def quick_setup(variant: str = "team") -> Setup:
+    """Four workers, half-sized prompts, and sessions that act at eight times a person's pace."""
+    trace = TraceConfig(variant, sessions=40, scale=0.5, pace=8, ramp_s=10)
+    if variant == "no_sharing":
+        trace = replace(trace, sessions=24, pace=4)
+    engine = _engine(scale=0.5, decode_s=0.001, capacity_tokens=200_000)
+    return Setup(trace, engine, 4, limit_s=22 if variant == "team" else 10)
+
+
+def full_setup(variant: str = "team", workers: int = 4) -> Setup:
+    """Full-sized prompts, and ten sessions a worker that act at four times a person's pace."""
+    trace = TraceConfig(variant, sessions=10 * workers, pace=4)
+    engine = _engine(scale=1, decode_s=0.003, capacity_tokens=500_000)
+    return Setup(trace, engine, workers, 110)
+
+
+def _engine(*, scale: float, decode_s: float, capacity_tokens: int) -> EngineConfig:
+    stock = EngineConfig()
+    return replace(
+        stock,
+        capacity_tokens=capacity_tokens,
+        prefill_tokens_per_s=stock.prefill_tokens_per_s * scale,
+        chunk_tokens=int(stock.chunk_tokens * scale),
+        decode_base_s=decode_s,
+        decode_per_request_s=decode_s / 60,
+    )
+
+
+def with_billing_header(setup: Setup) -> Setup:
+    """The same, each conversation's system prompt opened by a billing header of its own."""
+    return replace(setup, trace=replace(setup.trace, billing_header=True))
+
+
+def compare(
+    setup: Setup, policies: Iterable[str] = POLICIES, *, header: bool = False
+) -> dict[str, dict[str, Any]]:
+    """Each policy's figures; `header` gives every router the session header."""
+    found = {}
+    for policy in policies:
+        found[policy] = measure(policy, setup, header=header or policy == _HEADER_GIVEN)
+        print(f"{setup.trace.variant} {setup.workers} {policy}: {found[policy]}", file=sys.stderr)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one setting, in five minutes")
+    parser.add_argument("--real", action="store_true", help="two real CPU engines instead")
+    options = parser.parse_args()
+    if options.real:
+        from bench._trace_real import measure_real
+
+        print(json.dumps(measure_real()))
+        return
+    make = quick_setup if options.quick else full_setup
+    setup = make()
+    found: dict[str, Any] = {
+        "bench": "routing",
+        "workers": setup.workers,
+        "sessions": setup.trace.sessions,
+        "ideal_cached_ratio": round(ideal_ratio(setup.trace), 4),
+        **compare(setup),
+    }
+    found["requests"] = sum(found[policy]["requests"] for policy in POLICIES)
+    for variant, policies in (("no_sharing", POLICIES), ("one_harness", _COLLAPSING)):
+        for policy, figures in compare(make(variant), policies).items():
+            found[policy][variant] = figures
+    if not options.quick:
+        for field, figures in further_cases().items():
+            for policy, values in figures.items():
+                found[policy][field] = values
+    print(json.dumps(found))
+
+
+def further_cases() -> dict[str, dict[str, dict[str, Any]]]:
+    """Eight workers, the headers, and eight harnesses, by the name of the field."""
+    team = full_setup()
+    return {
+        "eight_workers": compare(full_setup(workers=8)),
+        "many_harnesses": compare(full_setup("many_harnesses")),
+        "session_header": compare(team, header=True),
+        "no_session_header": {_HEADER_GIVEN: measure(_HEADER_GIVEN, team, header=False)},
+        "billing_header": compare(with_billing_header(team)),
+        "both_headers": compare(with_billing_header(team), ("ours", _HEADER_GIVEN), header=True),
+    }
+
+
+if __name__ == "__main__":
+    main()
