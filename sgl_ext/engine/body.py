@@ -10,9 +10,12 @@ from collections.abc import Awaitable, Callable
 from functools import cache
 from typing import Any
 
+from sgl_ext.engine.chain import keep
+from sgl_ext.engine.counters import counter
 from sgl_ext.engine.settings import EngineSettings
 from sgl_ext.requests.facts import ClientFacts
 from sgl_ext.requests.headers import HeaderStrip
+from sgl_ext.requests.segments import read_chain
 from sgl_ext.requests.system_text import strip_request
 
 
@@ -21,28 +24,8 @@ def _strip() -> HeaderStrip:
     return HeaderStrip(EngineSettings.from_environment().strip_headers)
 
 
-@cache
-def _counters() -> tuple[Any, Any]:
-    # Made at the first request: prometheus_client must be imported after
-    # SGLang has set its multiprocess folder, which is after plugins load.
-    from prometheus_client import Counter
-
-    return (
-        Counter(
-            "sgl_ext_headers_stripped_total",
-            "Session headers removed before tokenization",
-            ["path"],
-        ),
-        Counter(
-            "sgl_ext_headers_left_total",
-            "Header names seen in a body and left: not at the beginning of a system text",
-            ["path"],
-        ),
-    )
-
-
 async def read_body(original: Callable[[Any], Awaitable[Any]], request: Any) -> Any:
-    """Parses the body as SGLang does, strips it, and keeps the client's facts on the request."""
+    """Parses the body as SGLang does, strips it, and keeps the client's facts and its chain."""
     if hasattr(request, "_json"):
         return request._json
     body = await original(request)
@@ -51,9 +34,9 @@ async def read_body(original: Callable[[Any], Awaitable[Any]], request: Any) -> 
     stripped = strip_request(path, body, strip)
     left = strip.mentions(await request.body()) - stripped.headers
     if stripped.headers or left > 0:
-        stripped_total, left_total = _counters()
-        stripped_total.labels(path).inc(stripped.headers)
-        left_total.labels(path).inc(max(left, 0))
+        counter("headers_stripped").labels(path).inc(stripped.headers)
+        counter("headers_left").labels(path).inc(max(left, 0))
     request.state.client = ClientFacts.from_fields(stripped.fields)
+    keep(read_chain(path, stripped.body))
     request._json = stripped.body
     return stripped.body

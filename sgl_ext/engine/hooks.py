@@ -17,7 +17,7 @@ from enum import StrEnum
 from types import FrameType
 from typing import Any
 
-from sgl_ext.engine import body, startup
+from sgl_ext.engine import body, chain, hub, publisher, startup
 
 
 class Role(StrEnum):
@@ -45,6 +45,19 @@ HOOKS = (
         "sglang.srt.entrypoints.engine.Engine._launch_subprocesses", "AFTER", startup.await_receipts
     ),
     Hook("sglang.srt.entrypoints.http_server.ORJSONRequest.json", "AROUND", body.read_body),
+    Hook(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
+        "BEFORE",
+        chain.attach,
+    ),
+    Hook("sglang.srt.entrypoints.http_server._setup_and_run_http_server", "BEFORE", hub.serve),
+    Hook("uvicorn.server.Server.shutdown", "BEFORE", hub.end_streams),
+    Hook(
+        "sglang.srt.managers.scheduler.Scheduler.get_next_batch_to_run",
+        "AFTER",
+        publisher.tick,
+        (Role.SCHEDULER,),
+    ),
 )
 
 _ENTRY_POINTS = {

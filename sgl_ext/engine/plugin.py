@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from importlib.metadata import version
 
+CACHE = "sgl_ext"
+"""The name under which `--radix-cache-backend` selects our cache."""
+
 _active = False
 
 
@@ -37,4 +40,14 @@ def _activate() -> None:
     role = current_role()
     if role is Role.MAIN:
         receipts.open_folder()
+    if role is Role.SCHEDULER:
+        _register_cache()
     receipts.leave(role, apply_hooks(role))
+
+
+def _register_cache() -> None:
+    from sglang.srt.mem_cache.registry import register_radix_cache_backend
+
+    from sgl_ext.engine.cache import make_cache
+
+    register_radix_cache_backend(CACHE, make_cache)

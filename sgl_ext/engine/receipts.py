@@ -18,9 +18,14 @@ def open_folder() -> None:
     os.environ[_VARIABLE] = tempfile.mkdtemp(prefix="sgl-ext-receipts-")
 
 
+def folder() -> Path:
+    """This engine's own folder; nobody else on the machine can read it, or guess its name."""
+    return Path(os.environ[_VARIABLE])
+
+
 def leave(role: str, symbols: Sequence[str]) -> None:
     """Records that this process has applied and verified `symbols`."""
-    path = Path(os.environ[_VARIABLE]) / f"{role}-{os.getpid()}.json"
+    path = folder() / f"{role}-{os.getpid()}.json"
     partial = path.with_suffix(".partial")
     partial.write_bytes(orjson.dumps({"role": role, "symbols": list(symbols)}))
     partial.rename(path)
@@ -28,5 +33,4 @@ def leave(role: str, symbols: Sequence[str]) -> None:
 
 def count() -> Counter[str]:
     """How many processes of each role have left a receipt."""
-    folder = Path(os.environ[_VARIABLE])
-    return Counter(path.name.rsplit("-", 1)[0] for path in folder.glob("*.json"))
+    return Counter(path.name.rsplit("-", 1)[0] for path in folder().glob("*.json"))

@@ -8,10 +8,18 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 
-from sgl_ext.engine.plugin import require_active
+from sgl_ext.engine.plugin import CACHE, require_active
 from sgl_ext.engine.preflight import check_environment
 from sgl_ext.lifeline import end_with_parent
+
+_OWN_CACHE = {
+    "--radix-cache-backend",
+    "--enable-kv-cache-sharding",
+    "--enable-int8-mamba-checkpoint",
+    "--enable-unified-cache-external-linker",
+}
 
 
 def main(argv: list[str]) -> None:
@@ -31,9 +39,18 @@ def main(argv: list[str]) -> None:
     from sglang.srt.utils import kill_process_tree
 
     try:
-        run_server(prepare_server_args(argv))
+        run_server(prepare_server_args([*argv, *cache_flags(argv)]))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+def cache_flags(argv: Sequence[str]) -> tuple[str, ...]:
+    """What selects our radix cache: nothing if `argv` selects one, or what SGLang pairs with none.
+
+    Such an engine serves as it would without us, and tells of no prefixes.
+    """
+    given = {flag.partition("=")[0] for flag in argv}
+    return () if given & _OWN_CACHE else ("--radix-cache-backend", CACHE)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,169 @@
+"""The scheduler's side of prefix events: once an iteration, what changed goes to the HTTP process.
+
+Nothing here waits. A line that finds no room is dropped, and as soon as there is
+room everything held is sent again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from functools import cache
+from itertools import islice
+from typing import Any
+
+import orjson
+import zmq
+
+from radix.held import Changes, Stored
+from sgl_ext.engine import receipts
+from sgl_ext.engine.counters import counter
+
+SOCKET = "events"
+LINE_SEGMENTS = 1000
+_SWEEP_STEPS = 2000  # at most about 1 ms
+_LOAD_INTERVAL_S = 0.1
+_LINES_WAITING = 1000
+_logger = logging.getLogger(__name__)
+
+
+def tick(plan: Any, scheduler: Any, *_: Any, **__: Any) -> None:
+    """After `Scheduler.get_next_batch_to_run`: publishes what changed since the last time."""
+    publisher = _publisher(scheduler)
+    if publisher is not None:
+        publisher.publish(plan, time.monotonic())
+
+
+@cache
+def _publisher(scheduler: Any) -> Publisher | None:
+    from sgl_ext.engine.cache import HeldCache, is_publisher
+
+    if not is_publisher():
+        _logger.info("sgl-ext: this rank publishes no prefix events")
+        return None
+    cache = scheduler.tree_cache
+    if not isinstance(cache, HeldCache):
+        _logger.warning(
+            f"sgl-ext: {type(cache).__name__} is not ours: load is published, prefixes are not"
+        )
+    return Publisher(scheduler, cache if isinstance(cache, HeldCache) else None, Channel())
+
+
+class Channel:
+    """Lines to the HTTP process of the same engine. Never waits."""
+
+    def __init__(self) -> None:
+        self._socket = zmq.Context().socket(zmq.PUSH)
+        self._socket.set_hwm(_LINES_WAITING)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(f"ipc://{receipts.folder() / SOCKET}")
+
+    def has_room(self) -> bool:
+        """Whether a line could be sent now."""
+        return bool(self._socket.poll(0, zmq.POLLOUT))
+
+    def send(self, line: dict[str, Any]) -> bool:
+        """Whether there was room for it."""
+        try:
+            self._socket.send(orjson.dumps(line), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+
+class Publisher:
+    """Publishes one scheduler's segments and load."""
+
+    def __init__(self, scheduler: Any, cache: Any, channel: Any) -> None:
+        self._scheduler = scheduler
+        self._cache = cache
+        self._channel = channel
+        self._behind = False
+        self._load: dict[str, int] = {}
+        self._load_due = 0.0
+        self._counted = {"event_sweeps_deferred": 0, "events_forgotten": 0}
+
+    def publish(self, plan: Any, now: float) -> None:
+        """One iteration, at `now` in seconds. `plan` is what the scheduler runs next."""
+        idle = plan.batch_to_run is None
+        lines: list[dict[str, Any]] = []
+        if self._cache is not None:
+            held = self._cache.held
+            # Nobody waits for an idle scheduler, and it may sleep for a second from here.
+            self._cache.sweep(1 << 60 if idle else _SWEEP_STEPS)
+            if held.changed and not self._behind:
+                lines += lines_of(held.take())
+            self._count("event_sweeps_deferred", held.deferred)
+            self._count("events_forgotten", held.forgotten)
+        if now >= self._load_due or idle:
+            load = load_of(self._scheduler, plan)
+            if load != self._load:
+                self._load_due = now + _LOAD_INTERVAL_S
+                self._load = load
+                lines.append({"load": load})
+        if self._behind:
+            if not self._channel.has_room():
+                return
+            lines = self._everything()
+        for line in lines:
+            if not self._channel.send(line):
+                counter("event_lines_dropped").inc()
+                self._behind = True
+                return
+        self._behind = False
+
+    def _everything(self) -> list[dict[str, Any]]:
+        held = self._cache.held if self._cache is not None else None
+        if held is not None:
+            held.take()
+        stored = held.snapshot() if held is not None else ()
+        return [{"cleared": True}, *stored_lines(stored), {"load": self._load}]
+
+    def _count(self, name: str, total: int) -> None:
+        if total != self._counted[name]:
+            counter(name).inc(total - self._counted[name])
+            self._counted[name] = total
+
+
+def lines_of(changes: Changes) -> list[dict[str, Any]]:
+    """Changes as lines of the stream, without their numbers."""
+    lines = list(stored_lines(changes.stored)) or [{}]
+    first: dict[str, Any] = {"cleared": True} if changes.cleared else {}
+    if changes.removed:
+        first["removed"] = [f"{segment:032x}" for segment in changes.removed]
+    lines[0] = first | lines[0]
+    return lines
+
+
+def stored_lines(stored: Iterable[Stored]) -> Iterator[dict[str, Any]]:
+    """What is stored, as lines of a bounded length."""
+    left = iter(stored)
+    while some := list(islice(left, LINE_SEGMENTS)):
+        yield {
+            "stored": [
+                [f"{segment:032x}", None if parent is None else f"{parent:032x}", tokens]
+                for segment, parent, tokens in some
+            ]
+        }
+
+
+def load_of(scheduler: Any, plan: Any) -> dict[str, int]:
+    """A scheduler's load as it starts an iteration: requests, and tokens of prompts and memory."""
+    inquirer, batch, chunked = scheduler.load_inquirer, plan.batch_to_run, scheduler.chunked_req
+    running = len(plan.running_batch.reqs)
+    pending = inquirer.get_num_waiting_uncached_tokens()
+    if batch is not None and batch is not plan.running_batch:
+        running += len(batch.reqs)
+        pending += batch.extend_num_tokens or 0
+        if chunked is not None:  # its chunk is in both
+            pending -= max(0, (chunked.extend_end or 0) - chunked.prefix_len)
+    used, _ = inquirer.pool_stats_observer.get_pool_stats().get_kv_token_stats()
+    return {
+        "running": running,
+        "queued": len(scheduler.waiting_queue),
+        "pending_tokens": pending,
+        "used_tokens": used,
+        "pinned_tokens": 0,
+        "capacity_tokens": inquirer.max_total_num_tokens,
+    }
