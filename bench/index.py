@@ -3,10 +3,12 @@
 The same prompts go into our index, as segments of about 1,024 tokens, and into the
 `RadixTree` of Dynamo's KV router, as blocks of 64: chains of 130 segments, at 10^4 to
 10^6 segments and 8 to 1,024 workers (see `bench._index_side`). Each index is in a
-process of its own; rounds of lookups alternate between the two, and what is reported
-are medians over the rounds. Both must find the same. Bytes are growth of the process's
-resident memory. Dynamo's lookup is its Python binding's, which hands each call to a
-thread; `empty_us` is what that costs without a prompt.
+process of its own; for a number of workers, rounds of lookups go around all of them,
+and what is reported are medians over the rounds. Both must find the same. Bytes are
+growth of the process's resident memory.
+
+Dynamo's lookup is its Python binding's, which hands each call to a thread; `empty_us` is
+what that costs without a prompt, and one of the ratios leaves it out.
 
 Dynamo is installed on first use into an environment of its own; where it cannot be had,
 `dynamo` is null and why is on stderr. `--quick` runs fewer rounds, and fills Dynamo at
@@ -23,6 +25,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,52 +48,60 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer rounds, Dynamo in fewer sizes")
     options = parser.parse_args()
     peer = install_dynamo()
-    ours: Cells = {}
-    dynamo: Cells = {}
-    for segments in SEGMENTS:
-        for workers in WORKERS:
-            skip = options.quick and segments == SEGMENTS[-1] and workers != WORKERS[-1]
-            sides = {"ours": Path(sys.executable)}
-            if peer and not skip:
-                sides["dynamo"] = peer
-            measured = measure(sides, segments, workers, rounds=5 if options.quick else 15)
-            for name, cells in (("ours", ours), ("dynamo", dynamo)):
-                if name in measured:
-                    cells.setdefault(str(segments), {})[str(workers)] = measured[name]
-                    print(segments, workers, name, measured[name], file=sys.stderr, flush=True)
-    print(json.dumps(report(ours, dynamo)))
+    ours: Cells = {str(segments): {} for segments in SEGMENTS}
+    dynamo: Cells = {str(segments): {} for segments in SEGMENTS}
+    for workers in WORKERS:
+        sides = [Side("ours", Path(sys.executable), segments) for segments in SEGMENTS]
+        if peer:
+            few = options.quick and workers != WORKERS[-1]
+            sides += [
+                Side("dynamo", peer, segments) for segments in SEGMENTS[: -1 if few else None]
+            ]
+        measured = measure(sides, workers, rounds=5 if options.quick else 15)
+        for side, figures in measured.items():
+            cells = ours if side.name == "ours" else dynamo
+            cells[str(side.segments)][str(workers)] = figures
+            print(side.name, side.segments, workers, figures, file=sys.stderr, flush=True)
+    print(json.dumps(report(ours, dynamo if peer else None)))
 
 
-def measure(sides: dict[str, Path], segments: int, workers: int, rounds: int) -> dict[str, Figures]:
-    """Fills each side, then times lookups on one after the other, `rounds` times.
+@dataclass(frozen=True, slots=True)
+class Side:
+    """An index of one kind and size, and the Python that can run it."""
 
-    Raises RuntimeError if the sides do not find the same.
+    name: str
+    python: Path
+    segments: int
+
+
+def measure(sides: list[Side], workers: int, rounds: int) -> dict[Side, Figures]:
+    """Fills one side after the other, then times lookups on each in turn, `rounds` times.
+
+    Raises RuntimeError if two sides of a size do not find the same.
     """
+    filled: dict[Side, Figures] = {}
+    timed: dict[Side, list[dict[str, Any]]] = {side: [] for side in sides}
     with ExitStack() as stack:
-        running = {
-            name: stack.enter_context(running_side(python, name, segments, workers))
-            for name, python in sides.items()
-        }
-        filled = {name: json.loads(_read_line(side)) for name, side in running.items()}
-        timed: dict[str, list[dict[str, Any]]] = {name: [] for name in running}
+        running = {}
+        for side in sides:
+            running[side] = stack.enter_context(running_side(side, workers))
+            filled[side] = json.loads(_read_line(running[side]))
         for number in range(rounds + 1):
-            for name in sorted(running, reverse=number % 2 == 0):
-                timed[name].append(_ask(running[name], number))
-            if len({timed[name][-1].pop("digest") for name in running}) > 1:
-                raise RuntimeError(f"{segments} segments, {workers} workers: the answers differ")
-        return {
-            name: {**filled[name], **_medians(found[1:])}  # the first round warms up
-            for name, found in timed.items()
-        }
+            for side in sides if number % 2 else reversed(sides):
+                timed[side].append(_ask(running[side], number))
+            digests = {(side.segments, timed[side][-1].pop("digest")) for side in sides}
+            if len(digests) > len({side.segments for side in sides}):
+                raise RuntimeError(f"{workers} workers: the answers differ: {digests}")
+    # The first round warms up.
+    return {side: {**filled[side], **_medians(timed[side][1:])} for side in sides}
 
 
 @contextmanager
-def running_side(
-    python: Path, name: str, segments: int, workers: int
-) -> Iterator[subprocess.Popen[str]]:
+def running_side(side: Side, workers: int) -> Iterator[subprocess.Popen[str]]:
     """A process with one index, which ends with the context."""
+    arguments = [side.name, str(side.segments), str(workers)]
     process = subprocess.Popen(
-        [str(python), "-m", "bench._index_side", name, str(segments), str(workers)],
+        [str(side.python), "-m", "bench._index_side", *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -110,8 +121,11 @@ def install_dynamo() -> Path | None:
     if (folder / "installed").exists():
         return python
     shutil.rmtree(folder, ignore_errors=True)
-    install = [str(python), "-m", "pip", "install", "-q", f"{DYNAMO}=={DYNAMO_VERSION}"]
-    for command in ([sys.executable, "-m", "venv", str(folder)], install):
+    for command in (
+        [sys.executable, "-m", "venv", str(folder)],
+        [str(python), "-m", "pip", "install", "-q", f"{DYNAMO}=={DYNAMO_VERSION}"],
+        [str(python), "-c", "import dynamo._core"],
+    ):
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             print(f"no {DYNAMO}: {(done.stderr or done.stdout).strip()}", file=sys.stderr)
@@ -120,38 +134,32 @@ def install_dynamo() -> Path | None:
     return python
 
 
-def report(ours: Cells, dynamo: Cells) -> dict[str, Any]:
+def report(ours: Cells, dynamo: Cells | None) -> dict[str, Any]:
     """All figures, those of the most segments and workers first."""
-    largest = _largest(ours)
-    peer = _summary(dynamo) if dynamo else None
-    ratios = {
-        f"dynamo_{name}_over_ours": peer[name] / largest[name] if peer else None
-        for name in ("lookup_us", "bytes_per_segment")
-    }
+    most = str(WORKERS[-1])
+    large = ours[str(SEGMENTS[-1])][most]
+    ratios: dict[str, float] = {}
+    if dynamo:
+        peer = dynamo[str(SEGMENTS[-1])][most]
+        walk_us = peer["lookup_us"] - peer["empty_us"]
+        ratios["dynamo_lookup_over_ours"] = peer["lookup_us"] / large["lookup_us"]
+        ratios["dynamo_lookup_less_empty_over_ours"] = walk_us / large["lookup_us"]
+        ratios["dynamo_bytes_over_ours"] = peer["bytes_per_segment"] / large["bytes_per_segment"]
     return {
-        "lookup_us_largest": largest["lookup_us"],
-        "lookups_per_s_largest": 1e6 / largest["lookup_us"],
-        "bytes_per_segment": largest["bytes_per_segment"],
-        "lookup_growth": largest["lookup_us"]
-        / ours[str(SEGMENTS[0])][str(WORKERS[0])]["lookup_us"],
+        "lookup_us_largest": large["lookup_us"],
+        "lookups_per_s_largest": large["lookups_per_s"],
+        "bytes_per_segment": large["bytes_per_segment"],
+        "lookup_growth": large["lookup_us"] / ours[str(SEGMENTS[0])][most]["lookup_us"],
         **ratios,
         "ours": _summary(ours),
-        "dynamo": peer and {"version": DYNAMO_VERSION, **peer},
+        "dynamo": {"version": DYNAMO_VERSION, **_summary(dynamo)} if dynamo else None,
     }
 
 
 def _summary(cells: Cells) -> dict[str, Any]:
-    largest = _largest(cells)
-    tokens = BLOCKS * BLOCK_TOKENS
-    return {
-        **largest,
-        "bytes_per_prompt_token": largest["bytes_per_segment"] / tokens,
-        "sizes": cells,
-    }
-
-
-def _largest(cells: Cells) -> Figures:
-    return cells[str(SEGMENTS[-1])][str(WORKERS[-1])]
+    largest = cells[str(SEGMENTS[-1])][str(WORKERS[-1])]
+    bytes_per_token = largest["bytes_per_segment"] / (BLOCKS * BLOCK_TOKENS)
+    return {**largest, "bytes_per_prompt_token": bytes_per_token, "sizes": cells}
 
 
 def _ask(side: subprocess.Popen[str], seed: int) -> dict[str, Any]:
@@ -171,8 +179,10 @@ def _read_line(side: subprocess.Popen[str]) -> str:
 
 
 def _medians(rounds: list[dict[str, Any]]) -> Figures:
-    medians = {name: statistics.median(found[name] for found in rounds) for name in rounds[0]}
-    return {**medians, "lookups_per_s": 1e6 / medians["lookup_us"]}
+    medians = {
+        name: round(statistics.median(found[name] for found in rounds), 3) for name in rounds[0]
+    }
+    return {**medians, "lookups_per_s": round(1e6 / medians["lookup_us"])}
 
 
 if __name__ == "__main__":

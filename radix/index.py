@@ -22,7 +22,7 @@ All nodes also stand in one order, from the least to the most recently used:
 
 A use of a node moves it and its ancestors to the young end, the deepest first, so a
 parent is always younger than its children. Then the oldest node is a leaf, and
-forgetting it is O(1): no scan, no pause. A chain is used again and again, so it lies
+forgetting it is O(1), with no scan. A chain is used again and again, so it lies
 together in the order, and a use moves a few runs and not each node. Stores come in
 chain order, each behind the one before (the tip), and are O(1).
 
@@ -32,8 +32,10 @@ Invariants, all of them asserted by `check`:
   3. from the tip to the young end there are exactly the tip and its ancestors
   4. there are no more nodes than the limit
 
-A node is a row in columns (arrays and lists), not an object. It takes 170 bytes where an
-object takes 220, and above all the garbage collector does not see it.
+A node is a row in columns (arrays and lists), not an object, for the garbage collector's
+sake: with 10^6 segments a full collection took 20 ms, and 115 ms with node objects, which
+also took a tenth more memory. The one pause left is the dictionary's own, when it is
+rebuilt: tens of ms, less than once in a million stores.
 """
 
 from __future__ import annotations
