@@ -138,9 +138,6 @@ class Held:
         # That the tree had all of them, or only what came from here, tells of no fork.
         shared = had if had < resident and (own < had or not own) else None
         depth = self._depth(hashes)
-        if depth == len(hashes) and shared is None:
-            self._touch(hashes, node, key)
-            return
         known = self._segments[hashes[depth - 1]].tokens if depth else 0
         begin = ends[depth - 1] if depth else 0
         rest, width = max(0, len(key) - known), max(1, ends[-1] - begin)
@@ -161,7 +158,7 @@ class Held:
             self._store(hashes[index], parent, min(tokens, resident), index == len(hashes) - 1)
             parent = hashes[index]
         if parent is not None:
-            self._touch((parent,), node, key)
+            self._touch(parent, node, key)
         while len(self._leaves) > 1 and (
             len(self._segments) > self._limit_segments or self._key_tokens > self._limit_tokens
         ):
@@ -201,7 +198,10 @@ class Held:
         self._cleared = True
 
     def take(self) -> Changes:
-        """What happened since the last call."""
+        """What happened since the last call, told by how it stands now.
+
+        Parents come first in `stored`: what changed before its parent did was told before.
+        """
         segments = self._segments
         removed = [
             segment
@@ -213,7 +213,7 @@ class Held:
             for segment in self._changed
             if segment in segments
         ]
-        changes = Changes(self._cleared, [] if self._cleared else removed, stored)
+        changes = Changes(self._cleared, removed, stored)
         self._changed.clear()
         self._cleared = False
         return changes
@@ -257,15 +257,13 @@ class Held:
             self._segments[parent].children += 1
             self._drop_leaf(parent)
         self._segments[segment] = _Segment(parent, tokens - tokens % self._page, measured)
-        # To the end, so that a parent stands before its children in what is published.
-        self._changed.pop(segment, None)
-        self._changed[segment] = parent
+        self._changed.setdefault(segment, parent)
 
-    def _touch(self, hashes: Sequence[int], node: int, key: Sized) -> None:
-        """The last of the chain was used: if it is a leaf, it is the youngest now."""
-        if self._segments[hashes[-1]].children == 0:
-            leaf = self._drop_leaf(hashes[-1]) or _Leaf(node, key)
-            self._leaves[hashes[-1]] = leaf
+    def _touch(self, segment: int, node: int, key: Sized) -> None:
+        """A chain that ends in `segment` was used: if that is a leaf, it is the youngest now."""
+        if self._segments[segment].children == 0:
+            leaf = self._drop_leaf(segment) or _Leaf(node, key)
+            self._leaves[segment] = leaf
             self._key_tokens += len(leaf.key)
 
     def _drop_leaf(self, segment: int) -> _Leaf | None:
@@ -276,9 +274,6 @@ class Held:
 
     def _shrink(self, segment: int, resident: int, node: int) -> None:
         """Of a leaf's chain, `resident` tokens are left, held by `node`."""
-        if 0 < self._segments[segment].tokens <= resident:
-            self._leaves[segment] = _Leaf(node, self._leaves[segment].key)
-            return
         leaf = self._drop_leaf(segment)
         assert leaf is not None, "only leaves shrink"
         current: int | None = segment

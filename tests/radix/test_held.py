@@ -151,9 +151,12 @@ def test_where_a_chain_forks_the_tokens_shared_are_measured(fork: int) -> None:
     engine = Engine()
     engine.run([A, B, C], [100, 200, 400], prompt((1, 80)))
     assert engine.tokens()[B] == 40
+    engine.hear()
     engine.run([A, B, D], [100, 200, 400], (*prompt((1, fork)), *prompt((2, 80))))
     assert engine.tokens()[B] == fork
     assert engine.tokens()[A] == min(20, fork)
+    engine.hear()
+    assert engine.told[B] == (A, fork)
 
 
 def test_a_measured_end_is_lowered_by_later_forks_and_never_raised() -> None:
@@ -187,6 +190,27 @@ def test_only_whole_pages_are_claimed_and_a_last_page_in_part_is_no_obstacle() -
     held = Held(page=16, slack=15)
     held.add([A, B], [50, 100], key=range(100), resident=96, node=1, had=0)
     assert {s: t for s, _, t in held.snapshot()} == {A: 48, B: 96}
+
+
+def test_a_bigram_tree_holds_a_token_less_than_the_prompt() -> None:
+    held = Held(slack=1)
+    held.add([A], [50], key=range(100), resident=99, node=1, had=0)
+    assert list(held.snapshot()) == [(A, None, 99)]
+
+
+def test_a_part_that_the_tree_has_whole_measures_nothing() -> None:
+    engine = Engine()
+    engine.run([A, B, C], [100, 200, 400], prompt((1, 80)))
+    engine.run([A, B, D], [100, 200, 400], (*prompt((1, 50)), *prompt((2, 30))), upto=30)
+    assert engine.tokens() == {A: 20, B: 40, C: 80}
+
+
+def test_a_prompts_end_is_known_and_an_answer_behind_it_does_not_move_it() -> None:
+    engine = Engine()
+    engine.run([A], [100], prompt((1, 40)))
+    engine.tree.insert(prompt((1, 40), (2, 10)))  # the answer
+    engine.run([A, B, C], [100, 200, 300], prompt((1, 40), (2, 10), (3, 50)))
+    assert engine.tokens() == {A: 40, B: 70, C: 100}
 
 
 def test_what_is_evicted_is_removed_from_its_topmost_and_the_rest_stays() -> None:
@@ -227,6 +251,9 @@ def test_a_clear_is_told_before_what_came_after() -> None:
     engine.held.add([B], [1], key=(1, 2), resident=2, node=1, had=0)
     assert engine.hear() == Changes(True, [], [(B, None, 2)])
     assert engine.told == {B: (None, 2)}
+    engine.held.evicted()
+    engine.held.clear()
+    assert engine.held.settled
 
 
 def test_a_sweep_out_of_steps_goes_on_with_the_next_leaf_and_is_counted() -> None:
@@ -238,6 +265,28 @@ def test_a_sweep_out_of_steps_goes_on_with_the_next_leaf_and_is_counted() -> Non
     engine.held.sweep(engine.tree, 4)
     engine.held.sweep(engine.tree, 4)
     assert (len(engine.held), engine.held.deferred, engine.held.settled) == (9, 2, True)
+
+
+def test_only_leaves_that_lost_their_node_are_matched_and_a_match_takes_steps() -> None:
+    asked: list[int] = []
+
+    class Tree:
+        def evicted(self, node: int) -> bool:
+            return node != 2
+
+        def match(self, key: range, tokens: int) -> tuple[int, int]:
+            asked.append(tokens)
+            return 0, 0
+
+    held = Held()
+    for name in (1, 2, 3, 4):
+        held.add([name], [1], key=range(3000), resident=3000, node=name, had=0)
+    held.evicted()
+    held.sweep(Tree(), 13)
+    assert asked == [3000, 3000]
+    held.sweep(Tree(), 13)
+    assert asked == [3000] * 3
+    assert [segment for segment, *_ in held.snapshot()] == [2]
 
 
 def test_nothing_is_measured_while_an_eviction_is_not_looked_into() -> None:
