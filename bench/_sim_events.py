@@ -39,6 +39,8 @@ class Publisher:
     async def follow(self) -> AsyncIterator[bytes]:
         """Lines without end."""
         queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        # What is stored but not told yet is in the snapshot; its removal must be told then.
+        self._publish()
         held = _stored(self._engine.segments.snapshot())
         queue.put_nowait({"snapshot": True, "cleared": True, "stored": held, "load": self._now()})
         self._followers.add(queue)

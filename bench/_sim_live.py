@@ -11,7 +11,7 @@ from bench._sim_events import Publisher
 from bench._sim_prompt import answer_to, content_of, prompt_blocks
 from bench._trace_loop import CHAT
 from sgl_ext.requests.headers import HeaderStrip
-from sgl_ext.requests.segments import read_chain
+from sgl_ext.requests.segments import Chain, read_chain
 from sgl_ext.requests.system_text import strip_request
 
 _DEFAULT_ANSWER_TOKENS = 16
@@ -45,7 +45,8 @@ class Live:
         blocks = prompt_blocks(chat)
         prompt_tokens = blocks.tokens
         blocks.feed((answer.encode(),))
-        return Request(blocks.keys, prompt_tokens, tokens, read_chain(path, body)), answer
+        chain = read_chain(path, body) if self.plugin else Chain()
+        return Request(blocks.keys, prompt_tokens, tokens, chain), answer
 
     async def generate(self, request: Request) -> AsyncIterator[None]:
         """Comes by at the first token and at the end."""
