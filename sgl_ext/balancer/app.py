@@ -102,7 +102,7 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         log.exception("a request failed inside the balancer")
         status = HTTPStatus.INTERNAL_SERVER_ERROR
         response = _answer(request, BalancerError(status, "Internal error in the balancer."))
-    request.app[METRICS].count(route_of(request), response.status)
+    request.app[METRICS].requests.counts[route_of(request), response.status] += 1
     return response
 
 

@@ -18,8 +18,7 @@ from http import HTTPStatus
 from typing import Protocol, cast
 
 from sgl_ext.balancer.errors import BalancerError
-from sgl_ext.balancer.reader import RequestReader
-from sgl_ext.balancer.request import Request
+from sgl_ext.balancer.reader import Request, RequestReader
 
 IDLE_S = 75.0
 HEAD_S = 30.0
@@ -43,9 +42,9 @@ class Serving(Protocol):
 class Host(Protocol):
     """What the connection needs of the server it belongs to."""
 
-    @property
-    def draining(self) -> bool: ...
-    def now(self) -> float: ...
+    draining: bool
+    now: float
+
     def joined(self, connection: ClientConnection) -> None: ...
     def left(self, connection: ClientConnection) -> None: ...
     def reader(self) -> RequestReader: ...
@@ -54,7 +53,7 @@ class Host(Protocol):
 
 
 class ClientConnection(asyncio.BufferedProtocol):
-    """The server side of a connection. `deadline` is when `time_out` is due, in loop time.
+    """The server side of a connection. `deadline` is when `time_out` is due, by the host's clock.
 
     `paused` says that the client does not take what is written as fast as it comes.
     """
@@ -97,22 +96,24 @@ class ClientConnection(asyncio.BufferedProtocol):
         """Sends a whole answer. `lines` are header lines, without framing."""
         request = self._request
         assert request is not None
-        head = b"HTTP/1.1 %d %b\r\n%b" % (status, reason, lines)
-        if status not in _NO_BODY and (body or request.method != "HEAD"):
-            head += b"content-length: %d\r\n" % len(body)
-        head += self._connection_line(request)
-        if request.method == "HEAD" or status in _NO_BODY:
-            self._transport.write(head)
+        end = self._connection_line(request)
+        if request.head.method == "HEAD" or status in _NO_BODY:
+            # Without a body there is nothing to say of its length, but of the GET's.
+            if body and status not in _NO_BODY:
+                end = b"content-length: %d\r\n%b" % (len(body), end)
+            self._transport.write(b"HTTP/1.1 %d %b\r\n%b%b" % (status, reason, lines, end))
         else:
-            self._transport.writelines((head, body))
+            head = (status, reason, lines, len(body), end)
+            head_lines = b"HTTP/1.1 %d %b\r\n%bcontent-length: %d\r\n%b" % head
+            self._transport.writelines((head_lines, body))
         self._end_exchange()
 
     def start_stream(self, status: int, reason: bytes, lines: bytes) -> None:
         """Sends the head of an answer whose length is not known yet."""
         request = self._request
         assert request is not None
-        framing = b"transfer-encoding: chunked\r\n" if request.http_1_1 else b""
-        if not request.http_1_1:
+        framing = b"transfer-encoding: chunked\r\n" if request.head.http_1_1 else b""
+        if not request.head.http_1_1:
             request.keep_alive = False
         head = (status, reason, lines, framing, self._connection_line(request))
         self._transport.write(b"HTTP/1.1 %d %b\r\n%b%b%b" % head)
@@ -120,14 +121,14 @@ class ClientConnection(asyncio.BufferedProtocol):
     def write(self, data: bytes) -> None:
         """Sends a part of an answer's body; it must not be empty."""
         assert self._request is not None
-        if self._request.http_1_1:
+        if self._request.head.http_1_1:
             data = b"%x\r\n%b\r\n" % (len(data), data)
         self._transport.write(data)
 
     def end_stream(self) -> None:
         """The answer is complete."""
         assert self._request is not None
-        if self._request.http_1_1:
+        if self._request.head.http_1_1:
             self._transport.write(b"0\r\n\r\n")
         self._end_exchange()
 
@@ -136,15 +137,17 @@ class ClientConnection(asyncio.BufferedProtocol):
             request.keep_alive = False
         if not request.keep_alive:
             return b"connection: close\r\n\r\n"
-        return b"\r\n" if request.http_1_1 else b"connection: keep-alive\r\n\r\n"
+        return b"\r\n" if request.head.http_1_1 else b"connection: keep-alive\r\n\r\n"
 
     def _end_exchange(self) -> None:
         request, self._request, self._exchange = self._request, None, None
         assert request is not None
         if not request.keep_alive:
             self._close(linger=request.unread)
-            return
-        self._start_next()
+        elif self._reader.ahead or self._reading_paused:
+            self._start_next()
+        else:
+            self.deadline = self._host.now + IDLE_S
 
     # The transport calls these.
 
@@ -163,7 +166,7 @@ class ClientConnection(asyncio.BufferedProtocol):
         self._reader.received(nbytes)
         if self._exchange is None:
             self._start_next()
-        if self._reader.ahead > _MAX_AHEAD_BYTES and not self._reading_paused:
+        if len(self._reader.ahead) > _MAX_AHEAD_BYTES and not self._reading_paused:
             self._reading_paused = True
             self._transport.pause_reading()
 
@@ -179,7 +182,7 @@ class ClientConnection(asyncio.BufferedProtocol):
 
     def pause_writing(self) -> None:
         self.paused = True
-        self.deadline = self._host.now() + UNREAD_S
+        self.deadline = self._host.now + UNREAD_S
 
     def resume_writing(self) -> None:
         self.paused = False
@@ -236,14 +239,14 @@ class ClientConnection(asyncio.BufferedProtocol):
         if self._reading_paused and not self._transport.is_closing():
             self._reading_paused = False
             self._transport.resume_reading()
-        now = self._host.now()
+        now = self._host.now
         if self._reader.in_body:
             self.deadline = now + BODY_S
         elif not self._reader.ahead:
             self.deadline = now + IDLE_S
         elif not self._in_head:
             self.deadline = now + HEAD_S
-        self._in_head = self._reader.ahead > 0
+        self._in_head = bool(self._reader.ahead)
 
     def _refuse(self, error: BalancerError) -> None:
         status, reason, lines, body = self._host.refusal(error)
@@ -255,6 +258,6 @@ class ClientConnection(asyncio.BufferedProtocol):
         self._lingering = True
         if linger and not self._transport.is_closing():
             self._transport.write_eof()
-            self.deadline = self._host.now() + LINGER_S
+            self.deadline = self._host.now + LINGER_S
         else:
             self._transport.close()

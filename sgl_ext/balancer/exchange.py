@@ -19,14 +19,14 @@ import logging
 import time
 from enum import Enum
 from http import HTTPStatus
-from typing import Any
 
 import orjson
 
 from sgl_ext.balancer.client_side import ClientConnection
 from sgl_ext.balancer.errors import BalancerError, Protocol, error_event, no_engine
+from sgl_ext.balancer.head import HOP_BY_HOP
 from sgl_ext.balancer.parts import Parts, refusal
-from sgl_ext.balancer.request import HOP_BY_HOP, Request
+from sgl_ext.balancer.reader import Request
 from sgl_ext.balancer.sse import WholeEvents
 from sgl_ext.balancer.worker_side import WorkerConnection
 from sgl_ext.balancer.workers import Worker
@@ -50,61 +50,37 @@ class Outcome(Enum):
 class Exchange:
     """A request on its way through.
 
-    `document` is its parsed body and `prefix` what placement knows it by.
+    `prefix` is what placement knows it by.
     `first_data` and `last_data` are the ends of the answer's body: whole events
     of a stream, the whole body otherwise.
     """
 
-    __slots__ = (
-        "_accepted",
-        "_arrived",
-        "_attempts",
-        "_begun",
-        "_client",
-        "_connection",
-        "_ended",
-        "_events",
-        "_events_sent",
-        "_lines",
-        "_parts",
-        "_pieces",
-        "_pool",
-        "_reason",
-        "_request",
-        "_status",
-        "_streams",
-        "_tried",
-        "_worker",
-        "document",
-        "first_data",
-        "last_data",
-        "prefix",
-    )
+    # What a request begins with; set on the class, so that beginning costs nothing.
+    prefix: int | None = None
+    first_data = b""
+    last_data = b""
+    _worker: Worker | None = None
+    _connection: WorkerConnection | None = None
+    _attempts = 0
+    _accepted = False
+    _begun = False
+    _ended = False
+    _status = 0
+    _reason = b""
+    _lines = b""
+    _streams = False
+    _events: WholeEvents | None = None
+    _events_sent = 0
 
     def __init__(self, parts: Parts, client: ClientConnection, request: Request) -> None:
         self._parts = parts
         self._client = client
         self._request = request
+        self._head = request.head
         self._arrived = time.perf_counter()
         self._pool = parts.control
-        self._worker: Worker | None = None
-        self._connection: WorkerConnection | None = None
         self._tried: set[Worker] = set()
-        self._attempts = 0
-        self._accepted = False
-        self._begun = False
-        self._ended = False
-        self._status = 0
-        self._reason = b""
-        self._lines = b""
-        self._streams = False
-        self._events: WholeEvents | None = None
-        self._events_sent = 0
         self._pieces: list[bytes] = []
-        self.document: Any = None
-        self.prefix: int | None = None
-        self.first_data = b""
-        self.last_data = b""
 
     # Placement: where it goes, and what becomes of it there.
 
@@ -132,9 +108,9 @@ class Exchange:
     def _first_byte(self) -> None:
         """The answer is about to be sent to the client."""
         self._begun = True
-        if self._worker is not None and self._request.route is not None:
+        if self._worker is not None and self._head.route is not None:
             waited_s = time.perf_counter() - self._arrived
-            self._parts.metrics.observe_first_byte(self._request.route.label, waited_s)
+            self._parts.metrics.first_byte_s.add(self._head.route.label, waited_s)
 
     def _released(self, outcome: Outcome) -> None:
         """A worker carries the request no longer."""
@@ -159,22 +135,22 @@ class Exchange:
 
     def _read(self) -> None:
         """Parses the body, if it decides where the request goes."""
-        request = self._request
-        if request.route is None or not request.route.placed:
+        route = self._head.route
+        if route is None or not route.placed:
             return
         try:
-            self.document = orjson.loads(request.body)
+            document = orjson.loads(self._request.body)
         except orjson.JSONDecodeError as error:
             message = f"body: not valid JSON: {error}"
             raise BalancerError(HTTPStatus.BAD_REQUEST, message) from None
-        stripped = strip_request(request.path, self.document, self._parts.strip)
+        stripped = strip_request(self._head.path, document, self._parts.strip)
         if stripped.headers:
             self._parts.metrics.headers_read.inc(stripped.headers)
         self.prefix = conversation_key(stripped.body)
 
     def _send(self) -> None:
         """Chooses a worker, or the control plane, and sends over a connection to it."""
-        if self._request.route is not None:
+        if self._head.route is not None:
             worker = self._choose()
             self._taken(worker)
             self._pool = self._parts.pool(worker)
@@ -190,14 +166,13 @@ class Exchange:
             self._pool.keep(connection)
             return
         self._connection = connection
-        request = self._request
-        head = self._pool.request_line(request.method, request.target)
-        head += request.lines_for_workers()
-        if request.body or request.method not in ("GET", "HEAD"):
-            head += b"content-length: %d\r\n\r\n" % len(request.body)
+        head, body = self._head, self._request.body
+        lines = self._pool.request_line(head.method, head.target) + head.lines_for_workers
+        if body or head.method not in ("GET", "HEAD"):
+            lines += b"content-length: %d\r\n\r\n" % len(body)
         else:
-            head += b"\r\n"
-        connection.send(self, head, request.body, request.method)
+            lines += b"\r\n"
+        connection.send(self, lines, body, head.method)
 
     def answer_head(self) -> None:
         """The answer's head has come."""
@@ -297,7 +272,7 @@ class Exchange:
         self._parts.metrics.cut_streams.inc()
         log.warning("%s cut a stream: %s", self._pool.url, reason)
         message = "The engine stopped in the middle of its answer."
-        protocol = Protocol.of(self._request.path)
+        protocol = Protocol.of(self._head.path)
         self._client.write(error_event(protocol, message, self._events_sent))
         self._finish(Outcome.CUT)
         self._client.end_stream()
@@ -310,7 +285,7 @@ class Exchange:
         self._events = None
         self._streams = False
         try:
-            if self._request.route is None:
+            if self._head.route is None:
                 raise _internal_error()
             self._send()
         except BalancerError as error:
@@ -319,16 +294,16 @@ class Exchange:
     def _answer_error(self, error: BalancerError) -> None:
         self._released(Outcome.FAILED)
         self._ended = True
-        self._parts.count(self._request.path, error.status)
-        self._client.answer(*refusal(self._request.path, error))
+        self._parts.count(self._head.path, error.status)
+        self._client.answer(*refusal(self._head.path, error))
 
     def _finish(self, outcome: Outcome) -> None:
         """The last thing that happens at a worker."""
         self._ended = True
         self._released(outcome)
-        route = self._request.route
+        route = self._head.route
         if route is not None and outcome is not Outcome.CLIENT_GONE:
-            self._parts.metrics.count(route.label, self._status)
+            self._parts.metrics.requests.counts[route.label, self._status] += 1
 
 
 def _internal_error() -> BalancerError:

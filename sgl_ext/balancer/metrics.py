@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+
+from sgl_ext.balancer.tally import Spread, Tally
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120)
 
@@ -12,15 +14,13 @@ class Metrics:
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
-        self.requests = Counter(
-            "sgl_ext_requests", "Requests answered", ["path", "status"], registry=registry
-        )
-        self.first_byte_s = Histogram(
+        self.requests = Tally("sgl_ext_requests", "Requests answered", ["path", "status"], registry)
+        self.first_byte_s = Spread(
             "sgl_ext_first_byte_seconds",
             "From a request's arrival to the first byte of its answer",
-            ["path"],
-            buckets=_SECONDS,
-            registry=registry,
+            "path",
+            _SECONDS,
+            registry,
         )
         self.retries = Counter(
             "sgl_ext_retries", "Requests sent again to another worker", registry=registry
@@ -44,23 +44,6 @@ class Metrics:
         self.worker_in_flight = Gauge(
             "sgl_ext_worker_in_flight", "Requests a worker carries", ["worker"], registry=registry
         )
-
-        self._counts: dict[tuple[str, int], Counter] = {}
-        self._first_bytes: dict[str, Histogram] = {}
-
-    def count(self, label: str, status: int) -> None:
-        """Counts an answered request. The labels' own children are kept: finding them is slow."""
-        child = self._counts.get((label, status))
-        if child is None:
-            child = self._counts[label, status] = self.requests.labels(label, status)
-        child.inc()
-
-    def observe_first_byte(self, label: str, seconds: float) -> None:
-        """Records how long a client waited for the first byte."""
-        child = self._first_bytes.get(label)
-        if child is None:
-            child = self._first_bytes[label] = self.first_byte_s.labels(label)
-        child.observe(seconds)
 
     def render(self) -> bytes:
         """The metrics in Prometheus' text format."""

@@ -7,8 +7,8 @@ from http import HTTPStatus
 
 from sgl_ext.balancer import routes
 from sgl_ext.balancer.errors import BalancerError, Protocol, error_body, retry_headers
+from sgl_ext.balancer.head import Head
 from sgl_ext.balancer.metrics import Metrics
-from sgl_ext.balancer.request import Request
 from sgl_ext.balancer.worker_side import Pool
 from sgl_ext.balancer.workers import Worker, Workers
 from sgl_ext.requests.headers import HeaderStrip
@@ -41,7 +41,7 @@ class Parts:
 
     def count(self, path: str, status: int) -> None:
         """Counts an answer of the balancer's own."""
-        self.metrics.count(routes.label_of(path), status)
+        self.metrics.requests.counts[routes.label_of(path), int(status)] += 1
 
 
 class Gate:
@@ -50,15 +50,15 @@ class Gate:
     def __init__(self, key: str | None) -> None:
         self._key = None if key is None else key.encode()
 
-    def admit(self, request: Request) -> None:
-        """Finds the request's route. Raises BalancerError 401, 405 or 415."""
-        if self._key is not None and (request.method, request.path) not in _UNGUARDED:
-            self._check_key(request.fields, self._key)
-        request.route = route = routes.to_one(request.method, request.path)
-        if route is not None and route.placed and request.content_type != "application/json":
+    def admit(self, head: Head) -> None:
+        """Finds the head's route. Raises BalancerError 401, 405 or 415."""
+        if self._key is not None and (head.method, head.path) not in _UNGUARDED:
+            self._check_key(head.fields, self._key)
+        head.route = route = routes.to_one(head.method, head.path)
+        if route is not None and route.placed and head.content_type != "application/json":
             raise BalancerError(
                 HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
-                f"content-type: must be application/json, not {request.content_type!r}",
+                f"content-type: must be application/json, not {head.content_type!r}",
             )
 
     def _check_key(self, fields: dict[bytes, bytes], key: bytes) -> None:

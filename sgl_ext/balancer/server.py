@@ -14,10 +14,10 @@ from sgl_ext.balancer.control import ControlPool
 from sgl_ext.balancer.errors import BalancerError
 from sgl_ext.balancer.exchange import Exchange
 from sgl_ext.balancer.fanout import FanOut
+from sgl_ext.balancer.head import Heads
 from sgl_ext.balancer.metrics import Metrics
 from sgl_ext.balancer.parts import Gate, Parts, refusal
-from sgl_ext.balancer.reader import RequestReader
-from sgl_ext.balancer.request import Request
+from sgl_ext.balancer.reader import Request, RequestReader
 from sgl_ext.balancer.workers import Workers
 from sgl_ext.config import BalancerConfig
 from sgl_ext.requests.headers import HeaderStrip
@@ -33,8 +33,9 @@ class Balancer:
 
     def __init__(self, config: BalancerConfig) -> None:
         self.draining = False
+        self.now = 0.0
         self._config = config
-        self._gate = Gate(config.read_api_key())
+        self._heads = Heads(Gate(config.read_api_key()).admit)
         self._connections: set[ClientConnection] = set()
         self._empty = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -47,7 +48,7 @@ class Balancer:
         """
         config = self._config
         loop = asyncio.get_running_loop()
-        self.now = loop.time
+        self.now = loop.time()
         self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
         metrics = Metrics()
         workers = Workers(config.workers, metrics)
@@ -103,7 +104,7 @@ class Balancer:
             self._empty.set()
 
     def reader(self) -> RequestReader:
-        return RequestReader(self._config.max_body_bytes, self._gate.admit)
+        return RequestReader(self._heads, self._config.max_body_bytes)
 
     def exchange(self, connection: ClientConnection, request: Request) -> Exchange:
         return Exchange(self._parts, connection, request)
@@ -117,11 +118,11 @@ class Balancer:
         """Ends what has waited too long; once a second is exact enough for that."""
         while True:
             await asyncio.sleep(_SWEEP_S)
-            self.sweep()
+            self.sweep(asyncio.get_running_loop().time())
 
-    def sweep(self) -> None:
-        """Ends what is past its deadline now."""
-        now = self.now()
+    def sweep(self, now: float) -> None:
+        """Ends what is past its deadline at this time, which is now until the next sweep."""
+        self.now = now
         for connection in [c for c in self._connections if c.deadline < now]:
             connection.time_out()
         for pool in self._parts.pools():

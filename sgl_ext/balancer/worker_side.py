@@ -14,7 +14,8 @@ from urllib.parse import urlsplit
 import httptools
 
 # SGLang closes an idle connection after 5 s; ours must go first, or a request races the close.
-KEPT_IDLE_S = 4.0
+# In sweeps, which come once a second: an idle connection lives for 3 to 4 s.
+_KEPT_SWEEPS = 4
 CONNECT_TIMEOUT_S = 5.0
 _MAX_HEAD_BYTES = 256 * 1024
 
@@ -57,10 +58,10 @@ class WorkerConnection(asyncio.Protocol):
         "_usable",
         "headers",
         "heard",
-        "idle_since",
         "reason",
         "reused",
         "status",
+        "sweeps",
     )
 
     def __init__(self, pool: Pool) -> None:
@@ -70,20 +71,20 @@ class WorkerConnection(asyncio.Protocol):
         self._transport: asyncio.Transport
         self._pieces: list[bytes] = []
         self._usable = True
+        self._framed = False
         self._paused = False
+        self.status = 0
         self._bodiless = False
         self.reused = False
-        self.idle_since = 0.0
+        self.sweeps = 0
         self._reset()
 
     def _reset(self) -> None:
-        self.status = 0
         self.reason = b""
         self.headers: list[tuple[bytes, bytes]] = []
         self.heard = False
         self._in_head = True
         self._head_bytes = 0
-        self._framed = False
         self._complete = False
 
     def send(self, receiver: Receiver, head: bytes, body: bytes | bytearray, method: str) -> None:
@@ -209,7 +210,8 @@ class WorkerConnection(asyncio.Protocol):
         kept = clean and self._usable and not self._transport.is_closing()
         if kept and not self._transport.get_write_buffer_size():
             self._reset()
-            self.resume()
+            if self._paused:
+                self.resume()
             self.reused = True
             self._pool.keep(self)
         else:
@@ -225,11 +227,13 @@ class WorkerConnection(asyncio.Protocol):
 
 
 class Pool:
-    """The connections to one worker: kept ones first, the most recently used of them foremost."""
+    """The connections to one worker: kept ones first, the most recently used of them foremost.
+
+    `sweep` is to be called once a second.
+    """
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._now = asyncio.get_running_loop().time
         parts = urlsplit(url)
         self._host = parts.hostname or ""
         self._port = parts.port or 80
@@ -244,17 +248,12 @@ class Pool:
         return b"%b %b%b%b" % (method.encode(), self._base, target, self._host_line)
 
     def take(self) -> WorkerConnection | None:
-        """A kept connection that is still good, if there is one."""
-        while self._kept:
-            connection = self._kept.pop()
-            if self._now() - connection.idle_since < KEPT_IDLE_S:
-                return connection
-            connection.abort()
-        return None
+        """A kept connection, if there is one."""
+        return self._kept.pop() if self._kept else None
 
     def keep(self, connection: WorkerConnection) -> None:
         """Takes a connection back for the next request."""
-        connection.idle_since = self._now()
+        connection.sweeps = 0
         self._kept.append(connection)
 
     def connect(self, receiver: Receiver) -> None:
@@ -287,8 +286,10 @@ class Pool:
 
     def sweep(self) -> None:
         """Closes what was kept too long."""
-        while self._kept and self._now() - self._kept[0].idle_since >= KEPT_IDLE_S:
-            self._kept[0].abort()
+        for connection in tuple(self._kept):
+            connection.sweeps += 1
+            if connection.sweeps == _KEPT_SWEEPS:
+                connection.abort()
 
     def close(self) -> None:
         """Closes everything."""
