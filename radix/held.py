@@ -133,7 +133,7 @@ class Held:
         had: how many of these the tree had before.
         own: how many this very request put there, in earlier parts.
         """
-        if not hashes:
+        if not hashes or resident <= 0:
             return
         # That the tree had all of them, or only what came from here, tells of no fork.
         shared = had if had < resident and (own < had or not own) else None

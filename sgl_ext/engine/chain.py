@@ -14,6 +14,7 @@ from __future__ import annotations
 from array import array
 from base64 import b64decode, b64encode
 from contextvars import ContextVar
+from functools import cache
 from typing import Any, NamedTuple
 
 from sgl_ext.engine import receipts
@@ -72,12 +73,17 @@ def attach(_: Any, request: Any, *__: Any, **___: Any) -> None:
     )
 
 
+@cache
+def _secret() -> str:
+    return receipts.folder().name
+
+
 def _packed(chain: Chain) -> Any:
     from sglang.srt.managers.kv_hints import KvHintAction
 
     hashes = b"".join(segment.to_bytes(_HASH_BYTES, "big") for segment in chain.hashes)
     return KvHintAction(
-        action_id=receipts.folder().name,
+        action_id=_secret(),
         action_type=_ACTION,
         action_version="1",
         payload={
@@ -97,7 +103,7 @@ def carried(request: Any) -> Carried | None:
 
 def _unpacked(envelope: Any) -> Carried | None:
     for action in envelope.actions if envelope is not None else ():
-        if action.action_type == _ACTION and action.action_id == receipts.folder().name:
+        if action.action_type == _ACTION and action.action_id == _secret():
             hashes = b64decode(action.payload["hashes"])
             starts = range(0, len(hashes), _HASH_BYTES)
             return Carried(

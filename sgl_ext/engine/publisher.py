@@ -40,7 +40,7 @@ def _publisher(scheduler: Any) -> Publisher | None:
     from sgl_ext.engine.cache import HeldCache, is_publisher
 
     if not is_publisher():
-        _logger.info("sgl-ext: this rank publishes no prefix events")
+        _logger.info("sgl-ext: not the first rank of an engine with one tree: no prefix events")
         return None
     cache = scheduler.tree_cache
     if not isinstance(cache, HeldCache):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sgl_ext.engine import preflight, startup
+from sgl_ext.engine import preflight, receipts, startup
 
 pytestmark = pytest.mark.engine
 
@@ -59,7 +59,20 @@ def test_a_scheduler_without_the_plugin_stops_the_start(tiny_model: Path, tmp_pa
     path = another_plugin(tmp_path, code)
     ended = start_of_engine(tiny_model, PYTHONPATH=path)
     assert ended.returncode != 0
-    assert "not loaded in a scheduler" in ended.stderr
+    assert "--radix-cache-backend='sgl_ext' is not registered" in ended.stderr
+
+
+def test_a_scheduler_that_left_no_receipt_stops_the_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SGL_EXT_RECEIPTS", str(tmp_path))
+    receipts.leave("detokenizer", [])
+    receipts.leave("scheduler", [])
+    schedulers = SimpleNamespace(scheduler_infos=[{}])
+    startup.await_receipts((None, None, None, schedulers))
+    schedulers.scheduler_infos.append({})
+    with pytest.raises(SystemExit, match="not loaded in a scheduler"):
+        startup.await_receipts((None, None, None, schedulers))
 
 
 def test_several_tokenizer_workers_are_refused_by_name(tiny_model: Path) -> None:

@@ -192,6 +192,12 @@ def test_only_whole_pages_are_claimed_and_a_last_page_in_part_is_no_obstacle() -
     assert {s: t for s, _, t in held.snapshot()} == {A: 48, B: 96}
 
 
+def test_of_less_than_a_page_nothing_is_held() -> None:
+    held = Held(page=16, slack=15)
+    held.add([A], [50], key=range(15), resident=0, node=1, had=0)
+    assert (len(held), held.changed) == (0, False)
+
+
 def test_a_bigram_tree_holds_a_token_less_than_the_prompt() -> None:
     held = Held(slack=1)
     held.add([A], [50], key=range(100), resident=99, node=1, had=0)
