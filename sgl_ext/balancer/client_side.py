@@ -142,7 +142,7 @@ class ClientConnection(asyncio.BufferedProtocol):
     def _end_exchange(self) -> None:
         request, self._request, self._exchange = self._request, None, None
         assert request is not None
-        if not request.keep_alive:
+        if not request.keep_alive or self._host.draining:
             self._close(linger=request.unread)
         elif self._reader.ahead or self._reading_paused:
             self._start_next()
@@ -186,10 +186,12 @@ class ClientConnection(asyncio.BufferedProtocol):
 
     def resume_writing(self) -> None:
         self.paused = False
+        if self._lingering:
+            return
         self.deadline = math.inf
         if self._exchange is not None:
             self._exchange.resume()
-        elif not self._lingering:
+        else:
             self._start_next()
 
     # Time and the end.
@@ -225,6 +227,7 @@ class ClientConnection(asyncio.BufferedProtocol):
                     self._await_more()
                     return
                 self._request = request
+                self._in_head = False
                 self.deadline = math.inf
                 self._exchange = exchange = self._host.exchange(self, request)
                 exchange.begin()

@@ -7,11 +7,18 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
+import uvloop
 from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
 
 from sgl_ext.balancer.server import Balancer
 from sgl_ext.config import BalancerConfig
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], uvloop.Loop]]:
+    """The loop that the balancer runs on; its transports differ in detail from asyncio's own."""
+    return {"uvloop": uvloop.new_event_loop}
+
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
