@@ -1,6 +1,7 @@
 """Sends a trace to a router and writes down what came back: the load generator, a process.
 
-    python -m bench._trace_load '{"url": ..., "trace": {...}, "session_header": "x-session-id"}'
+    python -m bench._trace_load '{"urls": [...], "trace": {...}, "limit_s": 60,
+        "session_header": "x-session-id" or null, "members": {more of each body}}'
 
 The last line of its output is one JSON object, `Outcome`. TTFT runs from the write of
 a request to the arrival of its first content. `late_ms` says how much later than
@@ -26,7 +27,6 @@ from bench._trace import Agent, TraceConfig, make_trace
 from bench._trace_loop import CHAT, Conversation, Loop
 
 _CONTENT = re.compile(rb'"content":\s*"[^"]')
-_USAGE = {"include_usage": True}
 
 
 @dataclass
@@ -48,12 +48,18 @@ class Generator:
     """The agents of a trace against one URL, in real time."""
 
     def __init__(
-        self, agents: tuple[Agent, ...], urls: list[str], header: str | None, limit_s: float
+        self,
+        agents: tuple[Agent, ...],
+        urls: list[str],
+        limit_s: float,
+        header: str | None,
+        members: dict[str, Any],
     ) -> None:
         self.outcome = Outcome()
         self._agents = agents
         self._urls = urls
         self._header = header
+        self._members = {**members, "stream": True, "stream_options": {"include_usage": True}}
         self._limit_s = limit_s
         self._loop = Loop(agents)
         self._talks: dict[int, Conversation] = {}
@@ -96,7 +102,7 @@ class Generator:
         talk = self._talks.get(number)
         if talk is None:
             talk = self._talks[number] = Conversation(agent)
-        body = orjson.dumps({**talk.ask(turn), "stream": True, "stream_options": _USAGE})
+        body = orjson.dumps({**talk.ask(turn), **self._members})
         headers = {"content-type": "application/json"}
         if self._header:
             headers[self._header] = agent.session
@@ -149,7 +155,9 @@ class Generator:
 def main() -> None:
     task = json.loads(sys.argv[1])
     agents = make_trace(TraceConfig(**task["trace"]))
-    generator = Generator(agents, task["urls"], task.get("session_header"), task["limit_s"])
+    generator = Generator(
+        agents, task["urls"], task["limit_s"], task["session_header"], task["members"]
+    )
     print(json.dumps(asdict(uvloop.run(generator.run()))))
 
 

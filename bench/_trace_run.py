@@ -26,11 +26,13 @@ from bench._trace_loop import Call, compile_calls, ideal_of
 SESSION_HEADER = "x-session-id"
 _START_TIMEOUT_S = 30.0
 _OF_ITS_OWN_REQUESTS = ("--policy", "power_of_two", "--power-of-two-load-metric", "least_requests")
+# It would take five seconds to end.
+_ENDS_SOON = ("--shutdown-grace-period-secs", "1")
 _PEERS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "round_robin": ("smg", ("--policy", "round_robin")),
-    "least_loaded": ("smg", _OF_ITS_OWN_REQUESTS),
+    "round_robin": ("smg", ("--policy", "round_robin", *_ENDS_SOON)),
+    "least_loaded": ("smg", (*_OF_ITS_OWN_REQUESTS, *_ENDS_SOON)),
     "sglang_router": ("sglang-router", ()),
-    "smg": ("smg", ()),
+    "smg": ("smg", _ENDS_SOON),
     "vllm_router": ("vllm-router", ()),
 }
 POLICIES = ("ours", *_PEERS)
@@ -98,13 +100,19 @@ def _compiled(trace: TraceConfig) -> tuple[tuple[Agent, ...], list[list[Call]]]:
     return agents, compile_calls(agents)
 
 
-def send(urls: Sequence[str], trace: TraceConfig, limit_s: float, header: str | None) -> Outcome:
-    """Runs the load generator, a process, to its end; several URLs are taken in turn."""
+def send(
+    urls: Sequence[str], trace: TraceConfig, limit_s: float, header: str | None, **members: Any
+) -> Outcome:
+    """Runs the load generator, a process, to its end; several URLs are taken in turn.
+
+    `members` are added to each request's body.
+    """
     task = {
         "urls": list(urls),
         "trace": asdict(trace),
         "limit_s": limit_s,
         "session_header": header,
+        "members": members,
     }
     command = [sys.executable, "-m", "bench._trace_load", json.dumps(task)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
