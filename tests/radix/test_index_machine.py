@@ -30,8 +30,8 @@ class Machine(RuleBasedStateMachine):
     def chain_to(self, data: st.DataObject) -> list[int]:
         """A held segment's chain, or none, and behind it what nobody holds."""
         held = data.draw(st.sampled_from([None, *sorted(self.model.parents)]))
-        unknown = [segment for segment in range(12) if segment not in self.model.parents]
-        behind = data.draw(st.lists(st.sampled_from([*unknown, 99]), max_size=3, unique=True))
+        unknown = [segment for segment in range(200) if segment not in self.model.parents]
+        behind = data.draw(st.lists(st.sampled_from(unknown[:12]), max_size=3, unique=True))
         return [*reversed(self.model.lineage(held)), *behind]
 
     @rule(worker=workers, parent=st.none() | segments, segment=segments, tokens=tokens)
