@@ -1,49 +1,146 @@
-"""Which worker takes a request: rendezvous hashing of its prefix, with bounded loads.
+"""Which worker takes a request: the one where it costs least, in tokens of prefill.
 
-Every worker has a fixed score for a prefix, so requests that share one agree on
-a worker, several balancers agree without talking, and a worker that leaves
-moves only its own prefixes (Thaler and Ravishankar, 1998). A worker already
-carrying more than its fair share times a slack is passed over for the next in
-the prefix's own order (consistent hashing with bounded loads: Mirrokni,
-Thorup, Zadimoghaddam, 2016), so one hot prefix spreads, and spreads stably.
+    cost = pending + COMPUTE * uncached + DECODE_TOKENS * decoding
+           [+ RECENT * recent + SESSION_SHARE * sessions]
+
+pending   tokens that others still have to prefill there: the wait for one's turn
+uncached  tokens of this prompt that the worker does not hold: what it will compute.
+          They count COMPUTE times, for they delay this request and all that come after
+decoding  requests that generate there: each makes a step of the engine a little longer
+recent    tokens computed there in the last seconds: a worker whose memory is short
+          evicts what it needs next and computes all the time, long before it queues
+sessions  tokens of the conversations that live there and will come back
+
+A new session's first request decides where all its later turns go, so it alone
+counts what is in brackets, and goes where little lives even if a prefix that
+everybody shares must be computed there once more: so a hot prefix spreads. A known
+session stays where its conversation is cached, until waiting there costs more than
+moving would, LEAVE times the tokens that it would compute again. Once the worker has
+evicted the conversation there is nothing to stay for, and it is placed as a new one.
+A worker that has just come back counts as slower than it is, less so as it warms up.
+
+Ties go to the highest rendezvous score of the prefix (Thaler and Ravishankar, 1998),
+so that balancers that see the same loads agree without talking.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import xxhash
 
-LOAD_SLACK = 1.25
+COMPUTE = 2.0
+DECODE_TOKENS = 256
+RECENT = 0.5
+RECENT_S = 10.0
+SESSION_SHARE = 0.05
+LEAVE = 1.0
+# A conversation of which its worker holds less than this share of what was its own is lost.
+LOST_SHARE = 0.5
+_LEAST_WARMTH = 0.05
+
+
+class Question(NamedTuple):
+    """A request to be placed.
+
+    prefix: what ties are broken by, equal for requests that share a beginning.
+    home: the worker its session is on, None for a new session.
+    last_tokens: how long the session's last prompt was, 0 if that is not known.
+    """
+
+    prompt_tokens: int
+    prefix: int
+    home: str | None = None
+    last_tokens: int = 0
+
+
+class WorkerView(NamedTuple):
+    """What is known of a worker when a request is placed.
+
+    held_tokens: how much of this very prompt it holds, or is about to hold.
+    warmth: 1, or less while it has only just come back.
+    """
+
+    name: str
+    held_tokens: int = 0
+    pending_tokens: int = 0
+    decoding: int = 0
+    recent_tokens: float = 0.0
+    session_tokens: int = 0
+    warmth: float = 1.0
+
+
+class Score(NamedTuple):
+    """A worker's cost and what it is made of, all in tokens."""
+
+    name: str
+    cost: float
+    pending: int
+    uncached: int
+    decoding: int
+    recent: float
+    sessions: float
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerLoad:
-    """A worker that may be chosen, and how many requests it carries."""
+class Placement:
+    """The worker chosen, and why.
 
-    name: str
-    in_flight: int
-
-
-def place(prefix: int | None, workers: Sequence[WorkerLoad]) -> str | None:
-    """The name of the worker for a request whose prefix hashes to `prefix`.
-
-    Without a prefix, the least loaded one, ties by name. None if there are no
-    workers. No worker is chosen that carries more than LOAD_SLACK times the
-    mean, counting this request, rounded up.
+    "home": its session is there. "moved": waiting there would cost more. "lost": what was
+    cached there is gone. "new": a session's first request.
     """
+
+    worker: str
+    reason: str
+
+
+def place(asked: Question, workers: Sequence[WorkerView]) -> Placement | None:
+    """Chooses among the workers that may be sent a request; None if there are none."""
     if not workers:
         return None
-    if prefix is None:
-        return min(workers, key=lambda worker: (worker.in_flight, worker.name)).name
-    total = sum(worker.in_flight for worker in workers) + 1
-    bound = math.ceil(LOAD_SLACK * total / len(workers))
-    open_to_it = [worker for worker in workers if worker.in_flight < bound]
-    assert open_to_it, "the mean is below the bound, so some worker is"
-    return max(open_to_it, key=lambda worker: (_score(prefix, worker.name), worker.name)).name
+    reason, scores = "new", None
+    home = next((view for view in workers if view.name == asked.home), None)
+    if home is not None:
+        elsewhere = max((v.held_tokens for v in workers if v is not home), default=0)
+        saved = home.held_tokens - elsewhere
+        if saved < LOST_SHARE * (asked.last_tokens - elsewhere):
+            reason = "lost"
+        else:
+            least = min(view.pending_tokens for view in workers)
+            if home.pending_tokens - least <= LEAVE * max(saved, 0):
+                return Placement(home.name, "home")
+            reason = "moved"
+            scores = score(asked, workers, is_new=False)
+    chosen = _cheapest(scores or score(asked, workers, is_new=True), asked.prefix)
+    return Placement(chosen, "home" if chosen == asked.home else reason)
 
 
-def _score(prefix: int, worker: str) -> int:
+def score(asked: Question, workers: Sequence[WorkerView], *, is_new: bool) -> list[Score]:
+    """What the request would cost on each worker."""
+    return [_score(asked.prompt_tokens, view, is_new) for view in workers]
+
+
+def _score(prompt_tokens: int, view: WorkerView, is_new: bool) -> Score:
+    uncached = max(prompt_tokens - view.held_tokens, 0)
+    decoding = DECODE_TOKENS * view.decoding
+    recent = RECENT * view.recent_tokens if is_new else 0.0
+    sessions = SESSION_SHARE * view.session_tokens if is_new else 0.0
+    cost = view.pending_tokens + COMPUTE * uncached + decoding + recent + sessions
+    if view.warmth < 1.0:
+        cost = (cost + 1) / max(view.warmth, _LEAST_WARMTH)
+    return Score(view.name, cost, view.pending_tokens, uncached, decoding, recent, sessions)
+
+
+def _cheapest(scores: Sequence[Score], prefix: int) -> str:
+    least = min(score.cost for score in scores)
+    names = [score.name for score in scores if score.cost == least]
+    if len(names) == 1:
+        return names[0]
+    return max(names, key=lambda name: (rendezvous(prefix, name), name))
+
+
+def rendezvous(prefix: int, worker: str) -> int:
+    """The fixed score of a worker for a prefix: whoever asks gets the same."""
     return xxhash.xxh3_64_intdigest(worker.encode(), seed=prefix & 0xFFFFFFFFFFFFFFFF)

@@ -1,63 +1,118 @@
-"""Placement: same prefix, same worker; none far above its share; stable when workers change."""
+"""Placement: overlap is worth what it saves, sessions stay, new ones and hot prefixes spread."""
 
 from __future__ import annotations
-
-import math
-from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.placement import LOAD_SLACK, WorkerLoad, place
-
-names = st.text("abcdef0123456789:", min_size=1, max_size=12)
-workers = st.lists(
-    st.builds(WorkerLoad, names, st.integers(0, 50)),
-    min_size=1,
-    max_size=8,
-    unique_by=lambda w: w.name,
+from scheduler.placement import (
+    LEAVE,
+    RECENT,
+    SESSION_SHARE,
+    Placement,
+    Question,
+    WorkerView,
+    place,
+    rendezvous,
 )
-prefixes = st.integers(0, 2**64 - 1)
+
+PREFIX = 0x1234
 
 
-def idle(count: int) -> list[WorkerLoad]:
-    return [WorkerLoad(f"http://127.0.0.1:{30001 + i}", 0) for i in range(count)]
+def placed(tokens: int, home: str | None, *views: WorkerView, last_tokens: int = 0) -> Placement:
+    found = place(Question(tokens, PREFIX, home, last_tokens), views)
+    assert found is not None
+    return found
 
 
-@given(prefixes, workers)
-def test_the_choice_is_a_worker_within_the_bound_whatever_their_order(
-    prefix: int, loads: list[WorkerLoad]
-) -> None:
-    chosen = place(prefix, loads)
-    assert chosen == place(prefix, loads[::-1])
-    load = {worker.name: worker.in_flight for worker in loads}[chosen or ""]
-    total = sum(worker.in_flight for worker in loads) + 1
-    assert load < math.ceil(LOAD_SLACK * total / len(loads))
+def test_without_workers_there_is_no_place() -> None:
+    assert place(Question(100, PREFIX), []) is None
 
 
-@given(prefixes, st.integers(2, 8))
-def test_a_worker_that_leaves_moves_only_its_own_prefixes(prefix: int, count: int) -> None:
-    loads = idle(count)
-    chosen = place(prefix, loads)
-    for gone in loads:
-        if gone.name != chosen:
-            assert place(prefix, [w for w in loads if w is not gone]) == chosen
+def test_a_prefix_draws_a_request_to_its_worker() -> None:
+    assert placed(50_000, None, WorkerView("a"), WorkerView("b", 40_000)).worker == "b"
 
 
-def test_many_prefixes_use_every_worker() -> None:
-    chosen = Counter(place(prefix, idle(4)) for prefix in range(4000))
-    assert min(chosen.values()) > 800
+def test_overlap_is_worth_what_it_saves_and_no_more() -> None:
+    holder = WorkerView("b", held_tokens=2_000, pending_tokens=50_000)
+    assert placed(3_000, None, WorkerView("a"), holder).worker == "a"
 
 
-def test_one_hot_prefix_spreads_and_stays_balanced() -> None:
-    load = {worker.name: 0 for worker in idle(4)}
-    for _ in range(100):
-        name = place(7, [WorkerLoad(*item) for item in load.items()])
-        load[name or ""] += 1
-    assert max(load.values()) <= math.ceil(LOAD_SLACK * 100 / 4)
+def test_those_who_come_while_a_shared_prefix_is_computed_follow_it() -> None:
+    lead = WorkerView("a", 20_000, 20_000, recent_tokens=20_000, session_tokens=20_000)
+    assert placed(20_500, None, lead, WorkerView("b")).worker == "a"
 
 
-def test_without_a_prefix_the_least_loaded_takes_it() -> None:
-    assert place(None, [WorkerLoad("a", 2), WorkerLoad("c", 1), WorkerLoad("b", 1)]) == "b"
-    assert place(None, []) is None
-    assert place(1, []) is None
+def test_a_hot_prefix_spreads_when_its_queue_costs_more_than_its_prefill() -> None:
+    views = [WorkerView("a", held_tokens=20_000, pending_tokens=45_000), WorkerView("b")]
+    assert placed(20_500, None, *views).worker == "b"
+
+
+def test_new_sessions_go_where_little_lives() -> None:
+    crowded = WorkerView("a", 20_000, session_tokens=int(41_000 / SESSION_SHARE))
+    assert placed(20_500, None, crowded, WorkerView("b")).worker == "b"
+
+
+def test_new_sessions_avoid_a_worker_that_computes_all_the_time() -> None:
+    busy = WorkerView("a", 20_000, recent_tokens=41_000 / RECENT)
+    assert placed(20_500, None, busy, WorkerView("b")).worker == "b"
+
+
+def test_a_known_session_stays_until_waiting_costs_more_than_moving() -> None:
+    views = [
+        WorkerView("a", 9_000, int(LEAVE * 7_000), recent_tokens=1e6, session_tokens=1_000_000),
+        WorkerView("b", 2_000),
+    ]
+    assert placed(10_000, "a", *views, last_tokens=9_000) == Placement("a", "home")
+    views[0] = views[0]._replace(pending_tokens=int(LEAVE * 7_000) + 14_000)
+    assert placed(10_000, "a", *views, last_tokens=9_000) == Placement("b", "moved")
+
+
+def test_a_session_whose_cache_is_gone_is_placed_anew() -> None:
+    views = [WorkerView("a", 2_000, recent_tokens=90_000), WorkerView("b", 2_000)]
+    assert placed(10_000, "a", *views, last_tokens=9_000) == Placement("b", "lost")
+
+
+def test_a_young_session_that_has_little_of_its_own_stays() -> None:
+    views = [WorkerView("a", 2_300, recent_tokens=90_000), WorkerView("b", 2_000)]
+    assert placed(2_600, "a", *views, last_tokens=2_300) == Placement("a", "home")
+
+
+def test_a_session_whose_home_is_away_is_placed_anew() -> None:
+    assert placed(100, "gone", WorkerView("a", 90), WorkerView("b")) == Placement("a", "new")
+
+
+def test_a_worker_that_has_just_come_back_gets_less() -> None:
+    views = [WorkerView("a", pending_tokens=3_000), WorkerView("b", warmth=0.1)]
+    assert placed(2_000, None, *views).worker == "a"
+    assert placed(2_000, None, views[0], WorkerView("b")).worker == "b"
+
+
+def test_requests_without_a_prompt_go_where_little_runs() -> None:
+    views = [WorkerView("a", decoding=3), WorkerView("b", decoding=1)]
+    assert placed(0, None, *views).worker == "b"
+
+
+views_of_equal_load = st.lists(
+    st.sampled_from([f"http://10.0.0.{n}" for n in range(9)]), min_size=1, max_size=9, unique=True
+)
+
+
+@given(views_of_equal_load, st.integers(0, 1 << 128))
+def test_balancers_agree_on_ties_without_talking(names: list[str], prefix: int) -> None:
+    views = [WorkerView(name) for name in names]
+    first = place(Question(1000, prefix), views)
+    assert first is not None
+    assert first == place(Question(1000, prefix), views[::-1])
+    assert first.worker == max(names, key=lambda name: rendezvous(prefix, name))
+    stayed = [v for v in views if v.name == first.worker or len(v.name) % 2]
+    again = place(Question(1000, prefix), stayed)
+    assert again is not None
+    assert again.worker == first.worker, "a worker that leaves moves only its own prefixes"
+
+
+def test_ties_of_many_prefixes_spread_over_all_workers() -> None:
+    views = [WorkerView(f"w{n}") for n in range(4)]
+    placements = [place(Question(1000, prefix), views) for prefix in range(400)]
+    shares = [sum(p is not None and p.worker == v.name for p in placements) for v in views]
+    assert min(shares) > 60

@@ -1,0 +1,23 @@
+"""A sum that forgets: what was added counts less the longer ago it was."""
+
+from __future__ import annotations
+
+import math
+
+
+class RecentSum:
+    """Each amount counts e times less every `span_s` seconds."""
+
+    def __init__(self, span_s: float) -> None:
+        self._span_s = span_s
+        self._sum = 0.0
+        self._at_s = 0.0
+
+    def add(self, amount: float, now_s: float) -> None:
+        """Adds an amount that came now."""
+        self._sum = self.at(now_s) + amount
+        self._at_s = now_s
+
+    def at(self, now_s: float) -> float:
+        """What the sum comes to now."""
+        return self._sum * math.exp(min(self._at_s - now_s, 0.0) / self._span_s)
