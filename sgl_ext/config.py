@@ -30,6 +30,10 @@ class BalancerConfig:
     max_body_bytes: int = 64 * 1024 * 1024
     drain_s: float = 30.0
     strip_headers: tuple[str, ...] = (BILLING_HEADER,)
+    max_in_flight: int = 1024
+    queue_limit: int = 1024
+    queue_timeout_s: float = 60.0
+    request_log: str | None = None
     workers: tuple[str, ...] = ()
 
     def check(self) -> None:
@@ -37,6 +41,11 @@ class BalancerConfig:
         _require(1 <= self.port <= 65535, "port", self.port, "a port is 1 to 65535")
         _require(self.max_body_bytes > 0, "max_body_bytes", self.max_body_bytes, "must be positive")
         _require(self.drain_s >= 0, "drain_s", self.drain_s, "must not be negative")
+        _require(self.max_in_flight > 0, "max_in_flight", self.max_in_flight, "must be positive")
+        _require(self.queue_limit >= 0, "queue_limit", self.queue_limit, "must not be negative")
+        _require(
+            self.queue_timeout_s > 0, "queue_timeout_s", self.queue_timeout_s, "must be positive"
+        )
         try:
             HeaderStrip(self.strip_headers)
         except ValueError as error:
@@ -70,6 +79,10 @@ class BalancerConfig:
         argv += ["--max-body-bytes", str(self.max_body_bytes), "--drain-s", str(self.drain_s)]
         if self.api_key is not None:
             argv += ["--api-key", self.api_key]
+        argv += ["--max-in-flight", str(self.max_in_flight), "--queue-limit", str(self.queue_limit)]
+        argv += ["--queue-timeout-s", str(self.queue_timeout_s)]
+        if self.request_log is not None:
+            argv += ["--request-log", self.request_log]
         argv += ["--no-strip-headers"]
         for name in self.strip_headers:
             argv += ["--strip-header", name]
@@ -114,6 +127,10 @@ def add_balancer_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, help="port to listen on (default 30000)")
     parser.add_argument("--api-key", help="file:PATH or env:VARIABLE; guards all but health")
     parser.add_argument("--max-body-bytes", type=int, help="largest request body (default 64 MiB)")
+    parser.add_argument("--max-in-flight", type=int, help="requests a worker at once (1024)")
+    parser.add_argument("--queue-limit", type=int, help="requests that may wait for room (1024)")
+    parser.add_argument("--queue-timeout-s", type=float, help="how long one may wait (60)")
+    parser.add_argument("--request-log", metavar="FILE", help="a line of JSON for each request")
     parser.add_argument("--drain-s", type=float, help="how long running requests may finish (30)")
     parser.add_argument(
         "--strip-header", action="append", metavar="NAME", help="also strip this leading header"

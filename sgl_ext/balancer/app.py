@@ -10,30 +10,39 @@ import logging
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 
+import aiohttp
 import orjson
 from aiohttp import web
 
-from sgl_ext.balancer import routes
+from sgl_ext.balancer import admin, routes
+from sgl_ext.balancer.admin import ROUTER, SESSION, STRIP
 from sgl_ext.balancer.errors import BalancerError, Protocol, error_body, retry_headers
 from sgl_ext.balancer.fanout import FanOut
 from sgl_ext.balancer.metrics import Metrics
-from sgl_ext.balancer.workers import Workers
+from sgl_ext.balancer.router import Router
+from sgl_ext.requests.headers import HeaderStrip
 
 log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-WORKERS = web.AppKey("workers", Workers)
 METRICS = web.AppKey("metrics", Metrics)
 FAN_OUT = web.AppKey("fan_out", FanOut)
 _ANY_SIZE = 1 << 62
 
 
-def make_app(workers: Workers, fan_out: FanOut, metrics: Metrics) -> web.Application:
+def make_app(
+    router: Router,
+    strip: HeaderStrip,
+    session: aiohttp.ClientSession,
+    metrics: Metrics,
+) -> web.Application:
     """The application. The data path bounds what reaches it, so it bounds nothing itself."""
     app = web.Application(client_max_size=_ANY_SIZE, middlewares=[answer_errors])
-    app[WORKERS] = workers
+    app[ROUTER] = router
+    app[STRIP] = strip
     app[METRICS] = metrics
-    app[FAN_OUT] = fan_out
+    app[SESSION] = session
+    app[FAN_OUT] = FanOut(session, router.workers)
     add_routes(app)
     return app
 
@@ -46,6 +55,10 @@ def add_routes(app: web.Application) -> None:
     add("GET", "/health", health)
     add("HEAD", "/health", health)
     add("GET", "/metrics", show_metrics)
+    add("GET", admin.WORKERS_PATH, admin.show_workers)
+    add("POST", admin.WORKERS_PATH, admin.add_worker)
+    add("DELETE", admin.WORKERS_PATH, admin.drain_worker)
+    add("POST", admin.EXPLAIN_PATH + "/{path:.+}", admin.explain)
     for path in routes.SOUGHT_GET:
         add("GET", path, to_holder)
     for path in routes.SOUGHT_POST:
@@ -64,7 +77,7 @@ async def root(_: web.Request) -> web.Response:
 
 async def health(request: web.Request) -> web.Response:
     """200 if at least one engine is ready, 503 otherwise; either way, who is."""
-    workers = request.app[WORKERS]
+    workers = request.app[ROUTER].workers
     status = 200 if workers.ready else 503
     document = {
         "status": "ok" if workers.ready else "no engine is ready",

@@ -27,15 +27,18 @@ from sgl_ext.balancer.errors import BalancerError, Protocol, error_event, no_eng
 from sgl_ext.balancer.head import HOP_BY_HOP
 from sgl_ext.balancer.parts import Parts, refusal
 from sgl_ext.balancer.reader import Request
+from sgl_ext.balancer.router import NOTHING_ASKED, Flight
 from sgl_ext.balancer.sse import WholeEvents
 from sgl_ext.balancer.worker_side import WorkerConnection
 from sgl_ext.balancer.workers import Worker
-from sgl_ext.requests.conversation import conversation_key
+from sgl_ext.requests.session import hints_of
 from sgl_ext.requests.system_text import strip_request
 
 log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
+# An answer from here on says that the worker failed, whatever was asked.
+_WORKER_AT_FAULT = 500
 
 
 class Outcome(Enum):
@@ -50,16 +53,20 @@ class Outcome(Enum):
 class Exchange:
     """A request on its way through.
 
-    `prefix` is what placement knows it by.
+    `asked` is what placement knows of it, `tried` the workers it was sent to,
+    `queued_s` how long it waited before it was sent.
     `first_data` and `last_data` are the ends of the answer's body: whole events
     of a stream, the whole body otherwise.
     """
 
     # What a request begins with; set on the class, so that beginning costs nothing.
-    prefix: int | None = None
+    asked = NOTHING_ASKED
+    queued_s = 0.0
+    _waited = ""
     first_data = b""
     last_data = b""
-    _worker: Worker | None = None
+    _first_byte_s = 0.0
+    _flight: Flight | None = None
     _connection: WorkerConnection | None = None
     _attempts = 0
     _accepted = False
@@ -79,44 +86,54 @@ class Exchange:
         self._head = request.head
         self._arrived = time.perf_counter()
         self._pool = parts.control
-        self._tried: set[Worker] = set()
+        self.tried: set[Worker] = set()
         self._pieces: list[bytes] = []
 
     # Placement: where it goes, and what becomes of it there.
 
-    def _choose(self) -> Worker:
-        """The worker for the next attempt. Raises BalancerError if there is none."""
-        worker = None
-        if self._attempts < MAX_ATTEMPTS:
-            worker = self._parts.workers.choose(self.prefix, self._tried)
-        if worker is None:
-            if self._accepted:
-                message = "The engine failed before it answered."
-                raise BalancerError(HTTPStatus.BAD_GATEWAY, message)
-            raise no_engine()
-        return worker
-
-    def _taken(self, worker: Worker) -> None:
-        """A worker carries the request from now on."""
-        if self._attempts:
-            self._parts.metrics.retries.inc()
+    def placed(self, flight: Flight) -> None:
+        """A worker carries the request from now on. Behind a prefix being computed, it waits."""
+        self._flight = flight
+        metrics = self._parts.metrics
+        metrics.placements.counts[(flight.placement.reason,)] += 1
+        if self.tried:
+            metrics.retries.inc()
         self._attempts += 1
-        self._tried.add(worker)
-        self._worker = worker
-        self._parts.workers.take(worker)
+        self.tried.add(flight.worker)
+        self._pool = self._parts.pool(flight.worker)
+        if flight.follows is not None:
+            self._waited = "prefix"
+            flight.follows.followers.append(self._go)
+        else:
+            self._go()
+
+    def refused(self, error: BalancerError) -> None:
+        """No worker takes the request."""
+        if self._accepted:
+            message = "The engine failed before it answered."
+            error = BalancerError(HTTPStatus.BAD_GATEWAY, message)
+        self._answer_error(error)
 
     def _first_byte(self) -> None:
         """The answer is about to be sent to the client."""
         self._begun = True
-        if self._worker is not None and self._head.route is not None:
-            waited_s = time.perf_counter() - self._arrived
-            self._parts.metrics.first_byte_s.add(self._head.route.label, waited_s)
+        self._first_byte_s = time.perf_counter() - self._arrived
+        if self._flight is not None:
+            self._parts.router.first_byte(self._flight)
+        if self._head.route is not None:
+            self._parts.metrics.first_byte_s.add(self._head.route.label, self._first_byte_s)
 
     def _released(self, outcome: Outcome) -> None:
         """A worker carries the request no longer."""
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            self._parts.workers.release(worker)
+        flight, self._flight = self._flight, None
+        if flight is None:
+            self._parts.door.leave(self)
+            return
+        if outcome is Outcome.ANSWERED:
+            self._parts.router.arrived(flight, well=self._status < _WORKER_AT_FAULT)
+            self._parts.ledger.enter(self, flight)
+        else:
+            self._parts.router.broke_off(flight, by_worker=outcome is not Outcome.CLIENT_GONE)
 
     # The way through.
 
@@ -126,6 +143,7 @@ class Exchange:
             if self._request.refusal is not None:
                 raise self._request.refusal
             self._read()
+            self._parts.retries.requested()
             self._send()
         except BalancerError as error:
             self._answer_error(error)
@@ -146,14 +164,26 @@ class Exchange:
         stripped = strip_request(self._head.path, document, self._parts.strip)
         if stripped.headers:
             self._parts.metrics.headers_read.inc(stripped.headers)
-        self.prefix = conversation_key(stripped.body)
+        hints = hints_of(self._head.fields)
+        body = self._request.body
+        self.asked = self._parts.router.read(self._head.path, hints, stripped.body, len(body))
 
     def _send(self) -> None:
-        """Chooses a worker, or the control plane, and sends over a connection to it."""
-        if self._head.route is not None:
-            worker = self._choose()
-            self._taken(worker)
-            self._pool = self._parts.pool(worker)
+        """To a worker if there is one for it now, or to the control plane."""
+        if self._head.route is None:
+            self._go()
+        else:
+            self._waited = ""
+            if not self._parts.door.place(self):
+                self._waited = "room"
+
+    def _go(self) -> None:
+        """Sends over a connection that was kept, or over a new one."""
+        if self._ended:
+            return
+        if self._waited:
+            self.queued_s = time.perf_counter() - self._arrived
+            self._parts.metrics.queue_s.add(self._waited, self.queued_s)
         kept = self._pool.take()
         if kept is not None:
             self.connected(kept)
@@ -206,6 +236,8 @@ class Exchange:
                 self._start_stream()
             self._finish(Outcome.ANSWERED)
             self._client.end_stream()
+        elif self._status == HTTPStatus.SERVICE_UNAVAILABLE and self._may_go_elsewhere():
+            self._try_again("status 503")
         else:
             pieces = self._pieces
             body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
@@ -218,8 +250,8 @@ class Exchange:
         """No connection could be had: the worker takes no requests."""
         if self._ended:
             return
-        if self._worker is not None:
-            self._parts.workers.mark(self._worker, ready=False)
+        if self._flight is not None:
+            self._parts.workers.mark(self._flight.worker, ready=False)
         self._try_again(reason)
 
     def worker_lost(self, reason: str) -> None:
@@ -245,6 +277,13 @@ class Exchange:
         """The client takes more again."""
         if self._connection is not None:
             self._connection.resume()
+
+    def story(self) -> tuple[str, int, int, float, float]:
+        """Route, status, attempts, and the seconds to the first byte and in all."""
+        route = self._head.route
+        label = "" if route is None else route.label
+        total_s = time.perf_counter() - self._arrived
+        return label, self._status, self._attempts, self._first_byte_s, total_s
 
     # The parts of these steps.
 
@@ -284,12 +323,21 @@ class Exchange:
         self._pieces.clear()
         self._events = None
         self._streams = False
-        try:
-            if self._head.route is None:
-                raise _internal_error()
+        if self._head.route is None:
+            self._answer_error(_internal_error())
+        elif self._attempts >= MAX_ATTEMPTS:
+            self.refused(no_engine())
+        elif not self._parts.retries.spend():
+            self._parts.metrics.retries_refused.inc()
+            self.refused(no_engine())
+        else:
             self._send()
-        except BalancerError as error:
-            self._answer_error(error)
+
+    def _may_go_elsewhere(self) -> bool:
+        """Whether an engine's own refusal is worth asking another engine."""
+        if self._flight is None or self._attempts >= MAX_ATTEMPTS:
+            return False
+        return self._parts.router.any_open(besides=self.tried)
 
     def _answer_error(self, error: BalancerError) -> None:
         self._released(Outcome.FAILED)

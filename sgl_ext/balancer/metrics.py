@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from sgl_ext.balancer.tally import Spread, Tally
 
+_TOKENS = (0, 16, 64, 256, 1024, 4096, 16384, 65536)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120)
 
 
@@ -38,13 +44,84 @@ class Metrics:
             "Session headers seen at the head of a prompt",
             registry=registry,
         )
-        self.worker_ready = Gauge(
-            "sgl_ext_worker_ready", "1 if the worker takes requests", ["worker"], registry=registry
+        self.placements = Tally(
+            "sgl_ext_placements", "Requests placed, by what decided", ["reason"], registry
         )
-        self.worker_in_flight = Gauge(
-            "sgl_ext_worker_in_flight", "Requests a worker carries", ["worker"], registry=registry
+        self.queue_s = Spread(
+            "sgl_ext_queue_seconds",
+            "How long a request waited for room, or for a shared prefix to be computed",
+            "reason",
+            _SECONDS,
+            registry,
         )
+        self.predicted_tokens = Tally(
+            "sgl_ext_predicted_cached_tokens",
+            "Prompt tokens that a worker was thought to hold, where it told its own count",
+            ["worker"],
+            registry,
+        )
+        self.reported_tokens = Tally(
+            "sgl_ext_reported_cached_tokens", "What it told", ["worker"], registry
+        )
+        self.prediction_error_tokens = Spread(
+            "sgl_ext_prediction_error_tokens",
+            "Difference between the tokens a worker was thought to hold and those it found",
+            "worker",
+            _TOKENS,
+            registry,
+        )
+        self.retries_refused = Counter(
+            "sgl_ext_retries_refused",
+            "Requests not sent again because the budget for retries was spent",
+            registry=registry,
+        )
+        self.turned_away = Counter(
+            "sgl_ext_turned_away",
+            "Requests refused because too many waited, or for too long",
+            registry=registry,
+        )
+        self.events = Tally(
+            "sgl_ext_prefix_events", "Lines of an engine's prefix events", ["worker"], registry
+        )
+        self.event_faults = Tally(
+            "sgl_ext_prefix_event_faults",
+            "Prefix events that were not applied",
+            ["worker", "fault"],
+            registry,
+        )
+        self.unconfirmed = Counter(
+            "sgl_ext_unconfirmed_prefixes",
+            "Requests after which the engine never said that it holds their prefix",
+            registry=registry,
+        )
+
+    def watch_workers(self, series: Callable[[], dict[str, WorkerSeries]]) -> None:
+        """Shows each worker's state, as `series` gives it by URL when it is asked for."""
+        self.registry.register(_WorkerGauges(series))
 
     def render(self) -> bytes:
         """The metrics in Prometheus' text format."""
         return generate_latest(self.registry)
+
+
+class WorkerSeries(NamedTuple):
+    """A worker's state at one moment, a gauge each."""
+
+    ready: bool
+    draining: bool
+    breaker_open: bool
+    in_flight: int
+    pending_tokens: int
+
+
+class _WorkerGauges(Collector):
+    def __init__(self, series: Callable[[], dict[str, WorkerSeries]]) -> None:
+        self._series = series
+
+    def collect(self) -> Iterable[Metric]:
+        for number, name in enumerate(WorkerSeries._fields):
+            about = name.replace("_", " ").capitalize()
+            family = GaugeMetricFamily(f"sgl_ext_worker_{name}", about, labels=["worker"])
+            for url, values in self._series().items():
+                family.add_metric([url], float(values[number]))
+            yield family

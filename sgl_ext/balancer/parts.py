@@ -5,12 +5,16 @@ from __future__ import annotations
 import hmac
 from http import HTTPStatus
 
+from scheduler.retry_budget import RetryBudget
 from sgl_ext.balancer import routes
+from sgl_ext.balancer.door import Door
 from sgl_ext.balancer.errors import BalancerError, Protocol, error_body, retry_headers
 from sgl_ext.balancer.head import Head
+from sgl_ext.balancer.ledger import Ledger
 from sgl_ext.balancer.metrics import Metrics
+from sgl_ext.balancer.router import Router
 from sgl_ext.balancer.worker_side import Pool
-from sgl_ext.balancer.workers import Worker, Workers
+from sgl_ext.balancer.workers import Worker
 from sgl_ext.requests.headers import HeaderStrip
 
 _UNGUARDED = {("GET", "/health"), ("HEAD", "/health"), ("GET", "/"), ("HEAD", "/")}
@@ -20,13 +24,24 @@ class Parts:
     """The workers and the connections to them, the control plane, and what is counted."""
 
     def __init__(
-        self, workers: Workers, metrics: Metrics, strip: HeaderStrip, control: Pool
+        self,
+        router: Router,
+        door: Door,
+        ledger: Ledger,
+        metrics: Metrics,
+        strip: HeaderStrip,
+        control: Pool,
     ) -> None:
-        self.workers = workers
+        self.router = router
+        self.workers = router.workers
+        self.door = door
+        self.ledger = ledger
+        self.retries = RetryBudget()
         self.metrics = metrics
         self.strip = strip
         self.control = control
         self._pools: dict[Worker, Pool] = {}
+        self.workers.on_leave(self._drop_pool)
 
     def pool(self, worker: Worker) -> Pool:
         """The connections to a worker."""
@@ -34,6 +49,11 @@ class Parts:
         if pool is None:
             pool = self._pools[worker] = Pool(worker.url)
         return pool
+
+    def _drop_pool(self, worker: Worker) -> None:
+        pool = self._pools.pop(worker, None)
+        if pool is not None:
+            pool.close()
 
     def pools(self) -> list[Pool]:
         """Every pool of connections."""

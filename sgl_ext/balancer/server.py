@@ -5,19 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
+from pathlib import Path
 
 import aiohttp
 
 from sgl_ext.balancer.app import make_app
 from sgl_ext.balancer.client_side import ClientConnection
 from sgl_ext.balancer.control import ControlPool
+from sgl_ext.balancer.door import Door
 from sgl_ext.balancer.errors import BalancerError
+from sgl_ext.balancer.events import Listeners
 from sgl_ext.balancer.exchange import Exchange
-from sgl_ext.balancer.fanout import FanOut
 from sgl_ext.balancer.head import Heads
+from sgl_ext.balancer.ledger import Ledger
 from sgl_ext.balancer.metrics import Metrics
 from sgl_ext.balancer.parts import Gate, Parts, refusal
 from sgl_ext.balancer.reader import Request, RequestReader
+from sgl_ext.balancer.router import Router
 from sgl_ext.balancer.workers import Workers
 from sgl_ext.config import BalancerConfig
 from sgl_ext.requests.headers import HeaderStrip
@@ -26,6 +30,8 @@ log = logging.getLogger(__name__)
 
 _SWEEP_S = 1.0
 _BACKLOG = 1024
+# So long the first request waits for the engines to say what they hold already.
+_FIRST_WORD_S = 2.0
 
 
 class Balancer:
@@ -52,10 +58,19 @@ class Balancer:
         self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
         metrics = Metrics()
         workers = Workers(config.workers, metrics)
-        self._control = ControlPool(make_app(workers, FanOut(self._session, workers), metrics))
-        self._parts = Parts(workers, metrics, HeaderStrip(config.strip_headers), self._control)
+        router = Router(workers, metrics, config.max_in_flight)
+        strip = HeaderStrip(config.strip_headers)
+        self._listeners = Listeners(self._session, router, metrics)
+        self._ledger = Ledger(
+            metrics, None if config.request_log is None else Path(config.request_log)
+        )
+        self._door = Door(router, metrics, config.queue_limit, config.queue_timeout_s)
+        self._control = ControlPool(make_app(router, strip, self._session, metrics))
+        self._parts = Parts(router, self._door, self._ledger, metrics, strip, self._control)
         await self._control.start()
         await workers.probe(self._session)
+        self._listeners.attend()
+        await self._listeners.have_tried(_FIRST_WORD_S)
         self._tasks = [
             asyncio.create_task(workers.probe_forever(self._session)),
             asyncio.create_task(self._sweep_forever()),
@@ -87,10 +102,12 @@ class Balancer:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._listeners.close()
         for pool in self._parts.pools():
             pool.close()
         await self._control.stop()
         await self._session.close()
+        self._ledger.close()
 
     # What a client's connection asks of its host.
 
@@ -127,3 +144,7 @@ class Balancer:
             connection.time_out()
         for pool in self._parts.pools():
             pool.sweep()
+        self._door.sweep()
+        self._ledger.flush()
+        self._parts.workers.let_go()
+        self._listeners.attend()

@@ -1,71 +1,167 @@
-"""The engines behind the balancer: who is ready, and who carries how much."""
+"""The engines behind the balancer: who may be sent a request, and who carries how much."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
-from functools import partial
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import aiohttp
 
-from scheduler.placement import WorkerLoad, place
-from sgl_ext.balancer.metrics import Metrics
+from scheduler.breaker import Breaker, State
+from scheduler.placement import RECENT_S
+from scheduler.recent import RecentSum
+from sgl_ext.balancer.metrics import Metrics, WorkerSeries
 
 log = logging.getLogger(__name__)
 
 PROBE_INTERVAL_S = 1.0
+SLOW_START_S = 20.0
+SETTLED_S = 0.5
 _PROBE_TIMEOUT = aiohttp.ClientTimeout(total=10)
 
 
 class Worker:
-    """One engine. It starts out not ready; a probe finds it."""
+    """One engine. It starts out not ready; a probe finds it.
 
-    def __init__(self, url: str) -> None:
+    slot: its bit in the prefix index; another worker may have it once this one has left.
+    pending_tokens: what it still has to prefill of the requests sent to it from here.
+    recent: what it was given to prefill in the last seconds, done or not.
+    """
+
+    def __init__(self, url: str, slot: int) -> None:
         self.url = url.rstrip("/")
+        self.slot = slot
         self.ready = False
+        self.draining = False
+        self.breaker = Breaker()
         self.in_flight = 0
+        self.decoding = 0
+        self.pending_tokens = 0
+        self._correction = _Correction()
+        self.recent = RecentSum(RECENT_S)
+        self.publishes = False
+        self.came_back_s: float | None = None
+
+    def open_to_requests(self, now_s: float) -> bool:
+        """Whether a request may be sent to it now."""
+        return self.ready and not self.draining and self.breaker.allows(now_s)
+
+    def warmth(self, now_s: float) -> float:
+        """From 0 to 1 over the first seconds after it came back; 1 if it always was there."""
+        if self.came_back_s is None:
+            return 1.0
+        return min((now_s - self.came_back_s) / SLOW_START_S, 1.0)
+
+    def reported(self, load: dict[str, int], now_s: float) -> None:
+        """The engine's own account of its load: what differs from ours is corrected by it."""
+        differs = load.get("pending_tokens", 0) - self.pending_tokens
+        self._correction = _Correction(differs, self._correction.tokens, now_s)
+
+    def pending_in_all(self, now_s: float) -> int:
+        """What it still has to prefill, by our account and its own."""
+        return max(self.pending_tokens + self._correction.at(now_s), 0)
+
+
+class _Correction(NamedTuple):
+    """By how much an engine's account of its pending tokens differs from ours.
+
+    A report may be older than what we have sent or seen finish since, so a new one counts
+    only as far as the one before it agrees, until it has stood for a moment.
+    """
+
+    tokens: int = 0
+    before: int = 0
+    reported_s: float = 0.0
+
+    def at(self, now_s: float) -> int:
+        if now_s - self.reported_s >= SETTLED_S:
+            return self.tokens
+        if (self.tokens < 0) is not (self.before < 0):
+            return 0
+        return min(self.tokens, self.before, key=abs)
 
 
 class Workers:
     """All engines, probed once a second. A refused connection counts at once, without a probe."""
 
-    def __init__(self, urls: Iterable[str], metrics: Metrics) -> None:
-        self.all = [Worker(url) for url in urls]
-        self._metrics = metrics
-        for worker in self.all:
-            self.mark(worker, ready=False)
-            gauge = metrics.worker_in_flight.labels(worker.url)
-            gauge.set_function(partial(getattr, worker, "in_flight"))
+    def __init__(
+        self,
+        urls: Iterable[str],
+        metrics: Metrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.all: list[Worker] = []
+        self._clock = clock
+        self._on_leave: list[Callable[[Worker], None]] = []
+        metrics.watch_workers(self._series)
+        for url in urls:
+            self.add(url)
+
+    def _series(self) -> dict[str, WorkerSeries]:
+        return {
+            worker.url: WorkerSeries(
+                ready=worker.ready,
+                draining=worker.draining,
+                breaker_open=worker.breaker.state is not State.CLOSED,
+                in_flight=worker.in_flight,
+                pending_tokens=worker.pending_in_all(self._clock()),
+            )
+            for worker in self.all
+        }
 
     @property
     def ready(self) -> list[Worker]:
         return [worker for worker in self.all if worker.ready]
 
-    def choose(self, prefix: int | None, tried: set[Worker]) -> Worker | None:
-        """A ready worker for a prefix, one not tried yet if there is one; None if none is ready."""
-        candidates = {worker.url: worker for worker in self.ready}
-        fresh = [worker for worker in candidates.values() if worker not in tried]
-        loads = [WorkerLoad(w.url, w.in_flight) for w in fresh or candidates.values()]
-        name = place(prefix, loads)
-        return None if name is None else candidates[name]
+    def find(self, url: str) -> Worker | None:
+        return next((worker for worker in self.all if worker.url == url.rstrip("/")), None)
+
+    def add(self, url: str) -> Worker:
+        """Takes a worker in, or back if it is draining."""
+        worker = self.find(url)
+        if worker is None:
+            taken = {other.slot for other in self.all}
+            slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
+            worker = Worker(url, slot)
+            self.all.append(worker)
+        worker.draining = False
+        return worker
+
+    def drain(self, worker: Worker) -> None:
+        """Sends nothing new to a worker; once what runs there has ended, it is let go."""
+        worker.draining = True
+
+    def let_go(self) -> None:
+        """Takes out the workers that were to drain and have. Run it now and then."""
+        for worker in [w for w in self.all if w.draining and not w.in_flight]:
+            self.all.remove(worker)
+            self._left(worker)
+
+    def _left(self, worker: Worker) -> None:
+        for leave in self._on_leave:
+            leave(worker)
+
+    def on_leave(self, action: Callable[[Worker], None]) -> None:
+        """Has `action` called with every worker that leaves or is found to be gone."""
+        self._on_leave.append(action)
 
     def mark(self, worker: Worker, *, ready: bool) -> None:
         """Records what a probe or a request found out about a worker."""
+        if ready and not worker.ready:
+            # One that was there when we came has its cache; one that comes later must warm up.
+            worker.came_back_s = self._clock() if worker.came_back_s is not None else None
+            worker.breaker.succeeded()
+        elif worker.ready and not ready:
+            worker.came_back_s = self._clock()
+            self._left(worker)
         worker.ready = ready
-        self._metrics.worker_ready.labels(worker.url).set(ready)
-
-    def take(self, worker: Worker) -> None:
-        """A request runs at a worker from now on."""
-        worker.in_flight += 1
-
-    def release(self, worker: Worker) -> None:
-        """A request runs there no longer."""
-        worker.in_flight -= 1
 
     async def probe(self, session: aiohttp.ClientSession) -> None:
         """Asks every worker once whether it is ready."""
-        await asyncio.gather(*(self._probe_one(session, worker) for worker in self.all))
+        await asyncio.gather(*(self.probe_one(session, worker) for worker in self.all))
 
     async def probe_forever(self, session: aiohttp.ClientSession) -> None:
         """Probes until cancelled; a probe that breaks is logged, and the next one comes."""
@@ -76,7 +172,8 @@ class Workers:
                 log.exception("a probe broke")
             await asyncio.sleep(PROBE_INTERVAL_S)
 
-    async def _probe_one(self, session: aiohttp.ClientSession, worker: Worker) -> None:
+    async def probe_one(self, session: aiohttp.ClientSession, worker: Worker) -> None:
+        """Asks one worker whether it is ready."""
         try:
             async with session.get(f"{worker.url}/ready", timeout=_PROBE_TIMEOUT) as answer:
                 self.mark(worker, ready=answer.status == 200)

@@ -1,0 +1,317 @@
+"""Where each request goes, and what is remembered of it: no HTTP, no waiting.
+
+A request is read once (`read`), placed as often as it is tried (`place`), and
+each try is a flight, which is told what becomes of it: `first_byte`, then
+`arrived` or `broke_off`. In between it counts as its worker's load, and its
+prefix is expected there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from radix.expected import Expectation, ExpectedPrefixes
+from radix.index import PrefixIndex
+from scheduler.placement import Placement, Question, WorkerView, place, score
+from scheduler.sessions import Sessions
+from sgl_ext.balancer.metrics import Metrics
+from sgl_ext.balancer.workers import Worker, Workers
+from sgl_ext.requests.segments import Chain, read_chain
+from sgl_ext.requests.session import is_final, session_key
+
+CONFIRM_S = 5.0
+SESSION_LIVE_S = 60.0
+# An engine that does not say what it holds is believed to hold what it was sent, for so long.
+UNCONFIRMED_S = 600.0
+# Behind a shared prefix that is being computed it pays to wait, if it is at least so long.
+FOLLOW_TOKENS = 512
+_BYTES_PER_TOKEN = 4.0
+_CALIBRATE_FROM_TOKENS = 256
+_CALIBRATION = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request as far as placing it is concerned."""
+
+    chain: Chain
+    session: int | None
+    prefix: int
+    prompt_tokens: int
+    is_final: bool = False
+
+
+NOTHING_ASKED = Asked(Chain(), None, 0, 0)
+
+
+class _Held(NamedTuple):
+    """How much of a chain a worker holds (`confirmed` segments), and is about to hold."""
+
+    tokens: int
+    confirmed: int
+    expected: int
+    expected_tokens: int
+    expectation: Expectation | None
+
+
+_NOTHING = _Held(0, 0, 0, 0, None)
+
+
+class Flight:
+    """One try of one request on one worker."""
+
+    __slots__ = (
+        "asked",
+        "decoding",
+        "expectation",
+        "followers",
+        "follows",
+        "placed_s",
+        "placement",
+        "predicted_tokens",
+        "uncached_tokens",
+        "worker",
+    )
+
+    def __init__(self, asked: Asked, worker: Worker, placement: Placement, placed_s: float) -> None:
+        self.asked = asked
+        self.worker = worker
+        self.placement = placement
+        self.placed_s = placed_s
+        self.predicted_tokens = 0
+        self.uncached_tokens = 0
+        self.decoding = False
+        self.expectation: Expectation | None = None
+        self.follows: Flight | None = None
+        self.followers: list[Callable[[], None]] = []
+
+
+class Router:
+    """Places requests on workers. One a process; not for several threads."""
+
+    def __init__(
+        self,
+        workers: Workers,
+        metrics: Metrics,
+        worker_limit: int = 1024,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.workers = workers
+        self.index = PrefixIndex()
+        self.expected = ExpectedPrefixes(CONFIRM_S)
+        self.sessions = Sessions(SESSION_LIVE_S)
+        self._metrics = metrics
+        self._worker_limit = worker_limit
+        self._clock = clock
+        self._on_room: list[Callable[[], None]] = []
+        self._computing: dict[Expectation | None, Flight] = {}
+        self._bytes_per_token = _BYTES_PER_TOKEN
+        workers.on_leave(self.forget)
+
+    def read(self, path: str, headers: Mapping[str, str], body: Any, size_bytes: int) -> Asked:
+        """What placement needs of a parsed and stripped body. `headers` has lower-case names."""
+        chain = read_chain(path, body)
+        session = session_key(headers, body, chain)
+        size = chain.ends[-1] if chain.ends else size_bytes
+        prefix = chain.hashes[0] if chain.hashes else session or 0
+        return Asked(chain, session, prefix, int(size / self._bytes_per_token), is_final(headers))
+
+    def place(self, asked: Asked, tried: set[Worker]) -> Flight | None:
+        """Sends the request on its flight, to a worker not tried before if there is one.
+
+        None if no worker may be sent anything now, or none has room.
+        """
+        now_s = self._clock()
+        if unconfirmed := self.expected.expire(now_s):
+            self._metrics.unconfirmed.inc(unconfirmed)
+        self.sessions.expire(now_s)
+        candidates = [w for w in self.workers.all if w.open_to_requests(now_s)]
+        candidates = [w for w in candidates if w not in tried] or candidates
+        candidates = [w for w in candidates if w.in_flight < self._worker_limit]
+        if not candidates:
+            return None
+        held = self._held(asked.chain)
+        views = [self._view(worker, held, now_s) for worker in candidates]
+        placement = place(self._question(asked, held), views)
+        assert placement is not None, "there are candidates"
+        worker = next(w for w in candidates if w.url == placement.worker)
+        return self._take_off(asked, worker, placement, held.get(worker.slot, _NOTHING), now_s)
+
+    def any_open(self, besides: Collection[Worker] = ()) -> bool:
+        """Whether some worker takes requests, be it full."""
+        now_s = self._clock()
+        return any(w.open_to_requests(now_s) for w in self.workers.all if w not in besides)
+
+    def on_room(self, action: Callable[[], None]) -> None:
+        """Has `action` called whenever a flight ends."""
+        self._on_room.append(action)
+
+    def first_byte(self, flight: Flight) -> None:
+        """The worker has computed the prompt."""
+        if not flight.decoding:
+            self._landed_prefill(flight)
+            flight.decoding = True
+            flight.worker.decoding += 1
+
+    def arrived(self, flight: Flight, *, well: bool = True) -> None:
+        """The whole answer came; `well` is False if it says that the worker failed."""
+        if not well:
+            return self.broke_off(flight, by_worker=True)
+        self._end(flight)
+        flight.worker.breaker.succeeded()
+        if flight.expectation is not None:
+            confirm_s = None if flight.worker.publishes else UNCONFIRMED_S
+            self.expected.end(flight.expectation, self._clock(), confirm_s)
+        self._make_room()
+
+    def broke_off(self, flight: Flight, *, by_worker: bool) -> None:
+        """The answer will not be complete, by the worker's fault or by the client's leave."""
+        self._end(flight)
+        if by_worker:
+            flight.worker.breaker.failed(self._clock())
+        else:
+            flight.worker.breaker.abandoned()
+        if flight.expectation is not None:
+            self.expected.drop(flight.expectation)
+        self._make_room()
+
+    def forget(self, worker: Worker) -> None:
+        """The worker is gone, and its cache with it."""
+        self.index.clear(worker.slot)
+        self.expected.forget_worker(worker.slot)
+        self.sessions.forget_worker(worker.slot)
+
+    def explain(self, asked: Asked) -> dict[str, Any]:
+        """What each worker would cost this request now, and where it would go. Changes nothing."""
+        now_s = self._clock()
+        held = self._held(asked.chain)
+        views = [self._view(worker, held, now_s) for worker in self.workers.all]
+        question = self._question(asked, held)
+        is_open = [w.open_to_requests(now_s) for w in self.workers.all]
+        choosable = [view for view, is_in in zip(views, is_open, strict=True) if is_in]
+        placement = place(question, choosable)
+        scores = score(question, views, is_new=question.home is None)
+        return {
+            "segments": len(asked.chain.hashes),
+            "tools": asked.chain.tools,
+            "prompt_tokens": asked.prompt_tokens,
+            "session": None if asked.session is None else f"{asked.session:032x}",
+            "home": question.home,
+            "worker": None if placement is None else placement.worker,
+            "reason": "no worker is open" if placement is None else placement.reason,
+            "workers": [
+                {
+                    **cost._asdict(),
+                    "open": is_in,
+                    "held_tokens": view.held_tokens,
+                    "live_session_tokens": view.session_tokens,
+                    "decoding_requests": view.decoding,
+                    "warmth": view.warmth,
+                }
+                for cost, view, is_in in zip(scores, views, is_open, strict=True)
+            ],
+        }
+
+    def _take_off(
+        self, asked: Asked, worker: Worker, placement: Placement, held: _Held, now_s: float
+    ) -> Flight:
+        flight = Flight(asked, worker, placement, now_s)
+        flight.predicted_tokens = held.tokens
+        flight.uncached_tokens = max(asked.prompt_tokens - held.expected_tokens, 0)
+        worker.in_flight += 1
+        worker.pending_tokens += flight.uncached_tokens
+        worker.recent.add(flight.uncached_tokens, now_s)
+        worker.breaker.sent(now_s)
+        is_computing = held.expectation is not None and not held.expectation.computed
+        if is_computing and held.expected_tokens - held.tokens >= FOLLOW_TOKENS:
+            flight.follows = self._computing.get(held.expectation)
+        hashes = asked.chain.hashes
+        if hashes:
+            self.index.touch(hashes, held.confirmed)
+        if held.expected < len(hashes):
+            flight.expectation = self.expected.expect(worker.slot, hashes[held.expected :])
+            self._computing[flight.expectation] = flight
+        if asked.session is not None:
+            if asked.is_final:
+                self.sessions.end(asked.session)
+            else:
+                self.sessions.seen(asked.session, worker.slot, asked.prompt_tokens, now_s)
+        return flight
+
+    def _landed_prefill(self, flight: Flight) -> None:
+        flight.worker.pending_tokens -= flight.uncached_tokens
+        flight.uncached_tokens = 0
+        if flight.expectation is not None:
+            flight.expectation.computed = True
+            self._computing.pop(flight.expectation, None)
+        for wake in flight.followers:
+            wake()
+        flight.followers.clear()
+
+    def _end(self, flight: Flight) -> None:
+        self._landed_prefill(flight)
+        flight.worker.in_flight -= 1
+        if flight.decoding:
+            flight.worker.decoding -= 1
+            flight.decoding = False
+
+    def _make_room(self) -> None:
+        for act in self._on_room:
+            act()
+
+    def _held(self, chain: Chain) -> dict[int, _Held]:
+        """Of each worker's slot that holds or will hold some of the chain, how much."""
+        found: dict[int, _Held] = {}
+        for match in self.index.matches(chain.hashes):
+            held = _Held(match.tokens, match.depth, match.depth, match.tokens, None)
+            mask = match.workers
+            while mask:
+                low = mask & -mask
+                found[low.bit_length() - 1] = held
+                mask ^= low
+            self._calibrate(chain.ends[match.depth - 1], match.tokens)
+        for slot, (depth, expectation) in self.expected.deepest(chain.hashes).items():
+            held = found.get(slot, _NOTHING)
+            if depth > held.confirmed:
+                begin = chain.ends[held.confirmed - 1] if held.confirmed else 0
+                more = int((chain.ends[depth - 1] - begin) / self._bytes_per_token)
+                found[slot] = held._replace(
+                    expected=depth,
+                    expected_tokens=held.tokens + more,
+                    expectation=expectation,
+                )
+        return found
+
+    def _view(self, worker: Worker, held: dict[int, _Held], now_s: float) -> WorkerView:
+        return WorkerView(
+            worker.url,
+            held.get(worker.slot, _NOTHING).expected_tokens,
+            worker.pending_in_all(now_s),
+            worker.decoding,
+            worker.recent.at(now_s),
+            self.sessions.live_tokens(worker.slot),
+            worker.warmth(now_s),
+        )
+
+    def _question(self, asked: Asked, held: dict[int, _Held]) -> Question:
+        """The request with its session's worker: as remembered, or else as the caches show."""
+        slot, last_tokens = None, 0
+        seen = None if asked.session is None else self.sessions.home(asked.session)
+        if seen is not None:
+            slot, last_tokens = seen
+        elif asked.chain.session is not None:
+            begun = asked.chain.hashes.index(asked.chain.session) + 1
+            holders = [(h.expected_tokens, s) for s, h in held.items() if h.expected >= begun]
+            slot = max(holders, default=(0, None))[1]
+        worker = next((w for w in self.workers.all if w.slot == slot), None)
+        home = None if worker is None else worker.url
+        return Question(asked.prompt_tokens, asked.prefix, home, last_tokens)
+
+    def _calibrate(self, size_bytes: int, tokens: int) -> None:
+        """Learns how many bytes of a request make a token of this model."""
+        if tokens >= _CALIBRATE_FROM_TOKENS:
+            ratio = min(max(size_bytes / tokens, 1.0), 16.0)
+            self._bytes_per_token += _CALIBRATION * (ratio - self._bytes_per_token)

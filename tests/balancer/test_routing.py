@@ -1,0 +1,353 @@
+"""Routing over HTTP: requests follow the engines' own word, failures are kept from clients."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import orjson
+import pytest
+from aiohttp import ClientSession, web
+
+from sgl_ext.requests.segments import read_chain
+from tests.balancer.conftest import Engine, Start
+
+CHAT = "/v1/chat/completions"
+HARNESS = "You are a coding agent. " * 800
+
+
+def body(*texts: str, system: str = HARNESS) -> dict[str, Any]:
+    roles = ("user", "assistant")
+    turns = [{"role": roles[n % 2], "content": text} for n, text in enumerate(texts)]
+    return {"model": "m", "messages": [{"role": "system", "content": system}, *turns]}
+
+
+def event(seq: int, request: dict[str, Any] | None = None, **more: Any) -> bytes:
+    """A line of an engine's events: it holds all of a request."""
+    stored, parent = [], None
+    for segment in read_chain(CHAT, request or {}).hashes:
+        stored.append([f"{segment:032x}", parent, 5000])
+        parent = f"{segment:032x}"
+    return orjson.dumps({"seq": seq, "stored": stored, **more}) + b"\n"
+
+
+def snapshot(seq: int = 1, request: dict[str, Any] | None = None) -> bytes:
+    return event(seq, request, snapshot=True, cleared=True)
+
+
+async def explained(client: ClientSession, request: dict[str, Any]) -> dict[str, Any]:
+    answer = await client.post("/sgl_ext/explain" + CHAT, json=request)
+    assert answer.status == 200
+    document: dict[str, Any] = await answer.json()
+    return document
+
+
+async def until_held(client: ClientSession, engine: Engine, request: Any, tokens: int) -> None:
+    """Waits until the balancer knows that the engine holds so much of a request."""
+
+    async def held() -> bool:
+        rows = (await explained(client, request))["workers"]
+        return {row["name"]: row["held_tokens"] for row in rows}.get(engine.url) == tokens
+
+    await until(held)
+
+
+async def until(true: Callable[[], Awaitable[bool]]) -> None:
+    """Returns once something is so; fails if it is not in time."""
+    async with asyncio.timeout(20):
+        while not await true():  # noqa: ASYNC110 - what is waited for happens in a server
+            await asyncio.sleep(0.01)
+
+
+async def is_gone(client: ClientSession, engine: Engine) -> bool:
+    document = await (await client.get("/sgl_ext/workers")).json()
+    return engine.url not in [worker["url"] for worker in document["workers"]]
+
+
+async def served_by(client: ClientSession, request: dict[str, Any], **options: Any) -> str:
+    answer = await client.post(CHAT, json=request, **options)
+    assert answer.status == 200, await answer.text()
+    name: str = (await answer.json())["engine"]
+    return name
+
+
+def telling(name: str, *connections: list[bytes]) -> Engine:
+    """An engine that tells its prefix events, on each connection of the balancer in turn."""
+    engine = Engine(name)
+    for lines in connections:
+        queue: asyncio.Queue[bytes] = asyncio.Queue()
+        for line in lines:
+            queue.put_nowait(line)
+        engine.events.append(queue)
+    return engine
+
+
+async def test_a_request_goes_where_an_engine_says_it_holds_the_prefix(start: Start) -> None:
+    quiet, holder = telling("quiet", [snapshot()]), telling("holder", [snapshot(1, body("Hello"))])
+    client = await start(quiet, holder)
+    await until_held(client, holder, body("Hello"), 5000)
+    for number in range(4):
+        assert await served_by(client, body("Hello", "Hi.", f"Go {number}")) == "holder"
+
+
+async def test_an_eviction_is_followed(start: Start) -> None:
+    holder = telling("holder", [snapshot(1, body("Hello"))])
+    client = await start(holder, telling("quiet", [snapshot()]))
+    await until_held(client, holder, body("Hello"), 5000)
+    first = f"{read_chain(CHAT, body('Hello')).hashes[0]:032x}"
+    holder.events[0].put_nowait(event(2, removed=[first]))
+    await until_held(client, holder, body("Hello"), 0)
+
+
+async def test_a_gap_in_the_events_is_healed_by_a_snapshot(start: Start) -> None:
+    gap = [snapshot(1), event(3, body("Lost"))]
+    engine = telling("a", gap, [snapshot(9, body("Hello"))])
+    client = await start(engine)
+    await until_held(client, engine, body("Hello"), 5000)
+    page = await (await client.get("/metrics")).text()
+    assert f'sgl_ext_prefix_event_faults_total{{fault="gap",worker="{engine.url}"}} 1.0' in page
+
+
+async def test_malformed_events_are_counted_and_the_balancer_serves_on(start: Start) -> None:
+    good = [snapshot(1, body("Hello"))]
+    engine = telling("a", [b'{"seq": "x"}\n'], [b"\x00\xff\n"], good)
+    client = await start(engine)
+    await until_held(client, engine, body("Hello"), 5000)
+    assert await served_by(client, body("Hello")) == "a"
+
+
+async def test_the_explanation_names_each_worker_s_cost(start: Start) -> None:
+    holder, quiet = telling("holder", [snapshot(1, body("Hello"))]), telling("quiet", [snapshot()])
+    client = await start(holder, quiet)
+    await until_held(client, holder, body("Hello"), 5000)
+    found = await explained(client, body("Hello", "Hi.", "Go on"))
+    assert (found["worker"], found["home"], found["reason"]) == (holder.url, holder.url, "home")
+    costs = {row["name"]: row["cost"] for row in found["workers"]}
+    assert costs[holder.url] < costs[quiet.url]
+    assert holder.seen == quiet.seen == [], "explaining sends nothing"
+
+
+async def test_only_what_is_placed_can_be_explained(start: Start) -> None:
+    client = await start(Engine("a"))
+    assert (await client.post("/sgl_ext/explain/v1/models", json={})).status == 404
+    assert (await client.post("/sgl_ext/explain" + CHAT, data=b"{")).status == 400
+
+
+@pytest.mark.parametrize("raw", [b"[]", b"7", b'{"messages": 5}', b'{"messages": [[], null, 3]}'])
+async def test_a_body_of_no_known_structure_is_the_engine_s_to_judge(
+    start: Start, raw: bytes
+) -> None:
+    async def refuse(_: web.Request) -> web.StreamResponse:
+        return web.json_response({"error": "engine says no"}, status=400)
+
+    client = await start(Engine("a", refuse), Engine("b", refuse))
+    answer = await client.post(CHAT, data=raw, headers={"content-type": "application/json"})
+    assert (answer.status, await answer.json()) == (400, {"error": "engine says no"})
+
+
+async def test_workers_join_and_leave_at_run_time(start: Start) -> None:
+    one, two = Engine("one"), Engine("two")
+    client = await start(one, two)
+    assert (await client.delete("/sgl_ext/workers", params={"url": one.url})).status == 202
+    assert {await served_by(client, body(f"Task {n}")) for n in range(6)} == {"two"}
+    await until(lambda: is_gone(client, one))
+    assert (await client.post("/sgl_ext/workers", json={"url": one.url})).status == 201
+    assert (await client.post("/sgl_ext/workers", json={"url": one.url})).status == 200
+    assert (await client.delete("/sgl_ext/workers", params={"url": two.url})).status == 202
+    await until(lambda: is_gone(client, two))
+    assert await served_by(client, body("Task")) == "one"
+
+
+@pytest.mark.parametrize(
+    "url", [None, 5, "", "ftp://a", "http://", "http://a:x", "http://a/path", "http://u@a"]
+)
+async def test_a_worker_s_url_is_checked(start: Start, url: Any) -> None:
+    client = await start(Engine("a"))
+    answer = await client.post("/sgl_ext/workers", json={"url": url})
+    assert answer.status == 400
+    assert "url" in (await answer.json())["error"]["message"]
+
+
+async def test_an_unknown_worker_cannot_be_drained(start: Start) -> None:
+    client = await start(Engine("a"))
+    answer = await client.delete("/sgl_ext/workers", params={"url": "http://nobody"})
+    assert answer.status == 404
+
+
+async def test_requests_wait_for_room_and_are_served_in_order(start: Start) -> None:
+    gate = asyncio.Event()
+    order: list[str] = []
+
+    async def slow(request: web.Request) -> web.StreamResponse:
+        order.append((await request.json())["messages"][1]["content"])
+        await gate.wait()
+        return web.json_response({"engine": "a"})
+
+    client = await start(Engine("a", slow), max_in_flight=1)
+    waiting = []
+    for number in range(4):
+        waiting.append(asyncio.create_task(served_by(client, body(f"{number}"))))
+        await asyncio.sleep(0.02)
+    assert order == ["0"]
+    gate.set()
+    assert await asyncio.gather(*waiting) == ["a"] * 4
+    assert order == ["0", "1", "2", "3"]
+
+
+async def test_a_full_queue_is_said_with_a_time_to_come_back(start: Start) -> None:
+    gate = asyncio.Event()
+
+    async def slow(_: web.Request) -> web.StreamResponse:
+        await gate.wait()
+        return web.json_response({"engine": "a"})
+
+    client = await start(Engine("a", slow), max_in_flight=1, queue_limit=1)
+    tasks = [asyncio.create_task(served_by(client, body(f"{n}"))) for n in range(2)]
+    await asyncio.sleep(0.05)
+    answer = await client.post("/v1/messages", json=body("third"))
+    assert (answer.status, answer.headers["retry-after"]) == (503, "5")
+    assert (await answer.json())["error"]["type"] == "overloaded_error"
+    gate.set()
+    assert await asyncio.gather(*tasks) == ["a", "a"]
+
+
+async def test_one_who_waits_too_long_is_told_so(start: Start) -> None:
+    gate = asyncio.Event()
+
+    async def slow(_: web.Request) -> web.StreamResponse:
+        await gate.wait()
+        return web.json_response({"engine": "a"})
+
+    client = await start(Engine("a", slow), max_in_flight=1, queue_timeout_s=0.1)
+    first = asyncio.create_task(served_by(client, body("first")))
+    await asyncio.sleep(0.05)
+    answer = await client.post(CHAT, json=body("second"))
+    assert answer.status == 503
+    gate.set()
+    assert await first == "a"
+
+
+async def test_one_who_leaves_the_queue_is_not_sent_on(start: Start) -> None:
+    gate = asyncio.Event()
+    engine = Engine("a")
+
+    async def slow(_: web.Request) -> web.StreamResponse:
+        await gate.wait()
+        return web.json_response({"engine": "a"})
+
+    engine = Engine("a", slow)
+    client = await start(engine, max_in_flight=1)
+    first = asyncio.create_task(served_by(client, body("first")))
+    await asyncio.sleep(0.05)
+    impatient = asyncio.create_task(client.post(CHAT, json=body("second")))
+    await asyncio.sleep(0.05)
+    impatient.cancel()
+    await asyncio.sleep(0.05)
+    gate.set()
+    assert await first == "a"
+    assert await served_by(client, body("third")) == "a"
+    assert len(engine.seen) == 2
+
+
+async def test_sub_agents_wait_for_the_prefix_that_the_first_one_computes(start: Start) -> None:
+    gate, seen = asyncio.Event(), []
+
+    async def slow(request: web.Request) -> web.StreamResponse:
+        seen.append((await request.json())["messages"][1]["content"])
+        await gate.wait()
+        return web.json_response({"engine": "?"})
+
+    client = await start(Engine("a", slow), Engine("b", slow))
+    tasks = []
+    for number in range(3):
+        tasks.append(asyncio.create_task(served_by(client, body(f"Find {number}"))))
+        await asyncio.sleep(0.03)
+    assert seen == ["Find 0"]
+    gate.set()
+    await asyncio.gather(*tasks)
+    assert sorted(seen) == ["Find 0", "Find 1", "Find 2"]
+
+
+async def test_an_engine_that_is_full_is_passed_over_for_another(start: Start) -> None:
+    async def full(_: web.Request) -> web.StreamResponse:
+        return web.json_response({"error": "queue is full"}, status=503)
+
+    client = await start(Engine("full", full), Engine("free"))
+    assert {await served_by(client, body(f"{n}", system=f"{n}" * 99)) for n in range(6)} == {"free"}
+
+
+async def test_the_last_engine_s_own_refusal_is_passed_on(start: Start) -> None:
+    async def full(_: web.Request) -> web.StreamResponse:
+        return web.json_response({"error": "queue is full"}, status=503)
+
+    client = await start(Engine("full", full))
+    answer = await client.post(CHAT, json=body("Hello"))
+    assert (answer.status, await answer.json()) == (503, {"error": "queue is full"})
+
+
+async def test_a_client_s_mistakes_never_open_the_breaker(start: Start) -> None:
+    async def refuse(_: web.Request) -> web.StreamResponse:
+        return web.json_response({"error": "no"}, status=400)
+
+    client = await start(Engine("a", refuse))
+    for _ in range(20):
+        assert (await client.post(CHAT, json=body("Hello"))).status == 400
+    page = await (await client.get("/metrics")).text()
+    assert "sgl_ext_worker_breaker_open{" in page
+    assert "} 1.0" not in next(line for line in page.splitlines() if "breaker_open{" in line)
+
+
+async def test_an_engine_that_keeps_failing_is_left_alone(start: Start) -> None:
+    async def broken(_: web.Request) -> web.StreamResponse:
+        return web.json_response({"error": "boom"}, status=500)
+
+    bad = Engine("bad", broken)
+    client = await start(bad, Engine("good"))
+    for number in range(30):
+        await client.post(CHAT, json=body(f"{number}", system=f"{number}" * 99))
+    assert len(bad.seen) < 10
+    page = await (await client.get("/metrics")).text()
+    assert f'sgl_ext_worker_breaker_open{{worker="{bad.url}"}} 1.0' in page
+
+
+async def test_what_was_predicted_is_compared_with_what_the_engine_found(
+    start: Start, tmp_path: Any
+) -> None:
+    async def answer(_: web.Request) -> web.StreamResponse:
+        usage = {"prompt_tokens": 5100, "prompt_tokens_details": {"cached_tokens": 4990}}
+        return web.json_response({"engine": "a", "usage": usage})
+
+    engine = telling("a", [snapshot(1, body("Hello"))])
+    engine._answer = answer
+    log = tmp_path / "requests.log"
+    client = await start(engine, request_log=str(log))
+    await until_held(client, engine, body("Hello"), 5000)
+    await served_by(client, body("Hello", "Hi.", "Go on"))
+    page = await (await client.get("/metrics")).text()
+    assert f'sgl_ext_predicted_cached_tokens_total{{worker="{engine.url}"}} 5000.0' in page
+    assert f'sgl_ext_reported_cached_tokens_total{{worker="{engine.url}"}} 4990.0' in page
+    assert f'sgl_ext_prediction_error_tokens_sum{{worker="{engine.url}"}} 10.0' in page
+
+    async def written() -> bool:
+        return bool(log.read_text())
+
+    await until(written)
+    (line,) = log.read_text().splitlines()
+    record = orjson.loads(line)
+    assert (record["route"], record["worker"], record["reason"]) == (CHAT, engine.url, "home")
+    assert (record["predicted_tokens"], record["reported_tokens"]) == (5000, 4990)
+    assert "Hello" not in line, "a log of requests holds none of their words"
+
+
+async def test_retries_stop_when_their_budget_is_spent(start: Start) -> None:
+    async def hang_up(request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        request.transport.close()
+        return web.Response()
+
+    client = await start(Engine("a", hang_up), Engine("b", hang_up))
+    statuses = {(await client.post(CHAT, json=body(f"{n}"))).status for n in range(40)}
+    assert statuses <= {502, 503}
+    page = await (await client.get("/metrics")).text()
+    assert "sgl_ext_retries_total" in page
