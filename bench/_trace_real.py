@@ -1,6 +1,7 @@
-"""The swarm in small on two real CPU engines: ours, in turn, and all on one of them.
+"""The swarm in small on two real CPU engines: all on one of them, ours, and in turn.
 
-The last is the ideal: one engine whose cache holds the whole trace. The caches are
+The first stands for the ideal: one engine whose cache holds the whole trace. It is not
+quite that, for two calls that arrive together compute what they share twice. Caches are
 emptied between the arms. `load_max_over_mean` is of prompt tokens computed. Engines,
 router and load generator share the cores, so the times compare arms and no more.
 """
