@@ -117,6 +117,8 @@ class Exchange:
     def _first_byte(self) -> None:
         """The answer is about to be sent to the client."""
         self._begun = True
+        # It is not sent again, and answers can be long.
+        self._request.body = b""
         self._first_byte_s = time.perf_counter() - self._arrived
         if self._flight is not None:
             self._parts.router.first_byte(self._flight)

@@ -47,7 +47,7 @@ class Spread(Collector):
         registry: CollectorRegistry,
     ) -> None:
         self._about = (name, help_text, label)
-        self._bounds = tuple(bounds)
+        self._bounds = tuple(float(bound) for bound in bounds)
         self._counts: dict[str, list[int]] = {}
         self._sums: defaultdict[str, float] = defaultdict(float)
         registry.register(self)

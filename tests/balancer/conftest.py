@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Any
@@ -13,6 +14,7 @@ from aiohttp.test_utils import TestServer
 
 from sgl_ext.balancer.server import Balancer
 from sgl_ext.config import BalancerConfig
+from tests.balancer.wire import Raw, Wire, connected, running
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], uvloop.Loop]]:
@@ -30,15 +32,63 @@ class Engine:
         self.name = name
         self.seen: list[tuple[str, bytes, Any]] = []
         self.server: TestServer | None = None
+        self.events: list[asyncio.Queue[bytes]] = []
+        self._told = 0
         self._answer = answer
+
+    @property
+    def url(self) -> str:
+        assert self.server is not None
+        return str(self.server.make_url("")).rstrip("/")
+
+    async def _tell(self, request: web.Request) -> web.StreamResponse:
+        """Its prefix events: what its test puts into `events`, a queue a connection."""
+        if not self.events:
+            return web.Response(status=404)
+        lines = self.events[min(self._told, len(self.events) - 1)]
+        self._told += 1
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while True:
+            await response.write(await lines.get())
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         if request.path == "/ready":
             return web.Response()
+        if request.path == "/sgl_ext/events":
+            return await self._tell(request)
         self.seen.append((request.path_qs, await request.read(), request.headers))
         if self._answer is None:
             return web.json_response({"engine": self.name})
         return await self._answer(request)
+
+
+Serve = Callable[..., Awaitable[Balancer]]
+
+
+@pytest.fixture
+async def serve() -> AsyncIterator[Serve]:
+    """Starts raw workers and a balancer over them; returns the balancer."""
+    async with AsyncExitStack() as stack:
+
+        async def begin(*workers: Raw, **config: Any) -> Balancer:
+            return await stack.enter_async_context(running(*workers, **config))
+
+        yield begin
+
+
+Connect = Callable[[Balancer], Awaitable[Wire]]
+
+
+@pytest.fixture
+async def connect() -> AsyncIterator[Connect]:
+    """Opens bare connections to a balancer."""
+    async with AsyncExitStack() as stack:
+
+        async def begin(balancer: Balancer) -> Wire:
+            return await stack.enter_async_context(connected(balancer))
+
+        yield begin
 
 
 Start = Callable[..., Awaitable[ClientSession]]
@@ -56,7 +106,7 @@ async def start() -> AsyncIterator[Start]:
                 app.router.add_route("*", "/{path:.*}", engine.handle)
                 engine.server = server = TestServer(app, handler_cancellation=True)
                 await stack.enter_async_context(server)
-                urls.append(str(server.make_url("")).rstrip("/"))
+                urls.append(engine.url)
             balancer = Balancer(BalancerConfig(workers=tuple(urls), port=0, drain_s=0, **config))
             await balancer.start()
             stack.push_async_callback(balancer.stop)
