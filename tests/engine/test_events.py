@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,10 @@ class Watch:
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
+        with suppress(requests.RequestException):  # the engine was killed
+            self._follow()
+
+    def _follow(self) -> None:
         for raw in self._answer.iter_lines(chunk_size=1):
             line = json.loads(raw)
             assert line["seq"] == len(self.lines)
@@ -370,4 +374,4 @@ def test_without_a_radix_cache_load_alone_is_told_and_an_open_stream_holds_up_no
         assert not watch.ended
         engine.process.send_signal(signal.SIGTERM)
         engine.process.wait(timeout=60)
-        until(lambda: watch.ended)
+        until(lambda: watch.ended)  # as a whole answer, not cut off
