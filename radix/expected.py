@@ -13,9 +13,10 @@ dropped, under none; no segment is listed with nothing expected of it.
 
 from __future__ import annotations
 
-from collections import deque
+import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import count
 
 
 @dataclass(slots=True, eq=False)
@@ -28,7 +29,6 @@ class Expectation:
     worker: int
     segments: tuple[int, ...]
     computed: bool = False
-    until_s: float | None = field(default=None)
 
 
 class ExpectedPrefixes:
@@ -37,7 +37,8 @@ class ExpectedPrefixes:
     def __init__(self, confirm_s: float) -> None:
         self._confirm_s = confirm_s
         self._by_segment: dict[int, dict[int, Expectation]] = {}
-        self._ended: deque[Expectation] = deque()
+        self._ended: list[tuple[float, int, Expectation]] = []  # a heap, by when it is over
+        self._order = count()
 
     def __len__(self) -> int:
         return len(self._by_segment)
@@ -53,8 +54,8 @@ class ExpectedPrefixes:
     def end(self, expectation: Expectation, now_s: float, confirm_s: float | None = None) -> None:
         """The request has ended well; its worker has `confirm_s` from now on to confirm."""
         expectation.computed = True
-        expectation.until_s = now_s + (self._confirm_s if confirm_s is None else confirm_s)
-        self._ended.append(expectation)
+        until_s = now_s + (self._confirm_s if confirm_s is None else confirm_s)
+        heapq.heappush(self._ended, (until_s, next(self._order), expectation))
 
     def drop(self, expectation: Expectation) -> None:
         """Nothing is expected of this request any more."""
@@ -68,12 +69,12 @@ class ExpectedPrefixes:
 
     def expire(self, now_s: float) -> int:
         """Drops what has not been confirmed in time; how many requests that were."""
-        count = 0
-        while self._ended and (self._ended[0].until_s or 0.0) <= now_s:
-            expectation = self._ended.popleft()
-            count += bool(expectation.segments)
+        dropped = 0
+        while self._ended and self._ended[0][0] <= now_s:
+            _, _, expectation = heapq.heappop(self._ended)
+            dropped += bool(expectation.segments)
             self.drop(expectation)
-        return count
+        return dropped
 
     def forget_worker(self, worker: int) -> None:
         """Drops all that is expected of a worker: it restarted, or emptied its cache."""

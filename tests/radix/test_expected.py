@@ -34,6 +34,14 @@ def test_what_is_never_confirmed_is_forgotten() -> None:
     assert len(expected) == 0
 
 
+def test_one_that_is_believed_for_long_does_not_keep_others_alive() -> None:
+    expected = ExpectedPrefixes(confirm_s=5)
+    expected.end(expected.expect(OTHER, [7]), now_s=0, confirm_s=600)
+    expected.end(expected.expect(WORKER, [1]), now_s=0)
+    assert expected.expire(5) == 1
+    assert depths(expected, [1, 7]) == {OTHER: 2}
+
+
 def test_a_later_request_takes_over() -> None:
     expected = ExpectedPrefixes(confirm_s=5)
     first = expected.expect(WORKER, [1])
