@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 import xxhash
 
-COMPUTE = 2.0
+COMPUTE = 3.0
 DECODE_TOKENS = 256
 RECENT = 0.5
 RECENT_S = 10.0

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.placement import (
+    COMPUTE,
     LEAVE,
     RECENT,
     SESSION_SHARE,
@@ -44,17 +45,18 @@ def test_those_who_come_while_a_shared_prefix_is_computed_follow_it() -> None:
 
 
 def test_a_hot_prefix_spreads_when_its_queue_costs_more_than_its_prefill() -> None:
-    views = [WorkerView("a", held_tokens=20_000, pending_tokens=45_000), WorkerView("b")]
+    queue = int(COMPUTE * 20_000) + 1
+    views = [WorkerView("a", held_tokens=20_000, pending_tokens=queue), WorkerView("b")]
     assert placed(20_500, None, *views).worker == "b"
 
 
 def test_new_sessions_go_where_little_lives() -> None:
-    crowded = WorkerView("a", 20_000, session_tokens=int(41_000 / SESSION_SHARE))
+    crowded = WorkerView("a", 20_000, session_tokens=int(COMPUTE * 20_500 / SESSION_SHARE))
     assert placed(20_500, None, crowded, WorkerView("b")).worker == "b"
 
 
 def test_new_sessions_avoid_a_worker_that_computes_all_the_time() -> None:
-    busy = WorkerView("a", 20_000, recent_tokens=41_000 / RECENT)
+    busy = WorkerView("a", 20_000, recent_tokens=COMPUTE * 20_500 / RECENT)
     assert placed(20_500, None, busy, WorkerView("b")).worker == "b"
 
 
@@ -64,7 +66,7 @@ def test_a_known_session_stays_until_waiting_costs_more_than_moving() -> None:
         WorkerView("b", 2_000),
     ]
     assert placed(10_000, "a", *views, last_tokens=9_000) == Placement("a", "home")
-    views[0] = views[0]._replace(pending_tokens=int(LEAVE * 7_000) + 14_000)
+    views[0] = views[0]._replace(pending_tokens=int(LEAVE * 7_000 + COMPUTE * 7_000))
     assert placed(10_000, "a", *views, last_tokens=9_000) == Placement("b", "moved")
 
 
