@@ -26,6 +26,7 @@ class BalancerConfig:
 
     host: str = "127.0.0.1"
     port: int = 30000
+    processes: int = 1
     api_key: str | None = None
     max_body_bytes: int = 64 * 1024 * 1024
     drain_s: float = 30.0
@@ -39,6 +40,7 @@ class BalancerConfig:
     def check(self) -> None:
         """Raises ConfigError at the first value out of its range."""
         _require(1 <= self.port <= 65535, "port", self.port, "a port is 1 to 65535")
+        _require(1 <= self.processes <= 64, "processes", self.processes, "must be 1 to 64")
         _require(self.max_body_bytes > 0, "max_body_bytes", self.max_body_bytes, "must be positive")
         _require(self.drain_s >= 0, "drain_s", self.drain_s, "must not be negative")
         _require(self.max_in_flight > 0, "max_in_flight", self.max_in_flight, "must be positive")
@@ -75,7 +77,7 @@ class BalancerConfig:
 
     def to_argv(self) -> list[str]:
         """These settings as the balancer's own command line."""
-        argv = ["--host", self.host, "--port", str(self.port)]
+        argv = ["--host", self.host, "--port", str(self.port), "--processes", str(self.processes)]
         argv += ["--max-body-bytes", str(self.max_body_bytes), "--drain-s", str(self.drain_s)]
         if self.api_key is not None:
             argv += ["--api-key", self.api_key]
@@ -125,6 +127,7 @@ def add_balancer_flags(parser: argparse.ArgumentParser) -> None:
     """The balancer's flags. Unset ones are None, so that a file's values show through."""
     parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
     parser.add_argument("--port", type=int, help="port to listen on (default 30000)")
+    parser.add_argument("--processes", type=int, help="balancer processes on the port (1)")
     parser.add_argument("--api-key", help="file:PATH or env:VARIABLE; guards all but health")
     parser.add_argument("--max-body-bytes", type=int, help="largest request body (default 64 MiB)")
     parser.add_argument("--max-in-flight", type=int, help="requests a worker at once (1024)")

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 from rich.console import Console
@@ -22,6 +22,7 @@ from sgl_ext.config import ConfigError, LaunchConfig, launch_config
 from sgl_ext.node import hardware
 from sgl_ext.node.child import Child
 from sgl_ext.node.progress import StartProgress, summary
+from sgl_ext.ports import free_ports, require_free
 
 _POLL_S = 0.25
 _ENGINE_PATIENCE_S = 20.0
@@ -57,7 +58,9 @@ async def serve(config: LaunchConfig, found: hardware.Hardware, console: Console
         if stop.is_set():
             return
         console.print(summary(config, engines, config.log_dir))
-        keepers = [asyncio.create_task(keep_running(c, console)) for c in (balancer, *engines)]
+        roster = Roster(balancer.url, config.balancer.read_api_key())
+        keepers = [asyncio.create_task(keep_running(balancer, console))]
+        keepers += [asyncio.create_task(keep_running(e, console, roster)) for e in engines]
         await stop.wait()
         for keeper in keepers:
             keeper.cancel()
@@ -69,9 +72,9 @@ def make_children(config: LaunchConfig, found: hardware.Hardware) -> tuple[list[
     """The processes of the node, none of them started yet."""
     logs = Path(config.log_dir)
     logs.mkdir(parents=True, exist_ok=True)
-    _require_free(config.balancer.host, config.balancer.port)
+    require_free(config.balancer.host, config.balancer.port)
     engines = []
-    for index, port in enumerate(_free_ports(config.balancer.port + 1, config.instances)):
+    for index, port in enumerate(free_ports(config.balancer.port + 1, config.instances)):
         command = hardware.engine_command(config, port)
         command += [*hardware.platform_flags(found), *config.engine_args]
         environment = hardware.engine_environment(config, found, index)
@@ -104,13 +107,18 @@ async def wait_until_ready(
                 progress.show(ready={e.name for e in engines if e.url not in waiting})
 
 
-async def keep_running(child: Child, console: Console) -> None:
-    """Starts a child again whenever it ends, later each time it ends soon."""
+async def keep_running(child: Child, console: Console, roster: Roster | None = None) -> None:
+    """Starts a child again whenever it ends, later each time it ends soon.
+
+    With a roster, the balancer is told that it is away and that it is back.
+    """
     shortest, longest = _BACKOFF_S
     backoff = shortest
     while True:
         started = time.monotonic()
         code = await child.wait()
+        if roster is not None:
+            await roster.left(child)
         backoff = shortest if time.monotonic() - started > longest else backoff
         console.print(
             f"{child.name} ended with exit code {code}; starting it again in {backoff:g} s. "
@@ -120,6 +128,8 @@ async def keep_running(child: Child, console: Console) -> None:
         await asyncio.sleep(backoff)
         backoff = min(backoff * 2, longest)
         await child.start()
+        if roster is not None:
+            await roster.joined(child)
 
 
 async def drain(
@@ -130,6 +140,34 @@ async def drain(
         console.print(f"stopping; running requests have {config.balancer.drain_s:g} s")
     await balancer.stop(config.balancer.drain_s + 5)
     await asyncio.gather(*(engine.stop(_ENGINE_PATIENCE_S) for engine in engines))
+
+
+class Roster:
+    """The balancer's list of workers, as its administration keeps it.
+
+    A balancer that does not answer has just ended itself: it starts with all engines
+    on its list, and finds out by its own probes which of them are there.
+    """
+
+    def __init__(self, balancer_url: str, key: str | None) -> None:
+        self._url = f"{balancer_url}/sgl_ext/workers"
+        self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
+
+    async def left(self, engine: Child) -> None:
+        """Nothing is to be sent to an engine that has ended."""
+        await self._say("DELETE", params={"url": engine.url})
+
+    async def joined(self, engine: Child) -> None:
+        """An engine starts, and may be sent requests as soon as it is ready."""
+        await self._say("POST", json={"url": engine.url})
+
+    async def _say(self, method: str, **what: Any) -> None:
+        with suppress(aiohttp.ClientError, TimeoutError):
+            async with (
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=15)) as session,
+                session.request(method, self._url, headers=self._headers, **what),
+            ):
+                pass
 
 
 def refuse_foreign_packages() -> None:
@@ -188,26 +226,6 @@ def _child(
     log = logs / f"{name}.log"
     log.unlink(missing_ok=True)
     return Child(name, command, environment, log, f"http://{at}")
-
-
-def _require_free(host: str, port: int) -> None:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        with socket.create_server((host, port), family=family):
-            pass
-    except OSError as error:
-        raise ConfigError(f"port={port}: {error.strerror}") from None
-
-
-def _free_ports(first: int, count: int) -> list[int]:
-    """The first free ports from `first` on."""
-    ports: list[int] = []
-    for port in range(first, 65536):
-        if len(ports) == count:
-            break
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            ports.append(port)
-    return ports
 
 
 if __name__ == "__main__":

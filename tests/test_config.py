@@ -107,7 +107,19 @@ def test_the_balancers_command_line_carries_its_settings_whole(names: tuple[str,
 
     from sgl_ext.config import add_balancer_flags
 
-    config = BalancerConfig("0.0.0.0", 1, "env:K", 2, 3.5, names)
+    config = BalancerConfig(
+        host="0.0.0.0",
+        port=1,
+        processes=3,
+        api_key="env:K",
+        max_body_bytes=2,
+        drain_s=3.5,
+        strip_headers=names,
+        max_in_flight=4,
+        queue_limit=5,
+        queue_timeout_s=6.5,
+        request_log="requests.log",
+    )
     parser = ArgumentParser()
     add_balancer_flags(parser)
     flags = vars(parser.parse_args(config.to_argv()))

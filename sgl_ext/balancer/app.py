@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 METRICS = web.AppKey("metrics", Metrics)
+PAGE: web.AppKey[Callable[[], bytes]] = web.AppKey("page")
 FAN_OUT = web.AppKey("fan_out", FanOut)
 _ANY_SIZE = 1 << 62
 
@@ -35,12 +36,17 @@ def make_app(
     strip: HeaderStrip,
     session: aiohttp.ClientSession,
     metrics: Metrics,
+    page: Callable[[], bytes],
 ) -> web.Application:
-    """The application. The data path bounds what reaches it, so it bounds nothing itself."""
+    """The application; `page` renders the metrics.
+
+    The data path bounds what reaches it, so it bounds nothing itself.
+    """
     app = web.Application(client_max_size=_ANY_SIZE, middlewares=[answer_errors])
     app[ROUTER] = router
     app[STRIP] = strip
     app[METRICS] = metrics
+    app[PAGE] = page
     app[SESSION] = session
     app[FAN_OUT] = FanOut(session, router.workers)
     add_routes(app)
@@ -82,14 +88,19 @@ async def health(request: web.Request) -> web.Response:
     document = {
         "status": "ok" if workers.ready else "no engine is ready",
         "workers": [
-            {"url": w.url, "ready": w.ready, "in_flight": w.in_flight} for w in workers.all
+            {
+                "url": w.url,
+                "ready": w.ready,
+                "in_flight": w.in_flight + w.elsewhere.in_flight,
+            }
+            for w in workers.all
         ],
     }
     return web.Response(status=status, body=orjson.dumps(document), content_type="application/json")
 
 
 async def show_metrics(request: web.Request) -> web.Response:
-    return web.Response(body=request.app[METRICS].render(), content_type="text/plain")
+    return web.Response(body=request.app[PAGE](), content_type="text/plain")
 
 
 async def to_all(request: web.Request) -> web.Response:

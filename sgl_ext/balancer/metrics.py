@@ -89,6 +89,12 @@ class Metrics:
             ["worker", "fault"],
             registry,
         )
+        self.sibling_faults = Tally(
+            "sgl_ext_sibling_message_faults",
+            "Messages between the processes of this balancer that were lost or not understood",
+            ["fault"],
+            registry,
+        )
         self.unconfirmed = Counter(
             "sgl_ext_unconfirmed_prefixes",
             "Requests after which the engine never said that it holds their prefix",

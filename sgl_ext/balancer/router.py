@@ -9,7 +9,7 @@ prefix is expected there.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,6 +26,8 @@ CONFIRM_S = 5.0
 SESSION_LIVE_S = 60.0
 # An engine that does not say what it holds is believed to hold what it was sent, for so long.
 UNCONFIRMED_S = 600.0
+# What another balancer sent is expected for so long; when its request ends is not told.
+HEARD_S = 30.0
 # Behind a shared prefix that is being computed it pays to wait, if it is at least so long.
 FOLLOW_TOKENS = 512
 _BYTES_PER_TOKEN = 4.0
@@ -107,8 +109,10 @@ class Router:
         self._worker_limit = worker_limit
         self._clock = clock
         self._on_room: list[Callable[[], None]] = []
+        self._on_take_off: list[Callable[[Flight], None]] = []
         self._computing: dict[Expectation | None, Flight] = {}
         self._bytes_per_token = _BYTES_PER_TOKEN
+        self._calibrations = 0
         workers.on_leave(self.forget)
 
     def read(self, path: str, headers: Mapping[str, str], body: Any, size_bytes: int) -> Asked:
@@ -130,7 +134,7 @@ class Router:
         self.sessions.expire(now_s)
         candidates = [w for w in self.workers.all if w.open_to_requests(now_s)]
         candidates = [w for w in candidates if w not in tried] or candidates
-        candidates = [w for w in candidates if w.in_flight < self._worker_limit]
+        candidates = [w for w in candidates if self._has_room(w)]
         if not candidates:
             return None
         held = self._held(asked.chain)
@@ -139,6 +143,9 @@ class Router:
         assert placement is not None, "there are candidates"
         worker = next(w for w in candidates if w.url == placement.worker)
         return self._take_off(asked, worker, placement, held.get(worker.slot, _NOTHING), now_s)
+
+    def _has_room(self, worker: Worker) -> bool:
+        return worker.in_flight + worker.elsewhere.in_flight < self._worker_limit
 
     def any_open(self, besides: Collection[Worker] = ()) -> bool:
         """Whether some worker takes requests, be it full."""
@@ -239,6 +246,8 @@ class Router:
                 self.sessions.end(asked.session)
             else:
                 self.sessions.seen(asked.session, worker.slot, asked.prompt_tokens, now_s)
+        for act in self._on_take_off:
+            act(flight)
         return flight
 
     def _landed_prefill(self, flight: Flight) -> None:
@@ -257,6 +266,24 @@ class Router:
         if flight.decoding:
             flight.worker.decoding -= 1
             flight.decoding = False
+
+    def heard_of(
+        self, worker: Worker, session: int | None, segments: Sequence[int], asked: tuple[int, int]
+    ) -> None:
+        """Another balancer of this node sent a request to `worker`, which will make it hold
+        `segments`; `asked` are its prompt's tokens, and how many of them are to compute."""
+        now_s = self._clock()
+        prompt_tokens, uncached_tokens = asked
+        worker.recent.add(uncached_tokens, now_s)
+        if segments:
+            expectation = self.expected.expect(worker.slot, segments)
+            self.expected.end(expectation, now_s, HEARD_S)
+        if session is not None:
+            self.sessions.seen(session, worker.slot, prompt_tokens, now_s)
+
+    def on_take_off(self, action: Callable[[Flight], None]) -> None:
+        """Has `action` called with every flight as it begins."""
+        self._on_take_off.append(action)
 
     def _make_room(self) -> None:
         for act in self._on_room:
@@ -290,7 +317,7 @@ class Router:
             worker.url,
             held.get(worker.slot, _NOTHING).expected_tokens,
             worker.pending_in_all(now_s),
-            worker.decoding,
+            worker.decoding + worker.elsewhere.decoding,
             worker.recent.at(now_s),
             self.sessions.live_tokens(worker.slot),
             worker.warmth(now_s),
@@ -311,7 +338,9 @@ class Router:
         return Question(asked.prompt_tokens, asked.prefix, home, last_tokens)
 
     def _calibrate(self, size_bytes: int, tokens: int) -> None:
-        """Learns how many bytes of a request make a token of this model."""
+        """Learns how many bytes of a request make a token of this model, fast at first."""
         if tokens >= _CALIBRATE_FROM_TOKENS:
             ratio = min(max(size_bytes / tokens, 1.0), 16.0)
-            self._bytes_per_token += _CALIBRATION * (ratio - self._bytes_per_token)
+            self._calibrations += 1
+            share = max(_CALIBRATION, 1 / self._calibrations)
+            self._bytes_per_token += share * (ratio - self._bytes_per_token)

@@ -8,12 +8,16 @@ import gc
 import logging
 import signal
 import sys
+from pathlib import Path
 
 import uvloop
 
+from sgl_ext.balancer.processes import run
 from sgl_ext.balancer.server import Balancer
+from sgl_ext.balancer.siblings import Family
 from sgl_ext.config import BalancerConfig, ConfigError, add_balancer_flags, balancer_config
 from sgl_ext.lifeline import end_with_parent
+from sgl_ext.ports import require_free
 
 
 def main(argv: list[str]) -> None:
@@ -29,17 +33,25 @@ def main(argv: list[str]) -> None:
     try:
         config = balancer_config(BalancerConfig(), flags)
         config.check()
+        if config.processes > 1:
+            # With a shared port the kernel would not say that somebody else has it.
+            require_free(config.host, config.port)
     except ConfigError as error:
         raise SystemExit(f"sgl-ext balancer: {error}") from None
-    uvloop.run(_serve(config))
+    if config.processes == 1:
+        uvloop.run(_serve(config))
+    else:
+        run(config.processes, lambda *place: uvloop.run(_serve(config, *place)))
 
 
-async def _serve(config: BalancerConfig) -> None:
+async def _serve(
+    config: BalancerConfig, family: Family | None = None, folder: Path | None = None
+) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    balancer = Balancer(config)
+    balancer = Balancer(config, family, folder)
     # Requests make few cycles, and looking for them among all that lives costs a tenth of a
     # request: what is there now is no more looked at, and what comes, seldom.
     gc.freeze()

@@ -16,12 +16,14 @@ from sgl_ext.balancer.door import Door
 from sgl_ext.balancer.errors import BalancerError
 from sgl_ext.balancer.events import Listeners
 from sgl_ext.balancer.exchange import Exchange
+from sgl_ext.balancer.gathered import Gathered
 from sgl_ext.balancer.head import Heads
 from sgl_ext.balancer.ledger import Ledger
 from sgl_ext.balancer.metrics import Metrics
 from sgl_ext.balancer.parts import Gate, Parts, refusal
 from sgl_ext.balancer.reader import Request, RequestReader
 from sgl_ext.balancer.router import Router
+from sgl_ext.balancer.siblings import Family, Siblings
 from sgl_ext.balancer.workers import Workers
 from sgl_ext.config import BalancerConfig
 from sgl_ext.requests.headers import HeaderStrip
@@ -37,7 +39,14 @@ _FIRST_WORD_S = 2.0
 class Balancer:
     """Serves between `start` and `stop`. Workers are probed from the moment it starts."""
 
-    def __init__(self, config: BalancerConfig) -> None:
+    def __init__(
+        self, config: BalancerConfig, family: Family | None = None, folder: Path | None = None
+    ) -> None:
+        """With a family it is one of several processes, which share a folder."""
+        self._family = family
+        self._gathered = (
+            None if family is None or folder is None else Gathered(folder, family.number)
+        )
         self.draining = False
         self.now = 0.0
         self._config = config
@@ -46,17 +55,16 @@ class Balancer:
         self._empty = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def start(self, *, reuse_port: bool = False) -> None:
+    async def start(self) -> None:
         """Listens on the configured address; raises OSError if that cannot be had.
 
-        With `reuse_port` several processes may listen on one port, and the
-        kernel spreads the connections over them.
+        A family shares one port, and the kernel spreads the connections over it.
         """
         config = self._config
         loop = asyncio.get_running_loop()
         self.now = loop.time()
         self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
-        metrics = Metrics()
+        self._metrics = metrics = Metrics()
         workers = Workers(config.workers, metrics)
         router = Router(workers, metrics, config.max_in_flight)
         strip = HeaderStrip(config.strip_headers)
@@ -65,8 +73,12 @@ class Balancer:
             metrics, None if config.request_log is None else Path(config.request_log)
         )
         self._door = Door(router, metrics, config.queue_limit, config.queue_timeout_s)
-        self._control = ControlPool(make_app(router, strip, self._session, metrics))
+        self._control = ControlPool(make_app(router, strip, self._session, metrics, self._page))
         self._parts = Parts(router, self._door, self._ledger, metrics, strip, self._control)
+        self._siblings = None
+        if self._family is not None:
+            self._siblings = Siblings(self._family, router, metrics)
+            self._siblings.start()
         await self._control.start()
         await workers.probe(self._session)
         self._listeners.attend()
@@ -80,7 +92,7 @@ class Balancer:
             config.host,
             config.port,
             backlog=_BACKLOG,
-            reuse_port=reuse_port,
+            reuse_port=self._family is not None,
         )
 
     @property
@@ -103,6 +115,8 @@ class Balancer:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._listeners.close()
+        if self._siblings is not None:
+            self._siblings.stop()
         for pool in self._parts.pools():
             pool.close()
         await self._control.stop()
@@ -148,3 +162,11 @@ class Balancer:
         self._ledger.flush()
         self._parts.workers.let_go()
         self._listeners.attend()
+        if self._siblings is not None:
+            self._siblings.tell_state()
+        if self._gathered is not None:
+            self._gathered.leave(self._metrics.render())
+
+    def _page(self) -> bytes:
+        page = self._metrics.render()
+        return page if self._gathered is None else self._gathered.page(page)

@@ -23,11 +23,20 @@ SETTLED_S = 0.5
 _PROBE_TIMEOUT = aiohttp.ClientTimeout(total=10)
 
 
+class Load(NamedTuple):
+    """What requests make of a worker: how many run, how many of them decode, what is to prefill."""
+
+    in_flight: int = 0
+    decoding: int = 0
+    pending_tokens: int = 0
+
+
 class Worker:
     """One engine. It starts out not ready; a probe finds it.
 
     slot: its bit in the prefix index; another worker may have it once this one has left.
     pending_tokens: what it still has to prefill of the requests sent to it from here.
+    elsewhere: the load that other balancers of this node put on it.
     recent: what it was given to prefill in the last seconds, done or not.
     """
 
@@ -40,6 +49,7 @@ class Worker:
         self.in_flight = 0
         self.decoding = 0
         self.pending_tokens = 0
+        self.elsewhere = Load()
         self._correction = _Correction()
         self.recent = RecentSum(RECENT_S)
         self.publishes = False
@@ -57,12 +67,19 @@ class Worker:
 
     def reported(self, load: dict[str, int], now_s: float) -> None:
         """The engine's own account of its load: what differs from ours is corrected by it."""
-        differs = load.get("pending_tokens", 0) - self.pending_tokens
+        ours = self.pending_tokens + self.elsewhere.pending_tokens
+        differs = load.get("pending_tokens", 0) - ours
         self._correction = _Correction(differs, self._correction.tokens, now_s)
 
     def pending_in_all(self, now_s: float) -> int:
         """What it still has to prefill, by our account and its own."""
-        return max(self.pending_tokens + self._correction.at(now_s), 0)
+        ours = self.pending_tokens + self.elsewhere.pending_tokens
+        return max(ours + self._correction.at(now_s), 0)
+
+    @property
+    def load(self) -> Load:
+        """The load put on it from here."""
+        return Load(self.in_flight, self.decoding, self.pending_tokens)
 
 
 class _Correction(NamedTuple):
@@ -94,11 +111,13 @@ class Workers:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.all: list[Worker] = []
+        self.changed_s = 0.0
         self._clock = clock
         self._on_leave: list[Callable[[Worker], None]] = []
         metrics.watch_workers(self._series)
         for url in urls:
-            self.add(url)
+            self.add(url).came_back_s = None
+        self.changed_s = 0.0
 
     def _series(self) -> dict[str, WorkerSeries]:
         return {
@@ -126,13 +145,29 @@ class Workers:
             taken = {other.slot for other in self.all}
             slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
             worker = Worker(url, slot)
+            worker.came_back_s = self._clock()
             self.all.append(worker)
         worker.draining = False
+        self.changed_s = self._clock()
         return worker
 
     def drain(self, worker: Worker) -> None:
         """Sends nothing new to a worker; once what runs there has ended, it is let go."""
         worker.draining = True
+        self.changed_s = self._clock()
+
+    def adopt(self, changed_s: float, table: dict[str, bool]) -> None:
+        """Takes over a table of workers, URL and whether it drains, if it is newer than ours.
+
+        `changed_s` is when somebody last changed it, by the clock of this machine.
+        """
+        if changed_s <= self.changed_s:
+            return
+        for url, draining in table.items():
+            self.add(url).draining = draining
+        for worker in self.all:
+            worker.draining = worker.draining or worker.url not in table
+        self.changed_s = changed_s
 
     def let_go(self) -> None:
         """Takes out the workers that were to drain and have. Run it now and then."""

@@ -1,0 +1,29 @@
+"""Ports: whether one can be listened on, and which can."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import suppress
+
+from sgl_ext.config import ConfigError
+
+
+def require_free(host: str, port: int) -> None:
+    """Raises ConfigError if nobody can listen there now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.create_server((host, port), family=family):
+            pass
+    except OSError as error:
+        raise ConfigError(f"port={port}: {error.strerror}") from None
+
+
+def free_ports(first: int, count: int) -> list[int]:
+    """The first free ports from `first` on."""
+    ports: list[int] = []
+    for port in range(first, 65536):
+        if len(ports) == count:
+            break
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            ports.append(port)
+    return ports

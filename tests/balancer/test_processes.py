@@ -1,0 +1,130 @@
+"""Several balancer processes on one port, as processes: one service to whoever uses it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import requests
+
+from bench._node import free_port
+
+COUNT = 3
+BODY = {"model": "bench", "messages": [{"role": "user", "content": "Hello"}]}
+
+
+@contextmanager
+def process(*command: str) -> Iterator[subprocess.Popen[bytes]]:
+    running = subprocess.Popen([sys.executable, *command])
+    try:
+        yield running
+    finally:
+        running.terminate()
+        running.wait(timeout=20)
+
+
+@pytest.fixture
+def balancer() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A balancer of several processes before one worker that answers at once."""
+    worker, port = free_port(), free_port()
+    serve = ("-m", "sgl_ext.balancer.serve", "--port", str(port), "--processes", str(COUNT))
+    with (
+        process("-m", "bench._responder", str(worker)),
+        process(*serve, "--drain-s", "1", "--worker", f"http://127.0.0.1:{worker}") as running,
+    ):
+        url = f"http://127.0.0.1:{port}"
+        until(lambda: len(psutil.Process(running.pid).children()) == COUNT)
+        until(lambda: all(status(url) == 200 for _ in range(20)))
+        yield url, running
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Returns once the condition holds; the limit is for a hang."""
+    for _ in range(400):
+        if condition():
+            return
+        time.sleep(0.05)
+    pytest.fail("it did not come")
+
+
+def status(url: str, path: str = "/health") -> int:
+    """An answer's status on a connection of its own, which any of the processes may take."""
+    try:
+        return requests.get(url + path, timeout=10).status_code
+    except requests.ConnectionError:
+        return 0
+
+
+def counted(url: str) -> float:
+    page = requests.get(url + "/metrics", timeout=10).text
+    name = 'sgl_ext_requests_total{path="/v1/chat/completions",status="200"} '
+    return sum(float(line.removeprefix(name)) for line in page.splitlines() if name in line)
+
+
+def test_they_serve_as_one_and_count_as_one(balancer: tuple[str, subprocess.Popen[bytes]]) -> None:
+    url, _ = balancer
+    for _ in range(30):
+        answer = requests.post(url + "/v1/chat/completions", json=BODY, timeout=10)
+        assert answer.status_code == 200
+    until(lambda: counted(url) == 30)
+
+
+def test_a_worker_that_joins_one_joins_all(balancer: tuple[str, subprocess.Popen[bytes]]) -> None:
+    url, _ = balancer
+    joined = f"http://127.0.0.1:{free_port()}"
+    assert (
+        requests.post(url + "/sgl_ext/workers", json={"url": joined}, timeout=10).status_code == 201
+    )
+
+    def known() -> bool:
+        pages = [requests.get(url + "/sgl_ext/workers", timeout=10).json() for _ in range(12)]
+        return all(joined in [worker["url"] for worker in page["workers"]] for page in pages)
+
+    until(known)
+
+
+def test_one_that_is_killed_is_replaced(balancer: tuple[str, subprocess.Popen[bytes]]) -> None:
+    url, running = balancer
+    family = psutil.Process(running.pid)
+    killed = family.children()[0]
+    killed.kill()
+    until(lambda: killed.pid not in [child.pid for child in family.children()])
+    until(lambda: len(family.children()) == COUNT)
+    until(lambda: all(status(url) == 200 for _ in range(20)))
+
+
+def test_none_outlives_the_first(balancer: tuple[str, subprocess.Popen[bytes]]) -> None:
+    _, running = balancer
+    children = psutil.Process(running.pid).children()
+    running.kill()
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert not alive
+
+
+def test_they_end_together(balancer: tuple[str, subprocess.Popen[bytes]]) -> None:
+    url, running = balancer
+    children = psutil.Process(running.pid).children()
+    running.send_signal(signal.SIGTERM)
+    assert running.wait(timeout=20) == 0
+    assert not any(child.is_running() for child in children)
+    assert status(url) == 0
+
+
+def test_a_port_in_use_ends_them_with_a_reason(tmp_path: Path) -> None:
+    port = free_port()
+    import socket
+
+    with socket.create_server(("127.0.0.1", port)):
+        command = ["-m", "sgl_ext.balancer.serve", "--port", str(port), "--processes", "2"]
+        ended = subprocess.run(
+            [sys.executable, *command], capture_output=True, text=True, timeout=30, check=False
+        )
+    assert ended.returncode == 1
+    assert f"port={port}" in ended.stderr
