@@ -72,6 +72,14 @@ class WorkerView(NamedTuple):
     warmth: float = 1.0
 
 
+class Others(NamedTuple):
+    """All workers but a session's own: the most that one holds of the prompt, and the least
+    that is pending at one."""
+
+    held_tokens: int
+    pending_tokens: int
+
+
 class Score(NamedTuple):
     """A worker's cost and what it is made of, all in tokens."""
 
@@ -96,24 +104,33 @@ class Placement:
     reason: str
 
 
+def stays(asked: Question, home: WorkerView, others: Others) -> str:
+    """Whether a known session stays on its worker: "home", or why it is placed again.
+
+    "moved": waiting there costs more than moving would. "lost": nothing is left to stay for.
+    """
+    saved = home.held_tokens - others.held_tokens
+    if saved < LOST_SHARE * (asked.last_tokens - others.held_tokens):
+        return "lost"
+    ahead = home.pending_tokens - others.pending_tokens
+    return "home" if ahead <= LEAVE * max(saved, 0) else "moved"
+
+
 def place(asked: Question, workers: Sequence[WorkerView]) -> Placement | None:
     """Chooses among the workers that may be sent a request; None if there are none."""
     if not workers:
         return None
-    reason, scores = "new", None
+    reason = "new"
     home = next((view for view in workers if view.name == asked.home), None)
     if home is not None:
-        elsewhere = max((v.held_tokens for v in workers if v is not home), default=0)
-        saved = home.held_tokens - elsewhere
-        if saved < LOST_SHARE * (asked.last_tokens - elsewhere):
-            reason = "lost"
-        else:
-            least = min(view.pending_tokens for view in workers)
-            if home.pending_tokens - least <= LEAVE * max(saved, 0):
-                return Placement(home.name, "home")
-            reason = "moved"
-            scores = score(asked, workers, is_new=False)
-    chosen = _cheapest(scores or score(asked, workers, is_new=True), asked.prefix)
+        rest = [view for view in workers if view is not home]
+        most = max((view.held_tokens for view in rest), default=0)
+        least = min((view.pending_tokens for view in rest), default=home.pending_tokens)
+        reason = stays(asked, home, Others(most, least))
+        if reason == "home":
+            return Placement(home.name, reason)
+    scores = score(asked, workers, is_new=reason != "moved")
+    chosen = _cheapest(scores, asked.prefix)
     return Placement(chosen, "home" if chosen == asked.home else reason)
 
 

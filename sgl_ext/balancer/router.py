@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 
 from radix.expected import Expectation, ExpectedPrefixes
 from radix.index import PrefixIndex
-from scheduler.placement import Placement, Question, WorkerView, place, score
+from scheduler.placement import Others, Placement, Question, WorkerView, place, score, stays
 from scheduler.sessions import Sessions
 from sgl_ext.balancer.metrics import Metrics
 from sgl_ext.balancer.workers import Worker, Workers
 from sgl_ext.requests.segments import Chain, read_chain
 from sgl_ext.requests.session import is_final, session_key
 
+LIMIT_SEGMENTS = 1_000_000
 CONFIRM_S = 5.0
 SESSION_LIVE_S = 60.0
 # An engine that does not say what it holds is believed to hold what it was sent, for so long.
@@ -102,7 +103,7 @@ class Router:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.workers = workers
-        self.index = PrefixIndex()
+        self.index = PrefixIndex(LIMIT_SEGMENTS)
         self.expected = ExpectedPrefixes(CONFIRM_S)
         self.sessions = Sessions(SESSION_LIVE_S)
         self._metrics = metrics
@@ -138,11 +139,32 @@ class Router:
         if not candidates:
             return None
         held = self._held(asked.chain)
-        views = [self._view(worker, held, now_s) for worker in candidates]
-        placement = place(self._question(asked, held), views)
+        question = self._question(asked, held)
+        placement = self._stay(question, candidates, held, now_s)
+        if placement is None:
+            placement = place(question, [self._view(w, held, now_s) for w in candidates])
         assert placement is not None, "there are candidates"
         worker = next(w for w in candidates if w.url == placement.worker)
         return self._take_off(asked, worker, placement, held.get(worker.slot, _NOTHING), now_s)
+
+    def _stay(
+        self, asked: Question, candidates: list[Worker], held: dict[int, _Held], now_s: float
+    ) -> Placement | None:
+        """What `place` says of a session that stays, as most do, without a view of every worker."""
+        home, most, least = None, 0, None
+        for worker in candidates:
+            if worker.url == asked.home:
+                home = worker
+                continue
+            pending = worker.pending_in_all(now_s)
+            least = pending if least is None or pending < least else least
+            if worker.slot in held:
+                most = max(most, held[worker.slot].expected_tokens)
+        if home is None:
+            return None
+        view = self._view(home, held, now_s)
+        others = Others(most, view.pending_tokens if least is None else least)
+        return Placement(home.url, "home") if stays(asked, view, others) == "home" else None
 
     def _has_room(self, worker: Worker) -> bool:
         return worker.in_flight + worker.elsewhere.in_flight < self._worker_limit
@@ -236,7 +258,8 @@ class Router:
         if is_computing and held.expected_tokens - held.tokens >= FOLLOW_TOKENS:
             flight.follows = self._computing.get(held.expectation)
         hashes = asked.chain.hashes
-        if hashes:
+        if 2 * len(self.index) > LIMIT_SEGMENTS:
+            # Far from its limit the index forgets nothing, and a touch would be for nothing.
             self.index.touch(hashes, held.confirmed)
         if held.expected < len(hashes):
             flight.expectation = self.expected.expect(worker.slot, hashes[held.expected :])

@@ -15,15 +15,16 @@ of JSON keys and white space, `cache_control`, ids of messages and tool calls, a
 whether a text stands alone or in a list of text blocks. It is framed by the byte
 0xFF, which no UTF-8 text holds, so that different requests have different texts.
 
-The model, a LoRA adapter, `cache_salt`, `extra_key` and the caller's salt (its tenant)
-stand at the front: nothing is shared across them. A wrong guess of what a template
+The model, a LoRA adapter, `cache_salt`, `extra_key`, an earlier response that this one
+continues, and the caller's salt (its tenant) stand at the front: nothing is shared
+across them. A wrong guess of what a template
 renders costs a cache miss and nothing else.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,11 +32,14 @@ import orjson
 import xxhash
 
 CUT_BYTES = 4096
-_SALTS = ("model", "lora_path", "cache_salt", "extra_key")
+# What stands in front of everything: with another of these, nothing is shared.
+_SALTS = ("model", "lora_path", "cache_salt", "extra_key", "previous_response_id")
 _NOT_RENDERED = frozenset(
     {"cache_control", "id", "tool_use_id", "tool_call_id", "call_id", "status"}
 )
-_TEXT_TYPES = (None, "text", "input_text", "output_text")
+_TEXT_TYPES = frozenset({None, "text", "input_text", "output_text"})
+_RESULT_KEYS = frozenset({"type", "tool_use_id", "content", "cache_control"})
+_ROLES = {role: b"\xffm" + role.encode() for role in ("user", "assistant", "tool")}
 _INSTRUCTING_ROLES = ("system", "developer")
 _SORTED = orjson.OPT_SORT_KEYS
 
@@ -149,7 +153,8 @@ def _read_messages(writer: _Writer, messages: Any) -> None:
         if role in _INSTRUCTING_ROLES:
             _read_instructions(writer, content)
             continue
-        parts = [b"\xffm", str(role).encode(), *_blocks(content)]
+        parts = [_ROLES.get(role) or b"\xffm" + str(role).encode()]
+        _add_content(parts, content)
         if len(message) > 2:
             parts.append(_others(message))
         writer.segment(b"".join(parts))
@@ -157,29 +162,35 @@ def _read_messages(writer: _Writer, messages: Any) -> None:
             writer.user_spoke()
 
 
-def _blocks(content: Any) -> Iterator[bytes]:
+def _add_content(parts: list[bytes], content: Any) -> None:
+    """A text or blocks; a text alone reads as a list of it."""
     if isinstance(content, list):
         for block in content:
-            yield b"\xffb"
-            yield _block(block)
+            parts.append(b"\xffb")
+            parts.append(_block(block))
     elif content:
-        yield b"\xffb"
-        yield _block(content)
+        parts.append(b"\xffb")
+        parts.append(_block(content))
 
 
 def _block(block: Any) -> bytes:
     """One block of content; a text block is its text."""
     if isinstance(block, str):
         return block.encode("utf-8", "surrogatepass")
-    if isinstance(block, dict):
-        text = block.get("text")
-        if isinstance(text, str) and block.get("type") in _TEXT_TYPES:
-            return text.encode("utf-8", "surrogatepass")
-        if block.get("type") == "tool_result":
-            rest = {key: value for key, value in block.items() if key != "content"}
-            return b"".join((_dumped(rest), *_blocks(block.get("content"))))
+    if not isinstance(block, dict):
+        return orjson.dumps(block, option=_SORTED)
+    kind = block.get("type")
+    if kind in _TEXT_TYPES and isinstance(text := block.get("text"), str):
+        return text.encode("utf-8", "surrogatepass")
+    if kind == "tool_use":
+        return b"\xffu" + orjson.dumps((block.get("name"), block.get("input")), option=_SORTED)
+    if kind != "tool_result":
         return _dumped(block)
-    return orjson.dumps(block, option=_SORTED)
+    parts = [b"\xffr"]
+    _add_content(parts, block.get("content"))
+    if not block.keys() <= _RESULT_KEYS:
+        parts.append(_dumped({k: v for k, v in block.items() if k != "content"}))
+    return b"".join(parts)
 
 
 def _others(message: dict[str, Any]) -> bytes:
