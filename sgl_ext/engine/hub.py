@@ -29,6 +29,7 @@ from sgl_ext.engine.publisher import SOCKET, stored_lines
 
 PATH = "/sgl_ext/events"
 BUFFER_BYTES = 16 * 2**20
+QUIET_S = 20.0
 _logger = logging.getLogger(__name__)
 
 
@@ -169,11 +170,19 @@ class EventStream(Response):
         self, subscriber: Subscriber, snapshot: Iterator[bytes], send: Send
     ) -> None:
         number = 0
-        while lines := list(islice(snapshot, 1)) or await subscriber.take():
+        while lines := list(islice(snapshot, 1)) or await _next(subscriber):
             body = b"".join(_numbered(number + at, line) for at, line in enumerate(lines))
             number += len(lines)
             await send({"type": "http.response.body", "body": body, "more_body": True})
             await asyncio.sleep(0)
+
+
+async def _next(subscriber: Subscriber) -> list[bytes]:
+    """What comes next; if for long nothing does, a line that says no more than that we live."""
+    try:
+        return await asyncio.wait_for(subscriber.take(), QUIET_S)
+    except TimeoutError:
+        return [b'{"alive":true}']
 
 
 def _numbered(number: int, line: bytes) -> bytes:

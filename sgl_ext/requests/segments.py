@@ -39,7 +39,9 @@ _NOT_RENDERED = frozenset(
 )
 _TEXT_TYPES = frozenset({None, "text", "input_text", "output_text"})
 _RESULT_KEYS = frozenset({"type", "tool_use_id", "content", "cache_control"})
-_ROLES: dict[Any, bytes] = {role: b"\xffm" + role.encode() for role in ("user", "assistant", "tool")}
+_ROLES: dict[Any, bytes] = {
+    role: b"\xffm" + role.encode() for role in ("user", "assistant", "tool")
+}
 _INSTRUCTING_ROLES = ("system", "developer")
 _SORTED = orjson.OPT_SORT_KEYS
 

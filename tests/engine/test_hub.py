@@ -12,6 +12,7 @@ import orjson
 import pytest
 
 from radix.held import Held
+from sgl_ext.engine import hub as hub_module
 from sgl_ext.engine import publisher
 from sgl_ext.engine.counters import counter
 from sgl_ext.engine.hub import EventStream, Hub
@@ -67,6 +68,15 @@ def counted(name: str, by: int) -> Iterator[None]:
 
 def line(**keys: Any) -> bytes:
     return orjson.dumps(keys)
+
+
+async def test_a_quiet_stream_says_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "QUIET_S", 0.01)
+    reader = Reader(Hub())
+    await reader.have(3)
+    assert reader.lines[1:3] == [{"seq": 1, "alive": True}, {"seq": 2, "alive": True}]
+    reader.left.set()
+    await reader.task
 
 
 async def test_a_reader_gets_everything_held_and_then_every_line() -> None:

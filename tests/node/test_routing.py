@@ -1,0 +1,104 @@
+"""Routing on a node of two real engines: the balancer follows what they really hold."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import requests
+
+from bench._node import Node
+
+pytestmark = pytest.mark.engine
+CHAT = "/v1/chat/completions"
+
+
+def body(harness: str, *texts: str) -> dict[str, Any]:
+    roles = ("user", "assistant")
+    turns = [{"role": roles[n % 2], "content": text} for n, text in enumerate(texts)]
+    system = {"role": "system", "content": f"You are {harness}. " * 600}
+    return {"model": "m", "max_tokens": 4, "messages": [system, *turns]}
+
+
+def asked(node: Node, request: dict[str, Any]) -> tuple[int, int]:
+    """A request's prompt tokens, and how many of them were cached."""
+    answer = node.post(CHAT, request)
+    assert answer.status_code == 200, answer.text
+    usage = answer.json()["usage"]
+    return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+
+
+def explained(node: Node, request: dict[str, Any]) -> dict[str, Any]:
+    document: dict[str, Any] = node.post("/sgl_ext/explain" + CHAT, request).json()
+    return document
+
+
+def held(node: Node, request: dict[str, Any]) -> list[int]:
+    return [worker["held_tokens"] for worker in explained(node, request)["workers"]]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Returns once the condition holds; the limit is for a hang."""
+    for _ in range(400):
+        if condition():
+            return
+        time.sleep(0.05)
+    pytest.fail("it did not come")
+
+
+def test_a_conversation_stays_where_it_is_cached(node: Node) -> None:
+    texts = ["Find the bug."]
+    total, _ = asked(node, body("the tester of homes", *texts))
+    for turn in range(5):
+        texts += ["Looking.", f"Go on, {turn}."]
+        before = total
+        total, cached = asked(node, body("the tester of homes", *texts))
+        assert cached >= before - 16, f"turn {turn} went elsewhere"
+
+
+def test_the_balancer_knows_how_much_each_engine_holds(node: Node) -> None:
+    request = body("the tester of knowledge", "Hello")
+    total, _ = asked(node, request)
+    until(lambda: max(held(node, request)) == total)
+    found = explained(node, body("the tester of knowledge", "Hello", "Hi.", "More"))
+    (home,) = (worker for worker in found["workers"] if worker["held_tokens"])
+    assert (found["worker"], home["held_tokens"]) == (home["name"], total)
+
+
+def test_a_flush_is_followed(node: Node) -> None:
+    request = body("the tester of flushes", "Hello")
+    asked(node, request)
+    until(lambda: max(held(node, request)) > 0)
+    node.flush()
+    until(lambda: max(held(node, request)) == 0)
+
+
+def test_an_engine_flushed_behind_the_balancer_s_back_is_found_out(node: Node) -> None:
+    request = body("the tester of back doors", "Hello")
+    asked(node, request)
+    until(lambda: max(held(node, request)) > 0)
+    for engine in node.engines:
+        requests.post(
+            f"{engine}/flush_cache", params={"timeout": 30}, timeout=60
+        ).raise_for_status()
+    until(lambda: max(held(node, request)) == 0)
+
+
+def test_sub_agents_that_start_together_compute_their_prefix_once(node: Node) -> None:
+    node.flush()
+    with ThreadPoolExecutor(6) as pool:
+        results = list(
+            pool.map(lambda n: asked(node, body("an explorer", f"Explore part {n}")), range(6))
+        )
+    computed = sum(total - cached for total, cached in results)
+    prompt = max(total for total, _ in results)
+    assert computed < 1.2 * prompt
+
+
+def test_an_explanation_leaves_no_trace(node: Node) -> None:
+    request = body("the tester of explanations", "Hello")
+    for _ in range(3):
+        assert max(held(node, request)) == 0
