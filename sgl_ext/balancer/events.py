@@ -95,6 +95,8 @@ class Listeners:
         return _AGAIN_S
 
     def _note(self, worker: Worker, feed: PrefixFeed) -> None:
+        if feed.told:
+            worker.heard_s = asyncio.get_running_loop().time()
         self._metrics.events.counts[(worker.url,)] += 1
         for fault, count in ((Fault.ORPHAN, feed.orphans), (Fault.REPEATED, feed.repeated)):
             if count:

@@ -94,6 +94,7 @@ class Exchange:
     def placed(self, flight: Flight) -> None:
         """A worker carries the request from now on. Behind a prefix being computed, it waits."""
         self._flight = flight
+        flight.give_up = self.give_up
         metrics = self._parts.metrics
         metrics.placements.counts[(flight.placement.reason,)] += 1
         if self.tried:
@@ -267,6 +268,13 @@ class Exchange:
         else:
             self._accepted = True
             self._try_again(reason)
+
+    def give_up(self, reason: str) -> None:
+        """The worker will not answer; while it is being connected to, that says so itself."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.abort()
+            self.worker_lost(reason)
 
     def client_gone(self) -> None:
         """The client left: the worker need not go on."""

@@ -38,7 +38,11 @@ class FeedBroken(Exception):
 
 
 class PrefixFeed:
-    """One connection's events of one worker, applied in order."""
+    """One connection's events of one worker, applied in order.
+
+    `told` is whether the last line was a word of the engine's scheduler, `load` the load
+    it told; `orphans` and `repeated` count what was not applied.
+    """
 
     def __init__(self, worker: int, index: PrefixIndex, expected: ExpectedPrefixes) -> None:
         self._worker = worker
@@ -48,6 +52,7 @@ class PrefixFeed:
         self.orphans = 0
         self.repeated = 0
         self.load: dict[str, int] | None = None
+        self.told = False
 
     def apply(self, line: bytes) -> None:
         """Applies one line. Raises FeedBroken if it is malformed or lines before it are missing."""
@@ -61,6 +66,8 @@ class PrefixFeed:
         elif seq != self._seq + 1:
             raise FeedBroken(Fault.GAP)
         self._seq = seq
+        # A line that is only there to be heard comes from the HTTP process, not from the scheduler.
+        self.told = not event.get("alive")
         if event.get("cleared"):
             self._index.clear(self._worker)
             if not event.get("snapshot"):

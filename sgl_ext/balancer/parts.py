@@ -51,9 +51,11 @@ class Parts:
         return pool
 
     def _drop_pool(self, worker: Worker) -> None:
-        pool = self._pools.pop(worker, None)
-        if pool is not None:
-            pool.close()
+        """A worker has left, or is away: what runs there may run on, so that it ends as it ends."""
+        if worker in self._pools:
+            self._pools[worker].close_kept()
+            if worker not in self.workers.all:
+                del self._pools[worker]
 
     def pools(self) -> list[Pool]:
         """Every pool of connections."""

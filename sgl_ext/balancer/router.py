@@ -64,7 +64,7 @@ _NOTHING = _Held(0, 0, 0, 0, None)
 
 
 class Flight:
-    """One try of one request on one worker."""
+    """One try of one request on one worker. `give_up` ends it for a reason of the worker's."""
 
     __slots__ = (
         "asked",
@@ -72,6 +72,7 @@ class Flight:
         "expectation",
         "followers",
         "follows",
+        "give_up",
         "placed_s",
         "placement",
         "predicted_tokens",
@@ -90,6 +91,7 @@ class Flight:
         self.expectation: Expectation | None = None
         self.follows: Flight | None = None
         self.followers: list[Callable[[], None]] = []
+        self.give_up: Callable[[str], None] = lambda reason: None
 
 
 class Router:
@@ -250,7 +252,10 @@ class Router:
         flight = Flight(asked, worker, placement, now_s)
         flight.predicted_tokens = held.tokens
         flight.uncached_tokens = max(asked.prompt_tokens - held.expected_tokens, 0)
+        if not worker.in_flight:
+            worker.heard_s = now_s
         worker.in_flight += 1
+        worker.flights.add(flight)
         worker.pending_tokens += flight.uncached_tokens
         worker.recent.add(flight.uncached_tokens, now_s)
         worker.breaker.sent(now_s)
@@ -286,6 +291,7 @@ class Router:
     def _end(self, flight: Flight) -> None:
         self._landed_prefill(flight)
         flight.worker.in_flight -= 1
+        flight.worker.flights.discard(flight)
         if flight.decoding:
             flight.worker.decoding -= 1
             flight.decoding = False

@@ -291,8 +291,13 @@ class Pool:
             if connection.sweeps == _KEPT_SWEEPS:
                 connection.abort()
 
+    def close_kept(self) -> None:
+        """Closes the connections that nobody uses."""
+        for connection in tuple(self._kept):
+            connection.abort()
+
     def close(self) -> None:
-        """Closes everything."""
+        """Closes everything; whoever waits for an answer hears nothing more."""
         for task in tuple(self._connecting):
             task.cancel()
         for connection in tuple(self.connections):

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import aiohttp
 
@@ -19,8 +19,11 @@ log = logging.getLogger(__name__)
 
 PROBE_INTERVAL_S = 1.0
 SLOW_START_S = 20.0
+# An engine that works says so several times a second; one that says nothing for so long is asked.
+STALL_S = 60.0
 SETTLED_S = 0.5
 _PROBE_TIMEOUT = aiohttp.ClientTimeout(total=10)
+_GENERATE_TIMEOUT = aiohttp.ClientTimeout(total=30)
 
 
 class Load(NamedTuple):
@@ -36,6 +39,9 @@ class Worker:
 
     slot: its bit in the prefix index; another worker may have it once this one has left.
     pending_tokens: what it still has to prefill of the requests sent to it from here.
+    heard_s: when its scheduler last said something, or was first given something to do.
+    hung: it takes connections, and its scheduler does nothing.
+    flights: the requests that run there.
     elsewhere: the load that other balancers of this node put on it.
     recent: what it was given to prefill in the last seconds, done or not.
     """
@@ -53,11 +59,18 @@ class Worker:
         self._correction = _Correction()
         self.recent = RecentSum(RECENT_S)
         self.publishes = False
+        self.hung = False
+        self.heard_s = 0.0
+        self.flights: set[Any] = set()
         self.came_back_s: float | None = None
 
     def open_to_requests(self, now_s: float) -> bool:
         """Whether a request may be sent to it now."""
         return self.ready and not self.draining and self.breaker.allows(now_s)
+
+    def has_stalled(self, now_s: float) -> bool:
+        """Whether it has something to do and has not shown for long that it does it."""
+        return self.publishes and self.in_flight > 0 and now_s - self.heard_s > STALL_S
 
     def warmth(self, now_s: float) -> float:
         """From 0 to 1 over the first seconds after it came back; 1 if it always was there."""
@@ -208,9 +221,30 @@ class Workers:
             await asyncio.sleep(PROBE_INTERVAL_S)
 
     async def probe_one(self, session: aiohttp.ClientSession, worker: Worker) -> None:
-        """Asks one worker whether it is ready."""
+        """Asks one worker whether it is ready, and one that has stalled whether it generates."""
+        if worker.hung or worker.has_stalled(self._clock()):
+            await self._probe_scheduler(session, worker)
+        if worker.hung:
+            return
         try:
             async with session.get(f"{worker.url}/ready", timeout=_PROBE_TIMEOUT) as answer:
                 self.mark(worker, ready=answer.status == 200)
         except (aiohttp.ClientError, TimeoutError):
             self.mark(worker, ready=False)
+
+    async def _probe_scheduler(self, session: aiohttp.ClientSession, worker: Worker) -> None:
+        url = f"{worker.url}/health_generate"
+        try:
+            async with session.get(url, timeout=_GENERATE_TIMEOUT) as answer:
+                generates = answer.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            generates = False
+        worker.heard_s = self._clock()
+        if generates is not worker.hung:
+            return
+        worker.hung = not generates
+        log.warning("%s %s", worker.url, "hangs" if worker.hung else "works again")
+        if worker.hung:
+            self.mark(worker, ready=False)
+            for flight in tuple(worker.flights):
+                flight.give_up("the engine hangs")

@@ -34,7 +34,7 @@ class Engine:
         self.server: TestServer | None = None
         self.events: list[asyncio.Queue[bytes]] = []
         self._told = 0
-        self._answer = answer
+        self.answer = answer
 
     @property
     def url(self) -> str:
@@ -58,9 +58,9 @@ class Engine:
         if request.path == "/sgl_ext/events":
             return await self._tell(request)
         self.seen.append((request.path_qs, await request.read(), request.headers))
-        if self._answer is None:
+        if self.answer is None:
             return web.json_response({"engine": self.name})
-        return await self._answer(request)
+        return await self.answer(request)
 
 
 Serve = Callable[..., Awaitable[Balancer]]

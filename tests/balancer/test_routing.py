@@ -8,8 +8,9 @@ from typing import Any
 
 import orjson
 import pytest
-from aiohttp import ClientSession, web
+from aiohttp import ClientSession, ClientTimeout, web
 
+from sgl_ext.balancer import workers
 from sgl_ext.requests.segments import read_chain
 from tests.balancer.conftest import Engine, Start
 
@@ -319,7 +320,7 @@ async def test_what_was_predicted_is_compared_with_what_the_engine_found(
         return web.json_response({"engine": "a", "usage": usage})
 
     engine = telling("a", [snapshot(1, body("Hello"))])
-    engine._answer = answer
+    engine.answer = answer
     log = tmp_path / "requests.log"
     client = await start(engine, request_log=str(log))
     await until_held(client, engine, body("Hello"), 5000)
@@ -351,3 +352,57 @@ async def test_retries_stop_when_their_budget_is_spent(start: Start) -> None:
     assert statuses <= {502, 503}
     page = await (await client.get("/metrics")).text()
     assert "sgl_ext_retries_total" in page
+
+
+async def test_what_runs_on_an_engine_that_takes_no_more_connections_runs_on(start: Start) -> None:
+    gate = asyncio.Event()
+
+    async def stream(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b"data: one\n\n")
+        await gate.wait()
+        await response.write(b"data: two\n\n")
+        return response
+
+    engine = Engine("a", stream)
+    client = await start(engine)
+    async with client.post(CHAT, json=body("Hello")) as answer:
+        assert await answer.content.readuntil(b"\n\n") == b"data: one\n\n"
+        assert engine.server is not None
+        assert engine.server.runner is not None
+        for site in list(engine.server.runner.sites):
+            await site.stop()
+        assert (await client.post(CHAT, json=body("Other"))).status == 503
+        gate.set()
+        assert await answer.content.read() == b"data: two\n\n"
+
+
+async def test_an_engine_whose_scheduler_hangs_is_found_out_and_its_requests_go_elsewhere(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "STALL_S", 0.3)
+    monkeypatch.setattr(workers, "_GENERATE_TIMEOUT", ClientTimeout(total=0.5))
+    hangs = asyncio.Event()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if hangs.is_set():
+            await asyncio.Event().wait()
+        return web.json_response({"engine": "stuck"})
+
+    stuck, good = telling("stuck", [snapshot()]), telling("good", [snapshot()])
+    stuck.answer = answer
+    client = await start(stuck, good)
+    while await served_by(client, body("Hello")) != "stuck":
+        await client.delete("/sgl_ext/workers", params={"url": good.url})
+    await client.post("/sgl_ext/workers", json={"url": good.url})
+    hangs.set()
+    assert await served_by(client, body("Hello", "Hi.", "Go on")) == "good"
+    assert "/health_generate" in [path for path, _, _ in stuck.seen]
+    hangs.clear()
+    await until(lambda: is_ready(client, stuck))
+
+
+async def is_ready(client: ClientSession, engine: Engine) -> bool:
+    document = await (await client.get("/sgl_ext/workers")).json()
+    return engine.url in [worker["url"] for worker in document["workers"] if worker["ready"]]
