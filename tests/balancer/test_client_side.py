@@ -216,6 +216,29 @@ async def test_bytes_that_trickle_do_not_prolong_a_head(serve: Serve, connect: C
     assert connection.deadline == due
 
 
+async def test_every_head_has_its_own_time(serve: Serve, connect: Connect) -> None:
+    balancer = await serve(Raw())
+    stop_clock(balancer)
+    wire = await connect(balancer)
+    (connection,) = balancer._connections
+    for _ in range(2):
+        balancer.sweep(balancer.now + 1)
+        wire.writer.write(request()[:9])
+        await until(lambda: connection.deadline == balancer.now + HEAD_S)
+        assert (await wire.ask(request()[9:]))[1] == b"{}"
+        assert connection.deadline == balancer.now + IDLE_S
+
+
+async def test_what_is_sent_ahead_is_bounded(serve: Serve, connect: Connect) -> None:
+    worker = Raw([b""])
+    balancer = await serve(worker)
+    wire = await connect(balancer)
+    (connection,) = balancer._connections
+    wire.writer.write(request() * 200_000)
+    await until(lambda: connection._reading_paused)
+    assert len(connection._reader.ahead) < 200_000
+
+
 async def test_a_client_that_lingers_is_let_go(serve: Serve, connect: Connect) -> None:
     balancer = await serve(Raw())
     wire = await connect(balancer)
@@ -277,6 +300,33 @@ async def test_both_sides_send_small_packets_at_once(serve: Serve, connect: Conn
             socket.IPPROTO_TCP, socket.TCP_NODELAY
         )
         assert option
+
+
+async def test_a_slow_reader_does_not_slow_the_next(serve: Serve, connect: Connect) -> None:
+    big = sse(b"data: " + b"x" * 30_000_000 + b"\n\n")
+    worker = Raw([b"".join(big)])
+    balancer = await serve(worker)
+    wire, next_one = await connect(balancer), await connect(balancer)
+    wire.writer.write(request())
+    await until(lambda: not any(c.busy for c in balancer._connections) and worker.requests)
+    assert any(c.paused for c in balancer._connections)
+    assert (await next_one.ask(request()))[1] == b"{}"
+    assert worker.connections == 1
+
+
+async def test_a_stream_that_ends_while_the_balancer_does_closes(
+    serve: Serve, connect: Connect
+) -> None:
+    worker = Raw(sse(b"data: 1\n\n", end=b""))
+    balancer = await serve(worker, drain_s=1000)
+    wire = await connect(balancer)
+    wire.writer.write(request())
+    await wire.reader.readuntil(b"data: 1\n\n")
+    stopping = asyncio.create_task(balancer.stop())
+    await until(lambda: balancer.draining)
+    worker.go_on(b"0\r\n\r\n")
+    assert (await asyncio.wait_for(wire.rest(), 20)).endswith(b"0\r\n\r\n")
+    await asyncio.wait_for(stopping, 20)
 
 
 async def test_a_running_request_ends_before_the_balancer_does(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from sgl_ext.balancer.server import Balancer
@@ -96,7 +96,13 @@ class Raw:
         self.requests: list[bytes] = []
         self.connections = 0
         self.closed = asyncio.Event()
+        self._writer: asyncio.StreamWriter | None = None
         self.url = ""
+
+    def go_on(self, data: bytes) -> None:
+        """Sends more on the connection that asked last."""
+        assert self._writer is not None
+        self._writer.write(data)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         used = False
@@ -106,6 +112,7 @@ class Raw:
                     status = b"200 OK" if head.startswith(b"GET /ready") else b"404 Not Found"
                     writer.write(b"HTTP/1.1 %b\r\nconnection: close\r\n\r\n" % status)
                     return
+                self._writer = writer
                 self.connections += not used
                 used = True
                 _, _, length = head.lower().partition(b"content-length: ")
@@ -146,6 +153,5 @@ async def connected(balancer: Balancer) -> AsyncIterator[Wire]:
     try:
         yield wire
     finally:
-        wire.writer.close()
-        with suppress(ConnectionError):
-            await wire.writer.wait_closed()
+        # Not closed, which would wait for what the balancer does not read.
+        wire.writer.transport.abort()
