@@ -1,0 +1,171 @@
+"""Which requests were routed for a prefix that their worker no longer held, and whose fault it is.
+
+A request is mispredicted if the worker read fewer tokens from its cache than the balancer
+had counted on, by more than TOLERANCE_TOKENS and a tenth. It is then
+
+    evicted in the queue   its worker withdrew some of the prefix after the request had arrived
+                           here and before it was computed there: nobody could have known
+    within the lag         ... in the last LAG_S before it arrived: the news was on its way
+    misrouted              otherwise: the balancer had had the time to know better ("stale"), or
+                           the engine never took its word back ("unwithdrawn")
+
+It is computed when its worker says that it holds the prompt, or at its first byte if that
+comes before. The balancer counts on what an engine has told; what it merely expects of an
+engine, for a few seconds, is in no log, and so not judged here.
+
+A request that had to be sent again, though no engine was killed within the lag of its
+arrival, was routed to a dead worker and is misrouted too.
+
+Without events: the same requests on the same workers, as an index would have predicted that
+remembers what each worker was sent, and forgets a worker that died and nothing else. It is
+a lower bound, as such a balancer would also have sent sessions back to what was evicted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench._misroute_events import Diary
+from bench._misroute_load import Sent
+
+LAG_S = 1.0
+TOLERANCE_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A request that was answered, by the balancer's log and by its client."""
+
+    sent: Sent
+    worker: str
+    reason: str
+    predicted: int
+    reported: int
+    arrived_s: float
+    first_byte_s: float
+    ended_s: float
+    attempts: int
+
+
+def read_log(log: Path, sent: Iterable[Sent]) -> list[Line]:
+    """The log's lines that belong to an answered request and tell what was cached."""
+    by_key = {
+        (f"{request.chain.session:032x}", len(request.chain.hashes)): request
+        for request in sent
+        if request.outcome == "answered"
+    }
+    lines = []
+    for text in log.read_text().splitlines():
+        entry = json.loads(text)
+        request = by_key.get((entry["session"], entry["segments"]))
+        if request is None or entry["status"] != 200 or entry["reported_tokens"] is None:
+            continue
+        arrived_s = entry["time"] - entry["total_ms"] / 1000
+        lines.append(
+            Line(
+                request,
+                entry["worker"],
+                entry["reason"],
+                entry["predicted_tokens"],
+                entry["reported_tokens"],
+                arrived_s,
+                arrived_s + entry["ttft_ms"] / 1000,
+                entry["time"],
+                entry["attempts"],
+            )
+        )
+    return lines
+
+
+def fell_short(predicted: int, reported: int) -> bool:
+    """Whether a worker held less than was counted on."""
+    return predicted - reported > max(TOLERANCE_TOKENS, predicted / 10)
+
+
+class Judge:
+    """Verdicts by what the engines published and when they were killed."""
+
+    def __init__(self, diary: Diary, kills: Sequence[tuple[float, str]]) -> None:
+        self._diary = diary
+        self._kills = kills
+
+    def excuse(self, line: Line) -> str:
+        """Why a shortfall is not the balancer's or the engine's mistake; "" if it is."""
+        times = self._diary.withdrawn(line.worker, line.sent.chain.hashes)
+        stored = self._diary.stored(line.worker, line.sent.chain.hashes[-1])
+        computed_s = min([line.first_byte_s, *(at for at in stored if at >= line.arrived_s)])
+        if any(line.arrived_s <= at <= computed_s for at in times):
+            return "evicted_in_queue"
+        if any(line.arrived_s - LAG_S <= at < line.arrived_s for at in times):
+            return "within_lag"
+        return ""
+
+    def verdicts(self, line: Line) -> Counter[str]:
+        """What there is to be said of one request, each thing counted once."""
+        found = Counter(requests=1)
+        if line.attempts > 1:
+            found["retried"] = 1
+            if not any(
+                at - LAG_S <= line.ended_s and line.arrived_s <= at + LAG_S for at, _ in self._kills
+            ):
+                found["dead_worker"] = found["misrouted"] = 1
+        if fell_short(line.predicted, line.reported):
+            found["mispredicted"] = 1
+            excuse = self.excuse(line)
+            if not excuse:
+                found["misrouted"] = 1
+                excuse = "stale" if self._was_told(line) else "unwithdrawn"
+            found[excuse] = 1
+        return found
+
+    def without_events(self, lines: Sequence[Line]) -> dict[int, Counter[str]]:
+        """The same of an index that hears nothing, by the place of the line."""
+        steps: list[tuple[float, int, Any]] = [(at, 0, worker) for at, worker in self._kills]
+        for place, line in enumerate(lines):
+            steps += [(line.arrived_s, 2, place), (line.ended_s, 1, place)]
+        memory: defaultdict[str, dict[int, int]] = defaultdict(dict)
+        found: dict[int, Counter[str]] = {}
+        for _, what, which in sorted(steps, key=lambda step: step[:2]):
+            if what == 0:
+                memory.pop(which, None)
+                continue
+            line = lines[which]
+            chain, known = line.sent.chain, memory[line.worker]
+            if what == 1:
+                for segment, end in zip(chain.hashes, chain.ends, strict=True):
+                    known[segment] = line.sent.prompt_tokens * end // chain.ends[-1]
+                continue
+            predicted = next((known[s] for s in reversed(chain.hashes) if s in known), 0)
+            missed = fell_short(predicted, line.reported)
+            found[which] = Counter(
+                mispredicted_without_events=int(missed),
+                misrouted_without_events=int(missed and not self.excuse(line)),
+            )
+        return found
+
+    def store_lags_ms(self, lines: Iterable[Line]) -> list[float]:
+        """How long after a stream's first byte its prompt was heard to be held, if it was new."""
+        lags = []
+        for line in lines:
+            times = self._diary.stored(line.worker, line.sent.chain.hashes[-1])
+            if line.sent.streams and times and min(times) >= line.arrived_s:
+                lags.append((min(times) - line.first_byte_s) * 1000)
+        return lags
+
+    def _was_told(self, line: Line) -> bool:
+        """Whether the engine had taken its word back, and not given it again, when it was asked."""
+        before = [
+            at
+            for at in self._diary.withdrawn(line.worker, line.sent.chain.hashes)
+            if at < line.arrived_s
+        ]
+        return bool(before) and not any(
+            max(before) < at < line.arrived_s
+            for segment in line.sent.chain.hashes[1:]
+            for at in self._diary.stored(line.worker, segment)
+        )

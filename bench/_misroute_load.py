@@ -1,0 +1,152 @@
+"""Conversations that share a system prompt and grow, each a session of its own, under way at once.
+
+A turn goes through `/v1/messages` or `/v1/chat/completions`, by session, and streams or
+not, by chance. What the client saw of each is a `Sent`. Nothing is sent twice: a request
+that fails ends its conversation, and the session begins another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from sgl_ext.requests.segments import Chain, read_chain
+
+CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
+_SYSTEM_BYTES = 6000
+_TURNS = (3, 9)
+_WORDS_A_MESSAGE = (60, 200)
+_ANSWER_TOKENS = (4, 8, 16, 64)
+_ANSWER = "I have read it, and I will go on with the next file of the list."
+_HEADERS = {"content-type": "application/json"}
+_PROMPT = re.compile(rb'"prompt_tokens":\s*(\d+)')
+_INPUT = re.compile(rb'"input_tokens":\s*(\d+)')
+_READ = re.compile(rb'"cache_read_input_tokens":\s*(\d+)')
+_ENDS = (b"data: [DONE]", b'"type":"message_stop"', b'"type": "message_stop"')
+
+
+@dataclass
+class Sent:
+    """A request as its client saw it. Times are seconds of the wall clock."""
+
+    phase: str
+    chain: Chain
+    streams: bool
+    sent_s: float
+    ended_s: float = 0.0
+    outcome: str = "unfinished"  # then "answered", "lost" before its first byte, or "cut" after it
+    prompt_tokens: int = 0
+    why: str = ""
+
+
+class Load:
+    """The sessions. `phase` names what is done to the engines meanwhile; `open` is the gate
+    through which every request goes."""
+
+    def __init__(self, url: str, model: str, *, sessions: int, think_s: float, seed: int) -> None:
+        self.sent: list[Sent] = []
+        self.phase = ""
+        self.open = asyncio.Event()
+        self.open.set()
+        self._url = url
+        self._model = model
+        self._sessions = sessions
+        self._think_s = think_s
+        self._seed = seed
+        self._ending = asyncio.Event()
+        words = " ".join(
+            path.read_text() for path in sorted(Path(json.__file__).parent.glob("*.py"))
+        )
+        self._system = words[:_SYSTEM_BYTES]
+        self._words = words.split()
+
+    async def run(self) -> None:
+        """Goes on until `end`, and then until the last answer is there."""
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4)
+        timeout = aiohttp.ClientTimeout(total=300)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
+            await asyncio.gather(*(self._session(http, at) for at in range(self._sessions)))
+
+    def end(self) -> None:
+        """No further turn begins."""
+        self._ending.set()
+        self.open.set()
+
+    async def _session(self, http: aiohttp.ClientSession, number: int) -> None:
+        chance = random.Random(self._seed * 1000 + number)
+        path = (CHAT, MESSAGES)[number % 2]
+        begun = 0
+        while not self._ending.is_set():
+            begun += 1
+            messages: list[dict[str, Any]] = []
+            for turn in range(chance.randint(*_TURNS)):
+                await asyncio.sleep(chance.expovariate(1 / self._think_s))
+                await self.open.wait()
+                if self._ending.is_set():
+                    return
+                count = chance.randint(*_WORDS_A_MESSAGE)
+                text = " ".join(chance.choices(self._words, k=count))
+                opening = f"Session {number}.{begun}, turn {turn}. "
+                messages.append({"role": "user", "content": opening + text})
+                if not await self._ask(http, path, messages, chance):
+                    break
+                messages.append({"role": "assistant", "content": _ANSWER})
+
+    async def _ask(
+        self,
+        http: aiohttp.ClientSession,
+        path: str,
+        messages: list[dict[str, Any]],
+        chance: random.Random,
+    ) -> bool:
+        """Sends one turn; whether it was answered."""
+        streams = chance.random() < 0.5
+        body: dict[str, Any] = {
+            "model": self._model,
+            "max_tokens": chance.choice(_ANSWER_TOKENS),
+            "temperature": 0,
+            "stream": streams,
+            "messages": messages,
+        }
+        if path == MESSAGES:
+            body["system"] = self._system
+        else:
+            body["messages"] = [{"role": "system", "content": self._system}, *messages]
+            if streams:
+                body["stream_options"] = {"include_usage": True}
+        sent = Sent(self.phase, read_chain(path, body), streams, time.time())
+        self.sent.append(sent)
+        received: list[bytes] = []
+        try:
+            data = json.dumps(body).encode()
+            async with http.post(self._url + path, data=data, headers=_HEADERS) as answer:
+                status = answer.status
+                async for part in answer.content.iter_any():
+                    received.append(part)
+            whole = b"".join(received)
+            if status != 200:
+                sent.outcome, sent.why = "lost", f"{status}: {whole[:200]!r}"
+            elif streams and not any(end in whole for end in _ENDS):
+                sent.outcome, sent.why = "cut", repr(whole[-200:])
+            else:
+                sent.outcome, sent.prompt_tokens = "answered", _prompt_tokens(whole)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            sent.outcome, sent.why = "cut" if received else "lost", repr(error)
+        sent.ended_s = time.time()
+        return sent.outcome == "answered"
+
+
+def _prompt_tokens(answer: bytes) -> int:
+    """By the answer's usage, whichever protocol's it is; 0 if it has none."""
+    if found := _PROMPT.findall(answer):
+        return max(map(int, found))
+    new, read = _INPUT.findall(answer), _READ.findall(answer)
+    return max(map(int, new), default=0) + max(map(int, read), default=0)
