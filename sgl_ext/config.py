@@ -31,6 +31,7 @@ class BalancerConfig:
     max_body_bytes: int = 64 * 1024 * 1024
     drain_s: float = 30.0
     strip_headers: tuple[str, ...] = (BILLING_HEADER,)
+    sort_tools: bool = False
     max_in_flight: int = 1024
     queue_limit: int = 1024
     queue_timeout_s: float = 60.0
@@ -83,6 +84,8 @@ class BalancerConfig:
             argv += ["--api-key", self.api_key]
         argv += ["--max-in-flight", str(self.max_in_flight), "--queue-limit", str(self.queue_limit)]
         argv += ["--queue-timeout-s", str(self.queue_timeout_s)]
+        if self.sort_tools:
+            argv += ["--sort-tools"]
         if self.request_log is not None:
             argv += ["--request-log", self.request_log]
         argv += ["--no-strip-headers"]
@@ -130,6 +133,9 @@ def add_balancer_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--processes", type=int, help="balancer processes on the port (1)")
     parser.add_argument("--api-key", help="file:PATH or env:VARIABLE; guards all but health")
     parser.add_argument("--max-body-bytes", type=int, help="largest request body (default 64 MiB)")
+    parser.add_argument(
+        "--sort-tools", action="store_true", default=None, help="put tools in the order of names"
+    )
     parser.add_argument("--max-in-flight", type=int, help="requests a worker at once (1024)")
     parser.add_argument("--queue-limit", type=int, help="requests that may wait for room (1024)")
     parser.add_argument("--queue-timeout-s", type=float, help="how long one may wait (60)")
@@ -227,6 +233,7 @@ def _filled(cls: type[BalancerConfig], table: Mapping[str, Any]) -> BalancerConf
 _FROM_FILE = {
     int: (int,),
     float: (int, float),
+    bool: (bool,),
     str: (str,),
     str | None: (str,),
     tuple[str, ...]: (list,),
@@ -242,7 +249,7 @@ def _checked(cls: type, table: Mapping[str, Any]) -> dict[str, Any]:
         known = key in hints and key not in _NOT_FROM_FILE
         _require(known, key, value, "not a key of this table")
         wanted = _FROM_FILE[hints[key]]
-        right = isinstance(value, wanted) and not isinstance(value, bool)
+        right = isinstance(value, wanted) and (isinstance(value, bool) is (hints[key] is bool))
         if isinstance(value, list):
             right = right and all(isinstance(item, str) for item in value)
         _require(right, key, value, f"must be {' or '.join(kind.__name__ for kind in wanted)}")

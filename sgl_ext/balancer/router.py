@@ -19,7 +19,7 @@ from scheduler.placement import Others, Placement, Question, WorkerView, place, 
 from scheduler.sessions import Sessions
 from sgl_ext.balancer.metrics import Metrics
 from sgl_ext.balancer.workers import Worker, Workers
-from sgl_ext.requests.segments import Chain, read_chain
+from sgl_ext.requests.segments import Chain, read_chain, with_sorted_tools
 from sgl_ext.requests.session import is_final, session_key
 
 LIMIT_SEGMENTS = 1_000_000
@@ -102,6 +102,8 @@ class Router:
         workers: Workers,
         metrics: Metrics,
         worker_limit: int = 1024,
+        *,
+        sort_tools: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.workers = workers
@@ -110,6 +112,7 @@ class Router:
         self.sessions = Sessions(SESSION_LIVE_S)
         self._metrics = metrics
         self._worker_limit = worker_limit
+        self._sort_tools = sort_tools
         self._clock = clock
         self._on_room: list[Callable[[], None]] = []
         self._on_take_off: list[Callable[[Flight], None]] = []
@@ -120,7 +123,7 @@ class Router:
 
     def read(self, path: str, headers: Mapping[str, str], body: Any, size_bytes: int) -> Asked:
         """What placement needs of a parsed and stripped body. `headers` has lower-case names."""
-        chain = read_chain(path, body)
+        chain = read_chain(path, with_sorted_tools(body) if self._sort_tools else body)
         session = session_key(headers, body, chain)
         size = chain.ends[-1] if chain.ends else size_bytes
         prefix = chain.hashes[0] if chain.hashes else session or 0

@@ -66,7 +66,7 @@ class Balancer:
         self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
         self._metrics = metrics = Metrics()
         workers = Workers(config.workers, metrics)
-        router = Router(workers, metrics, config.max_in_flight)
+        router = Router(workers, metrics, config.max_in_flight, sort_tools=config.sort_tools)
         strip = HeaderStrip(config.strip_headers)
         self._listeners = Listeners(self._session, router, metrics)
         self._ledger = Ledger(

@@ -15,13 +15,18 @@ from sgl_ext.engine.counters import counter
 from sgl_ext.engine.settings import EngineSettings
 from sgl_ext.requests.facts import ClientFacts
 from sgl_ext.requests.headers import HeaderStrip
-from sgl_ext.requests.segments import read_chain
+from sgl_ext.requests.segments import read_chain, with_sorted_tools
 from sgl_ext.requests.system_text import strip_request
 
 
 @cache
+def _settings() -> EngineSettings:
+    return EngineSettings.from_environment()
+
+
+@cache
 def _strip() -> HeaderStrip:
-    return HeaderStrip(EngineSettings.from_environment().strip_headers)
+    return HeaderStrip(_settings().strip_headers)
 
 
 async def read_body(original: Callable[[Any], Awaitable[Any]], request: Any) -> Any:
@@ -37,6 +42,7 @@ async def read_body(original: Callable[[Any], Awaitable[Any]], request: Any) -> 
         counter("headers_stripped").labels(path).inc(stripped.headers)
         counter("headers_left").labels(path).inc(max(left, 0))
     request.state.client = ClientFacts.from_fields(stripped.fields)
-    keep(read_chain(path, stripped.body))
-    request._json = stripped.body
-    return stripped.body
+    body = with_sorted_tools(stripped.body) if _settings().sort_tools else stripped.body
+    keep(read_chain(path, body))
+    request._json = body
+    return body

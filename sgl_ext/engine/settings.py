@@ -15,9 +15,11 @@ VARIABLE = "SGL_EXT_ENGINE"
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """The plugin's settings. `strip_headers` empty: nothing is stripped."""
+    """The plugin's settings. `strip_headers` empty: nothing is stripped. `sort_tools`: a request's
+    tools are put in the order of their names."""
 
     strip_headers: tuple[str, ...] = (BILLING_HEADER,)
+    sort_tools: bool = False
 
     def to_environment(self) -> dict[str, str]:
         return {VARIABLE: orjson.dumps(asdict(self)).decode()}
@@ -29,6 +31,8 @@ class EngineSettings:
         if not raw:
             return cls()
         try:
-            return cls(strip_headers=tuple(map(str, orjson.loads(raw)["strip_headers"])))
-        except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+            told = orjson.loads(raw)
+            names = tuple(map(str, told["strip_headers"]))
+            return cls(strip_headers=names, sort_tools=bool(told.get("sort_tools", False)))
+        except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{VARIABLE}={raw!r} is not the plugin's settings: {error}") from error

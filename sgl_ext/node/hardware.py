@@ -70,7 +70,8 @@ def engine_command(config: LaunchConfig, port: int) -> list[str]:
 
 def engine_environment(config: LaunchConfig, hardware: Hardware, index: int) -> dict[str, str]:
     """What engine `index` sees beyond the launcher's own environment."""
-    environment = EngineSettings(strip_headers=config.balancer.strip_headers).to_environment()
+    settings = EngineSettings(config.balancer.strip_headers, config.balancer.sort_tools)
+    environment = settings.to_environment()
     if hardware.gpus:
         mine = hardware.gpus[index * config.tp : (index + 1) * config.tp]
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine)

@@ -63,19 +63,18 @@ class Chain:
     tools: int = 0
 
 
-def read_chain(path: str, body: Any, *, salt: bytes = b"", sort_tools: bool = False) -> Chain:
+def read_chain(path: str, body: Any, *, salt: bytes = b"") -> Chain:
     """The chain of a parsed and stripped request body; `path` is its URL path.
 
     Empty for a path that generates nothing, a batch of prompts, or a body whose
-    structure cannot be read. Never raises. `sort_tools` reads the tools in the
-    order of their names, for engines that are sent them so.
+    structure cannot be read. Never raises.
     """
     reader = _READERS.get(path)
     if reader is None or not isinstance(body, dict):
         return Chain()
     writer = _Writer(body, salt)
     try:
-        tools = reader(writer, body, sort_tools)
+        tools = reader(writer, body)
     except (TypeError, ValueError, OverflowError, RecursionError, AttributeError):
         return Chain()
     return Chain(tuple(writer.hashes), tuple(writer.ends), writer.session, tools)
@@ -116,21 +115,28 @@ class _Writer:
             self.session = self.hashes[-1]
 
 
-def _read_tools(writer: _Writer, body: dict[str, Any], sort_tools: bool) -> int:
+def _read_tools(writer: _Writer, body: dict[str, Any]) -> int:
     tools = body.get("tools")
     choice = body.get("tool_choice")
     unused = choice == "none" or (isinstance(choice, dict) and choice.get("type") == "none")
     if not isinstance(tools, list) or not tools or unused:
         return 0
     rendered = [_rendered(tool) if isinstance(tool, dict) else tool for tool in tools]
-    if sort_tools:
-        rendered.sort(key=tool_name)
     writer.segment(b"\xfft" + orjson.dumps(rendered, option=_SORTED))
     return len(tools)
 
 
-def tool_name(tool: Any) -> str:
-    """A tool's name in any protocol; "" if it has none."""
+def with_sorted_tools(body: Any) -> Any:
+    """A body whose tools stand in the order of their names; the same object if there are none.
+
+    Clients that offer the same tools in different orders then share what stands behind them.
+    It changes the prompt, so it is for those who ask for it.
+    """
+    tools = body.get("tools") if isinstance(body, dict) else None
+    return {**body, "tools": sorted(tools, key=_tool_name)} if isinstance(tools, list) else body
+
+
+def _tool_name(tool: Any) -> str:
     if not isinstance(tool, dict):
         return ""
     inner = tool.get("function")
@@ -221,15 +227,15 @@ def _rendered(block: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in block.items() if key not in _NOT_RENDERED}
 
 
-def _read_chat(writer: _Writer, body: dict[str, Any], sort_tools: bool) -> int:
-    tools = _read_tools(writer, body, sort_tools)
+def _read_chat(writer: _Writer, body: dict[str, Any]) -> int:
+    tools = _read_tools(writer, body)
     _read_instructions(writer, body.get("system"))
     _read_messages(writer, body.get("messages"))
     return tools
 
 
-def _read_responses(writer: _Writer, body: dict[str, Any], sort_tools: bool) -> int:
-    tools = _read_tools(writer, body, sort_tools)
+def _read_responses(writer: _Writer, body: dict[str, Any]) -> int:
+    tools = _read_tools(writer, body)
     _read_instructions(writer, body.get("instructions"))
     entered = body.get("input")
     if isinstance(entered, str):
@@ -249,21 +255,21 @@ def _read_prompt(writer: _Writer, value: Any) -> int:
     return 0
 
 
-def _read_ollama(writer: _Writer, body: dict[str, Any], _: bool) -> int:
+def _read_ollama(writer: _Writer, body: dict[str, Any]) -> int:
     _read_instructions(writer, body.get("system"))
     return _read_prompt(writer, body.get("prompt"))
 
 
-def _read_completion(writer: _Writer, body: dict[str, Any], _: bool) -> int:
+def _read_completion(writer: _Writer, body: dict[str, Any]) -> int:
     return _read_prompt(writer, body.get("prompt"))
 
 
-def _read_generate(writer: _Writer, body: dict[str, Any], _: bool) -> int:
+def _read_generate(writer: _Writer, body: dict[str, Any]) -> int:
     text = body.get("text")
     return _read_prompt(writer, body.get("input_ids") if text is None else text)
 
 
-_READERS: dict[str, Callable[[_Writer, dict[str, Any], bool], int]] = {
+_READERS: dict[str, Callable[[_Writer, dict[str, Any]], int]] = {
     "/v1/messages": _read_chat,
     "/v1/chat/completions": _read_chat,
     "/invocations": _read_chat,

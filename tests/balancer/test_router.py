@@ -229,6 +229,18 @@ def test_two_clients_that_open_alike_are_two_sessions_if_they_say_so(setting: Se
     assert one.chain == two.chain
 
 
+def test_tools_in_any_order_are_one_prefix_for_those_who_ask_for_it() -> None:
+    tools = [{"name": "b"}, {"name": "a"}]
+    turn = [{"role": "user", "content": "Hello"}]
+    for sort_tools in (False, True):
+        router = Setting(sort_tools=sort_tools).router
+        one, two = (
+            router.read("/v1/messages", {}, {"tools": t, "messages": turn}, 0).chain
+            for t in (tools, tools[::-1])
+        )
+        assert (one == two) is sort_tools
+
+
 def test_slots_are_used_again(setting: Setting) -> None:
     gone = setting.workers.all[0]
     setting.workers.drain(gone)

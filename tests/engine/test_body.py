@@ -9,6 +9,7 @@ import orjson
 import pytest
 
 from sgl_ext.engine import body
+from sgl_ext.engine.settings import EngineSettings
 from sgl_ext.requests.facts import ClientFacts
 from sgl_ext.requests.headers import HeaderStrip
 from tests.requests.test_system_text import HEADER, S
@@ -51,3 +52,12 @@ async def test_without_names_nothing_is_stripped(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(body, "_strip", lambda: HeaderStrip(()))
     request = Request({"system": f"{HEADER}\n{S}"})
     assert await body.read_body(Request.json, request) is request.parsed
+
+
+@pytest.mark.parametrize(("sort_tools", "first"), [(True, "a"), (False, "b")])
+async def test_tools_are_put_in_order_for_those_who_ask_for_it(
+    monkeypatch: pytest.MonkeyPatch, sort_tools: bool, first: str
+) -> None:
+    monkeypatch.setattr(body, "_settings", lambda: EngineSettings(sort_tools=sort_tools))
+    request = Request({"tools": [{"name": "b"}, {"name": "a"}], "messages": []})
+    assert (await body.read_body(Request.json, request))["tools"][0] == {"name": first}

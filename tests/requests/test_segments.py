@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_ext.requests.segments import CUT_BYTES, Chain, read_chain
+from sgl_ext.requests.segments import CUT_BYTES, Chain, read_chain, with_sorted_tools
 
 MESSAGES = "/v1/messages"
 TOOLS = [
@@ -186,7 +186,17 @@ def test_the_common_beginning_of_long_texts_counts() -> None:
 def test_the_order_of_tools_counts_unless_it_is_canonical() -> None:
     turned = {**BODY, "tools": TOOLS[::-1]}
     assert shared_hashes(chain(turned), chain(BODY)) == 0
-    assert chain(turned, sort_tools=True) == chain(BODY, sort_tools=True)
+    assert chain(with_sorted_tools(turned)) == chain(with_sorted_tools(BODY))
+
+
+@given(anything)
+def test_sorting_tools_changes_nothing_else(value: Any) -> None:
+    for body in (value, {"tools": value, "messages": [1]}):
+        found = with_sorted_tools(body)
+        if isinstance(body, dict):
+            assert {**found, "tools": None} == {**body, "tools": None}
+        else:
+            assert found is body
 
 
 def test_tools_that_may_not_be_used_are_not_in_the_prompt() -> None:
