@@ -97,6 +97,7 @@ class Listeners:
     def _note(self, worker: Worker, feed: PrefixFeed) -> None:
         if feed.told:
             worker.heard_s = asyncio.get_running_loop().time()
+            self._router.confirmed(worker)
         self._metrics.events.counts[(worker.url,)] += 1
         for fault, count in ((Fault.ORPHAN, feed.orphans), (Fault.REPEATED, feed.repeated)):
             if count:

@@ -184,11 +184,21 @@ class Router:
         self._on_room.append(action)
 
     def first_byte(self, flight: Flight) -> None:
-        """The worker has computed the prompt."""
+        """The worker has computed the prompt; to say so twice changes nothing."""
         if not flight.decoding:
             self._landed_prefill(flight)
             flight.decoding = True
             flight.worker.decoding += 1
+
+    def confirmed(self, worker: Worker) -> None:
+        """The worker has said that it holds more. What it computed is done, though an answer
+        that does not stream shows no byte of it for long."""
+        for flight in tuple(worker.flights):
+            expectation = flight.expectation
+            if expectation is None or expectation.computed or not expectation.segments:
+                continue
+            if self.index.holds(worker.slot, expectation.segments[-1]):
+                self.first_byte(flight)
 
     def arrived(self, flight: Flight, *, well: bool = True) -> None:
         """The whole answer came; `well` is False if it says that the worker failed."""
@@ -263,7 +273,12 @@ class Router:
         worker.recent.add(flight.uncached_tokens, now_s)
         worker.breaker.sent(now_s)
         is_computing = held.expectation is not None and not held.expectation.computed
-        if is_computing and held.expected_tokens - held.tokens >= FOLLOW_TOKENS:
+        # A worker that does not publish shows its progress by a first byte only, maybe late.
+        if (
+            is_computing
+            and worker.publishes
+            and held.expected_tokens - held.tokens >= FOLLOW_TOKENS
+        ):
             flight.follows = self._computing.get(held.expectation)
         hashes = asked.chain.hashes
         if 2 * len(self.index) > LIMIT_SEGMENTS:
@@ -287,9 +302,9 @@ class Router:
         if flight.expectation is not None:
             flight.expectation.computed = True
             self._computing.pop(flight.expectation, None)
-        for wake in flight.followers:
+        followers, flight.followers = flight.followers, []
+        for wake in followers:
             wake()
-        flight.followers.clear()
 
     def _end(self, flight: Flight) -> None:
         self._landed_prefill(flight)

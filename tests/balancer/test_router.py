@@ -93,6 +93,27 @@ def test_sub_agents_follow_the_one_whose_prefill_runs(setting: Setting) -> None:
     assert setting.fly(setting.ask("Find d")).follows is None
 
 
+def test_what_the_engine_says_it_has_computed_is_waited_for_no_longer(setting: Setting) -> None:
+    lead = setting.fly(setting.ask("Find a"))
+    setting.fly(setting.ask("Find b"))
+    woken: list[str] = []
+    lead.followers.append(lambda: woken.append("follower"))
+    setting.router.confirmed(lead.worker)
+    assert woken == []
+    setting.confirm(lead)
+    setting.router.confirmed(lead.worker)
+    assert (woken, lead.worker.decoding) == (["follower"], 1)
+    setting.router.first_byte(lead)
+    assert lead.worker.decoding == 1
+
+
+def test_nobody_waits_on_an_engine_that_does_not_say_what_it_has_computed(setting: Setting) -> None:
+    for worker in setting.workers.all:
+        worker.publishes = False
+    setting.fly(setting.ask("Find a"))
+    assert setting.fly(setting.ask("Find b")).follows is None
+
+
 def test_followers_are_woken_when_the_leader_fails(setting: Setting) -> None:
     lead = setting.fly(setting.ask("Find a"))
     setting.fly(setting.ask("Find b"))

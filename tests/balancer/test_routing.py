@@ -259,7 +259,10 @@ async def test_sub_agents_wait_for_the_prefix_that_the_first_one_computes(start:
         await gate.wait()
         return web.json_response({"engine": "?"})
 
-    client = await start(Engine("a", slow), Engine("b", slow))
+    engines = [telling("a", [snapshot()]), telling("b", [snapshot()])]
+    for engine in engines:
+        engine.answer = slow
+    client = await start(*engines)
     tasks = []
     for number in range(3):
         tasks.append(asyncio.create_task(served_by(client, body(f"Find {number}"))))
@@ -268,6 +271,33 @@ async def test_sub_agents_wait_for_the_prefix_that_the_first_one_computes(start:
     gate.set()
     await asyncio.gather(*tasks)
     assert sorted(seen) == ["Find 0", "Find 1", "Find 2"]
+
+
+async def test_sub_agents_go_on_when_the_engine_says_that_the_prefix_is_computed(
+    start: Start,
+) -> None:
+    gate, seen = asyncio.Event(), []
+
+    async def slow(request: web.Request) -> web.StreamResponse:
+        seen.append((await request.json())["messages"][1]["content"])
+        await gate.wait()
+        return web.json_response({"engine": "a"})
+
+    engine = telling("a", [snapshot()])
+    engine.answer = slow
+    client = await start(engine)
+    tasks = []
+    for number in range(2):
+        tasks.append(asyncio.create_task(served_by(client, body(f"Find {number}"))))
+        await asyncio.sleep(0.03)
+    engine.events[0].put_nowait(event(2, body("Find 0")))
+
+    async def both() -> bool:
+        return seen == ["Find 0", "Find 1"]
+
+    await until(both)
+    gate.set()
+    await asyncio.gather(*tasks)
 
 
 async def test_an_engine_that_is_full_is_passed_over_for_another(start: Start) -> None:
