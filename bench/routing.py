@@ -43,7 +43,7 @@ def quick_setup(variant: str = "team") -> Setup:
     if variant == "no_sharing":
         trace = replace(trace, sessions=24, pace=4)
     engine = _engine(scale=0.5, decode_s=0.001, capacity_tokens=200_000)
-    return Setup(trace, engine, 4, limit_s=22 if variant == "team" else 12)
+    return Setup(trace, engine, 4, limit_s=21 if variant == "team" else 10)
 
 
 def full_setup(variant: str = "team", workers: int = 4) -> Setup:
