@@ -22,9 +22,9 @@ from http import HTTPStatus
 
 import orjson
 
+from sgl_ext.balancer.answer_head import AnswerHead
 from sgl_ext.balancer.client_side import ClientConnection
 from sgl_ext.balancer.errors import BalancerError, Protocol, error_event, no_engine
-from sgl_ext.balancer.head import HOP_BY_HOP
 from sgl_ext.balancer.parts import Parts, refusal
 from sgl_ext.balancer.reader import Request
 from sgl_ext.balancer.router import NOTHING_ASKED, Flight
@@ -207,17 +207,10 @@ class Exchange:
             lines += b"\r\n"
         connection.send(self, lines, body, head.method)
 
-    def answer_head(self) -> None:
+    def answer_head(self, head: AnswerHead) -> None:
         """The answer's head has come."""
-        connection = self._connection
-        assert connection is not None
-        self._status, self._reason = connection.status, connection.reason
-        for name, value in connection.headers:
-            if name == b"content-type":
-                self._streams = value.startswith(b"text/event-stream")
-        self._lines = b"".join(
-            [b"%b: %b\r\n" % header for header in connection.headers if header[0] not in HOP_BY_HOP]
-        )
+        self._status, self._reason = head.status, head.reason
+        self._lines, self._streams = head.lines, head.streams
 
     def answer_data(self, data: bytes) -> None:
         """A part of the answer's body: relayed if it streams, kept otherwise."""

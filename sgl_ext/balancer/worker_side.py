@@ -13,6 +13,8 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from sgl_ext.balancer.answer_head import AnswerHead, AnswerHeads
+
 # SGLang closes an idle connection after 5 s; ours must go first, or a request races the close.
 # In sweeps, which come once a second: an idle connection lives for 3 to 4 s.
 _KEPT_SWEEPS = 4
@@ -29,7 +31,7 @@ class Receiver(Protocol):
 
     def connected(self, connection: WorkerConnection) -> None: ...
     def not_connected(self, reason: str) -> None: ...
-    def answer_head(self) -> None: ...
+    def answer_head(self, head: AnswerHead) -> None: ...
     def answer_data(self, data: bytes) -> None: ...
     def answer_end(self) -> None: ...
     def worker_lost(self, reason: str) -> None: ...
@@ -38,29 +40,28 @@ class Receiver(Protocol):
 class WorkerConnection(asyncio.Protocol):
     """One connection, one answer at a time.
 
-    `status`, `reason` and `headers` (names in lower case) are the answer's,
-    from `answer_head` on. `heard` says that some of an answer came, `reused`
-    that the connection served before.
+    `heard` says that some of an answer came, `reused` that the connection
+    served before.
     """
 
     __slots__ = (
         "_bodiless",
         "_complete",
         "_framed",
+        "_head",
         "_head_bytes",
+        "_headers",
         "_in_head",
         "_parser",
         "_paused",
         "_pieces",
         "_pool",
+        "_reason",
         "_receiver",
         "_transport",
         "_usable",
-        "headers",
         "heard",
-        "reason",
         "reused",
-        "status",
         "sweeps",
     )
 
@@ -73,15 +74,15 @@ class WorkerConnection(asyncio.Protocol):
         self._usable = True
         self._framed = False
         self._paused = False
-        self.status = 0
         self._bodiless = False
         self.reused = False
         self.sweeps = 0
         self._reset()
 
     def _reset(self) -> None:
-        self.reason = b""
-        self.headers: list[tuple[bytes, bytes]] = []
+        self._reason = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._head: AnswerHead | None = None
         self.heard = False
         self._in_head = True
         self._head_bytes = 0
@@ -128,7 +129,17 @@ class WorkerConnection(asyncio.Protocol):
             # Nothing was asked.
             self.abort()
             return
+        first = not self.heard
         self.heard = True
+        if first and not self._bodiless:
+            known = self._pool.answers.read(data)
+            if known is not None:
+                head, body = known
+                receiver.answer_head(head)
+                if body:
+                    receiver.answer_data(body)
+                self._end(True)
+                return
         fault = None
         try:
             self._parser.feed_data(data)
@@ -143,6 +154,8 @@ class WorkerConnection(asyncio.Protocol):
             receiver.answer_data(pieces[0] if len(pieces) == 1 else b"".join(pieces))
             pieces.clear()
         if self._complete:
+            if first and fault is None and self._usable and self._head is not None:
+                self._pool.answers.keep(data, self._head)
             self._end(fault is None)
         elif fault is not None:
             self._lost(f"malformed answer: {fault}")
@@ -166,11 +179,11 @@ class WorkerConnection(asyncio.Protocol):
     def on_status(self, reason: bytes) -> None:
         if self._complete:
             raise MalformedAnswer("more than one answer")
-        self.reason = reason
+        self._reason = reason
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_head:
-            self.headers.append((name.lower(), value.rstrip(b" \t")))
+            self._headers.append((name.lower(), value.rstrip(b" \t")))
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
@@ -178,15 +191,15 @@ class WorkerConnection(asyncio.Protocol):
             if status < 100 or status == 101:
                 raise MalformedAnswer(f"status {status}")
             return
-        self.status = status
         self._in_head = False
-        fields = dict(self.headers)
+        fields = dict(self._headers)
         coding = fields.get(b"transfer-encoding")
         if coding is not None and coding.lower() != b"chunked":
             raise MalformedAnswer("a transfer coding that is not chunked")
         self._framed = coding is not None or b"content-length" in fields
+        self._head = AnswerHead(status, self._reason, self._headers)
         if self._receiver is not None:
-            self._receiver.answer_head()
+            self._receiver.answer_head(self._head)
         if self._bodiless:
             # The parser cannot know that no body follows, so it is of no more use.
             self._complete = True
@@ -199,7 +212,7 @@ class WorkerConnection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self._in_head:
             # An interim answer: the real one follows.
-            self.headers.clear()
+            self._headers.clear()
             return
         self._complete = True
         self._usable = self._usable and self._parser.should_keep_alive()
@@ -239,6 +252,7 @@ class Pool:
         self._port = parts.port or 80
         self._base = parts.path.rstrip("/").encode()
         self._host_line = b" HTTP/1.1\r\nhost: %b\r\n" % parts.netloc.rpartition("@")[2].encode()
+        self.answers = AnswerHeads()
         self._kept: list[WorkerConnection] = []
         self._connecting: set[asyncio.Task[None]] = set()
         self.connections: set[WorkerConnection] = set()
