@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--only", nargs="*", default=["ours", *_PEERS], help="these proxies")
     options = parser.parse_args()
-    rounds = options.rounds or (2 if options.quick else 8)
+    rounds = options.rounds or (2 if options.quick else 6)
     os.sched_setaffinity(0, _OTHER_CORE)
     with ExitStack() as stack:
         worker = stack.enter_context(_running_responder())
@@ -84,7 +84,7 @@ def main() -> None:
             proxy = _started(stack, name, f"http://127.0.0.1:{worker}")
             if proxy is not None:
                 proxies.append(proxy)
-        figures = _measure(proxies, rounds, scale=1 if options.quick else 4)
+        figures = _measure(proxies, rounds, scale=1 if options.quick else 2)
     print(json.dumps(_report(figures, options.only)))
 
 

@@ -1,0 +1,29 @@
+"""The bench of proxies: what it sends, and that a proxy that is missing is null."""
+
+from __future__ import annotations
+
+import orjson
+import pytest
+
+from bench.proxy import SIZES, Figures, _report, _request
+
+
+@pytest.mark.parametrize("size", SIZES.values())
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_has_its_size_and_says_whether_it_streams(size: int, stream: bool) -> None:
+    head, _, body = _request(3, size, stream=stream).partition(b"\r\n\r\n")
+    assert b"content-length: %d" % len(body) in head
+    assert size <= len(body) < 1.25 * size
+    assert orjson.loads(body)["stream"] is stream
+
+
+def test_what_is_added_is_what_direct_did_not_take() -> None:
+    seen = Figures([0.003], [0.002], [100.0], [10.0], [50.0], [20.0])
+    direct = Figures([0.001], [0.0015], [200.0], [0.0], [90.0], [0.0])
+    sizes = [("ours", size) for size in SIZES], [("direct", size) for size in SIZES]
+    figures = dict.fromkeys(sizes[0], seen) | dict.fromkeys(sizes[1], direct)
+    report = _report(figures, ["ours", "nginx"])
+    assert report["added_p50_ms_200kb"] == 2.0
+    assert report["ours"]["2kb"]["added_ttft_p50_ms"] == 0.5
+    assert report["ours"]["2kb"]["rps"] == 100
+    assert report["nginx"] is None
