@@ -35,6 +35,8 @@ COMPUTE = 3.0
 DECODE_TOKENS = 256
 RECENT = 0.5
 RECENT_S = 10.0
+# Far below so many tokens a worker is idle, and what it computed recently tells nothing.
+RECENT_FLOOR = 4_000
 SESSION_SHARE = 0.05
 LEAVE = 1.0
 # A conversation of which its worker holds less than this share of what was its own is lost.
@@ -142,12 +144,16 @@ def score(asked: Question, workers: Sequence[WorkerView], *, is_new: bool) -> li
 def _score(prompt_tokens: int, view: WorkerView, is_new: bool) -> Score:
     uncached = max(prompt_tokens - view.held_tokens, 0)
     decoding = DECODE_TOKENS * view.decoding
-    recent = RECENT * view.recent_tokens if is_new else 0.0
+    recent = _recent(view.recent_tokens) if is_new else 0.0
     sessions = SESSION_SHARE * view.session_tokens if is_new else 0.0
     cost = view.pending_tokens + COMPUTE * uncached + decoding + recent + sessions
     if view.warmth < 1.0:
         cost = (cost + 1) / max(view.warmth, _LEAST_WARMTH)
     return Score(view.name, cost, view.pending_tokens, uncached, decoding, recent, sessions)
+
+
+def _recent(tokens: float) -> float:
+    return RECENT * tokens * tokens / (tokens + RECENT_FLOOR)
 
 
 def _cheapest(scores: Sequence[Score], prefix: int) -> str:

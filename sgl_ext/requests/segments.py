@@ -2,7 +2,9 @@
 
 A prompt is read in the order in which templates render it, tools, instructions,
 messages, and cut where requests of agents part: behind the tools, behind each
-block of instructions, behind each message, and every CUT_BYTES inside a long one.
+block of instructions, behind each message, and every CUT_BYTES inside a long one;
+more finely at the beginning of what comes before or is the first user's message, where
+short prompts have all that they share.
 
     tools ........ | system | user      | assistant | user ...
     |---|---|---|--|--|--|--|--|        |           |
@@ -32,6 +34,7 @@ import orjson
 import xxhash
 
 CUT_BYTES = 4096
+FINE_CUT_BYTES = 1024
 # What stands in front of everything: with another of these, nothing is shared.
 _SALTS = ("model", "lora_path", "cache_salt", "extra_key", "previous_response_id")
 _NOT_RENDERED = frozenset(
@@ -95,19 +98,25 @@ class _Writer:
 
     def segment(self, text: bytes) -> None:
         """Adds a text that ends where a segment ends; a long one is cut on the way."""
-        update, size = self._hash.update, len(text)
-        if size > CUT_BYTES:
-            view = memoryview(text)
-            for start in range(0, size, CUT_BYTES):
-                update(view[start : start + CUT_BYTES])
-                self.hashes.append(self._hash.intdigest())
-                self.ends.append(min(self._size + start + CUT_BYTES, self._size + size))
-            self._size += size
+        size = len(text)
+        if self.session is None and size > FINE_CUT_BYTES:
+            self._cut(text, [*range(FINE_CUT_BYTES, min(size, CUT_BYTES), FINE_CUT_BYTES)])
+        elif size > CUT_BYTES:
+            self._cut(text, [])
         elif size:
-            update(text)
+            self._hash.update(text)
             self._size += size
             self.hashes.append(self._hash.intdigest())
             self.ends.append(self._size)
+
+    def _cut(self, text: bytes, cuts: list[int]) -> None:
+        size, view, start = len(text), memoryview(text), 0
+        for end in (*cuts, *range(CUT_BYTES, size, CUT_BYTES), size):
+            self._hash.update(view[start:end])
+            self.hashes.append(self._hash.intdigest())
+            self.ends.append(self._size + end)
+            start = end
+        self._size += size
 
     def user_spoke(self) -> None:
         """The segment just ended is a user's message; the first one names the session."""

@@ -179,8 +179,15 @@ def test_the_common_beginning_of_long_texts_counts() -> None:
         return chain({"text": text}, "/generate")
 
     beginning = "x" * (3 * CUT_BYTES)
-    assert shared_hashes(of(beginning + "a" * 9000), of(beginning + "b" * 70)) == 3
-    assert len(of(beginning + "a" * 9000).hashes) == 6
+    assert shared_hashes(of(beginning + "a" * 9000), of(beginning + "b" * 70)) == 3 + 3
+    assert len(of(beginning + "a" * 9000).hashes) == 3 + 6
+
+
+def test_short_prompts_share_their_beginnings_too() -> None:
+    def of(text: str) -> Chain:
+        return chain({"messages": [{"role": "user", "content": text}]})
+
+    assert shared_hashes(of("x" * 2500 + "a" * 99), of("x" * 2500 + "b" * 99)) == 2
 
 
 def test_the_order_of_tools_counts_unless_it_is_canonical() -> None:
@@ -241,7 +248,7 @@ def test_responses_and_chat_know_their_session_by_the_first_user_message() -> No
 def test_raw_prompts_and_token_ids_have_chains_and_batches_have_none() -> None:
     assert len(chain({"text": "x"}, "/generate").hashes) == 1
     assert chain({"text": ["x"]}, "/generate") == chain({"text": "x"}, "/generate")
-    assert len(chain({"input_ids": list(range(2000))}, "/generate").hashes) == 4
+    assert len(chain({"input_ids": list(range(2000))}, "/generate").hashes) == 3 + 4
     assert chain({"prompt": ["a", "b"]}, "/v1/completions") == Chain()
 
 

@@ -9,6 +9,7 @@ from scheduler.placement import (
     COMPUTE,
     LEAVE,
     RECENT,
+    RECENT_FLOOR,
     SESSION_SHARE,
     Placement,
     Question,
@@ -56,8 +57,13 @@ def test_new_sessions_go_where_little_lives() -> None:
 
 
 def test_new_sessions_avoid_a_worker_that_computes_all_the_time() -> None:
-    busy = WorkerView("a", 20_000, recent_tokens=COMPUTE * 20_500 / RECENT)
+    busy = WorkerView("a", 20_000, recent_tokens=RECENT_FLOOR + COMPUTE * 20_500 / RECENT)
     assert placed(20_500, None, busy, WorkerView("b")).worker == "b"
+
+
+def test_a_short_shared_prefix_is_kept_together_while_little_is_to_do() -> None:
+    used = WorkerView("a", 500, recent_tokens=3_000, session_tokens=5_000)
+    assert placed(540, None, used, WorkerView("b")).worker == "a"
 
 
 def test_a_known_session_stays_until_waiting_costs_more_than_moving() -> None:
