@@ -16,6 +16,7 @@ from sgl_ext.balancer.errors import BalancerError, body_too_large
 
 MAX_EXTRA_BYTES = 64 * 1024
 _MAX_LINE = 4096
+_TRAILER = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e\x80-\xff]*")
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,16})((?:;[\t\x20-\x7e\x80-\xff]*)?)")
 
 
@@ -78,6 +79,8 @@ class ChunkedBody:
         line = self._line(data)
         if line is None:
             return False
+        if line and not _TRAILER.fullmatch(line):
+            raise _bad("not a trailer")
         self._count_extra(len(line))
         self._complete = not line
         return True
