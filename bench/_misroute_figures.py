@@ -73,6 +73,7 @@ def figures(
         "event_faults": dict(faults),
         "predicted_tokens": sum(line.predicted for line in lines),
         "reported_tokens": sum(line.reported for line in lines),
+        "reports_not_booked": sum(not line.is_booked for line in lines),
         "lag_s": LAG_S,
         "flush_heard_after_answer_ms": spread(done.flush_lags_ms),
         "stored_heard_after_first_byte_ms": spread(judge.store_lags_ms(lines)),

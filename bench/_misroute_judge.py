@@ -46,6 +46,7 @@ class Line:
     reason: str
     predicted: int
     reported: int
+    is_booked: bool  # whether the balancer read the report off the answer, too
     arrived_s: float
     first_byte_s: float
     ended_s: float
@@ -53,7 +54,7 @@ class Line:
 
 
 def read_log(log: Path, sent: Iterable[Sent]) -> list[Line]:
-    """The log's lines that belong to an answered request and tell what was cached."""
+    """The log's lines of answered requests. What was cached is by the client's reading."""
     by_key = {
         (f"{request.chain.session:032x}", len(request.chain.hashes)): request
         for request in sent
@@ -63,7 +64,7 @@ def read_log(log: Path, sent: Iterable[Sent]) -> list[Line]:
     for text in log.read_text().splitlines():
         entry = json.loads(text)
         request = by_key.get((entry["session"], entry["segments"]))
-        if request is None or entry["status"] != 200 or entry["reported_tokens"] is None:
+        if request is None or entry["status"] != 200:
             continue
         arrived_s = entry["time"] - entry["total_ms"] / 1000
         lines.append(
@@ -72,7 +73,8 @@ def read_log(log: Path, sent: Iterable[Sent]) -> list[Line]:
                 entry["worker"],
                 entry["reason"],
                 entry["predicted_tokens"],
-                entry["reported_tokens"],
+                request.cached_tokens,
+                entry["reported_tokens"] == request.cached_tokens,
                 arrived_s,
                 arrived_s + entry["ttft_ms"] / 1000,
                 entry["time"],

@@ -29,13 +29,17 @@ _ANSWER = "I have read it, and I will go on with the next file of the list."
 _HEADERS = {"content-type": "application/json"}
 _PROMPT = re.compile(rb'"prompt_tokens":\s*(\d+)')
 _INPUT = re.compile(rb'"input_tokens":\s*(\d+)')
+_CACHED = re.compile(rb'"cached_tokens":\s*(\d+)')
 _READ = re.compile(rb'"cache_read_input_tokens":\s*(\d+)')
 _ENDS = (b"data: [DONE]", b'"type":"message_stop"', b'"type": "message_stop"')
 
 
 @dataclass
 class Sent:
-    """A request as its client saw it. Times are seconds of the wall clock."""
+    """A request as its client saw it. Times are seconds of the wall clock.
+
+    cached_tokens: as the answer's usage has them. Through `/v1/messages` SGLang leaves out a 0.
+    """
 
     phase: str
     chain: Chain
@@ -44,6 +48,7 @@ class Sent:
     ended_s: float = 0.0
     outcome: str = "unfinished"  # then "answered", "lost" before its first byte, or "cut" after it
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     why: str = ""
 
 
@@ -137,16 +142,18 @@ class Load:
             elif streams and not any(end in whole for end in _ENDS):
                 sent.outcome, sent.why = "cut", repr(whole[-200:])
             else:
-                sent.outcome, sent.prompt_tokens = "answered", _prompt_tokens(whole)
+                sent.outcome = "answered"
+                sent.prompt_tokens, sent.cached_tokens = _usage(whole)
         except (aiohttp.ClientError, TimeoutError) as error:
             sent.outcome, sent.why = "cut" if received else "lost", repr(error)
         sent.ended_s = time.time()
         return sent.outcome == "answered"
 
 
-def _prompt_tokens(answer: bytes) -> int:
-    """By the answer's usage, whichever protocol's it is; 0 if it has none."""
-    if found := _PROMPT.findall(answer):
-        return max(map(int, found))
-    new, read = _INPUT.findall(answer), _READ.findall(answer)
-    return max(map(int, new), default=0) + max(map(int, read), default=0)
+def _usage(answer: bytes) -> tuple[int, int]:
+    """Prompt tokens, and those of them that were cached, in whichever protocol's words."""
+    prompt, new, cached, read = (
+        max(map(int, pattern.findall(answer)), default=0)
+        for pattern in (_PROMPT, _INPUT, _CACHED, _READ)
+    )
+    return (prompt, cached) if prompt else (new + read, read)
