@@ -150,12 +150,12 @@ class Trial:
 
 
 def engine_group(launcher: int, engine: str) -> int:
-    """The process group of the launcher's engine at this URL."""
+    """The process group that the launcher's engine at this URL leads, and nobody else is in."""
     port = engine.rpartition(":")[2]
     for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
         words = Path(f"/proc/{child}/cmdline").read_text().split("\0")
-        if ("--port", port) in pairwise(words) and "--model-path" in words:
-            return os.getpgid(int(child))
+        if ("--port", port) in pairwise(words) and os.getpgid(int(child)) == int(child):
+            return int(child)
     raise RuntimeError(f"{engine} is no child of the launcher")
 
 
