@@ -146,7 +146,8 @@ class Workers:
 
     @property
     def ready(self) -> list[Worker]:
-        return [worker for worker in self.all if worker.ready]
+        """Those that take requests: one that drains does not, however well it is."""
+        return [worker for worker in self.all if worker.ready and not worker.draining]
 
     def find(self, url: str) -> Worker | None:
         return next((worker for worker in self.all if worker.url == url.rstrip("/")), None)

@@ -170,6 +170,15 @@ async def test_a_worker_s_url_is_checked(start: Start, url: Any) -> None:
     assert "url" in (await answer.json())["error"]["message"]
 
 
+async def test_a_balancer_whose_last_worker_drains_is_not_healthy(start: Start) -> None:
+    engine = Engine("a")
+    client = await start(engine)
+    assert (await client.get("/health")).status == 200
+    await client.delete("/sgl_ext/workers", params={"url": engine.url})
+    assert (await client.get("/health")).status == 503
+    assert (await client.post(CHAT, json=body("Hello"))).status == 503
+
+
 async def test_an_unknown_worker_cannot_be_drained(start: Start) -> None:
     client = await start(Engine("a"))
     answer = await client.delete("/sgl_ext/workers", params={"url": "http://nobody"})
