@@ -74,7 +74,9 @@ async def test_a_failure_before_the_first_byte_is_retried_elsewhere(
     engines = [Engine("a", cut_before_an_answer), Engine("b")]
     client = await start(*engines)
     for turn in range(32):
-        answer = await client.post(path, json={"model": f"m{turn}", "text": f"{turn}"})
+        said = [{"role": "user", "content": f"{turn}"}]
+        request = {"model": f"m{turn}", "text": f"{turn}", "messages": said, "input": said}
+        answer = await client.post(path, json=request)
         assert await answer.json() == {"engine": "b"}
     assert engines[0].seen, "some of these prefixes belong to the engine that fails"
 
