@@ -7,8 +7,8 @@ While the request runs it stands; when the request has ended, the worker has
 `confirm_s` to say so itself, and then it is forgotten. So a worker that never
 confirms is believed for one request at a time and no longer.
 
-Invariants: an expectation is listed under each of its segments or, once
-dropped, under none; no segment is listed with nothing expected of it.
+Invariants: an expectation is listed under those of its segments that are not
+confirmed and, once dropped, under none; no segment is listed with nothing expected of it.
 """
 
 from __future__ import annotations
@@ -72,9 +72,18 @@ class ExpectedPrefixes:
         dropped = 0
         while self._ended and self._ended[0][0] <= now_s:
             _, _, expectation = heapq.heappop(self._ended)
-            dropped += bool(expectation.segments)
+            dropped += any(
+                self._by_segment.get(segment, {}).get(expectation.worker) is expectation
+                for segment in expectation.segments
+            )
             self.drop(expectation)
         return dropped
+
+    def confirm(self, worker: int, segment: int) -> None:
+        """The worker says that it holds the segment: from now on its own word counts."""
+        workers = self._by_segment.get(segment)
+        if workers is not None and workers.pop(worker, None) is not None and not workers:
+            del self._by_segment[segment]
 
     def forget_worker(self, worker: int) -> None:
         """Drops all that is expected of a worker: it restarted, or emptied its cache."""

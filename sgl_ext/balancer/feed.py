@@ -78,7 +78,10 @@ class PrefixFeed:
             self._expected.forget_segment(self._worker, number)
         for segment, parent, tokens in event.get("stored", ()):
             above = None if parent is None else int(parent, 16)
-            if not self._index.store(self._worker, above, int(segment, 16), tokens):
+            number = int(segment, 16)
+            if self._index.store(self._worker, above, number, tokens):
+                self._expected.confirm(self._worker, number)
+            else:
                 self.orphans += 1
         if (load := event.get("load")) is not None:
             self.load = load

@@ -105,6 +105,17 @@ def test_a_segment_whose_parent_is_not_held_is_counted() -> None:
     assert (fed.feed.orphans, fed.held()) == (1, [])
 
 
+def test_what_was_confirmed_and_then_evicted_is_not_expected_any_more() -> None:
+    fed = Fed()
+    fed.feed.apply(snapshot())
+    sent = fed.expected.expect(WORKER, [1, 2])
+    fed.feed.apply(line(2, stored=[[name(1), None, 100], [name(2), name(1), 200]]))
+    fed.feed.apply(line(3, removed=[name(1)]))
+    assert fed.expected.deepest([1, 2]) == {}
+    fed.expected.end(sent, now_s=0)
+    assert fed.expected.expire(5) == 0, "it was confirmed"
+
+
 def test_the_load_is_kept() -> None:
     fed = Fed()
     fed.feed.apply(snapshot())
