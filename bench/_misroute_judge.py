@@ -10,8 +10,8 @@ had counted on, by more than TOLERANCE_TOKENS and a tenth. It is then
                            the engine never took its word back ("unwithdrawn")
 
 It is computed when its worker says that it holds the prompt, or at its first byte if that
-comes before. The balancer counts on what an engine has told; what it merely expects of an
-engine, for a few seconds, is in no log, and so not judged here.
+comes before. The balancer counts on what an engine has told and on what requests sent there
+before should have left; both are judged.
 
 A request that had to be sent again, though no engine was killed within the lag of its
 arrival, was routed to a dead worker and is misrouted too.
@@ -44,7 +44,7 @@ class Line:
     sent: Sent
     worker: str
     reason: str
-    predicted: int
+    predicted: int  # what was counted on, known or still being computed when it was placed
     reported: int
     is_booked: bool  # whether the balancer read the report off the answer, too
     arrived_s: float
@@ -72,7 +72,7 @@ def read_log(log: Path, sent: Iterable[Sent]) -> list[Line]:
                 request,
                 entry["worker"],
                 entry["reason"],
-                entry["predicted_tokens"],
+                entry["expected_tokens"],
                 request.cached_tokens,
                 entry["reported_tokens"] == request.cached_tokens,
                 arrived_s,

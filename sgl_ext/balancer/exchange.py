@@ -37,6 +37,8 @@ from sgl_ext.requests.system_text import strip_request
 log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
+# The end of OpenAI's streams, which tells nothing.
+_DONE = b"data: [DONE]\n\n"
 # An answer from here on says that the worker failed, whatever was asked.
 _WORKER_AT_FAULT = 500
 
@@ -56,7 +58,7 @@ class Exchange:
     `asked` is what placement knows of it, `tried` the workers it was sent to,
     `queued_s` how long it waited before it was sent.
     `first_data` and `last_data` are the ends of the answer's body: whole events
-    of a stream, the whole body otherwise.
+    of a stream (the closing mark of OpenAI's is none), the whole body otherwise.
     """
 
     # What a request begins with; set on the class, so that beginning costs nothing.
@@ -299,7 +301,8 @@ class Exchange:
         if not self._begun:
             self.first_data = data
             self._start_stream()
-        self.last_data = data
+        if data != _DONE:
+            self.last_data = data
         self._events_sent += data.count(b"\n\n")
         self._client.write(data)
         if self._client.paused and self._connection is not None:

@@ -3,8 +3,11 @@
 With `--request-log FILE` every request that an engine answered is a line of JSON:
 
     {"time", "route", "status", "worker", "reason", "prefix", "session", "segments", "tools",
-     "prompt_tokens", "predicted_tokens", "reported_tokens", "queue_ms", "ttft_ms", "total_ms",
-     "attempts"}
+     "prompt_tokens", "predicted_tokens", "expected_tokens", "reported_tokens", "queue_ms",
+     "ttft_ms", "total_ms", "attempts"}
+
+`predicted_tokens` of the prompt were known to be cached, `expected_tokens` counts those that
+another request was still computing as well.
 
 `prefix` and `session` are hashes; no word of a prompt is written.
 """
@@ -73,6 +76,7 @@ class Ledger:
             "tools": asked.chain.tools,
             "prompt_tokens": asked.prompt_tokens,
             "predicted_tokens": flight.predicted_tokens,
+            "expected_tokens": flight.expected_tokens,
             "reported_tokens": reported,
             "queue_ms": round(request.queued_s * 1000, 3),
             "ttft_ms": round(first_byte_s * 1000, 3),

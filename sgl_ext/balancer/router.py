@@ -64,12 +64,16 @@ _NOTHING = _Held(0, 0, 0, 0, None)
 
 
 class Flight:
-    """One try of one request on one worker. `give_up` ends it for a reason of the worker's."""
+    """One try of one request on one worker. `give_up` ends it for a reason of the worker's.
+
+    Of its prompt the worker held `predicted_tokens`, and was about to hold `expected_tokens`.
+    """
 
     __slots__ = (
         "asked",
         "decoding",
         "expectation",
+        "expected_tokens",
         "followers",
         "follows",
         "give_up",
@@ -86,6 +90,7 @@ class Flight:
         self.placement = placement
         self.placed_s = placed_s
         self.predicted_tokens = 0
+        self.expected_tokens = 0
         self.uncached_tokens = 0
         self.decoding = False
         self.expectation: Expectation | None = None
@@ -264,6 +269,7 @@ class Router:
     ) -> Flight:
         flight = Flight(asked, worker, placement, now_s)
         flight.predicted_tokens = held.tokens
+        flight.expected_tokens = held.expected_tokens
         flight.uncached_tokens = max(asked.prompt_tokens - held.expected_tokens, 0)
         if not worker.in_flight:
             worker.heard_s = now_s

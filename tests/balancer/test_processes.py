@@ -5,8 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 import requests
 
 from bench._node import free_port
+from tests.waiting import until
 
 COUNT = 3
 BODY = {"model": "bench", "messages": [{"role": "user", "content": "Hello"}]}
@@ -43,15 +43,6 @@ def balancer() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
         until(lambda: len(psutil.Process(running.pid).children()) == COUNT)
         until(lambda: all(status(url) == 200 for _ in range(20)))
         yield url, running
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Returns once the condition holds; the limit is for a hang."""
-    for _ in range(400):
-        if condition():
-            return
-        time.sleep(0.05)
-    pytest.fail("it did not come")
 
 
 def status(url: str, path: str = "/health") -> int:

@@ -377,7 +377,27 @@ async def test_what_was_predicted_is_compared_with_what_the_engine_found(
     record = orjson.loads(line)
     assert (record["route"], record["worker"], record["reason"]) == (CHAT, engine.url, "home")
     assert (record["predicted_tokens"], record["reported_tokens"]) == (5000, 4990)
+    assert record["expected_tokens"] == 5000
     assert "Hello" not in line, "a log of requests holds none of their words"
+
+
+async def test_a_streams_usage_is_read_when_its_end_comes_alone(start: Start) -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        stream = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await stream.prepare(request)
+        await stream.write(b'data: {"choices": []}\n\n')
+        await asyncio.sleep(0.05)
+        await stream.write(b'data: {"usage": {"cached_tokens": 7}}\n\n')
+        await asyncio.sleep(0.05)
+        await stream.write(b"data: [DONE]\n\n")
+        return stream
+
+    engine = Engine("a", answer)
+    client = await start(engine)
+    async with client.post(CHAT, json=body("Hello")) as answered:
+        assert (await answered.read()).endswith(b"data: [DONE]\n\n")
+    page = await (await client.get("/metrics")).text()
+    assert f'sgl_ext_reported_cached_tokens_total{{worker="{engine.url}"}} 7.0' in page
 
 
 async def test_retries_stop_when_their_budget_is_spent(start: Start) -> None:

@@ -14,8 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -29,6 +28,7 @@ from bench._node import free_port
 from sgl_ext.engine.hub import PATH
 from sgl_ext.requests.segments import read_chain
 from tests.requests.test_system_text import HEADER
+from tests.waiting import until
 
 pytestmark = pytest.mark.engine
 
@@ -107,15 +107,6 @@ class Watch:
         held = [segment in self.held for segment in chain]
         assert held == sorted(held, reverse=True)
         return self.held[chain[sum(held) - 1]][1] if any(held) else 0
-
-
-def until(condition: Callable[[], bool], limit_s: int = 60) -> None:
-    """Returns once the condition holds; the limit is for a hang."""
-    for _ in range(20 * limit_s):
-        if condition():
-            return
-        time.sleep(0.05)
-    pytest.fail("it never came to hold")
 
 
 def chain_of(path: str, body: dict[str, Any]) -> list[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,6 +9,7 @@ import pytest
 import requests
 
 from bench._node import Node
+from tests.waiting import until
 
 pytestmark = pytest.mark.engine
 CHAT = "/v1/chat/completions"
@@ -38,15 +37,6 @@ def explained(node: Node, request: dict[str, Any]) -> dict[str, Any]:
 
 def held(node: Node, request: dict[str, Any]) -> list[int]:
     return [worker["held_tokens"] for worker in explained(node, request)["workers"]]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Returns once the condition holds; the limit is for a hang."""
-    for _ in range(400):
-        if condition():
-            return
-        time.sleep(0.05)
-    pytest.fail("it did not come")
 
 
 def test_a_conversation_stays_where_it_is_cached(node: Node) -> None:
