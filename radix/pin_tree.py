@@ -1,0 +1,251 @@
+"""The pinned prefixes as one tree of tokens, so that what they share is counted once.
+
+Pins nest and fork. The tree holds each token of their union once, on compressed edges:
+
+    edge     |--- a ---------|--- b -----|          pins   1: a      2: a + b
+                             |--- c ---|                   3: a + c
+
+Token ids are 8 bytes each and a key is nothing but these bytes, so that edges are
+compared as memory, and where two part is found by bisection. A node ends at a pin, at a
+fork, or where the tokens of one owner go over into another's: tokens are charged to whom
+first had them pinned, for as long as any pin needs them, whosever that is.
+
+Nothing is shared between spaces. A pin is a number here; what it stands for is not known.
+
+Invariants, asserted by `check`: every leaf is a pin; a node that is no pin has several
+children, or one whose edge another owner is charged for; a space without pins has no
+root; the tokens and the charges are those of the edges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Set
+from dataclasses import dataclass, field
+
+TOKEN_BYTES = 8
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """A prefix: the parent's, and the tokens of `edge`. Only a root has no parent."""
+
+    edge: bytes
+    owner: str
+    parent: _Node | None
+    space: Hashable
+    pin: int | None = None
+    children: dict[bytes, _Node] = field(default_factory=dict)  # by their first token
+
+    @property
+    def tokens(self) -> int:
+        return len(self.edge) // TOKEN_BYTES
+
+    @property
+    def uses(self) -> int:
+        """How many reasons there are to keep the node."""
+        return len(self.children) + (self.pin is not None)
+
+
+class PinTree:
+    """The union of all pinned prefixes."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        """Of all edges: as many as the pinned prefixes have together, shared ones once."""
+        self._roots: dict[Hashable, _Node] = {}
+        self._nodes: dict[int, _Node] = {}  # by pin
+        self._charges: dict[str, int] = {}
+
+    @property
+    def pins(self) -> Set[int]:
+        """The pins it has."""
+        return self._nodes.keys()
+
+    def tokens_of(self, owner: str) -> int:
+        """How many of the tokens the owner is charged for."""
+        return self._charges.get(owner, 0)
+
+    def find(self, space: Hashable, key: bytes, tokens: int | None = None) -> list[int]:
+        """The pins that are prefixes of the key's first `tokens`, the shortest first."""
+        root = self._roots.get(space)
+        if root is None:
+            return []
+        end = len(key) if tokens is None else min(len(key), tokens * TOKEN_BYTES)
+        path, _ = _walk(root, key, end)
+        return [node.pin for node in path if node.pin is not None]
+
+    def missing(self, space: Hashable, key: bytes) -> int:
+        """How many tokens `insert` would add. Changes nothing."""
+        root = self._roots.get(space)
+        if root is None:
+            return len(key) // TOKEN_BYTES
+        path, at = _walk(root, key, len(key))
+        child = path[-1].children.get(key[at : at + TOKEN_BYTES])
+        shared = 0 if child is None else _common(child.edge, key, at)
+        return (len(key) - at - shared) // TOKEN_BYTES
+
+    def insert(self, space: Hashable, key: bytes, pin: int, owner: str) -> int:
+        """Adds a pin at the end of `key`, where none may be yet; how many tokens are new."""
+        root = self._roots.get(space)
+        if root is None:
+            root = self._roots[space] = _Node(b"", "", None, space)
+        path, at = _walk(root, key, len(key))
+        node = path[-1]
+        child = node.children.get(key[at : at + TOKEN_BYTES])
+        if child is not None:
+            shared = _common(child.edge, key, at)
+            node = _split(child, shared)
+            at += shared
+        added = 0
+        if at < len(key):
+            leaf = _Node(key[at:], owner, node, space)
+            node.children[leaf.edge[:TOKEN_BYTES]] = leaf
+            added = leaf.tokens
+            self._charge(owner, added)
+            node = leaf
+        assert node.pin is None, "pinned already"
+        node.pin = pin
+        self._nodes[pin] = node
+        return added
+
+    def remove(self, pin: int) -> int:
+        """Removes a pin, and the tokens that no other needs; how many these were."""
+        node = self._nodes.pop(pin)
+        node.pin = None
+        removed = 0
+        while node.parent is not None and not node.uses:
+            del node.parent.children[node.edge[:TOKEN_BYTES]]
+            self._charge(node.owner, -node.tokens)
+            removed += node.tokens
+            node = node.parent
+        if node.parent is not None:
+            _merge(node)
+        elif not node.children:
+            del self._roots[node.space]
+        return removed
+
+    def clear(self) -> None:
+        """Removes all pins."""
+        for record in (self._roots, self._nodes, self._charges):
+            record.clear()
+        self.tokens = 0
+
+    def trial(self) -> Trial:
+        """For trying out removals. It holds until the tree changes."""
+        return Trial(self, self._nodes)
+
+    def _charge(self, owner: str, tokens: int) -> None:
+        self.tokens += tokens
+        charge = self._charges.pop(owner, 0) + tokens
+        if charge:
+            self._charges[owner] = charge
+
+    def check(self) -> None:
+        """Asserts the invariants."""
+        charges: dict[str, int] = {}
+        pins: dict[int, _Node] = {}
+        for space, root in self._roots.items():
+            assert root.space == space
+            assert root.children, "a space without pins"
+            nodes = [root]
+            for node in nodes:
+                for first, child in node.children.items():
+                    assert child.parent is node
+                    assert child.edge[:TOKEN_BYTES] == first
+                    assert child.tokens * TOKEN_BYTES == len(child.edge) > 0
+                    charges[child.owner] = charges.get(child.owner, 0) + child.tokens
+                    nodes.append(child)
+                if node.pin is not None:
+                    pins[node.pin] = node
+                elif node is not root:
+                    owners = {child.owner for child in node.children.values()}
+                    assert len(node.children) > 1 or owners - {node.owner}, "a needless node"
+        assert pins == self._nodes
+        assert charges == self._charges
+        assert self.tokens == sum(charges.values())
+
+
+class Trial:
+    """What a tree would hold without some of its pins. The tree itself is left as it is."""
+
+    def __init__(self, tree: PinTree, nodes: dict[int, _Node]) -> None:
+        self.tokens = tree.tokens
+        self._tree = tree
+        self._nodes = nodes
+        self._uses: dict[_Node, int] = {}  # where they differ from the tree's
+        self._freed: dict[str, int] = {}  # by owner
+
+    def tokens_of(self, owner: str) -> int:
+        """How many tokens the owner would be charged for."""
+        return self._tree.tokens_of(owner) - self._freed.get(owner, 0)
+
+    def remove(self, pin: int) -> None:
+        """Leaves one more pin out."""
+        node = self._nodes[pin]
+        while node.parent is not None:
+            uses = self._uses[node] = self._uses.get(node, node.uses) - 1
+            if uses:
+                return
+            self._free(node, node.tokens)
+            node = node.parent
+
+    def restore(self, pin: int) -> None:
+        """Takes back a removal."""
+        node = self._nodes[pin]
+        while node.parent is not None:
+            self._uses[node] += 1
+            if self._uses[node] > 1:
+                return
+            self._free(node, -node.tokens)
+            node = node.parent
+
+    def _free(self, node: _Node, tokens: int) -> None:
+        self.tokens -= tokens
+        self._freed[node.owner] = self._freed.get(node.owner, 0) + tokens
+
+
+def _walk(root: _Node, key: bytes, end: int) -> tuple[list[_Node], int]:
+    """The nodes that are prefixes of `key[:end]`, and the bytes up to the last one's end."""
+    node, at, path = root, 0, [root]
+    while at < end:
+        child = node.children.get(key[at : at + TOKEN_BYTES])
+        if child is None or not key.startswith(child.edge, at, end):
+            break
+        node, at = child, at + len(child.edge)
+        path.append(node)
+    return path, at
+
+
+def _common(edge: bytes, key: bytes, at: int) -> int:
+    """How many bytes, in whole tokens, `edge` and `key[at:]` have in common."""
+    low, high = 0, min(len(edge), len(key) - at) // TOKEN_BYTES
+    while low < high:
+        middle = (low + high + 1) // 2
+        if key.startswith(edge[low * TOKEN_BYTES : middle * TOKEN_BYTES], at + low * TOKEN_BYTES):
+            low = middle
+        else:
+            high = middle - 1
+    return low * TOKEN_BYTES
+
+
+def _split(node: _Node, length: int) -> _Node:
+    """Cuts a node's edge after `length` bytes; returns the upper part, which is a new node."""
+    assert node.parent is not None, "a root has no edge"
+    upper = _Node(node.edge[:length], node.owner, node.parent, node.space)
+    node.parent.children[upper.edge[:TOKEN_BYTES]] = upper
+    node.edge, node.parent = node.edge[length:], upper
+    upper.children[node.edge[:TOKEN_BYTES]] = node
+    return upper
+
+
+def _merge(node: _Node) -> None:
+    """Joins a node and its only child, if nothing is left that kept the two apart.
+
+    Otherwise a long edge would fall into as many pieces as short pins ever forked from it.
+    """
+    if node.pin is not None or len(node.children) != 1 or node.parent is None:
+        return
+    (child,) = node.children.values()
+    if child.owner == node.owner:
+        child.edge, child.parent = node.edge + child.edge, node.parent
+        node.parent.children[child.edge[:TOKEN_BYTES]] = child

@@ -1,0 +1,598 @@
+"""Pins: leases on prefixes that are renewed as they are read, within a budget."""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from radix.pins import BUDGET, EMPTY, OWNER_SHARE, WORTH_LESS, Grant, Pin, Pins
+
+TTL_S = 300.0
+
+
+def key(tokens: Sequence[int]) -> bytes:
+    return array("q", tokens).tobytes()
+
+
+def prompt(name: int, tokens: int) -> bytes:
+    """A prompt of `tokens` tokens of which no other name has any."""
+    return key(range(name * 100_000, name * 100_000 + tokens))
+
+
+def grant(pins: Pins, name: int, tokens: int, now: float, **options: Any) -> Grant:
+    found = pins.grant("", prompt(name, tokens), options.pop("ttl_s", TTL_S), now, **options)
+    pins.check()
+    return found
+
+
+def pin(pins: Pins, name: int, tokens: int, now: float, **options: Any) -> Pin:
+    found = grant(pins, name, tokens, now, **options).pin
+    assert found is not None
+    return found
+
+
+def assert_nothing_left(pins: Pins) -> None:
+    pins.check()
+    assert len(pins) == pins.tokens == 0
+    tree = pins._tree
+    assert not any((pins._pins, pins._by_prefix, pins._by_session, pins._order))
+    assert not any((tree._roots, tree._nodes, tree._charges))
+
+
+def test_a_pin_nobody_reads_lasts_for_its_ttl() -> None:
+    pins = Pins(budget_tokens=100)
+    made = pin(pins, 1, 10, now=0)
+    assert pins.expire(299.9) == []
+    assert pins.tokens == 10
+    assert pins.expire(300) == [made]
+    assert_nothing_left(pins)
+
+
+def test_a_hit_renews_every_pin_the_request_has_read_all_of() -> None:
+    pins = Pins(budget_tokens=100)
+    short, middle, long = (pin(pins, 1, tokens, now=0) for tokens in (10, 20, 30))
+    other = pin(pins, 2, 10, now=0)
+    assert pins.hit("", prompt(1, 50), now=200, tokens=25) == [short, middle]
+    assert [p.hits for p in (short, middle, long, other)] == [1, 1, 0, 0]
+    assert [p.used_s for p in (short, middle, long, other)] == [200, 200, 0, 0]
+    pins.check()
+    assert pins.expire(300) == [long, other]
+    assert pins.tokens == 20
+    assert pins.expire(500) == [short, middle]
+    assert_nothing_left(pins)
+
+
+def test_a_prompt_that_ends_before_a_pin_does_reads_none_of_it() -> None:
+    pins = Pins(budget_tokens=100)
+    pin(pins, 1, 20, now=0)
+    assert pins.hit("", prompt(1, 19), now=1, tokens=19) == []
+    assert pins.hit("lora", prompt(1, 20), now=1, tokens=20) == []
+
+
+def test_the_soonest_to_expire_is_told_first() -> None:
+    pins = Pins(budget_tokens=100)
+    slow, quick, quicker = (
+        pin(pins, n, 5, now=0, ttl_s=ttl_s) for n, ttl_s in enumerate((9, 7, 5))
+    )
+    assert pins.expire(10) == [quicker, quick, slow]
+
+
+def test_a_renewal_later_than_the_last_look_is_seen_by_the_next() -> None:
+    """The soonest deadline is remembered: it must not be remembered for too long."""
+    pins = Pins(budget_tokens=100)
+    made = pin(pins, 1, 10, now=0)
+    pins.hit("", prompt(1, 10), now=299, tokens=10)
+    assert pins.expire(300) == []
+    short = pin(pins, 2, 10, now=301, ttl_s=1)
+    assert pins.expire(302) == [short]
+    assert pins.expire(599) == [made]
+
+
+def test_asking_again_renews_and_is_no_hit() -> None:
+    pins = Pins(budget_tokens=100)
+    first = pin(pins, 1, 10, now=0, ttl_s=100, priority=2, label="first")
+    again = grant(pins, 1, 10, now=50, ttl_s=200, owner="ann", session="s", priority=1)
+    assert again == (first, False, [], "")
+    assert (first.ttl_s, first.deadline_s, first.used_s, first.hits) == (200, 250, 50, 0)
+    assert (first.priority, first.label) == (2, "first")
+    assert (first.owner, first.session) == ("ann", "s")
+    assert pins.of_session("s") == [first]
+    # Neither a shorter lease nor another owner takes anything away.
+    grant(pins, 1, 10, now=60, ttl_s=10, owner="ben", session="t", priority=5)
+    assert (first.ttl_s, first.deadline_s, first.priority) == (200, 260, 5)
+    assert (first.owner, first.session) == ("ann", "s")
+    assert pins.of_session("t") == []
+    assert len(pins) == 1
+
+
+def test_what_pins_share_is_counted_once() -> None:
+    pins = Pins(budget_tokens=30)
+    pin(pins, 1, 20, now=0)
+    pin(pins, 1, 30, now=0)
+    assert (len(pins), pins.tokens) == (2, 30)
+    # Nothing is shared between spaces.
+    found = pins.grant("lora", prompt(1, 10), TTL_S, 0)
+    assert [p.tokens for p in found.released] == [30]
+    assert pins.tokens == 30
+
+
+def test_spaces_name_their_prefixes_apart() -> None:
+    pins = Pins(budget_tokens=100)
+    one = pins.grant(("m", None), prompt(1, 10), TTL_S, 0).pin
+    two = pins.grant(("m", "lora"), prompt(1, 10), TTL_S, 0).pin
+    assert one is not None
+    assert two is not None
+    assert one.prefix != two.prefix
+    assert len(one.prefix) == 32
+    assert pins.find(one.prefix) is one
+    assert pins.find(two.prefix) is two
+    assert pins.find("") is None
+    assert pins.pinned(("m", "lora"), prompt(1, 10)) is two
+    assert pins.pinned(("m", "lora"), prompt(1, 9)) is None
+    assert pins.pinned(("m", "lora"), prompt(1, 11)) is None
+    again = Pins(budget_tokens=10).grant(("m", None), prompt(1, 10), TTL_S, 7).pin
+    assert again is not None
+    assert again.prefix == one.prefix, "a name is the same wherever it is made"
+
+
+def test_a_fresh_pin_displaces_one_that_was_never_read() -> None:
+    pins = Pins(budget_tokens=30)
+    read = pin(pins, 1, 10, now=0)
+    unread = pin(pins, 2, 10, now=1)
+    later = pin(pins, 3, 10, now=2)
+    pins.hit("", prompt(1, 10), now=3, tokens=10)
+    assert pins.in_order() == [unread, later, read]
+    assert grant(pins, 4, 10, now=4).released == [unread]
+    assert grant(pins, 5, 10, now=4).released == [later]
+
+
+def test_a_pin_in_use_is_not_displaced_until_its_reads_no_longer_vouch_for_it() -> None:
+    pins = Pins(budget_tokens=10)
+    used = pin(pins, 1, 10, now=0)
+    pins.hit("", prompt(1, 10), now=10, tokens=10)
+    assert grant(pins, 2, 10, now=159) == (None, False, [], WORTH_LESS)
+    assert list(pins) == [used]
+    # One read vouches for half of the lease, from that read on.
+    assert grant(pins, 2, 10, now=161).released == [used]
+
+
+def test_the_more_often_a_pin_was_read_the_longer_it_stands() -> None:
+    pins = Pins(budget_tokens=20)
+    once, often = pin(pins, 1, 10, now=0), pin(pins, 2, 10, now=0)
+    for _ in range(9):
+        pins.hit("", prompt(2, 10), now=10, tokens=10)
+    pins.hit("", prompt(1, 10), now=11, tokens=10)
+    assert pins.in_order() == [once, often]
+    assert often.standing_s == 280
+
+
+def test_a_higher_priority_displaces_a_lower_one_regardless() -> None:
+    pins = Pins(budget_tokens=10)
+    low = pin(pins, 1, 10, now=0)
+    pins.hit("", prompt(1, 10), now=1, tokens=10)
+    high = grant(pins, 2, 10, now=2, priority=1)
+    assert high.released == [low]
+    assert grant(pins, 1, 10, now=1000).reason == WORTH_LESS
+    assert list(pins) == [high.pin]
+
+
+def test_a_prefix_longer_than_the_budget_releases_nothing() -> None:
+    pins = Pins(budget_tokens=10, owner_share=0.5)
+    pin(pins, 1, 5, now=0)
+    assert grant(pins, 2, 11, now=1) == (None, False, [], BUDGET)
+    assert grant(pins, 2, 6, now=1) == (None, False, [], OWNER_SHARE)
+    assert grant(pins, 2, 0, now=1) == (None, False, [], EMPTY)
+    assert len(pins) == 1
+    assert grant(Pins(budget_tokens=0), 1, 1, now=0).reason == BUDGET
+
+
+def test_if_there_is_no_room_nothing_is_released() -> None:
+    pins = Pins(budget_tokens=30)
+    pin(pins, 1, 10, now=0)
+    pin(pins, 2, 20, now=0, priority=1)
+    assert grant(pins, 3, 11, now=1) == (None, False, [], WORTH_LESS)
+    assert (len(pins), pins.tokens) == (2, 30)
+
+
+def test_a_longer_prefix_keeps_the_pins_it_goes_through() -> None:
+    pins = Pins(budget_tokens=30)
+    short = pin(pins, 1, 10, now=0)
+    other = pin(pins, 2, 10, now=1)
+    long = grant(pins, 1, 25, now=2)
+    assert long.released == [other]
+    assert list(pins) == [short, long.pin]
+
+
+def test_a_fork_keeps_what_it_shares_with_the_pin_it_displaces() -> None:
+    pins = Pins(budget_tokens=10)
+    old = pins.grant("", key([1] * 8 + [2] * 2), TTL_S, 0).pin
+    new = pins.grant("", key([1] * 8 + [3] * 2), TTL_S, 0)
+    pins.check()
+    assert new.released == [old]
+    assert pins.tokens == 10
+
+
+def test_a_pin_is_not_released_for_tokens_that_another_needs() -> None:
+    pins = Pins(budget_tokens=30)
+    short = pin(pins, 1, 10, now=0)
+    long = pin(pins, 1, 20, now=0, priority=1)
+    other = pin(pins, 2, 10, now=1)
+    assert pins.in_order() == [short, other, long]
+    assert grant(pins, 3, 10, now=2).released == [other]
+
+
+def test_what_need_not_go_after_all_stays() -> None:
+    pins = Pins(budget_tokens=40)
+    small, big = pin(pins, 1, 10, now=0), pin(pins, 2, 30, now=1)
+    assert grant(pins, 3, 30, now=2).released == [big]
+    assert pins.in_order()[0] is small
+
+
+def test_of_two_of_which_one_has_to_go_the_more_valuable_stays() -> None:
+    pins = Pins(budget_tokens=40)
+    first, second, third = (pin(pins, n, tokens, now=n) for n, tokens in enumerate((10, 10, 20)))
+    assert grant(pins, 4, 30, now=4).released == [first, third]
+    assert pins.in_order()[0] is second
+
+
+def test_nested_pins_go_together_if_that_makes_room() -> None:
+    pins = Pins(budget_tokens=20)
+    short, long = pin(pins, 1, 10, now=0), pin(pins, 1, 20, now=1)
+    assert grant(pins, 2, 15, now=2).released == [short, long]
+    assert pins.tokens == 15
+
+
+def test_beyond_its_share_an_owner_displaces_only_its_own() -> None:
+    pins = Pins(budget_tokens=40, owner_share=0.5)
+    others = pin(pins, 1, 10, now=0, owner="ben")
+    own = pin(pins, 2, 20, now=1, owner="ann")
+    assert grant(pins, 3, 10, now=2, owner="ann").released == [own]
+    assert pins.in_order()[0] is others
+    assert (pins.tokens_of("ann"), pins.tokens_of("ben"), pins.tokens) == (10, 10, 20)
+    for _ in range(2):
+        pins.hit("", prompt(3, 10), now=3, tokens=10)
+    assert grant(pins, 4, 15, now=4, owner="ann") == (None, False, [], OWNER_SHARE)
+    assert len(pins) == 2
+
+
+def test_an_owner_does_not_displace_others_for_tokens_it_is_charged_for() -> None:
+    pins = Pins(budget_tokens=40, owner_share=0.5)
+    begun = pin(pins, 1, 10, now=0, owner="ann")
+    pin(pins, 1, 20, now=0, owner="ben")
+    pins.release(begun)
+    assert pins.tokens_of("ann") == 10
+    assert grant(pins, 2, 11, now=1, owner="ann") == (None, False, [], OWNER_SHARE)
+    assert grant(pins, 2, 10, now=1, owner="ann").released == []
+
+
+def test_where_share_and_budget_are_full_its_own_go_first() -> None:
+    pins = Pins(budget_tokens=40, owner_share=0.5)
+    asked = [("ben", 3), ("ann", 5), ("ben", 6), ("ann", 10), ("cat", 16)]
+    made = [pin(pins, n, tokens, now=n, owner=owner) for n, (owner, tokens) in enumerate(asked)]
+    assert pins.tokens == 40
+    assert grant(pins, 9, 10, now=9, owner="ann").released == [made[1], made[2]]
+
+
+def test_those_who_name_no_owner_count_as_one() -> None:
+    pins = Pins(budget_tokens=40, owner_share=0.5)
+    first = pin(pins, 1, 20, now=0)
+    assert grant(pins, 2, 20, now=1).released == [first]
+
+
+def test_an_owner_pays_only_for_tokens_nobody_had_pinned() -> None:
+    pins = Pins(budget_tokens=40, owner_share=0.5)
+    pin(pins, 1, 15, now=0, owner="ann")
+    pin(pins, 1, 20, now=0, owner="ben")
+    assert (pins.tokens_of("ann"), pins.tokens_of("ben")) == (15, 5)
+    assert grant(pins, 2, 15, now=1, owner="ben").released == []
+
+
+def test_a_prefix_longer_than_a_share_is_refused_even_where_others_pay() -> None:
+    pins = Pins(budget_tokens=40, owner_share=0.5)
+    pin(pins, 1, 15, now=0, owner="ann")
+    assert grant(pins, 1, 21, now=0, owner="ben") == (None, False, [], OWNER_SHARE)
+
+
+def test_ten_thousand_prefixes_stay_within_the_limit_and_leave_nothing() -> None:
+    pins = Pins(budget_tokens=1_000_000, limit_pins=4096)
+    for n in range(10_000):
+        found = pins.grant("", key([n % 7, n]), TTL_S, n / 100, session=f"s{n}", owner=f"o{n % 3}")
+        assert found.pin is not None
+        assert [gone.id for gone in found.released] == ([n - 4095] if n >= 4096 else [])
+    pins.check()
+    assert (len(pins), pins.tokens) == (4096, 4096 + 7)
+    assert len(pins.expire(1000)) == 4096
+    assert_nothing_left(pins)
+
+
+def test_at_the_limit_a_pin_worth_less_than_all_is_refused() -> None:
+    pins = Pins(budget_tokens=100, limit_pins=1)
+    kept = pin(pins, 1, 10, now=0, priority=1)
+    assert grant(pins, 2, 10, now=1) == (None, False, [], WORTH_LESS)
+    assert list(pins) == [kept]
+    assert grant(pins, 1, 10, now=2).pin is kept, "a pin there is can be renewed"
+
+
+def test_at_the_limit_a_longer_prefix_keeps_the_pins_it_goes_through() -> None:
+    pins = Pins(budget_tokens=100, limit_pins=2)
+    pin(pins, 1, 10, now=0)
+    other = pin(pins, 2, 10, now=1)
+    assert grant(pins, 1, 20, now=2).released == [other]
+    assert grant(pins, 1, 30, now=3).reason == WORTH_LESS
+
+
+def test_a_clock_that_jumps_back_takes_no_time_from_a_lease() -> None:
+    pins = Pins(budget_tokens=100)
+    first = pin(pins, 1, 10, now=1000)
+    pins.hit("", prompt(1, 10), now=500, tokens=10)
+    assert (first.used_s, first.deadline_s) == (1000, 1300)
+    second = pin(pins, 2, 10, now=500)
+    assert (second.granted_s, second.deadline_s) == (1000, 1300)
+    assert pins.expire(1300) == [first, second]
+
+
+def test_what_is_released_is_gone_and_can_be_pinned_anew() -> None:
+    pins = Pins(budget_tokens=100)
+    first = pin(pins, 1, 10, now=0, session="s")
+    assert pins.is_prefix(first, "", prompt(1, 11))
+    assert not pins.is_prefix(first, "", prompt(1, 9))
+    assert pins.prefixes_of("", prompt(1, 11)) == [first]
+    assert pins.prefixes_of("", prompt(1, 11), 9) == []
+    assert not pins.is_prefix(first, "lora", prompt(1, 11))
+    assert pins.release(first)
+    assert not pins.release(first)
+    assert not pins.is_prefix(first, "", prompt(1, 11))
+    assert_nothing_left(pins)
+    second = pin(pins, 1, 10, now=1)
+    assert second.id > first.id
+    assert not pins.release(first), "the same prefix, but not the same pin"
+    assert list(pins) == [second]
+
+
+def test_a_session_has_the_pins_it_was_the_first_to_ask_for() -> None:
+    pins = Pins(budget_tokens=100)
+    one, two = (pin(pins, n, 10, now=0, session="s") for n in (1, 2))
+    pin(pins, 3, 10, now=0)
+    assert pins.of_session("s") == [one, two]
+    assert pins.of_session("") == pins.of_session("t") == []
+    pins.release(one)
+    assert pins.of_session("s") == [two]
+
+
+def test_when_the_tree_was_emptied_all_pins_are_gone() -> None:
+    pins = Pins(budget_tokens=100)
+    made = [pin(pins, n, 10, now=0, session="s") for n in (2, 1)]
+    assert pins.clear() == made
+    assert_nothing_left(pins)
+    assert pins.expire(1e9) == []
+    pin(pins, 1, 10, now=1e9)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("budget_tokens", {"budget_tokens": -1}),
+        ("owner_share", {"budget_tokens": 1, "owner_share": 0.0}),
+        ("owner_share", {"budget_tokens": 1, "owner_share": 1.1}),
+        ("limit_pins", {"budget_tokens": 1, "limit_pins": 0}),
+    ],
+)
+def test_a_bad_setting_is_named(name: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=name):
+        Pins(**options)
+
+
+def test_a_bad_argument_is_named() -> None:
+    pins = Pins(budget_tokens=10)
+    with pytest.raises(ValueError, match="key"):
+        pins.grant("", b"1234567", TTL_S, 0)
+    for ttl_s in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="ttl_s"):
+            pins.grant("", prompt(1, 1), ttl_s, 0)
+    assert_nothing_left(pins)
+
+
+Tokens = tuple[int, ...]
+Prefix = tuple[Hashable, Tokens]
+
+SPACES = ("", "lora")
+OWNERS = ("", "ann", "ben")
+spaces = st.sampled_from(SPACES)
+runs = st.lists(st.integers(0, 1), min_size=1, max_size=7).map(tuple)
+
+
+def prefixes(at: Prefix) -> list[Prefix]:
+    return [(at[0], at[1][:end]) for end in range(1, len(at[1]) + 1)]
+
+
+class Machine(RuleBasedStateMachine):
+    """The pins of one engine, and beside them every prefix that any pin needs."""
+
+    @initialize(
+        budget=st.integers(0, 24), share=st.sampled_from([0.3, 0.5, 1.0]), limit=st.integers(1, 9)
+    )
+    def begin(self, budget: int, share: float, limit: int) -> None:
+        self.budget, self.share, self.limit = budget, int(budget * share), limit
+        self.options: dict[str, Any] = {
+            "budget_tokens": budget,
+            "owner_share": share,
+            "limit_pins": limit,
+        }
+        self.pins = Pins(**self.options)
+        self.other_rank = Pins(**self.options)
+        self.at: dict[Pin, Prefix] = {}
+        self.charged: dict[Prefix, str] = {}
+        self.now = 0.0
+
+    def union(self, pins: set[Pin]) -> set[Prefix]:
+        return {prefix for pin in pins for prefix in prefixes(self.at[pin])}
+
+    def forget(self, pins: list[Pin]) -> None:
+        for gone in pins:
+            del self.at[gone]
+        needed = self.union(set(self.at))
+        self.charged = {p: owner for p, owner in self.charged.items() if p in needed}
+
+    def charge_of(self, owner: str, among: set[Prefix], charged: dict[Prefix, str]) -> int:
+        return sum(charged[prefix] == owner for prefix in among)
+
+    @rule(seconds=st.integers(-5, 20))
+    def wait(self, seconds: int) -> None:
+        self.now += seconds
+
+    @rule(
+        space=spaces,
+        tokens=runs,
+        ttl_s=st.integers(1, 30),
+        owner=st.sampled_from(OWNERS),
+        session=st.sampled_from(["", "s", "t"]),
+        priority=st.sampled_from([0, 0, 0, 1]),
+    )
+    def grant(
+        self, space: str, tokens: Tokens, ttl_s: int, owner: str, session: str, priority: int
+    ) -> None:
+        order = self.pins.in_order()
+        before = {pin: repr(pin) for pin in order}
+        asked = (space, key(tokens), float(ttl_s), self.now)
+        named: dict[str, Any] = {"owner": owner, "session": session, "priority": priority}
+        found = self.pins.grant(*asked, **named)
+        assert repr(self.other_rank.grant(*asked, **named)) == repr(found)
+        at = (space, tokens)
+        if at in self.at.values():
+            assert found.pin is not None
+            assert self.at[found.pin] == at
+            assert found == (found.pin, False, [], "")
+            return
+        now = self.pins._now_s
+        on_path = {pin for pin in order if self.at[pin] in prefixes(at)}
+        below = {pin for pin in order if (pin.priority, pin.standing_s) <= (priority, now)}
+        may_go = [pin for pin in order if pin in below - on_path]
+        charged = dict.fromkeys(prefixes(at), owner) | self.charged
+
+        def held(gone: set[Pin]) -> set[Prefix]:
+            """What would be pinned with the new one and without those."""
+            return self.union(set(order) - gone) | set(prefixes(at))
+
+        if found.pin is None:
+            assert found == Grant(None, False, [], found.reason)
+            assert {pin: repr(pin) for pin in self.pins.in_order()} == before
+            own = {pin for pin in may_go if pin.owner == owner}
+            over_share = self.charge_of(owner, held(own), charged) > self.share
+            if found.reason == BUDGET:
+                assert len(tokens) > self.budget
+            elif found.reason == OWNER_SHARE:
+                assert len(tokens) > self.share or over_share
+            else:
+                assert found.reason == WORTH_LESS
+                full = len(order) >= self.limit and not may_go
+                assert len(held(set(may_go))) > self.budget or full
+            return
+        released = set(found.released)
+        assert found.is_new
+        assert released <= set(may_go)
+        assert found.released == [pin for pin in may_go if pin in released]
+        full = len(order) >= self.limit
+
+        def fits(gone: set[Pin]) -> bool:
+            union = held(gone)
+            return (
+                len(union) <= self.budget
+                and self.charge_of(owner, union, charged) <= self.share
+                and (not full or bool(gone))
+            )
+
+        assert fits(released)
+        for kept in released:
+            assert not fits(released - {kept}), "more than had to be"
+        if self.share == self.budget and released:
+            passed = set(may_go[: may_go.index(found.released[-1])])
+            last = {found.released[-1]}
+            assert not fits(passed), "the first ones would have done"
+            assert fits(passed | last)
+        self.at[found.pin] = at
+        self.charged = charged
+        self.forget(found.released)
+
+    @rule(space=spaces, tokens=runs, read=st.integers(0, 8))
+    def hit(self, space: str, tokens: Tokens, read: int) -> None:
+        expected = {
+            pin: (pin.hits + 1, pin.deadline_s, pin.ttl_s)
+            for pin, at in self.at.items()
+            if at in prefixes((space, tokens[:read]))
+        }
+        found = self.pins.hit(space, key(tokens), self.now, read)
+        self.other_rank.hit(space, key(tokens), self.now, read)
+        now = self.pins._now_s
+        assert set(found) == set(expected)
+        assert [pin.tokens for pin in found] == sorted(pin.tokens for pin in found)
+        for pin, (hits, deadline_s, ttl_s) in expected.items():
+            assert (pin.hits, pin.used_s) == (hits, now)
+            assert pin.deadline_s == max(deadline_s, now + ttl_s)
+
+    @rule()
+    def expire(self) -> None:
+        gone = self.pins.expire(self.now)
+        assert repr(self.other_rank.expire(self.now)) == repr(gone)
+        assert set(gone) == {pin for pin in self.at if pin.deadline_s <= self.pins._now_s}
+        assert all(a.deadline_s <= b.deadline_s for a, b in itertools.pairwise(gone))
+        self.forget(gone)
+
+    @precondition(lambda self: self.at)
+    @rule(choice=st.integers(0, 8))
+    def release(self, choice: int) -> None:
+        gone = list(self.at)[choice % len(self.at)]
+        twin = self.other_rank.find(gone.prefix)
+        assert twin is not None
+        assert self.pins.release(gone)
+        assert self.other_rank.release(twin)
+        self.forget([gone])
+
+    @invariant()
+    def agrees(self) -> None:
+        if not hasattr(self, "pins"):
+            return
+        self.pins.check()
+        assert set(self.pins) == set(self.at)
+        assert self.charged.keys() == self.union(set(self.at))
+        assert self.pins.tokens == len(self.charged) <= self.budget
+        for owner in OWNERS:
+            charge = self.charge_of(owner, set(self.charged), self.charged)
+            assert self.pins.tokens_of(owner) == charge <= self.share
+        assert len(self.pins) <= self.limit
+        for pin, (space, tokens) in self.at.items():
+            assert self.pins.find(pin.prefix) is self.pins.pinned(space, key(tokens)) is pin
+            assert self.pins.is_prefix(pin, space, key((*tokens, 1)))
+        order = self.pins.in_order()
+        places = [(pin.priority, pin.standing_s, pin.id) for pin in order]
+        assert places == sorted(places)
+        assert repr(order) == repr(self.other_rank.in_order()), "ranks differ"
+
+    def teardown(self) -> None:
+        if hasattr(self, "pins"):
+            self.pins.expire(1e9)
+            assert_nothing_left(self.pins)
+
+
+Machine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestMachine = Machine.TestCase
+
+
+@given(st.lists(st.tuples(spaces, runs), min_size=1, max_size=20))
+def test_releasing_in_any_order_leaves_what_the_rest_needs(asked: list[Prefix]) -> None:
+    pins = Pins(budget_tokens=1000)
+    for space, tokens in asked:
+        pins.grant(space, key(tokens), TTL_S, 0, session="s")
+    at = dict(zip(pins, dict.fromkeys(asked), strict=True))
+    for gone in sorted(pins, key=lambda pin: pin.prefix):
+        assert pins.release(gone)
+        del at[gone]
+        pins.check()
+        assert pins.tokens == len({p for left in at.values() for p in prefixes(left)})
+    assert_nothing_left(pins)
