@@ -4,12 +4,14 @@ GET    /sgl_ext/workers                       every worker and its state
 POST   /sgl_ext/workers  {"url": "http://..."} takes one in, or back if it drains
 DELETE /sgl_ext/workers?url=http://...        drains one: nothing new goes there,
                                               what runs ends, then it is let go
+GET    /v1/pins                               every engine's pinned prefixes, its URL with each
 POST   /sgl_ext/explain/v1/messages           where this request would go, and why;
                                               any path and body that are placed
 """
 
 from __future__ import annotations
 
+import asyncio
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,6 +28,7 @@ from sgl_ext.requests.headers import HeaderStrip
 from sgl_ext.requests.system_text import strip_request
 
 WORKERS_PATH = "/sgl_ext/workers"
+PINS_PATH = "/v1/pins"
 EXPLAIN_PATH = "/sgl_ext/explain"
 ROUTER = web.AppKey("router", Router)
 STRIP = web.AppKey("strip", HeaderStrip)
@@ -57,6 +60,13 @@ async def drain_worker(request: web.Request) -> web.Response:
         raise BalancerError(HTTPStatus.NOT_FOUND, f"url: no worker is {url!r}")
     workers.drain(worker)
     return _json(HTTPStatus.ACCEPTED, _shown(worker))
+
+
+async def show_pins(request: web.Request) -> web.Response:
+    now_s = asyncio.get_running_loop().time()
+    workers = request.app[ROUTER].workers.all
+    pins = [row | {"worker": w.url} for w in workers for row in w.pins.rows(now_s)]
+    return _json(HTTPStatus.OK, {"pins": pins})
 
 
 async def explain(request: web.Request) -> web.Response:

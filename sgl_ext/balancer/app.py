@@ -64,6 +64,8 @@ def add_routes(app: web.Application) -> None:
     add("GET", admin.WORKERS_PATH, admin.show_workers)
     add("POST", admin.WORKERS_PATH, admin.add_worker)
     add("DELETE", admin.WORKERS_PATH, admin.drain_worker)
+    add("GET", admin.PINS_PATH, admin.show_pins)
+    add("DELETE", admin.PINS_PATH, to_all)
     add("POST", admin.EXPLAIN_PATH + "/{path:.+}", admin.explain)
     for path in routes.SOUGHT_GET:
         add("GET", path, to_holder)

@@ -87,9 +87,10 @@ class Listeners:
             worker.publishes = answer.status == 200
             if not worker.publishes:
                 return _AGAIN_WITHOUT_EVENTS_S
-            feed = PrefixFeed(worker.slot, self._router.index, self._router.expected)
+            index, expected = self._router.index, self._router.expected
+            feed = PrefixFeed(worker.slot, index, expected, worker.pins)
             async for line in _lines(answer.content):
-                feed.apply(line)
+                feed.apply(line, asyncio.get_running_loop().time())
                 self._tried[worker].set()
                 self._note(worker, feed)
         return _AGAIN_S

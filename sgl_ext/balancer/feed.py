@@ -14,6 +14,7 @@ import orjson
 
 from radix.expected import ExpectedPrefixes
 from radix.index import PrefixIndex
+from sgl_ext.pin_mirror import PinMirror
 
 _SEGMENT = re.compile(r"[0-9a-f]{32}\Z")
 _LOADS = ("running", "queued", "pending_tokens", "used_tokens", "pinned_tokens", "capacity_tokens")
@@ -44,8 +45,11 @@ class PrefixFeed:
     it told; `orphans` and `repeated` count what was not applied.
     """
 
-    def __init__(self, worker: int, index: PrefixIndex, expected: ExpectedPrefixes) -> None:
+    def __init__(
+        self, worker: int, index: PrefixIndex, expected: ExpectedPrefixes, pins: PinMirror
+    ) -> None:
         self._worker = worker
+        self._pins = pins
         self._index = index
         self._expected = expected
         self._seq: int | None = None
@@ -54,8 +58,11 @@ class PrefixFeed:
         self.load: dict[str, int] | None = None
         self.told = False
 
-    def apply(self, line: bytes) -> None:
-        """Applies one line. Raises FeedBroken if it is malformed or lines before it are missing."""
+    def apply(self, line: bytes, now_s: float) -> None:
+        """Applies one line, heard at `now_s`.
+
+        Raises FeedBroken if it is malformed or lines before it are missing.
+        """
         seq, event = _checked(line)
         if self._seq is None:
             if event.get("snapshot") is not True:
@@ -83,6 +90,7 @@ class PrefixFeed:
                 self._expected.confirm(self._worker, number)
             else:
                 self.orphans += 1
+        self._pins.apply(event, now_s)
         if (load := event.get("load")) is not None:
             self.load = load
 
@@ -101,6 +109,8 @@ def _checked(line: bytes) -> tuple[int, dict[str, Any]]:
                 and _is_count(tokens)
                 for segment, parent, tokens in event.get("stored", ())
             )
+            and all(_is_segment(prefix) for prefix in event.get("unpinned", ()))
+            and all(_is_pin(row) for row in event.get("pinned", ()))
             and _is_load(event.get("load"))
         )
     except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError):
@@ -116,6 +126,17 @@ def _is_segment(value: Any) -> bool:
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < _MOST_TOKENS
+
+
+def _is_pin(row: Any) -> bool:
+    segment = row["segment"]
+    return (
+        _is_segment(row["prefix"])
+        and (segment is None or _is_segment(segment))
+        and _is_count(row["tokens"])
+        and isinstance(row["left_s"], int | float)
+        and isinstance(row["session"], str)
+    )
 
 
 def _is_load(value: Any) -> bool:

@@ -118,6 +118,7 @@ class WorkerSeries(NamedTuple):
     breaker_open: bool
     in_flight: int
     pending_tokens: int
+    pinned_tokens: int
 
 
 class _WorkerGauges(Collector):

@@ -232,6 +232,7 @@ class Router:
         self.index.clear(worker.slot)
         self.expected.forget_worker(worker.slot)
         self.sessions.forget_worker(worker.slot)
+        worker.pins.clear()
 
     def explain(self, asked: Asked) -> dict[str, Any]:
         """What each worker would cost this request now, and where it would go. Changes nothing."""
@@ -256,11 +257,14 @@ class Router:
                     **cost._asdict(),
                     "open": is_in,
                     "held_tokens": view.held_tokens,
+                    "pinned_tokens": worker.pins.tokens_of(asked.chain.hashes),
                     "live_session_tokens": view.session_tokens,
                     "decoding_requests": view.decoding,
                     "warmth": view.warmth,
                 }
-                for cost, view, is_in in zip(scores, views, is_open, strict=True)
+                for cost, view, is_in, worker in zip(
+                    scores, views, is_open, self.workers.all, strict=True
+                )
             ],
         }
 

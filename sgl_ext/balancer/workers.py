@@ -14,6 +14,7 @@ from scheduler.breaker import Breaker, State
 from scheduler.placement import RECENT_S
 from scheduler.recent import RecentSum
 from sgl_ext.balancer.metrics import Metrics, WorkerSeries
+from sgl_ext.pin_mirror import PinMirror
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class Worker:
     flights: the requests that run there.
     elsewhere: the load that other balancers of this node put on it.
     recent: what it was given to prefill in the last seconds, done or not.
+    pins: the prefixes it keeps for their clients.
     """
 
     def __init__(self, url: str, slot: int) -> None:
@@ -58,11 +60,13 @@ class Worker:
         self.elsewhere = Load()
         self._correction = _Correction()
         self.recent = RecentSum(RECENT_S)
+        self.pins = PinMirror()
         self.publishes = False
         self.hung = False
         self.heard_s = 0.0
         self.flights: set[Any] = set()
         self.came_back_s: float | None = None
+        self.pinned_tokens = 0
 
     def open_to_requests(self, now_s: float) -> bool:
         """Whether a request may be sent to it now."""
@@ -80,6 +84,7 @@ class Worker:
 
     def reported(self, load: dict[str, int], now_s: float) -> None:
         """The engine's own account of its load: what differs from ours is corrected by it."""
+        self.pinned_tokens = load.get("pinned_tokens", 0)
         ours = self.pending_tokens + self.elsewhere.pending_tokens
         differs = load.get("pending_tokens", 0) - ours
         self._correction = _Correction(differs, self._correction.tokens, now_s)
@@ -140,6 +145,7 @@ class Workers:
                 breaker_open=worker.breaker.state is not State.CLOSED,
                 in_flight=worker.in_flight,
                 pending_tokens=worker.pending_in_all(self._clock()),
+                pinned_tokens=worker.pinned_tokens,
             )
             for worker in self.all
         }
