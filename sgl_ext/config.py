@@ -6,6 +6,7 @@ A bad value raises ConfigError naming its key and the value, before any process 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -105,6 +106,11 @@ class LaunchConfig:
     tp: int = 1
     start_timeout_s: float = 1800.0
     log_dir: str = ".run"
+    pin_budget: float = 1 / 3
+    pin_owner_share: float = 1.0
+    pin_ttl_s: float = 300.0
+    pin_max_ttl_s: float = 3600.0
+    pin_unmarked_ttl_s: float = 0.0
     engine_args: tuple[str, ...] = ()
     balancer: BalancerConfig = BalancerConfig()
 
@@ -120,6 +126,20 @@ class LaunchConfig:
         _require(self.tp >= 1, "tp", self.tp, "at least one GPU an engine")
         _require(
             self.start_timeout_s > 0, "start_timeout_s", self.start_timeout_s, "must be positive"
+        )
+        _require(0 <= self.pin_budget <= 1, "pin_budget", self.pin_budget, "must be 0 to 1")
+        share = self.pin_owner_share
+        _require(0 < share <= 1, "pin_owner_share", share, "must be above 0, and at most 1")
+        longest = self.pin_max_ttl_s
+        _require(1 <= longest < math.inf, "pin_max_ttl_s", longest, "must be at least 1")
+        usual = self.pin_ttl_s
+        _require(1 <= usual <= longest, "pin_ttl_s", usual, "must be 1 to pin_max_ttl_s")
+        unmarked = self.pin_unmarked_ttl_s
+        _require(
+            unmarked == 0 or 1 <= unmarked <= longest,
+            "pin_unmarked_ttl_s",
+            unmarked,
+            "must be 0, or 1 to pin_max_ttl_s",
         )
         taken = [flag for flag in ("--host", "--port", "--model-path") if flag in self.engine_args]
         _require(not taken, "engine", taken, "the launcher sets these")
@@ -175,6 +195,13 @@ def launch_config(argv: Sequence[str]) -> LaunchConfig:
     parser.add_argument("--tp", "--tp-size", type=int, help="GPUs an engine (default 1)")
     parser.add_argument("--start-timeout-s", type=float, help="limit for loading (default 1800)")
     parser.add_argument("--log-dir", help="where each process writes its log (default .run)")
+    parser.add_argument("--pin-budget", type=float, help="share of the cache for pins (1/3)")
+    parser.add_argument("--pin-owner-share", type=float, help="of which one tenant may have (1)")
+    parser.add_argument("--pin-ttl-s", type=float, help="for marks that name no ttl (300)")
+    parser.add_argument("--pin-max-ttl-s", type=float, help="longest ttl that is granted (3600)")
+    parser.add_argument(
+        "--pin-unmarked-ttl-s", type=float, help="pin requests without marks, too (0: do not)"
+    )
     add_balancer_flags(parser)
     known, engine_args = parser.parse_known_args(argv)
     flags = vars(known)

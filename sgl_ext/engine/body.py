@@ -8,15 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from functools import cache
+from http import HTTPStatus
 from typing import Any
 
-from sgl_ext.engine.chain import keep
 from sgl_ext.engine.counters import counter
+from sgl_ext.engine.hints import WHOLE, Reading, keep
 from sgl_ext.engine.settings import EngineSettings
+from sgl_ext.requests.cache_marks import Marks, read_marks
 from sgl_ext.requests.facts import ClientFacts
 from sgl_ext.requests.headers import HeaderStrip
 from sgl_ext.requests.segments import read_chain, with_sorted_tools
+from sgl_ext.requests.session import is_final, stated_session
 from sgl_ext.requests.system_text import strip_request
+
+_TENANT_HEADER = "x-tenant-id"
 
 
 @cache
@@ -30,7 +35,10 @@ def _strip() -> HeaderStrip:
 
 
 async def read_body(original: Callable[[Any], Awaitable[Any]], request: Any) -> Any:
-    """Parses the body as SGLang does, strips it, and keeps the client's facts and its chain."""
+    """Parses the body as SGLang does, strips it, and keeps what it says of its client and cache.
+
+    Raises HTTPException if what it asks of the cache is malformed.
+    """
     if hasattr(request, "_json"):
         return request._json
     body = await original(request)
@@ -43,6 +51,30 @@ async def read_body(original: Callable[[Any], Awaitable[Any]], request: Any) -> 
         counter("headers_left").labels(path).inc(max(left, 0))
     request.state.client = ClientFacts.from_fields(stripped.fields)
     body = with_sorted_tools(stripped.body) if _settings().sort_tools else stripped.body
-    keep(read_chain(path, body))
+    marks = _marks(path, body)
+    headers = request.headers
+    keep(
+        Reading(
+            path,
+            body,
+            read_chain(path, body),
+            marks,
+            owner=headers.get(_TENANT_HEADER, ""),
+            session=stated_session(headers, body) or "",
+            is_last=is_final(headers),
+            pins=((WHOLE, marks.whole_ttl_s),) if marks.whole_ttl_s else (),
+        )
+    )
     request._json = body
     return body
+
+
+def _marks(path: str, body: Any) -> Marks:
+    marks = read_marks(path, body, _settings().ttl_limits)
+    if marks.ignored:
+        counter("cache_hints_ignored").labels(path).inc(marks.ignored)
+    if marks.error:
+        from fastapi import HTTPException
+
+        raise HTTPException(HTTPStatus.BAD_REQUEST, marks.error)
+    return marks

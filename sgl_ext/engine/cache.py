@@ -1,24 +1,30 @@
-"""SGLang's radix cache that also notes which segments it holds. Scheduler processes only.
+"""SGLang's radix cache that notes which segments it holds and pins prefixes. Schedulers only.
 
-Thin: it hears what the cache does and tells `radix.held.Held`, which decides. The
-cache itself behaves as SGLang's does.
+Thin: it hears what the cache does and tells `radix.held.Held` and the pins, which decide.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.registry import (
     create_unified_radix_cache,
     default_radix_cache_factory,
 )
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.runtime_context import get_memory, get_parallel
 
 from radix.held import Held
-from sgl_ext.engine.chain import carried
+from scheduler.worth import Worth, worth_of
+from sgl_ext.engine.hints import Hints, carried
+from sgl_ext.engine.pins import PinKeeper
+from sgl_ext.engine.settings import EngineSettings
 
 _NOTHING = -1
 
@@ -53,54 +59,109 @@ class Prompt(NamedTuple):
 
 
 class HeldCache(UnifiedRadixCache):  # type: ignore[misc]  # sglang is untyped
-    """The unified radix cache; `held` is what it holds in segments, None where nobody asks."""
+    """The unified radix cache.
+
+    held: what it holds in segments, None where nobody asks.
+    pins: what it keeps locked.
+    """
 
     def __init__(self, params: Any) -> None:
         # `UnifiedRadixCache.__init__` ends in `reset`.
+        tells = is_publisher()
         slack = params.page_size - 1 + bool(params.is_eagle)
-        self.held = Held(page=params.page_size, slack=slack) if is_publisher() else None
+        self.held = Held(page=params.page_size, slack=slack) if tells else None
         self._had = _NOTHING  # tokens that the tree had before a checkpoint's insert
+        self._has_answer = False  # whether a checkpoint's insert goes beyond the prompt
+        self._worth = Worth()
+        settings = EngineSettings.from_environment()
+        budget = int(params.token_to_kv_pool_allocator.size * settings.pin_budget)
+        share = settings.pin_owner_share
+        self.pins = PinKeeper(self, budget, share, params.page_size, tells)
         super().__init__(params)
 
     def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
-        chain = carried(req) if self.held is not None else None
-        if self.held is None or chain is None:
-            super().checkpoint(req, up_to=up_to, **kwargs)
-            return
+        hints = carried(req)
+        self._worth = Worth() if hints is None else _worth(hints)
         own = req.kv.cache_inserted_len
         self._had = _NOTHING
+        self._has_answer = req.finished() and up_to > len(req.origin_input_ids)
         super().checkpoint(req, up_to=up_to, **kwargs)
-        if self._had == _NOTHING:  # was inserted
+        self._worth = Worth()
+        if hints is None or self._had == _NOTHING:  # was inserted
             return
-        self.held.add(
-            chain.hashes,
-            chain.ends,
-            key=Prompt(req.origin_input_ids, req.extra_key, req.cache_salt),
-            resident=req.kv.cache_protected_len,
-            node=req.last_node,
-            had=self._had,
-            own=own,
+        if self.held is not None:
+            self.held.add(
+                hints.hashes,
+                hints.ends,
+                key=Prompt(req.origin_input_ids, req.extra_key, req.cache_salt),
+                resident=req.kv.cache_protected_len,
+                node=req.last_node,
+                had=self._had,
+                own=own,
+            )
+        self.pins.seen(req, hints, req.kv.cache_protected_len)
+        if hints.is_last and req.finished():
+            self.pins.ended(hints)
+
+    def match_until(self, req: Any, tokens: int) -> tuple[int, int]:
+        """How much of a prompt's first `tokens` is of use to a request, and the node it ends at.
+
+        Splits the node if it ends within one.
+        """
+        key = RadixKey(
+            req.origin_input_ids[:tokens],
+            req.extra_key,
+            is_bigram=self.tree_core.is_eagle,
+            cache_salt=req.cache_salt,
         )
+        found = self.match_prefix(MatchPrefixParams(key=key.page_aligned(self.page_size)))
+        return found.device_prefix_len, found.last_device_node
 
     def insert(self, params: Any) -> Any:
+        # A second insert of a checkpoint only splits off the prompt.
+        is_first = self._had == _NOTHING
+        is_answer = is_first and self._has_answer
+        params.priority = self._worth.answer if is_answer else self._worth.prompt
         result = super().insert(params)
-        if self._had == _NOTHING:  # a second insert of a checkpoint only splits a node
+        if is_first:
             self._had = result.prefix_len
         return result
 
     def evict(self, params: Any) -> Any:
-        return self._noted(super().evict(params))
+        return self._evicted(super().evict, params)
 
     def evict_for_alloc(self, params: Any, **kwargs: Any) -> Any:
-        return self._noted(super().evict_for_alloc(params, **kwargs))
+        return self._evicted(partial(super().evict_for_alloc, **kwargs), params)
 
-    def _noted(self, result: Any) -> Any:
-        if self.held is not None and result.num_tokens_evicted > 0:
+    def _evicted(self, evict: Callable[[Any], Any], params: Any) -> Any:
+        """Evicts as asked; what is short then, pins make room for."""
+        wanted = self._wanted(params)
+        total = evict(params)
+
+        def is_enough() -> bool:
+            short = _short(params, total, [has() - need for has, need in wanted])
+            if short is not None:
+                _add(total, evict(short))
+            return short is None
+
+        if len(self.pins.pins):
+            self.pins.make_room(is_enough)
+        if self.held is not None and total.num_tokens_evicted > 0:
             self.held.evicted()
-        return result
+        return total
+
+    def _wanted(self, params: Any) -> list[tuple[Callable[[], int], int]]:
+        """Of each kind of memory, how to learn what is free, and what is to be free in the end."""
+        parts = (ComponentType.FULL, ComponentType.SWA, ComponentType.MAMBA)
+        wanted: list[tuple[Callable[[], int], int]] = []
+        for part, asked in zip(parts, _amounts(params), strict=True):
+            free = partial(self._component_available_size, part) if asked > 0 else _none
+            wanted.append((free, free() + asked))
+        return wanted
 
     def reset(self) -> None:
         super().reset()
+        self.pins.forget_all()
         if self.held is not None:
             self.held.clear()
 
@@ -126,3 +187,38 @@ class _Core:
         prompt = RadixKey(key.tokens[:tokens], key.extra_key, cache_salt=key.cache_salt)
         matched, node, _ = self._core.match_full_device_prefix(prompt)
         return matched, node
+
+
+def _worth(hints: Hints) -> Worth:
+    return worth_of(
+        is_kept=hints.is_kept, is_last=hints.is_last, is_answer_kept=hints.is_answer_kept
+    )
+
+
+def _none() -> int:
+    return 0
+
+
+def _amounts(params: Any) -> tuple[int, int, int]:
+    return params.num_tokens, params.swa_num_tokens, params.mamba_num
+
+
+def _short(asked: Any, done: Any, ahead: list[int]) -> Any:
+    """What an eviction still owes, None if nothing.
+
+    It owes what was neither counted as evicted nor is free now: what is evicted may become
+    free later, and what becomes free need not have been asked for. `ahead`: how much more
+    is free than was wanted.
+    """
+    evicted = (done.num_tokens_evicted, done.swa_num_tokens_evicted, done.mamba_num_evicted)
+    owed = [
+        max(0, min(wanted - had, -over))
+        for wanted, had, over in zip(_amounts(asked), evicted, ahead, strict=True)
+    ]
+    return EvictParams(*owed) if any(owed) else None
+
+
+def _add(total: Any, more: Any) -> None:
+    total.num_tokens_evicted += more.num_tokens_evicted
+    total.swa_num_tokens_evicted += more.swa_num_tokens_evicted
+    total.mamba_num_evicted += more.mamba_num_evicted

@@ -20,6 +20,16 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "event_lines_unreadable": ("Lines that the HTTP process could not apply", ()),
     "events_forgotten": ("Branches no longer told of for want of room, though maybe held", ()),
     "event_subscribers_slow": ("Streams of events ended because the reader fell behind", ()),
+    "breakpoints_not_found": ("Marked blocks whose end in the prompt was not found", ("path",)),
+    "cache_hints_ignored": ("Marks of other vocabularies that say nothing we can do", ("path",)),
+    "pins_granted": ("Prefixes pinned", ()),
+    "pins_renewed": ("Marks on prefixes that were pinned already", ()),
+    "pins_read": ("Requests that read a pinned prefix, once for each pin", ()),
+    "pins_refused": ("Marks that got no pin", ("why",)),
+    "pins_ended": (
+        "Pins gone: expired, displaced, given up under pressure, ended, deleted, flushed",
+        ("why",),
+    ),
     "event_sweeps_deferred": ("Iterations that left leaves to look at for the next one", ()),
 }
 

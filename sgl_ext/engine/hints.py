@@ -1,6 +1,6 @@
-"""A request's chain of segments on its way from the HTTP body to the cache that stores it.
+"""What was read off a request, on its way from the HTTP body to the cache that stores its prompt.
 
-    HTTP process   read_body -> keep            the chain, in the request's own context
+    HTTP process   read_body -> keep            what the body says, in the request's own context
                    generate_request -> attach   an action of the request's kv_hints
     scheduler      checkpoint -> carried        read once, and kept on the request
 
@@ -11,52 +11,98 @@ client made up is not taken for ours.
 
 from __future__ import annotations
 
+import time
 from array import array
 from base64 import b64decode, b64encode
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
 from sgl_ext.engine import receipts
 from sgl_ext.engine.counters import counter
+from sgl_ext.requests.cache_marks import Marks
 from sgl_ext.requests.segments import Chain
 
 MAX_SEGMENTS = 16_384
-_ACTION = "sgl_ext.segments"
-_ON_REQUEST = "_sgl_ext_chain"
+WHOLE = -1
+"""In place of a number of tokens: all of the prompt."""
+_ACTION = "sgl_ext.hints"
+_ON_REQUEST = "_sgl_ext_hints"
 _HASH_BYTES = 16
 
-# A list, because tasks that the request starts copy its context: whoever takes
-# the chain out takes it from all of them.
-_kept: ContextVar[list[Chain] | None] = ContextVar("sgl_ext_chain", default=None)
+
+@dataclass(slots=True)
+class Reading:
+    """What one HTTP request asks for.
+
+    pins: for each part of the prompt to be kept, the tokens up to its end, and for
+        how many seconds; ascending. Known once the prompt is rendered.
+    owner, session: who is told to have pinned it. The first is charged for it.
+    is_last: the client says that this conversation ends here.
+    is_answer_kept: whether the next turn will begin with the answer as it was generated.
+    """
+
+    path: str
+    body: Any
+    chain: Chain
+    marks: Marks
+    owner: str = ""
+    session: str = ""
+    is_last: bool = False
+    is_answer_kept: bool = True
+    pins: tuple[tuple[int, float], ...] = ()
+    is_sent: bool = False
 
 
-class Carried(NamedTuple):
-    """A chain as the scheduler sees it; as `Chain` means them."""
+_current: ContextVar[Reading | None] = ContextVar("sgl_ext_reading", default=None)
+
+
+class Hints(NamedTuple):
+    """What the scheduler knows of a request. `hashes` and `ends` are as `Chain` means them.
+
+    pins: as `Reading` means them. told_s: the entry rank's monotonic clock, when it was sent.
+    is_kept: whether the client may come back for it.
+    """
 
     hashes: tuple[int, ...]
     ends: tuple[int, ...]
+    pins: tuple[tuple[int, float], ...]
+    owner: str
+    session: str
+    told_s: float
+    is_kept: bool
+    is_last: bool
+    is_answer_kept: bool
 
 
-def keep(chain: Chain) -> None:
-    """Remembers the chain of the request whose context this is."""
-    if len(chain.hashes) > MAX_SEGMENTS:
+def keep(reading: Reading) -> None:
+    """Remembers what was read of the request whose context this is."""
+    if len(reading.chain.hashes) > MAX_SEGMENTS:
         counter("chains_left_out").inc()
-        chain = Chain()
-    _kept.set([chain] if chain.hashes else None)
+        reading.chain = Chain()
+    _current.set(reading)
+
+
+def current() -> Reading | None:
+    """What was read of the request whose context this is."""
+    return _current.get()
 
 
 def attach(_: Any, request: Any, *__: Any, **___: Any) -> None:
-    """Before `TokenizerManager.generate_request`: puts the chain kept here on its request.
+    """Before `TokenizerManager.generate_request`: puts what was read on its request.
 
     The first generation of an HTTP request takes it: later ones (a tool loop
     inside the engine) have another prompt.
     """
-    kept = _kept.get()
+    reading = _current.get()
     # A session's prompt is more than the body says.
-    if not kept or not hasattr(request, "kv_hints") or request.session_params is not None:
+    if reading is None or not hasattr(request, "kv_hints") or request.session_params is not None:
         return
-    chain = kept.pop()
+    # Tasks that the request starts copy its context, so it is marked and not taken out.
+    if reading.is_sent or not (reading.chain.hashes or reading.pins):
+        return
+    reading.is_sent = True
     from sglang.srt.managers.kv_hints import KvHintsEnvelope, decode_kv_hints_envelope
 
     own = request.kv_hints
@@ -69,7 +115,7 @@ def attach(_: Any, request: Any, *__: Any, **___: Any) -> None:
     request.kv_hints = KvHintsEnvelope(
         protocol_version=envelope.protocol_version if envelope else "1",
         message_id=envelope.message_id if envelope else "",
-        actions=[*(envelope.actions if envelope else ()), _packed(chain)],
+        actions=[*(envelope.actions if envelope else ()), _packed(reading)],
     )
 
 
@@ -78,36 +124,51 @@ def _secret() -> str:
     return receipts.folder().name
 
 
-def _packed(chain: Chain) -> Any:
+def _packed(reading: Reading) -> Any:
     from sglang.srt.managers.kv_hints import KvHintAction
 
-    hashes = b"".join(segment.to_bytes(_HASH_BYTES, "big") for segment in chain.hashes)
+    hashes = b"".join(segment.to_bytes(_HASH_BYTES, "big") for segment in reading.chain.hashes)
     return KvHintAction(
         action_id=_secret(),
         action_type=_ACTION,
         action_version="1",
         payload={
             "hashes": b64encode(hashes).decode(),
-            "ends": b64encode(array("Q", chain.ends).tobytes()).decode(),
+            "ends": b64encode(array("Q", reading.chain.ends).tobytes()).decode(),
+            "pins": [list(pin) for pin in reading.pins],
+            "owner": reading.owner,
+            "session": reading.session,
+            "told_s": time.monotonic(),
+            "is_kept": reading.marks.keep,
+            "is_last": reading.is_last,
+            "is_answer_kept": reading.is_answer_kept,
         },
     )
 
 
-def carried(request: Any) -> Carried | None:
-    """The chain that the scheduler's request `request` carries, if any."""
+def carried(request: Any) -> Hints | None:
+    """The hints that the scheduler's request `request` carries, if any."""
     if not hasattr(request, _ON_REQUEST):
         setattr(request, _ON_REQUEST, _unpacked(request.kv_hints))
-    found: Carried | None = getattr(request, _ON_REQUEST)
+    found: Hints | None = getattr(request, _ON_REQUEST)
     return found
 
 
-def _unpacked(envelope: Any) -> Carried | None:
+def _unpacked(envelope: Any) -> Hints | None:
     for action in envelope.actions if envelope is not None else ():
         if action.action_type == _ACTION and action.action_id == _secret():
-            hashes = b64decode(action.payload["hashes"])
+            told = action.payload
+            hashes = b64decode(told["hashes"])
             starts = range(0, len(hashes), _HASH_BYTES)
-            return Carried(
+            return Hints(
                 tuple(int.from_bytes(hashes[s : s + _HASH_BYTES], "big") for s in starts),
-                tuple(array("Q", b64decode(action.payload["ends"]))),
+                tuple(array("Q", b64decode(told["ends"]))),
+                tuple((int(tokens), float(ttl_s)) for tokens, ttl_s in told["pins"]),
+                told["owner"],
+                told["session"],
+                told["told_s"],
+                told["is_kept"],
+                told["is_last"],
+                told["is_answer_kept"],
             )
     return None

@@ -17,7 +17,17 @@ from enum import StrEnum
 from types import FrameType
 from typing import Any
 
-from sgl_ext.engine import body, chain, hub, publisher, startup
+from sgl_ext.engine import (
+    body,
+    breakpoints,
+    clock,
+    hints,
+    hub,
+    pressure,
+    publisher,
+    startup,
+    usage,
+)
 
 
 class Role(StrEnum):
@@ -39,6 +49,10 @@ class Hook:
     roles: tuple[Role, ...] = (Role.MAIN,)
 
 
+_MANAGERS = "sglang.srt.managers"
+_CHAT = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
+_ANTHROPIC = "sglang.srt.entrypoints.anthropic.serving"
+
 HOOKS = (
     Hook("sglang.srt.server_args.prepare_server_args", "AFTER", startup.refuse_unsupported),
     Hook(
@@ -46,16 +60,44 @@ HOOKS = (
     ),
     Hook("sglang.srt.entrypoints.http_server.ORJSONRequest.json", "AROUND", body.read_body),
     Hook(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
+        f"{_MANAGERS}.tokenizer_manager.TokenizerManager.generate_request",
         "BEFORE",
-        chain.attach,
+        hints.attach,
     ),
+    Hook(f"{_CHAT}._convert_to_internal_request", "AROUND", breakpoints.place_pins),
+    Hook(f"{_CHAT}._render_and_encode_chat_template", "AROUND", breakpoints.render_only),
+    Hook(f"{_ANTHROPIC}.AnthropicServing._handle_non_streaming", "AROUND", usage.complete_answer),
+    Hook(f"{_ANTHROPIC}._wrap_sse_event", "AROUND", usage.complete_event),
     Hook("sglang.srt.entrypoints.http_server._setup_and_run_http_server", "BEFORE", hub.serve),
     Hook("uvicorn.server.Server.shutdown", "BEFORE", hub.end_streams),
     Hook(
-        "sglang.srt.managers.scheduler.Scheduler.get_next_batch_to_run",
+        f"{_MANAGERS}.scheduler.Scheduler.get_next_batch_to_run",
         "AFTER",
         publisher.tick,
+        (Role.SCHEDULER,),
+    ),
+    Hook(
+        f"{_MANAGERS}.scheduler.Scheduler._poll_timeout_aborts",
+        "AFTER",
+        clock.send_orders,
+        (Role.SCHEDULER,),
+    ),
+    Hook(
+        f"{_MANAGERS}.scheduler.Scheduler.process_input_requests",
+        "AROUND",
+        clock.take_orders,
+        (Role.SCHEDULER,),
+    ),
+    Hook(
+        f"{_MANAGERS}.schedule_policy.PrefillAdder.add_one_req",
+        "AROUND",
+        pressure.add_one,
+        (Role.SCHEDULER,),
+    ),
+    Hook(
+        f"{_MANAGERS}.schedule_policy.PrefillAdder.add_chunked_req",
+        "AROUND",
+        pressure.add_chunk,
         (Role.SCHEDULER,),
     ),
 )

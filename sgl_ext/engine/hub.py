@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from functools import cache
@@ -25,7 +26,9 @@ from starlette.types import Receive, Scope, Send
 from radix.index import PrefixIndex
 from sgl_ext.engine import receipts
 from sgl_ext.engine.counters import counter
+from sgl_ext.engine.pin_routes import pin_routes
 from sgl_ext.engine.publisher import SOCKET, stored_lines
+from sgl_ext.pin_mirror import PinMirror
 
 PATH = "/sgl_ext/events"
 BUFFER_BYTES = 16 * 2**20
@@ -68,6 +71,7 @@ class Hub:
     def __init__(self, buffer_bytes: int = BUFFER_BYTES) -> None:
         self._mirror = PrefixIndex()
         self._load: dict[str, int] = {}
+        self.pins = PinMirror()
         self._subscribers: set[Subscriber] = set()
         self._buffer_bytes = buffer_bytes
 
@@ -83,6 +87,7 @@ class Hub:
             if not self._mirror.store(0, above, int(segment, 16), tokens):
                 raise ValueError(f"segment {segment} is stored below {parent}, which is not held")
         self._load = told.get("load", self._load)
+        self.pins.apply(told, time.monotonic())
         counter("event_lines").inc()
         for subscriber in self._subscribers:
             subscriber.put(line)
@@ -91,11 +96,14 @@ class Hub:
         """Lines, without their numbers, that tell a new subscriber everything as of now."""
         held = [(segment, parent, tokens) for parent, segment, tokens in self._mirror.snapshot(0)]
         load, lines = self._load, stored_lines(held)
+        pins = self.pins.rows(time.monotonic())
 
         def render() -> Iterator[bytes]:
             first: dict[str, Any] = {"snapshot": True, "cleared": True}
             yield orjson.dumps(first | {"load": load} if load else first)
             yield from map(orjson.dumps, lines)
+            if pins:
+                yield orjson.dumps({"pinned": pins})
 
         return render()
 
@@ -207,7 +215,7 @@ def serve(*_: Any, **__: Any) -> None:
     async def answer(_: Request) -> Response:
         return EventStream(hub())
 
-    app.router.routes.insert(0, Route(PATH, answer, methods=["GET"]))
+    app.router.routes[:0] = [Route(PATH, answer, methods=["GET"]), *pin_routes(hub().pins)]
     original = app.router.lifespan_context
 
     @asynccontextmanager

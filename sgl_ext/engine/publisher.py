@@ -18,6 +18,7 @@ import zmq
 
 from radix.held import Changes, Stored
 from sgl_ext.engine import receipts
+from sgl_ext.engine.clock import keeper_of
 from sgl_ext.engine.counters import counter
 
 SOCKET = "events"
@@ -94,6 +95,8 @@ class Publisher:
             self._cache.sweep(1 << 60 if idle else _SWEEP_STEPS)
             if held.changed and not self._behind:
                 lines += lines_of(held.take())
+            if self._cache.pins.changed and not self._behind:
+                lines += pin_lines(self._cache.pins)
             self._count("event_sweeps_deferred", held.deferred)
             self._count("events_forgotten", held.forgotten)
         if now >= self._load_due or idle:
@@ -114,11 +117,14 @@ class Publisher:
         self._behind = False
 
     def _everything(self) -> list[dict[str, Any]]:
-        held = self._cache.held if self._cache is not None else None
-        if held is not None:
-            held.take()
-        stored = held.snapshot() if held is not None else ()
-        return [{"cleared": True}, *stored_lines(stored), {"load": self._load}]
+        if self._cache is None:
+            return [{"cleared": True}, {"load": self._load}]
+        held, keeper = self._cache.held, self._cache.pins
+        held.take()
+        keeper.take()
+        rows = [pin_row(pin, keeper.now_s) for pin in keeper.pins]
+        pinned = [{"pinned": rows}] if rows else []
+        return [{"cleared": True}, *stored_lines(held.snapshot()), *pinned, {"load": self._load}]
 
     def _count(self, name: str, total: int) -> None:
         if total != self._counted[name]:
@@ -148,6 +154,32 @@ def stored_lines(stored: Iterable[Stored]) -> Iterator[dict[str, Any]]:
         }
 
 
+def pin_lines(keeper: Any) -> list[dict[str, Any]]:
+    """What became of pins since this was last asked."""
+    changes = keeper.take()
+    line: dict[str, Any] = {}
+    if changes.gone:
+        line["unpinned"] = sorted(changes.gone)
+    if changes.seen:
+        line["pinned"] = [pin_row(pin, keeper.now_s) for pin in changes.seen.values()]
+    return [line]
+
+
+def pin_row(pin: Any, now_s: float) -> dict[str, Any]:
+    """A pin as others see it. `left_s` is how long it lasts unless it is read again."""
+    segment = pin.label.segment
+    return {
+        "prefix": pin.prefix,
+        "segment": None if segment is None else f"{segment:032x}",
+        "tokens": pin.tokens,
+        "ttl_s": pin.ttl_s,
+        "left_s": round(max(pin.deadline_s - now_s, 0.0), 3),
+        "hits": pin.hits,
+        "owner": pin.owner,
+        "session": pin.session,
+    }
+
+
 def load_of(scheduler: Any, plan: Any) -> dict[str, int]:
     """A scheduler's load as it starts an iteration: requests, and tokens of prompts and memory."""
     inquirer, batch, chunked = scheduler.load_inquirer, plan.batch_to_run, scheduler.chunked_req
@@ -158,12 +190,13 @@ def load_of(scheduler: Any, plan: Any) -> dict[str, int]:
         pending += batch.extend_num_tokens or 0
         if chunked is not None:  # its chunk is in both
             pending -= max(0, (chunked.extend_end or 0) - chunked.prefix_len)
+    keeper = keeper_of(scheduler)
     used, _ = inquirer.pool_stats_observer.get_pool_stats().get_kv_token_stats()
     return {
         "running": running,
         "queued": len(scheduler.waiting_queue),
         "pending_tokens": pending,
         "used_tokens": used,
-        "pinned_tokens": 0,
+        "pinned_tokens": keeper.tokens if keeper is not None else 0,
         "capacity_tokens": inquirer.max_total_num_tokens,
     }

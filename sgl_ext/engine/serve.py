@@ -14,6 +14,7 @@ from sgl_ext.engine.plugin import CACHE, require_active
 from sgl_ext.engine.preflight import check_environment
 from sgl_ext.lifeline import end_with_parent
 
+_EVICTION = "--radix-eviction-policy"
 _OWN_CACHE = {
     "--radix-cache-backend",
     "--enable-kv-cache-sharding",
@@ -47,10 +48,14 @@ def main(argv: list[str]) -> None:
 def cache_flags(argv: Sequence[str]) -> tuple[str, ...]:
     """What selects our radix cache: nothing if `argv` selects one, or what SGLang pairs with none.
 
-    Such an engine serves as it would without us, and tells of no prefixes.
+    Such an engine serves as it would without us: it pins nothing and tells of no prefixes.
+    Our cache ranks what it stores, which counts under the `priority` policy of eviction only.
     """
     given = {flag.partition("=")[0] for flag in argv}
-    return () if given & _OWN_CACHE else ("--radix-cache-backend", CACHE)
+    if given & _OWN_CACHE:
+        return ()
+    policy = () if _EVICTION in given else (_EVICTION, "priority")
+    return ("--radix-cache-backend", CACHE, *policy)
 
 
 if __name__ == "__main__":

@@ -8,18 +8,41 @@ from dataclasses import asdict, dataclass
 
 import orjson
 
+from sgl_ext.requests.cache_marks import TtlLimits
 from sgl_ext.requests.headers import BILLING_HEADER
 
 VARIABLE = "SGL_EXT_ENGINE"
+MIN_TTL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """The plugin's settings. `strip_headers` empty: nothing is stripped. `sort_tools`: a request's
-    tools are put in the order of their names."""
+    """The plugin's settings.
+
+    strip_headers: empty: nothing is stripped.
+    sort_tools: a request's tools are put in the order of their names.
+    pin_budget: the share of the key-value cache that pins may hold; 0: nothing is pinned.
+    pin_owner_share: the share of that which one tenant's pins may hold.
+    pin_ttl_s: how long a mark that does not say keeps its prefix; none keeps it for longer
+        than `pin_max_ttl_s`, and a request without any mark for `pin_unmarked_ttl_s`.
+    """
 
     strip_headers: tuple[str, ...] = (BILLING_HEADER,)
     sort_tools: bool = False
+    pin_budget: float = 1 / 3
+    pin_owner_share: float = 1.0
+    pin_ttl_s: float = 300.0
+    pin_max_ttl_s: float = 3600.0
+    pin_unmarked_ttl_s: float = 0.0
+
+    @property
+    def ttl_limits(self) -> TtlLimits:
+        return TtlLimits(
+            min_s=MIN_TTL_S,
+            max_s=self.pin_max_ttl_s,
+            default_s=self.pin_ttl_s,
+            unmarked_s=self.pin_unmarked_ttl_s,
+        )
 
     def to_environment(self) -> dict[str, str]:
         return {VARIABLE: orjson.dumps(asdict(self)).decode()}
@@ -32,7 +55,7 @@ class EngineSettings:
             return cls()
         try:
             told = orjson.loads(raw)
-            names = tuple(map(str, told["strip_headers"]))
-            return cls(strip_headers=names, sort_tools=bool(told.get("sort_tools", False)))
+            names = tuple(map(str, told.pop("strip_headers")))
+            return cls(strip_headers=names, **told)
         except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{VARIABLE}={raw!r} is not the plugin's settings: {error}") from error

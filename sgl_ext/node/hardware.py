@@ -70,7 +70,15 @@ def engine_command(config: LaunchConfig, port: int) -> list[str]:
 
 def engine_environment(config: LaunchConfig, hardware: Hardware, index: int) -> dict[str, str]:
     """What engine `index` sees beyond the launcher's own environment."""
-    settings = EngineSettings(config.balancer.strip_headers, config.balancer.sort_tools)
+    settings = EngineSettings(
+        config.balancer.strip_headers,
+        config.balancer.sort_tools,
+        pin_budget=config.pin_budget,
+        pin_owner_share=config.pin_owner_share,
+        pin_ttl_s=config.pin_ttl_s,
+        pin_max_ttl_s=config.pin_max_ttl_s,
+        pin_unmarked_ttl_s=config.pin_unmarked_ttl_s,
+    )
     environment = settings.to_environment()
     if hardware.gpus:
         mine = hardware.gpus[index * config.tp : (index + 1) * config.tp]

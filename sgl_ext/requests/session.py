@@ -28,14 +28,20 @@ def session_key(headers: Mapping[str, str], body: Any, chain: Chain) -> int | No
     words: so the id and the first user message count together, or either alone.
     `headers` has lower-case names.
     """
-    stated = next((headers[name] for name in SESSION_HEADERS if headers.get(name)), None)
-    if stated is None and isinstance(body, dict):
-        key = body.get("prompt_cache_key")
-        stated = key if isinstance(key, str) and key else None
+    stated = stated_session(headers, body)
     if stated is None:
         return chain.session
     begun = 0 if chain.session is None else chain.session
     return xxhash.xxh3_128_intdigest(b"%032x" % begun + stated.encode("utf-8", "surrogatepass"))
+
+
+def stated_session(headers: Mapping[str, str], body: Any) -> str | None:
+    """What the client calls the conversation, or the harness's session it belongs to."""
+    stated = next((headers[name] for name in SESSION_HEADERS if headers.get(name)), None)
+    if stated is None and isinstance(body, dict):
+        key = body.get("prompt_cache_key")
+        stated = key if isinstance(key, str) and key else None
+    return stated
 
 
 def hints_of(fields: Mapping[bytes, bytes]) -> dict[str, str]:

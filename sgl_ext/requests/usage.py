@@ -1,13 +1,16 @@
-"""What an engine's answer says of its cache, found in the answer's bytes without parsing it."""
+"""What an engine's answer says of its cache: found in its bytes, and completed for Anthropic."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from typing import Any
 
 # Of all protocols: cached_tokens (OpenAI's and SGLang's own), cache_read_input_tokens.
 _CACHED = re.compile(rb'"(?:cached_tokens|cache_read_input_tokens)":\s*(\d{1,12})\b')
 _NEEDLES = (b'cached_tokens"', b'cache_read_input_tokens"')
 _TAIL_BYTES = 4096
+_SHORT_TTL_S = 300.0
 
 
 def cached_tokens(data: bytes) -> int | None:
@@ -23,3 +26,34 @@ def cached_tokens(data: bytes) -> int | None:
             return None
     found = _CACHED.findall(tail)
     return int(found[-1]) if found else None
+
+
+def with_cache_creation(
+    usage: dict[str, Any], marked: Sequence[tuple[int, float]]
+) -> dict[str, Any]:
+    """Anthropic's usage object, with the tokens that a request's marks had written to the cache.
+
+    marked: tokens up to each marked block's end, and its TTL; ascending. What lies behind
+    what was read and before the last mark was written, in the name of the first mark behind
+    it, so `input_tokens` + `cache_creation_input_tokens` + `cache_read_input_tokens` remains
+    the length of the prompt.
+    """
+    read = usage.get("cache_read_input_tokens") or 0
+    prompt = (usage.get("input_tokens") or 0) + read
+    reached, short, long = read, 0, 0
+    for tokens, ttl_s in marked:
+        written = max(min(tokens, prompt) - reached, 0)
+        reached += written
+        if ttl_s > _SHORT_TTL_S:
+            long += written
+        else:
+            short += written
+    return usage | {
+        "input_tokens": prompt - reached,
+        "cache_creation_input_tokens": short + long,
+        "cache_read_input_tokens": read,
+        "cache_creation": {
+            "ephemeral_5m_input_tokens": short,
+            "ephemeral_1h_input_tokens": long,
+        },
+    }

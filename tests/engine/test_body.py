@@ -7,8 +7,10 @@ from typing import Any
 
 import orjson
 import pytest
+from fastapi import HTTPException
 
 from sgl_ext.engine import body
+from sgl_ext.engine.hints import WHOLE, current
 from sgl_ext.engine.settings import EngineSettings
 from sgl_ext.requests.facts import ClientFacts
 from sgl_ext.requests.headers import HeaderStrip
@@ -18,8 +20,11 @@ from tests.requests.test_system_text import HEADER, S
 class Request:
     """As much of SGLang's request as the hook touches."""
 
-    def __init__(self, document: Any, path: str = "/v1/messages") -> None:
+    def __init__(
+        self, document: Any, path: str = "/v1/messages", headers: dict[str, str] | None = None
+    ) -> None:
         self.url = SimpleNamespace(path=path)
+        self.headers = headers or {}
         self.state = SimpleNamespace()
         self.parsed = document
         self.parses = 0
@@ -61,3 +66,19 @@ async def test_tools_are_put_in_order_for_those_who_ask_for_it(
     monkeypatch.setattr(body, "_settings", lambda: EngineSettings(sort_tools=sort_tools))
     request = Request({"tools": [{"name": "b"}, {"name": "a"}], "messages": []})
     assert (await body.read_body(Request.json, request))["tools"][0] == {"name": first}
+
+
+async def test_what_is_asked_of_the_cache_stays_with_the_request() -> None:
+    document = {"prompt": "text", "nvext": {"cache_control": {"type": "ephemeral", "ttl": "1h"}}}
+    headers = {"x-tenant-id": "t", "session-id": "s", "x-sgl-ext-session-final": "true"}
+    await body.read_body(Request.json, Request(document, "/v1/completions", headers))
+    reading = current()
+    assert reading is not None
+    assert (reading.owner, reading.session, reading.is_last) == ("t", "s", True)
+    assert reading.pins == ((WHOLE, 3600.0),)
+
+
+async def test_a_malformed_wish_is_refused_naming_the_field() -> None:
+    document = {"text": "t", "nvext": {"cache_control": {"type": "ephemeral", "ttl": "forever"}}}
+    with pytest.raises(HTTPException, match=r"^400: nvext\.cache_control\.ttl: "):
+        await body.read_body(Request.json, Request(document, "/generate"))

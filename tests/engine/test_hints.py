@@ -1,8 +1,9 @@
-"""A chain on its way through SGLang's own hints, with SGLang's own types."""
+"""What was read of a request, on its way through SGLang's own hints, with SGLang's own types."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 import warnings
 from contextvars import copy_context
 from importlib import import_module
@@ -12,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from sgl_ext.engine import chain
-from sgl_ext.engine.chain import attach, carried, keep
+from sgl_ext.engine import hints
 from sgl_ext.engine.counters import counter
+from sgl_ext.engine.hints import WHOLE, Reading, attach, carried, current, keep
+from sgl_ext.requests.cache_marks import NO_MARKS
 from sgl_ext.requests.segments import Chain
 
 pytestmark = pytest.mark.engine
@@ -29,28 +31,38 @@ def _receipts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with warnings.catch_warnings(action="ignore"):  # SGLang's, while it is imported
         import_module("sglang.srt.managers.kv_hints")
     monkeypatch.setenv("SGL_EXT_RECEIPTS", str(tmp_path / "secret"))
-    chain._secret.cache_clear()
+    hints._secret.cache_clear()
 
 
 def request(kv_hints: Any = None, session_params: Any = None) -> SimpleNamespace:
     return SimpleNamespace(kv_hints=kv_hints, session_params=session_params)
 
 
-def in_a_request(*generations: SimpleNamespace, kept: Chain = CHAIN) -> None:
+def reading(chain: Chain = CHAIN, **more: Any) -> Reading:
+    return Reading("/v1/messages", {}, chain, NO_MARKS, **more)
+
+
+def in_a_request(*generations: SimpleNamespace, kept: Chain = CHAIN, **more: Any) -> None:
     """What the hooks do in one HTTP request's context."""
 
     def run() -> None:
-        keep(kept)
+        keep(reading(kept, **more))
         for generation in generations:
             attach(None, generation)
 
     copy_context().run(run)
 
 
+def chain_of(generation: SimpleNamespace) -> Chain:
+    found = carried(generation)
+    assert found is not None
+    return Chain(found.hashes, found.ends)
+
+
 def test_the_first_generation_of_a_request_carries_the_chain_and_no_later_one() -> None:
     first, second = request(), request()
     in_a_request(first, second)
-    assert carried(first) == (CHAIN.hashes, CHAIN.ends)
+    assert chain_of(first) == CHAIN
     assert carried(second) is None
 
 
@@ -60,7 +72,7 @@ async def test_a_task_that_the_request_starts_takes_the_chain_from_it() -> None:
     async def generate(generation: SimpleNamespace) -> None:
         attach(None, generation)
 
-    keep(CHAIN)
+    keep(reading())
     await asyncio.create_task(generate(first))
     await generate(second)
     assert carried(first) is not None
@@ -71,7 +83,7 @@ async def test_a_task_that_the_request_starts_takes_the_chain_from_it() -> None:
 def test_a_callers_own_hints_stay(own: Any) -> None:
     generation = request(own)
     in_a_request(generation)
-    assert carried(generation) == (CHAIN.hashes, CHAIN.ends)
+    assert chain_of(generation) == CHAIN
     *others, _ours = generation.kv_hints.actions
     assert [action.action_type for action in others] == (["another"] if own else [])
     assert generation.kv_hints.message_id == ("mine" if own else "")
@@ -97,10 +109,26 @@ def test_an_empty_chain_and_one_that_is_too_long_are_not_carried() -> None:
     before = counter("chains_left_out")._value.get()
     in_a_request(generation, kept=Chain())
     assert counter("chains_left_out")._value.get() == before
-    long = tuple(range(1, chain.MAX_SEGMENTS + 2))
+    long = tuple(range(1, hints.MAX_SEGMENTS + 2))
     in_a_request(generation, kept=Chain(long, long))
     assert generation.kv_hints is None
     assert counter("chains_left_out")._value.get() == before + 1
+
+
+def test_what_is_to_be_pinned_is_carried_and_for_whom_also_without_a_chain() -> None:
+    generation = request()
+    pins = ((7, 300.0), (WHOLE, 30.0))
+    before_s = time.monotonic()
+    in_a_request(generation, kept=Chain(), pins=pins, owner="a", session="s", is_last=True)
+    found = carried(generation)
+    assert found is not None
+    assert (found.pins, found.owner, found.session) == (pins, "a", "s")
+    assert (found.is_kept, found.is_last, found.is_answer_kept) == (True, True, True)
+    assert before_s <= found.told_s <= time.monotonic()
+
+
+def test_nothing_was_read_where_no_request_is() -> None:
+    assert copy_context().run(current) is None
 
 
 def test_what_is_no_request_for_text_is_let_pass() -> None:

@@ -9,6 +9,12 @@ from sgl_ext.engine.serve import cache_flags
 
 @pytest.mark.parametrize("argv", [[], ["--port", "1"], ["--enable-hierarchical-cache"]])
 def test_our_cache_is_selected(argv: list[str]) -> None:
+    ours = ("--radix-cache-backend", "sgl_ext", "--radix-eviction-policy", "priority")
+    assert cache_flags(argv) == ours
+
+
+def test_another_policy_of_eviction_is_kept() -> None:
+    argv = ["--radix-eviction-policy", "lfu"]
     assert cache_flags(argv) == ("--radix-cache-backend", "sgl_ext")
 
 
