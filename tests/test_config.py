@@ -56,6 +56,11 @@ def test_the_strip_is_on_and_names_add_up_and_it_can_be_off() -> None:
 @pytest.mark.parametrize(
     ("text", "flags", "named"),
     [
+        ("", ["--model-path", "m", "--pin-budget", "1.5"], r"pin_budget=1.5"),
+        ("", ["--model-path", "m", "--pin-owner-share", "0"], r"pin_owner_share=0"),
+        ("", ["--model-path", "m", "--pin-ttl-s", "4000"], r"pin_ttl_s=4000"),
+        ("", ["--model-path", "m", "--pin-max-ttl-s", "inf"], r"pin_max_ttl_s=inf"),
+        ("", ["--model-path", "m", "--pin-unmarked-ttl-s", "-1"], r"pin_unmarked_ttl_s=-1"),
         ("", [], "model_path"),
         ("[launch]\ninstances = 0", ["--model-path", "m"], r"instances=0"),
         ("[launch]\ninstances = '2'", ["--model-path", "m"], r"instances='2': must be int"),

@@ -53,18 +53,18 @@ async def read_body(original: Callable[[Any], Awaitable[Any]], request: Any) -> 
     body = with_sorted_tools(stripped.body) if _settings().sort_tools else stripped.body
     marks = _marks(path, body)
     headers = request.headers
-    keep(
-        Reading(
-            path,
-            body,
-            read_chain(path, body),
-            marks,
-            owner=headers.get(_TENANT_HEADER, ""),
-            session=stated_session(headers, body) or "",
-            is_last=is_final(headers),
-            pins=((WHOLE, marks.whole_ttl_s),) if marks.whole_ttl_s else (),
-        )
+    reading = Reading(
+        path,
+        body,
+        read_chain(path, body),
+        marks,
+        owner=headers.get(_TENANT_HEADER, ""),
+        session=stated_session(headers, body) or "",
+        is_last=is_final(headers),
+        pins=((WHOLE, marks.whole_ttl_s),) if marks.whole_ttl_s else (),
     )
+    keep(reading)
+    request.state.reading = reading  # SGLang converts some requests outside their context
     request._json = body
     return body
 

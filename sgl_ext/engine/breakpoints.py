@@ -2,7 +2,8 @@
 
 The prompt is SGLang's own work, conversion, template and all. So a copy of the body with
 markers in it takes the same way (`sgl_ext.requests.breakpoints` says how it is marked), up
-to where the template is rendered; the tokens are counted in the real prompt's ids.
+to where the template is rendered; the tokens are counted in the real prompt's ids. That is
+done for blocks that are new in their place: an agent's next turn finds all of its own known.
 """
 
 from __future__ import annotations
@@ -14,11 +15,15 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import orjson
+import xxhash
+
 from sgl_ext.engine.counters import counter
-from sgl_ext.engine.hints import Reading, current
-from sgl_ext.engine.offsets import Offsets
+from sgl_ext.engine.hints import Reading
+from sgl_ext.engine.offsets import Offsets, Prompt
 from sgl_ext.engine.thinking import drops_thinking
-from sgl_ext.requests.breakpoints import locate
+from sgl_ext.requests.breakpoints import block_at, is_last, locate, text_of
+from sgl_ext.requests.cache_marks import Place
 
 _rendered: ContextVar[list[str] | None] = ContextVar("sgl_ext_rendered", default=None)
 _offsets: WeakKeyDictionary[Any, Offsets] = WeakKeyDictionary()
@@ -27,7 +32,8 @@ _offsets: WeakKeyDictionary[Any, Offsets] = WeakKeyDictionary()
 def place_pins(original: Callable[..., Any], chat: Any, request: Any, *args: Any, **kw: Any) -> Any:
     """Around `OpenAIServingChat._convert_to_internal_request`: finds where marked blocks end."""
     converted = original(chat, request, *args, **kw)
-    reading = current()
+    raw_request = args[0] if args else kw.get("raw_request")
+    reading = None if raw_request is None else getattr(raw_request.state, "reading", None)
     if reading is not None and not reading.is_sent and converted[0].require_reasoning:
         reading.is_answer_kept = not drops_thinking(chat, _rendering)
     if reading is not None and reading.marks.blocks and not reading.is_sent:
@@ -61,20 +67,43 @@ def render_only(original: Callable[..., Any], chat: Any, messages: Any, **asked:
 
 def _found(chat: Any, reading: Reading, ids: list[int]) -> list[tuple[int, float]]:
     """The tokens up to the end of each marked block that could be found, and its TTL."""
-    marks = reading.marks.blocks
+    marks, body, prompt = reading.marks.blocks, reading.body, Prompt(ids)
     places = [mark.place for mark in marks]
-    located = locate(reading.body, places, partial(_render, chat, reading.path))
-    ends = sorted({end for end in located.ends if end is not None})
-    offsets = _offsets.get(chat)
-    if offsets is None:
+    offsets = _offsets_of(chat)
+    keys = [_name(body, place, reading.chain.session) for place in places]
+    tokens = [offsets.recall(key, prompt) for key in keys]
+    if tokens[-1] is None and is_last(body, places[-1]):
+        tokens[-1] = offsets.by_tail(text_of(body, places[-1]) or "", prompt)
+    if None in tokens:
+        located = locate(body, places, partial(_render, chat, reading.path))
+        ends = sorted({end for end in located.ends if end is not None})
+        counted = dict(zip(ends, offsets.count(located.text, ends, prompt), strict=True))
+        tokens = [counted.get(end) if end is not None else None for end in located.ends]
+        if tokens[-1] and is_last(body, places[-1]):
+            offsets.remember_tail(tokens[-1], prompt)
+    found = []
+    for key, end, mark in zip(keys, tokens, marks, strict=True):
+        if end:
+            offsets.remember(key, end, prompt)
+            found.append((end, mark.ttl_s))
+    return found
+
+
+def _name(body: Any, place: Place, session: int | None) -> int:
+    """A hash of what a block is and where: the same again in the next turn, as marks move on."""
+    block = block_at(body, place)
+    if isinstance(block, dict):
+        block = {key: value for key, value in block.items() if key != "cache_control"}
+    context = f"{session}" if place[0] == "messages" else body.get("system")
+    return xxhash.xxh3_128_intdigest(orjson.dumps((place, block, context)))
+
+
+def _offsets_of(chat: Any) -> Offsets:
+    if chat not in _offsets:
         tokenizer = chat.tokenizer_manager.tokenizer
-        offsets = _offsets[chat] = Offsets(partial(tokenizer.encode, add_special_tokens=False))
-    tokens = dict(zip(ends, offsets.find(located.text, ends, ids), strict=True))
-    return [
-        (tokens[end], mark.ttl_s)
-        for end, mark in zip(located.ends, marks, strict=True)
-        if end is not None and tokens[end] > 0
-    ]
+        encode = partial(tokenizer.encode, add_special_tokens=False)
+        _offsets[chat] = Offsets(encode, tokenizer.decode)
+    return _offsets[chat]
 
 
 def _render(chat: Any, path: str, body: Any) -> str | None:

@@ -138,11 +138,13 @@ class HeldCache(UnifiedRadixCache):  # type: ignore[misc]  # sglang is untyped
         wanted = self._wanted(params)
         total = evict(params)
 
+        def short() -> Any:
+            return _short(params, total, [has() - need for has, need in wanted])
+
         def is_enough() -> bool:
-            short = _short(params, total, [has() - need for has, need in wanted])
-            if short is not None:
-                _add(total, evict(short))
-            return short is None
+            if (owed := short()) is not None:
+                _add(total, evict(owed))
+            return short() is None
 
         if len(self.pins.pins):
             self.pins.make_room(is_enough)

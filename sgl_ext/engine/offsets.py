@@ -1,13 +1,12 @@
-"""How many tokens of a prompt lie before a place in its text.
+"""How many tokens of a prompt lie before the end of a block, known from earlier prompts or counted.
 
-Asked for the ends of marked blocks, turn after turn. What was found once is known by the
-text before it; a new place is found from whichever is nearer, a known place before it or
-the end of the prompt, by tokenizing what lies between. Both ways are proven against the
-prompt's own ids: a text before or behind the place that tokenizes otherwise there than in
-the prompt is not counted.
+    known      the same content up to the block had the same tokens before
+    by tail    the prompt's last block ends where what a template writes behind it begins
+    counted    the text around it is tokenized, from the nearer of a place already found
+               before it and the end of the prompt
 
-    text     |------ known ------|--- new block ---|place|-- rest --|
-    ids      |-------------------|------------>             <-------|
+Each is proven against the prompt's own ids, so what is remembered, and a text that tokenizes
+otherwise by itself than in the prompt, can fail to find an end and cannot find a wrong one.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from threading import Lock
 from typing import NamedTuple
 
 import xxhash
@@ -22,45 +22,102 @@ import xxhash
 _TOKEN_BYTES = 8
 # A place inside a token: what comes before it tokenizes otherwise there, by so much at most.
 _STRADDLING_TOKENS = 8
+_LIMIT_KNOWN = 65_536
+_LIMIT_TAILS = 16
+_LIMIT_TAIL_TOKENS = 64
+# So much of a block's text before a tail shows that it is the block's end.
+_SHOWN_CHARS = 24
+_SHOWN_TOKENS = 32
+
+Encode = Callable[[str], list[int]]
+Decode = Callable[[Sequence[int]], str]
+
+
+class Prompt:
+    """A prompt's token ids, for several questions."""
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self.ids = ids
+        self._bytes = memoryview(array("q", ids).tobytes())
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def digest(self, tokens: int) -> int:
+        """A hash of the first `tokens` ids."""
+        return xxhash.xxh3_64_intdigest(self._bytes[: tokens * _TOKEN_BYTES])
 
 
 class _Known(NamedTuple):
     tokens: int
-    ids: int  # hash of the ids up to there
+    digest: int
 
 
 class Offsets:
-    """Finds offsets in prompts. `encode` tokenizes a text without adding anything.
+    """Ends of blocks in prompts of one tokenizer and template.
 
-    Remembers `limit` places, each by hashes alone.
+    `encode` tokenizes a text without adding anything, `decode` is its inverse. Several
+    threads may ask at once.
     """
 
-    def __init__(self, encode: Callable[[str], list[int]], limit: int = 65_536) -> None:
+    def __init__(self, encode: Encode, decode: Decode, limit: int = _LIMIT_KNOWN) -> None:
         self._encode = encode
+        self._decode = decode
         self._limit = limit
         self._known: OrderedDict[int, _Known] = OrderedDict()
+        self._tails: OrderedDict[tuple[int, ...], None] = OrderedDict()
+        self._lock = Lock()
 
-    def find(self, text: str, ends: Sequence[int], ids: Sequence[int]) -> list[int]:
-        """For each place in `text`, ascending, how many of the prompt's `ids` end before it."""
-        packed = memoryview(array("q", ids).tobytes())
+    def recall(self, key: int, prompt: Prompt) -> int | None:
+        """The end of the block whose content, with all before it, has the hash `key`."""
+        with self._lock:
+            known = self._known.get(key)
+            if known is None or known.digest != prompt.digest(known.tokens):
+                return None
+            self._known.move_to_end(key)
+            return known.tokens
+
+    def remember(self, key: int, tokens: int, prompt: Prompt) -> None:
+        """The end of such a block has been found."""
+        with self._lock:
+            self._known[key] = _Known(tokens, prompt.digest(tokens))
+            self._known.move_to_end(key)
+            if len(self._known) > self._limit:
+                self._known.popitem(last=False)
+
+    def by_tail(self, text: str, prompt: Prompt) -> int | None:
+        """The end of the prompt's last block, which ends with `text`."""
+        shown = text.rstrip()[-_SHOWN_CHARS:]
+        with self._lock:
+            tails = list(self._tails) if shown else []
+        for tail in tails:
+            end = len(prompt) - len(tail)
+            if end > 0 and tuple(prompt.ids[end:]) == tail:
+                before = self._decode(prompt.ids[max(0, end - _SHOWN_TOKENS) : end])
+                if before.rstrip().endswith(shown):
+                    return end
+        return None
+
+    def remember_tail(self, tokens: int, prompt: Prompt) -> None:
+        """The prompt's last block was found to end after so many tokens."""
+        tail = tuple(prompt.ids[tokens:])
+        if 0 < len(tail) <= _LIMIT_TAIL_TOKENS:
+            with self._lock:
+                self._tails[tail] = None
+                if len(self._tails) > _LIMIT_TAILS:
+                    self._tails.popitem(last=False)
+
+    def count(self, text: str, ends: Sequence[int], prompt: Prompt) -> list[int]:
+        """For each place in the prompt's `text`, ascending, how many tokens end before it."""
         found: list[int] = []
         begin, tokens = 0, 0
         for end in ends:
-            key = xxhash.xxh3_128_intdigest(text[:end].encode("utf-8", "surrogatepass"))
-            known = self._known.get(key)
-            if known is not None and known.ids == _digest(packed, known.tokens):
-                tokens = known.tokens
-            else:
-                tokens = self._find(text, begin, end, ids, tokens)
-                self._known[key] = _Known(tokens, _digest(packed, tokens))
-            self._known.move_to_end(key)
-            begin = end
+            tokens = self._count(text, begin, end, prompt.ids, tokens)
             found.append(tokens)
-        while len(self._known) > self._limit:
-            self._known.popitem(last=False)
+            begin = end
         return found
 
-    def _find(self, text: str, begin: int, end: int, ids: Sequence[int], tokens: int) -> int:
+    def _count(self, text: str, begin: int, end: int, ids: Sequence[int], tokens: int) -> int:
         if len(text) - end < end - begin:
             rest = self._encode(text[end:])
             split = len(ids) - len(rest)
@@ -74,10 +131,6 @@ class Offsets:
             if len(between) - common <= _STRADDLING_TOKENS:
                 break  # else `begin` lay within a token
         return found
-
-
-def _digest(packed: memoryview, tokens: int) -> int:
-    return xxhash.xxh3_64_intdigest(packed[: tokens * _TOKEN_BYTES])
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:

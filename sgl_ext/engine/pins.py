@@ -167,28 +167,32 @@ class PinKeeper:
 
     def _freeing(self, pins: list[Pin]) -> Iterator[Pin]:
         """Unlocks in this order those that free something: not what a longer pin or a request
-        holds as well. When the longer one is gone, the shorter may."""
-        while pins:
-            useless = []
-            for pin in pins:
-                before = self._cache.full_evictable_size()
-                self._cache.unlock(pin.label.lock)
-                if self._cache.full_evictable_size() > before:
-                    pin.label.lock = None
-                    yield pin
-                else:
-                    pin.label.lock = self._cache.lock(pin.label.node)
-                    useless.append(pin)
-            if len(useless) == len(pins):
-                return
-            pins = useless
+        holds as well. When the longer one is gone, the shorter may. Last come those that free
+        no tokens but the state that a model keeps at their end."""
+        for evictable in (self._cache.full_evictable_size, self._states_evictable_size):
+            is_going = True
+            while is_going:
+                is_going, useless = False, []
+                for pin in pins:
+                    before = evictable()
+                    self._cache.unlock(pin.label.lock)
+                    if evictable() > before:
+                        pin.label.lock = None
+                        is_going = True
+                        yield pin
+                    else:
+                        pin.label.lock = self._cache.lock(pin.label.node)
+                        useless.append(pin)
+                pins = useless
+
+    def _states_evictable_size(self) -> int:
+        return int(self._cache.swa_evictable_size() + self._cache.mamba_evictable_size())
 
     def forget_all(self) -> None:
         """The tree was emptied, and every lock in it with it."""
         for pin in self.pins.clear():
             self._count("pins_ended", "flushed")
-            self._changes.seen.pop(pin.prefix, None)
-            self._changes.gone.add(pin.prefix)
+            self._tell_gone(pin)
 
     def take(self) -> Changes:
         """What happened since the last call."""
@@ -204,14 +208,17 @@ class PinKeeper:
         for pin in pins:
             self._cache.unlock(pin.label.lock)
             self._count("pins_ended", why)
-            if self._tells:
-                self._changes.seen.pop(pin.prefix, None)
-                self._changes.gone.add(pin.prefix)
+            self._tell_gone(pin)
 
     def _tell(self, pin: Pin) -> None:
         if self._tells:
             self._changes.seen[pin.prefix] = pin
             self._changes.gone.discard(pin.prefix)
+
+    def _tell_gone(self, pin: Pin) -> None:
+        if self._tells:
+            self._changes.seen.pop(pin.prefix, None)
+            self._changes.gone.add(pin.prefix)
 
     def _count(self, name: str, *labels: str) -> None:
         if self._tells:

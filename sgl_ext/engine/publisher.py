@@ -18,7 +18,6 @@ import zmq
 
 from radix.held import Changes, Stored
 from sgl_ext.engine import receipts
-from sgl_ext.engine.clock import keeper_of
 from sgl_ext.engine.counters import counter
 
 SOCKET = "events"
@@ -100,7 +99,8 @@ class Publisher:
             self._count("event_sweeps_deferred", held.deferred)
             self._count("events_forgotten", held.forgotten)
         if now >= self._load_due or idle:
-            load = load_of(self._scheduler, plan)
+            pinned = self._cache.pins.tokens if self._cache is not None else 0
+            load = load_of(self._scheduler, plan, pinned)
             if load != self._load:
                 self._load_due = now + _LOAD_INTERVAL_S
                 self._load = load
@@ -180,7 +180,7 @@ def pin_row(pin: Any, now_s: float) -> dict[str, Any]:
     }
 
 
-def load_of(scheduler: Any, plan: Any) -> dict[str, int]:
+def load_of(scheduler: Any, plan: Any, pinned_tokens: int) -> dict[str, int]:
     """A scheduler's load as it starts an iteration: requests, and tokens of prompts and memory."""
     inquirer, batch, chunked = scheduler.load_inquirer, plan.batch_to_run, scheduler.chunked_req
     running = len(plan.running_batch.reqs)
@@ -190,13 +190,12 @@ def load_of(scheduler: Any, plan: Any) -> dict[str, int]:
         pending += batch.extend_num_tokens or 0
         if chunked is not None:  # its chunk is in both
             pending -= max(0, (chunked.extend_end or 0) - chunked.prefix_len)
-    keeper = keeper_of(scheduler)
     used, _ = inquirer.pool_stats_observer.get_pool_stats().get_kv_token_stats()
     return {
         "running": running,
         "queued": len(scheduler.waiting_queue),
         "pending_tokens": pending,
         "used_tokens": used,
-        "pinned_tokens": keeper.tokens if keeper is not None else 0,
+        "pinned_tokens": pinned_tokens,
         "capacity_tokens": inquirer.max_total_num_tokens,
     }

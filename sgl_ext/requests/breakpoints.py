@@ -67,6 +67,29 @@ def locate(body: Any, places: Sequence[Place], render: Render) -> Located:
     return nothing if ends is None else Located(search.text, tuple(ends))
 
 
+def block_at(body: Any, place: Place) -> Any:
+    """What stands at `place`; None if nothing does."""
+    return _at(body, _path(place))
+
+
+def text_of(body: Any, place: Place) -> str | None:
+    """The text that the block at `place` ends with, None if it has none."""
+    try:
+        path = _text_path(body, place)
+    except (LookupError, TypeError, ValueError, AttributeError):
+        return None
+    found = None if path is None else _at(body, path)
+    return found if isinstance(found, str) else None
+
+
+def is_last(body: Any, place: Place) -> bool:
+    """Whether nothing of the body comes behind the block at `place`."""
+    messages = body.get("messages")
+    if place[0] != "messages" or place[1] != len(messages) - 1:
+        return False
+    return len(place) == 2 or place[2] == len(messages[-1]["content"]) - 1
+
+
 class _Search:
     """The rendered prompt of one body, and what its altered copies tell about it."""
 

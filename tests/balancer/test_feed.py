@@ -193,3 +193,34 @@ def test_nothing_an_engine_says_breaks_the_index(lines: list[bytes]) -> None:
             fed.feed = PrefixFeed(WORKER, fed.index, fed.expected, fed.pins)
         fed.index.check()
         assert fed.index.holds(OTHER, 99), "a worker speaks for itself alone"
+
+
+PIN = {"prefix": name(1), "segment": name(2), "tokens": 100, "left_s": 9.5, "session": "s"}
+
+
+def test_pins_are_followed() -> None:
+    fed = Fed()
+    fed.feed.apply(snapshot(), NOW)
+    fed.feed.apply(line(2, pinned=[PIN]), NOW)
+    assert fed.pins.rows(NOW) == [PIN]
+    fed.feed.apply(line(3, unpinned=[name(1)]), NOW)
+    assert fed.pins.rows(NOW) == []
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"unpinned": ["x"]},
+        {"pinned": [PIN | {"prefix": 5}]},
+        {"pinned": [PIN | {"segment": "x"}]},
+        {"pinned": [PIN | {"tokens": -1}]},
+        {"pinned": [PIN | {"left_s": "long"}]},
+        {"pinned": [PIN | {"session": None}]},
+        {"pinned": [{}]},
+        {"pinned": 7},
+    ],
+)
+def test_pins_that_cannot_be_are_malformed(told: dict[str, Any]) -> None:
+    fed = Fed()
+    with pytest.raises(FeedBroken, match="malformed"):
+        fed.feed.apply(line(1, snapshot=True, **told), NOW)

@@ -129,6 +129,26 @@ async def test_the_explanation_names_each_worker_s_cost(start: Start) -> None:
     assert holder.seen == quiet.seen == [], "explaining sends nothing"
 
 
+async def test_pins_are_shown_with_their_engine_and_forgotten_with_it(start: Start) -> None:
+    segment = f"{read_chain(CHAT, body('Hello')).hashes[-1]:032x}"
+    row = {"prefix": "a" * 32, "segment": segment, "tokens": 5000, "left_s": 60.0, "session": "s"}
+    engine = telling("a", [event(1, body("Hello"), snapshot=True, cleared=True, pinned=[row])])
+    other = telling("b", [snapshot()])
+    client = await start(engine, other)
+    await until_held(client, engine, body("Hello"), 5000)
+    (shown,) = (await (await client.get("/v1/pins")).json())["pins"]
+    assert (shown["prefix"], shown["worker"], shown["session"]) == ("a" * 32, engine.url, "s")
+    assert 0 < shown["left_s"] <= 60
+    rows = (await explained(client, body("Hello", "Hi.", "Go on")))["workers"]
+    assert {r["name"]: r["pinned_tokens"] for r in rows} == {engine.url: 5000, other.url: 0}
+    await client.delete("/sgl_ext/workers", params={"url": engine.url})
+
+    async def shows_none() -> bool:
+        return (await (await client.get("/v1/pins")).json())["pins"] == []
+
+    await until(shows_none)
+
+
 async def test_only_what_is_placed_can_be_explained(start: Start) -> None:
     client = await start(Engine("a"))
     assert (await client.post("/sgl_ext/explain/v1/models", json={})).status == 404

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 
 from bench._node import Node
 
@@ -115,6 +116,16 @@ def test_the_next_turn_reads_the_conversation_so_far_from_the_cache(sessions: Se
     assert _read(turn) >= 0.99 * _prompt(turn)
 
 
+def test_what_claude_code_marks_is_pinned_and_counted(sessions: Sessions, node: Node) -> None:
+    usage = sessions.first["usage"]
+    assert usage["cache_creation_input_tokens"] >= 0.9 * _prompt(sessions.first)
+    kept = requests.get(f"{node.url}/v1/pins", timeout=30).json()["pins"]
+    mine = {sessions.first["session_id"], sessions.second["session_id"]}
+    assert mine & {pin["session"] for pin in kept}
+    longest = max(pin["tokens"] for pin in kept)
+    assert longest >= 0.9 * _prompt(sessions.first)
+
+
 def test_thinking_is_served_as_claude_code_asks_for_it(sessions: Sessions) -> None:
     # No grammar holds inside thinking, so a frequent letter ends the answer.
     answer = sessions.project.ask("Say hello again.", body={"stop_sequences": ["e"]})
@@ -123,7 +134,7 @@ def test_thinking_is_served_as_claude_code_asks_for_it(sessions: Sessions) -> No
 
 def _prompt(answer: dict[str, Any]) -> int:
     usage = answer["usage"]
-    return int(usage["input_tokens"]) + _read(answer)
+    return int(usage["input_tokens"] + usage["cache_creation_input_tokens"]) + _read(answer)
 
 
 def _read(answer: dict[str, Any]) -> int:

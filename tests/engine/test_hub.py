@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -15,7 +16,9 @@ from radix.held import Held
 from sgl_ext.engine import hub as hub_module
 from sgl_ext.engine import publisher
 from sgl_ext.engine.counters import counter
+from sgl_ext.engine.hints import Hints
 from sgl_ext.engine.hub import EventStream, Hub
+from sgl_ext.engine.pins import PinKeeper
 from sgl_ext.engine.publisher import Publisher
 
 A, B, C = (f"{number:032x}" for number in (0xA, 0xB, 0xC))
@@ -206,6 +209,16 @@ def plan(running: int, prefill: int = 0, tokens: int = 0) -> Any:
 class Cache:
     def __init__(self) -> None:
         self.held = Held()
+        self.pins = PinKeeper(self, budget_tokens=100, owner_share=1.0, page=1, tells=True)
+
+    def match_until(self, _: Any, tokens: int) -> tuple[int, int]:
+        return tokens, 1
+
+    def lock(self, node: int) -> int:
+        return node
+
+    def unlock(self, lock: int) -> None:
+        """Nothing is evicted here."""
 
     def sweep(self, steps: int) -> None:
         """Nothing was evicted."""
@@ -213,6 +226,54 @@ class Cache:
 
 def add(cache: Cache, segment: int, tokens: int = 5) -> None:
     cache.held.add([segment], [1], key=range(tokens), resident=tokens, node=1, had=0)
+
+
+def pin(cache: Cache, ttl_s: float = 300.0) -> None:
+    prompt = array("q", range(10))
+    request = SimpleNamespace(
+        origin_input_ids=prompt, extra_key=None, cache_salt=None, cached_tokens=0
+    )
+    hints = Hints(
+        hashes=(0xA,),
+        ends=(40,),
+        pins=((10, ttl_s),),
+        owner="o",
+        session="s",
+        told_s=5.0,
+        is_kept=True,
+        is_last=False,
+        is_answer_kept=True,
+    )
+    cache.pins.seen(request, hints, 10)
+
+
+def test_pins_are_published_and_sent_again_like_all_else() -> None:
+    cache, pipe = Cache(), Pipe()
+    sender = Publisher(Scheduler(), cache, pipe)
+    pin(cache)
+    sender.publish(plan(1), now=0.0)
+    told, load = pipe.take()
+    (row,) = told["pinned"]
+    assert row == {
+        "prefix": row["prefix"],
+        "segment": A,
+        "tokens": 10,
+        "ttl_s": 300.0,
+        "left_s": 300.0,
+        "hits": 0,
+        "owner": "o",
+        "session": "s",
+    }
+    assert load["load"]["pinned_tokens"] == 10
+    pipe.room = 0
+    with counted("event_lines_dropped", 1):
+        sender.publish(plan(2), now=1.0)
+    pipe.room = 9
+    sender.publish(plan(2), now=2.0)
+    assert [line.get("pinned") for line in pipe.take()] == [None, [row], None]
+    cache.pins.advance(1000.0)
+    sender.publish(plan(2), now=3.0)
+    assert pipe.take()[0] == {"unpinned": [row["prefix"]]}
 
 
 def test_changes_are_published_once_and_load_when_it_changed() -> None:
@@ -242,7 +303,7 @@ def test_a_chunk_is_pending_once() -> None:
     scheduler = Scheduler()
     scheduler.chunked_req = SimpleNamespace(extend_end=30, prefix_len=10)
     scheduler.waiting_queue = [None] * 5  # stands for 50 tokens, the chunked rest among them
-    assert publisher.load_of(scheduler, plan(0, prefill=2, tokens=25))["pending_tokens"] == 55
+    assert publisher.load_of(scheduler, plan(0, prefill=2, tokens=25), 0)["pending_tokens"] == 55
 
 
 def test_after_a_line_found_no_room_everything_is_sent_again() -> None:
