@@ -59,15 +59,22 @@ def install(name: str) -> Path:
 
     Raises RuntimeError with the installer's own words if it cannot be had.
     """
-    router = _ROUTERS[name]
-    folder = _CACHE / f"{name}-{router.version}"
+    return install_package(name, _ROUTERS[name].version)
+
+
+def install_package(name: str, version: str) -> Path:
+    """The Python of an environment of its own that holds a package, made once a checkout.
+
+    Raises RuntimeError with the installer's own words if it cannot be had.
+    """
+    folder = _CACHE / f"{name}-{version}"
     python = folder / "bin" / "python"
     if (folder / "installed").exists():
         return python
     _CACHE.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
     _run([sys.executable, "-m", "venv", str(folder)])
-    _run([str(python), "-m", "pip", "install", "--quiet", f"{name}=={router.version}"])
+    _run([str(python), "-m", "pip", "install", "--quiet", f"{name}=={version}"])
     (folder / "installed").touch()
     return python
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import statistics
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from bench._index_side import BLOCK_TOKENS, BLOCKS
+from bench._peers import install_package
 
 DYNAMO = "ai-dynamo-runtime"
 DYNAMO_VERSION = "1.6.1"
@@ -116,21 +116,12 @@ def running_side(side: Side, workers: int) -> Iterator[subprocess.Popen[str]]:
 
 def install_dynamo() -> Path | None:
     """The Python that has Dynamo, made once a checkout; None, and why on stderr, if it fails."""
-    folder = _ROOT / ".models" / "peers" / f"{DYNAMO}-{DYNAMO_VERSION}"
-    python = folder / "bin" / "python"
-    if (folder / "installed").exists():
-        return python
-    shutil.rmtree(folder, ignore_errors=True)
-    for command in (
-        [sys.executable, "-m", "venv", str(folder)],
-        [str(python), "-m", "pip", "install", "-q", f"{DYNAMO}=={DYNAMO_VERSION}"],
-        [str(python), "-c", "import dynamo._core"],
-    ):
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            print(f"no {DYNAMO}: {(done.stderr or done.stdout).strip()}", file=sys.stderr)
-            return None
-    (folder / "installed").touch()
+    try:
+        python = install_package(DYNAMO, DYNAMO_VERSION)
+        subprocess.run([python, "-c", "import dynamo._core"], check=True, capture_output=True)
+    except (RuntimeError, subprocess.CalledProcessError) as error:
+        print(f"no {DYNAMO}: {error}", file=sys.stderr)
+        return None
     return python
 
 

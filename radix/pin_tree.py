@@ -6,9 +6,10 @@ Pins nest and fork. The tree holds each token of their union once, on compressed
                              |--- c ---|                   3: a + c
 
 Token ids are 8 bytes each and a key is nothing but these bytes, so that edges are
-compared as memory, and where two part is found by bisection. A node ends at a pin, at a
-fork, or where the tokens of one owner go over into another's: tokens are charged to whom
-first had them pinned, for as long as any pin needs them, whosever that is.
+compared as memory, and where two part is found by bisection. They part at whole pages, as
+in the cache whose tokens are counted here. A node ends at a pin, at a fork, or where the
+tokens of one owner go over into another's: tokens are charged to whom first had them
+pinned, for as long as any pin needs them, whosever that is.
 
 Nothing is shared between spaces. A pin is a number here; what it stands for is not known.
 
@@ -34,7 +35,7 @@ class _Node:
     parent: _Node | None
     space: Hashable
     pin: int | None = None
-    children: dict[bytes, _Node] = field(default_factory=dict)  # by their first token
+    children: dict[bytes, _Node] = field(default_factory=dict)  # by their first page
 
     @property
     def tokens(self) -> int:
@@ -47,11 +48,12 @@ class _Node:
 
 
 class PinTree:
-    """The union of all pinned prefixes."""
+    """The union of all pinned prefixes. Their keys are whole pages, of `page` tokens each."""
 
-    def __init__(self) -> None:
+    def __init__(self, page: int = 1) -> None:
         self.tokens = 0
         """Of all edges: as many as the pinned prefixes have together, shared ones once."""
+        self._step = page * TOKEN_BYTES
         self._roots: dict[Hashable, _Node] = {}
         self._nodes: dict[int, _Node] = {}  # by pin
         self._charges: dict[str, int] = {}
@@ -71,7 +73,7 @@ class PinTree:
         if root is None:
             return []
         end = len(key) if tokens is None else min(len(key), tokens * TOKEN_BYTES)
-        path, _ = _walk(root, key, end)
+        path, _ = self._walk(root, key, end)
         return [node.pin for node in path if node.pin is not None]
 
     def missing(self, space: Hashable, key: bytes) -> int:
@@ -79,9 +81,9 @@ class PinTree:
         root = self._roots.get(space)
         if root is None:
             return len(key) // TOKEN_BYTES
-        path, at = _walk(root, key, len(key))
-        child = path[-1].children.get(key[at : at + TOKEN_BYTES])
-        shared = 0 if child is None else _common(child.edge, key, at)
+        path, at = self._walk(root, key, len(key))
+        child = path[-1].children.get(key[at : at + self._step])
+        shared = 0 if child is None else _common(child.edge, key, at, self._step)
         return (len(key) - at - shared) // TOKEN_BYTES
 
     def insert(self, space: Hashable, key: bytes, pin: int, owner: str) -> int:
@@ -89,17 +91,17 @@ class PinTree:
         root = self._roots.get(space)
         if root is None:
             root = self._roots[space] = _Node(b"", "", None, space)
-        path, at = _walk(root, key, len(key))
+        path, at = self._walk(root, key, len(key))
         node = path[-1]
-        child = node.children.get(key[at : at + TOKEN_BYTES])
+        child = node.children.get(key[at : at + self._step])
         if child is not None:
-            shared = _common(child.edge, key, at)
-            node = _split(child, shared)
+            shared = _common(child.edge, key, at, self._step)
+            node = self._split(child, shared)
             at += shared
         added = 0
         if at < len(key):
             leaf = _Node(key[at:], owner, node, space)
-            node.children[leaf.edge[:TOKEN_BYTES]] = leaf
+            node.children[leaf.edge[: self._step]] = leaf
             added = leaf.tokens
             self._charge(owner, added)
             node = leaf
@@ -114,12 +116,12 @@ class PinTree:
         node.pin = None
         removed = 0
         while node.parent is not None and not node.uses:
-            del node.parent.children[node.edge[:TOKEN_BYTES]]
+            del node.parent.children[node.edge[: self._step]]
             self._charge(node.owner, -node.tokens)
             removed += node.tokens
             node = node.parent
         if node.parent is not None:
-            _merge(node)
+            self._merge(node)
         elif not node.children:
             del self._roots[node.space]
         return removed
@@ -140,6 +142,38 @@ class PinTree:
         if charge:
             self._charges[owner] = charge
 
+    def _walk(self, root: _Node, key: bytes, end: int) -> tuple[list[_Node], int]:
+        """The nodes that are prefixes of `key[:end]`, and the bytes up to the last one's end."""
+        node, at, path = root, 0, [root]
+        while at < end:
+            child = node.children.get(key[at : at + self._step])
+            if child is None or not key.startswith(child.edge, at, end):
+                break
+            node, at = child, at + len(child.edge)
+            path.append(node)
+        return path, at
+
+    def _split(self, node: _Node, length: int) -> _Node:
+        """Cuts a node's edge after `length` bytes; returns the upper part, which is a new node."""
+        assert node.parent is not None, "a root has no edge"
+        upper = _Node(node.edge[:length], node.owner, node.parent, node.space)
+        node.parent.children[upper.edge[: self._step]] = upper
+        node.edge, node.parent = node.edge[length:], upper
+        upper.children[node.edge[: self._step]] = node
+        return upper
+
+    def _merge(self, node: _Node) -> None:
+        """Joins a node and its only child, if nothing is left that kept the two apart.
+
+        Otherwise a long edge would fall into as many pieces as short pins ever forked from it.
+        """
+        if node.pin is not None or len(node.children) != 1 or node.parent is None:
+            return
+        (child,) = node.children.values()
+        if child.owner == node.owner:
+            child.edge, child.parent = node.edge + child.edge, node.parent
+            node.parent.children[child.edge[: self._step]] = child
+
     def check(self) -> None:
         """Asserts the invariants."""
         charges: dict[str, int] = {}
@@ -151,8 +185,9 @@ class PinTree:
             for node in nodes:
                 for first, child in node.children.items():
                     assert child.parent is node
-                    assert child.edge[:TOKEN_BYTES] == first
-                    assert child.tokens * TOKEN_BYTES == len(child.edge) > 0
+                    assert child.edge[: self._step] == first
+                    assert len(child.edge) > 0
+                    assert len(child.edge) % self._step == 0
                     charges[child.owner] = charges.get(child.owner, 0) + child.tokens
                     nodes.append(child)
                 if node.pin is not None:
@@ -204,48 +239,13 @@ class Trial:
         self._freed[node.owner] = self._freed.get(node.owner, 0) + tokens
 
 
-def _walk(root: _Node, key: bytes, end: int) -> tuple[list[_Node], int]:
-    """The nodes that are prefixes of `key[:end]`, and the bytes up to the last one's end."""
-    node, at, path = root, 0, [root]
-    while at < end:
-        child = node.children.get(key[at : at + TOKEN_BYTES])
-        if child is None or not key.startswith(child.edge, at, end):
-            break
-        node, at = child, at + len(child.edge)
-        path.append(node)
-    return path, at
-
-
-def _common(edge: bytes, key: bytes, at: int) -> int:
-    """How many bytes, in whole tokens, `edge` and `key[at:]` have in common."""
-    low, high = 0, min(len(edge), len(key) - at) // TOKEN_BYTES
+def _common(edge: bytes, key: bytes, at: int, step: int) -> int:
+    """How many bytes, in whole steps, `edge` and `key[at:]` have in common."""
+    low, high = 0, min(len(edge), len(key) - at) // step
     while low < high:
         middle = (low + high + 1) // 2
-        if key.startswith(edge[low * TOKEN_BYTES : middle * TOKEN_BYTES], at + low * TOKEN_BYTES):
+        if key.startswith(edge[low * step : middle * step], at + low * step):
             low = middle
         else:
             high = middle - 1
-    return low * TOKEN_BYTES
-
-
-def _split(node: _Node, length: int) -> _Node:
-    """Cuts a node's edge after `length` bytes; returns the upper part, which is a new node."""
-    assert node.parent is not None, "a root has no edge"
-    upper = _Node(node.edge[:length], node.owner, node.parent, node.space)
-    node.parent.children[upper.edge[:TOKEN_BYTES]] = upper
-    node.edge, node.parent = node.edge[length:], upper
-    upper.children[node.edge[:TOKEN_BYTES]] = node
-    return upper
-
-
-def _merge(node: _Node) -> None:
-    """Joins a node and its only child, if nothing is left that kept the two apart.
-
-    Otherwise a long edge would fall into as many pieces as short pins ever forked from it.
-    """
-    if node.pin is not None or len(node.children) != 1 or node.parent is None:
-        return
-    (child,) = node.children.values()
-    if child.owner == node.owner:
-        child.edge, child.parent = node.edge + child.edge, node.parent
-        node.parent.children[child.edge[:TOKEN_BYTES]] = child
+    return low * step

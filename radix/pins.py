@@ -99,10 +99,16 @@ class Pins:
 
     `budget_tokens` is what the pinned prefixes may have together, `owner_share` what part
     of that one owner may be charged for, and `limit_pins` how many pins there may be.
+    They share whole pages, of `page` tokens each.
     """
 
     def __init__(
-        self, *, budget_tokens: int, owner_share: float = 1.0, limit_pins: int = 4096
+        self,
+        *,
+        budget_tokens: int,
+        owner_share: float = 1.0,
+        limit_pins: int = 4096,
+        page: int = 1,
     ) -> None:
         if budget_tokens < 0:
             raise ValueError(f"budget_tokens is negative: {budget_tokens}")
@@ -113,7 +119,7 @@ class Pins:
         self._budget_tokens = budget_tokens
         self._share_tokens = int(budget_tokens * owner_share)
         self._limit_pins = limit_pins
-        self._tree = PinTree()
+        self._tree = PinTree(page)
         self._pins: dict[int, Pin] = {}
         self._by_prefix: dict[str, Pin] = {}
         self._by_session: dict[str, dict[int, Pin]] = {}
@@ -153,7 +159,7 @@ class Pins:
         """Pins a prefix, or renews the pin it has, which counts as no hit.
 
         space: prefixes are shared within it only; its repr tells it from others.
-        key: the prefix, its token ids as 8 bytes each.
+        key: the prefix, its token ids as 8 bytes each; whole pages.
         label: kept with a new pin; a renewed one keeps its own.
         """
         if len(key) % TOKEN_BYTES:

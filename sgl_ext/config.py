@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
+from urllib.parse import urlsplit
 
 from sgl_ext.requests.headers import BILLING_HEADER, HeaderStrip
 
@@ -55,7 +56,7 @@ class BalancerConfig:
         except ValueError as error:
             raise ConfigError(f"strip_header: {error}") from error
         for url in self.workers:
-            _require(url.startswith("http://"), "worker", url, "a worker is http://HOST:PORT")
+            _require(is_worker_url(url), "worker", url, "a worker is http://HOST:PORT")
         self.read_api_key()
 
     def read_api_key(self) -> str | None:
@@ -144,6 +145,21 @@ class LaunchConfig:
         taken = [flag for flag in ("--host", "--port", "--model-path") if flag in self.engine_args]
         _require(not taken, "engine", taken, "the launcher sets these")
         self.balancer.check()
+
+
+def is_worker_url(url: str) -> bool:
+    """Whether a URL names a worker: http, a host, perhaps a port, and nothing else."""
+    try:
+        parts = urlsplit(url.rstrip("/"))
+        named = parts.port is None or parts.port > 0
+    except ValueError:
+        return False
+    return (
+        named
+        and parts.scheme == "http"
+        and bool(parts.hostname)
+        and not (parts.path or parts.query or parts.fragment or parts.username)
+    )
 
 
 def add_balancer_flags(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 from http import HTTPStatus
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
 import orjson
@@ -24,6 +23,7 @@ from sgl_ext.balancer import routes
 from sgl_ext.balancer.errors import BalancerError
 from sgl_ext.balancer.router import Router
 from sgl_ext.balancer.workers import Worker
+from sgl_ext.config import is_worker_url
 from sgl_ext.requests.headers import HeaderStrip
 from sgl_ext.requests.system_text import strip_request
 
@@ -79,21 +79,6 @@ async def explain(request: web.Request) -> web.Response:
     hints = {name.lower(): value for name, value in request.headers.items()}
     asked = router.read(path, hints, stripped.body, request.content_length or 0)
     return _json(HTTPStatus.OK, {**router.explain(asked), "headers_stripped": stripped.headers})
-
-
-def is_worker_url(url: str) -> bool:
-    """Whether a URL names a worker: http, a host, perhaps a port, and nothing else."""
-    try:
-        parts = urlsplit(url.rstrip("/"))
-        named = parts.port is None or parts.port > 0
-    except ValueError:
-        return False
-    return (
-        named
-        and parts.scheme == "http"
-        and bool(parts.hostname)
-        and not (parts.path or parts.query or parts.fragment or parts.username)
-    )
 
 
 async def _body(request: web.Request) -> Any:

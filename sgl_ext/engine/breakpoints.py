@@ -8,6 +8,7 @@ done for blocks that are new in their place: an agent's next turn finds all of i
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -25,6 +26,7 @@ from sgl_ext.engine.thinking import drops_thinking
 from sgl_ext.requests.breakpoints import block_at, is_last, locate, text_of
 from sgl_ext.requests.cache_marks import Place
 
+_logger = logging.getLogger(__name__)
 _rendered: ContextVar[list[str] | None] = ContextVar("sgl_ext_rendered", default=None)
 _offsets: WeakKeyDictionary[Any, Offsets] = WeakKeyDictionary()
 
@@ -37,8 +39,12 @@ def place_pins(original: Callable[..., Any], chat: Any, request: Any, *args: Any
     if reading is not None and not reading.is_sent and converted[0].require_reasoning:
         reading.is_answer_kept = not drops_thinking(chat, _rendering)
     if reading is not None and reading.marks.blocks and not reading.is_sent:
-        ids = converted[0].input_ids
-        found = _found(chat, reading, ids) if isinstance(ids, list) else []
+        found: list[tuple[int, float]] = []
+        if isinstance(ids := converted[0].input_ids, list):
+            try:
+                found = _found(chat, reading, ids)
+            except Exception:  # of templates and tokenizers, which we do not know
+                _logger.exception("sgl-ext: marked blocks could not be found")
         missing = len(reading.marks.blocks) - len(found)
         if missing:
             counter("breakpoints_not_found").labels(reading.path).inc(missing)

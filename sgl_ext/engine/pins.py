@@ -56,7 +56,7 @@ class PinKeeper:
     def __init__(
         self, cache: Any, budget_tokens: int, owner_share: float, page: int, tells: bool
     ) -> None:
-        self.pins = Pins(budget_tokens=budget_tokens, owner_share=owner_share)
+        self.pins = Pins(budget_tokens=budget_tokens, owner_share=owner_share, page=page)
         self.now_s = 0.0
         self._cache = cache
         self._page = page

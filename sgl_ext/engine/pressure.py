@@ -40,9 +40,20 @@ def _is_added(adder: Any, req: Any) -> bool:
 
 
 def add_chunk(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kw: Any) -> Any:
-    """Around `PrefillAdder.add_chunked_req`: a chunk is not cut short by pins."""
+    """Around `PrefillAdder.add_chunked_req`: a chunk is neither cut short nor held up by pins."""
     keeper = keeper_of(adder)
-    if keeper is not None and keeper.tokens and adder.rem_chunk_tokens:
+    if keeper is None or not keeper.tokens:
+        return original(adder, req, *args, **kw)
+    if adder.rem_chunk_tokens:
         wanted = min(len(req.full_untruncated_fill_ids) - req.prefix_len, adder.rem_chunk_tokens)
         keeper.make_room(lambda: adder.rem_total_tokens >= wanted)
-    return original(adder, req, *args, **kw)
+    result = original(adder, req, *args, **kw)
+
+    def fits() -> bool:
+        nonlocal result
+        result = original(adder, req, *args, **kw)
+        return bool(adder.can_run_list)
+
+    if not adder.can_run_list:  # for want of sliding windows
+        keeper.admit(req, fits)
+    return result

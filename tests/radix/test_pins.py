@@ -596,3 +596,15 @@ def test_releasing_in_any_order_leaves_what_the_rest_needs(asked: list[Prefix]) 
         pins.check()
         assert pins.tokens == len({p for left in at.values() for p in prefixes(left)})
     assert_nothing_left(pins)
+
+
+@pytest.mark.parametrize("page", [1, 4, 16])
+def test_prefixes_that_part_within_a_page_share_nothing_of_it(page: int) -> None:
+    pins = Pins(budget_tokens=100, page=page)
+    for end in (1, 2):
+        assert pins.grant("", key([0] * 22 + [end] * 26), TTL_S, 0).pin is not None
+        pins.check()
+    assert pins.tokens == 96 - 22 // page * page
+    assert [p.tokens for p in pins.hit("", key([0] * 22 + [2] * 50), 1, tokens=60)] == [48]
+    pins.expire(1000)
+    assert_nothing_left(pins)
