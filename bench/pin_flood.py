@@ -1,0 +1,265 @@
+"""Does a pinned prefix outlive a flood of many times the memory, and what does that cost the flood?
+
+An agent's conversation, a prefix of some ten thousand tokens and a short message more each
+turn, on real engines with small caches, one an arm:
+
+    pinned    its system prompt and last message carry `cache_control`, through `/v1/messages`
+    unpinned  the same without marks
+    priority  no marks; SGLang without the plugin and with its own `--radix-eviction-policy
+              priority`, and the turns are sent with a higher `priority`, through
+              `/v1/chat/completions`, which takes one
+
+The first two are behind a launcher and balancer of their own. The third is asked directly:
+our cache ranks by what it knows, and takes no heed of a request's own priority.
+
+Between two turns comes a flood of prompts that nobody sends again, more of them than the
+cache holds. So many are sent at once that they fit beside the pins: a pin holds against the
+cache pressure of other prefixes, never against a request that runs. A round is, arm by arm,
+a flood alone, by which throughput is compared, and then one with a turn in it. One engine
+works at a time, the order of the arms rotates, and all arms get the same prompts; ratios
+are medians over rounds. `flood_throughput_ratio_before_pins` is the same ratio when nothing
+was pinned yet: what two engines differ by for no reason.
+
+`cached_share`: of the tokens that a turn left, up to its last mark, what the next one found.
+At the end the TTL runs out, in an idle engine: `pinned_tokens_after_ttl`. One more flood and
+turn say who lets go of the prefix then: `cached_share_after_ttl`. And probes: with the
+prefix pinned anew, a request that needs nearly all memory is sent, and has waited on a pin
+if its TTFT is above 1.5 times that of the same in the arm without pins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from bench._misroute_figures import counted
+from bench._node import Node, local_model, running_node
+from bench._pin_figures import Part, Seen, arm_figures, comparison, left_by
+from bench._pin_load import MESSAGES, Answer, Conversation, Flooded, Texts, ask, flood, single
+from bench._pin_stock import stock_engine
+
+PREFIX_TOKENS = 9_500
+POOL_TOKENS = 32_768
+_CONNECTIONS = 6
+_LEAD_S = 0.3
+_FLAGS = ("--max-total-tokens", str(POOL_TOKENS), "--chunked-prefill-size", "2048")
+_ARMS = {
+    "pinned": (running_node, ("--pin-budget", "0.3334")),
+    "unpinned": (running_node, ("--pin-budget", "0.3334")),
+    "priority": (stock_engine, ("--radix-eviction-policy", "priority")),
+}
+_PROBE_POOLS = 0.93
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much of everything. Floods are measured in pools."""
+
+    turns: int = 10
+    alone_pools: float = 1.8
+    shared_pools: float = 0.5
+    control_rounds: int = 4
+    probes: int = 5
+    ttl: str = "5m"
+    ttl_s: float = 300
+
+
+QUICK = Plan(5, 1.0, 0.28, 1, 2, "50s", 50)
+
+
+class Arm:
+    """One engine with its conversation."""
+
+    def __init__(self, node: Node, conversation: Conversation, http: aiohttp.ClientSession) -> None:
+        self.node = node
+        self.seen = Seen()
+        self.turned_s: list[float] = []
+        self._conversation = conversation
+        self._http = http
+
+    async def turn(self) -> Answer:
+        """The conversation's next turn."""
+        body = self._conversation.ask()
+        self.turned_s.append(time.monotonic())
+        return self._noted(await ask(self._http, self.node.url, self._conversation.path, body))
+
+    async def flood(self, prompts: list[str]) -> Flooded:
+        """Sends these prompts, so many at once, until all are answered."""
+        flooded = await flood(self._http, self.node.url, prompts, _CONNECTIONS)
+        for answer in flooded.answers:
+            self._noted(answer)
+        return flooded
+
+    async def part(self, alone: list[str], shared: list[str]) -> None:
+        """The arm's share of a round."""
+        started = time.perf_counter()
+        first = await self.flood(alone)
+        flooding = asyncio.create_task(self.flood(shared))
+        await asyncio.sleep(_LEAD_S)
+        self.seen.turns.append(await self.turn())
+        second = await flooding
+        self.seen.parts.append(Part(first, second, time.perf_counter() - started))
+
+    async def probe(self, text: str) -> None:
+        """A turn, whose marks pin all it has, and a request that needs nearly all memory."""
+        await self.turn()
+        body = single(text, answer_tokens=1)
+        answer = self._noted(await ask(self._http, self.node.url, MESSAGES, body))
+        self.seen.probes.append(answer.ttft_ms)
+
+    async def load(self) -> dict[str, int]:
+        """What the engine's events say of its load, first of all."""
+        url = f"{self.node.engines[0]}/sgl_ext/events"
+        async with self._http.get(url) as events:
+            async for line in events.content:
+                if load := json.loads(line).get("load"):
+                    return dict(load)
+        raise RuntimeError(f"{url} does not tell of its load")
+
+    async def counted(self, name: str) -> dict[str, int]:
+        """A counter of the engine's, by its labels."""
+        async with self._http.get(f"{self.node.engines[0]}/metrics") as answer:
+            found = counted(await answer.text(), name)
+        return {labels: int(value) for labels, value in found.items()}
+
+    def _noted(self, answer: Answer) -> Answer:
+        self.seen.aborted += not answer.is_whole
+        return answer
+
+
+class Trial:
+    """One run on running nodes, one an arm."""
+
+    def __init__(self, arms: Mapping[str, Arm], texts: Texts, plan: Plan) -> None:
+        self._arms = arms
+        self._texts = texts
+        self._plan = plan
+
+    async def run(self) -> dict[str, Any]:
+        """All of it, and the bench's figures."""
+        plan, pinned = self._plan, self._arms["pinned"]
+        for number in range(plan.control_rounds):
+            prompts = self._flood(f"Control {number}", 1.0)
+            for arm in self._in_turn(number):
+                arm.seen.control.append(await arm.flood(prompts))
+        for arm in self._in_turn(0):
+            arm.seen.turns.append(await arm.turn())
+        for number in range(1, plan.turns):
+            alone = self._flood(f"Round {number}", plan.alone_pools)
+            shared = self._flood(f"Round {number}, shared", plan.shared_pools)
+            for arm in self._in_turn(number):
+                await arm.part(alone, shared)
+        every_s = [b - a for a, b in zip(pinned.turned_s, pinned.turned_s[1:], strict=False)]
+        for arm in self._arms.values():
+            arm.seen.retracted = sum(
+                (await arm.counted("sglang:num_retracted_requests_total")).values()
+            )
+        held = (await pinned.load())["pinned_tokens"]
+        ended = await pinned.counted("sgl_ext_pins_ended_total")
+        await asyncio.sleep(max(0.0, pinned.turned_s[-1] + plan.ttl_s + 2 - time.monotonic()))
+        after = (await pinned.load())["pinned_tokens"]
+        await self._after_ttl()
+        await self._probe()
+        return {
+            "turn_every_s": round(statistics.median(every_s), 1),
+            "pinned_tokens": held,
+            "pins_ended_under_flood": ended,
+            "pinned_tokens_after_ttl": after,
+            "pins_ended": await pinned.counted("sgl_ext_pins_ended_total"),
+        }
+
+    async def _after_ttl(self) -> None:
+        prompts = self._flood("After the TTL", 1.1)
+        for arm in self._in_turn(0):
+            await arm.flood(prompts)
+            arm.seen.late = await arm.turn()
+
+    async def _probe(self) -> None:
+        for number in range(self._plan.probes):
+            text = self._texts.fresh(f"Probe {number}", int(_PROBE_POOLS * POOL_TOKENS))
+            pair = [self._arms["pinned"], self._arms["unpinned"]]
+            for arm in pair[:: -1 if number % 2 else 1]:
+                await arm.probe(text)
+
+    def _flood(self, name: str, pools: float) -> list[str]:
+        return self._texts.flood(name, int(pools * POOL_TOKENS))
+
+    def _in_turn(self, number: int) -> list[Arm]:
+        arms = list(self._arms.values())
+        first = number % len(arms)
+        return arms[first:] + arms[:first]
+
+
+async def measure(nodes: Mapping[str, Node], plan: Plan) -> dict[str, Any]:
+    """Runs the arms on running nodes and returns the bench's figures."""
+    texts = Texts()
+    system = fitted(texts, nodes["pinned"])
+    timeout = aiohttp.ClientTimeout(total=300)
+    async with aiohttp.ClientSession(timeout=timeout) as http:
+        told: dict[str, dict[str, Any]] = {"pinned": {"ttl": plan.ttl}, "priority": {"priority": 1}}
+        arms = {
+            name: Arm(node, Conversation(system, texts, **told.get(name, {})), http)
+            for name, node in nodes.items()
+        }
+        found = await Trial(arms, texts, plan).run()
+    seen = {name: arm.seen for name, arm in arms.items()}
+    pinned = seen["pinned"]
+    left = left_by(pinned.turns)
+    figures = {name: arm_figures(each, left) for name, each in seen.items()}
+    floods = [flooded for part in pinned.parts for flooded in (part.alone, part.shared)]
+    return {
+        "bench": "pin_flood",
+        "pool_tokens": POOL_TOKENS,
+        "prefix_tokens": left[0],
+        "turns": plan.turns,
+        "flood_requests": sum(len(flooded.answers) for flooded in floods),
+        "flood_over_pool": round(sum(flooded.tokens for flooded in floods) / POOL_TOKENS, 1),
+        "pinned_cached_share": figures["pinned"]["cached_share"],
+        **comparison(pinned, seen["unpinned"]),
+        "aborted": sum(each.aborted for each in seen.values()),
+        **found,
+        "arms": figures,
+    }
+
+
+def fitted(texts: Texts, node: Node) -> str:
+    """Tells the texts how long words are in tokens, and cuts a prefix to PREFIX_TOKENS."""
+
+    def tokens(text: str) -> int:
+        counted = node.post(f"{MESSAGES}/count_tokens", single(text))
+        counted.raise_for_status()
+        return int(counted.json()["input_tokens"])
+
+    words = 4000
+    texts.fit(tokens(texts.words("a sample", words)), words)
+    start = texts.source[: PREFIX_TOKENS * 8]
+    return start[: int(len(start) * PREFIX_TOKENS / tokens(start))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer turns, within five minutes")
+    plan = QUICK if parser.parse_args().quick else Plan()
+    model = local_model("tiny")
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sgl-ext-bench-")))
+        nodes = {
+            name: stack.enter_context(start(model, folder / name, *_FLAGS, *flags))
+            for name, (start, flags) in _ARMS.items()
+        }
+        print(json.dumps(asyncio.run(measure(nodes, plan))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""The bench of pins: what it makes of what it saw, and what it reads off a stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bench._pin_figures import Part, Seen, arm_figures, cached_share, comparison, left_by, waited
+from bench._pin_load import Answer, Conversation, Flooded, Texts, take
+
+
+def turn(prompt: int, cached: int, ttft_ms: float = 300.0) -> Answer:
+    return Answer(prompt, cached, prompt - 5, ttft_ms, is_whole=True)
+
+
+def flooded(span_s: float) -> Flooded:
+    return Flooded([Answer(1000, 0, 0, 50.0, is_whole=True), Answer(1000)], span_s)
+
+
+TURNS = [turn(10_000, 3), turn(10_100, 9_995), turn(10_200, 10_097)]
+
+
+def test_what_is_found_is_counted_up_to_the_last_mark() -> None:
+    left = left_by(TURNS)
+    assert cached_share(TURNS, left) == 1.0
+    assert cached_share([*TURNS[:2], turn(10_200, 0)], left) == pytest.approx(9995 / 20_090)
+
+
+def test_marks_that_were_not_found_are_no_hits() -> None:
+    with pytest.raises(RuntimeError, match="marks end before"):
+        left_by([Answer(10_000, 0, 500)])
+
+
+def test_a_request_that_ended_badly_adds_nothing_to_the_flood() -> None:
+    part = Part(flooded(0.5), flooded(0.25), 1.0)
+    assert (part.alone_per_s, part.whole_per_s) == (2000.0, 2000.0)
+
+
+def test_ratios_are_by_pairs() -> None:
+    pinned, unpinned = (
+        Seen(
+            TURNS,
+            turn(10_300, 1),
+            [Part(flooded(s), flooded(s), 2 * s + lost_s) for s in spans_s],
+            [flooded(1.0)],
+            probes,
+        )
+        for spans_s, lost_s, probes in (
+            ([1.0, 2.0, 4.0], 0.0, [1500.0, 1501.0]),
+            ([1.0, 1.0, 4.0], 1.0, [1000.0, 1000.0]),
+        )
+    )
+    found = comparison(pinned, unpinned)
+    assert found["flood_throughput_ratio"] == 1.0
+    assert found["flood_throughput_ratio_with_turns"] == 1.125
+    assert found["flood_throughput_ratio_before_pins"] == 1.0
+    assert found["waited_on_pin"] == waited(pinned.probes, unpinned.probes) == 1
+    figures = arm_figures(pinned, left_by(TURNS))
+    assert figures["cached_share"] == 1.0
+    assert figures["cached_share_after_ttl"] == 0.0001
+    assert figures["flood_tokens_per_s"] == 500
+    assert (figures["ttft_p50_ms"], figures["flood_ttft_p99_ms"]) == (300.0, 50.0)
+
+
+@pytest.mark.parametrize("arm", [{"ttl": "5m"}, {}, {"priority": 1}])
+def test_all_arms_say_the_same(arm: dict[str, Any]) -> None:
+    texts = Texts()
+    plain, other = Conversation("system", texts), Conversation("system", texts, **arm)
+    for _ in range(3):
+        bodies = plain.ask(), other.ask()
+    said = [[spoken(message["content"]) for message in body["messages"]] for body in bodies]
+    assert said[0] == said[1][-5:]
+    assert str(bodies[1]).count("cache_control") == (2 if "ttl" in arm else 0)
+    assert bodies[1].get("priority") == arm.get("priority")
+
+
+def spoken(content: Any) -> str:
+    return content if isinstance(content, str) else content[0]["text"]
+
+
+def test_a_flood_has_its_size_and_no_two_prompts_alike() -> None:
+    texts = Texts()
+    texts.fit(2000, 1000)
+    prompts = texts.flood("Round 1", 30_000)
+    assert sum(2 * len(prompt.split()) for prompt in prompts) == pytest.approx(30_000, rel=0.06)
+    assert len(set(prompts)) == len(prompts)
+    assert prompts == texts.flood("Round 1", 30_000)
+
+
+def test_both_protocols_streams_are_read() -> None:
+    usage = {
+        "input_tokens": 5, "cache_read_input_tokens": 70, "cache_creation_input_tokens": 25
+    }  # fmt: skip
+    seen = Answer()
+    assert not take(seen, {"type": "message_start", "message": {"usage": usage}})
+    assert take(seen, {"type": "content_block_delta", "delta": {"text": "a"}})
+    assert not take(seen, {"type": "message_delta", "usage": {"output_tokens": 8}})
+    assert not seen.is_whole
+    assert not take(seen, {"type": "message_stop"})
+    assert seen == Answer(100, 70, 95, is_whole=True)
+    seen = Answer()
+    assert not take(seen, {"choices": [{"delta": {"role": "assistant", "content": ""}}]})
+    assert take(seen, {"choices": [{"delta": {"reasoning_content": "a"}}]})
+    details = {"prompt_tokens_details": {"cached_tokens": 70}}
+    assert not take(seen, {"choices": [], "usage": {"prompt_tokens": 100, **details}})
+    assert seen == Answer(100, 70)
