@@ -36,13 +36,14 @@ class Seen:
     """What one arm saw.
 
     turns: the conversation's, up to the last under the flood; `late` is that behind its TTL.
-    control: floods before anything was pinned. probes: TTFTs in milliseconds.
+    price: the rate of a flood beside pins over that of one without, pair by pair.
+    probes: TTFTs in milliseconds.
     """
 
     turns: list[Answer] = field(default_factory=list)
     late: Answer = field(default_factory=Answer)
     parts: list[Part] = field(default_factory=list)
-    control: list[Flooded] = field(default_factory=list)
+    price: list[float] = field(default_factory=list)
     probes: list[float] = field(default_factory=list)
     aborted: int = 0
     retracted: int = 0
@@ -107,13 +108,11 @@ def comparison(pinned: Seen, unpinned: Seen) -> dict[str, Any]:
     def whole(seen: Seen) -> list[float]:
         return [part.whole_per_s for part in seen.parts]
 
-    def control(seen: Seen) -> list[float]:
-        return [flooded.tokens / flooded.span_s for flooded in seen.control]
-
     return {
-        "flood_throughput_ratio": ratio(alone(pinned), alone(unpinned)),
+        "flood_throughput_ratio": round(statistics.median(pinned.price), 3),
+        "flood_throughput_ratios": [round(one, 3) for one in sorted(pinned.price)],
+        "flood_throughput_ratio_between_engines": ratio(alone(pinned), alone(unpinned)),
         "flood_throughput_ratio_with_turns": ratio(whole(pinned), whole(unpinned)),
-        "flood_throughput_ratio_before_pins": ratio(control(pinned), control(unpinned)),
         "probe_ttft_ms": [round(value, 1) for value in pinned.probes],
         "probe_ttft_ratio": ratio(pinned.probes, unpinned.probes),
         "waited_on_pin": waited(pinned.probes, unpinned.probes),

@@ -15,10 +15,12 @@ our cache ranks by what it knows, and takes no heed of a request's own priority.
 Between two turns comes a flood of prompts that nobody sends again, more of them than the
 cache holds. So many are sent at once that they fit beside the pins: a pin holds against the
 cache pressure of other prefixes, never against a request that runs. A round is, arm by arm,
-a flood alone, by which throughput is compared, and then one with a turn in it. One engine
-works at a time, the order of the arms rotates, and all arms get the same prompts; ratios
-are medians over rounds. `flood_throughput_ratio_before_pins` is the same ratio when nothing
-was pinned yet: what two engines differ by for no reason.
+a flood alone and then one with a turn in it. One engine works at a time, the order of the
+arms rotates, and all arms get the same prompts.
+
+What pins cost a flood is measured on one engine, as two engines differ by more than that for
+no reason: floods in close pairs, one while the prefix is pinned and one after its pins were
+deleted, now this first and now that. `flood_throughput_ratio` is the median of their ratios.
 
 `cached_share`: of the tokens that a turn left, up to its last mark, what the next one found.
 At the end the TTL runs out, in an idle engine: `pinned_tokens_after_ttl`. One more flood and
@@ -69,13 +71,13 @@ class Plan:
     turns: int = 10
     alone_pools: float = 1.8
     shared_pools: float = 0.5
-    control_rounds: int = 4
+    pairs: int = 16
     probes: int = 5
     ttl: str = "5m"
     ttl_s: float = 300
 
 
-QUICK = Plan(5, 1.0, 0.28, 1, 2, "50s", 50)
+QUICK = Plan(5, 0.8, 0.28, 6, 2, "50s", 50)
 
 
 class Arm:
@@ -110,6 +112,27 @@ class Arm:
         self.seen.turns.append(await self.turn())
         second = await flooding
         self.seen.parts.append(Part(first, second, time.perf_counter() - started))
+
+    async def pair(self, with_pins: list[str], without: list[str], *, pins_first: bool) -> None:
+        """A flood beside the conversation's pins and one without any, one right after the other."""
+        ratio = 1.0
+        for is_pinned in (True, False) if pins_first else (False, True):
+            await self.turn()
+            if not is_pinned:
+                await self.unpin()
+            flooded = await self.flood(with_pins if is_pinned else without)
+            rate = flooded.tokens / flooded.span_s
+            ratio = ratio * rate if is_pinned else ratio / rate
+        self.seen.price.append(ratio)
+
+    async def unpin(self) -> None:
+        """Deletes every pin."""
+        url = f"{self.node.url}/v1/pins"
+        async with self._http.get(url) as answer:
+            prefixes = [pin["prefix"] for pin in (await answer.json())["pins"]]
+        for prefix in prefixes:
+            async with self._http.delete(url, params={"prefix": prefix}) as answer:
+                answer.raise_for_status()
 
     async def probe(self, text: str) -> None:
         """A turn, whose marks pin all it has, and a request that needs nearly all memory."""
@@ -149,10 +172,6 @@ class Trial:
     async def run(self) -> dict[str, Any]:
         """All of it, and the bench's figures."""
         plan, pinned = self._plan, self._arms["pinned"]
-        for number in range(plan.control_rounds):
-            prompts = self._flood(f"Control {number}", 1.0)
-            for arm in self._in_turn(number):
-                arm.seen.control.append(await arm.flood(prompts))
         for arm in self._in_turn(0):
             arm.seen.turns.append(await arm.turn())
         for number in range(1, plan.turns):
@@ -170,6 +189,7 @@ class Trial:
         await asyncio.sleep(max(0.0, pinned.turned_s[-1] + plan.ttl_s + 2 - time.monotonic()))
         after = (await pinned.load())["pinned_tokens"]
         await self._after_ttl()
+        await self._price()
         await self._probe()
         return {
             "turn_every_s": round(statistics.median(every_s), 1),
@@ -184,6 +204,11 @@ class Trial:
         for arm in self._in_turn(0):
             await arm.flood(prompts)
             arm.seen.late = await arm.turn()
+
+    async def _price(self) -> None:
+        for number in range(self._plan.pairs):
+            floods = [self._flood(f"Pair {number}, {side}", 0.8) for side in ("one", "other")]
+            await self._arms["pinned"].pair(floods[0], floods[1], pins_first=number % 2 == 0)
 
     async def _probe(self) -> None:
         for number in range(self._plan.probes):
