@@ -16,6 +16,7 @@ from typing import Any, get_type_hints
 from urllib.parse import urlsplit
 
 from sgl_ext.requests.headers import BILLING_HEADER, HeaderStrip
+from sgl_ext.requests.priority import LIMIT
 
 
 class ConfigError(Exception):
@@ -112,6 +113,9 @@ class LaunchConfig:
     pin_ttl_s: float = 300.0
     pin_max_ttl_s: float = 3600.0
     pin_unmarked_ttl_s: float = 0.0
+    max_priority: int = 100
+    aging_s: float = 10.0
+    preemption_threshold: int = 10
     engine_args: tuple[str, ...] = ()
     balancer: BalancerConfig = BalancerConfig()
 
@@ -142,6 +146,12 @@ class LaunchConfig:
             unmarked,
             "must be 0, or 1 to pin_max_ttl_s",
         )
+        _require(
+            abs(self.max_priority) <= LIMIT, "max_priority", self.max_priority, "is out of range"
+        )
+        _require(0 <= self.aging_s < math.inf, "aging_s", self.aging_s, "must be 0 or more")
+        threshold = self.preemption_threshold
+        _require(threshold >= 1, "preemption_threshold", threshold, "must be at least 1")
         taken = [flag for flag in ("--host", "--port", "--model-path") if flag in self.engine_args]
         _require(not taken, "engine", taken, "the launcher sets these")
         self.balancer.check()
@@ -217,6 +227,11 @@ def launch_config(argv: Sequence[str]) -> LaunchConfig:
     parser.add_argument("--pin-max-ttl-s", type=float, help="longest ttl that is granted (3600)")
     parser.add_argument(
         "--pin-unmarked-ttl-s", type=float, help="pin requests without marks, too (0: do not)"
+    )
+    parser.add_argument("--max-priority", type=int, help="of what clients may ask for (100)")
+    parser.add_argument("--aging-s", type=float, help="wait for one step of priority (10; 0: none)")
+    parser.add_argument(
+        "--preemption-threshold", type=int, help="steps above those whose memory is taken (10)"
     )
     add_balancer_flags(parser)
     known, engine_args = parser.parse_known_args(argv)

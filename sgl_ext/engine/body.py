@@ -17,6 +17,7 @@ from sgl_ext.engine.settings import EngineSettings
 from sgl_ext.requests.cache_marks import Marks, read_marks
 from sgl_ext.requests.facts import ClientFacts
 from sgl_ext.requests.headers import HeaderStrip
+from sgl_ext.requests.priority import Importance, read_importance
 from sgl_ext.requests.segments import read_chain, with_sorted_tools
 from sgl_ext.requests.session import is_final, stated_session
 from sgl_ext.requests.system_text import strip_request
@@ -58,6 +59,7 @@ async def read_body(original: Callable[[Any], Awaitable[Any]], request: Any) -> 
         body,
         read_chain(path, body),
         marks,
+        _importance(path, headers, body),
         owner=headers.get(_TENANT_HEADER, ""),
         session=stated_session(headers, body) or "",
         is_last=is_final(headers),
@@ -73,8 +75,20 @@ def _marks(path: str, body: Any) -> Marks:
     marks = read_marks(path, body, _settings().ttl_limits)
     if marks.ignored:
         counter("cache_hints_ignored").labels(path).inc(marks.ignored)
-    if marks.error:
+    _refuse(marks.error)
+    return marks
+
+
+def _importance(path: str, headers: Any, body: Any) -> Importance:
+    importance = read_importance(headers, body, _settings().max_priority)
+    if importance.ignored:
+        counter("priority_hints_ignored").labels(path).inc(importance.ignored)
+    _refuse(importance.error)
+    return importance
+
+
+def _refuse(error: str) -> None:
+    if error:
         from fastapi import HTTPException
 
-        raise HTTPException(HTTPStatus.BAD_REQUEST, marks.error)
-    return marks
+        raise HTTPException(HTTPStatus.BAD_REQUEST, error)

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from sgl_ext.engine import receipts
 from sgl_ext.engine.counters import counter
 from sgl_ext.requests.cache_marks import Marks
+from sgl_ext.requests.priority import USUAL, Importance
 from sgl_ext.requests.segments import Chain
 
 MAX_SEGMENTS = 16_384
@@ -47,6 +48,7 @@ class Reading:
     body: Any
     chain: Chain
     marks: Marks
+    importance: Importance = USUAL
     owner: str = ""
     session: str = ""
     is_last: bool = False
@@ -63,6 +65,7 @@ class Hints(NamedTuple):
 
     pins: as `Reading` means them. told_s: the entry rank's monotonic clock, when it was sent.
     is_kept: whether the client may come back for it.
+    output_tokens: how long an answer it expects, None if it does not say.
     """
 
     hashes: tuple[int, ...]
@@ -74,6 +77,7 @@ class Hints(NamedTuple):
     is_kept: bool
     is_last: bool
     is_answer_kept: bool
+    output_tokens: int | None = None
 
 
 def keep(reading: Reading) -> None:
@@ -89,7 +93,7 @@ def current() -> Reading | None:
     return _current.get()
 
 
-def attach(_: Any, request: Any, *__: Any, **___: Any) -> None:
+def attach(manager: Any, request: Any, *_: Any, **__: Any) -> None:
     """Before `TokenizerManager.generate_request`: puts what was read on its request.
 
     The first generation of an HTTP request takes it: later ones (a tool loop
@@ -99,6 +103,8 @@ def attach(_: Any, request: Any, *__: Any, **___: Any) -> None:
     # A session's prompt is more than the body says.
     if reading is None or not hasattr(request, "kv_hints") or request.session_params is not None:
         return
+    if manager is not None and manager.enable_priority_scheduling:
+        request.priority = reading.importance.priority
     # Tasks that the request starts copy its context, so it is marked and not taken out.
     if reading.is_sent or not (reading.chain.hashes or reading.pins):
         return
@@ -142,6 +148,7 @@ def _packed(reading: Reading) -> Any:
             "is_kept": reading.marks.keep,
             "is_last": reading.is_last,
             "is_answer_kept": reading.is_answer_kept,
+            "output_tokens": reading.importance.output_tokens,
         },
     )
 
@@ -170,5 +177,6 @@ def _unpacked(envelope: Any) -> Hints | None:
                 told["is_kept"],
                 told["is_last"],
                 told["is_answer_kept"],
+                told["output_tokens"],
             )
     return None

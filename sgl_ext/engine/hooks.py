@@ -24,6 +24,7 @@ from sgl_ext.engine import (
     hints,
     hub,
     pressure,
+    priority,
     publisher,
     startup,
     usage,
@@ -86,6 +87,12 @@ HOOKS = (
         f"{_MANAGERS}.scheduler.Scheduler.process_input_requests",
         "AROUND",
         clock.take_orders,
+        (Role.SCHEDULER,),
+    ),
+    Hook(
+        f"{_MANAGERS}.schedule_policy.SchedulePolicy.calc_priority",
+        "AROUND",
+        priority.order_queue,
         (Role.SCHEDULER,),
     ),
     Hook(

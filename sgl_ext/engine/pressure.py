@@ -1,7 +1,9 @@
-"""No request waits on a pin: what admission refuses for want of memory is asked again without.
+"""What admission refuses for want of memory is asked again: without pins, then without victims.
 
-SGLang admits a request if what is free and what is evictable suffice, and a pinned prefix
-is neither. These hooks stand around its two questions.
+SGLang admits a request if what is free and what is evictable suffice. A pinned prefix is
+neither, and no request waits on one. What running requests hold is neither, and a much more
+important request takes it from them. And one that does not fit even so lets a few smaller
+ones behind it pass, for a bounded time. These hooks stand around SGLang's two questions.
 """
 
 from __future__ import annotations
@@ -9,30 +11,53 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from sgl_ext.engine import priority
 from sgl_ext.engine.clock import keeper_of
 
 
 def add_one(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kw: Any) -> Any:
-    """Around `PrefillAdder.add_one_req`: a request that fits without pins is admitted now."""
+    """Around `PrefillAdder.add_one_req`: a request that fits without pins, or with the memory
+    of less important ones, is admitted now."""
     from sglang.srt.managers.schedule_policy import AddReqResult
 
     result = original(adder, req, *args, **kw)
-    keeper = keeper_of(adder)
-    if result is not AddReqResult.NO_TOKEN or keeper is None or not keeper.tokens:
-        return result
-    if _is_added(adder, req):
-        return AddReqResult.CONTINUE  # the result is about the next one, which asks in its turn
-    wanted = len(req.full_untruncated_fill_ids) - req.prefix_len
-    if adder.rem_total_tokens + keeper.tokens < wanted:
-        return result  # not even without any pin
 
     def fits() -> bool:
         nonlocal result
-        if adder.rem_total_tokens >= wanted:
-            result = original(adder, req, *args, **kw)
+        result = original(adder, req, *args, **kw)
         return _is_added(adder, req)
 
-    return AddReqResult.CONTINUE if keeper.admit(req, fits) else result
+    # Having added a request, SGLang's result is about the next one, which asks in its turn.
+    is_added = _is_added(adder, req)
+    if result is AddReqResult.NO_TOKEN and not is_added:
+        is_added = _without_pins(adder, req, fits)
+    if result is AddReqResult.NO_TOKEN and not is_added:
+        is_added = priority.preempt(adder, req, _missing_tokens) and fits()
+    if not is_added:
+        is_passed = result is AddReqResult.NO_TOKEN and priority.may_be_passed(adder, req)
+        return AddReqResult.CONTINUE if is_passed else result
+    priority.admitted(adder, req)
+    return AddReqResult.CONTINUE if result is AddReqResult.NO_TOKEN else result
+
+
+def _without_pins(adder: Any, req: Any, fits: Callable[[], bool]) -> bool:
+    keeper = keeper_of(adder)
+    if keeper is None or not keeper.tokens:
+        return False
+    wanted = len(req.full_untruncated_fill_ids) - req.prefix_len
+    if adder.rem_total_tokens + keeper.tokens < wanted:
+        return False  # not even without any pin
+    return bool(keeper.admit(req, lambda: adder.rem_total_tokens >= wanted and fits()))
+
+
+def _missing_tokens(adder: Any, req: Any) -> int:
+    """How much more memory a request needs: its prompt's rest and its answer, as SGLang counts."""
+    from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+
+    answer = max(req.sampling_params.max_new_tokens - len(req.output_ids), 0)
+    prompt = len(req.full_untruncated_fill_ids) - req.prefix_len
+    wanted = prompt + min(answer, CLIP_MAX_NEW_TOKENS) + adder.per_req_token_overhead
+    return int(wanted - adder.rem_total_tokens) + 1
 
 
 def _is_added(adder: Any, req: Any) -> bool:

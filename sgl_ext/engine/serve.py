@@ -12,8 +12,18 @@ from collections.abc import Sequence
 
 from sgl_ext.engine.plugin import CACHE, require_active
 from sgl_ext.engine.preflight import check_environment
+from sgl_ext.engine.settings import EngineSettings
 from sgl_ext.lifeline import end_with_parent
 
+_OWN_SCHEDULING = {
+    "--schedule-policy",
+    "--enable-priority-scheduling",
+    "--disable-priority-preemption",
+    "--default-priority-value",
+    "--schedule-low-priority-values-first",
+    "--priority-scheduling-preemption-threshold",
+    "--disaggregation-mode",
+}
 _EVICTION = "--radix-eviction-policy"
 _OWN_CACHE = {
     "--radix-cache-backend",
@@ -40,7 +50,7 @@ def main(argv: list[str]) -> None:
     from sglang.srt.utils import kill_process_tree
 
     try:
-        run_server(prepare_server_args([*argv, *cache_flags(argv)]))
+        run_server(prepare_server_args([*argv, *cache_flags(argv), *priority_flags(argv)]))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 
@@ -56,6 +66,19 @@ def cache_flags(argv: Sequence[str]) -> tuple[str, ...]:
         return ()
     policy = () if _EVICTION in given else (_EVICTION, "priority")
     return ("--radix-cache-backend", CACHE, *policy)
+
+
+def priority_flags(argv: Sequence[str]) -> tuple[str, ...]:
+    """What turns priority scheduling on; nothing if `argv` has another policy of its own.
+
+    The threshold is of SGLang's own preemption, for a slot, which wants it exceeded.
+    """
+    given = {flag.partition("=")[0] for flag in argv}
+    if given & _OWN_SCHEDULING:
+        return ()
+    threshold = EngineSettings.from_environment().preemption_threshold - 1
+    flags = ["--enable-priority-scheduling", "--default-priority-value", "0"]
+    return (*flags, "--priority-scheduling-preemption-threshold", str(threshold))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,10 @@ class EngineSettings:
     pin_owner_share: the share of that which one tenant's pins may hold.
     pin_ttl_s: how long a mark that does not say keeps its prefix; none keeps it for longer
         than `pin_max_ttl_s`, and a request without any mark for `pin_unmarked_ttl_s`.
+    max_priority: what a request that asks for more gets.
+    aging_s: how long a request waits to rise by one step; 0: it never does.
+    preemption_threshold: how much more important a request must be to take another one's
+        memory, which then is safe for `preemption_grace_s` after it runs again.
     """
 
     strip_headers: tuple[str, ...] = (BILLING_HEADER,)
@@ -34,6 +38,10 @@ class EngineSettings:
     pin_ttl_s: float = 300.0
     pin_max_ttl_s: float = 3600.0
     pin_unmarked_ttl_s: float = 0.0
+    max_priority: int = 100
+    aging_s: float = 10.0
+    preemption_threshold: int = 10
+    preemption_grace_s: float = 10.0
 
     @property
     def ttl_limits(self) -> TtlLimits:

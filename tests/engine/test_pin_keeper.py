@@ -75,7 +75,7 @@ def prompt(name: int, tokens: int, cached: int = 0) -> Any:
     """A prompt of which no other name has any token."""
     ids = [name * 10_000 + at for at in range(tokens)]
     return SimpleNamespace(
-        origin_input_ids=ids, extra_key=None, cache_salt=None, cached_tokens=cached
+        origin_input_ids=ids, extra_key=None, cache_salt=None, cached_tokens=cached, priority=None
     )
 
 

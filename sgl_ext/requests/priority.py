@@ -1,0 +1,80 @@
+"""How important a request is, and how long an answer it expects, as its client says.
+
+    x-sgl-ext-priority, x-dynamo-request-priority     a header; it wins, as a proxy may set it
+    nvext.agent_hints.priority, .osl                  integers in the body
+    priority                                          SGLang's own, in the body
+    service_tier                                      OpenAI's: "priority" is 10, "flex" is -10
+
+Higher is more important, and 0 is what says nothing. Beyond LIMIT either way is LIMIT.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+LIMIT = 1000
+HEADERS = ("x-sgl-ext-priority", "x-dynamo-request-priority")
+_TIERS = {"priority": 10, "flex": -10}
+_KNOWN_TIERS = (None, "auto", "default", "scale", "standard", "standard_only")
+_INTEGER = re.compile(r"[+-]?[0-9]{1,20}")
+
+
+@dataclass(frozen=True, slots=True)
+class Importance:
+    """A request's importance.
+
+    output_tokens: how many it expects to be answered with; None if it does not say.
+    error: what is malformed in our own vocabulary, "" if nothing is.
+    ignored: hints of other vocabularies that say nothing known.
+    """
+
+    priority: int = 0
+    output_tokens: int | None = None
+    error: str = ""
+    ignored: int = 0
+
+
+USUAL = Importance()
+
+
+def read_importance(headers: Mapping[str, str], body: Any, ceiling: int = LIMIT) -> Importance:
+    """What a request says of its importance, no more than `ceiling`. Never raises.
+
+    `headers` has lower-case names.
+    """
+    nvext = body.get("nvext") if isinstance(body, dict) else None
+    stated = next(((n, headers[n]) for n in HEADERS if headers.get(n)), None)
+    tier = body.get("service_tier") if isinstance(body, dict) else None
+    own = body.get("priority") if isinstance(body, dict) else None
+    if stated is None and nvext is None and tier is None and own is None:
+        return USUAL
+    hints = nvext.get("agent_hints") if isinstance(nvext, dict) else None
+    if hints is not None and not isinstance(hints, dict):
+        return Importance(error="nvext.agent_hints: must be an object")
+    hints = hints or {}
+    for name in ("priority", "osl"):
+        if (value := hints.get(name)) is not None and type(value) is not int:
+            return Importance(error=f"nvext.agent_hints.{name}: must be an integer, not {value!r}")
+    if (expected := hints.get("osl")) is not None and expected < 0:
+        return Importance(error=f"nvext.agent_hints.osl: must not be negative, as {expected} is")
+    ignored = 0
+    priority = hints.get("priority")
+    if priority is None and type(own) is int:  # of another type, SGLang refuses it
+        priority = own
+    if stated is not None:
+        name, text = stated
+        if _INTEGER.fullmatch(text.strip()) is not None:
+            priority = int(text)
+        elif name == HEADERS[0]:
+            return Importance(error=f"{name}: must be an integer, not {text[:40]!r}")
+        else:
+            ignored += 1
+    if isinstance(tier, str) and tier in _TIERS:
+        priority = _TIERS[tier] if priority is None else priority
+    elif tier not in _KNOWN_TIERS:
+        ignored += 1
+    clamped = min(max(priority or 0, -LIMIT), LIMIT, ceiling)
+    return Importance(clamped, expected, "", ignored)

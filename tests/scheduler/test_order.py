@@ -1,0 +1,215 @@
+"""Serving order: steps, turns of tenants, cheapest first, and nobody overtaken for too long."""
+
+from __future__ import annotations
+
+from math import inf
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.order import Served, Waiting, bound_s, in_order, step
+
+NOW_S = 100.0
+# Quarters, and powers of two to divide by, so that no sum is rounded.
+times_s = st.integers(0, int(NOW_S) * 4).map(lambda quarters: quarters / 4)
+agings_s = st.sampled_from([0.5, 1.0, 4.0, 16.0, inf])
+tokens = st.integers(0, 50)
+
+
+def queues(tenants: str) -> st.SearchStrategy[list[Waiting]]:
+    one = st.builds(
+        Waiting,
+        st.integers(-2, 4),
+        times_s,
+        tokens,
+        st.sampled_from(tenants),
+    )
+    return st.lists(one, max_size=12)
+
+
+served_lately = st.dictionaries(st.sampled_from("abc"), tokens.map(float))
+given_weights = st.dictionaries(st.sampled_from("abc"), st.sampled_from([0.5, 1.0, 2.0, 4.0]))
+
+
+def test_each_full_aging_waited_is_a_step() -> None:
+    assert [step(3, waited_s, 10) for waited_s in (0, 9.9, 10, 29.9, 30)] == [3, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("aging_s", [inf, 0.0])
+def test_without_aging_the_step_is_the_priority(aging_s: float) -> None:
+    assert step(3, 1e9, aging_s) == 3
+    assert bound_s(3, 3, aging_s) == inf
+    assert bound_s(4, 3, aging_s) == 0
+
+
+def test_a_request_from_the_future_has_not_waited() -> None:
+    assert step(3, -100, 10) == 3
+    assert step(3, -100, 0.001) == 3
+
+
+def test_higher_steps_go_first_whatever_they_cost() -> None:
+    waiting = [Waiting(0, 100, 1), Waiting(5, 100, 9000), Waiting(0, 40, 500)]
+    assert in_order(waiting, NOW_S, 10) == [2, 1, 0]
+    assert in_order(waiting, NOW_S, inf) == [1, 0, 2]
+
+
+def test_of_one_tenant_the_cheapest_goes_first_then_the_earliest() -> None:
+    waiting = [Waiting(0, 9, 5), Waiting(0, 3, 7), Waiting(0, 8, 5), Waiting(0, 8, 5)]
+    assert in_order(waiting, NOW_S, inf) == [2, 3, 0, 1]
+
+
+def test_requests_that_cost_nothing_go_before_those_that_do() -> None:
+    assert in_order([Waiting(0, 1, 9), Waiting(0, 2, 0), Waiting(0, 3, -1)], 4, inf) == [2, 1, 0]
+
+
+def test_tenants_take_turns_however_many_requests_they_have() -> None:
+    waiting = [Waiting(0, at_s, 10, "many") for at_s in range(6)]
+    waiting += [Waiting(0, 50 + at_s, 10, "few") for at_s in range(2)]
+    assert in_order(waiting, NOW_S, inf) == [0, 6, 1, 7, 2, 3, 4, 5]
+
+
+def test_a_tenant_gets_what_its_weight_says() -> None:
+    waiting = [Waiting(0, 1, 10, tenant) for tenant in "ababababab"]
+    order = in_order(waiting, NOW_S, inf, weights={"a": 4})
+    assert "".join(waiting[position].tenant for position in order) == "abaaababbb"
+
+
+def test_who_was_given_most_lately_goes_last() -> None:
+    waiting = [Waiting(0, 1, 1, "a"), Waiting(0, 2, 1, "b"), Waiting(0, 3, 1, "c")]
+    assert in_order(waiting, NOW_S, inf, {"a": 90, "b": 40}) == [2, 1, 0]
+    assert in_order(waiting, NOW_S, inf, {"a": 90, "b": 40}, {"a": 3}) == [2, 0, 1]
+
+
+def test_what_a_tenant_has_in_higher_steps_counts_in_lower_ones() -> None:
+    waiting = [Waiting(9, 1, 10, "a"), Waiting(0, 1, 5, "a"), Waiting(0, 2, 5, "b")]
+    assert in_order(waiting, NOW_S, inf) == [0, 2, 1]
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0])
+def test_a_weight_that_is_not_positive_is_refused(weight: float) -> None:
+    with pytest.raises(ValueError, match="'a'"):
+        in_order([Waiting(0, 0, 1, "a")], NOW_S, inf, weights={"a": weight})
+
+
+def test_an_expensive_request_waits_no_longer_than_the_bound() -> None:
+    aging_s = 8.0
+    late_s = bound_s(1, 3, aging_s)
+    assert late_s == 24
+    slow = Waiting(1, 0, 10**9, "a")
+    for tenant in "ab":
+        soon = [slow, Waiting(3, late_s - 0.25, 1, tenant)]
+        assert in_order(soon, 31.75, aging_s, {"a": 1}) == [1, 0], "the bound is tight"
+        for now_s in (24, 31.75, 1000):
+            assert in_order([slow, Waiting(3, late_s, 1, tenant)], now_s, aging_s) == [0, 1]
+
+
+@settings(max_examples=150)
+@given(
+    st.one_of(queues("a"), queues("abc")),
+    agings_s,
+    served_lately,
+    given_weights,
+)
+def test_whoever_arrives_later_than_the_bound_stands_behind(
+    waiting: list[Waiting], aging_s: float, served: dict[str, float], weights: dict[str, float]
+) -> None:
+    order = in_order(waiting, NOW_S, aging_s, served, weights)
+    assert sorted(order) == list(range(len(waiting)))
+    highest = max((request.priority for request in waiting), default=0)
+    for rank, ahead in enumerate(order):
+        for behind in order[rank + 1 :]:
+            late_s = waiting[ahead].arrived_s - waiting[behind].arrived_s
+            assert late_s < bound_s(waiting[behind].priority, highest, aging_s) or late_s < 0
+
+
+@settings(max_examples=100)
+@given(queues("abc"), agings_s, served_lately, given_weights)
+def test_of_each_tenant_and_step_the_cheapest_goes_first(
+    waiting: list[Waiting], aging_s: float, served: dict[str, float], weights: dict[str, float]
+) -> None:
+    order = in_order(waiting, NOW_S, aging_s, served, weights)
+
+    def level(position: int) -> int:
+        request = waiting[position]
+        return step(request.priority, NOW_S - request.arrived_s, aging_s)
+
+    assert [level(p) for p in order] == sorted(map(level, order), reverse=True)
+    for tenant in "abc":
+        own = [p for p in order if waiting[p].tenant == tenant]
+        keys = [(-level(p), waiting[p].cost_tokens, waiting[p].arrived_s, p) for p in own]
+        assert keys == sorted(keys)
+
+
+@settings(max_examples=100)
+@given(queues("abc"), agings_s, served_lately, given_weights)
+def test_serving_the_first_leaves_the_order_of_the_rest(
+    waiting: list[Waiting], aging_s: float, served: dict[str, float], weights: dict[str, float]
+) -> None:
+    order = in_order(waiting, NOW_S, aging_s, served, weights)
+    for first in order[:1]:
+        tenant = waiting[first].tenant
+        counted = {**served, tenant: served.get(tenant, 0) + waiting[first].cost_tokens}
+        rest = [position for position in range(len(waiting)) if position != first]
+        again = in_order([waiting[p] for p in rest], NOW_S, aging_s, counted, weights)
+        assert [rest[p] for p in again] == order[1:]
+
+
+@settings(max_examples=100)
+@given(st.lists(st.tuples(st.sampled_from("abc"), tokens), max_size=20), given_weights)
+def test_tenants_that_wait_get_shares_that_differ_by_one_request(
+    requests: list[tuple[str, int]], weights: dict[str, float]
+) -> None:
+    waiting = [Waiting(0, 0, cost, tenant) for tenant, cost in requests]
+    order = in_order(waiting, NOW_S, inf, weights=weights)
+    left = {tenant: sum(request.tenant == tenant for request in waiting) for tenant in "abc"}
+    shares = dict.fromkeys("abc", 0.0)
+    most = max(
+        (request.cost_tokens / weights.get(request.tenant, 1) for request in waiting), default=0
+    )
+    for position in order:
+        tenant = waiting[position].tenant
+        wait = [shares[name] for name in "abc" if left[name]]
+        assert max(wait) - min(wait) <= most
+        shares[tenant] += waiting[position].cost_tokens / weights.get(tenant, 1)
+        left[tenant] -= 1
+
+
+@settings(max_examples=100)
+@given(queues("abc"), agings_s, st.randoms(use_true_random=False))
+def test_the_order_given_decides_only_between_equals(
+    waiting: list[Waiting], aging_s: float, random: Random
+) -> None:
+    waiting = [one._replace(arrived_s=number / 4) for number, one in enumerate(waiting)]
+    shuffled = random.sample(waiting, len(waiting))
+    order = [waiting[position] for position in in_order(waiting, NOW_S, aging_s)]
+    assert [shuffled[position] for position in in_order(shuffled, NOW_S, aging_s)] == order
+
+
+def test_what_was_served_counts_half_as_much_every_half_life() -> None:
+    served = Served(half_life_s=10)
+    served.add("a", 64, 0)
+    served.add("b", 8, 10)
+    assert served.at(10) == pytest.approx({"a": 32, "b": 8})
+    served.add("a", 32, 10)
+    assert served.at(20) == pytest.approx({"a": 32, "b": 4})
+    assert served.at(60) == pytest.approx({"a": 2}), "what is below one token is left out"
+
+
+def test_no_more_tenants_are_kept_than_the_limit() -> None:
+    served = Served(half_life_s=10, limit=3)
+    for tenant, given_tokens in (("c", 100), ("a", 50), ("b", 50), ("d", 2)):
+        served.add(tenant, given_tokens, 0)
+    assert served.at(0) == {"c": 100, "b": 50, "d": 2}, "the least goes, not the one that came"
+    served.add("e", 60, 20)
+    assert served.at(20) == pytest.approx({"c": 25, "b": 12.5, "e": 60}), "the decayed go first"
+    for number in range(50):
+        served.add(str(number), 5, 20)
+        assert len(served) <= 3
+
+
+@pytest.mark.parametrize(("half_life_s", "limit"), [(0, 1), (inf, 1), (1, 0)])
+def test_what_cannot_be_served_from_is_refused(half_life_s: float, limit: int) -> None:
+    with pytest.raises(ValueError, match="is "):
+        Served(half_life_s, limit)
