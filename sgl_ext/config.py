@@ -38,6 +38,8 @@ class BalancerConfig:
     max_in_flight: int = 1024
     queue_limit: int = 1024
     queue_timeout_s: float = 60.0
+    max_priority: int = 100
+    aging_s: float = 10.0
     request_log: str | None = None
     workers: tuple[str, ...] = ()
 
@@ -52,6 +54,10 @@ class BalancerConfig:
         _require(
             self.queue_timeout_s > 0, "queue_timeout_s", self.queue_timeout_s, "must be positive"
         )
+        _require(
+            abs(self.max_priority) <= LIMIT, "max_priority", self.max_priority, "is out of range"
+        )
+        _require(0 <= self.aging_s < math.inf, "aging_s", self.aging_s, "must be 0 or more")
         try:
             HeaderStrip(self.strip_headers)
         except ValueError as error:
@@ -87,6 +93,7 @@ class BalancerConfig:
             argv += ["--api-key", self.api_key]
         argv += ["--max-in-flight", str(self.max_in_flight), "--queue-limit", str(self.queue_limit)]
         argv += ["--queue-timeout-s", str(self.queue_timeout_s)]
+        argv += ["--max-priority", str(self.max_priority), "--aging-s", str(self.aging_s)]
         if self.sort_tools:
             argv += ["--sort-tools"]
         if self.request_log is not None:
@@ -113,8 +120,6 @@ class LaunchConfig:
     pin_ttl_s: float = 300.0
     pin_max_ttl_s: float = 3600.0
     pin_unmarked_ttl_s: float = 0.0
-    max_priority: int = 100
-    aging_s: float = 10.0
     preemption_threshold: int = 10
     engine_args: tuple[str, ...] = ()
     balancer: BalancerConfig = BalancerConfig()
@@ -146,10 +151,6 @@ class LaunchConfig:
             unmarked,
             "must be 0, or 1 to pin_max_ttl_s",
         )
-        _require(
-            abs(self.max_priority) <= LIMIT, "max_priority", self.max_priority, "is out of range"
-        )
-        _require(0 <= self.aging_s < math.inf, "aging_s", self.aging_s, "must be 0 or more")
         threshold = self.preemption_threshold
         _require(threshold >= 1, "preemption_threshold", threshold, "must be at least 1")
         taken = [flag for flag in ("--host", "--port", "--model-path") if flag in self.engine_args]
@@ -185,6 +186,8 @@ def add_balancer_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-in-flight", type=int, help="requests a worker at once (1024)")
     parser.add_argument("--queue-limit", type=int, help="requests that may wait for room (1024)")
     parser.add_argument("--queue-timeout-s", type=float, help="how long one may wait (60)")
+    parser.add_argument("--max-priority", type=int, help="of what clients may ask for (100)")
+    parser.add_argument("--aging-s", type=float, help="wait for one step of priority (10; 0: none)")
     parser.add_argument("--request-log", metavar="FILE", help="a line of JSON for each request")
     parser.add_argument("--drain-s", type=float, help="how long running requests may finish (30)")
     parser.add_argument(
@@ -228,8 +231,6 @@ def launch_config(argv: Sequence[str]) -> LaunchConfig:
     parser.add_argument(
         "--pin-unmarked-ttl-s", type=float, help="pin requests without marks, too (0: do not)"
     )
-    parser.add_argument("--max-priority", type=int, help="of what clients may ask for (100)")
-    parser.add_argument("--aging-s", type=float, help="wait for one step of priority (10; 0: none)")
     parser.add_argument(
         "--preemption-threshold", type=int, help="steps above those whose memory is taken (10)"
     )

@@ -56,6 +56,9 @@ def test_the_strip_is_on_and_names_add_up_and_it_can_be_off() -> None:
 @pytest.mark.parametrize(
     ("text", "flags", "named"),
     [
+        ("", ["--model-path", "m", "--max-priority", "5000"], r"max_priority=5000"),
+        ("", ["--model-path", "m", "--aging-s", "-1"], r"aging_s=-1"),
+        ("", ["--model-path", "m", "--preemption-threshold", "0"], r"preemption_threshold=0"),
         ("", ["--model-path", "m", "--pin-budget", "1.5"], r"pin_budget=1.5"),
         ("", ["--model-path", "m", "--pin-owner-share", "0"], r"pin_owner_share=0"),
         ("", ["--model-path", "m", "--pin-ttl-s", "4000"], r"pin_ttl_s=4000"),

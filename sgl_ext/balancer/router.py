@@ -19,8 +19,9 @@ from scheduler.placement import Others, Placement, Question, WorkerView, place, 
 from scheduler.sessions import Sessions
 from sgl_ext.balancer.metrics import Metrics
 from sgl_ext.balancer.workers import Worker, Workers
+from sgl_ext.requests.priority import LIMIT, read_importance
 from sgl_ext.requests.segments import Chain, read_chain, with_sorted_tools
-from sgl_ext.requests.session import is_final, session_key
+from sgl_ext.requests.session import TENANT_HEADER, is_final, session_key
 
 LIMIT_SEGMENTS = 1_000_000
 CONFIRM_S = 5.0
@@ -45,6 +46,9 @@ class Asked:
     prefix: int
     prompt_tokens: int
     is_final: bool = False
+    priority: int = 0
+    output_tokens: int = 0
+    tenant: str = ""
 
 
 NOTHING_ASKED = Asked(Chain(), None, 0, 0)
@@ -109,6 +113,7 @@ class Router:
         worker_limit: int = 1024,
         *,
         sort_tools: bool = False,
+        max_priority: int = LIMIT,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.workers = workers
@@ -118,6 +123,7 @@ class Router:
         self._metrics = metrics
         self._worker_limit = worker_limit
         self._sort_tools = sort_tools
+        self._max_priority = max_priority
         self._clock = clock
         self._on_room: list[Callable[[], None]] = []
         self._on_take_off: list[Callable[[Flight], None]] = []
@@ -132,7 +138,18 @@ class Router:
         session = session_key(headers, body, chain)
         size = chain.ends[-1] if chain.ends else size_bytes
         prefix = chain.hashes[0] if chain.hashes else session or 0
-        return Asked(chain, session, prefix, int(size / self._bytes_per_token), is_final(headers))
+        # What is malformed in it is the engine's to refuse.
+        importance = read_importance(headers, body, self._max_priority)
+        return Asked(
+            chain,
+            session,
+            prefix,
+            int(size / self._bytes_per_token),
+            is_final(headers),
+            importance.priority,
+            importance.output_tokens or 0,
+            headers.get(TENANT_HEADER, ""),
+        )
 
     def place(self, asked: Asked, tried: set[Worker]) -> Flight | None:
         """Sends the request on its flight, to a worker not tried before if there is one.

@@ -66,13 +66,21 @@ class Balancer:
         self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
         self._metrics = metrics = Metrics()
         workers = Workers(config.workers, metrics)
-        router = Router(workers, metrics, config.max_in_flight, sort_tools=config.sort_tools)
+        router = Router(
+            workers,
+            metrics,
+            config.max_in_flight,
+            sort_tools=config.sort_tools,
+            max_priority=config.max_priority,
+        )
         strip = HeaderStrip(config.strip_headers)
         self._listeners = Listeners(self._session, router, metrics)
         self._ledger = Ledger(
             metrics, None if config.request_log is None else Path(config.request_log)
         )
-        self._door = Door(router, metrics, config.queue_limit, config.queue_timeout_s)
+        self._door = Door(
+            router, metrics, config.queue_limit, config.queue_timeout_s, config.aging_s
+        )
         self._control = ControlPool(make_app(router, strip, self._session, metrics, self._page))
         self._parts = Parts(router, self._door, self._ledger, metrics, strip, self._control)
         self._siblings = None

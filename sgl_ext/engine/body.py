@@ -19,10 +19,8 @@ from sgl_ext.requests.facts import ClientFacts
 from sgl_ext.requests.headers import HeaderStrip
 from sgl_ext.requests.priority import Importance, read_importance
 from sgl_ext.requests.segments import read_chain, with_sorted_tools
-from sgl_ext.requests.session import is_final, stated_session
+from sgl_ext.requests.session import TENANT_HEADER, is_final, stated_session
 from sgl_ext.requests.system_text import strip_request
-
-_TENANT_HEADER = "x-tenant-id"
 
 
 @cache
@@ -60,7 +58,7 @@ async def read_body(original: Callable[[Any], Awaitable[Any]], request: Any) -> 
         read_chain(path, body),
         marks,
         _importance(path, headers, body),
-        owner=headers.get(_TENANT_HEADER, ""),
+        owner=headers.get(TENANT_HEADER, ""),
         session=stated_session(headers, body) or "",
         is_last=is_final(headers),
         pins=((WHOLE, marks.whole_ttl_s),) if marks.whole_ttl_s else (),

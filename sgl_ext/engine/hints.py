@@ -78,6 +78,7 @@ class Hints(NamedTuple):
     is_last: bool
     is_answer_kept: bool
     output_tokens: int | None = None
+    priority: int = 0
 
 
 def keep(reading: Reading) -> None:
@@ -149,6 +150,7 @@ def _packed(reading: Reading) -> Any:
             "is_last": reading.is_last,
             "is_answer_kept": reading.is_answer_kept,
             "output_tokens": reading.importance.output_tokens,
+            "priority": reading.importance.priority,
         },
     )
 
@@ -178,5 +180,6 @@ def _unpacked(envelope: Any) -> Hints | None:
                 told["is_last"],
                 told["is_answer_kept"],
                 told["output_tokens"],
+                told["priority"],
             )
     return None

@@ -112,6 +112,7 @@ class PinKeeper:
             self.now_s,
             owner=hints.owner,
             session=hints.session,
+            priority=hints.priority,
         )
         self._drop(grant.released, "displaced")
         if grant.pin is None:

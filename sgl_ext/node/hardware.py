@@ -78,8 +78,8 @@ def engine_environment(config: LaunchConfig, hardware: Hardware, index: int) -> 
         pin_ttl_s=config.pin_ttl_s,
         pin_max_ttl_s=config.pin_max_ttl_s,
         pin_unmarked_ttl_s=config.pin_unmarked_ttl_s,
-        max_priority=config.max_priority,
-        aging_s=config.aging_s,
+        max_priority=config.balancer.max_priority,
+        aging_s=config.balancer.aging_s,
         preemption_threshold=config.preemption_threshold,
     )
     environment = settings.to_environment()

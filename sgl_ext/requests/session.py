@@ -7,6 +7,7 @@ from typing import Any
 
 import xxhash
 
+from sgl_ext.requests.priority import HEADERS as PRIORITY_HEADERS
 from sgl_ext.requests.segments import Chain
 
 # The headers of agent harnesses, ours first.
@@ -18,7 +19,9 @@ SESSION_HEADERS = (
     "x-session-id",
 )
 FINAL_HEADER = "x-sgl-ext-session-final"
-_RAW = {name.encode(): name for name in (*SESSION_HEADERS, FINAL_HEADER)}
+TENANT_HEADER = "x-tenant-id"
+_HINTS = (*SESSION_HEADERS, FINAL_HEADER, TENANT_HEADER, *PRIORITY_HEADERS)
+_RAW = {name.encode(): name for name in _HINTS}
 
 
 def session_key(headers: Mapping[str, str], body: Any, chain: Chain) -> int | None:

@@ -242,6 +242,47 @@ async def test_a_full_queue_is_said_with_a_time_to_come_back(start: Start) -> No
     assert await asyncio.gather(*tasks) == ["a", "a"]
 
 
+async def test_the_more_important_are_let_in_first(start: Start) -> None:
+    gate, order = asyncio.Event(), []
+
+    async def slow(request: web.Request) -> web.StreamResponse:
+        order.append((await request.json())["messages"][1]["content"])
+        await gate.wait()
+        return web.json_response({"engine": "a"})
+
+    client = await start(Engine("a", slow), max_in_flight=1)
+    waiting = [asyncio.create_task(served_by(client, body("first")))]
+    for name, priority in (("usual", "0"), ("batch", "-5"), ("person", "10"), ("another", "0")):
+        await asyncio.sleep(0.03)
+        headers = {"x-sgl-ext-priority": priority}
+        waiting.append(asyncio.create_task(served_by(client, body(name), headers=headers)))
+    await asyncio.sleep(0.05)
+    gate.set()
+    await asyncio.gather(*waiting)
+    assert order[:2] == ["first", "person"]
+    assert sorted(order[2:4]) == ["another", "usual"]
+    assert order[4] == "batch"
+
+
+async def test_a_full_queue_turns_away_the_least_important(start: Start) -> None:
+    gate = asyncio.Event()
+
+    async def slow(_: web.Request) -> web.StreamResponse:
+        await gate.wait()
+        return web.json_response({"engine": "a"})
+
+    client = await start(Engine("a", slow), max_in_flight=1, queue_limit=1)
+    first = asyncio.create_task(served_by(client, body("first")))
+    await asyncio.sleep(0.05)
+    usual = asyncio.create_task(client.post(CHAT, json=body("usual")))
+    await asyncio.sleep(0.05)
+    headers = {"x-sgl-ext-priority": "10"}
+    person = asyncio.create_task(served_by(client, body("person"), headers=headers))
+    assert (await usual).status == 503
+    gate.set()
+    assert await asyncio.gather(first, person) == ["a", "a"]
+
+
 async def test_one_who_waits_too_long_is_told_so(start: Start) -> None:
     gate = asyncio.Event()
 
