@@ -492,7 +492,8 @@ def test_a_malformed_mark_is_refused_as_anthropic_does(engine: Pinning, what: st
 @only_default
 def test_a_prefix_beyond_the_budget_is_answered_and_not_pinned(engine: Pinning) -> None:
     refused = engine.counted("sgl_ext_pins_refused_total{")
-    usage = engine.usage(marked(2900))
+    words = 1000 * 0.95 * POOL / engine.tokens(text(1000))
+    usage = engine.usage(marked(int(words)))
     assert BUDGET * POOL < usage["cache_creation_input_tokens"] < POOL
     assert engine.counted("sgl_ext_pins_refused_total{") == refused + 1
     assert engine.pins() == []
