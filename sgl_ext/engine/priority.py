@@ -27,8 +27,11 @@ _TIMES = "_sgl_ext_times_preempted"
 _ARRIVED = "_sgl_ext_arrived_s"
 _REFUSED = "_sgl_ext_refused_s"
 _PASSED = "_sgl_ext_passed"
+_MATCHED_S = "_sgl_ext_matched_s"
 # So many that do not fit are passed in one iteration: each that is tried costs time.
 _MOST_PASSED = 4
+# And so many are looked up in the cache, once a tick: more are in order of what they ask for.
+_MOST_MATCHED = 128
 # Of this process's one scheduler.
 _served = Served()
 _feuds = Feuds()
@@ -41,6 +44,9 @@ def order_queue(
     original(policy, queue, *args, **kw)
     if len(queue) > 1 and _is_ours(policy):
         now_s = keeper_of(policy).now_s
+        if not policy.tree_cache.supports_fast_match_prefix():  # else SGLang has matched them
+            for req in queue[:_MOST_MATCHED]:
+                _match(policy.tree_cache, req, now_s)
         waiting = [_waiting(req, now_s) for req in queue]
         order = in_order(waiting, now_s, _settings().aging_s, _served.at(now_s))
         queue[:] = [queue[at] for at in order]
@@ -143,6 +149,18 @@ def _freed(adder: Any, req: Any) -> int:
         own += cache.full_evictable_size() - before
         req.lock = cache.lock(req.last_node)
     return int(own + adder._get_running_request_total_token_offset(req))
+
+
+def _match(cache: Any, req: Any, now_s: float) -> None:
+    """Notes how much of a waiting request is cached, which is what makes it cheap."""
+    if getattr(req, _MATCHED_S, None) != now_s:
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        setattr(req, _MATCHED_S, now_s)
+        tokens = req.origin_input_ids + req.output_ids
+        key = RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt)
+        matched, _, _ = cache.tree_core.match_full_device_prefix(key)
+        req.num_matched_prefix_tokens = min(matched, len(tokens) - 1)
 
 
 def _waiting(req: Any, now_s: float) -> Waiting:

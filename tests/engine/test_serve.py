@@ -1,10 +1,11 @@
-"""Which radix cache an engine is started with."""
+"""Which radix cache and which scheduling an engine is started with."""
 
 from __future__ import annotations
 
 import pytest
 
-from sgl_ext.engine.serve import cache_flags
+from sgl_ext.engine.serve import cache_flags, priority_flags
+from sgl_ext.engine.settings import VARIABLE, EngineSettings
 
 
 @pytest.mark.parametrize("argv", [[], ["--port", "1"], ["--enable-hierarchical-cache"]])
@@ -30,3 +31,33 @@ def test_another_policy_of_eviction_is_kept() -> None:
 )
 def test_not_over_the_callers_choice_or_where_sglang_refuses_any(argv: list[str]) -> None:
     assert cache_flags(argv) == ()
+
+
+def test_requests_are_scheduled_by_priority_and_preempted_from_our_threshold_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours = ("--enable-priority-scheduling", "--default-priority-value", "0")
+    threshold = "--priority-scheduling-preemption-threshold"
+    monkeypatch.delenv(VARIABLE, raising=False)
+    # SGLang preempts for a difference above its threshold.
+    assert priority_flags(["--port", "1"]) == (*ours, threshold, "9")
+    settings = EngineSettings(preemption_threshold=25).to_environment()
+    monkeypatch.setenv(VARIABLE, settings[VARIABLE])
+    assert priority_flags([]) == (*ours, threshold, "24")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--schedule-policy", "lpm"],
+        ["--schedule-policy=lpm"],
+        ["--enable-priority-scheduling"],
+        ["--disable-priority-preemption"],
+        ["--default-priority-value", "3"],
+        ["--schedule-low-priority-values-first"],
+        ["--priority-scheduling-preemption-threshold=5"],
+        ["--disaggregation-mode", "prefill"],
+    ],
+)
+def test_nothing_is_scheduled_by_priority_over_the_callers_choice(argv: list[str]) -> None:
+    assert priority_flags(argv) == ()
