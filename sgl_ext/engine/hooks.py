@@ -96,6 +96,12 @@ HOOKS = (
         (Role.SCHEDULER,),
     ),
     Hook(
+        f"{_MANAGERS}.schedule_policy.PrefillAdder.preempt_to_schedule",
+        "AROUND",
+        priority.preempt_for_slot,
+        (Role.SCHEDULER,),
+    ),
+    Hook(
         f"{_MANAGERS}.schedule_policy.PrefillAdder.add_one_req",
         "AROUND",
         pressure.add_one,

@@ -32,7 +32,7 @@ def add_one(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kw
     if result is AddReqResult.NO_TOKEN and not is_added:
         is_added = _without_pins(adder, req, fits)
     if result is AddReqResult.NO_TOKEN and not is_added:
-        is_added = priority.preempt(adder, req, _missing_tokens) and fits()
+        is_added = priority.preempt(adder, req) and fits()
     if not is_added:
         is_passed = result is AddReqResult.NO_TOKEN and priority.may_be_passed(adder, req)
         return AddReqResult.CONTINUE if is_passed else result
@@ -48,16 +48,6 @@ def _without_pins(adder: Any, req: Any, fits: Callable[[], bool]) -> bool:
     if adder.rem_total_tokens + keeper.tokens < wanted:
         return False  # not even without any pin
     return bool(keeper.admit(req, lambda: adder.rem_total_tokens >= wanted and fits()))
-
-
-def _missing_tokens(adder: Any, req: Any) -> int:
-    """How much more memory a request needs: its prompt's rest and its answer, as SGLang counts."""
-    from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
-
-    answer = max(req.sampling_params.max_new_tokens - len(req.output_ids), 0)
-    prompt = len(req.full_untruncated_fill_ids) - req.prefix_len
-    wanted = prompt + min(answer, CLIP_MAX_NEW_TOKENS) + adder.per_req_token_overhead
-    return int(wanted - adder.rem_total_tokens) + 1
 
 
 def _is_added(adder: Any, req: Any) -> bool:

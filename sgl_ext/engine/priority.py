@@ -63,8 +63,16 @@ def admitted(adder: Any, req: Any) -> None:
         _served.add(waiting.tenant, waiting.cost_tokens, now_s)
 
 
-def preempt(adder: Any, req: Any, missing_tokens: Callable[[Any, Any], int]) -> bool:
-    """Whether requests that run were preempted, so that `req` has the tokens that it misses."""
+def preempt_for_slot(original: Callable[..., bool], adder: Any, req: Any) -> bool:
+    """Around `PrefillAdder.preempt_to_schedule`, which SGLang asks when all slots are taken."""
+    if keeper_of(adder) is None or req.priority is None:
+        return original(adder, req)
+    return preempt(adder, req, slots=1)
+
+
+def preempt(adder: Any, req: Any, slots: int = 0) -> bool:
+    """Whether requests that run were preempted, so that `req` has the memory that it misses, and
+    so many slots."""
     keeper = keeper_of(adder)
     if keeper is None or req.priority is None or adder.running_batch is None:
         return False
@@ -82,9 +90,10 @@ def preempt(adder: Any, req: Any, missing_tokens: Callable[[Any, Any], int]) -> 
     ]
     chosen = victims(
         [_running(adder, one) for _, one in candidates],
-        missing_tokens(adder, req),
+        max(_missing_tokens(adder, req), 0),
         req.priority,  # waiting gives nobody a right to what another one has
         now_s,
+        slots=slots,
         threshold=settings.preemption_threshold,
         grace_s=settings.preemption_grace_s,
     )
@@ -94,6 +103,16 @@ def preempt(adder: Any, req: Any, missing_tokens: Callable[[Any, Any], int]) -> 
         _feuds.note(req.rid, candidates[at][1].rid)
     _take(adder, [candidates[at][0] for at in chosen])
     return True
+
+
+def _missing_tokens(adder: Any, req: Any) -> int:
+    """How much more memory a request needs: its prompt's rest and its answer, as SGLang counts."""
+    from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+
+    answer = max(req.sampling_params.max_new_tokens - len(req.output_ids), 0)
+    prompt = len(req.full_untruncated_fill_ids) - req.prefix_len
+    wanted = prompt + min(answer, CLIP_MAX_NEW_TOKENS) + adder.per_req_token_overhead
+    return int(wanted - adder.rem_total_tokens) + 1
 
 
 def may_be_passed(adder: Any, req: Any) -> bool:

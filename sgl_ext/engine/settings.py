@@ -41,7 +41,7 @@ class EngineSettings:
     max_priority: int = 100
     aging_s: float = 10.0
     preemption_threshold: int = 10
-    preemption_grace_s: float = 10.0
+    preemption_grace_s: float = 2.0
 
     @property
     def ttl_limits(self) -> TtlLimits:

@@ -1,0 +1,123 @@
+"""What a run of bench/priority found, as figures."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bench._pin_figures import ratio, spread
+from bench._priority_load import BATCH, INTERACTIVE, Answer
+from scheduler.order import bound_s
+
+Rounds = Sequence[Sequence[Answer]]
+
+
+def of(answers: Sequence[Answer], priority: int) -> list[Answer]:
+    """Those of one class."""
+    return [answer for answer in answers if answer.request.priority == priority]
+
+
+def rate(answers: Sequence[Answer]) -> float:
+    """Tokens a second that a round answered with, until the last of these answers was over.
+
+    An answer that was not whole adds nothing.
+    """
+    whole = [(answer.ended_s, answer.tokens) for answer in answers if answer.ended_s is not None]
+    if not whole:
+        return 0.0
+    return sum(tokens for _, tokens in whole) / max(ended_s for ended_s, _ in whole)
+
+
+def starved(answers: Sequence[Answer], aging_s: float) -> int:
+    """How many batch requests waited for their first token past the bound of aging.
+
+    Those that come `bound_s` after one never overtake it. So its first token is due by then, or
+    else when of all that had come before every interactive one was answered and every other
+    one of the batch has begun.
+    """
+    patience_s = bound_s(BATCH, INTERACTIVE, aging_s)
+    found = 0
+    for one in of(answers, BATCH):
+        bound = one.sent_s + patience_s
+        ahead = [
+            other.ended_s if other.request.priority > BATCH else other.first_s or 0.0
+            for other in answers
+            if other is not one and other.sent_s < bound and other.ended_s is not None
+        ]
+        found += one.sent_s + one.wait_s > max([bound, *ahead])
+    return found
+
+
+def differing(rounds: Rounds, others: Rounds) -> int:
+    """How many whole answers are not the same in both, of the same requests."""
+    pairs = [
+        (one.output_ids, other.output_ids)
+        for answers, same in zip(rounds, others, strict=True)
+        for one, other in zip(answers, same, strict=True)
+        if one.ended_s is not None and other.ended_s is not None
+    ]
+    return sum(one != other for one, other in pairs)
+
+
+def arm_figures(rounds: Rounds, aging_s: float) -> dict[str, Any]:
+    """One arm's figures."""
+    answers = [answer for played in rounds for answer in played]
+    return {
+        "interactive": spread("ttft", _waits_ms(of(answers, INTERACTIVE))),
+        "batch": spread("ttft", _waits_ms(of(answers, BATCH))),
+        "tokens_per_s": round(statistics.median(rate(played) for played in rounds), 1),
+        "batch_tokens_per_s": round(statistics.median(map(batch_rate, rounds)), 1),
+        "longest_batch_wait_s": longest_wait_s(answers),
+        "preemptions": sum(answer.preempted for answer in answers),
+        "recomputed_tokens": sum(answer.recomputed_tokens for answer in answers),
+        "failed": sum(answer.ended_s is None for answer in answers),
+        "starved": sum(starved(played, aging_s) for played in rounds),
+    }
+
+
+def batch_rate(answers: Sequence[Answer]) -> float:
+    """Tokens of the batch a second, until all of it is done."""
+    return rate(of(answers, BATCH))
+
+
+def longest_wait_s(answers: Sequence[Answer]) -> float:
+    """The longest wait of the batch for a first token that came."""
+    return round(max(_waits_ms(of(answers, BATCH))) / 1000, 2)
+
+
+def comparison(seen: Mapping[str, Rounds], aging_s: float) -> dict[str, Any]:
+    """Ours against the others, under one limit."""
+    arms = {name: arm_figures(rounds, aging_s) for name, rounds in seen.items()}
+    p50_ms = {name: arm["interactive"]["ttft_p50_ms"] for name, arm in arms.items()}
+    ours, rates = arms["ours"], {n: [batch_rate(r) for r in rounds] for n, rounds in seen.items()}
+    differs = {name: differing(seen["ours"], seen[name]) for name in seen if name != "ours"}
+    return {
+        "ttft_p50_vs_fcfs": round(p50_ms["ours"] / p50_ms["fcfs"], 4),
+        "ttft_p50_vs_stock_priority": round(p50_ms["ours"] / p50_ms["stock_priority"], 4),
+        "batch_throughput_ratio": ratio(rates["ours"], rates["fcfs"]),
+        **{
+            name: ours[name]
+            for name in ("longest_batch_wait_s", "preemptions", "recomputed_tokens", "starved")
+        },
+        "outputs_identical": not any(differs.values()) and not ours["failed"],
+        "outputs_differing": differs,
+        "arms": arms,
+    }
+
+
+def siege_figures(answers: Sequence[Answer], aging_s: float) -> dict[str, Any]:
+    """How the batch fared while interactive requests alone were more than fit."""
+    batch = of(answers, BATCH)
+    ended = [one.ended_s - one.sent_s for one in batch if one.ended_s is not None]
+    return {
+        "interactive_requests": len(of(answers, INTERACTIVE)),
+        "longest_batch_wait_s": longest_wait_s(answers),
+        "longest_batch_s": round(max(ended), 2) if len(ended) == len(batch) else None,
+        "batch_preemptions": sum(one.preempted for one in batch),
+        "starved": starved(answers, aging_s),
+    }
+
+
+def _waits_ms(answers: Sequence[Answer]) -> list[float]:
+    return [answer.wait_s * 1000 for answer in answers if answer.first_s is not None]

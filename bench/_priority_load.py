@@ -1,0 +1,150 @@
+"""What bench/priority sends: batch requests at once, and interactive ones while these run.
+
+Everything goes to `/generate`, as it says how often a request was preempted and takes a
+priority in its body. Every answer is streamed, greedy and of a fixed length, and what its
+client saw of it is an `Answer`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from bench._pin_load import Texts
+
+GENERATE = "/generate"
+BATCH, INTERACTIVE = 0, 10
+_SEEN = re.compile(rb'"num_retractions":(\d+).*"completion_tokens":(\d+)')
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request. at_s: when it is sent, from the start of its round."""
+
+    text: str
+    answer_tokens: int
+    priority: int = BATCH
+    at_s: float = 0.0
+
+    @property
+    def body(self) -> dict[str, Any]:
+        sampling = {
+            "max_new_tokens": self.answer_tokens, "temperature": 0, "ignore_eos": True
+        }  # fmt: skip
+        return {"text": self.text, "priority": self.priority, "sampling_params": sampling}
+
+
+@dataclass
+class Answer:
+    """One request as its client saw it. Moments are from the start of its round.
+
+    first_s: when its first token came; None if none did. ended_s: when it was answered whole.
+    preempted: how often it had to give up its slot or its memory, whoever made it.
+    recomputed_tokens: those it had been answered with at these moments.
+    """
+
+    request: Request
+    sent_s: float = 0.0
+    first_s: float | None = None
+    ended_s: float | None = None
+    preempted: int = 0
+    tokens: int = 0
+    recomputed_tokens: int = 0
+    output_ids: list[int] = field(default_factory=list)
+
+    @property
+    def wait_s(self) -> float:
+        """For its first token; inf if there was none."""
+        return float("inf") if self.first_s is None else self.first_s - self.sent_s
+
+    def take(self, event: bytes, now_s: float) -> None:
+        """One event of the stream."""
+        found = _SEEN.search(event)
+        if found is None:
+            return
+        preempted, tokens = map(int, found.groups())
+        self.recomputed_tokens += (preempted - self.preempted) * self.tokens
+        self.preempted, self.tokens = preempted, tokens
+        if tokens and self.first_s is None:
+            self.first_s = now_s
+        if tokens == self.request.answer_tokens:
+            self.output_ids = json.loads(event)["output_ids"]
+            self.ended_s = now_s
+
+
+@dataclass(frozen=True)
+class Load:
+    """A round's requests, a fifth of them interactive.
+
+    offsets_s: when the interactive ones come, while the batch runs.
+    """
+
+    batch: int
+    batch_tokens: tuple[int, int]
+    interactive_tokens: tuple[int, int]
+    offsets_s: tuple[float, ...]
+
+    def requests(self, texts: Texts, name: str) -> list[Request]:
+        """The same for the same name. Tokens are of the prompt and of its answer."""
+        prompt, answer = self.batch_tokens
+        batch = [
+            Request(texts.fresh(f"{name}, batch {n}", prompt), answer) for n in range(self.batch)
+        ]
+        return batch + [
+            self.interactive(texts, f"{name}, interactive {n}", at_s)
+            for n, at_s in enumerate(self.offsets_s)
+        ]
+
+    def interactive(self, texts: Texts, name: str, at_s: float = 0.0) -> Request:
+        """One interactive request."""
+        prompt, answer = self.interactive_tokens
+        return Request(texts.fresh(name, prompt), answer, INTERACTIVE, at_s)
+
+
+async def ask(http: aiohttp.ClientSession, url: str, request: Request, started: float) -> Answer:
+    """Sends a request when it is due and reads its answer to the end."""
+    await asyncio.sleep(max(0.0, started + request.at_s - time.perf_counter()))
+    answer = Answer(request, time.perf_counter() - started)
+    try:
+        async with http.post(url + GENERATE, json=request.body | {"stream": True}) as response:
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    answer.take(line[6:], time.perf_counter() - started)
+    except aiohttp.ClientError:
+        answer.ended_s = None
+    return answer
+
+
+async def play(http: aiohttp.ClientSession, url: str, requests: Sequence[Request]) -> list[Answer]:
+    """Sends each request in its time, whatever has become of the others, until all are over."""
+    started = time.perf_counter()
+    return await asyncio.gather(*(ask(http, url, request, started) for request in requests))
+
+
+async def siege(
+    http: aiohttp.ClientSession,
+    url: str,
+    batch: Sequence[Request],
+    interactive: Callable[[int], Request],
+    clients: int,
+    span_s: float,
+) -> list[Answer]:
+    """For so long each of these clients has an interactive request under way, beside the batch."""
+    started, answers, sent = time.perf_counter(), list[Answer](), 0
+
+    async def client() -> None:
+        nonlocal sent
+        while time.perf_counter() < started + span_s:
+            sent += 1
+            answers.append(await ask(http, url, interactive(sent), started))
+
+    waiting = asyncio.gather(*(ask(http, url, request, started) for request in batch))
+    await asyncio.gather(*(client() for _ in range(clients)))
+    return [*answers, *await waiting]

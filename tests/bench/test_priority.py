@@ -1,0 +1,108 @@
+"""The bench of priorities: what it makes of what it saw, and what it reads off a stream."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from bench._pin_load import Texts
+from bench._priority_figures import comparison, differing, rate, siege_figures, starved
+from bench._priority_load import BATCH, INTERACTIVE, Answer, Load, Request
+
+AGING_S = 1.0
+BOUND_S = 11.0
+
+
+def answer(
+    priority: int, sent_s: float, first_s: float | None, ended_s: float | None, **seen: Any
+) -> Answer:
+    request = Request("text", 100, priority, sent_s)
+    return Answer(request, sent_s, first_s, ended_s, tokens=100, **seen)
+
+
+def played(wait_s: float, batch_s: float, **seen: Any) -> list[Answer]:
+    batch = [answer(BATCH, 0, 1.0, batch_s, **seen) for _ in range(4)]
+    return [*batch, answer(INTERACTIVE, 1, 1 + wait_s, 2 + wait_s)]
+
+
+def event(tokens: int, preempted: int = 0) -> bytes:
+    meta = {"num_retractions": preempted, "prompt_tokens": 300, "completion_tokens": tokens}
+    line = {"text": "a", "output_ids": list(range(tokens)), "meta_info": meta}
+    return json.dumps(line, separators=(",", ":")).encode()
+
+
+def test_what_a_preempted_request_had_is_recomputed() -> None:
+    seen = Answer(Request("text", 6), sent_s=1.0)
+    seen.take(b'{"error":{"message":"no"}}', 1.5)
+    assert seen.wait_s == float("inf")
+    for now_s, (tokens, preempted) in enumerate([(1, 0), (3, 0), (4, 1), (5, 2), (6, 2)], 2):
+        assert seen.ended_s is None
+        seen.take(event(tokens, preempted), float(now_s))
+    assert (seen.wait_s, seen.ended_s) == (1.0, 6.0)
+    assert (seen.preempted, seen.recomputed_tokens) == (2, 3 + 4)
+    assert seen.output_ids == list(range(6))
+
+
+def test_a_rate_is_of_whole_answers_until_the_last_is_over() -> None:
+    cut = answer(BATCH, 0, 1.0, None)
+    assert rate([*played(1.0, 8.0), cut]) == pytest.approx(500 / 8)
+    assert rate([cut]) == 0.0
+
+
+def test_who_waits_beyond_the_bound_and_all_that_was_ahead_is_starved() -> None:
+    late = answer(BATCH, 5, 5 + BOUND_S + 1, 40.0)
+    assert starved([late], AGING_S) == 1
+    assert starved([late], 2 * AGING_S) == 0
+    ahead = answer(INTERACTIVE, 4 + BOUND_S, 16.0, late.first_s)
+    assert starved([late, ahead], AGING_S) == 0
+    after = answer(INTERACTIVE, 5 + BOUND_S, 16.0, late.first_s)
+    assert starved([late, after], AGING_S) == 1
+    assert starved([answer(BATCH, 0, None, None)], AGING_S) == 1
+
+
+def test_arms_are_compared_by_medians_over_rounds() -> None:
+    seen = {
+        "fcfs": [played(4.0, 10.0), played(4.0, 20.0), played(4.0, 10.0)],
+        "stock_priority": [played(2.0, 10.0)] * 3,
+        "ours": [played(0.5, 10.0, preempted=1, recomputed_tokens=9), *[played(0.5, 12.5)] * 2],
+    }
+    found = comparison(seen, AGING_S)
+    assert (found["ttft_p50_vs_fcfs"], found["ttft_p50_vs_stock_priority"]) == (0.125, 0.25)
+    assert found["batch_throughput_ratio"] == 1.0  # of 1, 1.6 and 0.8
+    assert (found["preemptions"], found["recomputed_tokens"], found["starved"]) == (4, 36, 0)
+    assert found["longest_batch_wait_s"] == 1.0
+    assert found["outputs_identical"]
+    assert found["arms"]["fcfs"]["interactive"] == {"ttft_p50_ms": 4000, "ttft_p99_ms": 4000}
+    assert found["arms"]["ours"]["batch_tokens_per_s"] == 32.0
+
+
+def test_an_answer_that_differs_is_found() -> None:
+    one, other = played(1.0, 8.0), played(1.0, 8.0, output_ids=[1])
+    assert differing([one], [one]) == 0
+    assert differing([one], [other]) == 4
+    assert differing([one], [[answer(BATCH, 0, None, None), *other[1:]]]) == 3
+
+
+def test_a_siege_tells_how_the_batch_fared() -> None:
+    answers = [*played(1.0, 8.0), answer(BATCH, 1, 30.0, 40.0, preempted=2)]
+    assert siege_figures(answers, AGING_S) == {
+        "interactive_requests": 1,
+        "longest_batch_wait_s": 29.0,
+        "longest_batch_s": 39.0,
+        "batch_preemptions": 2,
+        "starved": 1,
+    }
+    unfinished = siege_figures([*answers, answer(BATCH, 1, 2.0, None)], AGING_S)
+    assert unfinished["longest_batch_s"] is None
+
+
+def test_a_fifth_is_interactive_and_no_two_prompts_are_alike() -> None:
+    texts, load = Texts(), Load(16, (30, 40), (50, 8), (1.0, 2.0, 3.0, 4.0))
+    requests = load.requests(texts, "Round 1")
+    assert requests == load.requests(texts, "Round 1")
+    assert len({request.text for request in requests}) == 20
+    assert [request.body["priority"] for request in requests] == [0] * 16 + [10] * 4
+    assert requests[-1].at_s == 4.0
+    assert requests[-1].body["sampling_params"]["max_new_tokens"] == 8
