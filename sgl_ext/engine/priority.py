@@ -55,7 +55,7 @@ def order_queue(
 def admitted(adder: Any, req: Any) -> None:
     """A request has been admitted: it keeps the step that it had reached."""
     keeper = keeper_of(adder)
-    if keeper is not None and req.priority is not None:
+    if keeper is not None and _applies(req):
         now_s = keeper.now_s
         waited_s = now_s - _arrived_s(req, now_s)
         setattr(req, _ADMITTED, (step(req.priority, waited_s, _settings().aging_s), now_s))
@@ -65,7 +65,7 @@ def admitted(adder: Any, req: Any) -> None:
 
 def preempt_for_slot(original: Callable[..., bool], adder: Any, req: Any) -> bool:
     """Around `PrefillAdder.preempt_to_schedule`, which SGLang asks when all slots are taken."""
-    if keeper_of(adder) is None or req.priority is None:
+    if keeper_of(adder) is None or not _applies(req):
         return original(adder, req)
     return preempt(adder, req, slots=1)
 
@@ -74,7 +74,7 @@ def preempt(adder: Any, req: Any, slots: int = 0) -> bool:
     """Whether requests that run were preempted, so that `req` has the memory that it misses, and
     so many slots."""
     keeper = keeper_of(adder)
-    if keeper is None or req.priority is None or adder.running_batch is None:
+    if keeper is None or not _applies(req) or adder.running_batch is None:
         return False
     batch = adder.running_batch
     now_s, settings = keeper.now_s, _settings()
@@ -119,7 +119,7 @@ def may_be_passed(adder: Any, req: Any) -> bool:
     """Whether those behind a request that does not fit are tried: for `aging_s` from the first
     time that it did not. Then it stands first until it fits, however many small ones come."""
     keeper = keeper_of(adder)
-    if keeper is None or req.priority is None or adder.tree_cache.supports_mamba():
+    if keeper is None or not _applies(req) or adder.tree_cache.supports_mamba():
         return False
     if not hasattr(req, _REFUSED):
         setattr(req, _REFUSED, keeper.now_s)
@@ -197,6 +197,20 @@ def _arrived_s(req: Any, now_s: float) -> float:
     if not hasattr(req, _ARRIVED):
         setattr(req, _ARRIVED, now_s)
     return float(getattr(req, _ARRIVED))
+
+
+def _applies(req: Any) -> bool:
+    """Whether priority scheduling is on as we know it: higher goes first, and preempts."""
+    if req.priority is None:
+        return False
+    from sglang.srt.runtime_context import get_schedule
+
+    schedule = get_schedule()
+    return bool(
+        schedule.enable_priority_scheduling
+        and not schedule.disable_priority_preemption
+        and not schedule.schedule_low_priority_values_first
+    )
 
 
 def _is_ours(policy: Any) -> bool:

@@ -124,7 +124,8 @@ def running_engine(model: Path, log: Path, *flags: str) -> Iterator[Engine]:
     port = free_port()
     command = [sys.executable, "-m", "sgl_ext.engine.serve", "--model-path", str(model)]
     command += ["--served-model-name", "tiny", "--port", str(port)]
-    command += ["--max-total-tokens", str(POOL), "--skip-server-warmup"]
+    command += ["--max-total-tokens", str(POOL), "--max-running-requests", "32"]
+    command += ["--skip-server-warmup"]
     command += ["--cuda-graph-backend-decode", "disabled", "--enable-metrics", "--sleep-on-idle"]
     command += ["--cuda-graph-backend-prefill", "disabled", "--enable-cache-report", *flags]
     environment = {"SGLANG_PLATFORM": "sgl_ext_cpu", "OMP_NUM_THREADS": "1", **os.environ}

@@ -92,7 +92,7 @@ def test_a_pinned_prefix_outlasts_a_flood_and_new_sessions_go_to_its_holder(
 
 def test_pins_are_given_up_at_the_balancer_by_prefix_and_by_session(small_node: Node) -> None:
     for name in ("one", "two"):
-        request = body(text(200), "Hello", "1h") | {"prompt_cache_key": name}
+        request = body(text(40), "Hello", "1h") | {"prompt_cache_key": name}
         asked(small_node, request)
     mine = {"one", "two"}
     until(lambda: {pin["session"] for pin in pins(small_node)} >= mine)
