@@ -55,6 +55,8 @@ PREFIX_TOKENS = 9_500
 POOL_TOKENS = 32_768
 _CONNECTIONS = 6
 _LEAD_S = 0.3
+# Deleting pins waits for an idle scheduler to wake: both sides of a pair rest for longer.
+_SETTLE_S = 1.5
 _FLAGS = ("--max-total-tokens", str(POOL_TOKENS), "--chunked-prefill-size", "2048")
 _ARMS = {
     "pinned": (running_node, ("--pin-budget", "0.3334")),
@@ -77,7 +79,7 @@ class Plan:
     ttl_s: float = 300
 
 
-QUICK = Plan(5, 0.8, 0.28, 6, 2, "50s", 50)
+QUICK = Plan(4, 0.8, 0.28, 6, 2, "40s", 40)
 
 
 class Arm:
@@ -120,6 +122,7 @@ class Arm:
             await self.turn()
             if not is_pinned:
                 await self.unpin()
+            await asyncio.sleep(_SETTLE_S)
             flooded = await self.flood(with_pins if is_pinned else without)
             rate = flooded.tokens / flooded.span_s
             ratio = ratio * rate if is_pinned else ratio / rate
