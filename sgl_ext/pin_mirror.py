@@ -6,6 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+PATH = "/v1/pins"
+"""Where engines and the balancer show them."""
+
 
 class PinMirror:
     """One engine's pins, by the hash of their prefix."""

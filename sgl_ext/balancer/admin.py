@@ -28,7 +28,6 @@ from sgl_ext.requests.headers import HeaderStrip
 from sgl_ext.requests.system_text import strip_request
 
 WORKERS_PATH = "/sgl_ext/workers"
-PINS_PATH = "/v1/pins"
 EXPLAIN_PATH = "/sgl_ext/explain"
 ROUTER = web.AppKey("router", Router)
 STRIP = web.AppKey("strip", HeaderStrip)

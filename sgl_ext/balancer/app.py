@@ -14,6 +14,7 @@ import aiohttp
 import orjson
 from aiohttp import web
 
+from sgl_ext import pin_mirror
 from sgl_ext.balancer import admin, routes
 from sgl_ext.balancer.admin import ROUTER, SESSION, STRIP
 from sgl_ext.balancer.errors import BalancerError, Protocol, error_body, retry_headers
@@ -64,8 +65,8 @@ def add_routes(app: web.Application) -> None:
     add("GET", admin.WORKERS_PATH, admin.show_workers)
     add("POST", admin.WORKERS_PATH, admin.add_worker)
     add("DELETE", admin.WORKERS_PATH, admin.drain_worker)
-    add("GET", admin.PINS_PATH, admin.show_pins)
-    add("DELETE", admin.PINS_PATH, to_all)
+    add("GET", pin_mirror.PATH, admin.show_pins)
+    add("DELETE", pin_mirror.PATH, to_all)
     add("POST", admin.EXPLAIN_PATH + "/{path:.+}", admin.explain)
     for path in routes.SOUGHT_GET:
         add("GET", path, to_holder)

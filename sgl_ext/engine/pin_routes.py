@@ -17,9 +17,8 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from sgl_ext.engine.clock import Outbox
-from sgl_ext.pin_mirror import PinMirror
+from sgl_ext.pin_mirror import PATH, PinMirror
 
-PATH = "/v1/pins"
 _GONE_LIMIT_S = 10.0
 _LOOK_S = 0.02
 

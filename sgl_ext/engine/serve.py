@@ -61,7 +61,7 @@ def cache_flags(argv: Sequence[str]) -> tuple[str, ...]:
     Such an engine serves as it would without us: it pins nothing and tells of no prefixes.
     Our cache ranks what it stores, which counts under the `priority` policy of eviction only.
     """
-    given = {flag.partition("=")[0] for flag in argv}
+    given = _named(argv)
     if given & _OWN_CACHE:
         return ()
     policy = () if _EVICTION in given else (_EVICTION, "priority")
@@ -73,12 +73,16 @@ def priority_flags(argv: Sequence[str]) -> tuple[str, ...]:
 
     The threshold is of SGLang's own preemption, for a slot, which wants it exceeded.
     """
-    given = {flag.partition("=")[0] for flag in argv}
-    if given & _OWN_SCHEDULING:
+    if _named(argv) & _OWN_SCHEDULING:
         return ()
     threshold = EngineSettings.from_environment().preemption_threshold - 1
     flags = ["--enable-priority-scheduling", "--default-priority-value", "0"]
     return (*flags, "--priority-scheduling-preemption-threshold", str(threshold))
+
+
+def _named(argv: Sequence[str]) -> set[str]:
+    """The flags of a command line, without what some have behind an equals sign."""
+    return {flag.partition("=")[0] for flag in argv}
 
 
 if __name__ == "__main__":

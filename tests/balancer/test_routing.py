@@ -73,6 +73,16 @@ async def served_by(client: ClientSession, request: dict[str, Any], **options: A
     return name
 
 
+def held_back(gate: asyncio.Event) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    """An engine's answers, none of them before the gate opens."""
+
+    async def answer(_: web.Request) -> web.StreamResponse:
+        await gate.wait()
+        return web.json_response({"engine": "a"})
+
+    return answer
+
+
 def telling(name: str, *connections: list[bytes]) -> Engine:
     """An engine that tells its prefix events, on each connection of the balancer in turn."""
     engine = Engine(name)
@@ -228,11 +238,7 @@ async def test_requests_wait_for_room_and_are_served_in_order(start: Start) -> N
 async def test_a_full_queue_is_said_with_a_time_to_come_back(start: Start) -> None:
     gate = asyncio.Event()
 
-    async def slow(_: web.Request) -> web.StreamResponse:
-        await gate.wait()
-        return web.json_response({"engine": "a"})
-
-    client = await start(Engine("a", slow), max_in_flight=1, queue_limit=1)
+    client = await start(Engine("a", held_back(gate)), max_in_flight=1, queue_limit=1)
     tasks = [asyncio.create_task(served_by(client, body(f"{n}"))) for n in range(2)]
     await asyncio.sleep(0.05)
     answer = await client.post("/v1/messages", json=body("third"))
@@ -267,11 +273,7 @@ async def test_the_more_important_are_let_in_first(start: Start) -> None:
 async def test_a_full_queue_turns_away_the_least_important(start: Start) -> None:
     gate = asyncio.Event()
 
-    async def slow(_: web.Request) -> web.StreamResponse:
-        await gate.wait()
-        return web.json_response({"engine": "a"})
-
-    client = await start(Engine("a", slow), max_in_flight=1, queue_limit=1)
+    client = await start(Engine("a", held_back(gate)), max_in_flight=1, queue_limit=1)
     first = asyncio.create_task(served_by(client, body("first")))
     await asyncio.sleep(0.05)
     usual = asyncio.create_task(client.post(CHAT, json=body("usual")))
@@ -286,11 +288,7 @@ async def test_a_full_queue_turns_away_the_least_important(start: Start) -> None
 async def test_one_who_waits_too_long_is_told_so(start: Start) -> None:
     gate = asyncio.Event()
 
-    async def slow(_: web.Request) -> web.StreamResponse:
-        await gate.wait()
-        return web.json_response({"engine": "a"})
-
-    client = await start(Engine("a", slow), max_in_flight=1, queue_timeout_s=0.1)
+    client = await start(Engine("a", held_back(gate)), max_in_flight=1, queue_timeout_s=0.1)
     first = asyncio.create_task(served_by(client, body("first")))
     await asyncio.sleep(0.05)
     answer = await client.post(CHAT, json=body("second"))
@@ -303,11 +301,7 @@ async def test_one_who_leaves_the_queue_is_not_sent_on(start: Start) -> None:
     gate = asyncio.Event()
     engine = Engine("a")
 
-    async def slow(_: web.Request) -> web.StreamResponse:
-        await gate.wait()
-        return web.json_response({"engine": "a"})
-
-    engine = Engine("a", slow)
+    engine = Engine("a", held_back(gate))
     client = await start(engine, max_in_flight=1)
     first = asyncio.create_task(served_by(client, body("first")))
     await asyncio.sleep(0.05)

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import pytest
 import requests
 
-from sgl_ext.engine.pin_routes import PATH
 from sgl_ext.engine.settings import EngineSettings
+from sgl_ext.pin_mirror import PATH
 from tests.engine.test_events import ONE, POOL, Engine, Watch, running_engine, text, user
 from tests.waiting import until as until_within
 
