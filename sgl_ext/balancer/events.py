@@ -33,6 +33,7 @@ class Listeners:
         self._metrics = metrics
         self._tasks: dict[Worker, asyncio.Task[None]] = {}
         self._tried: dict[Worker, asyncio.Event] = {}
+        self._told: set[Worker] = set()
         router.workers.on_leave(self._begin_anew)
 
     def attend(self) -> None:
@@ -41,6 +42,7 @@ class Listeners:
         for worker in self._tasks.keys() - there:
             self._tasks.pop(worker).cancel()
             del self._tried[worker]
+            self._told.discard(worker)
         for worker in there - self._tasks.keys():
             self._tried[worker] = asyncio.Event()
             self._tasks[worker] = asyncio.create_task(self._listen(worker))
@@ -68,6 +70,7 @@ class Listeners:
     async def _listen(self, worker: Worker) -> None:
         while True:
             pause_s = _AGAIN_S
+            self._told.discard(worker)
             try:
                 pause_s = await self._hear(worker)
             except FeedBroken as broken:
@@ -77,6 +80,10 @@ class Listeners:
                 pass
             except Exception:
                 log.exception("%s: prefix events", worker.url)
+            if worker not in self._told:
+                # A connection that breaks is begun anew at once; now that told nothing either.
+                worker.forget_report()
+                self._router.make_room()
             self._tried[worker].set()
             await asyncio.sleep(pause_s)
 
@@ -107,6 +114,8 @@ class Listeners:
         if feed.load is not None:
             worker.reported(feed.load, asyncio.get_running_loop().time())
             feed.load = None
+            self._told.add(worker)
+            self._router.make_room()
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:

@@ -25,9 +25,10 @@ import orjson
 from sgl_ext.balancer.answer_head import AnswerHead
 from sgl_ext.balancer.client_side import ClientConnection
 from sgl_ext.balancer.errors import BalancerError, Protocol, error_event, no_engine
+from sgl_ext.balancer.flight import NOTHING_ASKED, Flight
+from sgl_ext.balancer.metrics import band
 from sgl_ext.balancer.parts import Parts, refusal
 from sgl_ext.balancer.reader import Request
-from sgl_ext.balancer.router import NOTHING_ASKED, Flight
 from sgl_ext.balancer.sse import WholeEvents
 from sgl_ext.balancer.worker_side import WorkerConnection
 from sgl_ext.balancer.workers import Worker
@@ -127,6 +128,9 @@ class Exchange:
             self._parts.router.first_byte(self._flight)
         if self._head.route is not None:
             self._parts.metrics.first_byte_s.add(self._head.route.label, self._first_byte_s)
+        if self.asked.runs:
+            priority = band(self.asked.priority)
+            self._parts.metrics.priority_first_byte_s.add(priority, self._first_byte_s)
 
     def _released(self, outcome: Outcome) -> None:
         """A worker carries the request no longer."""
@@ -169,9 +173,10 @@ class Exchange:
         stripped = strip_request(self._head.path, document, self._parts.strip)
         if stripped.headers:
             self._parts.metrics.headers_read.inc(stripped.headers)
-        hints = hints_of(self._head.fields)
-        body = self._request.body
-        self.asked = self._parts.router.read(self._head.path, hints, stripped.body, len(body))
+        if route.runs:
+            hints = hints_of(self._head.fields)
+            size = len(self._request.body)
+            self.asked = self._parts.router.read(self._head.path, hints, stripped.body, size)
 
     def _send(self) -> None:
         """To a worker if there is one for it now, or to the control plane."""

@@ -17,7 +17,15 @@ from radix.index import PrefixIndex
 from sgl_ext.pin_mirror import PinMirror
 
 _SEGMENT = re.compile(r"[0-9a-f]{32}\Z")
-_LOADS = ("running", "queued", "pending_tokens", "used_tokens", "pinned_tokens", "capacity_tokens")
+_LOADS = (
+    "running",
+    "queued",
+    "max_running",
+    "pending_tokens",
+    "used_tokens",
+    "pinned_tokens",
+    "capacity_tokens",
+)
 _MOST_TOKENS = 1 << 40
 
 

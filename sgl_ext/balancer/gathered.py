@@ -10,7 +10,7 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 # A gauge that every process sees alike is not added up.
-_OWN_GAUGES = ("sgl_ext_worker_in_flight",)
+_OWN_GAUGES = ("sgl_ext_worker_in_flight", "sgl_ext_door_waiting")
 
 
 class Gathered:

@@ -20,8 +20,8 @@ from typing import BinaryIO, Protocol
 
 import orjson
 
+from sgl_ext.balancer.flight import Asked, Flight
 from sgl_ext.balancer.metrics import Metrics
-from sgl_ext.balancer.router import Asked, Flight
 from sgl_ext.requests.usage import cached_tokens
 
 _BUFFER_BYTES = 64 * 1024

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -13,6 +14,15 @@ from sgl_ext.balancer.tally import Spread, Tally
 
 _TOKENS = (0, 16, 64, 256, 1024, 4096, 16384, 65536)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120)
+
+
+# Priorities have one label for each of these and what is up to the next one.
+_BANDS = (0, 1, 10)
+
+
+def band(priority: int) -> str:
+    """The band of a priority: its least one, or "-1" for all below 0."""
+    return str((-1, *_BANDS)[bisect_right(_BANDS, priority)])
 
 
 class Metrics:
@@ -53,6 +63,28 @@ class Metrics:
             "reason",
             _SECONDS,
             registry,
+        )
+        self.priority_queue_s = Spread(
+            "sgl_ext_priority_queue_seconds",
+            "How long a request waited for room, by the least priority of its band",
+            "priority",
+            _SECONDS,
+            registry,
+        )
+        self.priority_first_byte_s = Spread(
+            "sgl_ext_priority_first_byte_seconds",
+            "From a request's arrival to the first byte of its answer, likewise",
+            "priority",
+            _SECONDS,
+            registry,
+        )
+        self.door_waiting = Gauge(
+            "sgl_ext_door_waiting", "Requests that wait for room", registry=registry
+        )
+        self.promotions = Counter(
+            "sgl_ext_promotions",
+            "Requests let in at a higher step than their priority, as they had waited",
+            registry=registry,
         )
         self.predicted_tokens = Tally(
             "sgl_ext_predicted_cached_tokens",

@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from radix.expected import Expectation, ExpectedPrefixes
 from radix.index import PrefixIndex
 from scheduler.placement import Others, Placement, Question, WorkerView, place, score, stays
+from scheduler.room import has_room
 from scheduler.sessions import Sessions
+from sgl_ext.balancer.flight import Asked, Flight
 from sgl_ext.balancer.metrics import Metrics
 from sgl_ext.balancer.workers import Worker, Workers
-from sgl_ext.requests.priority import LIMIT, read_importance
+from sgl_ext.requests.priority import read_importance
 from sgl_ext.requests.segments import Chain, read_chain, with_sorted_tools
-from sgl_ext.requests.session import TENANT_HEADER, is_final, session_key
+from sgl_ext.requests.session import is_final, session_key
+from sgl_ext.tenants import Tenants
 
 LIMIT_SEGMENTS = 1_000_000
 CONFIRM_S = 5.0
@@ -37,23 +39,6 @@ _CALIBRATE_FROM_TOKENS = 256
 _CALIBRATION = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A request as far as placing it is concerned."""
-
-    chain: Chain
-    session: int | None
-    prefix: int
-    prompt_tokens: int
-    is_final: bool = False
-    priority: int = 0
-    output_tokens: int = 0
-    tenant: str = ""
-
-
-NOTHING_ASKED = Asked(Chain(), None, 0, 0)
-
-
 class _Held(NamedTuple):
     """How much of a chain a worker holds (`confirmed` segments), and is about to hold."""
 
@@ -67,40 +52,10 @@ class _Held(NamedTuple):
 _NOTHING = _Held(0, 0, 0, 0, None)
 
 
-class Flight:
-    """One try of one request on one worker. `give_up` ends it for a reason of the worker's.
-
-    Of its prompt the worker held `predicted_tokens`, and was about to hold `expected_tokens`.
-    """
-
-    __slots__ = (
-        "asked",
-        "decoding",
-        "expectation",
-        "expected_tokens",
-        "followers",
-        "follows",
-        "give_up",
-        "placed_s",
-        "placement",
-        "predicted_tokens",
-        "uncached_tokens",
-        "worker",
-    )
-
-    def __init__(self, asked: Asked, worker: Worker, placement: Placement, placed_s: float) -> None:
-        self.asked = asked
-        self.worker = worker
-        self.placement = placement
-        self.placed_s = placed_s
-        self.predicted_tokens = 0
-        self.expected_tokens = 0
-        self.uncached_tokens = 0
-        self.decoding = False
-        self.expectation: Expectation | None = None
-        self.follows: Flight | None = None
-        self.followers: list[Callable[[], None]] = []
-        self.give_up: Callable[[str], None] = lambda reason: None
+def _saved(home: Worker, others: Collection[Worker], held: Mapping[int, _Held]) -> int:
+    """How many tokens of a prompt need not be computed at home that must be elsewhere."""
+    most = max(held.get(worker.slot, _NOTHING).expected_tokens for worker in others)
+    return held.get(home.slot, _NOTHING).expected_tokens - most
 
 
 class Router:
@@ -113,7 +68,8 @@ class Router:
         worker_limit: int = 1024,
         *,
         sort_tools: bool = False,
-        max_priority: int = LIMIT,
+        tenants: Tenants | None = None,
+        preemption_threshold: int = 10,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.workers = workers
@@ -123,9 +79,11 @@ class Router:
         self._metrics = metrics
         self._worker_limit = worker_limit
         self._sort_tools = sort_tools
-        self._max_priority = max_priority
+        self.tenants = Tenants() if tenants is None else tenants
         self._clock = clock
+        self._preemption_threshold = preemption_threshold
         self._on_room: list[Callable[[], None]] = []
+        self._on_end: list[Callable[[], None]] = []
         self._on_take_off: list[Callable[[Flight], None]] = []
         self._computing: dict[Expectation | None, Flight] = {}
         self._bytes_per_token = _BYTES_PER_TOKEN
@@ -138,8 +96,9 @@ class Router:
         session = session_key(headers, body, chain)
         size = chain.ends[-1] if chain.ends else size_bytes
         prefix = chain.hashes[0] if chain.hashes else session or 0
+        tenant = self.tenants.asking(headers)
         # What is malformed in it is the engine's to refuse.
-        importance = read_importance(headers, body, self._max_priority)
+        importance = read_importance(headers, body, tenant.max_priority)
         return Asked(
             chain,
             session,
@@ -148,36 +107,61 @@ class Router:
             is_final(headers),
             importance.priority,
             importance.output_tokens or 0,
-            headers.get(TENANT_HEADER, ""),
+            tenant.name,
         )
 
-    def place(self, asked: Asked, tried: set[Worker]) -> Flight | None:
+    def place(
+        self, asked: Asked, tried: set[Worker], *, waits_for_home: bool = False
+    ) -> Flight | None:
         """Sends the request on its flight, to a worker not tried before if there is one.
 
-        None if no worker may be sent anything now, or none has room.
+        None if no worker may be sent anything now, none has room, or the one that its session
+        stays on has none and it `waits_for_home`.
         """
         now_s = self._clock()
         if unconfirmed := self.expected.expire(now_s):
             self._metrics.unconfirmed.inc(unconfirmed)
         self.sessions.expire(now_s)
-        candidates = [w for w in self.workers.all if w.open_to_requests(now_s)]
-        candidates = [w for w in candidates if w not in tried] or candidates
-        candidates = [w for w in candidates if self._has_room(w)]
-        if not candidates:
+        candidates = self._candidates(tried, now_s)
+        if not any(self._has_room(w, asked) for w in candidates):
             return None
         held = self._held(asked.chain)
+        roomy = [w for w in candidates if self._has_room(w, asked, held)]
+        if not roomy:
+            return None
         question = self._question(asked, held)
-        placement = self._stay(question, candidates, held, now_s)
-        if placement is None:
-            placement = place(question, [self._view(w, held, now_s) for w in candidates])
-        assert placement is not None, "there are candidates"
-        worker = next(w for w in candidates if w.url == placement.worker)
-        return self._take_off(asked, worker, placement, held.get(worker.slot, _NOTHING), now_s)
+        home = self._stay(question, candidates, held, now_s)
+        if home is not None and home in roomy:
+            return self._take_off(asked, home, Placement(home.url, "home"), held, now_s)
+        if home is not None and waits_for_home and _saved(home, roomy, held) >= FOLLOW_TOKENS:
+            return None
+        placement = place(question, [self._view(w, held, now_s) for w in roomy])
+        assert placement is not None, "some worker has room"
+        if home is not None:
+            placement = Placement(placement.worker, "moved")
+        worker = next(w for w in roomy if w.url == placement.worker)
+        return self._take_off(asked, worker, placement, held, now_s)
+
+    def may_place(self, asked: Asked, tried: set[Worker], *, at_home: bool = False) -> bool:
+        """Whether a worker, or that of its session, has room for a request if it fits its memory.
+
+        The prompt is not looked up for it. If none has room, none has any for a lower priority.
+        """
+        candidates = self._candidates(tried, self._clock())
+        if at_home and asked.session is not None:
+            home = self.sessions.home(asked.session)
+            candidates = [w for w in candidates if home and w.slot == home[0]] or candidates
+        return any(self._has_room(w, asked) for w in candidates)
+
+    def _candidates(self, tried: set[Worker], now_s: float) -> list[Worker]:
+        """The workers that may be sent a request now: those not tried, if there are any."""
+        candidates = [w for w in self.workers.all if w.open_to_requests(now_s)]
+        return [w for w in candidates if w not in tried] or candidates
 
     def _stay(
         self, asked: Question, candidates: list[Worker], held: dict[int, _Held], now_s: float
-    ) -> Placement | None:
-        """What `place` says of a session that stays, as most do, without a view of every worker."""
+    ) -> Worker | None:
+        """The worker of a session that stays, as most do, found without a view of every worker."""
         home, most, least = None, 0, None
         for worker in candidates:
             if worker.url == asked.home:
@@ -191,10 +175,28 @@ class Router:
             return None
         view = self._view(home, held, now_s)
         others = Others(most, view.pending_tokens if least is None else least)
-        return Placement(home.url, "home") if stays(asked, view, others) == "home" else None
+        return home if stays(asked, view, others) == "home" else None
 
-    def _has_room(self, worker: Worker) -> bool:
-        return worker.in_flight + worker.elsewhere.in_flight < self._worker_limit
+    def _has_room(self, worker: Worker, asked: Asked, held: dict[int, _Held] | None = None) -> bool:
+        """Whether a worker has room for a request; without `held`, if it needs no memory."""
+        there = worker.elsewhere
+        if worker.in_flight + there.in_flight >= self._worker_limit:
+            return False
+        if worker.capacity is None or not asked.runs:
+            return True
+        tokens = 0
+        if held is not None:
+            expected = held.get(worker.slot, _NOTHING).expected_tokens
+            tokens = max(asked.prompt_tokens - expected, 0) + asked.output_tokens
+        return has_room(
+            worker.capacity,
+            worker.running,
+            asked.priority,
+            tokens,
+            self._preemption_threshold,
+            there.in_flight,
+            there.pending_tokens,
+        )
 
     def any_open(self, besides: Collection[Worker] = ()) -> bool:
         """Whether some worker takes requests, be it full."""
@@ -202,8 +204,17 @@ class Router:
         return any(w.open_to_requests(now_s) for w in self.workers.all if w not in besides)
 
     def on_room(self, action: Callable[[], None]) -> None:
-        """Has `action` called whenever a flight ends."""
+        """Has `action` called whenever there may be room: a flight has ended, or others say so."""
         self._on_room.append(action)
+
+    def on_end(self, action: Callable[[], None]) -> None:
+        """Has `action` called whenever a flight ends."""
+        self._on_end.append(action)
+
+    def make_room(self) -> None:
+        """An engine, or another balancer, has told its load: there may be room now."""
+        for act in self._on_room:
+            act()
 
     def first_byte(self, flight: Flight) -> None:
         """The worker has computed the prompt; to say so twice changes nothing."""
@@ -231,7 +242,7 @@ class Router:
         if flight.expectation is not None:
             confirm_s = None if flight.worker.publishes else UNCONFIRMED_S
             self.expected.end(flight.expectation, self._clock(), confirm_s)
-        self._make_room()
+        self._ended()
 
     def broke_off(self, flight: Flight, *, by_worker: bool) -> None:
         """The answer will not be complete, by the worker's fault or by the client's leave."""
@@ -242,7 +253,7 @@ class Router:
             flight.worker.breaker.abandoned()
         if flight.expectation is not None:
             self.expected.drop(flight.expectation)
-        self._make_room()
+        self._ended()
 
     def forget(self, worker: Worker) -> None:
         """The worker is gone, and its cache with it."""
@@ -250,6 +261,7 @@ class Router:
         self.expected.forget_worker(worker.slot)
         self.sessions.forget_worker(worker.slot)
         worker.pins.clear()
+        worker.forget_report()
 
     def explain(self, asked: Asked) -> dict[str, Any]:
         """What each worker would cost this request now, and where it would go. Changes nothing."""
@@ -273,6 +285,7 @@ class Router:
                 {
                     **cost._asdict(),
                     "open": is_in,
+                    "has_room": self._has_room(worker, asked, held),
                     "held_tokens": view.held_tokens,
                     "pinned_tokens": worker.pins.tokens_of(asked.chain.hashes),
                     "live_session_tokens": view.session_tokens,
@@ -286,9 +299,15 @@ class Router:
         }
 
     def _take_off(
-        self, asked: Asked, worker: Worker, placement: Placement, held: _Held, now_s: float
+        self,
+        asked: Asked,
+        worker: Worker,
+        placement: Placement,
+        held_where: dict[int, _Held],
+        now_s: float,
     ) -> Flight:
         flight = Flight(asked, worker, placement, now_s)
+        held = held_where.get(worker.slot, _NOTHING)
         flight.predicted_tokens = held.tokens
         flight.expected_tokens = held.expected_tokens
         flight.uncached_tokens = max(asked.prompt_tokens - held.expected_tokens, 0)
@@ -296,6 +315,11 @@ class Router:
             worker.heard_s = now_s
         worker.in_flight += 1
         worker.flights.add(flight)
+        if asked.runs:
+            tokens = flight.uncached_tokens + asked.output_tokens
+            capacity = worker.capacity
+            flight.running_tokens = tokens if capacity is None else capacity.counted(tokens)
+            worker.running.add(asked.priority, flight.running_tokens)
         worker.pending_tokens += flight.uncached_tokens
         worker.recent.add(flight.uncached_tokens, now_s)
         worker.breaker.sent(now_s)
@@ -337,6 +361,8 @@ class Router:
         self._landed_prefill(flight)
         flight.worker.in_flight -= 1
         flight.worker.flights.discard(flight)
+        if flight.asked.runs:
+            flight.worker.running.remove(flight.asked.priority, flight.running_tokens)
         if flight.decoding:
             flight.worker.decoding -= 1
             flight.decoding = False
@@ -359,9 +385,10 @@ class Router:
         """Has `action` called with every flight as it begins."""
         self._on_take_off.append(action)
 
-    def _make_room(self) -> None:
-        for act in self._on_room:
+    def _ended(self) -> None:
+        for act in self._on_end:
             act()
+        self.make_room()
 
     def _held(self, chain: Chain) -> dict[int, _Held]:
         """Of each worker's slot that holds or will hold some of the chain, how much."""

@@ -77,16 +77,35 @@ FANNED_OUT = (
 FANNED_OUT_GET = ("/v1/loads",)
 
 
+# Of the placed, what an engine answers without running it: any worker, whatever runs there.
+NOT_RUN = {
+    "/v1/messages/count_tokens",
+    "/v1/tokenize",
+    "/v1/detokenize",
+    "/tokenize",
+    "/detokenize",
+    "/api/show",
+    "/parse_function_call",
+    "/separate_reasoning",
+}
+
+
 class Route(NamedTuple):
-    """A path that goes to one worker. `label` is its pattern, so that ids are no metric labels."""
+    """A path that goes to one worker.
+
+    label: its pattern, so that ids are no metric labels.
+    placed: whether its body decides where it goes.
+    runs: whether that is the worker's scheduler's to run, and needs room there.
+    """
 
     label: str
     placed: bool
+    runs: bool = False
 
 
 _MODEL = "/v1/models/{model}"
 _TO_ONE: dict[str, dict[str, Route]] = {
-    **{path: {"POST": Route(path, placed=True)} for path in PLACED},
+    **{path: {"POST": Route(path, placed=True, runs=path not in NOT_RUN)} for path in PLACED},
     **{path: {"GET": Route(path, placed=False)} for path in ANY_GET},
     **{path: {"POST": Route(path, placed=False)} for path in ANY_POST},
 }

@@ -27,6 +27,7 @@ from sgl_ext.balancer.siblings import Family, Siblings
 from sgl_ext.balancer.workers import Workers
 from sgl_ext.config import BalancerConfig
 from sgl_ext.requests.headers import HeaderStrip
+from sgl_ext.tenants import Tenants
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,8 @@ class Balancer:
             metrics,
             config.max_in_flight,
             sort_tools=config.sort_tools,
-            max_priority=config.max_priority,
+            tenants=Tenants(config.tenants, config.max_priority),
+            preemption_threshold=config.preemption_threshold,
         )
         strip = HeaderStrip(config.strip_headers)
         self._listeners = Listeners(self._session, router, metrics)

@@ -25,8 +25,9 @@ from typing import Any
 
 import orjson
 
+from sgl_ext.balancer.flight import Flight
 from sgl_ext.balancer.metrics import Metrics
-from sgl_ext.balancer.router import Flight, Router
+from sgl_ext.balancer.router import Router
 from sgl_ext.balancer.workers import Load
 
 STATE_S = 1.0
@@ -72,7 +73,7 @@ class Siblings:
         self._said: dict[str, Load] = {}
         self._load_due = False
         router.on_take_off(self.tell_placed)
-        router.on_room(self.load_changed)
+        router.on_end(self.load_changed)
 
     def start(self) -> None:
         """Listens from now on."""
@@ -170,6 +171,7 @@ class Siblings:
         self._router.workers.adopt(changed_s, table)
         self._heard[address] = (self._clock(), loads)
         self._sum_up()
+        self._router.make_room()
 
     def _forget_silent(self) -> None:
         now_s = self._clock()

@@ -13,6 +13,7 @@ import aiohttp
 from scheduler.breaker import Breaker, State
 from scheduler.placement import RECENT_S
 from scheduler.recent import RecentSum
+from scheduler.room import Capacity, InFlight
 from sgl_ext.balancer.metrics import Metrics, WorkerSeries
 from sgl_ext.pin_mirror import PinMirror
 
@@ -43,6 +44,8 @@ class Worker:
     heard_s: when its scheduler last said something, or was first given something to do.
     hung: it takes connections, and its scheduler does nothing.
     flights: the requests that run there.
+    running: those of them that its scheduler runs, and their tokens, by priority.
+    capacity: what it can run at once and what queues there; None if it does not report it.
     elsewhere: the load that other balancers of this node put on it.
     recent: what it was given to prefill in the last seconds, done or not.
     pins: the prefixes it keeps for their clients.
@@ -57,6 +60,8 @@ class Worker:
         self.in_flight = 0
         self.decoding = 0
         self.pending_tokens = 0
+        self.running = InFlight()
+        self.capacity: Capacity | None = None
         self.elsewhere = Load()
         self._correction = _Correction()
         self.recent = RecentSum(RECENT_S)
@@ -88,6 +93,15 @@ class Worker:
         ours = self.pending_tokens + self.elsewhere.pending_tokens
         differs = load.get("pending_tokens", 0) - ours
         self._correction = _Correction(differs, self._correction.tokens, now_s)
+        tokens, max_running = load.get("capacity_tokens", 0), load.get("max_running", 0)
+        known = tokens > 0 and max_running > 0
+        self.capacity = Capacity(tokens, max_running, load.get("queued", 0)) if known else None
+
+    def forget_report(self) -> None:
+        """It reports nothing any more: what it said of its load counts no longer."""
+        self.pinned_tokens = 0
+        self.capacity = None
+        self._correction = _Correction()
 
     def pending_in_all(self, now_s: float) -> int:
         """What it still has to prefill, by our account and its own."""

@@ -148,6 +148,7 @@ def test_the_load_is_kept() -> None:
         line(2, removed=[None]),
         line(2, load=[1]),
         line(2, load={"running": "many"}),
+        line(2, load={"max_running": -1}),
         line(2, stored=[[name(1), None, 1], [name(2), 7, 1]]),
     ],
 )

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from sgl_ext.balancer.flight import Asked, Flight
 from sgl_ext.balancer.metrics import Metrics
-from sgl_ext.balancer.router import CONFIRM_S, UNCONFIRMED_S, Asked, Flight, Router
+from sgl_ext.balancer.router import CONFIRM_S, UNCONFIRMED_S, Router
 from sgl_ext.balancer.workers import SETTLED_S, SLOW_START_S, Workers
 
 A, B = "http://a", "http://b"

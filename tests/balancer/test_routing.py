@@ -10,7 +10,7 @@ import orjson
 import pytest
 from aiohttp import ClientSession, ClientTimeout, web
 
-from sgl_ext.balancer import workers
+from sgl_ext.balancer import server, workers
 from sgl_ext.requests.segments import read_chain
 from tests.balancer.conftest import Engine, Start
 
@@ -313,6 +313,56 @@ async def test_one_who_leaves_the_queue_is_not_sent_on(start: Start) -> None:
     assert await first == "a"
     assert await served_by(client, body("third")) == "a"
     assert len(engine.seen) == 2
+
+
+def loaded(seq: int, queued: int, **more: Any) -> bytes:
+    """An engine that runs one request at a time says how many wait there."""
+    load = {"capacity_tokens": 100_000, "max_running": 1, "queued": queued}
+    return event(seq, load=load, **more)
+
+
+async def shown(client: ClientSession, line: str) -> bool:
+    return line in (await (await client.get("/metrics")).text()).splitlines()
+
+
+async def test_an_engine_s_report_holds_requests_and_releases_them(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_SWEEP_S", 60)
+    engine = telling("a", [loaded(1, 5, snapshot=True, cleared=True)])
+    client = await start(engine)
+    headers = {"x-sgl-ext-priority": "3"}
+    task = asyncio.create_task(served_by(client, body("Hello"), headers=headers))
+    await until(lambda: shown(client, "sgl_ext_door_waiting 1.0"))
+    assert (await client.post("/v1/messages/count_tokens", json=body("Hello"))).status == 200
+    assert (await client.get("/v1/models")).status == 200
+    paths = [path for path, _, _ in engine.seen]
+    assert paths == ["/v1/messages/count_tokens", "/v1/models"], "they need no room"
+    engine.events[0].put_nowait(loaded(2, 0))
+    assert await task == "a"
+    for name in ("queue", "first_byte"):
+        line = f'sgl_ext_priority_{name}_seconds_count{{priority="1"}} 1.0'
+        assert await shown(client, line)
+
+
+async def test_what_an_engine_reported_outlives_a_broken_connection_but_not_two(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_SWEEP_S", 60)
+    full, broken = loaded(1, 5, snapshot=True, cleared=True), b"broken\n"
+    engine = telling("a", [full, broken], [full, broken], [broken], [])
+    client = await start(engine)
+    task = asyncio.create_task(served_by(client, body("Hello")))
+
+    async def faults(count: int) -> bool:
+        name = "sgl_ext_prefix_event_faults_total"
+        line = f'{name}{{fault="malformed",worker="{engine.url}"}} {float(count)}'
+        return await shown(client, line)
+
+    await until(lambda: faults(2))
+    assert await shown(client, "sgl_ext_door_waiting 1.0")
+    await until(lambda: faults(3))
+    assert await task == "a"
 
 
 async def test_sub_agents_wait_for_the_prefix_that_the_first_one_computes(start: Start) -> None:

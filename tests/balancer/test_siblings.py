@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sgl_ext.balancer.flight import Asked, Flight
 from sgl_ext.balancer.gathered import added_up
 from sgl_ext.balancer.metrics import Metrics
-from sgl_ext.balancer.router import Asked, Flight, Router
+from sgl_ext.balancer.router import Router
 from sgl_ext.balancer.siblings import SILENT_S, Family, Siblings
 from sgl_ext.balancer.workers import Load, Workers
 
@@ -48,7 +49,7 @@ class Process:
         family = Family(number, SECRET, tuple(wires))  # type: ignore[arg-type]
         self.siblings = Siblings(family, self.router, self.metrics, self.clock)
         self.siblings.load_changed = self.siblings.tell_state  # type: ignore[method-assign]
-        self.router._on_room[:] = [self.siblings.tell_state]
+        self.router._on_end[:] = [self.siblings.tell_state]
 
     def clock(self) -> float:
         return Process.now_s
@@ -104,6 +105,18 @@ def test_they_know_each_other_s_load(pair: list[Process]) -> None:
     one.router.first_byte(flight)
     one.router.arrived(flight)
     assert there.elsewhere == Load()
+
+
+def test_what_ends_at_one_is_told_at_once_to_those_who_wait_at_the_other(
+    pair: list[Process],
+) -> None:
+    one, two = pair
+    flight = one.fly("Task")
+    opened: list[Load] = []
+    there = two.named(flight.worker.url)
+    two.router.on_room(lambda: opened.append(there.elsewhere))
+    one.router.arrived(flight)
+    assert opened == [Load()]
 
 
 def test_what_a_dead_process_said_is_forgotten(pair: list[Process]) -> None:

@@ -1,0 +1,104 @@
+"""Tenants in the balancer: a ceiling for each, and turns by weight while requests wait."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+from aiohttp import web
+
+from sgl_ext.balancer.door import Door
+from sgl_ext.balancer.errors import BalancerError
+from sgl_ext.balancer.flight import Asked, Flight
+from sgl_ext.balancer.workers import Worker
+from sgl_ext.tenants import Tenant, Tenants
+from tests.balancer.conftest import Engine, Start
+from tests.balancer.test_router import Setting
+from tests.balancer.test_routing import body, served_by
+
+TENANTS = Tenants((Tenant("people", 200, 3.0), Tenant("batch", -5)), max_priority=50)
+
+
+class Caller:
+    """One that notes its flight in a common log."""
+
+    def __init__(self, asked: Asked, log: list[Flight]) -> None:
+        self.asked = asked
+        self.tried: set[Worker] = set()
+        self._log = log
+
+    def placed(self, flight: Flight) -> None:
+        self._log.append(flight)
+
+    def refused(self, error: BalancerError) -> None:
+        raise AssertionError(error)
+
+
+def asked(setting: Setting, tenant: str, priority: str = "0", text: str = "Hello") -> Asked:
+    return setting.ask(text, **{"x-tenant-id": tenant, "x-sgl-ext-priority": priority})
+
+
+def turns(setting: Setting, *tenants: str) -> list[str]:
+    """Of requests that wait in this order, by tenant, in which order they are let in."""
+    log: list[Flight] = []
+    door = Door(setting.router, setting.metrics, 100, 60.0, clock=setting.clock)
+    for worker in setting.workers.all:
+        assert door.place(Caller(setting.ask(worker.url), log))
+    running = log.copy()
+    log.clear()
+    for number, tenant in enumerate(tenants):
+        assert not door.place(Caller(asked(setting, tenant, text=f"Task {number:02}"), log))
+    while len(log) < len(tenants):
+        setting.router.arrived(running.pop())
+        running.append(log[-1])
+    return [flight.asked.tenant for flight in log]
+
+
+def test_the_ceiling_is_the_tenants() -> None:
+    setting = Setting(tenants=TENANTS)
+    found = {
+        (tenant, said): asked(setting, tenant, said).priority
+        for tenant in ("people", "batch", "another")
+        for said in ("60", "201", "-6")
+    }
+    assert found == {
+        **{("people", "60"): 60, ("people", "201"): 200, ("people", "-6"): -6},
+        **{("batch", "60"): -5, ("batch", "201"): -5, ("batch", "-6"): -6},
+        **{("another", "60"): 50, ("another", "201"): 50, ("another", "-6"): -6},
+    }
+    assert setting.ask("Hello").priority == 0
+    assert setting.ask("Hello", **{"x-tenant-id": "batch"}).priority == -5
+
+
+def test_a_tenant_of_weight_three_has_three_of_four_turns() -> None:
+    setting = Setting(tenants=TENANTS, worker_limit=1)
+    found = turns(setting, *["another"] * 12, *["people"] * 12)
+    for begin in range(0, 16, 4):
+        assert Counter(found[begin : begin + 4]) == {"people": 3, "another": 1}
+
+
+def test_without_a_weight_tenants_have_turns_alike() -> None:
+    setting = Setting(worker_limit=1)
+    found = turns(setting, *["another"] * 12, *["people"] * 12)
+    assert Counter(found[:8]) == {"people": 4, "another": 4}
+
+
+async def test_what_is_configured_holds_for_who_comes_in_by_http(start: Start) -> None:
+    gate, order = asyncio.Event(), []
+
+    async def slow(request: web.Request) -> web.StreamResponse:
+        order.append((await request.json())["messages"][1]["content"])
+        await gate.wait()
+        return web.json_response({"engine": "a"})
+
+    tenants = (Tenant("people", 200), Tenant("batch", -5))
+    client = await start(Engine("a", slow), max_in_flight=1, max_priority=50, tenants=tenants)
+    waiting = [asyncio.create_task(served_by(client, body("first")))]
+    for tenant in ("batch", "another", "people"):
+        await asyncio.sleep(0.03)
+        headers = {"x-tenant-id": tenant, "x-sgl-ext-priority": "60"}
+        waiting.append(asyncio.create_task(served_by(client, body(tenant), headers=headers)))
+    await asyncio.sleep(0.05)
+    gate.set()
+    await asyncio.gather(*waiting)
+    assert order == ["first", "people", "another", "batch"]
