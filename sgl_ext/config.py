@@ -8,8 +8,11 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
+import sys
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -17,6 +20,10 @@ from urllib.parse import urlsplit
 
 from sgl_ext.requests.headers import BILLING_HEADER, HeaderStrip
 from sgl_ext.requests.priority import LIMIT
+from sgl_ext.tenants import Tenant
+
+_TENANT_NAME = re.compile(r"[!-~]([ -~]*[!-~])?")
+_TENANT_FLAG = "give NAME:max_priority=N,weight=W, or one of the two"
 
 
 class ConfigError(Exception):
@@ -39,7 +46,9 @@ class BalancerConfig:
     queue_limit: int = 1024
     queue_timeout_s: float = 60.0
     max_priority: int = 100
+    tenants: tuple[Tenant, ...] = ()
     aging_s: float = 10.0
+    preemption_threshold: int = 10
     request_log: str | None = None
     workers: tuple[str, ...] = ()
 
@@ -57,7 +66,11 @@ class BalancerConfig:
         _require(
             abs(self.max_priority) <= LIMIT, "max_priority", self.max_priority, "is out of range"
         )
+        for tenant in self.tenants:
+            _check_tenant(tenant)
         _require(0 <= self.aging_s < math.inf, "aging_s", self.aging_s, "must be 0 or more")
+        threshold = self.preemption_threshold
+        _require(threshold >= 1, "preemption_threshold", threshold, "must be at least 1")
         try:
             HeaderStrip(self.strip_headers)
         except ValueError as error:
@@ -94,6 +107,10 @@ class BalancerConfig:
         argv += ["--max-in-flight", str(self.max_in_flight), "--queue-limit", str(self.queue_limit)]
         argv += ["--queue-timeout-s", str(self.queue_timeout_s)]
         argv += ["--max-priority", str(self.max_priority), "--aging-s", str(self.aging_s)]
+        argv += ["--preemption-threshold", str(self.preemption_threshold)]
+        for tenant in self.tenants:  # in one word, as a name may begin with a dash
+            has = f"max_priority={tenant.max_priority},weight={tenant.weight}"
+            argv += [f"--tenant={tenant.name}:{has}"]
         if self.sort_tools:
             argv += ["--sort-tools"]
         if self.request_log is not None:
@@ -120,7 +137,6 @@ class LaunchConfig:
     pin_ttl_s: float = 300.0
     pin_max_ttl_s: float = 3600.0
     pin_unmarked_ttl_s: float = 0.0
-    preemption_threshold: int = 10
     engine_args: tuple[str, ...] = ()
     balancer: BalancerConfig = BalancerConfig()
 
@@ -151,8 +167,6 @@ class LaunchConfig:
             unmarked,
             "must be 0, or 1 to pin_max_ttl_s",
         )
-        threshold = self.preemption_threshold
-        _require(threshold >= 1, "preemption_threshold", threshold, "must be at least 1")
         taken = [flag for flag in ("--host", "--port", "--model-path") if flag in self.engine_args]
         _require(not taken, "engine", taken, "the launcher sets these")
         self.balancer.check()
@@ -187,7 +201,16 @@ def add_balancer_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--queue-limit", type=int, help="requests that may wait for room (1024)")
     parser.add_argument("--queue-timeout-s", type=float, help="how long one may wait (60)")
     parser.add_argument("--max-priority", type=int, help="of what clients may ask for (100)")
+    parser.add_argument(
+        "--tenant",
+        action="append",
+        metavar="NAME:max_priority=N,weight=W",
+        help="what one tenant may have instead (weight 1); repeat",
+    )
     parser.add_argument("--aging-s", type=float, help="wait for one step of priority (10; 0: none)")
+    parser.add_argument(
+        "--preemption-threshold", type=int, help="steps above those whose memory is taken (10)"
+    )
     parser.add_argument("--request-log", metavar="FILE", help="a line of JSON for each request")
     parser.add_argument("--drain-s", type=float, help="how long running requests may finish (30)")
     parser.add_argument(
@@ -196,14 +219,64 @@ def add_balancer_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-strip-headers", action="store_true", default=None)
 
 
-def balancer_config(base: BalancerConfig, flags: Mapping[str, Any]) -> BalancerConfig:
-    """`base` with the given flags laid over it; `--strip-header` adds to the names of `base`."""
+def balancer_config(
+    base: BalancerConfig, flags: Mapping[str, Any], tenants: Mapping[str, Any] = {}
+) -> BalancerConfig:
+    """`base` with the given flags laid over it; `--strip-header` adds to the names of `base`,
+    and `--tenant` to the tables of `tenants`, each value by itself."""
     values = {key: value for key, value in flags.items() if value is not None}
     names = () if values.pop("no_strip_headers", False) else base.strip_headers
     names += tuple(values.pop("strip_header", ()))
+    tables = {name: _tenant_table(name, table) for name, table in tenants.items()}
+    for text in values.pop("tenant", ()):
+        name, table = _tenant_from_flag(text)
+        tables[name] = tables.get(name, {}) | table
     known = {field.name for field in fields(BalancerConfig)}
     given = {key: value for key, value in values.items() if key in known}
-    return replace(base, strip_headers=tuple(dict.fromkeys(names)), **given)
+    config = replace(base, strip_headers=tuple(dict.fromkeys(names)), **given)
+    usual = {"max_priority": config.max_priority}
+    named = tuple(Tenant(name, **(usual | table)) for name, table in tables.items())
+    return replace(config, tenants=(*base.tenants, *named))
+
+
+def _tenant_from_flag(text: str) -> tuple[str, dict[str, Any]]:
+    """The name and the table that NAME:max_priority=N,weight=W is."""
+    name, colon, rest = text.rpartition(":")
+    pairs = [pair.partition("=") for pair in rest.split(",")]
+    told = colon and all(equals for _, equals, _ in pairs)
+    _require(bool(told), "tenant", text, _TENANT_FLAG)
+    return name, _tenant_table(name, {key: _number(value) for key, _, value in pairs})
+
+
+def _tenant_table(name: str, table: Any) -> dict[str, Any]:
+    """A table of one tenant, as keyword arguments of Tenant."""
+    _require(isinstance(table, dict), f"tenants.{name}", table, "must be a table")
+    values = _checked(Tenant, table, f"tenants.{name}.")
+    if "weight" in values:
+        _check_weight(name, values["weight"])
+        values["weight"] = float(values["weight"])
+    return values
+
+
+def _check_tenant(tenant: Tenant) -> None:
+    name, ceiling = tenant.name, tenant.max_priority
+    is_name = _TENANT_NAME.fullmatch(name) is not None
+    _require(is_name, "tenants", name, "a name is printable ASCII, as a header's value is")
+    _require(abs(ceiling) <= LIMIT, f"tenants.{name}.max_priority", ceiling, "is out of range")
+    _check_weight(name, tenant.weight)
+
+
+def _check_weight(name: str, weight: float) -> None:
+    _require(weight > 0, f"tenants.{name}.weight", weight, "must be positive")
+    _require(weight <= sys.float_info.max, f"tenants.{name}.weight", weight, "must be finite")
+
+
+def _number(text: str) -> object:
+    """The number that a text is, or the text if it is none."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
 
 
 def launch_config(argv: Sequence[str]) -> LaunchConfig:
@@ -231,15 +304,13 @@ def launch_config(argv: Sequence[str]) -> LaunchConfig:
     parser.add_argument(
         "--pin-unmarked-ttl-s", type=float, help="pin requests without marks, too (0: do not)"
     )
-    parser.add_argument(
-        "--preemption-threshold", type=int, help="steps above those whose memory is taken (10)"
-    )
     add_balancer_flags(parser)
     known, engine_args = parser.parse_known_args(argv)
     flags = vars(known)
     table = _read_toml(flags.pop("config"))
     file_args = _as_flags(_table(table, "engine"))
-    balancer = balancer_config(_filled(BalancerConfig, _table(table, "balancer")), flags)
+    filled = _filled(BalancerConfig, _table(table, "balancer"))
+    balancer = balancer_config(filled, flags, _table(table, "tenants"))
     own = {field.name for field in fields(LaunchConfig)}
     values = _checked(LaunchConfig, _table(table, "launch"))
     values |= {key: value for key, value in flags.items() if key in own and value is not None}
@@ -259,7 +330,7 @@ def _read_toml(path: str | None) -> dict[str, Any]:
         return {}
     try:
         return tomllib.loads(Path(path).read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:  # no text, or text that is no TOML
         raise ConfigError(f"config={path!r}: {error}") from error
 
 
@@ -297,21 +368,24 @@ _FROM_FILE = {
     str | None: (str,),
     tuple[str, ...]: (list,),
 }
-_NOT_FROM_FILE = ("engine_args", "balancer", "workers")
+_NOT_FROM_FILE = ("engine_args", "balancer", "workers", "tenants", "name")
 
 
-def _checked(cls: type, table: Mapping[str, Any]) -> dict[str, Any]:
-    """`table` as keyword arguments of `cls`, each key known and each value of its type."""
+def _checked(cls: type, table: Mapping[str, Any], at: str = "") -> dict[str, Any]:
+    """`table` as keyword arguments of `cls`, each key known and each value of its type.
+
+    at: what stands before its keys where an error names one.
+    """
     hints = get_type_hints(cls)
     values = {key.replace("-", "_"): value for key, value in table.items()}
     for key, value in values.items():
         known = key in hints and key not in _NOT_FROM_FILE
-        _require(known, key, value, "not a key of this table")
+        _require(known, at + key, value, "not a key of this table")
         wanted = _FROM_FILE[hints[key]]
         right = isinstance(value, wanted) and (isinstance(value, bool) is (hints[key] is bool))
         if isinstance(value, list):
             right = right and all(isinstance(item, str) for item in value)
-        _require(right, key, value, f"must be {' or '.join(kind.__name__ for kind in wanted)}")
+        _require(right, at + key, value, f"must be {' or '.join(kind.__name__ for kind in wanted)}")
     return values
 
 

@@ -6,8 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from sgl_ext.config import BalancerConfig, ConfigError, balancer_config, launch_config
+from sgl_ext.config import (
+    BalancerConfig,
+    ConfigError,
+    LaunchConfig,
+    balancer_config,
+    launch_config,
+)
 from sgl_ext.requests.headers import BILLING_HEADER
+from sgl_ext.tenants import Tenant
 
 
 def from_file(tmp_path: Path, text: str, *flags: str) -> object:
@@ -58,6 +65,37 @@ def test_the_strip_is_on_and_names_add_up_and_it_can_be_off() -> None:
     [
         ("", ["--model-path", "m", "--max-priority", "5000"], r"max_priority=5000"),
         ("", ["--model-path", "m", "--aging-s", "-1"], r"aging_s=-1"),
+        *(
+            (f"[tenants.batch]\n{line}", ["--model-path", "m"], rf"tenants\.batch\.{named}")
+            for line, named in (
+                ("weight = -1", r"weight=-1: must be positive"),
+                ("weight = 0", r"weight=0: must be positive"),
+                ("weight = inf", r"weight=inf: must be finite"),
+                ("weight = nan", r"weight=nan: must be positive"),
+                (f"weight = 1{'0' * 400}", r"weight=1(0{400}): must be finite"),
+                ("weight = '2'", r"weight='2': must be int or float"),
+                ("weight = true", r"weight=True: must be int or float"),
+                ("max_priority = 1001", r"max_priority=1001: is out of range"),
+                ("max-priority = -1001", r"max_priority=-1001: is out of range"),
+                ("max_priority = 5.0", r"max_priority=5.0: must be int"),
+                ("max_priority = true", r"max_priority=True: must be int"),
+                ("wieght = 2", r"wieght=2: not a key"),
+                ("name = 'x'", r"name='x': not a key"),
+            )
+        ),
+        ("tenants = 3", ["--model-path", "m"], r"tenants=3: must be a table"),
+        ("[tenants]\nbatch = 3", ["--model-path", "m"], r"tenants\.batch=3: must be a table"),
+        ('[tenants.""]', ["--model-path", "m"], r"tenants='': a name"),
+        ('[tenants."m\u00fc"]', ["--model-path", "m"], r"tenants='m\u00fc': a name"),
+        ('[tenants." b"]', ["--model-path", "m"], r"tenants=' b': a name"),
+        ("", ["--model-path", "m", "--tenant", "b"], r"tenant='b': give NAME"),
+        ("", ["--model-path", "m", "--tenant", "b:weight"], r"tenant='b:weight': give NAME"),
+        ("", ["--model-path", "m", "--tenant", "b:"], r"tenant='b:': give NAME"),
+        ("", ["--model-path", "m", "--tenant", ":weight=2"], r"tenants='': a name"),
+        ("", ["--model-path", "m", "--tenant", "b:weight=x"], r"tenants\.b\.weight='x': must be"),
+        ("", ["--model-path", "m", "--tenant", "b:weight=-1"], r"tenants\.b\.weight=-1"),
+        ("", ["--model-path", "m", "--tenant", "b:max_priority=2.5"], r"b\.max_priority=2.5: must"),
+        ("", ["--model-path", "m", "--tenant", "b:wieght=2"], r"tenants\.b\.wieght=2: not a key"),
         ("", ["--model-path", "m", "--preemption-threshold", "0"], r"preemption_threshold=0"),
         ("", ["--model-path", "m", "--pin-budget", "1.5"], r"pin_budget=1.5"),
         ("", ["--model-path", "m", "--pin-owner-share", "0"], r"pin_owner_share=0"),
@@ -78,6 +116,7 @@ def test_the_strip_is_on_and_names_add_up_and_it_can_be_off() -> None:
         ("[balancer]\nstrip_headers = [3]", ["--model-path", "m"], r"strip_headers=\[3\]"),
         ("[engine]\nport = 1", ["--model-path", "m"], r"--port"),
         ("[engine", ["--model-path", "m"], r"node.toml"),
+        (f"[launch]\ninstances = {'9' * 5000}", ["--model-path", "m"], r"node.toml"),
         ("", ["--model-path", "m", "--max-body-bytes", "0"], r"max_body_bytes=0"),
         ("", ["--model-path", "m", "--strip-header", "a b"], r"strip_header: .*'a b'"),
         ("", ["--model-path", "m", "--tp", "0"], r"tp=0"),
@@ -87,6 +126,29 @@ def test_the_strip_is_on_and_names_add_up_and_it_can_be_off() -> None:
 def test_a_bad_value_is_named(tmp_path: Path, text: str, flags: list[str], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         from_file(tmp_path, text, *flags)
+
+
+def test_a_tenant_has_what_its_table_says_and_else_what_all_have(tmp_path: Path) -> None:
+    text = """
+    [launch]
+    model-path = "m"
+    [balancer]
+    max-priority = 20
+    [tenants.people]
+    max-priority = 50
+    weight = 3
+    [tenants."team.batch"]
+    weight = 0.5
+    """
+    flags = ["--max-priority", "30", "--tenant", "people:weight=4", "--tenant", "a:b:weight=2"]
+    config = from_file(tmp_path, text, *flags)
+    assert isinstance(config, LaunchConfig)
+    assert config.balancer.tenants == (
+        Tenant("people", 50, 4.0),
+        Tenant("team.batch", 30, 0.5),
+        Tenant("a:b", 30, 2.0),
+    )
+    assert launch_config(["--model-path", "m"]).balancer.tenants == ()
 
 
 def test_a_missing_file_is_named() -> None:
@@ -127,6 +189,9 @@ def test_the_balancers_command_line_carries_its_settings_whole(names: tuple[str,
         max_in_flight=4,
         queue_limit=5,
         queue_timeout_s=6.5,
+        max_priority=7,
+        tenants=(Tenant("-a:b=c,d", 7), Tenant("b", -8, 1e-07), Tenant("c d", 9, 1e300)),
+        aging_s=8.5,
         request_log="requests.log",
     )
     parser = ArgumentParser()

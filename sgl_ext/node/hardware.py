@@ -79,8 +79,9 @@ def engine_environment(config: LaunchConfig, hardware: Hardware, index: int) -> 
         pin_max_ttl_s=config.pin_max_ttl_s,
         pin_unmarked_ttl_s=config.pin_unmarked_ttl_s,
         max_priority=config.balancer.max_priority,
+        tenants=config.balancer.tenants,
         aging_s=config.balancer.aging_s,
-        preemption_threshold=config.preemption_threshold,
+        preemption_threshold=config.balancer.preemption_threshold,
     )
     environment = settings.to_environment()
     if hardware.gpus:

@@ -2,10 +2,12 @@
 
     x-sgl-ext-priority, x-dynamo-request-priority     a header; it wins, as a proxy may set it
     nvext.agent_hints.priority, .osl                  integers in the body
+    nvext.agent_hints.speculative_prefill             whether to prefill its next turn ahead
     priority                                          SGLang's own, in the body
     service_tier                                      OpenAI's: "priority" is 10, "flex" is -10
 
-Higher is more important, and 0 is what says nothing. Beyond LIMIT either way is LIMIT.
+Higher is more important, and 0 is what says nothing. Beyond LIMIT either way is LIMIT, and
+nothing is above its tenant's ceiling.
 """
 
 from __future__ import annotations
@@ -29,12 +31,16 @@ class Importance:
     output_tokens: how many it expects to be answered with; None if it does not say.
     error: what is malformed in our own vocabulary, "" if nothing is.
     ignored: hints of other vocabularies that say nothing known.
+    is_clamped: it asks for more than the ceiling, and has the ceiling.
+    speculative_prefill: whether its next turn is to be prefilled ahead; None if it does not say.
     """
 
     priority: int = 0
     output_tokens: int | None = None
     error: str = ""
     ignored: int = 0
+    is_clamped: bool = False
+    speculative_prefill: bool | None = None
 
 
 USUAL = Importance()
@@ -43,14 +49,14 @@ USUAL = Importance()
 def read_importance(headers: Mapping[str, str], body: Any, ceiling: int = LIMIT) -> Importance:
     """What a request says of its importance, no more than `ceiling`. Never raises.
 
-    `headers` has lower-case names.
+    One that says nothing is not above it either. `headers` has lower-case names.
     """
     nvext = body.get("nvext") if isinstance(body, dict) else None
     stated = next(((n, headers[n]) for n in HEADERS if headers.get(n)), None)
     tier = body.get("service_tier") if isinstance(body, dict) else None
     own = body.get("priority") if isinstance(body, dict) else None
     if stated is None and nvext is None and tier is None and own is None:
-        return USUAL
+        return USUAL if ceiling >= 0 else Importance(max(ceiling, -LIMIT))
     hints = nvext.get("agent_hints") if isinstance(nvext, dict) else None
     if hints is not None and not isinstance(hints, dict):
         return Importance(error="nvext.agent_hints: must be an object")
@@ -58,12 +64,18 @@ def read_importance(headers: Mapping[str, str], body: Any, ceiling: int = LIMIT)
     for name in ("priority", "osl"):
         if (value := hints.get(name)) is not None and type(value) is not int:
             return Importance(error=f"nvext.agent_hints.{name}: must be an integer, not {value!r}")
+    ahead = hints.get("speculative_prefill")
+    if ahead is not None and type(ahead) is not bool:
+        return Importance(
+            error=f"nvext.agent_hints.speculative_prefill: must be true or false, not {ahead!r}"
+        )
     if (expected := hints.get("osl")) is not None and expected < 0:
         return Importance(error=f"nvext.agent_hints.osl: must not be negative, as {expected} is")
     ignored = 0
+    if own is not None and type(own) is not int:  # SGLang refuses it, or would convert it
+        own, ignored = None, 1
     priority = hints.get("priority")
-    if priority is None and type(own) is int:  # of another type, SGLang refuses it
-        priority = own
+    priority = own if priority is None else priority
     if stated is not None:
         name, text = stated
         if _INTEGER.fullmatch(text.strip()) is not None:
@@ -76,5 +88,12 @@ def read_importance(headers: Mapping[str, str], body: Any, ceiling: int = LIMIT)
         priority = _TIERS[tier] if priority is None else priority
     elif tier not in _KNOWN_TIERS:
         ignored += 1
-    clamped = min(max(priority or 0, -LIMIT), LIMIT, ceiling)
-    return Importance(clamped, expected, "", ignored)
+    clamped = max(min(priority or 0, LIMIT, ceiling), -LIMIT)
+    return Importance(
+        clamped,
+        expected,
+        "",
+        ignored,
+        is_clamped=priority is not None and priority > ceiling,
+        speculative_prefill=ahead,
+    )

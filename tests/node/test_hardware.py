@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from sgl_ext.config import ConfigError, LaunchConfig
+from sgl_ext.config import BalancerConfig, ConfigError, LaunchConfig
+from sgl_ext.engine.settings import EngineSettings
 from sgl_ext.node import hardware
 from sgl_ext.node.hardware import CPU_PLATFORM, Hardware
+from sgl_ext.tenants import Tenant
 
 
 def gpus_of(config: LaunchConfig, found: Hardware) -> list[str]:
@@ -60,6 +62,15 @@ def test_engines_on_a_cpu_share_its_cores(
     environment = hardware.engine_environment(config, Hardware((), CPU_PLATFORM), index)
     assert environment["SGLANG_PLATFORM"] == CPU_PLATFORM
     assert {k: v for k, v in environment.items() if "OMP" in k} == wanted
+
+
+def test_an_engine_is_told_what_tenants_may_have() -> None:
+    tenants = (Tenant("people", 200, 3.0), Tenant("batch", -5))
+    config = LaunchConfig("m", balancer=BalancerConfig(max_priority=20, tenants=tenants))
+    environment = hardware.engine_environment(config, Hardware(("0",)), 0)
+    told = EngineSettings.from_environment(environment)
+    assert (told.max_priority, told.tenants) == (20, tenants)
+    assert hash(told) == hash(EngineSettings.from_environment(environment))
 
 
 def test_a_local_model_goes_by_its_folders_name(tmp_path: Path) -> None:

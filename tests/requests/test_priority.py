@@ -42,19 +42,81 @@ def test_who_says_it_and_who_wins(headers: dict[str, str], body: Any, priority: 
     assert (found.priority, found.error, found.ignored) == (priority, "", 0)
 
 
-def test_nobody_is_above_the_ceiling() -> None:
-    assert read_importance({OURS: "900"}, {}, ceiling=5).priority == 5
-    assert read_importance({OURS: "-900"}, {}, ceiling=5).priority == -900
+@pytest.mark.parametrize(
+    ("headers", "body", "ceiling", "priority", "is_clamped"),
+    [
+        ({OURS: "900"}, {}, 5, 5, True),
+        ({OURS: "-900"}, {}, 5, -900, False),
+        ({OURS: "5"}, {}, 5, 5, False),
+        ({}, hinted(priority=6), 5, 5, True),
+        ({}, {"priority": 6}, 5, 5, True),
+        ({}, {"service_tier": "priority"}, 5, 5, True),
+        ({OURS: "6"}, hinted(priority=7), 5, 5, True),
+        ({OURS: "4"}, hinted(priority=7), 5, 4, False),
+        ({OURS: "6"}, hinted(priority=4), 5, 5, True),
+        ({DYNAMO: str(2**63)}, {"priority": 2**63}, LIMIT, LIMIT, True),
+        ({}, {}, -5, -5, False),
+        ({}, {"service_tier": "auto"}, -5, -5, False),
+        ({}, hinted(osl=3), -5, -5, False),
+        ({OURS: "0"}, {}, -5, -5, True),
+        ({OURS: "-6"}, {}, -5, -6, False),
+        ({OURS: "-9999"}, {}, -LIMIT, -LIMIT, False),
+    ],
+)
+def test_nobody_is_above_the_ceiling_and_who_asks_to_be_is_told_apart(
+    headers: dict[str, str], body: Any, ceiling: int, priority: int, is_clamped: bool
+) -> None:
+    found = read_importance(headers, body, ceiling)
+    assert (found.priority, found.is_clamped, found.error) == (priority, is_clamped, "")
 
 
 def test_an_expected_output_is_read_beside_it() -> None:
     assert read_importance({}, hinted(osl=300)) == Importance(0, 300)
 
 
+@pytest.mark.parametrize("value", [True, False, None])
+def test_whether_to_prefill_ahead_is_read_beside_it(value: bool | None) -> None:
+    hints = hinted(speculative_prefill=value, priority=3)
+    assert read_importance({}, hints) == Importance(3, speculative_prefill=value)
+    assert read_importance({OURS: "5"}, hints).speculative_prefill is value
+    assert read_importance({}, {}).speculative_prefill is None
+
+
+@pytest.mark.parametrize("value", ["true", 1, 0, 1.0, [], {}])
+def test_prefilling_ahead_is_true_or_false(value: Any) -> None:
+    error = read_importance({}, hinted(speculative_prefill=value)).error
+    wanted = "nvext.agent_hints.speculative_prefill: must be true or false, not "
+    assert error == wanted + repr(value)
+
+
 @pytest.mark.parametrize("value", ["high", "5", 1.5, float("nan"), True, [], {}])
 def test_another_type_in_our_own_field_is_named(value: Any) -> None:
     assert "nvext.agent_hints.priority" in read_importance({}, hinted(priority=value)).error
     assert "nvext.agent_hints.osl" in read_importance({}, hinted(osl=value)).error
+
+
+@pytest.mark.parametrize("value", ["5", 1.5, 5.0, float("nan"), True, [], {}, -(2.0**64)])
+def test_another_type_in_a_field_of_sglangs_says_nothing_and_is_counted(value: Any) -> None:
+    assert read_importance({}, {"priority": value}) == Importance(ignored=1)
+    assert read_importance({OURS: "3"}, {"priority": value}) == Importance(3, ignored=1)
+    assert read_importance({}, {"priority": value} | hinted(priority=4)) == Importance(4, ignored=1)
+
+
+def test_a_whole_number_of_any_size_is_a_priority_in_sglangs_field_too() -> None:
+    assert read_importance({}, {"priority": 2**63}).priority == LIMIT
+    assert read_importance({}, {"priority": -(2**63)}).priority == -LIMIT
+    assert read_importance({}, {"priority": None}) == Importance()
+
+
+@pytest.mark.parametrize("value", ["high", "5", 1.5, float("nan"), True])
+def test_neither_place_makes_up_for_the_other_being_malformed(value: Any) -> None:
+    header = {OURS: "high" if value == "5" else str(value)}
+    assert OURS in read_importance(header, hinted(priority=5)).error
+    assert OURS in read_importance(header, {"priority": 5}).error
+    for headers in ({OURS: "5"}, header):
+        assert (
+            "nvext.agent_hints.priority" in read_importance(headers, hinted(priority=value)).error
+        )
 
 
 def test_what_else_is_malformed_in_our_own_names_is_named() -> None:
