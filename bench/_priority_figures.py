@@ -70,7 +70,7 @@ def arm_figures(rounds: Rounds, aging_s: float) -> dict[str, Any]:
         "batch_tokens_per_s": round(statistics.median(map(batch_rate, rounds)), 1),
         "longest_batch_wait_s": longest_wait_s(answers),
         "preemptions": sum(answer.preempted for answer in answers),
-        "recomputed_tokens": sum(answer.recomputed_tokens for answer in answers),
+        "answered_tokens": sum(answer.answered_tokens for answer in answers),
         "failed": sum(answer.ended_s is None for answer in answers),
         "starved": sum(starved(played, aging_s) for played in rounds),
     }
@@ -86,9 +86,13 @@ def longest_wait_s(answers: Sequence[Answer]) -> float:
     return round(max(_waits_ms(of(answers, BATCH))) / 1000, 2)
 
 
-def comparison(seen: Mapping[str, Rounds], aging_s: float) -> dict[str, Any]:
-    """Ours against the others, under one limit."""
+def comparison(
+    seen: Mapping[str, Rounds], counted: Mapping[str, Mapping[str, float]], aging_s: float
+) -> dict[str, Any]:
+    """Ours against the others, under one load. counted: by the engines, of each arm."""
     arms = {name: arm_figures(rounds, aging_s) for name, rounds in seen.items()}
+    for name, arm in arms.items():
+        arm["counters"] = counted[name]
     p50_ms = {name: arm["interactive"]["ttft_p50_ms"] for name, arm in arms.items()}
     ours, rates = arms["ours"], {n: [batch_rate(r) for r in rounds] for n, rounds in seen.items()}
     differs = {name: differing(seen["ours"], seen[name]) for name in seen if name != "ours"}
@@ -96,10 +100,8 @@ def comparison(seen: Mapping[str, Rounds], aging_s: float) -> dict[str, Any]:
         "ttft_p50_vs_fcfs": round(p50_ms["ours"] / p50_ms["fcfs"], 4),
         "ttft_p50_vs_stock_priority": round(p50_ms["ours"] / p50_ms["stock_priority"], 4),
         "batch_throughput_ratio": ratio(rates["ours"], rates["fcfs"]),
-        **{
-            name: ours[name]
-            for name in ("longest_batch_wait_s", "preemptions", "recomputed_tokens", "starved")
-        },
+        **{name: ours[name] for name in ("longest_batch_wait_s", "preemptions", "starved")},
+        "recomputed_tokens": counted["ours"]["sgl_ext_recomputed_tokens_total"],
         "outputs_identical": not any(differs.values()) and not ours["failed"],
         "outputs_differing": differs,
         "arms": arms,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 
 import aiohttp
 
+from bench._node import Node
 from bench._pin_load import Texts
 
 GENERATE = "/generate"
@@ -47,7 +49,7 @@ class Answer:
 
     first_s: when its first token came; None if none did. ended_s: when it was answered whole.
     preempted: how often it had to give up its slot or its memory, whoever made it.
-    recomputed_tokens: those it had been answered with at these moments.
+    answered_tokens: those it had been answered with at these moments.
     """
 
     request: Request
@@ -56,7 +58,7 @@ class Answer:
     ended_s: float | None = None
     preempted: int = 0
     tokens: int = 0
-    recomputed_tokens: int = 0
+    answered_tokens: int = 0
     output_ids: list[int] = field(default_factory=list)
 
     @property
@@ -70,7 +72,7 @@ class Answer:
         if found is None:
             return
         preempted, tokens = map(int, found.groups())
-        self.recomputed_tokens += (preempted - self.preempted) * self.tokens
+        self.answered_tokens += (preempted - self.preempted) * self.tokens
         self.preempted, self.tokens = preempted, tokens
         if tokens and self.first_s is None:
             self.first_s = now_s
@@ -84,6 +86,9 @@ class Load:
     """A round's requests, a fifth of them interactive.
 
     offsets_s: when the interactive ones come, while the batch runs.
+
+    Answers of the batch are half as long to half as long again: as long as each other, they
+    would all end at once, and whoever disturbed one would be charged with idle slots.
     """
 
     batch: int
@@ -94,8 +99,13 @@ class Load:
     def requests(self, texts: Texts, name: str) -> list[Request]:
         """The same for the same name. Tokens are of the prompt and of its answer."""
         prompt, answer = self.batch_tokens
+        lengths = random.Random(name)
         batch = [
-            Request(texts.fresh(f"{name}, batch {n}", prompt), answer) for n in range(self.batch)
+            Request(
+                texts.fresh(f"{name}, batch {n}", prompt),
+                lengths.randint(answer // 2, answer + answer // 2),
+            )
+            for n in range(self.batch)
         ]
         return batch + [
             self.interactive(texts, f"{name}, interactive {n}", at_s)
@@ -106,6 +116,16 @@ class Load:
         """One interactive request."""
         prompt, answer = self.interactive_tokens
         return Request(texts.fresh(name, prompt), answer, INTERACTIVE, at_s)
+
+
+def fitted(node: Node) -> Texts:
+    """Texts that know how long words are in tokens."""
+    texts, words = Texts(), 500
+    request = Request(texts.words("a sample", words), 1)
+    answer = node.post(GENERATE, request.body)
+    answer.raise_for_status()
+    texts.fit(int(answer.json()["meta_info"]["prompt_tokens"]), words)
+    return texts
 
 
 async def ask(http: aiohttp.ClientSession, url: str, request: Request, started: float) -> Answer:

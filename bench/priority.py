@@ -4,19 +4,22 @@ Of the requests, 80 % are batch: priority 0, long answers, all at once and more 
 20 % are interactive: priority 10, short answers, one by one while the batch runs. Arms:
 
     fcfs            SGLang as it is, without the plugin
-    stock_priority  the same with `--enable-priority-scheduling --default-priority-value 0`.
-                    It preempts, for a slot only, where priorities differ by more than 10
+    stock_priority  the same with `--enable-priority-scheduling --default-priority-value 0`, and
+                    a threshold of 9: it preempts, for a slot only, where priorities differ by
+                    more than that
     ours            our engine, asked directly as the others are
 
-twice: under `slots` few requests may run and memory is ample, under `memory` slots are ample
-and the key-value cache is small. All arms get the same requests, with the priority in the body.
+on the same engines twice: under `slots` requests are so small that slots run out, under
+`memory` so large that the key-value cache does. All arms get the same requests, with the
+priority in the body.
 A round is, arm by arm, all of them until the last is answered. One engine works at a time and
 the order of the arms rotates. The throughput of the batch is its tokens over the time until
 all of it is done, and ratios are medians over rounds.
 
 `preemptions` are counted by the requests themselves, whoever made them give up: our engine,
-SGLang's preemption for a slot, or its retraction when decoding runs out of memory. What a
-request had been answered with then is `recomputed_tokens`. `counters` are the engines' own,
+SGLang's preemption for a slot, or its retraction when decoding runs out of memory. What they
+had been answered with by then is `answered_tokens`: SGLang computes all of it again, ours what
+was evicted meanwhile, which it counts: `recomputed_tokens`. `counters` are the engines' own,
 where SGLang has one of retractions but none of preemptions.
 
 A batch request is starved if its first token comes later than both: the bound of aging
@@ -34,9 +37,9 @@ import asyncio
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +50,7 @@ from bench._node import Node, local_model, running_node
 from bench._pin_load import Texts
 from bench._pin_stock import stock_engine
 from bench._priority_figures import comparison, siege_figures
-from bench._priority_load import GENERATE, Answer, Load, Request, play, siege
+from bench._priority_load import Answer, Load, Request, fitted, play, siege
 from scheduler.order import bound_s
 from sgl_ext.engine.settings import EngineSettings
 
@@ -57,44 +60,34 @@ _ARMS = {
     "fcfs": (stock_engine, ()),
     "stock_priority": (
         stock_engine,
-        ("--enable-priority-scheduling", "--default-priority-value", "0"),
+        (
+            "--enable-priority-scheduling",
+            *("--default-priority-value", "0", "--priority-scheduling-preemption-threshold", "9"),
+        ),
     ),
     "ours": (running_node, ()),
 }
-_SLOTS = 4
+_SLOTS = 8
+_LIMITS = ("--max-running-requests", str(_SLOTS), "--max-total-tokens", "8192")
 _BESIEGERS = 6 * _SLOTS  # so many that some always wait
-_OFFSETS_S = (0.5, 1.5, 2.5, 3.5)
+_OFFSETS_S = (0.5, 1.5, 2.5, 3.5, 4.5, 5.5)
 _COUNTERS = (
     "sgl_ext_preempted_total",
-    "sgl_ext_preempted_tokens_total",
+    "sgl_ext_recomputed_tokens_total",
     "sglang:num_retracted_requests_total",
     "sglang:num_retracted_output_tokens_total",
 )
 
 
-@dataclass(frozen=True)
-class Limit:
-    """What runs out, by the engine's flags, and the load of a round."""
-
-    flags: tuple[str, ...]
-    load: Load
-
-
-_LIMITS = {
-    "slots": Limit(
-        ("--max-running-requests", str(_SLOTS), "--max-total-tokens", "32768"),
-        Load(16, (300, 400), (300, 8), _OFFSETS_S),
-    ),
-    "memory": Limit(
-        ("--max-running-requests", "16", "--max-total-tokens", "4096"),
-        Load(16, (300, 400), (900, 8), _OFFSETS_S),
-    ),
+_LOADS = {
+    "slots": Load(24, (300, 400), (300, 8), _OFFSETS_S),
+    "memory": Load(24, (1000, 400), (1500, 8), _OFFSETS_S),
 }
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much of everything. siege_s: under `slots`, past the bound of aging; 0: none."""
+    """How much of everything. siege_s: past the bound of aging; 0: none."""
 
     rounds: int = 9
     siege_s: float = bound_s(0, 10, _AGING_S) + 20
@@ -103,26 +96,44 @@ class Plan:
 QUICK = Plan(2, 0)
 
 
-async def measure(nodes: Mapping[str, Node], limit: Limit, plan: Plan) -> dict[str, Any]:
-    """Runs the arms of one limit on running engines, and returns its figures."""
+async def measure(nodes: Mapping[str, Node], load: Load, plan: Plan) -> dict[str, Any]:
+    """Runs the arms under one load, on engines that run, and returns the figures."""
     texts = fitted(nodes["fcfs"])
     seen: dict[str, list[list[Answer]]] = {name: [] for name in nodes}
-    async with aiohttp.ClientSession(
-        timeout=aiohttp.ClientTimeout(total=600), connector=aiohttp.TCPConnector(limit=0)
-    ) as http:
+    before = {name: _counters(node) for name, node in nodes.items()}
+    async with _clients() as http:
         for name, node in nodes.items():  # what only a first request has to wait for
-            await play(http, node.engines[0], limit.load.requests(texts, f"Warm-up of {name}")[-2:])
+            await play(http, node.engines[0], load.requests(texts, f"Warm-up of {name}")[-2:])
         for number in range(plan.rounds):
-            requests = limit.load.requests(texts, f"Round {number}")
+            requests = load.requests(texts, f"Round {number}")
             for name in _in_turn(nodes, number):
                 seen[name].append(await play(http, nodes[name].engines[0], requests))
-        figures = comparison(seen, _AGING_S)
-        for name, node in nodes.items():
-            figures["arms"][name]["counters"] = {one: node.metric(one) for one in _COUNTERS}
-        for name in ("ours", "stock_priority") if plan.siege_s else ():
-            answers = await _besieged(http, nodes[name].engines[0], limit.load, texts, plan.siege_s)
-            figures.setdefault("siege", {})[name] = siege_figures(answers, _AGING_S)
-    return figures
+    counted = {
+        name: {one: value - before[name][one] for one, value in _counters(node).items()}
+        for name, node in nodes.items()
+    }
+    return comparison(seen, counted, _AGING_S)
+
+
+async def besiege(nodes: Mapping[str, Node], load: Load, span_s: float) -> dict[str, Any]:
+    """What becomes of the batch while interactive requests alone are more than fit."""
+    texts = fitted(nodes["fcfs"])
+    async with _clients() as http:
+        return {
+            name: siege_figures(
+                await _besieged(http, nodes[name].engines[0], load, texts, span_s), _AGING_S
+            )
+            for name in ("ours", "stock_priority")
+        }
+
+
+def _clients() -> aiohttp.ClientSession:
+    timeout = aiohttp.ClientTimeout(total=600)
+    return aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+
+
+def _counters(node: Node) -> dict[str, float]:
+    return {name: node.metric(name) for name in _COUNTERS}
 
 
 async def _besieged(
@@ -136,33 +147,23 @@ async def _besieged(
     return await siege(http, url, batch, interactive, _BESIEGERS, span_s)
 
 
-def fitted(node: Node) -> Texts:
-    """Texts that know how long words are in tokens."""
-    texts, words = Texts(), 500
-    request = Request(texts.words("a sample", words), 1)
-    answer = node.post(GENERATE, request.body)
-    answer.raise_for_status()
-    texts.fit(int(answer.json()["meta_info"]["prompt_tokens"]), words)
-    return texts
-
-
 def _in_turn(nodes: Mapping[str, Node], number: int) -> list[str]:
     names = list(nodes)
     first = number % len(names)
     return names[first:] + names[:first]
 
 
-def run_limit(model: Path, folder: Path, limit: Limit, plan: Plan) -> dict[str, Any]:
-    """Starts the three engines of a limit, at once, and measures."""
+@contextmanager
+def running(model: Path, folder: Path) -> Iterator[Mapping[str, Node]]:
+    """The engines of all arms, started at once."""
     with ExitStack() as stack, ThreadPoolExecutor() as pool:
         starting = {
             name: pool.submit(
-                stack.enter_context, start(model, folder / name, *_FLAGS, *limit.flags, *flags)
+                stack.enter_context, start(model, folder / name, *_FLAGS, *_LIMITS, *flags)
             )
             for name, (start, flags) in _ARMS.items()
         }
-        nodes = {name: node.result() for name, node in starting.items()}
-        return asyncio.run(measure(nodes, limit, plan))
+        yield {name: node.result() for name, node in starting.items()}
 
 
 def main() -> None:
@@ -173,13 +174,17 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     model = local_model("tiny")
     found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="sgl-ext-bench-") as folder:
-        for name, limit in _LIMITS.items():
-            siege_s = plan.siege_s if name == "slots" else 0
-            found[name] = run_limit(model, Path(folder) / name, limit, Plan(plan.rounds, siege_s))
+    with (
+        tempfile.TemporaryDirectory(prefix="sgl-ext-bench-") as folder,
+        running(model, Path(folder)) as nodes,
+    ):
+        for name, load in _LOADS.items():
+            found[name] = asyncio.run(measure(nodes, load, plan))
             print(json.dumps({name: found[name]}), flush=True)
-    sieges = [found["slots"]["siege"]["ours"]] if plan.siege_s else []
-    starved = sum(one["starved"] for one in (*found.values(), *sieges))
+        if plan.siege_s:
+            found["siege"] = asyncio.run(besiege(nodes, _LOADS["slots"], plan.siege_s))
+    told = [found["slots"], found["memory"], found.get("siege", {}).get("ours", {})]
+    starved = sum(one.get("starved", 0) for one in told)
     print(json.dumps({"bench": "priority", **found, "starved": starved}))
 
 

@@ -1,0 +1,158 @@
+"""What do sub-agents that begin at once, with the same cold prompt, cost and wait for?
+
+Eight requests with a common prefix of 20K tokens that nobody has sent before, and a few words
+of their own, are sent together to one engine. Arms:
+
+    stock   SGLang as it is, without the plugin
+    ours    our engine, asked directly as the other is
+
+A round is both arms, one after the other, with the same texts; the order alternates.
+`prefilled_over_ideal` is what was computed over what has to be: the prefix once, as long as an
+engine says that it is, and of each request what is its own. Chunks are as long as SGLang makes
+them on a GPU of 80 GB. TTFTs are of all requests of all rounds, and ratios medians over rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from bench._node import Node, local_model, running_node
+from bench._pin_figures import ratio, spread
+from bench._pin_stock import stock_engine
+from bench._priority_load import GENERATE, Request, fitted
+
+_AGENTS = 8
+_PREFIX_TOKENS = 20_000
+_OWN_TOKENS = 50
+_ANSWER_TOKENS = 8
+_FLAGS = ("--sleep-on-idle", "--chunked-prefill-size", "8192", "--max-total-tokens", "196608")
+_ARMS = {"stock": stock_engine, "ours": running_node}
+_COUNTER = "sgl_ext_prefixes_awaited_total"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One request as its client saw it."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    ttft_ms: float
+    output_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Burst:
+    """What came of one round on one engine."""
+
+    prefix_tokens: int
+    answers: tuple[Answer, ...]
+
+    @property
+    def prefilled_over_ideal(self) -> float:
+        """The tokens computed over those of the prefix, once, and of all the ends."""
+        sizes = [answer.prompt_tokens for answer in self.answers]
+        computed = sum(sizes) - sum(answer.cached_tokens for answer in self.answers)
+        return computed / (self.prefix_tokens + sum(size - self.prefix_tokens for size in sizes))
+
+    @property
+    def ttft_ms(self) -> list[float]:
+        return [answer.ttft_ms for answer in self.answers]
+
+
+async def ask(http: aiohttp.ClientSession, url: str, text: str) -> Answer:
+    """Sends a request and reads its answer to the end."""
+    started, ttft_ms, event = time.perf_counter(), 0.0, b"{}"
+    body = Request(text, _ANSWER_TOKENS).body | {"stream": True}
+    async with http.post(url + GENERATE, json=body) as response:
+        response.raise_for_status()
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                ttft_ms = ttft_ms or (time.perf_counter() - started) * 1000
+                event = line[6:]
+    told = json.loads(event)
+    meta = told["meta_info"]
+    ids = tuple(told["output_ids"])
+    return Answer(meta["prompt_tokens"], meta["cached_tokens"], ttft_ms, ids)
+
+
+async def measure(nodes: Mapping[str, Node], rounds: int) -> dict[str, Any]:
+    """Runs both arms on engines that run, and returns the figures."""
+    texts = fitted(nodes["ours"])
+    seen: dict[str, list[Burst]] = {name: [] for name in nodes}
+    timeout = aiohttp.ClientTimeout(total=600)
+    async with aiohttp.ClientSession(timeout=timeout) as http:
+        for node in nodes.values():  # what only a first request has to wait for
+            await ask(http, node.engines[0], texts.fresh("Warm-up", 500))
+        for number in range(rounds):
+            prefix = texts.fresh(f"Round {number}", _PREFIX_TOKENS)
+            sent = [f"{prefix} {texts.fresh(f'Agent {n}', _OWN_TOKENS)}" for n in range(_AGENTS)]
+            for name in list(nodes)[:: 1 if number % 2 else -1]:
+                url = nodes[name].engines[0]
+                answers = await asyncio.gather(*(ask(http, url, text) for text in sent))
+                alone = await ask(http, url, prefix)
+                seen[name].append(Burst(alone.prompt_tokens, tuple(answers)))
+    return figures(seen) | {"awaited": nodes["ours"].metric(_COUNTER)}
+
+
+def figures(seen: Mapping[str, Sequence[Burst]]) -> dict[str, Any]:
+    """Both arms, and ours against stock."""
+    arms = {
+        name: {
+            **spread("ttft", [ttft_ms for burst in bursts for ttft_ms in burst.ttft_ms]),
+            "prefilled_over_ideal": round(
+                statistics.median(burst.prefilled_over_ideal for burst in bursts), 4
+            ),
+        }
+        for name, bursts in seen.items()
+    }
+    middles = {n: [statistics.median(b.ttft_ms) for b in bursts] for n, bursts in seen.items()}
+    differing = sum(
+        one.output_ids != other.output_ids
+        for ours, stock in zip(seen["ours"], seen["stock"], strict=True)
+        for one, other in zip(ours.answers, stock.answers, strict=True)
+    )
+    return {
+        "prefilled_over_ideal": arms["ours"]["prefilled_over_ideal"],
+        "ttft_p50_vs_stock": ratio(middles["ours"], middles["stock"]),
+        "outputs_differing": differing,
+        "arms": arms,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, within five minutes")
+    rounds = 2 if parser.parse_args().quick else 7
+    # The other core is for clients and tokenizers: two threads that wait for each other lose more.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    model = local_model("tiny")
+    with (
+        tempfile.TemporaryDirectory(prefix="sgl-ext-bench-") as folder,
+        ExitStack() as stack,
+        ThreadPoolExecutor() as pool,
+    ):
+        starting = {
+            name: pool.submit(stack.enter_context, start(model, Path(folder) / name, *_FLAGS))
+            for name, start in _ARMS.items()
+        }
+        nodes = {name: node.result() for name, node in starting.items()}
+        found = asyncio.run(measure(nodes, rounds))
+    print(json.dumps({"bench": "fanout", **found}))
+
+
+if __name__ == "__main__":
+    main()
