@@ -19,13 +19,19 @@ from sgl_ext.requests.facts import ClientFacts
 from sgl_ext.requests.headers import HeaderStrip
 from sgl_ext.requests.priority import Importance, read_importance
 from sgl_ext.requests.segments import read_chain, with_sorted_tools
-from sgl_ext.requests.session import TENANT_HEADER, is_final, stated_session
+from sgl_ext.requests.session import is_final, session_key, stated_session
 from sgl_ext.requests.system_text import strip_request
+from sgl_ext.tenants import Tenants
 
 
 @cache
 def _settings() -> EngineSettings:
     return EngineSettings.from_environment()
+
+
+@cache
+def _tenants() -> Tenants:
+    return Tenants(_settings().tenants, _settings().max_priority)
 
 
 @cache
@@ -51,17 +57,20 @@ async def read_body(original: Callable[[Any], Awaitable[Any]], request: Any) -> 
     request.state.client = ClientFacts.from_fields(stripped.fields)
     body = with_sorted_tools(stripped.body) if _settings().sort_tools else stripped.body
     marks = _marks(path, body)
-    headers = request.headers
+    headers = dict(request.headers.items())  # the last of a name counts, as in the balancer
+    tenant = _tenants().asking(headers)
+    chain = read_chain(path, body)
     reading = Reading(
         path,
         body,
-        read_chain(path, body),
+        chain,
         marks,
-        _importance(path, headers, body),
-        owner=headers.get(TENANT_HEADER, ""),
+        _importance(path, headers, body, tenant.max_priority),
+        owner=tenant.name,
         session=stated_session(headers, body) or "",
         is_last=is_final(headers),
         pins=((WHOLE, marks.whole_ttl_s),) if marks.whole_ttl_s else (),
+        conversation=session_key(headers, body, chain),
     )
     keep(reading)
     request.state.reading = reading  # SGLang converts some requests outside their context
@@ -77,10 +86,12 @@ def _marks(path: str, body: Any) -> Marks:
     return marks
 
 
-def _importance(path: str, headers: Any, body: Any) -> Importance:
-    importance = read_importance(headers, body, _settings().max_priority)
+def _importance(path: str, headers: dict[str, str], body: Any, ceiling: int) -> Importance:
+    importance = read_importance(headers, body, ceiling)
     if importance.ignored:
         counter("priority_hints_ignored").labels(path).inc(importance.ignored)
+    if importance.is_clamped:
+        counter("priority_clamped").labels(path).inc()
     _refuse(importance.error)
     return importance
 

@@ -6,6 +6,7 @@ Thin: it hears what the cache does and tells `radix.held.Held` and the pins, whi
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,12 +22,14 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.runtime_context import get_memory, get_parallel
 
 from radix.held import Held
-from scheduler.worth import Worth, worth_of
+from scheduler.worth import WORTHLESS, Worth, worth_of
+from sgl_ext.engine.ahead import is_guess
 from sgl_ext.engine.hints import Hints, carried
 from sgl_ext.engine.pins import PinKeeper
 from sgl_ext.engine.settings import EngineSettings
 
 _NOTHING = -1
+_MOST_WORTHLESS = 4096
 
 
 def make_cache(context: Any) -> Any:
@@ -73,6 +76,7 @@ class HeldCache(UnifiedRadixCache):  # type: ignore[misc]  # sglang is untyped
         self._had = _NOTHING  # tokens that the tree had before a checkpoint's insert
         self._has_answer = False  # whether a checkpoint's insert goes beyond the prompt
         self._worth = Worth()
+        self._worthless: deque[tuple[Any, int]] = deque(maxlen=_MOST_WORTHLESS)
         settings = EngineSettings.from_environment()
         budget = int(params.token_to_kv_pool_allocator.size * settings.pin_budget)
         share = settings.pin_owner_share
@@ -81,11 +85,12 @@ class HeldCache(UnifiedRadixCache):  # type: ignore[misc]  # sglang is untyped
 
     def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         hints = carried(req)
-        self._worth = Worth() if hints is None else _worth(hints)
+        self._worth = _worth(req, hints)
         own = req.kv.cache_inserted_len
         self._had = _NOTHING
         self._has_answer = req.finished() and up_to > len(req.origin_input_ids)
         super().checkpoint(req, up_to=up_to, **kwargs)
+        self._note_worthless(req, up_to)
         self._worth = Worth()
         if hints is None or self._had == _NOTHING:  # was inserted
             return
@@ -102,6 +107,23 @@ class HeldCache(UnifiedRadixCache):  # type: ignore[misc]  # sglang is untyped
         self.pins.seen(req, hints, req.kv.cache_protected_len)
         if hints.is_last and req.finished():
             self.pins.ended(hints)
+
+    def _note_worthless(self, req: Any, up_to: int) -> None:
+        """Notes what a request has just stored that nobody will miss, and where it ends."""
+        prompt = len(req.origin_input_ids)
+        stored = self._worth.prompt == WORTHLESS or up_to > prompt
+        if self._had == _NOTHING or not stored or self._worth.answer != WORTHLESS:
+            return
+        begin = self._had if self._worth.prompt == WORTHLESS else max(self._had, prompt)
+        if (tokens := req.kv.cache_inserted_len - begin) > 0:
+            self._worthless.append((req.last_node, tokens))
+
+    def worthless_tokens(self) -> int:
+        """About how many tokens it holds that nobody will ask for again, and evicts first."""
+        core = _Core(self.tree_core)
+        kept = [(node, tokens) for node, tokens in self._worthless if not core.evicted(node)]
+        self._worthless = deque(kept, maxlen=_MOST_WORTHLESS)
+        return min(sum(tokens for _, tokens in kept), int(self.full_evictable_size()))
 
     def match_until(self, req: Any, tokens: int) -> tuple[int, int]:
         """How much of a prompt's first `tokens` is of use to a request, and the node it ends at.
@@ -163,6 +185,7 @@ class HeldCache(UnifiedRadixCache):  # type: ignore[misc]  # sglang is untyped
 
     def reset(self) -> None:
         super().reset()
+        self._worthless.clear()
         self.pins.forget_all()
         if self.held is not None:
             self.held.clear()
@@ -191,7 +214,11 @@ class _Core:
         return matched, node
 
 
-def _worth(hints: Hints) -> Worth:
+def _worth(req: Any, hints: Hints | None) -> Worth:
+    if is_guess(req):
+        return Worth(WORTHLESS, WORTHLESS)
+    if hints is None:
+        return Worth()
     return worth_of(
         is_kept=hints.is_kept, is_last=hints.is_last, is_answer_kept=hints.is_answer_kept
     )

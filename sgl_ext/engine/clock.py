@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 import zmq
 
-from sgl_ext.engine import receipts
+from sgl_ext.engine import ahead, receipts
 
 SOCKET = "orders"
 TICK_S = 1.0
@@ -47,7 +47,8 @@ def send_orders(aborts: list[Any], scheduler: Any) -> list[Any]:
 def take_orders(
     original: Callable[[Any, list[Any]], None], scheduler: Any, requests: list[Any]
 ) -> None:
-    """Around `Scheduler.process_input_requests`: carries out orders, and leaves it the rest."""
+    """Around `Scheduler.process_input_requests`: carries out orders, and leaves it the rest. What
+    is to be prefilled ahead comes last, and does not wait (`sgl_ext.engine.ahead`)."""
     orders = [request for request in requests if isinstance(request, Order)]
     if orders:
         requests = [request for request in requests if not isinstance(request, Order)]
@@ -55,7 +56,8 @@ def take_orders(
         for order in orders:
             keeper.advance(order.now_s)
             keeper.release_named(order.unpin)
-    original(scheduler, requests)
+    original(scheduler, ahead.behind_all(requests))
+    ahead.gate(scheduler)
 
 
 def keeper_of(owner: Any) -> Any:

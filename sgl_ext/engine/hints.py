@@ -14,12 +14,14 @@ from __future__ import annotations
 import time
 from array import array
 from base64 import b64decode, b64encode
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
 from sgl_ext.engine import receipts
+from sgl_ext.engine.convert import stop_copy
 from sgl_ext.engine.counters import counter
 from sgl_ext.requests.cache_marks import Marks
 from sgl_ext.requests.priority import USUAL, Importance
@@ -41,6 +43,7 @@ class Reading:
         how many seconds; ascending. Known once the prompt is rendered.
     owner, session: who is told to have pinned it. The first is charged for it.
     is_last: the client says that this conversation ends here.
+    conversation: a number for it, equal for all its turns; None if nothing tells it.
     is_answer_kept: whether the next turn will begin with the answer as it was generated.
     """
 
@@ -55,9 +58,11 @@ class Reading:
     is_answer_kept: bool = True
     pins: tuple[tuple[int, float], ...] = ()
     is_sent: bool = False
+    conversation: int | None = None
 
 
 _current: ContextVar[Reading | None] = ContextVar("sgl_ext_reading", default=None)
+_watchers: list[Callable[[Reading, Any], None]] = []
 
 
 class Hints(NamedTuple):
@@ -94,20 +99,32 @@ def current() -> Reading | None:
     return _current.get()
 
 
+def watch_requests(action: Callable[[Reading, Any], None]) -> None:
+    """Has `action` called with what was read of each HTTP request, and with SGLang's request,
+    before its first generation."""
+    _watchers.append(action)
+
+
 def attach(manager: Any, request: Any, *_: Any, **__: Any) -> None:
     """Before `TokenizerManager.generate_request`: puts what was read on its request.
 
     The first generation of an HTTP request takes it: later ones (a tool loop
-    inside the engine) have another prompt.
+    inside the engine) have another prompt. A copy of a request goes no further.
     """
     reading = _current.get()
-    # A session's prompt is more than the body says.
-    if reading is None or not hasattr(request, "kv_hints") or request.session_params is not None:
+    stop_copy(request, reading)
+    if reading is None:
         return
-    if manager is not None and manager.enable_priority_scheduling:
+    if not reading.is_sent:
+        for watch in _watchers:
+            watch(reading, request)
+    if manager is not None and manager.enable_priority_scheduling and hasattr(request, "priority"):
         request.priority = reading.importance.priority
+    # A session's prompt is more than the body says.
+    if not hasattr(request, "kv_hints") or request.session_params is not None:
+        return
     # Tasks that the request starts copy its context, so it is marked and not taken out.
-    if reading.is_sent or not (reading.chain.hashes or reading.pins):
+    if reading.is_sent or not (reading.chain.hashes or reading.pins or reading.owner):
         return
     reading.is_sent = True
     from sglang.srt.managers.kv_hints import KvHintsEnvelope, decode_kv_hints_envelope

@@ -23,6 +23,7 @@ from sgl_ext.engine import (
     clock,
     hints,
     hub,
+    preemption,
     pressure,
     priority,
     publisher,
@@ -90,6 +91,12 @@ HOOKS = (
         (Role.SCHEDULER,),
     ),
     Hook(
+        f"{_MANAGERS}.scheduler.Scheduler._should_defer_prefill",
+        "AROUND",
+        priority.defer_vain_try,
+        (Role.SCHEDULER,),
+    ),
+    Hook(
         f"{_MANAGERS}.schedule_policy.SchedulePolicy.calc_priority",
         "AROUND",
         priority.order_queue,
@@ -98,7 +105,7 @@ HOOKS = (
     Hook(
         f"{_MANAGERS}.schedule_policy.PrefillAdder.preempt_to_schedule",
         "AROUND",
-        priority.preempt_for_slot,
+        preemption.preempt_for_slot,
         (Role.SCHEDULER,),
     ),
     Hook(

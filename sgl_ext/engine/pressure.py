@@ -11,15 +11,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sgl_ext.engine import priority
+from sgl_ext.engine import ahead, preemption, priority, single_flight
 from sgl_ext.engine.clock import keeper_of
 
 
 def add_one(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kw: Any) -> Any:
     """Around `PrefillAdder.add_one_req`: a request that fits without pins, or with the memory
-    of less important ones, is admitted now."""
+    of less important ones, is admitted now. One that shares a prefix in the making waits for it."""
     from sglang.srt.managers.schedule_policy import AddReqResult
 
+    if ahead.is_slice(req):
+        runs = not adder.can_run_list and not _is_chunked(adder, req)
+        return original(adder, req, *args, **kw) if runs else AddReqResult.OTHER
+    if single_flight.follows(adder, req):
+        return AddReqResult.CONTINUE
     result = original(adder, req, *args, **kw)
 
     def fits() -> bool:
@@ -32,12 +37,19 @@ def add_one(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kw
     if result is AddReqResult.NO_TOKEN and not is_added:
         is_added = _without_pins(adder, req, fits)
     if result is AddReqResult.NO_TOKEN and not is_added:
-        is_added = priority.preempt(adder, req) and fits()
+        is_added = preemption.preempt(adder, req) and fits()
     if not is_added:
         is_passed = result is AddReqResult.NO_TOKEN and priority.may_be_passed(adder, req)
         return AddReqResult.CONTINUE if is_passed else result
-    priority.admitted(adder, req)
+    priority.admit(adder, req)
+    preemption.resumed(req)
     return AddReqResult.CONTINUE if result is AddReqResult.NO_TOKEN else result
+
+
+def _is_chunked(adder: Any, req: Any) -> bool:
+    """Whether a request would be computed in more than one chunk."""
+    left = adder.rem_chunk_tokens
+    return left is not None and len(req.full_untruncated_fill_ids) - req.prefix_len > left
 
 
 def _without_pins(adder: Any, req: Any, fits: Callable[[], bool]) -> bool:
@@ -55,7 +67,10 @@ def _is_added(adder: Any, req: Any) -> bool:
 
 
 def add_chunk(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kw: Any) -> Any:
-    """Around `PrefillAdder.add_chunked_req`: a chunk is neither cut short nor held up by pins."""
+    """Around `PrefillAdder.add_chunked_req`: a chunk is neither cut short nor held up by pins, and
+    a much more important request goes first."""
+    if preemption.stands_back(adder, req):
+        return None
     keeper = keeper_of(adder)
     if keeper is None or not keeper.tokens:
         return original(adder, req, *args, **kw)

@@ -198,4 +198,5 @@ def load_of(scheduler: Any, plan: Any, pinned_tokens: int) -> dict[str, int]:
         "used_tokens": used,
         "pinned_tokens": pinned_tokens,
         "capacity_tokens": inquirer.max_total_num_tokens,
+        "max_running": scheduler.max_running_requests,
     }

@@ -10,6 +10,7 @@ import orjson
 
 from sgl_ext.requests.cache_marks import TtlLimits
 from sgl_ext.requests.headers import BILLING_HEADER
+from sgl_ext.tenants import Tenant
 
 VARIABLE = "SGL_EXT_ENGINE"
 MIN_TTL_S = 1.0
@@ -26,9 +27,13 @@ class EngineSettings:
     pin_ttl_s: how long a mark that does not say keeps its prefix; none keeps it for longer
         than `pin_max_ttl_s`, and a request without any mark for `pin_unmarked_ttl_s`.
     max_priority: what a request that asks for more gets.
+    tenants: those that have a ceiling of their own in its place, or a weight.
     aging_s: how long a request waits to rise by one step; 0: it never does.
     preemption_threshold: how much more important a request must be to take another one's
         memory, which then is safe for `preemption_grace_s` after it runs again.
+    prefill_ahead: whose next turns are prefilled before they come: "off", of nobody; "asked",
+        of whoever asks for it; "auto", of sessions that grow as well.
+    prefill_ahead_slice: how many tokens of them at once, at most.
     """
 
     strip_headers: tuple[str, ...] = (BILLING_HEADER,)
@@ -39,9 +44,12 @@ class EngineSettings:
     pin_max_ttl_s: float = 3600.0
     pin_unmarked_ttl_s: float = 0.0
     max_priority: int = 100
+    tenants: tuple[Tenant, ...] = ()
     aging_s: float = 10.0
     preemption_threshold: int = 10
     preemption_grace_s: float = 2.0
+    prefill_ahead: str = "auto"
+    prefill_ahead_slice: int = 2048
 
     @property
     def ttl_limits(self) -> TtlLimits:
@@ -64,6 +72,7 @@ class EngineSettings:
         try:
             told = orjson.loads(raw)
             names = tuple(map(str, told.pop("strip_headers")))
-            return cls(strip_headers=names, **told)
+            tenants = tuple(Tenant(**tenant) for tenant in told.pop("tenants"))
+            return cls(strip_headers=names, tenants=tenants, **told)
         except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{VARIABLE}={raw!r} is not the plugin's settings: {error}") from error

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import orjson
 import pytest
 from fastapi import HTTPException
+from starlette.datastructures import Headers
 
 from sgl_ext.engine import body
+from sgl_ext.engine.counters import counter
 from sgl_ext.engine.hints import WHOLE, current
 from sgl_ext.engine.settings import EngineSettings
 from sgl_ext.requests.facts import ClientFacts
 from sgl_ext.requests.headers import HeaderStrip
+from sgl_ext.tenants import Tenant, Tenants
 from tests.requests.test_system_text import HEADER, S
 
 
@@ -24,7 +28,7 @@ class Request:
         self, document: Any, path: str = "/v1/messages", headers: dict[str, str] | None = None
     ) -> None:
         self.url = SimpleNamespace(path=path)
-        self.headers = headers or {}
+        self.headers: Mapping[str, str] = headers or {}
         self.state = SimpleNamespace()
         self.parsed = document
         self.parses = 0
@@ -76,6 +80,65 @@ async def test_what_is_asked_of_the_cache_stays_with_the_request() -> None:
     assert reading is not None
     assert (reading.owner, reading.session, reading.is_last) == ("t", "s", True)
     assert reading.pins == ((WHOLE, 3600.0),)
+
+
+TENANTS = Tenants((Tenant("people", 200), Tenant("batch", -5)), max_priority=50)
+
+
+@pytest.mark.parametrize(
+    ("tenant", "header", "hint", "own", "priority", "clamped"),
+    [
+        (None, None, None, None, 0, 0),
+        (None, "60", None, None, 50, 1),
+        ("another", "60", None, None, 50, 1),
+        ("people", "60", None, None, 60, 0),
+        ("people", "201", None, None, 200, 1),
+        ("people", None, 201, None, 200, 1),
+        ("people", None, None, 201, 200, 1),
+        ("people", "300", 400, 500, 200, 1),
+        ("batch", None, None, None, -5, 0),
+        ("batch", "10", None, None, -5, 1),
+        ("batch", "10", 100, None, -5, 1),
+        ("batch", None, 100, 100, -5, 1),
+        ("batch", "-6", 100, 100, -6, 0),
+    ],
+)
+async def test_a_request_gets_no_more_than_its_tenant_has_and_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+    tenant: str | None,
+    header: str | None,
+    hint: int | None,
+    own: int | None,
+    priority: int,
+    clamped: int,
+) -> None:
+    monkeypatch.setattr(body, "_tenants", lambda: TENANTS)
+    headers = {"x-tenant-id": tenant, "x-sgl-ext-priority": header}
+    document = {"text": "t", "priority": own, "nvext": {"agent_hints": {"priority": hint}}}
+    counted = counter("priority_clamped").labels("/generate")._value
+    before = counted.get()
+    given = {name: value for name, value in headers.items() if value is not None}
+    await body.read_body(Request.json, Request(document, "/generate", given))
+    reading = current()
+    assert reading is not None
+    assert (reading.importance.priority, reading.owner) == (priority, tenant or "")
+    assert counted.get() - before == clamped
+
+
+async def test_settings_say_what_tenants_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = EngineSettings(max_priority=50, tenants=(Tenant("people", 200, 3.0),))
+    monkeypatch.setattr(body, "_settings", lambda: settings)
+    tenants = body._tenants.__wrapped__()
+    assert (tenants.of("people").max_priority, tenants.of("x").max_priority) == (200, 50)
+
+
+async def test_of_two_tenants_named_in_one_request_the_last_counts() -> None:
+    request = Request({"text": "t"}, "/generate")
+    request.headers = Headers(raw=[(b"x-tenant-id", b"clients"), (b"x-tenant-id", b"proxys")])
+    await body.read_body(Request.json, request)
+    reading = current()
+    assert reading is not None
+    assert reading.owner == "proxys"
 
 
 async def test_a_malformed_wish_is_refused_naming_the_field() -> None:

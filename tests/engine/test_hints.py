@@ -17,6 +17,7 @@ from sgl_ext.engine import hints
 from sgl_ext.engine.counters import counter
 from sgl_ext.engine.hints import WHOLE, Reading, attach, carried, current, keep
 from sgl_ext.requests.cache_marks import NO_MARKS
+from sgl_ext.requests.priority import Importance
 from sgl_ext.requests.segments import Chain
 
 pytestmark = pytest.mark.engine
@@ -102,6 +103,33 @@ def test_a_session_carries_none_as_its_prompt_is_more_than_the_body() -> None:
     generation = request(session_params={"id": "1"})
     in_a_request(generation)
     assert generation.kv_hints is None
+
+
+@pytest.mark.parametrize(
+    "generation",
+    [
+        SimpleNamespace(priority=10**6, kv_hints=None, session_params=None),
+        SimpleNamespace(priority=10**6, kv_hints=None, session_params={"id": "1"}),
+        SimpleNamespace(priority=10**6),  # for an embedding
+    ],
+)
+def test_no_request_keeps_a_priority_of_its_own(generation: SimpleNamespace) -> None:
+    manager = SimpleNamespace(enable_priority_scheduling=True)
+
+    def run() -> None:
+        keep(reading(importance=Importance(5)))
+        attach(manager, generation)
+
+    copy_context().run(run)
+    assert generation.priority == 5
+
+
+def test_a_tenants_name_is_carried_also_without_a_chain() -> None:
+    generation = request()
+    in_a_request(generation, kept=Chain(), owner="a")
+    found = carried(generation)
+    assert found is not None
+    assert (found.owner, found.hashes, found.pins) == ("a", (), ())
 
 
 def test_an_empty_chain_and_one_that_is_too_long_are_not_carried() -> None:

@@ -191,6 +191,7 @@ class Scheduler:
     def __init__(self) -> None:
         self.waiting_queue: list[Any] = []
         self.chunked_req: Any = None
+        self.max_running_requests = 8
         self.used = 0
         stats = SimpleNamespace(get_kv_token_stats=lambda: (self.used, 0.0))
         self.load_inquirer = SimpleNamespace(
@@ -281,7 +282,13 @@ def test_changes_are_published_once_and_load_when_it_changed() -> None:
     sender = Publisher(scheduler, cache, pipe)
     add(cache, 0xA)
     sender.publish(plan(1), now=0.0)
-    idle = {"pending_tokens": 0, "used_tokens": 0, "pinned_tokens": 0, "capacity_tokens": 100}
+    idle = {
+        "pending_tokens": 0,
+        "used_tokens": 0,
+        "pinned_tokens": 0,
+        "capacity_tokens": 100,
+        "max_running": 8,
+    }
     assert pipe.take() == [
         {"stored": [[A, None, 5]]},
         {"load": {"running": 1, "queued": 0, **idle}},

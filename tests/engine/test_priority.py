@@ -25,6 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sgl_ext.engine.clock import TICK_S
 from sgl_ext.engine.settings import EngineSettings
+from sgl_ext.tenants import Tenant
 from tests.engine.test_events import ONE, Engine, Watch, running_engine, text, user
 from tests.waiting import until as until_within
 
@@ -35,6 +36,7 @@ THRESHOLD = 10
 AGING_S = 2.0
 SLOTS, SLOTS_OF_TWO_RANKS = 2, 5
 HEADER = "x-sgl-ext-priority"
+TENANT = "x-tenant-id"
 _names = count(1)
 
 
@@ -189,7 +191,12 @@ def serving(
 @pytest.fixture(scope="module")
 def one_rank(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     """Two slots, and nothing ages while a test runs."""
-    settings = EngineSettings(max_priority=CEILING, aging_s=3600.0, preemption_threshold=THRESHOLD)
+    settings = EngineSettings(
+        max_priority=CEILING,
+        tenants=(Tenant("people", CEILING + 20), Tenant("batch", -5), Tenant("three", 0, 3.0)),
+        aging_s=3600.0,
+        preemption_threshold=THRESHOLD,
+    )
     flags = ("--max-running-requests", str(SLOTS))
     with serving(tiny_model, tmp_path_factory.mktemp("one"), settings, *flags) as started:
         yield started
@@ -266,6 +273,38 @@ def test_for_a_much_more_important_one_a_slot_is_freed_and_no_answer_changes(
     assert sorted(answers.order) == ["batch", "batch", "interactive", "not enough"]
 
 
+def test_what_a_victim_had_computed_is_not_computed_again_while_there_is_memory(
+    slots: Serving,
+) -> None:
+    def counted(name: str) -> float:
+        return slots.counted(f"sgl_ext_{name}_total")
+
+    lost, again = counted("preempted_tokens"), counted("recomputed_tokens")
+    with Answers(slots) as answers:
+        batch = [answers.send("batch", 0, text(20), 400) for _ in range(SLOTS)]
+        until(lambda: slots.watch.load["used_tokens"] > SLOTS * 120)
+        answers.send("interactive", THRESHOLD, text(20), 1).result()
+        assert answers.order == ["interactive"]
+        assert [len(answer.result()) for answer in batch] == [400] * SLOTS
+    assert counted("preempted_tokens") - lost > 50
+    assert counted("recomputed_tokens") - again <= 1  # the last token has no successor yet
+
+
+def test_a_prefill_in_chunks_stands_back_and_no_answer_changes(slots: Serving) -> None:
+    prompts = [text(1200) for _ in range(3)]
+    undisturbed = [slots.generate(0, prompt, 20) for prompt in prompts]
+    disturbed: list[list[int]] = []
+
+    def is_interrupted() -> bool:
+        slots.flush()
+        with Stream(1, lambda: slots.generate(THRESHOLD, text(5), 1)):
+            disturbed[:] = [slots.generate(0, prompt, 20) for prompt in prompts]
+        return slots.counted("sgl_ext_prefills_interrupted_total") > 0
+
+    until(is_interrupted)
+    assert disturbed == undisturbed
+
+
 def label(slots: Serving, path: str, body: Any, headers: Any, expected: int) -> None:
     """Asserts that a request is answered, and had this priority as SGLang counts it."""
 
@@ -301,8 +340,44 @@ def test_any_route_carries_a_priority_and_none_is_above_the_ceiling(
     label(slots, path, ROUTES[path](), {HEADER: str(CEILING + 1)}, CEILING)
     label(slots, path, hinted(2**63), {}, CEILING)
     label(slots, path, hinted(-(2**63)), {}, -1000)
-    if path != "/v1/messages":
-        label(slots, path, {**ROUTES[path](), "priority": 9}, {}, 9)
+    label(slots, path, {**ROUTES[path](), "priority": 9}, {}, 9)
+    label(slots, path, {**ROUTES[path](), "priority": 2**63}, {}, CEILING)
+    label(slots, path, hinted(8), {HEADER: str(2**63)}, CEILING)
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_each_tenant_has_its_ceiling_and_who_asks_for_more_is_answered_and_counted(
+    slots: Serving, path: str
+) -> None:
+    def clamped() -> float:
+        return slots.counted("sgl_ext_priority_clamped_total", path=path)
+
+    highest, before = CEILING + 20, clamped()
+    asks = {**ROUTES[path](), "nvext": {"agent_hints": {"priority": highest}}}
+    label(slots, path, asks, {TENANT: "people"}, highest)
+    label(slots, path, ROUTES[path](), {TENANT: "batch"}, -5)
+    assert clamped() == before
+    label(slots, path, ROUTES[path](), {TENANT: "people", HEADER: str(highest + 1)}, highest)
+    label(slots, path, asks, {TENANT: "batch"}, -5)
+    label(slots, path, asks, {TENANT: "another", HEADER: "1000"}, CEILING)
+    label(slots, path, {**ROUTES[path](), "priority": 0}, {TENANT: "batch"}, -5)
+    assert clamped() == before + 4
+
+
+def test_a_tenant_of_weight_three_has_three_of_four_turns(slots: Serving) -> None:
+    order: list[str] = []
+
+    def send(tenant: str) -> None:
+        assert slots.post("/generate", raw(text(300), 16), {TENANT: tenant}).ok
+        order.append(tenant)
+
+    with ThreadPoolExecutor(8) as pool, slots.held(SLOTS, priority=0) as held:
+        for number, tenant in enumerate(["one"] * 4 + ["three"] * 4):
+            pool.submit(send, tenant)
+            slots.has_queued(number + 1)
+        slots.abort(held[0])
+        until(lambda: len(order) == 8)
+    assert sorted(order[:4]) == ["one", "three", "three", "three"]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
@@ -322,6 +397,33 @@ def test_a_priority_that_is_no_integer_is_refused_by_name(
     refused = slots.post(path, ROUTES[path](), {HEADER: str(value) if value != "5" else "high"})
     assert refused.status_code == 400
     assert HEADER in told(path, refused)
+    refused = slots.post(path, {**ROUTES[path](), "priority": 5}, {HEADER: "high"})
+    assert HEADER in told(path, refused)
+    both = {**ROUTES[path](), "nvext": {"agent_hints": {"priority": value}}}
+    for text_of_header in ("5", "high"):
+        refused = slots.post(path, both, {HEADER: text_of_header})
+        assert "nvext.agent_hints.priority" in told(path, refused)
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_in_sglangs_own_field_it_refuses_what_is_no_whole_number_and_the_rest_says_nothing(
+    slots: Serving, path: str
+) -> None:
+    def ignored() -> float:
+        return slots.counted("sgl_ext_priority_hints_ignored_total", path=path)
+
+    refused, converted = ["high", 1.5, [5]], ["5", 5.0, True]
+    if path == "/generate":  # it converts nothing
+        refused, converted = refused + converted, []
+    elif path == "/v1/messages":  # it has no such field
+        refused, converted = [], refused + converted
+    for value in refused:
+        assert slots.post(path, {**ROUTES[path](), "priority": value}).status_code == 400
+    before = ignored()
+    for value in converted:
+        label(slots, path, {**ROUTES[path](), "priority": value}, {}, 0)
+        label(slots, path, {**ROUTES[path](), "priority": value}, {HEADER: "3"}, 3)
+    assert ignored() == before + 2 * len(converted)
 
 
 def told(path: str, refused: requests.Response) -> str:
@@ -335,8 +437,11 @@ def told(path: str, refused: requests.Response) -> str:
 
 
 @pytest.mark.parametrize("path", ROUTES)
-def test_a_priority_that_is_no_number_is_refused(slots: Serving, path: str) -> None:
-    body = '{"model": "tiny", "nvext": {"agent_hints": {"priority": NaN}}}'
+@pytest.mark.parametrize(
+    "field", ['"nvext": {"agent_hints": {"priority": NaN}}', '"priority": NaN']
+)
+def test_a_priority_that_is_no_number_is_refused(slots: Serving, path: str, field: str) -> None:
+    body = f'{{"model": "tiny", {field}}}'
     refused = requests.post(
         slots.url + path, data=body, headers={"content-type": "application/json"}, timeout=60
     )

@@ -1,0 +1,87 @@
+"""Requests that share a cold prefix compute it once: the others wait until it is in the cache.
+
+SGLang admits all that fit, so sub-agents that begin together compute their common prompt once
+each. Here a request lets others pass for as long as one that is being computed will put into
+the cache, soon, what it would compute itself:
+
+    |---- cached ----|---- in the making, by another one ----|-- its own --|
+                     at                                       end
+
+It waits for a forward pass or a chunk at a time, never for an answer. The other one computes
+the same tokens that it would, and is ahead of it already, so waiting costs no more than
+computing; and as each prefill ends, and few are waited for in turn, it ends, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgl_ext.engine.counters import count_of_ranks
+
+# What is shared pays for a pass through the queue if it is at least so long.
+FOLLOW_TOKENS = 512
+# So many are waited for, one after the other was aborted or preempted.
+_MOST_LEADERS = 3
+_LEADERS = "_sgl_ext_leaders"
+
+
+def follows(adder: Any, req: Any) -> bool:
+    """Whether a request, its cached prefix just matched, waits for one that is being computed."""
+    at = req.prefix_len
+    wanted = req.full_untruncated_fill_ids
+    if len(wanted) - at <= FOLLOW_TOKENS or not _may_follow(adder.tree_cache, req):
+        return False
+    probe = wanted[at : at + FOLLOW_TOKENS]
+    leader = next((one for one in _computing(adder) if _leads(one, req, at, probe)), None)
+    if leader is None:
+        return False
+    leaders = getattr(req, _LEADERS, ())
+    if leader.rid not in leaders:
+        if len(leaders) >= _MOST_LEADERS:
+            return False
+        setattr(req, _LEADERS, (*leaders, leader.rid))
+        count_of_ranks("prefixes_awaited")
+    return True
+
+
+def _may_follow(cache: Any, req: Any) -> bool:
+    """Not where SGLang has given a request a state already, nor one that reads no cache."""
+    is_plain = req.session is None and req.beam_group is None and not req.return_logprob
+    return is_plain and not cache.disable and not cache.supports_mamba()
+
+
+def _computing(adder: Any) -> Iterator[Any]:
+    """Whose prompts this pass computes, or the last one did, which may not have ended."""
+    yield from adder.can_run_list
+    if adder.running_batch is not None:
+        yield from (one for one in adder.running_batch.reqs if not one.output_ids)
+
+
+def _leads(one: Any, req: Any, at: int, probe: Any) -> bool:
+    """Whether `one` will put the tokens from `at` on into the cache before long."""
+    if one is req or one.skip_radix_cache_insert or one.finished():
+        return False
+    if (one.extra_key, one.cache_salt) != (req.extra_key, req.cache_salt):
+        return False
+    theirs = one.full_untruncated_fill_ids
+    if theirs[at : at + FOLLOW_TOKENS] != probe:  # of most it is enough to see this
+        return False
+    shared = _shared(theirs, req.full_untruncated_fill_ids)
+    before = at - (one.extend_end or 0)  # what it has to compute first
+    return shared - at >= max(FOLLOW_TOKENS, before)
+
+
+def _shared(ours: Any, theirs: Any) -> int:
+    """With how many of the same tokens two prompts begin."""
+    length = min(len(ours), len(theirs))
+    differs = _view(ours, length) != _view(theirs, length)
+    first = int(differs.argmax()) if length else 0
+    return first if length and differs[first] else length
+
+
+def _view(tokens: Any, length: int) -> NDArray[np.int64]:
+    return np.frombuffer(tokens, dtype=np.int64, count=length)

@@ -1,0 +1,62 @@
+"""The order of an engine's queue as its hook makes it, without an engine."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from scheduler.order import Served
+from sgl_ext.engine import priority
+from sgl_ext.engine.hints import Hints
+from sgl_ext.engine.settings import EngineSettings
+from sgl_ext.tenants import Tenant
+
+
+def request(owner: str, importance: int = 0) -> SimpleNamespace:
+    """A request as far as its place in the queue is concerned, of 100 tokens."""
+    hints = Hints((), (), (), owner, "", 0.0, True, False, True)
+    return SimpleNamespace(
+        priority=importance,
+        origin_input_ids=[0] * 100,
+        output_ids=[],
+        num_matched_prefix_tokens=0,
+        _sgl_ext_hints=hints,
+    )
+
+
+def ordered(monkeypatch: pytest.MonkeyPatch, queue: list[Any], *tenants: Tenant) -> list[Any]:
+    """The queue as the hook leaves it."""
+    policy = SimpleNamespace(
+        tree_cache=SimpleNamespace(supports_fast_match_prefix=lambda: True),
+    )
+    monkeypatch.setattr(priority, "_settings", lambda: EngineSettings(tenants=tenants))
+    monkeypatch.setattr(priority, "_weights", priority._weights.__wrapped__)
+    monkeypatch.setattr(priority, "_served", Served())
+    monkeypatch.setattr(priority, "_is_ours", lambda _: True)
+    monkeypatch.setattr(priority, "keeper_of", lambda _: SimpleNamespace(now_s=0.0))
+    priority.order_queue(lambda *_: None, policy, queue)
+    return queue
+
+
+def test_a_tenant_of_weight_three_has_three_of_four_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = [request(owner) for owner in ("other", "people") for _ in range(12)]
+    turns = [
+        one._sgl_ext_hints.owner for one in ordered(monkeypatch, queue, Tenant("people", 0, 3))
+    ]
+    for begin in range(0, 16, 4):
+        assert Counter(turns[begin : begin + 4]) == {"people": 3, "other": 1}
+
+
+def test_without_weights_tenants_have_turns_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = [request(owner) for owner in ("other", "people") for _ in range(12)]
+    turns = [one._sgl_ext_hints.owner for one in ordered(monkeypatch, queue)]
+    assert Counter(turns[:8]) == {"people": 4, "other": 4}
+
+
+def test_a_weight_takes_nobody_over_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = [request("people"), request("other", importance=1)]
+    first = ordered(monkeypatch, queue, Tenant("people", 0, 1000))[0]
+    assert first._sgl_ext_hints.owner == "other"
