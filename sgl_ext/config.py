@@ -18,12 +18,17 @@ from pathlib import Path
 from typing import Any, get_type_hints
 from urllib.parse import urlsplit
 
+import orjson
+
 from sgl_ext.requests.headers import BILLING_HEADER, HeaderStrip
 from sgl_ext.requests.priority import LIMIT
 from sgl_ext.tenants import Tenant
 
 _TENANT_NAME = re.compile(r"[!-~]([ -~]*[!-~])?")
 _TENANT_FLAG = "give NAME:max_priority=N,weight=W, or one of the two"
+
+
+PREFILL_AHEAD = ("off", "asked", "auto")
 
 
 class ConfigError(Exception):
@@ -137,6 +142,9 @@ class LaunchConfig:
     pin_ttl_s: float = 300.0
     pin_max_ttl_s: float = 3600.0
     pin_unmarked_ttl_s: float = 0.0
+    prefill_ahead: str = "auto"
+    prefill_ahead_slice: int = 2048
+    warm: str | None = None
     engine_args: tuple[str, ...] = ()
     balancer: BalancerConfig = BalancerConfig()
 
@@ -167,9 +175,29 @@ class LaunchConfig:
             unmarked,
             "must be 0, or 1 to pin_max_ttl_s",
         )
+        ahead = self.prefill_ahead
+        _require(ahead in PREFILL_AHEAD, "prefill_ahead", ahead, "must be off, asked or auto")
+        slice_tokens = self.prefill_ahead_slice
+        _require(slice_tokens >= 1, "prefill_ahead_slice", slice_tokens, "must be at least 1")
+        if self.warm is not None:
+            _require_prompts(self.warm)
         taken = [flag for flag in ("--host", "--port", "--model-path") if flag in self.engine_args]
         _require(not taken, "engine", taken, "the launcher sets these")
         self.balancer.check()
+
+
+def _require_prompts(path: str) -> None:
+    """Raises ConfigError unless a file holds an object of JSON in each line."""
+    try:
+        lines = Path(path).read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"warm={path!r}: cannot be read: {error}") from error
+    for number, line in enumerate(lines, start=1):
+        try:
+            is_object = isinstance(orjson.loads(line), dict)
+        except orjson.JSONDecodeError:
+            is_object = False
+        _require(is_object, f"warm={path!r}: line {number}", line[:40], "is not a JSON object")
 
 
 def is_worker_url(url: str) -> bool:
@@ -303,6 +331,17 @@ def launch_config(argv: Sequence[str]) -> LaunchConfig:
     parser.add_argument("--pin-max-ttl-s", type=float, help="longest ttl that is granted (3600)")
     parser.add_argument(
         "--pin-unmarked-ttl-s", type=float, help="pin requests without marks, too (0: do not)"
+    )
+    parser.add_argument(
+        "--prefill-ahead", help="whose next turns: off, asked (by hint), or auto, growing ones too"
+    )
+    parser.add_argument(
+        "--prefill-ahead-slice", type=int, help="tokens prefilled ahead at once (2048)"
+    )
+    parser.add_argument(
+        "--warm",
+        metavar="FILE",
+        help="request bodies, one a line, that each new engine prefills",
     )
     add_balancer_flags(parser)
     known, engine_args = parser.parse_known_args(argv)

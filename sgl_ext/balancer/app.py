@@ -67,6 +67,7 @@ def add_routes(app: web.Application) -> None:
     add("DELETE", admin.WORKERS_PATH, admin.drain_worker)
     add("GET", pin_mirror.PATH, admin.show_pins)
     add("DELETE", pin_mirror.PATH, to_all)
+    add("DELETE", routes.WARMED, to_all)
     add("POST", admin.EXPLAIN_PATH + "/{path:.+}", admin.explain)
     for path in routes.SOUGHT_GET:
         add("GET", path, to_holder)

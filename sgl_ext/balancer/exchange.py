@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from enum import Enum
 from http import HTTPStatus
 
@@ -32,6 +33,7 @@ from sgl_ext.balancer.reader import Request
 from sgl_ext.balancer.sse import WholeEvents
 from sgl_ext.balancer.worker_side import WorkerConnection
 from sgl_ext.balancer.workers import Worker
+from sgl_ext.requests.next_turn import protocol_of
 from sgl_ext.requests.session import hints_of
 from sgl_ext.requests.system_text import strip_request
 
@@ -170,13 +172,16 @@ class Exchange:
         except orjson.JSONDecodeError as error:
             message = f"body: not valid JSON: {error}"
             raise BalancerError(HTTPStatus.BAD_REQUEST, message) from None
-        stripped = strip_request(self._head.path, document, self._parts.strip)
+        hints, path = hints_of(self._head.fields), self._head.path
+        if route.warms:
+            path = protocol_of(hints, None, document) or path
+        stripped = strip_request(path, document, self._parts.strip)
         if stripped.headers:
             self._parts.metrics.headers_read.inc(stripped.headers)
-        if route.runs:
-            hints = hints_of(self._head.fields)
+        if route.runs or route.warms:
             size = len(self._request.body)
-            self.asked = self._parts.router.read(self._head.path, hints, stripped.body, size)
+            asked = self._parts.router.read(path, hints, stripped.body, size)
+            self.asked = replace(asked, runs=route.runs, warms=route.warms)
 
     def _send(self) -> None:
         """To a worker if there is one for it now, or to the control plane."""

@@ -16,6 +16,7 @@ class Asked:
     """A request as far as placing it is concerned.
 
     runs: whether it needs room: a scheduler has to run it.
+    warms: whether it is computed when nothing else is: it is no load, and nobody waits for it.
     """
 
     chain: Chain
@@ -27,6 +28,7 @@ class Asked:
     output_tokens: int = 0
     tenant: str = ""
     runs: bool = True
+    warms: bool = False
 
 
 NOTHING_ASKED = Asked(Chain(), None, 0, 0, runs=False)

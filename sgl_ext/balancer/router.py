@@ -310,7 +310,8 @@ class Router:
         held = held_where.get(worker.slot, _NOTHING)
         flight.predicted_tokens = held.tokens
         flight.expected_tokens = held.expected_tokens
-        flight.uncached_tokens = max(asked.prompt_tokens - held.expected_tokens, 0)
+        uncached_tokens = max(asked.prompt_tokens - held.expected_tokens, 0)
+        flight.uncached_tokens = 0 if asked.warms else uncached_tokens
         if not worker.in_flight:
             worker.heard_s = now_s
         worker.in_flight += 1
@@ -328,6 +329,7 @@ class Router:
         if (
             is_computing
             and worker.publishes
+            and not asked.warms
             and held.expected_tokens - held.tokens >= FOLLOW_TOKENS
         ):
             flight.follows = self._computing.get(held.expectation)
@@ -335,7 +337,7 @@ class Router:
         if 2 * len(self.index) > LIMIT_SEGMENTS:
             # Far from its limit the index forgets nothing, and a touch would be for nothing.
             self.index.touch(hashes, held.confirmed)
-        if held.expected < len(hashes):
+        if held.expected < len(hashes) and not asked.warms:
             flight.expectation = self.expected.expect(worker.slot, hashes[held.expected :])
             self._computing[flight.expectation] = flight
         if asked.session is not None:

@@ -41,6 +41,9 @@ PLACED = (
     "/separate_reasoning",
 )
 
+# One worker, that where the conversation's next turn will go: it computes it while it is idle.
+WARMED = "/v1/prefill"
+
 # One worker, any: all answer alike. The body, if any, is not JSON.
 ANY_GET = (
     "/v1/models",
@@ -96,16 +99,19 @@ class Route(NamedTuple):
     label: its pattern, so that ids are no metric labels.
     placed: whether its body decides where it goes.
     runs: whether that is the worker's scheduler's to run, and needs room there.
+    warms: whether it is for a turn that has not come yet, and runs when nothing else does.
     """
 
     label: str
     placed: bool
     runs: bool = False
+    warms: bool = False
 
 
 _MODEL = "/v1/models/{model}"
 _TO_ONE: dict[str, dict[str, Route]] = {
     **{path: {"POST": Route(path, placed=True, runs=path not in NOT_RUN)} for path in PLACED},
+    WARMED: {"POST": Route(WARMED, placed=True, warms=True)},
     **{path: {"GET": Route(path, placed=False)} for path in ANY_GET},
     **{path: {"POST": Route(path, placed=False)} for path in ANY_POST},
 }
@@ -117,7 +123,7 @@ def to_one(method: str, path: str) -> Route | None:
     Raises BalancerError 405 for a method that the path does not have.
     """
     by_method = _TO_ONE.get(path) or _TO_ONE.get(_pattern(path))
-    if by_method is None:
+    if by_method is None or (method, path) == ("DELETE", WARMED):
         return None
     route = by_method.get(method)
     if route is None:

@@ -64,7 +64,8 @@ def gate(scheduler: Any) -> None:
     global _expected
     if not _expected:
         return
-    slices = [req for req in scheduler.waiting_queue if is_slice(req)]
+    # What SGLang refuses anyway, it refuses in its own words.
+    slices = [r for r in scheduler.waiting_queue if is_slice(r) and r.to_finish is None]
     _expected = bool(slices)
     for req in slices:
         why, cached = _refusal(scheduler, req)

@@ -21,6 +21,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from sgl_ext.engine import receipts
+from sgl_ext.engine.ahead import is_slice
 from sgl_ext.engine.convert import stop_copy
 from sgl_ext.engine.counters import counter
 from sgl_ext.requests.cache_marks import Marks
@@ -115,7 +116,7 @@ def attach(manager: Any, request: Any, *_: Any, **__: Any) -> None:
     stop_copy(request, reading)
     if reading is None:
         return
-    if not reading.is_sent:
+    if not reading.is_sent and not is_slice(request):
         for watch in _watchers:
             watch(reading, request)
     if manager is not None and manager.enable_priority_scheduling and hasattr(request, "priority"):

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from typing import Any
 
@@ -25,8 +25,10 @@ from starlette.types import Receive, Scope, Send
 
 from radix.index import PrefixIndex
 from sgl_ext.engine import receipts
+from sgl_ext.engine.answer_tap import AnswerTap
 from sgl_ext.engine.counters import counter
 from sgl_ext.engine.pin_routes import pin_routes
+from sgl_ext.engine.prefill import prefilling
 from sgl_ext.engine.publisher import SOCKET, stored_lines
 from sgl_ext.pin_mirror import PinMirror
 
@@ -73,6 +75,7 @@ class Hub:
         self._load: dict[str, int] = {}
         self.pins = PinMirror()
         self._subscribers: set[Subscriber] = set()
+        self._on_cleared: list[Callable[[], None]] = []
         self._buffer_bytes = buffer_bytes
 
     def apply(self, line: bytes) -> None:
@@ -80,6 +83,8 @@ class Hub:
         told = orjson.loads(line)
         if told.get("cleared"):
             self._mirror.clear(0)
+            for act in self._on_cleared:
+                act()
         for segment in told.get("removed", ()):
             self._mirror.remove(0, int(segment, 16))
         for segment, parent, tokens in told.get("stored", ()):
@@ -91,6 +96,10 @@ class Hub:
         counter("event_lines").inc()
         for subscriber in self._subscribers:
             subscriber.put(line)
+
+    def on_cleared(self, action: Callable[[], None]) -> None:
+        """Has `action` called when the cache was emptied."""
+        self._on_cleared.append(action)
 
     def snapshot(self) -> Iterator[bytes]:
         """Lines, without their numbers, that tell a new subscriber everything as of now."""
@@ -210,18 +219,25 @@ def hub() -> Hub:
 
 def serve(*_: Any, **__: Any) -> None:
     """Before SGLang's HTTP server runs: adds the route, and listens while the server is up."""
-    from sglang.srt.entrypoints.http_server import app
+    from sglang.srt.entrypoints import http_server
+
+    app = http_server.app
 
     async def answer(_: Request) -> Response:
         return EventStream(hub())
 
+    app.add_middleware(AnswerTap)
     app.router.routes[:0] = [Route(PATH, answer, methods=["GET"]), *pin_routes(hub().pins)]
     original = app.router.lifespan_context
 
     @asynccontextmanager
     async def lifespan(application: Any) -> AsyncIterator[Any]:
         async with hub().listening(), original(application) as state:
-            yield state
+            manager = http_server.get_global_state().tokenizer_manager
+            async with prefilling(application, manager) as prefiller:
+                if prefiller is not None:
+                    hub().on_cleared(partial(prefiller.drop_all, "flushed"))
+                yield state
 
     app.router.lifespan_context = lifespan
 

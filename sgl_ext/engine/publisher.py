@@ -18,6 +18,7 @@ import zmq
 
 from radix.held import Changes, Stored
 from sgl_ext.engine import receipts
+from sgl_ext.engine.ahead import is_slice
 from sgl_ext.engine.counters import counter
 
 SOCKET = "events"
@@ -181,11 +182,15 @@ def pin_row(pin: Any, now_s: float) -> dict[str, Any]:
 
 
 def load_of(scheduler: Any, plan: Any, pinned_tokens: int) -> dict[str, int]:
-    """A scheduler's load as it starts an iteration: requests, and tokens of prompts and memory."""
+    """A scheduler's load as it starts an iteration: requests, and tokens of prompts and memory.
+
+    What is prefilled ahead is none: it is dropped when there is something to do.
+    """
     inquirer, batch, chunked = scheduler.load_inquirer, plan.batch_to_run, scheduler.chunked_req
-    running = len(plan.running_batch.reqs)
+    running = sum(not is_slice(req) for req in plan.running_batch.reqs)
     pending = inquirer.get_num_waiting_uncached_tokens()
-    if batch is not None and batch is not plan.running_batch:
+    is_ahead = batch is not None and any(is_slice(req) for req in batch.reqs)
+    if batch is not None and batch is not plan.running_batch and not is_ahead:
         running += len(batch.reqs)
         pending += batch.extend_num_tokens or 0
         if chunked is not None:  # its chunk is in both

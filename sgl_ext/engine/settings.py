@@ -34,6 +34,7 @@ class EngineSettings:
     prefill_ahead: whose next turns are prefilled before they come: "off", of nobody; "asked",
         of whoever asks for it; "auto", of sessions that grow as well.
     prefill_ahead_slice: how many tokens of them at once, at most.
+    warm: a file of request bodies, one a line, that a new engine prefills; "": none.
     """
 
     strip_headers: tuple[str, ...] = (BILLING_HEADER,)
@@ -50,6 +51,7 @@ class EngineSettings:
     preemption_grace_s: float = 2.0
     prefill_ahead: str = "auto"
     prefill_ahead_slice: int = 2048
+    warm: str = ""
 
     @property
     def ttl_limits(self) -> TtlLimits:

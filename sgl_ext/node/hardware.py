@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from pathlib import Path
 
 from sgl_ext.config import ConfigError, LaunchConfig
 from sgl_ext.engine.settings import EngineSettings
@@ -82,6 +83,9 @@ def engine_environment(config: LaunchConfig, hardware: Hardware, index: int) -> 
         tenants=config.balancer.tenants,
         aging_s=config.balancer.aging_s,
         preemption_threshold=config.balancer.preemption_threshold,
+        prefill_ahead=config.prefill_ahead,
+        prefill_ahead_slice=config.prefill_ahead_slice,
+        warm="" if config.warm is None else str(Path(config.warm).resolve()),
     )
     environment = settings.to_environment()
     if hardware.gpus:

@@ -38,7 +38,7 @@ FINE_CUT_BYTES = 1024
 # What stands in front of everything: with another of these, nothing is shared.
 _SALTS = ("model", "lora_path", "cache_salt", "extra_key", "previous_response_id")
 _NOT_RENDERED = frozenset(
-    {"cache_control", "id", "tool_use_id", "tool_call_id", "call_id", "status"}
+    {"cache_control", "id", "tool_use_id", "tool_call_id", "call_id", "status", "signature"}
 )
 _TEXT_TYPES = frozenset({None, "text", "input_text", "output_text"})
 _RESULT_KEYS = frozenset({"type", "tool_use_id", "content", "cache_control"})

@@ -1,0 +1,64 @@
+"""Listens to answers, so that what comes after them can be prefilled. Changes nothing of them."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any
+
+from sgl_ext.engine.convert import is_copy
+from sgl_ext.engine.next_turns import NextTurns
+
+MOST_BYTES = 8 * 2**20
+PATHS = ("/v1/messages", "/v1/chat/completions", "/v1/responses")
+
+
+class AnswerTap:
+    """An ASGI application around another, that keeps the bytes of answers somebody wants."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        turns: NextTurns | None = None
+        if scope["type"] == "http" and scope["path"] in PATHS and not is_copy():
+            turns = getattr(scope["app"].state, "sgl_ext_next_turns", None)
+        if turns is None:
+            await self.app(scope, receive, send)
+            return
+        state = scope.setdefault("state", {})
+        heard = _Heard()
+
+        async def tapped(message: Any) -> None:
+            await send(message)
+            reading = state.get("reading")
+            if reading is None or not heard.take(message) or not turns.wants(reading):
+                return
+            turns.answered(scope["headers"], reading, b"".join(heard.parts), heard.is_stream)
+
+        await self.app(scope, receive, tapped)
+
+
+class _Heard:
+    """An answer's parts so far."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self.is_stream = False
+        self._size = 0
+        self._is_good = False
+
+    def take(self, message: Any) -> bool:
+        """One more message of it; whether it was the last of an answer that was kept whole."""
+        if message["type"] == "http.response.start":
+            kinds = [v for name, v in message.get("headers", ()) if name.lower() == b"content-type"]
+            self.is_stream = any(b"event-stream" in kind for kind in kinds)
+            self._is_good = message["status"] == HTTPStatus.OK
+            return False
+        body = message.get("body", b"")
+        self._size += len(body)
+        self._is_good = self._is_good and self._size <= MOST_BYTES
+        if self._is_good and body:
+            self.parts.append(bytes(body))
+        elif not self._is_good:
+            self.parts.clear()
+        return self._is_good and not message.get("more_body", False)

@@ -1,0 +1,86 @@
+"""What is prefilled ahead: when a slice may run, where it ends, and whose turns are guessed."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler.prefill import Guesses, Refusal, refusal, slice_end
+
+
+def decided(**changed: int) -> Refusal | None:
+    usual = {
+        "is_idle": 1, "new_tokens": 100, "least_tokens": 16, "slice_tokens": 256, "free_tokens": 500
+    }  # fmt: skip
+    told = usual | changed
+    return refusal(**told | {"is_idle": bool(told["is_idle"])})
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({}, None),
+        ({"is_idle": 0}, Refusal.BUSY),
+        ({"new_tokens": 15}, Refusal.NOTHING),
+        ({"new_tokens": 16}, None),
+        ({"new_tokens": 256}, None),
+        ({"new_tokens": 257}, Refusal.WIDE),
+        ({"free_tokens": 99}, Refusal.MEMORY),
+        ({"free_tokens": 100}, None),
+        ({"is_idle": 0, "new_tokens": 0, "free_tokens": 0}, Refusal.BUSY),
+    ],
+)
+def test_a_slice_runs_if_nothing_is_in_its_way(
+    changed: dict[str, int], why: Refusal | None
+) -> None:
+    assert decided(**changed) is why
+
+
+@given(
+    total=st.integers(1, 5000),
+    slice_tokens=st.integers(1, 700),
+    page=st.sampled_from([1, 16, 64]),
+)
+def test_slices_come_to_the_end_of_a_prompt(total: int, slice_tokens: int, page: int) -> None:
+    slice_tokens = max(slice_tokens, page)
+    cached = 0
+    for _ in range(total + 1):
+        end = slice_end(total, cached, slice_tokens, page)
+        assert cached < end <= total
+        assert end == total or end % page == 0
+        assert end - cached <= slice_tokens
+        cached = end
+        if end == total:
+            return
+    raise AssertionError("it never ends")
+
+
+def test_a_conversation_that_is_not_as_guessed_gets_no_more_guesses() -> None:
+    guesses = Guesses()
+    assert guesses.is_worth("one")
+    guesses.note("one", is_right=False)
+    assert guesses.is_worth("one")
+    guesses.note("one", is_right=False)
+    assert not guesses.is_worth("one")
+    assert guesses.is_worth("other")
+
+
+def test_half_of_the_latest_guesses_must_be_right() -> None:
+    guesses = Guesses()
+    for _ in range(100):
+        guesses.note("one", is_right=True)
+    for _ in range(4):
+        guesses.note("one", is_right=False)
+        assert guesses.is_worth("one")
+    guesses.note("one", is_right=False)
+    assert not guesses.is_worth("one")
+
+
+def test_of_many_conversations_the_oldest_is_forgotten() -> None:
+    guesses = Guesses(limit=2)
+    for name in ("one", "one", "two", "two", "three"):
+        guesses.note(name, is_right=False)
+    assert len(guesses) == 2
+    assert guesses.is_worth("one")
+    assert not guesses.is_worth("two")
