@@ -165,6 +165,22 @@ async def test_turns_of_a_conversation_stay_on_one_engine(start: Start) -> None:
     assert sorted(len(engine.seen) for engine in engines) == [0, 0, 6]
 
 
+async def test_a_prompt_is_prefilled_where_its_conversation_is(start: Start) -> None:
+    engines = [Engine(name) for name in "abc"]
+    client = await start(*engines)
+    body = {"model": "m", "system": "You are.", "messages": [{"role": "user", "content": "hi"}]}
+    await client.post("/v1/messages", json=body)
+    for known in ("one result", "and another"):
+        content = [{"type": "tool_result", "tool_use_id": "a", "content": known}]
+        body["messages"] = [*body["messages"], {"role": "user", "content": content}]
+        answer = await client.post("/v1/prefill?wait=false", json=body)
+        assert answer.status == 200
+    paths = [[path for path, _, _ in engine.seen] for engine in engines]
+    assert sorted(paths) == [[], [], ["/v1/messages", *["/v1/prefill?wait=false"] * 2]]
+    answer = await client.delete("/v1/prefill?session=one")
+    assert len(await answer.json()) == 3
+
+
 async def test_models_come_from_an_engine(start: Start) -> None:
     client = await start(Engine("a"))
     assert await (await client.get("/v1/models")).json() == {"engine": "a"}

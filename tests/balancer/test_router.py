@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -270,3 +271,22 @@ def test_slots_are_used_again(setting: Setting) -> None:
     joined = setting.workers.add("http://c")
     assert joined.slot == gone.slot
     assert setting.workers.add("http://c") is joined
+
+
+def test_what_is_prefilled_ahead_goes_home_and_is_no_load(setting: Setting) -> None:
+    first = setting.fly(setting.ask("Hello"))
+    setting.router.first_byte(first)
+    setting.confirm(first)
+    setting.router.arrived(first)
+    expected = len(setting.router.expected)
+    ahead = replace(setting.ask("Hello", "Hi.", "Go on"), runs=False, warms=True)
+    warming = setting.fly(ahead)
+    assert warming.worker is first.worker
+    assert (warming.worker.pending_tokens, warming.worker.running.requests) == (0, 0)
+    assert len(setting.router.expected) == expected
+    turn = setting.fly(setting.ask("Hello", "Hi.", "Go on"))
+    assert turn.worker is first.worker
+    assert turn.follows is None, "it would wait for what runs when nothing else does"
+    setting.router.arrived(turn)
+    setting.router.arrived(warming)
+    assert first.worker.pending_tokens == first.worker.in_flight == 0
