@@ -31,9 +31,10 @@ class AnswerTap:
         async def tapped(message: Any) -> None:
             await send(message)
             reading = state.get("reading")
-            if reading is None or not heard.take(message) or not turns.wants(reading):
-                return
-            turns.answered(scope["headers"], reading, b"".join(heard.parts), heard.is_stream)
+            if message["type"] == "http.response.start":
+                heard.begin(message, is_wanted=reading is not None and turns.wants(reading))
+            elif heard.take(message):
+                turns.answered(scope["headers"], reading, b"".join(heard.parts), heard.is_stream)
 
         await self.app(scope, receive, tapped)
 
@@ -45,20 +46,21 @@ class _Heard:
         self.parts: list[bytes] = []
         self.is_stream = False
         self._size = 0
-        self._is_good = False
+        self._is_kept = False
 
-    def take(self, message: Any) -> bool:
-        """One more message of it; whether it was the last of an answer that was kept whole."""
-        if message["type"] == "http.response.start":
-            kinds = [v for name, v in message.get("headers", ()) if name.lower() == b"content-type"]
-            self.is_stream = any(b"event-stream" in kind for kind in kinds)
-            self._is_good = message["status"] == HTTPStatus.OK
-            return False
-        body = message.get("body", b"")
+    def begin(self, start: Any, *, is_wanted: bool) -> None:
+        """Its status and headers."""
+        kinds = [v for name, v in start.get("headers", ()) if name.lower() == b"content-type"]
+        self.is_stream = any(b"event-stream" in kind for kind in kinds)
+        self._is_kept = is_wanted and start["status"] == HTTPStatus.OK
+
+    def take(self, part: Any) -> bool:
+        """One more part of it; whether it was the last of an answer that was kept whole."""
+        body = part.get("body", b"")
         self._size += len(body)
-        self._is_good = self._is_good and self._size <= MOST_BYTES
-        if self._is_good and body:
-            self.parts.append(bytes(body))
-        elif not self._is_good:
+        if self._size > MOST_BYTES:
+            self._is_kept = False
             self.parts.clear()
-        return self._is_good and not message.get("more_body", False)
+        elif self._is_kept and body:
+            self.parts.append(bytes(body))
+        return self._is_kept and not part.get("more_body", False)

@@ -82,9 +82,9 @@ class Hub:
         """Takes one line of the scheduler's, and hands it on. Raises ValueError on any other."""
         told = orjson.loads(line)
         if told.get("cleared"):
-            self._mirror.clear(0)
-            for act in self._on_cleared:
+            for act in self._on_cleared if len(self._mirror) else ():  # a new engine begins with it
                 act()
+            self._mirror.clear(0)
         for segment in told.get("removed", ()):
             self._mirror.remove(0, int(segment, 16))
         for segment, parent, tokens in told.get("stored", ()):

@@ -14,9 +14,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+
+import xxhash
 
 from scheduler.prefill import Guesses
 from sgl_ext.engine.convert import Conversion, Headers, convert
@@ -33,7 +36,10 @@ _logger = logging.getLogger(__name__)
 
 
 class _Guess(NamedTuple):
-    ids: list[int]
+    """The tokens of a guess, as a hash: many are remembered, and each may be long."""
+
+    length: int
+    digest: int
     job: Job
 
 
@@ -89,7 +95,7 @@ class NextTurns:
         self, name: str, headers: Headers, reading: Reading, data: bytes, is_stream: bool
     ) -> None:
         await self._prefiller.idle()  # to convert takes time from whoever is served
-        answer = read_answer(reading.path, data, is_stream)
+        answer = await asyncio.to_thread(read_answer, reading.path, data, is_stream)
         turn = None
         if answer is not None:
             turn = next_turn(reading.path, reading.body, answer, secrets.token_hex(8))
@@ -103,7 +109,7 @@ class NextTurns:
             return
         asked = bool(reading.importance.speculative_prefill)
         job = Job(name, ids, conversion.request, quiet(conversion.reading), is_guess=not asked)
-        self._remember(name, _Guess(ids, job))
+        self._remember(name, _Guess(len(ids), _digest(ids), job))
         self._prefiller.put(job)
 
     def _remember(self, name: str, guess: _Guess) -> None:
@@ -113,7 +119,8 @@ class NextTurns:
             counter("prefilled_ahead_tokens_wasted").inc(forgotten.job.prefilled_tokens)
 
     def _judge(self, name: str, guess: _Guess, ids: Any) -> None:
-        is_right = isinstance(ids, list) and ids[: len(guess.ids)] == guess.ids
+        known = ids[: guess.length] if isinstance(ids, list) else []
+        is_right = len(known) == guess.length and _digest(known) == guess.digest
         self._worth.note(name, is_right=is_right)
         counter("next_turns_guessed").labels("right" if is_right else "wrong").inc()
         tokens = guess.job.prefilled_tokens
@@ -142,6 +149,10 @@ def name_of(reading: Reading) -> str | None:
     if reading.conversation is None:
         return None
     return f"{reading.owner}/{reading.conversation:032x}"
+
+
+def _digest(ids: list[int]) -> int:
+    return xxhash.xxh3_128_intdigest(array("q", ids).tobytes())
 
 
 def quiet(reading: Reading) -> Reading:

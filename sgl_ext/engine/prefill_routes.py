@@ -151,7 +151,7 @@ def _so_far(job: Job | None, why: str) -> Mapping[str, Any]:
         counts = dict.fromkeys(("prompt_tokens", "cached_tokens", "prefilled_tokens", "segments"))
         return {**counts, "complete": False, "why": why}
     return {
-        "prompt_tokens": len(job.ids),
+        "prompt_tokens": job.total,
         "cached_tokens": job.cached_tokens,
         "prefilled_tokens": job.prefilled_tokens,
         "segments": len(job.reading.chain.hashes),

@@ -35,6 +35,7 @@ class Job:
     """A prompt that is to be in the cache.
 
     name: whose it is; a newer job of the name takes its place.
+    ids: its tokens, `total` of them; given up when it has ended.
     asked: SGLang's request that came of it, for what belongs to its name space.
     reading: what was read of it, told with the last slice; its pins are taken then.
     is_guess: nobody asked for it, and it is the first to be evicted.
@@ -56,11 +57,15 @@ class Job:
     why: str = ""
     done: asyncio.Event = field(default_factory=asyncio.Event)
     end: int = 0
+    total: int = 0
+
+    def __post_init__(self) -> None:
+        self.end = self.total = len(self.ids)
 
     @property
     def is_complete(self) -> bool:
         """Whether all of it is in the cache."""
-        return self.reached_tokens >= len(self.ids)
+        return self.reached_tokens >= self.total
 
 
 class Prefiller:
@@ -78,7 +83,6 @@ class Prefiller:
         self.drop(job.name, "replaced")
         if len(self._jobs) >= MOST_JOBS:
             self.drop(next(iter(self._jobs)), "crowded")
-        job.end = len(job.ids)
         self._jobs[job.name] = job
         self._some.set()
         counter("prefills_ahead").labels("guess" if job.is_guess else "asked").inc()
@@ -126,7 +130,6 @@ class Prefiller:
         except Exception as error:  # of SGLang's, which refuses what it cannot do
             _logger.warning("sgl-ext: a prompt was not prefilled ahead: %s", error)
             return self._finish(job, "failed")
-        total = len(job.ids)
         reason = meta.get("finish_reason") or {}
         refused = told(reason.get("message") or "") if reason.get("type") == "abort" else None
         if refused is None and reason.get("type") == "abort":
@@ -151,13 +154,13 @@ class Prefiller:
         if job.is_complete:
             return self._finish(job, "")
         cached = job.reached_tokens if refused is None else cached
-        job.end = slice_end(total, cached, self._slice_tokens, self._page)
+        job.end = slice_end(job.total, cached, self._slice_tokens, self._page)
 
     async def _send(self, job: Job) -> dict[str, Any]:
         """A slice's meta information as SGLang answers it."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
-        is_last = job.end == len(job.ids)
+        is_last = job.end == job.total
         name = slice_name(is_guess=job.is_guess, is_forced=is_last and bool(job.reading.pins))
         request = GenerateReqInput(
             rid=name,
@@ -192,7 +195,7 @@ class Prefiller:
     def _finish(self, job: Job, why: str) -> None:
         if self._jobs.get(job.name) is job:
             del self._jobs[job.name]
-        job.why = why
+        job.why, job.ids = why, []
         if why:
             counter("prefills_ahead_dropped").labels(why).inc()
         job.done.set()

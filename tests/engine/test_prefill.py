@@ -7,6 +7,7 @@ of a person is not what the cache has, unless it was prefilled.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -50,6 +51,7 @@ class Serving:
     def __init__(self, engine: Engine, log: Path) -> None:
         self.url = engine.url
         self.watch = Watch(engine)
+        self.warmed: list[tuple[int, int]] = []
         self._engine = engine
         self._log = log
 
@@ -111,6 +113,7 @@ class Serving:
         assert "was not prefilled ahead" not in said
 
 
+WARMED = [{**ONE, "system": text(500), "messages": [user(5)]} for _ in range(2)]
 RANKS = {"one rank": (), "two ranks": ("--tp-size", "2")}
 
 
@@ -121,7 +124,9 @@ def started(
     folder = tmp_path_factory.mktemp("prefill")
     template = folder / "template.jinja"
     template.write_text(TEMPLATE)
-    settings = EngineSettings(prefill_ahead_slice=SLICE)
+    warm = folder / "warm.jsonl"
+    warm.write_text("\n".join(json.dumps(body) for body in WARMED))
+    settings = EngineSettings(prefill_ahead_slice=SLICE, warm=str(warm))
     with pytest.MonkeyPatch.context() as patch:
         checks = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
         checks |= {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if RANKS[request.param] else {}
@@ -131,7 +136,11 @@ def started(
         flags = ("--chunked-prefill-size", "512", "--chat-template", str(template))
         flags += RANKS[request.param]
         with running_engine(tiny_model, log, *flags) as engine:
-            yield Serving(engine, log)
+            serving = Serving(engine, log)
+            until(lambda: serving.counted("prefilled_ahead_tokens") > 1000)
+            until(serving.is_level)
+            serving.warmed = [serving.usage(MESSAGES, body) for body in WARMED]
+            yield serving
 
 
 @pytest.fixture
@@ -143,6 +152,12 @@ def engine(started: Serving) -> Iterator[Serving]:
     yield started
     until(started.is_level)
     started.assert_sound()
+
+
+def test_an_engine_begins_with_the_prompts_that_it_is_to_warm(engine: Serving) -> None:
+    assert len(engine.warmed) == len(WARMED)
+    for tokens, cached in engine.warmed:
+        assert cached >= tokens - SLACK
 
 
 BODIES: dict[str, Callable[[], dict[str, Any]]] = {
