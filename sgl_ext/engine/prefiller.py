@@ -111,7 +111,12 @@ class Prefiller:
             await self.idle()
             self._drop_late()
             if self._jobs:
-                await self._advance(next(iter(self._jobs.values())))
+                job = next(iter(self._jobs.values()))
+                try:
+                    await self._advance(job)
+                except Exception as error:  # of SGLang's, which refuses what it cannot do
+                    _logger.warning("sgl-ext: a prompt was not prefilled ahead: %r", error)
+                    self._finish(job, "failed")
             if not self._jobs:
                 self._some.clear()
 
@@ -125,11 +130,7 @@ class Prefiller:
 
     async def _advance(self, job: Job) -> None:
         """Sends a job's next slice."""
-        try:
-            meta = await self._send(job)
-        except Exception as error:  # of SGLang's, which refuses what it cannot do
-            _logger.warning("sgl-ext: a prompt was not prefilled ahead: %s", error)
-            return self._finish(job, "failed")
+        meta = await self._send(job)
         reason = meta.get("finish_reason") or {}
         refused = told(reason.get("message") or "") if reason.get("type") == "abort" else None
         if refused is None and reason.get("type") == "abort":
