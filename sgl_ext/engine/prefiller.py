@@ -194,6 +194,8 @@ class Prefiller:
         job.reached_tokens = max(job.reached_tokens, cached)
 
     def _finish(self, job: Job, why: str) -> None:
+        if job.done.is_set():  # dropped while a slice of it ran
+            return
         if self._jobs.get(job.name) is job:
             del self._jobs[job.name]
         job.why, job.ids = why, []

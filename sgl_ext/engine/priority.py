@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from scheduler.order import Served, Waiting, in_order, step
+from sgl_ext.engine import single_flight
 from sgl_ext.engine.clock import keeper_of
 from sgl_ext.engine.counters import count_of_ranks
 from sgl_ext.engine.hints import carried
@@ -80,9 +81,13 @@ def _state(scheduler: Any, running_batch: Any) -> tuple[Any, ...] | None:
     keeper, queue = keeper_of(scheduler), scheduler.waiting_queue
     if keeper is None or not queue or not scheduler.enable_priority_preemption:
         return None
+    if running_batch.is_empty() or single_flight.anybody_waits():
+        return None
     if scheduler.chunked_req is not None or scheduler.grammar_manager.has_waiting_grammars():
         return None
     if scheduler.enable_hicache_storage or scheduler.enable_lmcache or scheduler.require_mlp_sync:
+        return None
+    if scheduler.enable_lora or scheduler.prefill_delayer or scheduler.min_free_slots_delayer:
         return None
     return len(queue), queue[-1].rid, running_batch.batch_size(), keeper.now_s
 

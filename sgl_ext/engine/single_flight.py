@@ -27,10 +27,20 @@ FOLLOW_TOKENS = 512
 # So many are waited for, one after the other was aborted or preempted.
 _MOST_LEADERS = 3
 _LEADERS = "_sgl_ext_leaders"
+# Of this process's one scheduler.
+_awaited = False
+
+
+def anybody_waits() -> bool:
+    """Whether somebody has waited for a prefix since this was last asked: it may be there now."""
+    global _awaited
+    awaited, _awaited = _awaited, False
+    return awaited
 
 
 def follows(adder: Any, req: Any) -> bool:
     """Whether a request, its cached prefix just matched, waits for one that is being computed."""
+    global _awaited
     at = req.prefix_len
     wanted = req.full_untruncated_fill_ids
     if len(wanted) - at <= FOLLOW_TOKENS or not _may_follow(adder.tree_cache, req):
@@ -45,6 +55,7 @@ def follows(adder: Any, req: Any) -> bool:
             return False
         setattr(req, _LEADERS, (*leaders, leader.rid))
         count_of_ranks("prefixes_awaited")
+    _awaited = True
     return True
 
 

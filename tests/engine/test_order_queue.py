@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from scheduler.order import Served
-from sgl_ext.engine import priority
+from sgl_ext.engine import priority, single_flight
 from sgl_ext.engine.hints import Hints
 from sgl_ext.engine.settings import EngineSettings
 from sgl_ext.tenants import Tenant
@@ -60,3 +60,66 @@ def test_a_weight_takes_nobody_over_a_step(monkeypatch: pytest.MonkeyPatch) -> N
     queue = [request("people"), request("other", importance=1)]
     first = ordered(monkeypatch, queue, Tenant("people", 0, 1000))[0]
     assert first._sgl_ext_hints.owner == "other"
+
+
+class Trying(SimpleNamespace):
+    """A scheduler that has refused somebody; `fields` differ from that."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(
+            **{
+                "tree_cache": SimpleNamespace(pins=SimpleNamespace(now_s=5.0)),
+                "waiting_queue": [SimpleNamespace(rid="one")],
+                "enable_priority_preemption": True,
+                "chunked_req": None,
+                "grammar_manager": SimpleNamespace(has_waiting_grammars=lambda: False),
+                "enable_hicache_storage": False,
+                "enable_lmcache": False,
+                "require_mlp_sync": False,
+                "enable_lora": False,
+                "prefill_delayer": None,
+                "min_free_slots_delayer": None,
+                **fields,
+            }
+        )
+
+    def defers(self, running: int = 3) -> bool:
+        batch = SimpleNamespace(batch_size=lambda: running, is_empty=lambda: running == 0)
+        return priority.defer_vain_try(lambda *_: False, self, batch)
+
+
+def test_who_was_refused_is_not_tried_again_until_something_has_changed() -> None:
+    scheduler = Trying()
+    assert [scheduler.defers() for _ in range(3)] == [False, True, True]
+    assert [scheduler.defers(running=2) for _ in range(2)] == [False, True]
+    scheduler.waiting_queue.append(SimpleNamespace(rid="two"))
+    assert [scheduler.defers(running=2) for _ in range(2)] == [False, True]
+    scheduler.tree_cache.pins.now_s += 1
+    assert [scheduler.defers(running=2) for _ in range(2)] == [False, True]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"chunked_req": SimpleNamespace()},
+        {"waiting_queue": []},
+        {"enable_priority_preemption": False},
+        {"enable_hicache_storage": True},
+        {"enable_lora": True},
+        {"tree_cache": SimpleNamespace()},
+        {"grammar_manager": SimpleNamespace(has_waiting_grammars=lambda: True)},
+    ],
+)
+def test_where_more_may_have_changed_all_are_tried(fields: dict[str, Any]) -> None:
+    scheduler = Trying(**fields)
+    assert [scheduler.defers() for _ in range(3)] == [False] * 3
+
+
+def test_nobody_waits_for_a_clock_where_nothing_runs_or_a_prefix_is_in_the_making(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scheduler = Trying()
+    assert [scheduler.defers(running=0) for _ in range(3)] == [False] * 3
+    assert [scheduler.defers() for _ in range(2)] == [False, True]
+    monkeypatch.setattr(single_flight, "_awaited", True)
+    assert [scheduler.defers() for _ in range(3)] == [False, False, True]
