@@ -98,7 +98,7 @@ def _refusal(scheduler: Any, req: Any) -> tuple[Refusal | None, int]:
         new_tokens=max(new, page, _LEAST_TOKENS) if forced else new,
         least_tokens=max(page, _LEAST_TOKENS),
         slice_tokens=min(chunk, longest) if chunk and chunk > 0 else longest,
-        free_tokens=_free(scheduler, tree) - 2 * page,
+        free_tokens=_free(scheduler, tree, cached) - 2 * page,
     )
     return why, cached
 
@@ -125,8 +125,10 @@ def _cached(tree: Any, req: Any) -> int:
     return int(tree.tree_core.match_full_device_prefix(key)[0])
 
 
-def _free(scheduler: Any, tree: Any) -> int:
-    return int(scheduler.token_to_kv_pool_allocator.available_size() + tree.worthless_tokens())
+def _free(scheduler: Any, tree: Any, cached: int) -> int:
+    """What nobody misses, but for what of it the slice itself goes on from."""
+    available = scheduler.token_to_kv_pool_allocator.available_size()
+    return int(available + max(tree.worthless_tokens() - cached, 0))
 
 
 def _refuse(scheduler: Any, req: Any, message: str) -> None:
