@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -31,6 +32,8 @@ from sgl_ext.requests.next_turn import Turn, next_turn
 
 MOST_PENDING = 64
 MOST_REMEMBERED = 256
+# A turn that has not come by then will hardly come: its tokens were wasted.
+REMEMBERED_S = 900.0
 _MARGIN = 4  # what tokens before the unknown may become part of
 _logger = logging.getLogger(__name__)
 
@@ -41,6 +44,7 @@ class _Guess(NamedTuple):
     length: int
     digest: int
     job: Job
+    made_s: float
 
 
 class NextTurns:
@@ -109,14 +113,18 @@ class NextTurns:
             return
         asked = bool(reading.importance.speculative_prefill)
         job = Job(name, ids, conversion.request, quiet(conversion.reading), is_guess=not asked)
-        self._remember(name, _Guess(len(ids), _digest(ids), job))
+        self._remember(name, _Guess(len(ids), _digest(ids), job, time.monotonic()))
         self._prefiller.put(job)
 
     def _remember(self, name: str, guess: _Guess) -> None:
         self._guesses[name] = guess
-        if len(self._guesses) > MOST_REMEMBERED:
+        forgotten_s = time.monotonic() - REMEMBERED_S
+        while len(self._guesses) > MOST_REMEMBERED or self._oldest().made_s < forgotten_s:
             _, forgotten = self._guesses.popitem(last=False)
             counter("prefilled_ahead_tokens_wasted").inc(forgotten.job.prefilled_tokens)
+
+    def _oldest(self) -> _Guess:
+        return next(iter(self._guesses.values()))
 
     def _judge(self, name: str, guess: _Guess, ids: Any) -> None:
         known = ids[: guess.length] if isinstance(ids, list) else []

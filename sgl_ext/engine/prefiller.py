@@ -26,6 +26,10 @@ from sgl_ext.requests.priority import LIMIT, Importance
 MOST_JOBS = 256
 DEADLINE_S = 60.0
 _LOOK_S = 0.02
+# What comes while a slice runs waits for it: so it is as long as this takes, by those before.
+_SLICE_S = 0.05
+_LEAST_SLICE_TOKENS = 128
+_FIRST_SLICE_TOKENS = 256
 _SLICE_TIMEOUT_S = 60.0
 _logger = logging.getLogger(__name__)
 
@@ -69,11 +73,15 @@ class Job:
 
 
 class Prefiller:
-    """Prefills jobs, in the order in which they came. One an engine."""
+    """Prefills jobs, in the order in which they came, `slice_tokens` at once at most.
+
+    One an engine.
+    """
 
     def __init__(self, manager: Any, slice_tokens: int) -> None:
         self._manager = manager
-        self._slice_tokens = slice_tokens
+        self._most_tokens = slice_tokens
+        self._slice_tokens = min(_FIRST_SLICE_TOKENS, slice_tokens)
         self._page = manager.server_args.page_size or 1
         self._jobs: OrderedDict[str, Job] = OrderedDict()
         self._some = asyncio.Event()
@@ -130,6 +138,7 @@ class Prefiller:
 
     async def _advance(self, job: Job) -> None:
         """Sends a job's next slice."""
+        before_s = job.computed_s
         meta = await self._send(job)
         reason = meta.get("finish_reason") or {}
         refused = told(reason.get("message") or "") if reason.get("type") == "abort" else None
@@ -140,6 +149,7 @@ class Prefiller:
             self._found(job, meta["cached_tokens"])
             job.reached_tokens = max(job.reached_tokens, job.end)
             job.prefilled_tokens += new
+            self._adapt(new, job.computed_s - before_s)
             counter("prefilled_ahead_tokens").inc(new)
         else:
             why, cached = refused
@@ -156,6 +166,13 @@ class Prefiller:
             return self._finish(job, "")
         cached = job.reached_tokens if refused is None else cached
         job.end = slice_end(job.total, cached, self._slice_tokens, self._page)
+
+    def _adapt(self, tokens: int, took_s: float) -> None:
+        """Moves the length of slices half way to what the last one says fits: it may be a chance."""
+        if tokens >= _LEAST_SLICE_TOKENS:
+            fitting = int(tokens * _SLICE_S / max(took_s, 1e-4))
+            wanted = max((self._slice_tokens + fitting) // 2, _LEAST_SLICE_TOKENS)
+            self._slice_tokens = min(wanted, self._most_tokens)
 
     async def _send(self, job: Job) -> dict[str, Any]:
         """A slice's meta information as SGLang answers it."""

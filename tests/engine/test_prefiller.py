@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 import warnings
 from collections.abc import AsyncIterator, Callable
@@ -95,6 +96,30 @@ async def test_a_prompt_is_computed_in_slices_from_where_it_is_cached() -> None:
         assert request.sampling_params == {"max_new_tokens": 0}
         assert (request.extra_key, request.cache_salt) == ("adapter", "salt")
         assert not request.log_metrics
+
+
+async def test_a_slice_is_as_long_as_is_computed_in_a_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = SimpleNamespace(now_s=0.0)
+    tree = Tree(2048)
+
+    def slow(request: Any) -> dict[str, Any]:
+        before = tree.cached
+        told = tree(request)
+        clock.now_s += (tree.cached - before) / 4000  # so that 50 ms are 200 tokens
+        return told
+
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now_s)
+    manager = Manager(slow)
+    one = job(tokens=4000, deadline_s=1e9)
+    prefiller = Prefiller(manager, 2048)
+    prefiller.put(one)
+    await worked(prefiller, one)
+    ends = [len(request.input_ids) for request in manager.sent][1:]
+    lengths = [after - before for before, after in itertools.pairwise(ends)][:-1]
+    assert lengths[0] < 256
+    assert 199 <= lengths[-1] <= 201
 
 
 async def test_what_is_cached_takes_one_question() -> None:

@@ -1,0 +1,108 @@
+"""What a run of bench/speculative_prefill found, as figures."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bench._pin_figures import ratio, spread
+from bench._pin_load import Answer
+from bench._speculative_load import Round, Turn
+
+_COMPUTED, _USED = "prefilled_ahead_tokens_total", "prefilled_ahead_tokens_used_total"
+
+Rounds = Sequence[Round]
+
+
+def later(rounds: Rounds) -> list[Turn]:
+    """The whole turns that have one before them: what is asked for again begins there."""
+    return [turn for one in rounds for turn in one.turns if turn.number > 1 and turn.seen.is_whole]
+
+
+def cached_share(turn: Turn) -> float:
+    """How much of what could be known of a turn's prompt was cached when it came."""
+    return min(turn.seen.cached_tokens, turn.certain_tokens) / turn.certain_tokens
+
+
+def counted(rounds: Rounds) -> dict[str, float]:
+    """The engine's counters over all rounds, without those that stood still."""
+    total: Counter[str] = Counter()
+    for one in rounds:
+        total.update(one.counted)
+    return {name: value for name, value in sorted(total.items()) if value}
+
+
+def arm_figures(rounds: Rounds) -> dict[str, Any]:
+    """One arm's figures."""
+    turns = later(rounds)
+    shares = sorted(map(cached_share, turns))
+    first = [turn.seen.ttft_ms for one in rounds for turn in one.turns if turn.number == 1]
+    results = [answer.ttft_ms for one in rounds for answer in one.results if answer.is_whole]
+    warm_ups = [answer for one in rounds for answer in one.warm_ups]
+    cold = [turn.certain_tokens - turn.seen.cached_tokens for turn in turns]
+    return {
+        **spread("ttft", [turn.seen.ttft_ms for turn in turns]),
+        "first_ttft_p50_ms": round(statistics.median(first), 1),
+        **spread("result_ttft", results),
+        "cached_share_p50": round(statistics.median(shares), 4),
+        "cached_share_p10": round(statistics.quantiles(shares, n=10, method="inclusive")[0], 4),
+        "cold_tokens_p50": round(statistics.median(max(tokens, 0) for tokens in cold)),
+        **spread("others_ttft", _waits_ms(rounds)),
+        "others_per_s": round(statistics.median(map(others_per_s, rounds)), 2),
+        "warm_ups": len(warm_ups),
+        "warm_up_tokens": sum(one.prompt_tokens - one.cached_tokens for one in warm_ups),
+        "failed": sum(map(failed, rounds)),
+        "counters": counted(rounds),
+    }
+
+
+def failed(one: Round) -> int:
+    """How many requests of a round were not answered whole."""
+    answers: list[Answer] = [*(turn.seen for turn in one.turns), *one.results, *one.warm_ups]
+    return sum(not answer.is_whole for answer in answers) + sum(map(math.isinf, one.others_ms))
+
+
+def others_per_s(one: Round) -> float:
+    """The unrelated requests that were answered, by the time that people talked."""
+    return sum(map(math.isfinite, one.others_ms)) / one.span_s
+
+
+def comparison(seen: Mapping[str, Rounds]) -> dict[str, Any]:
+    """Ours against nothing, and against what a client can do by itself. Rounds are pairs."""
+    arms = {name: arm_figures(rounds) for name, rounds in seen.items()}
+    middles = {
+        name: [statistics.median(turn.seen.ttft_ms for turn in later([one])) for one in rounds]
+        for name, rounds in seen.items()
+    }
+    rates = {name: list(map(others_per_s, rounds)) for name, rounds in seen.items()}
+    off, ours, naive = (arms[name] for name in ("off", "ours", "naive"))
+    computed, used = (ours["counters"].get(name, 0) for name in (_COMPUTED, _USED))
+    return {
+        "ttft_p50_ratio": ratio(middles["off"], middles["ours"]),
+        "ttft_p50_ours_over_off": ratio(middles["ours"], middles["off"]),
+        "next_prefix_cached_share": ours["cached_share_p50"],
+        "next_prefix_cached_share_p10": ours["cached_share_p10"],
+        "others_ttft_p99_ratio": _over(ours, off, "others_ttft_p99_ms"),
+        "others_throughput_ratio": ratio(rates["ours"], rates["off"]),
+        "prefilled_ahead_tokens": round(computed),
+        "wasted_tokens": round(computed - used),
+        "naive": {
+            "ttft_p50_ratio": ratio(middles["off"], middles["naive"]),
+            "next_prefix_cached_share": naive["cached_share_p50"],
+            "others_ttft_p99_ratio": _over(naive, off, "others_ttft_p99_ms"),
+            "others_throughput_ratio": ratio(rates["naive"], rates["off"]),
+            "computed_tokens": naive["warm_up_tokens"],
+        },
+        "arms": arms,
+    }
+
+
+def _over(one: Mapping[str, float], other: Mapping[str, float], name: str) -> float:
+    return round(one[name] / other[name], 3)
+
+
+def _waits_ms(rounds: Rounds) -> list[float]:
+    return [wait for one in rounds for wait in one.others_ms if math.isfinite(wait)]

@@ -1,0 +1,123 @@
+"""What does a person's next turn wait for, if the engine prefilled it while the person thought?
+
+Ten people talk to agents for five turns each, all at once, on one real engine. A turn: the
+person writes, the model thinks and calls a tool, that takes 1.5 to 4.5 s, its result of 1,300
+tokens is sent back, the model thinks and answers. The person thinks about it for 1 to 5 s and
+writes again. The template keeps thinking within a turn and drops it once the person has
+written: so the turn before reads otherwise from its first thought on, and that is not what the
+cache has of it. Arms:
+
+    off     the client marks no request
+    ours    it marks each with `nvext.agent_hints.speculative_prefill`
+    naive   it sends what it can know of the next turn after each answer, as a client can who
+            knows nothing of the engine: its messages, without tools, for one token
+
+all on the same engine, where `off` and `naive` refuse what the engine would guess unasked. A
+round is each arm, in an order that rotates, with the cache empty: the same texts, sizes and
+pauses but for one word. All that the model says is its own, in a form that a grammar gives it
+(`bench._speculative_load`). Unrelated clients send short prompts beside it, one at a time each
+and with pauses, so the engine idles now and then.
+
+TTFTs are of the requests with which a person writes, from the second turn on; what a tool gave
+is new to any arm. Of each such prompt, all before the person's new message is certain while the
+person thinks: `next_prefix_cached_share` is how much of that was cached when the request came,
+the median, and `_p10` what one in ten is below. An arm that does nothing finds most of a long
+conversation cached as well; `cold_tokens_p50` is what it does not find.
+
+`ttft_p50_ratio` is off / ours: how many times sooner ours is, more is better.
+`ttft_p50_ours_over_off` is the same turned round: less is better. The `others_` ratios are ours
+/ off, of the unrelated requests: the p99 of all rounds, and answers a second. But for that p99,
+a ratio is the median of the rounds' own. `wasted_tokens` were computed ahead and used by no
+next turn, as the engine counts them; nobody says that a turn is their last, so what is
+prefilled behind that is among them. `naive` has the same of that arm, against off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import requests
+
+from bench._node import Node, local_model, running_node
+from bench._priority_load import fitted
+from bench._speculative_figures import comparison
+from bench._speculative_load import ARMS, Load, Round, Stage, Voice
+
+_FLAGS = ("--sleep-on-idle", "--tool-call-parser", "pythonic")
+_PREFIX = "sgl_ext_"
+_COUNTED = (f"{_PREFIX}prefill", f"{_PREFIX}next_turns")
+
+
+async def measure(node: Node, voice: Voice, load: Load, rounds: int) -> dict[str, Any]:
+    """Runs the arms on an engine that runs, and returns the figures."""
+    texts, url = fitted(node), node.engines[0]
+    seen: dict[str, list[Round]] = {name: [] for name in ARMS}
+    timeout = aiohttp.ClientTimeout(total=600)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
+        stage = Stage(http, url, texts, voice)
+        few = Load(people=1, turns=2, pause_s=(0.5, 0.5), tool_s=(0.1, 0.1), start_s=0)
+        for name in ARMS:  # what only a first request has to wait for
+            await stage.play(few, name, "Warm-up")
+        for number in range(rounds):
+            for name in _in_turn(number):
+                node.flush()
+                before = counters(url)
+                one = await stage.play(load, name, f"Round {number}")
+                node.flush()
+                one.counted = {k: v - before.get(k, 0) for k, v in counters(url).items()}
+                seen[name].append(one)
+    return comparison(seen)
+
+
+def counters(url: str) -> dict[str, float]:
+    """What the engine counts of prefilling ahead, by name and label."""
+    lines = requests.get(f"{url}/metrics", timeout=30).text.splitlines()
+    pairs = [line.rsplit(" ", 1) for line in lines if line.startswith(_COUNTED)]
+    return {name.removeprefix(_PREFIX): float(value) for name, value in pairs}
+
+
+def _in_turn(number: int) -> list[str]:
+    names = list(ARMS)
+    first = number % len(names)
+    return names[first:] + names[:first]
+
+
+def template_without_switch(model: Path, path: Path) -> Path:
+    """The model's template, but for the switch that ends thinking, which has another name.
+
+    SGLang takes the switch of that name in a request to mean that its grammar is not to wait
+    for the end of a thought; the model goes on thinking, in words that the grammar leaves it.
+    """
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    path.write_text(settings["chat_template"].replace("enable_thinking", "lets_think"))
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, within five minutes")
+    rounds = 2 if parser.parse_args().quick else 9
+    # The other core is for clients and tokenizers: two threads that wait for each other lose more.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from tokenizers import Tokenizer  # as local_model: only with an engine
+
+    model = local_model("tiny")
+    voice = Voice(Tokenizer.from_file(str(model / "tokenizer.json")))
+    with tempfile.TemporaryDirectory(prefix="sgl-ext-bench-") as folder:
+        template = template_without_switch(model, Path(folder) / "template.jinja")
+        flags = (*_FLAGS, "--chat-template", str(template))
+        with running_node(model, Path(folder) / "node", *flags) as node:
+            found = asyncio.run(measure(node, voice, Load(), rounds))
+    print(json.dumps({"bench": "speculative_prefill", **found}))
+
+
+if __name__ == "__main__":
+    main()
