@@ -168,7 +168,7 @@ class Prefiller:
         job.end = slice_end(job.total, cached, self._slice_tokens, self._page)
 
     def _adapt(self, tokens: int, took_s: float) -> None:
-        """Moves the length of slices half way to what the last one says fits: it may be a chance."""
+        """Moves the length of slices half way to what, by the last one, takes a moment."""
         if tokens >= _LEAST_SLICE_TOKENS:
             fitting = int(tokens * _SLICE_S / max(took_s, 1e-4))
             wanted = max((self._slice_tokens + fitting) // 2, _LEAST_SLICE_TOKENS)
