@@ -22,6 +22,8 @@ had been answered with by then is `answered_tokens`: SGLang computes all of it a
 was evicted meanwhile, which it counts: `recomputed_tokens`. `counters` are the engines' own,
 where SGLang has one of retractions but none of preemptions.
 
+`outputs_identical`: all of ours are as FCFS gave them, which preempts nobody.
+
 A batch request is starved if its first token comes later than both: the bound of aging
 after it was sent, (10 - 0 + 1) * aging_s, and the end of what was sent by then: the last answer
 to an interactive one, the last first token of the batch. Rounds end long before, so without
@@ -70,7 +72,6 @@ _ARMS = {
 _SLOTS = 8
 _LIMITS = ("--max-running-requests", str(_SLOTS), "--max-total-tokens", "8192")
 _BESIEGERS = 6 * _SLOTS  # so many that some always wait
-_OFFSETS_S = (0.5, 1.5, 2.5, 3.5, 4.5, 5.5)
 _COUNTERS = (
     "sgl_ext_preempted_total",
     "sgl_ext_recomputed_tokens_total",
@@ -80,8 +81,8 @@ _COUNTERS = (
 
 
 _LOADS = {
-    "slots": Load(24, (300, 400), (300, 8), _OFFSETS_S),
-    "memory": Load(24, (1000, 400), (1500, 8), _OFFSETS_S),
+    "slots": Load(16, (300, 400), (300, 8), (0.5, 1.5, 2.5, 3.5)),
+    "memory": Load(12, (400, 1000), (1500, 8), (2.0, 5.0, 8.0)),
 }
 
 
