@@ -19,13 +19,14 @@ from sgl_ext.engine.settings import EngineSettings
 
 _GATED = "_sgl_ext_gated"
 _LEAST_TOKENS = 16
+_MARK = "sgl_ext-ahead-"
 _expected = False
 
 
 @cache
 def _prefix() -> str:
     # No client knows the folder's name, so none can name a request like this.
-    return f"sgl_ext-ahead-{receipts.folder().name}-"
+    return f"{_MARK}{receipts.folder().name}-"
 
 
 def slice_name(*, is_guess: bool, is_forced: bool) -> str:
@@ -36,7 +37,8 @@ def slice_name(*, is_guess: bool, is_forced: bool) -> str:
 
 def is_slice_name(name: Any) -> bool:
     """Whether a request of this name is a slice."""
-    return isinstance(name, str) and name.startswith(_prefix())
+    # Of every request this is asked often, and of hardly any more than the first.
+    return isinstance(name, str) and name.startswith(_MARK) and name.startswith(_prefix())
 
 
 def is_slice(request: Any) -> bool:

@@ -305,7 +305,8 @@ class Adder:
     """SGLang's admission: what is added shows in the list, and the verdict is on what is next."""
 
     def __init__(self, cache: Cache, keeper: PinKeeper, free: int) -> None:
-        self.tree_cache = SimpleNamespace(pins=keeper)
+        self.tree_cache = SimpleNamespace(pins=keeper, disable=False, supports_mamba=lambda: False)
+        self.running_batch = None
         self.can_run_list: list[Any] = []
         self.offset = 0
         self._cache = cache
@@ -333,6 +334,7 @@ def _results() -> Any:
 def asking(name: int, tokens: int) -> Any:
     req = prompt(name, tokens)
     req.full_untruncated_fill_ids, req.prefix_len = req.origin_input_ids, 0
+    req.session, req.beam_group, req.return_logprob = None, None, False
     return req
 
 
