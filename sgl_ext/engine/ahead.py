@@ -15,7 +15,7 @@ from uuid import uuid4
 
 from scheduler.prefill import Refusal, refusal
 from sgl_ext.engine import receipts
-from sgl_ext.engine.settings import EngineSettings
+from sgl_ext.engine.settings import settings as _settings
 
 _GATED = "_sgl_ext_gated"
 _LEAST_TOKENS = 16
@@ -139,8 +139,3 @@ def _refuse(scheduler: Any, req: Any, message: str) -> None:
     scheduler.abort_request(
         AbortReq(rid=req.rid, finished_reason={"type": "abort", "message": message})
     )
-
-
-@cache
-def _settings() -> EngineSettings:
-    return EngineSettings.from_environment()

@@ -7,9 +7,7 @@ from typing import Any
 
 from sgl_ext.engine.convert import is_copy
 from sgl_ext.engine.next_turns import NextTurns
-
-MOST_BYTES = 8 * 2**20
-PATHS = ("/v1/messages", "/v1/chat/completions", "/v1/responses")
+from sgl_ext.requests.answers import MOST_BYTES, PATHS
 
 
 class AnswerTap:

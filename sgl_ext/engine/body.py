@@ -13,7 +13,7 @@ from typing import Any
 
 from sgl_ext.engine.counters import counter
 from sgl_ext.engine.hints import WHOLE, Reading, keep
-from sgl_ext.engine.settings import EngineSettings
+from sgl_ext.engine.settings import settings as _settings
 from sgl_ext.requests.cache_marks import Marks, read_marks
 from sgl_ext.requests.facts import ClientFacts
 from sgl_ext.requests.headers import HeaderStrip
@@ -22,11 +22,6 @@ from sgl_ext.requests.segments import read_chain, with_sorted_tools
 from sgl_ext.requests.session import is_final, session_key, stated_session
 from sgl_ext.requests.system_text import strip_request
 from sgl_ext.tenants import Tenants
-
-
-@cache
-def _settings() -> EngineSettings:
-    return EngineSettings.from_environment()
 
 
 @cache

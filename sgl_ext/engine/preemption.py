@@ -8,7 +8,6 @@ else: as long as it is not, the victim goes on where it was.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ from scheduler.preemption import Feuds, Running, victims
 from sgl_ext.engine.clock import keeper_of
 from sgl_ext.engine.counters import count_of_ranks
 from sgl_ext.engine.priority import admitted, applies, first_waiting
-from sgl_ext.engine.settings import EngineSettings
+from sgl_ext.engine.settings import settings as _settings
 
 _TIMES = "_sgl_ext_times_preempted"
 _COMPUTED = "_sgl_ext_computed_tokens"
@@ -173,8 +172,3 @@ def _freed(adder: Any, req: Any) -> int:
         own += cache.full_evictable_size() - before
         req.lock = cache.lock(req.last_node)
     return int(own + adder._get_running_request_total_token_offset(req))
-
-
-@functools.cache
-def _settings() -> EngineSettings:
-    return EngineSettings.from_environment()

@@ -17,7 +17,7 @@ from sgl_ext.engine import single_flight
 from sgl_ext.engine.clock import keeper_of
 from sgl_ext.engine.counters import count_of_ranks
 from sgl_ext.engine.hints import carried
-from sgl_ext.engine.settings import EngineSettings
+from sgl_ext.engine.settings import settings as _settings
 from sgl_ext.tenants import Tenants
 
 _ADMITTED = "_sgl_ext_admitted"
@@ -176,11 +176,6 @@ def _is_ours(policy: Any) -> bool:
         and str(policy.policy.value) == "fcfs"
         and keeper_of(policy) is not None
     )
-
-
-@cache
-def _settings() -> EngineSettings:
-    return EngineSettings.from_environment()
 
 
 @cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 
 import orjson
 
@@ -78,3 +79,9 @@ class EngineSettings:
             return cls(strip_headers=names, tenants=tenants, **told)
         except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{VARIABLE}={raw!r} is not the plugin's settings: {error}") from error
+
+
+@cache
+def settings() -> EngineSettings:
+    """This process's settings, read once."""
+    return EngineSettings.from_environment()

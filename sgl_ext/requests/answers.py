@@ -249,3 +249,4 @@ _PROTOCOLS: dict[str, tuple[Callable[[Iterable[bytes]], _Json], Callable[[_Json]
     "/v1/chat/completions": (_join_chat, _read_chat),
     "/v1/responses": (_join_responses, _read_responses),
 }
+PATHS = frozenset(_PROTOCOLS)
