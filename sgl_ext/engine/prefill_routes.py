@@ -71,7 +71,8 @@ class Warmups:
         if len(self._tasks) >= MOST_WAITING:
             message = f"{len(self._tasks)} prompts wait to be prefilled already"
             return _error(HTTPStatus.TOO_MANY_REQUESTS, message)
-        task = asyncio.create_task(self._prefill(path, request.headers.raw, body))
+        begun: list[Job] = []
+        task = asyncio.create_task(self._prefill(path, request.headers.raw, body, begun))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         if waits == "false":
@@ -81,13 +82,13 @@ class Warmups:
             await asyncio.wait({task, left}, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED)
         finally:
             left.cancel()
-        return task.result() if task.done() else JSONResponse(_so_far(None, "busy"))
+        return task.result() if task.done() else JSONResponse(_so_far(begun, "busy"))
 
     async def warm(self, bodies: Sequence[Any]) -> None:
         """Has prompts prefilled, one after the other, of the bodies of requests."""
         for number, body in enumerate(bodies, start=1):
             path = protocol_of({}, None, body)
-            told = None if path is None else await self._prefill(path, (), body)
+            told = None if path is None else await self._prefill(path, (), body, [])
             if told is None or told.status_code != HTTPStatus.OK:
                 why = "of no protocol" if told is None else bytes(told.body).decode()
                 _logger.warning("sgl-ext: prompt %d to be warmed was refused: %s", number, why)
@@ -101,8 +102,8 @@ class Warmups:
         dropped = sum(self._prefiller.drop(job.name, "deleted") for job in list(jobs))
         return JSONResponse({"deleted": dropped})
 
-    async def _prefill(self, path: str, headers: Headers, body: Any) -> Response:
-        """Converts a body when there is time for it, and has it prefilled."""
+    async def _prefill(self, path: str, headers: Headers, body: Any, begun: list[Job]) -> Response:
+        """Converts a body when there is time for it, and has it prefilled by a job, told then."""
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + DEADLINE_S
         turn = partial_turn(path, body, secrets.token_hex(8)) or Turn(body, ())
@@ -111,7 +112,7 @@ class Warmups:
                 await asyncio.wait_for(self._prefiller.idle(), deadline_s - loop.time())
             except TimeoutError:
                 counter("prefills_ahead_dropped").labels("busy").inc()
-                return JSONResponse(_so_far(None, "busy"))
+                return JSONResponse(_so_far(begun, "busy"))
             conversion = await convert(self._app, path, headers, turn.body)
         if conversion.request is None:
             counter("prefills_ahead_dropped").labels("refused").inc()
@@ -126,6 +127,7 @@ class Warmups:
         reading = conversion.reading
         reading.pins = tuple(pin for pin in reading.pins if pin[0] == WHOLE or pin[0] <= len(ids))
         job = Job(name_of(reading) or secrets.token_hex(8), ids, conversion.request, reading)
+        begun.append(job)
         self._prefiller.put(job)
         mine = self._jobs.setdefault(reading.session, set())
         mine.add(job)
@@ -135,7 +137,7 @@ class Warmups:
             mine.discard(job)
             if not mine:
                 self._jobs.pop(reading.session, None)
-        return JSONResponse(_so_far(job, job.why))
+        return JSONResponse(_so_far(begun, job.why))
 
 
 def prefill_routes(warmups: Warmups) -> list[Route]:
@@ -146,10 +148,11 @@ def prefill_routes(warmups: Warmups) -> list[Route]:
     ]
 
 
-def _so_far(job: Job | None, why: str) -> Mapping[str, Any]:
-    if job is None:
+def _so_far(begun: list[Job], why: str) -> Mapping[str, Any]:
+    if not begun:
         counts = dict.fromkeys(("prompt_tokens", "cached_tokens", "prefilled_tokens", "segments"))
         return {**counts, "complete": False, "why": why}
+    (job,) = begun
     return {
         "prompt_tokens": job.total,
         "cached_tokens": job.cached_tokens,
