@@ -112,6 +112,8 @@ class Exchange:
             flight.follows.followers.append(self._go)
         else:
             self._go()
+        if flight.asked.session is not None:
+            self._parts.spares.look(flight, self._head, self._request.body)
 
     def refused(self, error: BalancerError) -> None:
         """No worker takes the request."""

@@ -57,6 +57,12 @@ class Metrics:
         self.placements = Tally(
             "sgl_ext_placements", "Requests placed, by what decided", ["reason"], registry
         )
+        self.spares = Tally(
+            "sgl_ext_spares_warmed",
+            "Prompts sent to a second worker as their session's own was about to be too busy",
+            ["result"],
+            registry,
+        )
         self.queue_s = Spread(
             "sgl_ext_queue_seconds",
             "How long a request waited for room, or for a shared prefix to be computed",

@@ -13,6 +13,7 @@ from sgl_ext.balancer.head import Head
 from sgl_ext.balancer.ledger import Ledger
 from sgl_ext.balancer.metrics import Metrics
 from sgl_ext.balancer.router import Router
+from sgl_ext.balancer.spares import Spares
 from sgl_ext.balancer.worker_side import Pool
 from sgl_ext.balancer.workers import Worker
 from sgl_ext.requests.headers import HeaderStrip
@@ -41,6 +42,7 @@ class Parts:
         self.strip = strip
         self.control = control
         self._pools: dict[Worker, Pool] = {}
+        self.spares = Spares(router, metrics, self.pool)
         self.workers.on_leave(self._drop_pool)
 
     def pool(self, worker: Worker) -> Pool:

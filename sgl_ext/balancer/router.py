@@ -263,6 +263,13 @@ class Router:
         worker.pins.clear()
         worker.forget_report()
 
+    def views(self, chain: Chain) -> list[tuple[Worker, WorkerView]]:
+        """The workers that take requests, each with what it holds of a chain."""
+        now_s = self._clock()
+        held = self._held(chain)
+        takers = [w for w in self.workers.all if w.open_to_requests(now_s)]
+        return [(worker, self._view(worker, held, now_s)) for worker in takers]
+
     def explain(self, asked: Asked) -> dict[str, Any]:
         """What each worker would cost this request now, and where it would go. Changes nothing."""
         now_s = self._clock()
