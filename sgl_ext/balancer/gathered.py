@@ -1,4 +1,4 @@
-"""The metrics of all processes of one balancer as one page: each leaves its own in a file."""
+"""What all processes of one balancer tell as one: each leaves its own words in files."""
 
 from __future__ import annotations
 
@@ -9,32 +9,37 @@ from pathlib import Path
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+_PAGE = ".prom"
 # A gauge that every process sees alike is not added up.
 _OWN_GAUGES = ("sgl_ext_worker_in_flight", "sgl_ext_door_waiting")
 
 
 class Gathered:
-    """The pages of all processes, as each left it last."""
+    """What all processes tell, as each left it last; `suffix` says what of it."""
 
     def __init__(self, folder: Path, number: int) -> None:
         self._folder = folder
         self._number = number
 
-    def leave(self, page: bytes) -> None:
-        """Leaves this process's page for the others."""
-        path = self._folder / f"{self._number}.prom"
+    def leave(self, told: bytes, suffix: str = _PAGE) -> None:
+        """Leaves what this process tells for the others."""
+        path = self._folder / f"{self._number}{suffix}"
         partial = path.with_suffix(".partial")
-        partial.write_bytes(page)
+        partial.write_bytes(told)
         partial.rename(path)
 
-    def page(self, own: bytes) -> bytes:
-        """This process's page and the others', added up."""
-        pages = [own.decode()]
-        for path in sorted(self._folder.glob("*.prom")):
+    def others(self, suffix: str) -> list[bytes]:
+        """What the other processes left."""
+        told = []
+        for path in sorted(self._folder.glob(f"*{suffix}")):
             if path.stem != str(self._number):
                 with suppress(OSError):
-                    pages.append(path.read_text())
-        return added_up(pages).encode()
+                    told.append(path.read_bytes())
+        return told
+
+    def page(self, own: bytes) -> bytes:
+        """This process's page of metrics and the others', added up."""
+        return added_up(page.decode() for page in (own, *self.others(_PAGE))).encode()
 
 
 def added_up(pages: Iterable[str]) -> str:

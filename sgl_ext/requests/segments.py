@@ -18,7 +18,7 @@ whether a text stands alone or in a list of text blocks. It is framed by the byt
 0xFF, which no UTF-8 text holds, so that different requests have different texts.
 
 The model, a LoRA adapter, `cache_salt`, `extra_key`, an earlier response that this one
-continues, and the caller's salt (its tenant) stand at the front: nothing is shared
+continues, and the caller's salt (its cache group) stand at the front: nothing is shared
 across them. A wrong guess of what a template
 renders costs a cache miss and nothing else.
 """
@@ -33,20 +33,21 @@ from typing import Any
 import orjson
 import xxhash
 
+from sgl_ext.requests.canonical import (
+    INSTRUCTING_ROLES,
+    SORTED,
+    add_content,
+    block_text,
+    offered_tools,
+    rendered,
+    rest_of_message,
+    role_text,
+)
+
 CUT_BYTES = 4096
 FINE_CUT_BYTES = 1024
 # What stands in front of everything: with another of these, nothing is shared.
 _SALTS = ("model", "lora_path", "cache_salt", "extra_key", "previous_response_id")
-_NOT_RENDERED = frozenset(
-    {"cache_control", "id", "tool_use_id", "tool_call_id", "call_id", "status", "signature"}
-)
-_TEXT_TYPES = frozenset({None, "text", "input_text", "output_text"})
-_RESULT_KEYS = frozenset({"type", "tool_use_id", "content", "cache_control"})
-_ROLES: dict[Any, bytes] = {
-    role: b"\xffm" + role.encode() for role in ("user", "assistant", "tool")
-}
-_INSTRUCTING_ROLES = ("system", "developer")
-_SORTED = orjson.OPT_SORT_KEYS
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +59,22 @@ class Chain:
     session: the hash that ends the first message of a user, None if there is none;
         all later turns of a conversation have it too.
     tools: how many tools the request offers.
+    tool_segments: how many segments they are.
+    head_segments: how many segments come before the first message that does not instruct.
     """
 
     hashes: tuple[int, ...] = ()
     ends: tuple[int, ...] = ()
     session: int | None = None
     tools: int = 0
+    tool_segments: int = 0
+    head_segments: int = 0
 
 
 def read_chain(path: str, body: Any, *, salt: bytes = b"") -> Chain:
     """The chain of a parsed and stripped request body; `path` is its URL path.
+
+    No segment of one salt is one of another; a salt has no byte 0xFF.
 
     Empty for a path that generates nothing, a batch of prompts, or a body whose
     structure cannot be read. Never raises.
@@ -80,7 +87,15 @@ def read_chain(path: str, body: Any, *, salt: bytes = b"") -> Chain:
         tools = reader(writer, body)
     except (TypeError, ValueError, OverflowError, RecursionError, AttributeError):
         return Chain()
-    return Chain(tuple(writer.hashes), tuple(writer.ends), writer.session, tools)
+    writer.messages_begin()
+    return Chain(
+        tuple(writer.hashes),
+        tuple(writer.ends),
+        writer.session,
+        tools,
+        writer.tool_segments,
+        writer.head_segments or 0,
+    )
 
 
 class _Writer:
@@ -90,6 +105,8 @@ class _Writer:
         self.hashes: list[int] = []
         self.ends: list[int] = []
         self.session: int | None = None
+        self.tool_segments = 0
+        self.head_segments: int | None = None
         self._size = 0
         self._hash = xxhash.xxh3_128(salt)
         for key in _SALTS:
@@ -118,6 +135,11 @@ class _Writer:
             start = end
         self._size += size
 
+    def messages_begin(self) -> None:
+        """What comes next is no instruction any more; to say so twice changes nothing."""
+        if self.head_segments is None:
+            self.head_segments = len(self.hashes)
+
     def user_spoke(self) -> None:
         """The segment just ended is a user's message; the first one names the session."""
         if self.session is None and self.hashes:
@@ -125,13 +147,12 @@ class _Writer:
 
 
 def _read_tools(writer: _Writer, body: dict[str, Any]) -> int:
-    tools = body.get("tools")
-    choice = body.get("tool_choice")
-    unused = choice == "none" or (isinstance(choice, dict) and choice.get("type") == "none")
-    if not isinstance(tools, list) or not tools or unused:
+    tools = offered_tools(body)
+    if not tools:
         return 0
-    rendered = [_rendered(tool) if isinstance(tool, dict) else tool for tool in tools]
-    writer.segment(b"\xfft" + orjson.dumps(rendered, option=_SORTED))
+    shown = [rendered(tool) if isinstance(tool, dict) else tool for tool in tools]
+    writer.segment(b"\xfft" + orjson.dumps(shown, option=SORTED))
+    writer.tool_segments = len(writer.hashes)
     return len(tools)
 
 
@@ -157,83 +178,28 @@ def _read_instructions(writer: _Writer, value: Any) -> None:
     blocks = value if isinstance(value, list) else [value]
     for block in blocks:
         if block:
-            writer.segment(b"\xffs" + _block(block))
+            writer.segment(b"\xffs" + block_text(block))
 
 
 def _read_messages(writer: _Writer, messages: Any) -> None:
     """Messages or input items of any protocol: each is a segment."""
     for message in messages if isinstance(messages, list) else ():
         if not isinstance(message, dict):
-            writer.segment(b"\xffm" + _block(message))
+            writer.messages_begin()
+            writer.segment(b"\xffm" + block_text(message))
             continue
         role, content = message.get("role"), message.get("content")
-        if role in _INSTRUCTING_ROLES:
+        if role in INSTRUCTING_ROLES:
             _read_instructions(writer, content)
             continue
-        parts = [_ROLES.get(role) or b"\xffm" + str(role).encode()]
-        _add_content(parts, content)
+        writer.messages_begin()
+        parts = [role_text(role)]
+        add_content(parts, content)
         if len(message) > 2:
-            parts.append(_others(message))
+            parts.append(rest_of_message(message))
         writer.segment(b"".join(parts))
         if role == "user":
             writer.user_spoke()
-
-
-def _add_content(parts: list[bytes], content: Any) -> None:
-    """A text or blocks; a text alone reads as a list of it."""
-    if isinstance(content, list):
-        for block in content:
-            parts.append(b"\xffb")
-            parts.append(_block(block))
-    elif content:
-        parts.append(b"\xffb")
-        parts.append(_block(content))
-
-
-def _block(block: Any) -> bytes:
-    """One block of content; a text block is its text."""
-    if isinstance(block, str):
-        return block.encode("utf-8", "surrogatepass")
-    if not isinstance(block, dict):
-        return orjson.dumps(block, option=_SORTED)
-    kind = block.get("type")
-    if kind in _TEXT_TYPES and isinstance(text := block.get("text"), str):
-        return text.encode("utf-8", "surrogatepass")
-    if kind == "tool_use":
-        return b"\xffu" + orjson.dumps((block.get("name"), block.get("input")), option=_SORTED)
-    if kind != "tool_result":
-        return _dumped(block)
-    parts = [b"\xffr"]
-    _add_content(parts, block.get("content"))
-    if not block.keys() <= _RESULT_KEYS:
-        parts.append(_dumped({k: v for k, v in block.items() if k != "content"}))
-    return b"".join(parts)
-
-
-def _others(message: dict[str, Any]) -> bytes:
-    """What a message holds beside its role and content: tool calls, reasoning, a call's output."""
-    rest = {
-        key: value
-        for key, value in message.items()
-        if value is not None and key not in ("role", "content")
-    }
-    calls = rest.get("tool_calls")
-    if isinstance(calls, list):
-        rest["tool_calls"] = [_rendered(call) if isinstance(call, dict) else call for call in calls]
-    if rest.get("type") == "message":
-        del rest["type"]
-    rest = _rendered(rest)
-    return b"\xffo" + orjson.dumps(rest, option=_SORTED) if rest else b""
-
-
-def _dumped(block: dict[str, Any]) -> bytes:
-    return orjson.dumps(_rendered(block), option=_SORTED)
-
-
-def _rendered(block: dict[str, Any]) -> dict[str, Any]:
-    if _NOT_RENDERED.isdisjoint(block):
-        return block
-    return {key: value for key, value in block.items() if key not in _NOT_RENDERED}
 
 
 def _read_chat(writer: _Writer, body: dict[str, Any]) -> int:
@@ -257,6 +223,7 @@ def _read_prompt(writer: _Writer, value: Any) -> int:
     """A raw prompt: a text, token ids, or a list that holds a single one of them."""
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
         value = value[0]
+    writer.messages_begin()
     if isinstance(value, str):
         writer.segment(b"\xffp" + value.encode("utf-8", "surrogatepass"))
     elif isinstance(value, list) and value and all(isinstance(token, int) for token in value):

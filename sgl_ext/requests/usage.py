@@ -9,6 +9,10 @@ from typing import Any
 # Of all protocols: cached_tokens (OpenAI's and SGLang's own), cache_read_input_tokens.
 _CACHED = re.compile(rb'"(?:cached_tokens|cache_read_input_tokens)":\s*(\d{1,12})\b')
 _NEEDLES = (b'cached_tokens"', b'cache_read_input_tokens"')
+# The prompt's length: all of it (OpenAI's and SGLang's own), or what no cache was read or
+# written for (Anthropic's, where all three are told apart).
+_PROMPT = re.compile(rb'"(prompt_tokens|input_tokens)":\s*(\d{1,12})\b')
+_BESIDE = re.compile(rb'"cache_(read|creation)_input_tokens":\s*(\d{1,12})\b')
 _TAIL_BYTES = 4096
 _SHORT_TTL_S = 300.0
 
@@ -26,6 +30,15 @@ def cached_tokens(data: bytes) -> int | None:
             return None
     found = _CACHED.findall(tail)
     return int(found[-1]) if found else None
+
+
+def prompt_tokens(data: bytes) -> int | None:
+    """How many tokens a prompt had, by the last word on it of `data`, as for `cached_tokens`."""
+    for part in (data[-_TAIL_BYTES:], data[:_TAIL_BYTES]):
+        if found := _PROMPT.findall(part):
+            beside = {name: int(count) for name, count in _BESIDE.findall(part)}
+            return int(found[-1][1]) + sum(beside.values())
+    return None
 
 
 def with_cache_creation(

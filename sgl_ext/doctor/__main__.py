@@ -1,0 +1,123 @@
+"""Says where prompts part from those before them: of a request log, or of a running balancer.
+
+    python -m sgl_ext.doctor .run/requests.log
+    python -m sgl_ext.doctor --url http://127.0.0.1:30000
+
+Exit code 0: nothing diverges. 1: something does. 2: there is nothing to read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from sgl_ext.config import BalancerConfig, ConfigError
+from sgl_ext.doctor.findings import Findings
+from sgl_ext.doctor.report import as_text, with_advice
+
+_PATH = "/sgl_ext/divergences"
+_TIMEOUT_S = 30.0
+
+
+class DoctorError(Exception):
+    """There is nothing to read; the message says why."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the report; the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m sgl_ext.doctor",
+        allow_abbrev=False,
+        description="Where prompts do not begin as those before them, and what to do about it.",
+    )
+    parser.add_argument("log", nargs="?", metavar="LOG", help="a request log; - is stdin")
+    parser.add_argument("--url", help="a balancer that runs with --diagnose or --request-log")
+    parser.add_argument("--api-key", help="file:PATH or env:VARIABLE, for --url")
+    parser.add_argument("--json", action="store_true", help="for machines")
+    flags = parser.parse_args(argv)
+    if (flags.log is None) == (flags.url is None):
+        parser.error("give LOG or --url")
+    try:
+        if flags.url is None:
+            document = read_log(flags.log)
+        else:
+            document = ask(flags.url, BalancerConfig(api_key=flags.api_key).read_api_key())
+    except (DoctorError, ConfigError) as error:
+        print(f"sgl-ext doctor: {error}", file=sys.stderr)
+        return 2
+    shown = with_advice(document)
+    if flags.json:
+        print(orjson.dumps(shown, option=orjson.OPT_INDENT_2).decode())
+    else:
+        print(as_text(shown), end="")
+    return int(any(told["findings"] for told in shown["harnesses"]))
+
+
+def read_log(path: str) -> dict[str, Any]:
+    """The findings of a log. Raises DoctorError if it cannot be read, or is none."""
+    try:
+        if path == "-":
+            return added_up(sys.stdin.buffer)
+        with Path(path).open("rb") as lines:
+            return added_up(lines)
+    except OSError as error:
+        raise DoctorError(f"{path}: {error.strerror}") from None
+
+
+def added_up(lines: Iterable[bytes]) -> dict[str, Any]:
+    """The findings of a log's lines. Raises DoctorError if none of them is a log's."""
+    findings, read, strange = Findings(), 0, 0
+    for line in lines:
+        try:
+            record = orjson.loads(line)
+            harness, model = record["harness"], record["model"] or ""
+            tokens, divergence = int(record["prompt_tokens"]), record["divergence"]
+            if harness is not None:
+                findings.add(str(harness), str(model), tokens, divergence)
+        except (ValueError, TypeError, KeyError):
+            strange += 1
+        else:
+            read += 1
+    if strange and not read:
+        raise DoctorError("not a request log: no line has the fields of one")
+    if strange:
+        print(f"sgl-ext doctor: {strange} lines could not be read", file=sys.stderr)
+    return findings.as_json()
+
+
+def ask(url: str, key: str | None) -> dict[str, Any]:
+    """The findings of a balancer. Raises DoctorError if it does not tell them."""
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    try:
+        request = urllib.request.Request(url.rstrip("/") + _PATH, headers=headers)
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+            document = orjson.loads(answer.read())
+            findings = Findings()
+            findings.merge(document)
+            return findings.as_json()
+    except urllib.error.HTTPError as error:
+        with error:
+            raise DoctorError(f"{url}: {error.code}: {_message(error.read())}") from None
+    except (OSError, http.client.HTTPException) as error:
+        raise DoctorError(f"{url}: {getattr(error, 'reason', error)}") from None
+    except (ValueError, TypeError, KeyError):
+        raise DoctorError(f"{url}: answers, but not as a balancer does") from None
+
+
+def _message(body: bytes) -> str:
+    try:
+        return str(orjson.loads(body)["error"]["message"])
+    except (ValueError, TypeError, KeyError):
+        return "no reason given"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,158 @@
+"""A request as the blocks its client wrote: each tool, system block and block of a message.
+
+The blocks and their frames, joined, are the canonical text that `read_chain` hashes, so two
+requests have the same blocks exactly if they have the same chain (but for what stands in
+front of all: the model and the salts).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import orjson
+
+from sgl_ext.requests.canonical import (
+    INSTRUCTING_ROLES,
+    SORTED,
+    block_text,
+    offered_tools,
+    rendered,
+    rest_of_message,
+    role_text,
+)
+
+TOOLS, SYSTEM, USER, ASSISTANT = "tools", "system", "user", "assistant"
+_READ_ERRORS = (TypeError, ValueError, OverflowError, RecursionError, AttributeError)
+
+
+class Block(NamedTuple):
+    """A piece of a prompt.
+
+    label: where it stands in the body, such as `tools[3]` or `messages[4].content[0]`.
+    part: TOOLS; SYSTEM for instructions ahead of the first message; ASSISTANT for what the
+        model said; USER for all else.
+    frame: what stands between the text of the block before and its own.
+    text: its canonical text.
+    end: the bytes of canonical text up to its end.
+    """
+
+    label: str
+    part: str
+    frame: bytes
+    text: bytes
+    end: int
+
+    @property
+    def in_head(self) -> bool:
+        """Whether it comes ahead of the first message that does not instruct."""
+        return self.part in (TOOLS, SYSTEM)
+
+
+def read_blocks(path: str, body: Any) -> list[Block]:
+    """The blocks of a parsed and stripped request body; `path` is its URL path.
+
+    Empty for a path whose prompt is not made of blocks, or a body that cannot be read.
+    Never raises.
+    """
+    reader = _READERS.get(path)
+    if reader is None or not isinstance(body, dict):
+        return []
+    walk = _Walk()
+    try:
+        reader(walk, body)
+    except _READ_ERRORS:
+        return []
+    return walk.blocks
+
+
+class _Walk:
+    """Collects the blocks of one body in the order of its prompt."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        self._end = 0
+        self._frame = b""
+        self._in_head = True
+
+    def _add(self, label: str, part: str, frame: bytes, text: bytes) -> None:
+        frame, self._frame = self._frame + frame, b""
+        self._end += len(frame) + len(text)
+        self.blocks.append(Block(label, part, frame, text, self._end))
+
+    def tools(self, body: dict[str, Any]) -> None:
+        frame = b"\xfft["
+        for number, tool in enumerate(offered_tools(body)):
+            shown = rendered(tool) if isinstance(tool, dict) else tool
+            self._add(f"tools[{number}]", TOOLS, frame, orjson.dumps(shown, option=SORTED))
+            frame = b","
+        if frame == b",":
+            self._frame = b"]"
+
+    def instructions(self, label: str, value: Any) -> None:
+        part = SYSTEM if self._in_head else USER
+        for number, block in enumerate(value if isinstance(value, list) else [value]):
+            if block:
+                name = f"{label}[{number}]" if isinstance(value, list) else label
+                self._add(name, part, b"\xffs", block_text(block))
+
+    def messages(self, label: str, messages: Any) -> None:
+        for number, message in enumerate(messages if isinstance(messages, list) else ()):
+            name = f"{label}[{number}]"
+            if not isinstance(message, dict):
+                self._in_head = False
+                self._add(name, USER, b"\xffm", block_text(message))
+            elif message.get("role") in INSTRUCTING_ROLES:
+                self.instructions(f"{name}.content", message.get("content"))
+            else:
+                self._in_head = False
+                self._message(name, message)
+
+    def _message(self, label: str, message: dict[str, Any]) -> None:
+        part = ASSISTANT if _is_the_model_s(message) else USER
+        content, frame = message.get("content"), role_text(message.get("role"))
+        if isinstance(content, list):
+            for number, block in enumerate(content):
+                text = block_text(block)
+                self._add(f"{label}.content[{number}]", part, frame + b"\xffb", text)
+                frame = b""
+        elif content:
+            self._add(f"{label}.content", part, frame + b"\xffb", block_text(content))
+            frame = b""
+        rest = rest_of_message(message) if len(message) > 2 else b""
+        if rest or frame:
+            name = f"{label}.tool_calls" if "tool_calls" in message else label
+            self._add(name, part, frame + rest[:2], rest[2:])
+
+
+def _is_the_model_s(message: dict[str, Any]) -> bool:
+    """Whether a message or an input item is the model's own word, sent back."""
+    role, kind = message.get("role"), message.get("type")
+    if role is not None:
+        return bool(role == "assistant")
+    return isinstance(kind, str) and (kind == "reasoning" or kind.endswith("_call"))
+
+
+def _read_chat(walk: _Walk, body: dict[str, Any]) -> None:
+    walk.tools(body)
+    walk.instructions("system", body.get("system"))
+    walk.messages("messages", body.get("messages"))
+
+
+def _read_responses(walk: _Walk, body: dict[str, Any]) -> None:
+    walk.tools(body)
+    walk.instructions("instructions", body.get("instructions"))
+    entered = body.get("input")
+    if isinstance(entered, str):
+        entered = [{"role": "user", "content": entered}]
+    walk.messages("input", entered)
+
+
+_READERS: dict[str, Callable[[_Walk, dict[str, Any]], None]] = {
+    "/v1/messages": _read_chat,
+    "/v1/chat/completions": _read_chat,
+    "/invocations": _read_chat,
+    "/api/chat": _read_chat,
+    "/v1/responses": _read_responses,
+}
+PATHS = frozenset(_READERS)

@@ -1,0 +1,207 @@
+"""Two prompts compared byte by byte: where they part first, and what was lost by it.
+
+Lost is what the later prompt has behind that place and the earlier one had, too: it was in
+the cache, and is computed again. What is new there would have been computed anyway.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from sgl_ext.doctor.blocks import ASSISTANT, SYSTEM, TOOLS, Block
+from sgl_ext.doctor.looks import CLOCK, ID, looks
+from sgl_ext.requests.headers import HeaderStrip
+
+KINDS = (
+    "clock",
+    "id",
+    "tool_order",
+    "tools_changed",
+    "rewritten",
+    "truncated",
+    "header",
+    "unknown",
+)
+_HEADER_NAME = re.compile(r"\s*([A-Za-z][A-Za-z0-9]*(?:-[A-Za-z0-9]+)+):")
+_HEADER_BYTES = 1024
+_ENOUGH_SAID = 3
+
+
+class Difference(NamedTuple):
+    """Where a prompt parts from an earlier one.
+
+    block, byte: the place of the first byte that differs, in the later one's block (the
+        earlier one's if that is a tool which the later one lacks).
+    bytes: from there on, how many of that block are not the same.
+    kind: one of KINDS.
+    part: TOOLS, SYSTEM or "messages".
+    at_bytes: of canonical text before it.
+    lost_bytes: of what follows, how many stood behind it in the earlier prompt, too.
+    rest_bytes: how many follow in the shorter of both.
+    is_same_agent: whether both have the instructions of one agent, or are one conversation.
+    is_same_conversation: whether what the model said recurs behind it.
+    """
+
+    block: str
+    byte: int
+    bytes: int
+    kind: str
+    part: str
+    at_bytes: int
+    lost_bytes: int
+    rest_bytes: int
+    is_same_agent: bool
+    is_same_conversation: bool
+
+
+def compare(old: Sequence[Block], new: Sequence[Block]) -> Difference | None:
+    """Where `new` parts from `old`; None if one of them begins with all of the other."""
+    first = _first_difference(old, new)
+    if first is None:
+        return None
+    left, right = old[first], new[first]
+    same_frame = left.frame == right.frame
+    byte = _common_prefix(left.text, right.text) if same_frame else 0
+    if same_frame and (_ends_at(old, first, byte) or _ends_at(new, first, byte)):
+        return None
+    shown = left if left.part == TOOLS and right.part != TOOLS else right
+    behind_old = [left.text[byte:], *(block.text for block in old[first + 1 :])]
+    behind_new = [right.text[byte:], *(block.text for block in new[first + 1 :])]
+    kind = _kind(old, new, first, byte)
+    is_same = _are_one_conversation(old[first:], new[first:], kind)
+    suffix = _common_suffix(left.text[byte:], right.text[byte:])
+    return Difference(
+        block=shown.label,
+        byte=byte,
+        bytes=max(len(left.text), len(right.text)) - byte - suffix,
+        kind=kind,
+        part=shown.part if shown.in_head else "messages",
+        at_bytes=right.end - len(right.text) + byte,
+        lost_bytes=_recurring(behind_old, behind_new),
+        rest_bytes=min(sum(map(len, behind_old)), sum(map(len, behind_new))),
+        is_same_agent=is_same or _have_one_agent(old, new),
+        is_same_conversation=is_same,
+    )
+
+
+def _first_difference(old: Sequence[Block], new: Sequence[Block]) -> int | None:
+    for number, (left, right) in enumerate(zip(old, new, strict=False)):
+        if left.text != right.text or left.frame != right.frame:
+            return number
+    return None
+
+
+def _ends_at(blocks: Sequence[Block], number: int, byte: int) -> bool:
+    return number == len(blocks) - 1 and byte == len(blocks[number].text)
+
+
+def _of(blocks: Iterable[Block], part: str) -> Counter[bytes]:
+    return Counter(block.text for block in blocks if block.part == part and block.text)
+
+
+def _are_one_conversation(old: Sequence[Block], new: Sequence[Block], kind: str) -> bool:
+    """Whether most of what the model said in the shorter one, it said in the other.
+
+    Two conversations may begin with the same call of a tool: a few such blocks prove nothing,
+    unless what differs before them is a clock or an id.
+    """
+    left, right = _of(old, ASSISTANT), _of(new, ASSISTANT)
+    recurs = left & right
+    if recurs.total() < (1 if kind in (CLOCK, ID) else _ENOUGH_SAID):
+        return False
+    return 4 * _bytes(recurs) >= 3 * min(_bytes(left), _bytes(right))
+
+
+def _bytes(texts: Counter[bytes]) -> int:
+    return sum(len(text) * count for text, count in texts.items())
+
+
+def _have_one_agent(old: Sequence[Block], new: Sequence[Block]) -> bool:
+    """Whether at least half of the instructions are the same; without any, of the tools."""
+    for part in (SYSTEM, TOOLS):
+        left = [block.text for block in old if block.part == part]
+        right = [block.text for block in new if block.part == part]
+        if left or right:
+            smaller = min(sum(map(len, left)), sum(map(len, right)))
+            return smaller > 0 and 2 * _recurring(left, right) >= smaller
+    return False
+
+
+def _recurring(old: Sequence[bytes], new: Sequence[bytes]) -> int:
+    """How many bytes of `new` were in `old`: by whole texts, and by lines of the others."""
+    left, right = Counter(old), Counter(new)
+    same = left & right
+    lost = _bytes(same)
+    left -= same
+    right -= same
+    if not left or not right:
+        return lost
+    lines_left = Counter(line for text in left.elements() for line in text.splitlines(True))
+    lines_right = Counter(line for text in right.elements() for line in text.splitlines(True))
+    by_lines = _bytes(lines_left & lines_right)
+    one, other = next(iter(left)), next(iter(right))
+    ahead = _common_prefix(one, other)
+    return lost + max(by_lines, ahead + _common_suffix(one[ahead:], other[ahead:]))
+
+
+def _kind(old: Sequence[Block], new: Sequence[Block], first: int, byte: int) -> str:
+    left, right = old[first], new[first]
+    if TOOLS in (left.part, right.part):
+        if left.part != right.part:
+            return "tools_changed"
+        ours, theirs = _of(old, TOOLS), _of(new, TOOLS)
+        if ours == theirs:
+            return "tool_order"
+        # A text that changed while all others stayed, or whatever else.
+        one_changed = (ours - theirs).total() == (theirs - ours).total()
+        return (one_changed and looks(left.text, right.text, byte)) or "tools_changed"
+    if left.part == right.part == SYSTEM and _is_in_header(left.text, right.text, byte):
+        return "header"
+    if kind := looks(left.text, right.text, byte):
+        return kind
+    if right.in_head:
+        return "unknown"
+    dropped = any(block.text == right.text for block in old[first + 1 :])
+    if dropped or 2 * len(right.text) < len(left.text) or 2 * new[-1].end < old[-1].end:
+        return "truncated"
+    return "rewritten"
+
+
+def _is_in_header(old: bytes, new: bytes, byte: int) -> bool:
+    """Whether the texts part within a leading header that the strip would take, told its name."""
+    return all(byte < _header_bytes(text) for text in (old, new))
+
+
+def _header_bytes(text: bytes) -> int:
+    opening = text[:_HEADER_BYTES].decode("utf-8", "replace")
+    name = _HEADER_NAME.match(opening)
+    if name is None:
+        return 0
+    left = HeaderStrip((name[1],)).strip(opening).text
+    return len(opening.encode()) - len(left.encode())
+
+
+def _common_prefix(left: bytes, right: bytes) -> int:
+    """How many bytes both begin with; found by halving, as comparing slices is cheap."""
+    low, high = 0, min(len(left), len(right))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _common_suffix(left: bytes, right: bytes) -> int:
+    low, high = 0, min(len(left), len(right))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if left[len(left) - middle :] == right[len(right) - middle :]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,103 @@
+"""What was found, added up: by harness and model, where prompts part, why, and what it cost.
+
+Fed with the same facts by the balancer and by the reader of its log.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+_LIMIT_AGENTS = 256
+_LIMIT_ROWS = 2048
+OTHER = "other"
+_INDEX = re.compile(r"\[\d+\]")
+Agent = tuple[str, str]
+Row = tuple[str, str, str, str]
+
+
+class Findings:
+    """Counts. What comes beyond its bounds is counted as `other`."""
+
+    def __init__(self) -> None:
+        self._agents: defaultdict[Agent, list[int]] = defaultdict(lambda: [0, 0])
+        self._rows: defaultdict[tuple[Agent, Row], list[int]] = defaultdict(lambda: [0, 0])
+
+    def add(
+        self,
+        harness: str,
+        model: str,
+        prompt_tokens: int,
+        divergence: Mapping[str, Any] | None,
+    ) -> None:
+        """A prompt, and the `divergence` of its line in the log.
+
+        Raises KeyError or TypeError, and counts nothing, if it is none.
+        """
+        found = None if divergence is None else (_row(divergence), int(divergence["tokens"]))
+        agent = self._add_to_agent((harness, model), 1, prompt_tokens)
+        if found is not None:
+            self._add_to_row(agent, found[0], 1, found[1])
+
+    def _add_to_agent(self, agent: Agent, prompts: int, tokens: int) -> Agent:
+        if agent not in self._agents and len(self._agents) >= _LIMIT_AGENTS:
+            agent = (OTHER, OTHER)
+        counts = self._agents[agent]
+        counts[0] += prompts
+        counts[1] += tokens
+        return agent
+
+    def _add_to_row(self, agent: Agent, row: Row, times: int, tokens: int) -> None:
+        key = (agent, row)
+        if key not in self._rows and len(self._rows) >= _LIMIT_ROWS:
+            key = (agent, (OTHER, row[1], row[2], row[3]))
+        counts = self._rows[key]
+        counts[0] += times
+        counts[1] += tokens
+
+    def merge(self, document: Mapping[str, Any]) -> None:
+        """Adds what another process's `as_json` says. KeyError, TypeError: it is none."""
+        for told in document["harnesses"]:
+            agent = (str(told["harness"]), str(told["model"]))
+            agent = self._add_to_agent(agent, int(told["prompts"]), int(told["prompt_tokens"]))
+            for found in told["findings"]:
+                row = (found["where"], found["kind"], found["scope"], found["part"])
+                self._add_to_row(agent, row, int(found["times"]), int(found["tokens"]))
+
+    def as_json(self) -> dict[str, Any]:
+        """Harnesses and their findings, each list by tokens lost, most first."""
+        found: defaultdict[Agent, list[dict[str, Any]]] = defaultdict(list)
+        for (agent, (where, kind, scope, part)), (times, tokens) in self._rows.items():
+            row = {"where": where, "kind": kind, "scope": scope, "part": part}
+            total = self._agents[agent][1]
+            share = round(tokens / total, 4) if total else 0.0
+            found[agent].append(row | {"times": times, "tokens": tokens, "share": share})
+        harnesses = [
+            {
+                "harness": agent[0],
+                "model": agent[1],
+                "prompts": prompts,
+                "prompt_tokens": tokens,
+                "lost_tokens": sum(row["tokens"] for row in found[agent]),
+                "findings": sorted(found[agent], key=lambda row: (-row["tokens"], -row["times"])),
+            }
+            for agent, (prompts, tokens) in self._agents.items()
+        ]
+        return {"harnesses": sorted(harnesses, key=lambda told: -told["lost_tokens"])}
+
+
+def _row(divergence: Mapping[str, Any]) -> Row:
+    """Where, kind, scope and part. Messages and tools are counted together, wherever they are."""
+    part, block = str(divergence["part"]), str(divergence["block"])
+    where = block if part == "system" else _INDEX.sub("[*]", block, count=1)
+    return where, str(divergence["kind"]), str(divergence["scope"]), part
+
+
+def added_up(documents: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """What several processes say, each by `as_json`, as one."""
+    findings = Findings()
+    for document in documents:
+        findings.merge(document)
+    return findings.as_json()

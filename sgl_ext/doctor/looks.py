@@ -1,0 +1,85 @@
+"""What two texts look like where they part: a clock, an id, or neither.
+
+The difference is judged by the word around the first byte that differs, in both texts: it is
+a clock if a date or a time stands there in both, an id if a UUID, a hex or a long number does.
+"""
+
+from __future__ import annotations
+
+import re
+
+CLOCK, ID = "clock", "id"
+_AROUND_BYTES = 64
+_DAY = "(?:mon|tues?|wed(?:nes)?|thu(?:rs)?|fri|sat(?:ur)?|sun)(?:day)?"
+_MONTH = (
+    "(?:jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?"
+    "|sep(?:t(?:ember)?)?|oct(?:ober)?|nov(?:ember)?|dec(?:ember)?)"
+)
+_ZONE = r"(?: ?(?:z|utc|gmt)\b|[+-]\d{2}:?\d{2})"
+_TIME = rf"\d{{1,2}}:\d{{2}}(?::\d{{2}}(?:[.,]\d+)?)?(?: ?[ap]\.?m\b\.?)?{_ZONE}?"
+_YEAR_LAST = r"\d{1,2}[-/.]\d{1,2}[-/.]\d{4}|\d{1,2}[-/]\d{1,2}[-/]\d{2}"
+_DATE = (
+    rf"(?:\d{{4}}[-/.]\d{{1,2}}[-/.]\d{{1,2}}|{_YEAR_LAST}"
+    rf"|{_MONTH}\.? \d{{1,2}}(?:st|nd|rd|th)?(?:,? \d{{4}})?"
+    rf"|\d{{1,2}}\.? {_MONTH}\.?(?:,? \d{{4}})?|{_MONTH} \d{{4}}|{_DAY})"
+)
+_CLOCK = re.compile(
+    rf"(?<![0-9a-z]){_DATE}(?:[t, ]{{1,4}}(?:at )?(?:{_DATE}|{_TIME})){{0,2}}(?![0-9a-z])"
+    rf"|(?<![0-9a-z:]){_TIME}(?![0-9a-z:])".encode(),
+    re.IGNORECASE,
+)
+_UUID = re.compile(rb"(?<![0-9a-f])[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
+_WORD = re.compile(rb"[0-9A-Za-z_]+")
+_HEX = re.compile(rb"(?:0x)?[0-9a-f]{8,}", re.IGNORECASE)
+_DIGITS = frozenset(b"0123456789")
+# Seconds or milliseconds since 1970, from 2017 on; two of them no further apart than a month.
+_EPOCH = re.compile(rb"[12]\d{9}(?:\d{3})?")
+_MONTH_S = 31 * 24 * 3600
+_LONG_NUMBER = 6
+# Letters and digits mixed: so long with some digits, or longer with any.
+_MIXED = ((8, 4), (16, 1))
+
+
+def looks(old: bytes, new: bytes, at: int) -> str | None:
+    """CLOCK, ID or None, of two texts whose first difference is at byte `at` of both."""
+    if _covers(_UUID, old, at) and _covers(_UUID, new, at):
+        return ID
+    left, right = _word(old, at), _word(new, at)
+    if _are_epochs(left, right):
+        return CLOCK
+    if _covers(_CLOCK, old, at) and _covers(_CLOCK, new, at):
+        return CLOCK
+    if _is_id(left) and _is_id(right) and not _DIGITS.isdisjoint(left + right):
+        return ID
+    return None
+
+
+def _covers(pattern: re.Pattern[bytes], text: bytes, at: int) -> bool:
+    """Whether something of the pattern stands at that byte, or ends right before it."""
+    start = max(at - _AROUND_BYTES, 0)
+    window = text[start : at + _AROUND_BYTES]
+    return any(m.start() <= at - start <= m.end() for m in pattern.finditer(window))
+
+
+def _word(text: bytes, at: int) -> bytes:
+    """The letters and digits around that byte."""
+    start = max(at - _AROUND_BYTES, 0)
+    window = text[start : at + _AROUND_BYTES]
+    found = (m for m in _WORD.finditer(window) if m.start() <= at - start <= m.end())
+    return max((m[0] for m in found), key=len, default=b"")
+
+
+def _is_id(word: bytes) -> bool:
+    if word.isdigit():
+        return len(word) >= _LONG_NUMBER
+    if _HEX.fullmatch(word):
+        return True
+    digits = sum(byte in _DIGITS for byte in word)
+    return any(len(word) >= size and digits >= few for size, few in _MIXED)
+
+
+def _are_epochs(left: bytes, right: bytes) -> bool:
+    if not (_EPOCH.fullmatch(left) and _EPOCH.fullmatch(right) and len(left) == len(right)):
+        return False
+    unit = 1 if len(left) == 10 else 1000
+    return abs(int(left) - int(right)) <= _MONTH_S * unit and int(left) >= 1_500_000_000 * unit

@@ -1,0 +1,254 @@
+"""The last prompts of recent conversations, and where the next one parts from them.
+
+    a prompt comes
+      its conversation is known (same tools, instructions and first words)
+        begins with all of an earlier prompt, or is one's beginning ... nothing to tell
+        begins with one and adds one turn to it ....................... a branch: nothing to tell
+        else .......................................................... parted
+      else, it begins as one of its fleet did, and is a first prompt .. nothing to tell
+      else, compared with the session's and the fleet's last prompts:
+        the same agent, and most of what follows recurs ............... parted
+        else .......................................................... another prompt
+
+Chained hashes answer the first two with a look or two. Only when they do not are bodies
+read again, so a conversation that only grows costs next to nothing.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from sgl_ext.doctor.blocks import ASSISTANT, Block
+from sgl_ext.doctor.compare import Difference, compare
+from sgl_ext.requests.segments import Chain
+
+LIMIT_BYTES = 64 * 1024 * 1024
+SESSION, FLEET = "session", "fleet"
+_LIMIT_THREADS = 4096
+_LIMIT_SCOPES = 4096
+_HEADS = 256
+_BRANCHES = 8
+_ENDS = 64
+_CANDIDATES = 4
+# Of a record, beside its body: a hash and an offset a segment, and the objects that hold them.
+_SEGMENT_BYTES = 88
+_RECORD_BYTES = 512
+
+
+class Prompt(NamedTuple):
+    """A request as far as this is concerned.
+
+    group: whose prompts should begin alike: tenant, harness, model, and what else parts caches.
+    session: what the client calls the conversation, or None.
+    thread: equal for all turns of a conversation that has not parted; None if nothing tells it.
+    body: as it came; `Memory` is told how to read it.
+    """
+
+    group: Hashable
+    session: str | None
+    thread: int | None
+    path: str
+    chain: Chain
+    body: bytes | bytearray
+
+
+class Divergence(NamedTuple):
+    """A prompt that did not begin as an earlier one; scope is SESSION or FLEET."""
+
+    scope: str
+    difference: Difference
+
+
+@dataclass(slots=True)
+class _Record:
+    prompt: Prompt
+    size_bytes: int
+
+
+class _Thread:
+    """A conversation: its latest prompts, one a branch, and where all of them ended."""
+
+    __slots__ = ("branches", "ends")
+
+    def __init__(self) -> None:
+        self.branches: list[_Record] = []
+        self.ends: OrderedDict[int, int] = OrderedDict()
+
+
+class Memory:
+    """Bounded by bytes; the conversation that was silent longest goes first.
+
+    read: a body's blocks, as the engine will see them; empty if it cannot be read.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[str, bytes | bytearray], list[Block]],
+        limit_bytes: int = LIMIT_BYTES,
+    ) -> None:
+        self._read = read
+        self._limit_bytes = limit_bytes
+        self.size_bytes = 0
+        self._threads: OrderedDict[int, _Thread] = OrderedDict()
+        self._scopes: OrderedDict[Hashable, deque[int]] = OrderedDict()
+        self._heads: OrderedDict[Hashable, OrderedDict[int, None]] = OrderedDict()
+
+    def look(self, prompt: Prompt) -> Divergence | None:
+        """Where a prompt parts from what came before it, which it becomes itself by this."""
+        if prompt.thread is None or not prompt.chain.hashes:
+            return None
+        found = None
+        thread = self._threads.get(prompt.thread)
+        if thread is None:
+            found = self._begun(prompt)
+            thread = self._threads[prompt.thread] = _Thread()
+            self._enter_scopes(prompt)
+            self._keep(thread, prompt, None)
+        else:
+            self._threads.move_to_end(prompt.thread)
+            before = _grown_from(thread, prompt.chain)
+            if before is not None:
+                self._keep(thread, prompt, before)
+            elif prompt.chain.hashes[-1] not in thread.ends:
+                found, before = self._parted(thread, prompt)
+                self._keep(thread, prompt, before)
+        return found
+
+    def _parted(self, thread: _Thread, prompt: Prompt) -> tuple[Divergence | None, _Record | None]:
+        """Where a prompt of a known conversation parts from it, and the branch it goes on with."""
+        nearest = max(thread.branches, key=lambda r: _shared(r.prompt.chain, prompt.chain))
+        new = self._read(prompt.path, prompt.body)
+        difference = compare(self._read_again(nearest), new)
+        if difference is None:
+            return None, nearest
+        held = (thread.ends.get(segment, 0) for segment in prompt.chain.hashes)
+        if 0 < (end := max(held)) <= difference.at_bytes and _turns_behind(new, end) <= 1:
+            return None, None
+        return Divergence(SESSION, difference), nearest
+
+    def _begun(self, prompt: Prompt) -> Divergence | None:
+        """Where a prompt that begins as no conversation known parts from the nearest of them."""
+        heads = self._heads.setdefault(prompt.group, OrderedDict())
+        self._heads.move_to_end(prompt.group)
+        if len(self._heads) > _LIMIT_SCOPES:
+            self._heads.popitem(last=False)
+        count = prompt.chain.head_segments
+        head = prompt.chain.hashes[count - 1] if count else 0
+        is_known = head in heads or not count
+        heads[head] = None
+        heads.move_to_end(head)
+        if len(heads) > _HEADS:
+            heads.popitem(last=False)
+        own = [] if prompt.session is None else self._candidates((prompt.group, prompt.session))
+        fleet = self._candidates((prompt.group, None))
+        if not own and not fleet:
+            return None
+        new = self._read(prompt.path, prompt.body)
+        if is_known and _turns_behind(new, 0) == 0:
+            return None
+        found, nearest = None, None
+        for scope, records in ((SESSION, own), (FLEET, fleet)):
+            for record in records:
+                difference = compare(self._read_again(record), new)
+                if difference is None:
+                    if record.prompt.chain.hashes[0] == prompt.chain.hashes[0]:
+                        return None
+                elif _is_the_same(difference) and (
+                    found is None or difference.lost_bytes > found.difference.lost_bytes
+                ):
+                    told = SESSION if difference.is_same_conversation else scope
+                    found, nearest = Divergence(told, difference), record
+            if found is not None:
+                break
+        if found is not None and nearest is not None and found.difference.is_same_conversation:
+            # It goes on as this prompt, and not as it was.
+            self._forget(nearest.prompt.thread)
+        return found
+
+    def _forget(self, thread: int | None) -> None:
+        if thread is not None and (gone := self._threads.pop(thread, None)) is not None:
+            self.size_bytes -= sum(record.size_bytes for record in gone.branches)
+
+    def _candidates(self, scope: Hashable) -> list[_Record]:
+        """The latest prompts of conversations of a session, or of a group, latest first."""
+        threads = [self._threads.get(key) for key in self._scopes.get(scope, ())]
+        return [thread.branches[-1] for thread in threads if thread and thread.branches][::-1]
+
+    def _enter_scopes(self, prompt: Prompt) -> None:
+        assert prompt.thread is not None
+        for session in {prompt.session, None}:
+            scope = (prompt.group, session)
+            threads = self._scopes.setdefault(scope, deque(maxlen=_CANDIDATES))
+            self._scopes.move_to_end(scope)
+            if prompt.thread not in threads:
+                threads.append(prompt.thread)
+        while len(self._scopes) > _LIMIT_SCOPES:
+            self._scopes.popitem(last=False)
+
+    def _keep(self, thread: _Thread, prompt: Prompt, before: _Record | None) -> None:
+        """Remembers a prompt, in the place of the one it grew from; forgets what is too much."""
+        segments = len(prompt.chain.hashes)
+        size = len(prompt.body) + segments * _SEGMENT_BYTES + _RECORD_BYTES
+        branches = thread.branches
+        if before is None:
+            if len(branches) >= _BRANCHES:
+                self.size_bytes -= branches.pop(0).size_bytes
+            branches.append(_Record(prompt, size))
+        else:
+            self.size_bytes -= before.size_bytes
+            before.prompt, before.size_bytes = prompt, size
+            if branches[-1] is not before:
+                branches.remove(before)
+                branches.append(before)
+        self.size_bytes += size
+        thread.ends[prompt.chain.hashes[-1]] = prompt.chain.ends[-1]
+        if len(thread.ends) > _ENDS:
+            thread.ends.popitem(last=False)
+        while self.size_bytes > self._limit_bytes or len(self._threads) > _LIMIT_THREADS:
+            self._forget(next(iter(self._threads)))
+
+    def _read_again(self, record: _Record) -> list[Block]:
+        return self._read(record.prompt.path, record.prompt.body)
+
+
+def _grown_from(thread: _Thread, chain: Chain) -> _Record | None:
+    """The branch whose prompt this one begins with."""
+    hashes = chain.hashes
+    for record in reversed(thread.branches):
+        old = record.prompt.chain.hashes
+        if len(old) <= len(hashes) and hashes[len(old) - 1] == old[-1]:
+            return record
+    return None
+
+
+def _shared(left: Chain, right: Chain) -> int:
+    """How many segments two chains begin with alike."""
+    low, high = 0, min(len(left.hashes), len(right.hashes))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if left.hashes[middle - 1] == right.hashes[middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _turns_behind(blocks: Sequence[Block], end_bytes: int) -> int:
+    """How many turns of the model stand behind that offset."""
+    turns, last = 0, ""
+    for block in blocks:
+        if block.end > end_bytes:
+            turns += block.part == ASSISTANT and last != ASSISTANT
+            last = block.part
+    return turns
+
+
+def _is_the_same(difference: Difference) -> bool:
+    """Whether a prompt is an earlier one with a change in it, and not another one."""
+    if 2 * difference.lost_bytes < difference.rest_bytes or not difference.lost_bytes:
+        return False
+    in_head = difference.part != "messages"
+    return difference.is_same_conversation or (in_head and difference.is_same_agent)

@@ -1,0 +1,94 @@
+"""The canonical text of the parts of a request, in bytes: what of them reaches the prompt.
+
+Left out are the order of JSON keys and white space, `cache_control`, ids of messages and
+tool calls, and whether a text stands alone or in a list of text blocks. Parts are framed
+by the byte 0xFF, which no UTF-8 text holds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+_NOT_RENDERED = frozenset(
+    {"cache_control", "id", "tool_use_id", "tool_call_id", "call_id", "status", "signature"}
+)
+_TEXT_TYPES = frozenset({None, "text", "input_text", "output_text"})
+_RESULT_KEYS = frozenset({"type", "tool_use_id", "content", "cache_control"})
+_ROLES: dict[Any, bytes] = {
+    role: b"\xffm" + role.encode() for role in ("user", "assistant", "tool")
+}
+INSTRUCTING_ROLES = ("system", "developer")
+SORTED = orjson.OPT_SORT_KEYS
+
+
+def offered_tools(body: dict[str, Any]) -> list[Any]:
+    """The tools that reach the prompt."""
+    tools = body.get("tools")
+    choice = body.get("tool_choice")
+    unused = choice == "none" or (isinstance(choice, dict) and choice.get("type") == "none")
+    return [] if unused or not isinstance(tools, list) else tools
+
+
+def role_text(role: Any) -> bytes:
+    """What a message of this role begins with."""
+    return _ROLES.get(role) or b"\xffm" + str(role).encode()
+
+
+def add_content(parts: list[bytes], content: Any) -> None:
+    """A text or blocks; a text alone reads as a list of it."""
+    if isinstance(content, list):
+        for block in content:
+            parts.append(b"\xffb")
+            parts.append(block_text(block))
+    elif content:
+        parts.append(b"\xffb")
+        parts.append(block_text(content))
+
+
+def block_text(block: Any) -> bytes:
+    """One block of content; a text block is its text."""
+    if isinstance(block, str):
+        return block.encode("utf-8", "surrogatepass")
+    if not isinstance(block, dict):
+        return orjson.dumps(block, option=SORTED)
+    kind = block.get("type")
+    if kind in _TEXT_TYPES and isinstance(text := block.get("text"), str):
+        return text.encode("utf-8", "surrogatepass")
+    if kind == "tool_use":
+        return b"\xffu" + orjson.dumps((block.get("name"), block.get("input")), option=SORTED)
+    if kind != "tool_result":
+        return _dumped(block)
+    parts = [b"\xffr"]
+    add_content(parts, block.get("content"))
+    if not block.keys() <= _RESULT_KEYS:
+        parts.append(_dumped({k: v for k, v in block.items() if k != "content"}))
+    return b"".join(parts)
+
+
+def rest_of_message(message: dict[str, Any]) -> bytes:
+    """What a message holds beside its role and content: tool calls, reasoning, a call's output."""
+    rest = {
+        key: value
+        for key, value in message.items()
+        if value is not None and key not in ("role", "content")
+    }
+    calls = rest.get("tool_calls")
+    if isinstance(calls, list):
+        rest["tool_calls"] = [rendered(call) if isinstance(call, dict) else call for call in calls]
+    if rest.get("type") == "message":
+        del rest["type"]
+    rest = rendered(rest)
+    return b"\xffo" + orjson.dumps(rest, option=SORTED) if rest else b""
+
+
+def _dumped(block: dict[str, Any]) -> bytes:
+    return orjson.dumps(rendered(block), option=SORTED)
+
+
+def rendered(block: dict[str, Any]) -> dict[str, Any]:
+    """A block, tool or message without what does not reach the prompt."""
+    if _NOT_RENDERED.isdisjoint(block):
+        return block
+    return {key: value for key, value in block.items() if key not in _NOT_RENDERED}
