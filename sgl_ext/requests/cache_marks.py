@@ -141,6 +141,15 @@ def read_marks(path: str, body: Any, limits: TtlLimits) -> Marks:
     return Marks(_granted(wishes, limits), whole_s, ignored=ignored)
 
 
+def count_marks(path: str, body: Any) -> int:
+    """How many marks of MOST_MARKS a request has, usable or not. Never raises."""
+    if not isinstance(body, dict):
+        return 0
+    if path == _MESSAGES:
+        return sum(1 for _ in _in_messages(body))
+    return sum(1 for _ in _in_chat(body)) if path in _CHAT else 0
+
+
 def _granted(wishes: list[_Wish], limits: TtlLimits) -> tuple[Mark, ...]:
     ttls: dict[Place, float] = {}
     for wish in wishes:

@@ -1,0 +1,1 @@
+"""What the balancer keeps for clients: stored responses and contexts."""

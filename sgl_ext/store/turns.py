@@ -1,0 +1,89 @@
+"""A turn of /v1/responses: what of it is kept, so that the next one can leave it out.
+
+Kept are the request's own input items and the items of the answer, as they were sent, and what
+the turn continues. A request that continues it has all these items put in front of its own, and
+is from then on what a client sends that keeps its conversation itself: any engine answers it,
+and finds it in its cache. `instructions` and `tools` are each request's own, as OpenAI has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import orjson
+
+PATH = "/v1/responses"
+_Json = dict[str, Any]
+_KEPT_STATUSES = ("completed", "incomplete")
+
+
+def own_items(body: _Json) -> list[Any] | None:
+    """The input items of a request; None if its input is none."""
+    entered = body.get("input")
+    if isinstance(entered, str):
+        return [{"role": "user", "content": entered}]
+    if entered is None:
+        return []
+    return entered if isinstance(entered, list) else None
+
+
+def continued(body: _Json, earlier: Iterable[bytes], own: list[Any]) -> _Json:
+    """A request with the items of earlier turns, as `packed` made them, in front of its own."""
+    items = [item for turn in earlier for item in unpacked(turn)]
+    expanded = {**body, "input": items + own}
+    del expanded["previous_response_id"]
+    return expanded
+
+
+def packed(entered: bytes, output: list[Any]) -> bytes:
+    """The items of a turn: those entered, as JSON, and those of its answer."""
+    return b'{"input":%b,"output":%b}' % (entered, orjson.dumps(output))
+
+
+def unpacked(turn: bytes) -> list[Any]:
+    """All items of a turn, in order."""
+    document = orjson.loads(turn)
+    return [*document["input"], *document["output"]]
+
+
+def is_kept(response: Any) -> bool:
+    """Whether a response is complete, so that another one can continue it."""
+    return (
+        isinstance(response, dict)
+        and response.get("status") in _KEPT_STATUSES
+        and isinstance(response.get("id"), str)
+        and isinstance(response.get("output"), list)
+    )
+
+
+def about(response: _Json) -> bytes:
+    """A response without its items."""
+    return orjson.dumps({**response, "output": []})
+
+
+def response_of(about: bytes, items: bytes) -> _Json:
+    """A response as it was answered."""
+    response: _Json = orjson.loads(about)
+    return {**response, "output": orjson.loads(items)["output"]}
+
+
+def listed(response_id: str, chain: list[bytes]) -> list[_Json]:
+    """All input items of the last turn of a chain, in order, in the form of OpenAI's list.
+
+    An item that came without an id gets one that is the same each time.
+    """
+    entered = [item for turn in chain[:-1] for item in unpacked(turn)]
+    entered += orjson.loads(chain[-1])["input"]
+    stem = response_id.removeprefix("resp_")
+    return [_listed(item, f"msg_{stem}_{k}") for k, item in enumerate(entered)]
+
+
+def _listed(item: Any, id: str) -> _Json:
+    shown: _Json = {"id": id, "type": "message"}
+    if isinstance(item, dict):
+        shown |= {key: value for key, value in item.items() if value is not None}
+    if isinstance(text := shown.get("content"), str):
+        kind = "output_text" if shown.get("role") == "assistant" else "input_text"
+        shown["content"] = [{"type": kind, "text": text}]
+    return shown

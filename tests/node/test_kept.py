@@ -1,0 +1,174 @@
+"""Stored responses and contexts on real engines: the same prompt, read from the same cache."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+import openai
+import pytest
+import requests
+
+from bench._node import Node
+
+pytestmark = pytest.mark.engine
+
+_WORDS = ("the", "agent", "reads", "a", "file", "and", "writes", "what", "it", "found")
+_fresh = count(1)
+_TOOL = {
+    "type": "function",
+    "name": "read_file",
+    "description": "Reads a file.",
+    "parameters": {"type": "object", "properties": {"path": {"type": "string"}}},
+}
+
+
+@pytest.fixture(scope="module")
+def gpt(node: Node) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{node.url}/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def model(node: Node) -> str:
+    models = requests.get(f"{node.url}/v1/models", timeout=30).json()["data"]
+    return str(models[0]["id"])
+
+
+def text(words: int) -> str:
+    """A text that nobody sent before."""
+    number = next(_fresh)
+    source = random.Random(number)
+    return f"Kept {number}: " + " ".join(source.choice(_WORDS) for _ in range(words))
+
+
+def read(usage: Any) -> tuple[int, int]:
+    """The tokens of the prompt, and those of them that were cached."""
+    return usage.input_tokens, usage.input_tokens_details.cached_tokens
+
+
+@pytest.mark.parametrize("effort", ["none", "low"])
+def test_a_turn_by_id_is_the_turn_with_the_conversation_in_it(
+    gpt: openai.OpenAI, model: str, effort: str
+) -> None:
+    usual: dict[str, Any] = {
+        "model": model,
+        "instructions": text(300),
+        "tools": [_TOOL],
+        "max_output_tokens": 10,
+        "reasoning": {"effort": effort},
+    }
+    call = {"type": "function_call", "call_id": "c1", "name": "read_file", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "c1", "output": "Nothing is in it."}
+    entered: list[Any] = [{"role": "user", "content": text(30)}, call, result]
+    first = gpt.responses.create(**usual, input=entered)
+    assert first.output
+    more: list[Any] = [{"role": "user", "content": "Go on."}]
+    second = gpt.responses.create(**usual, input=more, previous_response_id=first.id)
+    assert second.previous_response_id == first.id
+    prompt, cached = read(second.usage)
+    assert cached >= 0.95 * prompt
+    whole = [*entered, *(item.model_dump(exclude_none=True) for item in first.output), *more]
+    explicit = gpt.responses.create(**usual, input=whole, store=False)
+    assert read(explicit.usage)[0] == prompt
+    assert read(explicit.usage)[1] >= prompt - 1
+    streamed = list(
+        gpt.responses.create(**usual, input=more, previous_response_id=second.id, stream=True)
+    )
+    last = streamed[-1].response
+    assert last.previous_response_id == second.id
+    assert read(last.usage)[0] > prompt
+    assert read(last.usage)[1] >= 0.95 * read(last.usage)[0]
+    assert gpt.responses.retrieve(last.id).output == last.output
+    items = list(gpt.responses.input_items.list(last.id, order="asc", limit=100))
+    assert len(items) == len(whole) + len(second.output) + 1
+    gpt.responses.delete(last.id)
+    with pytest.raises(openai.NotFoundError):
+        gpt.responses.retrieve(last.id)
+
+
+def test_a_response_that_is_not_known_is_openais_bad_request(
+    gpt: openai.OpenAI, model: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match="'resp_1' not found") as raised:
+        gpt.responses.create(model=model, input="Hello", previous_response_id="resp_1")
+    assert raised.value.code == "previous_response_not_found"
+    assert raised.value.param == "previous_response_id"
+
+
+def test_a_context_is_the_content_in_its_place(node: Node, model: str) -> None:
+    rules, notes = text(300), text(200)
+    blocks = [
+        {"id": "tools", "kind": "tools", "layer": "stable", "content": [_TOOL]},
+        {"id": "rules", "layer": "stable", "content": rules},
+        {"id": "notes", "kind": "document", "layer": "project", "content": notes},
+    ]
+    id = node.post("/v1/contexts", {"blocks": blocks}).json()["context_id"]
+    function = {key: _TOOL[key] for key in ("name", "description", "parameters")}
+    anthropics = {"name": "read_file", "description": "Reads a file."}
+    parts = [{"type": "text", "text": each} for each in (rules, notes)]
+    user = [{"role": "user", "content": "Hello"}]
+    quiet = {"chat_template_kwargs": {"enable_thinking": False}}
+    asked: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "/v1/messages": (
+            {"model": model, "max_tokens": 1, "messages": user},
+            {"tools": [{**anthropics, "input_schema": _TOOL["parameters"]}], "system": parts},
+        ),
+        "/v1/chat/completions": (
+            {"model": model, "max_tokens": 1, "messages": user, **quiet},
+            {
+                "tools": [{"type": "function", "function": function}],
+                "messages": [{"role": "system", "content": parts}, *user],
+            },
+        ),
+        "/v1/responses": (
+            {"model": model, "max_output_tokens": 3, "input": "Hello", **quiet},
+            {"tools": [_TOOL], "instructions": f"{rules}\n\n{notes}"},
+        ),
+    }
+    node.flush()
+    for path, (rest, content) in asked.items():
+        (first, _), (again, cached) = (
+            used(node.post(path, rest | more)) for more in ({"context_id": id}, content)
+        )
+        assert first == again
+        assert cached >= first - 1, path
+        (prompt, cached) = used(node.post(path, rest | {"nvext": {"context_id": id}}))
+        assert (prompt, cached >= prompt - 1) == (first, True)
+
+
+def test_a_context_is_pinned_by_its_layers_and_prefilled_by_its_name(node: Node) -> None:
+    stable, project = text(200), text(200)
+    blocks = [
+        {"id": "rules", "layer": "stable", "content": stable},
+        {"id": "notes", "layer": "project", "content": project},
+    ]
+    id = node.post("/v1/contexts", {"blocks": blocks}).json()["context_id"]
+    session = f"kept-{next(_fresh)}"
+    body = {"model": "tiny", "max_tokens": 1, "context_id": id, "messages": []}
+    headers = {"x-sgl-ext-session-id": session, "anthropic-version": "2023-06-01"}
+    warmed = node.post("/v1/prefill", body, headers=headers)
+    assert warmed.ok, warmed.text
+    assert warmed.json()["complete"]
+    body["messages"] = [{"role": "user", "content": "Hello"}]
+    answer = node.post("/v1/messages", body, headers=headers)
+    usage = answer.json()["usage"]
+    assert usage["cache_read_input_tokens"] > 400
+    pins = requests.get(f"{node.url}/v1/pins", timeout=30).json()["pins"]
+    ttls = sorted(pin["ttl_s"] for pin in pins if pin["session"] == session)
+    assert ttls == [300.0, 3600.0]
+
+
+def used(answer: requests.Response) -> tuple[int, int]:
+    """The tokens of the prompt, and those of them that were cached, in any protocol."""
+    assert answer.ok, answer.text
+    usage = answer.json()["usage"]
+    if "prompt_tokens" in usage:
+        return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+    cached = usage.get("cache_read_input_tokens")
+    if cached is None:
+        return usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"]
+    created = usage.get("cache_creation_input_tokens") or 0
+    return usage["input_tokens"] + cached + created, cached
