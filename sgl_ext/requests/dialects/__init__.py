@@ -1,0 +1,1 @@
+"""How each protocol's bodies are translated, a file a protocol: see `sgl_ext.requests.dialect`."""

@@ -1,0 +1,114 @@
+"""`/v1/chat/completions`: what OpenAI's SDKs, and the many who speak this protocol, send."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from sgl_ext.requests.dialects.parts import (
+    DROPPED,
+    Model,
+    Told,
+    altered,
+    edited,
+    joined_text,
+    kind_of,
+    not_shown,
+    reminder,
+    without_nulls,
+)
+
+INSTRUCTING_ROLES = ("system", "developer")
+_MEDIA = {
+    "image_url": "image",
+    "input_image": "image",
+    "input_audio": "audio",
+    "audio_url": "audio",
+    "video_url": "video",
+}
+
+
+def translate(body: dict[str, Any], model: Model, told: Told) -> dict[str, Any]:
+    """A body in OpenAI's protocol of chat completions, for SGLang."""
+    body = without_nulls(body)
+    edits: dict[str, Any] = {}
+    if isinstance(body.get("tools"), list):
+        edits["tools"] = altered(body["tools"], partial(_tool, told=told))
+    choice = body.get("tool_choice")
+    if isinstance(choice, dict) and isinstance(choice.get("allowed_tools"), dict):
+        allowed = choice["allowed_tools"]
+        edits |= allowed_tools(allowed, edits.get("tools"), _name, told)
+    if isinstance(body.get("messages"), list):
+        edits["messages"] = messages(body["messages"], model, told)
+    return edited(body, edits)
+
+
+def _tool(tool: Any, told: Told) -> Any:
+    kind = kind_of(tool)
+    if kind is None or kind == "function":
+        return tool
+    told["custom_tool" if kind == "custom" else "unknown_tool"] += 1
+    return DROPPED
+
+
+def _name(tool: Any) -> Any:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return function.get("name") if isinstance(function, dict) else None
+
+
+def allowed_tools(allowed: dict[str, Any], tools: Any, name: Any, told: Told) -> dict[str, Any]:
+    """The edits that leave a request only the tools that its choice allows."""
+    told["allowed_tools"] += 1
+    edits: dict[str, Any] = {
+        "tool_choice": "required" if allowed.get("mode") == "required" else "auto"
+    }
+    listed = allowed.get("tools")
+    if isinstance(tools, list) and isinstance(listed, list):
+        names = [name(tool) for tool in listed]
+        edits["tools"] = [tool for tool in tools if name(tool) in names]
+    return edits
+
+
+def messages(items: list[Any], model: Model, told: Told) -> list[Any]:
+    """Messages that SGLang can render."""
+    items = altered(items, partial(_message, model=model, told=told))
+    return items if model.takes_system_anywhere else with_reminders(items, told)
+
+
+def with_reminders(items: list[Any], told: Told) -> list[Any]:
+    """Messages whose instructions behind the first turn are said in a user's."""
+    begun = False
+    out: list[Any] = []
+    for item in items:
+        role = item.get("role") if isinstance(item, dict) else None
+        text = joined_text(item.get("content")) if role in INSTRUCTING_ROLES else None
+        if begun and text is not None:
+            told["system_message"] += 1
+            item = {**item, "role": "user", "content": reminder(text)}
+        begun = begun or role not in INSTRUCTING_ROLES
+        out.append(item)
+    return out if any(new is not old for new, old in zip(out, items, strict=True)) else items
+
+
+def _message(message: Any, model: Model, told: Told) -> Any:
+    if not isinstance(message, dict) or not isinstance(message.get("content"), list):
+        return message
+    parts = altered(message["content"], partial(_part, model=model, told=told))
+    return edited(message, {"content": parts})
+
+
+def _part(part: Any, model: Model, told: Told) -> Any:
+    """A part of a message that SGLang can render."""
+    kind = kind_of(part)
+    if kind in _MEDIA and not model.sees:
+        told["image" if _MEDIA[kind] == "image" else "media"] += 1
+        return {"type": "text", "text": not_shown(_MEDIA[kind])}
+    if kind == "file":
+        told["document"] += 1
+        file = part.get("file")
+        name = file.get("filename") if isinstance(file, dict) else None
+        return {"type": "text", "text": not_shown("file", name)}
+    if kind == "refusal":
+        told["refusal"] += 1
+        return {"type": "text", "text": str(part.get("refusal"))}
+    return part

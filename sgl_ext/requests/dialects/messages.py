@@ -1,0 +1,224 @@
+"""`/v1/messages`: what Claude Code and Anthropic's SDKs send."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import orjson
+
+from sgl_ext.requests.dialects.client_tools import plain_tool
+from sgl_ext.requests.dialects.parts import (
+    DROPPED,
+    Model,
+    Told,
+    altered,
+    as_json,
+    edited,
+    joined_text,
+    kind_of,
+    not_shown,
+    readable,
+    reminder,
+)
+
+# Fields that say what to do on Anthropic's servers. SGLang leaves them out by itself.
+_IGNORED = (
+    "betas",
+    "container",
+    "context_management",
+    "inference_geo",
+    "mcp_servers",
+    "speed",
+)
+_SERVER_TOOLS = (
+    "web_search",
+    "web_fetch",
+    "code_execution",
+    "tool_search_tool",
+    "mcp_toolset",
+    "advisor",
+)
+_KNOWN_BLOCKS = frozenset({"text", "thinking", "search_result", "tool_reference"})
+_SERVER_CALLS = frozenset({"server_tool_use", "mcp_tool_use"})
+_RESULT = "_tool_result"
+
+
+def translate(body: dict[str, Any], model: Model, told: Told) -> dict[str, Any]:
+    """A body in Anthropic's protocol, for SGLang."""
+    for field in _IGNORED:
+        if body.get(field):
+            told[field] += 1
+    edits: dict[str, Any] = {}
+    thinking = body.get("thinking")
+    if kind_of(thinking) in ("enabled", "adaptive") and not model.thinks:
+        told["thinking"] += 1
+        edits["thinking"] = DROPPED
+    if isinstance(body.get("output_format"), dict):  # its name before it came under output_config
+        told["output_format"] += 1
+        config = body.get("output_config")
+        config = config if isinstance(config, dict) else {}
+        edits["output_config"] = {"format": body["output_format"], **config}
+        edits["output_format"] = DROPPED
+    if isinstance(body.get("tools"), list):
+        edits["tools"] = _tools(body["tools"], told)
+    choice = body.get("tool_choice")
+    if isinstance(choice, dict) and choice.get("disable_parallel_tool_use", False) is None:
+        edits["tool_choice"] = edited(choice, {"disable_parallel_tool_use": DROPPED})
+    if isinstance(body.get("messages"), list):
+        edits["messages"] = _messages(body["messages"], model, told)
+    return edited(body, edits)
+
+
+def _tools(tools: list[Any], told: Told) -> list[Any]:
+    searched = any((kind_of(tool) or "").startswith("tool_search_tool") for tool in tools)
+    return altered(tools, partial(_tool, is_searched=searched, told=told))
+
+
+def _tool(tool: Any, is_searched: bool, told: Told) -> Any:
+    """A tool that SGLang can offer; DROPPED if it runs on Anthropic's servers."""
+    kind = kind_of(tool)
+    if not isinstance(tool, dict) or (kind is None and tool.get("type") is not None):
+        return tool
+    if kind is not None and kind != "custom":
+        plain = plain_tool(tool)
+        if plain is not None:
+            told[f"{plain[0]}_tool"] += 1
+            return plain[1]
+        family = next((name for name in _SERVER_TOOLS if kind.startswith(name)), "unknown")
+        told[family if family.endswith(("_tool", "_toolset")) else f"{family}_tool"] += 1
+        if not isinstance(tool.get("input_schema"), dict):
+            return DROPPED
+        return edited(tool, {"type": DROPPED})
+    edits: dict[str, Any] = {}
+    if tool.get("strict", False) is None:
+        edits["strict"] = DROPPED
+    if is_searched and tool.get("defer_loading"):  # nobody is there who would search for it
+        told["defer_loading"] += 1
+        edits["defer_loading"] = DROPPED
+    return edited(tool, edits)
+
+
+def _messages(messages: list[Any], model: Model, told: Told) -> list[Any]:
+    messages = altered(messages, partial(_message, model=model, told=told))
+    if model.takes_system_anywhere or not any(map(_is_system, messages)):
+        return messages
+    return _with_reminders(messages, told)
+
+
+def _message(message: Any, model: Model, told: Told) -> Any:
+    if not isinstance(message, dict) or not isinstance(message.get("content"), list):
+        return message
+    blocks = altered(message["content"], partial(_block, model=model, told=told))
+    return edited(message, {"content": blocks})
+
+
+def _is_system(message: Any) -> bool:
+    return isinstance(message, dict) and message.get("role") == "system"
+
+
+def _with_reminders(messages: list[Any], told: Told) -> list[Any]:
+    """Messages whose later instructions stand behind what the user said, before or after them."""
+    out: list[Any] = []
+    waiting: list[str] = []
+    for message in messages:
+        role = message.get("role") if isinstance(message, dict) else None
+        text = joined_text(message.get("content")) if role == "system" else None
+        if text is not None and any(not _is_system(before) for before in out):
+            told["system_message"] += 1
+            if isinstance(out[-1], dict) and out[-1].get("role") == "user":
+                out[-1] = _and_said(out[-1], [text])
+            else:
+                waiting.append(text)
+            continue
+        if waiting:
+            if role == "user":
+                message = _and_said(message, waiting)
+            else:
+                out.append(_and_said({"role": "user", "content": []}, waiting))
+            waiting = []
+        out.append(message)
+    if waiting:
+        out.append(_and_said({"role": "user", "content": []}, waiting))
+    return out
+
+
+def _and_said(message: dict[str, Any], texts: list[str]) -> dict[str, Any]:
+    content = message.get("content")
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}] if content else []
+    if not isinstance(content, list):
+        return message
+    added = [{"type": "text", "text": reminder(text)} for text in texts]
+    return {**message, "content": [*content, *added]}
+
+
+def _block(block: Any, model: Model, told: Told) -> Any:
+    """A block that SGLang can render; DROPPED if there is nothing in it for a model."""
+    kind = kind_of(block)
+    if kind is None or kind in _KNOWN_BLOCKS:
+        return block
+    if kind == "tool_use":
+        return _call(block, told)
+    if kind == "tool_result":
+        content = block.get("content")
+        if isinstance(content, list):
+            content = altered(content, partial(_block, model=model, told=told))
+            return edited(block, {"content": content})
+        return block
+    if kind == "image":
+        source = block.get("source")
+        if model.sees and kind_of(source) != "file":
+            return block
+        told["image"] += 1
+        return _text(not_shown("image"))
+    if kind == "document":
+        told["document"] += 1
+        return _document(block, model)
+    if kind == "redacted_thinking":
+        told["redacted_thinking"] += 1
+        return DROPPED
+    if kind in _SERVER_CALLS:
+        told["server_tool_use"] += 1
+        return _text(f"[{block.get('name')} was called with {as_json(block.get('input'))}]")
+    if kind.endswith(_RESULT):
+        told["server_tool_result"] += 1
+        return _text(f"[{kind[: -len(_RESULT)]} gave]\n{readable(block.get('content'))}")
+    told["compaction" if kind == "compaction" else "unknown_block"] += 1
+    text = readable(block)
+    return _text(text) if text else DROPPED
+
+
+def _call(block: dict[str, Any], told: Told) -> dict[str, Any]:
+    """A call whose input is an object, as the protocol has it."""
+    given = block.get("input", {})
+    if isinstance(given, dict):
+        return block
+    told["tool_use_input"] += 1
+    if isinstance(given, str):
+        with suppress(orjson.JSONDecodeError):
+            given = orjson.loads(given) if given else {}
+    if not isinstance(given, dict):
+        given = {} if given is None else {"input": given}
+    return {**block, "input": given}
+
+
+def _document(block: dict[str, Any], model: Model) -> dict[str, Any]:
+    """A document's text, if it has any; nobody here reads its pages."""
+    source = block.get("source")
+    source = source if isinstance(source, dict) else {}
+    title = block.get("title")
+    about = [text for text in (title, block.get("context")) if isinstance(text, str) and text]
+    content = source.get("content")
+    if source.get("type") == "text" and isinstance(source.get("data"), str):
+        text = source["data"]
+    elif isinstance(content, str | list):
+        text = readable(content)
+    else:
+        return _text(not_shown("document", title or source.get("url")))
+    return _text("\n".join([*about, text]))
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}

@@ -1,0 +1,490 @@
+"""What clients send, in the words that SGLang knows."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from sgl_ext.requests.dialect import translate
+from sgl_ext.requests.dialects.parts import Model
+from sgl_ext.requests.dialects.responses import namespaced_names
+
+TEXT_ONLY = Model(sees=False)
+MESSAGES, CHAT, RESPONSES = "/v1/messages", "/v1/chat/completions", "/v1/responses"
+SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}}
+READ = {"name": "read", "description": "Reads.", "input_schema": SCHEMA}
+USER = {"role": "user", "content": "Go on."}
+
+
+def messages(model: Model = TEXT_ONLY, **fields: Any) -> tuple[dict[str, Any], dict[str, int]]:
+    body = {"model": "m", "max_tokens": 8, "messages": [USER], **fields}
+    before = copy.deepcopy(body)
+    translated = translate(MESSAGES, body, model)
+    assert body == before, "what was sent is not changed"
+    return translated.body, dict(translated.told)
+
+
+def history(*blocks: Any, role: str = "assistant", model: Model = TEXT_ONLY) -> Any:
+    body, told = messages(model, messages=[USER, {"role": role, "content": list(blocks)}])
+    return body["messages"][1]["content"], told
+
+
+def text(words: str) -> dict[str, str]:
+    return {"type": "text", "text": words}
+
+
+@pytest.mark.parametrize("path", [MESSAGES, CHAT, RESPONSES, "/generate"])
+@pytest.mark.parametrize("body", [{}, {"tools": [], "messages": [], "input": []}, [1], "x", None])
+def test_what_needs_nothing_is_handed_back_as_it_is(path: str, body: Any) -> None:
+    translated = translate(path, body, TEXT_ONLY)
+    assert translated.body is body
+    assert not translated.told
+
+
+def test_thinking_is_left_out_only_where_a_model_cannot_be_asked_for_it() -> None:
+    asked = {"type": "enabled", "budget_tokens": 2048}
+    body, told = messages(Model(thinks=False), thinking=asked)
+    assert "thinking" not in body
+    assert told == {"thinking": 1}
+    assert messages(Model(), thinking=asked)[0]["thinking"] is asked
+    off = {"type": "disabled"}
+    assert messages(Model(thinks=False), thinking=off) == (messages(thinking=off)[0], {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        ("web_search_20250305", "web_search_tool"),
+        ("web_fetch_20250910", "web_fetch_tool"),
+        ("code_execution_20250825", "code_execution_tool"),
+        ("tool_search_tool_regex_20251119", "tool_search_tool"),
+        ("mcp_toolset", "mcp_toolset"),
+        ("soothsayer_20300101", "unknown_tool"),
+    ],
+)
+def test_tools_that_run_at_anthropic_are_left_out(kind: str, what: str) -> None:
+    body, told = messages(tools=[READ, {"type": kind, "name": "x", "max_uses": 8}])
+    assert body["tools"] == [READ]
+    assert told == {what: 1}
+
+
+def test_deferred_tools_are_offered_where_nobody_can_search_for_them() -> None:
+    deferred = {**READ, "defer_loading": True}
+    assert messages(tools=[deferred])[0]["tools"] == [deferred]
+    search = {"type": "tool_search_tool_bm25_20251119", "name": "tool_search_tool_bm25"}
+    body, told = messages(tools=[search, deferred])
+    assert body["tools"] == [READ]
+    assert told == {"tool_search_tool": 1, "defer_loading": 1}
+
+
+@pytest.mark.parametrize(
+    ("tool", "properties"),
+    [
+        ({"type": "bash_20250124", "name": "bash"}, {"command", "restart"}),
+        (
+            {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"},
+            {"command", "path", "view_range", "file_text", "old_str", "new_str"}
+            | {"insert_line", "insert_text"},
+        ),
+        (
+            {"type": "text_editor_20250124", "name": "str_replace_editor"},
+            {"command", "path", "view_range", "file_text", "old_str", "new_str", "insert_line"},
+        ),
+        (
+            {"type": "memory_20250818", "name": "memory"},
+            {"command", "path", "view_range", "file_text", "old_str", "new_str"}
+            | {"insert_line", "insert_text", "old_path", "new_path"},
+        ),
+        (
+            {"type": "computer_20241022", "name": "computer", "display_width_px": 800},
+            {"action", "coordinate", "text"},
+        ),
+        (
+            {"type": "computer_20251124", "name": "computer", "enable_zoom": True},
+            {"action", "coordinate", "text", "start_coordinate", "scroll_direction"}
+            | {"scroll_amount", "duration", "region"},
+        ),
+    ],
+)
+def test_tools_that_the_client_runs_are_plain_tools(tool: Any, properties: set[str]) -> None:
+    mark = {"type": "ephemeral"}
+    body, told = messages(tools=[{**tool, "cache_control": mark}])
+    (plain,) = body["tools"]
+    assert plain["name"] == tool["name"]
+    assert plain["description"]
+    assert plain["cache_control"] is mark
+    assert "type" not in plain
+    assert plain["input_schema"]["properties"].keys() == properties
+    assert set(plain["input_schema"]["required"]) <= properties
+    assert told == {tool["type"].rsplit("_", 1)[0] + "_tool": 1}
+
+
+@pytest.mark.parametrize(
+    ("block", "words", "what"),
+    [
+        (
+            {"type": "document", "title": "T", "source": {"type": "text", "data": "All of it."}},
+            "T\nAll of it.",
+            "document",
+        ),
+        (
+            {"type": "document", "source": {"type": "content", "content": [text("A"), text("B")]}},
+            "A\nB",
+            "document",
+        ),
+        (
+            {"type": "document", "title": "a.pdf", "source": {"type": "base64", "data": "AAAA"}},
+            "[document 'a.pdf': not shown, this model reads text only]",
+            "document",
+        ),
+        (
+            {"type": "image", "source": {"type": "base64", "data": "AAAA"}},
+            "[image: not shown, this model reads text only]",
+            "image",
+        ),
+        (
+            {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "q"}},
+            '[web_search was called with {"query":"q"}]',
+            "server_tool_use",
+        ),
+        (
+            {
+                "type": "web_search_tool_result",
+                "tool_use_id": "s",
+                "content": [{"title": "A", "url": "https://a", "encrypted_content": "zzz"}],
+            },
+            "[web_search gave]\nA\nhttps://a",
+            "server_tool_result",
+        ),
+        (
+            {
+                "type": "bash_code_execution_tool_result",
+                "content": {"stdout": "out", "stderr": "err", "return_code": 0},
+            },
+            "[bash_code_execution gave]\nout\nerr",
+            "server_tool_result",
+        ),
+        ({"type": "compaction", "content": "So far."}, "So far.", "compaction"),
+    ],
+)
+def test_blocks_that_no_engine_knows_are_told_in_their_place(
+    block: Any, words: str, what: str
+) -> None:
+    content, told = history(text("before"), block, text("behind"))
+    assert content == [text("before"), text(words), text("behind")]
+    assert told == {what: 1}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [block]}
+    content, told = history(result, role="user")
+    assert content[0]["content"] == [text(words)]
+    assert told == {what: 1}
+
+
+def test_an_image_stays_for_a_model_that_sees() -> None:
+    image = {"type": "image", "source": {"type": "base64", "data": "AAAA"}}
+    assert history(image, model=Model())[0] == [image]
+    stored = {"type": "image", "source": {"type": "file", "file_id": "f"}}
+    assert history(stored, model=Model())[1] == {"image": 1}
+
+
+def test_encrypted_thoughts_are_left_out_and_plain_ones_stay() -> None:
+    thought = {"type": "thinking", "thinking": "Well.", "signature": "s"}
+    content, told = history(thought, {"type": "redacted_thinking", "data": "x"}, text("a"))
+    assert content == [thought, text("a")]
+    assert told == {"redacted_thinking": 1}
+
+
+@pytest.mark.parametrize(
+    ("given_input", "told_input"),
+    [('{"a": 1}', {"a": 1}), ("", {}), ("[", {"input": "["}), (None, {}), ([1], {"input": [1]})],
+)
+def test_a_call_in_the_history_has_an_object_for_its_input(
+    given_input: Any, told_input: Any
+) -> None:
+    content, told = history({"type": "tool_use", "id": "t", "name": "n", "input": given_input})
+    assert content[0]["input"] == told_input
+    assert told == {"tool_use_input": 1}
+
+
+def test_an_older_name_of_the_output_format_counts() -> None:
+    form = {"type": "json_schema", "schema": {"const": 1}}
+    body, told = messages(output_format=form, output_config={"effort": "low"})
+    assert body["output_config"] == {"format": form, "effort": "low"}
+    assert "output_format" not in body
+    assert told == {"output_format": 1}
+
+
+def test_what_is_for_anthropics_servers_is_counted() -> None:
+    sent = {"context_management": {"edits": [1]}, "mcp_servers": [1], "container": "c"}
+    assert messages(**sent)[1] == dict.fromkeys(sent, 1)
+    assert messages(context_management={}, mcp_servers=[])[1] == {}
+
+
+def test_later_instructions_stay_in_place_for_a_template_that_takes_none_there() -> None:
+    strict = Model(takes_system_anywhere=False)
+    said = [
+        {"role": "system", "content": "first"},
+        USER,
+        {"role": "system", "content": [text("A"), text("B")]},
+        {"role": "assistant", "content": "ok"},
+        {"role": "system", "content": "C"},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t"}]},
+        {"role": "assistant", "content": "ok"},
+        {"role": "system", "content": "D"},
+    ]
+    body, told = messages(strict, messages=said)
+    assert [m["role"] for m in body["messages"]] == [
+        *("system", "user", "assistant", "user", "assistant", "user")
+    ]
+    first, last = body["messages"][1]["content"], body["messages"][3]["content"]
+    assert first == [text("Go on."), text("<system-reminder>\nA\nB\n</system-reminder>")]
+    assert last[0]["type"] == "tool_result"
+    assert last[1] == text("<system-reminder>\nC\n</system-reminder>")
+    assert body["messages"][5]["content"] == [text("<system-reminder>\nD\n</system-reminder>")]
+    assert told == {"system_message": 3}
+    assert messages(Model(), messages=said)[0]["messages"] is said
+    for path, field in ((CHAT, "messages"), (RESPONSES, "input")):
+        late = [USER, {"role": "developer", "content": "C"}]
+        other = translate(path, {field: late}, strict)
+        assert other.body[field][1]["role"] == "user"
+        assert other.body[field][1]["content"] == "<system-reminder>\nC\n</system-reminder>"
+        assert other.told == {"system_message": 1}
+
+
+def responses(model: Model = TEXT_ONLY, **fields: Any) -> tuple[dict[str, Any], dict[str, int]]:
+    body = {"model": "m", "input": "Hello.", **fields}
+    before = copy.deepcopy(body)
+    translated = translate(RESPONSES, body, model)
+    assert body == before
+    return translated.body, dict(translated.told)
+
+
+SPAWN = {"type": "function", "name": "spawn", "description": "Spawns.", "parameters": SCHEMA}
+AGENTS = {
+    "type": "namespace",
+    "name": "agents",
+    "description": "Sub-agents.",
+    "tools": [SPAWN, {"type": "web_search"}, {"type": "custom", "name": "tell"}],
+}
+
+
+def test_tools_of_a_namespace_stand_for_themselves() -> None:
+    body, told = responses(tools=[AGENTS], tool_choice={**SPAWN, "namespace": "agents"})
+    assert [(tool["type"], tool["name"]) for tool in body["tools"]] == [
+        ("function", "agents__spawn"),
+        ("custom", "agents__tell"),
+    ]
+    assert body["tools"][0]["description"] == "Namespace agents: Sub-agents.\n\nSpawns."
+    assert body["tool_choice"]["name"] == "agents__spawn"
+    assert told == {"namespace_tool": 1}
+    assert namespaced_names({"tools": [AGENTS]}) == {
+        "agents__spawn": {"namespace": "agents", "name": "spawn"},
+        "agents__tell": {"namespace": "agents", "name": "tell"},
+    }
+    call = {"type": "function_call", "call_id": "c", "name": "spawn", "namespace": "agents"}
+    (item,) = responses(input=[call])[0]["input"]
+    assert item == {"type": "function_call", "call_id": "c", "name": "agents__spawn"}
+
+
+def test_namespaces_stay_where_the_engine_knows_them() -> None:
+    body, told = responses(Model(takes_namespaces=True), tools=[AGENTS])
+    assert body["tools"] == [AGENTS]
+    assert told == {}
+
+
+@pytest.mark.parametrize(
+    ("tool", "what"),
+    [
+        ({"type": "web_search", "external_web_access": True}, "web_search_tool"),
+        ({"type": "web_search_2025_08_26"}, "web_search_tool"),
+        ({"type": "local_shell"}, "local_shell_tool"),
+        ({"type": "shell"}, "shell_tool"),
+        ({"type": "apply_patch"}, "apply_patch_tool"),
+        ({"type": "tool_search", "execution": "client"}, "tool_search_tool"),
+        ({"type": "computer_use_preview"}, "computer_tool"),
+        ({"type": "soothsayer"}, "unknown_tool"),
+    ],
+)
+def test_other_tools_of_openais_are_left_out(tool: Any, what: str) -> None:
+    body, told = responses(tools=[SPAWN, tool])
+    assert body["tools"] == [SPAWN]
+    assert told == {what: 1}
+
+
+def test_allowed_tools_are_the_tools() -> None:
+    other = {**SPAWN, "name": "other"}
+    named = {"type": "function", "name": "other"}
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [named]}
+    body, told = responses(tools=[SPAWN, other], tool_choice=choice)
+    assert (body["tools"], body["tool_choice"]) == ([other], "required")
+    assert told == {"allowed_tools": 1}
+    tools = [{"type": "function", "function": {"name": name}} for name in ("a", "b")]
+    allowed = {"mode": "auto", "tools": tools[1:]}
+    body = translate(
+        CHAT,
+        {"tools": tools, "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}},
+        TEXT_ONLY,
+    ).body
+    assert (body["tools"], body["tool_choice"]) == (tools[1:], "auto")
+
+
+@pytest.mark.parametrize(
+    ("item", "becomes", "what"),
+    [
+        (
+            {"type": "local_shell_call", "call_id": "c", "action": {"command": ["ls"]}},
+            {
+                "type": "function_call",
+                "call_id": "c",
+                "name": "local_shell",
+                "arguments": '{"command":["ls"]}',
+            },
+            "local_shell_call",
+        ),
+        (
+            {"type": "local_shell_call_output", "id": "c", "output": "x"},
+            {"type": "function_call_output", "call_id": "c", "output": "x"},
+            "local_shell_call_output",
+        ),
+        (
+            {"type": "mcp_call", "name": "n", "arguments": "{}", "output": "x"},
+            {"role": "assistant", "content": "[n was called with {}]\nn\nx"},
+            "mcp_call",
+        ),
+        ({"type": "web_search_call", "action": {"query": "q"}}, None, "web_search_call"),
+        ({"type": "compaction", "encrypted_content": "x"}, None, "compaction"),
+        ({"type": "soothsayer_call"}, None, "unknown_item"),
+        (
+            {"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]},
+            {
+                "role": "user",
+                "content": [
+                    {
+                        "type": "input_text",
+                        "text": "[image: not shown, this model reads text only]",
+                    }
+                ],
+            },
+            "image",
+        ),
+        (
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+            {"role": "assistant", "content": [{"type": "output_text", "text": "No."}]},
+            "refusal",
+        ),
+        (
+            {"role": "user", "content": [{"type": "input_file", "filename": "a"}]},
+            {
+                "role": "user",
+                "content": [
+                    {
+                        "type": "input_text",
+                        "text": "[file 'a': not shown, this model reads text only]",
+                    }
+                ],
+            },
+            "document",
+        ),
+    ],
+)
+def test_items_that_no_engine_knows_are_told_or_left_out(
+    item: Any, becomes: Any, what: str
+) -> None:
+    body, told = responses(input=[USER, item, USER])
+    assert body["input"] == [USER, *([] if becomes is None else [becomes]), USER]
+    assert told == {what: 1}
+
+
+def test_fields_that_sglang_knows_no_value_for_are_left_out() -> None:
+    body, told = responses(
+        include=["reasoning.encrypted_content", "web_search_call.action.sources"],
+        service_tier="fast",
+        reasoning={"effort": "low", "summary": "none"},
+        tools=None,
+        truncation=None,
+    )
+    assert body == {
+        "model": "m",
+        "input": "Hello.",
+        "include": ["reasoning.encrypted_content"],
+        "reasoning": {"effort": "low"},
+    }
+    assert told == {"include": 1, "service_tier": 1, "reasoning_summary": 1}
+
+
+def test_chat_parts_and_tools_that_sglang_refuses() -> None:
+    parts = [
+        {"type": "image_url", "image_url": {"url": "data:"}},
+        {"type": "file", "file": {"filename": "a.pdf"}},
+        {"type": "refusal", "refusal": "No."},
+    ]
+    body = {
+        "messages": [{"role": "user", "content": parts}],
+        "tools": [{"type": "custom", "custom": {"name": "p"}}],
+        "n": None,
+    }
+    translated = translate(CHAT, body, TEXT_ONLY)
+    assert translated.body["messages"][0]["content"] == [
+        text("[image: not shown, this model reads text only]"),
+        text("[file 'a.pdf': not shown, this model reads text only]"),
+        text("No."),
+    ]
+    assert translated.body["tools"] == []
+    assert "n" not in translated.body
+    assert translated.told == {"image": 1, "document": 1, "refusal": 1, "custom_tool": 1}
+
+
+KINDS = st.sampled_from(
+    [
+        *("text", "image", "document", "tool_use", "tool_result", "redacted_thinking", "custom"),
+        *("server_tool_use", "x_tool_result", "namespace", "function", "function_call", "message"),
+        *("local_shell_call", "mcp_call", "allowed_tools", "input_image", "bash_20250124", "?"),
+        *("web_search_20250305", "computer_20251124", "function_call_output", "refusal", "file"),
+    ]
+)
+LEAVES = st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=3) | KINDS
+FIELDS = st.sampled_from(
+    [
+        *("type", "role", "content", "name", "input", "text", "source", "tools", "namespace"),
+        *("tool_choice", "thinking", "messages", "output_format", "output_config", "reasoning"),
+        *("include", "summary", "action", "call_id", "output", "strict", "description", "data"),
+        *("function", "allowed_tools", "defer_loading", "service_tier", "refusal", "filename"),
+    ]
+)
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(FIELDS, inner, max_size=5),
+    max_leaves=25,
+)
+BODIES = st.dictionaries(FIELDS, VALUES, max_size=8)
+MODELS = st.builds(Model, *[st.booleans()] * 5)
+
+
+@given(st.sampled_from([MESSAGES, CHAT, RESPONSES]), BODIES, MODELS)
+@example(
+    MESSAGES, {"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, Model()
+)
+def test_whatever_a_body_holds_it_is_translated_once_and_left_as_it_was(
+    path: str, body: dict[str, Any], model: Model
+) -> None:
+    sent = orjson.dumps(body)
+    translated = translate(path, body, model)
+    assert orjson.dumps(body) == sent
+    again = translate(path, translated.body, model)
+    assert again.body == translated.body
+    assert namespaced_names(translated.body) == {} or path != RESPONSES or model.takes_namespaces
+
+
+def test_a_body_as_deep_as_json_goes_and_as_long_is_translated() -> None:
+    deep: Any = orjson.loads(b"[" * 1000 + b"]" * 1000)
+    call = {"type": "server_tool_use", "name": "n", "input": deep}
+    blocks = [call, {"type": "web_search_tool_result", "content": deep}]
+    said = [{"role": "assistant", "content": blocks}]
+    tools = [{"type": "bash_20250124", "name": f"b{k}"} for k in range(10_000)]
+    translated = translate(MESSAGES, {"messages": said, "tools": tools}, TEXT_ONLY)
+    assert translated.body["messages"][0]["content"][0] == text("[n was called with {}]")
+    assert translated.told["bash_tool"] == 10_000

@@ -1,0 +1,80 @@
+"""Every reader of a body, on bodies whose fields have any type: they read what they can."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_ext.requests.breakpoints import locate
+from sgl_ext.requests.cache_marks import TtlLimits, read_marks
+from sgl_ext.requests.dialect import PATHS, translate
+from sgl_ext.requests.dialects.parts import Model
+from sgl_ext.requests.headers import HeaderStrip
+from sgl_ext.requests.next_turn import partial_turn, protocol_of
+from sgl_ext.requests.priority import read_importance
+from sgl_ext.requests.segments import read_chain, with_sorted_tools
+from sgl_ext.requests.session import session_key, stated_session
+from sgl_ext.requests.system_text import strip_request
+
+FIELDS = st.sampled_from(
+    [
+        *("messages", "input", "system", "tools", "tool_choice", "content", "role", "type", "text"),
+        *("cache_control", "ttl", "nvext", "agent_hints", "priority", "osl", "metadata", "user_id"),
+        *("service_tier", "prompt_cache_key", "prompt_cache_retention", "model", "prompt"),
+        *("thinking", "source", "name", "input_schema", "function", "arguments", "call_id"),
+    ]
+)
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=4)
+    | st.sampled_from(["user", "system", "ephemeral", "1h", "tool_use", "image", "namespace"])
+)
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(FIELDS, inner, max_size=5),
+    max_leaves=25,
+)
+STRIP = HeaderStrip(("x-anthropic-billing-header",))
+
+
+def read_all(path: str, body: Any) -> None:
+    """What the balancer and the engine read of a body before SGLang sees it."""
+    stripped = strip_request(path, body, STRIP).body
+    marks = read_marks(path, stripped, TtlLimits(1.0, 3600.0, 300.0, 0.0))
+    chain = read_chain(path, with_sorted_tools(stripped))
+    read_importance({}, stripped, 100)
+    session_key({}, stripped, chain)
+    stated_session({}, stripped)
+    protocol_of({}, None, stripped)
+    partial_turn(path, stripped, "nonce")
+    if isinstance(stripped, dict):
+        locate(stripped, [mark.place for mark in marks.blocks], lambda copy: str(copy)[:1000])
+    translate(path, stripped, Model(sees=False, takes_system_anywhere=False))
+
+
+@given(st.sampled_from(sorted(PATHS)), VALUES)
+def test_no_reader_fails(path: str, body: Any) -> None:
+    read_all(path, body)
+
+
+@pytest.mark.parametrize("path", sorted(PATHS))
+@pytest.mark.parametrize("field", ["messages", "input", "system", "tools", "metadata", "nvext"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"[" * 1000 + b"]" * 1000,
+        b'{"content":' * 1000 + b"1" + b"}" * 1000,
+        b"[" + b'{"type":"custom","name":"n"},' * 10_000 + b"{}]",
+        b"18446744073709551615",
+        b'"\\u0000\\ufffd"',
+    ],
+)
+def test_no_depth_and_no_size_is_too_much(path: str, field: str, value: bytes) -> None:
+    read_all(path, orjson.loads(b'{"%b": %b}' % (field.encode(), value)))
