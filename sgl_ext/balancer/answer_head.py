@@ -11,23 +11,28 @@ from __future__ import annotations
 import re
 
 from sgl_ext.balancer.head import HOP_BY_HOP
+from sgl_ext.balancer.request_ids import NAMES
 
 _LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ([0-9]{1,15})\r\n")
 _MAX_KEPT = 256
 
 
 class AnswerHead:
-    """Status and header lines for the client. `streams` says that the body is events."""
+    """Status and header lines for the client. `streams` says that the body is events, `is_named`
+    that the worker named the request itself."""
 
-    __slots__ = ("lines", "reason", "status", "streams")
+    __slots__ = ("is_named", "lines", "reason", "status", "streams")
 
     def __init__(self, status: int, reason: bytes, headers: list[tuple[bytes, bytes]]) -> None:
         self.status = status
         self.reason = reason
         self.streams = False
+        self.is_named = False
         for name, value in headers:
             if name == b"content-type":
                 self.streams = value.startswith(b"text/event-stream")
+            elif name in NAMES:
+                self.is_named = True
         self.lines = b"".join(
             [b"%b: %b\r\n" % header for header in headers if header[0] not in HOP_BY_HOP]
         )
@@ -50,8 +55,8 @@ class AnswerHeads:
 
     def keep(self, data: bytes, head: AnswerHead) -> None:
         """Remembers the head of an answer that the parser found good. It says to keep the
-        connection, and `data` is all of it."""
-        found = _split(data)
+        connection, and `data` is all of it. One with a name in it never comes again."""
+        found = None if head.is_named else _split(data)
         if found is not None and data.startswith(b"HTTP/1.1 %d " % head.status):
             if len(self._kept) >= _MAX_KEPT:
                 self._kept.clear()

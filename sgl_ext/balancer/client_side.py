@@ -49,7 +49,7 @@ class Host(Protocol):
     def left(self, connection: ClientConnection) -> None: ...
     def reader(self) -> RequestReader: ...
     def exchange(self, connection: ClientConnection, request: Request) -> Serving: ...
-    def refusal(self, error: BalancerError) -> tuple[int, bytes, bytes, bytes]: ...
+    def refusal(self, error: BalancerError, path: str) -> tuple[int, bytes, bytes, bytes]: ...
 
 
 class ClientConnection(asyncio.BufferedProtocol):
@@ -252,7 +252,7 @@ class ClientConnection(asyncio.BufferedProtocol):
         self._in_head = bool(self._reader.ahead)
 
     def _refuse(self, error: BalancerError) -> None:
-        status, reason, lines, body = self._host.refusal(error)
+        status, reason, lines, body = self._host.refusal(error, self._reader.path)
         framing = b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self._transport.write(b"HTTP/1.1 %d %b\r\n%b%b%b" % (status, reason, lines, framing, body))
         self._close(linger=True)

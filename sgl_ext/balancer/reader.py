@@ -69,6 +69,11 @@ class RequestReader:
         """Whether a request's head is complete and its body is not."""
         return self._request is not None
 
+    @property
+    def path(self) -> str:
+        """The path of the request whose body is awaited; \"\" if there is none."""
+        return "" if self._request is None else self._request.head.path
+
     def buffer(self) -> memoryview:
         """Where the next bytes go, until `received` is called."""
         return _SCRATCH if self._view is None else self._view

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import warnings
+from http import HTTPStatus
 from typing import Any
 
+import orjson
 import pytest
 
+from sgl_ext.balancer.errors import BalancerError
+from sgl_ext.balancer.parts import refusal
+from sgl_ext.balancer.request_ids import new_request_id
 from tests.balancer.conftest import Engine, Start
 
 JSON = {"content-type": "application/json"}
@@ -17,10 +24,12 @@ def message_of(path: str, document: Any, kind: str | None = None) -> str:
     error = document["error"]
     if path.startswith("/v1/messages"):
         assert document["type"] == "error"
+        assert set(document) == {"type", "error", "request_id"}
         assert set(error) == {"type", "message"}
     else:
         assert set(document) == {"error"}
         assert set(error) == {"message", "type", "param", "code"}
+        assert error["code"] is None or isinstance(error["code"], str)
     if kind:
         assert error["type"] == kind
     return str(error["message"])
@@ -70,12 +79,15 @@ async def test_a_wrong_method_is_405(start: Start) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_no_engine_is_503_with_retry_after(start: Start, path: str) -> None:
+async def test_no_engine_is_an_overload_with_retry_after(start: Start, path: str) -> None:
     client = await start()
     answer = await client.post(path, json={})
-    assert answer.status == 503
+    is_anthropics = path.startswith("/v1/messages")
+    assert answer.status == (529 if is_anthropics else 503)
     assert int(answer.headers["retry-after"]) > 0
-    assert "engine" in message_of(path, await answer.json())
+    assert "x-should-retry" not in answer.headers
+    kind = "overloaded_error" if is_anthropics else "server_error"
+    assert "engine" in message_of(path, await answer.json(), kind)
     assert (await client.get("/health")).status == 503
 
 
@@ -123,6 +135,82 @@ async def test_engines_that_refuse_a_connection_are_no_engine(start: Start) -> N
     assert engine.server is not None
     await engine.server.close()
     answer = await client.post("/v1/messages", json={})
-    assert answer.status == 503
+    assert answer.status == 529
     assert "retry-after" in answer.headers
     assert (await client.get("/health")).status == 503
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("body", [b"{}", b"{", b"x" * 200])
+async def test_every_answer_names_the_request_once_and_anew(
+    start: Start, path: str, body: bytes
+) -> None:
+    client = await start(Engine("a"), max_body_bytes=100)
+    name = "request-id" if path.startswith("/v1/messages") else "x-request-id"
+    seen = set()
+    for _ in range(2):
+        answer = await client.post(path, data=body, headers=JSON)
+        (told,) = answer.headers.getall(name)
+        assert told.startswith("req_")
+        document = await answer.json()
+        if path.startswith("/v1/messages") and answer.status != 200:
+            assert document["request_id"] == told
+        seen.add(told)
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("path", ["/v1/messages/nothing", "/v1/models", "/health", "/metrics"])
+async def test_answers_of_the_control_plane_name_the_request_too(start: Start, path: str) -> None:
+    client = await start(Engine("a"))
+    answer = await client.get(path)
+    name = "request-id" if path.startswith("/v1/messages") else "x-request-id"
+    assert len(answer.headers.getall(name)) == 1
+
+
+async def test_a_name_that_the_engine_gave_stays(start: Start) -> None:
+    async def named(_: Any) -> Any:
+        from aiohttp import web
+
+        headers = {"request-id": "req_engine"}
+        return web.json_response({"type": "error"}, status=400, headers=headers)
+
+    client = await start(Engine("a", named))
+    for _ in range(2):
+        answer = await client.post("/v1/messages", json={})
+        assert answer.headers.getall("request-id") == ["req_engine"]
+
+
+async def test_a_stream_names_the_request(start: Start) -> None:
+    async def stream(request: Any) -> Any:
+        from aiohttp import web
+
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b"data: 1\n\n")
+        return response
+
+    client = await start(Engine("a", stream))
+    answer = await client.post("/v1/chat/completions", json={})
+    assert (await answer.read()) == b"data: 1\n\n"
+    assert answer.headers["x-request-id"].startswith("req_")
+
+
+def test_a_rate_limit_is_told_so_that_clients_come_again() -> None:
+    error = BalancerError(HTTPStatus.TOO_MANY_REQUESTS, "Too many tokens a minute.", 7)
+    for path, kind in (("/v1/messages", "rate_limit_error"), ("/v1/responses", "rate_limit_error")):
+        status, reason, lines, body = refusal(path, error)
+        assert (status, reason) == (429, b"Too Many Requests")
+        assert b"retry-after: 7\r\n" in lines
+        assert b"x-should-retry" not in lines
+        assert orjson.loads(body)["error"]["type"] == kind
+    assert b"x-should-retry" not in refusal("/", BalancerError(error.status, "Later."))[2]
+
+
+def test_processes_that_were_forked_give_other_names() -> None:
+    mine, ours = new_request_id(), multiprocessing.get_context("fork").Queue()
+    child = multiprocessing.get_context("fork").Process(target=lambda: ours.put(new_request_id()))
+    with warnings.catch_warnings(action="ignore"):  # of forking beside threads
+        child.start()
+    theirs = ours.get(timeout=60)
+    child.join()
+    assert mine[:20] != theirs[:20]

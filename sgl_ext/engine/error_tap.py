@@ -1,0 +1,200 @@
+"""Puts every error that the engine answers into the shape of its protocol, in streams, too.
+
+status >= 400       the body is collected, and sent reshaped
+a stream's error    its event is reshaped
+/v1/messages        a stream that fails before it says anything is an error with a status,
+                    as SGLang answers none: the head waits for the second event
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from sgl_ext.balancer.errors import Protocol
+from sgl_ext.balancer.request_ids import id_line, new_request_id
+from sgl_ext.engine.error_shape import (
+    INTERNAL,
+    EngineError,
+    failed_event,
+    of_validation,
+    read_error,
+    scrubbed,
+    shaped,
+)
+
+_OWN_SHAPE = "/v1/systemone"  # SGLang documents another one there
+_STATUS = {
+    "invalid_request_error": 400,
+    "authentication_error": 401,
+    "permission_error": 403,
+    "not_found_error": 404,
+    "rate_limit_error": 429,
+    "overloaded_error": 503,
+}
+_WRONG_TYPE = "body: a field has a value of a type that it cannot have"
+_LAID_ASIDE = (b"content-length", b"content-type", b"transfer-encoding")
+
+
+def is_shaped(path: str) -> bool:
+    """Whether errors on a path have the shape of a protocol; native ones keep SGLang's."""
+    return path.startswith("/v1/") and not path.startswith(_OWN_SHAPE)
+
+
+class ErrorTap:
+    """An ASGI application around another."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or not is_shaped(scope["path"]):
+            await self.app(scope, receive, send)
+            return
+        answer = _Answer(scope["path"], send)
+        try:
+            await self.app(scope, receive, answer.take)
+        except Exception as error:
+            if answer.is_begun or not _is_of_validation(error):
+                raise
+            await answer.refuse(EngineError(400, _WRONG_TYPE))
+
+
+class _Answer:
+    """One answer on its way out."""
+
+    def __init__(self, path: str, send: Any) -> None:
+        self._path = path
+        self._protocol = Protocol.of(path)
+        self._send = send
+        self._start: Any = None
+        self._parts: list[bytes] = []
+        self.is_begun = False
+        self._is_error = False
+        self._is_stream = False
+        self._is_over = False
+
+    async def take(self, message: Any) -> None:
+        """The next ASGI message of it."""
+        if message["type"] == "http.response.start":
+            await self._begin(message)
+        elif self._is_over or message["type"] != "http.response.body":
+            if not self._is_over:
+                await self._send(message)
+        elif self._is_error:
+            self._parts.append(message.get("body", b""))
+            if not message.get("more_body", False):
+                await self._end_as_error(
+                    read_error(self._start["status"], b"".join(self._parts)), self._start["status"]
+                )
+        elif self._is_stream:
+            await self._take_event(message)
+        else:
+            await self._send(message)
+
+    async def refuse(self, error: EngineError) -> None:
+        """Answers an error where nothing was answered yet."""
+        self._start = {"headers": ()}
+        await self._end_as_error(error, error.status)
+
+    async def _begin(self, start: Any) -> None:
+        self.is_begun = True
+        self._start = start
+        self._is_error = start["status"] >= 400
+        kinds = [v for name, v in start.get("headers", ()) if name.lower() == b"content-type"]
+        self._is_stream = any(b"event-stream" in kind for kind in kinds)
+        waits = self._is_stream and self._protocol is Protocol.ANTHROPIC
+        if not self._is_error and not waits:
+            self._start = None
+            await self._send(start)
+
+    async def _take_event(self, message: Any) -> None:
+        data = message.get("body", b"")
+        if self._start is not None:  # nothing of it has been sent
+            if data.startswith(b"event: error"):
+                error = _event_error(data)
+                await self._end_as_error(error, error.status)
+                return
+            self._parts.append(data)
+            if data.startswith(b"event: message_start") and message.get("more_body", False):
+                return
+            start, self._start = self._start, None
+            await self._send(start)
+            for part in self._parts[:-1]:
+                await self._send({**message, "body": part, "more_body": True})
+        elif data.startswith((b"event: error", b'data: {"error"', b"event: response.failed")):
+            message = {**message, "body": self._reshaped(data)}
+        await self._send(message)
+
+    def _reshaped(self, data: bytes) -> bytes:
+        if data.startswith(b"event: response.failed"):
+            return failed_event(data)
+        if self._protocol is Protocol.ANTHROPIC:
+            told = shaped(self._path, _event_error(data), "")
+            return b"event: error\ndata: %b\n\n" % told
+        if self._protocol is Protocol.OPENAI:
+            document = orjson.loads(data.removeprefix(b"data: "))
+            code = document["error"].get("code")
+            status = code if isinstance(code, int) and 400 <= code < 600 else 500
+            error = read_error(status, orjson.dumps(document))
+            return b"data: %b\n\n" % shaped(self._path, error, "")
+        return data
+
+    async def _end_as_error(self, error: EngineError, status: int) -> None:
+        self._is_over = True
+        request_id = new_request_id()
+        body = shaped(self._path, error, request_id)
+        name, _, value = id_line(self._path, request_id).strip().partition(b": ")
+        headers = [h for h in self._start.get("headers", ()) if h[0].lower() not in _LAID_ASIDE]
+        headers += [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            (name, value),
+        ]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body})
+
+
+def _event_error(data: bytes) -> EngineError:
+    error = orjson.loads(data.partition(b"\ndata: ")[2])["error"]
+    status = _STATUS.get(error["type"], 500)
+    return EngineError(status, scrubbed(status, error["message"]))
+
+
+def _is_of_validation(error: Exception) -> bool:
+    """Whether an error was raised while a body was validated: some of SGLang's validators take
+    a field's type for granted."""
+    step = error.__traceback__
+    while step is not None:
+        if step.tb_frame.f_code.co_name == "solve_dependencies":
+            return True
+        step = step.tb_next
+    return False
+
+
+def install(app: Any) -> None:
+    """Has all errors of SGLang's application in shape. Before it serves."""
+    from fastapi.exceptions import RequestValidationError
+    from starlette.responses import JSONResponse, Response
+
+    app.add_middleware(ErrorTap)
+    of_sglang = app.exception_handlers[RequestValidationError]
+
+    async def refuse(request: Any, error: Any) -> Any:
+        """What is wrong with a body, for the tap to shape."""
+        if not is_shaped(request.url.path):
+            return await of_sglang(request, error)
+        found = of_validation(error.errors())
+        told = {"message": found.message, "param": found.param}
+        return JSONResponse({"error": told}, found.status)
+
+    async def fail(request: Any, error: Exception) -> Any:
+        """Starlette answers what nobody caught outside of the tap."""
+        path, request_id = request.url.path, new_request_id()
+        name, _, value = id_line(path, request_id).decode().strip().partition(": ")
+        body = shaped(path, EngineError(500, INTERNAL), request_id)
+        return Response(body, 500, headers={name: value}, media_type="application/json")
+
+    app.add_exception_handler(RequestValidationError, refuse)
+    app.add_exception_handler(Exception, fail)

@@ -1,0 +1,202 @@
+"""Bodies with a field of a wrong type, in every protocol, through the balancer and real engines.
+
+Whatever is sent, the answer is one of the protocol's, tells nothing of the server, and the node
+serves on. What is tried is the same every time.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import orjson
+import pytest
+import requests
+
+from bench._node import Node
+
+pytestmark = pytest.mark.engine
+
+_TRIES = 130
+_WRONG: list[Any] = [
+    *(None, True, 0, -1, 2**63, 1e300, "", "x", [], {}, [[]], [None], {"type": 5}, [{"type": []}]),
+    *({"type": "x", "x": {}}, "\u0000\ud7ff", [{"role": "user"}], [{"type": "text"}]),
+]
+_INSIDE = re.compile(r"Traceback|site-packages|File \"|/(work|usr|home|root|project|tmp)/|\.py\b")
+_CALL = {"id": "t", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+_TOOL: dict[str, Any] = {"name": "f", "description": "d"}
+_SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
+_BODIES: dict[str, dict[str, Any]] = {
+    "/v1/messages": {
+        "model": "m",
+        "max_tokens": 1,
+        "system": [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "a"}]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "t", "signature": "s"},
+                    {"type": "tool_use", "id": "t", "name": "f", "input": {"a": 1}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text"}]}
+                ],
+            },
+        ],
+        "tools": [{**_TOOL, "input_schema": _SCHEMA}, {"type": "bash_20250124", "name": "bash"}],
+        "tool_choice": {"type": "auto", "disable_parallel_tool_use": False},
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+        "metadata": {"user_id": "u"},
+        "output_config": {"effort": "low", "format": None},
+        "context_management": {},
+        "stop_sequences": ["a"],
+        "temperature": 1.0,
+        "top_p": 0.5,
+        "top_k": 2,
+        "stream": False,
+    },
+    "/v1/chat/completions": {
+        "model": "m",
+        "max_tokens": 1,
+        "messages": [
+            {"role": "developer", "content": "d"},
+            {"role": "user", "content": [{"type": "text", "text": "a"}]},
+            {"role": "assistant", "content": None, "tool_calls": [_CALL]},
+            {"role": "tool", "tool_call_id": "t", "content": "r"},
+        ],
+        "tools": [{"type": "function", "function": {**_TOOL, "parameters": _SCHEMA}}],
+        "tool_choice": "auto",
+        "response_format": {"type": "json_schema", "json_schema": {"name": "j", "schema": {}}},
+        "stop": ["a"],
+        "temperature": 1.0,
+        "top_p": 0.5,
+        "n": 1,
+        "seed": 1,
+        "logit_bias": {"5": 1},
+        "logprobs": True,
+        "top_logprobs": 1,
+        "presence_penalty": 0.5,
+        "reasoning_effort": "low",
+        "service_tier": "auto",
+        "stream_options": {"include_usage": True},
+        "parallel_tool_calls": True,
+        "user": "u",
+        "stream": False,
+    },
+    "/v1/responses": {
+        "model": "",
+        "max_output_tokens": 1,
+        "instructions": "i",
+        "input": [
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]},
+            {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "s"}]},
+            {"type": "function_call", "call_id": "t", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "t", "output": "r"},
+        ],
+        "tools": [
+            {"type": "function", **_TOOL, "parameters": _SCHEMA},
+            {"type": "namespace", "name": "n", "tools": [{"type": "function", **_TOOL}]},
+            {"type": "custom", "name": "c", "format": {"type": "text"}},
+        ],
+        "tool_choice": "auto",
+        "reasoning": {"effort": "low", "summary": "auto"},
+        "text": {"format": {"type": "text"}, "verbosity": "low"},
+        "include": ["reasoning.encrypted_content"],
+        "metadata": {"a": "b"},
+        "temperature": 1.0,
+        "top_p": 0.5,
+        "parallel_tool_calls": True,
+        "prompt_cache_key": "k",
+        "service_tier": "auto",
+        "store": False,
+        "truncation": "auto",
+        "stream": False,
+    },
+}
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where a value stands in a body."""
+    steps = value.items() if isinstance(value, dict) else enumerate(value)
+    for step, inner in steps:
+        yield (*path, step)
+        if isinstance(inner, dict | list):
+            yield from places(inner, (*path, step))
+
+
+def with_value(body: Any, place: tuple[Any, ...], value: Any) -> Any:
+    """A copy of a body with another value at a place."""
+    copy: Any = orjson.loads(orjson.dumps(body))
+    holder = copy
+    for step in place[:-1]:
+        holder = holder[step]
+    holder[place[-1]] = value
+    return copy
+
+
+@pytest.mark.parametrize("path", _BODIES)
+def test_no_wrong_type_is_an_error_of_the_server(node: Node, served_model: str, path: str) -> None:
+    chance = random.Random(path)
+    body = {**_BODIES[path], "model": served_model}
+    everywhere = [(place, wrong) for place in places(body) for wrong in _WRONG]
+    failed = []
+    with requests.Session() as session:
+        for place, wrong in chance.sample(everywhere, _TRIES):
+            if place in (("max_tokens",), ("max_output_tokens",)):
+                continue  # without them an answer has no end
+            sent = with_value(body, place, wrong)
+            answer = session.post(node.url + path, json=sent, timeout=60)
+            if problem := _problem(path, answer):
+                failed.append((place, wrong, problem))
+    assert not failed
+
+
+_RAW = {
+    "deep": b'{"model": "m", "messages": ' + b"[" * 1020 + b"]" * 1020 + b"}",
+    "too deep": b'{"messages": ' + b"[" * 100_000,
+    "twice": b'{"model": "m", "max_tokens": 1, "messages": 5, "messages": []}',
+    "not utf-8": b'{"model": "\xff\xfe", "messages": []}',
+    "surrogate": rb'{"model": "m", "messages": [{"role": "user", "content": "\ud800"}]}',
+    "number": b'{"model": "m", "max_tokens": ' + b"9" * 400 + b', "messages": []}',
+    "nan": b'{"model": "m", "temperature": NaN, "messages": []}',
+    "list": b"[1]",
+    "null": b"null",
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("path", _BODIES)
+def test_no_malformed_json_is_an_error_of_the_server(node: Node, path: str) -> None:
+    headers = {"content-type": "application/json"}
+    for name, data in _RAW.items():
+        answer = requests.post(node.url + path, data=data, headers=headers, timeout=60)
+        assert 400 <= answer.status_code < 500, (name, answer.text)
+        assert not _problem(path, answer), name
+
+
+def test_ten_thousand_tools_are_no_error_of_the_server(node: Node) -> None:
+    tools = [{"name": f"f{k}", "input_schema": {"type": "object"}} for k in range(10_000)]
+    body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "tools": tools}
+    answer = node.post("/v1/messages/count_tokens", body)
+    assert answer.status_code == 200
+    assert answer.json()["input_tokens"] > 100_000
+
+
+def _problem(path: str, answer: requests.Response) -> str:
+    """What is wrong with an answer; nothing of what is said for its request."""
+    text = answer.text
+    if answer.status_code >= 500:
+        return text[:300]
+    if answer.status_code == 200:
+        return ""
+    if inside := _INSIDE.search(text):
+        return f"tells {inside[0]!r}: {text[:300]}"
+    error = answer.json()["error"]
+    told = {"type", "message"} if path == "/v1/messages" else {"message", "type", "param", "code"}
+    return "" if set(error) == told and error["message"] else text[:300]
