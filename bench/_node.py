@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,9 +58,12 @@ def local_model(size: str) -> Path:
 
 
 @contextmanager
-def running_node(model: Path, log_dir: Path, *flags: str) -> Iterator[Node]:
+def running_node(
+    model: Path, log_dir: Path, *flags: str, environment: Mapping[str, str] | None = None
+) -> Iterator[Node]:
     """Starts the launcher, yields once it serves, and ends it with SIGTERM.
 
+    `environment` adds to this process's variables.
     Raises RuntimeError with the launcher's own words if it does not come up.
     """
     port = free_port()
@@ -68,7 +73,12 @@ def running_node(model: Path, log_dir: Path, *flags: str) -> Iterator[Node]:
     output = log_dir / "launch.out"
     with output.open("w") as file:
         process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, text=True, cwd=ROOT
+            command,
+            env={**os.environ, **(environment or {})},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
         )
     try:
         _await_panel(process, output)
@@ -89,6 +99,11 @@ def _await_panel(process: subprocess.Popen[str], output: Path) -> None:
 
 
 def free_port() -> int:
-    """A port nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    """A port nobody listens on, below those that outgoing connections are given.
+
+    What listens there comes up to a minute later: a connection could have taken it by then.
+    """
+    while True:
+        port = 10_000 + secrets.randbelow(20_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port

@@ -25,5 +25,7 @@ def tiny_model() -> Path:
 @pytest.fixture(scope="session")
 def node(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     """Two real engines behind a balancer, for tests that leave them standing."""
-    with running_node(tiny_model, tmp_path_factory.mktemp("node"), "--instances", "2") as started:
+    with running_node(
+        tiny_model, tmp_path_factory.mktemp("node"), "--instances", "2", "--diagnose"
+    ) as started:
         yield started

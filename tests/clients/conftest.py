@@ -1,18 +1,24 @@
-"""Real clients: each installed from npm at one version, once a checkout."""
+"""Real clients: each installed from npm at one version, once a checkout.
+
+And engines whose model follows a script, so that clients can use their tools.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import requests
 
-from bench._node import ROOT, Node
+from bench._node import ROOT, Node, running_node
+from tests.clients import scripts
 
 _CACHE = ROOT / ".models" / "npm"
 _INSTALL_TIMEOUT_S = 300.0
@@ -37,8 +43,52 @@ def codex() -> Path:
 @pytest.fixture(scope="session")
 def served_model(node: Node) -> str:
     """The model's name as the engines know it. `/v1/responses` refuses any other."""
+    return _served_model(node)
+
+
+@pytest.fixture(scope="session")
+def homes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The homes of three people, each with a greeting to be mended in its folder `project`."""
+    found = {name: tmp_path_factory.mktemp(name) for name in ("Ann", "Bob", "Cleo")}
+    for home in found.values():
+        _greeting(home).parent.mkdir()
+        _greeting(home).write_text(scripts.OLD)
+    return found
+
+
+@pytest.fixture(scope="session")
+def scripted(
+    tiny_model: Path, homes: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Node]:
+    """Two real engines behind a balancer, which answer by `tests/clients/scripts.py`."""
+    folder = tmp_path_factory.mktemp("scripted")
+    lines = [
+        *scripts.for_claude_code("Ann", _greeting(homes["Ann"])),
+        *scripts.for_claude_code("Bob", _greeting(homes["Bob"])),
+        *scripts.for_codex("Cleo", _greeting(homes["Cleo"])),
+        *scripts.for_sdks(),
+    ]
+    script = folder / "script.jsonl"
+    script.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    environment = {"SGL_EXT_CPU_SCRIPT": str(script)}
+    flags = ("--instances", "2")
+    with running_node(tiny_model, folder / "logs", *flags, environment=environment) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def scripted_model(scripted: Node) -> str:
+    """The same of the scripted engines."""
+    return _served_model(scripted)
+
+
+def _served_model(node: Node) -> str:
     models = requests.get(f"{node.url}/v1/models", timeout=30).json()["data"]
     return str(models[0]["id"])
+
+
+def _greeting(home: Path) -> Path:
+    return home / "project" / "hello.py"
 
 
 def _installed(package: str, version: str, command: str) -> Path:

@@ -6,9 +6,6 @@ a grammar holds to one word. All else is what Claude Code sends.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ import pytest
 import requests
 
 from bench._node import Node
+from tests.clients.agents import Project, prompt_tokens, read_tokens
 
 pytestmark = [pytest.mark.engine, pytest.mark.npm]
 
@@ -25,43 +23,6 @@ _ONE_WORD = {
     "output_config": {"format": {"type": "json_schema", "schema": {"const": "hello"}}},
 }
 _STRIPPED = "sgl_ext_headers_stripped_total"
-
-
-@dataclass(frozen=True)
-class Project:
-    """A folder that Claude Code works in, and the home of the person who works there."""
-
-    claude: Path
-    url: str
-    home: Path
-    folder: Path
-
-    def ask(self, prompt: str, *flags: str, body: dict[str, Any] = _ONE_WORD) -> dict[str, Any]:
-        """Runs `claude -p`, and returns what it says of its session."""
-        command = [str(self.claude), "-p", prompt, "--model", "tiny", "--output-format", "json"]
-        done = subprocess.run(
-            [*command, *flags],
-            env={
-                "PATH": os.environ["PATH"],
-                "HOME": str(self.home),
-                "ANTHROPIC_BASE_URL": self.url,
-                "ANTHROPIC_API_KEY": "any",
-                "DISABLE_TELEMETRY": "1",
-                "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-                "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "64",
-                "CLAUDE_CODE_EXTRA_BODY": json.dumps(body),
-            },
-            cwd=self.folder,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        answer: dict[str, Any] = json.loads(done.stdout)
-        assert not answer["is_error"]
-        return answer
 
 
 @dataclass(frozen=True)
@@ -78,7 +39,7 @@ class Sessions:
 def sessions(node: Node, claude_code: Path, tmp_path_factory: pytest.TempPathFactory) -> Sessions:
     """Two sessions with different prompts, one after the other, on empty caches."""
     home, folder = (tmp_path_factory.mktemp(name) for name in ("home", "project"))
-    project = Project(claude_code, node.url, home, folder)
+    project = Project(claude_code, node.url, home, folder, _ONE_WORD)
     node.flush()
     before = node.metric_by_engine(_STRIPPED)
     first, second = project.ask("Say hello."), project.ask("What is two and two?")
@@ -128,14 +89,13 @@ def test_what_claude_code_marks_is_pinned_and_counted(sessions: Sessions, node: 
 
 def test_thinking_is_served_as_claude_code_asks_for_it(sessions: Sessions) -> None:
     # No grammar holds inside thinking, so a frequent letter ends the answer.
-    answer = sessions.project.ask("Say hello again.", body={"stop_sequences": ["e"]})
-    assert answer["stop_reason"] == "end_turn"
+    answer = sessions.project.ask("Say hello again.", stop_sequences=["e"])
+    assert answer["stop_reason"] == "stop_sequence"
 
 
 def _prompt(answer: dict[str, Any]) -> int:
-    usage = answer["usage"]
-    return int(usage["input_tokens"] + usage["cache_creation_input_tokens"]) + _read(answer)
+    return prompt_tokens(answer["usage"])
 
 
 def _read(answer: dict[str, Any]) -> int:
-    return int(answer["usage"]["cache_read_input_tokens"])
+    return read_tokens(answer["usage"])

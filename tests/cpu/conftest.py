@@ -7,7 +7,8 @@ import os
 import socket
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -99,12 +100,25 @@ def engine(
 ) -> Iterator[Engine]:
     """A server with the flags and environment the test's parameter gives."""
     flags, environment = request.param
+    with running_engine(nursery, tiny, tmp_path_factory.mktemp("engine"), flags, environment) as it:
+        yield it
+
+
+@contextmanager
+def running_engine(
+    nursery: Nursery,
+    model: Path,
+    folder: Path,
+    flags: Sequence[str],
+    environment: Mapping[str, str],
+) -> Iterator[Engine]:
+    """A server that answers, with these flags and variables; its log goes to the folder."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    log = tmp_path_factory.mktemp("engine") / "log"
+    log = folder / "log"
     server = nursery.start(
-        ["--model-path", os.fspath(tiny), "--port", str(port), *FLAGS, *flags],
+        ["--model-path", os.fspath(model), "--port", str(port), *FLAGS, *flags],
         log=log,
         environment=environment,
     )

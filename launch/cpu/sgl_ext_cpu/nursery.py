@@ -170,6 +170,8 @@ def _fork(order: dict[str, Any], orders: TextIO, answers: TextIO) -> int:
         runpy.run_module(order["start"], run_name="__main__", alter_sys=True)
         status = 0
     except SystemExit as ending:
+        if isinstance(ending.code, str):  # The last words, which an interpreter prints.
+            print(ending.code, file=sys.stderr)
         status = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
     except BaseException:
         import traceback

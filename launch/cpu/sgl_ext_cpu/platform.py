@@ -9,6 +9,7 @@ modules is done in `init_backend`, which each worker calls once they are.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ from sgl_ext_cpu import stubs
 
 NAME = "sgl_ext_cpu"
 """The platform's entry point, the value of SGLANG_PLATFORM, and the attention backend."""
+
+SCRIPT = "SGL_EXT_CPU_SCRIPT"
+"""The variable that names a file of prescribed answers; without it the model answers."""
 
 _THREADS_STEP = "sglang.srt.distributed.bootstrap._init_cpu_threads_env"
 _threads_settled = False
@@ -98,6 +102,8 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # sglang 
         - dtype: float32. Without AVX512-BF16 or AMX a bfloat16 matrix product is about
           eight times slower, and in float32 results agree with a reference closely.
         - sleep_on_idle: an idle scheduler would otherwise spin on a core.
+
+        If SGL_EXT_CPU_SCRIPT names a script, the server is made to play it.
         """
         asked = getattr(server_args, "_raw_input", None) or {}
         if asked.get("attention_backend") is None:
@@ -105,6 +111,11 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # sglang 
         if server_args.dtype == "auto":
             server_args.dtype = "float32"
         server_args.sleep_on_idle = True
+        if script := _asked(SCRIPT):
+            # It needs SGLang's own modules, which are not imported when this one is.
+            from sgl_ext_cpu import scripted
+
+            scripted.play(Path(script), server_args)
 
     def init_backend(self) -> None:
         """Register the attention backend, and keep Triton out of page bookkeeping.

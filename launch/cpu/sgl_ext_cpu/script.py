@@ -1,0 +1,153 @@
+"""A script: the answers that a model without sense gives, and which of them comes next.
+
+A file of JSON lines, each one answer:
+
+    {"after": "Mend the greeting", "thinking": "Look first.", "text": "I will read it.",
+     "tool_calls": [{"name": "Read", "arguments": {"file_path": "/tmp/a.py"}}]}
+
+`after` is what somebody said in the prompt. The lines with the same `after` are the answers
+that follow it, in this order: the first one to that prompt, the second once the first one
+stands in the conversation, and so on. If a prompt holds several, the one that first came up
+last counts. Behind a script's last answer there is none.
+
+Which answer is next is read off the rendered prompt alone, so it is the same for every
+protocol, every engine, and a request that is sent again. Both are in the format of
+`chat.jinja`, which SGLang's parsers `qwen3` and `qwen25` take apart.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from sgl_ext_cpu.tokenizer import END_OF_TURN, START_OF_TURN
+
+_SILENT = "</think>\n\n"
+"""How a prompt ends that asks for no thinking."""
+
+
+class ScriptError(ValueError):
+    """A script that cannot be played. The message names file, line and field."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A tool call. `arguments` is any JSON value, as a model may write any."""
+
+    name: str
+    arguments: Any
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer: what is thought, then said, then called."""
+
+    thinking: str = ""
+    text: str = ""
+    tool_calls: tuple[Call, ...] = ()
+
+    def written(self, prompt: str) -> str:
+        """The answer as the model would generate it behind `prompt`, to the end of its turn.
+
+        A prompt that asks for no thinking gets none. One that leaves it to the model gets an
+        empty thought at least: SGLang's parser takes all before its end for thinking.
+        """
+        is_silent = prompt.endswith(_SILENT)
+        thought = "" if is_silent else f"<think>\n{self.thinking}\n</think>\n\n"
+        calls = [
+            f'<tool_call>\n{{"name": {_json(call.name)}, "arguments": {_json(call.arguments)}}}'
+            "\n</tool_call>"
+            for call in self.tool_calls
+        ]
+        said = [self.text] if self.text else []
+        return thought + "\n".join([*said, *calls]) + END_OF_TURN
+
+
+class Script:
+    """Answers by what they follow."""
+
+    def __init__(self, answers: Mapping[str, Sequence[Answer]]) -> None:
+        self._answers = answers
+
+    def next(self, prompt: str) -> Answer | None:
+        """The answer to a rendered prompt; None if the script has none."""
+        found = [(prompt.find(after), len(after), after) for after in self._answers]
+        begin, _, after = max(found)
+        if begin < 0:
+            return None
+        turns = prompt[begin:].split(START_OF_TURN)[1:]
+        if not turns or not turns[-1].startswith("assistant") or END_OF_TURN in turns[-1]:
+            return None
+        # An answer may come back in several turns, one for each of its calls.
+        roles = [role for role, _ in groupby(turn.partition("\n")[0] for turn in turns)]
+        answers, given = self._answers[after], roles.count("assistant") - 1
+        return answers[given] if given < len(answers) else None
+
+
+def read_script(path: Path) -> Script:
+    """Reads a script. Raises ScriptError naming the file, the line and the field at fault."""
+    answers: dict[str, list[Answer]] = {}
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScriptError(f"{path}: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            after, answer = _read_line(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ScriptError(f"{path}:{number}: column {error.colno}: {error.msg}") from error
+        except ScriptError as error:
+            raise ScriptError(f"{path}:{number}: {error}") from error
+        answers.setdefault(after, []).append(answer)
+    if not answers:
+        raise ScriptError(f"{path}: it holds no answer")
+    return Script(answers)
+
+
+def _read_line(line: Any) -> tuple[str, Answer]:
+    _check_fields("", line, {"after", "thinking", "text", "tool_calls"})
+    after, thinking, text = (_text(line, name) for name in ("after", "thinking", "text"))
+    if not after:
+        raise ScriptError("after: must not be empty")
+    calls = line.get("tool_calls", [])
+    if not isinstance(calls, list):
+        raise ScriptError("tool_calls: must be a list")
+    if not (thinking or text or calls):
+        raise ScriptError("text: an answer needs thinking, text or tool_calls")
+    return after, Answer(thinking, text, tuple(_read_call(*call) for call in enumerate(calls)))
+
+
+def _read_call(index: int, call: Any) -> Call:
+    field = f"tool_calls[{index}]"
+    _check_fields(field, call, {"name", "arguments"})
+    name = call.get("name")
+    if not isinstance(name, str) or not name:
+        raise ScriptError(f"{field}.name: must be a string that is not empty")
+    if "arguments" not in call:
+        raise ScriptError(f"{field}.arguments: is missing")
+    return Call(name, call["arguments"])
+
+
+def _check_fields(field: str, value: Any, known: set[str]) -> None:
+    if not isinstance(value, dict):
+        raise ScriptError(f"{field}: must be an object" if field else "must be an object")
+    for name in value.keys() - known:
+        raise ScriptError(f"{field}.{name}: is unknown" if field else f"{name}: is unknown")
+
+
+def _text(line: dict[str, Any], name: str) -> str:
+    value = line.get(name, "")
+    if not isinstance(value, str):
+        raise ScriptError(f"{name}: must be a string")
+    return value
+
+
+def _json(value: Any) -> str:
+    """As templates write it, so that it is the same when it comes back."""
+    return json.dumps(value, ensure_ascii=False)
