@@ -33,10 +33,11 @@ session, and at its place in the order; no deadline is before the soonest one kn
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from math import inf
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import xxhash
@@ -98,8 +99,8 @@ class Pins:
     """All pins of one engine.
 
     `budget_tokens` is what the pinned prefixes may have together, `owner_share` what part
-    of that one owner may be charged for, and `limit_pins` how many pins there may be.
-    They share whole pages, of `page` tokens each.
+    of that one owner may be charged for, `owner_shares` what some owners may instead, and
+    `limit_pins` how many pins there may be. They share whole pages, of `page` tokens each.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class Pins:
         *,
         budget_tokens: int,
         owner_share: float = 1.0,
+        owner_shares: Mapping[str, float] = MappingProxyType({}),
         limit_pins: int = 4096,
         page: int = 1,
     ) -> None:
@@ -114,10 +116,14 @@ class Pins:
             raise ValueError(f"budget_tokens is negative: {budget_tokens}")
         if not 0 < owner_share <= 1:
             raise ValueError(f"owner_share is not above 0 and at most 1: {owner_share}")
+        for owner, share in owner_shares.items():
+            if not 0 <= share <= 1:
+                raise ValueError(f"owner_shares[{owner!r}] is not 0 to 1: {share}")
         if limit_pins < 1:
             raise ValueError(f"limit_pins is less than 1: {limit_pins}")
         self._budget_tokens = budget_tokens
         self._share_tokens = int(budget_tokens * owner_share)
+        self._shares = {o: int(budget_tokens * share) for o, share in owner_shares.items()}
         self._limit_pins = limit_pins
         self._tree = PinTree(page)
         self._pins: dict[int, Pin] = {}
@@ -180,7 +186,7 @@ class Pins:
             return _refused(EMPTY)
         if tokens > self._budget_tokens:
             return _refused(BUDGET)
-        if tokens > self._share_tokens:
+        if tokens > self._share_of(owner):
             return _refused(OWNER_SHARE)
         number, prefix = self._last_id + 1, _name(space, key)
         pin = Pin(
@@ -284,6 +290,9 @@ class Pins:
         pin.deadline_s = now + pin.ttl_s  # never earlier: neither of the two ever falls
         insort(self._order, _place(pin))
 
+    def _share_of(self, owner: str) -> int:
+        return self._shares.get(owner, self._share_tokens)
+
     def _displaced(self, new: Pin, path: Container[int]) -> list[Pin] | str:
         """The pins that go for the new one, which is in the tree, or why it cannot stay."""
         place = _place(new)
@@ -297,11 +306,10 @@ class Pins:
 
         trial = self._tree.trial()
         gone: dict[int, Pin] = {}
-        if self._share_tokens < self._budget_tokens:
+        share = self._share_of(new.owner)
+        if share < self._budget_tokens:
             own = (pin for pin in before() if pin.owner == new.owner)
-            if not _make_room(
-                trial, own, lambda: trial.tokens_of(new.owner), self._share_tokens, gone
-            ):
+            if not _make_room(trial, own, lambda: trial.tokens_of(new.owner), share, gone):
                 return OWNER_SHARE
         rest = (pin for pin in before() if pin.id not in gone)
         if not _make_room(trial, rest, lambda: trial.tokens, self._budget_tokens, gone):
@@ -330,7 +338,7 @@ class Pins:
         assert self.tokens <= self._budget_tokens
         assert len(self) <= self._limit_pins
         for owner in {pin.owner for pin in self}:
-            assert self.tokens_of(owner) <= self._share_tokens
+            assert self.tokens_of(owner) <= self._share_of(owner)
         assert self._tree.pins == self._pins.keys()
         assert self._by_prefix == {pin.prefix: pin for pin in self}
         sessions: dict[str, dict[int, Pin]] = {}

@@ -20,15 +20,20 @@ from urllib.parse import urlsplit
 
 import orjson
 
+from sgl_ext.key_file import KeysError, read_keys
 from sgl_ext.requests.headers import BILLING_HEADER, HeaderStrip
 from sgl_ext.requests.priority import LIMIT
-from sgl_ext.tenants import Tenant
+from sgl_ext.tenants import TENANT_NAME, Tenant
 
-_TENANT_NAME = re.compile(r"[!-~]([ -~]*[!-~])?")
-_TENANT_FLAG = "give NAME:max_priority=N,weight=W, or one of the two"
+_TENANT_FLAG = "give NAME:max_priority=N,weight=W,cache_group=GROUP,pin_share=S, or some of these"
+_GROUP_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 PREFILL_AHEAD = ("off", "asked", "auto")
+IN_MEMORY = ":memory:"
+"""In place of a file for `store`: what is kept ends with the balancer."""
+LEAST_STORE_BYTES = 1 << 20
+TENANT_ISOLATION = ("auto", "on", "off")
 
 
 class ConfigError(Exception):
@@ -43,6 +48,8 @@ class BalancerConfig:
     port: int = 30000
     processes: int = 1
     api_key: str | None = None
+    keys: str | None = None
+    tenant_isolation: str = "auto"
     max_body_bytes: int = 64 * 1024 * 1024
     drain_s: float = 30.0
     strip_headers: tuple[str, ...] = (BILLING_HEADER,)
@@ -55,6 +62,10 @@ class BalancerConfig:
     aging_s: float = 10.0
     preemption_threshold: int = 10
     request_log: str | None = None
+    diagnose: bool = False
+    store: str | None = None
+    store_limit_bytes: int = 1 << 30
+    response_ttl_s: float = 86_400.0
     workers: tuple[str, ...] = ()
 
     def check(self) -> None:
@@ -80,9 +91,30 @@ class BalancerConfig:
             HeaderStrip(self.strip_headers)
         except ValueError as error:
             raise ConfigError(f"strip_header: {error}") from error
+        limit = self.store_limit_bytes
+        is_room = limit == 0 or limit >= LEAST_STORE_BYTES
+        _require(is_room, "store_limit_bytes", limit, f"must be 0, or {LEAST_STORE_BYTES} or more")
+        ttl_s = self.response_ttl_s
+        _require(1 <= ttl_s < math.inf, "response_ttl_s", ttl_s, "must be at least 1")
+        _require(self.store != "", "store", self.store, f"must be a path, or {IN_MEMORY}")
         for url in self.workers:
             _require(is_worker_url(url), "worker", url, "a worker is http://HOST:PORT")
         self.read_api_key()
+        isolation = self.tenant_isolation
+        _require(
+            isolation in TENANT_ISOLATION, "tenant_isolation", isolation, "must be auto, on or off"
+        )
+        if self.keys is not None:
+            try:
+                read_keys(Path(self.keys))
+            except KeysError as error:
+                raise ConfigError(f"keys={self.keys!r}: {error}") from None
+
+    @property
+    def isolates_tenants(self) -> bool:
+        """Whether tenants of different cache groups share no cached prefix."""
+        is_auto = self.tenant_isolation == "auto"
+        return self.keys is not None if is_auto else self.tenant_isolation == "on"
 
     def read_api_key(self) -> str | None:
         """The key itself, from the file or variable that `api_key` names."""
@@ -109,17 +141,28 @@ class BalancerConfig:
         argv += ["--max-body-bytes", str(self.max_body_bytes), "--drain-s", str(self.drain_s)]
         if self.api_key is not None:
             argv += ["--api-key", self.api_key]
+        if self.keys is not None:
+            argv += ["--keys", self.keys]
+        argv += ["--tenant-isolation", self.tenant_isolation]
         argv += ["--max-in-flight", str(self.max_in_flight), "--queue-limit", str(self.queue_limit)]
         argv += ["--queue-timeout-s", str(self.queue_timeout_s)]
         argv += ["--max-priority", str(self.max_priority), "--aging-s", str(self.aging_s)]
         argv += ["--preemption-threshold", str(self.preemption_threshold)]
         for tenant in self.tenants:  # in one word, as a name may begin with a dash
             has = f"max_priority={tenant.max_priority},weight={tenant.weight}"
+            has += f",cache_group={tenant.cache_group}" if tenant.cache_group else ""
+            has += f",pin_share={tenant.pin_share}" if tenant.pin_share is not None else ""
             argv += [f"--tenant={tenant.name}:{has}"]
         if self.sort_tools:
             argv += ["--sort-tools"]
         if self.request_log is not None:
             argv += ["--request-log", self.request_log]
+        if self.diagnose:
+            argv += ["--diagnose"]
+        if self.store is not None:
+            argv += ["--store", self.store]
+        argv += ["--store-limit-bytes", str(self.store_limit_bytes)]
+        argv += ["--response-ttl-s", str(self.response_ttl_s)]
         argv += ["--no-strip-headers"]
         for name in self.strip_headers:
             argv += ["--strip-header", name]
@@ -145,6 +188,7 @@ class LaunchConfig:
     prefill_ahead: str = "auto"
     prefill_ahead_slice: int = 2048
     warm: str | None = None
+    token_cache_bytes: int = 256 * 1024 * 1024
     engine_args: tuple[str, ...] = ()
     balancer: BalancerConfig = BalancerConfig()
 
@@ -181,6 +225,8 @@ class LaunchConfig:
         _require(slice_tokens >= 1, "prefill_ahead_slice", slice_tokens, "must be at least 1")
         if self.warm is not None:
             _require_prompts(self.warm)
+        held = self.token_cache_bytes
+        _require(held >= 0, "token_cache_bytes", held, "must not be negative")
         taken = [flag for flag in ("--host", "--port", "--model-path") if flag in self.engine_args]
         _require(not taken, "engine", taken, "the launcher sets these")
         self.balancer.check()
@@ -221,6 +267,10 @@ def add_balancer_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, help="port to listen on (default 30000)")
     parser.add_argument("--processes", type=int, help="balancer processes on the port (1)")
     parser.add_argument("--api-key", help="file:PATH or env:VARIABLE; guards all but health")
+    parser.add_argument("--keys", metavar="FILE", help="keys of tenants: python -m sgl_ext.keys")
+    parser.add_argument(
+        "--tenant-isolation", help="of cached prefixes: on, off, or auto, with --keys (auto)"
+    )
     parser.add_argument("--max-body-bytes", type=int, help="largest request body (default 64 MiB)")
     parser.add_argument(
         "--sort-tools", action="store_true", default=None, help="put tools in the order of names"
@@ -232,7 +282,7 @@ def add_balancer_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tenant",
         action="append",
-        metavar="NAME:max_priority=N,weight=W",
+        metavar="NAME:max_priority=N,weight=W,cache_group=GROUP,pin_share=S",
         help="what one tenant may have instead (weight 1); repeat",
     )
     parser.add_argument("--aging-s", type=float, help="wait for one step of priority (10; 0: none)")
@@ -240,6 +290,17 @@ def add_balancer_flags(parser: argparse.ArgumentParser) -> None:
         "--preemption-threshold", type=int, help="steps above those whose memory is taken (10)"
     )
     parser.add_argument("--request-log", metavar="FILE", help="a line of JSON for each request")
+    parser.add_argument(
+        "--diagnose",
+        action="store_true",
+        default=None,
+        help="find where prompts part (--request-log does, too)",
+    )
+    parser.add_argument(
+        "--store", metavar="FILE", help="keeps responses and contexts (store.sqlite in the log dir)"
+    )
+    parser.add_argument("--store-limit-bytes", type=int, help="how large (1 GiB; 0: keeps nothing)")
+    parser.add_argument("--response-ttl-s", type=float, help="from a response's last use (86400)")
     parser.add_argument("--drain-s", type=float, help="how long running requests may finish (30)")
     parser.add_argument(
         "--strip-header", action="append", metavar="NAME", help="also strip this leading header"
@@ -273,7 +334,8 @@ def _tenant_from_flag(text: str) -> tuple[str, dict[str, Any]]:
     pairs = [pair.partition("=") for pair in rest.split(",")]
     told = colon and all(equals for _, equals, _ in pairs)
     _require(bool(told), "tenant", text, _TENANT_FLAG)
-    return name, _tenant_table(name, {key: _number(value) for key, _, value in pairs})
+    values = {key: value if key == "cache_group" else _number(value) for key, _, value in pairs}
+    return name, _tenant_table(name, values)
 
 
 def _tenant_table(name: str, table: Any) -> dict[str, Any]:
@@ -283,15 +345,22 @@ def _tenant_table(name: str, table: Any) -> dict[str, Any]:
     if "weight" in values:
         _check_weight(name, values["weight"])
         values["weight"] = float(values["weight"])
+    if "pin_share" in values:
+        values["pin_share"] = float(values["pin_share"])
     return values
 
 
 def _check_tenant(tenant: Tenant) -> None:
     name, ceiling = tenant.name, tenant.max_priority
-    is_name = _TENANT_NAME.fullmatch(name) is not None
+    is_name = TENANT_NAME.fullmatch(name) is not None
     _require(is_name, "tenants", name, "a name is printable ASCII, as a header's value is")
     _require(abs(ceiling) <= LIMIT, f"tenants.{name}.max_priority", ceiling, "is out of range")
     _check_weight(name, tenant.weight)
+    group = tenant.cache_group
+    is_group = not group or _GROUP_NAME.fullmatch(group) is not None
+    _require(is_group, f"tenants.{name}.cache_group", group, "is letters, digits, '.', '_', '-'")
+    share = tenant.pin_share
+    _require(share is None or 0 <= share <= 1, f"tenants.{name}.pin_share", share, "must be 0 to 1")
 
 
 def _check_weight(name: str, weight: float) -> None:
@@ -342,6 +411,9 @@ def launch_config(argv: Sequence[str]) -> LaunchConfig:
         "--warm",
         metavar="FILE",
         help="request bodies, one a line, that each new engine prefills",
+    )
+    parser.add_argument(
+        "--token-cache-bytes", type=int, help="for tokens of known text (256 MiB; 0: none)"
     )
     add_balancer_flags(parser)
     known, engine_args = parser.parse_known_args(argv)
@@ -405,6 +477,7 @@ _FROM_FILE = {
     bool: (bool,),
     str: (str,),
     str | None: (str,),
+    float | None: (int, float),
     tuple[str, ...]: (list,),
 }
 _NOT_FROM_FILE = ("engine_args", "balancer", "workers", "tenants", "name")

@@ -8,10 +8,12 @@ before everything ends.
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +21,19 @@ import aiohttp
 from rich.console import Console
 
 from sgl_ext.config import ConfigError, LaunchConfig, launch_config
+from sgl_ext.keys import new_key
 from sgl_ext.node import hardware
 from sgl_ext.node.child import Child
 from sgl_ext.node.progress import StartProgress, summary
 from sgl_ext.ports import free_ports, require_free
+from sgl_ext.store.sqlite import require_store
 
 _POLL_S = 0.25
 _ENGINE_PATIENCE_S = 20.0
 _BACKOFF_S = (1.0, 60.0)
 _LAST_LINES = 15
+_OWN_KEY = "SGL_EXT_OPERATOR_KEY"
+_STORE = "store.sqlite"
 
 
 class StartError(Exception):
@@ -38,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
     """Starts a node and serves until told to stop. Raises SystemExit with a reason on failure."""
     try:
         refuse_foreign_packages()
-        config = launch_config(sys.argv[1:] if argv is None else argv)
+        config = with_own_key(launch_config(sys.argv[1:] if argv is None else argv))
         found = hardware.find_hardware()
         hardware.check_capacity(config, found)
         asyncio.run(serve(config, found, Console()))
@@ -68,11 +74,23 @@ async def serve(config: LaunchConfig, found: hardware.Hardware, console: Console
         await drain(config, engines, balancer, console)
 
 
+def with_own_key(config: LaunchConfig) -> LaunchConfig:
+    """Where tenants have keys and the operator has none: a key that nobody but this node knows,
+    with which the launcher tells the balancer of its engines."""
+    balancer = config.balancer
+    if balancer.keys is None or balancer.api_key is not None:
+        return config
+    os.environ[_OWN_KEY] = new_key()
+    return replace(config, balancer=replace(balancer, api_key=f"env:{_OWN_KEY}"))
+
+
 def make_children(config: LaunchConfig, found: hardware.Hardware) -> tuple[list[Child], Child]:
     """The processes of the node, none of them started yet."""
     logs = Path(config.log_dir)
     logs.mkdir(parents=True, exist_ok=True)
     require_free(config.balancer.host, config.balancer.port)
+    settings = replace(config.balancer, store=config.balancer.store or str(logs / _STORE))
+    require_store(settings.store, settings.store_limit_bytes)
     engines = []
     for index, port in enumerate(free_ports(config.balancer.port + 1, config.instances)):
         command = hardware.engine_command(config, port)
@@ -80,7 +98,7 @@ def make_children(config: LaunchConfig, found: hardware.Hardware) -> tuple[list[
         environment = hardware.engine_environment(config, found, index)
         engines.append(_child(f"engine-{index}", command, environment, logs, f"127.0.0.1:{port}"))
     workers = [word for engine in engines for word in ("--worker", engine.url)]
-    command = [sys.executable, "-m", "sgl_ext.balancer.serve", *config.balancer.to_argv(), *workers]
+    command = [sys.executable, "-m", "sgl_ext.balancer.serve", *settings.to_argv(), *workers]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.balancer.host, config.balancer.host)
     at = f"[{host}]" if ":" in host else host
     return engines, _child("balancer", command, {}, logs, f"{at}:{config.balancer.port}")

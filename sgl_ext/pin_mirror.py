@@ -35,11 +35,13 @@ class PinMirror:
         for row in line.get("pinned", ()):
             self._pins[row["prefix"]] = (row, now_s + row["left_s"])
 
-    def rows(self, now_s: float) -> list[dict[str, Any]]:
-        """Every pin as the engine told it, and the seconds it has left as of now."""
+    def rows(self, now_s: float, owner: str | None = None) -> list[dict[str, Any]]:
+        """Every pin, or every one of an owner's, as the engine told it, and the seconds it has
+        left as of now."""
         return [
             row | {"left_s": round(max(end_s - now_s, 0.0), 3)}
             for row, end_s in self._pins.values()
+            if owner is None or row.get("owner") == owner
         ]
 
     def tokens_of(self, segments: Sequence[int]) -> int:
@@ -48,10 +50,12 @@ class PinMirror:
         rows = (row for row, _ in self._pins.values() if row["segment"] in asked)
         return max((row["tokens"] for row in rows), default=0)
 
-    def named(self, prefix: str | None, session: str | None) -> list[str]:
-        """The pins of this prefix or session; all of them if neither is given."""
+    def named(self, prefix: str | None, session: str | None, owner: str | None = None) -> list[str]:
+        """The pins of this prefix, session and owner; None: of any."""
         return [
             row["prefix"]
             for row, _ in self._pins.values()
-            if prefix in (None, row["prefix"]) and session in (None, row["session"])
+            if prefix in (None, row["prefix"])
+            and session in (None, row["session"])
+            and (owner is None or row.get("owner") == owner)
         ]

@@ -1,16 +1,20 @@
 """Who shares the engines, and what each of them may have.
 
-A request is of the tenant that its `x-tenant-id` names, and the name is believed: a proxy in
-front has to set it. What finds a tenant otherwise comes to the same record.
+A request is of the tenant that its `x-tenant-id` names. Where API keys are configured, the
+balancer sets it, by the key; elsewhere the name is believed, and a proxy has to set it.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sgl_ext.requests.priority import LIMIT
 from sgl_ext.requests.session import TENANT_HEADER
+
+TENANT_NAME = re.compile(r"[!-~]([ -~]*[!-~])?")
+"""A name is printable ASCII, as it is the value of a header."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +24,21 @@ class Tenant:
     name: "" is all who do not say who they are.
     max_priority: what a request that asks for more gets.
     weight: its share of turns within a step of the queues, relative to the others'.
+    cache_group: where tenants are kept apart, it shares cached prefixes with all of this
+        group; "": the group of its own name.
+    pin_share: what part of the pins' budget its pins may have; None: what all may.
     """
 
     name: str
     max_priority: int
     weight: float = 1.0
+    cache_group: str = ""
+    pin_share: float | None = None
+
+    @property
+    def group(self) -> str:
+        """With whom it shares cached prefixes."""
+        return self.cache_group or self.name
 
 
 class Tenants:

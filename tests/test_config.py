@@ -97,6 +97,9 @@ def test_the_strip_is_on_and_names_add_up_and_it_can_be_off() -> None:
         ("", ["--model-path", "m", "--tenant", "b:max_priority=2.5"], r"b\.max_priority=2.5: must"),
         ("", ["--model-path", "m", "--tenant", "b:wieght=2"], r"tenants\.b\.wieght=2: not a key"),
         ("", ["--model-path", "m", "--preemption-threshold", "0"], r"preemption_threshold=0"),
+        ("", ["--model-path", "m", "--store", ""], r"store=''"),
+        ("", ["--model-path", "m", "--store-limit-bytes", "4096"], r"store_limit_bytes=4096"),
+        ("", ["--model-path", "m", "--response-ttl-s", "inf"], r"response_ttl_s=inf"),
         ("", ["--model-path", "m", "--prefill-ahead", "on"], r"prefill_ahead='on'"),
         ("", ["--model-path", "m", "--prefill-ahead-slice", "0"], r"prefill_ahead_slice=0"),
         ("", ["--model-path", "m", "--warm", "no.such"], r"warm='no.such': cannot be read"),
@@ -197,6 +200,10 @@ def test_the_balancers_command_line_carries_its_settings_whole(names: tuple[str,
         tenants=(Tenant("-a:b=c,d", 7), Tenant("b", -8, 1e-07), Tenant("c d", 9, 1e300)),
         aging_s=8.5,
         request_log="requests.log",
+        diagnose=True,
+        store="kept.sqlite",
+        store_limit_bytes=1 << 20,
+        response_ttl_s=9.5,
     )
     parser = ArgumentParser()
     add_balancer_flags(parser)

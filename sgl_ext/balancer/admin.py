@@ -5,6 +5,7 @@ POST   /sgl_ext/workers  {"url": "http://..."} takes one in, or back if it drain
 DELETE /sgl_ext/workers?url=http://...        drains one: nothing new goes there,
                                               what runs ends, then it is let go
 GET    /v1/pins                               every engine's pinned prefixes, its URL with each
+GET    /sgl_ext/divergences                   where prompts part from those before them
 POST   /sgl_ext/explain/v1/messages           where this request would go, and why;
                                               any path and body that are placed
 """
@@ -12,6 +13,7 @@ POST   /sgl_ext/explain/v1/messages           where this request would go, and w
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -21,17 +23,22 @@ from aiohttp import web
 
 from sgl_ext.balancer import routes
 from sgl_ext.balancer.errors import BalancerError
+from sgl_ext.balancer.kept import Kept
 from sgl_ext.balancer.router import Router
 from sgl_ext.balancer.workers import Worker
 from sgl_ext.config import is_worker_url
 from sgl_ext.requests.headers import HeaderStrip
+from sgl_ext.requests.session import OWNER_HEADER
 from sgl_ext.requests.system_text import strip_request
 
 WORKERS_PATH = "/sgl_ext/workers"
 EXPLAIN_PATH = "/sgl_ext/explain"
+DIVERGENCES_PATH = "/sgl_ext/divergences"
 ROUTER = web.AppKey("router", Router)
 STRIP = web.AppKey("strip", HeaderStrip)
+DIVERGENCES: web.AppKey[Callable[[], dict[str, Any] | None]] = web.AppKey("divergences")
 SESSION = web.AppKey("session", aiohttp.ClientSession)
+KEPT = web.AppKey("kept", Kept)
 
 
 async def show_workers(request: web.Request) -> web.Response:
@@ -40,7 +47,7 @@ async def show_workers(request: web.Request) -> web.Response:
 
 
 async def add_worker(request: web.Request) -> web.Response:
-    document = await _body(request)
+    document = await read_json(request)
     url = document.get("url") if isinstance(document, dict) else None
     workers = request.app[ROUTER].workers
     if not isinstance(url, str) or not is_worker_url(url):
@@ -64,23 +71,34 @@ async def drain_worker(request: web.Request) -> web.Response:
 async def show_pins(request: web.Request) -> web.Response:
     now_s = asyncio.get_running_loop().time()
     workers = request.app[ROUTER].workers.all
-    pins = [row | {"worker": w.url} for w in workers for row in w.pins.rows(now_s)]
+    owner = request.headers.get(OWNER_HEADER)
+    pins = [row | {"worker": w.url} for w in workers for row in w.pins.rows(now_s, owner)]
     return _json(HTTPStatus.OK, {"pins": pins})
+
+
+async def show_divergences(request: web.Request) -> web.Response:
+    found = request.app[DIVERGENCES]()
+    if found is None:
+        message = "Nothing is looked at: start the balancer with --diagnose or --request-log."
+        raise BalancerError(HTTPStatus.NOT_FOUND, message)
+    return _json(HTTPStatus.OK, found)
 
 
 async def explain(request: web.Request) -> web.Response:
     path = "/" + request.match_info["path"]
     if path not in routes.PLACED:
         raise BalancerError(HTTPStatus.NOT_FOUND, f"{path}: requests of this path are not placed")
-    document = await _body(request)
+    document = await read_json(request)
     router = request.app[ROUTER]
-    stripped = strip_request(path, document, request.app[STRIP])
     hints = {name.lower(): value for name, value in request.headers.items()}
+    document, _ = request.app[KEPT].read(path, document, router.tenants.asking(hints).name)
+    stripped = strip_request(path, document, request.app[STRIP])
     asked = router.read(path, hints, stripped.body, request.content_length or 0)
     return _json(HTTPStatus.OK, {**router.explain(asked), "headers_stripped": stripped.headers})
 
 
-async def _body(request: web.Request) -> Any:
+async def read_json(request: web.Request) -> Any:
+    """A request's body, parsed. Raises BalancerError 400 if it is no JSON."""
     try:
         return orjson.loads(await request.read())
     except orjson.JSONDecodeError as error:

@@ -15,11 +15,12 @@ import orjson
 from aiohttp import web
 
 from sgl_ext import pin_mirror
-from sgl_ext.balancer import admin, routes
+from sgl_ext.balancer import admin, kept_routes, routes
 from sgl_ext.balancer.admin import ROUTER, SESSION, STRIP
-from sgl_ext.balancer.errors import BalancerError, Protocol, error_body, retry_headers
+from sgl_ext.balancer.errors import BalancerError
 from sgl_ext.balancer.fanout import FanOut
 from sgl_ext.balancer.metrics import Metrics
+from sgl_ext.balancer.parts import refusal
 from sgl_ext.balancer.router import Router
 from sgl_ext.requests.headers import HeaderStrip
 
@@ -65,12 +66,12 @@ def add_routes(app: web.Application) -> None:
     add("GET", admin.WORKERS_PATH, admin.show_workers)
     add("POST", admin.WORKERS_PATH, admin.add_worker)
     add("DELETE", admin.WORKERS_PATH, admin.drain_worker)
+    add("GET", admin.DIVERGENCES_PATH, admin.show_divergences)
     add("GET", pin_mirror.PATH, admin.show_pins)
     add("DELETE", pin_mirror.PATH, to_all)
     add("DELETE", routes.WARMED, to_all)
     add("POST", admin.EXPLAIN_PATH + "/{path:.+}", admin.explain)
-    for path in routes.SOUGHT_GET:
-        add("GET", path, to_holder)
+    kept_routes.add_routes(app, to_holder)
     for path in routes.SOUGHT_POST:
         add("POST", path, to_holder)
     for path in routes.FANNED_OUT:
@@ -135,13 +136,10 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
 
 
 def _answer(request: web.Request, error: BalancerError) -> web.Response:
-    body = error_body(Protocol.of(request.path), int(error.status), error.message)
-    return web.Response(
-        status=int(error.status),
-        body=body,
-        content_type="application/json",
-        headers=retry_headers(error),
-    )
+    status, reason, lines, body = refusal(request.path, error)
+    told = (line.partition(": ") for line in lines.decode().splitlines())
+    headers = {name: value for name, _, value in told}
+    return web.Response(status=status, reason=reason.decode(), body=body, headers=headers)
 
 
 def route_of(request: web.Request) -> str:

@@ -20,28 +20,36 @@ import time
 from dataclasses import replace
 from enum import Enum
 from http import HTTPStatus
+from typing import Any
+from urllib.parse import parse_qs
 
 import orjson
 
 from sgl_ext.balancer.answer_head import AnswerHead
 from sgl_ext.balancer.client_side import ClientConnection
+from sgl_ext.balancer.diagnosis import Seen
 from sgl_ext.balancer.errors import BalancerError, Protocol, error_event, no_engine
 from sgl_ext.balancer.flight import NOTHING_ASKED, Flight
+from sgl_ext.balancer.limits import Charge
 from sgl_ext.balancer.metrics import band
 from sgl_ext.balancer.parts import Parts, refusal
 from sgl_ext.balancer.reader import Request
+from sgl_ext.balancer.request_ids import id_line, new_request_id
 from sgl_ext.balancer.sse import WholeEvents
+from sgl_ext.balancer.turn import Turn
 from sgl_ext.balancer.worker_side import WorkerConnection
 from sgl_ext.balancer.workers import Worker
-from sgl_ext.requests.next_turn import protocol_of
+from sgl_ext.requests.next_turn import protocol_of, with_protocol
 from sgl_ext.requests.session import hints_of
+from sgl_ext.requests.spent import spent_tokens
 from sgl_ext.requests.system_text import strip_request
 
 log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
-# The end of OpenAI's streams, which tells nothing.
+# The ends of OpenAI's streams and of Anthropic's, which tell nothing.
 _DONE = b"data: [DONE]\n\n"
+_STOP = b"event: message_stop\n"
 # An answer from here on says that the worker failed, whatever was asked.
 _WORKER_AT_FAULT = 500
 
@@ -66,20 +74,24 @@ class Exchange:
 
     # What a request begins with; set on the class, so that beginning costs nothing.
     asked = NOTHING_ASKED
+    seen: Seen | None = None
     queued_s = 0.0
     _waited = ""
     first_data = b""
     last_data = b""
     _first_byte_s = 0.0
     _flight: Flight | None = None
+    _turn: Turn | None = None
     _connection: WorkerConnection | None = None
     _attempts = 0
     _accepted = False
     _begun = False
     _ended = False
+    _charge: Charge | None = None
     _status = 0
     _reason = b""
     _lines = b""
+    _request_id = ""
     _streams = False
     _events: WholeEvents | None = None
     _events_sent = 0
@@ -112,7 +124,7 @@ class Exchange:
             flight.follows.followers.append(self._go)
         else:
             self._go()
-        if flight.asked.session is not None:
+        if flight.placement.reason == "home":
             self._parts.spares.look(flight, self._head, self._request.body)
 
     def refused(self, error: BalancerError) -> None:
@@ -176,7 +188,14 @@ class Exchange:
             raise BalancerError(HTTPStatus.BAD_REQUEST, message) from None
         hints, path = hints_of(self._head.fields), self._head.path
         if route.warms:
-            path = protocol_of(hints, None, document) or path
+            path = self._warmed_path(document) or path
+        tenant = self._parts.router.tenants.asking(hints).name
+        whole, turn = self._parts.kept.read(path, document, tenant)
+        if whole is not document:
+            document = with_protocol(path, whole) if route.warms else whole
+            self._request.body = orjson.dumps(document)
+        if route.runs:
+            self._turn = turn
         stripped = strip_request(path, document, self._parts.strip)
         if stripped.headers:
             self._parts.metrics.headers_read.inc(stripped.headers)
@@ -184,6 +203,17 @@ class Exchange:
             size = len(self._request.body)
             asked = self._parts.router.read(path, hints, stripped.body, size)
             self.asked = replace(asked, runs=route.runs, warms=route.warms)
+            if route.runs and self._parts.ledger.diagnosis is not None:
+                self.seen = self._parts.ledger.diagnosis.see(
+                    path, self._head.fields, hints, stripped, asked, self._request.body
+                )
+        self._charge = self._parts.limits.admit(self._head.tenant, self.asked.prompt_tokens)
+
+    def _warmed_path(self, document: Any) -> str | None:
+        """The path whose protocol the body of /v1/prefill speaks, as the engine will tell it."""
+        named = parse_qs(self._head.target.partition(b"?")[2].decode("latin-1")).get("protocol")
+        headers = {name.decode("latin-1"): "" for name in self._head.fields}
+        return protocol_of(headers, named[-1] if named else None, document)
 
     def _send(self) -> None:
         """To a worker if there is one for it now, or to the control plane."""
@@ -225,6 +255,8 @@ class Exchange:
         """The answer's head has come."""
         self._status, self._reason = head.status, head.reason
         self._lines, self._streams = head.lines, head.streams
+        if not head.is_named:
+            self._lines += id_line(self._head.path, self._name())
 
     def answer_data(self, data: bytes) -> None:
         """A part of the answer's body: relayed if it streams, kept otherwise."""
@@ -251,6 +283,8 @@ class Exchange:
         else:
             pieces = self._pieces
             body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            if self._turn is not None and self._status == HTTPStatus.OK:
+                body = self._turn.answered(body)
             self.first_data = self.last_data = body
             self._first_byte()
             self._finish(Outcome.ANSWERED)
@@ -304,16 +338,24 @@ class Exchange:
 
     # The parts of these steps.
 
+    def _name(self) -> str:
+        """What the client and the log call the request, unless the worker names it."""
+        if not self._request_id:
+            self._request_id = new_request_id()
+        return self._request_id
+
     def _whole_events(self, data: bytes) -> bytes:
         if self._events is None:
             self._events = WholeEvents()
         return self._events.take(data)
 
     def _relay(self, data: bytes) -> None:
+        if self._turn is not None:
+            data = self._turn.relayed(data)
         if not self._begun:
             self.first_data = data
             self._start_stream()
-        if data != _DONE:
+        if data != _DONE and not data.startswith(_STOP):
             self.last_data = data
         self._events_sent += data.count(b"\n\n")
         self._client.write(data)
@@ -327,16 +369,16 @@ class Exchange:
     def _cut(self, reason: str) -> None:
         """Ends a stream that cannot go on in its protocol's error event."""
         self._parts.metrics.cut_streams.inc()
-        log.warning("%s cut a stream: %s", self._pool.url, reason)
+        log.warning("%s cut the stream of %s: %s", self._pool.url, self._name(), reason)
         message = "The engine stopped in the middle of its answer."
         protocol = Protocol.of(self._head.path)
-        self._client.write(error_event(protocol, message, self._events_sent))
+        self._client.write(error_event(protocol, message, self._events_sent, self._name()))
         self._finish(Outcome.CUT)
         self._client.end_stream()
 
     def _try_again(self, reason: str) -> None:
         """Forgets what the worker said so far, and asks another."""
-        log.warning("%s failed before an answer: %s", self._pool.url, reason)
+        log.warning("%s failed before it answered %s: %s", self._pool.url, self._name(), reason)
         self._released(Outcome.FAILED)
         self._pieces.clear()
         self._events = None
@@ -358,18 +400,30 @@ class Exchange:
         return self._parts.router.any_open(besides=self.tried)
 
     def _answer_error(self, error: BalancerError) -> None:
+        self._parts.limits.settle(self._charge, 0)
         self._released(Outcome.FAILED)
         self._ended = True
-        self._parts.count(self._head.path, error.status)
-        self._client.answer(*refusal(self._head.path, error))
+        answer = refusal(self._head.path, error, self._name())
+        self._parts.count(self._head.path, answer[0])
+        self._client.answer(*answer)
 
     def _finish(self, outcome: Outcome) -> None:
         """The last thing that happens at a worker."""
+        self._parts.limits.settle(self._charge, self._spent(outcome))
         self._ended = True
         self._released(outcome)
         route = self._head.route
         if route is not None and outcome is not Outcome.CLIENT_GONE:
             self._parts.metrics.requests.counts[route.label, self._status] += 1
+
+    def _spent(self, outcome: Outcome) -> int | None:
+        """What the request cost in tokens, as far as that is known."""
+        if self._charge is None:
+            return None
+        if not self._attempts or self._status >= HTTPStatus.BAD_REQUEST:
+            return 0
+        whole = outcome is Outcome.ANSWERED
+        return spent_tokens(self.first_data, self.last_data) if whole else None
 
 
 def _internal_error() -> BalancerError:

@@ -12,8 +12,10 @@ from aiohttp import web
 
 from sgl_ext.balancer.errors import no_engine
 from sgl_ext.balancer.workers import Worker, Workers
+from sgl_ext.requests.session import OWNER_HEADER, TENANT_HEADER
 
 _TIMEOUT = aiohttp.ClientTimeout(total=120)
+_WHOSE = (TENANT_HEADER, OWNER_HEADER)
 
 
 class FanOut:
@@ -52,7 +54,9 @@ class FanOut:
         raise no_engine()
 
     async def _ask(self, worker: Worker, request: web.Request, body: bytes) -> tuple[int, bytes]:
-        headers = {"content-type": request.content_type} if body else {}
+        headers = {name: request.headers[name] for name in _WHOSE if name in request.headers}
+        if body:
+            headers["content-type"] = request.content_type
         try:
             async with self._session.request(
                 request.method,

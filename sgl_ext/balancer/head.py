@@ -15,7 +15,7 @@ Content-Length line mean the same but for the length.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 
 import httptools
@@ -60,6 +60,7 @@ class Head:
     `headers` are in order, names in lower case; `fields` are the same, the last
     of a name; neither has the length. `target` is the path with its query, as
     it came. `refusal` is set if the request cannot be served whatever its body.
+    `tenant` is whose it is, where that is told by its key; "" otherwise.
     """
 
     def __init__(self) -> None:
@@ -74,6 +75,7 @@ class Head:
         self.expects_continue = False
         self.content_type = ""
         self.lines_for_workers = b""
+        self.tenant = ""
         self.route: Route | None = None
         self.refusal: BalancerError | None = None
 
@@ -82,6 +84,17 @@ class Head:
         values = [value.lower() for name, value in self.headers if name == b"connection"]
         return frozenset(token.strip() for value in values for token in value.split(b","))
 
+    def say(self, told: Mapping[str, str | None]) -> None:
+        """Has headers say this and nothing else, whatever the client sent; None: none of it."""
+        ours = {name.encode(): value for name, value in told.items()}
+        kept = [header for header in self.headers if header[0] not in ours]
+        added = [(n, v.encode("latin-1")) for n, v in ours.items() if v is not None]
+        self.headers = kept + added
+        self.fields = dict(self.headers)
+        dropped = _NOT_FOR_WORKERS | self.nominated()
+        passed = [header for header in kept if header[0] not in dropped]
+        self.lines_for_workers = _lines(passed + added)
+
 
 class Heads:
     """Reads heads, and keeps the latest. `admit` sees each new one and may raise BalancerError."""
@@ -89,6 +102,10 @@ class Heads:
     def __init__(self, admit: Callable[[Head], None]) -> None:
         self._admit = admit
         self._kept: dict[bytes, Head] = {}
+
+    def forget(self) -> None:
+        """What was admitted has to be admitted anew."""
+        self._kept.clear()
 
     def read(self, raw: bytes) -> tuple[Head, int]:
         """The head with these bytes, up to and with the empty line, and its body's length.
@@ -179,9 +196,11 @@ def _read_fields(head: Head) -> None:
     nominated = head.nominated()
     head.keep_alive = b"close" not in nominated and (head.http_1_1 or b"keep-alive" in nominated)
     dropped = _NOT_FOR_WORKERS | nominated
-    head.lines_for_workers = b"".join(
-        [b"%b: %b\r\n" % header for header in head.headers if header[0] not in dropped]
-    )
+    head.lines_for_workers = _lines([h for h in head.headers if h[0] not in dropped])
+
+
+def _lines(headers: list[tuple[bytes, bytes]]) -> bytes:
+    return b"".join([b"%b: %b\r\n" % header for header in headers])
 
 
 def _origin_form(target: bytes) -> bytes:

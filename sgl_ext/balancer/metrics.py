@@ -63,6 +63,12 @@ class Metrics:
             ["result"],
             registry,
         )
+        self.store_events = Tally(
+            "sgl_ext_store_events",
+            "Responses and contexts kept, found and let go, and what failed",
+            ["event"],
+            registry,
+        )
         self.queue_s = Spread(
             "sgl_ext_queue_seconds",
             "How long a request waited for room, or for a shared prefix to be computed",
@@ -100,6 +106,30 @@ class Metrics:
         )
         self.reported_tokens = Tally(
             "sgl_ext_reported_cached_tokens", "What it told", ["worker"], registry
+        )
+        self.prompt_tokens = Tally(
+            "sgl_ext_prompt_tokens",
+            "Prompt tokens of the requests for which a worker told its own count of cached ones",
+            ["worker"],
+            registry,
+        )
+        self.diverged_prompts = Tally(
+            "sgl_ext_diverged_prompts",
+            "Prompts that did not begin as an earlier one of their session or fleet",
+            ["harness", "kind"],
+            registry,
+        )
+        self.diverged_tokens = Tally(
+            "sgl_ext_diverged_tokens",
+            "Prompt tokens to compute again because of that, an estimate",
+            ["harness", "kind"],
+            registry,
+        )
+        self.prompts_not_compared = Tally(
+            "sgl_ext_prompts_not_compared",
+            "Prompts not compared with those before them: too long, no time for more, an error",
+            ["why"],
+            registry,
         )
         self.prediction_error_tokens = Spread(
             "sgl_ext_prediction_error_tokens",

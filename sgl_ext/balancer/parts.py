@@ -1,24 +1,27 @@
-"""What all exchanges of one balancer share, and the gate that a request passes at its head."""
+"""What all exchanges of one balancer share."""
 
 from __future__ import annotations
-
-import hmac
-from http import HTTPStatus
 
 from scheduler.retry_budget import RetryBudget
 from sgl_ext.balancer import routes
 from sgl_ext.balancer.door import Door
-from sgl_ext.balancer.errors import BalancerError, Protocol, error_body, retry_headers
-from sgl_ext.balancer.head import Head
+from sgl_ext.balancer.errors import (
+    BalancerError,
+    Protocol,
+    error_body,
+    retry_headers,
+    wire_status,
+)
+from sgl_ext.balancer.kept import Kept
 from sgl_ext.balancer.ledger import Ledger
+from sgl_ext.balancer.limits import Limits
 from sgl_ext.balancer.metrics import Metrics
+from sgl_ext.balancer.request_ids import id_line, new_request_id
 from sgl_ext.balancer.router import Router
 from sgl_ext.balancer.spares import Spares
 from sgl_ext.balancer.worker_side import Pool
 from sgl_ext.balancer.workers import Worker
 from sgl_ext.requests.headers import HeaderStrip
-
-_UNGUARDED = {("GET", "/health"), ("HEAD", "/health"), ("GET", "/"), ("HEAD", "/")}
 
 
 class Parts:
@@ -32,6 +35,8 @@ class Parts:
         metrics: Metrics,
         strip: HeaderStrip,
         control: Pool,
+        limits: Limits,
+        kept: Kept,
     ) -> None:
         self.router = router
         self.workers = router.workers
@@ -41,6 +46,8 @@ class Parts:
         self.metrics = metrics
         self.strip = strip
         self.control = control
+        self.limits = limits
+        self.kept = kept
         self._pools: dict[Worker, Pool] = {}
         self.spares = Spares(router, metrics, self.pool)
         self.workers.on_leave(self._drop_pool)
@@ -68,37 +75,14 @@ class Parts:
         self.metrics.requests.counts[routes.label_of(path), int(status)] += 1
 
 
-class Gate:
-    """Refuses at the head what the rest of a request cannot make right."""
-
-    def __init__(self, key: str | None) -> None:
-        self._key = None if key is None else key.encode()
-
-    def admit(self, head: Head) -> None:
-        """Finds the head's route. Raises BalancerError 401, 405 or 415."""
-        if self._key is not None and (head.method, head.path) not in _UNGUARDED:
-            self._check_key(head.fields, self._key)
-        head.route = route = routes.to_one(head.method, head.path)
-        if route is not None and route.placed and head.content_type != "application/json":
-            raise BalancerError(
-                HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
-                f"content-type: must be application/json, not {head.content_type!r}",
-            )
-
-    def _check_key(self, fields: dict[bytes, bytes], key: bytes) -> None:
-        """The key as OpenAI's clients send it or Anthropic's."""
-        scheme, _, token = fields.get(b"authorization", b"").partition(b" ")
-        bearer = token.strip() if scheme.lower() == b"bearer" else b""
-        offered = bearer or fields.get(b"x-api-key", b"")
-        if not hmac.compare_digest(offered, key):
-            raise BalancerError(HTTPStatus.UNAUTHORIZED, "Invalid or missing API key.")
-
-
-def refusal(path: str, error: BalancerError) -> tuple[int, bytes, bytes, bytes]:
+def refusal(
+    path: str, error: BalancerError, request_id: str = ""
+) -> tuple[int, bytes, bytes, bytes]:
     """An error as an answer in the caller's protocol: status, reason, header lines, body."""
-    status = HTTPStatus(error.status)
-    lines = b"content-type: application/json\r\n"
+    protocol, request_id = Protocol.of(path), request_id or new_request_id()
+    status, reason = wire_status(protocol, error.status)
+    lines = b"content-type: application/json\r\n" + id_line(path, request_id)
     for name, value in retry_headers(error).items():
         lines += f"{name}: {value}\r\n".encode()
-    body = error_body(Protocol.of(path), status.value, error.message)
-    return status.value, status.phrase.encode(), lines, body
+    body = error_body(protocol, status, error.message, request_id, error.code, error.param)
+    return status, reason, lines, body

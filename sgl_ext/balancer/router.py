@@ -22,7 +22,7 @@ from sgl_ext.balancer.metrics import Metrics
 from sgl_ext.balancer.workers import Worker, Workers
 from sgl_ext.requests.priority import read_importance
 from sgl_ext.requests.segments import Chain, read_chain, with_sorted_tools
-from sgl_ext.requests.session import is_final, session_key
+from sgl_ext.requests.session import is_final, salt_of, session_key
 from sgl_ext.tenants import Tenants
 
 LIMIT_SEGMENTS = 1_000_000
@@ -92,7 +92,8 @@ class Router:
 
     def read(self, path: str, headers: Mapping[str, str], body: Any, size_bytes: int) -> Asked:
         """What placement needs of a parsed and stripped body. `headers` has lower-case names."""
-        chain = read_chain(path, with_sorted_tools(body) if self._sort_tools else body)
+        document = with_sorted_tools(body) if self._sort_tools else body
+        chain = read_chain(path, document, salt=salt_of(headers))
         session = session_key(headers, body, chain)
         size = chain.ends[-1] if chain.ends else size_bytes
         prefix = chain.hashes[0] if chain.hashes else session or 0

@@ -44,6 +44,10 @@ PLACED = (
 # One worker, that where the conversation's next turn will go: it computes it while it is idle.
 WARMED = "/v1/prefill"
 
+# What the balancer keeps for clients: it answers these itself.
+CONTEXTS = "/v1/contexts"
+RESPONSE = "/v1/responses/{response}"
+
 # One worker, any: all answer alike. The body, if any, is not JSON.
 ANY_GET = (
     "/v1/models",
@@ -57,8 +61,7 @@ ANY_GET = (
 ANY_POST = ("/v1/audio/transcriptions",)
 
 # The worker that has it: asked in turn until one knows.
-SOUGHT_GET = ("/v1/responses/{response}",)
-SOUGHT_POST = ("/v1/responses/{response}/cancel",)
+SOUGHT_POST = (f"{RESPONSE}/cancel",)
 
 # Every worker; the answer is each worker's own.
 FANNED_OUT = (
@@ -131,6 +134,11 @@ def to_one(method: str, path: str) -> Route | None:
     return route
 
 
+def is_known_to_one(path: str) -> bool:
+    """Whether requests of this path go to one worker."""
+    return path in _TO_ONE or _pattern(path) in _TO_ONE
+
+
 def _pattern(path: str) -> str:
     parent, _, model = path.rpartition("/")
     return _MODEL if parent == "/v1/models" and model else path
@@ -146,6 +154,7 @@ _KNOWN = {
     "/",
     "/health",
     "/metrics",
+    CONTEXTS,
     *PLACED,
     *ANY_GET,
     *ANY_POST,

@@ -18,6 +18,7 @@ from sgl_ext.balancer.siblings import Family
 from sgl_ext.config import BalancerConfig, ConfigError, add_balancer_flags, balancer_config
 from sgl_ext.lifeline import end_with_parent
 from sgl_ext.ports import require_free
+from sgl_ext.store.sqlite import require_store
 
 
 def main(argv: list[str]) -> None:
@@ -33,6 +34,7 @@ def main(argv: list[str]) -> None:
     try:
         config = balancer_config(BalancerConfig(), flags)
         config.check()
+        require_store(config.store, config.store_limit_bytes)
         if config.processes > 1:
             # With a shared port the kernel would not say that somebody else has it.
             require_free(config.host, config.port)

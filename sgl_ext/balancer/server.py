@@ -6,33 +6,44 @@ import asyncio
 import logging
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import aiohttp
+import orjson
 
+from sgl_ext.balancer.admin import DIVERGENCES, KEPT
 from sgl_ext.balancer.app import make_app
 from sgl_ext.balancer.client_side import ClientConnection
 from sgl_ext.balancer.control import ControlPool
+from sgl_ext.balancer.diagnosis import Diagnosis
 from sgl_ext.balancer.door import Door
 from sgl_ext.balancer.errors import BalancerError
 from sgl_ext.balancer.events import Listeners
 from sgl_ext.balancer.exchange import Exchange
+from sgl_ext.balancer.gate import Gate
 from sgl_ext.balancer.gathered import Gathered
 from sgl_ext.balancer.head import Heads
+from sgl_ext.balancer.kept import Kept
+from sgl_ext.balancer.keyring import Keyring
 from sgl_ext.balancer.ledger import Ledger
+from sgl_ext.balancer.limits import Limits
 from sgl_ext.balancer.metrics import Metrics
-from sgl_ext.balancer.parts import Gate, Parts, refusal
+from sgl_ext.balancer.parts import Parts, refusal
 from sgl_ext.balancer.reader import Request, RequestReader
 from sgl_ext.balancer.router import Router
 from sgl_ext.balancer.siblings import Family, Siblings
 from sgl_ext.balancer.workers import Workers
-from sgl_ext.config import BalancerConfig
+from sgl_ext.config import IN_MEMORY, BalancerConfig
+from sgl_ext.doctor.findings import added_up
 from sgl_ext.requests.headers import HeaderStrip
+from sgl_ext.store.sqlite import Store
 from sgl_ext.tenants import Tenants
 
 log = logging.getLogger(__name__)
 
 _SWEEP_S = 1.0
 _BACKLOG = 1024
+_FOUND = ".found"
 # So long the first request waits for the engines to say what they hold already.
 _FIRST_WORD_S = 2.0
 
@@ -45,13 +56,19 @@ class Balancer:
     ) -> None:
         """With a family it is one of several processes, which share a folder."""
         self._family = family
+        self._folder = folder
         self._gathered = (
             None if family is None or folder is None else Gathered(folder, family.number)
         )
         self.draining = False
         self.now = 0.0
         self._config = config
-        self._heads = Heads(Gate(config.read_api_key()).admit)
+        self._tenants = Tenants(config.tenants, config.max_priority)
+        self._keyring = None if config.keys is None else Keyring(Path(config.keys))
+        gate = Gate(
+            config.read_api_key(), self._keyring, self._tenants, isolates=config.isolates_tenants
+        )
+        self._heads = Heads(gate.admit)
         self._connections: set[ClientConnection] = set()
         self._empty = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -72,19 +89,31 @@ class Balancer:
             metrics,
             config.max_in_flight,
             sort_tools=config.sort_tools,
-            tenants=Tenants(config.tenants, config.max_priority),
+            tenants=self._tenants,
             preemption_threshold=config.preemption_threshold,
         )
         strip = HeaderStrip(config.strip_headers)
         self._listeners = Listeners(self._session, router, metrics)
+        diagnosis = None
+        if config.diagnose or config.request_log is not None:
+            diagnosis = Diagnosis(strip, metrics, sort_tools=config.sort_tools)
         self._ledger = Ledger(
-            metrics, None if config.request_log is None else Path(config.request_log)
+            metrics, None if config.request_log is None else Path(config.request_log), diagnosis
         )
         self._door = Door(
             router, metrics, config.queue_limit, config.queue_timeout_s, config.aging_s
         )
-        self._control = ControlPool(make_app(router, strip, self._session, metrics, self._page))
-        self._parts = Parts(router, self._door, self._ledger, metrics, strip, self._control)
+        app = make_app(router, strip, self._session, metrics, self._page)
+        app[DIVERGENCES] = self._divergences
+        self._kept = Kept(self._open_store(), metrics, config.response_ttl_s, config.max_body_bytes)
+        app[KEPT] = self._kept
+        self._control = ControlPool(app)
+        if self._keyring is not None:
+            self._keyring.count_in(metrics)
+        limits = Limits(self._keyring, metrics, config.processes)
+        self._parts = Parts(
+            router, self._door, self._ledger, metrics, strip, self._control, limits, self._kept
+        )
         self._siblings = None
         if self._family is not None:
             self._siblings = Siblings(self._family, router, metrics)
@@ -96,6 +125,7 @@ class Balancer:
         self._tasks = [
             asyncio.create_task(workers.probe_forever(self._session)),
             asyncio.create_task(self._sweep_forever()),
+            asyncio.create_task(self._kept.tidy_forever()),
         ]
         self._server = await loop.create_server(
             lambda: ClientConnection(self),
@@ -132,6 +162,7 @@ class Balancer:
         await self._control.stop()
         await self._session.close()
         self._ledger.close()
+        self._kept.close()
 
     # What a client's connection asks of its host.
 
@@ -150,10 +181,18 @@ class Balancer:
     def exchange(self, connection: ClientConnection, request: Request) -> Exchange:
         return Exchange(self._parts, connection, request)
 
-    def refusal(self, error: BalancerError) -> tuple[int, bytes, bytes, bytes]:
-        """The answer to what is no request; it has no path."""
-        self._parts.count("", error.status)
-        return refusal("", error)
+    def refusal(self, error: BalancerError, path: str) -> tuple[int, bytes, bytes, bytes]:
+        """The answer to what is no request; it has no path unless its head was read."""
+        answer = refusal(path, error)
+        self._parts.count(path, answer[0])
+        return answer
+
+    def _open_store(self) -> Store | None:
+        """The store of this balancer, all of whose processes have one."""
+        path, limit_bytes = self._config.store or IN_MEMORY, self._config.store_limit_bytes
+        if path == IN_MEMORY and self._folder is not None:
+            path = str(self._folder / "store.sqlite")
+        return Store(path, limit_bytes) if limit_bytes else None
 
     async def _sweep_forever(self) -> None:
         """Ends what has waited too long; once a second is exact enough for that."""
@@ -170,12 +209,25 @@ class Balancer:
             pool.sweep()
         self._door.sweep()
         self._ledger.flush()
+        if self._keyring is not None and self._keyring.look():
+            self._heads.forget()
         self._parts.workers.let_go()
         self._listeners.attend()
         if self._siblings is not None:
             self._siblings.tell_state()
         if self._gathered is not None:
             self._gathered.leave(self._metrics.render())
+            if self._ledger.diagnosis is not None:
+                found = self._ledger.diagnosis.findings.as_json()
+                self._gathered.leave(orjson.dumps(found), _FOUND)
+
+    def _divergences(self) -> dict[str, Any] | None:
+        """What all processes found of prompts that part; None if they do not look."""
+        if self._ledger.diagnosis is None:
+            return None
+        found = self._ledger.diagnosis.findings.as_json()
+        others = [] if self._gathered is None else self._gathered.others(_FOUND)
+        return added_up([found, *map(orjson.loads, others)])
 
     def _page(self) -> bytes:
         page = self._metrics.render()

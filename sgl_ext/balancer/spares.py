@@ -48,7 +48,7 @@ class Spares:
         self._warmed_s: OrderedDict[int, float] = OrderedDict()
 
     def look(self, flight: Flight, head: Head, body: bytes | bytearray) -> None:
-        """A request with this head and body is on its flight."""
+        """A request of a known session, with this head and body, is on its flight home."""
         asked = flight.asked
         protocol = _PROTOCOLS.get(head.path)
         if protocol is None or asked.session is None or asked.is_final:

@@ -14,12 +14,19 @@ from typing import Any
 from sgl_ext.engine.counters import counter
 from sgl_ext.engine.hints import WHOLE, Reading, keep
 from sgl_ext.engine.settings import settings as _settings
+from sgl_ext.engine.translation import for_sglang
 from sgl_ext.requests.cache_marks import Marks, read_marks
 from sgl_ext.requests.facts import ClientFacts
 from sgl_ext.requests.headers import HeaderStrip
 from sgl_ext.requests.priority import Importance, read_importance
 from sgl_ext.requests.segments import read_chain, with_sorted_tools
-from sgl_ext.requests.session import is_final, session_key, stated_session
+from sgl_ext.requests.session import (
+    GROUP_HEADER,
+    is_final,
+    salt_of,
+    session_key,
+    stated_session,
+)
 from sgl_ext.requests.system_text import strip_request
 from sgl_ext.tenants import Tenants
 
@@ -54,7 +61,7 @@ async def read_body(original: Callable[[Any], Awaitable[Any]], request: Any) -> 
     marks = _marks(path, body)
     headers = dict(request.headers.items())  # the last of a name counts, as in the balancer
     tenant = _tenants().asking(headers)
-    chain = read_chain(path, body)
+    chain = read_chain(path, body, salt=salt_of(headers))
     reading = Reading(
         path,
         body,
@@ -62,6 +69,7 @@ async def read_body(original: Callable[[Any], Awaitable[Any]], request: Any) -> 
         marks,
         _importance(path, headers, body, tenant.max_priority),
         owner=tenant.name,
+        group=headers.get(GROUP_HEADER),
         session=stated_session(headers, body) or "",
         is_last=is_final(headers),
         pins=((WHOLE, marks.whole_ttl_s),) if marks.whole_ttl_s else (),
@@ -69,8 +77,8 @@ async def read_body(original: Callable[[Any], Awaitable[Any]], request: Any) -> 
     )
     keep(reading)
     request.state.reading = reading  # SGLang converts some requests outside their context
-    request._json = body
-    return body
+    request._json = for_sglang(request, path, body)
+    return request._json
 
 
 def _marks(path: str, body: Any) -> Marks:

@@ -21,8 +21,11 @@ import xxhash
 
 from sgl_ext.engine.counters import counter
 from sgl_ext.engine.hints import Reading
+from sgl_ext.engine.isolation import group_of
 from sgl_ext.engine.offsets import Offsets, Prompt
 from sgl_ext.engine.thinking import drops_thinking
+from sgl_ext.engine.tokens import in_group
+from sgl_ext.engine.translation import translated_copy
 from sgl_ext.requests.breakpoints import block_at, is_last, locate, text_of
 from sgl_ext.requests.cache_marks import Place
 
@@ -33,9 +36,10 @@ _offsets: WeakKeyDictionary[Any, Offsets] = WeakKeyDictionary()
 
 def place_pins(original: Callable[..., Any], chat: Any, request: Any, *args: Any, **kw: Any) -> Any:
     """Around `OpenAIServingChat._convert_to_internal_request`: finds where marked blocks end."""
-    converted = original(chat, request, *args, **kw)
     raw_request = args[0] if args else kw.get("raw_request")
     reading = None if raw_request is None else getattr(raw_request.state, "reading", None)
+    with in_group(group_of(reading, raw_request)):
+        converted = original(chat, request, *args, **kw)
     if reading is not None and not reading.is_sent and converted[0].require_reasoning:
         reading.is_answer_kept = not drops_thinking(chat, _rendering)
     if reading is not None and reading.marks.blocks and not reading.is_sent:
@@ -76,7 +80,7 @@ def _found(chat: Any, reading: Reading, ids: list[int]) -> list[tuple[int, float
     marks, body, prompt = reading.marks.blocks, reading.body, Prompt(ids)
     places = [mark.place for mark in marks]
     offsets = _offsets_of(chat)
-    keys = [_name(body, place, reading.chain.session) for place in places]
+    keys = [_name(reading, place) for place in places]
     tokens = [offsets.recall(key, prompt) for key in keys]
     if tokens[-1] is None and is_last(body, places[-1]):
         tokens[-1] = offsets.by_tail(text_of(body, places[-1]) or "", prompt)
@@ -95,13 +99,15 @@ def _found(chat: Any, reading: Reading, ids: list[int]) -> list[tuple[int, float
     return found
 
 
-def _name(body: Any, place: Place, session: int | None) -> int:
-    """A hash of what a block is and where: the same again in the next turn, as marks move on."""
+def _name(reading: Reading, place: Place) -> int:
+    """A hash of what a block is and where, and whose: the same again in the next turn, as marks
+    move on."""
+    body, session = reading.body, reading.chain.session
     block = block_at(body, place)
     if isinstance(block, dict):
         block = {key: value for key, value in block.items() if key != "cache_control"}
     context = f"{session}" if place[0] == "messages" else body.get("system")
-    return xxhash.xxh3_128_intdigest(orjson.dumps((place, block, context)))
+    return xxhash.xxh3_128_intdigest(orjson.dumps((reading.group, place, block, context)))
 
 
 def _offsets_of(chat: Any) -> Offsets:
@@ -134,6 +140,7 @@ def _is_multimodal(chat: Any) -> bool:
 
 
 def _chat_request(chat: Any, path: str, body: Any) -> Any:
+    body = translated_copy(chat, path, body)
     if path == "/v1/messages":
         from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
         from sglang.srt.entrypoints.anthropic.serving import AnthropicServing

@@ -22,6 +22,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.runtime_context import get_memory, get_parallel
 
 from radix.held import Held
+from radix.pins import Pins
 from scheduler.worth import WORTHLESS, Worth, worth_of
 from sgl_ext.engine.ahead import is_guess
 from sgl_ext.engine.hints import Hints, carried
@@ -79,8 +80,14 @@ class HeldCache(UnifiedRadixCache):  # type: ignore[misc]  # sglang is untyped
         self._worthless: deque[tuple[Any, int]] = deque(maxlen=_MOST_WORTHLESS)
         settings = EngineSettings.from_environment()
         budget = int(params.token_to_kv_pool_allocator.size * settings.pin_budget)
-        share = settings.pin_owner_share
-        self.pins = PinKeeper(self, budget, share, params.page_size, tells)
+        shares = {t.name: t.pin_share for t in settings.tenants if t.pin_share is not None}
+        pins = Pins(
+            budget_tokens=budget,
+            owner_share=settings.pin_owner_share,
+            owner_shares=shares,
+            page=params.page_size,
+        )
+        self.pins = PinKeeper(self, pins, params.page_size, tells)
         super().__init__(params)
 
     def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:

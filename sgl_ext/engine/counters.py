@@ -22,6 +22,10 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "event_subscribers_slow": ("Streams of events ended because the reader fell behind", ()),
     "breakpoints_not_found": ("Marked blocks whose end in the prompt was not found", ("path",)),
     "cache_hints_ignored": ("Marks of other vocabularies that say nothing we can do", ("path",)),
+    "translated": (
+        "Parts of requests that were translated for SGLang, or left out",
+        ("path", "what"),
+    ),
     "priority_hints_ignored": ("Hints of priority that say nothing known", ("path",)),
     "priority_clamped": ("Requests that asked for more priority than their tenant has", ("path",)),
     "preempted": ("Requests whose slot or memory a more important one took", ()),
@@ -47,6 +51,9 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
         "Pins gone: expired, displaced, given up under pressure, ended, deleted, flushed",
         ("why",),
     ),
+    "prompt_tokens_encoded": ("Tokens of prompts, tokenized or known from before", ("from",)),
+    "token_cache_checks": ("Prompts that were tokenized whole, too, and compared", ()),
+    "token_cache_off": ("Times that pieces were given up and prompts tokenized whole", ("why",)),
     "event_sweeps_deferred": ("Iterations that left leaves to look at for the next one", ()),
 }
 

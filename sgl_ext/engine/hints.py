@@ -24,6 +24,7 @@ from sgl_ext.engine import receipts
 from sgl_ext.engine.ahead import is_slice
 from sgl_ext.engine.convert import stop_copy
 from sgl_ext.engine.counters import counter
+from sgl_ext.engine.isolation import group_of, isolate
 from sgl_ext.requests.cache_marks import Marks
 from sgl_ext.requests.priority import USUAL, Importance
 from sgl_ext.requests.segments import Chain
@@ -43,8 +44,10 @@ class Reading:
     pins: for each part of the prompt to be kept, the tokens up to its end, and for
         how many seconds; ascending. Known once the prompt is rendered.
     owner, session: who is told to have pinned it. The first is charged for it.
+    group: with whom it shares cached prefixes; None: with all who are of no group.
     is_last: the client says that this conversation ends here.
     conversation: a number for it, equal for all its turns; None if nothing tells it.
+    ending: why the answer ended, in SGLang's words, and what ended it.
     is_answer_kept: whether the next turn will begin with the answer as it was generated.
     """
 
@@ -59,7 +62,9 @@ class Reading:
     is_answer_kept: bool = True
     pins: tuple[tuple[int, float], ...] = ()
     is_sent: bool = False
+    ending: tuple[str | None, Any] | None = None
     conversation: int | None = None
+    group: str | None = None
 
 
 _current: ContextVar[Reading | None] = ContextVar("sgl_ext_reading", default=None)
@@ -106,13 +111,16 @@ def watch_requests(action: Callable[[Reading, Any], None]) -> None:
     _watchers.append(action)
 
 
-def attach(manager: Any, request: Any, *_: Any, **__: Any) -> None:
+def attach(manager: Any, request: Any, raw_request: Any = None, *_: Any, **__: Any) -> None:
     """Before `TokenizerManager.generate_request`: puts what was read on its request.
 
     The first generation of an HTTP request takes it: later ones (a tool loop
-    inside the engine) have another prompt. A copy of a request goes no further.
+    inside the engine) have another prompt. A copy of a request goes no further. All
+    are put into the name space of their cache group.
     """
     reading = _current.get()
+    if not is_slice(request):  # which has it from the request it is a slice of
+        isolate(manager, request, group_of(reading, raw_request))
     stop_copy(request, reading)
     if reading is None:
         return

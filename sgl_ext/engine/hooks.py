@@ -21,6 +21,7 @@ from sgl_ext.engine import (
     body,
     breakpoints,
     clock,
+    endings,
     hints,
     hub,
     preemption,
@@ -28,6 +29,8 @@ from sgl_ext.engine import (
     priority,
     publisher,
     startup,
+    tokens,
+    translation,
     usage,
 )
 
@@ -53,6 +56,7 @@ class Hook:
 
 _MANAGERS = "sglang.srt.managers"
 _CHAT = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
+_RESPONSES = "sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses"
 _ANTHROPIC = "sglang.srt.entrypoints.anthropic.serving"
 
 HOOKS = (
@@ -68,8 +72,21 @@ HOOKS = (
     ),
     Hook(f"{_CHAT}._convert_to_internal_request", "AROUND", breakpoints.place_pins),
     Hook(f"{_CHAT}._render_and_encode_chat_template", "AROUND", breakpoints.render_only),
+    Hook(
+        "sglang.srt.entrypoints.openai.serving_chat.parallel_prompt_encode",
+        "AROUND",
+        tokens.encode_prompt,
+    ),
     Hook(f"{_ANTHROPIC}.AnthropicServing._handle_non_streaming", "AROUND", usage.complete_answer),
     Hook(f"{_ANTHROPIC}._wrap_sse_event", "AROUND", usage.complete_event),
+    Hook(f"{_ANTHROPIC}.AnthropicServing._convert_response", "AROUND", endings.note_ending),
+    Hook(f"{_CHAT}._generate_chat_stream", "AROUND", endings.watch_stream),
+    Hook(f"{_RESPONSES}.create_responses", "AROUND", translation.name_namespaces),
+    Hook(
+        "sglang.srt.entrypoints.openai.protocol.ResponsesRequest.to_sampling_params",
+        "AROUND",
+        translation.whole_budget,
+    ),
     Hook("sglang.srt.entrypoints.http_server._setup_and_run_http_server", "BEFORE", hub.serve),
     Hook("uvicorn.server.Server.shutdown", "BEFORE", hub.end_streams),
     Hook(

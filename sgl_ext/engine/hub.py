@@ -24,12 +24,14 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from radix.index import PrefixIndex
-from sgl_ext.engine import receipts
+from sgl_ext.engine import error_tap, receipts
 from sgl_ext.engine.answer_tap import AnswerTap
 from sgl_ext.engine.counters import counter
 from sgl_ext.engine.pin_routes import pin_routes
 from sgl_ext.engine.prefill import prefilling
 from sgl_ext.engine.publisher import SOCKET, stored_lines
+from sgl_ext.engine.settings import settings
+from sgl_ext.engine.tokens import start as start_token_cache
 from sgl_ext.pin_mirror import PinMirror
 
 PATH = "/sgl_ext/events"
@@ -227,6 +229,7 @@ def serve(*_: Any, **__: Any) -> None:
         return EventStream(hub())
 
     app.add_middleware(AnswerTap)
+    error_tap.install(app)
     app.router.routes[:0] = [Route(PATH, answer, methods=["GET"]), *pin_routes(hub().pins)]
     original = app.router.lifespan_context
 
@@ -234,6 +237,7 @@ def serve(*_: Any, **__: Any) -> None:
     async def lifespan(application: Any) -> AsyncIterator[Any]:
         async with hub().listening(), original(application) as state:
             manager = http_server.get_global_state().tokenizer_manager
+            start_token_cache(manager.tokenizer, settings().token_cache_bytes)
             async with prefilling(application, manager) as prefiller:
                 if prefiller is not None:
                     hub().on_cleared(partial(prefiller.drop_all, "flushed"))

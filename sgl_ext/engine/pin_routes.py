@@ -3,6 +3,8 @@
 GET     {"pins": [{"prefix", "segment", "tokens", "ttl_s", "left_s", "hits", "owner",
                    "session"}, ...]}
 DELETE  ?prefix=HASH or ?session=ID   {"deleted": how many}
+
+A request that is of one tenant alone (`x-sgl-ext-owner`) sees and touches that one's.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from starlette.routing import Route
 
 from sgl_ext.engine.clock import Outbox
 from sgl_ext.pin_mirror import PATH, PinMirror
+from sgl_ext.requests.session import OWNER_HEADER
 
 _GONE_LIMIT_S = 10.0
 _LOOK_S = 0.02
@@ -31,15 +34,16 @@ def _outbox() -> Outbox:
 def pin_routes(pins: PinMirror) -> list[Route]:
     """The routes, which answer from `pins`."""
 
-    async def show(_: Request) -> JSONResponse:
-        return JSONResponse({"pins": pins.rows(time.monotonic())})
+    async def show(request: Request) -> JSONResponse:
+        owner = request.headers.get(OWNER_HEADER)
+        return JSONResponse({"pins": pins.rows(time.monotonic(), owner)})
 
     async def delete(request: Request) -> JSONResponse:
         query = request.query_params
         prefix, session = query.get("prefix"), query.get("session")
         if not prefix and not session:
             return _error(HTTPStatus.BAD_REQUEST, "prefix or session: one of them must be given")
-        named = pins.named(prefix, session)
+        named = pins.named(prefix, session, request.headers.get(OWNER_HEADER))
         if not named:
             return JSONResponse({"deleted": 0})
         _outbox().unpin(named)

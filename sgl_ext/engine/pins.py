@@ -51,12 +51,10 @@ class Changes:
 
 
 class PinKeeper:
-    """Pins prefixes in `cache`. `tells`: whether this rank counts and publishes."""
+    """Keeps `pins` in `cache`. `tells`: whether this rank counts and publishes."""
 
-    def __init__(
-        self, cache: Any, budget_tokens: int, owner_share: float, page: int, tells: bool
-    ) -> None:
-        self.pins = Pins(budget_tokens=budget_tokens, owner_share=owner_share, page=page)
+    def __init__(self, cache: Any, pins: Pins, page: int, tells: bool) -> None:
+        self.pins = pins
         self.now_s = 0.0
         self._cache = cache
         self._page = page
@@ -129,8 +127,9 @@ class PinKeeper:
     def ended(self, hints: Hints) -> None:
         """A session will not come back: what it alone used need not be kept."""
         if hints.session:
-            pins = [p for p in self.pins.of_session(hints.session) if not p.label.is_shared]
-            self.release(pins, "ended")
+            pins = self.pins.of_session(hints.session)  # of whoever calls one by this name
+            own = [p for p in pins if p.owner == hints.owner and not p.label.is_shared]
+            self.release(own, "ended")
 
     def release(self, pins: Iterable[Pin], why: str) -> int:
         """Gives up pins, whose number is returned."""

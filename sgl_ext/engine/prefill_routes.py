@@ -31,6 +31,7 @@ from sgl_ext.engine.hints import WHOLE
 from sgl_ext.engine.next_turns import certain_ids, name_of
 from sgl_ext.engine.prefiller import DEADLINE_S, Job, Prefiller
 from sgl_ext.requests.next_turn import Turn, partial_turn, protocol_of
+from sgl_ext.requests.session import OWNER_HEADER
 
 PATH = "/v1/prefill"
 WAIT_S = 30.0
@@ -98,7 +99,8 @@ class Warmups:
         session = request.query_params.get("session")
         if not session:
             return _error(HTTPStatus.BAD_REQUEST, "session: must be given")
-        jobs = self._jobs.get(session, set())
+        owner = request.headers.get(OWNER_HEADER)
+        jobs = (j for j in self._jobs.get(session, ()) if owner in (None, j.reading.owner))
         dropped = sum(self._prefiller.drop(job.name, "deleted") for job in list(jobs))
         return JSONResponse({"deleted": dropped})
 

@@ -36,6 +36,7 @@ class EngineSettings:
         of whoever asks for it; "auto", of sessions that grow as well.
     prefill_ahead_slice: how many tokens of them at once, at most.
     warm: a file of request bodies, one a line, that a new engine prefills; "": none.
+    token_cache_bytes: for tokens of pieces of prompts; 0: every prompt is tokenized whole.
     """
 
     strip_headers: tuple[str, ...] = (BILLING_HEADER,)
@@ -53,6 +54,7 @@ class EngineSettings:
     prefill_ahead: str = "auto"
     prefill_ahead_slice: int = 2048
     warm: str = ""
+    token_cache_bytes: int = 256 * 1024 * 1024
 
     @property
     def ttl_limits(self) -> TtlLimits:

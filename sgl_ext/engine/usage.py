@@ -1,4 +1,5 @@
-"""Anthropic's usage in full: SGLang's answer lacks what the request's marks wrote to the cache."""
+"""Anthropic's usage in full, and how the answer ended: SGLang's lacks what the request's marks
+wrote to the cache, and which stop sequence it was."""
 
 from __future__ import annotations
 
@@ -7,25 +8,31 @@ from typing import Any
 
 import orjson
 
+from sgl_ext.engine.endings import with_ending
 from sgl_ext.engine.hints import current
 from sgl_ext.requests.usage import with_cache_creation
 
 
 async def complete_answer(original: Callable[..., Awaitable[Any]], *args: Any, **kw: Any) -> Any:
-    """Around `AnthropicServing._handle_non_streaming`: completes the usage of a whole answer."""
+    """Around `AnthropicServing._handle_non_streaming`: completes a whole answer."""
     answer = await original(*args, **kw)
     if answer.status_code != 200:
         return answer
-    document = orjson.loads(answer.body)
+    document = with_ending(orjson.loads(answer.body))
     document["usage"] = _completed(document["usage"])
     return type(answer)(content=document)
 
 
 def complete_event(original: Callable[[str, str], str], data: str, event_type: str) -> str:
-    """Around `_wrap_sse_event` of Anthropic's streams: completes the usage of the first event."""
+    """Around `_wrap_sse_event` of Anthropic's streams: completes the first event and
+    the last but one."""
     if event_type == "message_start":
         document = orjson.loads(data)
         document["message"]["usage"] = _completed(document["message"]["usage"])
+        data = orjson.dumps(document).decode()
+    elif event_type == "message_delta":
+        document = orjson.loads(data)
+        document["delta"] = with_ending(document["delta"])
         data = orjson.dumps(document).decode()
     return original(data, event_type)
 

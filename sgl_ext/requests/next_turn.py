@@ -94,7 +94,7 @@ def protocol_of(headers: Mapping[str, str], query_protocol: str | None, body: An
     stated = query_protocol or None if stated is None else stated
     if stated is not None:
         return _PATHS.get(stated) if isinstance(stated, str) else None
-    if body.get("input") is not None:
+    if body.get("input") is not None or body.get("previous_response_id") is not None:
         return _RESPONSES
     messages = body.get("messages")
     if not isinstance(messages, list):
@@ -110,6 +110,15 @@ def protocol_of(headers: Mapping[str, str], query_protocol: str | None, body: An
         )
     )
     return _MESSAGES if is_anthropics else _CHAT
+
+
+def with_protocol(path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """A body that says itself whose protocol it speaks; the same object if that has no name."""
+    name = next((name for name, each in _PATHS.items() if each == path), None)
+    nvext = body.get("nvext") or {}
+    if name is None or not isinstance(nvext, dict):
+        return body
+    return {**body, "nvext": {**nvext, "protocol": name}}
 
 
 def _items(path: str, body: Any) -> _Items | None:

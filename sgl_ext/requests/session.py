@@ -1,4 +1,5 @@
-"""Which conversation a request belongs to, as its client says and as its prompt shows."""
+"""Which conversation a request belongs to, as its client says and as its prompt shows, and
+whose it is."""
 
 from __future__ import annotations
 
@@ -20,22 +21,35 @@ SESSION_HEADERS = (
 )
 FINAL_HEADER = "x-sgl-ext-session-final"
 TENANT_HEADER = "x-tenant-id"
-_HINTS = (*SESSION_HEADERS, FINAL_HEADER, TENANT_HEADER, *PRIORITY_HEADERS)
+# With whom a request shares cached prefixes; the balancer sets it where tenants are kept apart.
+GROUP_HEADER = "x-sgl-ext-cache-group"
+# Whose things alone a request is to see and to touch; the balancer sets it for who is no operator.
+OWNER_HEADER = "x-sgl-ext-owner"
+_HINTS = (*SESSION_HEADERS, FINAL_HEADER, TENANT_HEADER, GROUP_HEADER, *PRIORITY_HEADERS)
 _RAW = {name.encode(): name for name in _HINTS}
+
+
+def salt_of(headers: Mapping[str, str]) -> bytes:
+    """What parts a request's segments and conversations from those of other cache groups."""
+    group = headers.get(GROUP_HEADER)
+    return b"" if group is None else b"g" + group.encode("utf-8", "surrogatepass")
 
 
 def session_key(headers: Mapping[str, str], body: Any, chain: Chain) -> int | None:
     """A number for the conversation, equal for all its turns; None if nothing tells it.
 
     A harness's id covers its sub-agents too, and two people may open with the same
-    words: so the id and the first user message count together, or either alone.
-    `headers` has lower-case names.
+    words: so the id and the first user message count together, or either alone. Those of
+    two cache groups are never equal. `headers` has lower-case names.
     """
     stated = stated_session(headers, body)
     if stated is None:
         return chain.session
     begun = 0 if chain.session is None else chain.session
-    return xxhash.xxh3_128_intdigest(b"%032x" % begun + stated.encode("utf-8", "surrogatepass"))
+    told = b"%032x" % begun + stated.encode("utf-8", "surrogatepass")
+    if salt := salt_of(headers):
+        told = b"%d:%b%b" % (len(salt), salt, told)
+    return xxhash.xxh3_128_intdigest(told)
 
 
 def stated_session(headers: Mapping[str, str], body: Any) -> str | None:

@@ -289,6 +289,19 @@ async def test_a_client_that_leaves_before_an_answer_closes_it_too(
     await asyncio.wait_for(worker.closed.wait(), 10)
 
 
+@pytest.mark.parametrize("sent", [len(request()), 40])
+async def test_a_client_that_closes_its_half_is_gone(
+    serve: Serve, connect: Connect, sent: int
+) -> None:
+    balancer = await serve(Raw([b""]))
+    wire = await connect(balancer)
+    wire.writer.write(request()[:sent])
+    await until(lambda: balancer._connections)
+    wire.writer.write_eof()
+    await until(lambda: not balancer._connections)
+    assert await wire.rest() == b""
+
+
 async def test_both_sides_send_small_packets_at_once(serve: Serve, connect: Connect) -> None:
     balancer = await serve(Raw())
     wire = await connect(balancer)

@@ -81,6 +81,16 @@ def test_a_worker_that_joins_one_joins_all(balancer: tuple[str, subprocess.Popen
     until(known)
 
 
+def test_what_one_keeps_all_know(balancer: tuple[str, subprocess.Popen[bytes]]) -> None:
+    url, _ = balancer
+    blocks = [{"id": "rules", "layer": "stable", "content": "Be brief."}]
+    kept = requests.post(url + "/v1/contexts", json={"blocks": blocks}, timeout=10).json()
+    path = f"/v1/contexts/{kept['context_id']}"
+    assert all(status(url, path) == 200 for _ in range(12))
+    assert requests.delete(url + path, timeout=10).status_code == 200
+    assert all(status(url, path) == 404 for _ in range(12))
+
+
 def test_one_that_is_killed_is_replaced(balancer: tuple[str, subprocess.Popen[bytes]]) -> None:
     url, running = balancer
     family = psutil.Process(running.pid)
@@ -106,6 +116,15 @@ def test_they_end_together(balancer: tuple[str, subprocess.Popen[bytes]]) -> Non
     assert running.wait(timeout=20) == 0
     assert not any(child.is_running() for child in children)
     assert status(url) == 0
+
+
+def test_a_store_that_cannot_be_ends_them_with_a_reason(tmp_path: Path) -> None:
+    command = ["-m", "sgl_ext.balancer.serve", "--processes", "2", "--store", str(tmp_path)]
+    ended = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert ended.returncode == 1
+    assert f"sgl-ext balancer: store={str(tmp_path)!r}: cannot be used" in ended.stderr
 
 
 def test_a_port_in_use_ends_them_with_a_reason(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ async def test_thousands_wait_half_leave_and_the_rest_are_answered(
     for client in clients:
         if client.answered.done():
             head = client.answered.result()
-            assert head.startswith(b"HTTP/1.1 503 ")
+            assert head.startswith(b"HTTP/1.1 529 ")
             assert b"\r\nretry-after: 5\r\n" in head.lower()
     waiting = [client for client in clients if not client.answered.done()]
     for client in waiting[::2]:

@@ -242,7 +242,7 @@ async def test_a_full_queue_is_said_with_a_time_to_come_back(start: Start) -> No
     tasks = [asyncio.create_task(served_by(client, body(f"{n}"))) for n in range(2)]
     await asyncio.sleep(0.05)
     answer = await client.post("/v1/messages", json=body("third"))
-    assert (answer.status, answer.headers["retry-after"]) == (503, "5")
+    assert (answer.status, answer.headers["retry-after"]) == (529, "5")
     assert (await answer.json())["error"]["type"] == "overloaded_error"
     gate.set()
     assert await asyncio.gather(*tasks) == ["a", "a"]

@@ -50,7 +50,7 @@ async def test_a_header_is_stripped_once_and_its_facts_stay_with_the_request() -
     assert request.state.client == ClientFacts("2.1.197.3af", "sdk-cli", None, True)
 
 
-@pytest.mark.parametrize("document", [{"system": S}, {"messages": []}, [1], "text", None])
+@pytest.mark.parametrize("document", [{"system": S}, {"messages": []}])
 async def test_without_a_header_the_parsed_body_is_handed_on_as_it_is(document: Any) -> None:
     request = Request(document)
     assert await body.read_body(Request.json, request) is document
@@ -145,3 +145,24 @@ async def test_a_malformed_wish_is_refused_naming_the_field() -> None:
     document = {"text": "t", "nvext": {"cache_control": {"type": "ephemeral", "ttl": "forever"}}}
     with pytest.raises(HTTPException, match=r"^400: nvext\.cache_control\.ttl: "):
         await body.read_body(Request.json, Request(document, "/generate"))
+
+
+@pytest.mark.parametrize("document", [[1], "text", None, 5])
+async def test_a_body_that_is_no_object_is_refused_in_words(document: Any) -> None:
+    request = Request(document)
+    with pytest.raises(HTTPException, match=r"^400: body: must be a JSON object$"):
+        await body.read_body(Request.json, request)
+    native = Request(document, "/generate")
+    assert await body.read_body(Request.json, native) == document
+
+
+async def test_what_sglang_refuses_is_translated_and_counted_and_what_is_read_is_as_sent() -> None:
+    tools = [{"type": "web_search_20250305", "name": "web_search"}]
+    document = {"messages": [{"role": "user", "content": "a"}], "tools": tools}
+    counted = counter("translated").labels("/v1/messages", "web_search_tool")._value
+    before = counted.get()
+    assert (await body.read_body(Request.json, Request(document)))["tools"] == []
+    assert counted.get() - before == 1
+    reading = current()
+    assert reading is not None
+    assert reading.body["tools"] is tools

@@ -13,6 +13,7 @@ import orjson
 import pytest
 
 from radix.held import Held
+from radix.pins import Pins
 from sgl_ext.engine import hub as hub_module
 from sgl_ext.engine import publisher
 from sgl_ext.engine.counters import counter
@@ -210,7 +211,7 @@ def plan(running: int, prefill: int = 0, tokens: int = 0) -> Any:
 class Cache:
     def __init__(self) -> None:
         self.held = Held()
-        self.pins = PinKeeper(self, budget_tokens=100, owner_share=1.0, page=1, tells=True)
+        self.pins = PinKeeper(self, Pins(budget_tokens=100), page=1, tells=True)
 
     def match_until(self, _: Any, tokens: int) -> tuple[int, int]:
         return tokens, 1

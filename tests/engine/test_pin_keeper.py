@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from radix.pins import Pins
 from sgl_ext.engine import pressure
 from sgl_ext.engine.hints import WHOLE, Hints
 from sgl_ext.engine.pins import PinKeeper
@@ -68,7 +69,7 @@ class Cache:
 
 
 def keeper_of(cache: Cache, budget: int = 1000, page: int = 1) -> PinKeeper:
-    return PinKeeper(cache, budget, 1.0, page, tells=False)
+    return PinKeeper(cache, Pins(budget_tokens=budget, page=page), page, tells=False)
 
 
 def prompt(name: int, tokens: int, cached: int = 0) -> Any:
@@ -187,6 +188,8 @@ def test_time_displacement_deletion_and_an_ended_session_unlock() -> None:
     assert cache.locks == {}
     pin(keeper, cache, prompt(4, 60), 30, WHOLE, told_s=400)
     pin(keeper, cache, prompt(4, 30, cached=30), told_s=401, session="another")
+    keeper.ended(marked(session="s")._replace(owner="another tenant"))
+    assert pinned(keeper) == [30, 60], "a session is its tenant's, whatever others call theirs"
     keeper.ended(marked(session="s"))
     assert pinned(keeper) == [30], "what another session read is not for this one to end"
     assert_locked_once(keeper, cache)

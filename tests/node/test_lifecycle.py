@@ -71,7 +71,7 @@ def test_a_killed_engine_ends_its_streams_with_an_error_event_and_comes_back(
     # Until the balancer has heard of it, a request may still reach the dying engine.
     until(lambda: requests.get(f"{own_node.url}/health", timeout=30).status_code == 503)
     answer = own_node.post("/v1/messages", {**ENDLESS, "stream": False})
-    assert answer.status_code == 503
+    assert answer.status_code == 529
     assert answer.json()["error"]["type"] == "overloaded_error"
 
     until(lambda: requests.get(f"{own_node.url}/health", timeout=30).status_code == 200)

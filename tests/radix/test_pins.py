@@ -262,6 +262,16 @@ def test_beyond_its_share_an_owner_displaces_only_its_own() -> None:
     assert len(pins) == 2
 
 
+def test_an_owner_may_have_another_share_than_the_others() -> None:
+    pins = Pins(budget_tokens=40, owner_share=0.5, owner_shares={"ann": 0.25, "ben": 0.0})
+    assert grant(pins, 1, 11, now=0, owner="ann").reason == OWNER_SHARE
+    first = pin(pins, 2, 10, now=0, owner="ann")
+    assert grant(pins, 3, 10, now=1, owner="ann").released == [first]
+    assert grant(pins, 4, 1, now=1, owner="ben").reason == OWNER_SHARE
+    pin(pins, 5, 20, now=1, owner="cat")
+    pins.check()
+
+
 def test_an_owner_does_not_displace_others_for_tokens_it_is_charged_for() -> None:
     pins = Pins(budget_tokens=40, owner_share=0.5)
     begun = pin(pins, 1, 10, now=0, owner="ann")
@@ -381,6 +391,7 @@ def test_when_the_tree_was_emptied_all_pins_are_gone() -> None:
         ("budget_tokens", {"budget_tokens": -1}),
         ("owner_share", {"budget_tokens": 1, "owner_share": 0.0}),
         ("owner_share", {"budget_tokens": 1, "owner_share": 1.1}),
+        ("owner_shares", {"budget_tokens": 1, "owner_shares": {"ann": 1.1}}),
         ("limit_pins", {"budget_tokens": 1, "limit_pins": 0}),
     ],
 )

@@ -1,0 +1,44 @@
+"""Whose a conversation is: those of two cache groups never meet."""
+
+from __future__ import annotations
+
+import pytest
+
+from sgl_ext.requests.segments import Chain, read_chain
+from sgl_ext.requests.session import hints_of, salt_of, session_key
+
+CHAT = "/v1/chat/completions"
+BODY = {"messages": [{"role": "user", "content": "Hello"}], "prompt_cache_key": "k"}
+GROUP = "x-sgl-ext-cache-group"
+
+
+def test_groups_have_no_segment_in_common_and_one_has_the_same_again() -> None:
+    chains = [
+        read_chain(CHAT, BODY, salt=salt_of(headers))
+        for headers in ({}, {GROUP: ""}, {GROUP: "a"}, {GROUP: "b"}, {GROUP: "a"})
+    ]
+    assert chains[2] == chains[4]
+    hashes = [segment for chain in chains[:4] for segment in chain.hashes]
+    assert len(set(hashes)) == len(hashes)
+    assert len({chain.ends for chain in chains}) == 1
+
+
+@pytest.mark.parametrize("chain", [Chain(), read_chain(CHAT, BODY)])
+def test_what_a_client_calls_a_conversation_is_its_groups(chain: Chain) -> None:
+    stated = {"x-session-id": "s"}
+    keys = [
+        session_key(stated | headers, BODY, chain)
+        for headers in ({}, {GROUP: ""}, {GROUP: "a"}, {GROUP: "b"}, {GROUP: "a"})
+    ]
+    assert keys[2] == keys[4]
+    assert len(set(keys)) == 4
+    assert len({session_key({GROUP: g}, BODY, Chain()) for g in ("a", "b")}) == 2
+    # A name that looks like another group's name and session.
+    assert session_key({GROUP: "a", "x-session-id": "b"}, {}, Chain()) != session_key(
+        {GROUP: "ab", "x-session-id": ""}, {"prompt_cache_key": ""}, Chain()
+    )
+
+
+def test_the_group_is_read_off_the_head_even_if_it_has_no_name() -> None:
+    assert hints_of({b"x-sgl-ext-cache-group": b""}) == {GROUP: ""}
+    assert salt_of({GROUP: ""}) != salt_of({})

@@ -1,0 +1,142 @@
+"""Keys in a file: made, found, taken out, and never shown."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from sgl_ext import keys
+from sgl_ext.config import BalancerConfig, ConfigError
+from sgl_ext.key_file import NO_LIMIT, Allowance, KeysError, hash_of, parse_keys, read_keys
+
+KEY = "sgl-AbCdEfGhIjKlMnOpQrStUvWxYz0123456789_-AbCdE"
+HASH = hash_of(KEY.encode())
+LIMITED = "requests_per_minute = 60\ntokens-per-minute = 1.5e5\nadmin = true"
+FILE = f"""# ours
+[tenants.alice]
+{LIMITED}
+
+[keys.0a1b2c3d]   # her laptop
+tenant = "alice"
+sha256 = "{HASH}"
+
+[keys.other]
+tenant = "bob & sons"
+sha256 = "{"0" * 64}"
+"""
+
+
+def test_a_file_says_whose_a_key_is_and_what_its_tenant_may_have() -> None:
+    found = parse_keys(FILE)
+    assert found.tenant_of(KEY.encode()) == "alice"
+    assert found.allowance("alice") == Allowance(60, 1.5e5, True)
+    assert found.allowance("bob & sons") == NO_LIMIT
+    assert found.tenants == {"alice", "bob & sons"}
+    for other in ("", KEY[:-1], KEY + "x", HASH, "0" * 64):
+        assert found.tenant_of(other.encode()) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        (f"[keys]\n{KEY} = 'alice'", "keys: entry 1: must be a table"),
+        (f"[keys.{KEY}]\ntenant = 'a'", "keys: entry 1: has no good name"),
+        (f"[keys.0a1b2c3d]\ntenant = 'a'\nsha256 = '{KEY}'", "keys.0a1b2c3d.sha256: must be 64"),
+        (f"[keys.0a1b2c3d]\ntenant = '{KEY}\u00e9'\nsha256 = '{HASH}'", "keys.0a1b2c3d.tenant"),
+        (f"[keys.0a1b2c3d]\ntenant = 'a'\nkey = '{KEY}'", "keys.0a1b2c3d.key: no such value"),
+        (f"[keys.0a1b2c3d]\ntenant = 'a'\n{KEY} = 1", "keys.0a1b2c3d....: no such value"),
+        (FILE.replace("0" * 64, HASH), "keys: entry 2.sha256: another entry has the same key"),
+        (f"[tenants.a]\nrequests_per_minute = '{KEY}'", "tenants.a.requests_per_minute: must be a"),
+        ("[tenants.a]\nrequests_per_minute = 0", "tenants.a.requests_per_minute"),
+        ("[tenants.a]\ntokens_per_minute = true", "tenants.a.tokens_per_minute"),
+        ("[tenants.a]\nadmin = 1", "tenants.a.admin: must be true or false"),
+        ("[tenants.a]\ntoken_per_minute = 1", "tenants.a.token_per_minute: no such value"),
+        (f"[tenants.{KEY}]\nadmin = 1", "tenants: entry 1.admin"),
+        (f"{KEY} = 1", "...: neither keys nor tenants"),
+        (f"[keys\n'{KEY}'", "not TOML"),
+    ],
+)
+def test_a_malformed_file_is_refused_by_place_and_shows_no_value(
+    tmp_path: Path, text: str, place: str
+) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        BalancerConfig(keys=str(path)).check()
+    assert str(path) in str(caught.value)
+    assert place in str(caught.value)
+    assert KEY not in str(caught.value)
+    assert HASH not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"keys=.*cannot be read"):
+        BalancerConfig(keys=str(tmp_path / "none.toml")).check()
+    (tmp_path / "bytes").write_bytes(b"\xff")
+    with pytest.raises(KeysError, match="not UTF-8"):
+        read_keys(tmp_path / "bytes")
+
+
+def test_a_key_is_made_once_listed_and_revoked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(FILE)
+    shown: list[str] = []
+    keys.main([str(path), "add", "carol", "--note", 'her "phone"'], shown.append)
+    key = shown.pop()
+    name = capsys.readouterr().err.partition(",")[0]
+    text = path.read_text()
+    assert text.startswith(FILE)
+    assert key not in text
+    assert len(key) > 40
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert read_keys(path).tenant_of(key.encode()) == "carol"
+    assert read_keys(path).tenant_of(KEY.encode()) == "alice"
+
+    keys.main([str(path), "list"], shown.append)
+    assert [line.split("  ")[:2] for line in shown] == [
+        ["0a1b2c3d", "alice"],
+        ["other", "bob & sons"],
+        [name, "carol"],
+    ]
+    assert 'her "phone"' in shown[-1]
+    assert not any(secret in "".join(shown) for secret in (key, KEY, HASH))
+
+    keys.main([str(path), "revoke", name], shown.append)
+    assert path.read_text() == FILE + "\n"
+    keys.main([str(path), "revoke", "0a1b2c3d"], shown.append)
+    found = read_keys(path)
+    assert found.tenant_of(KEY.encode()) is None
+    assert found.tenants == {"alice", "bob & sons"}
+    assert path.read_text().startswith("# ours\n[tenants.alice]\n")
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_first_key_makes_the_file(tmp_path: Path) -> None:
+    key, _ = keys.add_key(tmp_path / "keys.toml", "alice")
+    assert read_keys(tmp_path / "keys.toml").tenant_of(key.encode()) == "alice"
+
+
+@pytest.mark.parametrize(
+    "command", [["revoke", "nobody"], ["add", ""], ["add", "a\nb"], ["add", "a", "--note", "a\nb"]]
+)
+def test_what_cannot_be_done_is_said_and_changes_nothing(
+    tmp_path: Path, command: list[str]
+) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(FILE)
+    with pytest.raises(SystemExit, match="sgl-ext keys: "):
+        keys.main([str(path), *command])
+    assert path.read_text() == FILE
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_is_broken_is_not_written_to(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text("[keys")
+    with pytest.raises(KeysError, match="not TOML"):
+        keys.add_key(path, "alice")
+    assert path.read_text() == "[keys"
