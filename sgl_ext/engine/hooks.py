@@ -20,6 +20,7 @@ from typing import Any
 from sgl_ext.engine import (
     body,
     breakpoints,
+    calls,
     clock,
     endings,
     hints,
@@ -80,6 +81,17 @@ HOOKS = (
     Hook(f"{_ANTHROPIC}.AnthropicServing._handle_non_streaming", "AROUND", usage.complete_answer),
     Hook(f"{_ANTHROPIC}._wrap_sse_event", "AROUND", usage.complete_event),
     Hook(f"{_ANTHROPIC}.AnthropicServing._convert_response", "AROUND", endings.note_ending),
+    Hook(
+        f"{_ANTHROPIC}.AnthropicServing._convert_to_chat_completion_request",
+        "AROUND",
+        translation.join_answers,
+    ),
+    Hook(
+        "sglang.srt.function_call.base_format_detector.BaseFormatDetector"
+        ".parse_streaming_increment",
+        "AROUND",
+        calls.parse_piece,
+    ),
     Hook(f"{_CHAT}._generate_chat_stream", "AROUND", endings.watch_stream),
     Hook(f"{_RESPONSES}.create_responses", "AROUND", translation.name_namespaces),
     Hook(

@@ -29,6 +29,7 @@ def model_of(serving: Any) -> Model:
         takes_namespaces=serving.tool_call_parser == "muse"
         or getattr(serving, "_translates_tools", False),
         runs_tools=is_harmony and getattr(serving, "tool_server", None) is not None,
+        has_phases=is_harmony or serving.tool_call_parser == "muse",
     )
 
 
@@ -65,6 +66,20 @@ async def name_namespaces(
 
             request._tool_state = ResponseToolState(names=names)
     return await original(serving, request, raw_request)
+
+
+def join_answers(original: Any, serving: Any, request: Any) -> Any:
+    """Around `AnthropicServing._convert_to_chat_completion_request`: what the model said in one
+    turn, thinking and text, reads as it was said.
+
+    SGLang makes parts of it, and joins these by a blank for templates that take texts alone: so
+    no answer with thinking was the same again in the next turn's prompt, nor in the cache."""
+    chat = original(serving, request)
+    for message in chat.messages:
+        parts = message.content if message.role == "assistant" else None
+        if isinstance(parts, list) and parts and all(part.type == "text" for part in parts):
+            message.content = "".join(part.text for part in parts)
+    return chat
 
 
 def whole_budget(original: Any, request: Any, *args: Any, **kw: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sgl_ext.engine.translation import model_of, name_namespaces, whole_budget
+from sgl_ext.engine.translation import join_answers, model_of, name_namespaces, whole_budget
 from sgl_ext.requests.dialects.parts import Model
 
 pytestmark = pytest.mark.engine
@@ -29,8 +29,11 @@ def test_a_model_can_do_what_its_front_end_says() -> None:
     assert model_of(front_end()) == Model(thinks=False, sees=False)
     able = front_end(reasoning_parser="qwen3", sees=True, supports_inline_system=False)
     assert model_of(able) == Model(takes_system_anywhere=False)
-    assert model_of(front_end(tool_call_parser="muse")).takes_namespaces
+    muse = model_of(front_end(tool_call_parser="muse"))
+    assert muse.takes_namespaces
+    assert muse.has_phases
     assert model_of(front_end(use_harmony=True, tool_server=object())).runs_tools
+    assert model_of(front_end(use_harmony=True)).has_phases
 
 
 @pytest.mark.parametrize(("parser", "is_named"), [("qwen25", True), ("muse", False)])
@@ -62,3 +65,19 @@ def test_an_answer_may_be_as_long_as_was_asked() -> None:
     for limit in (1, 16, None):
         params = whole_budget(two_less, SimpleNamespace(max_output_tokens=limit))
         assert params["max_new_tokens"] == limit
+
+
+def test_what_a_model_said_in_one_turn_is_one_text_in_the_next() -> None:
+    def part(kind: str, text: str = "") -> Any:
+        return SimpleNamespace(type=kind, text=text)
+
+    def turn(role: str, *parts: Any) -> Any:
+        return SimpleNamespace(role=role, content=list(parts))
+
+    said = turn("assistant", part("text", "<think>\nHm.\n</think>\n\n"), part("text", "I look."))
+    seen = turn("assistant", part("text", "a"), part("image_url"))
+    asked = turn("user", part("text", "a"), part("text", "b"))
+    chat = SimpleNamespace(messages=[asked, said, seen])
+    assert join_answers(lambda *_: chat, None, None) is chat
+    assert said.content == "<think>\nHm.\n</think>\n\nI look."
+    assert len(seen.content) == len(asked.content) == 2

@@ -263,6 +263,16 @@ def responses(model: Model = TEXT_ONLY, **fields: Any) -> tuple[dict[str, Any], 
     return translated.body, dict(translated.told)
 
 
+def test_a_phase_parts_no_turn_of_a_model_that_knows_none() -> None:
+    said = {"role": "assistant", "phase": "commentary", "content": "I look."}
+    body, told = responses(input=[USER, said])
+    assert body["input"] == [USER, {"role": "assistant", "content": "I look."}]
+    assert told == {"phase": 1}
+    body, told = responses(Model(has_phases=True), input=[USER, said])
+    assert body["input"][1] is said
+    assert not told
+
+
 SPAWN = {"type": "function", "name": "spawn", "description": "Spawns.", "parameters": SCHEMA}
 AGENTS = {
     "type": "namespace",

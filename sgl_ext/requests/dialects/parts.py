@@ -38,6 +38,7 @@ class Model:
     takes_system_anywhere: its template takes instructions between turns, in their place.
     takes_namespaces: the engine itself renders tools that stand in a namespace.
     runs_tools: the engine has a server of its own for OpenAI's built-in tools.
+    has_phases: it tells commentary from a final answer.
     """
 
     thinks: bool = True
@@ -45,6 +46,7 @@ class Model:
     takes_system_anywhere: bool = True
     takes_namespaces: bool = False
     runs_tools: bool = False
+    has_phases: bool = False
 
 
 def altered(items: list[Any], change: Callable[[Any], Any]) -> list[Any]:

@@ -202,6 +202,10 @@ def _item(item: Any, model: Model, told: Told) -> Any:
     if not isinstance(item, dict):
         return item
     kind = kind_of(item)
+    if not model.has_phases and item.get("phase") is not None:
+        # It would part a text from the call behind it, which the model said in one turn.
+        told["phase"] += 1
+        item = edited(item, {"phase": DROPPED})
     if kind is None or kind in _KNOWN_ITEMS:
         return _message(item, "content", model, told) if kind != "reasoning" else item
     if kind in _CALLS:
