@@ -204,10 +204,10 @@ def test_a_tool_of_a_namespace_is_called_by_its_own_name(
         **asked, input="Go on.", tool_choice="required", max_output_tokens=256, stream=True
     )
     items = [event.item for event in events if event.type == "response.output_item.done"]
-    assert {(item.type, item.namespace, item.name) for item in items} == {
-        ("function_call", "agents", "spawn")
-    }
-    call = items[0].model_dump(exclude_none=True)
+    # An answer of so many tokens may end within one more call, which is none then.
+    calls = [item for item in items if item.type == "function_call"]
+    assert {(item.namespace, item.name) for item in calls} == {("agents", "spawn")}
+    call = calls[0].model_dump(exclude_none=True)
     result = {"type": "function_call_output", "call_id": call["call_id"], "output": "ok"}
     turn = [{"role": "user", "content": "Go on."}, call, result]
     again = gpt.responses.create(**asked, input=turn, max_output_tokens=1)

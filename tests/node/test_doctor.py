@@ -10,6 +10,7 @@ from sgl_ext.doctor.__main__ import main
 from tests.doctor.prompts import CHAT, RULE, turns
 
 pytestmark = pytest.mark.engine
+MODEL = "the doctor's test"  # other tests have told this node of other prompts
 
 
 def asked(node: Node, agent: str, count: int, begin: str) -> tuple[int, int]:
@@ -19,7 +20,7 @@ def asked(node: Node, agent: str, count: int, begin: str) -> tuple[int, int]:
         blocks = message["content"]
         text = blocks if isinstance(blocks, str) else str(blocks[0])
         messages.append({"role": message["role"], "content": text})
-    body = {"model": "m", "max_tokens": 2, "messages": messages}
+    body = {"model": MODEL, "max_tokens": 2, "messages": messages}
     answer = node.post(CHAT, body, headers={"user-agent": agent, "session-id": agent})
     assert answer.status_code == 200, answer.text
     usage = answer.json()["usage"]
@@ -32,7 +33,8 @@ def test_it_finds_a_clock_and_what_it_costs(node: Node, capsys: pytest.CaptureFi
     for count in range(3):
         asked(node, "opencode/test", count, "You work for the doctor's test.")
     assert main(["--url", node.url, "--json"]) == 1
-    told = {row["harness"]: row for row in orjson.loads(capsys.readouterr().out)["harnesses"]}
+    rows = orjson.loads(capsys.readouterr().out)["harnesses"]
+    told = {row["harness"]: row for row in rows if row["model"] == MODEL}
     assert told["opencode"]["findings"] == []
     (found,) = told["codex"]["findings"]
     assert (found["kind"], found["where"], found["times"]) == ("clock", "messages[0].content", 2)
