@@ -14,6 +14,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import anthropic
+import openai
 import pytest
 import requests
 
@@ -38,6 +40,18 @@ def claude_code() -> Path:
 def codex() -> Path:
     """The `codex` command."""
     return _installed("@openai/codex", "0.169.0", "codex")
+
+
+@pytest.fixture(scope="module")
+def claude(node: Node) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=node.url, api_key="any", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def gpt(node: Node) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{node.url}/v1", api_key="any", max_retries=0) as client:
+        yield client
 
 
 @pytest.fixture(scope="session")

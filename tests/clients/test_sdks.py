@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import anthropic
 import openai
 import pytest
-
-from bench._node import Node
 
 pytestmark = pytest.mark.engine
 
 _TOKENS = 8
 _MESSAGES = [{"role": "user", "content": "Say hello."}]
-
-
-@pytest.fixture(scope="module")
-def claude(node: Node) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=node.url, api_key="any", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def gpt(node: Node) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{node.url}/v1", api_key="any", max_retries=0) as client:
-        yield client
 
 
 def test_messages(claude: anthropic.Anthropic) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import anthropic
@@ -24,18 +23,6 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
 PDF = {"type": "base64", "media_type": "application/pdf", "data": "AA=="}
 OFF = {"type": "disabled"}
 COUNTED = "sgl_ext_translated_total"
-
-
-@pytest.fixture(scope="module")
-def claude(node: Node) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=node.url, api_key="any", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def gpt(node: Node) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{node.url}/v1", api_key="any", max_retries=0) as client:
-        yield client
 
 
 def message(node: Node, **fields: Any) -> dict[str, Any]:

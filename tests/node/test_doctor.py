@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
 import orjson
 import pytest
+import requests
 
-from bench._node import Node
+from bench._node import Node, free_port
 from sgl_ext.doctor.__main__ import main
 from tests.doctor.prompts import CHAT, RULE, turns
+from tests.waiting import until
 
 pytestmark = pytest.mark.engine
-MODEL = "the doctor's test"  # other tests have told this node of other prompts
 
 
 def asked(node: Node, agent: str, count: int, begin: str) -> tuple[int, int]:
@@ -20,7 +26,7 @@ def asked(node: Node, agent: str, count: int, begin: str) -> tuple[int, int]:
         blocks = message["content"]
         text = blocks if isinstance(blocks, str) else str(blocks[0])
         messages.append({"role": message["role"], "content": text})
-    body = {"model": MODEL, "max_tokens": 2, "messages": messages}
+    body = {"model": "m", "max_tokens": 2, "messages": messages}
     answer = node.post(CHAT, body, headers={"user-agent": agent, "session-id": agent})
     assert answer.status_code == 200, answer.text
     usage = answer.json()["usage"]
@@ -28,16 +34,39 @@ def asked(node: Node, agent: str, count: int, begin: str) -> tuple[int, int]:
     return usage["prompt_tokens"], usage["prompt_tokens"] - cached
 
 
-def test_it_finds_a_clock_and_what_it_costs(node: Node, capsys: pytest.CaptureFixture[str]) -> None:
-    computed = [asked(node, "codex_test/1", n, f"It is 12:00:0{n}.") for n in range(3)]
+@pytest.fixture
+def fresh(node: Node) -> Iterator[Node]:
+    """The node's engines behind one more balancer, which no other test has sent a prompt to."""
+    port = free_port()
+    workers = [word for engine in node.engines for word in ("--worker", engine)]
+    command = [sys.executable, "-m", "sgl_ext.balancer.serve", "--port", str(port), "--diagnose"]
+    url = f"http://127.0.0.1:{port}"
+    balancer = subprocess.Popen([*command, "--drain-s", "0", *workers])
+    try:
+        until(lambda: is_up(url))
+        yield replace(node, url=url)
+    finally:
+        balancer.terminate()
+        balancer.wait(timeout=20)
+
+
+def is_up(url: str) -> bool:
+    try:
+        return requests.get(f"{url}/health", timeout=10).ok
+    except requests.ConnectionError:
+        return False
+
+
+def test_it_finds_a_clock_and_what_it_costs(
+    fresh: Node, capsys: pytest.CaptureFixture[str]
+) -> None:
+    computed = [asked(fresh, "codex_test/1", n, f"It is 12:00:0{n}.") for n in range(3)]
     for count in range(3):
-        asked(node, "opencode/test", count, "You work for the doctor's test.")
-    assert main(["--url", node.url, "--json"]) == 1
-    rows = orjson.loads(capsys.readouterr().out)["harnesses"]
-    told = {row["harness"]: row for row in rows if row["model"] == MODEL}
+        asked(fresh, "opencode/test", count, "You work for the doctor's test.")
+    assert main(["--url", fresh.url, "--json"]) == 1
+    told = {row["harness"]: row for row in orjson.loads(capsys.readouterr().out)["harnesses"]}
     assert told["opencode"]["findings"] == []
     (found,) = told["codex"]["findings"]
     assert (found["kind"], found["where"], found["times"]) == ("clock", "messages[0].content", 2)
     again = sum(tokens for _, tokens in computed[1:])
-    # An estimate, by what other tests' prompts have taught the balancer of bytes and tokens.
-    assert again / 3 <= found["tokens"] <= 3 * again
+    assert found["tokens"] == pytest.approx(again, rel=0.35)
