@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import itertools
 import re
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from radix.pieces import Pieces
+from radix.prompts import Begun, Cut, Prompts
 
 Encode = Callable[[str], list[int]]
 EncodeMany = Callable[[Sequence[str]], list[list[int]]]
@@ -53,6 +55,9 @@ _EDGES = (
     "Z\u0327",
 )
 _MOST_SAMPLED = 256
+# A shorter prompt is made of its pieces as quickly.
+_LONG_TOKENS = 1_000
+_CUTS = 6
 _BODIES = ("word", "Hello, world", 'def f(x):\n    return {"a": [1, 2.5e3]}\n', "\u4f60\u597d", "")
 
 
@@ -74,27 +79,42 @@ class Piecewise:
 
     added: the tokenizer's added tokens, each with its number: where a text is cut.
     encode_many: several texts at once, each as `encode` would.
+    long_tokens: prompts from this length on are known as a whole, too.
     """
 
     def __init__(
-        self, added: Mapping[str, int], encode: Encode, encode_many: EncodeMany, limit_bytes: int
+        self,
+        added: Mapping[str, int],
+        encode: Encode,
+        encode_many: EncodeMany,
+        limit_bytes: int,
+        long_tokens: int = _LONG_TOKENS,
     ) -> None:
         self._added = dict(added)
         self._encode = encode
         self._encode_many = encode_many
+        self._long_tokens = long_tokens
         # The longest of those that match, as the tokenizer itself takes it.
         longest_first = sorted(self._added, key=len, reverse=True)
         self._cut = re.compile("|".join(map(re.escape, longest_first)))
-        self.pieces = Pieces(limit_bytes)
+        self.pieces = Pieces(limit_bytes - limit_bytes // 2)
+        ahead = len(longest_first[0]) if longest_first else 0
+        self.prompts = Prompts(limit_bytes // 2, ahead)
         self.known_tokens = 0
         self.new_tokens = 0
 
     def encode(self, text: str, space: str = "") -> list[int]:
         """The text's tokens; what is known in one space is not in another. Raises Inexact."""
+        begun = self.prompts.begin(space, text)
         found: list[Sequence[int]] = []
+        cuts: list[tuple[int, int, str]] = []
         missing: dict[bytes, _New] = {}
         before, at = "", 0
-        for match in itertools.chain(self._cut.finditer(text), [None]):
+        if begun is not None:
+            before, at = begun.cut.before, begun.cut.chars
+            found.append(begun.tokens)
+            self.known_tokens += len(begun.tokens)
+        for match in itertools.chain(self._cut.finditer(text, at), [None]):
             end = len(text) if match is None else match.start()
             if end > at:
                 name = self.pieces.name(space, before, text[at:end])
@@ -108,12 +128,20 @@ class Piecewise:
             if match is not None:
                 before, at = match.group(), match.end()
                 found.append((self._added[before],))
+                cuts.append((len(found), at, before))
         if missing:
             self._fill(missing)
         tokens: list[int] = []
         for part in found:
             tokens.extend(part)
+        if len(tokens) >= self._long_tokens:
+            self._keep(space, text, tokens, found, cuts, begun)
         return tokens
+
+    def clear(self) -> None:
+        """Forgets all that it learned."""
+        self.pieces.clear()
+        self.prompts.clear()
 
     def proven(self) -> bool:
         """Whether both ways agree on texts made to tell them apart. Forgets what it learned."""
@@ -122,7 +150,7 @@ class Piecewise:
             agree = not any(self.differs(text) for _ in range(2) for text in self._samples())
         except Inexact:
             agree = False
-        self.pieces.clear()
+        self.clear()
         self.known_tokens = self.new_tokens = 0
         return agree
 
@@ -142,6 +170,27 @@ class Piecewise:
             new.place.extend(tokens)
             self.pieces.keep(name, tokens)
             self.new_tokens += len(tokens)
+
+    def _keep(
+        self,
+        space: str,
+        text: str,
+        tokens: list[int],
+        found: Sequence[Sequence[int]],
+        cuts: Sequence[tuple[int, int, str]],
+        begun: Begun | None,
+    ) -> None:
+        """Remembers the prompt. cuts: how many parts were found before each, where, behind what."""
+        kept, parts, size = list[Cut](), len(found), len(tokens)
+        for count, chars, before in reversed(cuts[-_CUTS:]):
+            size -= sum(map(len, found[count:parts]))
+            parts = count
+            kept.append(Cut(chars, size, before))
+        if begun is not None:
+            kept.append(begun.cut)
+        kept.reverse()
+        known = array("I") if begun is None else begun.tokens
+        self.prompts.keep(space, text, known + array("I", tokens[len(known) :]), kept, begun)
 
     def _samples(self) -> Iterable[str]:
         names = list(self._added)[:_MOST_SAMPLED]

@@ -55,7 +55,7 @@ class TokenCache:
     def turn_off(self, why: str) -> None:
         """SGLang tokenizes from now on."""
         self.is_off = True
-        self._piecewise.pieces.clear()
+        self._piecewise.clear()
         counter("token_cache_off").labels(why).inc()
         _logger.warning(
             "sgl-ext: prompts are tokenized whole: pieces of them come out otherwise (%s)", why

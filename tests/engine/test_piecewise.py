@@ -104,7 +104,9 @@ FAMILIES: dict[str, Callable[[], Tokenizer]] = {
 }
 
 
-def piecewise(tokenizer: Tokenizer, *tokens: AddedToken, limit: int = 1 << 20) -> Piecewise:
+def piecewise(
+    tokenizer: Tokenizer, *tokens: AddedToken, limit: int = 1 << 20, long_tokens: int = 1
+) -> Piecewise:
     special = [AddedToken(name, normalized=False, special=True) for name in SPECIALS]
     tokenizer.add_tokens(list(tokens))
     tokenizer.add_special_tokens(special)
@@ -118,6 +120,7 @@ def piecewise(tokenizer: Tokenizer, *tokens: AddedToken, limit: int = 1 << 20) -
         lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
         lambda texts: [one.ids for one in tokenizer.encode_batch(texts, add_special_tokens=False)],
         limit,
+        long_tokens,
     )
 
 
@@ -148,6 +151,47 @@ def test_tokens_are_the_tokenizers_own(family: Piecewise, texts: list[str]) -> N
     family.pieces.check()
 
 
+@given(parts=st.lists(texts, min_size=2, max_size=6), rounds=st.data())
+@settings(max_examples=150)
+def test_prompts_that_grow_have_the_tokenizers_own_tokens(
+    family: Piecewise, parts: list[str], rounds: st.DataObject
+) -> None:
+    """What is behind a turn is written anew in the next one, as chat templates do."""
+    prompt = ""
+    for part in parts:
+        prompt += part
+        for text in (prompt, prompt + rounds.draw(texts)):
+            if text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text):
+                assert not family.differs(text)
+    family.pieces.check()
+    family.prompts.check()
+
+
+def test_a_prompt_goes_on_from_the_one_before_it() -> None:
+    made = piecewise(byte_level())
+    looked: list[bytes] = []
+    find = made.pieces.find
+    made.pieces.find = lambda name: looked.append(name) or find(name)  # type: ignore[method-assign,func-returns-value]
+    turn = "<|im_start|>user\nHello there<|im_end|>\n"
+    for count in range(1, 9):
+        looked.clear()
+        assert not made.differs(turn * count + "<|im_start|>assistant\n<think>\n\n</think>")
+    assert len(looked) < 8
+    for _ in range(4):  # the same again
+        looked.clear()
+        assert not made.differs(turn * 8 + "<|im_start|>assistant\n<think>\n\n</think>")
+        assert len(looked) < 8
+    assert len(made.prompts) == 1
+
+
+def test_prompts_of_one_space_are_not_known_in_another() -> None:
+    made = piecewise(byte_level())
+    prompt = "<|im_start|>user\nHello there<|im_end|>\n" * 3
+    made.encode(prompt, "a")
+    assert made.prompts.begin("a", prompt) is not None
+    assert made.prompts.begin("b", prompt) is None
+
+
 def test_only_new_pieces_are_tokenized() -> None:
     made = piecewise(byte_level())
     seen: list[str] = []
@@ -170,7 +214,7 @@ def test_what_is_forgotten_is_tokenized_again() -> None:
     text = "<|im_start|>user\nHello there<|im_end|>\n"
     assert not made.differs(text)
     assert not made.differs(text)
-    assert len(made.pieces) == 0
+    assert len(made.pieces) == len(made.prompts) == 0
 
 
 @pytest.mark.parametrize(
