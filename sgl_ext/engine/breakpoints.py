@@ -89,14 +89,20 @@ def _found(chat: Any, reading: Reading, ids: list[int]) -> list[tuple[int, float
         ends = sorted({end for end in located.ends if end is not None})
         counted = dict(zip(ends, offsets.count(located.text, ends, prompt), strict=True))
         tokens = [counted.get(end) if end is not None else None for end in located.ends]
-        if tokens[-1] and is_last(body, places[-1]):
-            offsets.remember_tail(tokens[-1], prompt)
+        if located.ends[-1] is not None and is_last(body, places[-1]):
+            _remember_tail(offsets, text_of(body, places[-1]), located.text[located.ends[-1] :])
     found = []
     for key, end, mark in zip(keys, tokens, marks, strict=True):
         if end:
             offsets.remember(key, end, prompt)
             found.append((end, mark.ttl_s))
     return found
+
+
+def _remember_tail(offsets: Offsets, block: str | None, tail: str) -> None:
+    """What a template wrote behind a block, if that is all there is behind it."""
+    if block and block == block.rstrip():
+        offsets.remember_tail(tail)
 
 
 def _name(reading: Reading, place: Place) -> int:

@@ -1,7 +1,8 @@
 """How many tokens of a prompt lie before the end of a block, known from earlier prompts or counted.
 
     known      the same content up to the block had the same tokens before
-    by tail    the prompt's last block ends where what a template writes behind it begins
+    by tail    the prompt's last block ends where the text that a template writes behind it
+               begins, whatever token that is in
     counted    the text around it is tokenized, from the nearer of a place already found
                before it and the end of the prompt
 
@@ -24,7 +25,7 @@ _TOKEN_BYTES = 8
 _STRADDLING_TOKENS = 8
 _LIMIT_KNOWN = 65_536
 _LIMIT_TAILS = 16
-_LIMIT_TAIL_TOKENS = 64
+_LIMIT_TAIL_CHARS = 256
 # So much of a block's text before a tail shows that it is the block's end.
 _SHOWN_CHARS = 24
 _SHOWN_TOKENS = 32
@@ -65,7 +66,7 @@ class Offsets:
         self._decode = decode
         self._limit = limit
         self._known: OrderedDict[int, _Known] = OrderedDict()
-        self._tails: OrderedDict[tuple[int, ...], None] = OrderedDict()
+        self._tails: OrderedDict[str, int] = OrderedDict()
         self._lock = Lock()
 
     def recall(self, key: int, prompt: Prompt) -> int | None:
@@ -89,21 +90,30 @@ class Offsets:
         """The end of the prompt's last block, which ends with `text`."""
         shown = text.rstrip()[-_SHOWN_CHARS:]
         with self._lock:
-            tails = list(self._tails) if shown else []
-        for tail in tails:
-            end = len(prompt) - len(tail)
-            if end > 0 and tuple(prompt.ids[end:]) == tail:
-                before = self._decode(prompt.ids[max(0, end - _SHOWN_TOKENS) : end])
-                if before.rstrip().endswith(shown):
-                    return end
+            tails = list(self._tails.items()) if shown else []
+        for tail, size in tails:
+            tokens = self._tokens_of(tail, size, prompt)
+            if tokens is None:
+                continue
+            shown_by = self._decode(prompt.ids[max(0, tokens - _SHOWN_TOKENS) :])
+            if shown_by.endswith(tail) and shown_by[: -len(tail)].rstrip().endswith(shown):
+                return tokens
         return None
 
-    def remember_tail(self, tokens: int, prompt: Prompt) -> None:
-        """The prompt's last block was found to end after so many tokens."""
-        tail = tuple(prompt.ids[tokens:])
-        if 0 < len(tail) <= _LIMIT_TAIL_TOKENS:
+    def _tokens_of(self, tail: str, size: int, prompt: Prompt) -> int | None:
+        """How many tokens end before a tail of about `size` tokens that the prompt ends with."""
+        for taken in range(max(1, size - _STRADDLING_TOKENS), size + _STRADDLING_TOKENS):
+            written = self._decode(prompt.ids[-taken:]) if taken < len(prompt) else ""
+            if len(written) >= len(tail):
+                return len(prompt) - taken if written.endswith(tail) else None
+        return None
+
+    def remember_tail(self, tail: str) -> None:
+        """What was found to stand behind the last block of a prompt."""
+        size = len(self._encode(tail)) if 0 < len(tail) <= _LIMIT_TAIL_CHARS else 0
+        if size:
             with self._lock:
-                self._tails[tail] = None
+                self._tails[tail] = size
                 if len(self._tails) > _LIMIT_TAILS:
                     self._tails.popitem(last=False)
 

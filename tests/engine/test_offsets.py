@@ -128,10 +128,8 @@ def test_so_many_ends_are_known_and_no_more(tokenizer: Any) -> None:
 
 def test_a_last_block_is_found_by_what_the_template_writes_behind_it(counted: Counted) -> None:
     first, (end,) = spoken("Hello there")
-    prompt = counted.prompt(first)
-    assert counted.offsets.by_tail("Hello there", prompt) is None
-    (tokens,) = counted.offsets.count(first, [end], prompt)
-    counted.offsets.remember_tail(tokens, prompt)
+    assert counted.offsets.by_tail("Hello there", counted.prompt(first)) is None
+    counted.offsets.remember_tail(first[end:])
     later, ends = spoken("Hello there", "and a question\n")
     counted.chars = 0
     found = counted.offsets.by_tail("and a question\n", counted.prompt(later))
@@ -148,7 +146,7 @@ def test_several_threads_may_ask_at_once() -> None:
             prompt = prompts[(thread + n) % len(prompts)]
             offsets.remember(n % 5, 3, prompt)
             offsets.recall((n + thread) % 5, prompt)
-            offsets.remember_tail(5 + (n + thread) % 9, prompt)
+            offsets.remember_tail(f"<|im_end|>{(n + thread) % 9}")
             offsets.by_tail("another", prompt)
 
     interval = sys.getswitchinterval()
@@ -158,3 +156,18 @@ def test_several_threads_may_ask_at_once() -> None:
             list(pool.map(ask, range(8)))
     finally:
         sys.setswitchinterval(interval)
+
+
+@pytest.mark.parametrize(
+    "last", ["words", "done):", "x = {}", "ends.", "tab\t", "50%", "caf\u00e9", "()"]
+)
+def test_a_last_block_is_found_whatever_token_it_ends_in(counted: Counted, last: str) -> None:
+    """A token may hold the end of a block and the beginning of what is behind it."""
+    behind = "\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    counted.offsets.remember_tail(behind)
+    text = f"<|im_start|>user\n<tool_response>\nIt says: {last}"
+    prompt = counted.prompt(text + behind)
+    found = counted.offsets.by_tail(f"It says: {last}", prompt)
+    assert found is not None
+    assert text.startswith(counted.tokenizer.decode(prompt.ids[:found]))
+    assert len(counted.tokenizer.decode(prompt.ids[: found + 1])) > len(text)
