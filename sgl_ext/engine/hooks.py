@@ -29,6 +29,7 @@ from sgl_ext.engine import (
     pressure,
     priority,
     publisher,
+    shortcuts,
     startup,
     tokens,
     translation,
@@ -58,6 +59,7 @@ class Hook:
 _MANAGERS = "sglang.srt.managers"
 _CHAT = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
 _RESPONSES = "sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses"
+_MESSAGES = "sglang.srt.entrypoints.openai.protocol"
 _ANTHROPIC = "sglang.srt.entrypoints.anthropic.serving"
 
 HOOKS = (
@@ -77,6 +79,14 @@ HOOKS = (
         "sglang.srt.entrypoints.openai.serving_chat.parallel_prompt_encode",
         "AROUND",
         tokens.encode_prompt,
+    ),
+    Hook("jsonschema.Draft202012Validator.check_schema", "AROUND", shortcuts.check_schema),
+    Hook(f"{_MESSAGES}.ChatCompletionMessageGenericParam.model_dump", "AROUND", shortcuts.dump),
+    Hook(f"{_MESSAGES}.ChatCompletionMessageUserParam.model_dump", "AROUND", shortcuts.dump),
+    Hook(
+        "transformers.utils.chat_template_utils._compile_jinja_template",
+        "AROUND",
+        shortcuts.compile_template,
     ),
     Hook(f"{_ANTHROPIC}.AnthropicServing._handle_non_streaming", "AROUND", usage.complete_answer),
     Hook(f"{_ANTHROPIC}._wrap_sse_event", "AROUND", usage.complete_event),

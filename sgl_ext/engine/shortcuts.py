@@ -1,0 +1,105 @@
+"""In the HTTP process: work on every message and tool of every request, made shorter.
+
+The results are those of SGLang and its libraries, in all cases:
+
+    tools      a schema that was found valid is not checked again
+    messages   a copy of what JSON can say is made without asking about cycles and classes
+    templates  an attribute of a dict, a text, a loop or a namespace is looked up without
+               the sandbox's questions where their answers are known
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+
+_SCHEMAS = 4096
+_valid: OrderedDict[bytes, None] = OrderedDict()
+
+
+def check_schema(original: Callable[..., None], validator: Any, schema: Any, **asked: Any) -> None:
+    """Around `Draft202012Validator.check_schema`: raises SchemaError as it does."""
+    try:
+        written = orjson.dumps(schema)
+    except (TypeError, RecursionError):
+        written = b""
+    if not written or asked:
+        original(validator, schema, **asked)
+        return
+    digest = hashlib.blake2b(written, digest_size=16).digest()
+    if digest not in _valid:
+        original(validator, schema)
+        _valid[digest] = None
+        if len(_valid) > _SCHEMAS:
+            _valid.popitem(last=False)
+
+
+class Message(dict[str, Any]):
+    """A message as a dict that is quick to copy."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Message:
+        return Message((key, _copied(value, memo)) for key, value in self.items())
+
+
+def dump(original: Callable[..., Any], message: Any, **asked: Any) -> Message:
+    """Around `model_dump` of the messages of chat completions."""
+    return Message(original(message, **asked))
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    kind = type(value)
+    if kind is str or value is None:
+        return value
+    if kind is dict:
+        return {key: _copied(inner, memo) for key, inner in value.items()}
+    if kind is list:
+        return [_copied(inner, memo) for inner in value]
+    return copy.deepcopy(value, memo)
+
+
+def compile_template(original: Callable[..., Any], source: str) -> Any:
+    """Around the compilation of chat templates, which remembers what it has compiled."""
+    template = original(source)
+    environment = template.environment
+    if "getattr" not in vars(environment):
+        environment.getattr = _quick_getattr(environment)
+    return template
+
+
+def _quick_getattr(environment: Any) -> Callable[[Any, str], Any]:
+    """`environment.getattr`, of jinja2's sandbox, for values of classes that are its everyday."""
+    from jinja2.runtime import LoopContext
+    from jinja2.utils import Namespace
+
+    asked = environment.getattr
+    of_dicts, of_texts = frozenset(dir(dict)), _public(str) - {"format", "format_map"}
+    of_loops = _public(LoopContext)
+    plain = (str, bool, int, type(None))
+
+    def quick(value: Any, name: str) -> Any:
+        kind = type(value)
+        if kind is dict or kind is Message:
+            if name not in of_dicts:
+                return value[name] if name in value else environment.undefined(obj=value, name=name)
+        elif kind is str:
+            if name in of_texts:
+                return getattr(value, name)
+        elif kind is LoopContext:
+            if name in of_loops:
+                return getattr(value, name)
+        elif kind is Namespace and not name.startswith("_"):
+            found = getattr(value, name, None)
+            if found is not None and type(found) in plain:
+                return found
+        return asked(value, name)
+
+    return quick
+
+
+def _public(kind: type) -> frozenset[str]:
+    return frozenset(name for name in dir(kind) if not name.startswith("_"))
