@@ -188,6 +188,7 @@ class LaunchConfig:
     prefill_ahead: str = "auto"
     prefill_ahead_slice: int = 2048
     warm: str | None = None
+    share: str | None = None
     token_cache_bytes: int = 256 * 1024 * 1024
     engine_args: tuple[str, ...] = ()
     balancer: BalancerConfig = BalancerConfig()
@@ -224,7 +225,12 @@ class LaunchConfig:
         slice_tokens = self.prefill_ahead_slice
         _require(slice_tokens >= 1, "prefill_ahead_slice", slice_tokens, "must be at least 1")
         if self.warm is not None:
-            _require_prompts(self.warm)
+            _require_prompts("warm", self.warm)
+        if self.share is not None:
+            is_apart = self.balancer.isolates_tenants
+            reason = "all is shared: give keys, or tenant_isolation on"
+            _require(is_apart, "share", self.share, reason)
+            _require_prompts("share", self.share)
         held = self.token_cache_bytes
         _require(held >= 0, "token_cache_bytes", held, "must not be negative")
         taken = [flag for flag in ("--host", "--port", "--model-path") if flag in self.engine_args]
@@ -232,18 +238,18 @@ class LaunchConfig:
         self.balancer.check()
 
 
-def _require_prompts(path: str) -> None:
+def _require_prompts(key: str, path: str) -> None:
     """Raises ConfigError unless a file holds an object of JSON in each line."""
     try:
         lines = Path(path).read_bytes().splitlines()
     except OSError as error:
-        raise ConfigError(f"warm={path!r}: cannot be read: {error}") from error
+        raise ConfigError(f"{key}={path!r}: cannot be read: {error}") from error
     for number, line in enumerate(lines, start=1):
         try:
             is_object = isinstance(orjson.loads(line), dict)
         except orjson.JSONDecodeError:
             is_object = False
-        _require(is_object, f"warm={path!r}: line {number}", line[:40], "is not a JSON object")
+        _require(is_object, f"{key}={path!r}: line {number}", line[:40], "is not a JSON object")
 
 
 def is_worker_url(url: str) -> bool:
@@ -411,6 +417,11 @@ def launch_config(argv: Sequence[str]) -> LaunchConfig:
         "--warm",
         metavar="FILE",
         help="request bodies, one a line, that each new engine prefills",
+    )
+    parser.add_argument(
+        "--share",
+        metavar="FILE",
+        help="request bodies, one a line, whose prompts tenants that are kept apart share",
     )
     parser.add_argument(
         "--token-cache-bytes", type=int, help="for tokens of known text (256 MiB; 0: none)"

@@ -104,6 +104,17 @@ def test_the_strip_is_on_and_names_add_up_and_it_can_be_off() -> None:
         ("", ["--model-path", "m", "--prefill-ahead-slice", "0"], r"prefill_ahead_slice=0"),
         ("", ["--model-path", "m", "--warm", "no.such"], r"warm='no.such': cannot be read"),
         ("", ["--model-path", "m", "--warm", __file__], r"line 1=.*is not a JSON object"),
+        ("", ["--model-path", "m", "--share", __file__], r"share=.*tenant_isolation on"),
+        (
+            '[launch]\nshare = "no.such"\n[balancer]\ntenant-isolation = "on"',
+            ["--model-path", "m"],
+            r"share='no.such': cannot be read",
+        ),
+        (
+            '[balancer]\ntenant-isolation = "on"',
+            ["--model-path", "m", "--share", __file__],
+            r"share=.*line 1=.*is not a JSON object",
+        ),
         ("", ["--model-path", "m", "--pin-budget", "1.5"], r"pin_budget=1.5"),
         ("", ["--model-path", "m", "--pin-owner-share", "0"], r"pin_owner_share=0"),
         ("", ["--model-path", "m", "--pin-ttl-s", "4000"], r"pin_ttl_s=4000"),

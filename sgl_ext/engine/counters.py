@@ -41,6 +41,8 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "prefilled_ahead_seconds_saved": ("What it took to compute those that were right", ()),
     "next_turns_guessed": ("Turns that came after a guess of them", ("result",)),
     "next_turns_not_guessed": ("Answers whose next turn was not guessed though wanted", ("why",)),
+    "shared_prefix_requests": ("Requests of cache groups that began as a shared prefix does", ()),
+    "shared_prefix_tokens": ("Tokens of theirs that were of the shared prefix", ()),
     "prefixes_awaited": ("Times a request waited for a prefix that another one computed", ()),
     "promotions": ("Requests admitted from a higher step than their priority, by aging", ()),
     "pins_granted": ("Prefixes pinned", ()),
@@ -54,6 +56,9 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "prompt_tokens_encoded": ("Tokens of prompts, tokenized or known from before", ("from",)),
     "token_cache_checks": ("Prompts that were tokenized whole, too, and compared", ()),
     "token_cache_off": ("Times that pieces were given up and prompts tokenized whole", ("why",)),
+    "template_parts": ("Parts of chat templates, rendered or known from before", ("from",)),
+    "template_checks": ("Renderings that were done whole, too, and compared", ()),
+    "template_off": ("Times that parts were given up and templates rendered whole", ("why",)),
     "event_sweeps_deferred": ("Iterations that left leaves to look at for the next one", ()),
 }
 

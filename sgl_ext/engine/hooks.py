@@ -29,6 +29,7 @@ from sgl_ext.engine import (
     pressure,
     priority,
     publisher,
+    shared,
     shortcuts,
     startup,
     tokens,
@@ -160,6 +161,21 @@ HOOKS = (
         (Role.SCHEDULER,),
     ),
 )
+
+SHARING_HOOKS = (
+    Hook(
+        f"{_MANAGERS}.tokenizer_manager.TokenizerManager._create_tokenized_object",
+        "AFTER",
+        shared.share,
+    ),
+    Hook(
+        "sglang.srt.mem_cache.radix_cache.RadixKey.__init__",
+        "AROUND",
+        shared.make_key,
+        (Role.SCHEDULER,),
+    ),
+)
+"""Those of an engine whose cache groups share prefixes, besides: keys are made often."""
 
 _ENTRY_POINTS = {
     "run_scheduler_process": Role.SCHEDULER,

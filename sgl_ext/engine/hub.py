@@ -24,9 +24,10 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from radix.index import PrefixIndex
-from sgl_ext.engine import error_tap, receipts
+from sgl_ext.engine import error_tap, receipts, rendered
 from sgl_ext.engine.answer_tap import AnswerTap
 from sgl_ext.engine.counters import counter
+from sgl_ext.engine.listed import list_prefixes
 from sgl_ext.engine.pin_routes import pin_routes
 from sgl_ext.engine.prefill import prefilling
 from sgl_ext.engine.publisher import SOCKET, stored_lines
@@ -237,8 +238,11 @@ def serve(*_: Any, **__: Any) -> None:
     async def lifespan(application: Any) -> AsyncIterator[Any]:
         async with hub().listening(), original(application) as state:
             manager = http_server.get_global_state().tokenizer_manager
-            start_token_cache(manager.tokenizer, settings().token_cache_bytes)
-            async with prefilling(application, manager) as prefiller:
+            for_templates = settings().token_cache_bytes // 4
+            start_token_cache(manager.tokenizer, settings().token_cache_bytes - for_templates)
+            rendered.start(manager.tokenizer, for_templates)
+            listed = await list_prefixes(application, manager, settings().share)
+            async with prefilling(application, manager, listed) as prefiller:
                 if prefiller is not None:
                     hub().on_cleared(partial(prefiller.drop_all, "flushed"))
                 yield state

@@ -51,3 +51,9 @@ def salted(group: str, own: Any) -> Any:
         raise ValueError("cache_salt should be a list or a string.")
     front = f"{len(group)}:{group}"
     return own if own is not None and own.startswith(front) else front + (own or "")
+
+
+def is_whole_group(salt: str) -> bool:
+    """Whether a salt is of a group, and has nothing of a client's own in it."""
+    length, colon, group = salt.partition(":")
+    return colon == ":" and length == str(len(group))

@@ -23,6 +23,7 @@ from typing import Any
 from radix.pins import Pin, Pins
 from sgl_ext.engine.counters import counter
 from sgl_ext.engine.hints import WHOLE, Hints
+from sgl_ext.engine.shared import group_salt
 
 _TOKEN_BYTES = 8
 _SEEN = "_sgl_ext_pinned"
@@ -147,8 +148,8 @@ class PinKeeper:
         own = self.pins.prefixes_of(_space(req), _key(req))
         others = [pin for pin in self.pins.in_order() if pin not in own]
         unlocked: list[Pin] = []
-        for pin in self._freeing(others):
-            unlocked.append(pin)
+        for freed in self._freeing(others):
+            unlocked += freed
             if fits():
                 self.release(unlocked, "pressure")
                 return True
@@ -160,30 +161,35 @@ class PinKeeper:
         """Gives up pins, least valuable first, until there is enough or none is of use."""
         if is_enough():
             return
-        for pin in self._freeing(self.pins.in_order()):
-            self.release([pin], "pressure")
+        for freed in self._freeing(self.pins.in_order()):
+            self.release(freed, "pressure")
             if is_enough():
                 return
 
-    def _freeing(self, pins: list[Pin]) -> Iterator[Pin]:
+    def _freeing(self, pins: list[Pin]) -> Iterator[list[Pin]]:
         """Unlocks in this order those that free something: not what a longer pin or a request
-        holds as well. When the longer one is gone, the shorter may. Last come those that free
-        no tokens but the state that a model keeps at their end."""
+        holds as well. When the longer one is gone, the shorter may. Groups that share a prefix
+        may each have a pin on it: these go together. Last come those that free no tokens but
+        the state that a model keeps at their end."""
+        together = _by_node(pins)
         for evictable in (self._cache.full_evictable_size, self._states_evictable_size):
             is_going = True
             while is_going:
                 is_going, useless = False, []
-                for pin in pins:
+                for some in together:
                     before = evictable()
-                    self._cache.unlock(pin.label.lock)
+                    for pin in some:
+                        self._cache.unlock(pin.label.lock)
                     if evictable() > before:
-                        pin.label.lock = None
+                        for pin in some:
+                            pin.label.lock = None
                         is_going = True
-                        yield pin
+                        yield some
                     else:
-                        pin.label.lock = self._cache.lock(pin.label.node)
-                        useless.append(pin)
-                pins = useless
+                        for pin in some:
+                            pin.label.lock = self._cache.lock(pin.label.node)
+                        useless.append(some)
+                together = useless
 
     def _states_evictable_size(self) -> int:
         return int(self._cache.swa_evictable_size() + self._cache.mamba_evictable_size())
@@ -226,9 +232,20 @@ class PinKeeper:
             (made.labels(*labels) if labels else made).inc()
 
 
-def _space(req: Any) -> tuple[str, str]:
-    """What parts the tree into trees that share nothing."""
-    return (req.extra_key or "", req.cache_salt or "")
+def _by_node(pins: list[Pin]) -> list[list[Pin]]:
+    """Pins, those of one node together, each where the last of them stands."""
+    together: dict[Any, list[Pin]] = {}
+    for pin in reversed(pins):
+        together.setdefault(pin.label.node, []).append(pin)
+    return list(reversed(together.values()))
+
+
+def _space(req: Any) -> tuple[str, ...]:
+    """What parts the tree into trees that share nothing. Of a prefix that the operator has all
+    groups share, each has its own pins."""
+    salt = req.cache_salt or ""
+    group = group_salt(salt)
+    return (req.extra_key or "", *((salt,) if group is None else (group, "shared")))
 
 
 def _key(req: Any) -> bytes:

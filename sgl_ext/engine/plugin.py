@@ -7,12 +7,14 @@ what is missing and the SGLang version.
 
 from __future__ import annotations
 
+import gc
 from importlib.metadata import version
 
 CACHE = "sgl_ext"
 """The name under which `--radix-cache-backend` selects our cache."""
 
 _active = False
+_THRESHOLDS = gc.get_threshold()  # before `serve` changes them
 
 
 def activate() -> None:
@@ -23,6 +25,9 @@ def activate() -> None:
     except Exception as error:
         raise SystemExit(f"sgl-ext: cannot extend SGLang {version('sglang')}: {error}") from error
     _active = True
+    # SGLang is imported, and what there is now stays: no collection need look at it again.
+    gc.freeze()
+    gc.set_threshold(*_THRESHOLDS)
 
 
 def require_active() -> None:
@@ -32,17 +37,20 @@ def require_active() -> None:
 
 
 def _activate() -> None:
-    from sgl_ext.engine import receipts
-    from sgl_ext.engine.hooks import Role, apply_hooks, current_role
+    from sgl_ext.engine import calls, receipts
+    from sgl_ext.engine.hooks import HOOKS, SHARING_HOOKS, Role, apply_hooks, current_role
     from sgl_ext.engine.preflight import check_environment
+    from sgl_ext.engine.settings import EngineSettings
 
     check_environment()
+    calls.forward_unknown_tools()
     role = current_role()
     if role is Role.MAIN:
         receipts.open_folder()
     if role is Role.SCHEDULER:
         _register_cache()
-    receipts.leave(role, apply_hooks(role))
+    hooks = HOOKS + SHARING_HOOKS if EngineSettings.from_environment().share else HOOKS
+    receipts.leave(role, apply_hooks(role, hooks))
 
 
 def _register_cache() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,18 @@ import orjson
 from sgl_ext.engine import hints
 from sgl_ext.engine.next_turns import NextTurns
 from sgl_ext.engine.prefill_routes import Warmups, prefill_routes
-from sgl_ext.engine.prefiller import Prefiller
+from sgl_ext.engine.prefiller import DEADLINE_S, Job, Prefiller
 from sgl_ext.engine.settings import EngineSettings
 
 
 @asynccontextmanager
-async def prefilling(app: Any, manager: Any) -> AsyncIterator[Prefiller | None]:
+async def prefilling(
+    app: Any, manager: Any, first: Sequence[Job] = ()
+) -> AsyncIterator[Prefiller | None]:
     """Serves `/v1/prefill` and guesses next turns for as long as the server runs.
 
-    Not where an engine is in several parts that have a cache each.
+    It begins with the jobs of `first`, and goes on with what is to be warmed. Not where an
+    engine is in several parts that have a cache each.
     """
     settings, flags = EngineSettings.from_environment(), manager.server_args
     parts = flags.dp_size > 1 or flags.disaggregation_mode != "null"
@@ -37,8 +41,7 @@ async def prefilling(app: Any, manager: Any) -> AsyncIterator[Prefiller | None]:
     app.router.routes[:0] = prefill_routes(warmups)
     hints.watch_requests(turns.came)
     working = [asyncio.create_task(prefiller.run())]
-    if settings.warm:
-        working.append(asyncio.create_task(warmups.warm(_bodies(settings.warm))))
+    working.append(asyncio.create_task(_begin(prefiller, first, warmups, settings.warm)))
     try:
         yield prefiller
     finally:
@@ -46,6 +49,16 @@ async def prefilling(app: Any, manager: Any) -> AsyncIterator[Prefiller | None]:
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
+
+
+async def _begin(prefiller: Prefiller, first: Sequence[Job], warmups: Warmups, warm: str) -> None:
+    """One after the other, as each is given up if it waits for long."""
+    for job in first:
+        job.deadline_s = time.monotonic() + DEADLINE_S
+        prefiller.put(job)
+        await job.done.wait()
+    if warm:
+        await warmups.warm(_bodies(warm))
 
 
 def _bodies(path: str) -> list[Any]:

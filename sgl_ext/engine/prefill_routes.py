@@ -25,7 +25,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from sgl_ext.engine.convert import Headers, convert
+from sgl_ext.engine.convert import Conversion, Headers, convert
 from sgl_ext.engine.counters import counter
 from sgl_ext.engine.hints import WHOLE
 from sgl_ext.engine.next_turns import certain_ids, name_of
@@ -116,30 +116,38 @@ class Warmups:
                 counter("prefills_ahead_dropped").labels("busy").inc()
                 return JSONResponse(_so_far(begun, "busy"))
             conversion = await convert(self._app, path, headers, turn.body)
-        if conversion.request is None:
-            counter("prefills_ahead_dropped").labels("refused").inc()
-            return Response(conversion.answer, conversion.status, media_type="application/json")
-        ids = certain_ids(conversion, turn, self._manager.tokenizer.decode)
-        if ids is None:
-            return _error(HTTPStatus.BAD_REQUEST, "this prompt is not of tokens alone")
-        longest = self._manager.max_req_input_len
-        if len(ids) > longest:
-            message = f"the prompt has {len(ids)} tokens, and this engine takes {longest}"
-            return _error(HTTPStatus.BAD_REQUEST, message)
-        reading = conversion.reading
-        reading.pins = tuple(pin for pin in reading.pins if pin[0] == WHOLE or pin[0] <= len(ids))
-        job = Job(name_of(reading) or secrets.token_hex(8), ids, conversion.request, reading)
+        job = job_of(self._manager, conversion, turn)
+        if isinstance(job, Response):
+            return job
         begun.append(job)
         self._prefiller.put(job)
-        mine = self._jobs.setdefault(reading.session, set())
+        session = job.reading.session
+        mine = self._jobs.setdefault(session, set())
         mine.add(job)
         try:
             await job.done.wait()
         finally:
             mine.discard(job)
             if not mine:
-                self._jobs.pop(reading.session, None)
+                self._jobs.pop(session, None)
         return JSONResponse(_so_far(begun, job.why))
+
+
+def job_of(manager: Any, conversion: Conversion, turn: Turn) -> Job | Response:
+    """What there is to prefill of a converted turn, or why nothing is."""
+    if conversion.request is None:
+        counter("prefills_ahead_dropped").labels("refused").inc()
+        return Response(conversion.answer, conversion.status, media_type="application/json")
+    ids = certain_ids(conversion, turn, manager.tokenizer.decode)
+    if ids is None:
+        return _error(HTTPStatus.BAD_REQUEST, "this prompt is not of tokens alone")
+    longest = manager.max_req_input_len
+    if len(ids) > longest:
+        message = f"the prompt has {len(ids)} tokens, and this engine takes {longest}"
+        return _error(HTTPStatus.BAD_REQUEST, message)
+    reading = conversion.reading
+    reading.pins = tuple(pin for pin in reading.pins if pin[0] == WHOLE or pin[0] <= len(ids))
+    return Job(name_of(reading) or secrets.token_hex(8), ids, conversion.request, reading)
 
 
 def prefill_routes(warmups: Warmups) -> list[Route]:

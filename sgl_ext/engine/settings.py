@@ -36,6 +36,7 @@ class EngineSettings:
         of whoever asks for it; "auto", of sessions that grow as well.
     prefill_ahead_slice: how many tokens of them at once, at most.
     warm: a file of request bodies, one a line, that a new engine prefills; "": none.
+    share: a file of request bodies, one a line, whose prompts all cache groups share; "": none.
     token_cache_bytes: for tokens of pieces of prompts; 0: every prompt is tokenized whole.
     """
 
@@ -54,6 +55,7 @@ class EngineSettings:
     prefill_ahead: str = "auto"
     prefill_ahead_slice: int = 2048
     warm: str = ""
+    share: str = ""
     token_cache_bytes: int = 256 * 1024 * 1024
 
     @property

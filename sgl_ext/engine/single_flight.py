@@ -17,10 +17,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from sgl_ext.engine.counters import count_of_ranks
+from sgl_ext.engine.shared import common_tokens, tokens_in_common
 
 # What is shared pays for a pass through the queue if it is at least so long.
 FOLLOW_TOKENS = 512
@@ -76,23 +74,14 @@ def _leads(one: Any, req: Any, at: int, probe: Any) -> bool:
     """Whether `one` will put the tokens from `at` on into the cache before long."""
     if one is req or one.skip_radix_cache_insert or one.finished():
         return False
-    if (one.extra_key, one.cache_salt) != (req.extra_key, req.cache_salt):
+    if one.extra_key != req.extra_key:
+        return False
+    most = tokens_in_common(one.cache_salt, req.cache_salt)
+    if most - at < FOLLOW_TOKENS:
         return False
     theirs = one.full_untruncated_fill_ids
     if theirs[at : at + FOLLOW_TOKENS] != probe:  # of most it is enough to see this
         return False
-    shared = _shared(theirs, req.full_untruncated_fill_ids)
+    shared = min(common_tokens(theirs, req.full_untruncated_fill_ids), most)
     before = at - (one.extend_end or 0)  # what it has to compute first
     return shared - at >= max(FOLLOW_TOKENS, before)
-
-
-def _shared(ours: Any, theirs: Any) -> int:
-    """With how many of the same tokens two prompts begin."""
-    length = min(len(ours), len(theirs))
-    differs = _view(ours, length) != _view(theirs, length)
-    first = int(differs.argmax()) if length else 0
-    return first if length and differs[first] else length
-
-
-def _view(tokens: Any, length: int) -> NDArray[np.int64]:
-    return np.frombuffer(tokens, dtype=np.int64, count=length)

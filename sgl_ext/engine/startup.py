@@ -6,12 +6,14 @@ import time
 from typing import Any
 
 from sgl_ext.engine import receipts
+from sgl_ext.engine.plugin import CACHE
+from sgl_ext.engine.settings import EngineSettings
 
 _DETOKENIZER_TIMEOUT_S = 120.0
 
 
 def refuse_unsupported(server_args: Any, *_: Any) -> None:
-    """After argument parsing: stops the start on a front end that the hooks do not reach."""
+    """After argument parsing: stops the start on what the hooks do not reach."""
     refused = {
         "--tokenizer-worker-num": server_args.tokenizer_worker_num > 1,
         "--grpc-port": server_args.grpc_port is not None,
@@ -24,6 +26,26 @@ def refuse_unsupported(server_args: Any, *_: Any) -> None:
             f"sgl-ext: {', '.join(asked)}: the extension's request hooks run in SGLang's one "
             "Python HTTP process, and this would serve requests past them; leave it out"
         )
+
+    if EngineSettings.from_environment().share:
+        _refuse_unshared(server_args)
+
+
+def _refuse_unshared(server_args: Any) -> None:
+    """What has no prefixes to share, or keys of its own making, or hashes of 32 bits a token."""
+    refused = {
+        "--disable-radix-cache": server_args.disable_radix_cache,
+        "--radix-cache-backend": server_args.radix_cache_backend != CACHE,
+        "--enable-hierarchical-cache": server_args.enable_hierarchical_cache,
+        "--enable-lmcache": server_args.enable_lmcache,
+        "--enable-flexkv": server_args.enable_flexkv,
+        "--kv-events-config": server_args.kv_events_config is not None,
+        "--disaggregation-mode": server_args.disaggregation_mode != "null",
+        "--skip-tokenizer-init": server_args.skip_tokenizer_init,
+        "--nnodes": server_args.nnodes > 1,
+    }
+    if asked := [flag for flag, on in refused.items() if on]:
+        raise SystemExit(f"sgl-ext: {', '.join(asked)}: cannot be with --share; leave one out")
 
 
 def await_receipts(launched: Any, *_: Any, **__: Any) -> None:

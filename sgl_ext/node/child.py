@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from sgl_ext import lifeline
+
+# What a library of SGLang's says as a process ends, behind the reason why.
+_NOISE = re.compile(r"nanobind: |\s*- (leaked |\.\.\. skipped remainder)|See https://nanobind\.")
 
 
 class Child:
@@ -67,7 +71,8 @@ class Child:
     def last_lines(self, count: int) -> list[str]:
         """The last lines of its log that say anything."""
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
-        return [line for line in text.splitlines() if line.strip()][-count:]
+        lines = [line for line in text.splitlines() if line.strip()]
+        return [line for line in lines if not _NOISE.match(line.strip())][-count:]
 
     def _kill_group(self) -> None:
         assert self._process is not None, "only a started child has a group"

@@ -86,6 +86,7 @@ def engine_environment(config: LaunchConfig, hardware: Hardware, index: int) -> 
         prefill_ahead=config.prefill_ahead,
         prefill_ahead_slice=config.prefill_ahead_slice,
         warm="" if config.warm is None else str(Path(config.warm).resolve()),
+        share="" if config.share is None else str(Path(config.share).resolve()),
         token_cache_bytes=config.token_cache_bytes,
     )
     environment = settings.to_environment()

@@ -73,6 +73,12 @@ def test_an_engine_is_told_what_tenants_may_have() -> None:
     assert hash(told) == hash(EngineSettings.from_environment(environment))
 
 
+def test_a_file_for_engines_is_found_from_wherever_they_run() -> None:
+    for share, told in ((None, ""), ("s.jsonl", str(Path("s.jsonl").resolve()))):
+        environment = hardware.engine_environment(LaunchConfig("m", share=share), Hardware(()), 0)
+        assert EngineSettings.from_environment(environment).share == told
+
+
 def test_a_local_model_goes_by_its_folders_name(tmp_path: Path) -> None:
     assert LaunchConfig(str(tmp_path)).model_name == tmp_path.name
     assert LaunchConfig("Qwen/Qwen3-32B").model_name == "Qwen/Qwen3-32B"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -21,6 +22,10 @@ MESSAGES, CHAT, RESPONSES = "/v1/messages", "/v1/chat/completions", "/v1/respons
 _WORDS = ("the", "agent", "reads", "a", "file", "and", "writes", "what", "it", "found")
 _COLD = 40
 """More than a template begins every prompt with."""
+LISTED = " ".join(random.Random(0).choice(_WORDS) for _ in range(300))
+"""What the operator has all tenants share, as a system prompt."""
+_CHANCE = 8
+"""With fewer tokens than this two texts may begin alike."""
 _fresh = count(1)
 Body = Callable[[str], dict[str, Any]]
 
@@ -63,7 +68,9 @@ def office(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     log = folder / "requests.jsonl"
     flags = ("--instances", "1", "--keys", str(path), "--request-log", str(log))
     groups = ("--tenant", "bob:cache_group=team", "--tenant", "mate:cache_group=team")
-    with running_node(tiny_model, folder / "logs", *flags, *groups) as node:
+    share = folder / "share.jsonl"
+    share.write_text(json.dumps(message(LISTED, messages=[])))
+    with running_node(tiny_model, folder / "logs", *flags, *groups, "--share", str(share)) as node:
         yield Office(node, path, held)
 
 
@@ -133,6 +140,7 @@ def test_nobody_reads_what_another_tenant_has_cached(office: Office, path: str, 
         {"cache_salt": "5:alice"},
         {"extra_key": "5:alice"},
         {"cache_salt": "alice", "extra_key": "alice"},
+        {"cache_salt": "sgl_ext-shared-guess-300:5:alice"},
         {"cache_salt": ""},
     ],
 )
@@ -141,6 +149,86 @@ def test_no_field_opens_the_name_space_of_another(office: Office, forged: dict[s
     office.cached("alice", CHAT, chat(prompt))
     said = {"x-tenant-id": "alice", "x-sgl-ext-cache-group": "alice"}
     assert office.cached("bob", CHAT, chat(prompt, **forged), **said) < _COLD
+
+
+def shared_by(office: Office, ask: Callable[[], int]) -> tuple[int, int]:
+    """Of a request, how many tokens were cached and how many were of the listed prompt."""
+    counted = "sgl_ext_shared_prefix_tokens_total"
+    before = office.node.metric(counted)
+    return ask(), int(office.node.metric(counted) - before)
+
+
+def test_what_the_operator_lists_is_there_before_anybody_asks(office: Office) -> None:
+    done = "sgl_ext_prefilled_ahead_tokens_total"
+    until(lambda: office.node.metric(done) > 200, limit_s=60)
+    cached, listed = shared_by(office, lambda: office.cached("bob", MESSAGES, message(LISTED)))
+    assert cached == listed > 200
+
+
+def templated(prompt: str, **more: Any) -> dict[str, Any]:
+    return {
+        "text": f"<|im_start|>system\n{prompt}",
+        "sampling_params": {"max_new_tokens": 1},
+        **more,
+    }
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (MESSAGES, message),
+        (MESSAGES, pinned),
+        (CHAT, chat),
+        (RESPONSES, lambda prompt: {**response("Go on."), "instructions": prompt}),
+        ("/generate", templated),
+    ],
+)
+def test_tenants_share_what_is_listed_and_nothing_behind_it(
+    office: Office, path: str, body: Body
+) -> None:
+    prompt = f"{LISTED} {text()}"
+    office.cached("mate", path, body(LISTED))
+    for who in ("alice", "root"):
+        cached, listed = shared_by(office, lambda who=who: office.cached(who, path, body(prompt)))
+        assert 200 < listed <= cached < listed + _CHANCE
+    assert office.cached("alice", path, body(prompt)) > listed + 200
+    assert listed <= office.cached("bob", path, body(prompt)) < listed + _CHANCE
+    assert office.cached("mate", path, body(prompt)) > listed + 200, "of bob's group"
+
+
+def test_each_prompt_of_a_batch_shares_what_is_listed_of_it(office: Office) -> None:
+    office.cached("alice", "/generate", templated(LISTED))
+    prompts = [f"{LISTED} {text()}", text()]
+    batch = {**templated(""), "text": [f"<|im_start|>system\n{one}" for one in prompts]}
+    answers = office.ask("bob", "POST", "/generate", batch).json()
+    first, second = (one["meta_info"]["cached_tokens"] for one in answers)
+    assert first > 200
+    assert second < _COLD
+    assert office.cached("bob", "/generate", templated(prompts[0], cache_salt="x")) < _COLD
+
+
+def test_an_answer_is_the_same_whether_its_prompt_is_shared(office: Office) -> None:
+    prompt = chat(f"{LISTED} {text(50)}", max_tokens=30, temperature=0)
+
+    def answered(who: str, **more: str) -> tuple[int, str]:
+        told = office.ask(who, "POST", CHAT, {**prompt, **more}).json()
+        cached = (told["usage"]["prompt_tokens_details"] or {"cached_tokens": 0})["cached_tokens"]
+        return cached, told["choices"][0]["message"]["content"]
+
+    office.cached("mate", CHAT, chat(LISTED))
+    cold, alone = answered("alice", cache_salt="apart")
+    warm, shared = answered("alice")
+    assert cold < _COLD < 200 < warm
+    assert shared == alone
+
+
+def test_what_is_prefilled_behind_a_listed_prompt_is_its_tenants(office: Office) -> None:
+    prompt = f"{LISTED} {text()}"
+    answer = office.ask("alice", "POST", "/v1/prefill?protocol=messages", message(prompt))
+    assert answer.json()["complete"], answer.text
+    cached, listed = shared_by(office, lambda: office.cached("bob", MESSAGES, message(prompt)))
+    assert 200 < listed <= cached < listed + _CHANCE
+    assert office.cached("alice", MESSAGES, message(prompt)) > listed + 200
 
 
 def test_only_an_admin_speaks_for_another_and_a_group_shares(office: Office) -> None:
