@@ -8,6 +8,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from sgl_ext_cpu.nursery import Nursery
 
 from bench._node import Node, local_model, running_node
 
@@ -20,6 +21,15 @@ hypothesis.settings.load_profile("sgl_ext")
 def tiny_model() -> Path:
     """The tiny local model, made once a checkout."""
     return local_model("tiny")
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    """A process that has imported SGLang, for tests of engines without a launcher."""
+    # One thread: the model is tiny, and threads that share too few cores wait for each
+    # other far longer than they work.
+    with Nursery(environment={"OMP_NUM_THREADS": "1"}) as started:
+        yield started
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""What the CPU tests share: a made model, one nursery, and one server per set of flags."""
+"""What the CPU tests share: a made model, and one server per set of flags."""
 
 from __future__ import annotations
 
@@ -77,15 +77,6 @@ class Engine:
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
-    # One thread: the model is tiny, and threads that share too few cores wait for each
-    # other far longer than they work.
-    # The plugin is left out: these tests are of the platform alone.
-    with Nursery(environment={"OMP_NUM_THREADS": "1", "SGLANG_PLUGINS": "none"}) as nursery:
-        yield nursery
-
-
-@pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model's directory."""
     return make_model(tmp_path_factory.mktemp("models") / "tiny", "tiny")
@@ -120,7 +111,8 @@ def running_engine(
     server = nursery.start(
         ["--model-path", os.fspath(model), "--port", str(port), *FLAGS, *flags],
         log=log,
-        environment=environment,
+        # The plugin is left out: these tests are of the platform alone.
+        environment={"SGLANG_PLUGINS": "none", **environment},
     )
     try:
         running = Engine(server, port, log)

@@ -224,7 +224,7 @@ def test_no_client_brings_code(crowded: Engine) -> None:
 def test_a_bad_script_stops_the_start(nursery: Nursery, tiny: Path, tmp_path: Path) -> None:
     script = written_to(tmp_path, '{"after": "a", "text": 1}')
     log = tmp_path / "log"
-    environment = {"SGL_EXT_CPU_SCRIPT": str(script)}
+    environment = {"SGLANG_PLUGINS": "none", "SGL_EXT_CPU_SCRIPT": str(script)}
     server = nursery.start(["--model-path", str(tiny)], log=log, environment=environment)
     try:
         until(lambda: not server.running())

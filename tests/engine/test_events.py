@@ -11,8 +11,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +21,7 @@ from typing import Any
 
 import pytest
 import requests
+from sgl_ext_cpu.nursery import Nursery, Server
 
 from bench._node import free_port
 from sgl_ext.engine.hub import PATH
@@ -40,9 +39,9 @@ _fresh = count(1)
 class Engine:
     """One real engine, without launcher and balancer."""
 
-    def __init__(self, url: str, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, url: str, server: Server) -> None:
         self.url = url
-        self.process = process
+        self.server = server
 
     def post(self, path: str, body: Any) -> Any:
         answer = requests.post(self.url + path, json=body, timeout=120)
@@ -120,27 +119,22 @@ def text(words: int) -> str:
 
 
 @contextmanager
-def running_engine(model: Path, log: Path, *flags: str) -> Iterator[Engine]:
+def running_engine(nursery: Nursery, model: Path, log: Path, *flags: str) -> Iterator[Engine]:
     port = free_port()
-    command = [sys.executable, "-m", "sgl_ext.engine.serve", "--model-path", str(model)]
-    command += ["--served-model-name", "tiny", "--port", str(port)]
-    command += ["--max-total-tokens", str(POOL), "--max-running-requests", "32"]
-    command += ["--skip-server-warmup"]
-    command += ["--cuda-graph-backend-decode", "disabled", "--enable-metrics", "--sleep-on-idle"]
-    command += ["--cuda-graph-backend-prefill", "disabled", "--enable-cache-report", *flags]
-    environment = {"SGLANG_PLATFORM": "sgl_ext_cpu", "OMP_NUM_THREADS": "1", **os.environ}
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=environment, process_group=0
-        )
+    given = ["--model-path", str(model), "--served-model-name", "tiny", "--port", str(port)]
+    given += ["--max-total-tokens", str(POOL), "--max-running-requests", "32"]
+    given += ["--skip-server-warmup"]
+    given += ["--cuda-graph-backend-decode", "disabled", "--enable-metrics", "--sleep-on-idle"]
+    given += ["--cuda-graph-backend-prefill", "disabled", "--enable-cache-report", *flags]
+    # Variables too that a test has set since the nursery was started.
+    server = nursery.start(given, log, "sgl_ext.engine.serve", os.environ)
     try:
-        engine = Engine(f"http://127.0.0.1:{port}", process)
-        until(lambda: process.poll() is not None or _is_up(engine), 600)
-        assert process.poll() is None, log.read_text()
+        engine = Engine(f"http://127.0.0.1:{port}", server)
+        until(lambda: not server.running() or _is_up(engine), 600)
+        assert server.running(), log.read_text()
         yield engine
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        server.stop()
 
 
 def _is_up(engine: Engine) -> bool:
@@ -151,11 +145,13 @@ def _is_up(engine: Engine) -> bool:
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def engine(
+    nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
     """An engine with little memory that prefills in small chunks."""
     log = tmp_path_factory.mktemp("events") / "engine.log"
     flags = ("--chunked-prefill-size", "512", "--enable-response-store")
-    with running_engine(tiny_model, log, *flags) as started:
+    with running_engine(nursery, tiny_model, log, *flags) as started:
         yield started
 
 
@@ -356,14 +352,15 @@ def test_lines_are_counted_and_none_is_lost(engine: Engine, watch: Watch) -> Non
 
 
 def test_without_a_radix_cache_load_alone_is_told_and_an_open_stream_holds_up_no_end(
-    tiny_model: Path, tmp_path: Path
+    nursery: Nursery, tiny_model: Path, tmp_path: Path
 ) -> None:
-    with running_engine(tiny_model, tmp_path / "engine.log", "--disable-radix-cache") as engine:
+    log = tmp_path / "engine.log"
+    with running_engine(nursery, tiny_model, log, "--disable-radix-cache") as engine:
         watch = Watch(engine)
         engine.ask(text(30))
         until(lambda: watch.load.get("capacity_tokens") == POOL)
         assert watch.held == {}
         assert not watch.ended
-        engine.process.send_signal(signal.SIGTERM)
-        engine.process.wait(timeout=60)
+        os.kill(engine.server.pid, signal.SIGTERM)
+        until(lambda: not engine.server.running(), 60)
         until(lambda: watch.ended)  # as a whole answer, not cut off

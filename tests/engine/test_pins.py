@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import requests
+from sgl_ext_cpu.nursery import Nursery
 
 from sgl_ext.engine.settings import EngineSettings
 from sgl_ext.pin_mirror import PATH
@@ -128,7 +129,7 @@ class Pinning:
         until(lambda: requests.post(f"{self.url}/flush_cache", timeout=60).ok)
 
     def assert_sound(self) -> None:
-        assert self._engine.process.poll() is None
+        assert self._engine.server.running()
         said = self._log.read_text().lower()
         assert "leak detected" not in said
         assert "hit an exception" not in said
@@ -136,7 +137,10 @@ class Pinning:
 
 @pytest.fixture(scope="module", params=KINDS)
 def engine(
-    request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    nursery: Nursery,
+    tiny_model: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Pinning]:
     kind = KINDS[request.param]
     with warnings.catch_warnings(action="ignore"):
@@ -150,7 +154,7 @@ def engine(
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**settings, **checks, **dict(kind.environ)}.items():
             patch.setenv(name, value)
-        with running_engine(tiny_model, log, *flags) as started:
+        with running_engine(nursery, tiny_model, log, *flags) as started:
             yield Pinning(started, log, kind.page, template)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import requests
+from sgl_ext_cpu.nursery import Nursery
 
 from sgl_ext.engine.prefill_routes import MOST_WAITING, PATH
 from sgl_ext.engine.settings import EngineSettings
@@ -110,7 +111,7 @@ class Serving:
         until(lambda: requests.post(f"{self.url}/flush_cache", timeout=60).ok)
 
     def assert_sound(self) -> None:
-        assert self._engine.process.poll() is None
+        assert self._engine.server.running()
         said = self._log.read_text().lower()
         assert "leak detected" not in said
         assert "hit an exception" not in said
@@ -123,7 +124,10 @@ RANKS = {"one rank": (), "two ranks": ("--tp-size", "2")}
 
 @pytest.fixture(scope="module", params=RANKS)
 def started(
-    request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    nursery: Nursery,
+    tiny_model: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Serving]:
     folder = tmp_path_factory.mktemp("prefill")
     template = folder / "template.jinja"
@@ -139,7 +143,7 @@ def started(
         log = folder / "engine.log"
         flags = ("--chunked-prefill-size", "512", "--chat-template", str(template))
         flags += RANKS[request.param]
-        with running_engine(tiny_model, log, *flags) as engine:
+        with running_engine(nursery, tiny_model, log, *flags) as engine:
             serving = Serving(engine, log)
             until(lambda: all(serving.holds(MESSAGES, body) for body in WARMED))
             until(serving.is_level)

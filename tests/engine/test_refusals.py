@@ -57,7 +57,7 @@ def test_a_scheduler_without_the_plugin_stops_the_start(tiny_model: Path, tmp_pa
     HookRegistry.register(launch, hide_plugin, HookType.BEFORE)
 """
     path = another_plugin(tmp_path, code)
-    ended = start_of_engine(tiny_model, PYTHONPATH=path)
+    ended = start_of_engine(tiny_model, PYTHONPATH=path, SGL_EXT_CPU_FORK="1")
     assert ended.returncode != 0
     assert "--radix-cache-backend='sgl_ext' is not registered" in ended.stderr
 

@@ -1,9 +1,12 @@
-"""Which radix cache and which scheduling an engine is started with."""
+"""Which radix cache and which scheduling an engine is started with, and what a start leaves."""
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
+from sgl_ext.engine import plugin
 from sgl_ext.engine.serve import cache_flags, priority_flags
 from sgl_ext.engine.settings import VARIABLE, EngineSettings
 
@@ -61,3 +64,18 @@ def test_requests_are_scheduled_by_priority_and_preempted_from_our_threshold_on(
 )
 def test_nothing_is_scheduled_by_priority_over_the_callers_choice(argv: list[str]) -> None:
     assert priority_flags(argv) == ()
+
+
+def test_once_the_plugin_is_loaded_garbage_is_collected_as_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(plugin, "_activate", lambda: None)
+    monkeypatch.setattr(plugin, "_active", False)
+    before = gc.get_threshold()
+    try:
+        gc.set_threshold(100_000)
+        plugin.activate()
+        assert gc.get_threshold() == before
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()

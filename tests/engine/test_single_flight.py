@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import requests
+from sgl_ext_cpu.nursery import Nursery
 
 from sgl_ext.engine.single_flight import FOLLOW_TOKENS
 from tests.engine.test_events import Engine, Watch, running_engine, text
@@ -21,13 +22,16 @@ SLACK = 64  # what pages and the last token cost each
 
 @pytest.fixture(scope="module", params=["priority", "lpm"])
 def engine(
-    request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    nursery: Nursery,
+    tiny_model: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Engine]:
     """With our order of the queue, and with SGLang's own."""
     log = tmp_path_factory.mktemp("single") / "engine.log"
     own = ("--schedule-policy", "lpm") if request.param == "lpm" else ()
     flags = ("--chunked-prefill-size", str(CHUNK), *own)
-    with running_engine(tiny_model, log, *flags) as started:
+    with running_engine(nursery, tiny_model, log, *flags) as started:
         yield started
 
 

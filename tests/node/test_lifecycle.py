@@ -14,7 +14,7 @@ import psutil
 import pytest
 import requests
 
-from bench._node import ROOT, Node, free_port, running_node
+from bench._node import FORKING, ROOT, Node, free_port, running_node
 from tests.waiting import until
 
 pytestmark = pytest.mark.engine
@@ -31,6 +31,14 @@ ENDLESS = {
 def own_node(tiny_model: Path, tmp_path: Path) -> Iterator[Node]:
     """One engine behind a balancer, for a test that breaks it."""
     with running_node(tiny_model, tmp_path, "--drain-s", "5") as started:
+        yield started
+
+
+@pytest.fixture
+def forking_node(tiny_model: Path, tmp_path: Path) -> Iterator[Node]:
+    """The same, with an engine that is soon back."""
+    flags = ("--drain-s", "5")
+    with running_node(tiny_model, tmp_path, *flags, environment=FORKING) as started:
         yield started
 
 
@@ -55,13 +63,13 @@ def refuses(url: str) -> bool:
 
 
 def test_a_killed_engine_ends_its_streams_with_an_error_event_and_comes_back(
-    own_node: Node, tmp_path: Path
+    forking_node: Node, tmp_path: Path
 ) -> None:
     paths = ("/v1/messages", "/v1/chat/completions")
-    launcher = psutil.Process(own_node.process.pid)
+    launcher = psutil.Process(forking_node.process.pid)
     (engine,) = (p for p in launcher.children() if "sgl_ext.engine.serve" in p.cmdline())
     with ExitStack() as stack:
-        streams = {path: stack.enter_context(open_stream(own_node, path)) for path in paths}
+        streams = {path: stack.enter_context(open_stream(forking_node, path)) for path in paths}
         engine.kill()
         last = {path: [line for line in lines if line][-2:] for path, lines in streams.items()}
     assert last["/v1/messages"][0] == b"event: error"
@@ -69,19 +77,19 @@ def test_a_killed_engine_ends_its_streams_with_an_error_event_and_comes_back(
     assert last["/v1/chat/completions"][-1].startswith(b'data: {"error":')
 
     # Until the balancer has heard of it, a request may still reach the dying engine.
-    until(lambda: requests.get(f"{own_node.url}/health", timeout=30).status_code == 503)
-    answer = own_node.post("/v1/messages", {**ENDLESS, "stream": False})
+    until(lambda: requests.get(f"{forking_node.url}/health", timeout=30).status_code == 503)
+    answer = forking_node.post("/v1/messages", {**ENDLESS, "stream": False})
     assert answer.status_code == 529
     assert answer.json()["error"]["type"] == "overloaded_error"
 
-    until(lambda: requests.get(f"{own_node.url}/health", timeout=30).status_code == 200)
-    assert own_node.post("/v1/messages", {**ENDLESS, "stream": False, "max_tokens": 2}).ok
+    until(lambda: requests.get(f"{forking_node.url}/health", timeout=30).status_code == 200)
+    assert forking_node.post("/v1/messages", {**ENDLESS, "stream": False, "max_tokens": 2}).ok
     assert "starting it again" in (tmp_path / "launch.out").read_text()
 
     # And when the launcher itself is killed, its children notice.
     children = launcher.children(recursive=True)
     assert len(children) >= 4
-    own_node.process.kill()
+    forking_node.process.kill()
     _, alive = psutil.wait_procs(children, timeout=60)
     assert alive == []
 

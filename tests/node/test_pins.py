@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import requests
 
-from bench._node import Node, running_node
+from bench._node import FORKING, Node, running_node
 from tests.waiting import until
 
 pytestmark = pytest.mark.engine
@@ -24,7 +24,8 @@ _fresh = count(1)
 def small_node(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     """Two engines with small caches behind a balancer."""
     flags = ("--instances", "2", "--max-total-tokens", str(_POOL), "--pin-budget", "0.5")
-    with running_node(tiny_model, tmp_path_factory.mktemp("pins"), *flags) as started:
+    logs = tmp_path_factory.mktemp("pins")
+    with running_node(tiny_model, logs, *flags, environment=FORKING) as started:
         yield started
 
 

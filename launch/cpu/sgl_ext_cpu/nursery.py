@@ -11,8 +11,9 @@ everything starts at once, so tests which need many servers start them here:
 
 SGLang starts its children as new interpreters because CUDA does not survive a fork.
 On the CPU it is sound, as nothing has run a thread or an operator at that point. What
-differs from a server started by itself: plugins are loaded once, before the fork, and
-a variable that SGLang reads when imported must be in the nursery's own environment.
+differs from a server started by itself: its children have the hooks that its plugins
+made in it beside those of their own, and a variable that SGLang reads when imported
+must be in the nursery's own environment.
 
 The nursery obeys lines of JSON on its standard input and answers each with one. When
 that closes, because its user is done or gone, it ends every server and then itself.
@@ -21,6 +22,7 @@ that closes, because its user is done or gone, it ends every server and then its
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import runpy
@@ -129,8 +131,10 @@ def main(modules: Sequence[str]) -> None:
     """Import everything, then obey orders until standard input closes."""
     orders, answers = sys.stdin, os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # What an import prints is no answer.
+    gc.disable()  # What is imported stays.
     for module in (*PRELOAD, *modules):
         __import__(module)
+    gc.freeze()
     servers: set[int] = set()
     try:
         for line in iter(orders.readline, ""):
@@ -165,7 +169,8 @@ def _fork(order: dict[str, Any], orders: TextIO, answers: TextIO) -> int:
         os.dup2(log, 2)
         os.dup2(log, answers.fileno())
         os.environ.update(order["environment"])
-        _fork_children_too()
+        gc.enable()
+        fork_children()
         sys.argv = [order["start"], *order["flags"]]
         runpy.run_module(order["start"], run_name="__main__", alter_sys=True)
         status = 0
@@ -183,8 +188,8 @@ def _fork(order: dict[str, Any], orders: TextIO, answers: TextIO) -> int:
         os._exit(status)
 
 
-def _fork_children_too() -> None:
-    """Keep SGLang from asking for new interpreters."""
+def fork_children() -> None:
+    """Keep SGLang from asking for new interpreters, in the process of a server."""
     import multiprocessing
 
     multiprocessing.set_start_method("fork", force=True)
@@ -193,6 +198,14 @@ def _fork_children_too() -> None:
         del method, force
 
     multiprocessing.set_start_method = keep
+    os.register_at_fork(after_in_child=_load_plugins_again)
+
+
+def _load_plugins_again() -> None:
+    """Let a server's child load plugins for itself, as a new interpreter would."""
+    from sglang.srt import plugins
+
+    plugins._plugins_loaded = False
 
 
 def _ended(server: int) -> bool:

@@ -18,12 +18,16 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 from sgl_ext_cpu import stubs
+from sgl_ext_cpu.nursery import fork_children
 
 NAME = "sgl_ext_cpu"
 """The platform's entry point, the value of SGLANG_PLATFORM, and the attention backend."""
 
 SCRIPT = "SGL_EXT_CPU_SCRIPT"
 """The variable that names a file of prescribed answers; without it the model answers."""
+
+FORK = "SGL_EXT_CPU_FORK"
+"""The variable that has a server fork its children, which then need not import everything."""
 
 _THREADS_STEP = "sglang.srt.distributed.bootstrap._init_cpu_threads_env"
 _threads_settled = False
@@ -103,7 +107,8 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # sglang 
           eight times slower, and in float32 results agree with a reference closely.
         - sleep_on_idle: an idle scheduler would otherwise spin on a core.
 
-        If SGL_EXT_CPU_SCRIPT names a script, the server is made to play it.
+        If SGL_EXT_CPU_SCRIPT names a script, the server is made to play it. With
+        SGL_EXT_CPU_FORK=1 it forks its children.
         """
         asked = getattr(server_args, "_raw_input", None) or {}
         if asked.get("attention_backend") is None:
@@ -116,6 +121,8 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # sglang 
             from sgl_ext_cpu import scripted
 
             scripted.play(Path(script), server_args)
+        if _asked(FORK) == "1":
+            fork_children()
 
     def init_backend(self) -> None:
         """Register the attention backend, and keep Triton out of page bookkeeping.
