@@ -123,7 +123,7 @@ class Router:
         if unconfirmed := self.expected.expire(now_s):
             self._metrics.unconfirmed.inc(unconfirmed)
         self.sessions.expire(now_s)
-        candidates = self._candidates(tried, now_s)
+        candidates = self._candidates(tried)
         if not any(self._has_room(w, asked) for w in candidates):
             return None
         held = self._held(asked.chain)
@@ -148,15 +148,15 @@ class Router:
 
         The prompt is not looked up for it. If none has room, none has any for a lower priority.
         """
-        candidates = self._candidates(tried, self._clock())
+        candidates = self._candidates(tried)
         if at_home and asked.session is not None:
             home = self.sessions.home(asked.session)
             candidates = [w for w in candidates if home and w.slot == home[0]] or candidates
         return any(self._has_room(w, asked) for w in candidates)
 
-    def _candidates(self, tried: set[Worker], now_s: float) -> list[Worker]:
+    def _candidates(self, tried: set[Worker]) -> list[Worker]:
         """The workers that may be sent a request now: those not tried, if there are any."""
-        candidates = [w for w in self.workers.all if w.open_to_requests(now_s)]
+        candidates = [w for w in self.workers.all if w.open_to_requests]
         return [w for w in candidates if w not in tried] or candidates
 
     def _stay(
@@ -201,8 +201,7 @@ class Router:
 
     def any_open(self, besides: Collection[Worker] = ()) -> bool:
         """Whether some worker takes requests, be it full."""
-        now_s = self._clock()
-        return any(w.open_to_requests(now_s) for w in self.workers.all if w not in besides)
+        return any(w.open_to_requests for w in self.workers.all if w not in besides)
 
     def on_room(self, action: Callable[[], None]) -> None:
         """Has `action` called whenever there may be room: a flight has ended, or others say so."""
@@ -237,7 +236,7 @@ class Router:
     def arrived(self, flight: Flight, *, well: bool = True) -> None:
         """The whole answer came; `well` is False if it says that the worker failed."""
         if not well:
-            return self.broke_off(flight, by_worker=True)
+            return self.broke_off(flight, by_worker=True, answered=True)
         self._end(flight)
         flight.worker.breaker.succeeded()
         if flight.expectation is not None:
@@ -245,13 +244,14 @@ class Router:
             self.expected.end(flight.expectation, self._clock(), confirm_s)
         self._ended()
 
-    def broke_off(self, flight: Flight, *, by_worker: bool) -> None:
-        """The answer will not be complete, by the worker's fault or by the client's leave."""
+    def broke_off(self, flight: Flight, *, by_worker: bool, answered: bool = False) -> None:
+        """The answer will not be complete, by the worker's fault or by the client's leave.
+
+        answered: the worker says itself that it failed.
+        """
         self._end(flight)
         if by_worker:
-            flight.worker.breaker.failed(self._clock())
-        else:
-            flight.worker.breaker.abandoned()
+            flight.worker.breaker.failed(self._clock(), answered=answered)
         if flight.expectation is not None:
             self.expected.drop(flight.expectation)
         self._ended()
@@ -268,7 +268,7 @@ class Router:
         """The workers that take requests, each with what it holds of a chain."""
         now_s = self._clock()
         held = self._held(chain)
-        takers = [w for w in self.workers.all if w.open_to_requests(now_s)]
+        takers = [w for w in self.workers.all if w.open_to_requests]
         return [(worker, self._view(worker, held, now_s)) for worker in takers]
 
     def explain(self, asked: Asked) -> dict[str, Any]:
@@ -277,7 +277,7 @@ class Router:
         held = self._held(asked.chain)
         views = [self._view(worker, held, now_s) for worker in self.workers.all]
         question = self._question(asked, held)
-        is_open = [w.open_to_requests(now_s) for w in self.workers.all]
+        is_open = [w.open_to_requests for w in self.workers.all]
         choosable = [view for view, is_in in zip(views, is_open, strict=True) if is_in]
         placement = place(question, choosable)
         scores = score(question, views, is_new=question.home is None)
@@ -331,7 +331,6 @@ class Router:
             worker.running.add(asked.priority, flight.running_tokens)
         worker.pending_tokens += flight.uncached_tokens
         worker.recent.add(flight.uncached_tokens, now_s)
-        worker.breaker.sent(now_s)
         is_computing = held.expectation is not None and not held.expectation.computed
         # A worker that does not publish shows its progress by a first byte only, maybe late.
         if (

@@ -73,9 +73,10 @@ class Worker:
         self.came_back_s: float | None = None
         self.pinned_tokens = 0
 
-    def open_to_requests(self, now_s: float) -> bool:
-        """Whether a request may be sent to it now."""
-        return self.ready and not self.draining and self.breaker.allows(now_s)
+    @property
+    def open_to_requests(self) -> bool:
+        """Whether a request may be sent to it."""
+        return self.ready and not self.draining and self.breaker.takes_requests
 
     def has_stalled(self, now_s: float) -> bool:
         """Whether it has something to do and has not shown for long that it does it."""
@@ -156,7 +157,7 @@ class Workers:
             worker.url: WorkerSeries(
                 ready=worker.ready,
                 draining=worker.draining,
-                breaker_open=worker.breaker.state is not State.CLOSED,
+                breaker_open=worker.breaker.state is State.OPEN,
                 in_flight=worker.in_flight,
                 pending_tokens=worker.pending_in_all(self._clock()),
                 pinned_tokens=worker.pinned_tokens,
@@ -233,18 +234,33 @@ class Workers:
         await asyncio.gather(*(self.probe_one(session, worker) for worker in self.all))
 
     async def probe_forever(self, session: aiohttp.ClientSession) -> None:
-        """Probes until cancelled; a probe that breaks is logged, and the next one comes."""
-        while True:
-            try:
-                await self.probe(session)
-            except Exception:
-                log.exception("a probe broke")
-            await asyncio.sleep(PROBE_INTERVAL_S)
+        """Probes until cancelled. A worker that is slow to answer keeps no other one waiting;
+        a probe that breaks is logged, and the next one comes."""
+        running: dict[Worker, asyncio.Task[None]] = {}
+        try:
+            while True:
+                running = {worker: task for worker, task in running.items() if not task.done()}
+                for worker in self.all:
+                    if worker not in running:
+                        running[worker] = asyncio.create_task(self._probe_well(session, worker))
+                await asyncio.sleep(PROBE_INTERVAL_S)
+        finally:
+            for task in running.values():
+                task.cancel()
+
+    async def _probe_well(self, session: aiohttp.ClientSession, worker: Worker) -> None:
+        try:
+            await self.probe_one(session, worker)
+        except Exception:
+            log.exception("a probe broke")
 
     async def probe_one(self, session: aiohttp.ClientSession, worker: Worker) -> None:
-        """Asks one worker whether it is ready, and one that has stalled whether it generates."""
+        """Asks one worker whether it is ready, and one that has stalled, or that requests keep
+        failing at, whether it generates."""
         if worker.hung or worker.has_stalled(self._clock()):
             await self._probe_scheduler(session, worker)
+        elif worker.ready and worker.breaker.wants_trial(self._clock()):
+            await self._try(session, worker)
         if worker.hung:
             return
         try:
@@ -253,13 +269,18 @@ class Workers:
         except (aiohttp.ClientError, TimeoutError):
             self.mark(worker, ready=False)
 
+    async def _try(self, session: aiohttp.ClientSession, worker: Worker) -> None:
+        """The trial of a breaker."""
+        took_requests = worker.breaker.takes_requests
+        if await _generates(session, worker):
+            worker.breaker.succeeded()
+        else:
+            worker.breaker.trial_failed(self._clock())
+        if took_requests is not worker.breaker.takes_requests:
+            log.warning("%s %s", worker.url, "is shut out" if took_requests else "works again")
+
     async def _probe_scheduler(self, session: aiohttp.ClientSession, worker: Worker) -> None:
-        url = f"{worker.url}/health_generate"
-        try:
-            async with session.get(url, timeout=_GENERATE_TIMEOUT) as answer:
-                generates = answer.status == 200
-        except (aiohttp.ClientError, TimeoutError):
-            generates = False
+        generates = await _generates(session, worker)
         worker.heard_s = self._clock()
         if generates is not worker.hung:
             return
@@ -269,3 +290,13 @@ class Workers:
             self.mark(worker, ready=False)
             for flight in tuple(worker.flights):
                 flight.give_up("the engine hangs")
+
+
+async def _generates(session: aiohttp.ClientSession, worker: Worker) -> bool:
+    """Whether its scheduler shows within the timeout that it works."""
+    url = f"{worker.url}/health_generate"
+    try:
+        async with session.get(url, timeout=_GENERATE_TIMEOUT) as answer:
+            return answer.status == 200
+    except (aiohttp.ClientError, TimeoutError):
+        return False

@@ -179,14 +179,19 @@ def test_a_dead_worker_is_not_picked_again_by_affinity(setting: Setting) -> None
     assert setting.router.explain(first.asked)["workers"][first.worker.slot]["held_tokens"] == 0
 
 
-def test_a_worker_that_fails_in_a_row_is_left_out_until_its_trial(setting: Setting) -> None:
+def test_a_worker_that_failed_its_trial_is_left_out_until_one_is_well(setting: Setting) -> None:
+    def where() -> set[str]:
+        tasks = [setting.ask(f"Task {n}", system=f"{n}" * 9) for n in range(8)]
+        return {setting.fly(task).worker.url for task in tasks}
+
     bad = setting.workers.all[0]
     for _ in range(5):
-        bad.breaker.failed(setting.clock.now_s)
-    urls = {setting.fly(setting.ask(f"Task {n}", system=f"{n}" * 9)).worker.url for n in range(8)}
-    assert urls == {B}
-    setting.clock.now_s += 2
-    assert bad.open_to_requests(setting.clock.now_s)
+        bad.breaker.failed(setting.clock.now_s, answered=True)
+    assert bad.url in where()
+    bad.breaker.trial_failed(setting.clock.now_s)
+    assert where() == {B}
+    bad.breaker.succeeded()
+    assert bad.url in where()
 
 
 def test_a_draining_worker_gets_nothing_new(setting: Setting) -> None:

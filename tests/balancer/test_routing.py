@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from itertools import count
 from typing import Any
 
 import orjson
@@ -443,17 +444,62 @@ async def test_a_client_s_mistakes_never_open_the_breaker(start: Start) -> None:
     assert "} 1.0" not in next(line for line in page.splitlines() if "breaker_open{" in line)
 
 
-async def test_an_engine_that_keeps_failing_is_left_alone(start: Start) -> None:
-    async def broken(_: web.Request) -> web.StreamResponse:
-        return web.json_response({"error": "boom"}, status=500)
+async def test_an_engine_that_keeps_failing_is_left_alone_while_it_is_sick(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "PROBE_INTERVAL_S", 0.02)
+    is_sick = True
 
-    bad = Engine("bad", broken)
+    async def answer(_: web.Request) -> web.StreamResponse:
+        return web.json_response({"engine": "bad"}, status=500 if is_sick else 200)
+
+    bad = Engine("bad", answer)
     client = await start(bad, Engine("good"))
-    for number in range(30):
-        await client.post(CHAT, json=body(f"{number}", system=f"{number}" * 99))
-    assert len(bad.seen) < 10
+    number = count()
+
+    async def ask() -> int:
+        text = f"{next(number)}"
+        return (await client.post(CHAT, json=body(text, system=text * 99))).status
+
+    async def is_open() -> bool:
+        page = await (await client.get("/metrics")).text()
+        return f'sgl_ext_worker_breaker_open{{worker="{bad.url}"}} 1.0' in page
+
+    while not await is_open():
+        await ask()
+    assert {await ask() for _ in range(30)} == {200}
+    is_sick = False
+
+    async def is_back() -> bool:
+        return not await is_open()
+
+    await until(is_back)
+    before = len(bad.seen)
+    assert {await ask() for _ in range(30)} == {200}
+    assert len(bad.seen) > before
+
+
+async def test_no_client_can_have_a_well_engine_shut_out(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "PROBE_INTERVAL_S", 0.02)
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        trips_it = "bomb" in await request.text()
+        return web.json_response({"engine": "a"}, status=500 if trips_it else 200)
+
+    engine = Engine("a", answer)
+    client = await start(engine)
+
+    def trials() -> int:
+        return [path for path, _, _ in engine.seen].count("/health_generate")
+
+    for number in range(3):
+        while trials() == number:
+            assert (await client.post(CHAT, json=body("bomb"))).status == 500
+        assert await served_by(client, body("Hello")) == "a"
     page = await (await client.get("/metrics")).text()
-    assert f'sgl_ext_worker_breaker_open{{worker="{bad.url}"}} 1.0' in page
+    assert f'sgl_ext_worker_breaker_open{{worker="{engine.url}"}} 0.0' in page
 
 
 async def test_what_was_predicted_is_compared_with_what_the_engine_found(

@@ -92,3 +92,24 @@ def test_an_explanation_leaves_no_trace(node: Node) -> None:
     request = body("the tester of explanations", "Hello")
     for _ in range(3):
         assert max(held(node, request)) == 0
+
+
+def test_a_request_that_makes_engines_fail_shuts_none_of_them_out(node: Node) -> None:
+    def states() -> set[str]:
+        answer = requests.get(f"{node.url}/sgl_ext/workers", timeout=30)
+        return {worker["breaker"] for worker in answer.json()["workers"]}
+
+    seen: set[str] = set()
+
+    def are_well_again() -> bool:
+        seen.update(now := states())
+        return now == {"closed"}
+
+    while "suspected" not in states():
+        # Of a parser that was not named SGLang takes for granted that it was.
+        assert (
+            node.post("/separate_reasoning", {"text": "", "reasoning_parser": ""}).status_code
+            == 500
+        )
+    until(are_well_again, limit_s=60)
+    assert "open" not in seen
