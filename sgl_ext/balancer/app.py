@@ -72,8 +72,6 @@ def add_routes(app: web.Application) -> None:
     add("DELETE", routes.WARMED, to_all)
     add("POST", admin.EXPLAIN_PATH + "/{path:.+}", admin.explain)
     kept_routes.add_routes(app, to_holder)
-    for path in routes.SOUGHT_POST:
-        add("POST", path, to_holder)
     for path in routes.FANNED_OUT:
         add("POST", path, to_all)
         add("GET", path, to_all)

@@ -89,6 +89,7 @@ _ANTHROPIC_TYPES = {
     504: "timeout_error",
     OVERLOADED: "overloaded_error",
 }
+# OpenAI names no type for 403, which its SDKs tell by the status alone.
 _OPENAI_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 # Not `server_is_overloaded`: upon that Codex advises its user to try another model.
 _OPENAI_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded", 503: "engine_overloaded"}
@@ -99,6 +100,11 @@ def wire_status(protocol: Protocol, status: int) -> tuple[int, bytes]:
     if protocol is Protocol.ANTHROPIC and status == HTTPStatus.SERVICE_UNAVAILABLE:
         return OVERLOADED, b"Overloaded"
     return int(status), HTTPStatus(status).phrase.encode()
+
+
+def status_of(kind: str) -> int:
+    """The HTTP status of an error that Anthropic calls so; 500 if it is none of a request's."""
+    return next((status for status, named in _ANTHROPIC_TYPES.items() if named == kind), 500)
 
 
 def error_body(

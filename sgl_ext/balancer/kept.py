@@ -94,7 +94,8 @@ class Kept:
         if previous is None and not keeps:
             return whole, None
         keep = partial(self._keep, tenant, previous, orjson.dumps(own)) if keeps else None
-        return whole, Turn(previous, keep)
+        is_engines = keeps and body.get("background") is True
+        return whole, Turn(previous, keep, partial(self._begin, tenant) if is_engines else None)
 
     def _in_context(self, path: str, body: _Json, id: Any, texts: Any, tenant: str) -> _Json:
         if not isinstance(id, str):
@@ -132,6 +133,16 @@ class Kept:
         document = Document(response["id"], items, turns.about(response), previous)
         owner = _responses_of(tenant)
         self._try(lambda store: self._put(store, owner, document, self._response_ttl_s))
+
+    def _begin(self, tenant: str, id: str) -> None:
+        """Notes whose a response is that an engine makes in the background."""
+        owner, note = _background_of(tenant), Document(id, b"", b"")
+        self._try(lambda store: self._put(store, owner, note, self._response_ttl_s))
+
+    def is_in_background(self, tenant: str, id: str) -> bool:
+        """Whether an engine makes, or has made, this response of the tenant's."""
+        owner = _background_of(tenant)
+        return self._asked(lambda store: store.get(owner, id, self._clock())) is not None
 
     def response(self, tenant: str, id: str) -> _Json | None:
         """A response as it was answered, None if it is not kept."""
@@ -242,6 +253,10 @@ class Kept:
 
 def _responses_of(tenant: str) -> str:
     return f"responses {tenant}"
+
+
+def _background_of(tenant: str) -> str:
+    return f"background {tenant}"
 
 
 def _contexts_of(tenant: str) -> str:

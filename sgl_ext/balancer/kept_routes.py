@@ -5,6 +5,7 @@ GET    /v1/contexts/{id}                 its blocks; ?content=true with their co
 DELETE /v1/contexts/{id}
 GET    /v1/responses/{id}                a stored response, or an engine's
 DELETE /v1/responses/{id}
+POST   /v1/responses/{id}/cancel         of an engine's
 GET    /v1/responses/{id}/input_items    ?order=asc|desc (desc), ?limit=1..100 (20), ?after=ID
 """
 
@@ -32,11 +33,16 @@ def add_routes(app: web.Application, ask_engines: Ask) -> None:
     async def show_response(request: web.Request) -> web.Response:
         if (found := request.app[KEPT].response(_tenant(request), _id(request))) is not None:
             return _json(found)
+        _require_own(request)
         answer = await ask_engines(request)
         # Engines that keep nothing say so with another status: for the client it is not there.
         if answer.status in (HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND):
             raise _not_found(_id(request))
         return answer
+
+    async def cancel_response(request: web.Request) -> web.Response:
+        _require_own(request)
+        return await ask_engines(request)
 
     add = app.router.add_route
     add("POST", CONTEXTS, register)
@@ -45,6 +51,7 @@ def add_routes(app: web.Application, ask_engines: Ask) -> None:
     add("GET", RESPONSE, show_response)
     add("DELETE", RESPONSE, delete_response)
     add("GET", f"{RESPONSE}/input_items", list_input_items)
+    add("POST", f"{RESPONSE}/cancel", cancel_response)
 
 
 async def register(request: web.Request) -> web.Response:
@@ -98,6 +105,16 @@ async def list_input_items(request: web.Request) -> web.Response:
 def _tenant(request: web.Request) -> str:
     headers = {name.lower(): value for name, value in request.headers.items()}
     return request.app[ROUTER].tenants.asking(headers).name
+
+
+def _require_own(request: web.Request) -> None:
+    """Raises BalancerError 404 if a tenant asks for an engine's response of another's.
+
+    Engines show and cancel theirs for whoever knows the id, as may who is no tenant.
+    """
+    tenant = _tenant(request)
+    if tenant and not request.app[KEPT].is_in_background(tenant, _id(request)):
+        raise _not_found(_id(request))
 
 
 def _id(request: web.Request) -> str:

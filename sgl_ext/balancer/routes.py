@@ -60,9 +60,6 @@ ANY_GET = (
 )
 ANY_POST = ("/v1/audio/transcriptions",)
 
-# The worker that has it: asked in turn until one knows.
-SOUGHT_POST = (f"{RESPONSE}/cancel",)
-
 # Every worker; the answer is each worker's own.
 FANNED_OUT = (
     "/flush_cache",

@@ -22,11 +22,18 @@ class Turn:
 
     previous: the id of the response that it continues, if any.
     keep: takes the complete response, if it is to be kept.
+    begin: takes the id of a response that has begun in the background of an engine.
     """
 
-    def __init__(self, previous: str | None, keep: Callable[[dict[str, Any]], None] | None) -> None:
+    def __init__(
+        self,
+        previous: str | None,
+        keep: Callable[[dict[str, Any]], None] | None,
+        begin: Callable[[str], None] | None = None,
+    ) -> None:
         self._previous = previous
         self._keep = keep
+        self._begin = begin
 
     def relayed(self, data: bytes) -> bytes:
         """Whole events of a stream. The response is kept before its last event goes out."""
@@ -49,4 +56,7 @@ class Turn:
             response["previous_response_id"] = self._previous
         if self._keep is not None and is_kept(response):
             self._keep(response)
+        elif self._begin is not None and isinstance(response.get("id"), str):
+            self._begin(response["id"])
+            self._begin = None
         return data if self._previous is None else orjson.dumps(document)

@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from sgl_ext.balancer.errors import Protocol
+from sgl_ext.balancer.errors import Protocol, status_of
 from sgl_ext.balancer.request_ids import id_line, new_request_id
 from sgl_ext.engine.error_shape import (
     INTERNAL,
@@ -25,14 +25,6 @@ from sgl_ext.engine.error_shape import (
 )
 
 _OWN_SHAPE = "/v1/systemone"  # SGLang documents another one there
-_STATUS = {
-    "invalid_request_error": 400,
-    "authentication_error": 401,
-    "permission_error": 403,
-    "not_found_error": 404,
-    "rate_limit_error": 429,
-    "overloaded_error": 503,
-}
 _WRONG_TYPE = "body: a field has a value of a type that it cannot have"
 _LAID_ASIDE = (b"content-length", b"content-type", b"transfer-encoding")
 
@@ -158,7 +150,7 @@ class _Answer:
 
 def _event_error(data: bytes) -> EngineError:
     error = orjson.loads(data.partition(b"\ndata: ")[2])["error"]
-    status = _STATUS.get(error["type"], 500)
+    status = status_of(error["type"])
     return EngineError(status, scrubbed(status, error["message"]))
 
 

@@ -166,8 +166,6 @@ async def test_tenants_may_ask_for_what_is_theirs(start: Start, some_keys: Keys)
         ("DELETE", "/v1/prefill?session=s"),
         ("GET", "/v1/pins"),
         ("DELETE", "/v1/pins?session=s"),
-        ("GET", "/v1/responses/resp_1"),
-        ("POST", "/v1/responses/resp_1/cancel"),
     ):
         assert await status(client, method, path, **bearer(some_keys.alice), **FORGED) == 200, path
         if path != "/v1/pins":

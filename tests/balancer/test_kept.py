@@ -241,6 +241,33 @@ async def test_an_engines_own_response_is_still_found(start: Start) -> None:
     assert (await without.get(f"{PATH}/resp_background")).status == 404
 
 
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+async def test_what_an_engine_does_in_the_background_is_its_tenants(
+    start: Start, is_streamed: bool
+) -> None:
+    engine = Answering(status="in_progress")
+    reached = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if request.path == PATH:
+            return await engine.answer(request)
+        reached.append((request.method, request.path))
+        return web.json_response({"id": engine.ids[0]})
+
+    client = await start(Engine("a", answer))
+    body = {"model": "m", "input": "One", "background": True, "stream": is_streamed}
+    await (await client.post(PATH, json=body, headers={"x-tenant-id": "a"})).read()
+    paths = (("GET", f"{PATH}/{engine.ids[0]}"), ("POST", f"{PATH}/{engine.ids[0]}/cancel"))
+    for method, path in paths:
+        refused = await client.request(method, path, headers={"x-tenant-id": "b"})
+        assert refused.status == 404
+        assert engine.ids[0] in (await refused.json())["error"]["message"]
+        assert reached == []
+        for headers in ({"x-tenant-id": "a"}, {}):
+            assert (await client.request(method, path, headers=headers)).status == 200
+            assert reached.pop() == (method, path)
+
+
 async def test_with_no_store_ids_go_to_the_engines(start: Start) -> None:
     engine = Answering()
     client = await start(engine.engine(), store_limit_bytes=0)

@@ -14,6 +14,7 @@ import pytest
 import requests
 
 from bench._node import free_port
+from sgl_ext import keys
 from tests.waiting import until
 
 COUNT = 3
@@ -32,12 +33,20 @@ def process(*command: str) -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.fixture
 def balancer() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    with serving() as started:
+        yield started
+
+
+@contextmanager
+def serving(*flags: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """A balancer of several processes before one worker that answers at once."""
     worker, port = free_port(), free_port()
     serve = ("-m", "sgl_ext.balancer.serve", "--port", str(port), "--processes", str(COUNT))
     with (
         process("-m", "bench._responder", str(worker)),
-        process(*serve, "--drain-s", "1", "--worker", f"http://127.0.0.1:{worker}") as running,
+        process(
+            *serve, "--drain-s", "1", "--worker", f"http://127.0.0.1:{worker}", *flags
+        ) as running,
     ):
         url = f"http://127.0.0.1:{port}"
         until(lambda: len(psutil.Process(running.pid).children()) == COUNT)
@@ -45,10 +54,10 @@ def balancer() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
         yield url, running
 
 
-def status(url: str, path: str = "/health") -> int:
+def status(url: str, path: str = "/health", key: str = "") -> int:
     """An answer's status on a connection of its own, which any of the processes may take."""
     try:
-        return requests.get(url + path, timeout=10).status_code
+        return requests.get(url + path, headers={"x-api-key": key}, timeout=10).status_code
     except requests.ConnectionError:
         return 0
 
@@ -89,6 +98,42 @@ def test_what_one_keeps_all_know(balancer: tuple[str, subprocess.Popen[bytes]]) 
     assert all(status(url, path) == 200 for _ in range(12))
     assert requests.delete(url + path, timeout=10).status_code == 200
     assert all(status(url, path) == 404 for _ in range(12))
+
+
+def test_what_a_tenant_may_and_has_is_the_same_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(f"[tenants.slow]\nrequests_per_minute = {COUNT}\n")
+    (alice, _), (bob, name), (slow, _) = (
+        keys.add_key(path, tenant) for tenant in ("alice", "bob", "slow")
+    )
+
+    def seen(path: str, key: str = "") -> set[int]:
+        return {status(url, path, key) for _ in range(12)}
+
+    with serving("--keys", str(path)) as (url, _):
+        blocks = [{"id": "rules", "layer": "stable", "content": "Be brief."}]
+        headers = {"x-api-key": alice}
+        kept = requests.post(
+            url + "/v1/contexts", json={"blocks": blocks}, headers=headers, timeout=10
+        ).json()
+        context = f"/v1/contexts/{kept['context_id']}"
+        assert seen(context, alice) == {200}
+        assert seen(context, bob) == {404}
+        assert seen(context) == {401}
+        assert seen("/sgl_ext/workers", alice) == {403}
+
+        headers = {"x-api-key": slow}
+        answers = [
+            requests.post(url + "/v1/chat/completions", json=BODY, headers=headers, timeout=10)
+            for _ in range(20)
+        ]
+        let_in = [answer.status_code for answer in answers].count(200)
+        assert 1 <= let_in <= COUNT, "each process has its part of a limit"
+        assert {answer.status_code for answer in answers} == {200, 429}
+
+        keys.revoke_key(path, name)
+        until(lambda: seen(context, bob) == {401})
+        assert seen(context, alice) == {200}
 
 
 def test_one_that_is_killed_is_replaced(balancer: tuple[str, subprocess.Popen[bytes]]) -> None:
