@@ -61,6 +61,7 @@ _MANAGERS = "sglang.srt.managers"
 _CHAT = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
 _RESPONSES = "sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses"
 _MESSAGES = "sglang.srt.entrypoints.openai.protocol"
+_CALLS = "sglang.srt.function_call.function_call_parser.FunctionCallParser"
 _ANTHROPIC = "sglang.srt.entrypoints.anthropic.serving"
 
 HOOKS = (
@@ -103,6 +104,8 @@ HOOKS = (
         "AROUND",
         calls.parse_piece,
     ),
+    Hook(f"{_CALLS}.parse_stream_chunk", "AROUND", calls.hold_space),
+    Hook(f"{_CALLS}.parse_stream_end", "AROUND", calls.release_space),
     Hook(f"{_CHAT}._generate_chat_stream", "AROUND", endings.watch_stream),
     Hook(f"{_RESPONSES}.create_responses", "AROUND", translation.name_namespaces),
     Hook(

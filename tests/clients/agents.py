@@ -31,7 +31,7 @@ def assert_read_from_cache(turns: Sequence[Turn], *, requests: int) -> None:
 class Project:
     """A folder that Claude Code works in, and the home of the person who works there.
 
-    `extra` is laid over the body of every request.
+    `extra` is laid over the body of every request, and `key` is sent as Anthropic's.
     """
 
     claude: Path
@@ -40,6 +40,7 @@ class Project:
     folder: Path
     extra: Mapping[str, Any] = field(default_factory=dict)
     output_tokens: int = 64
+    key: str = "any"
 
     def run(self, prompt: str, *flags: str, **extra: Any) -> list[dict[str, Any]]:
         """Runs `claude -p`, and returns the events of its session; the last one is the result."""
@@ -48,7 +49,7 @@ class Project:
             "PATH": os.environ["PATH"],
             "HOME": str(self.home),
             "ANTHROPIC_BASE_URL": self.url,
-            "ANTHROPIC_API_KEY": "any",
+            "ANTHROPIC_API_KEY": self.key,
             "DISABLE_TELEMETRY": "1",
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
             "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(self.output_tokens),
@@ -100,6 +101,7 @@ check_for_update_on_startup = false
 name = "sgl-ext"
 base_url = "{url}/v1"
 wire_api = "responses"
+env_key = "SGL_EXT_KEY"
 
 [analytics]
 enabled = false
@@ -109,11 +111,20 @@ enabled = false
 class Person:
     """Someone with a home, where Codex's configuration is, and a folder for each project.
 
-    `settings` are lines of that configuration.
+    `settings` are lines of that configuration; `key` is sent as OpenAI's.
     """
 
-    def __init__(self, codex: Path, url: str, model: str, home: Path, settings: str = "") -> None:
+    def __init__(
+        self,
+        codex: Path,
+        url: str,
+        model: str,
+        home: Path,
+        settings: str = "",
+        key: str = "any",
+    ) -> None:
         self._codex = codex
+        self._key = key
         self.home = home
         (home / ".codex").mkdir()
         config = _CODEX_CONFIG.format(model=json.dumps(model), url=url, settings=settings)
@@ -124,7 +135,11 @@ class Person:
         folder = self.home / project
         folder.mkdir(exist_ok=True)
         flags = ["--strict-config", "--skip-git-repo-check", "--json"]
-        environment = {"PATH": os.environ["PATH"], "HOME": str(self.home)}
+        environment = {
+            "PATH": os.environ["PATH"],
+            "HOME": str(self.home),
+            "SGL_EXT_KEY": self._key,
+        }
         output = _run([str(self._codex), "exec", *flags, *words], environment, folder)
         return [json.loads(line) for line in output.splitlines()]
 

@@ -19,7 +19,8 @@ import openai
 import pytest
 import requests
 
-from bench._node import ROOT, Node, running_node
+from bench._node import FORKING, ROOT, Node, running_node
+from sgl_ext import keys
 from tests.clients import scripts
 
 _CACHE = ROOT / ".models" / "npm"
@@ -62,8 +63,8 @@ def served_model(node: Node) -> str:
 
 @pytest.fixture(scope="session")
 def homes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The homes of three people, each with a greeting to be mended in its folder `project`."""
-    found = {name: tmp_path_factory.mktemp(name) for name in ("Ann", "Bob", "Cleo")}
+    """The homes of four people, each with a greeting to be mended in its folder `project`."""
+    found = {name: tmp_path_factory.mktemp(name) for name in ("Ann", "Bob", "Cleo", "Dan")}
     for home in found.values():
         _greeting(home).parent.mkdir()
         _greeting(home).write_text(scripts.OLD)
@@ -71,33 +72,56 @@ def homes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
+def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of keys of the scripted node, on which `root` is an admin."""
+    path = tmp_path_factory.mktemp("keys") / "keys.toml"
+    path.write_text("[tenants.root]\nadmin = true\n")
+    return path
+
+
+@pytest.fixture(scope="session")
+def api_keys(keys_file: Path) -> dict[str, str]:
+    """A key of each tenant of the scripted node: the people, one who has no home, and others."""
+    tenants = ("Ann", "Bob", "Cleo", "Dan", "Eve", "sdks", "root")
+    return {tenant: keys.add_key(keys_file, tenant)[0] for tenant in tenants}
+
+
+@pytest.fixture(scope="session")
 def scripted(
-    tiny_model: Path, homes: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+    tiny_model: Path,
+    homes: dict[str, Path],
+    keys_file: Path,
+    api_keys: dict[str, str],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Node]:
-    """Two real engines behind a balancer, which answer by `tests/clients/scripts.py`."""
+    """Two real engines, which answer by `tests/clients/scripts.py`, behind a balancer that
+    wants one of `api_keys`."""
     folder = tmp_path_factory.mktemp("scripted")
     lines = [
         *scripts.for_claude_code("Ann", _greeting(homes["Ann"])),
         *scripts.for_claude_code("Bob", _greeting(homes["Bob"])),
         *scripts.for_codex("Cleo", _greeting(homes["Cleo"])),
+        *scripts.for_codex("Dan", _greeting(homes["Dan"])),
         *scripts.for_sdks(),
+        *scripts.for_odd_calls(),
     ]
     script = folder / "script.jsonl"
     script.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    environment = {"SGL_EXT_CPU_SCRIPT": str(script)}
-    flags = ("--instances", "2")
+    environment = {**FORKING, "SGL_EXT_CPU_SCRIPT": str(script)}
+    flags = ("--instances", "2", "--keys", str(keys_file))
     with running_node(tiny_model, folder / "logs", *flags, environment=environment) as started:
         yield started
 
 
 @pytest.fixture(scope="session")
-def scripted_model(scripted: Node) -> str:
+def scripted_model(scripted: Node, api_keys: dict[str, str]) -> str:
     """The same of the scripted engines."""
-    return _served_model(scripted)
+    return _served_model(scripted, api_keys["sdks"])
 
 
-def _served_model(node: Node) -> str:
-    models = requests.get(f"{node.url}/v1/models", timeout=30).json()["data"]
+def _served_model(node: Node, key: str = "any") -> str:
+    headers = {"x-api-key": key}
+    models = requests.get(f"{node.url}/v1/models", headers=headers, timeout=30).json()["data"]
     return str(models[0]["id"])
 
 

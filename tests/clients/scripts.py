@@ -77,5 +77,17 @@ def for_sdks() -> list[dict[str, Any]]:
     )
 
 
+ODD_PROMPT = "Find out which colour the balancer has. " + "Take your time. " * 20
+ODD_WORD = "I will look."
+ODD_CALLS = [READ, ("paint", {"colour": 'naïve "blue"\n'}), ("search", {"text": "colour"})]
+
+
+def for_odd_calls() -> list[dict[str, Any]]:
+    """Words, and calls of tools; nobody declares the second one."""
+    calls = [{"name": name, "arguments": arguments} for name, arguments in ODD_CALLS]
+    said = {"thinking": SDK_THOUGHT, "text": ODD_WORD}
+    return _lines(ODD_PROMPT, {**said, "tool_calls": calls}, said)
+
+
 def _lines(after: str, *answers: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"after": after, **answer} for answer in answers]

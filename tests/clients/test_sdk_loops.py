@@ -31,14 +31,16 @@ is_streamed = pytest.mark.parametrize("is_streamed", [False, True], ids=["whole"
 
 
 @pytest.fixture(scope="module")
-def claude(scripted: Node) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=scripted.url, api_key="any", max_retries=0) as client:
+def claude(scripted: Node, api_keys: dict[str, str]) -> Iterator[anthropic.Anthropic]:
+    key = api_keys["sdks"]
+    with anthropic.Anthropic(base_url=scripted.url, api_key=key, max_retries=0) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def gpt(scripted: Node) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{scripted.url}/v1", api_key="any", max_retries=0) as client:
+def gpt(scripted: Node, api_keys: dict[str, str]) -> Iterator[openai.OpenAI]:
+    key, url = api_keys["sdks"], f"{scripted.url}/v1"
+    with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
         yield client
 
 

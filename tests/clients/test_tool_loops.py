@@ -1,65 +1,112 @@
 """The agents use their own tools, through whole loops: a model by script, all else real.
 
-Two people let Claude Code mend a file at the same time, each in a home of their own, and a
-third one lets Codex do it.
+Each of them is a tenant with a key, in a home with a file to be mended. Two let Claude Code
+mend theirs at the same time, and two let Codex. Then Eve sends what Ann has sent, from her home,
+while Bob sends once more what he has sent himself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import requests
 
 from bench._node import Node
 from tests.clients.agents import (
     Person,
     Project,
+    Turn,
     answers,
     assert_read_from_cache,
     claude_turns,
     completed,
 )
-from tests.clients.scripts import NEW, asked, mended
+from tests.clients.scripts import NEW, OLD, asked, mended
 
 pytestmark = [pytest.mark.engine, pytest.mark.npm]
 
-_TWO = ("Ann", "Bob")
+_CLAUDE_CODE, _CODEX = ("Ann", "Bob"), ("Cleo", "Dan")
 _Events = Sequence[dict[str, Any]]
 
 
+class Session(NamedTuple):
+    """What a client went through: its events, and its requests."""
+
+    events: _Events
+    turns: list[Turn]
+
+
 @pytest.fixture(scope="module")
-def sessions(scripted: Node, claude_code: Path, homes: dict[str, Path]) -> dict[str, _Events]:
-    """What Claude Code went through for two people at once."""
+def fresh(scripted: Node, api_keys: dict[str, str]) -> Node:
+    """The scripted node, with nothing in its caches."""
+    headers = {"x-api-key": api_keys["root"]}
+    requests.post(f"{scripted.url}/flush_cache", headers=headers, timeout=60).raise_for_status()
+    return scripted
 
-    def mend(name: str) -> _Events:
-        home = homes[name]
-        project = Project(claude_code, scripted.url, home, home / "project", output_tokens=400)
-        return project.run(asked(name), "--permission-mode", "acceptEdits")
 
-    scripted.flush()
+@pytest.fixture(scope="module")
+def mend(
+    fresh: Node, claude_code: Path, homes: dict[str, Path], api_keys: dict[str, str]
+) -> Callable[[str, str], Session]:
+    """Lets Claude Code mend the file in somebody's home, with a tenant's key."""
+
+    def run(name: str, tenant: str) -> Session:
+        home, key = homes[name], api_keys[tenant]
+        folder = home / "project"
+        (folder / "hello.py").write_text(OLD)
+        project = Project(claude_code, fresh.url, home, folder, output_tokens=400, key=key)
+        events = project.run(asked(name), "--permission-mode", "acceptEdits")
+        assert (folder / "hello.py").read_text() == NEW
+        return Session(events, claude_turns(events))
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def sessions(mend: Callable[[str, str], Session]) -> dict[str, Session]:
+    """Two tenants at once."""
     with ThreadPoolExecutor() as threads:
-        return dict(zip(_TWO, threads.map(mend, _TWO), strict=True))
+        return dict(zip(_CLAUDE_CODE, threads.map(mend, _CLAUDE_CODE, _CLAUDE_CODE), strict=True))
 
 
-@pytest.mark.parametrize("name", _TWO)
-def test_claude_code_mends_each_persons_own_file(
-    sessions: dict[str, _Events], homes: dict[str, Path], name: str
-) -> None:
-    assert (homes[name] / "project" / "hello.py").read_text() == NEW
-    result = sessions[name][-1]
+@pytest.fixture(scope="module")
+def codex_sessions(
+    fresh: Node,
+    codex: Path,
+    scripted_model: str,
+    homes: dict[str, Path],
+    api_keys: dict[str, str],
+) -> dict[str, Session]:
+    """Two tenants at once."""
+    # A sandbox of its own is more than a container may have.
+    settings = 'sandbox_mode = "danger-full-access"'
+
+    def run(name: str) -> Session:
+        home, key = homes[name], api_keys[name]
+        person = Person(codex, fresh.url, scripted_model, home, settings, key)
+        return Session(person.run("project", asked(name)), person.turns())
+
+    with ThreadPoolExecutor() as threads:
+        return dict(zip(_CODEX, threads.map(run, _CODEX), strict=True))
+
+
+@pytest.mark.parametrize("name", _CLAUDE_CODE)
+def test_claude_code_mends_each_tenants_own_file(sessions: dict[str, Session], name: str) -> None:
+    result = sessions[name].events[-1]
     assert result["result"].strip() == mended(name)
     assert result["num_turns"] == 3
     assert result["stop_reason"] == "end_turn"
 
 
-@pytest.mark.parametrize("name", _TWO)
+@pytest.mark.parametrize("name", _CLAUDE_CODE)
 def test_claude_code_is_told_thoughts_and_calls(
-    sessions: dict[str, _Events], homes: dict[str, Path], name: str
+    sessions: dict[str, Session], homes: dict[str, Path], name: str
 ) -> None:
-    blocks = answers(sessions[name])
+    blocks = answers(sessions[name].events)
     thoughts = [block["thinking"].strip() for block in blocks if block["type"] == "thinking"]
     assert thoughts[0] == "The file comes first."
     assert blocks[-1]["text"].strip() == mended(name)
@@ -72,31 +119,48 @@ def test_claude_code_is_told_thoughts_and_calls(
     assert edit["input"].items() >= change.items()
 
 
-@pytest.mark.parametrize("name", _TWO)
+@pytest.mark.parametrize("name", _CLAUDE_CODE)
 def test_each_turn_of_claude_code_reads_the_one_before_it_from_the_cache(
-    sessions: dict[str, _Events], name: str
+    sessions: dict[str, Session], name: str
 ) -> None:
-    turns = claude_turns(sessions[name])
+    turns = sessions[name].turns
     assert_read_from_cache(turns, requests=3)
     assert turns[0].prompt_tokens > 20_000
+    assert turns[0].cached_tokens == 0
 
 
-def test_codex_mends_a_file(
-    scripted: Node, codex: Path, scripted_model: str, homes: dict[str, Path]
+def test_a_tenant_reads_what_it_has_sent_and_nothing_that_another_has(
+    sessions: dict[str, Session], mend: Callable[[str, str], Session]
 ) -> None:
-    home = homes["Cleo"]
-    # A sandbox of its own is more than a container may have.
-    settings = 'sandbox_mode = "danger-full-access"'
-    person = Person(codex, scripted.url, scripted_model, home, settings)
-    events = person.run("project", asked("Cleo"))
+    with ThreadPoolExecutor() as threads:
+        eve, bob = threads.map(mend, _CLAUDE_CODE, ("Eve", "Bob"))
+    for again, name in ((eve, "Ann"), (bob, "Bob")):
+        assert_read_from_cache(again.turns, requests=3)
+        assert again.turns[0].prompt_tokens == sessions[name].turns[0].prompt_tokens
+    assert eve.turns[0].cached_tokens == 0
+    assert bob.turns[0].cached_tokens >= 0.9 * bob.turns[0].prompt_tokens
 
-    assert (home / "project" / "hello.py").read_text() == NEW
+
+@pytest.mark.parametrize("name", _CODEX)
+def test_codex_mends_each_tenants_own_file(
+    codex_sessions: dict[str, Session], homes: dict[str, Path], name: str
+) -> None:
+    assert (homes[name] / "project" / "hello.py").read_text() == NEW
+    events = codex_sessions[name].events
     (command,) = completed(events, "command_execution")
-    assert (command["aggregated_output"], command["exit_code"]) == ("print('hello')\n", 0)
+    assert (command["aggregated_output"], command["exit_code"]) == (OLD, 0)
     (change,) = completed(events, "file_change")
     assert change["status"] == "completed"
     assert completed(events, "reasoning")[0]["text"].strip() == "The file comes first."
-    assert completed(events, "agent_message")[-1]["text"].strip() == mended("Cleo")
-    turns = person.turns()
+    assert completed(events, "agent_message")[-1]["text"].strip() == mended(name)
+
+
+@pytest.mark.parametrize("name", _CODEX)
+def test_each_turn_of_codex_reads_its_own_tenants_cache_alone(
+    codex_sessions: dict[str, Session], name: str
+) -> None:
+    """Codex names the home behind its instructions and tools: those are the same for both."""
+    turns = codex_sessions[name].turns
     assert_read_from_cache(turns, requests=3)
     assert turns[0].prompt_tokens > 5_000
+    assert turns[0].cached_tokens == 0

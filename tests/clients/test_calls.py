@@ -1,0 +1,129 @@
+"""What a model says and calls is the same whether it is streamed or whole, in every protocol.
+
+A tool that nobody declared is called like any other: it is for the client to say so, and for the
+model to do better.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from bench._node import Node
+from tests.clients.scripts import ODD_CALLS, ODD_PROMPT, ODD_WORD
+
+pytestmark = pytest.mark.engine
+
+_SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}}
+_DECLARED = ("read_file", "search")
+_SAID_AND_CALLED = [ODD_WORD, *ODD_CALLS]
+
+
+@pytest.fixture
+def key(api_keys: dict[str, str]) -> str:
+    return api_keys["sdks"]
+
+
+def whole(node: Node, key: str, path: str, body: dict[str, Any]) -> Any:
+    answer = node.post(path, body, headers={"x-api-key": key})
+    answer.raise_for_status()
+    return answer.json()
+
+
+def events(node: Node, key: str, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The events of a stream."""
+    body = {**body, "stream": True}
+    with node.post(path, body, headers={"x-api-key": key}, stream=True) as answer:
+        answer.raise_for_status()
+        for line in answer.iter_lines():
+            if line.startswith(b"data: {"):
+                yield json.loads(line[6:])
+
+
+def of_messages(content: list[dict[str, Any]]) -> list[Any]:
+    """What is said, and called, in order."""
+    return [
+        (block["name"], block["input"]) if block["type"] == "tool_use" else block["text"].lstrip()
+        for block in content
+        if block["type"] != "thinking"
+    ]
+
+
+def test_messages(scripted: Node, key: str) -> None:
+    body = {
+        "model": "tiny",
+        "max_tokens": 300,
+        "thinking": {"type": "adaptive"},
+        "tools": [{"name": name, "input_schema": _SCHEMA} for name in _DECLARED],
+        "messages": [{"role": "user", "content": ODD_PROMPT}],
+    }
+    answer = whole(scripted, key, "/v1/messages", body)
+    assert of_messages(answer["content"]) == _SAID_AND_CALLED
+    assert answer["stop_reason"] == "tool_use"
+
+    content: list[dict[str, Any]] = []
+    for event in events(scripted, key, "/v1/messages", body):
+        if event["type"] == "content_block_start":
+            content.append(event["content_block"] | {"partial_json": ""})
+        elif event["type"] == "content_block_delta":
+            (field,) = event["delta"].keys() - {"type"}
+            content[-1][field] += event["delta"][field]
+        elif event["type"] == "message_delta":
+            assert event["delta"]["stop_reason"] == "tool_use"
+    for block in content:
+        if block["type"] == "tool_use":
+            block["input"] = json.loads(block["partial_json"])
+    assert of_messages(content) == _SAID_AND_CALLED
+
+
+def test_chat_completions(scripted: Node, key: str) -> None:
+    functions = [{"name": name, "parameters": _SCHEMA} for name in _DECLARED]
+    body = {
+        "model": "tiny",
+        "max_tokens": 300,
+        "tools": [{"type": "function", "function": function} for function in functions],
+        "messages": [{"role": "user", "content": ODD_PROMPT}],
+    }
+    (choice,) = whole(scripted, key, "/v1/chat/completions", body)["choices"]
+    assert choice["message"]["content"] == ODD_WORD
+    made = [call["function"] for call in choice["message"]["tool_calls"]]
+    assert [(call["name"], json.loads(call["arguments"])) for call in made] == ODD_CALLS
+
+    said, names, arguments = "", dict[int, str](), dict[int, str]()
+    for event in events(scripted, key, "/v1/chat/completions", body):
+        delta = event["choices"][0]["delta"]
+        said += delta.get("content") or ""
+        for call in delta.get("tool_calls") or ():
+            part, index = call["function"], call["index"]
+            names[index] = names.get(index) or part["name"]
+            arguments[index] = arguments.get(index, "") + part["arguments"]
+    assert said.lstrip() == ODD_WORD
+    assert [(names[n], json.loads(arguments[n])) for n in sorted(names)] == ODD_CALLS
+
+
+def of_response(output: list[dict[str, Any]]) -> list[Any]:
+    """What is said, and called, in order."""
+    return [
+        (item["name"], json.loads(item["arguments"]))
+        if item["type"] == "function_call"
+        else item["content"][0]["text"].lstrip()
+        for item in output
+        if item["type"] != "reasoning"
+    ]
+
+
+def test_responses(scripted: Node, scripted_model: str, key: str) -> None:
+    body = {
+        "model": scripted_model,
+        "max_output_tokens": 300,
+        "tools": [{"type": "function", "name": n, "parameters": _SCHEMA} for n in _DECLARED],
+        "input": ODD_PROMPT,
+        "store": False,
+    }
+    answer = whole(scripted, key, "/v1/responses", body)
+    assert of_response(answer["output"]) == _SAID_AND_CALLED
+    *_, last = events(scripted, key, "/v1/responses", body)
+    assert of_response(last["response"]["output"]) == _SAID_AND_CALLED
