@@ -1,0 +1,147 @@
+"""Can one tenant tell by the time to its first token whether another has sent a prefix?
+
+On one real engine behind a balancer with keys, a round is four prompts of the same length, each
+with a question of its own behind a long prefix:
+
+    a_cold   tenant A, a prefix that nobody has sent
+    a_warm   A once more, on the same prefix: what a cache hit looks like
+    b_on_a   tenant B, on that prefix of A's
+    b_cold   B, a prefix that nobody has sent
+
+The last two take turns in which comes first. The peer is SGLang's own behaviour, one name space
+for all: a second node with `--tenant-isolation off`, in the same run. Figures are TTFTs; what is
+reported are medians, of ratios within a round, and how often an attacker's guess would be right:
+the share of all pairs of B's requests in which that on A's prefix was the faster one. By chance
+it is 0.5.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from bench._node import Node, local_model, running_node
+from sgl_ext import keys
+
+PREFIX_WORDS = 4_000
+_ARMS = ("a_cold", "a_warm", "b_on_a", "b_cold")
+_WORDS = ("the", "agent", "reads", "a", "file", "and", "writes", "what", "it", "found")
+
+
+@dataclass
+class Arm:
+    """What one arm saw: TTFTs in milliseconds and cached prompt tokens, one a round."""
+
+    ttft_ms: list[float] = field(default_factory=list)
+    cached_tokens: list[int] = field(default_factory=list)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument(
+        "--model", type=Path, help="a model directory (default: the local bench one)"
+    )
+    parser.add_argument("--rounds", type=int)
+    options = parser.parse_args()
+    rounds = options.rounds or (30 if options.quick else 120)
+    model = options.model or local_model("bench")
+    isolated, shared = (probe(model, rounds, isolation) for isolation in ("auto", "off"))
+    print(json.dumps({"bench": "tenant_probe", "rounds": rounds, **isolated, "peer": shared}))
+
+
+def probe(model: Path, rounds: int, isolation: str) -> dict[str, Any]:
+    """The figures of a node with this isolation of tenants."""
+    with tempfile.TemporaryDirectory(prefix="sgl-ext-bench-") as folder:
+        path = Path(folder) / "keys.toml"
+        a, b = (keys.add_key(path, tenant)[0] for tenant in ("a", "b"))
+        flags = ("--keys", str(path), "--tenant-isolation", isolation)
+        with running_node(model, Path(folder) / "logs", *flags) as node:
+            return {"isolation": isolation, **measure(node, a, b, rounds)}
+
+
+def measure(node: Node, a: str, b: str, rounds: int) -> dict[str, Any]:
+    """Runs the rounds with the keys of two tenants, and returns their figures."""
+    arms = {name: Arm() for name in _ARMS}
+    for key in (a, b):  # what is slow once is not for a tenant to bear
+        ask(node, key, prefix("warm-up"))
+    for number in range(rounds):
+        of_a, unseen = prefix(f"a {number}"), prefix(f"b {number}")
+        asked = [("a_cold", a, of_a), ("a_warm", a, of_a)]
+        probes = [("b_on_a", b, of_a), ("b_cold", b, unseen)]
+        for name, key, text in asked + (probes if number % 2 else probes[::-1]):
+            ttft_ms, usage = ask(node, key, text)
+            arms[name].ttft_ms.append(ttft_ms)
+            arms[name].cached_tokens.append(usage.get("cache_read_input_tokens") or 0)
+    a_cold, a_warm, b_on_a, b_cold = (arms[name].ttft_ms for name in _ARMS)
+    return {
+        "prompt_tokens": usage["input_tokens"] + arms[name].cached_tokens[-1],
+        "b_on_a_over_cold": median_ratio(b_on_a, b_cold),
+        "warm_over_cold": median_ratio(a_warm, a_cold),
+        "b_on_a_is_faster": round(share_of_faster(b_on_a, b_cold), 3),
+        **{f"cached_tokens_{name}": max(arm.cached_tokens) for name, arm in arms.items()},
+        **{f"{name}_ms": round(statistics.median(arm.ttft_ms), 1) for name, arm in arms.items()},
+    }
+
+
+def median_ratio(of: list[float], to: list[float]) -> float:
+    """The median of the ratios within each round."""
+    return round(statistics.median(x / y for x, y in zip(of, to, strict=True)), 3)
+
+
+def share_of_faster(of: list[float], than: list[float]) -> float:
+    """Of all pairs, in how many the first is less: the area under an attacker's ROC curve."""
+    pairs = list(product(of, than))
+    return sum(x < y for x, y in pairs) / len(pairs)
+
+
+def prefix(seed: str) -> str:
+    """A text of its own, as long as every other: the same words in another order."""
+    words = list(_WORDS) * (PREFIX_WORDS // len(_WORDS))
+    random.Random(seed).shuffle(words)
+    return " ".join(words)
+
+
+def ask(node: Node, key: str, text: str) -> tuple[float, dict[str, Any]]:
+    """One streamed answer: milliseconds to its first token, and its usage."""
+    question = f"Question {random.randrange(10**9)}: what now?"
+    body: dict[str, Any] = {
+        "model": "bench",
+        "max_tokens": 2,
+        "temperature": 0,
+        "stream": True,
+        "system": [{"type": "text", "text": text}],
+        "messages": [{"role": "user", "content": question}],
+    }
+    headers = {"authorization": f"Bearer {key}"}
+    started = time.perf_counter()
+    ttft_ms, usage = 0.0, {}
+    with requests.post(
+        f"{node.url}/v1/messages", json=body, headers=headers, stream=True, timeout=600
+    ) as answer:
+        answer.raise_for_status()
+        for line in answer.iter_lines():
+            if not line.startswith(b"data: "):
+                continue
+            event = json.loads(line[6:])
+            if event["type"] == "error":
+                raise RuntimeError(event["error"]["message"])
+            if event["type"] == "message_start":
+                usage = event["message"]["usage"]
+            elif event["type"] == "content_block_start" and not ttft_ms:
+                ttft_ms = (time.perf_counter() - started) * 1000
+    return ttft_ms, usage
+
+
+if __name__ == "__main__":
+    main()
