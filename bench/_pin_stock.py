@@ -1,11 +1,11 @@
-"""SGLang as it is, for bench/pin_flood: an engine without the plugin, started as ours are."""
+"""SGLang as it is, for benches: an engine without the plugin, started as ours are."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,9 +24,12 @@ _START_TIMEOUT_S = 600.0
 
 
 @contextmanager
-def stock_engine(model: Path, log_dir: Path, *flags: str) -> Iterator[Node]:
+def stock_engine(
+    model: Path, log_dir: Path, *flags: str, environment: Mapping[str, str] | None = None
+) -> Iterator[Node]:
     """Starts it with the configuration and the flags that our engines get, and ends it.
 
+    `environment` adds to this process's variables.
     Raises RuntimeError with the end of its log if it does not come up.
     """
     config = launch_config(
@@ -35,7 +38,7 @@ def stock_engine(model: Path, log_dir: Path, *flags: str) -> Iterator[Node]:
     found, port = find_hardware(), free_port()
     command = engine_command(config, port)
     command[command.index("-m") + 1] = "sglang.launch_server"
-    environment = os.environ | engine_environment(config, found, 0) | {"SGLANG_PLUGINS": "none"}
+    own = engine_environment(config, found, 0) | {"SGLANG_PLUGINS": "none"}
     log_dir.mkdir(parents=True, exist_ok=True)
     log = log_dir / "engine.log"
     with log.open("w") as file:
@@ -45,7 +48,7 @@ def stock_engine(model: Path, log_dir: Path, *flags: str) -> Iterator[Node]:
             stderr=subprocess.STDOUT,
             text=True,
             cwd=ROOT,
-            env=environment,
+            env={**os.environ, **own, **(environment or {})},
         )
     url = f"http://127.0.0.1:{port}"
     try:

@@ -1,0 +1,121 @@
+"""What bench/warm_turn sends: an agent's chat that grows."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import requests
+
+from bench._node import Node
+from bench._pin_load import Texts
+
+MESSAGES, CHAT = "/v1/messages", "/v1/chat/completions"
+_SYSTEM_TOKENS, _TOOLS, _TOOL_TOKENS = 1000, 20, 70
+_RESULT_TOKENS = 700
+_MARK = {"cache_control": {"type": "ephemeral"}}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A request as its client saw it: moments of the clock that processes share, and tokens."""
+
+    begin_ns: int
+    first_ns: int
+    prompt_tokens: int
+    cached_tokens: int
+
+    @property
+    def ttft_ms(self) -> float:
+        return (self.first_ns - self.begin_ns) / 1e6
+
+
+@dataclass
+class Conversation:
+    """One chat, in the shape in which Claude Code sends it."""
+
+    name: str
+    texts: Texts
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    turns: int = 0
+    tokens: int = _SYSTEM_TOKENS + _TOOLS * _TOOL_TOKENS
+
+    def __post_init__(self) -> None:
+        self.messages.append({"role": "user", "content": "Please tidy up this project."})
+
+    def grow_to(self, tokens: int) -> None:
+        """Appends turns until the prompt has about so many tokens."""
+        while self.tokens < tokens:
+            self.next_turn(_RESULT_TOKENS)
+
+    def next_turn(self, result_tokens: int) -> None:
+        """One tool's call and its result of about so many tokens."""
+        self.turns += 1
+        call = f"toolu_{self.turns:06}"
+        path = {"path": f"src/module_{self.turns}.py"}
+        use = {"type": "tool_use", "id": call, "name": "Tool3", "input": path}
+        said = {"type": "text", "text": "Now the next file."}
+        text = self.texts.fresh(f"{self.name}, result {self.turns}", result_tokens)
+        result = {"type": "tool_result", "tool_use_id": call, "content": text}
+        self.messages.append({"role": "assistant", "content": [said, use]})
+        self.messages.append({"role": "user", "content": [result]})
+        self.tokens += result_tokens + 50
+
+    def short_turn(self) -> None:
+        """A word of each side."""
+        self.messages.append({"role": "assistant", "content": "Done."})
+        self.messages.append({"role": "user", "content": "Go on."})
+
+    def correct(self, tokens: int) -> None:
+        """Says how many tokens the prompt really has."""
+        self.tokens = tokens
+
+    def body(self) -> dict[str, Any]:
+        """The request of `/v1/messages`, streamed, of two tokens."""
+        *earlier, last = self.messages
+        content = last["content"]
+        if isinstance(content, str):
+            content = [{"type": "text", "text": content}]
+        last = {**last, "content": [*content[:-1], {**content[-1], **_MARK}]}
+        system = self.texts.fresh(f"{self.name}, system", _SYSTEM_TOKENS)
+        tools = [
+            {
+                "name": f"Tool{number}",
+                "description": self.texts.fresh(f"tool {number}", _TOOL_TOKENS),
+                "input_schema": {"type": "object", "properties": {"path": {"type": "string"}}},
+            }
+            for number in range(_TOOLS)
+        ]
+        return {
+            "model": "bench",
+            "max_tokens": 2,
+            "temperature": 0,
+            "stream": True,
+            "thinking": {"type": "disabled"},
+            "system": [{"type": "text", "text": system, **_MARK}],
+            "tools": tools,
+            "messages": [*earlier, last],
+        }
+
+
+def ask(http: requests.Session, node: Node, body: bytes) -> Answer:
+    """Sends a request and reads its answer to the end."""
+    usage: dict[str, int] = {}
+    begin_ns, first_ns = time.monotonic_ns(), 0
+    head = {"content-type": "application/json"}
+    with http.post(
+        node.url + MESSAGES, data=body, headers=head, stream=True, timeout=600
+    ) as answer:
+        answer.raise_for_status()
+        for line in answer.iter_lines():
+            first_ns = first_ns or time.monotonic_ns()
+            if line.startswith(b"data: "):
+                event = json.loads(line[6:])
+                if event["type"] == "error":
+                    raise RuntimeError(event["error"]["message"])
+                usage |= event.get("usage") or event.get("message", {}).get("usage") or {}
+    cached = usage.get("cache_read_input_tokens") or 0
+    prompt = usage["input_tokens"] + cached + (usage.get("cache_creation_input_tokens") or 0)
+    return Answer(begin_ns, first_ns, prompt, cached)

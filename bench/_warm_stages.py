@@ -1,0 +1,140 @@
+"""The stages of a request on its way through a node, and how long each took.
+
+Spans come of `bench/_stages/sitecustomize.py`. At any moment of a request the stage is that of
+the innermost span: of those that are open, the one that began last, in whatever process. So the
+stages of a request add up to its time. What is in no span is `between`: sockets, event loops,
+wake-ups of other processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+FORWARD = "forward"
+BETWEEN = "between"
+TOKENIZE, TEMPLATE = "engine tokenize", "engine template"
+
+_OPENAI = "sglang.srt.entrypoints.openai"
+_CHAT = f"{_OPENAI}.serving_chat:OpenAIServingChat"
+_ANTHROPIC = "sglang.srt.entrypoints.anthropic.serving:AnthropicServing"
+_MANAGERS = "sglang.srt.managers"
+_TOKENIZERS = f"{_MANAGERS}.tokenizer_manager:TokenizerManager"
+_SCHEDULER = f"{_MANAGERS}.scheduler:Scheduler"
+_CACHE = "sglang.srt.mem_cache"
+
+SHARED = {
+    "uvicorn.protocols.http.httptools_impl:HttpToolsProtocol.data_received": "engine read",
+    "starlette.requests:Request.body": "engine read",
+    "sglang.srt.entrypoints.http_server:ORJSONRequest.json": "engine parse",
+    "fastapi.routing:solve_dependencies": "engine validation",
+    f"{_ANTHROPIC}._convert_to_chat_completion_request": "engine conversion",
+    f"{_CHAT}._validate_request": "engine validation",
+    f"{_CHAT}._convert_to_internal_request": "engine conversion",
+    f"{_CHAT}._process_messages": "engine messages",
+    f"{_CHAT}._render_and_encode_chat_template": TOKENIZE,
+    "transformers.tokenization_utils_base:PreTrainedTokenizerBase.apply_chat_template": TEMPLATE,
+    f"{_TOKENIZERS}._tokenize_one_request": "engine request",
+    f"{_TOKENIZERS}._dispatch_to_scheduler": "IPC send",
+    f"{_MANAGERS}.scheduler_components.request_receiver:SchedulerRequestReceiver.recv_requests": (
+        "IPC receive"
+    ),
+    f"{_SCHEDULER}.process_input_requests": "scheduler receive",
+    f"{_SCHEDULER}.get_next_batch_to_run": "scheduler plan",
+    f"{_CACHE}.radix_cache:RadixCache.match_prefix": "match",
+    f"{_CACHE}.unified_radix_cache:UnifiedRadixCache.match_prefix": "match",
+    f"{_MANAGERS}.schedule_batch:ScheduleBatch.prepare_for_extend": "allocate",
+    f"{_SCHEDULER}.run_batch": "scheduler run",
+    "sglang.srt.model_executor.model_runner:ModelRunner.forward": FORWARD,
+    "sglang.srt.model_executor.model_runner:ModelRunner.sample": "sample",
+    f"{_SCHEDULER}.process_batch_result": "scheduler result",
+    f"{_CACHE}.radix_cache:RadixCache.insert": "cache",
+    f"{_CACHE}.unified_radix_cache:UnifiedRadixCache.insert": "cache",
+    f"{_MANAGERS}.detokenizer_manager:DetokenizerManager.handle_batch_token_id_out": "detokenize",
+    f"{_TOKENIZERS}._handle_batch_output": "stream",
+}
+"""Functions of SGLang and of its HTTP server."""
+
+OURS = {
+    "sgl_ext.balancer.client_side:ClientConnection.buffer_updated": "balancer read",
+    "sgl_ext.balancer.exchange:Exchange._read": "balancer parse",
+    "sgl_ext.balancer.router:Router.read": "balancer segments",
+    "sgl_ext.balancer.exchange:Exchange._send": "balancer route",
+    "sgl_ext.balancer.worker_side:WorkerConnection.send": "balancer proxy",
+    "sgl_ext.balancer.worker_side:WorkerConnection.data_received": "balancer answer",
+    "sgl_ext.engine.body:read_body": "engine segments",
+    "sgl_ext.engine.breakpoints:place_pins": "engine marks",
+    "sgl_ext.engine.hints:attach": "engine hints",
+    "sgl_ext.engine.publisher:tick": "scheduler events",
+    "sgl_ext.engine.clock:take_orders": "scheduler events",
+    "sgl_ext.engine.priority:order_queue": "scheduler order",
+}
+"""Functions of ours."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Span:
+    """A stage in one process, in nanoseconds of the clock that all share."""
+
+    begin_ns: int
+    end_ns: int
+    stage: str
+
+
+class Stopwatch:
+    """A folder in which a node's processes write their spans."""
+
+    def __init__(self, folder: Path, symbols: Mapping[str, str]) -> None:
+        self._folder = folder / "spans"
+        self._folder.mkdir(parents=True)
+        self._stages = sorted(set(symbols.values()))
+        table = folder / "table.json"
+        names = {stage: str(number) for number, stage in enumerate(self._stages)}
+        told = {symbol: names[stage] for symbol, stage in symbols.items()}
+        table.write_text(json.dumps({"folder": str(self._folder), "symbols": told}))
+        path = [str(Path(__file__).parent / "_stages"), os.environ.get("PYTHONPATH", "")]
+        self.environment = {
+            "SGL_EXT_STAGES": str(table),
+            "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        }
+
+    def spans(self) -> list[Span]:
+        """All spans so far, by when they began.
+
+        Raises RuntimeError if a function of the table is not there.
+        """
+        found = []
+        for file in self._folder.iterdir():
+            for line in file.read_text().splitlines():
+                if line.startswith("!"):
+                    raise RuntimeError(f"there is no {line[1:]} to be timed")
+                stage, begin, end = line.split()
+                found.append(Span(int(begin), int(end), self._stages[int(stage)]))
+        return sorted(found)
+
+
+def stages_ms(spans: Iterable[Span], begin_ns: int, end_ns: int) -> dict[str, float]:
+    """Of the time from `begin_ns` to `end_ns`, the milliseconds of each stage, and of none."""
+    near = [span for span in spans if span.begin_ns < end_ns and span.end_ns > begin_ns]
+    edges = {begin_ns, end_ns}
+    for span in near:
+        edges |= {max(span.begin_ns, begin_ns), min(span.end_ns, end_ns)}
+    told: dict[str, float] = defaultdict(float)
+    moments = sorted(edges)
+    for begin, end in pairwise(moments):
+        open_ones = [span for span in near if span.begin_ns <= begin and span.end_ns >= end]
+        stage = max(open_ones).stage if open_ones else BETWEEN
+        told[stage] += (end - begin) / 1e6
+    return told
+
+
+def medians(turns: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of each stage, its median over turns; a turn without it has 0."""
+    names = sorted({name for turn in turns for name in turn})
+    return {name: statistics.median(turn.get(name, 0.0) for turn in turns) for name in names}

@@ -1,0 +1,178 @@
+"""Of a turn whose prefix is cached, what does the host take, stage by stage?
+
+An agent's chat through `/v1/messages`, of tool results of 700 tokens, grows to 4K, 16K, 52K and
+128K tokens; at each size turns follow that add a word each. Arms:
+
+    stock   SGLang as it is, without the plugin, asked directly
+    ours    our engine behind the balancer
+
+Both get the same bodies, turn by turn in alternation. TTFT is from the client's first byte out
+to its first byte in; `bench/_warm_stages.py` says how it is parted. Host time is all of TTFT but
+the model's forward pass. Figures are medians over turns, ratios too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from bench._node import Node, local_model, running_node
+from bench._pin_figures import ratio
+from bench._pin_stock import stock_engine
+from bench._priority_load import fitted
+from bench._warm_load import Answer, Conversation, ask
+from bench._warm_stages import (
+    FORWARD,
+    OURS,
+    SHARED,
+    TEMPLATE,
+    TOKENIZE,
+    Stopwatch,
+    medians,
+    stages_ms,
+)
+
+SIZES = (4_000, 16_000, 52_000, 128_000)
+_COLD_TOKENS = 16_000
+_FIRST_TURNS = 2
+# The next step is launched ahead of the last one's result. On a CPU that computes it, and the
+# first token of a turn would wait for a second one.
+_FLAGS = ("--disable-overlap-schedule",)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer turns, within five minutes")
+    parser.add_argument("--model", type=Path, help="a model directory")
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
+    options = parser.parse_args()
+    turns, colds = (9, 3) if options.quick else (25, 7)
+    model = options.model or local_model("bench")
+    with tempfile.TemporaryDirectory(prefix="sgl-ext-bench-") as name, ExitStack() as stack:
+        folder = Path(name)
+        watches = {
+            "stock": Stopwatch(folder / "stock", SHARED),
+            "ours": Stopwatch(folder / "ours", SHARED | OURS),
+        }
+        starts = {"stock": stock_engine, "ours": running_node}
+        nodes = {
+            arm: stack.enter_context(
+                start(model, folder / f"{arm}-logs", *_FLAGS, environment=watches[arm].environment)
+            )
+            for arm, start in starts.items()
+        }
+        for watch in watches.values():
+            watch.spans()  # all that is to be timed is there
+        seen = measure(nodes, options.sizes, turns)
+        cold = measure_cold(nodes, colds)
+        print(json.dumps({"bench": "warm_turn", **figures(watches, seen, cold)}))
+
+
+def measure(nodes: Mapping[str, Node], sizes: Sequence[int], turns: int) -> Turns:
+    """Warm turns of each size, on each node."""
+    texts = fitted(nodes["ours"])
+    chat = Conversation("warm", texts)
+    seen: Turns = {}
+    with requests.Session() as http:
+        for size in sizes:
+            chat.grow_to(size)
+            begun = [ask(http, node, _body(chat)) for node in nodes.values()]
+            chat.correct(begun[0].prompt_tokens)
+            seen[size] = {name: [] for name in nodes}
+            for number in range(_FIRST_TURNS + turns):
+                chat.short_turn()
+                body = _body(chat)
+                for name in list(nodes)[:: 1 if number % 2 else -1]:
+                    answer = ask(http, nodes[name], body)
+                    if number >= _FIRST_TURNS:
+                        seen[size][name].append(answer)
+    return seen
+
+
+def measure_cold(nodes: Mapping[str, Node], rounds: int) -> dict[str, list[Answer]]:
+    """Turns of which nothing is cached."""
+    texts = fitted(nodes["ours"])
+    seen: dict[str, list[Answer]] = {name: [] for name in nodes}
+    with requests.Session() as http:
+        for number in range(rounds):
+            chat = Conversation(f"cold {number}", texts)
+            chat.grow_to(_COLD_TOKENS)
+            for name in list(nodes)[:: 1 if number % 2 else -1]:
+                seen[name].append(ask(http, nodes[name], _body(chat)))
+    return seen
+
+
+def figures(
+    watches: Mapping[str, Stopwatch], seen: Turns, cold: Mapping[str, Sequence[Answer]]
+) -> dict[str, Any]:
+    """Both arms, stage by stage, and stock against ours."""
+    spans = {name: watch.spans() for name, watch in watches.items()}
+    parted = {
+        size: {
+            name: [stages_ms(spans[name], a.begin_ns, a.first_ns) for a in answers]
+            for name, answers in arms.items()
+        }
+        for size, arms in seen.items()
+    }
+    host = {
+        size: {name: [host_ms(turn) for turn in turns] for name, turns in arms.items()}
+        for size, arms in parted.items()
+    }
+    told: dict[str, Any] = {}
+    if 52_000 in seen:
+        arms = parted[52_000]
+        text = {n: [t[TOKENIZE] + t[TEMPLATE] for t in turns] for n, turns in arms.items()}
+        ttft = {n: [a.ttft_ms for a in answers] for n, answers in seen[52_000].items()}
+        told["tokenize_template_ratio_52k"] = ratio(text["stock"], text["ours"])
+        told["host_ratio_52k"] = ratio(host[52_000]["stock"], host[52_000]["ours"])
+        told["ttft_ratio_52k"] = ratio(ttft["stock"], ttft["ours"])
+    told["cold_ratio"] = ratio(
+        [a.ttft_ms for a in cold["ours"]], [a.ttft_ms for a in cold["stock"]]
+    )
+    if 16_000 in seen and 128_000 in seen:
+        rise = {
+            n: statistics.median(host[128_000][n]) - statistics.median(host[16_000][n])
+            for n in watches
+        }
+        told["slope_ratio"] = round(rise["ours"] / rise["stock"], 3)
+    told["sizes"] = {
+        str(size): {name: arm_figures(seen[size][name], parted[size][name]) for name in watches}
+        for size in seen
+    }
+    return told
+
+
+def arm_figures(answers: Sequence[Answer], turns: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """One arm at one size, in milliseconds."""
+    return {
+        "prompt_tokens": answers[-1].prompt_tokens,
+        "new_tokens": answers[-1].prompt_tokens - answers[-1].cached_tokens,
+        "ttft_ms": round(statistics.median(answer.ttft_ms for answer in answers), 2),
+        "host_ms": round(statistics.median(host_ms(turn) for turn in turns), 2),
+        "stages_ms": {name: round(ms, 2) for name, ms in medians(turns).items() if ms >= 0.005},
+    }
+
+
+def host_ms(turn: Mapping[str, float]) -> float:
+    """All of a turn but the model's forward pass."""
+    return sum(ms for stage, ms in turn.items() if stage != FORWARD)
+
+
+def _body(chat: Conversation) -> bytes:
+    return json.dumps(chat.body()).encode()
+
+
+Turns = dict[int, dict[str, list[Answer]]]
+"""By size, by arm."""
+
+
+if __name__ == "__main__":
+    main()
