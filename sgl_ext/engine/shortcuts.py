@@ -43,7 +43,11 @@ class Message(dict[str, Any]):
     """A message as a dict that is quick to copy."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Message:
-        return Message((key, _copied(value, memo)) for key, value in self.items())
+        copied = Message(self)
+        for key, value in self.items():
+            if value is not None and type(value) is not str:
+                copied[key] = _copied(value, memo)
+        return copied
 
 
 def dump(original: Callable[..., Any], message: Any, **asked: Any) -> Message:
