@@ -143,8 +143,13 @@ def encode_prompt(
     asked = encode_kwargs or {}
     if _active is None or not isinstance(text, str) or not _active.serves(tokenizer, asked):
         return original(tokenizer, text, encode_kwargs)
+    return _active.encode(text, asking_group())
+
+
+def asking_group() -> str | None:
+    """The cache group of the request that is worked on."""
     reading = current()
-    return _active.encode(text, _group.get() if reading is None else reading.group)
+    return _group.get() if reading is None else reading.group
 
 
 @contextmanager

@@ -1,0 +1,200 @@
+"""One rendering of a changed template, which asks it for what each iteration has written before.
+
+An iteration is known by its item and by the values that decide, beside it, what is written. What
+stands for a value stands for no other one: not for one of another type, nor for a dict with its
+keys in another order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import marshal
+import secrets
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from jinja2 import Undefined
+from jinja2.utils import Namespace
+
+from radix.parts import Parts
+from sgl_ext.engine.shortcuts import Message
+from sgl_ext.engine.template_parts import Loop
+from sgl_ext.engine.template_rewrite import PREFIX
+from sgl_ext.engine.template_rules import LOOP, is_yes_or_no
+
+_SHORT_CHARS = 64
+# Of marshal: which writes the same for the same, and tells types and the order of keys.
+_VERSION = 2
+_LARGE = 1 << 63
+_VALUE_BYTES = 200
+_PLAIN = (str, bool, int, float, type(None))
+# A key of this process's own: what is found stands for text in a prompt.
+_key = secrets.token_bytes(32)
+
+
+class _Mark:
+    """A value that no template has."""
+
+
+_UNDEFINED, _ABSENT, _UNWRITTEN = _Mark(), _Mark(), _Mark()
+
+
+class Part(NamedTuple):
+    """What an iteration wrote, and what it left in the attributes of its effects."""
+
+    text: str
+    left: tuple[Any, ...]
+
+
+class _Place(NamedTuple):
+    """Where an effect is: its namespace among those of its loop."""
+
+    at: int
+    attribute: str
+    is_read: bool
+
+
+class Site:
+    """A loop, ready to be asked."""
+
+    def __init__(self, number: int, loop: Loop) -> None:
+        self.number = number
+        self.spaces = len(loop.spaces)
+        self.asks_yes_or_no = all(map(is_yes_or_no, loop.asked))
+        self.places = [
+            _Place(loop.spaces.index(effect.space), effect.attribute, effect.is_read)
+            for effect in loop.effects
+        ]
+
+
+class Rendering:
+    """One rendering, which the changed template asks for what is known."""
+
+    def __init__(self, sites: Sequence[Site], parts: Parts[Part], space: str) -> None:
+        self._sites = sites
+        self._find = parts.find
+        self._keep = parts.keep
+        self._space = space
+        self._digests: dict[int, tuple[Any, bytes]] = {}
+        self._now: Site | None = None
+        self._name: tuple[str, int, bytes, tuple[Any, ...]] = "", 0, b"", ()
+        self._before: list[Any] = []
+        self.known = 0
+        self.new = 0
+
+    def find(self, number: int, item: Any, *values: Any) -> str | None:
+        """What an iteration writes, whose effects are done then. None: it must be rendered."""
+        site = self._sites[number]
+        self._now = None
+        spaces: Sequence[Any] = ()
+        if site.spaces:
+            spaces, values = values[: site.spaces], values[site.spaces :]
+            if not all(type(space) is Namespace for space in spaces):
+                return None
+        try:
+            if not site.asks_yes_or_no:
+                values = tuple(map(self._value, values))
+            written = marshal.dumps(dict(item) if type(item) is Message else item, _VERSION)
+        except ValueError:
+            return None
+        name = self._space, site.number, written, values
+        part = self._find(name)
+        if part is None:
+            self._now, self._name = site, name
+            self._before = [self._hide(spaces[place.at], place) for place in site.places]
+            return None
+        for (at, attribute, _), left in zip(site.places, part.left, strict=True):
+            if left is not _UNWRITTEN:
+                spaces[at][attribute] = left
+        self.known += 1
+        return part.text
+
+    def keep(self, text: str, *spaces: Any) -> str:
+        """Remembers what the iteration has written, which is what it gives."""
+        self.new += 1
+        site, self._now = self._now, None
+        if site is None:
+            return text
+        left = []
+        for (at, attribute, _), before in zip(site.places, self._before, strict=True):
+            attributes = _attributes(spaces[at])
+            value = attributes.get(attribute, _ABSENT)
+            if value is _UNWRITTEN:
+                del attributes[attribute]
+                if before is not _ABSENT:
+                    attributes[attribute] = before
+            left.append(_UNWRITTEN if value is _ABSENT else value)
+        if all(type(value) in _PLAIN or value is _UNWRITTEN for value in left):
+            *_, item, values = self._name
+            size = sys.getsizeof(text) + len(item) + sum(map(sys.getsizeof, left))
+            size += _VALUE_BYTES * len(values)
+            self._keep(self._name, Part(text, tuple(left)), size)
+        return text
+
+    def _hide(self, space: Any, place: _Place) -> Any:
+        """Puts a mark where it can be seen afterwards whether an iteration has written."""
+        attributes = _attributes(space)
+        before = attributes.get(place.attribute, _ABSENT)
+        if not place.is_read:
+            attributes[place.attribute] = _UNWRITTEN
+        return before
+
+    def _value(self, value: Any) -> Any:
+        """What stands for a value, and for no other one. Raises ValueError: JSON has no such."""
+        kind = type(value)
+        if kind is bool or value is None or (kind is str and len(value) <= _SHORT_CHARS):
+            return value
+        if kind is int and abs(value) < _LARGE:
+            return int, value
+        if isinstance(value, Undefined):
+            return _UNDEFINED
+        return self._digest(value)
+
+    def _digest(self, value: Any) -> bytes:
+        # It is held, so no other value gets its id; and templates cannot change one.
+        found = self._digests.get(id(value))
+        if found is None:
+            written = marshal.dumps(dict(value) if type(value) is Message else value, _VERSION)
+            digest = hashlib.blake2b(written, digest_size=16, key=_key).digest()
+            found = self._digests[id(value)] = value, digest
+        return found[1]
+
+
+def _attributes(space: Any) -> dict[str, Any]:
+    found: dict[str, Any] = object.__getattribute__(space, "_Namespace__attrs")
+    return found
+
+
+def filters_of(environment: Any, names: Iterable[str]) -> dict[str, Callable[..., Any]]:
+    """What a changed template calls, by names that no template can write.
+
+    names: the attributes that it asks for.
+    """
+
+    def item(value: Any, name: Any) -> Any:
+        return value if isinstance(value, Undefined) else environment.getitem(value, name)
+
+    found: dict[str, Callable[..., Any]] = {f"loop_{name}": attrgetter(name) for name in LOOP}
+    found |= {f"attribute_{name}": _getter(environment, name) for name in names}
+    found |= {"find": Rendering.find, "keep": Rendering.keep, "item": item}
+    return {PREFIX + name: made for name, made in found.items()}
+
+
+def _getter(environment: Any, name: str) -> Callable[[Any], Any]:
+    """`environment.getattr`, for which an attribute of what is undefined is undefined."""
+    is_key = not name.startswith("_") and not hasattr(dict, name)
+    is_public = not name.startswith("_")
+
+    def attribute(value: Any) -> Any:
+        kind = type(value)
+        if is_key and (kind is dict or kind is Message):
+            return value[name] if name in value else environment.undefined(obj=value, name=name)
+        if is_public and kind is Namespace:
+            found = _attributes(value).get(name)
+            if found is not None and type(found) in _PLAIN:
+                return found
+        return value if isinstance(value, Undefined) else environment.getattr(value, name)
+
+    return attribute
