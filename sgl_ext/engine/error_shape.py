@@ -18,6 +18,7 @@ from sgl_ext.balancer.errors import Protocol, error_body
 
 _LIMIT_CHARS = 1000
 _SHOWN = 3
+_INSIDE = re.compile(r'Traceback|File \\?"|(/[\w.+@-]+){2,}\.py\b')
 _TRACE = re.compile(r'^(Traceback\b|\s+File "|\s+POST /)')
 _PLACE = re.compile(r"(\[\d\d:\d\d:\d\d\] )?(/[\w.+@-]+)+\.\w+:\d+:?\s*")
 _FILE = re.compile(
@@ -79,6 +80,19 @@ def scrubbed(status: int, message: str) -> str:
     lines = [line for line in message.splitlines() if not _TRACE.match(line)]
     text = _FILE.sub("a file of the server", _PLACE.sub("", "\n".join(lines))).strip()
     return text[:_LIMIT_CHARS] or "The request failed."
+
+
+def plain(error: EngineError) -> bytes:
+    """The JSON body of an error of SGLang's own paths."""
+    return orjson.dumps({"error": {"message": error.message}})
+
+
+def without_inside(status: int, body: bytes) -> bytes | None:
+    """The body of a native path's error, without what it tells of the server's inside.
+
+    None if it tells nothing."""
+    text = body.decode("utf-8", "replace")
+    return plain(read_error(status, body)) if _INSIDE.search(text) else None
 
 
 def shaped(path: str, error: EngineError, request_id: str) -> bytes:

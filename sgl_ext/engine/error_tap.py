@@ -1,6 +1,7 @@
 """Puts every error that the engine answers into the shape of its protocol, in streams, too.
 
 status >= 400       the body is collected, and sent reshaped
+a native path's     likewise, in SGLang's own shape, if it tells of the server's inside
 a stream's error    its event is reshaped
 /v1/messages        a stream that fails before it says anything is an error with a status,
                     as SGLang answers none: the head waits for the second event
@@ -19,13 +20,22 @@ from sgl_ext.engine.error_shape import (
     EngineError,
     failed_event,
     of_validation,
+    plain,
     read_error,
     scrubbed,
     shaped,
+    without_inside,
 )
 
 _OWN_SHAPE = "/v1/systemone"  # SGLang documents another one there
 _WRONG_TYPE = "body: a field has a value of a type that it cannot have"
+_WRONG_VALUE = "body: a field has a value that nothing can be made of"
+_GENERATES = "This model generates text. It neither embeds nor classifies."
+_EMBEDDING = frozenset({"/encode", "/classify", "/v1/embeddings", "/v1/classify"})
+# What is answered follows from the body, so what cannot be answered is the body's fault.
+_OF_BODY = frozenset({"/parse_function_call", "/separate_reasoning", "/api/chat", "/api/generate"})
+_OF_TOKENS = "/detokenize"  # at the end; SGLang answers 500 for tokens that there are not
+_OF_ANSWERS = ("http.response.start", "http.response.body")
 _LAID_ASIDE = (b"content-length", b"content-type", b"transfer-encoding")
 
 
@@ -41,16 +51,61 @@ class ErrorTap:
         self.app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http" or not is_shaped(scope["path"]):
+        if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        answer = _Answer(scope["path"], send)
+        path = scope["path"]
+        answer = _Answer(path, send) if is_shaped(path) else _NativeAnswer(path, send)
+        if path in _EMBEDDING and _is_generator(scope):
+            await answer.refuse(EngineError(400, _GENERATES))
+            return
         try:
             await self.app(scope, receive, answer.take)
         except Exception as error:
-            if answer.is_begun or not _is_of_validation(error):
+            why = "" if answer.is_begun else _fault_of_body(path, error)
+            if not why:
                 raise
-            await answer.refuse(EngineError(400, _WRONG_TYPE))
+            await answer.refuse(EngineError(400, why))
+
+
+class _NativeAnswer:
+    """One answer of a native path on its way out."""
+
+    def __init__(self, path: str, send: Any) -> None:
+        self._path = path
+        self._send = send
+        self._start: Any = None
+        self._parts: list[bytes] = []
+        self.is_begun = False
+
+    async def take(self, message: Any) -> None:
+        """The next ASGI message of it."""
+        if message["type"] == "http.response.start":
+            self.is_begun = True
+            self._start = message if message["status"] >= 400 else None
+        if self._start is None or message["type"] not in _OF_ANSWERS:
+            await self._send(message)
+        elif message["type"] == "http.response.body":
+            self._parts.append(message.get("body", b""))
+            if message.get("more_body", False):
+                return
+            if self._start["status"] == 500 and self._path.endswith(_OF_TOKENS):
+                await self.refuse(EngineError(400, _WRONG_VALUE))
+            else:
+                await self._end(self._start, b"".join(self._parts))
+
+    async def refuse(self, error: EngineError) -> None:
+        """Answers an error where nothing was answered yet."""
+        start = {"type": "http.response.start", "status": error.status, "headers": []}
+        await self._end(start, b"", plain(error))
+
+    async def _end(self, start: Any, body: bytes, told: bytes | None = None) -> None:
+        told = told or without_inside(start["status"], body)
+        if told is not None:
+            body = told
+            start = {**start, "headers": _headers(start, body)}
+        await self._send(start)
+        await self._send({"type": "http.response.body", "body": body})
 
 
 class _Answer:
@@ -77,9 +132,11 @@ class _Answer:
         elif self._is_error:
             self._parts.append(message.get("body", b""))
             if not message.get("more_body", False):
-                await self._end_as_error(
-                    read_error(self._start["status"], b"".join(self._parts)), self._start["status"]
-                )
+                status, body = self._start["status"], b"".join(self._parts)
+                if status == 500 and self._path.endswith(_OF_TOKENS):
+                    await self.refuse(EngineError(400, _WRONG_VALUE, "tokens"))
+                else:
+                    await self._end_as_error(read_error(status, body), status)
         elif self._is_stream:
             await self._take_event(message)
         else:
@@ -138,12 +195,7 @@ class _Answer:
         request_id = new_request_id()
         body = shaped(self._path, error, request_id)
         name, _, value = id_line(self._path, request_id).strip().partition(b": ")
-        headers = [h for h in self._start.get("headers", ()) if h[0].lower() not in _LAID_ASIDE]
-        headers += [
-            (b"content-type", b"application/json"),
-            (b"content-length", b"%d" % len(body)),
-            (name, value),
-        ]
+        headers = [*_headers(self._start, body), (name, value)]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send({"type": "http.response.body", "body": body})
 
@@ -152,6 +204,28 @@ def _event_error(data: bytes) -> EngineError:
     error = orjson.loads(data.partition(b"\ndata: ")[2])["error"]
     status = status_of(error["type"])
     return EngineError(status, scrubbed(status, error["message"]))
+
+
+def _headers(start: Any, body: bytes) -> list[tuple[bytes, bytes]]:
+    """Those of an answer whose body is another one now."""
+    kept = [h for h in start.get("headers", ()) if h[0].lower() not in _LAID_ASIDE]
+    length = (b"content-length", b"%d" % len(body))
+    return [*kept, (b"content-type", b"application/json"), length]
+
+
+def _is_generator(scope: Any) -> bool:
+    chat = getattr(scope["app"].state, "openai_serving_chat", None)
+    return chat is not None and bool(chat.tokenizer_manager.is_generation)
+
+
+def _fault_of_body(path: str, error: Exception) -> str:
+    """What is wrong with a body for which this was raised; "": nothing that is known."""
+    from jinja2 import TemplateError
+
+    if is_shaped(path):
+        return _WRONG_TYPE if _is_of_validation(error) else ""
+    of_values = (ValueError, TypeError, LookupError, OverflowError, TemplateError)
+    return _WRONG_VALUE if path in _OF_BODY and isinstance(error, of_values) else ""
 
 
 def _is_of_validation(error: Exception) -> bool:

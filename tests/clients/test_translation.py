@@ -124,7 +124,9 @@ def test_a_call_that_is_demanded_comes(claude: anthropic.Anthropic, choice: dict
         stream=True,
     )
     begun = [event.content_block for event in events if event.type == "content_block_start"]
-    assert {(block.type, block.name) for block in begun} == {("tool_use", "read")}
+    first = begun[0]  # what is said behind it is up to the model
+    assert isinstance(first, anthropic.types.ToolUseBlock)
+    assert first.name == "read"
 
 
 @pytest.mark.parametrize(

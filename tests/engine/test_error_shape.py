@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
 import pytest
 from fastapi import FastAPI, HTTPException
 from fastapi.exceptions import RequestValidationError
+from jinja2 import TemplateError
 from pydantic import BaseModel, model_validator
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.testclient import TestClient
@@ -183,6 +185,19 @@ def client() -> TestClient:
             raise ZeroDivisionError
         return {"fine": True}
 
+    @app.post("/api/chat")
+    @app.post("/encode")
+    @app.post("/v1/embeddings")
+    async def native(body: Body) -> Any:
+        if body.n == 3:
+            return JSONResponse({"detail": 'File "/srv/app/server.py", line 4'}, 400)
+        raise (ZeroDivisionError, IndexError, TemplateError("no such role"))[body.n]
+
+    @app.post("/detokenize")
+    @app.post("/v1/detokenize")
+    async def detokenize() -> Any:
+        return JSONResponse({"message": "Internal server error during detokenization"}, 500)
+
     @app.post("/v1/messages/stream/{which}")
     @app.post("/v1/responses/stream/{which}")
     @app.post("/v1/completions/stream/{which}")
@@ -238,6 +253,34 @@ def test_a_stream_without_errors_is_handed_on_as_it_is(client: TestClient, which
     answer = client.post(f"/v1/messages/stream/{which}")
     assert answer.status_code == 200
     assert answer.content == b"".join(STREAMS[which])
+
+
+def test_what_a_body_alone_decides_is_no_fault_of_the_server(client: TestClient) -> None:
+    for n, status in ((0, 500), (1, 400), (2, 400)):
+        assert client.post("/api/chat", json={"n": n}).status_code == status
+    assert "value" in client.post("/api/chat", json={"n": 1}).json()["error"]["message"]
+    for path in ("/detokenize", "/v1/detokenize"):
+        assert client.post(path).status_code == 400
+
+
+def test_a_native_error_tells_nothing_of_the_servers_inside(client: TestClient) -> None:
+    answer = client.post("/api/chat", json={"n": 3})
+    assert answer.status_code == 400
+    assert "server.py" not in answer.text
+    assert answer.json()["error"]["message"]
+
+
+def test_a_model_that_generates_text_embeds_nothing(client: TestClient) -> None:
+    assert client.post("/encode", json={"n": 0}).status_code == 500
+    manager = SimpleNamespace(is_generation=True)
+    client.app.state.openai_serving_chat = SimpleNamespace(tokenizer_manager=manager)  # type: ignore[attr-defined]
+    try:
+        for path in ("/encode", "/v1/embeddings"):
+            answer = client.post(path, json={"n": 0})
+            assert answer.status_code == 400
+            assert "generates text" in answer.json()["error"]["message"]
+    finally:
+        del client.app.state.openai_serving_chat  # type: ignore[attr-defined]
 
 
 def test_a_stream_of_messages_that_fails_at_once_has_a_status(client: TestClient) -> None:
