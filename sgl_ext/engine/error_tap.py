@@ -33,7 +33,9 @@ _WRONG_VALUE = "body: a field has a value that nothing can be made of"
 _GENERATES = "This model generates text. It neither embeds nor classifies."
 _EMBEDDING = frozenset({"/encode", "/classify", "/v1/embeddings", "/v1/classify"})
 # What is answered follows from the body, so what cannot be answered is the body's fault.
-_OF_BODY = frozenset({"/parse_function_call", "/separate_reasoning", "/api/chat", "/api/generate"})
+_OF_BODY = frozenset(
+    {"/generate", "/parse_function_call", "/separate_reasoning", "/api/chat", "/api/generate"}
+)
 _OF_TOKENS = "/detokenize"  # at the end; SGLang answers 500 for tokens that there are not
 _OF_ANSWERS = ("http.response.start", "http.response.body")
 _LAID_ASIDE = (b"content-length", b"content-type", b"transfer-encoding")

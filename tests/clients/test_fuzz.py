@@ -181,6 +181,12 @@ def test_no_malformed_json_is_an_error_of_the_server(node: Node, path: str) -> N
         assert not problem(path, answer), name
 
 
+def test_lists_of_different_lengths_are_no_error_of_the_server(node: Node) -> None:
+    answer = node.post("/generate", {"text": ["a", "b"], "sampling_params": [{}]})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"]
+
+
 def test_ten_thousand_tools_are_no_error_of_the_server(node: Node) -> None:
     tools = [{"name": f"f{k}", "input_schema": {"type": "object"}} for k in range(10_000)]
     body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "tools": tools}

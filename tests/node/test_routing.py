@@ -106,10 +106,13 @@ def test_a_request_that_makes_engines_fail_shuts_none_of_them_out(node: Node) ->
         return now == {"closed"}
 
     while "suspected" not in states():
-        # Of a parser that was not named SGLang takes for granted that it was.
-        assert (
-            node.post("/separate_reasoning", {"text": "", "reasoning_parser": ""}).status_code
-            == 500
+        # A model of text alone: SGLang takes for granted that it hears.
+        answer = requests.post(
+            f"{node.url}/v1/audio/transcriptions",
+            files={"file": ("a.wav", b"not a sound")},
+            data={"model": "m"},
+            timeout=60,
         )
+        assert answer.status_code == 500
     until(are_well_again, limit_s=60)
     assert "open" not in seen
