@@ -17,10 +17,12 @@ class Parts(Generic[Made]):
     """What was made, by what it was made of. Several threads may use it at once.
 
     Of more than `limit_bytes`, what was not used for longest is forgotten.
+    entry_bytes: what an entry takes beside what it is counted as.
     """
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, entry_bytes: int = ENTRY_BYTES) -> None:
         self.limit_bytes = limit_bytes
+        self._entry_bytes = entry_bytes
         self.used_bytes = 0
         self._made: OrderedDict[Hashable, tuple[Made, int]] = OrderedDict()
         self._lock = Lock()
@@ -39,7 +41,7 @@ class Parts(Generic[Made]):
 
     def keep(self, key: Hashable, made: Made, size_bytes: int) -> None:
         """Remembers it, unless it alone is more than the bound."""
-        size = ENTRY_BYTES + size_bytes
+        size = self._entry_bytes + size_bytes
         if size > self.limit_bytes:
             return
         with self._lock:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import hashlib
 import secrets
 from array import array
-from collections import OrderedDict
 from collections.abc import Sequence
-from threading import Lock
+
+from radix.parts import Parts
 
 # What a piece takes beside its tokens: a digest, the array, and their place in the table.
 ENTRY_BYTES = 300
@@ -26,14 +26,11 @@ class Pieces:
     """
 
     def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self.used_bytes = 0
         self._key = secrets.token_bytes(32)
-        self._tokens: OrderedDict[bytes, array[int]] = OrderedDict()
-        self._lock = Lock()
+        self._known: Parts[array[int]] = Parts(limit_bytes, ENTRY_BYTES)
 
     def __len__(self) -> int:
-        return len(self._tokens)
+        return len(self._known)
 
     def name(self, *texts: str) -> bytes:
         """What a piece is known by, whose parts these are."""
@@ -45,37 +42,17 @@ class Pieces:
 
     def find(self, name: bytes) -> array[int] | None:
         """A piece's tokens, if they are known."""
-        with self._lock:
-            found = self._tokens.get(name)
-            if found is not None:
-                self._tokens.move_to_end(name)
-        return found
+        return self._known.find(name)
 
     def keep(self, name: bytes, tokens: Sequence[int]) -> None:
         """Remembers a piece's tokens, unless they alone are more than the bound."""
         kept = array("I", tokens)
-        size = _size(kept)
-        if size > self.limit_bytes:
-            return
-        with self._lock:
-            if name in self._tokens:
-                return
-            self._tokens[name] = kept
-            self.used_bytes += size
-            while self.used_bytes > self.limit_bytes:
-                _, gone = self._tokens.popitem(last=False)
-                self.used_bytes -= _size(gone)
+        self._known.keep(name, kept, len(kept) * kept.itemsize)
 
     def clear(self) -> None:
         """Forgets all."""
-        with self._lock:
-            self._tokens.clear()
-            self.used_bytes = 0
+        self._known.clear()
 
     def check(self) -> None:
         """Asserts that what is counted is what is there, and within the bound."""
-        assert self.used_bytes == sum(map(_size, self._tokens.values())) <= self.limit_bytes
-
-
-def _size(tokens: array[int]) -> int:
-    return ENTRY_BYTES + len(tokens) * tokens.itemsize
+        self._known.check()
