@@ -137,15 +137,16 @@ def engines(setup: Setup, *, plugin: bool) -> Iterator[list[str]]:
 
 
 @contextmanager
-def router(policy: str, urls: Sequence[str]) -> Iterator[str]:
-    """A policy's router in front of the engines; its URL."""
+def router(policy: str, urls: Sequence[str], *flags: str) -> Iterator[str]:
+    """A policy's router in front of the engines; its URL. `flags` are for ours."""
     if policy != "ours":
-        name, flags = _PEERS[policy]
-        with running_peer(name, urls, flags=flags) as peer:
+        name, own = _PEERS[policy]
+        with running_peer(name, urls, flags=own) as peer:
             yield peer.url
         return
     url = f"http://127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "sgl_ext.balancer.serve", "--port", url.rsplit(":", 1)[1]]
+    command += flags
     for worker in urls:
         command += ["--worker", worker]
     with _process(command, url):

@@ -10,9 +10,8 @@ from typing import Any
 import requests
 
 from bench._node import Node
-from bench._pin_load import Texts
+from bench._pin_load import MESSAGES, Texts
 
-MESSAGES, CHAT = "/v1/messages", "/v1/chat/completions"
 _SYSTEM_TOKENS, _TOOLS, _TOOL_TOKENS = 1000, 20, 70
 _RESULT_TOKENS = 700
 _MARK = {"cache_control": {"type": "ephemeral"}}
@@ -67,10 +66,6 @@ class Conversation:
         """A word of each side."""
         self.messages.append({"role": "assistant", "content": "Done."})
         self.messages.append({"role": "user", "content": "Go on."})
-
-    def correct(self, tokens: int) -> None:
-        """Says how many tokens the prompt really has."""
-        self.tokens = tokens
 
     def body(self) -> dict[str, Any]:
         """The request of `/v1/messages`, streamed, of two tokens."""

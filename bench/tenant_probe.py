@@ -23,7 +23,6 @@ import random
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -31,19 +30,12 @@ from typing import Any
 import requests
 
 from bench._node import Node, local_model, running_node
+from bench.header_strip import Arm
 from sgl_ext import keys
 
 PREFIX_WORDS = 4_000
 _ARMS = ("a_cold", "a_warm", "b_on_a", "b_cold")
 _WORDS = ("the", "agent", "reads", "a", "file", "and", "writes", "what", "it", "found")
-
-
-@dataclass
-class Arm:
-    """What one arm saw: TTFTs in milliseconds and cached prompt tokens, one a round."""
-
-    ttft_ms: list[float] = field(default_factory=list)
-    cached_tokens: list[int] = field(default_factory=list)
 
 
 def main() -> None:

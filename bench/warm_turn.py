@@ -26,6 +26,7 @@ import requests
 
 from bench._node import Node, local_model, running_node
 from bench._pin_figures import ratio
+from bench._pin_load import Texts
 from bench._pin_stock import stock_engine
 from bench._priority_load import fitted
 from bench._warm_load import Answer, Conversation, ask
@@ -71,21 +72,21 @@ def main() -> None:
         }
         for watch in watches.values():
             watch.spans()  # all that is to be timed is there
-        seen = measure(nodes, options.sizes, turns)
-        cold = measure_cold(nodes, colds)
+        texts = fitted(nodes["ours"])
+        seen = measure(nodes, texts, options.sizes, turns)
+        cold = measure_cold(nodes, texts, colds)
         print(json.dumps({"bench": "warm_turn", **figures(watches, seen, cold)}))
 
 
-def measure(nodes: Mapping[str, Node], sizes: Sequence[int], turns: int) -> Turns:
+def measure(nodes: Mapping[str, Node], texts: Texts, sizes: Sequence[int], turns: int) -> Turns:
     """Warm turns of each size, on each node."""
-    texts = fitted(nodes["ours"])
     chat = Conversation("warm", texts)
     seen: Turns = {}
     with requests.Session() as http:
         for size in sizes:
             chat.grow_to(size)
             begun = [ask(http, node, _body(chat)) for node in nodes.values()]
-            chat.correct(begun[0].prompt_tokens)
+            chat.tokens = begun[0].prompt_tokens
             seen[size] = {name: [] for name in nodes}
             for number in range(_FIRST_TURNS + turns):
                 chat.short_turn()
@@ -97,9 +98,8 @@ def measure(nodes: Mapping[str, Node], sizes: Sequence[int], turns: int) -> Turn
     return seen
 
 
-def measure_cold(nodes: Mapping[str, Node], rounds: int) -> dict[str, list[Answer]]:
+def measure_cold(nodes: Mapping[str, Node], texts: Texts, rounds: int) -> dict[str, list[Answer]]:
     """Turns of which nothing is cached."""
-    texts = fitted(nodes["ours"])
     seen: dict[str, list[Answer]] = {name: [] for name in nodes}
     with requests.Session() as http:
         for number in range(rounds):

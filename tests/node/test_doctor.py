@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
 import orjson
 import pytest
-import requests
 
-from bench._node import Node, free_port
+from bench._node import Node
+from bench._trace_run import router
 from sgl_ext.doctor.__main__ import main
 from tests.doctor.prompts import CHAT, RULE, turns
-from tests.waiting import until
 
 pytestmark = pytest.mark.engine
 
@@ -37,24 +34,8 @@ def asked(node: Node, agent: str, count: int, begin: str) -> tuple[int, int]:
 @pytest.fixture
 def fresh(node: Node) -> Iterator[Node]:
     """The node's engines behind one more balancer, which no other test has sent a prompt to."""
-    port = free_port()
-    workers = [word for engine in node.engines for word in ("--worker", engine)]
-    command = [sys.executable, "-m", "sgl_ext.balancer.serve", "--port", str(port), "--diagnose"]
-    url = f"http://127.0.0.1:{port}"
-    balancer = subprocess.Popen([*command, "--drain-s", "0", *workers])
-    try:
-        until(lambda: is_up(url))
+    with router("ours", node.engines, "--diagnose", "--drain-s", "0") as url:
         yield replace(node, url=url)
-    finally:
-        balancer.terminate()
-        balancer.wait(timeout=20)
-
-
-def is_up(url: str) -> bool:
-    try:
-        return requests.get(f"{url}/health", timeout=10).ok
-    except requests.ConnectionError:
-        return False
 
 
 def test_it_finds_a_clock_and_what_it_costs(
