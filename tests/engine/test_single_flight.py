@@ -78,7 +78,8 @@ def test_those_that_share_little_do_not_wait(fresh: Engine) -> None:
     prefix = text(50)
     sizes, computed = together(fresh, [f"{prefix} {text(100)}" for _ in range(AGENTS)])
     assert awaited(fresh) == before
-    assert computed[0] == sizes[0]  # the last ones may come when the first are in the cache
+    assert computed[0] == sizes[0]
+    assert min(computed) >= 100  # the last ones may find the prefix, but nothing of their own
 
 
 def test_two_tenants_do_not_share_a_flight(fresh: Engine) -> None:
