@@ -28,16 +28,18 @@ class Refusal(StrEnum):
     MEMORY = "memory"
 
 
-def refusal(
-    *, is_idle: bool, new_tokens: int, least_tokens: int, slice_tokens: int, free_tokens: int
-) -> Refusal | None:
-    """Why a slice that would add `new_tokens` to the cache may not run now; None if it may.
+def least_tokens(page: int) -> int:
+    """How many tokens a slice adds, or it adds nothing that is worth to be found again."""
+    return max(page, 16)
 
-    With fewer than `least_tokens` it would add nothing that can be found again.
-    """
+
+def refusal(
+    *, is_idle: bool, new_tokens: int, page: int, slice_tokens: int, free_tokens: int
+) -> Refusal | None:
+    """Why a slice that would add `new_tokens` to the cache may not run now; None if it may."""
     if not is_idle:
         return Refusal.BUSY
-    if new_tokens < least_tokens:
+    if new_tokens < least_tokens(page):
         return Refusal.NOTHING
     if new_tokens > slice_tokens:
         return Refusal.WIDE
@@ -48,9 +50,16 @@ def refusal(
 
 def slice_end(total_tokens: int, cached_tokens: int, slice_tokens: int, page: int) -> int:
     """Where the next slice of a prompt ends of which so many tokens are cached: at the end of a
-    page, or of the prompt."""
+    page, or of the prompt.
+
+    What is read of a prompt is told with its last slice: so none is left that would be refused
+    as too short, where two slices have room for one of it.
+    """
     end = (cached_tokens + slice_tokens) // page * page
-    return total_tokens if end >= total_tokens else max(end, page)
+    if end >= total_tokens:
+        return total_tokens
+    sooner = (total_tokens - least_tokens(page)) // page * page
+    return min(end, sooner) if sooner > cached_tokens else max(end, page)
 
 
 class Guesses:

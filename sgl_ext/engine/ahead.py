@@ -13,12 +13,11 @@ from functools import cache
 from typing import Any
 from uuid import uuid4
 
-from scheduler.prefill import Refusal, refusal
+from scheduler.prefill import Refusal, least_tokens, refusal
 from sgl_ext.engine import receipts
 from sgl_ext.engine.settings import settings as _settings
 
 _GATED = "_sgl_ext_gated"
-_LEAST_TOKENS = 16
 _MARK = "sgl_ext-ahead-"
 _expected = False
 
@@ -97,8 +96,8 @@ def _refusal(scheduler: Any, req: Any) -> tuple[Refusal | None, int]:
     forced = req.rid[len(_prefix()) + 1] == "f"
     why = refusal(
         is_idle=_is_idle(scheduler, req),
-        new_tokens=max(new, page, _LEAST_TOKENS) if forced else new,
-        least_tokens=max(page, _LEAST_TOKENS),
+        new_tokens=max(new, least_tokens(page)) if forced else new,
+        page=page,
         slice_tokens=min(chunk, longest) if chunk and chunk > 0 else longest,
         free_tokens=_free(scheduler, tree, cached) - 2 * page,
     )

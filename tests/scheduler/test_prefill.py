@@ -11,7 +11,7 @@ from scheduler.prefill import Guesses, Refusal, refusal, slice_end
 
 def decided(**changed: int) -> Refusal | None:
     usual = {
-        "is_idle": 1, "new_tokens": 100, "least_tokens": 16, "slice_tokens": 256, "free_tokens": 500
+        "is_idle": 1, "new_tokens": 100, "page": 1, "slice_tokens": 256, "free_tokens": 500
     }  # fmt: skip
     told = usual | changed
     return refusal(**told | {"is_idle": bool(told["is_idle"])})
@@ -24,6 +24,7 @@ def decided(**changed: int) -> Refusal | None:
         ({"is_idle": 0}, Refusal.BUSY),
         ({"new_tokens": 15}, Refusal.NOTHING),
         ({"new_tokens": 16}, None),
+        ({"new_tokens": 31, "page": 32}, Refusal.NOTHING),
         ({"new_tokens": 256}, None),
         ({"new_tokens": 257}, Refusal.WIDE),
         ({"free_tokens": 99}, Refusal.MEMORY),
@@ -54,6 +55,22 @@ def test_slices_come_to_the_end_of_a_prompt(total: int, slice_tokens: int, page:
         if end == total:
             return
     raise AssertionError("it never ends")
+
+
+@given(
+    total=st.integers(32, 5000),
+    slices=st.lists(st.integers(128, 700), min_size=1),
+    page=st.sampled_from([1, 16, 64]),
+)
+def test_the_last_slice_is_not_too_short_to_run(total: int, slices: list[int], page: int) -> None:
+    cached = end = 0
+    for slice_tokens in slices * total:
+        end = slice_end(total, cached, slice_tokens, page)
+        if end == total:
+            break
+        cached = end
+    if total >= 2 * page:
+        assert end - cached >= max(page, 16)
 
 
 def test_a_conversation_that_is_not_as_guessed_gets_no_more_guesses() -> None:
