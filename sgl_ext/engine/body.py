@@ -13,6 +13,7 @@ from typing import Any
 
 from sgl_ext.engine.counters import counter
 from sgl_ext.engine.hints import WHOLE, Reading, keep
+from sgl_ext.engine.known_messages import recall
 from sgl_ext.engine.settings import settings as _settings
 from sgl_ext.engine.translation import for_sglang
 from sgl_ext.requests.cache_marks import Marks, read_marks
@@ -77,7 +78,7 @@ async def read_body(original: Callable[[Any], Awaitable[Any]], request: Any) -> 
     )
     keep(reading)
     request.state.reading = reading  # SGLang converts some requests outside their context
-    request._json = for_sglang(request, path, body)
+    request._json = recall(path, for_sglang(request, path, body), reading.group)
     return request._json
 
 

@@ -25,6 +25,7 @@ from sgl_ext.engine import (
     endings,
     hints,
     hub,
+    known_messages,
     preemption,
     pressure,
     priority,
@@ -83,8 +84,10 @@ HOOKS = (
         tokens.encode_prompt,
     ),
     Hook("jsonschema.Draft202012Validator.check_schema", "AROUND", shortcuts.check_schema),
-    Hook(f"{_MESSAGES}.ChatCompletionMessageGenericParam.model_dump", "AROUND", shortcuts.dump),
-    Hook(f"{_MESSAGES}.ChatCompletionMessageUserParam.model_dump", "AROUND", shortcuts.dump),
+    Hook(
+        f"{_MESSAGES}.ChatCompletionMessageGenericParam.model_dump", "AROUND", known_messages.dump
+    ),
+    Hook(f"{_MESSAGES}.ChatCompletionMessageUserParam.model_dump", "AROUND", known_messages.dump),
     Hook(
         "transformers.utils.chat_template_utils._compile_jinja_template",
         "AROUND",

@@ -24,7 +24,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from radix.index import PrefixIndex
-from sgl_ext.engine import error_tap, receipts, rendered
+from sgl_ext.engine import error_tap, known_messages, receipts, rendered
 from sgl_ext.engine.answer_tap import AnswerTap
 from sgl_ext.engine.counters import counter
 from sgl_ext.engine.listed import list_prefixes
@@ -238,9 +238,10 @@ def serve(*_: Any, **__: Any) -> None:
     async def lifespan(application: Any) -> AsyncIterator[Any]:
         async with hub().listening(), original(application) as state:
             manager = http_server.get_global_state().tokenizer_manager
-            for_templates = settings().token_cache_bytes // 4
-            start_token_cache(manager.tokenizer, settings().token_cache_bytes - for_templates)
-            rendered.start(manager.tokenizer, for_templates)
+            quarter = settings().token_cache_bytes // 4
+            start_token_cache(manager.tokenizer, 2 * quarter)
+            rendered.start(manager.tokenizer, quarter)
+            known_messages.start(quarter)
             listed = await list_prefixes(application, manager, settings().share)
             async with prefilling(application, manager, listed) as prefiller:
                 if prefiller is not None:

@@ -50,11 +50,6 @@ class Message(dict[str, Any]):
         return copied
 
 
-def dump(original: Callable[..., Any], message: Any, **asked: Any) -> Message:
-    """Around `model_dump` of the messages of chat completions."""
-    return Message(original(message, **asked))
-
-
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
     kind = type(value)
     if kind is str or value is None:

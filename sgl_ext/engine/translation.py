@@ -6,10 +6,12 @@ of the body as sent, which the balancer saw, too; SGLang gets the translated one
 
 from __future__ import annotations
 
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
 from sgl_ext.engine.counters import counter
+from sgl_ext.engine.known_messages import convert
 from sgl_ext.requests.dialect import PATHS, translate
 from sgl_ext.requests.dialects.parts import Model
 from sgl_ext.requests.dialects.responses import namespaced_names
@@ -70,10 +72,14 @@ async def name_namespaces(
 
 def join_answers(original: Any, serving: Any, request: Any) -> Any:
     """Around `AnthropicServing._convert_to_chat_completion_request`: what the model said in one
-    turn, thinking and text, reads as it was said.
+    turn, thinking and text, reads as it was said. Of messages that are known nothing is done.
 
     SGLang makes parts of it, and joins these by a blank for templates that take texts alone: so
     no answer with thinking was the same again in the next turn's prompt, nor in the cache."""
+    return convert(partial(_joined, original), serving, request)
+
+
+def _joined(original: Any, serving: Any, request: Any) -> Any:
     chat = original(serving, request)
     for message in chat.messages:
         parts = message.content if message.role == "assistant" else None

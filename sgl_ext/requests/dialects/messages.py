@@ -110,8 +110,20 @@ def _messages(messages: list[Any], model: Model, told: Told) -> list[Any]:
 def _message(message: Any, model: Model, told: Told) -> Any:
     if not isinstance(message, dict) or not isinstance(message.get("content"), list):
         return message
+    if all(map(_is_plain, message["content"])):  # as nearly all are, of hundreds
+        return message
     blocks = altered(message["content"], partial(_block, model=model, told=told))
     return edited(message, {"content": blocks})
+
+
+def _is_plain(block: Any) -> bool:
+    """Whether it is a block of the kinds that SGLang knows, which needs no look inside."""
+    if type(block) is not dict:
+        return False
+    kind = block.get("type")
+    if kind == "tool_result":
+        return type(block.get("content")) is str
+    return kind == "text" or (kind == "tool_use" and type(block.get("input")) is dict)
 
 
 def _is_system(message: Any) -> bool:
