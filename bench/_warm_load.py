@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import closing
 from dataclasses import dataclass, field
+from http import HTTPStatus
+from http.client import HTTPConnection
 from typing import Any
-
-import requests
+from urllib.parse import urlsplit
 
 from bench._node import Node
 from bench._pin_load import MESSAGES, Texts
@@ -95,17 +97,21 @@ class Conversation:
         }
 
 
-def ask(http: requests.Session, node: Node, body: bytes) -> Answer:
+def ask(node: Node, body: bytes) -> Answer:
     """Sends a request and reads its answer to the end."""
     usage: dict[str, int] = {}
-    begin_ns, first_ns = time.monotonic_ns(), 0
-    head = {"content-type": "application/json"}
-    with http.post(
-        node.url + MESSAGES, data=body, headers=head, stream=True, timeout=600
-    ) as answer:
-        answer.raise_for_status()
-        for line in answer.iter_lines():
+    first_ns = 0
+    # Of what a client does, the least: its work is not the host's.
+    client = HTTPConnection(urlsplit(node.url).netloc, timeout=600)
+    client.connect()
+    with closing(client):
+        begin_ns = time.monotonic_ns()
+        client.request("POST", MESSAGES, body, {"content-type": "application/json"})
+        answer = client.getresponse()
+        while line := answer.readline():
             first_ns = first_ns or time.monotonic_ns()
+            if answer.status != HTTPStatus.OK:
+                raise RuntimeError(f"{answer.status}: {line.decode()}")
             if line.startswith(b"data: "):
                 event = json.loads(line[6:])
                 if event["type"] == "error":

@@ -22,8 +22,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import requests
-
 from bench._node import Node, local_model, running_node
 from bench._pin_figures import ratio
 from bench._pin_load import Texts
@@ -45,8 +43,9 @@ SIZES = (4_000, 16_000, 52_000, 128_000)
 _COLD_TOKENS = 16_000
 _FIRST_TURNS = 2
 # The next step is launched ahead of the last one's result. On a CPU that computes it, and the
-# first token of a turn would wait for a second one.
-_FLAGS = ("--disable-overlap-schedule",)
+# first token of a turn would wait for a second one. And a scheduler that waits would take a
+# core from the other arm's turn, as it asks for work without a pause.
+_FLAGS = ("--disable-overlap-schedule", "--sleep-on-idle")
 
 
 def main() -> None:
@@ -82,31 +81,29 @@ def measure(nodes: Mapping[str, Node], texts: Texts, sizes: Sequence[int], turns
     """Warm turns of each size, on each node."""
     chat = Conversation("warm", texts)
     seen: Turns = {}
-    with requests.Session() as http:
-        for size in sizes:
-            chat.grow_to(size)
-            begun = [ask(http, node, _body(chat)) for node in nodes.values()]
-            chat.tokens = begun[0].prompt_tokens
-            seen[size] = {name: [] for name in nodes}
-            for number in range(_FIRST_TURNS + turns):
-                chat.short_turn()
-                body = _body(chat)
-                for name in list(nodes)[:: 1 if number % 2 else -1]:
-                    answer = ask(http, nodes[name], body)
-                    if number >= _FIRST_TURNS:
-                        seen[size][name].append(answer)
+    for size in sizes:
+        chat.grow_to(size)
+        begun = [ask(node, _body(chat)) for node in nodes.values()]
+        chat.tokens = begun[0].prompt_tokens
+        seen[size] = {name: [] for name in nodes}
+        for number in range(_FIRST_TURNS + turns):
+            chat.short_turn()
+            body = _body(chat)
+            for name in list(nodes)[:: 1 if number % 2 else -1]:
+                answer = ask(nodes[name], body)
+                if number >= _FIRST_TURNS:
+                    seen[size][name].append(answer)
     return seen
 
 
 def measure_cold(nodes: Mapping[str, Node], texts: Texts, rounds: int) -> dict[str, list[Answer]]:
     """Turns of which nothing is cached."""
     seen: dict[str, list[Answer]] = {name: [] for name in nodes}
-    with requests.Session() as http:
-        for number in range(rounds):
-            chat = Conversation(f"cold {number}", texts)
-            chat.grow_to(_COLD_TOKENS)
-            for name in list(nodes)[:: 1 if number % 2 else -1]:
-                seen[name].append(ask(http, nodes[name], _body(chat)))
+    for number in range(rounds):
+        chat = Conversation(f"cold {number}", texts)
+        chat.grow_to(_COLD_TOKENS)
+        for name in list(nodes)[:: 1 if number % 2 else -1]:
+            seen[name].append(ask(nodes[name], _body(chat)))
     return seen
 
 

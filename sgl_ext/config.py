@@ -424,7 +424,9 @@ def launch_config(argv: Sequence[str]) -> LaunchConfig:
         help="request bodies, one a line, whose prompts tenants that are kept apart share",
     )
     parser.add_argument(
-        "--token-cache-bytes", type=int, help="for tokens of known text (256 MiB; 0: none)"
+        "--token-cache-bytes",
+        type=int,
+        help="for what is known of text that comes again (256 MiB; 0: nothing)",
     )
     add_balancer_flags(parser)
     known, engine_args = parser.parse_known_args(argv)

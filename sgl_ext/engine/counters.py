@@ -59,6 +59,7 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "template_parts": ("Parts of chat templates, rendered or known from before", ("from",)),
     "template_checks": ("Renderings that were done whole, too, and compared", ()),
     "template_off": ("Times that parts were given up and templates rendered whole", ("why",)),
+    "messages_converted": ("Messages of requests, converted or known from before", ("from",)),
     "event_sweeps_deferred": ("Iterations that left leaves to look at for the next one", ()),
 }
 

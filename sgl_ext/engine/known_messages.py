@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from radix.parts import Parts
+from sgl_ext.engine.counters import counter
 from sgl_ext.engine.shortcuts import Message
 
 _PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
@@ -141,6 +142,9 @@ def _converted(
     if last.known is None:
         _keep(table, last, chat.messages[begin:])
     chat.messages[begin:begin] = found
+    known = sum(one.known is not None for one in sent)
+    counter("messages_converted").labels("known").inc(known)
+    counter("messages_converted").labels("new").inc(len(sent) - known)
     return chat
 
 
