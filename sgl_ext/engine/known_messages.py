@@ -17,13 +17,12 @@ has an encoding of its own, nothing is known.
 from __future__ import annotations
 
 import contextlib
+import marshal
 import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import cache
 from typing import Any, NamedTuple
-
-import orjson
 
 from radix.parts import Parts
 from sgl_ext.engine.counters import counter
@@ -32,9 +31,11 @@ from sgl_ext.engine.shortcuts import Message
 _PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
 # Beside its content: pydantic's objects, the dict and their places in tables.
 _ENTRY_BYTES = 5_000
-# A call's input is there as text and twice as a dict, of 4 bytes a character at the most.
-_WIDE = 10
+# How often its content is there, at 4 bytes a character at the most: as key and text, or as key,
+# text and two dicts.
+_SAID, _CALLED = 5, 10
 _SYSTEM = "system"
+_VERSION = 2
 
 Key = tuple[str | None, bytes]
 Convert = Callable[[Any, Any], Any]
@@ -78,14 +79,15 @@ def recall(path: str, body: Any, group: str | None) -> Any:
         return body
     try:
         sent = tuple(_recalled(_table, message, group) for message in messages)
-    except (TypeError, ValueError):  # too deep, or to be refused by SGLang
+    except ValueError:  # too deep, or to be refused by SGLang
         return body
     _sent.set(sent)
     return {**body, "messages": [one.message for one in sent]}
 
 
 def _recalled(table: Parts[_Known], message: Any, group: str | None) -> _Sent:
-    key = group, orjson.dumps(message)
+    # It writes the same for the same, and tells types and the order of keys.
+    key = group, marshal.dumps(message, _VERSION)
     known = table.find(key)
     return _Sent(_checked()(message) if known is None else known.message, key, known)
 
@@ -152,10 +154,8 @@ def _keep(table: Parts[_Known], sent: _Sent, converted: list[Any]) -> _Known:
     known = _Known(sent.message, tuple(converted))
     for one in converted:
         _write(one)
-    group, written = sent.key
-    # A copy: what orjson gives has a buffer of ten times its length.
-    key = group, bytes(memoryview(written))
-    table.keep(key, known, len(written) * (3 if written.isascii() else _WIDE))
+    calls = any(getattr(one, "tool_calls", None) for one in converted)
+    table.keep(sent.key, known, len(sent.key[1]) * (_CALLED if calls else _SAID))
     return known
 
 

@@ -14,7 +14,6 @@ CACHE = "sgl_ext"
 """The name under which `--radix-cache-backend` selects our cache."""
 
 _active = False
-_THRESHOLDS = gc.get_threshold()  # before `serve` changes them
 
 
 def activate() -> None:
@@ -27,7 +26,6 @@ def activate() -> None:
     _active = True
     # SGLang is imported, and what there is now stays: no collection need look at it again.
     gc.freeze()
-    gc.set_threshold(*_THRESHOLDS)
 
 
 def require_active() -> None:
