@@ -16,13 +16,18 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from jinja2 import Undefined
+
 from radix.parts import Parts
 from sgl_ext.engine.counters import counter
-from sgl_ext.engine.rendering import Part, Rendering, Site, filters_of
+from sgl_ext.engine.rendering import Rendering, Site, filters_of
+from sgl_ext.engine.runs import Part, Runs
 from sgl_ext.engine.template_parts import loops_of
 from sgl_ext.engine.template_rewrite import PREFIX, STATE, rewrite
-from sgl_ext.engine.template_rules import Unclear
+from sgl_ext.engine.template_rules import Unclear, facts_of
+from sgl_ext.engine.template_runs import needs_of
 from sgl_ext.engine.template_samples import samples
+from sgl_ext.engine.template_search import searches_of
 from sgl_ext.engine.tokens import asking_group
 
 CHECK_EVERY_S = 60.0
@@ -39,22 +44,32 @@ class Rendered:
     """
 
     def __init__(
-        self, template: Any, source: str, parts: Parts[Part], group: Callable[[], str | None]
+        self,
+        template: Any,
+        source: str,
+        parts: Parts[Part],
+        runs: Runs,
+        group: Callable[[], str | None],
     ) -> None:
         environment = template.environment
-        if environment.autoescape or environment.is_async or PREFIX in source:
+        odd = environment.autoescape or environment.is_async
+        if odd or environment.undefined is not Undefined or PREFIX in source:
             raise Unclear("environment")
         tree = environment.parse(source)
         self.loops, self.unclear = loops_of(tree, environment.globals)
         if not self.loops:
             raise self.unclear[0] if self.unclear else Unclear("no loops")
-        names = rewrite(tree, self.loops)
+        needs = [needs_of(loop) for loop in self.loops]
+        searches = searches_of(tree, facts_of(tree, environment.globals))
+        names = rewrite(tree, self.loops, needs, searches)
         environment.filters.update(filters_of(environment, names))
         self._changed = environment.from_string(tree)
         self._plain = template.render
         self._parts = parts
+        self._runs = runs
         self._group = group
-        self._sites = [Site(next(_numbers), loop) for loop in self.loops]
+        each = zip(self.loops, needs, strict=True)
+        self._sites = [Site(next(_numbers), loop, needed) for loop, needed in each]
         self._checked_s = time.monotonic()
         self._failed = 0
         self.is_off = False
@@ -76,13 +91,15 @@ class Rendered:
     def known(self, asked: Mapping[str, Any]) -> str | None:
         """The text, made of parts. None: that raised something."""
         group = self._group()
-        rendering = Rendering(self._sites, self._parts, "" if group is None else f"g{group}")
+        space = "" if group is None else f"g{group}"
+        rendering = Rendering(self._sites, self._parts, self._runs, space)
         try:
             if any(map(callable, asked.values())):
                 return None
             text: str = self._changed.render({**asked, STATE: rendering})
         except Exception:
             return None
+        rendering.remember()
         counter("template_parts").labels("known").inc(rendering.known)
         counter("template_parts").labels("new").inc(rendering.new)
         return text
@@ -96,6 +113,7 @@ class Rendered:
                 self.turn_off("inexact")
                 break
         self._parts.clear()
+        self._runs.clear()
 
     def check(self, asked: Mapping[str, Any], text: str) -> None:
         """Compares with what the template itself makes of it."""
@@ -107,6 +125,7 @@ class Rendered:
         """Templates are rendered whole from now on."""
         self.is_off = True
         self._parts.clear()
+        self._runs.clear()
         _tell_off(why, why)
 
     def _fails(self) -> None:
@@ -130,11 +149,11 @@ def start(tokenizer: Any, limit_bytes: int) -> None:
     sources = getattr(tokenizer, "chat_template", None)
     if not limit_bytes or not sources:
         return
-    parts = Parts[Part](limit_bytes)
+    parts, runs = Parts[Part](limit_bytes // 2), Runs(limit_bytes // 2)
     for source in sources.values() if isinstance(sources, dict) else [sources]:
         template = chat_template_utils._compile_jinja_template(source)
         try:
-            rendered = Rendered(template, source, parts, asking_group)
+            rendered = Rendered(template, source, parts, runs, asking_group)
             rendered.prove(samples())
         except Exception as error:
             told = str(error) if isinstance(error, Unclear) else type(error).__name__

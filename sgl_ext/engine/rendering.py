@@ -11,41 +11,34 @@ import hashlib
 import marshal
 import secrets
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from jinja2 import Undefined
 from jinja2.utils import Namespace
+from xxhash import xxh3_64_intdigest
 
 from radix.parts import Parts
+from sgl_ext.engine.runs import NO_RUN, UNWRITTEN, Course, Mark, Part, Runs
 from sgl_ext.engine.shortcuts import Message
 from sgl_ext.engine.template_parts import Loop
 from sgl_ext.engine.template_rewrite import PREFIX
 from sgl_ext.engine.template_rules import LOOP, is_yes_or_no
+from sgl_ext.engine.template_runs import Needs
 
 _SHORT_CHARS = 64
 # Of marshal: which writes the same for the same, and tells types and the order of keys.
 _VERSION = 2
+_LIST_HEAD_BYTES = 5
 _LARGE = 1 << 63
 _VALUE_BYTES = 200
 _PLAIN = (str, bool, int, float, type(None))
 # A key of this process's own: what is found stands for text in a prompt.
 _key = secrets.token_bytes(32)
-
-
-class _Mark:
-    """A value that no template has."""
-
-
-_UNDEFINED, _ABSENT, _UNWRITTEN = _Mark(), _Mark(), _Mark()
-
-
-class Part(NamedTuple):
-    """What an iteration wrote, and what it left in the attributes of its effects."""
-
-    text: str
-    left: tuple[Any, ...]
+_UNDEFINED, _ABSENT = Mark(), Mark()
 
 
 class _Place(NamedTuple):
@@ -59,8 +52,10 @@ class _Place(NamedTuple):
 class Site:
     """A loop, ready to be asked."""
 
-    def __init__(self, number: int, loop: Loop) -> None:
+    def __init__(self, number: int, loop: Loop, needs: Needs | None) -> None:
         self.number = number
+        self.fixed = 0 if needs is None else len(needs.fixed)
+        self.bases = () if needs is None else tuple(bound.base for bound in needs.bounds)
         self.spaces = len(loop.spaces)
         self.asks_yes_or_no = all(map(is_yes_or_no, loop.asked))
         self.places = [
@@ -72,8 +67,11 @@ class Site:
 class Rendering:
     """One rendering, which the changed template asks for what is known."""
 
-    def __init__(self, sites: Sequence[Site], parts: Parts[Part], space: str) -> None:
+    def __init__(self, sites: Sequence[Site], parts: Parts[Part], runs: Runs, space: str) -> None:
         self._sites = sites
+        self._runs = runs
+        self._courses: list[Course] = []
+        self._course: Course | None = None
         self._find = parts.find
         self._keep = parts.keep
         self._space = space
@@ -84,10 +82,52 @@ class Rendering:
         self.known = 0
         self.new = 0
 
+    def run(self, number: int, loop: Any, items: Any, *values: Any) -> str | None:
+        """What this iteration and those behind it write, as far as it is known what they do one
+        behind the other. Their effects are done then, and the loop is at the last of them."""
+        site = self._sites[number]
+        spaces, values = values[: site.spaces], values[site.spaces :]
+        limits = values[site.fixed :]
+        if type(items) is not list or not all(type(limit) is int for limit in limits):
+            return None
+        if not all(type(space) is Namespace for space in spaces):
+            return None
+        try:
+            fixed = tuple(map(self._value, values[: site.fixed]))
+            written = marshal.dumps(items, _VERSION)[_LIST_HEAD_BYTES:]
+            key = self._space, site.number, xxh3_64_intdigest(marshal.dumps(items[:2], _VERSION))
+        except ValueError:
+            return None
+        before = self._runs.find(key) or NO_RUN
+        same = before.items_in(written)
+        ends = before.ends[:same]
+        for item in items[same:]:
+            ends.append((ends[-1] if ends else 0) + len(marshal.dumps(item, _VERSION)))
+        assert ends[-1] == len(written)
+        bounds = tuple(limit - base for limit, base in zip(limits, site.bases, strict=True))
+        length = before.length_in(fixed, bounds, same)
+        begun = before.cut(length)._replace(fixed=fixed, bounds=bounds, written=written, ends=ends)
+        self._course = Course(number, key, begun)
+        self._courses.append(self._course)
+        if not length:
+            return None
+        if begun.left:
+            self._leave(site, spaces, begun.left[-1])
+        deque(islice(loop, length - 1), 0)
+        self.known += length
+        return begun.text
+
+    def remember(self) -> None:
+        """Keeps what the loops did one iteration behind the other."""
+        for course in self._courses:
+            self._runs.keep(course.key, course.run)
+
     def find(self, number: int, item: Any, *values: Any) -> str | None:
         """What an iteration writes, whose effects are done then. None: it must be rendered."""
         site = self._sites[number]
         self._now = None
+        if self._course is not None and self._course.number != number:
+            self._course = None
         spaces: Sequence[Any] = ()
         if site.spaces:
             spaces, values = values[: site.spaces], values[site.spaces :]
@@ -105,9 +145,8 @@ class Rendering:
             self._now, self._name = site, name
             self._before = [self._hide(spaces[place.at], place) for place in site.places]
             return None
-        for (at, attribute, _), left in zip(site.places, part.left, strict=True):
-            if left is not _UNWRITTEN:
-                spaces[at][attribute] = left
+        self._leave(site, spaces, part.left)
+        self._note(part)
         self.known += 1
         return part.text
 
@@ -116,29 +155,46 @@ class Rendering:
         self.new += 1
         site, self._now = self._now, None
         if site is None:
+            self._course = None
             return text
         left = []
         for (at, attribute, _), before in zip(site.places, self._before, strict=True):
             attributes = _attributes(spaces[at])
             value = attributes.get(attribute, _ABSENT)
-            if value is _UNWRITTEN:
+            if value is UNWRITTEN:
                 del attributes[attribute]
                 if before is not _ABSENT:
                     attributes[attribute] = before
-            left.append(_UNWRITTEN if value is _ABSENT else value)
-        if all(type(value) in _PLAIN or value is _UNWRITTEN for value in left):
+            left.append(UNWRITTEN if value is _ABSENT else value)
+        if all(type(value) in _PLAIN or value is UNWRITTEN for value in left):
             *_, item, values = self._name
             size = sys.getsizeof(text) + len(item) + sum(map(sys.getsizeof, left))
             size += _VALUE_BYTES * len(values)
-            self._keep(self._name, Part(text, tuple(left)), size)
+            part = Part(text, tuple(left))
+            self._keep(self._name, part, size)
+            self._note(part)
+        else:
+            self._course = None
         return text
+
+    def _note(self, part: Part) -> None:
+        """Takes down what an iteration did; behind one that is not, no other is."""
+        if self._course is not None:
+            self._course.parts.append(part)
+
+    @staticmethod
+    def _leave(site: Site, spaces: Sequence[Any], all_left: Sequence[Any]) -> None:
+        """Does effects."""
+        for (at, attribute, _), left in zip(site.places, all_left, strict=True):
+            if left is not UNWRITTEN:
+                spaces[at][attribute] = left
 
     def _hide(self, space: Any, place: _Place) -> Any:
         """Puts a mark where it can be seen afterwards whether an iteration has written."""
         attributes = _attributes(space)
         before = attributes.get(place.attribute, _ABSENT)
         if not place.is_read:
-            attributes[place.attribute] = _UNWRITTEN
+            attributes[place.attribute] = UNWRITTEN
         return before
 
     def _value(self, value: Any) -> Any:
@@ -178,7 +234,7 @@ def filters_of(environment: Any, names: Iterable[str]) -> dict[str, Callable[...
 
     found: dict[str, Callable[..., Any]] = {f"loop_{name}": attrgetter(name) for name in LOOP}
     found |= {f"attribute_{name}": _getter(environment, name) for name in names}
-    found |= {"find": Rendering.find, "keep": Rendering.keep, "item": item}
+    found |= {"find": Rendering.find, "keep": Rendering.keep, "run": Rendering.run, "item": item}
     return {PREFIX + name: made for name, made in found.items()}
 
 

@@ -16,7 +16,8 @@ from sgl_ext.engine import rendered as module
 from sgl_ext.engine import shortcuts
 from sgl_ext.engine.counters import counter
 from sgl_ext.engine.rendered import Rendered
-from sgl_ext.engine.rendering import Part, Rendering
+from sgl_ext.engine.rendering import Rendering
+from sgl_ext.engine.runs import Part, Runs
 from sgl_ext.engine.shortcuts import Message
 from sgl_ext.engine.template_rules import Unclear
 from sgl_ext.engine.template_samples import samples
@@ -122,6 +123,30 @@ UNGUARDED = """
   {%- if message.role == 'tool' and loop.nextitem.content < 'b' -%}.{%- endif -%}
 {%- endfor -%}
 """
+
+# What goes on from one iteration to the next, and numbers that the chat is told by.
+COUNTS_ON = """
+{%- set ns = namespace(n=0, open=false, looking=true, query=-1, seen='') -%}
+{%- macro tag(role) -%}{%- set ns.seen = role -%}<{{ role }}>{%- endmacro -%}
+{%- for message in messages[::-1] -%}
+  {%- set at = (messages | length) - loop.index -%}
+  {%- set said = message.content if message.content is string else '' -%}
+  {%- if ns.looking and message.role == 'user' and not said.startswith('<') -%}
+    {%- set ns.looking = false -%}{%- set ns.query = at -%}{%- set ns.said = said -%}
+  {%- endif -%}
+{%- endfor -%}
+{%- for message in messages -%}
+  {%- if message.role == 'tool' and not ns.open -%}{%- set ns.open = true -%}[{%- endif -%}
+  {%- if message.role != 'tool' and ns.open -%}{%- set ns.open = false -%}]{%- endif -%}
+  {%- set ns.n = ns.n + 1 -%}
+  {%- if loop.index0 >= ns.query and not loop.last -%}!{%- endif -%}
+  {%- if shown is defined and limit is integer and limit < loop.index -%}{{ shown }}{%- endif -%}
+  {{ ns.n }}{{ tag(message.role) }}{{ message.content | tojson }}
+  {%- if not loop.first and messages[loop.index0 - 1].role == message.role -%}={%- endif -%}
+  {%- if message == messages[0] -%}0{%- endif -%}
+{%- endfor -%}
+{{ ns.n }}{{ ns.open }}{{ ns.seen }}{{ ns.query }}{{ ns.said }}
+"""
 STYLES = {
     "chat": CHAT.read_text(),
     "tools_last": TOOLS_LAST,
@@ -129,6 +154,7 @@ STYLES = {
     "guarded": GUARDED,
     "counted": COUNTED,
     "unguarded": UNGUARDED,
+    "counts_on": COUNTS_ON,
 }
 
 
@@ -140,7 +166,9 @@ def compiled(source: str) -> Any:
 
 
 def rendered(source: str, limit_bytes: int = 1 << 22, group: str | None = None) -> Rendered:
-    return Rendered(compiled(source), source, Parts[Part](limit_bytes), lambda: group)
+    return Rendered(
+        compiled(source), source, Parts[Part](limit_bytes), Runs(limit_bytes), lambda: group
+    )
 
 
 def outcome(template: Any, asked: dict[str, Any]) -> str:
@@ -176,6 +204,7 @@ options = st.fixed_dictionaries(
         "enable_thinking": st.booleans(),
         "eos_token": text,
         "shown": text,
+        "limit": st.integers(-1, 9) | st.sampled_from([True, 2.0, None]),
     },
 )
 
@@ -232,6 +261,75 @@ def test_a_known_message_is_not_rendered_again(style: str) -> None:
 def _known_and_new() -> tuple[float, float]:
     told = counter("template_parts")
     return tuple(told.labels(name)._value.get() for name in ("known", "new"))  # type: ignore
+
+
+@pytest.mark.parametrize("style", ["chat", "tools_last", "neighbours", "counts_on"])
+def test_iterations_known_to_follow_each_other_are_not_looked_up(
+    style: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_up = list[int]()
+    find = Rendering.find
+
+    def counted(self: Rendering, number: int, *args: Any) -> str | None:
+        looked_up.append(number)
+        return find(self, number, *args)
+
+    monkeypatch.setattr(Rendering, "find", counted)
+    made, plain = rendered(STYLES[style]), compiled(STYLES[style])
+    chat: list[dict[str, Any]] = [{"role": "system", "content": "s"}]
+    chat += [{"role": "user", "content": "go"}]
+    for step in range(12):
+        chat.append({"role": "assistant", "content": f"step {step}", "tool_calls": []})
+        chat.append({"role": "tool", "content": f"result {step}"})
+        looked_up.clear()
+        asked = {"messages": copy.deepcopy(chat), "add_generation_prompt": True, "limit": 30}
+        assert made.known(asked) == plain.render(asked)
+    # The first item, the one behind which there was none, and the two that are new.
+    assert len(looked_up) == 4
+
+
+GROWING = [
+    "{% for m in messages %}a{{ m.a }}{% endfor %}|{% for m in messages %}b{{ m.a }}{% endfor %}"
+    "|{% for m in messages if m.a %}c{{ m.a }}{% endfor %}",
+    # Of the first one, the item before is the last.
+    "{% for m in messages %}{{ m.a }}{{ '!' if messages[loop.index0 - 1].a == 3 }}{% endfor %}",
+    "{% for m in messages %}{{ m.a }}"
+    "{{ '!' if not loop.last and messages[loop.index].a == 3 }}{% endfor %}",
+    "{% for m in messages %}{{ m.a }}"
+    "{{ '!' if not loop.last and messages[loop.index0 + 1].a == 3 }}{% endfor %}",
+    "{% for m in messages %}{{ m.a }}"
+    "{{ '!' if loop.last }}{{ loop.nextitem.a if not loop.last }}{% endfor %}",
+    "{% for m in messages %}{{ m.a }}{{ '!' if loop.index < x }}{% endfor %}",
+    "{% for m in messages %}{{ m.a }}{{ '!' if loop.index0 != x }}{% endfor %}",
+    "{% for m in messages %}{{ m.a }}{{ '!' if x >= loop.index }}{{ x > loop.index0 }}{% endfor %}",
+    "{% for m in messages %}{{ m.a }}{{ '!' if loop.index0 in [1, x, 3] }}{% endfor %}",
+    "{% set n = namespace(x=x) %}{% for m in messages %}{{ '!' if loop.index > n.x }}{{ m.a }}"
+    "{% set n.y = m.a %}{% endfor %}{{ n.y }}",
+    "{% set n = namespace(a=x) %}{% for m in messages %}{{ n.a }}{% if m.a %}"
+    "{% set n.a = m.a %}{% endif %}{% endfor %}{{ n.a }}",
+    # What is no JSON, in between.
+    "{% for m in messages %}{{ '!' if (loop.nextitem or '').upper }}{{ m.a }}{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("source", GROWING)
+def test_a_chat_that_grows_is_gone_through_as_before(source: str) -> None:
+    made, plain = rendered(source), compiled(source)
+    items: list[Any] = [{"a": n % 4} for n in range(12)]
+    items[4] = "text"
+    for old in range(8):
+        for new in range(8):
+            for x, length in ((old, 8), (new, 6), (new, 12), (new, 9)):
+                asked = {"messages": copy.deepcopy(items[:length]), "x": x}
+                assert made.known(asked) == plain.render(asked)
+
+
+def test_a_run_ends_where_its_loop_does() -> None:
+    made = rendered(GROWING[0])
+    messages = [{"a": n} for n in range(9)]
+    made.known({"messages": messages})
+    runs = [run for run, _ in made._runs._runs.values()]
+    assert [(len(run.ends), len(run.text_ends)) for run in runs] == [(9, 7), (9, 7)]
 
 
 def test_a_new_query_leaves_the_parts_that_it_does_not_change() -> None:
@@ -399,7 +497,9 @@ def test_so_much_is_known_and_no_more() -> None:
 def test_what_one_group_sent_is_new_to_another() -> None:
     asking: list[str | None] = [None]
     source = "{% for m in messages %}{{ m.a }}{% endfor %}"
-    made = Rendered(compiled(source), source, Parts[Part](1 << 20), lambda: asking[0])
+    made = Rendered(
+        compiled(source), source, Parts[Part](1 << 20), Runs(1 << 20), lambda: asking[0]
+    )
     new = []
     for group in ("one", "other", None, "", "one"):
         asking[0] = group
@@ -407,6 +507,21 @@ def test_what_one_group_sent_is_new_to_another() -> None:
         made.render(messages=[{"a": 1}])
         new.append(_known_and_new()[1] - before[1])
     assert new == [1, 1, 1, 1, 0]
+
+
+def test_what_one_group_has_gone_through_is_new_to_another() -> None:
+    asking: list[str | None] = [None]
+    source = "{% for m in messages %}{{ m.a }}{% endfor %}"
+    runs = Runs(1 << 20)
+    made = Rendered(compiled(source), source, Parts[Part](1), runs, lambda: asking[0])
+    known = []
+    for group in ("one", "other", None, "", "one"):
+        asking[0] = group
+        before = _known_and_new()
+        made.render(messages=[{"a": 1}, {"a": 2}, {"a": 3}, {"a": 4}])
+        known.append(_known_and_new()[0] - before[0])
+    assert known == [0, 0, 0, 0, 2]
+    assert len(runs) == 4
 
 
 def test_a_difference_turns_it_off() -> None:
