@@ -174,7 +174,8 @@ class Pins:
             raise ValueError(f"ttl_s is not a positive time: {ttl_s}")
         now = self._advance(now)
         tokens = len(key) // TOKEN_BYTES
-        known = self.pinned(space, key)
+        path = self.prefixes_of(space, key)
+        known = path[-1] if path and path[-1].tokens == tokens else None
         if known is not None:
             self._renew(known, now, ttl_s, priority, known.hits)
             known.owner = known.owner or owner
@@ -192,10 +193,9 @@ class Pins:
         pin = Pin(
             number, prefix, tokens, ttl_s, now + ttl_s, now, now, 0, owner, session, priority, label
         )
-        path = self._tree.find(space, key)
         # It is in the tree before room is made: then what it shares with others is not freed.
         self._tree.insert(space, key, pin.id, owner)
-        released = self._displaced(pin, path)
+        released = self._displaced(pin, {other.id for other in path})
         if isinstance(released, str):
             self._tree.remove(pin.id)
             return _refused(released)

@@ -24,6 +24,7 @@ from sglang.srt.runtime_context import get_memory, get_parallel
 from radix.held import Held
 from radix.pins import Pins
 from scheduler.worth import WORTHLESS, Worth, worth_of
+from sgl_ext.engine import first_token
 from sgl_ext.engine.ahead import is_guess
 from sgl_ext.engine.hints import Hints, carried
 from sgl_ext.engine.pins import PinKeeper
@@ -91,6 +92,17 @@ class HeldCache(UnifiedRadixCache):  # type: ignore[misc]  # sglang is untyped
         super().__init__(params)
 
     def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
+        checkpoint = partial(self._checkpoint, req, up_to=up_to, **kwargs)
+        if not (self._may_wait(req) and first_token.waits(checkpoint)):
+            first_token.settle()  # in the order that SGLang made them
+            checkpoint()
+
+    def _may_wait(self, req: Any) -> bool:
+        """Not one that ends, nor one whose row or state others go on with."""
+        is_alone = req.session is None and req.beam_group is None and not req.finished()
+        return is_alone and not (self.supports_swa() or self.supports_mamba())
+
+    def _checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         hints = carried(req)
         self._worth = _worth(req, hints)
         own = req.kv.cache_inserted_len

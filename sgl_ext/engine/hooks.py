@@ -23,6 +23,7 @@ from sgl_ext.engine import (
     calls,
     clock,
     endings,
+    first_token,
     hints,
     hub,
     known_messages,
@@ -122,6 +123,24 @@ HOOKS = (
         f"{_MANAGERS}.scheduler.Scheduler.get_next_batch_to_run",
         "AFTER",
         publisher.tick,
+        (Role.SCHEDULER,),
+    ),
+    Hook(
+        f"{_MANAGERS}.scheduler.Scheduler.process_batch_result",
+        "AROUND",
+        first_token.send_first,
+        (Role.SCHEDULER,),
+    ),
+    Hook(
+        f"{_MANAGERS}.scheduler.Scheduler.publish_load_snapshot",
+        "AROUND",
+        first_token.count_later,
+        (Role.SCHEDULER,),
+    ),
+    Hook(
+        f"{_MANAGERS}.scheduler_components.output_streamer.SchedulerOutputStreamer.stream_output",
+        "AFTER",
+        first_token.settle,
         (Role.SCHEDULER,),
     ),
     Hook(

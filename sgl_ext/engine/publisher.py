@@ -25,6 +25,8 @@ SOCKET = "events"
 LINE_SEGMENTS = 1000
 _SWEEP_STEPS = 2000  # at most about 1 ms
 _LOAD_INTERVAL_S = 0.1
+# A prefill of no more takes about as long as one step of decoding.
+_SHORT_TOKENS = 512
 _LINES_WAITING = 1000
 _logger = logging.getLogger(__name__)
 
@@ -81,12 +83,17 @@ class Publisher:
         self._cache = cache
         self._channel = channel
         self._behind = False
+        self._has_waited = False
         self._load: dict[str, int] = {}
         self._load_due = 0.0
         self._counted = {"event_sweeps_deferred": 0, "events_forgotten": 0}
 
     def publish(self, plan: Any, now: float) -> None:
         """One iteration, at `now` in seconds. `plan` is what the scheduler runs next."""
+        # A first token that comes soon does not wait for this, but the next iteration brings it.
+        self._has_waited = not self._has_waited and _is_short(plan)
+        if self._has_waited:
+            return
         idle = plan.batch_to_run is None
         lines: list[dict[str, Any]] = []
         if self._cache is not None:
@@ -96,7 +103,7 @@ class Publisher:
             if held.changed and not self._behind:
                 lines += lines_of(held.take())
             if self._cache.pins.changed and not self._behind:
-                lines += pin_lines(self._cache.pins)
+                lines = _joined(lines, pin_changes(self._cache.pins))
             self._count("event_sweeps_deferred", held.deferred)
             self._count("events_forgotten", held.forgotten)
         if now >= self._load_due or idle:
@@ -105,7 +112,7 @@ class Publisher:
             if load != self._load:
                 self._load_due = now + _LOAD_INTERVAL_S
                 self._load = load
-                lines.append({"load": load})
+                lines = _joined(lines, {"load": load})
         if self._behind:
             if not self._channel.has_room():
                 return
@@ -133,6 +140,14 @@ class Publisher:
             self._counted[name] = total
 
 
+def _is_short(plan: Any) -> bool:
+    """Whether prompts are computed next, and little of them is new."""
+    batch = plan.batch_to_run
+    if batch is None or batch is plan.running_batch:
+        return False
+    return bool((batch.extend_num_tokens or 0) <= _SHORT_TOKENS)
+
+
 def lines_of(changes: Changes) -> list[dict[str, Any]]:
     """Changes as lines of the stream, without their numbers."""
     lines = list(stored_lines(changes.stored)) or [{}]
@@ -155,7 +170,12 @@ def stored_lines(stored: Iterable[Stored]) -> Iterator[dict[str, Any]]:
         }
 
 
-def pin_lines(keeper: Any) -> list[dict[str, Any]]:
+def _joined(lines: list[dict[str, Any]], more: dict[str, Any]) -> list[dict[str, Any]]:
+    """With more in the last line, as each costs both ends time."""
+    return [*lines[:-1], lines[-1] | more] if lines else [more]
+
+
+def pin_changes(keeper: Any) -> dict[str, Any]:
     """What became of pins since this was last asked."""
     changes = keeper.take()
     line: dict[str, Any] = {}
@@ -163,7 +183,7 @@ def pin_lines(keeper: Any) -> list[dict[str, Any]]:
         line["unpinned"] = sorted(changes.gone)
     if changes.seen:
         line["pinned"] = [pin_row(pin, keeper.now_s) for pin in changes.seen.values()]
-    return [line]
+    return line
 
 
 def pin_row(pin: Any, now_s: float) -> dict[str, Any]:

@@ -254,7 +254,7 @@ def test_pins_are_published_and_sent_again_like_all_else() -> None:
     sender = Publisher(Scheduler(), cache, pipe)
     pin(cache)
     sender.publish(plan(1), now=0.0)
-    told, load = pipe.take()
+    (told,) = pipe.take()
     (row,) = told["pinned"]
     assert row == {
         "prefix": row["prefix"],
@@ -266,7 +266,7 @@ def test_pins_are_published_and_sent_again_like_all_else() -> None:
         "owner": "o",
         "session": "s",
     }
-    assert load["load"]["pinned_tokens"] == 10
+    assert told["load"]["pinned_tokens"] == 10
     pipe.room = 0
     with counted("event_lines_dropped", 1):
         sender.publish(plan(2), now=1.0)
@@ -275,7 +275,7 @@ def test_pins_are_published_and_sent_again_like_all_else() -> None:
     assert [line.get("pinned") for line in pipe.take()] == [None, [row], None]
     cache.pins.advance(1000.0)
     sender.publish(plan(2), now=3.0)
-    assert pipe.take()[0] == {"unpinned": [row["prefix"]]}
+    assert pipe.take()[0]["unpinned"] == [row["prefix"]]
 
 
 def test_changes_are_published_once_and_load_when_it_changed() -> None:
@@ -290,21 +290,31 @@ def test_changes_are_published_once_and_load_when_it_changed() -> None:
         "capacity_tokens": 100,
         "max_running": 8,
     }
-    assert pipe.take() == [
-        {"stored": [[A, None, 5]]},
-        {"load": {"running": 1, "queued": 0, **idle}},
-    ]
-    sender.publish(plan(2, prefill=1, tokens=7), now=0.05)  # too soon
+    load = {"running": 1, "queued": 0, **idle}
+    assert pipe.take() == [{"stored": [[A, None, 5]], "load": load}]
+    sender.publish(plan(2, prefill=1, tokens=700), now=0.05)  # too soon
     assert pipe.take() == []
     scheduler.waiting_queue.append(None)
-    sender.publish(plan(2, prefill=1, tokens=7), now=0.11)
-    load = {**idle, "pending_tokens": 17}
+    sender.publish(plan(2, prefill=1, tokens=700), now=0.11)
+    load = {**idle, "pending_tokens": 710}
     assert pipe.take() == [{"load": {"running": 3, "queued": 1, **load}}]
     scheduler.waiting_queue.clear()
     sender.publish(plan(0), now=0.12)  # soon, but an idle scheduler may sleep
     assert pipe.take() == [{"load": {"running": 0, "queued": 0, **idle}}]
     sender.publish(plan(0), now=5.0)
     assert pipe.take() == []
+
+
+def test_a_short_prefill_is_not_held_up_and_the_next_iteration_tells_all() -> None:
+    cache, pipe = Cache(), Pipe()
+    sender = Publisher(Scheduler(), cache, pipe)
+    add(cache, 0xA)
+    sender.publish(plan(0, prefill=1, tokens=20), now=0.0)
+    assert pipe.take() == []
+    sender.publish(plan(0, prefill=1, tokens=20), now=0.01)
+    (told,) = pipe.take()
+    assert told["stored"] == [[A, None, 5]]
+    assert (told["load"]["running"], told["load"]["pending_tokens"]) == (1, 20)
 
 
 def test_a_chunk_is_pending_once() -> None:
@@ -355,7 +365,8 @@ def test_a_clear_and_what_is_stored_go_in_one_line() -> None:
     cache.held.clear()
     add(cache, 0xA)
     sender.publish(plan(1), now=0.0)
-    assert pipe.take()[0] == {"cleared": True, "stored": [[A, None, 5]]}
+    (told,) = pipe.take()
+    assert (told["cleared"], told["stored"]) == (True, [[A, None, 5]])
 
 
 def test_many_segments_go_in_lines_of_a_bounded_length(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,4 +375,4 @@ def test_many_segments_go_in_lines_of_a_bounded_length(monkeypatch: pytest.Monke
     for segment in (0xA, 0xB, 0xC):
         add(cache, segment)
     Publisher(Scheduler(), cache, pipe).publish(plan(1), now=0.0)
-    assert [len(line.get("stored", ())) for line in pipe.take()] == [2, 1, 0]
+    assert [len(line.get("stored", ())) for line in pipe.take()] == [2, 1]
