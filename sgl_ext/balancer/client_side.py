@@ -108,22 +108,28 @@ class ClientConnection(asyncio.BufferedProtocol):
             self._transport.writelines((head_lines, body))
         self._end_exchange()
 
-    def start_stream(self, status: int, reason: bytes, lines: bytes) -> None:
-        """Sends the head of an answer whose length is not known yet."""
+    def start_stream(self, status: int, reason: bytes, lines: bytes, data: bytes = b"") -> None:
+        """Sends the head of an answer whose length is not known yet, and a first part of its body.
+
+        Both go in one piece: a client that is woken by the head would wait for the rest.
+        """
         request = self._request
         assert request is not None
         framing = b"transfer-encoding: chunked\r\n" if request.head.http_1_1 else b""
         if not request.head.http_1_1:
             request.keep_alive = False
         head = (status, reason, lines, framing, self._connection_line(request))
-        self._transport.write(b"HTTP/1.1 %d %b\r\n%b%b%b" % head)
+        self._transport.write(b"HTTP/1.1 %d %b\r\n%b%b%b" % head + self._framed(data))
 
     def write(self, data: bytes) -> None:
         """Sends a part of an answer's body; it must not be empty."""
+        self._transport.write(self._framed(data))
+
+    def _framed(self, data: bytes) -> bytes:
         assert self._request is not None
-        if self._request.head.http_1_1:
-            data = b"%x\r\n%b\r\n" % (len(data), data)
-        self._transport.write(data)
+        if not data or not self._request.head.http_1_1:
+            return data
+        return b"%x\r\n%b\r\n" % (len(data), data)
 
     def end_stream(self) -> None:
         """The answer is complete."""

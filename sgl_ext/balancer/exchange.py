@@ -40,7 +40,7 @@ from sgl_ext.balancer.turn import Turn
 from sgl_ext.balancer.worker_side import WorkerConnection
 from sgl_ext.balancer.workers import Worker
 from sgl_ext.requests.next_turn import protocol_of, with_protocol
-from sgl_ext.requests.session import hints_of
+from sgl_ext.requests.session import hints_of, salt_of
 from sgl_ext.requests.spent import spent_tokens
 from sgl_ext.requests.system_text import strip_request
 
@@ -88,6 +88,7 @@ class Exchange:
     _begun = False
     _ended = False
     _charge: Charge | None = None
+    _chain_line = b""
     _status = 0
     _reason = b""
     _lines = b""
@@ -135,7 +136,7 @@ class Exchange:
         self._answer_error(error)
 
     def _first_byte(self) -> None:
-        """The answer is about to be sent to the client."""
+        """The answer begins: its first bytes go to the client."""
         self._begun = True
         # It is not sent again, and answers can be long.
         self._request.body = b""
@@ -203,6 +204,10 @@ class Exchange:
             size = len(self._request.body)
             asked = self._parts.router.read(path, hints, stripped.body, size)
             self.asked = replace(asked, runs=route.runs, warms=route.warms)
+            if route.runs:
+                salt = salt_of(hints)
+                body = self._request.body
+                self._chain_line = self._parts.chain_header.line(path, salt, body, asked.chain)
             if route.runs and self._parts.ledger.diagnosis is not None:
                 self.seen = self._parts.ledger.diagnosis.see(
                     path, self._head.fields, hints, stripped, asked, self._request.body
@@ -245,6 +250,7 @@ class Exchange:
         self._connection = connection
         head, body = self._head, self._request.body
         lines = self._pool.request_line(head.method, head.target) + head.lines_for_workers
+        lines += self._chain_line
         if body or head.method not in ("GET", "HEAD"):
             lines += b"content-length: %d\r\n\r\n" % len(body)
         else:
@@ -352,19 +358,20 @@ class Exchange:
     def _relay(self, data: bytes) -> None:
         if self._turn is not None:
             data = self._turn.relayed(data)
-        if not self._begun:
+        if self._begun:
+            self._client.write(data)
+        else:
             self.first_data = data
-            self._start_stream()
+            self._start_stream(data)
         if data != _DONE and not data.startswith(_STOP):
             self.last_data = data
         self._events_sent += data.count(b"\n\n")
-        self._client.write(data)
         if self._client.paused and self._connection is not None:
             self._connection.pause()
 
-    def _start_stream(self) -> None:
+    def _start_stream(self, data: bytes = b"") -> None:
+        self._client.start_stream(self._status, self._reason, self._lines, data)
         self._first_byte()
-        self._client.start_stream(self._status, self._reason, self._lines)
 
     def _cut(self, reason: str) -> None:
         """Ends a stream that cannot go on in its protocol's error event."""

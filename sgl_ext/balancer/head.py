@@ -22,6 +22,7 @@ import httptools
 
 from sgl_ext.balancer.errors import BalancerError
 from sgl_ext.balancer.routes import Route
+from sgl_ext.requests.chain_header import HEADER as CHAIN_HEADER
 
 # What belongs to one connection and not to the message (RFC 9110, section 7.6.1), and the
 # length, which the next connection's framing says anew.
@@ -39,8 +40,8 @@ HOP_BY_HOP = frozenset(
         b"upgrade",
     }
 )
-# A body arrives here decoded, answers are read here on their way, and the caller's key is for
-# the balancer alone.
+# A body arrives here decoded, answers are read here on their way, the caller's key is for the
+# balancer alone, and only the balancer says what it has read.
 _NOT_FOR_WORKERS = HOP_BY_HOP | {
     b"accept-encoding",
     b"authorization",
@@ -48,6 +49,7 @@ _NOT_FOR_WORKERS = HOP_BY_HOP | {
     b"expect",
     b"host",
     b"x-api-key",
+    CHAIN_HEADER.encode(),
 }
 _VERSIONS = {b" HTTP/1.1": True, b" HTTP/1.0": False}
 _LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ([0-9]{1,15})\r\n")

@@ -21,6 +21,7 @@ from sgl_ext.balancer.router import Router
 from sgl_ext.balancer.spares import Spares
 from sgl_ext.balancer.worker_side import Pool
 from sgl_ext.balancer.workers import Worker
+from sgl_ext.requests.chain_header import ChainHeader
 from sgl_ext.requests.headers import HeaderStrip
 
 
@@ -45,6 +46,7 @@ class Parts:
         self.retries = RetryBudget()
         self.metrics = metrics
         self.strip = strip
+        self.chain_header = ChainHeader(strip, sort_tools=router.sort_tools)
         self.control = control
         self.limits = limits
         self.kept = kept

@@ -78,7 +78,7 @@ class Router:
         self.sessions = Sessions(SESSION_LIVE_S)
         self._metrics = metrics
         self._worker_limit = worker_limit
-        self._sort_tools = sort_tools
+        self.sort_tools = sort_tools
         self.tenants = Tenants() if tenants is None else tenants
         self._clock = clock
         self._preemption_threshold = preemption_threshold
@@ -92,7 +92,7 @@ class Router:
 
     def read(self, path: str, headers: Mapping[str, str], body: Any, size_bytes: int) -> Asked:
         """What placement needs of a parsed and stripped body. `headers` has lower-case names."""
-        document = with_sorted_tools(body) if self._sort_tools else body
+        document = with_sorted_tools(body) if self.sort_tools else body
         chain = read_chain(path, document, salt=salt_of(headers))
         session = session_key(headers, body, chain)
         size = chain.ends[-1] if chain.ends else size_bytes

@@ -17,6 +17,8 @@ from sgl_ext.engine.known_messages import recall
 from sgl_ext.engine.settings import settings as _settings
 from sgl_ext.engine.translation import for_sglang
 from sgl_ext.requests.cache_marks import Marks, read_marks
+from sgl_ext.requests.chain_header import HEADER as CHAIN_HEADER
+from sgl_ext.requests.chain_header import ChainHeader
 from sgl_ext.requests.facts import ClientFacts
 from sgl_ext.requests.headers import HeaderStrip
 from sgl_ext.requests.priority import Importance, read_importance
@@ -42,6 +44,11 @@ def _strip() -> HeaderStrip:
     return HeaderStrip(_settings().strip_headers)
 
 
+@cache
+def _chain_header() -> ChainHeader:
+    return ChainHeader(_strip(), sort_tools=_settings().sort_tools)
+
+
 async def read_body(original: Callable[[Any], Awaitable[Any]], request: Any) -> Any:
     """Parses the body as SGLang does, strips it, and keeps what it says of its client and cache.
 
@@ -53,7 +60,8 @@ async def read_body(original: Callable[[Any], Awaitable[Any]], request: Any) -> 
     strip = _strip()
     path = request.url.path
     stripped = strip_request(path, body, strip)
-    left = strip.mentions(await request.body()) - stripped.headers
+    raw = await request.body()
+    left = strip.mentions(raw) - stripped.headers
     if stripped.headers or left > 0:
         counter("headers_stripped").labels(path).inc(stripped.headers)
         counter("headers_left").labels(path).inc(max(left, 0))
@@ -62,7 +70,10 @@ async def read_body(original: Callable[[Any], Awaitable[Any]], request: Any) -> 
     marks = _marks(path, body)
     headers = dict(request.headers.items())  # the last of a name counts, as in the balancer
     tenant = _tenants().asking(headers)
-    chain = read_chain(path, body, salt=salt_of(headers))
+    salt = salt_of(headers)
+    chain = _chain_header().read(headers.get(CHAIN_HEADER), path, salt, raw)
+    if chain is None:
+        chain = read_chain(path, body, salt=salt)
     reading = Reading(
         path,
         body,

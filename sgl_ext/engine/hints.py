@@ -14,10 +14,10 @@ from __future__ import annotations
 import time
 from array import array
 from base64 import b64decode, b64encode
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 from sgl_ext.engine import receipts
@@ -26,6 +26,7 @@ from sgl_ext.engine.convert import stop_copy
 from sgl_ext.engine.counters import counter
 from sgl_ext.engine.isolation import group_of, isolate
 from sgl_ext.requests.cache_marks import Marks
+from sgl_ext.requests.chain_header import bytes_of
 from sgl_ext.requests.priority import USUAL, Importance
 from sgl_ext.requests.segments import Chain
 
@@ -79,8 +80,8 @@ class Hints(NamedTuple):
     output_tokens: how long an answer it expects, None if it does not say.
     """
 
-    hashes: tuple[int, ...]
-    ends: tuple[int, ...]
+    hashes: Sequence[int]
+    ends: Sequence[int]
     pins: tuple[tuple[int, float], ...]
     owner: str
     session: str
@@ -90,6 +91,23 @@ class Hints(NamedTuple):
     is_answer_kept: bool
     output_tokens: int | None = None
     priority: int = 0
+
+
+class Unread(Sequence[int]):
+    """Numbers that are read when they are first asked for: not before the first token is sent."""
+
+    def __init__(self, read: Callable[[], Sequence[int]]) -> None:
+        self._read = read
+
+    @cached_property
+    def _numbers(self) -> Sequence[int]:
+        return self._read()
+
+    def __getitem__(self, at: Any) -> Any:
+        return self._numbers[at]
+
+    def __len__(self) -> int:
+        return len(self._numbers)
 
 
 def keep(reading: Reading) -> None:
@@ -160,13 +178,12 @@ def _secret() -> str:
 def _packed(reading: Reading) -> Any:
     from sglang.srt.managers.kv_hints import KvHintAction
 
-    hashes = b"".join(segment.to_bytes(_HASH_BYTES, "big") for segment in reading.chain.hashes)
     return KvHintAction(
         action_id=_secret(),
         action_type=_ACTION,
         action_version="1",
         payload={
-            "hashes": b64encode(hashes).decode(),
+            "hashes": b64encode(bytes_of(reading.chain.hashes)).decode(),
             "ends": b64encode(array("Q", reading.chain.ends).tobytes()).decode(),
             "pins": [list(pin) for pin in reading.pins],
             "owner": reading.owner,
@@ -193,11 +210,9 @@ def _unpacked(envelope: Any) -> Hints | None:
     for action in envelope.actions if envelope is not None else ():
         if action.action_type == _ACTION and action.action_id == _secret():
             told = action.payload
-            hashes = b64decode(told["hashes"])
-            starts = range(0, len(hashes), _HASH_BYTES)
             return Hints(
-                tuple(int.from_bytes(hashes[s : s + _HASH_BYTES], "big") for s in starts),
-                tuple(array("Q", b64decode(told["ends"]))),
+                Unread(partial(_hashes, told["hashes"])),
+                Unread(partial(_ends, told["ends"])),
                 tuple((int(tokens), float(ttl_s)) for tokens, ttl_s in told["pins"]),
                 told["owner"],
                 told["session"],
@@ -209,3 +224,13 @@ def _unpacked(envelope: Any) -> Hints | None:
                 told["priority"],
             )
     return None
+
+
+def _hashes(packed: str) -> tuple[int, ...]:
+    hashes = b64decode(packed)
+    starts = range(0, len(hashes), _HASH_BYTES)
+    return tuple(int.from_bytes(hashes[s : s + _HASH_BYTES], "big") for s in starts)
+
+
+def _ends(packed: str) -> tuple[int, ...]:
+    return tuple(array("Q", b64decode(packed)))

@@ -31,6 +31,7 @@ from sgl_ext.engine.listed import list_prefixes
 from sgl_ext.engine.pin_routes import pin_routes
 from sgl_ext.engine.prefill import prefilling
 from sgl_ext.engine.publisher import SOCKET, stored_lines
+from sgl_ext.engine.route_order import ask_first
 from sgl_ext.engine.settings import settings
 from sgl_ext.engine.tokens import start as start_token_cache
 from sgl_ext.pin_mirror import PinMirror
@@ -232,6 +233,7 @@ def serve(*_: Any, **__: Any) -> None:
     app.add_middleware(AnswerTap)
     error_tap.install(app)
     app.router.routes[:0] = [Route(PATH, answer, methods=["GET"]), *pin_routes(hub().pins)]
+    ask_first(app.router.routes)
     original = app.router.lifespan_context
 
     @asynccontextmanager

@@ -96,7 +96,8 @@ def _recalled(table: Parts[_Known], message: Any, group: str | None) -> _Sent:
 def _checked() -> Callable[[Any], Any]:
     from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessage
 
-    return AnthropicMessage.model_validate
+    checked: Callable[[Any], Any] = AnthropicMessage.model_validate
+    return checked
 
 
 def convert(original: Convert, serving: Any, request: Any) -> Any:
@@ -144,9 +145,9 @@ def _converted(
     if last.known is None:
         _keep(table, last, chat.messages[begin:])
     chat.messages[begin:begin] = found
-    known = sum(one.known is not None for one in sent)
-    counter("messages_converted").labels("known").inc(known)
-    counter("messages_converted").labels("new").inc(len(sent) - known)
+    new = sum(one.known is None for one in sent)
+    counter("messages_converted").labels("known").inc(len(sent) - new)
+    counter("messages_converted").labels("new").inc(new)
     return chat
 
 

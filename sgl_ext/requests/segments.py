@@ -26,7 +26,7 @@ renders costs a cache miss and nothing else.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,8 +63,8 @@ class Chain:
     head_segments: how many segments come before the first message that does not instruct.
     """
 
-    hashes: tuple[int, ...] = ()
-    ends: tuple[int, ...] = ()
+    hashes: Sequence[int] = ()
+    ends: Sequence[int] = ()
     session: int | None = None
     tools: int = 0
     tool_segments: int = 0
@@ -255,3 +255,5 @@ _READERS: dict[str, Callable[[_Writer, dict[str, Any]], int]] = {
     "/api/generate": _read_ollama,
     "/generate": _read_generate,
 }
+PATHS = frozenset(_READERS)
+"""Those that generate of a prompt."""

@@ -11,7 +11,7 @@ import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_ext.balancer.client_side import BODY_S, HEAD_S, IDLE_S, LINGER_S
+from sgl_ext.balancer.client_side import BODY_S, HEAD_S, IDLE_S, LINGER_S, ClientConnection
 from sgl_ext.balancer.server import Balancer
 from tests.balancer.conftest import Connect, Serve
 from tests.balancer.wire import PATH, Raw, answer, connected, request, running, sse, until
@@ -60,6 +60,26 @@ async def test_both_planes_are_on_one_connection(serve: Serve, connect: Connect)
         wire.writer.write(b"HEAD /health HTTP/1.1\r\n\r\n")
         head = await wire.reader.readuntil(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200")
+
+
+async def test_a_streams_head_is_sent_with_its_first_events(
+    serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts: list[bytes] = []
+    write = ClientConnection.write
+
+    def written(connection: ClientConnection, data: bytes) -> None:
+        parts.append(data)
+        write(connection, data)
+
+    monkeypatch.setattr(ClientConnection, "write", written)
+    worker = Raw(sse(b"data: 1\n\n", end=b""))
+    wire = await connect(await serve(worker))
+    wire.writer.write(request())
+    assert (await wire.reader.readuntil(b"data: 1\n\n\r\n")).startswith(b"HTTP/1.1 200 OK\r\n")
+    worker.go_on(b"9\r\ndata: 2\n\n\r\n0\r\n\r\n")
+    assert await wire.reader.readuntil(b"0\r\n\r\n") == b"9\r\ndata: 2\n\n\r\n0\r\n\r\n"
+    assert parts == [b"data: 2\n\n"]
 
 
 async def test_http_1_0_is_answered_and_closed(serve: Serve, connect: Connect) -> None:

@@ -15,8 +15,11 @@ from sgl_ext.engine import body
 from sgl_ext.engine.counters import counter
 from sgl_ext.engine.hints import WHOLE, current
 from sgl_ext.engine.settings import EngineSettings
+from sgl_ext.requests.chain_header import ChainHeader
 from sgl_ext.requests.facts import ClientFacts
 from sgl_ext.requests.headers import HeaderStrip
+from sgl_ext.requests.segments import Chain, read_chain
+from sgl_ext.requests.session import GROUP_HEADER, salt_of
 from sgl_ext.tenants import Tenant, Tenants
 from tests.requests.test_system_text import HEADER, S
 
@@ -70,6 +73,32 @@ async def test_tools_are_put_in_order_for_those_who_ask_for_it(
     monkeypatch.setattr(body, "_settings", lambda: EngineSettings(sort_tools=sort_tools))
     request = Request({"tools": [{"name": "b"}, {"name": "a"}], "messages": []})
     assert (await body.read_body(Request.json, request))["tools"][0] == {"name": first}
+
+
+@pytest.mark.parametrize(("group", "is_read"), [(None, False), ("other", True)])
+async def test_what_the_balancer_has_read_is_not_read_again(
+    monkeypatch: pytest.MonkeyPatch, group: str | None, is_read: bool
+) -> None:
+    document = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
+    path, told = "/v1/messages", read_chain("/v1/messages", document)
+    rules = ChainHeader(HeaderStrip(), sort_tools=False)
+    line = rules.line(path, b"", orjson.dumps(document), told).decode()
+    name, _, value = line.strip().partition(": ")
+    headers = {name: value} | ({} if group is None else {GROUP_HEADER: group})
+    reads: list[str] = []
+
+    def read(path: str, read_body: Any, *, salt: bytes) -> Chain:
+        reads.append(path)
+        return read_chain(path, read_body, salt=salt)
+
+    monkeypatch.setattr(body, "read_chain", read)
+    await body.read_body(Request.json, Request(document, path, headers))
+    reading = current()
+    assert reading is not None
+    expected = read_chain(path, document, salt=salt_of(headers))
+    assert tuple(reading.chain.hashes) == expected.hashes
+    assert reading.chain.session == expected.session
+    assert bool(reads) == is_read
 
 
 async def test_what_is_asked_of_the_cache_stays_with_the_request() -> None:
