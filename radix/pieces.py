@@ -14,8 +14,10 @@ from collections.abc import Sequence
 
 from radix.parts import Parts
 
-# What a piece takes beside its tokens: a digest, the array, and their place in the table.
-ENTRY_BYTES = 300
+# What a piece takes beside its tokens: a digest, the array, and their place in the table, with
+# the room that a table wants while it grows. Between arrays of all lengths, an allocator leaves
+# up to a quarter unused.
+ENTRY_BYTES = 700
 _DIGEST_BYTES = 16
 
 
@@ -46,8 +48,8 @@ class Pieces:
 
     def keep(self, name: bytes, tokens: Sequence[int]) -> None:
         """Remembers a piece's tokens, unless they alone are more than the bound."""
-        kept = array("I", tokens)
-        self._known.keep(name, kept, len(kept) * kept.itemsize)
+        kept = array("q", tokens)
+        self._known.keep(name, kept, len(kept) * kept.itemsize * 5 // 4)
 
     def clear(self) -> None:
         """Forgets all."""

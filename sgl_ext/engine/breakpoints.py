@@ -9,7 +9,8 @@ done for blocks that are new in their place: an agent's next turn finds all of i
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -23,6 +24,7 @@ from sgl_ext.engine.counters import counter
 from sgl_ext.engine.hints import Reading
 from sgl_ext.engine.isolation import group_of
 from sgl_ext.engine.offsets import Offsets, Prompt
+from sgl_ext.engine.packed import packed, settle
 from sgl_ext.engine.thinking import drops_thinking
 from sgl_ext.engine.tokens import in_group
 from sgl_ext.engine.translation import translated_copy
@@ -38,13 +40,13 @@ def place_pins(original: Callable[..., Any], chat: Any, request: Any, *args: Any
     """Around `OpenAIServingChat._convert_to_internal_request`: finds where marked blocks end."""
     raw_request = args[0] if args else kw.get("raw_request")
     reading = None if raw_request is None else getattr(raw_request.state, "reading", None)
-    with in_group(group_of(reading, raw_request)):
+    with in_group(group_of(reading, raw_request)), packed(chat, request):
         converted = original(chat, request, *args, **kw)
     if reading is not None and not reading.is_sent and converted[0].require_reasoning:
         reading.is_answer_kept = not drops_thinking(chat, _rendering)
     if reading is not None and reading.marks.blocks and not reading.is_sent:
         found: list[tuple[int, float]] = []
-        if isinstance(ids := converted[0].input_ids, list):
+        if isinstance(ids := converted[0].input_ids, (list, array)):
             try:
                 found = _found(chat, reading, ids)
             except Exception:  # of templates and tokenizers, which we do not know
@@ -53,6 +55,7 @@ def place_pins(original: Callable[..., Any], chat: Any, request: Any, *args: Any
         if missing:
             counter("breakpoints_not_found").labels(reading.path).inc(missing)
         reading.pins = (*sorted(found), *reading.pins)
+    settle(chat, converted[0])
     return converted
 
 
@@ -75,7 +78,7 @@ def render_only(original: Callable[..., Any], chat: Any, messages: Any, **asked:
     return [], None
 
 
-def _found(chat: Any, reading: Reading, ids: list[int]) -> list[tuple[int, float]]:
+def _found(chat: Any, reading: Reading, ids: Sequence[int]) -> list[tuple[int, float]]:
     """The tokens up to the end of each marked block that could be found, and its TTL."""
     marks, body, prompt = reading.marks.blocks, reading.body, Prompt(ids)
     places = [mark.place for mark in marks]

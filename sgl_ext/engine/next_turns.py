@@ -127,7 +127,7 @@ class NextTurns:
         return next(iter(self._guesses.values()))
 
     def _judge(self, name: str, guess: _Guess, ids: Any) -> None:
-        known = ids[: guess.length] if isinstance(ids, list) else []
+        known = ids[: guess.length] if isinstance(ids, (list, array)) else []
         is_right = len(known) == guess.length and _digest(known) == guess.digest
         self._worth.note(name, is_right=is_right)
         counter("next_turns_guessed").labels("right" if is_right else "wrong").inc()
@@ -159,8 +159,8 @@ def name_of(reading: Reading) -> str | None:
     return f"{reading.owner}/{reading.conversation:032x}"
 
 
-def _digest(ids: list[int]) -> int:
-    return xxhash.xxh3_128_intdigest(array("q", ids).tobytes())
+def _digest(ids: Sequence[int]) -> int:
+    return xxhash.xxh3_128_intdigest(array("q", ids))
 
 
 def quiet(reading: Reading) -> Reading:
@@ -174,6 +174,8 @@ def certain_ids(
 ) -> list[int] | None:
     """The tokens of a converted turn up to where it is not known; None if that is not found."""
     ids = getattr(conversion.request, "input_ids", None)
+    if isinstance(ids, array):
+        ids = ids.tolist()
     if not isinstance(ids, list) or not ids or not isinstance(ids[0], int):
         return None
     if not turn.nonces:

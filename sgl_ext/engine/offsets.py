@@ -15,12 +15,12 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from threading import Lock
 from typing import NamedTuple
 
 import xxhash
 
-_TOKEN_BYTES = 8
 # A place inside a token: what comes before it tokenizes otherwise there, by so much at most.
 _STRADDLING_TOKENS = 8
 _LIMIT_KNOWN = 65_536
@@ -35,23 +35,39 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class Prompt:
-    """A prompt's token ids, for several questions."""
+    """A prompt's token ids, for several questions, while they do not change."""
 
     def __init__(self, ids: Sequence[int]) -> None:
-        self.ids = ids
-        self._bytes = memoryview(array("q", ids).tobytes())
+        self.ids = ids if isinstance(ids, array) and ids.typecode == "q" else array("q", ids)
+        self._digests: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def digest(self, tokens: int) -> int:
         """A hash of the first `tokens` ids."""
-        return xxhash.xxh3_64_intdigest(self._bytes[: tokens * _TOKEN_BYTES])
+        found = self._digests.get(tokens)
+        if found is None:
+            with memoryview(self.ids) as ids, ids[:tokens] as first:
+                found = self._digests[tokens] = xxhash.xxh3_64_intdigest(first)
+        return found
 
 
 class _Known(NamedTuple):
     tokens: int
     digest: int
+
+
+@dataclass(slots=True)
+class _Tail:
+    """size: about how many tokens it has.
+
+    decided: the last tokens of a prompt, by which it was seen whether it ends so, and whether. Of
+    another that ends with the same it needs no decoding.
+    """
+
+    size: int
+    decided: tuple[array[int], bool] | None = None
 
 
 class Offsets:
@@ -66,7 +82,7 @@ class Offsets:
         self._decode = decode
         self._limit = limit
         self._known: OrderedDict[int, _Known] = OrderedDict()
-        self._tails: OrderedDict[str, int] = OrderedDict()
+        self._tails: OrderedDict[str, _Tail] = OrderedDict()
         self._lock = Lock()
 
     def recall(self, key: int, prompt: Prompt) -> int | None:
@@ -91,21 +107,30 @@ class Offsets:
         shown = text.rstrip()[-_SHOWN_CHARS:]
         with self._lock:
             tails = list(self._tails.items()) if shown else []
-        for tail, size in tails:
-            tokens = self._tokens_of(tail, size, prompt)
+        for tail, known in tails:
+            tokens = self._tokens_of(tail, known, prompt)
             if tokens is None:
                 continue
-            shown_by = self._decode(prompt.ids[max(0, tokens - _SHOWN_TOKENS) :])
+            shown_by = self._decode(prompt.ids[max(0, tokens - _SHOWN_TOKENS) :].tolist())
             if shown_by.endswith(tail) and shown_by[: -len(tail)].rstrip().endswith(shown):
                 return tokens
         return None
 
-    def _tokens_of(self, tail: str, size: int, prompt: Prompt) -> int | None:
-        """How many tokens end before a tail of about `size` tokens that the prompt ends with."""
-        for taken in range(max(1, size - _STRADDLING_TOKENS), size + _STRADDLING_TOKENS):
-            written = self._decode(prompt.ids[-taken:]) if taken < len(prompt) else ""
+    def _tokens_of(self, tail: str, known: _Tail, prompt: Prompt) -> int | None:
+        """How many tokens end before a tail that the prompt ends with."""
+        if known.decided is not None:
+            last, is_end = known.decided
+            if len(last) < len(prompt) and prompt.ids[-len(last) :] == last:
+                return len(prompt) - len(last) if is_end else None
+        for taken in range(
+            max(1, known.size - _STRADDLING_TOKENS), known.size + _STRADDLING_TOKENS
+        ):
+            last = prompt.ids[-taken:]
+            written = self._decode(last.tolist()) if taken < len(prompt) else ""
             if len(written) >= len(tail):
-                return len(prompt) - taken if written.endswith(tail) else None
+                is_end = written.endswith(tail)
+                known.decided = last, is_end
+                return len(prompt) - taken if is_end else None
         return None
 
     def remember_tail(self, tail: str) -> None:
@@ -113,7 +138,7 @@ class Offsets:
         size = len(self._encode(tail)) if 0 < len(tail) <= _LIMIT_TAIL_CHARS else 0
         if size:
             with self._lock:
-                self._tails[tail] = size
+                self._tails.setdefault(tail, _Tail(size))
                 if len(self._tails) > _LIMIT_TAILS:
                     self._tails.popitem(last=False)
 

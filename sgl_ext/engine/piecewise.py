@@ -71,7 +71,7 @@ class _New(NamedTuple):
 
     before: str
     piece: str
-    place: list[int]
+    place: array[int]
 
 
 class Piecewise:
@@ -90,7 +90,7 @@ class Piecewise:
         limit_bytes: int,
         long_tokens: int = _LONG_TOKENS,
     ) -> None:
-        self._added = dict(added)
+        self._added = {name: array("q", (number,)) for name, number in added.items()}
         self._encode = encode
         self._encode_many = encode_many
         self._long_tokens = long_tokens
@@ -103,35 +103,38 @@ class Piecewise:
         self.known_tokens = 0
         self.new_tokens = 0
 
-    def encode(self, text: str, space: str = "") -> list[int]:
-        """The text's tokens; what is known in one space is not in another. Raises Inexact."""
+    def encode(self, text: str, space: str = "") -> array[int]:
+        """The text's tokens, 8 bytes each; what is known in one space is not in another.
+
+        The array is the caller's own. Raises Inexact.
+        """
         begun = self.prompts.begin(space, text)
-        found: list[Sequence[int]] = []
+        tokens = array("q")
+        found: list[array[int]] = []
         cuts: list[tuple[int, int, str]] = []
         missing: dict[bytes, _New] = {}
         before, at = "", 0
         if begun is not None:
             before, at = begun.cut.before, begun.cut.chars
-            found.append(begun.tokens)
-            self.known_tokens += len(begun.tokens)
+            tokens = begun.tokens
+            self.known_tokens += len(tokens)
         for match in itertools.chain(self._cut.finditer(text, at), [None]):
             end = len(text) if match is None else match.start()
             if end > at:
                 name = self.pieces.name(space, before, text[at:end])
                 known = self.pieces.find(name)
                 if known is None:
-                    new = missing.setdefault(name, _New(before, text[at:end], []))
+                    new = missing.setdefault(name, _New(before, text[at:end], array("q")))
                     found.append(new.place)
                 else:
                     self.known_tokens += len(known)
                     found.append(known)
             if match is not None:
                 before, at = match.group(), match.end()
-                found.append((self._added[before],))
+                found.append(self._added[before])
                 cuts.append((len(found), at, before))
         if missing:
             self._fill(missing)
-        tokens: list[int] = []
         for part in found:
             tokens.extend(part)
         if len(tokens) >= self._long_tokens:
@@ -156,7 +159,7 @@ class Piecewise:
 
     def differs(self, text: str) -> bool:
         """Whether the tokenizer itself makes other tokens of a text. Raises Inexact."""
-        return self._encode(text) != self.encode(text)
+        return self._encode(text) != self.encode(text).tolist()
 
     def _fill(self, missing: Mapping[bytes, _New]) -> None:
         """Tokenizes what is new, and puts it where its place was kept."""
@@ -164,10 +167,10 @@ class Piecewise:
         many = self._encode_many(texts)
         for (name, new), tokens in zip(missing.items(), many, strict=True):
             if new.before:
-                if tokens[:1] != [self._added[new.before]]:
+                if tokens[:1] != self._added[new.before].tolist():
                     raise Inexact(new.before)
                 tokens = tokens[1:]
-            new.place.extend(tokens)
+            new.place.fromlist(tokens)
             self.pieces.keep(name, tokens)
             self.new_tokens += len(tokens)
 
@@ -175,22 +178,20 @@ class Piecewise:
         self,
         space: str,
         text: str,
-        tokens: list[int],
-        found: Sequence[Sequence[int]],
+        tokens: array[int],
+        found: Sequence[array[int]],
         cuts: Sequence[tuple[int, int, str]],
         begun: Begun | None,
     ) -> None:
-        """Remembers the prompt. cuts: how many parts were found before each, where, behind what."""
+        """Remembers the prompt. found: the parts that are its last tokens; cuts: how many of them
+        are before each, where, behind what."""
         kept, parts, size = list[Cut](), len(found), len(tokens)
         for count, chars, before in reversed(cuts[-_CUTS:]):
             size -= sum(map(len, found[count:parts]))
             parts = count
             kept.append(Cut(chars, size, before))
-        if begun is not None:
-            kept.append(begun.cut)
         kept.reverse()
-        known = array("I") if begun is None else begun.tokens
-        self.prompts.keep(space, text, known + array("I", tokens[len(known) :]), kept, begun)
+        self.prompts.keep(space, text, tokens, kept, begun)
 
     def _samples(self) -> Iterable[str]:
         names = list(self._added)[:_MOST_SAMPLED]

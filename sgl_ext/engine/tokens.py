@@ -10,12 +10,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from inspect import unwrap
 from typing import Any
 
+from sgl_ext.engine import packed
 from sgl_ext.engine.counters import counter
 from sgl_ext.engine.hints import current
 from sgl_ext.engine.piecewise import Inexact, Piecewise
@@ -69,17 +71,17 @@ class TokenCache:
             return False
         return not asked.get("add_special_tokens", True) or not self._adds()
 
-    def encode(self, text: str, group: str | None = None) -> list[int]:
+    def encode(self, text: str, group: str | None = None) -> array[int]:
         """The tokens of a prompt of a cache group, which knows no other group's pieces."""
         try:
             tokens = self._piecewise.encode(text, "" if group is None else f"g{group}")
         except Inexact:
             self.turn_off("inexact")
-            return self._whole(text)
+            return array("q", self._whole(text))
         self._count()
         if time.monotonic() - self._checked_s >= CHECK_EVERY_S:
             self._checked_s = time.monotonic()
-            threading.Thread(target=self.check, args=(text, tokens), daemon=True).start()
+            threading.Thread(target=self.check, args=(text, tokens.tolist()), daemon=True).start()
         return tokens
 
     def check(self, text: str, tokens: list[int]) -> None:
@@ -138,12 +140,13 @@ def start(tokenizer: Any, limit_bytes: int) -> None:
 
 def encode_prompt(
     original: Original, tokenizer: Any, text: Any, encode_kwargs: dict[str, Any] | None = None
-) -> list[int]:
+) -> list[int] | array[int]:
     """Around `parallel_prompt_encode` of SGLang's chat: only new pieces are tokenized."""
     asked = encode_kwargs or {}
     if _active is None or not isinstance(text, str) or not _active.serves(tokenizer, asked):
         return original(tokenizer, text, encode_kwargs)
-    return _active.encode(text, asking_group())
+    tokens = _active.encode(text, asking_group())
+    return tokens if packed.is_asked() else tokens.tolist()
 
 
 def asking_group() -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -52,7 +53,8 @@ def test_what_is_before_the_made_up_text_is_certain(before: int, after: int) -> 
 
 def test_all_is_certain_where_nothing_was_made_up() -> None:
     ids = encode("as it is")
-    assert certain_ids(converted(ids), Turn({}, ()), decode) == ids
+    for given_ids in (ids, array("q", ids)):
+        assert certain_ids(converted(given_ids), Turn({}, ()), decode) == ids
 
 
 @pytest.mark.parametrize("ids", [None, [], [[1, 2]], "text", encode("no such word " * 50)])

@@ -137,6 +137,53 @@ def test_a_last_block_is_found_by_what_the_template_writes_behind_it(counted: Co
     assert counted.offsets.by_tail("and another", counted.prompt(later)) is None
 
 
+_TAILS = ("<|im_end|>\n", END, "\n</tool_response>" + END, ">" + END)
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["Hello", "x>", "caf\u00e9", "ab\n", "\U0001f600", ""]),
+            st.sampled_from([*_TAILS, "<|im_end|>", ""]),
+        ),
+        max_size=8,
+    )
+)
+def test_what_earlier_prompts_ended_with_changes_nothing(
+    tokenizer: Any, ends: list[tuple[str, str]]
+) -> None:
+    used = Counted(tokenizer)
+    for tail in _TAILS:
+        used.offsets.remember_tail(tail)
+    for block, behind in ends:
+        fresh = Counted(tokenizer)
+        for tail in _TAILS:
+            fresh.offsets.remember_tail(tail)
+        for prompt in (used.prompt(f"It says: {block}{behind}"), used.prompt(behind)):
+            said = f"It says: {block}"
+            assert used.offsets.by_tail(said, prompt) == fresh.offsets.by_tail(said, prompt)
+
+
+def test_an_end_as_it_was_before_is_decoded_once(tokenizer: Any) -> None:
+    decoded = 0
+
+    def decode(ids: Sequence[int]) -> str:
+        nonlocal decoded
+        decoded += 1
+        text: str = tokenizer.decode(ids)
+        return text
+
+    counted = Counted(tokenizer)
+    offsets = Offsets(counted.encode, decode)
+    for tail in _TAILS:
+        offsets.remember_tail(tail)
+    for said, most in (("Hello", 100), ("and a question", 1), ("and another", 1)):
+        decoded = 0
+        assert offsets.by_tail(said, counted.prompt(spoken("You help.", said)[0])) is not None
+        assert 0 < decoded <= most
+
+
 def test_several_threads_may_ask_at_once() -> None:
     offsets = Offsets(lambda text: list(map(ord, text)), lambda ids: "".join(map(chr, ids)), 2)
     prompts = [Prompt(list(map(ord, f"some words here {n}"))) for n in range(9)]

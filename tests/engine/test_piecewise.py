@@ -184,6 +184,16 @@ def test_a_prompt_goes_on_from_the_one_before_it() -> None:
     assert len(made.prompts) == 1
 
 
+def test_what_is_done_with_a_prompts_tokens_does_not_change_what_is_known() -> None:
+    made = piecewise(byte_level())
+    turn = "<|im_start|>user\nHello there<|im_end|>\n"
+    for text in (turn, turn, turn * 3, turn * 3):
+        tokens = made.encode(text)
+        assert tokens.tolist() == made._encode(text)
+        tokens[0] = 0
+        del tokens[3:]
+
+
 def test_prompts_of_one_space_are_not_known_in_another() -> None:
     made = piecewise(byte_level())
     prompt = "<|im_start|>user\nHello there<|im_end|>\n" * 3
