@@ -120,8 +120,13 @@ class Stopwatch:
 
 
 def stages_ms(spans: Iterable[Span], begin_ns: int, end_ns: int) -> dict[str, float]:
-    """Of the time from `begin_ns` to `end_ns`, the milliseconds of each stage, and of none."""
+    """Of the time from `begin_ns` to `end_ns`, the milliseconds of each stage, and of none.
+
+    Of forward passes only the first counts: the first token does not wait for the second's.
+    """
     near = [span for span in spans if span.begin_ns < end_ns and span.end_ns > begin_ns]
+    passes = [span for span in near if span.stage == FORWARD]
+    near = [span for span in near if span not in passes[1:]]
     edges = {begin_ns, end_ns}
     for span in near:
         edges |= {max(span.begin_ns, begin_ns), min(span.end_ns, end_ns)}

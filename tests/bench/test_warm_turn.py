@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench._warm_stages import BETWEEN, Span, Stopwatch, medians, stages_ms
+from bench._warm_stages import BETWEEN, FORWARD, Span, Stopwatch, medians, stages_ms
 
 MS = 1_000_000
 
@@ -26,6 +26,15 @@ def test_a_moment_is_of_the_span_that_began_last() -> None:
     ]
     told = stages_ms(spans, 1 * MS, 20 * MS)
     assert told == {"route": 6.0, "parse": 2.0, "segments": 1.0, BETWEEN: 2.0, "forward": 8.0}
+
+
+def test_a_second_forward_pass_is_not_waited_for() -> None:
+    spans = [
+        Span(0, 4 * MS, FORWARD),
+        Span(5 * MS, 12 * MS, FORWARD),
+        Span(6 * MS, 8 * MS, "stream"),
+    ]
+    assert stages_ms(spans, 0, 10 * MS) == {FORWARD: 4.0, "stream": 2.0, BETWEEN: 4.0}
 
 
 moments = st.integers(0, 50)
