@@ -43,9 +43,8 @@ SIZES = (4_000, 16_000, 52_000, 128_000)
 _COLD_TOKENS = 16_000
 _FIRST_TURNS = 2
 # The next step is launched ahead of the last one's result. On a CPU that computes it, and the
-# first token of a turn would wait for a second one. And a scheduler that waits would take a
-# core from the other arm's turn, as it asks for work without a pause.
-_FLAGS = ("--disable-overlap-schedule", "--sleep-on-idle")
+# first token of a turn would wait for a second one.
+_FLAGS = ("--disable-overlap-schedule",)
 
 
 def main() -> None:

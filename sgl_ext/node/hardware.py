@@ -16,6 +16,9 @@ from sgl_ext.engine.settings import EngineSettings
 
 CPU_PLATFORM = "sgl_ext_cpu"
 _RANK_CORES = "SGLANG_CPU_OMP_THREADS_BIND"
+# How often a thread that has nothing to compute looks for more before it gives its core up: by
+# OpenMP's own figure for milliseconds, in which a server on that core does not send a first token.
+_SPINS, _SHORTLY = "GOMP_SPINCOUNT", "30000"
 # The default pool takes most of the memory, and graphs and a warm-up are for GPUs.
 _CPU_DEFAULTS = (
     *("--max-total-tokens", "131072", "--max-running-requests", "32", "--skip-server-warmup"),
@@ -103,13 +106,14 @@ def engine_environment(config: LaunchConfig, hardware: Hardware, index: int) -> 
 def _share_of_cores(config: LaunchConfig, index: int) -> dict[str, str]:
     """Threads for engine `index`: engines that fight for cores lose more than a core brings."""
     cores, ranks = os.cpu_count() or 1, config.instances * config.tp
+    told = {} if {_SPINS, "OMP_WAIT_POLICY"} & os.environ.keys() else {_SPINS: _SHORTLY}
     if {"OMP_NUM_THREADS", _RANK_CORES} & os.environ.keys():
-        return {}
+        return told
     each = max(1, cores // ranks)
     if config.tp == 1:
-        return {"OMP_NUM_THREADS": str(each)}
+        return {**told, "OMP_NUM_THREADS": str(each)}
     firsts = (rank * each % cores for rank in range(index * config.tp, (index + 1) * config.tp))
-    return {_RANK_CORES: "|".join(f"{first}-{first + each - 1}" for first in firsts)}
+    return {**told, _RANK_CORES: "|".join(f"{first}-{first + each - 1}" for first in firsts)}
 
 
 def platform_flags(hardware: Hardware) -> tuple[str, ...]:

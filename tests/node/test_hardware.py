@@ -56,12 +56,21 @@ def test_engines_on_a_cpu_share_its_cores(
     monkeypatch: pytest.MonkeyPatch, instances: int, tp: int, index: int, wanted: dict[str, str]
 ) -> None:
     monkeypatch.setattr(hardware.os, "cpu_count", lambda: 8)
-    for name in ("OMP_NUM_THREADS", "SGLANG_CPU_OMP_THREADS_BIND"):
+    for name in ("OMP_NUM_THREADS", "SGLANG_CPU_OMP_THREADS_BIND", "GOMP_SPINCOUNT"):
         monkeypatch.delenv(name, raising=False)
     config = LaunchConfig("m", instances=instances, tp=tp)
     environment = hardware.engine_environment(config, Hardware((), CPU_PLATFORM), index)
     assert environment["SGLANG_PLATFORM"] == CPU_PLATFORM
-    assert {k: v for k, v in environment.items() if "OMP" in k} == wanted
+    told = {k: v for k, v in environment.items() if "OMP" in k}
+    assert int(told.pop("GOMP_SPINCOUNT")) < 300_000
+    assert told == wanted
+
+
+@pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])
+def test_how_threads_wait_is_the_callers_choice(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "passive")
+    environment = hardware.engine_environment(LaunchConfig("m"), Hardware((), CPU_PLATFORM), 0)
+    assert "GOMP_SPINCOUNT" not in environment
 
 
 def test_an_engine_is_told_what_tenants_may_have() -> None:
