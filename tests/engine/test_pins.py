@@ -89,10 +89,10 @@ class Pinning:
         """The tokens of each pin."""
         return sorted(pin["tokens"] for pin in self.pins())
 
-    def has_pinned(self, number: int) -> list[dict[str, Any]]:
-        """The pins, once there are so many, and the load that tells of them."""
+    def has_pinned(self, number: int, tokens: int = 0) -> list[dict[str, Any]]:
+        """The pins, once there are so many, and the load that tells of them: of more `tokens`."""
         until(lambda: len(self.pins()) == number)
-        until(lambda: (self.watch.load["pinned_tokens"] > 0) == (number > 0))
+        until(lambda: (self.watch.load["pinned_tokens"] > tokens) == (number > 0))
         return self.pins()
 
     def unpin(self, **named: str) -> requests.Response:
@@ -229,7 +229,7 @@ def test_a_request_that_needs_the_room_gets_it_from_as_few_pins_as_do(engine: Pi
     first, *others = [marked(400) for _ in range(6)]
     for body in (first, *others):
         engine.usage(body)
-    engine.has_pinned(6)
+    engine.has_pinned(6, tokens=6 * 490)
     free = POOL - engine.watch.load["pinned_tokens"]
     assert free < 1150
     usage = engine.usage({**ONE, "messages": [user(1100)]}, timeout=30)
@@ -245,7 +245,7 @@ def test_a_request_that_needs_the_room_gets_it_from_as_few_pins_as_do(engine: Pi
 def test_a_request_that_would_not_fit_without_pins_either_costs_none(engine: Pinning) -> None:
     for _ in range(2):
         engine.usage(marked(60))
-    engine.has_pinned(2)
+    engine.has_pinned(2, tokens=2 * 60)
     ended = engine.counted("sgl_ext_pins_ended_total{")
     pinned = engine.watch.load["pinned_tokens"]
     sampling = {"max_new_tokens": POOL - pinned - 150, "ignore_eos": True}
@@ -269,7 +269,7 @@ def test_a_request_that_would_not_fit_without_pins_either_costs_none(engine: Pin
 def test_answers_that_outgrow_the_memory_cost_pins_and_are_not_retracted(engine: Pinning) -> None:
     for _ in range(6):
         engine.usage(marked(440))
-    engine.has_pinned(6)
+    engine.has_pinned(6, tokens=6 * 500)
     pressure = engine.counted('sgl_ext_pins_ended_total{why="pressure"}')
     # Two that fit as they are estimated, and do not as they come.
     size = int((POOL - engine.watch.load["pinned_tokens"]) * 0.54)
