@@ -41,17 +41,26 @@ class Parts(Generic[Made]):
 
     def keep(self, key: Hashable, made: Made, size_bytes: int) -> None:
         """Remembers it, unless it alone is more than the bound."""
+        with self._lock:
+            if key not in self._made:
+                self._put(key, made, size_bytes)
+
+    def replace(self, key: Hashable, made: Made, size_bytes: int) -> None:
+        """Remembers it in place of what was known; neither, if it alone is more than the bound."""
+        with self._lock:
+            _, gone = self._made.pop(key, (None, 0))
+            self.used_bytes -= gone
+            self._put(key, made, size_bytes)
+
+    def _put(self, key: Hashable, made: Made, size_bytes: int) -> None:
         size = self._entry_bytes + size_bytes
         if size > self.limit_bytes:
             return
-        with self._lock:
-            if key in self._made:
-                return
-            self._made[key] = made, size
-            self.used_bytes += size
-            while self.used_bytes > self.limit_bytes:
-                _, (_, gone) = self._made.popitem(last=False)
-                self.used_bytes -= gone
+        self._made[key] = made, size
+        self.used_bytes += size
+        while self.used_bytes > self.limit_bytes:
+            _, (_, gone) = self._made.popitem(last=False)
+            self.used_bytes -= gone
 
     def clear(self) -> None:
         """Forgets all."""

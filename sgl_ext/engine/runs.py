@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Hashable
-from threading import Lock
 from typing import Any, NamedTuple
+
+from radix.parts import Parts
 
 # Of each iteration, two numbers and what was left; and of a run, its key and its place.
 _ITERATION_BYTES, _RUN_BYTES = 240, 1000
@@ -119,40 +119,23 @@ class Runs:
     """Runs, the most recently used of them, within a bound of bytes. Several threads may use it."""
 
     def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self.used_bytes = 0
-        self._runs: OrderedDict[Hashable, tuple[Run, int]] = OrderedDict()
-        self._lock = Lock()
+        self._known: Parts[Run] = Parts(limit_bytes, entry_bytes=0)  # a run counts its own
 
     def __len__(self) -> int:
-        return len(self._runs)
+        return len(self._known)
 
     def find(self, key: Hashable) -> Run | None:
         """The run that was kept last."""
-        with self._lock:
-            found = self._runs.get(key)
-            return None if found is None else found[0]
+        return self._known.find(key)
 
     def keep(self, key: Hashable, run: Run) -> None:
         """Remembers a run in place of the one before, unless it alone is more than the bound."""
-        size = run.size_bytes
-        with self._lock:
-            _, gone = self._runs.pop(key, (None, 0))
-            self.used_bytes -= gone
-            if size > self.limit_bytes:
-                return
-            self._runs[key] = run, size
-            self.used_bytes += size
-            while self.used_bytes > self.limit_bytes:
-                _, (_, gone) = self._runs.popitem(last=False)
-                self.used_bytes -= gone
+        self._known.replace(key, run, run.size_bytes)
 
     def clear(self) -> None:
         """Forgets all."""
-        with self._lock:
-            self._runs.clear()
-            self.used_bytes = 0
+        self._known.clear()
 
     def check(self) -> None:
         """Asserts that what is counted is what is there, and within the bound."""
-        assert self.used_bytes == sum(size for _, size in self._runs.values()) <= self.limit_bytes
+        self._known.check()

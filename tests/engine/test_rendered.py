@@ -328,7 +328,7 @@ def test_a_run_ends_where_its_loop_does() -> None:
     made = rendered(GROWING[0])
     messages = [{"a": n} for n in range(9)]
     made.known({"messages": messages})
-    runs = [run for run, _ in made._runs._runs.values()]
+    runs = [run for run, _ in made._runs._known._made.values()]
     assert [(len(run.ends), len(run.text_ends)) for run in runs] == [(9, 7), (9, 7)]
 
 
