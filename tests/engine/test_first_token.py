@@ -45,21 +45,15 @@ class Serving(Tree):
         self.cache._checkpoint = logged
 
     def begin(self, asked: Asked) -> Any:
-        batch, allocation = sglang("managers.schedule_batch"), sglang("mem_cache.allocation")
+        batch = sglang("managers.schedule_batch")
         ids, name = asked.ids, next(_names)
         req = batch.Req(str(name), "", array("q", ids), batch.SamplingParams())
         segments = tuple(hash(tuple(ids[:end])) for end in range(1, len(ids) + 1))
         pins = ((WHOLE, 300.0),) if asked.is_marked else ()
         ends = tuple(range(1, len(ids) + 1))
         req._sgl_ext_hints = Hints(segments, ends, pins, "", "s", 1.0, True, False, True)
-        req.init_next_round_input(self.cache)
-        req.lock = self.cache.lock(req.last_node)
-        allocation.alloc_req_slots(self.rows, [req], self.cache)
-        row, at = self.rows.req_to_token[req.kv.req_pool_idx], req.prefix_len
-        req.cached_tokens = at
-        row[:at] = self.cache.prefix_device_indices(req)
-        row[at : len(ids)] = allocation.alloc_token_slots(self.cache, len(ids) - at)
-        req.kv.kv_allocated_len = req.kv.kv_committed_len = req.extend_end = len(ids)
+        self.admit(req)
+        req.extend_end = len(ids)
         return req
 
     def end(self, req: Any) -> None:

@@ -90,6 +90,18 @@ class Tree:
         )
         return made.page_aligned(self.page)
 
+    def admit(self, req: Any) -> None:
+        """Gives a request its row and memory, as if its prompt had been computed."""
+        allocation, size = sglang("mem_cache.allocation"), len(req.origin_input_ids)
+        req.init_next_round_input(self.cache)
+        req.lock = self.cache.lock(req.last_node)
+        allocation.alloc_req_slots(self.rows, [req], self.cache)
+        row, at = self.rows.req_to_token[req.kv.req_pool_idx], req.prefix_len
+        req.cached_tokens = at
+        row[:at] = self.cache.prefix_device_indices(req)
+        row[at:size] = allocation.alloc_token_slots(self.cache, size - at)
+        req.kv.kv_allocated_len = req.kv.kv_committed_len = size
+
     def insert(self, ids: list[int], salt: str | None) -> None:
         key = self.key(ids, salt)
         params = sglang("mem_cache.base_prefix_cache").InsertParams
@@ -307,21 +319,14 @@ class Served(Tree):
     """A tree behind which requests run, as far as its pins see."""
 
     def ask(self, group: str, ids: list[int], *marks: int, told_s: float = 1.0) -> Any:
-        batch, allocation = sglang("managers.schedule_batch"), sglang("mem_cache.allocation")
+        batch = sglang("managers.schedule_batch")
         salt = salt_of(shared.prefixes(), group, ids)
         req = batch.Req(
             str(next(_names)), "", array("q", ids), batch.SamplingParams(), cache_salt=salt
         )
         told = tuple((end, 300.0) for end in marks)
         req._sgl_ext_hints = Hints((), (), told, group, group, told_s, True, False, True)
-        req.init_next_round_input(self.cache)
-        req.lock = self.cache.lock(req.last_node)
-        allocation.alloc_req_slots(self.rows, [req], self.cache)
-        row, at = self.rows.req_to_token[req.kv.req_pool_idx], req.prefix_len
-        req.cached_tokens = at
-        row[:at] = self.cache.prefix_device_indices(req)
-        row[at : len(ids)] = allocation.alloc_token_slots(self.cache, len(ids) - at)
-        req.kv.kv_allocated_len = req.kv.kv_committed_len = len(ids)
+        self.admit(req)
         self.cache.checkpoint(req, up_to=len(ids))
         req.finished_reason = batch.FINISH_LENGTH(0)
         sglang("mem_cache.common").release_kv_cache(req, self.cache, checkpoint=True)
