@@ -26,7 +26,7 @@ from sgl_ext.engine.convert import stop_copy
 from sgl_ext.engine.counters import counter
 from sgl_ext.engine.isolation import group_of, isolate
 from sgl_ext.requests.cache_marks import Marks
-from sgl_ext.requests.chain_header import bytes_of
+from sgl_ext.requests.chain_header import HASH_BYTES, bytes_of
 from sgl_ext.requests.priority import USUAL, Importance
 from sgl_ext.requests.segments import Chain
 
@@ -35,7 +35,6 @@ WHOLE = -1
 """In place of a number of tokens: all of the prompt."""
 _ACTION = "sgl_ext.hints"
 _ON_REQUEST = "_sgl_ext_hints"
-_HASH_BYTES = 16
 
 
 @dataclass(slots=True)
@@ -228,8 +227,8 @@ def _unpacked(envelope: Any) -> Hints | None:
 
 def _hashes(packed: str) -> tuple[int, ...]:
     hashes = b64decode(packed)
-    starts = range(0, len(hashes), _HASH_BYTES)
-    return tuple(int.from_bytes(hashes[s : s + _HASH_BYTES], "big") for s in starts)
+    starts = range(0, len(hashes), HASH_BYTES)
+    return tuple(int.from_bytes(hashes[s : s + HASH_BYTES], "big") for s in starts)
 
 
 def _ends(packed: str) -> tuple[int, ...]:
