@@ -62,18 +62,18 @@ SHARED = {
 """Functions of SGLang and of its HTTP server."""
 
 OURS = {
-    "sgl_ext.balancer.client_side:ClientConnection.buffer_updated": "balancer read",
-    "sgl_ext.balancer.exchange:Exchange._read": "balancer parse",
-    "sgl_ext.balancer.router:Router.read": "balancer segments",
-    "sgl_ext.balancer.exchange:Exchange._send": "balancer route",
-    "sgl_ext.balancer.worker_side:WorkerConnection.send": "balancer proxy",
-    "sgl_ext.balancer.worker_side:WorkerConnection.data_received": "balancer answer",
-    "sgl_ext.engine.body:read_body": "engine segments",
-    "sgl_ext.engine.breakpoints:place_pins": "engine marks",
-    "sgl_ext.engine.hints:attach": "engine hints",
-    "sgl_ext.engine.publisher:tick": "scheduler events",
-    "sgl_ext.engine.clock:take_orders": "scheduler events",
-    "sgl_ext.engine.priority:order_queue": "scheduler order",
+    "sgl_ext.balancer.http.downstream:ClientConnection.buffer_updated": "balancer read",
+    "sgl_ext.balancer.relay.exchange:Exchange._read": "balancer parse",
+    "sgl_ext.balancer.routing.router:Router.read": "balancer segments",
+    "sgl_ext.balancer.relay.exchange:Exchange._send": "balancer route",
+    "sgl_ext.balancer.http.upstream:WorkerConnection.send": "balancer proxy",
+    "sgl_ext.balancer.http.upstream:WorkerConnection.data_received": "balancer answer",
+    "sgl_ext.engine.http.request_hook:read_body": "engine segments",
+    "sgl_ext.engine.http.pin_placement:place_pins": "engine marks",
+    "sgl_ext.engine.core.hints:attach": "engine hints",
+    "sgl_ext.engine.scheduler.event_publisher:tick": "scheduler events",
+    "sgl_ext.engine.scheduler.clock:take_orders": "scheduler events",
+    "sgl_ext.engine.scheduler.priority:order_queue": "scheduler order",
 }
 """Functions of ours."""
 

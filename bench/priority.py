@@ -54,7 +54,7 @@ from bench._pin_stock import stock_engine
 from bench._priority_figures import comparison, siege_figures
 from bench._priority_load import Answer, Load, Request, fitted, play, siege
 from scheduler.order import bound_s
-from sgl_ext.engine.settings import EngineSettings
+from sgl_ext.engine.core.settings import EngineSettings
 
 _AGING_S = EngineSettings().aging_s
 _FLAGS = ("--sleep-on-idle", "--chunked-prefill-size", "2048")

@@ -34,7 +34,7 @@ from heapq import heapify, heappop, heapreplace
 from math import floor, inf, log
 from typing import NamedTuple
 
-from scheduler.recent import RecentSum
+from scheduler.decaying_sum import RecentSum
 
 
 class Waiting(NamedTuple):

@@ -20,13 +20,13 @@ from typing import Any
 import aiohttp
 from rich.console import Console
 
+from sgl_ext.balancer.conversations.document_store import require_store
 from sgl_ext.config import ConfigError, LaunchConfig, launch_config
 from sgl_ext.keys import new_key
 from sgl_ext.node import hardware
 from sgl_ext.node.child import Child
 from sgl_ext.node.progress import StartProgress, summary
 from sgl_ext.ports import free_ports, require_free
-from sgl_ext.store.sqlite import require_store
 
 _POLL_S = 0.25
 _ENGINE_PATIENCE_S = 20.0

@@ -16,9 +16,9 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench._node import Node
-from sgl_ext.balancer.metrics import Metrics
-from sgl_ext.balancer.workers import Workers
-from sgl_ext.engine.counters import _COUNTERS
+from sgl_ext.balancer.metrics.registry import Metrics
+from sgl_ext.balancer.routing.workers import Workers
+from sgl_ext.engine.core.counters import _COUNTERS
 
 PATH = Path(__file__).parent.parent / "launch" / "alerts.yml"
 _STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"')

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import uvloop
 
-from sgl_ext.balancer.processes import run
+from sgl_ext.balancer.cluster.peers import Family
+from sgl_ext.balancer.cluster.processes import run
+from sgl_ext.balancer.conversations.document_store import require_store
 from sgl_ext.balancer.server import Balancer
-from sgl_ext.balancer.siblings import Family
 from sgl_ext.config import BalancerConfig, ConfigError, add_balancer_flags, balancer_config
 from sgl_ext.lifeline import end_with_parent
 from sgl_ext.ports import require_free
-from sgl_ext.store.sqlite import require_store
 
 
 def main(argv: list[str]) -> None:

@@ -11,32 +11,32 @@ from typing import Any
 import aiohttp
 import orjson
 
-from sgl_ext.balancer.admin import DIVERGENCES, KEPT
-from sgl_ext.balancer.app import make_app
-from sgl_ext.balancer.client_side import ClientConnection
-from sgl_ext.balancer.control import ControlPool
-from sgl_ext.balancer.diagnosis import Diagnosis
-from sgl_ext.balancer.door import Door
-from sgl_ext.balancer.errors import BalancerError
-from sgl_ext.balancer.events import Listeners
-from sgl_ext.balancer.exchange import Exchange
-from sgl_ext.balancer.gate import Gate
-from sgl_ext.balancer.gathered import Gathered
-from sgl_ext.balancer.head import Heads
-from sgl_ext.balancer.kept import Kept
-from sgl_ext.balancer.keyring import Keyring
-from sgl_ext.balancer.ledger import Ledger
-from sgl_ext.balancer.limits import Limits
-from sgl_ext.balancer.metrics import Metrics
-from sgl_ext.balancer.parts import Parts, refusal
-from sgl_ext.balancer.reader import Request, RequestReader
-from sgl_ext.balancer.router import Router
-from sgl_ext.balancer.siblings import Family, Siblings
-from sgl_ext.balancer.workers import Workers
+from sgl_ext.balancer.access.authentication import Gate
+from sgl_ext.balancer.access.keyring import Keyring
+from sgl_ext.balancer.access.rate_limits import Limits
+from sgl_ext.balancer.admin.app import make_app
+from sgl_ext.balancer.admin.control_plane import ControlPool
+from sgl_ext.balancer.admin.worker_routes import DIVERGENCES, KEPT
+from sgl_ext.balancer.cluster.peers import Family, Siblings
+from sgl_ext.balancer.conversations.conversation_store import Kept
+from sgl_ext.balancer.conversations.document_store import Store
+from sgl_ext.balancer.http.downstream import ClientConnection
+from sgl_ext.balancer.http.request_head import Heads
+from sgl_ext.balancer.http.request_reader import Request, RequestReader
+from sgl_ext.balancer.metrics.across_processes import Gathered
+from sgl_ext.balancer.metrics.registry import Metrics
+from sgl_ext.balancer.relay.exchange import Exchange
+from sgl_ext.balancer.relay.services import Parts, refusal
+from sgl_ext.balancer.reporting.diagnosis import Diagnosis
+from sgl_ext.balancer.reporting.request_log import Ledger
+from sgl_ext.balancer.routing.admission_queue import Door
+from sgl_ext.balancer.routing.event_subscriber import Listeners
+from sgl_ext.balancer.routing.router import Router
+from sgl_ext.balancer.routing.workers import Workers
 from sgl_ext.config import IN_MEMORY, BalancerConfig
 from sgl_ext.doctor.findings import added_up
+from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.requests.headers import HeaderStrip
-from sgl_ext.store.sqlite import Store
 from sgl_ext.tenants import Tenants
 
 log = logging.getLogger(__name__)

@@ -17,26 +17,24 @@ from enum import StrEnum
 from types import FrameType
 from typing import Any
 
-from sgl_ext.engine import (
-    body,
-    breakpoints,
-    calls,
-    clock,
-    endings,
-    first_token,
-    hints,
-    hub,
-    known_messages,
-    preemption,
-    pressure,
-    priority,
-    publisher,
-    shared,
-    shortcuts,
-    startup,
-    tokens,
+from sgl_ext.engine import http_server, startup
+from sgl_ext.engine.core import hints, shared_prefixes
+from sgl_ext.engine.host_cache import message_cache, shortcuts, token_cache
+from sgl_ext.engine.http import (
+    pin_placement,
+    request_hook,
+    stop_reasons,
+    tool_calls,
     translation,
     usage,
+)
+from sgl_ext.engine.scheduler import (
+    admission,
+    clock,
+    event_publisher,
+    first_token,
+    preemption,
+    priority,
 )
 
 
@@ -71,24 +69,22 @@ HOOKS = (
     Hook(
         "sglang.srt.entrypoints.engine.Engine._launch_subprocesses", "AFTER", startup.await_receipts
     ),
-    Hook("sglang.srt.entrypoints.http_server.ORJSONRequest.json", "AROUND", body.read_body),
+    Hook("sglang.srt.entrypoints.http_server.ORJSONRequest.json", "AROUND", request_hook.read_body),
     Hook(
         f"{_MANAGERS}.tokenizer_manager.TokenizerManager.generate_request",
         "BEFORE",
         hints.attach,
     ),
-    Hook(f"{_CHAT}._convert_to_internal_request", "AROUND", breakpoints.place_pins),
-    Hook(f"{_CHAT}._render_and_encode_chat_template", "AROUND", breakpoints.render_only),
+    Hook(f"{_CHAT}._convert_to_internal_request", "AROUND", pin_placement.place_pins),
+    Hook(f"{_CHAT}._render_and_encode_chat_template", "AROUND", pin_placement.render_only),
     Hook(
         "sglang.srt.entrypoints.openai.serving_chat.parallel_prompt_encode",
         "AROUND",
-        tokens.encode_prompt,
+        token_cache.encode_prompt,
     ),
     Hook("jsonschema.Draft202012Validator.check_schema", "AROUND", shortcuts.check_schema),
-    Hook(
-        f"{_MESSAGES}.ChatCompletionMessageGenericParam.model_dump", "AROUND", known_messages.dump
-    ),
-    Hook(f"{_MESSAGES}.ChatCompletionMessageUserParam.model_dump", "AROUND", known_messages.dump),
+    Hook(f"{_MESSAGES}.ChatCompletionMessageGenericParam.model_dump", "AROUND", message_cache.dump),
+    Hook(f"{_MESSAGES}.ChatCompletionMessageUserParam.model_dump", "AROUND", message_cache.dump),
     Hook(
         "transformers.utils.chat_template_utils._compile_jinja_template",
         "AROUND",
@@ -96,7 +92,7 @@ HOOKS = (
     ),
     Hook(f"{_ANTHROPIC}.AnthropicServing._handle_non_streaming", "AROUND", usage.complete_answer),
     Hook(f"{_ANTHROPIC}._wrap_sse_event", "AROUND", usage.complete_event),
-    Hook(f"{_ANTHROPIC}.AnthropicServing._convert_response", "AROUND", endings.note_ending),
+    Hook(f"{_ANTHROPIC}.AnthropicServing._convert_response", "AROUND", stop_reasons.note_ending),
     Hook(
         f"{_ANTHROPIC}.AnthropicServing._convert_to_chat_completion_request",
         "AROUND",
@@ -106,23 +102,27 @@ HOOKS = (
         "sglang.srt.function_call.base_format_detector.BaseFormatDetector"
         ".parse_streaming_increment",
         "AROUND",
-        calls.parse_piece,
+        tool_calls.parse_piece,
     ),
-    Hook(f"{_CALLS}.parse_stream_chunk", "AROUND", calls.hold_space),
-    Hook(f"{_CALLS}.parse_stream_end", "AROUND", calls.release_space),
-    Hook(f"{_CHAT}._generate_chat_stream", "AROUND", endings.watch_stream),
+    Hook(f"{_CALLS}.parse_stream_chunk", "AROUND", tool_calls.hold_space),
+    Hook(f"{_CALLS}.parse_stream_end", "AROUND", tool_calls.release_space),
+    Hook(f"{_CHAT}._generate_chat_stream", "AROUND", stop_reasons.watch_stream),
     Hook(f"{_RESPONSES}.create_responses", "AROUND", translation.name_namespaces),
     Hook(
         "sglang.srt.entrypoints.openai.protocol.ResponsesRequest.to_sampling_params",
         "AROUND",
         translation.whole_budget,
     ),
-    Hook("sglang.srt.entrypoints.http_server._setup_and_run_http_server", "BEFORE", hub.serve),
-    Hook("uvicorn.server.Server.shutdown", "BEFORE", hub.end_streams),
+    Hook(
+        "sglang.srt.entrypoints.http_server._setup_and_run_http_server",
+        "BEFORE",
+        http_server.extend,
+    ),
+    Hook("uvicorn.server.Server.shutdown", "BEFORE", http_server.end_streams),
     Hook(
         f"{_MANAGERS}.scheduler.Scheduler.get_next_batch_to_run",
         "AFTER",
-        publisher.tick,
+        event_publisher.tick,
         (Role.SCHEDULER,),
     ),
     Hook(
@@ -176,13 +176,13 @@ HOOKS = (
     Hook(
         f"{_MANAGERS}.schedule_policy.PrefillAdder.add_one_req",
         "AROUND",
-        pressure.add_one,
+        admission.add_one,
         (Role.SCHEDULER,),
     ),
     Hook(
         f"{_MANAGERS}.schedule_policy.PrefillAdder.add_chunked_req",
         "AROUND",
-        pressure.add_chunk,
+        admission.add_chunk,
         (Role.SCHEDULER,),
     ),
 )
@@ -191,12 +191,12 @@ SHARING_HOOKS = (
     Hook(
         f"{_MANAGERS}.tokenizer_manager.TokenizerManager._create_tokenized_object",
         "AFTER",
-        shared.share,
+        shared_prefixes.share,
     ),
     Hook(
         "sglang.srt.mem_cache.radix_cache.RadixKey.__init__",
         "AROUND",
-        shared.make_key,
+        shared_prefixes.make_key,
         (Role.SCHEDULER,),
     ),
 )

@@ -10,9 +10,6 @@ from __future__ import annotations
 import gc
 from importlib.metadata import version
 
-CACHE = "sgl_ext"
-"""The name under which `--radix-cache-backend` selects our cache."""
-
 _active = False
 
 
@@ -35,25 +32,27 @@ def require_active() -> None:
 
 
 def _activate() -> None:
-    from sgl_ext.engine import calls, receipts
+    from sgl_ext.engine.core import acknowledgements
+    from sgl_ext.engine.core.settings import EngineSettings
     from sgl_ext.engine.hooks import HOOKS, SHARING_HOOKS, Role, apply_hooks, current_role
+    from sgl_ext.engine.http import tool_calls
     from sgl_ext.engine.preflight import check_environment
-    from sgl_ext.engine.settings import EngineSettings
 
     check_environment()
-    calls.forward_unknown_tools()
+    tool_calls.forward_unknown_tools()
     role = current_role()
     if role is Role.MAIN:
-        receipts.open_folder()
+        acknowledgements.open_folder()
     if role is Role.SCHEDULER:
         _register_cache()
     hooks = HOOKS + SHARING_HOOKS if EngineSettings.from_environment().share else HOOKS
-    receipts.leave(role, apply_hooks(role, hooks))
+    acknowledgements.leave(role, apply_hooks(role, hooks))
 
 
 def _register_cache() -> None:
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
-    from sgl_ext.engine.cache import make_cache
+    from sgl_ext.engine.preflight import CACHE_BACKEND
+    from sgl_ext.engine.scheduler.radix_cache import make_cache
 
-    register_radix_cache_backend(CACHE, make_cache)
+    register_radix_cache_backend(CACHE_BACKEND, make_cache)

@@ -6,12 +6,15 @@ import os
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
-from sgl_ext.engine.settings import EngineSettings
+from sgl_ext.engine.core.settings import EngineSettings
 from sgl_ext.requests.headers import HeaderStrip
 
 SUPPORTED_SGLANG = "0.5.23"
 PLUGIN = "sgl_ext"
 _OFF = ("", "0", "false", "no", "off", "n", "f")
+
+CACHE_BACKEND = "sgl_ext"
+"""The name under which `--radix-cache-backend` selects our cache."""
 
 
 def check_environment(environ: Mapping[str, str] = os.environ) -> None:

@@ -11,9 +11,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from sgl_ext.engine.plugin import CACHE, require_active
-from sgl_ext.engine.preflight import check_environment
-from sgl_ext.engine.settings import EngineSettings
+from sgl_ext.engine.core.settings import EngineSettings
+from sgl_ext.engine.plugin import require_active
+from sgl_ext.engine.preflight import CACHE_BACKEND, check_environment
 from sgl_ext.lifeline import end_with_parent
 
 _OWN_SCHEDULING = {
@@ -71,7 +71,7 @@ def cache_flags(argv: Sequence[str]) -> tuple[str, ...]:
     if given & _OWN_CACHE:
         return ()
     policy = () if _EVICTION in given else (_EVICTION, "priority")
-    return ("--radix-cache-backend", CACHE, *policy)
+    return ("--radix-cache-backend", CACHE_BACKEND, *policy)
 
 
 def priority_flags(argv: Sequence[str]) -> tuple[str, ...]:

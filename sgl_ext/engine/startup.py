@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from sgl_ext.engine import receipts
-from sgl_ext.engine.plugin import CACHE
-from sgl_ext.engine.settings import EngineSettings
+from sgl_ext.engine.core import acknowledgements
+from sgl_ext.engine.core.settings import EngineSettings
+from sgl_ext.engine.preflight import CACHE_BACKEND
 
 _DETOKENIZER_TIMEOUT_S = 120.0
 
@@ -35,7 +35,7 @@ def _refuse_unshared(server_args: Any) -> None:
     """What has no prefixes to share, or keys of its own making, or hashes of 32 bits a token."""
     refused = {
         "--disable-radix-cache": server_args.disable_radix_cache,
-        "--radix-cache-backend": server_args.radix_cache_backend != CACHE,
+        "--radix-cache-backend": server_args.radix_cache_backend != CACHE_BACKEND,
         "--enable-hierarchical-cache": server_args.enable_hierarchical_cache,
         "--enable-lmcache": server_args.enable_lmcache,
         "--enable-flexkv": server_args.enable_flexkv,
@@ -55,10 +55,10 @@ def await_receipts(launched: Any, *_: Any, **__: Any) -> None:
     there by now or never; a detokenizer reports nothing and may still be importing.
     """
     _, _, _, scheduler_init_result, *_ = launched
-    if receipts.count()["scheduler"] < len(scheduler_init_result.scheduler_infos):
+    if acknowledgements.count()["scheduler"] < len(scheduler_init_result.scheduler_infos):
         raise SystemExit("sgl-ext: the plugin was not loaded in a scheduler process")
     deadline = time.monotonic() + _DETOKENIZER_TIMEOUT_S
-    while not receipts.count()["detokenizer"]:
+    while not acknowledgements.count()["detokenizer"]:
         if time.monotonic() > deadline:
             raise SystemExit("sgl-ext: the plugin was not loaded in the detokenizer process")
         time.sleep(0.05)

@@ -12,7 +12,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from sgl_ext.config import ConfigError, LaunchConfig
-from sgl_ext.engine.settings import EngineSettings
+from sgl_ext.engine.core.settings import EngineSettings
 
 CPU_PLATFORM = "sgl_ext_cpu"
 _RANK_CORES = "SGLANG_CPU_OMP_THREADS_BIND"

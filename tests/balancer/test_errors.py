@@ -10,9 +10,9 @@ from typing import Any
 import orjson
 import pytest
 
-from sgl_ext.balancer.errors import BalancerError
-from sgl_ext.balancer.parts import refusal
-from sgl_ext.balancer.request_ids import new_request_id
+from sgl_ext.balancer.relay.services import refusal
+from sgl_ext.protocols.errors import BalancerError
+from sgl_ext.protocols.request_ids import new_request_id
 from tests.balancer.conftest import Engine, Start
 
 JSON = {"content-type": "application/json"}

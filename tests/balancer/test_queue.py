@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 import pytest
 
-from sgl_ext.balancer.exchange import Exchange
+from sgl_ext.balancer.relay.exchange import Exchange
 from sgl_ext.balancer.server import Balancer
 from tests.balancer.conftest import Serve
 from tests.balancer.wire import Raw, answer, request, until

@@ -11,7 +11,8 @@ import orjson
 import pytest
 from aiohttp import ClientSession, ClientTimeout, web
 
-from sgl_ext.balancer import server, workers
+from sgl_ext.balancer import server
+from sgl_ext.balancer.routing import workers
 from sgl_ext.requests.segments import read_chain
 from tests.balancer.conftest import Engine, Start
 

@@ -7,13 +7,13 @@ from collections import Counter
 
 from aiohttp import web
 
-from sgl_ext.balancer.door import Door
-from sgl_ext.balancer.errors import BalancerError
-from sgl_ext.balancer.flight import Asked, Flight
-from sgl_ext.balancer.workers import Worker
+from sgl_ext.balancer.routing.admission_queue import Door
+from sgl_ext.balancer.routing.attempt import Asked, Flight
+from sgl_ext.balancer.routing.workers import Worker
+from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.tenants import Tenant, Tenants
 from tests.balancer.conftest import Engine, Start
-from tests.balancer.test_router import Setting
+from tests.balancer.routing.test_router import Setting
 from tests.balancer.test_routing import body, served_by
 
 TENANTS = Tenants((Tenant("people", 200, 3.0), Tenant("batch", -5)), max_priority=50)

@@ -16,7 +16,7 @@ import pytest
 import requests
 
 from bench._node import Node
-from sgl_ext.engine.error_tap import is_shaped
+from sgl_ext.engine.http.error_middleware import is_shaped
 
 pytestmark = pytest.mark.engine
 

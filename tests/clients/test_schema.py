@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 
 from bench._node import Node
-from sgl_ext.balancer import routes
+from sgl_ext.protocols import routes
 from tests.clients.test_fuzz import problem
 
 pytestmark = pytest.mark.engine

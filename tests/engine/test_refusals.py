@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from sgl_ext.engine import preflight, receipts, startup
+from sgl_ext.engine import preflight, startup
+from sgl_ext.engine.core import acknowledgements
 
 pytestmark = pytest.mark.engine
 
@@ -66,8 +67,8 @@ def test_a_scheduler_that_left_no_receipt_stops_the_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("SGL_EXT_RECEIPTS", str(tmp_path))
-    receipts.leave("detokenizer", [])
-    receipts.leave("scheduler", [])
+    acknowledgements.leave("detokenizer", [])
+    acknowledgements.leave("scheduler", [])
     schedulers = SimpleNamespace(scheduler_infos=[{}])
     startup.await_receipts((None, None, None, schedulers))
     schedulers.scheduler_infos.append({})

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sgl_ext.config import BalancerConfig, ConfigError, LaunchConfig
-from sgl_ext.engine.settings import EngineSettings
+from sgl_ext.engine.core.settings import EngineSettings
 from sgl_ext.node import hardware
 from sgl_ext.node.hardware import CPU_PLATFORM, Hardware
 from sgl_ext.tenants import Tenant

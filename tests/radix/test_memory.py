@@ -11,9 +11,9 @@ LIMIT = 32 << 20
 MEASURED = """
 import random, sys
 from array import array
-from radix.parts import Parts
-from radix.pieces import Pieces
-from radix.prompts import Cut, Prompts
+from radix.byte_lru import Parts
+from radix.token_pieces import Pieces
+from radix.prompt_history import Cut, Prompts
 
 def status(name):
     line = next(line for line in open("/proc/self/status") if line.startswith(name))

@@ -1,0 +1,1 @@
+"""The control plane: health, metrics, workers, and requests that concern every worker."""

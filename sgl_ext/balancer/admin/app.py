@@ -1,0 +1,147 @@
+"""The control plane: health, metrics and what concerns every worker, as an aiohttp application.
+
+Its callers come through the data path, which has checked their key and read
+their bodies within the limits. Requests for one worker never come here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+
+import aiohttp
+import orjson
+from aiohttp import web
+
+from sgl_ext import pin_mirror
+from sgl_ext.balancer.admin import conversation_routes, worker_routes
+from sgl_ext.balancer.admin.fanout import FanOut
+from sgl_ext.balancer.admin.worker_routes import ROUTER, SESSION, STRIP
+from sgl_ext.balancer.metrics.registry import Metrics
+from sgl_ext.balancer.relay.services import refusal
+from sgl_ext.balancer.routing.router import Router
+from sgl_ext.protocols import routes
+from sgl_ext.protocols.errors import BalancerError
+from sgl_ext.requests.headers import HeaderStrip
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+METRICS = web.AppKey("metrics", Metrics)
+PAGE: web.AppKey[Callable[[], bytes]] = web.AppKey("page")
+FAN_OUT = web.AppKey("fan_out", FanOut)
+_ANY_SIZE = 1 << 62
+
+
+def make_app(
+    router: Router,
+    strip: HeaderStrip,
+    session: aiohttp.ClientSession,
+    metrics: Metrics,
+    page: Callable[[], bytes],
+) -> web.Application:
+    """The application; `page` renders the metrics.
+
+    The data path bounds what reaches it, so it bounds nothing itself.
+    """
+    app = web.Application(client_max_size=_ANY_SIZE, middlewares=[answer_errors])
+    app[ROUTER] = router
+    app[STRIP] = strip
+    app[METRICS] = metrics
+    app[PAGE] = page
+    app[SESSION] = session
+    app[FAN_OUT] = FanOut(session, router.workers)
+    add_routes(app)
+    return app
+
+
+def add_routes(app: web.Application) -> None:
+    """Every path of the control plane; all else is 404."""
+    add = app.router.add_route
+    add("GET", "/", root)
+    add("HEAD", "/", root)
+    add("GET", "/health", health)
+    add("HEAD", "/health", health)
+    add("GET", "/metrics", show_metrics)
+    add("GET", worker_routes.WORKERS_PATH, worker_routes.show_workers)
+    add("POST", worker_routes.WORKERS_PATH, worker_routes.add_worker)
+    add("DELETE", worker_routes.WORKERS_PATH, worker_routes.drain_worker)
+    add("GET", worker_routes.DIVERGENCES_PATH, worker_routes.show_divergences)
+    add("GET", pin_mirror.PATH, worker_routes.show_pins)
+    add("DELETE", pin_mirror.PATH, to_all)
+    add("DELETE", routes.WARMED, to_all)
+    add("POST", worker_routes.EXPLAIN_PATH + "/{path:.+}", worker_routes.explain)
+    conversation_routes.add_routes(app, to_holder)
+    for path in routes.FANNED_OUT:
+        add("POST", path, to_all)
+        add("GET", path, to_all)
+    for path in routes.FANNED_OUT_GET:
+        add("GET", path, to_all)
+
+
+async def root(_: web.Request) -> web.Response:
+    """Clients knock here first to see whether anyone is in."""
+    return web.Response(text="sgl-ext balancer\n")
+
+
+async def health(request: web.Request) -> web.Response:
+    """200 if at least one engine is ready, 503 otherwise; either way, who is."""
+    workers = request.app[ROUTER].workers
+    status = 200 if workers.ready else 503
+    document = {
+        "status": "ok" if workers.ready else "no engine is ready",
+        "workers": [
+            {
+                "url": w.url,
+                "ready": w.ready,
+                "in_flight": w.in_flight + w.elsewhere.in_flight,
+            }
+            for w in workers.all
+        ],
+    }
+    return web.Response(status=status, body=orjson.dumps(document), content_type="application/json")
+
+
+async def show_metrics(request: web.Request) -> web.Response:
+    return web.Response(body=request.app[PAGE](), content_type="text/plain")
+
+
+async def to_all(request: web.Request) -> web.Response:
+    return await request.app[FAN_OUT].to_all(request)
+
+
+async def to_holder(request: web.Request) -> web.Response:
+    return await request.app[FAN_OUT].to_holder(request)
+
+
+@web.middleware
+async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """The outermost step: a failure becomes an answer in the caller's protocol; all are counted."""
+    try:
+        response = await handler(request)
+    except BalancerError as error:
+        response = _answer(request, error)
+    except web.HTTPException as http_error:
+        status = HTTPStatus(http_error.status)
+        message = f"{request.method} {request.path}: {status.phrase}"
+        response = _answer(request, BalancerError(status, message))
+    except Exception:
+        log.exception("a request failed inside the balancer")
+        status = HTTPStatus.INTERNAL_SERVER_ERROR
+        response = _answer(request, BalancerError(status, "Internal error in the balancer."))
+    request.app[METRICS].requests.counts[route_of(request), response.status] += 1
+    return response
+
+
+def _answer(request: web.Request, error: BalancerError) -> web.Response:
+    status, reason, lines, body = refusal(request.path, error)
+    told = (line.partition(": ") for line in lines.decode().splitlines())
+    headers = {name: value for name, _, value in told}
+    return web.Response(status=status, reason=reason.decode(), body=body, headers=headers)
+
+
+def route_of(request: web.Request) -> str:
+    """The route's own pattern, so that ids in a path do not become labels."""
+    resource = request.match_info.route.resource
+    return resource.canonical if resource is not None else "unknown"

@@ -1,0 +1,106 @@
+"""Several balancer processes on one port: started, kept running, and ended together.
+
+The first process makes the sockets over which the others talk, forks them, and
+serves nothing itself. The kernel spreads connections over all that listen on the
+port. One that dies is forked again, with the socket that its siblings know.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from sgl_ext.balancer.cluster.peers import Family
+
+_AGAIN_S = 1.0
+_RECEIVE_BYTES = 4 * 1024 * 1024
+log = logging.getLogger(__name__)
+
+Serve = Callable[[Family, Path], None]
+
+
+def run(count: int, serve: Serve) -> None:
+    """Runs `serve` in `count` processes until SIGTERM or SIGINT, which each of them gets.
+
+    `serve` is given its place in the family and a folder that all of them share.
+    """
+    sockets = tuple(_socket() for _ in range(count))
+    secret = secrets.token_bytes(16)
+    families = [Family(number, secret, sockets) for number in range(count)]
+    with tempfile.TemporaryDirectory(prefix="sgl-ext-balancer-") as folder:
+        _Nursery(families, serve, Path(folder)).run()
+
+
+def _socket() -> socket.socket:
+    made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BYTES)
+    made.bind(("127.0.0.1", 0))
+    return made
+
+
+class _Nursery:
+    def __init__(self, families: list[Family], serve: Serve, folder: Path) -> None:
+        self._families = families
+        self._serve = serve
+        self._folder = folder
+        self._running: dict[int, Family] = {}
+        self._stopping = False
+        # No child writes to it; it closes when this process ends, however it ends.
+        self._lifeline = os.pipe()
+
+    def run(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._stop)
+        for family in self._families:
+            self._fork(family)
+        while self._running:
+            pid, status = os.wait()
+            family = self._running.pop(pid)
+            if self._stopping:
+                continue
+            code = os.waitstatus_to_exitcode(status)
+            log.error("balancer process %s ended with %s; again", family.number, code)
+            time.sleep(_AGAIN_S)
+            if not self._stopping:
+                self._fork(family)
+
+    def _fork(self, family: Family) -> None:
+        pid = os.fork()
+        if pid:
+            self._running[pid] = family
+            return
+        code = 1
+        try:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_DFL)
+            os.close(self._lifeline[1])
+            threading.Thread(target=_end_with, args=(self._lifeline[0],), daemon=True).start()
+            self._serve(family, self._folder)
+            code = 0
+        except SystemExit as error:
+            log.error("%s", error)
+        except BaseException:
+            log.exception("balancer process %s", family.number)
+        finally:
+            os._exit(code)
+
+    def _stop(self, number: int, _: object) -> None:
+        self._stopping = True
+        for pid in self._running:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+
+
+def _end_with(lifeline: int) -> None:
+    """Ends this process when the one that forked it is gone."""
+    os.read(lifeline, 1)
+    os._exit(1)

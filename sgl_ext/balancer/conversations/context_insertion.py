@@ -1,0 +1,165 @@
+"""A request that names a context, with the context's content in its place.
+
+All of it comes ahead of the request's own:
+
+    /v1/messages (count_tokens)   `tools`; each text a block of `system`
+    /v1/chat/completions          `tools`; each text a part of the first message, of role system,
+                                  or of the request's own system or developer message there
+    /v1/responses                 `tools`; `instructions`, joined by blank lines
+
+A request that has these there by itself has the same prompt. What is `stable` is pinned for an
+hour and `project` for five minutes, by a cache mark behind the last block of each, unless the
+request marks what lies behind for as long; /v1/responses has marks of whole prompts only.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from sgl_ext.balancer.conversations.contexts import FIELDS, LAYERS, Block, Malformed
+from sgl_ext.requests.cache_marks import MOST_MARKS, TtlLimits, count_marks, read_marks
+
+_MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")
+_CHAT = ("/v1/chat/completions", "/invocations")
+_RESPONSES = "/v1/responses"
+PATHS = (*_MESSAGES, *_CHAT, _RESPONSES)
+_INSTRUCTING_ROLES = ("system", "developer")
+_ANY_TTL = TtlLimits(0.0, math.inf)
+_Json = dict[str, Any]
+
+
+def in_context(path: str, body: _Json, blocks: tuple[Block, ...], texts: Any) -> tuple[_Json, int]:
+    """A request with the content of the context that it names, and how many marks had no room.
+
+    texts: of its runtime blocks, by id, as the request says it. Raises Malformed.
+    What is unchanged is shared with `body`.
+    """
+    given = _read_texts(blocks, {} if texts is None else texts)
+    expanded = {key: value for key, value in body.items() if key not in FIELDS}
+    if isinstance(nvext := body.get("nvext"), dict):
+        expanded["nvext"] = {key: value for key, value in nvext.items() if key not in FIELDS}
+        if not expanded["nvext"]:
+            del expanded["nvext"]
+    tools: list[_Json] = []
+    parts: list[_Json] = []
+    ends: dict[str, _Json] = {}
+    for block in blocks:
+        if block.kind == "tools":
+            tools += (_tool_for(path, tool) for tool in block.content)
+            ends[block.layer] = tools[-1]
+        elif text := given.get(block.id) if block.layer == "runtime" else block.content:
+            parts.append({"type": "text", "text": text})
+            ends[block.layer] = parts[-1]
+    _put(expanded, "tools", tools)
+    if path == _RESPONSES:
+        texts = [part["text"] for part in parts]
+        own = expanded.get("instructions")
+        if texts and (own is None or isinstance(own, str)):
+            expanded["instructions"] = "\n\n".join([*texts, own] if own else texts)
+        return _kept_whole(expanded, blocks), 0
+    if path in _MESSAGES:
+        own = expanded.get("system")
+        if parts and isinstance(own, str):
+            expanded["system"] = [{"type": "text", "text": own}] if own else []
+        _put(expanded, "system", parts)
+    else:
+        _put_in_chat(expanded, parts)
+    return expanded, _mark(path, body, ends)
+
+
+def _read_texts(blocks: tuple[Block, ...], texts: Any) -> dict[str, str]:
+    if not isinstance(texts, dict):
+        raise Malformed("context_blocks: must be an object of texts by block id")
+    places = [block.id for block in blocks if block.layer == "runtime"]
+    for id, text in texts.items():
+        if id not in places:
+            raise Malformed(f"context_blocks.{id}: the context has no such 'runtime' block")
+        if not isinstance(text, str):
+            raise Malformed(f"context_blocks.{id}: must be a text")
+    return dict(texts)
+
+
+def _put(body: _Json, key: str, items: list[_Json]) -> None:
+    """Puts items ahead of a list; what is none is left for the engine to refuse."""
+    own = body.get(key) or []
+    if items and isinstance(own, list):
+        body[key] = [*items, *own]
+
+
+def _put_in_chat(body: _Json, parts: list[_Json]) -> None:
+    messages = body.get("messages")
+    if not parts or not isinstance(messages, list):
+        return
+    first = messages[0] if messages else None
+    if not isinstance(first, dict) or first.get("role") not in _INSTRUCTING_ROLES:
+        body["messages"] = [{"role": "system", "content": parts}, *messages]
+        return
+    own = first.get("content")
+    if isinstance(own, str):
+        own = [{"type": "text", "text": own}] if own else []
+    if isinstance(own, list):
+        body["messages"] = [{**first, "content": [*parts, *own]}, *messages[1:]]
+
+
+def _mark(path: str, body: _Json, ends: dict[str, _Json]) -> int:
+    """Marks the ends of the layers that are kept. Returns for how many there was no room.
+
+    A mark of the request's own holds what comes before it, too, and where it is for as long,
+    or longer, another is of no use, and against Anthropic's rules on their order.
+    """
+    asked = read_marks(path, body, _ANY_TTL)
+    longest_s = max((mark.ttl_s for mark in asked.blocks), default=0.0)
+    longest_s = max(longest_s, asked.whole_ttl_s)
+    room = MOST_MARKS - count_marks(path, body)
+    left_out = 0
+    for layer, ttl_s in LAYERS.items():
+        if layer not in ends or not ttl_s or longest_s >= ttl_s or path == _MESSAGES[1]:
+            continue
+        if room > 0:
+            ends[layer]["cache_control"] = {"type": "ephemeral", "ttl": _spelled(ttl_s)}
+            room -= 1
+        else:
+            left_out += 1
+    return left_out
+
+
+def _kept_whole(body: _Json, blocks: tuple[Block, ...]) -> _Json:
+    """A request of a protocol without marks inside: all of it, for as long as the first layer."""
+    nvext = body.get("nvext") or {}
+    if isinstance(nvext, dict) and "cache_control" not in nvext:
+        control = {"type": "ephemeral", "ttl": _spelled(LAYERS[blocks[0].layer])}
+        body["nvext"] = {**nvext, "cache_control": control}
+    return body
+
+
+def _spelled(ttl_s: int) -> str:
+    return f"{ttl_s // 3600}h" if ttl_s % 3600 == 0 else f"{ttl_s // 60}m"
+
+
+def _tool_for(path: str, tool: _Json) -> _Json:
+    """A copy of a tool without a mark, in the form of a path's protocol if it is a function."""
+    tool = {key: value for key, value in tool.items() if key != "cache_control"}
+    inner = tool.get("function")
+    if isinstance(inner, dict):
+        if path in _CHAT:
+            return tool
+        told, schema = inner, inner.get("parameters")
+    elif "input_schema" in tool:
+        if path in _MESSAGES:
+            return tool
+        told, schema = tool, tool["input_schema"]
+    elif tool.get("type") == "function":
+        if path == _RESPONSES:
+            return tool
+        told, schema = tool, tool.get("parameters")
+    else:
+        return tool
+    function = {key: told[key] for key in ("name", "description", "strict") if key in told}
+    if path in _MESSAGES:
+        return {**function, "input_schema": {"type": "object"} if schema is None else schema}
+    if schema is not None:
+        function["parameters"] = schema
+    if path == _RESPONSES:
+        return {"type": "function", **function}
+    return {"type": "function", "function": function}

@@ -1,0 +1,105 @@
+"""A body that comes in chunks (RFC 9112, section 7.1), put together as it arrives.
+
+    SIZE [;extensions] CRLF  SIZE bytes  CRLF   ...   0 [;extensions] CRLF  *(trailer CRLF)  CRLF
+
+Our own and not the parser's, because the parser does not say where the body
+ends, and behind it the next request may already stand. Extensions and trailers
+are dropped, and bounded.
+"""
+
+from __future__ import annotations
+
+import re
+from http import HTTPStatus
+
+from sgl_ext.protocols.errors import BalancerError, body_too_large
+
+MAX_EXTRA_BYTES = 64 * 1024
+_MAX_LINE = 4096
+_TRAILER = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e\x80-\xff]*")
+_SIZE = re.compile(rb"([0-9A-Fa-f]{1,16})((?:;[\t\x20-\x7e\x80-\xff]*)?)")
+
+
+class ChunkedBody:
+    """Takes bytes as they come; `body` is what they carried."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.body = bytearray()
+        self._max_bytes = max_bytes
+        self._left = 0
+        self._extra = 0
+        self._complete = False
+        self._read = self._size_line
+
+    def take(self, data: bytearray) -> bool:
+        """Removes from the front of `data` what belongs to the body. True once it is complete.
+
+        Raises BalancerError 400 on what is no chunk, 413 on too many bytes.
+        """
+        while not self._complete:
+            if not self._read(data):
+                return False
+        return True
+
+    def _size_line(self, data: bytearray) -> bool:
+        line = self._line(data)
+        if line is None:
+            return False
+        match = _SIZE.fullmatch(line)
+        if match is None:
+            raise _bad("not a chunk's size")
+        self._count_extra(len(match[2]))
+        self._left = int(match[1], 16)
+        if len(self.body) + self._left > self._max_bytes:
+            raise body_too_large(self._max_bytes)
+        self._read = self._chunk if self._left else self._trailer
+        return True
+
+    def _chunk(self, data: bytearray) -> bool:
+        piece = data[: self._left]
+        self.body += piece
+        self._left -= len(piece)
+        del data[: len(piece)]
+        if self._left:
+            return False
+        self._read = self._chunk_end
+        return True
+
+    def _chunk_end(self, data: bytearray) -> bool:
+        end = bytes(data[:2])
+        if not b"\r\n".startswith(end):
+            raise _bad("a chunk is longer than its size")
+        if len(end) < 2:
+            return False
+        del data[:2]
+        self._read = self._size_line
+        return True
+
+    def _trailer(self, data: bytearray) -> bool:
+        line = self._line(data)
+        if line is None:
+            return False
+        if line and not _TRAILER.fullmatch(line):
+            raise _bad("not a trailer")
+        self._count_extra(len(line))
+        self._complete = not line
+        return True
+
+    def _line(self, data: bytearray) -> bytes | None:
+        end = data.find(b"\r\n")
+        if end > _MAX_LINE or (end < 0 and len(data) > _MAX_LINE):
+            raise _bad("a line between chunks is too long")
+        if end < 0:
+            return None
+        line = bytes(data[:end])
+        del data[: end + 2]
+        return line
+
+    def _count_extra(self, size: int) -> None:
+        self._extra += size
+        if self._extra > MAX_EXTRA_BYTES:
+            raise _bad("too much beside the chunks")
+
+
+def _bad(reason: str) -> BalancerError:
+    return BalancerError(HTTPStatus.BAD_REQUEST, f"Malformed chunked body: {reason}.")

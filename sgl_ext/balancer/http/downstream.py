@@ -1,0 +1,272 @@
+"""One client's connection: requests come in one behind the other, answers go out in that order.
+
+One exchange runs at a time. Reading goes on meanwhile, so that a client that
+leaves is noticed; what it sends ahead is kept up to a bound, then reading
+stops. When the client does not read its answer, the exchange is told to pause.
+
+An answer behind which the connection cannot go on is followed by a lingering
+close: our side ends, and what the client still sends is read and dropped for a
+moment. Closing at once would reset the connection, and the client could lose
+the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from http import HTTPStatus
+from typing import Protocol, cast
+
+from sgl_ext.balancer.http.request_reader import Request, RequestReader
+from sgl_ext.protocols.errors import BalancerError
+
+IDLE_S = 75.0
+HEAD_S = 30.0
+BODY_S = 60.0
+# A client that reads nothing of its answer for so long is gone, whatever its network says.
+UNREAD_S = 120.0
+LINGER_S = 2.0
+_MAX_AHEAD_BYTES = 64 * 1024
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_NO_BODY = (204, 304)
+
+
+class Serving(Protocol):
+    """What the connection needs of a running exchange."""
+
+    def begin(self) -> None: ...
+    def client_gone(self) -> None: ...
+    def resume(self) -> None: ...
+
+
+class Host(Protocol):
+    """What the connection needs of the server it belongs to."""
+
+    draining: bool
+    now: float
+
+    def joined(self, connection: ClientConnection) -> None: ...
+    def left(self, connection: ClientConnection) -> None: ...
+    def reader(self) -> RequestReader: ...
+    def exchange(self, connection: ClientConnection, request: Request) -> Serving: ...
+    def refusal(self, error: BalancerError, path: str) -> tuple[int, bytes, bytes, bytes]: ...
+
+
+class ClientConnection(asyncio.BufferedProtocol):
+    """The server side of a connection. `deadline` is when `time_out` is due, by the host's clock.
+
+    `paused` says that the client does not take what is written as fast as it comes.
+    """
+
+    __slots__ = (
+        "_exchange",
+        "_host",
+        "_in_head",
+        "_lingering",
+        "_reader",
+        "_reading_paused",
+        "_request",
+        "_starting",
+        "_transport",
+        "deadline",
+        "paused",
+    )
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._reader = host.reader()
+        self._transport: asyncio.Transport
+        self._request: Request | None = None
+        self._exchange: Serving | None = None
+        self._starting = False
+        self._in_head = False
+        self._reading_paused = False
+        self._lingering = False
+        self.paused = False
+        self.deadline = math.inf
+
+    @property
+    def busy(self) -> bool:
+        """Whether an exchange runs."""
+        return self._exchange is not None
+
+    # An exchange answers through these; exactly one answer a request.
+
+    def answer(self, status: int, reason: bytes, lines: bytes, body: bytes) -> None:
+        """Sends a whole answer. `lines` are header lines, without framing."""
+        request = self._request
+        assert request is not None
+        end = self._connection_line(request)
+        if request.head.method == "HEAD" or status in _NO_BODY:
+            # Without a body there is nothing to say of its length, but of the GET's.
+            if body and status not in _NO_BODY:
+                end = b"content-length: %d\r\n%b" % (len(body), end)
+            self._transport.write(b"HTTP/1.1 %d %b\r\n%b%b" % (status, reason, lines, end))
+        else:
+            head = (status, reason, lines, len(body), end)
+            head_lines = b"HTTP/1.1 %d %b\r\n%bcontent-length: %d\r\n%b" % head
+            self._transport.writelines((head_lines, body))
+        self._end_exchange()
+
+    def start_stream(self, status: int, reason: bytes, lines: bytes, data: bytes = b"") -> None:
+        """Sends the head of an answer whose length is not known yet, and a first part of its body.
+
+        Both go in one piece: a client that is woken by the head would wait for the rest.
+        """
+        request = self._request
+        assert request is not None
+        framing = b"transfer-encoding: chunked\r\n" if request.head.http_1_1 else b""
+        if not request.head.http_1_1:
+            request.keep_alive = False
+        head = (status, reason, lines, framing, self._connection_line(request))
+        self._transport.write(b"HTTP/1.1 %d %b\r\n%b%b%b" % head + self._framed(data))
+
+    def write(self, data: bytes) -> None:
+        """Sends a part of an answer's body; it must not be empty."""
+        self._transport.write(self._framed(data))
+
+    def _framed(self, data: bytes) -> bytes:
+        assert self._request is not None
+        if not data or not self._request.head.http_1_1:
+            return data
+        return b"%x\r\n%b\r\n" % (len(data), data)
+
+    def end_stream(self) -> None:
+        """The answer is complete."""
+        assert self._request is not None
+        if self._request.head.http_1_1:
+            self._transport.write(b"0\r\n\r\n")
+        self._end_exchange()
+
+    def _connection_line(self, request: Request) -> bytes:
+        if self._host.draining:
+            request.keep_alive = False
+        if not request.keep_alive:
+            return b"connection: close\r\n\r\n"
+        return b"\r\n" if request.head.http_1_1 else b"connection: keep-alive\r\n\r\n"
+
+    def _end_exchange(self) -> None:
+        request, self._request, self._exchange = self._request, None, None
+        assert request is not None
+        if not request.keep_alive or self._host.draining:
+            self._close(linger=request.unread)
+        elif self._reader.ahead or self._reading_paused:
+            self._start_next()
+        else:
+            self.deadline = self._host.now + IDLE_S
+
+    # The transport calls these.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's is one in all but name.
+        self._transport = cast(asyncio.Transport, transport)
+        self._host.joined(self)
+        self._await_more()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._reader.buffer()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._lingering:
+            return
+        self._reader.received(nbytes)
+        if self._exchange is None:
+            self._start_next()
+        if len(self._reader.ahead) > _MAX_AHEAD_BYTES and not self._reading_paused:
+            self._reading_paused = True
+            self._transport.pause_reading()
+
+    def eof_received(self) -> None:
+        """A client that is done sending is gone: the transport closes."""
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._host.left(self)
+        self._lingering = True
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.client_gone()
+
+    def pause_writing(self) -> None:
+        self.paused = True
+        self.deadline = self._host.now + UNREAD_S
+
+    def resume_writing(self) -> None:
+        self.paused = False
+        if self._lingering:
+            return
+        self.deadline = math.inf
+        if self._exchange is not None:
+            self._exchange.resume()
+        else:
+            self._start_next()
+
+    # Time and the end.
+
+    def time_out(self) -> None:
+        """The deadline has passed: an unfinished request is told so, all else just closes."""
+        if self._lingering or self.paused or self.busy:
+            self._transport.abort()
+        elif self._reader.ahead or self._reader.in_body:
+            self._refuse(
+                BalancerError(HTTPStatus.REQUEST_TIMEOUT, "The request did not arrive in time.")
+            )
+        else:
+            self._transport.close()
+
+    def close_idle(self) -> None:
+        """Closes unless an exchange runs; a running one closes when it has ended."""
+        if not self.busy:
+            self._transport.close()
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    def _start_next(self) -> None:
+        """Starts the next request that is complete, unless the client leaves answers unread."""
+        if self._starting:
+            return
+        self._starting = True
+        try:
+            while self._exchange is None and not self.paused and not self._lingering:
+                request = self._reader.next()
+                if request is None:
+                    self._await_more()
+                    return
+                self._request = request
+                self._in_head = False
+                self.deadline = math.inf
+                self._exchange = exchange = self._host.exchange(self, request)
+                exchange.begin()
+        except BalancerError as error:
+            self._refuse(error)
+        finally:
+            self._starting = False
+
+    def _await_more(self) -> None:
+        if self._reader.wants_continue():
+            self._transport.write(_CONTINUE)
+        if self._reading_paused and not self._transport.is_closing():
+            self._reading_paused = False
+            self._transport.resume_reading()
+        now = self._host.now
+        if self._reader.in_body:
+            self.deadline = now + BODY_S
+        elif not self._reader.ahead:
+            self.deadline = now + IDLE_S
+        elif not self._in_head:
+            self.deadline = now + HEAD_S
+        self._in_head = bool(self._reader.ahead)
+
+    def _refuse(self, error: BalancerError) -> None:
+        status, reason, lines, body = self._host.refusal(error, self._reader.path)
+        framing = b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+        self._transport.write(b"HTTP/1.1 %d %b\r\n%b%b%b" % (status, reason, lines, framing, body))
+        self._close(linger=True)
+
+    def _close(self, *, linger: bool) -> None:
+        self._lingering = True
+        if linger and not self._transport.is_closing():
+            self._transport.write_eof()
+            self.deadline = self._host.now + LINGER_S
+        else:
+            self._transport.close()

@@ -1,0 +1,224 @@
+"""What a client sent, made into requests. No input or output in here: bytes in, requests out.
+
+    reader.buffer()        where the next bytes go
+    reader.received(n)     n of them are there
+    reader.next()          the next complete request, if its bytes are all here
+
+    between requests --head--> in a body of known length, or chunked --end--> between requests
+                       |                                                          ^
+                       +--refused at its head--> skipping its body ---------------+
+
+A body of known length is received straight into the buffer that is then sent
+to a worker. A request may be refused at its head, before anything of its body
+is kept; what then still comes of the body is skipped. Bytes of later requests
+wait in `ahead`; whoever drives this stops reading when they are many.
+"""
+
+from __future__ import annotations
+
+import zlib
+from http import HTTPStatus
+
+from sgl_ext.balancer.http.chunked import ChunkedBody
+from sgl_ext.balancer.http.request_head import Head, Heads
+from sgl_ext.protocols.errors import BalancerError, body_too_large
+
+MAX_HEAD_BYTES = 64 * 1024
+# More than this of a refused body is not worth keeping the connection for.
+MAX_SKIPPED_BYTES = 1024 * 1024
+_WINDOW = {b"gzip": 31, b"x-gzip": 31, b"deflate": zlib.MAX_WBITS}
+# One for all connections: what is read into it is copied out before the next read.
+_SCRATCH = memoryview(bytearray(16 * 1024))
+
+
+class Request:
+    """One request. It has a body, or a `refusal`, and then its body was dropped.
+
+    `unread` says that the rest of the body was not awaited: nothing can be read
+    behind this request. `keep_alive` says whether the client wants to go on.
+    """
+
+    __slots__ = ("body", "head", "keep_alive", "length", "refusal", "unread")
+
+    def __init__(self, head: Head, length: int) -> None:
+        self.head = head
+        self.length = length
+        self.body: bytes | bytearray = b""
+        self.keep_alive = head.keep_alive
+        self.refusal = head.refusal
+        self.unread = False
+
+
+class RequestReader:
+    """The reading half of one connection."""
+
+    def __init__(self, heads: Heads, max_body_bytes: int) -> None:
+        self._heads = heads
+        self._max_body_bytes = max_body_bytes
+        self.ahead = bytearray()
+        self._searched = 0
+        self._request: Request | None = None
+        self._missing = 0
+        self._body: bytearray | None = None
+        self._view: memoryview | None = None
+        self._chunks: ChunkedBody | None = None
+        self._asked_on = False
+
+    @property
+    def in_body(self) -> bool:
+        """Whether a request's head is complete and its body is not."""
+        return self._request is not None
+
+    @property
+    def path(self) -> str:
+        """The path of the request whose body is awaited; \"\" if there is none."""
+        return "" if self._request is None else self._request.head.path
+
+    def buffer(self) -> memoryview:
+        """Where the next bytes go, until `received` is called."""
+        return _SCRATCH if self._view is None else self._view
+
+    def received(self, size: int) -> None:
+        """Takes the bytes that were put into the buffer."""
+        if self._view is None:
+            self.ahead += _SCRATCH[:size]
+            return
+        self._missing -= size
+        self._view = self._view[size:] if self._missing else None
+
+    def wants_continue(self) -> bool:
+        """Whether the client waits to be told to send its body. True once a request."""
+        request = self._request
+        waits = request is not None and request.head.expects_continue and not self._asked_on
+        self._asked_on = self._asked_on or waits
+        return waits
+
+    def next(self) -> Request | None:
+        """The next complete request, or None until more is received.
+
+        Raises BalancerError if the bytes are no request; nothing can be read after it.
+        """
+        request = self._request
+        if request is None:
+            request = self._read_head()
+            if request is None:
+                return None
+        if request.refusal is None:
+            try:
+                if not self._read_body(request):
+                    return None
+            except BalancerError as error:
+                self._refuse(request, error)
+        if request.refusal is not None and not self._skip_body(request):
+            return None
+        self._request = None
+        return request
+
+    def _read_head(self) -> Request | None:
+        ahead = self.ahead
+        while ahead.startswith(b"\r\n"):
+            del ahead[:2]
+        end = ahead.find(b"\r\n\r\n", self._searched) + 4
+        if end < 4:
+            self._searched = max(0, len(ahead) - 3)
+        if max(end, self._searched) > MAX_HEAD_BYTES:
+            raise BalancerError(
+                HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+                f"The request's head is larger than {MAX_HEAD_BYTES} bytes.",
+            )
+        if end < 4:
+            return None
+        self._searched = 0
+        head, length = self._heads.read(bytes(ahead[:end]))
+        del ahead[:end]
+        self._asked_on = False
+        self._missing = length
+        self._request = request = Request(head, length)
+        if request.refusal is not None:
+            self._refuse(request, request.refusal)
+        else:
+            try:
+                self._start_body(request)
+            except BalancerError as error:
+                self._refuse(request, error)
+        return request
+
+    def _start_body(self, request: Request) -> None:
+        """Makes room for a body. Raises BalancerError if it cannot be taken."""
+        encoding = request.head.fields.get(b"content-encoding")
+        if encoding is not None and encoding.lower() not in _WINDOW:
+            raise BalancerError(
+                HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+                f"content-encoding: must be gzip or deflate, not {encoding.decode('latin-1')!r}",
+            )
+        if request.head.chunked:
+            self._chunks = ChunkedBody(self._max_body_bytes)
+            return
+        size = request.length
+        if size > self._max_body_bytes:
+            raise body_too_large(self._max_body_bytes)
+        ahead = self.ahead
+        if len(ahead) <= size:
+            self._body = body = bytearray(size)
+            body[: len(ahead)] = ahead
+            self._missing = size - len(ahead)
+            self._view = memoryview(body)[len(ahead) :] if self._missing else None
+            ahead.clear()
+        else:
+            # Behind the body the next request stands already.
+            self._body = ahead[:size]
+            self._missing = 0
+            del ahead[:size]
+
+    def _read_body(self, request: Request) -> bool:
+        """Gives the request its body. False until it is complete."""
+        if self._chunks is not None:
+            if not self._chunks.take(self.ahead):
+                return False
+            request.body, self._chunks = self._chunks.body, None
+        else:
+            if self._missing:
+                return False
+            assert self._body is not None
+            request.body, self._body = self._body, None
+        if request.body and b"content-encoding" in request.head.fields:
+            request.body = self._decoded(request)
+        return True
+
+    def _decoded(self, request: Request) -> bytes:
+        encoding = request.head.fields[b"content-encoding"].lower()
+        window = _WINDOW[encoding]
+        if encoding == b"deflate" and request.body[0] & 0x0F != zlib.DEFLATED:
+            # Some send it bare, without the zlib header that belongs to it.
+            window = -window
+        decoder = zlib.decompressobj(wbits=window)
+        try:
+            body = decoder.decompress(request.body, self._max_body_bytes + 1)
+        except zlib.error:
+            message = "body: not what its content-encoding says"
+            raise BalancerError(HTTPStatus.BAD_REQUEST, message) from None
+        if len(body) > self._max_body_bytes:
+            raise body_too_large(self._max_body_bytes)
+        if not decoder.eof or decoder.unused_data:
+            message = "body: its compressed data is cut, or something follows it"
+            raise BalancerError(HTTPStatus.BAD_REQUEST, message)
+        return body
+
+    def _refuse(self, request: Request, error: BalancerError) -> None:
+        """Drops the body. What is still to come of it is skipped, unless that is too much."""
+        request.refusal = error
+        request.body = b""
+        self._body = self._view = self._chunks = None
+        head = request.head
+        if head.chunked or head.expects_continue or self._missing > MAX_SKIPPED_BYTES:
+            request.unread = True
+            request.keep_alive = False
+
+    def _skip_body(self, request: Request) -> bool:
+        """True once the body is skipped, or is not going to be."""
+        if request.unread:
+            return True
+        skipped = min(self._missing, len(self.ahead))
+        del self.ahead[:skipped]
+        self._missing -= skipped
+        return not self._missing

@@ -1,0 +1,1 @@
+"""What the balancer counts, for Prometheus."""

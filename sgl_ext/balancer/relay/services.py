@@ -1,0 +1,90 @@
+"""What all exchanges of one balancer share."""
+
+from __future__ import annotations
+
+from scheduler.retry_budget import RetryBudget
+from sgl_ext.balancer.access.rate_limits import Limits
+from sgl_ext.balancer.conversations.conversation_store import Kept
+from sgl_ext.balancer.http.upstream import Pool
+from sgl_ext.balancer.metrics.registry import Metrics
+from sgl_ext.balancer.reporting.request_log import Ledger
+from sgl_ext.balancer.routing.admission_queue import Door
+from sgl_ext.balancer.routing.router import Router
+from sgl_ext.balancer.routing.standby_prefill import Spares
+from sgl_ext.balancer.routing.workers import Worker
+from sgl_ext.protocols import routes
+from sgl_ext.protocols.errors import (
+    BalancerError,
+    Protocol,
+    error_body,
+    retry_headers,
+    wire_status,
+)
+from sgl_ext.protocols.request_ids import id_line, new_request_id
+from sgl_ext.requests.chain_header import ChainHeader
+from sgl_ext.requests.headers import HeaderStrip
+
+
+class Parts:
+    """The workers and the connections to them, the control plane, and what is counted."""
+
+    def __init__(
+        self,
+        router: Router,
+        door: Door,
+        ledger: Ledger,
+        metrics: Metrics,
+        strip: HeaderStrip,
+        control: Pool,
+        limits: Limits,
+        kept: Kept,
+    ) -> None:
+        self.router = router
+        self.workers = router.workers
+        self.door = door
+        self.ledger = ledger
+        self.retries = RetryBudget()
+        self.metrics = metrics
+        self.strip = strip
+        self.chain_header = ChainHeader(strip, sort_tools=router.sort_tools)
+        self.control = control
+        self.limits = limits
+        self.kept = kept
+        self._pools: dict[Worker, Pool] = {}
+        self.spares = Spares(router, metrics, self.pool)
+        self.workers.on_leave(self._drop_pool)
+
+    def pool(self, worker: Worker) -> Pool:
+        """The connections to a worker."""
+        pool = self._pools.get(worker)
+        if pool is None:
+            pool = self._pools[worker] = Pool(worker.url)
+        return pool
+
+    def _drop_pool(self, worker: Worker) -> None:
+        """A worker has left, or is away: what runs there may run on, so that it ends as it ends."""
+        if worker in self._pools:
+            self._pools[worker].close_kept()
+            if worker not in self.workers.all:
+                del self._pools[worker]
+
+    def pools(self) -> list[Pool]:
+        """Every pool of connections."""
+        return [self.control, *self._pools.values()]
+
+    def count(self, path: str, status: int) -> None:
+        """Counts an answer of the balancer's own."""
+        self.metrics.requests.counts[routes.label_of(path), int(status)] += 1
+
+
+def refusal(
+    path: str, error: BalancerError, request_id: str = ""
+) -> tuple[int, bytes, bytes, bytes]:
+    """An error as an answer in the caller's protocol: status, reason, header lines, body."""
+    protocol, request_id = Protocol.of(path), request_id or new_request_id()
+    status, reason = wire_status(protocol, error.status)
+    lines = b"content-type: application/json\r\n" + id_line(path, request_id)
+    for name, value in retry_headers(error).items():
+        lines += f"{name}: {value}\r\n".encode()
+    body = error_body(protocol, status, error.message, request_id, error.code, error.param)
+    return status, reason, lines, body

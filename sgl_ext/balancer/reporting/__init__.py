@@ -1,0 +1,1 @@
+"""The request log, and the diagnosis of prompts that diverge."""

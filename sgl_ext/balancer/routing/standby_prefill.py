@@ -1,0 +1,134 @@
+"""Has a session's prompt computed on a second worker, before its own is too busy for the next turn.
+
+The same body goes to that worker's `/v1/prefill`, which answers at once and computes it while it
+has nothing else to do. Nobody waits for it, and if it fails only a chance is lost.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from http import HTTPStatus
+
+from scheduler.standby import Standing, choose_spare, is_strained
+from sgl_ext.balancer.http.request_head import Head
+from sgl_ext.balancer.http.response_head import AnswerHead
+from sgl_ext.balancer.http.upstream import Pool, WorkerConnection
+from sgl_ext.balancer.metrics.registry import Metrics
+from sgl_ext.balancer.routing.attempt import Flight
+from sgl_ext.balancer.routing.router import Router
+from sgl_ext.balancer.routing.workers import Worker
+from sgl_ext.protocols.routes import WARMED
+
+# A session is looked at again after so long; then its prompt is another one.
+AGAIN_S = 30.0
+_MOST_SESSIONS = 10_000
+_PROTOCOLS = {
+    "/v1/messages": b"messages",
+    "/v1/chat/completions": b"chat",
+    "/v1/responses": b"responses",
+}
+
+
+class Spares:
+    """Looks after the sessions whose requests are placed. `pool` gives a worker's connections."""
+
+    def __init__(
+        self,
+        router: Router,
+        metrics: Metrics,
+        pool: Callable[[Worker], Pool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._router = router
+        self._metrics = metrics
+        self._pool = pool
+        self._clock = clock
+        self._warmed_s: OrderedDict[int, float] = OrderedDict()
+
+    def look(self, flight: Flight, head: Head, body: bytes | bytearray) -> None:
+        """A request of a known session, with this head and body, is on its flight home."""
+        asked = flight.asked
+        protocol = _PROTOCOLS.get(head.path)
+        if protocol is None or asked.session is None or asked.is_final:
+            return
+        if not is_strained(asked.prompt_tokens, self._standing(flight.worker, 0, flight)):
+            return
+        now_s = self._clock()
+        if now_s - self._warmed_s.get(asked.session, -AGAIN_S) < AGAIN_S:
+            return
+        spare = self._spare(flight)
+        if spare is None:
+            return
+        self._warmed_s[asked.session] = now_s
+        self._warmed_s.move_to_end(asked.session)
+        if len(self._warmed_s) > _MOST_SESSIONS:
+            self._warmed_s.popitem(last=False)
+        target = b"%b?wait=false&protocol=%b" % (WARMED.encode(), protocol)
+        _Errand(self._pool(spare), target, head.lines_for_workers, bytes(body), self._metrics).go()
+
+    def _spare(self, flight: Flight) -> Worker | None:
+        asked, views = flight.asked, self._router.views(flight.asked.chain)
+        standings = {
+            worker: self._standing(worker, view.held_tokens, flight) for worker, view in views
+        }
+        home = standings.pop(flight.worker, None)
+        if home is None:
+            return None
+        name = choose_spare(asked.prompt_tokens, asked.prefix, home, list(standings.values()))
+        return next((worker for worker in standings if worker.url == name), None)
+
+    def _standing(self, worker: Worker, held_tokens: int, flight: Flight) -> Standing:
+        there = worker.in_flight + worker.elsewhere.in_flight
+        pending = worker.pending_in_all(self._clock())
+        if worker is flight.worker:
+            pending = max(pending - flight.uncached_tokens, 0)
+        capacity = worker.capacity
+        running = None
+        if capacity is not None:
+            running = 1.0 if capacity.queues else there / capacity.limit
+        return Standing(worker.url, held_tokens, pending, running, there == 0 and not pending)
+
+
+class _Errand:
+    """One request for the balancer itself: only its status is looked at."""
+
+    def __init__(
+        self, pool: Pool, target: bytes, lines: bytes, body: bytes, metrics: Metrics
+    ) -> None:
+        self._pool = pool
+        self._head = pool.request_line("POST", target) + lines
+        self._head += b"content-length: %d\r\n\r\n" % len(body)
+        self._body = body
+        self._metrics = metrics
+        self._status = 0
+
+    def go(self) -> None:
+        """Sends it over a connection that was kept, or over a new one."""
+        kept = self._pool.take()
+        if kept is None:
+            self._pool.connect(self)
+        else:
+            self.connected(kept)
+
+    def connected(self, connection: WorkerConnection) -> None:
+        connection.send(self, self._head, self._body, "POST")
+
+    def not_connected(self, reason: str) -> None:
+        self._count("failed")
+
+    def answer_head(self, head: AnswerHead) -> None:
+        self._status = head.status
+
+    def answer_data(self, data: bytes) -> None:
+        """What it says besides is of no use here."""
+
+    def answer_end(self) -> None:
+        self._count("taken" if self._status == HTTPStatus.ACCEPTED else "refused")
+
+    def worker_lost(self, reason: str) -> None:
+        self._count("failed")
+
+    def _count(self, result: str) -> None:
+        self._metrics.spares.counts[(result,)] += 1

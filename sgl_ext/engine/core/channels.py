@@ -1,0 +1,31 @@
+"""Sockets between the HTTP process of an engine and its scheduler, in the engine's own folder."""
+
+from __future__ import annotations
+
+import orjson
+import zmq
+
+from sgl_ext.engine.core import acknowledgements
+
+
+def events_address() -> str:
+    """Where the scheduler sends prefix events to."""
+    return f"ipc://{acknowledgements.folder() / 'events'}"
+
+
+def orders_address() -> str:
+    """Where the HTTP process sends orders to."""
+    return f"ipc://{acknowledgements.folder() / 'orders'}"
+
+
+class Outbox:
+    """The HTTP process's end."""
+
+    def __init__(self) -> None:
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(orders_address())
+
+    def unpin(self, prefixes: list[str]) -> None:
+        """Asks for pins to be given up; they are within a second or two."""
+        self._socket.send(orjson.dumps(prefixes), zmq.NOBLOCK)

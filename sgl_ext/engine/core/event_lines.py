@@ -1,0 +1,48 @@
+"""Prefix events as the objects of the stream's lines, without their numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+from radix.residency import Changes, Stored
+
+LINE_SEGMENTS = 1000
+
+
+def lines_of(changes: Changes) -> list[dict[str, Any]]:
+    """Changes as lines of the stream, without their numbers."""
+    lines = list(stored_lines(changes.stored)) or [{}]
+    first: dict[str, Any] = {"cleared": True} if changes.cleared else {}
+    if changes.removed:
+        first["removed"] = [f"{segment:032x}" for segment in changes.removed]
+    lines[0] = first | lines[0]
+    return lines
+
+
+def stored_lines(stored: Iterable[Stored]) -> Iterator[dict[str, Any]]:
+    """What is stored, as lines of a bounded length."""
+    left = iter(stored)
+    while some := list(islice(left, LINE_SEGMENTS)):
+        yield {
+            "stored": [
+                [f"{segment:032x}", None if parent is None else f"{parent:032x}", tokens]
+                for segment, parent, tokens in some
+            ]
+        }
+
+
+def pin_row(pin: Any, now_s: float) -> dict[str, Any]:
+    """A pin as others see it. `left_s` is how long it lasts unless it is read again."""
+    segment = pin.label.segment
+    return {
+        "prefix": pin.prefix,
+        "segment": None if segment is None else f"{segment:032x}",
+        "tokens": pin.tokens,
+        "ttl_s": pin.ttl_s,
+        "left_s": round(max(pin.deadline_s - now_s, 0.0), 3),
+        "hits": pin.hits,
+        "owner": pin.owner,
+        "session": pin.session,
+    }

@@ -1,0 +1,51 @@
+"""Slices of prompts prefilled ahead: requests whose names no client can make up."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+from uuid import uuid4
+
+from scheduler.prefill import Refusal
+from sgl_ext.engine.core import acknowledgements
+
+_MARK = "sgl_ext-ahead-"
+
+
+@cache
+def _prefix() -> str:
+    # No client knows the folder's name, so none can name a request like this.
+    return f"{_MARK}{acknowledgements.folder().name}-"
+
+
+def slice_name(*, is_guess: bool, is_forced: bool) -> str:
+    """A name that makes a request a slice. is_guess: nobody asked for it. is_forced: it runs
+    though all of it is cached, to be noted or pinned."""
+    return f"{_prefix()}{'g' if is_guess else 'a'}{'f' if is_forced else '-'}{uuid4().hex}"
+
+
+def is_slice_name(name: Any) -> bool:
+    """Whether a request of this name is a slice."""
+    # Of every request this is asked often, and of hardly any more than the first.
+    return isinstance(name, str) and name.startswith(_MARK) and name.startswith(_prefix())
+
+
+def is_slice(request: Any) -> bool:
+    """Whether a request, of whatever kind, is a slice."""
+    return is_slice_name(getattr(request, "rid", None))
+
+
+def is_guess(request: Any) -> bool:
+    """Whether it is a slice that nobody asked for."""
+    return is_slice(request) and request.rid[len(_prefix())] == "g"
+
+
+def read_refusal(message: str) -> tuple[Refusal, int] | None:
+    """What a refusal's message says: why, and how many tokens of the slice are cached."""
+    why, _, cached = message.partition(" ")
+    return (Refusal(why), int(cached)) if why in set(Refusal) and cached.isdigit() else None
+
+
+def is_forced(request: Any) -> bool:
+    """Whether it is a slice that runs even though all of it is cached."""
+    return is_slice(request) and request.rid[len(_prefix()) + 1] == "f"

@@ -1,0 +1,1 @@
+"""Host-side work on a request that is not done twice: tokens, messages, schemas."""

@@ -1,0 +1,207 @@
+"""A prompt's tokens, of which only those of new pieces are computed.
+
+A tokenizer first looks for its added tokens (`<|im_start|>` and the like) in the text, and then
+works on each piece between two of them by itself. So a piece tokenizes alike wherever the same
+added token stands before it, and prompts, which grow at their end, are made of the same pieces
+over and over. What an added token does to its neighbours, if a tokenizer has such, is in a piece
+that is tokenized together with the one before it.
+
+That is how tokenizers of the `tokenizers` library work, and some options break it. So it is not
+believed: `proven` compares both ways on texts that are made to tell them apart, on the tokenizer
+that is loaded, and `differs` on a prompt that was really sent.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from radix.prompt_history import Begun, Cut, Prompts
+from radix.token_pieces import Pieces
+
+Encode = Callable[[str], list[int]]
+EncodeMany = Callable[[Sequence[str]], list[list[int]]]
+
+# What a boundary can spoil: blanks of all kinds, a letter that composes with the one before, a
+# joiner, a half of a word or a number, bytes that are no letter, what normalizers rewrite.
+_EDGES = (
+    "",
+    " ",
+    "  ",
+    "\n",
+    " \n\n\t ",
+    "a",
+    " a",
+    "a ",
+    "'s",
+    "12",
+    "3456",
+    "\u0301e",
+    "e\u0301",
+    "\u200d\U0001f469",
+    "\ufb01",
+    "\u00a0x",
+    "\u3000",
+    "\u2581",
+    "\u2581a",
+    "<",
+    "<|",
+    "|>",
+    "\x00",
+    "\ufffd",
+    "Z\u0327",
+)
+_MOST_SAMPLED = 256
+# A shorter prompt is made of its pieces as quickly.
+_LONG_TOKENS = 1_000
+_CUTS = 6
+_BODIES = ("word", "Hello, world", 'def f(x):\n    return {"a": [1, 2.5e3]}\n', "\u4f60\u597d", "")
+
+
+class Inexact(Exception):
+    """An added token did not come out as itself: this tokenizer cannot be taken to pieces."""
+
+
+class _New(NamedTuple):
+    """A piece that is not known, with the added token before it if there is one; and its place
+    among a prompt's tokens."""
+
+    before: str
+    piece: str
+    place: array[int]
+
+
+class Piecewise:
+    """Encodes as `encode` does, piece by piece. Several threads may ask at once.
+
+    added: the tokenizer's added tokens, each with its number: where a text is cut.
+    encode_many: several texts at once, each as `encode` would.
+    long_tokens: prompts from this length on are known as a whole, too.
+    """
+
+    def __init__(
+        self,
+        added: Mapping[str, int],
+        encode: Encode,
+        encode_many: EncodeMany,
+        limit_bytes: int,
+        long_tokens: int = _LONG_TOKENS,
+    ) -> None:
+        self._added = {name: array("q", (number,)) for name, number in added.items()}
+        self._encode = encode
+        self._encode_many = encode_many
+        self._long_tokens = long_tokens
+        # The longest of those that match, as the tokenizer itself takes it.
+        longest_first = sorted(self._added, key=len, reverse=True)
+        self._cut = re.compile("|".join(map(re.escape, longest_first)))
+        self.pieces = Pieces(limit_bytes - limit_bytes // 2)
+        ahead = len(longest_first[0]) if longest_first else 0
+        self.prompts = Prompts(limit_bytes // 2, ahead)
+        self.known_tokens = 0
+        self.new_tokens = 0
+
+    def encode(self, text: str, space: str = "") -> array[int]:
+        """The text's tokens, 8 bytes each; what is known in one space is not in another.
+
+        The array is the caller's own. Raises Inexact.
+        """
+        begun = self.prompts.begin(space, text)
+        tokens = array("q")
+        found: list[array[int]] = []
+        cuts: list[tuple[int, int, str]] = []
+        missing: dict[bytes, _New] = {}
+        before, at = "", 0
+        if begun is not None:
+            before, at = begun.cut.before, begun.cut.chars
+            tokens = begun.tokens
+            self.known_tokens += len(tokens)
+        for match in itertools.chain(self._cut.finditer(text, at), [None]):
+            end = len(text) if match is None else match.start()
+            if end > at:
+                name = self.pieces.name(space, before, text[at:end])
+                known = self.pieces.find(name)
+                if known is None:
+                    new = missing.setdefault(name, _New(before, text[at:end], array("q")))
+                    found.append(new.place)
+                else:
+                    self.known_tokens += len(known)
+                    found.append(known)
+            if match is not None:
+                before, at = match.group(), match.end()
+                found.append(self._added[before])
+                cuts.append((len(found), at, before))
+        if missing:
+            self._fill(missing)
+        for part in found:
+            tokens.extend(part)
+        if len(tokens) >= self._long_tokens:
+            self._keep(space, text, tokens, found, cuts, begun)
+        return tokens
+
+    def clear(self) -> None:
+        """Forgets all that it learned."""
+        self.pieces.clear()
+        self.prompts.clear()
+
+    def proven(self) -> bool:
+        """Whether both ways agree on texts made to tell them apart. Forgets what it learned."""
+        try:
+            # Twice: with new pieces, and with known ones.
+            agree = not any(self.differs(text) for _ in range(2) for text in self._samples())
+        except Inexact:
+            agree = False
+        self.clear()
+        self.known_tokens = self.new_tokens = 0
+        return agree
+
+    def differs(self, text: str) -> bool:
+        """Whether the tokenizer itself makes other tokens of a text. Raises Inexact."""
+        return self._encode(text) != self.encode(text).tolist()
+
+    def _fill(self, missing: Mapping[bytes, _New]) -> None:
+        """Tokenizes what is new, and puts it where its place was kept."""
+        texts = [new.before + new.piece for new in missing.values()]
+        many = self._encode_many(texts)
+        for (name, new), tokens in zip(missing.items(), many, strict=True):
+            if new.before:
+                if tokens[:1] != self._added[new.before].tolist():
+                    raise Inexact(new.before)
+                tokens = tokens[1:]
+            new.place.fromlist(tokens)
+            self.pieces.keep(name, tokens)
+            self.new_tokens += len(tokens)
+
+    def _keep(
+        self,
+        space: str,
+        text: str,
+        tokens: array[int],
+        found: Sequence[array[int]],
+        cuts: Sequence[tuple[int, int, str]],
+        begun: Begun | None,
+    ) -> None:
+        """Remembers the prompt. found: the parts that are its last tokens; cuts: how many of them
+        are before each, where, behind what."""
+        kept, parts, size = list[Cut](), len(found), len(tokens)
+        for count, chars, before in reversed(cuts[-_CUTS:]):
+            size -= sum(map(len, found[count:parts]))
+            parts = count
+            kept.append(Cut(chars, size, before))
+        kept.reverse()
+        self.prompts.keep(space, text, tokens, kept, begun)
+
+    def _samples(self) -> Iterable[str]:
+        names = list(self._added)[:_MOST_SAMPLED]
+        few = names[:3] + names[-3:]
+        for edge, token in itertools.product(_EDGES, few):
+            for body in _BODIES:
+                yield f"{body}{edge}{token}{edge}{body}"
+        for one, other in itertools.product(few, few):
+            yield f"{one}{other}"
+            yield f"{one} {other}x{one}\n{other} "
+        for token in names:
+            yield f"a {token} b\n{token}\nc"
+            yield f"{token[:-1]}{token[1:]} {token}"

@@ -1,0 +1,1 @@
+"""The engine's HTTP process: reading requests, and completing SGLang's responses."""

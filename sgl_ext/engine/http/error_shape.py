@@ -1,0 +1,149 @@
+"""Errors of the engine in the shape of the protocol spoken, and with nothing of its inside.
+
+SGLang's own differ by path and by who raised them, and some show a traceback or the server's
+files. What a harness acts upon is said as its vendor says it: that a prompt is too long,
+which Claude Code and Codex answer by compacting the conversation.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from sgl_ext.protocols.errors import Protocol, error_body
+
+_LIMIT_CHARS = 1000
+_SHOWN = 3
+_INSIDE = re.compile(r'Traceback|File \\?"|(/[\w.+@-]+){2,}\.py\b')
+_TRACE = re.compile(r'^(Traceback\b|\s+File "|\s+POST /)')
+_PLACE = re.compile(r"(\[\d\d:\d\d:\d\d\] )?(/[\w.+@-]+)+\.\w+:\d+:?\s*")
+_FILE = re.compile(
+    r"(?<![\w/:])(/[\w.+@-]+){2,}\.(py|pyc|so|cc|cpp|cu|h|rs|json|jinja|safetensors)\b"
+)
+_WORD = re.compile(r"[a-z_][a-z0-9_]*\Z")
+_TYPES = frozenset({"body", "str", "list", "dict", "int", "float", "bool"})
+_TOO_LONG = re.compile(
+    r"The input \((\d+) tokens\) is longer than the model's context length \((\d+)"
+)
+_TOO_MUCH = re.compile(
+    r"maximum context length of (\d+) tokens\. You requested a total of \d+ tokens: "
+    r"(\d+) tokens from the input messages and (\d+) tokens"
+)
+_NO_MEMORY = "exceeds the KV memory budget"
+INTERNAL = "Internal server error"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineError:
+    """An error that the engine answers: its status, and what may be told of it."""
+
+    status: int
+    message: str
+    param: str | None = None
+
+    @property
+    def is_context(self) -> bool:
+        """Whether prompt and answer are too long for the model."""
+        found = _TOO_LONG.search(self.message) or _TOO_MUCH.search(self.message)
+        return found is not None or _NO_MEMORY in self.message
+
+    @property
+    def code(self) -> str | None:
+        """OpenAI's name for it, if it has one."""
+        if self.is_context:
+            return "context_length_exceeded"
+        return "model_not_found" if self.status == 404 and self.param == "model" else None
+
+
+def read_error(status: int, body: bytes) -> EngineError:
+    """What an error's body says, whichever of SGLang's shapes it has."""
+    try:
+        document: Any = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        document = body.decode("utf-8", "replace")
+    if isinstance(document, dict):
+        document = document.get("error", document.get("detail", document))
+    param = document.get("param") if isinstance(document, dict) else None
+    message = document.get("message") if isinstance(document, dict) else document
+    text = message if isinstance(message, str) else ""
+    return EngineError(status, scrubbed(status, text), param if isinstance(param, str) else None)
+
+
+def scrubbed(status: int, message: str) -> str:
+    """A message without traces and files of the server; of a failure of its own, nothing else."""
+    if status == 500 and not message.startswith("The answer was"):
+        return INTERNAL
+    lines = [line for line in message.splitlines() if not _TRACE.match(line)]
+    text = _FILE.sub("a file of the server", _PLACE.sub("", "\n".join(lines))).strip()
+    return text[:_LIMIT_CHARS] or "The request failed."
+
+
+def plain(error: EngineError) -> bytes:
+    """The JSON body of an error of SGLang's own paths."""
+    return orjson.dumps({"error": {"message": error.message}})
+
+
+def without_inside(status: int, body: bytes) -> bytes | None:
+    """The body of a native path's error, without what it tells of the server's inside.
+
+    None if it tells nothing."""
+    text = body.decode("utf-8", "replace")
+    return plain(read_error(status, body)) if _INSIDE.search(text) else None
+
+
+def shaped(path: str, error: EngineError, request_id: str) -> bytes:
+    """The JSON body of an error in the protocol of `path`."""
+    protocol = Protocol.of(path)
+    if protocol is Protocol.ANTHROPIC:
+        return error_body(protocol, error.status, _anthropic_words(error.message), request_id)
+    return error_body(
+        protocol, error.status, error.message, request_id, code=error.code, param=error.param
+    )
+
+
+def of_validation(errors: Sequence[Any]) -> EngineError:
+    """What pydantic found wrong with a body: the fields, and what they should be."""
+    told: dict[str, str] = {}
+    for error in errors:
+        names = [str(step) for step in error.get("loc", ()) if _is_field(step)]
+        told.setdefault(".".join(names) or "body", str(error.get("msg", "")).strip())
+    shown = [f"{field}: {what}" for field, what in list(told.items())[:_SHOWN]]
+    if len(told) > _SHOWN:
+        shown.append(f"and {len(told) - _SHOWN} more")
+    param = next(iter(told), None)
+    return EngineError(400, scrubbed(400, "; ".join(shown)), None if param == "body" else param)
+
+
+def failed_event(data: bytes) -> bytes:
+    """The last event of a response that failed, with a code that says why, if that is known."""
+    head, _, text = data.partition(b"\ndata: ")
+    document = orjson.loads(text)
+    error = document["response"].get("error")
+    if not isinstance(error, dict):
+        return data
+    found = EngineError(400, scrubbed(400, str(error.get("message") or "")))
+    code = found.code or error.get("code") or "server_error"
+    document["response"]["error"] = {"code": code, "message": found.message}
+    return b"%b\ndata: %b\n\n" % (head, orjson.dumps(document))
+
+
+def _is_field(step: Any) -> bool:
+    """Whether a step to where pydantic found an error is of the body, and not of its own types."""
+    return isinstance(step, int) or (bool(_WORD.match(str(step))) and step not in _TYPES)
+
+
+def _anthropic_words(message: str) -> str:
+    if found := _TOO_LONG.search(message):
+        return f"prompt is too long: {found[1]} tokens > {found[2]} maximum"
+    if found := _TOO_MUCH.search(message):
+        return (
+            f"input length and `max_tokens` exceed context limit: {found[2]} + {found[3]} > "
+            f"{found[1]}, decrease input length or `max_tokens` and try again"
+        )
+    if _NO_MEMORY in message:
+        return f"prompt is too long: {message}"
+    return message

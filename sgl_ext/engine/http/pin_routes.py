@@ -1,0 +1,64 @@
+"""`/v1/pins`: what this engine has pinned, and giving it up.
+
+GET     {"pins": [{"prefix", "segment", "tokens", "ttl_s", "left_s", "hits", "owner",
+                   "session"}, ...]}
+DELETE  ?prefix=HASH or ?session=ID   {"deleted": how many}
+
+A request that is of one tenant alone (`x-sgl-ext-owner`) sees and touches that one's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from functools import cache
+from http import HTTPStatus
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from sgl_ext.engine.core.channels import Outbox
+from sgl_ext.pin_mirror import PATH, PinMirror
+from sgl_ext.requests.session import OWNER_HEADER
+
+_GONE_LIMIT_S = 10.0
+_LOOK_S = 0.02
+
+
+@cache
+def _outbox() -> Outbox:
+    return Outbox()
+
+
+def pin_routes(pins: PinMirror) -> list[Route]:
+    """The routes, which answer from `pins`."""
+
+    async def show(request: Request) -> JSONResponse:
+        owner = request.headers.get(OWNER_HEADER)
+        return JSONResponse({"pins": pins.rows(time.monotonic(), owner)})
+
+    async def delete(request: Request) -> JSONResponse:
+        query = request.query_params
+        prefix, session = query.get("prefix"), query.get("session")
+        if not prefix and not session:
+            return _error(HTTPStatus.BAD_REQUEST, "prefix or session: one of them must be given")
+        named = pins.named(prefix, session, request.headers.get(OWNER_HEADER))
+        if not named:
+            return JSONResponse({"deleted": 0})
+        _outbox().unpin(named)
+        for _ in range(int(_GONE_LIMIT_S / _LOOK_S)):
+            if not any(name in pins for name in named):
+                return JSONResponse({"deleted": len(named)})
+            await asyncio.sleep(_LOOK_S)
+        return _error(HTTPStatus.GATEWAY_TIMEOUT, "the scheduler did not give them up in time")
+
+    return [
+        Route(PATH, show, methods=["GET"]),
+        Route(PATH, delete, methods=["DELETE"]),
+    ]
+
+
+def _error(status: HTTPStatus, message: str) -> JSONResponse:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return JSONResponse({"error": {"message": message, "type": kind}}, status)

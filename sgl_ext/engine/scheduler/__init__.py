@@ -1,0 +1,1 @@
+"""The engine's scheduler process: radix cache, pins, priority, preemption."""

@@ -1,0 +1,1 @@
+"""Chat templates rendered incrementally: only messages that are new are rendered."""

@@ -1,0 +1,482 @@
+"""Stored responses and contexts at the balancer: what an engine gets, and what clients are told."""
+
+from __future__ import annotations
+
+import sqlite3
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from aiohttp import ClientSession, web
+
+from sgl_ext.balancer.conversations.conversation_store import Kept
+from sgl_ext.balancer.conversations.document_store import Store
+from sgl_ext.balancer.metrics.registry import Metrics
+from tests.balancer.conftest import Engine, Start
+
+PATH = "/v1/responses"
+THOUGHT = {"id": "rs_1", "type": "reasoning", "summary": [], "content": [], "status": None}
+CALL = {
+    "id": "fc_1",
+    "type": "function_call",
+    "call_id": "call_1",
+    "name": "read",
+    "arguments": "{}",
+    "status": "completed",
+}
+RESULT = {"type": "function_call_output", "call_id": "call_1", "output": "x"}
+_numbers = count(1)
+
+
+def said(text: str) -> dict[str, Any]:
+    content = [{"type": "output_text", "text": text, "annotations": []}]
+    return {"id": "msg_1", "type": "message", "role": "assistant", "content": content}
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+class Answering:
+    """An engine that answers /v1/responses with given items, and keeps the bodies it was sent."""
+
+    def __init__(self, *output: dict[str, Any], status: str = "completed") -> None:
+        self.output = list(output) or [said("Hi")]
+        self.status = status
+        self.ids: list[str] = []
+        self.bodies: list[dict[str, Any]] = []
+
+    def engine(self, name: str = "a") -> Engine:
+        return Engine(name, self.answer)
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        if request.method != "POST":
+            return web.json_response({"error": {"message": "disabled"}}, status=400)
+        body = orjson.loads(await request.read())
+        self.bodies.append(body)
+        self.ids.append(f"resp_{next(_numbers)}")
+        response = {
+            "id": self.ids[-1],
+            "object": "response",
+            "status": self.status,
+            "output": self.output,
+            "previous_response_id": None,
+        }
+        if not body.get("stream"):
+            return web.json_response(response)
+        told = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await told.prepare(request)
+        begun = {**response, "status": "in_progress", "output": []}
+        for kind, document in (
+            ("response.created", {"response": begun}),
+            ("response.output_text.delta", {"delta": "event: response.completed\ndata: {}"}),
+            (f"response.{self.status}", {"response": response}),
+        ):
+            data = orjson.dumps({"type": kind, **document})
+            await told.write(b"event: %b\ndata: %b\n\n" % (kind.encode(), data))
+        return told
+
+
+async def ask(client: ClientSession, body: dict[str, Any], tenant: str = "") -> tuple[int, Any]:
+    answer = await client.post(PATH, json={"model": "m", **body}, headers={"x-tenant-id": tenant})
+    return answer.status, await answer.json(content_type=None)
+
+
+async def test_a_turn_that_continues_another_is_the_whole_conversation(start: Start) -> None:
+    engine = Answering(THOUGHT, CALL)
+    client = await start(engine.engine())
+    first = {"input": "One", "instructions": "Of the first.", "tools": []}
+    assert (await ask(client, first))[0] == 200
+    status, second = await ask(
+        client, {"input": [RESULT], "previous_response_id": engine.ids[0], "instructions": "Now."}
+    )
+    assert (status, second["previous_response_id"]) == (200, engine.ids[0])
+    whole = [user("One"), THOUGHT, CALL, RESULT]
+    assert engine.bodies[1] == {"model": "m", "input": whole, "instructions": "Now."}
+    await ask(client, {"input": "Three", "previous_response_id": engine.ids[1]})
+    assert engine.bodies[2] == {"model": "m", "input": [*whole, THOUGHT, CALL, user("Three")]}
+    await ask(client, {"previous_response_id": engine.ids[0]})
+    assert engine.bodies[3]["input"] == whole[:3]
+
+
+@pytest.mark.parametrize("status", ["completed", "incomplete"])
+async def test_a_streamed_answer_is_kept_and_says_what_it_continues(
+    start: Start, status: str
+) -> None:
+    engine = Answering(status=status)
+    client = await start(engine.engine())
+    await client.post(PATH, json={"input": "One", "stream": True})
+    body = {"input": "Two", "stream": True, "previous_response_id": engine.ids[0]}
+    streamed = await (await client.post(PATH, json=body)).read()
+    assert engine.bodies[1] == {"input": [user("One"), said("Hi"), user("Two")], "stream": True}
+    events = [part.split(b"\ndata: ") for part in streamed.split(b"\n\n") if part]
+    told = {name.decode().removeprefix("event: "): orjson.loads(data) for name, data in events}
+    assert list(told) == ["response.created", "response.output_text.delta", f"response.{status}"]
+    for kind in ("response.created", f"response.{status}"):
+        assert told[kind]["response"]["previous_response_id"] == engine.ids[0]
+    await ask(client, {"input": "Three", "previous_response_id": engine.ids[1]})
+    assert len(engine.bodies[2]["input"]) == 5
+
+
+async def test_any_engine_answers_and_a_restarted_balancer(start: Start, tmp_path: Path) -> None:
+    first, second = Answering(), Answering()
+    store = str(tmp_path / "store.sqlite")
+    before = await start(first.engine(), store=store)
+    await ask(before, {"input": "One"})
+    after = await start(second.engine("b"), store=store)
+    status, _ = await ask(after, {"input": "Two", "previous_response_id": first.ids[0]})
+    assert status == 200
+    assert second.bodies[0]["input"] == [user("One"), said("Hi"), user("Two")]
+    status, _ = await ask(before, {"input": "Three", "previous_response_id": second.ids[0]})
+    assert status == 200
+    assert len(first.bodies[1]["input"]) == 5
+
+
+async def test_what_is_not_to_be_stored_or_not_complete_is_unknown(start: Start) -> None:
+    engine = Answering()
+    client = await start(engine.engine())
+    await ask(client, {"input": "One", "store": False})
+    engine.status = "queued"
+    await ask(client, {"input": "One", "background": True})
+    engine.status = "failed"
+    await ask(client, {"input": "One"})
+    for id in (*engine.ids, "resp_made_up"):
+        status, document = await ask(client, {"input": "Two", "previous_response_id": id})
+        assert status == 400
+        assert document["error"] == {
+            "message": f"Previous response with id '{id}' not found.",
+            "type": "invalid_request_error",
+            "param": "previous_response_id",
+            "code": "previous_response_not_found",
+        }
+    status, document = await ask(client, {"input": "Two", "previous_response_id": 7})
+    assert (status, document["error"]["param"]) == (400, "previous_response_id")
+    assert len(engine.bodies) == 3
+
+
+async def test_a_turn_that_is_not_stored_can_continue_one_that_is(start: Start) -> None:
+    engine = Answering()
+    client = await start(engine.engine())
+    await ask(client, {"input": "One"})
+    body = {"input": "Two", "previous_response_id": engine.ids[0], "store": False}
+    status, document = await ask(client, body)
+    assert (status, document["previous_response_id"]) == (200, engine.ids[0])
+    assert (await client.get(f"{PATH}/{engine.ids[1]}")).status == 404
+
+
+async def test_a_conversation_that_outgrows_a_request_is_413(start: Start) -> None:
+    engine = Answering()
+    client = await start(engine.engine(), max_body_bytes=1000)
+    await ask(client, {"input": "x" * 900})
+    status, document = await ask(client, {"input": "y", "previous_response_id": engine.ids[0]})
+    assert (status, document["error"]["message"]) == (413, "body: larger than 1000 bytes")
+
+
+async def test_the_next_turn_may_be_prefilled_by_id(start: Start) -> None:
+    engine = Answering()
+    client = await start(engine.engine())
+    await ask(client, {"input": "One"})
+    await client.post("/v1/prefill", json={"previous_response_id": engine.ids[0]})
+    whole = {"input": [user("One"), said("Hi")], "nvext": {"protocol": "responses"}}
+    assert engine.bodies[1] == whole
+
+
+async def test_a_tenants_responses_are_its_own(start: Start) -> None:
+    engine = Answering()
+    client = await start(engine.engine())
+    await ask(client, {"input": "One"}, tenant="a")
+    id = engine.ids[0]
+    status, _ = await ask(client, {"input": "Two", "previous_response_id": id}, tenant="b")
+    assert status == 400
+    for path in (f"{PATH}/{id}", f"{PATH}/{id}/input_items"):
+        assert (await client.get(path, headers={"x-tenant-id": "b"})).status == 404
+        assert (await client.get(path, headers={"x-tenant-id": "a"})).status == 200
+    assert (await client.delete(f"{PATH}/{id}", headers={"x-tenant-id": "b"})).status == 404
+    assert (await client.delete(f"{PATH}/{id}", headers={"x-tenant-id": "a"})).status == 200
+    assert (await client.get(f"{PATH}/{id}", headers={"x-tenant-id": "a"})).status == 404
+
+
+async def test_a_stored_response_is_shown_as_it_was_answered(start: Start) -> None:
+    engine = Answering(THOUGHT, said("Hi"))
+    client = await start(engine.engine())
+    await ask(client, {"input": "One"})
+    _, answered = await ask(client, {"input": "Two", "previous_response_id": engine.ids[0]})
+    found = await (await client.get(f"{PATH}/{engine.ids[1]}")).json()
+    assert found == answered
+    assert list(found) == list(answered)
+
+
+async def test_input_items_are_those_of_the_whole_conversation_in_pages(start: Start) -> None:
+    engine = Answering()
+    client = await start(engine.engine())
+    await ask(client, {"input": "One"})
+    await ask(client, {"input": [RESULT, user("Two")], "previous_response_id": engine.ids[0]})
+    path = f"{PATH}/{engine.ids[1]}/input_items"
+    asc = await (await client.get(f"{path}?order=asc")).json()
+    ids = [item["id"] for item in asc["data"]]
+    one = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "One"}]}
+    assert asc["data"][0] == {**one, "id": ids[0]}
+    assert [item["type"] for item in asc["data"][1:]] == ["message", RESULT["type"], "message"]
+    assert len(set(ids)) == 4
+    assert (asc["first_id"], asc["last_id"], asc["has_more"]) == (ids[0], ids[3], False)
+    page = await (await client.get(f"{path}?limit=2&after={ids[3]}")).json()
+    assert [item["id"] for item in page["data"]] == [ids[2], ids[1]]
+    assert page["has_more"]
+    for query in ("order=up", "limit=0", "limit=101", "limit=x", "after=nothing"):
+        answer = await client.get(f"{path}?{query}")
+        assert answer.status == 400
+        assert (await answer.json())["error"]["param"] == query.partition("=")[0]
+
+
+async def test_an_engines_own_response_is_still_found(start: Start) -> None:
+    async def knows(request: web.Request) -> web.StreamResponse:
+        return web.json_response({"id": request.path.rpartition("/")[2]})
+
+    client = await start(Engine("a", knows))
+    answer = await client.get(f"{PATH}/resp_background")
+    assert await answer.json() == {"id": "resp_background"}
+    without = await start(Answering().engine())
+    assert (await without.get(f"{PATH}/resp_background")).status == 404
+
+
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+async def test_what_an_engine_does_in_the_background_is_its_tenants(
+    start: Start, is_streamed: bool
+) -> None:
+    engine = Answering(status="in_progress")
+    reached = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if request.path == PATH:
+            return await engine.answer(request)
+        reached.append((request.method, request.path))
+        return web.json_response({"id": engine.ids[0]})
+
+    client = await start(Engine("a", answer))
+    body = {"model": "m", "input": "One", "background": True, "stream": is_streamed}
+    await (await client.post(PATH, json=body, headers={"x-tenant-id": "a"})).read()
+    paths = (("GET", f"{PATH}/{engine.ids[0]}"), ("POST", f"{PATH}/{engine.ids[0]}/cancel"))
+    for method, path in paths:
+        refused = await client.request(method, path, headers={"x-tenant-id": "b"})
+        assert refused.status == 404
+        assert engine.ids[0] in (await refused.json())["error"]["message"]
+        assert reached == []
+        for headers in ({"x-tenant-id": "a"}, {}):
+            assert (await client.request(method, path, headers=headers)).status == 200
+            assert reached.pop() == (method, path)
+
+
+async def test_with_no_store_ids_go_to_the_engines(start: Start) -> None:
+    engine = Answering()
+    client = await start(engine.engine(), store_limit_bytes=0)
+    await ask(client, {"input": "One"})
+    body = {"model": "m", "input": "Two", "previous_response_id": engine.ids[0]}
+    await ask(client, body)
+    assert engine.bodies[1] == body
+    assert (await client.post("/v1/contexts", json={"blocks": BLOCKS})).status == 404
+    answer = await client.post(PATH, json={"input": "Two", "context_id": "ctx_1"})
+    assert answer.status == 404
+
+
+async def test_malformed_input_is_the_engines_to_refuse(start: Start) -> None:
+    engine = Answering()
+    client = await start(engine.engine())
+    for body in ([], 7, {"input": 7}, {"input": {"role": "user"}}):
+        answer = await client.post(PATH, json=body)
+        assert answer.status in (200, 500)  # whatever the engine makes of it
+    assert engine.bodies[2] == {"input": 7}
+
+
+# Contexts.
+
+TOOL = {"name": "read", "description": "Reads.", "input_schema": {"type": "object"}}
+BLOCKS = [
+    {"id": "tools", "layer": "stable", "kind": "tools", "content": [TOOL]},
+    {"id": "rules", "layer": "stable", "content": "Be brief. " * 200},
+    {"id": "notes", "layer": "project", "kind": "document", "content": "# Notes"},
+    {"id": "now", "layer": "runtime"},
+]
+
+
+async def register(client: ClientSession, tenant: str = "") -> dict[str, Any]:
+    headers = {"x-tenant-id": tenant}
+    answer = await client.post("/v1/contexts", json={"blocks": BLOCKS}, headers=headers)
+    assert answer.status == 200, await answer.text()
+    document: dict[str, Any] = await answer.json()
+    return document
+
+
+async def test_a_context_is_registered_shown_and_let_go(start: Start) -> None:
+    client = await start(Engine("a"))
+    found = await register(client)
+    assert found["object"] == "context"
+    assert [(b["id"], b["layer"], b["pinned_s"]) for b in found["blocks"]] == [
+        ("tools", "stable", 3600),
+        ("rules", "stable", 3600),
+        ("notes", "project", 300),
+        ("now", "runtime", 0),
+    ]
+    assert all(len(block["hash"]) == 64 for block in found["blocks"][:3])
+    path = f"/v1/contexts/{found['context_id']}"
+    shown = await (await client.get(path)).json()
+    assert "content" not in shown["blocks"][0]
+    shown = await (await client.get(f"{path}?content=true")).json()
+    assert [block["content"] for block in shown["blocks"]] == [
+        *(block["content"] for block in BLOCKS[:3]),
+        None,
+    ]
+    assert (await client.get(f"{path}?content=yes")).status == 400
+    assert (await register(client))["context_id"] == found["context_id"]
+    assert (await client.delete(path)).status == 200
+    assert (await client.get(path)).status == 404
+    assert (await client.delete(path)).status == 404
+
+
+async def test_a_request_that_names_it_is_the_whole_request_and_goes_where_that_goes(
+    start: Start,
+) -> None:
+    engine = Engine("a")
+    client = await start(engine)
+    id = (await register(client))["context_id"]
+    message = {"role": "user", "content": "Hello"}
+    asked = {"messages": [message], "context_id": id, "context_blocks": {"now": "Noon."}}
+    await client.post("/v1/messages", json=asked)
+    _, body, _ = engine.seen[-1]
+    whole = orjson.loads(body)
+    mark = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    assert whole["tools"] == [TOOL]
+    assert whole["system"][0] == {"type": "text", "text": BLOCKS[1]["content"], **mark}
+    assert whole["system"][2] == {"type": "text", "text": "Noon."}
+    explained = [
+        await (await client.post("/sgl_ext/explain/v1/messages", json=each)).json()
+        for each in (asked, whole)
+    ]
+    assert explained[0] == explained[1]
+    await client.post("/v1/prefill?protocol=messages", json=asked)
+    _, body, _ = engine.seen[-1]
+    assert orjson.loads(body) == {**whole, "nvext": {"protocol": "messages"}}
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions", "/v1/responses"])
+async def test_an_unknown_context_is_404_that_says_to_register_it_again(
+    start: Start, path: str
+) -> None:
+    engine = Engine("a")
+    client = await start(engine)
+    id = (await register(client, "a"))["context_id"]
+    for tenant, named in (("a", "ctx_made_up"), ("b", id)):
+        headers = {"x-tenant-id": tenant}
+        for body in ({"context_id": named}, {"nvext": {"context_id": named}}):
+            answer = await client.post(path, json=body, headers=headers)
+            assert answer.status == 404
+            error = (await answer.json())["error"]
+            assert error["message"] == (
+                f"context_id: '{named}' is not known, or has expired: "
+                "register it again (POST /v1/contexts)."
+            )
+            if path == "/v1/messages":
+                assert error["type"] == "not_found_error"
+            else:
+                assert (error["code"], error["param"]) == ("context_not_found", "context_id")
+    assert engine.seen == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/v1/messages", {"context_id": 7}, "context_id: must be the id"),
+        ("/v1/messages", {"context_blocks": {}}, "context_id: must be the id"),
+        ("/v1/messages", {"context_blocks": {"rules": "x"}}, "context_blocks.rules: "),
+        ("/generate", {}, "context_id: requests of /generate have no place"),
+        ("/v1/prefill", {}, "context_id: requests of /v1/prefill have no place"),
+    ],
+)
+async def test_what_a_request_says_wrongly_of_contexts_is_named(
+    start: Start, path: str, body: dict[str, Any], message: str
+) -> None:
+    client = await start(Engine("a"))
+    id = (await register(client))["context_id"]
+    named = {} if message.startswith("context_id: must") else {"context_id": id}
+    answer = await client.post(path, json=named | body)
+    assert answer.status == 400
+    assert (await answer.json())["error"]["message"].startswith(message)
+
+
+async def test_a_bad_registration_is_400_that_names_the_block(start: Start) -> None:
+    client = await start(Engine("a"))
+    block = {**BLOCKS[1], "hash": "0" * 64}
+    answer = await client.post("/v1/contexts", json={"blocks": [block]})
+    assert answer.status == 400
+    assert "blocks.0.hash: is not that of the content of block 'rules'" in await answer.text()
+    assert (await client.post("/v1/contexts", data=b"{")).status == 400
+
+
+async def test_a_context_goes_before_a_conversation_that_is_continued(start: Start) -> None:
+    engine = Answering()
+    client = await start(engine.engine())
+    id = (await register(client))["context_id"]
+    await ask(client, {"input": "One", "context_id": id})
+    await ask(client, {"input": "Two", "previous_response_id": engine.ids[0], "context_id": id})
+    assert engine.bodies[1]["instructions"] == engine.bodies[0]["instructions"]
+    assert engine.bodies[1]["input"] == [user("One"), said("Hi"), user("Two")]
+
+
+# The store's own failures and its time.
+
+
+class Clock:
+    now = 1e9
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def counts(metrics: Metrics) -> dict[str, int]:
+    return {event: number for (event,), number in metrics.store_events.counts.items() if number}
+
+
+def one_turn(kept: Kept, body: dict[str, Any], id: str) -> Any:
+    whole, turn = kept.read(PATH, body, "")
+    assert turn is not None
+    turn.answered(
+        orjson.dumps({"id": id, "object": "response", "status": "completed", "output": []})
+    )
+    return whole
+
+
+def test_a_conversation_lives_from_its_last_use_on(tmp_path: Path) -> None:
+    clock, metrics = Clock(), Metrics()
+    kept = Kept(Store(str(tmp_path / "store"), 1 << 20), metrics, 60.0, 1 << 20, clock)
+    one_turn(kept, {"input": "One"}, "resp_1")
+    clock.now += 59
+    one_turn(kept, {"input": "Two", "previous_response_id": "resp_1"}, "resp_2")
+    clock.now += 59
+    body = {"input": "Three", "previous_response_id": "resp_2"}
+    assert len(one_turn(kept, body, "resp_3")["input"]) == 3
+    clock.now += 61
+    assert kept.response("", "resp_1") is None
+    assert counts(metrics) == {"stored": 3, "found": 2}
+    kept.close()
+
+
+def test_a_disk_that_fails_costs_the_next_turn_and_not_this_one() -> None:
+    class Failing(Store):
+        def put(self, *_: Any) -> int | None:
+            raise sqlite3.OperationalError("database or disk is full")
+
+        def use(self, *_: Any) -> None:
+            raise sqlite3.OperationalError("database or disk is full")
+
+    metrics = Metrics()
+    store = Failing(":memory:", 1 << 20)
+    kept = Kept(store, metrics, 60.0, 1 << 20, Clock())
+    answer = orjson.dumps(
+        {"id": "resp_1", "object": "response", "status": "completed", "output": []}
+    )
+    _, turn = kept.read(PATH, {"input": "One"}, "")
+    assert turn is not None
+    assert turn.answered(answer) == answer
+    assert counts(metrics) == {"failed": 1}
+    kept.close()

@@ -1,0 +1,31 @@
+"""However a stream is cut up, only whole events go on, and all of it does in the end."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_ext.balancer.http.sse import WholeEvents
+
+PARTS = st.lists(
+    st.sampled_from([b"data: 1", b"\n", b"\r\n", b"\n\n", b"\r\n\r\n", b"x", b"\r"]), max_size=12
+)
+
+
+@given(st.lists(PARTS.map(b"".join).filter(bool), max_size=8))
+def test_only_whole_events_go_on_and_nothing_is_lost(pieces: list[bytes]) -> None:
+    events = WholeEvents()
+    out = b""
+    for number, piece in enumerate(pieces):
+        whole = events.take(piece)
+        out += whole
+        assert not whole or whole.endswith((b"\n\n", b"\r\n\r\n"))
+        held = b"".join(pieces[: number + 1])[len(out) :]
+        assert b"\n\n" not in held
+        assert b"\r\n\r\n" not in held
+    assert out + events.rest() == b"".join(pieces)
+
+
+def test_an_event_in_one_piece_is_not_copied() -> None:
+    piece = b"data: 1\n\n"
+    assert WholeEvents().take(piece) is piece

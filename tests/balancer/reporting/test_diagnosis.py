@@ -1,0 +1,232 @@
+"""Prompts that part, through a balancer: its log and the doctor say where, and quote nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from aiohttp import ClientSession, web
+
+from sgl_ext.balancer.metrics.registry import Metrics
+from sgl_ext.balancer.reporting import diagnosis
+from sgl_ext.balancer.routing.router import Router
+from sgl_ext.balancer.routing.workers import Workers
+from sgl_ext.doctor.__main__ import main
+from sgl_ext.requests.headers import HeaderStrip
+from sgl_ext.requests.system_text import strip_request
+from tests.balancer.conftest import Engine, Start
+from tests.doctor.prompts import MESSAGES, SYSTEM, TOOLS, messages, system, turns
+
+CLAUDE = {"user-agent": "claude-cli/2.1.197 (external, cli)", "x-tenant-id": "team-a"}
+SECRET = "hunter2-in-the-prompt"
+
+
+async def answer(_: web.Request) -> web.StreamResponse:
+    usage = {"input_tokens": 100, "cache_read_input_tokens": 900, "cache_creation_input_tokens": 11}
+    return web.json_response({"content": [], "usage": usage})
+
+
+async def ask(client: ClientSession, body: Any, session: str, **more: str) -> None:
+    headers = {**CLAUDE, "x-claude-code-session-id": session, **more}
+    async with client.post(MESSAGES, json=body, headers=headers) as answered:
+        assert answered.status == 200, await answered.text()
+        await answered.read()
+
+
+async def lines(log: Path, count: int) -> list[dict[str, Any]]:
+    """The log's lines, once there are so many."""
+    async with asyncio.timeout(20):
+        while len(found := log.read_bytes().splitlines()) < count:  # noqa: ASYNC110,ASYNC240
+            await asyncio.sleep(0.02)
+    return [orjson.loads(line) for line in found]
+
+
+def clock(count: int, second: int) -> dict[str, Any]:
+    time = f"The time is 2026-01-01 12:00:{second:02}, {SECRET}.\n"
+    return messages(count, system=system("You are an agent.", time + SYSTEM))
+
+
+def shuffled(count: int, turn: int) -> dict[str, Any]:
+    return messages(count, tools=TOOLS[turn:] + TOOLS[:turn])
+
+
+def named(count: int, turn: int) -> dict[str, Any]:
+    agent = system(f"Run {turn}a8f03c1e52d7b649 of the agent.\n{SYSTEM}")
+    return messages(count, system=agent)
+
+
+def billed(count: int, turn: int) -> dict[str, Any]:
+    return messages(count, system=system(f"x-acme-billing: run={turn};", SYSTEM))
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "where", "advised"),
+    [
+        (clock, "clock", "system[1]", "move the date or time out of the instructions"),
+        (shuffled, "tool_order", "tools[*]", "--sort-tools"),
+        (named, "id", "system[0]", "move the id out of the instructions"),
+        (billed, "header", "system[0]", "--strip-header NAME"),
+    ],
+)
+async def test_the_doctor_names_what_is_planted(
+    start: Start,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    body: Callable[[int, int], dict[str, Any]],
+    kind: str,
+    where: str,
+    advised: str,
+) -> None:
+    log = tmp_path / "requests.log"
+    client = await start(Engine("a", answer), request_log=str(log))
+    for turn in range(4):
+        await ask(client, body(turn, turn), "s1")
+    told = await lines(log, 4)
+    assert [line["divergence"] is None for line in told] == [True, False, False, False]
+    found = told[3]["divergence"]
+    assert (found["kind"], found["scope"]) == (kind, "session")
+    assert 0 < found["tokens"] < told[3]["prompt_tokens"]
+    assert (told[3]["harness"], told[3]["tenant"]) == ("claude-code", "team-a")
+
+    assert await asyncio.to_thread(main, [str(log), "--json"]) == 1
+    (harness,) = orjson.loads(capsys.readouterr().out)["harnesses"]
+    (row,) = harness["findings"]
+    assert (harness["harness"], harness["model"], harness["prompts"]) == ("claude-code", "m", 4)
+    assert (row["kind"], row["where"], row["times"]) == (kind, where, 3)
+    assert row["tokens"] == sum(line["divergence"]["tokens"] for line in told[1:])
+    assert harness["lost_tokens"] == row["tokens"] > harness["prompt_tokens"] / 4
+
+    assert await asyncio.to_thread(main, ["--url", str(client._base_url)]) == 1
+    shown = capsys.readouterr().out
+    assert "claude-code" in shown
+    assert where in shown
+    assert advised in " ".join(shown.split())
+    page = await (await client.get("/metrics")).text()
+    assert f'sgl_ext_diverged_prompts_total{{harness="claude-code",kind="{kind}"}} 3.0' in page
+
+
+async def test_sessions_that_do_not_begin_alike_are_named(
+    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "requests.log"
+    client = await start(Engine("a", answer), request_log=str(log))
+    for number in range(3):
+        first = turns(0, f"Task {number}")
+        await ask(client, clock(0, number) | {"messages": first}, f"s{number}")
+    scopes = [line["divergence"] and line["divergence"]["scope"] for line in await lines(log, 3)]
+    assert scopes == [None, "fleet", "fleet"]
+    assert await asyncio.to_thread(main, [str(log)]) == 1
+    assert "sessions" in capsys.readouterr().out
+
+
+async def test_a_clean_trace_has_nothing_to_tell(
+    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "requests.log"
+    client = await start(Engine("a", answer), request_log=str(log))
+    for turn in range(4):
+        for session in ("s1", "s2"):
+            # The line that the strip knows is no divergence.
+            billing = f"x-anthropic-billing-header: cc_version=2.1.{turn}{session};"
+            own = messages(messages=turns(turn, f"Task {session}", session))
+            await ask(client, own | {"system": system(billing, SYSTEM)}, session)
+    told = await lines(log, 8)
+    assert not any(line["divergence"] for line in told)
+    assert len({line["prefix_hash"] for line in told}) == 1
+    assert len({line["tools_hash"] for line in told}) == 1
+    assert {line["tools_count"] for line in told} == {len(TOOLS)}
+    for source in ([str(log)], ["--url", str(client._base_url)]):
+        assert await asyncio.to_thread(main, source) == 0
+        assert "Nothing diverges" in capsys.readouterr().out
+
+
+async def test_nothing_of_a_prompt_a_key_or_a_header_is_logged(
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = tmp_path / "requests.log"
+    client = await start(Engine("a", answer), request_log=str(log))
+    secrets = {"authorization": "Bearer sk-secret-key", "x-other": "secret-value"}
+    for turn in range(3):
+        body = clock(turn, turn)
+        body["tools"] = [*TOOLS[turn:], *TOOLS[:turn], {"name": "secret_tool"}]
+        body["messages"][0]["content"] = f"{SECRET} {turn}"
+        await ask(client, body, "secret-session", **secrets)
+    told = await lines(log, 3)
+    assert any(line["divergence"] for line in told)
+    url = str(client._base_url)
+    findings = await (await client.get("/sgl_ext/divergences")).read()
+    for text in (log.read_text(), findings.decode(), caplog.text):
+        for secret in (SECRET, "secret", "12:00", "agent", "claude-cli"):
+            assert secret not in text.replace(url, "")
+
+
+async def test_a_prompt_that_cannot_be_compared_is_answered_all_the_same(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError(SECRET)
+
+    monkeypatch.setattr(diagnosis, "read_blocks", fail)
+    client = await start(Engine("a", answer), diagnose=True)
+    for turn in range(2):
+        await ask(client, clock(turn, turn), "s1")
+    page = await (await client.get("/metrics")).text()
+    assert 'sgl_ext_prompts_not_compared_total{why="error"} 1.0' in page
+    assert "ValueError" in caplog.text
+    assert SECRET not in caplog.text
+
+
+async def test_comparing_takes_a_bounded_share_of_the_time() -> None:
+    now_s = [0.0]
+
+    def clock_of_a_slow_machine() -> float:
+        now_s[0] += 0.5
+        return now_s[0]
+
+    metrics, strip = Metrics(), HeaderStrip()
+    router = Router(Workers((), metrics), metrics)
+    looks = diagnosis.Diagnosis(strip, metrics, clock=clock_of_a_slow_machine)
+    found = []
+    for turn in range(40):
+        hints = {"session-id": "s"}
+        raw = orjson.dumps(clock(turn, turn))
+        stripped = strip_request(MESSAGES, orjson.loads(raw), strip)
+        asked = router.read(MESSAGES, hints, stripped.body, len(raw))
+        seen = looks.see(MESSAGES, {}, hints, stripped, asked, raw)
+        found.append(seen.divergence is not None)
+    assert any(found[:4])
+    assert not all(found[8:])
+    assert metrics.prompts_not_compared.counts[("busy",)] > 16
+
+
+async def test_a_prompt_too_long_to_be_read_again_is_not_compared(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(diagnosis, "_LONGEST_BYTES", 20_000)
+    client = await start(Engine("a", answer), diagnose=True)
+    for turn in range(2):
+        await ask(client, messages(system=system(f"{turn} o'clock", "x" * 20_000)), "s1")
+    page = await (await client.get("/metrics")).text()
+    assert 'sgl_ext_prompts_not_compared_total{why="long"} 2.0' in page
+    assert "sgl_ext_diverged_prompts_total{" not in page
+
+
+async def test_a_cached_share_can_be_told_of_the_metrics(start: Start) -> None:
+    engine = Engine("a", answer)
+    client = await start(engine)
+    await ask(client, messages(), "s1")
+    page = await (await client.get("/metrics")).text()
+    assert f'sgl_ext_prompt_tokens_total{{worker="{engine.url}"}} 1011.0' in page
+    assert f'sgl_ext_reported_cached_tokens_total{{worker="{engine.url}"}} 900.0' in page
+
+
+async def test_a_balancer_that_does_not_look_says_so(
+    start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client = await start(Engine("a", answer))
+    assert await asyncio.to_thread(main, ["--url", str(client._base_url)]) == 2
+    assert "--diagnose" in capsys.readouterr().err

@@ -1,0 +1,358 @@
+"""The door: who is held, for how long, and what lets them in."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+
+from scheduler import admission_queue
+from sgl_ext.balancer.metrics.registry import band
+from sgl_ext.balancer.routing.admission_queue import HOME_WAIT_S, Door
+from sgl_ext.balancer.routing.attempt import NOTHING_ASKED, Asked, Flight
+from sgl_ext.balancer.routing.workers import Load, Worker
+from sgl_ext.protocols.errors import BalancerError
+from tests.balancer.routing.test_router import Setting
+
+
+class Caller:
+    """One that keeps what became of it."""
+
+    def __init__(self, asked: Asked, let_in: list[Caller]) -> None:
+        self.asked = asked
+        self._let_in = let_in
+        self.tried: set[Worker] = set()
+        self.flight: Flight | None = None
+        self.error: BalancerError | None = None
+
+    def placed(self, flight: Flight) -> None:
+        assert self.flight is None
+        self.flight = flight
+        self._let_in.append(self)
+
+    def refused(self, error: BalancerError) -> None:
+        self.error = error
+
+
+class Held(Setting):
+    """A door before workers that report room for two requests and one ahead each.
+
+    let_in: those that had to wait, in the order in which they went.
+    """
+
+    def __init__(self, max_running: int = 2, limit: int = 100, **options: Any) -> None:
+        super().__init__(**options)
+        self.door = Door(self.router, self.metrics, limit, 60.0, aging_s=10.0, clock=self.clock)
+        self.let_in: list[Caller] = []
+        self._number = 0
+        for worker in self.workers.all:
+            self.report(worker, max_running=max_running)
+
+    def report(self, worker: Worker, **load: int) -> None:
+        """The engine tells its load."""
+        told = {"capacity_tokens": 100_000, "max_running": 2, "queued": 0, **load}
+        worker.reported(told, self.clock.now_s)
+        self.router.make_room()
+
+    def come(self, asked: Asked | None = None, priority: int = 0, **headers: str) -> Caller:
+        """One more comes; each with a prompt that it shares with nobody unless it is given."""
+        self._number += 1
+        if asked is None:
+            text = f"{self._number:09}"
+            headers["x-sgl-ext-priority"] = str(priority)
+            asked = self.ask(text, system=text * 10, **headers)
+        caller = Caller(asked, self.let_in)
+        if self.door.place(caller) and caller in self.let_in:
+            self.let_in.remove(caller)
+        return caller
+
+    def fill(self, priority: int = 0) -> list[Caller]:
+        """Requests come until one is held, which then leaves."""
+        callers = []
+        while (caller := self.come(priority=priority)).flight is not None:
+            callers.append(caller)
+        self.door.leave(caller)
+        return callers
+
+
+def landed(held: Held, caller: Caller) -> None:
+    assert caller.flight is not None
+    held.router.arrived(caller.flight)
+
+
+def test_requests_are_held_while_no_engine_has_room_and_released_as_one_ends() -> None:
+    held = Held()
+    running = held.fill()
+    assert len(running) == 6, "two run on each of two engines, and one is ahead"
+    first, second = held.come(), held.come()
+    assert (first.flight, second.flight, held.door.waiting) == (None, None, 2)
+    landed(held, running[0])
+    assert first.flight is not None
+    assert (second.flight, held.door.waiting) == (None, 1)
+
+
+def test_an_engine_that_says_it_queues_is_sent_nothing_until_it_says_that_it_does_not() -> None:
+    held = Held(max_running=100)
+    for worker in held.workers.all:
+        held.report(worker, max_running=100, queued=50)
+    caller = held.come()
+    assert caller.flight is None
+    held.report(held.workers.all[0], max_running=100, queued=12)
+    assert caller.flight is not None
+    assert caller.flight.worker is held.workers.all[0]
+
+
+def test_an_engine_s_memory_is_not_sent_more_than_it_holds() -> None:
+    held = Held(max_running=100)
+    for worker in held.workers.all:
+        held.report(worker, max_running=100, capacity_tokens=1000)
+    long = [held.come(held.ask("x" * 2400, system=f"{n}")) for n in range(3)]
+    assert [caller.flight is None for caller in long] == [False, False, True]
+    landed(held, long[0])
+    assert long[2].flight is not None
+
+
+def test_what_is_too_long_stands_first_after_a_while_and_goes_as_soon_as_it_fits() -> None:
+    held = Held(max_running=100)
+    for worker in held.workers.all:
+        held.report(worker, max_running=100, capacity_tokens=1000)
+    half = [held.come(held.ask("x" * 2000, system=f"{n}")) for n in range(2)]
+    long = held.come(held.ask("x" * 3000, system="long", **{"x-sgl-ext-priority": "1"}))
+    assert long.flight is None
+    assert held.come(held.ask("short", system="1")).flight is not None, "it lets others by"
+    held.clock.now_s += HOME_WAIT_S
+    short = held.come(held.ask("short", system="2"))
+    assert short.flight is None, "for a while"
+    important = held.come(held.ask("short", system="3", **{"x-sgl-ext-priority": "2"}))
+    assert important.flight is not None, "and who is more important always"
+    landed(held, half[0])
+    assert long.flight is not None
+    assert short.flight is not None
+
+
+def test_a_prompt_that_fits_no_engine_is_not_held_for_ever() -> None:
+    held = Held()
+    for worker in held.workers.all:
+        held.report(worker, capacity_tokens=1000)
+    assert held.come(held.ask("x" * 40_000)).flight is not None
+    assert sum(worker.running.tokens for worker in held.workers.all) == 0
+
+
+def test_who_could_preempt_passes_those_who_wait() -> None:
+    held = Held()
+    held.fill()
+    usual = held.come()
+    for worker in held.workers.all:
+        held.report(worker, queued=5)
+    below, person = held.come(priority=9), held.come(priority=10)
+    assert person.flight is not None
+    assert usual.flight is below.flight is None
+
+
+def test_the_threshold_is_the_engines() -> None:
+    held = Held(preemption_threshold=3)
+    held.fill()
+    assert held.come(priority=2).flight is None
+    assert held.come(priority=3).flight is not None
+
+
+def test_an_engine_that_reports_nothing_is_sent_what_the_limit_allows() -> None:
+    held = Held(worker_limit=20)
+    held.fill()
+    waiting = held.come()
+    for worker in held.workers.all:
+        worker.reported({"queued": 9, "capacity_tokens": 100_000}, held.clock.now_s)
+    held.door.sweep()
+    assert waiting.flight is not None
+    held.fill()
+    assert [worker.in_flight for worker in held.workers.all] == [20, 20]
+
+
+def test_what_a_worker_reported_is_forgotten_when_it_goes() -> None:
+    held = Held()
+    worker = held.workers.all[0]
+    held.workers.mark(worker, ready=False)
+    assert (worker.capacity, worker.pinned_tokens) == (None, 0)
+    assert worker.pending_in_all(held.clock.now_s) == 0
+
+
+def test_what_needs_no_scheduler_is_not_held() -> None:
+    held = Held()
+    held.fill()
+    waiting = [held.come(priority=1) for _ in range(40)]
+    there = [worker.running.requests for worker in held.workers.all]
+    assert held.come(NOTHING_ASKED).flight is not None
+    assert [worker.running.requests for worker in held.workers.all] == there
+    assert not any(caller.flight for caller in waiting)
+
+
+def test_the_load_of_other_balancers_takes_room() -> None:
+    held = Held()
+    for worker in held.workers.all:
+        worker.elsewhere = Load(3, 3, 0)
+    caller = held.come()
+    assert caller.flight is None
+    held.workers.all[1].elsewhere = Load(2, 2, 0)
+    held.router.make_room()
+    assert caller.flight is not None
+
+
+def homed(held: Held) -> tuple[Worker, Asked, list[Caller]]:
+    """A session's next turn, whose worker is full while the other one is not."""
+    first = held.come(held.ask("Hello"))
+    assert first.flight is not None
+    home = first.flight.worker
+    held.confirm(first.flight)
+    landed(held, first)
+    running = held.fill()
+    for caller in running:
+        assert caller.flight is not None
+        if caller.flight.worker is not home:
+            landed(held, caller)
+    there = [c for c in running if c.flight is not None and c.flight.worker is home]
+    return home, held.ask("Hello", "Hi.", "Go on"), there
+
+
+def test_a_session_waits_for_its_home_a_while_and_lets_others_by() -> None:
+    held = Held()
+    home, turn, there = homed(held)
+    waiting, other = held.come(turn), held.come()
+    assert waiting.flight is None
+    assert other.flight is not None
+    assert other.flight.worker is not home
+    held.clock.now_s += HOME_WAIT_S - 0.1
+    held.door.sweep()
+    assert waiting.flight is None
+    landed(held, there[0])
+    assert waiting.flight is not None
+    assert (waiting.flight.worker, waiting.flight.placement.reason) == (home, "home")
+
+
+def test_after_a_while_a_session_goes_where_there_is_room() -> None:
+    held = Held()
+    home, turn, _ = homed(held)
+    waiting = held.come(turn)
+    held.clock.now_s += HOME_WAIT_S
+    held.door.sweep()
+    assert waiting.flight is not None
+    assert waiting.flight.worker is not home
+    assert waiting.flight.placement.reason == "moved"
+
+
+def test_a_session_with_little_at_home_does_not_wait_for_it() -> None:
+    held = Held()
+    first = held.come(held.ask("Hi", system="s"))
+    assert first.flight is not None
+    home = first.flight.worker
+    held.confirm(first.flight, tokens=300)
+    held.report(home, queued=9)
+    turn = held.come(held.ask("Hi", "Hi.", "Go on", system="s"))
+    assert turn.flight is not None
+    assert turn.flight.worker is not home
+
+
+def test_one_whose_time_is_over_or_whose_queue_is_full_is_told_when_to_come_back() -> None:
+    held = Held(limit=2)
+    held.fill()
+    one, two, three = held.come(), held.come(), held.come(priority=1)
+    assert [caller.error is None for caller in (one, two, three)] == [True, False, True]
+    held.clock.now_s += 61
+    held.door.sweep()
+    for caller in (one, two, three):
+        assert caller.error is not None
+        assert (caller.error.status, caller.error.retry_after_s) == (503, 5)
+    assert held.door.waiting == 0
+
+
+def test_a_long_queue_is_put_in_order_for_several_that_come_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = []
+    original = admission_queue.in_order
+
+    def counted(waiting: list[Any], *args: Any) -> list[int]:
+        sizes.append(len(waiting))
+        return original(waiting, *args)
+
+    held = Held(limit=640)
+    held.fill()
+    monkeypatch.setattr(admission_queue, "in_order", counted)
+    asked = held.ask("Hello", system="x")
+    callers = [held.come(asked) for _ in range(1000)]
+    assert len([size for size in sizes if size > 300]) <= 360 / 10
+    assert 640 <= held.door.waiting <= 650
+    held.door.sweep()
+    assert held.door.waiting == 640
+    assert len([caller for caller in callers if caller.error is not None]) == 360
+
+
+def test_the_door_keeps_nothing_of_those_who_leave() -> None:
+    held = Held()
+    running = held.fill()
+    asked = held.ask("Hello", system="x")
+    callers = [held.come(asked) for _ in range(90)]
+    kept = [weakref.ref(caller) for caller in callers]
+    landed(held, running.pop())
+    for caller in callers[1:]:
+        held.door.leave(caller)
+    first = callers[0]
+    assert first.flight is not None
+    held.router.broke_off(first.flight, by_worker=False)
+    held.let_in.clear()
+    del callers, caller, first
+    gc.collect()
+    assert not any(one() for one in kept)
+    assert held.door.waiting == 0
+
+
+def test_ten_thousand_wait_and_half_of_them_leave() -> None:
+    held = Held(limit=10_000)
+    running = held.fill()
+    asked = [held.ask("Hello", system=f"{n}") for n in range(50)]
+    callers = [held.come(asked[n % 50]) for n in range(10_200)]
+    held.door.sweep()
+    away = [caller for caller in callers if caller.error is not None]
+    assert (held.door.waiting, len(away)) == (10_000, 200)
+    assert {(c.error.status, c.error.retry_after_s) for c in away if c.error} == {(503, 5)}
+    for caller in [caller for caller in callers if caller.error is None][::2]:
+        held.door.leave(caller)
+    assert held.door.waiting == 5000
+    while held.door.waiting:
+        landed(held, running.pop())
+        running.append(held.let_in[-1])
+    assert len(held.let_in) == 5000
+    kept = [weakref.ref(caller) for caller in callers]
+    for caller in running:
+        landed(held, caller)
+    del callers, caller, running, away
+    held.let_in.clear()
+    gc.collect()
+    assert not any(one() for one in kept)
+    assert [worker.running.requests for worker in held.workers.all] == [0, 0]
+
+
+def test_what_waited_is_told_by_band_of_priority() -> None:
+    held = Held()
+    running = held.fill()
+    aged, person = held.come(), held.come(priority=7)
+    assert "sgl_ext_door_waiting 2.0" in held.metrics.render().decode()
+    held.clock.now_s += 12
+    landed(held, running[0])
+    landed(held, running[1])
+    assert aged.flight is not None
+    assert person.flight is not None
+    page = held.metrics.render().decode()
+    assert 'sgl_ext_priority_queue_seconds_sum{priority="0"} 12.0' in page
+    assert 'sgl_ext_priority_queue_seconds_count{priority="1"} 1.0' in page
+    assert "sgl_ext_promotions_total 2.0" in page
+    assert "sgl_ext_door_waiting 0.0" in page
+
+
+@pytest.mark.parametrize(
+    ("priority", "label"),
+    [(-1000, "-1"), (-1, "-1"), (0, "0"), (1, "1"), (9, "1"), (10, "10"), (1000, "10")],
+)
+def test_bands(priority: int, label: str) -> None:
+    assert band(priority) == label

@@ -1,0 +1,227 @@
+"""An engine's events: applied in order, or dropped and counted; never a broken index."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radix.in_flight_prefixes import ExpectedPrefixes
+from radix.index import PrefixIndex
+from sgl_ext.balancer.routing.prefix_events import Fault, FeedBroken, PrefixFeed
+from sgl_ext.pin_mirror import PinMirror
+
+WORKER, OTHER = 3, 5
+NOW = 100.0
+
+
+def name(number: int) -> str:
+    return f"{number:032x}"
+
+
+def line(seq: int, **event: Any) -> bytes:
+    return orjson.dumps({"seq": seq, **event})
+
+
+def snapshot(*stored: tuple[int, int | None, int], seq: int = 1) -> bytes:
+    named = [[name(s), None if p is None else name(p), tokens] for s, p, tokens in stored]
+    return line(seq, snapshot=True, cleared=True, stored=named)
+
+
+class Fed:
+    """A feed with its index."""
+
+    def __init__(self) -> None:
+        self.index = PrefixIndex()
+        self.expected = ExpectedPrefixes(confirm_s=5)
+        self.pins = PinMirror()
+        self.feed = PrefixFeed(WORKER, self.index, self.expected, self.pins)
+
+    def held(self) -> list[tuple[int | None, int, int]]:
+        return list(self.index.snapshot(WORKER))
+
+
+def test_a_snapshot_replaces_what_was_known_of_the_worker_alone() -> None:
+    fed = Fed()
+    fed.index.store(WORKER, None, 9, 10)
+    fed.index.store(OTHER, None, 9, 10)
+    fed.feed.apply(snapshot((1, None, 100), (2, 1, 200)), NOW)
+    assert fed.held() == [(None, 1, 100), (1, 2, 200)]
+    assert fed.index.holds(OTHER, 9)
+
+
+def test_events_follow_the_engine() -> None:
+    fed = Fed()
+    fed.feed.apply(snapshot((1, None, 100), (2, 1, 200)), NOW)
+    fed.feed.apply(line(2, stored=[[name(3), name(2), 300]]), NOW)
+    fed.feed.apply(line(3, removed=[name(2)]), NOW)
+    assert fed.held() == [(None, 1, 100)], "what stands below goes too"
+    fed.feed.apply(line(4, cleared=True), NOW)
+    assert fed.held() == []
+
+
+def test_a_flush_ends_what_was_expected_of_the_worker() -> None:
+    fed = Fed()
+    fed.feed.apply(snapshot(), NOW)
+    fed.expected.expect(WORKER, [7])
+    fed.feed.apply(line(2, cleared=True), NOW)
+    assert len(fed.expected) == 0
+
+
+def test_a_first_snapshot_leaves_what_is_on_its_way() -> None:
+    fed = Fed()
+    fed.expected.expect(WORKER, [7])
+    fed.feed.apply(snapshot(), NOW)
+    assert len(fed.expected) == 1
+
+
+@pytest.mark.parametrize("seq", [3, 100])
+def test_a_gap_asks_for_a_snapshot(seq: int) -> None:
+    fed = Fed()
+    fed.feed.apply(snapshot((1, None, 100)), NOW)
+    with pytest.raises(FeedBroken) as broken:
+        fed.feed.apply(line(seq, removed=[name(1)]), NOW)
+    assert broken.value.fault is Fault.GAP
+    assert fed.index.holds(WORKER, 1)
+
+
+def test_a_feed_must_begin_with_a_snapshot() -> None:
+    with pytest.raises(FeedBroken):
+        Fed().feed.apply(line(1, stored=[[name(1), None, 1]]), NOW)
+
+
+def test_a_repeated_line_is_dropped_and_counted() -> None:
+    fed = Fed()
+    fed.feed.apply(snapshot((1, None, 100), seq=4), NOW)
+    fed.feed.apply(line(4, removed=[name(1)]), NOW)
+    fed.feed.apply(line(2, removed=[name(1)]), NOW)
+    assert (fed.feed.repeated, fed.index.holds(WORKER, 1)) == (2, True)
+
+
+def test_a_segment_whose_parent_is_not_held_is_counted() -> None:
+    fed = Fed()
+    fed.feed.apply(snapshot(), NOW)
+    fed.feed.apply(line(2, stored=[[name(2), name(1), 5]]), NOW)
+    assert (fed.feed.orphans, fed.held()) == (1, [])
+
+
+def test_what_was_confirmed_and_then_evicted_is_not_expected_any_more() -> None:
+    fed = Fed()
+    fed.feed.apply(snapshot(), NOW)
+    sent = fed.expected.expect(WORKER, [1, 2])
+    fed.feed.apply(line(2, stored=[[name(1), None, 100], [name(2), name(1), 200]]), NOW)
+    fed.feed.apply(line(3, removed=[name(1)]), NOW)
+    assert fed.expected.deepest([1, 2]) == {}
+    fed.expected.end(sent, now_s=0)
+    assert fed.expected.expire(5) == 0, "it was confirmed"
+
+
+def test_the_load_is_kept() -> None:
+    fed = Fed()
+    fed.feed.apply(snapshot(), NOW)
+    fed.feed.apply(line(2, load={"running": 3, "pending_tokens": 700}), NOW)
+    assert fed.feed.load == {"running": 3, "pending_tokens": 700}
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'{"stored": []}',
+        line(-1),
+        line(True),
+        orjson.dumps({"seq": "2"}),
+        line(2, stored=[["x", None, 1]]),
+        line(2, stored=[[name(1), None, -1]]),
+        line(2, stored=[[name(1), None]]),
+        line(2, stored=[[name(1), None, 1 << 60]]),
+        line(2, stored=[[name(1), name(1), 1]]),
+        line(2, stored={"a": 1}),
+        line(2, removed=[name(1).upper() + "0"]),
+        line(2, removed=5),
+        line(2, removed=[None]),
+        line(2, load=[1]),
+        line(2, load={"running": "many"}),
+        line(2, load={"max_running": -1}),
+        line(2, stored=[[name(1), None, 1], [name(2), 7, 1]]),
+    ],
+)
+def test_a_malformed_line_changes_nothing(raw: bytes) -> None:
+    fed = Fed()
+    fed.feed.apply(snapshot((1, None, 100)), NOW)
+    with pytest.raises(FeedBroken) as broken:
+        fed.feed.apply(raw, NOW)
+    assert broken.value.fault is Fault.MALFORMED
+    assert fed.held() == [(None, 1, 100)]
+
+
+names = st.integers(0, 6).map(name)
+events = st.fixed_dictionaries(
+    {"seq": st.integers(0, 12)},
+    optional={
+        "snapshot": st.booleans(),
+        "cleared": st.booleans(),
+        "removed": st.lists(names, max_size=3),
+        "stored": st.lists(
+            st.tuples(names, st.none() | names, st.integers(0, 1000)).map(list), max_size=5
+        ),
+        "load": st.dictionaries(st.sampled_from(["running", "queued"]), st.integers(0, 5)),
+    },
+)
+junk = st.binary(max_size=20) | st.recursive(
+    st.none() | st.integers(-(2**63), 2**63 - 1) | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["seq", "stored", "removed", "load"]), inner)
+    ),
+).map(orjson.dumps)
+
+
+@given(st.lists(events.map(orjson.dumps) | junk, max_size=30))
+def test_nothing_an_engine_says_breaks_the_index(lines: list[bytes]) -> None:
+    fed = Fed()
+    fed.index.store(OTHER, None, 99, 1)
+    for raw in lines:
+        try:
+            fed.feed.apply(raw, NOW)
+        except FeedBroken:
+            fed.feed = PrefixFeed(WORKER, fed.index, fed.expected, fed.pins)
+        fed.index.check()
+        assert fed.index.holds(OTHER, 99), "a worker speaks for itself alone"
+
+
+PIN = {"prefix": name(1), "segment": name(2), "tokens": 100, "left_s": 9.5, "session": "s"}
+
+
+def test_pins_are_followed() -> None:
+    fed = Fed()
+    fed.feed.apply(snapshot(), NOW)
+    fed.feed.apply(line(2, pinned=[PIN]), NOW)
+    assert fed.pins.rows(NOW) == [PIN]
+    fed.feed.apply(line(3, unpinned=[name(1)]), NOW)
+    assert fed.pins.rows(NOW) == []
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"unpinned": ["x"]},
+        {"pinned": [PIN | {"prefix": 5}]},
+        {"pinned": [PIN | {"segment": "x"}]},
+        {"pinned": [PIN | {"tokens": -1}]},
+        {"pinned": [PIN | {"left_s": "long"}]},
+        {"pinned": [PIN | {"session": None}]},
+        {"pinned": [{}]},
+        {"pinned": 7},
+    ],
+)
+def test_pins_that_cannot_be_are_malformed(told: dict[str, Any]) -> None:
+    fed = Fed()
+    with pytest.raises(FeedBroken, match="malformed"):
+        fed.feed.apply(line(1, snapshot=True, **told), NOW)

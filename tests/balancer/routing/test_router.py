@@ -1,0 +1,297 @@
+"""The router: requests follow what workers hold and will hold, and are accounted for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from sgl_ext.balancer.metrics.registry import Metrics
+from sgl_ext.balancer.routing.attempt import Asked, Flight
+from sgl_ext.balancer.routing.router import CONFIRM_S, UNCONFIRMED_S, Router
+from sgl_ext.balancer.routing.workers import SETTLED_S, SLOW_START_S, Workers
+
+A, B = "http://a", "http://b"
+HARNESS = "You are an agent. " * 2000
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Setting:
+    """A router over two ready workers that publish what they hold."""
+
+    def __init__(self, **options: Any) -> None:
+        self.clock = Clock()
+        self.metrics = Metrics()
+        self.workers = Workers([A, B], self.metrics, self.clock)
+        for worker in self.workers.all:
+            self.workers.mark(worker, ready=True)
+            worker.publishes = True
+        self.router = Router(self.workers, self.metrics, clock=self.clock, **options)
+
+    def ask(self, *texts: str, system: str = HARNESS, **headers: str) -> Asked:
+        roles = ("user", "assistant")
+        messages = [{"role": roles[n % 2], "content": text} for n, text in enumerate(texts)]
+        body = {"system": system, "messages": messages}
+        return self.router.read("/v1/messages", headers, body, 0)
+
+    def fly(self, asked: Asked) -> Flight:
+        flight = self.router.place(asked, set())
+        assert flight is not None
+        return flight
+
+    def confirm(self, flight: Flight, tokens: int = 10_000) -> None:
+        """The engine says that it holds the whole chain."""
+        parent = None
+        for segment in flight.asked.chain.hashes:
+            assert self.router.index.store(flight.worker.slot, parent, segment, tokens)
+            parent = segment
+
+
+@pytest.fixture
+def setting() -> Setting:
+    return Setting()
+
+
+def test_the_next_turn_goes_where_the_conversation_is(setting: Setting) -> None:
+    first = setting.fly(setting.ask("Hello"))
+    setting.router.first_byte(first)
+    setting.confirm(first)
+    setting.router.arrived(first)
+    second = setting.fly(setting.ask("Hello", "Hi.", "Go on"))
+    assert second.worker is first.worker
+    assert second.placement.reason == "home"
+    assert second.predicted_tokens == 10_000
+
+
+def test_another_balancer_finds_the_session_by_what_the_workers_hold(setting: Setting) -> None:
+    first = setting.fly(setting.ask("Hello"))
+    other = Setting()
+    home = other.workers.find(first.worker.url)
+    assert home is not None
+    parent = None
+    for segment in first.asked.chain.hashes:
+        other.router.index.store(home.slot, parent, segment, 9_000)
+        parent = segment
+    second = other.fly(other.ask("Hello", "Hi.", "Go on"))
+    assert (second.worker.url, second.placement.reason) == (first.worker.url, "home")
+
+
+def test_sub_agents_follow_the_one_whose_prefill_runs(setting: Setting) -> None:
+    lead = setting.fly(setting.ask("Find a"))
+    second, third = setting.fly(setting.ask("Find b")), setting.fly(setting.ask("Find c"))
+    assert second.worker is third.worker is lead.worker
+    assert second.follows is third.follows is lead
+    woken: list[str] = []
+    lead.followers.append(lambda: woken.append("second"))
+    setting.router.first_byte(lead)
+    assert woken == ["second"]
+    assert setting.fly(setting.ask("Find d")).follows is None
+
+
+def test_what_the_engine_says_it_has_computed_is_waited_for_no_longer(setting: Setting) -> None:
+    lead = setting.fly(setting.ask("Find a"))
+    setting.fly(setting.ask("Find b"))
+    woken: list[str] = []
+    lead.followers.append(lambda: woken.append("follower"))
+    setting.router.confirmed(lead.worker)
+    assert woken == []
+    setting.confirm(lead)
+    setting.router.confirmed(lead.worker)
+    assert (woken, lead.worker.decoding) == (["follower"], 1)
+    setting.router.first_byte(lead)
+    assert lead.worker.decoding == 1
+
+
+def test_nobody_waits_on_an_engine_that_does_not_say_what_it_has_computed(setting: Setting) -> None:
+    for worker in setting.workers.all:
+        worker.publishes = False
+    setting.fly(setting.ask("Find a"))
+    assert setting.fly(setting.ask("Find b")).follows is None
+
+
+def test_followers_are_woken_when_the_leader_fails(setting: Setting) -> None:
+    lead = setting.fly(setting.ask("Find a"))
+    setting.fly(setting.ask("Find b"))
+    woken: list[str] = []
+    lead.followers.append(lambda: woken.append("follower"))
+    setting.router.broke_off(lead, by_worker=True)
+    assert woken == ["follower"]
+
+
+def test_new_sessions_of_one_harness_spread_as_they_add_up(setting: Setting) -> None:
+    used = set()
+    for number in range(48):
+        flight = setting.fly(setting.ask(f"Task {number}"))
+        setting.router.first_byte(flight)
+        setting.confirm(flight)
+        used.add(flight.worker.url)
+    assert used == {A, B}
+
+
+def test_what_an_engine_never_confirms_is_not_believed_for_long(setting: Setting) -> None:
+    flight = setting.fly(setting.ask("Hello"))
+    setting.router.first_byte(flight)
+    setting.router.arrived(flight)
+    assert setting.router.explain(flight.asked)["workers"][flight.worker.slot]["held_tokens"] > 0
+    setting.clock.now_s += CONFIRM_S
+    setting.fly(setting.ask("Else", system="Other"))
+    assert setting.router.explain(flight.asked)["workers"][flight.worker.slot]["held_tokens"] == 0
+
+
+def test_an_engine_without_events_is_believed_longer(setting: Setting) -> None:
+    flight = setting.fly(setting.ask("Hello"))
+    flight.worker.publishes = False
+    setting.router.arrived(flight)
+    setting.clock.now_s += UNCONFIRMED_S - 1
+    setting.fly(setting.ask("Else", system="Other"))
+    assert setting.router.explain(flight.asked)["workers"][flight.worker.slot]["held_tokens"] > 0
+
+
+def test_load_is_counted_and_given_back_however_a_flight_ends(setting: Setting) -> None:
+    flights = [setting.fly(setting.ask(f"Task {n}", system=f"{n}" * 9000)) for n in range(4)]
+    assert sum(worker.pending_tokens for worker in setting.workers.all) > 8000
+    setting.router.first_byte(flights[0])
+    assert flights[0].worker.decoding == 1
+    setting.router.arrived(flights[0])
+    setting.router.broke_off(flights[1], by_worker=True)
+    setting.router.broke_off(flights[2], by_worker=False)
+    setting.router.first_byte(flights[3])
+    setting.router.broke_off(flights[3], by_worker=True)
+    loads = [(w.in_flight, w.pending_tokens, w.decoding) for w in setting.workers.all]
+    assert loads == [(0, 0, 0)] * 2
+
+
+def test_a_dead_worker_is_not_picked_again_by_affinity(setting: Setting) -> None:
+    first = setting.fly(setting.ask("Hello"))
+    setting.confirm(first)
+    setting.router.arrived(first)
+    setting.workers.mark(first.worker, ready=False)
+    second = setting.fly(setting.ask("Hello", "Hi.", "Go on"))
+    assert second.worker is not first.worker
+    setting.workers.mark(first.worker, ready=True)
+    assert setting.router.explain(first.asked)["workers"][first.worker.slot]["held_tokens"] == 0
+
+
+def test_a_worker_that_failed_its_trial_is_left_out_until_one_is_well(setting: Setting) -> None:
+    def where() -> set[str]:
+        tasks = [setting.ask(f"Task {n}", system=f"{n}" * 9) for n in range(8)]
+        return {setting.fly(task).worker.url for task in tasks}
+
+    bad = setting.workers.all[0]
+    for _ in range(5):
+        bad.breaker.failed(setting.clock.now_s, answered=True)
+    assert bad.url in where()
+    bad.breaker.trial_failed(setting.clock.now_s)
+    assert where() == {B}
+    bad.breaker.succeeded()
+    assert bad.url in where()
+
+
+def test_a_draining_worker_gets_nothing_new(setting: Setting) -> None:
+    flight = setting.fly(setting.ask("Hello"))
+    flight.worker.draining = True
+    assert setting.fly(setting.ask("Hello", "Hi.", "Go on")).worker is not flight.worker
+
+
+def test_a_returning_worker_takes_up_work_slowly(setting: Setting) -> None:
+    back, other = setting.workers.all
+    setting.workers.mark(back, ready=False)
+    setting.workers.mark(back, ready=True)
+    first = setting.fly(setting.ask("One", system="1" * 4000))
+    assert first.worker is other
+    setting.clock.now_s += SLOW_START_S
+    second = setting.fly(setting.ask("Two", system="2" * 4000))
+    assert second.worker is back
+
+
+def test_there_is_no_place_when_all_are_full() -> None:
+    setting = Setting(worker_limit=1)
+    setting.fly(setting.ask("a"))
+    setting.fly(setting.ask("b"))
+    assert setting.router.place(setting.ask("c"), set()) is None
+    assert setting.router.any_open()
+
+
+def test_a_retry_goes_elsewhere_if_it_can(setting: Setting) -> None:
+    asked = setting.ask("Hello")
+    first = setting.fly(asked)
+    setting.router.broke_off(first, by_worker=True)
+    second = setting.router.place(asked, {first.worker})
+    assert second is not None
+    assert second.worker is not first.worker
+    again = setting.router.place(asked, {first.worker, second.worker})
+    assert again is not None
+
+
+def test_an_engine_s_own_account_adds_what_others_sent_it(setting: Setting) -> None:
+    worker = setting.workers.all[0]
+    worker.reported({"pending_tokens": 5000}, now_s=10.0)
+    assert worker.pending_in_all(10.0) == 0, "it may be older than what has finished since"
+    assert worker.pending_in_all(10.0 + SETTLED_S) == 5000
+    worker.reported({"pending_tokens": 4000}, now_s=11.0)
+    assert worker.pending_in_all(11.0) == 4000
+    worker.reported({"pinned_tokens": 90_000, "used_tokens": 90_000}, now_s=12.0)
+    assert worker.pending_in_all(13.0) == 0, "pinned tokens are no load"
+
+
+def test_a_prompt_that_the_engine_has_computed_is_pending_no_more(setting: Setting) -> None:
+    flight = setting.fly(setting.ask("Write a book", system="9" * 40_000))
+    worker, now_s = flight.worker, setting.clock.now_s
+    assert worker.pending_in_all(now_s) > 9_000
+    worker.reported({"pending_tokens": 0}, now_s)
+    assert worker.pending_in_all(now_s) > 9_000
+    assert worker.pending_in_all(now_s + SETTLED_S) == 0, "no answer yet, but it decodes"
+
+
+def test_two_clients_that_open_alike_are_two_sessions_if_they_say_so(setting: Setting) -> None:
+    one = setting.ask("Hello", **{"x-claude-code-session-id": "1"})
+    two = setting.ask("Hello", **{"x-claude-code-session-id": "2"})
+    assert one.session != two.session
+    assert one.chain == two.chain
+
+
+def test_tools_in_any_order_are_one_prefix_for_those_who_ask_for_it() -> None:
+    tools = [{"name": "b"}, {"name": "a"}]
+    turn = [{"role": "user", "content": "Hello"}]
+    for sort_tools in (False, True):
+        router = Setting(sort_tools=sort_tools).router
+        one, two = (
+            router.read("/v1/messages", {}, {"tools": t, "messages": turn}, 0).chain
+            for t in (tools, tools[::-1])
+        )
+        assert (one == two) is sort_tools
+
+
+def test_slots_are_used_again(setting: Setting) -> None:
+    gone = setting.workers.all[0]
+    setting.workers.drain(gone)
+    setting.workers.let_go()
+    joined = setting.workers.add("http://c")
+    assert joined.slot == gone.slot
+    assert setting.workers.add("http://c") is joined
+
+
+def test_what_is_prefilled_ahead_goes_home_and_is_no_load(setting: Setting) -> None:
+    first = setting.fly(setting.ask("Hello"))
+    setting.router.first_byte(first)
+    setting.confirm(first)
+    setting.router.arrived(first)
+    expected = len(setting.router.expected)
+    ahead = replace(setting.ask("Hello", "Hi.", "Go on"), runs=False, warms=True)
+    warming = setting.fly(ahead)
+    assert warming.worker is first.worker
+    assert (warming.worker.pending_tokens, warming.worker.running.requests) == (0, 0)
+    assert len(setting.router.expected) == expected
+    turn = setting.fly(setting.ask("Hello", "Hi.", "Go on"))
+    assert turn.worker is first.worker
+    assert turn.follows is None, "it would wait for what runs when nothing else does"
+    setting.router.arrived(turn)
+    setting.router.arrived(warming)
+    assert first.worker.pending_tokens == first.worker.in_flight == 0

@@ -1,0 +1,174 @@
+"""What was read of a request, on its way through SGLang's own hints, with SGLang's own types."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import warnings
+from contextvars import copy_context
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sgl_ext.engine.core import hints
+from sgl_ext.engine.core.counters import counter
+from sgl_ext.engine.core.hints import WHOLE, Reading, attach, carried, current, keep
+from sgl_ext.requests.cache_marks import NO_MARKS
+from sgl_ext.requests.priority import Importance
+from sgl_ext.requests.segments import Chain
+
+pytestmark = pytest.mark.engine
+
+CHAIN = Chain((1, 2**128 - 1), (10, 2**40))
+OWN = {"action_id": "1", "action_type": "another", "action_version": "3", "payload": {"a": 1}}
+ENVELOPE = {"protocol_version": "7", "message_id": "mine", "actions": [OWN]}
+
+
+@pytest.fixture(autouse=True)
+def _receipts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with warnings.catch_warnings(action="ignore"):  # SGLang's, while it is imported
+        import_module("sglang.srt.managers.kv_hints")
+    monkeypatch.setenv("SGL_EXT_RECEIPTS", str(tmp_path / "secret"))
+    hints._secret.cache_clear()
+
+
+def request(kv_hints: Any = None, session_params: Any = None) -> SimpleNamespace:
+    return SimpleNamespace(kv_hints=kv_hints, session_params=session_params)
+
+
+def reading(chain: Chain = CHAIN, **more: Any) -> Reading:
+    return Reading("/v1/messages", {}, chain, NO_MARKS, **more)
+
+
+def in_a_request(*generations: SimpleNamespace, kept: Chain = CHAIN, **more: Any) -> None:
+    """What the hooks do in one HTTP request's context."""
+
+    def run() -> None:
+        keep(reading(kept, **more))
+        for generation in generations:
+            attach(None, generation)
+
+    copy_context().run(run)
+
+
+def chain_of(generation: SimpleNamespace) -> Chain:
+    found = carried(generation)
+    assert found is not None
+    return Chain(tuple(found.hashes), tuple(found.ends))
+
+
+def test_the_first_generation_of_a_request_carries_the_chain_and_no_later_one() -> None:
+    first, second = request(), request()
+    in_a_request(first, second)
+    assert chain_of(first) == CHAIN
+    assert carried(second) is None
+
+
+async def test_a_task_that_the_request_starts_takes_the_chain_from_it() -> None:
+    first, second = request(), request()
+
+    async def generate(generation: SimpleNamespace) -> None:
+        attach(None, generation)
+
+    keep(reading())
+    await asyncio.create_task(generate(first))
+    await generate(second)
+    assert carried(first) is not None
+    assert carried(second) is None
+
+
+@pytest.mark.parametrize("own", [None, ENVELOPE])
+def test_a_callers_own_hints_stay(own: Any) -> None:
+    generation = request(own)
+    in_a_request(generation)
+    assert chain_of(generation) == CHAIN
+    *others, _ours = generation.kv_hints.actions
+    assert [action.action_type for action in others] == (["another"] if own else [])
+    assert generation.kv_hints.message_id == ("mine" if own else "")
+    if own:
+        assert others[0].payload == {"a": 1}
+
+
+@pytest.mark.parametrize("own", [[None, ENVELOPE], {"protocol_version": 1}, "text"])
+def test_hints_that_cannot_be_joined_are_left_as_they_are(own: Any) -> None:
+    generation = request(own)
+    in_a_request(generation)
+    assert generation.kv_hints is own
+
+
+def test_a_session_carries_none_as_its_prompt_is_more_than_the_body() -> None:
+    generation = request(session_params={"id": "1"})
+    in_a_request(generation)
+    assert generation.kv_hints is None
+
+
+@pytest.mark.parametrize(
+    "generation",
+    [
+        SimpleNamespace(priority=10**6, kv_hints=None, session_params=None),
+        SimpleNamespace(priority=10**6, kv_hints=None, session_params={"id": "1"}),
+        SimpleNamespace(priority=10**6),  # for an embedding
+    ],
+)
+def test_no_request_keeps_a_priority_of_its_own(generation: SimpleNamespace) -> None:
+    manager = SimpleNamespace(enable_priority_scheduling=True)
+
+    def run() -> None:
+        keep(reading(importance=Importance(5)))
+        attach(manager, generation)
+
+    copy_context().run(run)
+    assert generation.priority == 5
+
+
+def test_a_tenants_name_is_carried_also_without_a_chain() -> None:
+    generation = request()
+    in_a_request(generation, kept=Chain(), owner="a")
+    found = carried(generation)
+    assert found is not None
+    assert (found.owner, *found.hashes, *found.pins) == ("a",)
+
+
+def test_an_empty_chain_and_one_that_is_too_long_are_not_carried() -> None:
+    generation = request()
+    before = counter("chains_left_out")._value.get()
+    in_a_request(generation, kept=Chain())
+    assert counter("chains_left_out")._value.get() == before
+    long = tuple(range(1, hints.MAX_SEGMENTS + 2))
+    in_a_request(generation, kept=Chain(long, long))
+    assert generation.kv_hints is None
+    assert counter("chains_left_out")._value.get() == before + 1
+
+
+def test_what_is_to_be_pinned_is_carried_and_for_whom_also_without_a_chain() -> None:
+    generation = request()
+    pins = ((7, 300.0), (WHOLE, 30.0))
+    before_s = time.monotonic()
+    in_a_request(generation, kept=Chain(), pins=pins, owner="a", session="s", is_last=True)
+    found = carried(generation)
+    assert found is not None
+    assert (found.pins, found.owner, found.session) == (pins, "a", "s")
+    assert (found.is_kept, found.is_last, found.is_answer_kept) == (True, True, True)
+    assert before_s <= found.told_s <= time.monotonic()
+
+
+def test_nothing_was_read_where_no_request_is() -> None:
+    assert copy_context().run(current) is None
+
+
+def test_what_is_no_request_for_text_is_let_pass() -> None:
+    in_a_request(SimpleNamespace())
+
+
+def test_an_action_that_a_client_made_up_is_not_read() -> None:
+    generation = request()
+    in_a_request(generation)
+    from msgspec.structs import replace
+
+    forged = replace(generation.kv_hints.actions[0], action_id="guess", payload={"hashes": 5})
+    assert carried(request(replace(generation.kv_hints, actions=[forged]))) is None
+    both = replace(generation.kv_hints, actions=[forged, *generation.kv_hints.actions])
+    assert carried(request(both)) is not None

@@ -1,0 +1,115 @@
+"""Name spaces of the engine's cache: one for each group, whatever a client sends."""
+
+from __future__ import annotations
+
+import json
+from contextvars import copy_context
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.requests import Request
+
+from sgl_ext.engine.core import dry_run, hints
+from sgl_ext.engine.core.hints import Reading
+from sgl_ext.engine.core.isolation import group_of, isolate, salted
+from sgl_ext.engine.prefill_ahead.prefiller import Job
+from sgl_ext.engine.prefill_ahead.routes import Warmups
+from sgl_ext.requests.cache_marks import NO_MARKS
+from sgl_ext.requests.segments import Chain
+
+TEXT = st.text(alphabet="0123456789:ab", max_size=6)
+
+
+@given(TEXT, TEXT, TEXT, TEXT)
+def test_no_salt_of_one_group_is_one_of_another(
+    group: str, own: str, other_group: str, other_own: str
+) -> None:
+    if group != other_group:
+        assert salted(group, own) != salted(other_group, other_own)
+        assert salted(group, salted(other_group, other_own)) != salted(other_group, other_own)
+    assert salted(group, salted(group, own)) == salted(group, own)
+    assert salted(group, None) == salted(group, "")
+
+
+def test_each_prompt_of_a_batch_is_salted() -> None:
+    assert salted("team", ["x", None]) == ["4:teamx", "4:team"]
+    for bad in (5, {"a": 1}, [5], [["x", 5]]):
+        with pytest.raises(ValueError, match="cache_salt should be"):
+            salted("team", bad)
+
+
+def test_a_request_without_a_group_stays_as_it_is() -> None:
+    request = SimpleNamespace(cache_salt="x")
+    isolate(None, request, None)
+    assert request.cache_salt == "x"
+    isolate(None, request, "")
+    assert request.cache_salt == "0:x"
+
+
+def test_the_group_is_of_the_body_read_or_else_of_the_headers() -> None:
+    raw: Any = SimpleNamespace(headers={"x-sgl-ext-cache-group": "of headers"})
+    assert group_of(SimpleNamespace(group=None), raw) is None
+    assert group_of(SimpleNamespace(group="read"), raw) == "read"
+    assert group_of(None, raw) == "of headers"
+    assert group_of(None, None) is None
+
+
+def test_embeddings_have_no_name_spaces_and_are_refused_where_they_would_share() -> None:
+    def manager(disabled: bool) -> Any:
+        return SimpleNamespace(server_args=SimpleNamespace(disable_radix_cache=disabled))
+
+    isolate(manager(True), SimpleNamespace(), "team")
+    isolate(manager(False), SimpleNamespace(), None)
+    with pytest.raises(ValueError, match="--disable-radix-cache"):
+        isolate(manager(False), SimpleNamespace(), "team")
+
+
+def reading(**more: Any) -> Reading:
+    return Reading("/v1/messages", {}, Chain(), NO_MARKS, **more)
+
+
+def generated_from(**request: Any) -> Any:
+    """A request with the salt "x" of a client of a group, as it is generated from."""
+    made = SimpleNamespace(cache_salt="x", session_params=None, kv_hints=None, **request)
+
+    def run() -> None:
+        hints.keep(reading(group="team"))
+        hints.attach(None, made)
+
+    copy_context().run(run)
+    return made
+
+
+def test_a_request_is_salted_once_and_a_slice_of_one_is_already(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert generated_from().cache_salt == "4:teamx"
+    monkeypatch.setattr(hints, "is_slice", lambda request: True)
+    assert generated_from().cache_salt == "x"
+
+
+def test_what_a_copy_comes_to_is_salted() -> None:
+    conversion = dry_run.Conversion()
+
+    def run() -> None:
+        dry_run._conversion.set(conversion)
+        with pytest.raises(dry_run.Stopped):
+            generated_from()
+
+    copy_context().run(run)
+    assert conversion.request.cache_salt == "4:teamx"
+
+
+@pytest.mark.parametrize(("owner", "deleted"), [("bob", 0), ("alice", 1), (None, 1)])
+async def test_only_its_owners_prefill_is_given_up(owner: str | None, deleted: int) -> None:
+    prefiller: Any = SimpleNamespace(drop=lambda name, why: True)
+    warmups = Warmups(None, None, prefiller)
+    asked: Any = None
+    warmups._jobs["s"] = {Job("name", [1], asked, reading(owner="alice", session="s"))}
+    headers = [] if owner is None else [(b"x-sgl-ext-owner", owner.encode())]
+    scope = {"type": "http", "method": "DELETE", "query_string": b"session=s", "headers": headers}
+    answer = await warmups.delete(Request(scope))
+    assert json.loads(bytes(answer.body)) == {"deleted": deleted}

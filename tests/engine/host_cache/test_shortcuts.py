@@ -1,0 +1,156 @@
+"""What is made shorter in the HTTP process has the results that it had."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_ext.engine.host_cache import shortcuts
+from sgl_ext.engine.host_cache.shortcuts import Message
+
+SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}}
+BROKEN = {"type": "object", "properties": {"path": {"type": 7}}}
+
+
+class Checked:
+    """A validator that counts what it is asked."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def __call__(self, validator: Any, schema: Any, **asked: Any) -> None:
+        from jsonschema import Draft202012Validator
+
+        self.times += 1
+        Draft202012Validator.check_schema(schema, **asked)
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> Checked:
+    monkeypatch.setattr(shortcuts, "_valid", type(shortcuts._valid)())
+    return Checked()
+
+
+def test_a_schema_that_is_valid_is_checked_once(checked: Checked) -> None:
+    for _ in range(3):
+        shortcuts.check_schema(checked, None, copy.deepcopy(SCHEMA))
+    assert checked.times == 1
+    shortcuts.check_schema(checked, None, {**SCHEMA, "required": ["path"]})
+    assert checked.times == 2
+
+
+def test_a_schema_that_is_not_is_refused_each_time(checked: Checked) -> None:
+    from jsonschema import SchemaError
+
+    for _ in range(2):
+        with pytest.raises(SchemaError):
+            shortcuts.check_schema(checked, None, BROKEN)
+    assert checked.times == 2
+
+
+def test_so_many_schemas_are_known_and_no_more(
+    checked: Checked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shortcuts, "_SCHEMAS", 2)
+    for n in range(5):
+        shortcuts.check_schema(checked, None, {"maxLength": n})
+    assert len(shortcuts._valid) == 2
+
+
+json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=12,
+)
+
+
+def emptied(value: Any) -> None:
+    """Takes all out of what can be changed."""
+    for inner in value.values() if isinstance(value, dict) else value:
+        if isinstance(inner, dict | list):
+            emptied(inner)
+    value.clear()
+
+
+@given(st.dictionaries(st.text(max_size=3), json, max_size=4))
+def test_a_copy_of_a_message_is_one(value: dict[str, Any]) -> None:
+    message, kept = Message(copy.deepcopy(value)), copy.deepcopy(value)
+    copied = copy.deepcopy([message])[0]
+    assert copied == kept
+    emptied(copied)
+    assert message == kept
+
+
+TEMPLATE = """
+{%- set seen = namespace(count=0, text='', flags=[1]) -%}
+{%- for message in messages -%}
+  {%- set seen.count = seen.count + 1 -%}
+  {{- loop.index0 }}:{{ loop.first }}:{{ loop.last }}:{{ loop.length }}:{{ message.role -}}
+  {%- if loop.previtem is defined %}:{{ loop.previtem.role }}{% endif -%}
+  {%- if message.content is string and message.content.startswith('a') -%}
+    {{- message.content.upper() + message.content.split('-')[-1].strip() -}}
+  {%- endif -%}
+  {{- message.absent }}{{ message.absent is defined }}{{ message.get('role') }}{{ seen.nothing -}}
+  {%- for key, value in message.items() -%}{{- key }}={{ value | tojson -}}{%- endfor -%}
+  {{- message.content.format('x') if message.content is string -}}
+  {{- '{}'.format(seen.count) }}{{ seen.flags[0] }}{{ message.content.__class__ is defined -}}
+{%- endfor -%}
+"""
+
+
+def compiled(source: str, *, quick: bool) -> Any:
+    """As transformers compiles chat templates."""
+    from transformers.utils.chat_template_utils import _cached_compile_jinja_template
+
+    made = _cached_compile_jinja_template.__wrapped__
+    return shortcuts.compile_template(made, source) if quick else made(source)
+
+
+@given(
+    st.lists(
+        st.fixed_dictionaries(
+            {"role": st.sampled_from(["user", "tool"]), "content": st.text("a-b {}0", max_size=5)},
+            optional={"items": st.text(max_size=2), "tool_calls": json},
+        ),
+        max_size=4,
+    )
+)
+def test_a_template_writes_what_it_wrote(messages: list[dict[str, Any]]) -> None:
+    told = []
+    for quick in (False, True):
+        try:
+            given_ones = [Message(one) for one in messages] if quick else messages
+            told.append(compiled(TEMPLATE, quick=quick).render(messages=given_ones))
+        except Exception as error:
+            told.append(repr(error))
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.__class__ }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages[0].__init__ }}",
+        "{{ messages[0].pop('role') }}",
+        "{% set ns = namespace() %}{{ ns.__class__ }}{{ ns._Namespace__attrs }}",
+        "{% for m in messages %}{{ loop.__init__ }}{{ loop._iterator }}{% endfor %}",
+        "{{ '{0.__class__}'.format(messages) }}",
+    ],
+)
+def test_the_sandbox_holds(source: str) -> None:
+    messages: list[dict[str, str]] = [{"role": "user"}]
+    told = []
+    for quick in (False, True):
+        try:
+            told.append(compiled(source, quick=quick).render(messages=messages))
+        except Exception as error:
+            told.append(repr(error))
+    assert told[0] == told[1]
+    assert "_Namespace__attrs" not in told[1]

@@ -1,0 +1,304 @@
+"""Errors of the engine: in their protocol's shape, and with nothing of the server in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import orjson
+import pytest
+from fastapi import FastAPI, HTTPException
+from fastapi.exceptions import RequestValidationError
+from jinja2 import TemplateError
+from pydantic import BaseModel, model_validator
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.testclient import TestClient
+
+from sgl_ext.engine.http import error_middleware
+from sgl_ext.engine.http.error_shape import (
+    EngineError,
+    failed_event,
+    of_validation,
+    read_error,
+    scrubbed,
+    shaped,
+)
+
+FLAT = {"object": "error", "message": "n must be positive", "type": "BadRequest", "code": 400}
+TOO_LONG = "The input (300 tokens) is longer than the model's context length (256 tokens)."
+TOO_MUCH = (
+    "Requested token count exceeds the model's maximum context length of 256 tokens. You "
+    "requested a total of 300 tokens: 200 tokens from the input messages and 100 tokens for the "
+    "completion. Please reduce the number of tokens."
+)
+TRACE = (
+    "1 validation error:\n  {'type': 'missing', 'loc': ('body', 'tools')}\n\n"
+    '  File "/srv/lib/sglang/srt/entrypoints/http_server.py", line 1870, in chat\n'
+    "    POST /v1/chat/completions [{'type': 'missing'}]"
+)
+
+
+def read(document: Any, status: int = 400) -> EngineError:
+    return read_error(status, orjson.dumps(document))
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        FLAT,
+        {"error": {"message": "n must be positive", "code": 400}},
+        {"type": "error", "error": {"type": "BadRequestError", "message": "n must be positive"}},
+        {"detail": "n must be positive"},
+        "n must be positive",
+    ],
+)
+def test_every_shape_of_sglangs_is_read(document: Any) -> None:
+    assert read(document) == EngineError(400, "n must be positive")
+
+
+def test_a_body_that_is_no_json_is_read() -> None:
+    assert read_error(404, b"Not Found \xff").message == "Not Found \ufffd"
+
+
+def test_each_protocol_has_its_shape() -> None:
+    error = EngineError(404, "The model 'x' does not exist", "model")
+    assert orjson.loads(shaped("/v1/responses", error, "req_1")) == {
+        "error": {
+            "message": "The model 'x' does not exist",
+            "type": "invalid_request_error",
+            "param": "model",
+            "code": "model_not_found",
+        }
+    }
+    assert orjson.loads(shaped("/v1/messages", error, "req_1")) == {
+        "type": "error",
+        "error": {"type": "not_found_error", "message": "The model 'x' does not exist"},
+        "request_id": "req_1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (TOO_LONG, "prompt is too long: 300 tokens > 256 maximum"),
+        (TOO_MUCH, "input length and `max_tokens` exceed context limit: 200 + 100 > 256"),
+    ],
+)
+def test_a_full_context_is_told_as_harnesses_look_for_it(message: str, words: str) -> None:
+    error = EngineError(400, message)
+    assert orjson.loads(shaped("/v1/messages", error, ""))["error"]["message"].startswith(words)
+    told = orjson.loads(shaped("/v1/chat/completions", error, ""))["error"]
+    assert (told["code"], told["message"]) == ("context_length_exceeded", message)
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "told"),
+    [
+        (400, TRACE, "1 validation error:\n  {'type': 'missing', 'loc': ('body', 'tools')}"),
+        (
+            400,
+            'No grammar: [21:56:20] /project/cpp/converter.cc:4175: Unsupported type "x"',
+            'No grammar: Unsupported type "x"',
+        ),
+        (400, "cannot read /srv/models/tiny/config.json", "cannot read a file of the server"),
+        (400, "see https://host/docs/a.json or /v1/models", None),
+        (400, "", "The request failed."),
+        (500, "division by zero in /srv/a.py", "Internal server error"),
+        (503, "The request queue is full.", None),
+    ],
+)
+def test_nothing_of_the_server_is_told(status: int, message: str, told: str | None) -> None:
+    assert scrubbed(status, message) == (message if told is None else told)
+    assert len(scrubbed(400, "x" * 5000)) == 1000
+
+
+def test_what_pydantic_finds_is_told_by_field() -> None:
+    union = "function-after[validate(), Message]"
+    found = [
+        {"loc": ("body", "messages", 0, union, "role"), "msg": "Input should be 'user'"},
+        {"loc": ("body", "messages", 0, union, "content", "str"), "msg": "a string"},
+        {"loc": ("body", "messages", 0, union, "content", "list[Part]"), "msg": "a list"},
+        {"loc": ("body", "n"), "msg": "an integer"},
+        {"loc": ("body", "m"), "msg": "an integer"},
+    ]
+    error = of_validation(found)
+    assert error.param == "messages.0.role"
+    assert error.message == (
+        "messages.0.role: Input should be 'user'; messages.0.content: a string; "
+        "n: an integer; and 1 more"
+    )
+    assert of_validation([{"loc": ("body",), "msg": "no object"}]) == EngineError(
+        400, "body: no object"
+    )
+
+
+def test_a_response_that_failed_says_why() -> None:
+    response = {"id": "r", "error": {"code": "server_error", "message": TOO_LONG}}
+    data = b"event: response.failed\ndata: %b\n\n" % orjson.dumps({"response": response})
+    head, _, text = failed_event(data).partition(b"\ndata: ")
+    assert head == b"event: response.failed"
+    assert orjson.loads(text)["response"]["error"] == {
+        "code": "context_length_exceeded",
+        "message": TOO_LONG,
+    }
+
+
+JSON = {"content-type": "application/json"}
+
+
+class Body(BaseModel):
+    n: int = 1
+
+    @model_validator(mode="before")
+    @classmethod
+    def careless(cls, values: Any) -> Any:
+        assert values.get("n").bit_length
+        return values
+
+
+def event(kind: str, document: Any) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps(document))
+
+
+START = event("message_start", {"message": {}})
+DELTA = event("content_block_delta", {"text": "a"})
+STOP = event("message_stop", {})
+BAD = event("error", {"type": "error", "error": {"type": "invalid_request_error", "message": "m"}})
+
+
+@pytest.fixture(scope="module")
+def client() -> TestClient:
+    app = FastAPI()
+
+    @app.exception_handler(RequestValidationError)
+    async def of_sglang(request: Any, error: Any) -> Any:
+        return JSONResponse({"sglang": "own"}, 400)
+
+    @app.post("/generate")
+    @app.post("/v1/messages")
+    @app.post("/v1/chat/completions")
+    async def answer(body: Body) -> Any:
+        if body.n == 0:
+            raise HTTPException(503, "The queue is full.")
+        if body.n == 1:
+            raise ZeroDivisionError
+        return {"fine": True}
+
+    @app.post("/api/chat")
+    @app.post("/encode")
+    @app.post("/v1/embeddings")
+    async def native(body: Body) -> Any:
+        if body.n == 3:
+            return JSONResponse({"detail": 'File "/srv/app/server.py", line 4'}, 400)
+        raise (ZeroDivisionError, IndexError, TemplateError("no such role"))[body.n]
+
+    @app.post("/detokenize")
+    @app.post("/v1/detokenize")
+    async def detokenize() -> Any:
+        return JSONResponse({"message": "Internal server error during detokenization"}, 500)
+
+    @app.post("/v1/messages/stream/{which}")
+    @app.post("/v1/responses/stream/{which}")
+    @app.post("/v1/completions/stream/{which}")
+    async def stream(which: str) -> Any:
+        async def events() -> Any:
+            for part in STREAMS[which]:
+                yield part
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    error_middleware.install(app)
+    return TestClient(app, raise_server_exceptions=False)
+
+
+STREAMS: dict[str, Sequence[bytes]] = {
+    "good": (START, DELTA, STOP),
+    "early": (START, BAD, STOP),
+    "late": (START, DELTA, BAD, STOP),
+    "one": (START,),
+    "none": (),
+    "chat": (b'data: {"choices":[]}\n\n', b"data: %b\n\n" % orjson.dumps({"error": FLAT})),
+}
+
+
+def test_errors_have_one_name_of_the_request_and_keep_their_status(client: TestClient) -> None:
+    for body, status, told in (
+        ({"n": 0}, 503, "The queue is full."),
+        ({"n": 1}, 500, "Internal server error"),
+        ({"n": [], "m": 1}, 400, "body: a field has a value of a type that it cannot have"),
+    ):
+        answer = client.post("/v1/messages", json=body)
+        assert answer.status_code == status
+        assert answer.json()["error"]["message"].startswith(told)
+        assert answer.headers.get_list("request-id") == [answer.json()["request_id"]]
+        answer = client.post("/v1/chat/completions", json=body)
+        assert answer.status_code == status
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        assert len(answer.headers.get_list("x-request-id")) == 1
+
+
+def test_what_is_well_and_what_is_native_is_sglangs_own(client: TestClient) -> None:
+    answer = client.post("/v1/messages", json={"n": 2})
+    assert answer.json() == {"fine": True}
+    assert "request-id" not in answer.headers
+    assert client.post("/generate", content=b"{", headers=JSON).json() == {"sglang": "own"}
+    assert client.post("/v1/messages", content=b"{", headers=JSON).json()["error"]["type"] == (
+        "invalid_request_error"
+    )
+
+
+@pytest.mark.parametrize("which", ["good", "one", "none"])
+def test_a_stream_without_errors_is_handed_on_as_it_is(client: TestClient, which: str) -> None:
+    answer = client.post(f"/v1/messages/stream/{which}")
+    assert answer.status_code == 200
+    assert answer.content == b"".join(STREAMS[which])
+
+
+def test_what_a_body_alone_decides_is_no_fault_of_the_server(client: TestClient) -> None:
+    for n, status in ((0, 500), (1, 400), (2, 400)):
+        assert client.post("/api/chat", json={"n": n}).status_code == status
+    assert "value" in client.post("/api/chat", json={"n": 1}).json()["error"]["message"]
+    for path in ("/detokenize", "/v1/detokenize"):
+        assert client.post(path).status_code == 400
+
+
+def test_a_native_error_tells_nothing_of_the_servers_inside(client: TestClient) -> None:
+    answer = client.post("/api/chat", json={"n": 3})
+    assert answer.status_code == 400
+    assert "server.py" not in answer.text
+    assert answer.json()["error"]["message"]
+
+
+def test_a_model_that_generates_text_embeds_nothing(client: TestClient) -> None:
+    assert client.post("/encode", json={"n": 0}).status_code == 500
+    manager = SimpleNamespace(is_generation=True)
+    client.app.state.openai_serving_chat = SimpleNamespace(tokenizer_manager=manager)  # type: ignore[attr-defined]
+    try:
+        for path in ("/encode", "/v1/embeddings"):
+            answer = client.post(path, json={"n": 0})
+            assert answer.status_code == 400
+            assert "generates text" in answer.json()["error"]["message"]
+    finally:
+        del client.app.state.openai_serving_chat  # type: ignore[attr-defined]
+
+
+def test_a_stream_of_messages_that_fails_at_once_has_a_status(client: TestClient) -> None:
+    answer = client.post("/v1/messages/stream/early")
+    assert answer.status_code == 400
+    assert answer.json()["error"] == {"type": "invalid_request_error", "message": "m"}
+    assert answer.headers["content-type"] == "application/json"
+
+
+def test_a_stream_that_fails_later_ends_in_its_event(client: TestClient) -> None:
+    answer = client.post("/v1/messages/stream/late")
+    assert answer.status_code == 200
+    assert answer.content == START + DELTA + BAD + STOP
+    answer = client.post("/v1/completions/stream/chat")
+    error = orjson.loads(answer.content.rsplit(b"data: ", 1)[1])["error"]
+    assert error == {
+        "message": "n must be positive",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": None,
+    }

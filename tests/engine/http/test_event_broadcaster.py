@@ -1,0 +1,381 @@
+"""Prefix events between the scheduler and a reader, without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import orjson
+import pytest
+
+from radix.pins import Pins
+from radix.residency import Held
+from sgl_ext.engine.core import event_lines
+from sgl_ext.engine.core.counters import counter
+from sgl_ext.engine.core.hints import Hints
+from sgl_ext.engine.http import event_broadcaster as hub_module
+from sgl_ext.engine.http.event_broadcaster import EventStream, Hub
+from sgl_ext.engine.scheduler import event_publisher
+from sgl_ext.engine.scheduler.event_publisher import Publisher
+from sgl_ext.engine.scheduler.pin_keeper import PinKeeper
+
+A, B, C = (f"{number:032x}" for number in (0xA, 0xB, 0xC))
+LOAD = {"running": 1, "queued": 0, "pending_tokens": 0}
+
+
+class Reader:
+    """An ASGI server's side of one stream. `stalled`: it takes no bytes."""
+
+    def __init__(self, hub: Hub, stalled: bool = False) -> None:
+        self.lines: list[dict[str, Any]] = []
+        self.status = 0
+        self.complete = False
+        self.left = asyncio.Event()
+        self._stalled = stalled
+        self._read = asyncio.Event()
+        self.task = asyncio.create_task(
+            EventStream(hub)({"type": "http"}, self._receive, self._send)
+        )
+
+    async def _receive(self) -> dict[str, Any]:
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            assert (b"content-type", b"application/x-ndjson") in message["headers"]
+            assert b"content-length" not in dict(message["headers"])
+            return
+        if self._stalled:
+            await asyncio.Event().wait()
+        self.lines += map(orjson.loads, message["body"].splitlines())
+        self.complete = not message.get("more_body", False)
+        self._read.set()
+
+    async def have(self, lines: int) -> None:
+        """Waits until so many lines were read."""
+        while len(self.lines) < lines:
+            self._read.clear()
+            await self._read.wait()
+
+
+@contextmanager
+def counted(name: str, by: int) -> Iterator[None]:
+    before = counter(name)._value.get()
+    yield
+    assert counter(name)._value.get() == before + by
+
+
+def line(**keys: Any) -> bytes:
+    return orjson.dumps(keys)
+
+
+async def test_a_quiet_stream_says_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "QUIET_S", 0.01)
+    reader = Reader(Hub())
+    await reader.have(3)
+    assert reader.lines[1:3] == [{"seq": 1, "alive": True}, {"seq": 2, "alive": True}]
+    reader.left.set()
+    await reader.task
+
+
+async def test_a_reader_gets_everything_held_and_then_every_line() -> None:
+    hub = Hub()
+    hub.apply(line(stored=[[A, None, 5], [B, A, 9]], load=LOAD))
+    reader = Reader(hub)
+    await reader.have(2)
+    hub.apply(line(removed=[B], stored=[[C, A, 7]]))
+    hub.apply(line(load={**LOAD, "queued": 2}))
+    await reader.have(4)
+    assert reader.status == 200
+    assert reader.lines == [
+        {"seq": 0, "snapshot": True, "cleared": True, "load": LOAD},
+        {"seq": 1, "stored": [[A, None, 5], [B, A, 9]]},
+        {"seq": 2, "removed": [B], "stored": [[C, A, 7]]},
+        {"seq": 3, "load": {**LOAD, "queued": 2}},
+    ]
+    reader.left.set()
+    await reader.task
+
+
+async def test_a_later_reader_gets_what_the_lines_came_to() -> None:
+    hub = Hub()
+    hub.apply(line(stored=[[A, None, 5], [B, A, 9], [C, B, 12]]))
+    hub.apply(line(removed=[B], load=LOAD))
+    reader = Reader(hub)
+    await reader.have(2)
+    assert reader.lines[0]["load"] == LOAD
+    assert reader.lines[1]["stored"] == [[A, None, 5]]
+    hub.close()
+    await reader.task
+    hub.apply(line(cleared=True))
+    reader = Reader(hub)
+    await reader.have(1)
+    hub.close()
+    await reader.task
+    assert len(reader.lines) == 1
+
+
+async def test_a_long_snapshot_is_split_and_loses_nothing_told_meanwhile() -> None:
+    hub = Hub()
+    segments = [f"{number:032x}" for number in range(1, 2501)]
+    hub.apply(line(stored=[[segment, None, 1] for segment in segments]))
+    reader = Reader(hub)
+    await reader.have(2)
+    hub.apply(line(stored=[[A, None, 2]], removed=[B]))
+    await reader.have(5)
+    assert [line["seq"] for line in reader.lines] == [0, 1, 2, 3, 4]
+    told = [segment for line in reader.lines[:4] for segment, *_ in line.get("stored", ())]
+    assert sorted(told) == segments
+    assert reader.lines[4]["stored"] == [[A, None, 2]]
+    hub.close()
+    await reader.task
+
+
+async def test_a_reader_that_falls_behind_is_given_up_and_counted() -> None:
+    hub = Hub(buffer_bytes=200)
+    stalled, good = Reader(hub, stalled=True), Reader(hub)
+    await good.have(1)
+    with counted("event_subscribers_slow", 1):
+        for _ in range(4):
+            hub.apply(line(load=LOAD, removed=[A]))
+            await asyncio.sleep(0)
+        await stalled.task
+    assert not stalled.complete
+    await good.have(5)
+    hub.close()
+    await good.task
+    assert good.complete
+
+
+async def test_a_line_that_cannot_be_applied_is_refused_and_the_mirror_stands() -> None:
+    hub = Hub()
+    hub.apply(line(stored=[[A, None, 5]]))
+    with pytest.raises(ValueError, match="not held"):
+        hub.apply(line(stored=[[C, B, 5]]))
+    reader = Reader(hub)
+    await reader.have(2)
+    assert reader.lines[1]["stored"] == [[A, None, 5]]
+    hub.close()
+    await reader.task
+
+
+class Pipe:
+    """The channel, with a switch."""
+
+    def __init__(self) -> None:
+        self.lines: list[dict[str, Any]] = []
+        self.room = 1 << 30
+
+    def has_room(self) -> bool:
+        return self.room > 0
+
+    def send(self, line: dict[str, Any]) -> bool:
+        if not self.room:
+            return False
+        self.room -= 1
+        self.lines.append(orjson.loads(orjson.dumps(line)))
+        return True
+
+    def take(self) -> list[dict[str, Any]]:
+        lines, self.lines = self.lines, []
+        return lines
+
+
+class Scheduler:
+    """As much of one as load is read off."""
+
+    def __init__(self) -> None:
+        self.waiting_queue: list[Any] = []
+        self.chunked_req: Any = None
+        self.max_running_requests = 8
+        self.used = 0
+        stats = SimpleNamespace(get_kv_token_stats=lambda: (self.used, 0.0))
+        self.load_inquirer = SimpleNamespace(
+            get_num_waiting_uncached_tokens=lambda: 10 * len(self.waiting_queue),
+            pool_stats_observer=SimpleNamespace(get_pool_stats=lambda: stats),
+            max_total_num_tokens=100,
+        )
+
+
+def plan(running: int, prefill: int = 0, tokens: int = 0) -> Any:
+    batch = SimpleNamespace(reqs=[None] * running)
+    new = SimpleNamespace(reqs=[None] * prefill, extend_num_tokens=tokens) if prefill else None
+    return SimpleNamespace(running_batch=batch, batch_to_run=new or (batch if running else None))
+
+
+class Cache:
+    def __init__(self) -> None:
+        self.held = Held()
+        self.pins = PinKeeper(self, Pins(budget_tokens=100), page=1, tells=True)
+
+    def match_until(self, _: Any, tokens: int) -> tuple[int, int]:
+        return tokens, 1
+
+    def lock(self, node: int) -> int:
+        return node
+
+    def unlock(self, lock: int) -> None:
+        """Nothing is evicted here."""
+
+    def sweep(self, steps: int) -> None:
+        """Nothing was evicted."""
+
+
+def add(cache: Cache, segment: int, tokens: int = 5) -> None:
+    cache.held.add([segment], [1], key=range(tokens), resident=tokens, node=1, had=0)
+
+
+def pin(cache: Cache, ttl_s: float = 300.0) -> None:
+    prompt = array("q", range(10))
+    request = SimpleNamespace(
+        origin_input_ids=prompt, extra_key=None, cache_salt=None, cached_tokens=0
+    )
+    hints = Hints(
+        hashes=(0xA,),
+        ends=(40,),
+        pins=((10, ttl_s),),
+        owner="o",
+        session="s",
+        told_s=5.0,
+        is_kept=True,
+        is_last=False,
+        is_answer_kept=True,
+    )
+    cache.pins.seen(request, hints, 10)
+
+
+def test_pins_are_published_and_sent_again_like_all_else() -> None:
+    cache, pipe = Cache(), Pipe()
+    sender = Publisher(Scheduler(), cache, pipe)
+    pin(cache)
+    sender.publish(plan(1), now=0.0)
+    (told,) = pipe.take()
+    (row,) = told["pinned"]
+    assert row == {
+        "prefix": row["prefix"],
+        "segment": A,
+        "tokens": 10,
+        "ttl_s": 300.0,
+        "left_s": 300.0,
+        "hits": 0,
+        "owner": "o",
+        "session": "s",
+    }
+    assert told["load"]["pinned_tokens"] == 10
+    pipe.room = 0
+    with counted("event_lines_dropped", 1):
+        sender.publish(plan(2), now=1.0)
+    pipe.room = 9
+    sender.publish(plan(2), now=2.0)
+    assert [line.get("pinned") for line in pipe.take()] == [None, [row], None]
+    cache.pins.advance(1000.0)
+    sender.publish(plan(2), now=3.0)
+    assert pipe.take()[0]["unpinned"] == [row["prefix"]]
+
+
+def test_changes_are_published_once_and_load_when_it_changed() -> None:
+    cache, pipe, scheduler = Cache(), Pipe(), Scheduler()
+    sender = Publisher(scheduler, cache, pipe)
+    add(cache, 0xA)
+    sender.publish(plan(1), now=0.0)
+    idle = {
+        "pending_tokens": 0,
+        "used_tokens": 0,
+        "pinned_tokens": 0,
+        "capacity_tokens": 100,
+        "max_running": 8,
+    }
+    load = {"running": 1, "queued": 0, **idle}
+    assert pipe.take() == [{"stored": [[A, None, 5]], "load": load}]
+    sender.publish(plan(2, prefill=1, tokens=700), now=0.05)  # too soon
+    assert pipe.take() == []
+    scheduler.waiting_queue.append(None)
+    sender.publish(plan(2, prefill=1, tokens=700), now=0.11)
+    load = {**idle, "pending_tokens": 710}
+    assert pipe.take() == [{"load": {"running": 3, "queued": 1, **load}}]
+    scheduler.waiting_queue.clear()
+    sender.publish(plan(0), now=0.12)  # soon, but an idle scheduler may sleep
+    assert pipe.take() == [{"load": {"running": 0, "queued": 0, **idle}}]
+    sender.publish(plan(0), now=5.0)
+    assert pipe.take() == []
+
+
+def test_a_short_prefill_is_not_held_up_and_the_next_iteration_tells_all() -> None:
+    cache, pipe = Cache(), Pipe()
+    sender = Publisher(Scheduler(), cache, pipe)
+    add(cache, 0xA)
+    sender.publish(plan(0, prefill=1, tokens=20), now=0.0)
+    assert pipe.take() == []
+    sender.publish(plan(0, prefill=1, tokens=20), now=0.01)
+    (told,) = pipe.take()
+    assert told["stored"] == [[A, None, 5]]
+    assert (told["load"]["running"], told["load"]["pending_tokens"]) == (1, 20)
+
+
+def test_a_chunk_is_pending_once() -> None:
+    scheduler = Scheduler()
+    scheduler.chunked_req = SimpleNamespace(extend_end=30, prefix_len=10)
+    scheduler.waiting_queue = [None] * 5  # stands for 50 tokens, the chunked rest among them
+    assert (
+        event_publisher.load_of(scheduler, plan(0, prefill=2, tokens=25), 0)["pending_tokens"] == 55
+    )
+
+
+def test_after_a_line_found_no_room_everything_is_sent_again() -> None:
+    cache, pipe, scheduler = Cache(), Pipe(), Scheduler()
+    sender = Publisher(scheduler, cache, pipe)
+    add(cache, 0xA)
+    sender.publish(plan(1), now=0.0)
+    pipe.take()
+    pipe.room = 0
+    add(cache, 0xB)
+    with counted("event_lines_dropped", 1):
+        sender.publish(plan(1), now=0.0)
+        add(cache, 0xC)
+        sender.publish(plan(1), now=0.0)
+    pipe.room = 1
+    with counted("event_lines_dropped", 1):
+        sender.publish(plan(1), now=0.0)  # room for the first line alone
+    pipe.room = 9
+    sender.publish(plan(1), now=0.0)
+    first, second, third = pipe.take()[1:]
+    assert first == {"cleared": True}
+    assert second == {"stored": [[A, None, 5], [B, None, 5], [C, None, 5]]}
+    assert third["load"]["running"] == 1
+    sender.publish(plan(1), now=0.0)
+    assert pipe.take() == []
+
+
+def test_without_our_cache_load_alone_is_published() -> None:
+    pipe = Pipe()
+    sender = Publisher(Scheduler(), None, pipe)
+    pipe.room = 0
+    sender.publish(plan(1), now=0.0)
+    pipe.room = 9
+    sender.publish(plan(1), now=1.0)
+    assert [line.keys() for line in pipe.take()] == [{"cleared"}, {"load"}]
+
+
+def test_a_clear_and_what_is_stored_go_in_one_line() -> None:
+    cache, pipe = Cache(), Pipe()
+    sender = Publisher(Scheduler(), cache, pipe)
+    cache.held.clear()
+    add(cache, 0xA)
+    sender.publish(plan(1), now=0.0)
+    (told,) = pipe.take()
+    assert (told["cleared"], told["stored"]) == (True, [[A, None, 5]])
+
+
+def test_many_segments_go_in_lines_of_a_bounded_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_lines, "LINE_SEGMENTS", 2)
+    cache, pipe = Cache(), Pipe()
+    for segment in (0xA, 0xB, 0xC):
+        add(cache, segment)
+    Publisher(Scheduler(), cache, pipe).publish(plan(1), now=0.0)
+    assert [len(line.get("stored", ())) for line in pipe.take()] == [2, 1]

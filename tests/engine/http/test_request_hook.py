@@ -1,0 +1,197 @@
+"""The request hook by itself: what it hands on, and what it keeps of a stripped header."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import orjson
+import pytest
+from fastapi import HTTPException
+from starlette.datastructures import Headers
+
+from sgl_ext.engine.core.counters import counter
+from sgl_ext.engine.core.hints import WHOLE, current
+from sgl_ext.engine.core.settings import EngineSettings
+from sgl_ext.engine.http import request_hook
+from sgl_ext.requests.chain_header import ChainHeader
+from sgl_ext.requests.facts import ClientFacts
+from sgl_ext.requests.headers import HeaderStrip
+from sgl_ext.requests.segments import Chain, read_chain
+from sgl_ext.requests.session import GROUP_HEADER, salt_of
+from sgl_ext.tenants import Tenant, Tenants
+from tests.requests.test_system_text import HEADER, S
+
+
+class Request:
+    """As much of SGLang's request as the hook touches."""
+
+    def __init__(
+        self, document: Any, path: str = "/v1/messages", headers: dict[str, str] | None = None
+    ) -> None:
+        self.url = SimpleNamespace(path=path)
+        self.headers: Mapping[str, str] = headers or {}
+        self.state = SimpleNamespace()
+        self.parsed = document
+        self.parses = 0
+
+    async def body(self) -> bytes:
+        return orjson.dumps(self.parsed)
+
+    async def json(self) -> Any:
+        self.parses += 1
+        return self.parsed
+
+
+async def test_a_header_is_stripped_once_and_its_facts_stay_with_the_request() -> None:
+    request = Request({"system": f"{HEADER[:-1]}; cc_is_subagent=true;\n{S}"})
+    first = await request_hook.read_body(Request.json, request)
+    assert first == {"system": S}
+    assert await request_hook.read_body(Request.json, request) is first
+    assert request.parses == 1
+    assert request.state.client == ClientFacts("2.1.197.3af", "sdk-cli", None, True)
+
+
+@pytest.mark.parametrize("document", [{"system": S}, {"messages": []}])
+async def test_without_a_header_the_parsed_body_is_handed_on_as_it_is(document: Any) -> None:
+    request = Request(document)
+    assert await request_hook.read_body(Request.json, request) is document
+    assert request.state.client == ClientFacts()
+
+
+async def test_without_names_nothing_is_stripped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_hook, "_strip", lambda: HeaderStrip(()))
+    request = Request({"system": f"{HEADER}\n{S}"})
+    assert await request_hook.read_body(Request.json, request) is request.parsed
+
+
+@pytest.mark.parametrize(("sort_tools", "first"), [(True, "a"), (False, "b")])
+async def test_tools_are_put_in_order_for_those_who_ask_for_it(
+    monkeypatch: pytest.MonkeyPatch, sort_tools: bool, first: str
+) -> None:
+    monkeypatch.setattr(request_hook, "_settings", lambda: EngineSettings(sort_tools=sort_tools))
+    request = Request({"tools": [{"name": "b"}, {"name": "a"}], "messages": []})
+    assert (await request_hook.read_body(Request.json, request))["tools"][0] == {"name": first}
+
+
+@pytest.mark.parametrize(("group", "is_read"), [(None, False), ("other", True)])
+async def test_what_the_balancer_has_read_is_not_read_again(
+    monkeypatch: pytest.MonkeyPatch, group: str | None, is_read: bool
+) -> None:
+    document = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
+    path, told = "/v1/messages", read_chain("/v1/messages", document)
+    rules = ChainHeader(HeaderStrip(), sort_tools=False)
+    line = rules.line(path, b"", orjson.dumps(document), told).decode()
+    name, _, value = line.strip().partition(": ")
+    headers = {name: value} | ({} if group is None else {GROUP_HEADER: group})
+    reads: list[str] = []
+
+    def read(path: str, read_body: Any, *, salt: bytes) -> Chain:
+        reads.append(path)
+        return read_chain(path, read_body, salt=salt)
+
+    monkeypatch.setattr(request_hook, "read_chain", read)
+    await request_hook.read_body(Request.json, Request(document, path, headers))
+    reading = current()
+    assert reading is not None
+    expected = read_chain(path, document, salt=salt_of(headers))
+    assert tuple(reading.chain.hashes) == expected.hashes
+    assert reading.chain.session == expected.session
+    assert bool(reads) == is_read
+
+
+async def test_what_is_asked_of_the_cache_stays_with_the_request() -> None:
+    document = {"prompt": "text", "nvext": {"cache_control": {"type": "ephemeral", "ttl": "1h"}}}
+    headers = {"x-tenant-id": "t", "session-id": "s", "x-sgl-ext-session-final": "true"}
+    await request_hook.read_body(Request.json, Request(document, "/v1/completions", headers))
+    reading = current()
+    assert reading is not None
+    assert (reading.owner, reading.session, reading.is_last) == ("t", "s", True)
+    assert reading.pins == ((WHOLE, 3600.0),)
+
+
+TENANTS = Tenants((Tenant("people", 200), Tenant("batch", -5)), max_priority=50)
+
+
+@pytest.mark.parametrize(
+    ("tenant", "header", "hint", "own", "priority", "clamped"),
+    [
+        (None, None, None, None, 0, 0),
+        (None, "60", None, None, 50, 1),
+        ("another", "60", None, None, 50, 1),
+        ("people", "60", None, None, 60, 0),
+        ("people", "201", None, None, 200, 1),
+        ("people", None, 201, None, 200, 1),
+        ("people", None, None, 201, 200, 1),
+        ("people", "300", 400, 500, 200, 1),
+        ("batch", None, None, None, -5, 0),
+        ("batch", "10", None, None, -5, 1),
+        ("batch", "10", 100, None, -5, 1),
+        ("batch", None, 100, 100, -5, 1),
+        ("batch", "-6", 100, 100, -6, 0),
+    ],
+)
+async def test_a_request_gets_no_more_than_its_tenant_has_and_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+    tenant: str | None,
+    header: str | None,
+    hint: int | None,
+    own: int | None,
+    priority: int,
+    clamped: int,
+) -> None:
+    monkeypatch.setattr(request_hook, "_tenants", lambda: TENANTS)
+    headers = {"x-tenant-id": tenant, "x-sgl-ext-priority": header}
+    document = {"text": "t", "priority": own, "nvext": {"agent_hints": {"priority": hint}}}
+    counted = counter("priority_clamped").labels("/generate")._value
+    before = counted.get()
+    given = {name: value for name, value in headers.items() if value is not None}
+    await request_hook.read_body(Request.json, Request(document, "/generate", given))
+    reading = current()
+    assert reading is not None
+    assert (reading.importance.priority, reading.owner) == (priority, tenant or "")
+    assert counted.get() - before == clamped
+
+
+async def test_settings_say_what_tenants_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = EngineSettings(max_priority=50, tenants=(Tenant("people", 200, 3.0),))
+    monkeypatch.setattr(request_hook, "_settings", lambda: settings)
+    tenants = request_hook._tenants.__wrapped__()
+    assert (tenants.of("people").max_priority, tenants.of("x").max_priority) == (200, 50)
+
+
+async def test_of_two_tenants_named_in_one_request_the_last_counts() -> None:
+    request = Request({"text": "t"}, "/generate")
+    request.headers = Headers(raw=[(b"x-tenant-id", b"clients"), (b"x-tenant-id", b"proxys")])
+    await request_hook.read_body(Request.json, request)
+    reading = current()
+    assert reading is not None
+    assert reading.owner == "proxys"
+
+
+async def test_a_malformed_wish_is_refused_naming_the_field() -> None:
+    document = {"text": "t", "nvext": {"cache_control": {"type": "ephemeral", "ttl": "forever"}}}
+    with pytest.raises(HTTPException, match=r"^400: nvext\.cache_control\.ttl: "):
+        await request_hook.read_body(Request.json, Request(document, "/generate"))
+
+
+@pytest.mark.parametrize("document", [[1], "text", None, 5])
+async def test_a_body_that_is_no_object_is_refused_in_words(document: Any) -> None:
+    request = Request(document)
+    with pytest.raises(HTTPException, match=r"^400: body: must be a JSON object$"):
+        await request_hook.read_body(Request.json, request)
+    native = Request(document, "/generate")
+    assert await request_hook.read_body(Request.json, native) == document
+
+
+async def test_what_sglang_refuses_is_translated_and_counted_and_what_is_read_is_as_sent() -> None:
+    tools = [{"type": "web_search_20250305", "name": "web_search"}]
+    document = {"messages": [{"role": "user", "content": "a"}], "tools": tools}
+    counted = counter("translated").labels("/v1/messages", "web_search_tool")._value
+    before = counted.get()
+    assert (await request_hook.read_body(Request.json, Request(document)))["tools"] == []
+    assert counted.get() - before == 1
+    reading = current()
+    assert reading is not None
+    assert reading.body["tools"] is tools

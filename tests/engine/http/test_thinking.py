@@ -1,0 +1,56 @@
+"""Whether a template drops thinking, by templates that do and do not."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import jinja2
+import pytest
+
+from sgl_ext.engine.http.thinking import drops_thinking
+
+pytestmark = pytest.mark.engine
+
+PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+THINKS = "{% for m in messages %}[{{ m.role }}]{{ m.reasoning_content }}{{ m.content }}{% endfor %}"
+IN_LOOPS = """{% set ns = namespace(last=0) %}
+{%- for m in messages if m.role == "user" %}{% set ns.last = messages.index(m) %}{% endfor %}
+{%- for m in messages %}[{{ m.role }}]
+{%- if loop.index0 > ns.last %}{{ m.reasoning_content }}{% endif %}{{ m.content }}{% endfor %}"""
+REFUSES = "{{ nothing.at.all }}"
+
+
+class Chat:
+    """As much of SGLang's front end as is asked."""
+
+    def __init__(self, template: str) -> None:
+        self.template = jinja2.Template(template)
+        self.rendered: list[str] = []
+        self.asked = 0
+
+    def _process_messages(self, request: Any, _: bool) -> None:
+        self.asked += 1
+        messages = [message.model_dump() for message in request.messages]
+        self.rendered.append(self.template.render(messages=messages))
+
+    @contextmanager
+    def rendering(self) -> Iterator[list[str]]:
+        self.rendered = []
+        yield self.rendered
+
+
+@pytest.mark.parametrize(
+    ("template", "drops"), [(PLAIN, True), (THINKS, False), (IN_LOOPS, False), (REFUSES, False)]
+)
+def test_thinking_is_dropped_if_neither_kind_of_turn_has_it(template: str, drops: bool) -> None:
+    with warnings.catch_warnings(action="ignore"):  # SGLang's, while it is imported
+        import_module("sglang.srt.entrypoints.openai.protocol")
+    chat = Chat(template)
+    assert drops_thinking(chat, chat.rendering) is drops
+    asked = chat.asked
+    assert drops_thinking(chat, chat.rendering) is drops
+    assert chat.asked == asked, "a template is asked once"

@@ -1,0 +1,108 @@
+"""What a model said before and between calls comes out whole, however its stream was cut."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_ext.engine.http.tool_calls import (
+    forward_unknown_tools,
+    hold_space,
+    parse_piece,
+    release_space,
+)
+
+pytestmark = pytest.mark.engine
+
+DECLARED = ("look", "write")
+CALLS = [
+    ("look", {"path": "/a/b.py"}),
+    ("paint", {"colour": ["<tool_call>", {}]}),
+    ("write", {"text": "<tool_call>\n[1, 2]", "n": 3}),
+]
+SAID = "I will look.\n"
+
+
+def spoken(said: str, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
+    blocks = [json.dumps({"name": name, "arguments": given}) for name, given in calls]
+    return said + "\n".join(f"<tool_call>\n{block}\n</tool_call>" for block in blocks)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def hooked() -> Iterator[None]:
+    from sglang.srt.function_call.base_format_detector import BaseFormatDetector
+    from sglang.srt.function_call.function_call_parser import FunctionCallParser
+
+    with pytest.MonkeyPatch.context() as patch:
+
+        def hook(owner: Any, name: str, around: Any) -> None:
+            original = getattr(owner, name)
+            patch.setattr(owner, name, lambda *given: around(original, *given))
+
+        hook(BaseFormatDetector, "parse_streaming_increment", parse_piece)
+        hook(FunctionCallParser, "parse_stream_chunk", hold_space)
+        hook(FunctionCallParser, "parse_stream_end", release_space)
+        patch.setenv("SGLANG_FORWARD_UNKNOWN_TOOLS", "0")  # so that it is undone
+        patch.delenv("SGLANG_FORWARD_UNKNOWN_TOOLS")
+        forward_unknown_tools()
+        yield
+
+
+def parser() -> Any:
+    from sglang.srt.entrypoints.openai.protocol import Tool
+    from sglang.srt.function_call.function_call_parser import FunctionCallParser
+
+    tools = [Tool(type="function", function={"name": name}) for name in DECLARED]
+    return FunctionCallParser(tools, "qwen25")
+
+
+def heard(pieces: Sequence[str]) -> tuple[str, list[tuple[str, Any]]]:
+    """The text and the calls that a client gets of a stream cut so."""
+    stream = parser()
+    found: list[tuple[str, list[Any]]] = [stream.parse_stream_chunk(piece) for piece in pieces]
+    found.append(stream.parse_stream_end())
+    text = "".join(said for said, _ in found)
+    names: dict[int, str] = {}
+    arguments: dict[int, str] = {}
+    for call in (call for _, calls in found for call in calls):
+        if call.name:
+            names[call.tool_index] = call.name
+        arguments[call.tool_index] = arguments.get(call.tool_index, "") + call.parameters
+    return text, [(names[n], json.loads(arguments[n])) for n in sorted(names)]
+
+
+def cut(text: str, places: set[int]) -> list[str]:
+    ends = [*sorted(place for place in places if place < len(text)), len(text)]
+    return [text[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+
+
+WHOLE = spoken(SAID, CALLS)
+
+
+@given(st.sets(st.integers(1, len(WHOLE) - 1)))
+def test_text_and_calls_come_whole_however_they_are_cut(places: set[int]) -> None:
+    text, calls = heard(cut(WHOLE, places))
+    assert text == SAID.rstrip()
+    assert calls == CALLS
+
+
+def test_all_of_an_answer_may_come_in_one_piece() -> None:
+    assert heard([WHOLE]) == (SAID.rstrip(), CALLS)
+
+
+def test_a_whole_answer_is_the_same() -> None:
+    text, calls = parser().parse_non_stream(WHOLE)
+    assert text == SAID.rstrip()
+    assert [(call.name, json.loads(call.parameters)) for call in calls] == CALLS
+
+
+@given(st.text(max_size=40), st.sets(st.integers(1, 60)))
+def test_an_answer_without_calls_passes_as_it_is(text: str, places: set[int]) -> None:
+    if "tool_call>" in text:
+        return
+    assert heard(cut(text, places)) == (text, [])

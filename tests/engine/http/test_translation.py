@@ -1,0 +1,83 @@
+"""The hooks that translate for SGLang: what they make of its own requests and front ends."""
+
+from __future__ import annotations
+
+import warnings
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sgl_ext.engine.http.translation import join_answers, model_of, name_namespaces, whole_budget
+from sgl_ext.requests.dialects.parts import Model
+
+pytestmark = pytest.mark.engine
+
+TOOLS = [{"type": "namespace", "name": "agents", "tools": [{"type": "function", "name": "spawn"}]}]
+
+
+def front_end(**facts: Any) -> Any:
+    config = SimpleNamespace(is_multimodal=facts.pop("sees", False))
+    usual = {"reasoning_parser": None, "tool_call_parser": "qwen25", "supports_inline_system": True}
+    manager = SimpleNamespace(model_config=config)
+    return SimpleNamespace(tokenizer_manager=manager, **{**usual, **facts})
+
+
+def test_a_model_can_do_what_its_front_end_says() -> None:
+    assert model_of(None) == Model()
+    assert model_of(front_end()) == Model(thinks=False, sees=False)
+    able = front_end(reasoning_parser="qwen3", sees=True, supports_inline_system=False)
+    assert model_of(able) == Model(takes_system_anywhere=False)
+    muse = model_of(front_end(tool_call_parser="muse"))
+    assert muse.takes_namespaces
+    assert muse.has_phases
+    assert model_of(front_end(use_harmony=True, tool_server=object())).runs_tools
+    assert model_of(front_end(use_harmony=True)).has_phases
+
+
+@pytest.mark.parametrize(("parser", "is_named"), [("qwen25", True), ("muse", False)])
+async def test_calls_are_answered_by_the_names_that_the_client_gave(
+    parser: str, is_named: bool
+) -> None:
+    with warnings.catch_warnings(action="ignore"):  # SGLang's, while it is imported
+        serving = import_module("sglang.srt.entrypoints.openai.serving_responses")
+        protocol = import_module("sglang.srt.entrypoints.openai.protocol")
+    request = protocol.ResponsesRequest(input="a")
+    raw = SimpleNamespace(state=SimpleNamespace(reading=SimpleNamespace(body={"tools": TOOLS})))
+
+    async def create(_: Any, asked: Any, __: Any) -> Any:
+        return asked
+
+    asked = await name_namespaces(create, front_end(tool_call_parser=parser), request, raw)
+    names = asked._tool_state.names
+    assert bool(names) is is_named
+    item = serving.OpenAIServingResponses._make_tool_call_item("agents__spawn", "{}", set(), names)
+    named = {"namespace": "agents", "name": "spawn"} if is_named else {"name": "agents__spawn"}
+    assert named.items() <= item.model_dump().items()
+
+
+def test_an_answer_may_be_as_long_as_was_asked() -> None:
+    def two_less(request: Any) -> dict[str, Any]:
+        limit = request.max_output_tokens
+        return {"max_new_tokens": None if limit is None else limit - 2}
+
+    for limit in (1, 16, None):
+        params = whole_budget(two_less, SimpleNamespace(max_output_tokens=limit))
+        assert params["max_new_tokens"] == limit
+
+
+def test_what_a_model_said_in_one_turn_is_one_text_in_the_next() -> None:
+    def part(kind: str, text: str = "") -> Any:
+        return SimpleNamespace(type=kind, text=text)
+
+    def turn(role: str, *parts: Any) -> Any:
+        return SimpleNamespace(role=role, content=list(parts))
+
+    said = turn("assistant", part("text", "<think>\nHm.\n</think>\n\n"), part("text", "I look."))
+    seen = turn("assistant", part("text", "a"), part("image_url"))
+    asked = turn("user", part("text", "a"), part("text", "b"))
+    chat = SimpleNamespace(messages=[asked, said, seen])
+    assert join_answers(lambda *_: chat, None, None) is chat
+    assert said.content == "<think>\nHm.\n</think>\n\nI look."
+    assert len(seen.content) == len(asked.content) == 2

@@ -1,0 +1,138 @@
+"""What is certain of a turn's tokens, and how a conversation comes to be guessed."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_ext.engine.core.dry_run import Conversion
+from sgl_ext.engine.core.hints import Reading
+from sgl_ext.engine.prefill_ahead.next_turns import NextTurns, certain_ids
+from sgl_ext.requests.cache_marks import Marks
+from sgl_ext.requests.next_turn import Turn
+from sgl_ext.requests.priority import Importance
+from sgl_ext.requests.segments import Chain
+
+NONCE = "0a1b2c3d4e5f6a7bn0z"
+
+
+def decode(ids: Sequence[int]) -> str:
+    """Three characters a token, as if a tokenizer knew them."""
+    return b"".join(number.to_bytes(3, "big") for number in ids).decode("latin-1")
+
+
+def encode(text: str) -> list[int]:
+    data = text.encode("latin-1")
+    data += b" " * (-len(data) % 3)
+    return [int.from_bytes(data[at : at + 3], "big") for at in range(0, len(data), 3)]
+
+
+def converted(ids: Any) -> Conversion:
+    conversion = Conversion()
+    conversion.request = SimpleNamespace(input_ids=ids)
+    return conversion
+
+
+@given(before=st.integers(13, 400), after=st.integers(0, 400))
+def test_what_is_before_the_made_up_text_is_certain(before: int, after: int) -> None:
+    text = "x" * before + NONCE + "y" * after
+    ids = encode(text)
+    found = certain_ids(converted(ids), Turn({}, (NONCE,)), decode)
+    known = ids[: before // 3]
+    if len(known) <= 4:
+        assert found is None
+    else:
+        assert found == known[:-4]
+
+
+def test_all_is_certain_where_nothing_was_made_up() -> None:
+    ids = encode("as it is")
+    for given_ids in (ids, array("q", ids)):
+        assert certain_ids(converted(given_ids), Turn({}, ()), decode) == ids
+
+
+@pytest.mark.parametrize("ids", [None, [], [[1, 2]], "text", encode("no such word " * 50)])
+def test_nothing_is_certain_where_the_made_up_text_is_not_found(ids: Any) -> None:
+    assert certain_ids(converted(ids), Turn({}, (NONCE,)), decode) is None
+    assert certain_ids(Conversion(), Turn({}, ()), decode) is None
+
+
+class NoPrefiller:
+    def drop(self, name: str, why: str) -> bool:
+        return False
+
+
+def turns(policy: str = "auto") -> NextTurns:
+    made: Any = NextTurns(None, SimpleNamespace(), NoPrefiller(), policy)  # type: ignore[arg-type]
+    assert isinstance(made, NextTurns)
+    return made
+
+
+def reading(*hashes: int, asked: bool | None = None, **fields: Any) -> Reading:
+    return Reading(
+        "/v1/messages",
+        {},
+        Chain(hashes=hashes, ends=tuple(range(1, len(hashes) + 1))),
+        Marks(),
+        Importance(speculative_prefill=asked),
+        conversation=7,
+        **fields,
+    )
+
+
+NO_REQUEST = SimpleNamespace(input_ids=[1])
+
+
+def test_a_conversation_that_grows_is_guessed() -> None:
+    seen = turns()
+    seen.came(reading(1, 2), NO_REQUEST)
+    assert not seen.wants(reading(1, 2))
+    seen.came(reading(1, 2, 3), NO_REQUEST)
+    assert seen.wants(reading(1, 2, 3))
+
+
+def test_the_same_request_again_is_no_growth() -> None:
+    seen = turns()
+    for _ in range(3):
+        seen.came(reading(1, 2), NO_REQUEST)
+    assert not seen.wants(reading(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("policy", "asked", "wanted"),
+    [
+        ("auto", True, True),
+        ("auto", None, False),
+        ("auto", False, False),
+        ("asked", True, True),
+        ("off", True, False),
+    ],
+)
+def test_who_asks_is_guessed(policy: str, asked: bool | None, wanted: bool) -> None:
+    assert turns(policy).wants(reading(1, asked=asked)) is wanted
+
+
+def test_who_forbids_it_is_not_guessed_though_it_grows() -> None:
+    seen = turns()
+    seen.came(reading(1), NO_REQUEST)
+    seen.came(reading(1, 2), NO_REQUEST)
+    assert not seen.wants(reading(1, 2, asked=False))
+    assert not seen.wants(reading(1, 2, is_last=True))
+    only_asked = turns("asked")
+    only_asked.came(reading(1), NO_REQUEST)
+    only_asked.came(reading(1, 2), NO_REQUEST)
+    assert not only_asked.wants(reading(1, 2))
+
+
+def test_tenants_do_not_share_a_conversation() -> None:
+    seen = turns()
+    seen.came(reading(1, owner="one"), NO_REQUEST)
+    seen.came(reading(1, 2, owner="other"), NO_REQUEST)
+    assert not seen.wants(reading(1, 2, owner="one"))
+    assert not seen.wants(reading(1, 2, owner="other"))

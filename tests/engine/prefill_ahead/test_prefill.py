@@ -1,0 +1,358 @@
+"""Prefill ahead in a real engine: what is asked next is in the cache, and nobody is in its way.
+
+What was prefilled is measured by asking for it. The engine has little memory and small slices,
+and its template drops what an assistant thought before an earlier user's turn: so the next turn
+of a person is not what the cache has, unless it was prefilled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from sgl_ext_cpu.nursery import Nursery
+
+from sgl_ext.engine.core.settings import EngineSettings
+from sgl_ext.engine.prefill_ahead.routes import MOST_WAITING, PATH
+from tests.engine.scheduler.test_event_publisher import (
+    ONE,
+    Engine,
+    Watch,
+    chain_of,
+    running_engine,
+    text,
+    user,
+)
+from tests.waiting import until as until_within
+
+pytestmark = pytest.mark.engine
+
+SLICE = 256
+SLACK = 24  # what pages, a turn's header, and the last token cost
+MESSAGES, CHAT, RESPONSES = "/v1/messages", "/v1/chat/completions", "/v1/responses"
+ASKED = {"nvext": {"agent_hints": {"speculative_prefill": True}}}
+_names = count(1)
+TEMPLATE = """
+{%- set ns = namespace(last=0) %}
+{%- for m in messages if m.role == "user" %}{% set ns.last = messages.index(m) %}{% endfor %}
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{% if loop.index0 > ns.last and m.reasoning_content %}{{ m.reasoning_content }}
+{% endif %}{{ m.content }}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def until(condition: Callable[[], bool]) -> None:
+    until_within(condition, 60)
+
+
+class Serving:
+    """One engine, and what is asked of it here."""
+
+    def __init__(self, engine: Engine, log: Path) -> None:
+        self.url = engine.url
+        self.watch = Watch(engine)
+        self.warmed: list[tuple[int, int]] = []
+        self._engine = engine
+        self._log = log
+
+    def post(self, path: str, body: Any, **options: Any) -> requests.Response:
+        return requests.post(self.url + path, json=body, **{"timeout": 120, **options})
+
+    def prefill(self, body: Any, **options: Any) -> dict[str, Any]:
+        answer = self.post(PATH, body, **options)
+        assert answer.ok, answer.text
+        told: dict[str, Any] = answer.json()
+        return told
+
+    def holds(self, path: str, body: Any) -> bool:
+        """Whether the engine has said that all of a prompt is in its cache."""
+        return set(chain_of(path, body)) <= self.watch.held.keys()
+
+    def usage(self, path: str, body: Any) -> tuple[int, int]:
+        """A request's tokens, and how many of them were cached."""
+        answer = self.post(path, body)
+        assert answer.ok, answer.text
+        usage = answer.json()["usage"]
+        if path == MESSAGES:
+            cached = usage["cache_read_input_tokens"]
+            return usage["input_tokens"] + usage["cache_creation_input_tokens"] + cached, cached
+        details = "prompt_tokens" if path == CHAT else "input_tokens"
+        cached = (usage[f"{details}_details"] or {"cached_tokens": 0})["cached_tokens"]
+        return usage[details], cached
+
+    def counted(self, name: str, **labels: str) -> float:
+        """One of our counters, over all series that have these labels."""
+        page = requests.get(f"{self.url}/metrics", timeout=60).text
+        lines = [one for one in page.splitlines() if one.startswith(f"sgl_ext_{name}_total")]
+        parts = [f'{key}="{value}"' for key, value in labels.items()]
+        return sum(float(o.split()[-1]) for o in lines if all(part in o for part in parts))
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """A request that answers at length."""
+        name = f"busy {next(_names)}"
+        sampling = {"max_new_tokens": 3000, "temperature": 0, "ignore_eos": True}
+        body = {"text": text(5), "rid": name, "sampling_params": sampling}
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(self.post, "/generate", body)
+            until(lambda: self.watch.load["running"] == 1)
+            try:
+                yield
+            finally:
+                self.post("/abort_request", {"rid": name})
+
+    def is_level(self) -> bool:
+        load = self.watch.load
+        return load["running"] == 0 and load["used_tokens"] == load["pinned_tokens"]
+
+    def flush(self) -> None:
+        requests.delete(f"{self.url}/v1/pins", params={"session": "session"}, timeout=60)
+        until(lambda: requests.post(f"{self.url}/flush_cache", timeout=60).ok)
+
+    def assert_sound(self) -> None:
+        assert self._engine.server.running()
+        said = self._log.read_text().lower()
+        assert "leak detected" not in said
+        assert "hit an exception" not in said
+        assert "was not prefilled ahead" not in said
+
+
+WARMED = [{**ONE, "system": text(500), "messages": [user(5)]} for _ in range(2)]
+RANKS = {"one rank": (), "two ranks": ("--tp-size", "2")}
+
+
+@pytest.fixture(scope="module", params=RANKS)
+def started(
+    request: pytest.FixtureRequest,
+    nursery: Nursery,
+    tiny_model: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Serving]:
+    folder = tmp_path_factory.mktemp("prefill")
+    template = folder / "template.jinja"
+    template.write_text(TEMPLATE)
+    warm = folder / "warm.jsonl"
+    warm.write_text("\n".join(json.dumps(body) for body in WARMED))
+    settings = EngineSettings(prefill_ahead_slice=SLICE, warm=str(warm))
+    with pytest.MonkeyPatch.context() as patch:
+        checks = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
+        checks |= {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if RANKS[request.param] else {}
+        for name, value in {**settings.to_environment(), **checks}.items():
+            patch.setenv(name, value)
+        log = folder / "engine.log"
+        flags = ("--chunked-prefill-size", "512", "--chat-template", str(template))
+        flags += RANKS[request.param]
+        with running_engine(nursery, tiny_model, log, *flags) as engine:
+            serving = Serving(engine, log)
+            until(lambda: all(serving.holds(MESSAGES, body) for body in WARMED))
+            until(serving.is_level)
+            serving.warmed = [serving.usage(MESSAGES, body) for body in WARMED]
+            yield serving
+
+
+@pytest.fixture
+def engine(started: Serving) -> Iterator[Serving]:
+    """Begins with an empty cache, and ends with an engine that lacks nothing."""
+    started.flush()
+    started.post("/generate", {"text": text(5), "sampling_params": {"max_new_tokens": 1}})
+    until(started.is_level)
+    yield started
+    until(started.is_level)
+    started.assert_sound()
+
+
+def test_an_engine_begins_with_the_prompts_that_it_is_to_warm(engine: Serving) -> None:
+    assert len(engine.warmed) == len(WARMED)
+    for tokens, cached in engine.warmed:
+        assert cached >= tokens - SLACK
+
+
+BODIES: dict[str, Callable[[], dict[str, Any]]] = {
+    MESSAGES: lambda: {**ONE, "system": text(20), "messages": [user(600)]},
+    CHAT: lambda: {**ONE, "messages": [user(600)]},
+    RESPONSES: lambda: {"model": "tiny", "max_output_tokens": 3, "input": text(600)},
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_prompt_is_in_the_cache_before_it_is_asked_for(engine: Serving, path: str) -> None:
+    body = BODIES[path]()
+    told = engine.prefill(body)
+    assert told["complete"], told
+    assert told["cached_tokens"] < SLACK
+    assert told["prefilled_tokens"] >= told["prompt_tokens"] - told["cached_tokens"] - SLACK
+    assert told["segments"] > 0
+    tokens, cached = engine.usage(path, body)
+    assert told["prompt_tokens"] <= tokens
+    assert cached >= tokens - SLACK
+
+
+def test_what_is_cached_is_not_computed_again(engine: Serving) -> None:
+    body = BODIES[MESSAGES]()
+    engine.prefill(body)
+    before = engine.counted("prefilled_ahead_tokens")
+    told = engine.prefill(body)
+    assert told["complete"]
+    assert told["prefilled_tokens"] == 0
+    assert told["cached_tokens"] >= told["prompt_tokens"] - SLACK
+    assert engine.counted("prefilled_ahead_tokens") == before
+
+
+def test_results_are_sent_as_they_appear(engine: Serving) -> None:
+    calls = [{"type": "tool_use", "id": name, "name": "read", "input": {}} for name in "ab"]
+    results = [{"type": "tool_result", "tool_use_id": name, "content": text(300)} for name in "ab"]
+    asked = [user(300), {"role": "assistant", "content": calls}]
+    first = engine.prefill({**ONE, "messages": asked})
+    assert first["complete"]
+    some = [*asked, {"role": "user", "content": results[:1]}]
+    second = engine.prefill({**ONE, "messages": some})
+    assert second["cached_tokens"] >= first["prompt_tokens"] - SLACK
+    assert second["prefilled_tokens"] > 250
+    body = {**ONE, "messages": [*asked, {"role": "user", "content": results}]}
+    engine.prefill(body)
+    tokens, cached = engine.usage(MESSAGES, body)
+    assert cached >= tokens - SLACK
+
+
+def test_a_mark_pins_what_is_prefilled(engine: Serving) -> None:
+    marked = {"type": "text", "text": text(400), "cache_control": {"type": "ephemeral"}}
+    body = {**ONE, "messages": [{"role": "user", "content": [marked]}]}
+    for _ in range(2):  # the second time nothing is computed
+        told = engine.prefill(body, headers={"x-sgl-ext-session-id": "session"})
+        assert told["complete"]
+        until(lambda: len(requests.get(f"{engine.url}/v1/pins", timeout=60).json()["pins"]) == 1)
+        until(lambda: engine.watch.load["pinned_tokens"] > 380)
+    engine.flush()
+
+
+def test_a_client_need_not_wait(engine: Serving) -> None:
+    body = BODIES[CHAT]()
+    before = engine.counted("prefilled_ahead_tokens")
+    answer = engine.post(PATH, body, params={"wait": "false"})
+    assert (answer.status_code, answer.json()) == (202, {"queued": True})
+    until(lambda: engine.counted("prefilled_ahead_tokens") > before + 500)
+    until(lambda: engine.holds(CHAT, body))  # which is told with the last slice
+    until(engine.is_level)
+    tokens, cached = engine.usage(CHAT, body)
+    assert cached >= tokens - SLACK
+
+
+def test_nothing_is_prefilled_while_anything_runs(engine: Serving) -> None:
+    body = BODIES[MESSAGES]()
+    before = engine.counted("prefilled_ahead_tokens")
+    with engine.busy():
+        assert engine.post(PATH, body, params={"wait": "false"}).status_code == 202
+        engine.usage(MESSAGES, BODIES[MESSAGES]())  # real work beside it is done
+        assert engine.counted("prefilled_ahead_tokens") == before
+    until(lambda: engine.counted("prefilled_ahead_tokens") > before + 500)
+
+
+def test_nothing_of_value_is_evicted(engine: Serving) -> None:
+    kept = [{**ONE, "messages": [user(900)]} for _ in range(3)]
+    for body in kept:
+        engine.usage(MESSAGES, body)
+    until(engine.is_level)
+    told = engine.prefill({**ONE, "messages": [user(1500)]})
+    assert (told["complete"], told["why"]) == (False, "memory")
+    for body in kept:
+        tokens, cached = engine.usage(MESSAGES, body)
+        assert cached >= tokens - SLACK
+
+
+def turns(thought: str) -> list[dict[str, Any]]:
+    """A conversation up to the result of a tool, behind which a person speaks next."""
+    return [
+        user(50),
+        {"role": "assistant", "content": "I look.", "reasoning_content": thought},
+        {"role": "tool", "tool_call_id": "a", "content": text(700)},
+    ]
+
+
+def ask(engine: Serving, asked: list[dict[str, Any]], session: str, **fields: Any) -> Any:
+    body = {"model": "tiny", "max_tokens": 32, "messages": asked, **fields}
+    answer = engine.post(CHAT, body, headers={"x-sgl-ext-session-id": session})
+    assert answer.ok, answer.text
+    return answer.json()
+
+
+def cached_of(answer: Any) -> tuple[int, int]:
+    usage = answer["usage"]
+    return usage["prompt_tokens"], (usage["prompt_tokens_details"] or {"cached_tokens": 0})[
+        "cached_tokens"
+    ]
+
+
+@pytest.mark.parametrize(("fields", "is_warm"), [(ASKED, True), ({}, False)])
+def test_a_persons_next_turn_is_warm_if_asked(
+    engine: Serving, fields: dict[str, Any], is_warm: bool
+) -> None:
+    session = f"session {next(_names)}"
+    asked = turns(text(30))
+    before = engine.counted("prefilled_ahead_tokens")
+    answer = ask(engine, asked, session, regex="[a-z]{6,9}", **fields)
+    content = answer["choices"][0]["message"]["content"] or ""
+    if is_warm:
+        until(lambda: engine.counted("prefilled_ahead_tokens") > before + 600)
+        until(engine.is_level)
+    guessed = engine.counted("next_turns_guessed", result="right")
+    following = [*asked, {"role": "assistant", "content": content}, user(20)]
+    tokens, cached = cached_of(ask(engine, following, session))
+    if is_warm:
+        assert cached >= tokens - 20 * 8 - SLACK
+        assert engine.counted("next_turns_guessed", result="right") == guessed + 1
+    else:
+        assert cached < 300
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "not JSON": ({"data": "{", "headers": {"content-type": "application/json"}}, "JSON"),
+    "no protocol": ({"json": {"model": "tiny"}}, "protocol"),
+    "wait": ({"json": {"messages": []}, "params": {"wait": "maybe"}}, "wait"),
+    "the protocol's own": ({"json": {"model": "tiny", "input": 5}}, "input"),
+    "too long": (
+        {"json": {**ONE, "messages": [{"role": "user", "content": "a b " * 9000}]}},
+        "tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_prefilled_is_refused(engine: Serving, case: str) -> None:
+    options, word = REFUSED[case]
+    answer = requests.post(engine.url + PATH, timeout=60, **options)
+    assert answer.status_code == 400, answer.text
+    assert word in answer.text
+
+
+def test_a_session_can_give_up_what_it_asked_for(engine: Serving) -> None:
+    headers = {"x-sgl-ext-session-id": "given up"}
+    with engine.busy():
+        engine.post(PATH, BODIES[MESSAGES](), params={"wait": "false"}, headers=headers)
+    deleted = requests.delete(engine.url + PATH, params={"session": "given up"}, timeout=60)
+    assert deleted.ok
+
+
+def test_those_who_ask_for_too_much_are_told_so_and_hold_up_nobody(engine: Serving) -> None:
+    body = BODIES[MESSAGES]()
+    with engine.busy(), ThreadPoolExecutor(8) as pool:
+
+        def send(_: int) -> requests.Response:
+            return engine.post(PATH, body, params={"wait": "false"})
+
+        answers = list(pool.map(send, range(3 * MOST_WAITING)))
+        engine.usage(MESSAGES, BODIES[MESSAGES]())
+    refused = [answer for answer in answers if answer.status_code == 429]
+    assert len(refused) == 2 * MOST_WAITING
+    assert {answer.status_code for answer in answers} == {202, 429}
+    assert all(int(answer.headers["retry-after"]) > 0 for answer in refused)
+    until(lambda: engine.post(PATH, body, params={"wait": "false"}).status_code == 202)
+    assert engine.prefill(body)["complete"]

@@ -1,0 +1,207 @@
+"""Jobs of the prefiller, with a scheduler that answers as its test says."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+import warnings
+from collections.abc import AsyncIterator, Callable
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sgl_ext.engine.core import hints
+from sgl_ext.engine.prefill_ahead.prefiller import MOST_JOBS, Job, Prefiller
+from sgl_ext.requests.cache_marks import Marks
+from sgl_ext.requests.segments import Chain
+
+pytestmark = pytest.mark.engine
+
+ASKED = SimpleNamespace(extra_key="adapter", cache_salt="salt", lora_path=None)
+Answer = Callable[[Any], dict[str, Any]]
+
+
+class Manager:
+    """As much of SGLang's as is used. `answer` is told each slice."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.server_args = SimpleNamespace(page_size=1)
+        self.rid_to_state: dict[str, Any] = {}
+        self.sent: list[Any] = []
+        self._answer = answer
+
+    async def generate_request(self, request: Any, _: Any) -> AsyncIterator[dict[str, Any]]:
+        self.sent.append(request)
+        yield {"meta_info": self._answer(request)}
+
+
+class Tree:
+    """A scheduler that is idle, and a cache that is told what was computed."""
+
+    def __init__(self, slice_tokens: int, cached: int = 0) -> None:
+        self.cached = cached
+        self._slice_tokens = slice_tokens
+
+    def __call__(self, request: Any) -> dict[str, Any]:
+        length, had = len(request.input_ids), self.cached
+        if length - had <= 0:
+            return refused("nothing", had)
+        if length - had > self._slice_tokens:
+            return refused("wide", had)
+        self.cached = length
+        return {"cached_tokens": had, "finish_reason": {"type": "length"}}
+
+
+def refused(why: str, cached: int) -> dict[str, Any]:
+    return {"finish_reason": {"type": "abort", "message": f"{why} {cached}"}}
+
+
+def job(name: str = "one", tokens: int = 1000, **fields: Any) -> Job:
+    reading = hints.Reading("/v1/messages", {}, Chain(), Marks())
+    return Job(name, list(range(tokens)), ASKED, reading, **fields)
+
+
+async def worked(prefiller: Prefiller, *jobs: Job) -> None:
+    """Lets a prefiller work until these jobs have ended."""
+    working = asyncio.create_task(prefiller.run())
+    try:
+        async with asyncio.timeout(30):
+            for one in jobs:
+                await one.done.wait()
+    finally:
+        working.cancel()
+
+
+@pytest.fixture(autouse=True)
+def sglang(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SGL_EXT_RECEIPTS", str(tmp_path))
+    with warnings.catch_warnings(action="ignore"):  # SGLang's, while it is imported
+        import_module("sglang.srt.managers.io_struct")
+
+
+async def test_a_prompt_is_computed_in_slices_from_where_it_is_cached() -> None:
+    manager = Manager(Tree(256, cached=100))
+    one = job()
+    prefiller = Prefiller(manager, 256)
+    prefiller.put(one)
+    await worked(prefiller, one)
+    assert [len(request.input_ids) for request in manager.sent] == [1000, 356, 612, 868, 1000]
+    assert (one.cached_tokens, one.prefilled_tokens) == (100, 900)
+    assert (one.is_complete, one.why, one.ids) == (True, "", [])
+    for request in manager.sent:
+        assert request.sampling_params == {"max_new_tokens": 0}
+        assert (request.extra_key, request.cache_salt) == ("adapter", "salt")
+        assert not request.log_metrics
+
+
+async def test_a_slice_is_as_long_as_is_computed_in_a_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = SimpleNamespace(now_s=0.0)
+    tree = Tree(2048)
+
+    def slow(request: Any) -> dict[str, Any]:
+        before = tree.cached
+        told = tree(request)
+        clock.now_s += (tree.cached - before) / 4000  # so that 50 ms are 200 tokens
+        return told
+
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now_s)
+    manager = Manager(slow)
+    one = job(tokens=4000, deadline_s=1e9)
+    prefiller = Prefiller(manager, 2048)
+    prefiller.put(one)
+    await worked(prefiller, one)
+    ends = [len(request.input_ids) for request in manager.sent][1:]
+    lengths = [after - before for before, after in itertools.pairwise(ends)][:-1]
+    assert lengths[0] < 256
+    assert 199 <= lengths[-1] <= 201
+
+
+async def test_what_is_cached_takes_one_question() -> None:
+    manager = Manager(Tree(256, cached=5000))
+    one = job()
+    prefiller = Prefiller(manager, 256)
+    prefiller.put(one)
+    await worked(prefiller, one)
+    assert len(manager.sent) == 1
+    assert (one.is_complete, one.prefilled_tokens) == (True, 0)
+
+
+async def test_a_busy_scheduler_is_asked_again() -> None:
+    tree, refusals = Tree(2000), [refused("busy", 0)] * 2
+    manager = Manager(lambda request: refusals.pop() if refusals else tree(request))
+    one = job()
+    prefiller = Prefiller(manager, 2000)
+    prefiller.put(one)
+    await worked(prefiller, one)
+    assert len(manager.sent) == 3
+    assert one.is_complete
+
+
+@pytest.mark.parametrize(
+    ("meta", "why"),
+    [
+        (refused("memory", 300), "memory"),
+        ({"finish_reason": {"type": "abort", "message": "too long"}}, "failed"),
+        ({"finish_reason": None}, "failed"),
+    ],
+)
+async def test_what_cannot_be_is_given_up(meta: dict[str, Any], why: str) -> None:
+    manager = Manager(lambda _: meta)
+    one, other = job("one"), job("other")
+    prefiller = Prefiller(manager, 256)
+    prefiller.put(one)
+    prefiller.put(other)
+    await worked(prefiller, one, other)
+    assert (one.why, other.why) == (why, why)
+    assert not one.is_complete
+
+
+async def test_nothing_is_sent_while_anything_real_is_under_way() -> None:
+    manager = Manager(Tree(2000))
+    manager.rid_to_state["real"] = None
+    prefiller = Prefiller(manager, 2000)
+    one = job()
+    prefiller.put(one)
+    working = asyncio.create_task(worked(prefiller, one))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not manager.sent
+    manager.rid_to_state.clear()
+    await working
+    assert one.is_complete
+
+
+async def test_a_newer_job_takes_the_place_of_an_older() -> None:
+    prefiller = Prefiller(Manager(Tree(2000)), 2000)
+    older, newer = job(), job()
+    prefiller.put(older)
+    prefiller.put(newer)
+    assert (older.done.is_set(), older.why) == (True, "replaced")
+    assert prefiller.drop("one", "deleted")
+    assert not prefiller.drop("one", "deleted")
+    assert newer.why == "deleted"
+
+
+async def test_of_too_many_jobs_the_oldest_is_dropped() -> None:
+    prefiller = Prefiller(Manager(Tree(2000)), 2000)
+    jobs = [job(f"{number}", 20) for number in range(MOST_JOBS + 1)]
+    for one in jobs:
+        prefiller.put(one)
+    assert [one.why for one in jobs[:2]] == ["crowded", ""]
+    await worked(prefiller, *jobs)
+    assert all(one.is_complete for one in jobs[1:])
+
+
+async def test_a_late_job_is_dropped() -> None:
+    prefiller = Prefiller(Manager(Tree(2000)), 2000)
+    late, other = job("late", deadline_s=time.monotonic() - 1), job("other")
+    prefiller.put(late)
+    prefiller.put(other)
+    await worked(prefiller, late, other)
+    assert (late.why, other.is_complete) == ("late", True)

@@ -1,0 +1,78 @@
+"""What `/v1/prefill` answers while its prompt is not all there yet."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+
+from sgl_ext.engine.core.dry_run import Conversion
+from sgl_ext.engine.core.hints import Reading
+from sgl_ext.engine.prefill_ahead import routes
+from sgl_ext.engine.prefill_ahead.prefiller import Job
+from sgl_ext.engine.prefill_ahead.routes import Warmups
+from sgl_ext.requests.cache_marks import Marks
+from sgl_ext.requests.priority import Importance
+from sgl_ext.requests.segments import Chain
+
+BODY = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
+
+
+class Halfway:
+    """Takes a job, and gets no further with it than some tokens."""
+
+    async def idle(self) -> None:
+        """It always is."""
+
+    def put(self, job: Job) -> None:
+        job.cached_tokens, job.reached_tokens, job.prefilled_tokens = 100, 600, 500
+
+
+def posted(body: Any) -> Request:
+    data = json.dumps(body).encode()
+
+    async def receive() -> dict[str, Any]:
+        nonlocal data
+        sent, data = data, b""
+        if sent:
+            return {"type": "http.request", "body": sent, "more_body": False}
+        return await forever()
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/prefill", "headers": []}
+    return Request(scope | {"query_string": b"protocol=chat"}, receive)
+
+
+async def forever() -> dict[str, Any]:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def test_a_call_that_waited_long_is_told_what_was_reached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def convert(*_: Any) -> Conversion:
+        conversion = Conversion()
+        conversion.request = SimpleNamespace(input_ids=list(range(1000)))
+        chain = Chain(hashes=(1, 2), ends=(10, 20))
+        conversion.reading = Reading("", {}, chain, Marks(), Importance())
+        return conversion
+
+    monkeypatch.setattr(routes, "convert", convert)
+    monkeypatch.setattr(routes, "WAIT_S", 0.5)
+    tokenizer = SimpleNamespace(decode=lambda ids: "")
+    manager = SimpleNamespace(max_req_input_len=2000, tokenizer=tokenizer)
+    warmups = Warmups(None, manager, Halfway())  # type: ignore[arg-type]
+    answer = await warmups.post(posted(BODY))
+    assert answer.status_code == 200
+    assert json.loads(bytes(answer.body)) == {
+        "prompt_tokens": 1000,
+        "cached_tokens": 100,
+        "prefilled_tokens": 500,
+        "segments": 2,
+        "complete": False,
+        "why": "busy",
+    }

@@ -1,0 +1,377 @@
+"""Pins as locks, and what memory pressure takes of them, on a cache that counts its locks."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from importlib import import_module
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from radix.pins import Pins
+from sgl_ext.engine.core.hints import WHOLE, Hints
+from sgl_ext.engine.scheduler import admission
+from sgl_ext.engine.scheduler.pin_keeper import PinKeeper
+
+pytestmark = pytest.mark.engine
+
+TTL_S = 300.0
+Tokens = tuple[int, ...]
+
+
+class Cache:
+    """A tree that holds prompts; what no lock covers can be evicted."""
+
+    def __init__(self, useful: int | None = None) -> None:
+        self.held: set[Tokens] = set()  # every prefix of every prompt
+        self.locks: dict[int, Tokens] = {}
+        self._nodes: dict[int, Tokens] = {}
+        self._numbers = count(1)
+        self._useful = useful
+
+    def match_until(self, req: Any, tokens: int) -> tuple[int, int]:
+        tokens = tokens if self._useful is None else min(tokens, self._useful)
+        node = next(self._numbers)
+        self._nodes[node] = tuple(req.origin_input_ids[:tokens])
+        return tokens, node
+
+    def lock(self, node: int) -> int:
+        lock = next(self._numbers)
+        self.locks[lock] = self._nodes[node]
+        assert self.locks[lock] in self.held, "what is locked was evicted"
+        return lock
+
+    def unlock(self, lock: int | None) -> None:
+        if lock is not None:
+            del self.locks[lock]  # a KeyError: it was unlocked already
+
+    def locked(self) -> set[Tokens]:
+        return {tokens[: n + 1] for tokens in self.locks.values() for n in range(len(tokens))}
+
+    def full_evictable_size(self) -> int:
+        return len(self.held - self.locked())
+
+    def swa_evictable_size(self) -> int:
+        return 0
+
+    mamba_evictable_size = swa_evictable_size
+
+    def evict(self) -> None:
+        self.held &= self.locked()
+
+    def add(self, req: Any) -> None:
+        tokens = tuple(req.origin_input_ids)
+        self.held |= {tokens[: n + 1] for n in range(len(tokens))}
+
+
+def keeper_of(cache: Cache, budget: int = 1000, page: int = 1) -> PinKeeper:
+    return PinKeeper(cache, Pins(budget_tokens=budget, page=page), page, tells=False)
+
+
+def prompt(name: int, tokens: int, cached: int = 0) -> Any:
+    """A prompt of which no other name has any token."""
+    ids = [name * 10_000 + at for at in range(tokens)]
+    return SimpleNamespace(
+        origin_input_ids=ids, extra_key=None, cache_salt=None, cached_tokens=cached, priority=None
+    )
+
+
+def marked(*ends: int, told_s: float = 1.0, session: str = "s", is_kept: bool = True) -> Hints:
+    return Hints(
+        hashes=(),
+        ends=(),
+        pins=tuple((end, TTL_S) for end in ends),
+        owner="",
+        session=session,
+        told_s=told_s,
+        is_kept=is_kept,
+        is_last=False,
+        is_answer_kept=True,
+    )
+
+
+def pin(keeper: PinKeeper, cache: Cache, req: Any, *ends: int, **told: Any) -> None:
+    cache.add(req)
+    keeper.seen(req, marked(*ends, **told), len(req.origin_input_ids))
+    assert_locked_once(keeper, cache)
+
+
+def assert_locked_once(keeper: PinKeeper, cache: Cache) -> None:
+    keeper.pins.check()
+    assert sorted(cache.locks) == sorted(held.label.lock for held in keeper.pins)
+    assert len(cache.locked()) == keeper.tokens
+
+
+def pinned(keeper: PinKeeper) -> list[int]:
+    return sorted(held.tokens for held in keeper.pins)
+
+
+def test_a_mark_is_pinned_once_it_is_resident_and_not_before() -> None:
+    cache = Cache()
+    keeper = keeper_of(cache)
+    req = prompt(1, 100)
+    cache.add(req)
+    for resident, tokens in ((39, []), (40, [40]), (99, [40]), (100, [40, 100])):
+        keeper.seen(req, marked(40, WHOLE), resident)
+        assert pinned(keeper) == tokens
+        assert_locked_once(keeper, cache)
+
+
+def test_a_mark_within_a_page_is_pinned_up_to_the_page_and_less_than_one_is_not() -> None:
+    cache = Cache()
+    keeper = keeper_of(cache, page=16)
+    pin(keeper, cache, prompt(1, 100), 15, 47)
+    assert pinned(keeper) == [32]
+    keeper.seen(prompt(2, 100), marked(98, WHOLE), resident=95)
+    assert pinned(keeper) == [32]
+    req = prompt(2, 100)
+    cache.add(req)
+    keeper.seen(req, marked(98, WHOLE), resident=96)
+    assert pinned(keeper) == [32, 96]
+    assert_locked_once(keeper, cache)
+
+
+def test_prefixes_share_whole_pages_alone() -> None:
+    cache = Cache()
+    keeper = keeper_of(cache, page=16)
+    for last in (1, 2):
+        req = prompt(1, 100)
+        req.origin_input_ids[40:] = [last] * 60
+        cache.add(req)
+        keeper.seen(req, marked(WHOLE), 96)
+        keeper.pins.check()
+    assert keeper.tokens == 96 + 64
+
+
+def test_only_what_is_of_use_is_locked() -> None:
+    cache = Cache(useful=30)
+    keeper = keeper_of(cache)
+    pin(keeper, cache, prompt(1, 100), 40)
+    assert pinned(keeper) == [30]
+    nothing = Cache(useful=0)
+    keeper = keeper_of(nothing)
+    pin(keeper, nothing, prompt(1, 100), 40)
+    assert pinned(keeper) == []
+
+
+def test_the_same_mark_again_is_one_lock() -> None:
+    cache = Cache()
+    keeper = keeper_of(cache)
+    for now_s in range(5):
+        pin(keeper, cache, prompt(1, 100, cached=50), 40, WHOLE, told_s=now_s)
+    assert len(cache.locks) == 2
+    assert [held.hits for held in keeper.pins] == [4, 0]
+
+
+def test_a_request_that_is_not_to_be_kept_reads_and_pins_nothing() -> None:
+    cache = Cache()
+    keeper = keeper_of(cache)
+    pin(keeper, cache, prompt(1, 100), 40)
+    pin(keeper, cache, prompt(1, 100, cached=40), 80, is_kept=False)
+    assert [(held.tokens, held.hits) for held in keeper.pins] == [(40, 1)]
+
+
+def test_time_displacement_deletion_and_an_ended_session_unlock() -> None:
+    cache = Cache()
+    keeper = keeper_of(cache, budget=100)
+    pin(keeper, cache, prompt(1, 60), WHOLE)
+    pin(keeper, cache, prompt(2, 60), WHOLE, told_s=2)
+    assert [held.granted_s for held in keeper.pins] == [2]
+    keeper.release_named([held.prefix for held in keeper.pins] * 2 + ["unknown"])
+    assert cache.locks == {}
+    pin(keeper, cache, prompt(3, 60), 30, WHOLE, told_s=3)
+    keeper.advance(3 + TTL_S)
+    assert cache.locks == {}
+    pin(keeper, cache, prompt(4, 60), 30, WHOLE, told_s=400)
+    pin(keeper, cache, prompt(4, 30, cached=30), told_s=401, session="another")
+    keeper.ended(marked(session="s")._replace(owner="another tenant"))
+    assert pinned(keeper) == [30, 60], "a session is its tenant's, whatever others call theirs"
+    keeper.ended(marked(session="s"))
+    assert pinned(keeper) == [30], "what another session read is not for this one to end"
+    assert_locked_once(keeper, cache)
+
+
+def test_a_prefix_beyond_the_budget_is_refused_and_not_locked() -> None:
+    cache = Cache()
+    keeper = keeper_of(cache, budget=50)
+    pin(keeper, cache, prompt(1, 60), 20, WHOLE)
+    assert pinned(keeper) == [20]
+
+
+def test_room_is_made_by_as_few_pins_as_do_least_valuable_first() -> None:
+    cache = Cache()
+    keeper = keeper_of(cache)
+    for name in range(1, 6):
+        pin(keeper, cache, prompt(name, 100), WHOLE, told_s=name)
+    keeper.make_room(lambda: True)
+    assert len(cache.locks) == 5
+    keeper.make_room(lambda: cache.full_evictable_size() >= 150)
+    assert [held.granted_s for held in keeper.pins] == [3, 4, 5]
+    assert_locked_once(keeper, cache)
+
+
+def test_a_pin_that_frees_nothing_is_kept() -> None:
+    cache = Cache()
+    keeper = keeper_of(cache)
+    pin(keeper, cache, prompt(1, 100), 40, WHOLE)
+    pin(keeper, cache, prompt(2, 50), WHOLE, told_s=2)
+    _, node = cache.match_until(prompt(2, 50), 50)
+    request = cache.lock(node)
+    keeper.make_room(lambda: cache.full_evictable_size() >= 50)
+    assert pinned(keeper) == [40, 50], "the shorter of the first prompt frees nothing by itself"
+    keeper.make_room(lambda: cache.full_evictable_size() >= 1000)
+    assert pinned(keeper) == [50], "a request holds the other one as well"
+    cache.unlock(request)
+    assert_locked_once(keeper, cache)
+
+
+def test_a_request_is_admitted_at_the_price_of_the_pins_it_needs() -> None:
+    cache = Cache()
+    keeper = keeper_of(cache)
+    for name in range(1, 6):
+        pin(keeper, cache, prompt(name, 100), WHOLE, told_s=name)
+    assert keeper.admit(prompt(9, 10), lambda: cache.full_evictable_size() >= 101)
+    assert [held.granted_s for held in keeper.pins] == [3, 4, 5]
+    assert_locked_once(keeper, cache)
+
+
+def test_a_request_that_never_fits_costs_no_pin() -> None:
+    cache = Cache()
+    keeper = keeper_of(cache)
+    for name in range(1, 6):
+        pin(keeper, cache, prompt(name, 100), 50, WHOLE, told_s=name)
+    before = list(keeper.pins)
+    asked: list[int] = []
+
+    def fits() -> bool:
+        asked.append(cache.full_evictable_size())
+        return False
+
+    assert not keeper.admit(prompt(9, 10), fits)
+    assert asked[-1] == 500, "it was asked without any pin as well"
+    assert list(keeper.pins) == before
+    assert_locked_once(keeper, cache)
+
+
+def test_a_request_is_not_admitted_at_the_price_of_what_it_reads() -> None:
+    cache = Cache()
+    keeper = keeper_of(cache)
+    pin(keeper, cache, prompt(1, 100), 50, WHOLE)
+    assert not keeper.admit(prompt(1, 200), lambda: cache.full_evictable_size() > 0)
+    assert pinned(keeper) == [50, 100]
+
+
+def test_a_flush_forgets_pins_and_unlocks_none() -> None:
+    cache = Cache()
+    keeper = keeper_of(cache)
+    pin(keeper, cache, prompt(1, 100), 50, WHOLE)
+    cache.locks.clear()
+    keeper.forget_all()
+    assert len(keeper.pins) == keeper.tokens == 0
+    assert not keeper.changed, "a rank that does not tell has nothing to tell"
+    pin(keeper, cache, prompt(1, 100), 50)
+
+
+def test_whatever_happens_every_pin_is_locked_once_and_nothing_else() -> None:
+    source = random.Random(5)
+    for _ in range(50):
+        cache = Cache()
+        keeper = keeper_of(cache, budget=300, page=source.choice((1, 16)))
+        for now_s in range(1, 60):
+            req = prompt(source.randrange(6), source.randrange(1, 150))
+            req.cached_tokens = len(req.origin_input_ids) // 2
+            ends = sorted(source.choices(range(1, len(req.origin_input_ids) + 1), k=2))
+            pin(keeper, cache, req, *ends, told_s=now_s * 20, session=str(source.randrange(4)))
+            wanted = source.randrange(1, 200)
+
+            def is_enough(cache: Cache = cache, wanted: int = wanted) -> bool:
+                return cache.full_evictable_size() >= wanted
+
+            doing: list[Callable[[], object]] = [
+                lambda: keeper.make_room(is_enough),  # noqa: B023
+                lambda: keeper.admit(req, is_enough),  # noqa: B023
+                lambda: keeper.ended(marked(session="1")),  # noqa: B023
+                cache.evict,
+                lambda: None,
+            ]
+            source.choice(doing)()
+            assert_locked_once(keeper, cache)
+        keeper.advance(1e9)
+        assert cache.locks == {}
+
+
+class Adder:
+    """SGLang's admission: what is added shows in the list, and the verdict is on what is next."""
+
+    def __init__(self, cache: Cache, keeper: PinKeeper, free: int) -> None:
+        self.tree_cache = SimpleNamespace(pins=keeper, disable=False, supports_mamba=lambda: False)
+        self.running_batch = None
+        self.can_run_list: list[Any] = []
+        self.offset = 0
+        self._cache = cache
+        self._free = free
+
+    @property
+    def rem_total_tokens(self) -> int:
+        return self._free + self._cache.full_evictable_size() - self.offset
+
+    def add_one_req(self, req: Any, reserved: int = 0) -> Any:
+        results = _results()
+        wanted = len(req.full_untruncated_fill_ids)
+        if wanted >= self.rem_total_tokens:
+            return results.NO_TOKEN
+        self.can_run_list.append(req)
+        self.offset += wanted + reserved
+        return results.CONTINUE if self.rem_total_tokens > 0 else results.NO_TOKEN
+
+
+def _results() -> Any:
+    with warnings.catch_warnings(action="ignore"):  # SGLang's, while it is imported
+        return import_module("sglang.srt.managers.schedule_policy").AddReqResult
+
+
+def asking(name: int, tokens: int) -> Any:
+    req = prompt(name, tokens)
+    req.full_untruncated_fill_ids, req.prefix_len = req.origin_input_ids, 0
+    req.session, req.beam_group, req.return_logprob = None, None, False
+    return req
+
+
+@pytest.fixture
+def five() -> tuple[Cache, PinKeeper]:
+    """Five pins of 100 tokens each."""
+    _results()
+    cache = Cache()
+    keeper = keeper_of(cache)
+    for name in range(1, 6):
+        pin(keeper, cache, prompt(name, 100), WHOLE, told_s=name)
+    return cache, keeper
+
+
+@pytest.mark.parametrize(("tokens", "left"), [(40, 5), (140, 4), (350, 1), (560, 5)])
+def test_admission_gives_up_what_is_needed_and_nothing_for_what_cannot_be(
+    five: tuple[Cache, PinKeeper], tokens: int, left: int
+) -> None:
+    cache, keeper = five
+    adder, req = Adder(cache, keeper, free=50), asking(9, tokens)
+    result = admission.add_one(Adder.add_one_req, adder, req)
+    assert adder.can_run_list == ([req] if tokens < 550 else [])
+    assert (result is _results().CONTINUE) == (tokens < 550)
+    assert len(keeper.pins) == left
+    assert_locked_once(keeper, cache)
+
+
+@pytest.mark.parametrize("tokens", [40, 140])
+def test_a_request_is_added_once_though_nothing_is_left_for_the_next(
+    five: tuple[Cache, PinKeeper], tokens: int
+) -> None:
+    cache, keeper = five
+    adder, req = Adder(cache, keeper, free=50), asking(9, tokens)
+    result = admission.add_one(Adder.add_one_req, adder, req, reserved=60)
+    assert adder.can_run_list == [req]
+    assert result is _results().CONTINUE, "the next one may have pins given up for it"
+    assert len(keeper.pins) == (5 if tokens == 40 else 4)

@@ -1,0 +1,550 @@
+"""Priority in real engines: who is served first, whose memory is taken, and what it costs them.
+
+Nothing here is timed: it is the order of answers that counts, who still runs when another one
+is answered, what the engine counts, and that answers are the same tokens as without any haste.
+One engine ages nothing; in the other, of two ranks, a request rises by a step every two seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import requests
+from prometheus_client.parser import text_string_to_metric_families
+from sgl_ext_cpu.nursery import Nursery
+
+from sgl_ext.engine.core.settings import EngineSettings
+from sgl_ext.engine.scheduler.clock import TICK_S
+from sgl_ext.tenants import Tenant
+from tests.engine.scheduler.test_event_publisher import (
+    ONE,
+    Engine,
+    Watch,
+    running_engine,
+    text,
+    user,
+)
+from tests.waiting import until as until_within
+
+pytestmark = pytest.mark.engine
+
+CEILING = 50
+THRESHOLD = 10
+AGING_S = 2.0
+SLOTS, SLOTS_OF_TWO_RANKS = 2, 5
+HEADER = "x-sgl-ext-priority"
+TENANT = "x-tenant-id"
+_names = count(1)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    until_within(condition, 60)
+
+
+class Serving:
+    """One engine, and what is asked of it here."""
+
+    def __init__(self, engine: Engine, log: Path) -> None:
+        self.url = engine.url
+        self.watch = Watch(engine)
+        self._engine = engine
+        self._log = log
+
+    def post(
+        self, path: str, body: Any, headers: dict[str, str] | None = None
+    ) -> requests.Response:
+        return requests.post(self.url + path, json=body, headers=headers, timeout=120)
+
+    def generate(self, priority: int, prompt: str, tokens: int) -> list[int]:
+        """The token ids of an answer of so many."""
+        answer = self.post("/generate", raw(prompt, tokens), {HEADER: str(priority)})
+        assert answer.ok, answer.text
+        ids: list[int] = answer.json()["output_ids"]
+        return ids
+
+    def counted(self, name: str, **labels: str) -> float:
+        """A counter's value, over all series that have these labels."""
+        page = requests.get(f"{self.url}/metrics", timeout=60).text
+        # Parsing all of SGLang's histograms takes longer than what is counted.
+        series = "".join(one for one in page.splitlines(True) if one.startswith(name))
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(series)
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+    def has_queued(self, number: int) -> None:
+        until(lambda: self.watch.load["queued"] == number)
+
+    def has_running(self, number: int) -> None:
+        until(lambda: self.watch.load["running"] == number)
+
+    def is_level(self) -> bool:
+        """Whether nothing takes memory, runs or waits; an iteration is told of after it."""
+        load = self.watch.load
+        return load["running"] == load["queued"] == load["used_tokens"] == 0
+
+    def flush(self) -> None:
+        until(lambda: requests.post(f"{self.url}/flush_cache", timeout=60).ok)
+
+    @contextmanager
+    def held(self, number: int, priority: int, tokens: int = 1500) -> Iterator[list[str]]:
+        """So many requests that answer at length, by name; they end with this at the latest."""
+        names = [f"held {next(_names)}" for _ in range(number)]
+        with ThreadPoolExecutor(number) as pool:
+            for name in names:
+                body = {**raw(text(5), tokens), "rid": name}
+                pool.submit(self.post, "/generate", body, {HEADER: str(priority)})
+            self.has_running(number)
+            try:
+                yield names
+            finally:
+                for name in names:
+                    self.abort(name)
+
+    def abort(self, name: str) -> None:
+        assert self.post("/abort_request", {"rid": name}).ok
+
+    def assert_sound(self) -> None:
+        assert self._engine.server.running()
+        said = self._log.read_text().lower()
+        assert "leak detected" not in said
+        assert "hit an exception" not in said
+
+
+class Answers:
+    """Requests on their way, and the order in which they are answered."""
+
+    def __init__(self, serving: Serving, workers: int = 16) -> None:
+        self.order: list[str] = []
+        self._serving = serving
+        self._pool = ThreadPoolExecutor(workers)
+
+    def __enter__(self) -> Answers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown()
+
+    def send(self, name: str, priority: int, prompt: str, tokens: int = 16) -> Future[list[int]]:
+        answer = self._pool.submit(self._serving.generate, priority, prompt, tokens)
+        answer.add_done_callback(lambda _: self.order.append(name))
+        return answer
+
+    def queue(self, name: str, priority: int, prompt: str, tokens: int = 16) -> None:
+        """Sends it where all slots are taken, and sees it wait."""
+        before = self._serving.watch.load["queued"]
+        self.send(name, priority, prompt, tokens)
+        self._serving.has_queued(before + 1)
+
+
+class Stream:
+    """Clients that each send one request after another until told to stop.
+
+    log: of each that was answered, when it was sent, in the order of answers.
+    """
+
+    def __init__(self, clients: int, send: Callable[[], object]) -> None:
+        self.log: list[float] = []
+        self._send = send
+        self._ends = threading.Event()
+        self._pool = ThreadPoolExecutor(clients)
+        self._all = [self._pool.submit(self._run) for _ in range(clients)]
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.set()
+        self._pool.shutdown()
+        for one in self._all:
+            one.result()
+
+    def _run(self) -> None:
+        while not self._ends.is_set():
+            sent = time.monotonic()
+            self._send()
+            self.log.append(sent)
+
+
+def raw(prompt: str, tokens: int) -> dict[str, Any]:
+    sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    return {"text": prompt, "sampling_params": sampling}
+
+
+@contextmanager
+def serving(
+    nursery: Nursery,
+    model: Path,
+    folder: Path,
+    settings: EngineSettings,
+    *flags: str,
+    **environ: str,
+) -> Iterator[Serving]:
+    checks = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**settings.to_environment(), **checks, **environ}.items():
+            patch.setenv(name, value)
+        log = folder / "engine.log"
+        flags = ("--chunked-prefill-size", "512", *flags)
+        with running_engine(nursery, model, log, *flags) as started:
+            yield Serving(started, log)
+
+
+@pytest.fixture(scope="module")
+def one_rank(
+    nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Serving]:
+    """Two slots, and nothing ages while a test runs."""
+    settings = EngineSettings(
+        max_priority=CEILING,
+        tenants=(Tenant("people", CEILING + 20), Tenant("batch", -5), Tenant("three", 0, 3.0)),
+        aging_s=3600.0,
+        preemption_threshold=THRESHOLD,
+    )
+    flags = ("--max-running-requests", str(SLOTS))
+    folder = tmp_path_factory.mktemp("one")
+    with serving(nursery, tiny_model, folder, settings, *flags) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def two_ranks(
+    nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Serving]:
+    """More slots than memory, and a request rises while it waits."""
+    settings = EngineSettings(aging_s=AGING_S, preemption_threshold=THRESHOLD)
+    flags = ("--max-running-requests", str(SLOTS_OF_TWO_RANKS), "--tp-size", "2")
+    binding = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    folder = tmp_path_factory.mktemp("two")
+    with serving(nursery, tiny_model, folder, settings, *flags, **binding) as started:
+        yield started
+
+
+@pytest.fixture
+def slots(one_rank: Serving) -> Iterator[Serving]:
+    yield from sound(one_rank)
+
+
+@pytest.fixture
+def memory(two_ranks: Serving) -> Iterator[Serving]:
+    yield from sound(two_ranks)
+
+
+def sound(serving: Serving) -> Iterator[Serving]:
+    """Begins with an empty cache, and ends with an engine that lacks nothing."""
+    serving.flush()
+    serving.generate(0, text(5), 1)
+    until(serving.is_level)
+    yield serving
+    until(serving.is_level)
+    serving.assert_sound()
+
+
+def test_the_more_important_is_served_first_though_it_came_last(slots: Serving) -> None:
+    # No gap is as wide as the threshold, so they wait for a slot.
+    with Answers(slots) as answers, slots.held(SLOTS, priority=THRESHOLD // 2) as held:
+        for priority in (0, 5, 10):
+            answers.queue(str(priority), priority, text(20))
+        assert answers.order == []
+        slots.abort(held[0])
+        until(lambda: len(answers.order) == 3)
+    assert answers.order == ["10", "5", "0"]
+
+
+def test_of_equals_the_one_whose_prompt_is_cached_is_served_first(slots: Serving) -> None:
+    cached, other = text(400), text(400)
+    slots.generate(0, cached, 1)
+    with Answers(slots) as answers, slots.held(SLOTS, priority=0) as held:
+        answers.queue("computed", 0, f"{other} {text(5)}")
+        answers.queue("cached", 0, f"{cached} {text(5)}")
+        answers.queue("long", 0, f"{other} {text(100)}")
+        slots.abort(held[0])
+        until(lambda: len(answers.order) == 3)
+    assert answers.order == ["cached", "computed", "long"]
+
+
+def test_for_a_much_more_important_one_a_slot_is_freed_and_no_answer_changes(
+    slots: Serving,
+) -> None:
+    prompts = [text(100) for _ in range(SLOTS)]
+    with ThreadPoolExecutor(SLOTS) as pool:
+        undisturbed = list(pool.map(lambda prompt: slots.generate(0, prompt, 500), prompts))
+    slots.flush()
+    with Answers(slots) as answers:
+        batch = [answers.send("batch", 0, prompt, 500) for prompt in prompts]
+        slots.has_running(SLOTS)
+        answers.queue("not enough", THRESHOLD - 1, text(20))
+        answers.send("interactive", THRESHOLD, text(20)).result()
+        assert answers.order == ["interactive"]
+        assert [answer.result() for answer in batch] == undisturbed
+    assert sorted(answers.order) == ["batch", "batch", "interactive", "not enough"]
+
+
+def test_what_a_victim_had_computed_is_not_computed_again_while_there_is_memory(
+    slots: Serving,
+) -> None:
+    def counted(name: str) -> float:
+        return slots.counted(f"sgl_ext_{name}_total")
+
+    lost, again = counted("preempted_tokens"), counted("recomputed_tokens")
+    with Answers(slots) as answers:
+        batch = [answers.send("batch", 0, text(20), 400) for _ in range(SLOTS)]
+        until(lambda: slots.watch.load["used_tokens"] > SLOTS * 120)
+        answers.send("interactive", THRESHOLD, text(20), 1).result()
+        assert answers.order == ["interactive"]
+        assert [len(answer.result()) for answer in batch] == [400] * SLOTS
+    assert counted("preempted_tokens") - lost > 50
+    assert counted("recomputed_tokens") - again <= 1  # the last token has no successor yet
+
+
+def test_a_prefill_in_chunks_stands_back_and_no_answer_changes(slots: Serving) -> None:
+    prompts = [text(1200) for _ in range(3)]
+    undisturbed = [slots.generate(0, prompt, 20) for prompt in prompts]
+    disturbed: list[list[int]] = []
+
+    def is_interrupted() -> bool:
+        slots.flush()
+        with Stream(1, lambda: slots.generate(THRESHOLD, text(5), 1)):
+            disturbed[:] = [slots.generate(0, prompt, 20) for prompt in prompts]
+        return slots.counted("sgl_ext_prefills_interrupted_total") > 0
+
+    until(is_interrupted)
+    assert disturbed == undisturbed
+
+
+def label(slots: Serving, path: str, body: Any, headers: Any, expected: int) -> None:
+    """Asserts that a request is answered, and had this priority as SGLang counts it."""
+
+    def served() -> float:
+        return slots.counted("sglang:num_requests_total", priority=str(expected))
+
+    before = served()
+    answer = slots.post(path, body, headers)
+    assert answer.ok, answer.text
+    until(lambda: served() == before + 1)
+
+
+ROUTES: dict[str, Callable[[], dict[str, Any]]] = {
+    "/v1/messages": lambda: {**ONE, "messages": [user(5)]},
+    "/v1/chat/completions": lambda: {**ONE, "messages": [user(5)]},
+    "/v1/completions": lambda: {**ONE, "prompt": text(5)},
+    "/v1/responses": lambda: {"model": "tiny", "max_output_tokens": 3, "input": text(5)},
+    "/generate": lambda: raw(text(5), 1),
+}
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_any_route_carries_a_priority_and_none_is_above_the_ceiling(
+    slots: Serving, path: str
+) -> None:
+    def hinted(priority: int) -> dict[str, Any]:
+        return {**ROUTES[path](), "nvext": {"agent_hints": {"priority": priority}}}
+
+    label(slots, path, ROUTES[path](), {}, 0)
+    label(slots, path, ROUTES[path](), {HEADER: "7"}, 7)
+    label(slots, path, hinted(8), {}, 8)
+    label(slots, path, hinted(8), {HEADER: "-6"}, -6)
+    label(slots, path, ROUTES[path](), {HEADER: str(CEILING + 1)}, CEILING)
+    label(slots, path, hinted(2**63), {}, CEILING)
+    label(slots, path, hinted(-(2**63)), {}, -1000)
+    label(slots, path, {**ROUTES[path](), "priority": 9}, {}, 9)
+    label(slots, path, {**ROUTES[path](), "priority": 2**63}, {}, CEILING)
+    label(slots, path, hinted(8), {HEADER: str(2**63)}, CEILING)
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_each_tenant_has_its_ceiling_and_who_asks_for_more_is_answered_and_counted(
+    slots: Serving, path: str
+) -> None:
+    def clamped() -> float:
+        return slots.counted("sgl_ext_priority_clamped_total", path=path)
+
+    highest, before = CEILING + 20, clamped()
+    asks = {**ROUTES[path](), "nvext": {"agent_hints": {"priority": highest}}}
+    label(slots, path, asks, {TENANT: "people"}, highest)
+    label(slots, path, ROUTES[path](), {TENANT: "batch"}, -5)
+    assert clamped() == before
+    label(slots, path, ROUTES[path](), {TENANT: "people", HEADER: str(highest + 1)}, highest)
+    label(slots, path, asks, {TENANT: "batch"}, -5)
+    label(slots, path, asks, {TENANT: "another", HEADER: "1000"}, CEILING)
+    label(slots, path, {**ROUTES[path](), "priority": 0}, {TENANT: "batch"}, -5)
+    assert clamped() == before + 4
+
+
+def test_a_tenant_of_weight_three_has_three_of_four_turns(slots: Serving) -> None:
+    order: list[str] = []
+
+    def send(tenant: str) -> None:
+        assert slots.post("/generate", raw(text(300), 16), {TENANT: tenant}).ok
+        order.append(tenant)
+
+    with ThreadPoolExecutor(8) as pool, slots.held(SLOTS, priority=0) as held:
+        for number, tenant in enumerate(["one"] * 4 + ["three"] * 4):
+            pool.submit(send, tenant)
+            slots.has_queued(number + 1)
+        slots.abort(held[0])
+        until(lambda: len(order) == 8)
+    assert sorted(order[:4]) == ["one", "three", "three", "three"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+def test_a_service_tier_is_a_priority(slots: Serving, path: str) -> None:
+    for tier, priority in (("priority", 10), ("flex", -10), ("default", 0)):
+        label(slots, path, {**ROUTES[path](), "service_tier": tier}, {}, priority)
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("value", ["5", 5.0, True, [5]])
+def test_a_priority_that_is_no_integer_is_refused_by_name(
+    slots: Serving, path: str, value: Any
+) -> None:
+    refused = slots.post(path, {**ROUTES[path](), "nvext": {"agent_hints": {"priority": value}}})
+    assert refused.status_code == 400
+    assert "nvext.agent_hints.priority" in told(path, refused)
+    refused = slots.post(path, ROUTES[path](), {HEADER: str(value) if value != "5" else "high"})
+    assert refused.status_code == 400
+    assert HEADER in told(path, refused)
+    refused = slots.post(path, {**ROUTES[path](), "priority": 5}, {HEADER: "high"})
+    assert HEADER in told(path, refused)
+    both = {**ROUTES[path](), "nvext": {"agent_hints": {"priority": value}}}
+    for text_of_header in ("5", "high"):
+        refused = slots.post(path, both, {HEADER: text_of_header})
+        assert "nvext.agent_hints.priority" in told(path, refused)
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_in_sglangs_own_field_it_refuses_what_is_no_whole_number_and_the_rest_says_nothing(
+    slots: Serving, path: str
+) -> None:
+    def ignored() -> float:
+        return slots.counted("sgl_ext_priority_hints_ignored_total", path=path)
+
+    refused, converted = ["high", 1.5, [5]], ["5", 5.0, True]
+    if path == "/generate":  # it converts nothing
+        refused, converted = refused + converted, []
+    elif path == "/v1/messages":  # it has no such field
+        refused, converted = [], refused + converted
+    for value in refused:
+        assert slots.post(path, {**ROUTES[path](), "priority": value}).status_code == 400
+    before = ignored()
+    for value in converted:
+        label(slots, path, {**ROUTES[path](), "priority": value}, {}, 0)
+        label(slots, path, {**ROUTES[path](), "priority": value}, {HEADER: "3"}, 3)
+    assert ignored() == before + 2 * len(converted)
+
+
+def told(path: str, refused: requests.Response) -> str:
+    """What the refusal says, in its protocol's shape; /generate has SGLang's own."""
+    body = refused.json()
+    if path == "/v1/messages":
+        assert body["type"] == "error"
+        assert body["error"]["type"] == "invalid_request_error"
+    return str((body["error"] if path.startswith("/v1/") else body)["message"])
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize(
+    "field", ['"nvext": {"agent_hints": {"priority": NaN}}', '"priority": NaN']
+)
+def test_a_priority_that_is_no_number_is_refused(slots: Serving, path: str, field: str) -> None:
+    body = f'{{"model": "tiny", {field}}}'
+    refused = requests.post(
+        slots.url + path, data=body, headers={"content-type": "application/json"}, timeout=60
+    )
+    assert refused.status_code == 400
+
+
+async def test_half_of_a_long_queue_leaves_and_the_other_half_is_answered(
+    slots: Serving,
+) -> None:
+    source = random.Random(3)
+
+    async def send(session: aiohttp.ClientSession) -> int:
+        body, headers = raw(text(20), 2), {HEADER: str(source.choice((-10, 0, 5, 9)))}
+        async with session.post(f"{slots.url}/generate", json=body, headers=headers) as answer:
+            assert answer.status == 200
+            return len((await answer.json())["output_ids"])
+
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector) as session:
+        with slots.held(SLOTS, priority=5):
+            waiting = [asyncio.create_task(send(session)) for _ in range(300)]
+            await asyncio.to_thread(slots.has_queued, 300)
+            leaving = set(source.sample(waiting, 150))
+            for one in leaving:
+                one.cancel()
+            await asyncio.wait(leaving)
+        staying = [one for one in waiting if one not in leaving]
+        assert await asyncio.wait_for(asyncio.gather(*staying), 120) == [2] * 150
+
+
+BATCH = 4
+
+
+def test_for_a_much_more_important_one_memory_is_taken_and_no_answer_changes(
+    memory: Serving,
+) -> None:
+    prompts = [text(300) for _ in range(BATCH)]
+    with ThreadPoolExecutor(BATCH) as pool:
+        undisturbed = list(pool.map(lambda prompt: memory.generate(0, prompt, 400), prompts))
+    memory.flush()
+    assert memory.counted("sgl_ext_preempted_total") == 0
+    for priority, is_enough in ((THRESHOLD // 2, False), (THRESHOLD, True)):
+        with Answers(memory) as answers:
+            batch = [answers.send("batch", 0, prompt, 400) for prompt in prompts]
+            memory.has_running(BATCH)
+            answers.send("interactive", priority, text(1500), 5).result()
+            assert (answers.order == ["interactive"]) == is_enough
+            assert [answer.result() for answer in batch] == undisturbed
+        assert len(answers.order) == BATCH + 1
+        assert (memory.counted("sgl_ext_preempted_total") > 0) == is_enough
+        assert (memory.counted("sgl_ext_preempted_tokens_total") > 0) == is_enough
+        memory.flush()
+
+
+def test_one_that_waits_is_overtaken_for_a_bounded_time(memory: Serving) -> None:
+    important = 3
+    with Stream(3 * SLOTS_OF_TWO_RANKS, lambda: memory.generate(important, text(20), 24)) as stream:
+        until(lambda: memory.watch.load["queued"] > SLOTS_OF_TWO_RANKS)
+        sent = time.monotonic()
+        memory.generate(0, text(20), 1)
+        answered, overtaking = time.monotonic(), stream.log.copy()
+        # It is not that they ceased to come.
+        until(lambda: max(stream.log, default=0.0) > answered)
+    later = [one - sent for one in overtaking if one > sent]
+    assert later, "none overtook it"
+    # Ranks know the time to a tick, and the engine its arrival a little later.
+    assert max(later) < (important + 1) * AGING_S + 2 * TICK_S
+
+
+def test_one_that_does_not_fit_lets_small_ones_pass_and_is_served_though_they_keep_coming(
+    memory: Serving,
+) -> None:
+    source = random.Random(4)
+
+    def small() -> None:
+        memory.generate(0, text(250), source.randrange(20, 60))
+
+    with Stream(SLOTS_OF_TWO_RANKS, small) as stream, ThreadPoolExecutor(1) as pool:
+        memory.has_running(SLOTS_OF_TWO_RANKS)
+        # As long as three of the small ones run, there is no room for it.
+        big = pool.submit(memory.generate, 3, text(2300), 2)
+        until(lambda: memory.watch.load["pending_tokens"] > 2300)
+        queued = time.monotonic()
+        assert len(big.result()) == 2
+        overtaking, answered = stream.log.copy(), time.monotonic()
+        until(lambda: max(stream.log, default=0.0) > answered)
+    assert max(overtaking) > queued

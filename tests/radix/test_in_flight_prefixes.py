@@ -1,0 +1,102 @@
+"""Expectations: believed while their request runs, and a moment longer, then forgotten."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radix.in_flight_prefixes import Expectation, ExpectedPrefixes
+
+WORKER, OTHER = 0, 1
+
+
+def depths(expected: ExpectedPrefixes, hashes: list[int]) -> dict[int, int]:
+    return {worker: depth for worker, (depth, _) in expected.deepest(hashes).items()}
+
+
+def test_what_was_sent_is_expected_while_the_request_runs() -> None:
+    expected = ExpectedPrefixes(confirm_s=5)
+    expected.expect(WORKER, [1, 2])
+    assert depths(expected, [1, 2, 3]) == {WORKER: 2}
+    assert depths(expected, [1, 9]) == {WORKER: 1}
+    assert expected.expire(1e9) == 0
+    assert depths(expected, [1, 2]) == {WORKER: 2}
+
+
+def test_what_is_never_confirmed_is_forgotten() -> None:
+    expected = ExpectedPrefixes(confirm_s=5)
+    sent = expected.expect(WORKER, [1, 2])
+    expected.end(sent, now_s=10)
+    assert expected.expire(14.9) == 0
+    assert depths(expected, [1, 2]) == {WORKER: 2}
+    assert expected.expire(15) == 1
+    assert depths(expected, [1, 2]) == {}
+    assert len(expected) == 0
+
+
+def test_one_that_is_believed_for_long_does_not_keep_others_alive() -> None:
+    expected = ExpectedPrefixes(confirm_s=5)
+    expected.end(expected.expect(OTHER, [7]), now_s=0, confirm_s=600)
+    expected.end(expected.expect(WORKER, [1]), now_s=0)
+    assert expected.expire(5) == 1
+    assert depths(expected, [1, 7]) == {OTHER: 2}
+
+
+def test_a_later_request_takes_over() -> None:
+    expected = ExpectedPrefixes(confirm_s=5)
+    first = expected.expect(WORKER, [1])
+    expected.expect(WORKER, [1, 2])
+    expected.end(first, now_s=0)
+    expected.expire(5)
+    assert depths(expected, [1, 2]) == {WORKER: 2}
+
+
+def test_each_worker_has_expectations_of_its_own() -> None:
+    expected = ExpectedPrefixes(confirm_s=5)
+    expected.expect(WORKER, [1, 2])
+    mine = expected.expect(OTHER, [1])
+    assert depths(expected, [1, 2]) == {WORKER: 2, OTHER: 1}
+    expected.drop(mine)
+    assert depths(expected, [1, 2]) == {WORKER: 2}
+    expected.forget_worker(WORKER)
+    assert len(expected) == 0
+
+
+def test_a_segment_that_the_worker_has_evicted_is_not_expected_any_more() -> None:
+    expected = ExpectedPrefixes(confirm_s=5)
+    sent = expected.expect(WORKER, [1, 2])
+    expected.forget_segment(WORKER, 2)
+    assert depths(expected, [1, 2]) == {WORKER: 2}, "its request still runs and will bring it back"
+    expected.end(sent, now_s=0)
+    expected.forget_segment(WORKER, 2)
+    assert len(expected) == 0
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["expect", "end", "drop", "forget", "segment", "expire"]),
+            st.integers(0, 2),
+            st.integers(0, 5),
+            st.integers(1, 4),
+        ),
+        max_size=40,
+    )
+)
+def test_no_order_of_calls_breaks_the_table(steps: list[tuple[str, int, int, int]]) -> None:
+    expected = ExpectedPrefixes(confirm_s=3)
+    made: list[Expectation] = []
+    for now_s, (step, worker, first, length) in enumerate(steps):
+        if step == "expect":
+            made.append(expected.expect(worker, range(first, first + length)))
+        elif step == "end" and made:
+            expected.end(made[first % len(made)], now_s)
+        elif step == "drop" and made:
+            expected.drop(made[first % len(made)])
+        elif step == "forget":
+            expected.forget_worker(worker)
+        elif step == "segment":
+            expected.forget_segment(worker, first)
+        elif step == "expire":
+            expected.expire(now_s)
+        expected.check()

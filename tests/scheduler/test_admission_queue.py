@@ -1,0 +1,111 @@
+"""The line: the first of all, in order, however many come and leave and however seldom it sorts."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler import admission_queue
+from scheduler.admission_queue import MOST_NEW, SORTED_FOR_S, Line, Place
+from scheduler.order import Served, Waiting
+
+
+def names(places: Sequence[Place[str]]) -> list[str | None]:
+    return [place.who for place in places]
+
+
+def test_the_first_are_in_order_though_they_have_just_come() -> None:
+    waits = Line[str](0.0, Served())
+    waits.add("usual", Waiting(0, 100.0, 5))
+    assert names(waits.first(9, 100.0)) == ["usual"]
+    waits.add("cheap", Waiting(0, 100.1, 1))
+    waits.add("person", Waiting(10, 100.1, 9))
+    assert names(waits.first(9, 100.1)) == ["person", "cheap", "usual"]
+    assert names(waits.first(2, 100.1)) == ["person", "cheap"]
+
+
+def test_who_has_waited_long_rises_within_a_second() -> None:
+    waits = Line[str](10.0, Served())
+    waits.add("long", Waiting(0, 100.0, 5))
+    waits.add("cheap", Waiting(0, 105.0, 1))
+    waits.sort(109.9)
+    assert names(waits.first(9, 109.9)) == ["cheap", "long"]
+    assert names(waits.first(9, 109.9 + SORTED_FOR_S)) == ["long", "cheap"]
+
+
+def test_nobody_who_has_left_is_referred_to() -> None:
+    class Who:
+        pass
+
+    waits = Line[Who](0.0, Served())
+    gone = []
+    for number in range(300):
+        who = Who()
+        gone.append(weakref.ref(who))
+        waits.add(who, Waiting(0, 100.0, number))
+        if number == 200:
+            waits.first(9, 100.0)
+        waits.remove(who)
+        del who
+    gc.collect()
+    assert not any(one() for one in gone)
+    assert len(waits) == len(waits.first(9, 100.0)) == 0
+
+
+def test_thousands_are_not_sorted_for_each_that_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    sorted_in_all = []
+    original = admission_queue.in_order
+
+    def counted(waiting: list[Waiting], *args: Any) -> list[int]:
+        sorted_in_all.append(len(waiting))
+        return original(waiting, *args)
+
+    monkeypatch.setattr(admission_queue, "in_order", counted)
+    waits = Line[int](0.0, Served())
+    for number in range(10_000):
+        waits.add(number, Waiting(0, 100.0, number))
+    waits.first(32, 100.0)
+    assert sorted_in_all == [10_000]
+    for number in range(MOST_NEW):
+        waits.remove(number)
+        assert waits.first(32, 100.5)[0].who == number + 1
+    assert sorted_in_all == [10_000], "nothing came, so nothing is sorted"
+    for number in range(MOST_NEW):
+        waits.add(-number - 1, Waiting(0, 100.5, 0))
+        waits.first(32, 100.5)
+    assert max(sorted_in_all[1:]) <= 32 + MOST_NEW
+    waits.add(10_000, Waiting(0, 100.5, 0))
+    waits.first(32, 100.5)
+    assert sorted_in_all[-1] == len(waits), "too many are new"
+    waits.check()
+
+
+comings = st.tuples(st.integers(-1, 2), st.integers(0, 9), st.sampled_from("ab"))
+
+
+@given(st.lists(comings | st.integers(0, 40), max_size=60), st.integers(1, 5))
+def test_the_first_are_those_of_the_whole_order(
+    events: list[tuple[int, int, str] | int], most: int
+) -> None:
+    waits = Line[int](0.0, Served())
+    number = 0
+    for event in events:
+        if isinstance(event, int):
+            waits.remove(event)
+        else:
+            priority, cost, _ = event
+            waits.add(number, Waiting(priority, 100.0 + number / 1000, cost))
+            number += 1
+        waits.check()
+        found = [place.who for place in waits.first(most, 100.1)]
+        whole = Line[int](0.0, Served())
+        for place in waits:
+            assert place.who is not None
+            whole.add(place.who, place.waiting)
+        assert found == [place.who for place in whole.sort(100.1)][:most]
