@@ -17,7 +17,7 @@ from enum import StrEnum
 from types import FrameType
 from typing import Any
 
-from sgl_ext.engine import http_server, startup
+from sgl_ext.engine import http_server, sglang_api, startup
 from sgl_ext.engine.core import hints, shared_prefixes
 from sgl_ext.engine.host_cache import message_cache, shortcuts, token_cache
 from sgl_ext.engine.http import (
@@ -224,12 +224,10 @@ def apply_hooks(role: Role, hooks: tuple[Hook, ...] = HOOKS) -> list[str]:
 
     Raises RuntimeError naming every symbol that did not change.
     """
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
     mine = [hook for hook in hooks if role in hook.roles]
     for hook in mine:
-        HookRegistry.register(hook.symbol, hook.function, HookType[hook.kind])
-    HookRegistry.apply_hooks()
+        sglang_api.HookRegistry.register(hook.symbol, hook.function, sglang_api.HookType[hook.kind])
+    sglang_api.HookRegistry.apply_hooks()
     missing = [hook.symbol for hook in mine if not _is_hooked(hook.symbol)]
     if missing:
         raise RuntimeError(f"these hooks did not apply in the {role} process: {', '.join(missing)}")
@@ -238,10 +236,8 @@ def apply_hooks(role: Role, hooks: tuple[Hook, ...] = HOOKS) -> list[str]:
 
 def _is_hooked(symbol: str) -> bool:
     """Whether what stands at `symbol` now is a wrapper that the registry put there."""
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
     try:
         found = pkgutil.resolve_name(symbol)
     except (ImportError, AttributeError):
         return False
-    return symbol in HookRegistry._patched and hasattr(found, "__wrapped__")
+    return symbol in sglang_api.HookRegistry._patched and hasattr(found, "__wrapped__")

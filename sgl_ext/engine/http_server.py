@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.settings import settings
 from sgl_ext.engine.host_cache import message_cache
 from sgl_ext.engine.host_cache.token_cache import start as start_token_cache
@@ -26,9 +27,7 @@ from sgl_ext.engine.template_cache import rendered
 
 def extend(*_: Any, **__: Any) -> None:
     """Before SGLang's HTTP server runs: adds the route, and listens while the server is up."""
-    from sglang.srt.entrypoints import http_server
-
-    app = http_server.app
+    app = sglang_api.http_app
 
     async def answer(_: Request) -> Response:
         return EventStream(hub())
@@ -42,7 +41,7 @@ def extend(*_: Any, **__: Any) -> None:
     @asynccontextmanager
     async def lifespan(application: Any) -> AsyncIterator[Any]:
         async with hub().listening(), original(application) as state:
-            manager = http_server.get_global_state().tokenizer_manager
+            manager = sglang_api.get_global_state().tokenizer_manager
             quarter = settings().token_cache_bytes // 4
             start_token_cache(manager.tokenizer, 2 * quarter)
             rendered.start(manager.tokenizer, quarter)

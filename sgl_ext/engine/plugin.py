@@ -10,6 +10,8 @@ from __future__ import annotations
 import gc
 from importlib.metadata import version
 
+from sgl_ext.engine import sglang_api
+
 _active = False
 
 
@@ -50,9 +52,7 @@ def _activate() -> None:
 
 
 def _register_cache() -> None:
-    from sglang.srt.mem_cache.registry import register_radix_cache_backend
-
     from sgl_ext.engine.preflight import CACHE_BACKEND
     from sgl_ext.engine.scheduler.radix_cache import make_cache
 
-    register_radix_cache_backend(CACHE_BACKEND, make_cache)
+    sglang_api.register_radix_cache_backend(CACHE_BACKEND, make_cache)

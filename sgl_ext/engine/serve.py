@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.settings import EngineSettings
 from sgl_ext.engine.plugin import require_active
 from sgl_ext.engine.preflight import CACHE_BACKEND, check_environment
@@ -46,19 +47,15 @@ def main(argv: list[str]) -> None:
     except (RuntimeError, ValueError) as error:
         raise SystemExit(f"sgl-ext: {error}") from None
 
-    from sglang.srt.plugins import load_plugins
-
-    load_plugins()
+    sglang_api.load_plugins()
     require_active()
 
-    from sglang.launch_server import run_server
-    from sglang.srt.server_args import prepare_server_args
-    from sglang.srt.utils import kill_process_tree
-
     try:
-        run_server(prepare_server_args([*argv, *cache_flags(argv), *priority_flags(argv)]))
+        sglang_api.run_server(
+            sglang_api.prepare_server_args([*argv, *cache_flags(argv), *priority_flags(argv)])
+        )
     finally:
-        kill_process_tree(os.getpid(), include_parent=False)
+        sglang_api.kill_process_tree(os.getpid(), include_parent=False)
 
 
 def cache_flags(argv: Sequence[str]) -> tuple[str, ...]:

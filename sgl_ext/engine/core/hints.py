@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
+from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core import acknowledgements
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.dry_run import stop_copy
@@ -153,16 +154,14 @@ def attach(manager: Any, request: Any, raw_request: Any = None, *_: Any, **__: A
     if reading.is_sent or not (reading.chain.hashes or reading.pins or reading.owner):
         return
     reading.is_sent = True
-    from sglang.srt.managers.kv_hints import KvHintsEnvelope, decode_kv_hints_envelope
-
     own = request.kv_hints
     if isinstance(own, list):  # of a batch: one prompt has one envelope
         return
     try:
-        envelope = decode_kv_hints_envelope(own) if own else None
+        envelope = sglang_api.decode_kv_hints_envelope(own) if own else None
     except ValueError:
         return  # SGLang refuses the request in its own words
-    request.kv_hints = KvHintsEnvelope(
+    request.kv_hints = sglang_api.KvHintsEnvelope(
         protocol_version=envelope.protocol_version if envelope else "1",
         message_id=envelope.message_id if envelope else "",
         actions=[*(envelope.actions if envelope else ()), _packed(reading)],
@@ -175,9 +174,7 @@ def _secret() -> str:
 
 
 def _packed(reading: Reading) -> Any:
-    from sglang.srt.managers.kv_hints import KvHintAction
-
-    return KvHintAction(
+    return sglang_api.KvHintAction(
         action_id=_secret(),
         action_type=_ACTION,
         action_version="1",

@@ -25,6 +25,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from radix.byte_lru import Parts
+from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.host_cache.shortcuts import Message
 
@@ -94,9 +95,7 @@ def _recalled(table: Parts[_Known], message: Any, group: str | None) -> _Sent:
 
 @cache
 def _checked() -> Callable[[Any], Any]:
-    from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessage
-
-    checked: Callable[[Any], Any] = AnthropicMessage.model_validate
+    checked: Callable[[Any], Any] = sglang_api.AnthropicMessage.model_validate
     return checked
 
 
@@ -162,11 +161,9 @@ def _keep(table: Parts[_Known], sent: _Sent, converted: list[Any]) -> _Known:
 
 def _write(message: Any) -> None:
     """Remembers a chat completion's message as the dict that a template is given."""
-    from sglang.srt.entrypoints.openai.serving_chat import normalize_assistant_tool_call_arguments
-
     written = Copied(message.model_dump())
     try:
-        normalize_assistant_tool_call_arguments(written)
+        sglang_api.normalize_assistant_tool_call_arguments(written)
     except ValueError:  # which is for the request to be refused with
         return
     if written.get("content") is None:

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+from sgl_ext.engine import sglang_api
+
 _asked: ContextVar[bool] = ContextVar("sgl_ext_packed", default=False)
 
 
@@ -51,12 +53,10 @@ def _is_text_only(chat: Any, request: Any) -> bool:
 
 def _is_decoded(chat: Any) -> bool:
     """Whether one of the chat's parsers reads the prompt."""
-    from sglang.srt.entrypoints.openai import serving_chat
-
     answers, calls = chat._reasoning_detector, chat.tool_call_parser
-    parser = serving_chat.FunctionCallParser.ToolCallParserEnum.get(calls)
-    return isinstance(answers, serving_chat.ResponseTemplateReasoningDetector) or (
-        parser is not None and issubclass(parser, serving_chat.ResponseTemplateToolDetector)
+    parser = sglang_api.FunctionCallParser.ToolCallParserEnum.get(calls)
+    return isinstance(answers, sglang_api.ResponseTemplateReasoningDetector) or (
+        parser is not None and issubclass(parser, sglang_api.ResponseTemplateToolDetector)
     )
 
 

@@ -16,6 +16,7 @@ from contextvars import ContextVar
 from inspect import unwrap
 from typing import Any
 
+from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.hints import current
 from sgl_ext.engine.host_cache import token_array
@@ -124,15 +125,13 @@ class TokenCache:
 def start(tokenizer: Any, limit_bytes: int) -> None:
     """Makes and proves the cache for an engine's tokenizer; 0 bytes: none."""
     global _active
-    from sglang.srt.entrypoints.openai.serving_chat import parallel_prompt_encode
-
     if not limit_bytes:
         return
     if not getattr(tokenizer, "is_fast", False):
         counter("token_cache_off").labels("slow").inc()
         _logger.warning("sgl-ext: prompts are tokenized whole: the tokenizer is not a fast one")
         return
-    cache = TokenCache(tokenizer, unwrap(parallel_prompt_encode), limit_bytes)
+    cache = TokenCache(tokenizer, unwrap(sglang_api.parallel_prompt_encode), limit_bytes)
     cache.prove()
     _active = cache
 

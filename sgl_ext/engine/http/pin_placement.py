@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import orjson
 import xxhash
 
+from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.hints import Reading
 from sgl_ext.engine.core.isolation import group_of
@@ -151,11 +152,6 @@ def _is_multimodal(chat: Any) -> bool:
 def _chat_request(chat: Any, path: str, body: Any) -> Any:
     body = translated_copy(chat, path, body)
     if path == "/v1/messages":
-        from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
-        from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
-
-        request = AnthropicMessagesRequest(**body)
-        return AnthropicServing(chat)._convert_to_chat_completion_request(request)
-    from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
-
-    return ChatCompletionRequest(**body)
+        request = sglang_api.AnthropicMessagesRequest(**body)
+        return sglang_api.AnthropicServing(chat)._convert_to_chat_completion_request(request)
+    return sglang_api.ChatCompletionRequest(**body)

@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from sgl_ext.engine import sglang_api
+
 _THOUGHT = "4ab1ce57 was thought"
 _CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 _TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
@@ -37,12 +39,10 @@ def _is_dropped(
     rendering: Callable[[], AbstractContextManager[list[str]]],
     turns: list[dict[str, Any]],
 ) -> bool:
-    from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
-
     answer = {"role": "assistant", "reasoning_content": _THOUGHT, **turns[0]}
     messages = [{"role": "user", "content": "Begin."}, answer, *turns[1:]]
     try:
-        request = ChatCompletionRequest(model="", messages=messages, tools=[_TOOL])
+        request = sglang_api.ChatCompletionRequest(model="", messages=messages, tools=[_TOOL])
         with rendering() as rendered:
             chat._process_messages(request, False)
     except Exception:

@@ -17,6 +17,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from sgl_ext.engine import sglang_api
+
 _UNKNOWN_TOOLS = "SGLANG_FORWARD_UNKNOWN_TOOLS"
 
 
@@ -34,9 +36,8 @@ def forward_unknown_tools() -> None:
 
 def parse_piece(original: Callable[..., Any], detector: Any, text: str, tools: Any) -> Any:
     """Around `BaseFormatDetector.parse_streaming_increment`, which its subclasses call."""
-    from sglang.srt.environ import envs
-
-    if not hasattr(detector, "_tool_indices") and envs.SGLANG_FORWARD_UNKNOWN_TOOLS.get():
+    forwards = sglang_api.envs.SGLANG_FORWARD_UNKNOWN_TOOLS.get
+    if not hasattr(detector, "_tool_indices") and forwards():
         detector._tool_indices = _AnyTool(detector._get_tool_indices(tools))
     said = ""
     begin, held = detector.bot_token, detector._buffer

@@ -10,6 +10,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any
 
+from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.host_cache.message_cache import convert
 from sgl_ext.requests.dialect import PATHS, translate
@@ -64,9 +65,7 @@ async def name_namespaces(
     if reading is not None and not model_of(serving).takes_namespaces:
         names = namespaced_names(reading.body)
         if names:
-            from sglang.srt.entrypoints.openai.protocol import ResponseToolState
-
-            request._tool_state = ResponseToolState(names=names)
+            request._tool_state = sglang_api.ResponseToolState(names=names)
     return await original(serving, request, raw_request)
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from scheduler.prefill import Refusal, slice_end
+from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core import hints
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.slices import is_slice_name, read_refusal, slice_name
@@ -177,11 +178,9 @@ class Prefiller:
 
     async def _send(self, job: Job) -> dict[str, Any]:
         """A slice's meta information as SGLang answers it."""
-        from sglang.srt.managers.io_struct import GenerateReqInput
-
         is_last = job.end == job.total
         name = slice_name(is_guess=job.is_guess, is_forced=is_last and bool(job.reading.pins))
-        request = GenerateReqInput(
+        request = sglang_api.GenerateReqInput(
             rid=name,
             input_ids=job.ids[: job.end],
             sampling_params={"max_new_tokens": 0},

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.slices import is_slice
 from sgl_ext.engine.scheduler import preemption, priority, single_flight
 from sgl_ext.engine.scheduler.clock import keeper_of
@@ -19,13 +20,12 @@ from sgl_ext.engine.scheduler.clock import keeper_of
 def add_one(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kw: Any) -> Any:
     """Around `PrefillAdder.add_one_req`: a request that fits without pins, or with the memory
     of less important ones, is admitted now. One that shares a prefix in the making waits for it."""
-    from sglang.srt.managers.schedule_policy import AddReqResult
-
+    results = sglang_api.AddReqResult
     if is_slice(req):
         runs = not adder.can_run_list and not _is_chunked(adder, req)
-        return original(adder, req, *args, **kw) if runs else AddReqResult.OTHER
+        return original(adder, req, *args, **kw) if runs else results.OTHER
     if single_flight.follows(adder, req):
-        return AddReqResult.CONTINUE
+        return results.CONTINUE
     result = original(adder, req, *args, **kw)
 
     def fits() -> bool:
@@ -35,16 +35,16 @@ def add_one(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kw
 
     # Having added a request, SGLang's result is about the next one, which asks in its turn.
     is_added = _is_added(adder, req)
-    if result is AddReqResult.NO_TOKEN and not is_added:
+    if result is results.NO_TOKEN and not is_added:
         is_added = _without_pins(adder, req, fits)
-    if result is AddReqResult.NO_TOKEN and not is_added:
+    if result is results.NO_TOKEN and not is_added:
         is_added = preemption.preempt(adder, req) and fits()
     if not is_added:
-        is_passed = result is AddReqResult.NO_TOKEN and priority.may_be_passed(adder, req)
-        return AddReqResult.CONTINUE if is_passed else result
+        is_passed = result is results.NO_TOKEN and priority.may_be_passed(adder, req)
+        return results.CONTINUE if is_passed else result
     priority.admit(adder, req)
     preemption.resumed(req)
-    return AddReqResult.CONTINUE if result is AddReqResult.NO_TOKEN else result
+    return results.CONTINUE if result is results.NO_TOKEN else result
 
 
 def _is_chunked(adder: Any, req: Any) -> bool:

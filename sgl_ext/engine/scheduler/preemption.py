@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from scheduler.preemption import Feuds, Running, victims
+from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.counters import count_of_ranks
 from sgl_ext.engine.core.settings import settings as _settings
 from sgl_ext.engine.scheduler.clock import keeper_of
@@ -68,11 +69,9 @@ def preempt(adder: Any, req: Any, slots: int = 0) -> bool:
 
 def _missing_tokens(adder: Any, req: Any) -> int:
     """How much more memory a request needs: its prompt's rest and its answer, as SGLang counts."""
-    from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
-
     answer = max(req.sampling_params.max_new_tokens - len(req.output_ids), 0)
     prompt = len(req.full_untruncated_fill_ids) - req.prefix_len
-    wanted = prompt + min(answer, CLIP_MAX_NEW_TOKENS) + adder.per_req_token_overhead
+    wanted = prompt + min(answer, sglang_api.CLIP_MAX_NEW_TOKENS) + adder.per_req_token_overhead
     return int(wanted - adder.rem_total_tokens) + 1
 
 
@@ -125,12 +124,10 @@ def stands_back(adder: Any, req: Any) -> bool:
         return False
     if not (_may_stand_back(req) and _is_plain(adder.tree_cache)):
         return False
-    from sglang.srt.managers.schedule_batch import release_req
-
     count_of_ranks("prefills_interrupted")
     setattr(req, _COMPUTED, req.prefix_len)
     cache = adder.tree_cache
-    release_req(
+    sglang_api.release_req(
         req=req,
         remaing_req_count=0,
         req_to_token_pool=cache.req_to_token_pool,
@@ -144,10 +141,8 @@ def stands_back(adder: Any, req: Any) -> bool:
 
 def _may_stand_back(req: Any) -> bool:
     """Not a request of several parts, nor one that SGLang keeps books of chunk by chunk."""
-    from sglang.srt.runtime_context import get_parallel
-
     is_alone = req.session is None and req.beam_group is None and not req.skip_radix_cache_insert
-    return bool(is_alone and not req.return_logprob and get_parallel().pp_size == 1)
+    return bool(is_alone and not req.return_logprob and sglang_api.get_parallel().pp_size == 1)
 
 
 def _running(adder: Any, req: Any) -> Running:

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from scheduler.order import Served, Waiting, in_order, step
+from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.counters import count_of_ranks
 from sgl_ext.engine.core.hints import carried
 from sgl_ext.engine.core.settings import settings as _settings
@@ -128,11 +129,9 @@ def may_be_passed(adder: Any, req: Any) -> bool:
 def _match(cache: Any, req: Any, now_s: float) -> None:
     """Notes how much of a waiting request is cached, which is what makes it cheap."""
     if getattr(req, _MATCHED_S, None) != now_s:
-        from sglang.srt.mem_cache.radix_cache import RadixKey
-
         setattr(req, _MATCHED_S, now_s)
         tokens = req.origin_input_ids + req.output_ids
-        key = RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt)
+        key = sglang_api.RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt)
         matched, _, _ = cache.tree_core.match_full_device_prefix(key)
         req.num_matched_prefix_tokens = min(matched, len(tokens) - 1)
 
@@ -158,9 +157,7 @@ def applies(req: Any) -> bool:
     """Whether priority scheduling is on as we know it: higher goes first, and preempts."""
     if req.priority is None:
         return False
-    from sglang.srt.runtime_context import get_schedule
-
-    schedule = get_schedule()
+    schedule = sglang_api.get_schedule()
     return bool(
         schedule.enable_priority_scheduling
         and not schedule.disable_priority_preemption

@@ -11,16 +11,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
-from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.mem_cache.registry import (
-    create_unified_radix_cache,
-    default_radix_cache_factory,
-)
-from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-from sglang.srt.runtime_context import get_memory
-
 from radix.pins import Pins
 from radix.residency import Held
 from scheduler.eviction_priority import WORTHLESS, Worth, worth_of
@@ -30,6 +20,16 @@ from sgl_ext.engine.core.settings import EngineSettings
 from sgl_ext.engine.core.slices import is_guess
 from sgl_ext.engine.scheduler import first_token
 from sgl_ext.engine.scheduler.pin_keeper import PinKeeper
+from sgl_ext.engine.sglang_api import (
+    ComponentType,
+    EvictParams,
+    MatchPrefixParams,
+    RadixKey,
+    UnifiedRadixCache,
+    create_unified_radix_cache,
+    default_radix_cache_factory,
+    get_memory,
+)
 
 _NOTHING = -1
 _MOST_WORTHLESS = 4096
@@ -187,7 +187,11 @@ class HeldCache(UnifiedRadixCache):  # type: ignore[misc]  # sglang is untyped
 
     def _wanted(self, params: Any) -> list[tuple[Callable[[], int], int]]:
         """Of each kind of memory, how to learn what is free, and what is to be free in the end."""
-        parts = (ComponentType.FULL, ComponentType.SWA, ComponentType.MAMBA)
+        parts = (
+            ComponentType.FULL,
+            ComponentType.SWA,
+            ComponentType.MAMBA,
+        )
         wanted: list[tuple[Callable[[], int], int]] = []
         for part, asked in zip(parts, _amounts(params), strict=True):
             free = partial(self._component_available_size, part) if asked > 0 else _none

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from scheduler.prefill import Refusal, least_tokens, refusal
+from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.settings import settings as _settings
 from sgl_ext.engine.core.slices import is_forced, is_slice
 
@@ -83,9 +84,7 @@ def _is_idle(scheduler: Any, req: Any) -> bool:
 
 
 def _cached(tree: Any, req: Any) -> int:
-    from sglang.srt.mem_cache.radix_cache import RadixKey
-
-    key = RadixKey(req.origin_input_ids, req.extra_key, cache_salt=req.cache_salt)
+    key = sglang_api.RadixKey(req.origin_input_ids, req.extra_key, cache_salt=req.cache_salt)
     return int(tree.tree_core.match_full_device_prefix(key)[0])
 
 
@@ -96,8 +95,6 @@ def _free(scheduler: Any, tree: Any, cached: int) -> int:
 
 
 def _refuse(scheduler: Any, req: Any, message: str) -> None:
-    from sglang.srt.managers.io_struct import AbortReq
-
     scheduler.abort_request(
-        AbortReq(rid=req.rid, finished_reason={"type": "abort", "message": message})
+        sglang_api.AbortReq(rid=req.rid, finished_reason={"type": "abort", "message": message})
     )
