@@ -15,7 +15,7 @@ GPU := $(shell command -v nvidia-smi)
 
 MODEL ?= .models/tiny
 CONFIG ?= $(if $(GPU),launch/gpu.toml,launch/cpu.toml)
-BENCHES := $(patsubst bench/%.py,%,$(filter-out bench/__init__.py bench/_%.py,$(wildcard bench/*.py)))
+BENCHES := $(patsubst bench/%.py,%,$(filter-out bench/__init__.py,$(wildcard bench/*.py)))
 
 .PHONY: setup serve test lint bench clean
 

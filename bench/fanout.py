@@ -29,11 +29,11 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from sgl_ext_cpu.node import Node, local_model, running_node
 
-from bench._node import Node, local_model, running_node
-from bench._pin_figures import ratio, spread
-from bench._pin_stock import stock_engine
-from bench._priority_load import GENERATE, Request, fitted
+from bench.lib.pin_figures import ratio, spread
+from bench.lib.priority_load import GENERATE, Request, fitted
+from bench.lib.stock_engine import stock_engine
 
 _AGENTS = 8
 _PREFIX_TOKENS = 20_000

@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import requests
-
-from bench._node import Node, local_model, running_node
+from sgl_ext_cpu.node import Node, local_model, running_node
 
 PROMPT_TOKENS = 52_000
 _WARM_ARMS = ("stable", "stripped")

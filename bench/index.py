@@ -2,7 +2,7 @@
 
 The same prompts go into our index, as segments of about 1,024 tokens, and into the
 `RadixTree` of Dynamo's KV router, as blocks of 64: chains of 130 segments, at 10^4 to
-10^6 segments and 8 to 1,024 workers (see `bench._index_side`). Each index is in a
+10^6 segments and 8 to 1,024 workers (see `bench.lib.index_side`). Each index is in a
 process of its own; for a number of workers, rounds of lookups go around all of them,
 and what is reported are medians over the rounds. Both must find the same. Bytes are
 growth of the process's resident memory.
@@ -28,8 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench._index_side import BLOCK_TOKENS, BLOCKS
-from bench._peers import install_package
+from bench.lib.index_side import BLOCK_TOKENS, BLOCKS
+from bench.lib.other_routers import install_package
 
 DYNAMO = "ai-dynamo-runtime"
 DYNAMO_VERSION = "1.6.1"
@@ -101,7 +101,7 @@ def running_side(side: Side, workers: int) -> Iterator[subprocess.Popen[str]]:
     """A process with one index, which ends with the context."""
     arguments = [side.name, str(side.segments), str(workers)]
     process = subprocess.Popen(
-        [str(side.python), "-m", "bench._index_side", *arguments],
+        [str(side.python), "-m", "bench.lib.index_side", *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

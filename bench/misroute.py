@@ -1,7 +1,7 @@
 """How often is a request routed to a worker for a prefix that it no longer holds?
 
 Real engines with small caches behind the launcher, and conversations that share a system
-prompt and grow (bench/_misroute_load.py). Meanwhile, phase by phase:
+prompt and grow (bench/lib/misroute/load.py). Meanwhile, phase by phase:
 
     pressure    more conversations than the caches hold, so the engines evict all the time
     flush_all   every engine is flushed, through the balancer
@@ -10,7 +10,7 @@ prompt and grow (bench/_misroute_load.py). Meanwhile, phase by phase:
     returned    it is ready again
 
 The request log's predictions are compared with what the engines reported, and with their
-events, to which this process listens too (bench/_misroute_judge.py says how).
+events, to which this process listens too (bench/lib/misroute/judge.py says how).
 `misrouted_share` leaves out what happened within a second of the news or in the engine's
 own queue; `mispredicted_share` leaves out nothing. `lost_before_first_byte` counts requests
 that failed though nothing of their answer was sent; `cut_after_first_byte` streams that the
@@ -34,12 +34,12 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from sgl_ext_cpu.node import Node, local_model, running_node
 
-from bench._misroute_events import Diary
-from bench._misroute_figures import Done, counted, figures
-from bench._misroute_judge import LAG_S, read_log
-from bench._misroute_load import Load
-from bench._node import Node, local_model, running_node
+from bench.lib.misroute.events import Diary
+from bench.lib.misroute.figures import Done, counted, figures
+from bench.lib.misroute.judge import LAG_S, read_log
+from bench.lib.misroute.load import Load
 
 _ENGINE_FLAGS = ("--max-total-tokens", "16384", "--chunked-prefill-size", "2048")
 _RETURN_S = 240.0

@@ -44,12 +44,12 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from sgl_ext_cpu.node import Node, local_model, running_node
 
-from bench._misroute_figures import counted
-from bench._node import Node, local_model, running_node
-from bench._pin_figures import Part, Seen, arm_figures, comparison, left_by
-from bench._pin_load import MESSAGES, Answer, Conversation, Flooded, Texts, ask, flood, single
-from bench._pin_stock import stock_engine
+from bench.lib.misroute.figures import counted
+from bench.lib.pin_figures import Part, Seen, arm_figures, comparison, left_by
+from bench.lib.pin_load import MESSAGES, Answer, Conversation, Flooded, Texts, ask, flood, single
+from bench.lib.stock_engine import stock_engine
 
 PREFIX_TOKENS = 9_500
 POOL_TOKENS = 32_768

@@ -47,12 +47,12 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from sgl_ext_cpu.node import Node, local_model, running_node
 
-from bench._node import Node, local_model, running_node
-from bench._pin_load import Texts
-from bench._pin_stock import stock_engine
-from bench._priority_figures import comparison, siege_figures
-from bench._priority_load import Answer, Load, Request, fitted, play, siege
+from bench.lib.pin_load import Texts
+from bench.lib.priority_figures import comparison, siege_figures
+from bench.lib.priority_load import Answer, Load, Request, fitted, play, siege
+from bench.lib.stock_engine import stock_engine
 from scheduler.order import bound_s
 from sgl_ext.engine.core.settings import EngineSettings
 

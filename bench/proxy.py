@@ -24,21 +24,22 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import orjson
-import requests
+from sgl_ext_cpu.node import free_port, is_healthy, running_balancer, running_process
 
-from bench._load import run_load
-from bench._node import ROOT, free_port
-from bench._peers import nginx_on_path, running_peer
+from bench.lib.load import run_load
+from bench.lib.other_routers import nginx_on_path, running_peer
 
 SIZES = {"2kb": 2_000, "200kb": 200_000}
 _SESSIONS = 16
@@ -78,73 +79,45 @@ def main() -> None:
     rounds = options.rounds or (2 if options.quick else 6)
     os.sched_setaffinity(0, _OTHER_CORE)
     with ExitStack() as stack:
-        worker = stack.enter_context(_running_responder())
-        proxies = [Proxy("direct", worker, None)]
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        worker = stack.enter_context(_running_responder(folder))
+        proxies = [Proxy("direct", _port(worker), None)]
         for name in options.only:
-            proxy = _started(stack, name, f"http://127.0.0.1:{worker}")
+            proxy = _started(stack, name, worker, folder)
             if proxy is not None:
                 proxies.append(proxy)
         figures = _measure(proxies, rounds, scale=1 if options.quick else 2)
     print(json.dumps(_report(figures, options.only)))
 
 
-def _started(stack: ExitStack, name: str, worker: str) -> Proxy | None:
-    """The proxy in front of the worker, for as long as the stack; None if it cannot be had."""
+def _started(stack: ExitStack, name: str, worker: str, folder: Path) -> Proxy | None:
+    """The proxy in front of the worker, for as long as the stack; None if it is not available."""
     try:
-        if name == "ours":
-            return stack.enter_context(_running_ours(worker))
         if name == "nginx" and not nginx_on_path():
             print("nginx is not on PATH: left out", file=sys.stderr)
             return None
-        peer = stack.enter_context(running_peer(_PEERS[name], [worker], cores=_PROXY_CORE))
+        if name == "ours":
+            running = running_balancer([worker], folder / "ours.log", cores=_PROXY_CORE)
+        else:
+            running = running_peer(_PEERS[name], [worker], cores=_PROXY_CORE)
+        server = stack.enter_context(running)
     except RuntimeError as error:
         print(f"{name} left out: {error}", file=sys.stderr)
         return None
-    return Proxy(name, int(peer.url.rpartition(":")[2]), peer.process.pid)
+    return Proxy(name, _port(server.url), server.process.pid)
+
+
+def _port(url: str) -> int:
+    return int(url.rpartition(":")[2])
 
 
 @contextmanager
-def _running_responder() -> Iterator[int]:
+def _running_responder(folder: Path) -> Iterator[str]:
     port = free_port()
-    command = [sys.executable, "-m", "bench._responder", str(port)]
-    process = subprocess.Popen(command, cwd=ROOT)
-    try:
-        _await(f"http://127.0.0.1:{port}/health")
-        yield port
-    finally:
-        process.kill()
-        process.wait()
-
-
-@contextmanager
-def _running_ours(worker: str) -> Iterator[Proxy]:
-    port = free_port()
-    command = [sys.executable, "-m", "sgl_ext.balancer.serve", "--worker", worker]
-    process = subprocess.Popen(
-        [*command, "--port", str(port)],
-        cwd=ROOT,
-        stderr=subprocess.DEVNULL,
-        preexec_fn=lambda: os.sched_setaffinity(0, _PROXY_CORE),
-    )
-    try:
-        _await(f"http://127.0.0.1:{port}/health")
-        yield Proxy("ours", port, process.pid)
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def _await(url: str) -> None:
-    deadline = time.monotonic() + 30
-    while True:
-        try:
-            if requests.get(url, timeout=5).ok:
-                return
-        except requests.RequestException:
-            pass
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"{url} does not answer")
-        time.sleep(0.1)
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "bench.lib.responder", str(port)]
+    with running_process(command, folder / "responder.log", partial(is_healthy, url)):
+        yield url
 
 
 def _measure(proxies: list[Proxy], rounds: int, scale: int) -> dict[tuple[str, str], Figures]:

@@ -1,7 +1,7 @@
 """How much of the ideal cache reuse, and which TTFT, does each router get on the same workers?
 
-A swarm's trace (bench/_trace.py) is sent as a closed loop through each router, a real
-process, to the same simulated engines (bench/_sim.py), which start anew for each run.
+A swarm's trace (bench/trace/swarm.py) is sent as a closed loop through each router, a real
+process, to the same simulated engines (bench/sim/engine.py), which start anew for each run.
 Ours has engines with the plugin, which strip a billing header and publish what they
 hold; the others have stock engines. `vllm_router` is given the session header that its
 policy needs; nobody else is, unless the field says so.
@@ -29,9 +29,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from bench._sim import EngineConfig
-from bench._trace import TraceConfig
-from bench._trace_run import POLICIES, Setup, ideal_ratio, measure
+from bench.sim.engine import EngineConfig
+from bench.trace.run import POLICIES, Setup, ideal_ratio, measure
+from bench.trace.swarm import TraceConfig
 
 _HEADER_GIVEN = "vllm_router"
 _COLLAPSING = ("ours", "sglang_router", "smg")
@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--real", action="store_true", help="two real CPU engines instead")
     options = parser.parse_args()
     if options.real:
-        from bench._trace_real import measure_real
+        from bench.trace.real_engines import measure_real
 
         print(json.dumps(measure_real()))
         return

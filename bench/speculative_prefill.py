@@ -15,7 +15,7 @@ cache has of it. Arms:
 all on the same engine, where `off` and `naive` refuse what the engine would guess unasked. A
 round is each arm, in an order that rotates, with the cache empty: the same texts, sizes and
 pauses but for one word. All that the model says is its own, in a form that a grammar gives it
-(`bench._speculative_load`). Unrelated clients send short prompts beside it, one at a time each
+(`bench.lib.speculative_load`). Unrelated clients send short prompts beside it, one at a time each
 and with pauses, so the engine idles now and then.
 
 TTFTs are of the requests with which a person writes, from the second turn on; what a tool gave
@@ -44,11 +44,11 @@ from typing import Any
 
 import aiohttp
 import requests
+from sgl_ext_cpu.node import Node, local_model, running_node
 
-from bench._node import Node, local_model, running_node
-from bench._priority_load import fitted
-from bench._speculative_figures import comparison
-from bench._speculative_load import ARMS, Load, Round, Stage, Voice
+from bench.lib.priority_load import fitted
+from bench.lib.speculative_figures import comparison
+from bench.lib.speculative_load import ARMS, Load, Round, Stage, Voice
 
 _FLAGS = ("--sleep-on-idle", "--tool-call-parser", "pythonic")
 _PREFIX = "sgl_ext_"

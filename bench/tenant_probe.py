@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import requests
+from sgl_ext_cpu.node import Node, local_model, running_node
 
-from bench._node import Node, local_model, running_node
 from bench.header_strip import Arm
 from sgl_ext import keys
 

@@ -7,7 +7,7 @@ An agent's chat through `/v1/messages`, of tool results of 700 tokens, grows to 
     ours    our engine behind the balancer
 
 Both get the same bodies, turn by turn in alternation. TTFT is from the client's first byte out
-to its first byte in; `bench/_warm_stages.py` says how it is parted. Host time is all of TTFT but
+to its first byte in; `bench/lib/warm/stages.py` says how it is parted. Host time is all of TTFT but
 the model's forward pass. Figures are medians over turns, ratios too.
 """
 
@@ -22,13 +22,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from bench._node import Node, local_model, running_node
-from bench._pin_figures import ratio
-from bench._pin_load import Texts
-from bench._pin_stock import stock_engine
-from bench._priority_load import fitted
-from bench._warm_load import Answer, Conversation, ask
-from bench._warm_stages import (
+from sgl_ext_cpu.node import Node, local_model, running_node
+
+from bench.lib.pin_figures import ratio
+from bench.lib.pin_load import Texts
+from bench.lib.priority_load import fitted
+from bench.lib.stock_engine import stock_engine
+from bench.lib.warm.load import Answer, Conversation, ask
+from bench.lib.warm.stages import (
     FORWARD,
     OURS,
     SHARED,

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from sgl_ext_cpu.node import Node, local_model, running_node
 from sgl_ext_cpu.nursery import Nursery
-
-from bench._node import Node, local_model, running_node
 
 # Engines may be starting beside a property test: its speed is no assertion.
 hypothesis.settings.register_profile("sgl_ext", deadline=None, derandomize="CI" in os.environ)

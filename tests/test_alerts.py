@@ -14,8 +14,8 @@ import pytest
 import requests
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
+from sgl_ext_cpu.node import Node
 
-from bench._node import Node
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.workers import Workers
 from sgl_ext.engine.core.counters import _COUNTERS

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from bench._pin_figures import Part, Seen, arm_figures, cached_share, comparison, left_by, waited
-from bench._pin_load import Answer, Conversation, Flooded, Texts, take
+from bench.lib.pin_figures import Part, Seen, arm_figures, cached_share, comparison, left_by, waited
+from bench.lib.pin_load import Answer, Conversation, Flooded, Texts, take
 
 
 def turn(prompt: int, cached: int, ttft_ms: float = 300.0) -> Answer:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from bench._pin_load import Texts
-from bench._priority_figures import comparison, differing, rate, siege_figures, starved
-from bench._priority_load import BATCH, INTERACTIVE, Answer, Load, Request
+from bench.lib.pin_load import Texts
+from bench.lib.priority_figures import comparison, differing, rate, siege_figures, starved
+from bench.lib.priority_load import BATCH, INTERACTIVE, Answer, Load, Request
 
 AGING_S = 1.0
 BOUND_S = 11.0

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from bench._sim import Engine, EngineConfig, Event, Request
-from bench._sim_prompt import BLOCK_TOKENS
+from bench.sim.engine import Engine, EngineConfig, Event, Request
+from bench.sim.prompts import BLOCK_TOKENS
 from sgl_ext.requests.segments import Chain
 
 # Round numbers: a batch takes 1 s and a millisecond a token, a token of an answer 0.1 s.

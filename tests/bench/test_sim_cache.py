@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench._sim_cache import BlockCache
+from bench.sim.cache import BlockCache
 
 A, B, C, D, E = range(1, 6)
 

@@ -6,10 +6,10 @@ import orjson
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from bench._sim import EngineConfig
-from bench._sim_http import make_app
-from bench._sim_live import Live
-from bench._trace_loop import CHAT
+from bench.sim.engine import EngineConfig
+from bench.sim.live_engine import Live
+from bench.sim.server import make_app
+from bench.trace.calls import CHAT
 from sgl_ext.requests.segments import read_chain
 
 FAST = EngineConfig(

@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from bench._pin_load import Answer, Texts
-from bench._speculative_figures import arm_figures, cached_share, comparison, failed
-from bench._speculative_load import Load, Person, Reply, Round, Stage, Turn, Voice
+from bench.lib.pin_load import Answer, Texts
+from bench.lib.speculative_figures import arm_figures, cached_share, comparison, failed
+from bench.lib.speculative_load import Load, Person, Reply, Round, Stage, Turn, Voice
 
 FEW = Load(people=1, turns=2, system=50, result=60)
 

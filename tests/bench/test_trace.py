@@ -3,11 +3,11 @@
 import orjson
 import pytest
 
-from bench._sim import Engine, EngineConfig, Request
-from bench._sim_prompt import BLOCK_TOKENS, BYTES_PER_TOKEN, answer_to, prompt_blocks
-from bench._sim_run import LeastLoaded, RoundRobin, simulate
-from bench._trace import VARIANTS, Agent, TraceConfig, make_trace
-from bench._trace_loop import CHAT, Call, Conversation, Loop, compile_calls, ideal_of
+from bench.sim.engine import Engine, EngineConfig, Request
+from bench.sim.prompts import BLOCK_TOKENS, BYTES_PER_TOKEN, answer_to, prompt_blocks
+from bench.sim.virtual_time import LeastLoaded, RoundRobin, simulate
+from bench.trace.calls import CHAT, Call, Conversation, Loop, compile_calls, ideal_of
+from bench.trace.swarm import VARIANTS, Agent, TraceConfig, make_trace
 from sgl_ext.requests.segments import read_chain
 
 

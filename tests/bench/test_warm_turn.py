@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench._warm_stages import BETWEEN, FORWARD, Span, Stopwatch, medians, stages_ms
+from bench.lib.warm.stages import BETWEEN, FORWARD, Span, Stopwatch, medians, stages_ms
 
 MS = 1_000_000
 

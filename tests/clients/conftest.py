@@ -18,8 +18,8 @@ import anthropic
 import openai
 import pytest
 import requests
+from sgl_ext_cpu.node import FORKING, ROOT, Node, running_node
 
-from bench._node import FORKING, ROOT, Node, running_node
 from sgl_ext import keys
 from tests.clients import scripts
 

@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from bench._node import Node
+from sgl_ext_cpu.node import Node
 
 pytestmark = pytest.mark.engine
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from sgl_ext_cpu.node import Node
 
-from bench._node import Node
 from tests.clients.scripts import ODD_CALLS, ODD_PROMPT, ODD_WORD
 
 pytestmark = pytest.mark.engine

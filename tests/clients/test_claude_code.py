@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import requests
+from sgl_ext_cpu.node import Node
 
-from bench._node import Node
 from tests.clients.agents import Project, prompt_tokens, read_tokens
 
 pytestmark = [pytest.mark.engine, pytest.mark.npm]

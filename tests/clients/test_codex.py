@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sgl_ext_cpu.node import Node
 
-from bench._node import Node
 from tests.clients.agents import Person, completed
 
 pytestmark = [pytest.mark.engine, pytest.mark.npm]

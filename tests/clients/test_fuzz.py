@@ -14,8 +14,8 @@ from typing import Any
 import orjson
 import pytest
 import requests
+from sgl_ext_cpu.node import Node
 
-from bench._node import Node
 from sgl_ext.engine.http.error_middleware import is_shaped
 
 pytestmark = pytest.mark.engine

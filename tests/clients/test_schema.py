@@ -16,8 +16,8 @@ import requests
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
+from sgl_ext_cpu.node import Node
 
-from bench._node import Node
 from sgl_ext.protocols import routes
 from tests.clients.test_fuzz import problem
 

@@ -9,8 +9,8 @@ from typing import Any
 import anthropic
 import openai
 import pytest
+from sgl_ext_cpu.node import Node
 
-from bench._node import Node
 from tests.clients.agents import Turn, assert_read_from_cache, prompt_tokens, read_tokens
 from tests.clients.scripts import SDK_ANSWER, SDK_CALLS, SDK_PROMPT, SDK_THOUGHT, SDK_WORD
 

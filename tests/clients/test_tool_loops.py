@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import requests
+from sgl_ext_cpu.node import Node
 
-from bench._node import Node
 from tests.clients.agents import (
     Person,
     Project,

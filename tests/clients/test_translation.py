@@ -9,8 +9,7 @@ import openai
 import orjson
 import pytest
 import requests
-
-from bench._node import Node
+from sgl_ext_cpu.node import Node
 
 pytestmark = pytest.mark.engine
 

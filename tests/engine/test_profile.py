@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from bench._node import Node
+from sgl_ext_cpu.node import Node
 
 pytestmark = pytest.mark.engine
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import orjson
 import pytest
+from sgl_ext_cpu.node import Node, running_balancer
 
-from bench._node import Node
-from bench._trace_run import router
 from sgl_ext.doctor.__main__ import main
 from tests.doctor.prompts import CHAT, RULE, turns
 
@@ -32,10 +32,11 @@ def asked(node: Node, agent: str, count: int, begin: str) -> tuple[int, int]:
 
 
 @pytest.fixture
-def fresh(node: Node) -> Iterator[Node]:
-    """The node's engines behind one more balancer, which no other test has sent a prompt to."""
-    with router("ours", node.engines, "--diagnose", "--drain-s", "0") as url:
-        yield replace(node, url=url)
+def fresh(node: Node, tmp_path: Path) -> Iterator[Node]:
+    """The node's engines with a balancer of their own, to which no other test has sent a prompt."""
+    flags = ("--diagnose", "--drain-s", "0")
+    with running_balancer(node.engines, tmp_path / "log", *flags) as balancer:
+        yield replace(node, url=balancer.url)
 
 
 def test_it_finds_a_clock_and_what_it_costs(

@@ -10,8 +10,7 @@ from typing import Any
 import openai
 import pytest
 import requests
-
-from bench._node import Node
+from sgl_ext_cpu.node import Node
 
 pytestmark = pytest.mark.engine
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 import requests
+from sgl_ext_cpu.node import FORKING, ROOT, Node, free_port, running_node
 
-from bench._node import FORKING, ROOT, Node, free_port, running_node
 from tests.waiting import until
 
 pytestmark = pytest.mark.engine

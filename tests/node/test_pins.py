@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import requests
+from sgl_ext_cpu.node import FORKING, Node, running_node
 
-from bench._node import FORKING, Node, running_node
 from tests.waiting import until
 
 pytestmark = pytest.mark.engine

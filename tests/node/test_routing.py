@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import requests
+from sgl_ext_cpu.node import Node
 
-from bench._node import Node
 from tests.waiting import until
 
 pytestmark = pytest.mark.engine

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import requests
+from sgl_ext_cpu.node import Node, running_node
 
-from bench._node import Node, running_node
 from sgl_ext import keys
 from tests.waiting import until
 

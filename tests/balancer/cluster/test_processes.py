@@ -7,13 +7,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import psutil
 import pytest
 import requests
+from sgl_ext_cpu.node import free_port
 
-from bench._node import free_port
 from sgl_ext import keys
 from tests.waiting import until
 
@@ -31,6 +33,36 @@ def process(*command: str) -> Iterator[subprocess.Popen[bytes]]:
         running.wait(timeout=20)
 
 
+class Answers(BaseHTTPRequestHandler):
+    """A worker that is healthy and answers every chat completion at once."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.answer(200 if self.path in ("/health", "/ready") else 404)
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.answer(200)
+
+    def answer(self, status: int) -> None:
+        self.send_response(status)
+        self.send_header("content-length", "2")
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def answering_worker() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
 @pytest.fixture
 def balancer() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     with serving() as started:
@@ -40,13 +72,11 @@ def balancer() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
 @contextmanager
 def serving(*flags: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """A balancer of several processes before one worker that answers at once."""
-    worker, port = free_port(), free_port()
+    port = free_port()
     serve = ("-m", "sgl_ext.balancer.serve", "--port", str(port), "--processes", str(COUNT))
     with (
-        process("-m", "bench._responder", str(worker)),
-        process(
-            *serve, "--drain-s", "1", "--worker", f"http://127.0.0.1:{worker}", *flags
-        ) as running,
+        answering_worker() as worker,
+        process(*serve, "--drain-s", "1", "--worker", worker, *flags) as running,
     ):
         url = f"http://127.0.0.1:{port}"
         until(lambda: len(psutil.Process(running.pid).children()) == COUNT)

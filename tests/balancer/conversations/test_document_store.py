@@ -12,8 +12,8 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from sgl_ext_cpu.node import free_port
 
-from bench._node import free_port
 from sgl_ext.balancer.conversations.document_store import Document, LongChain, Store, require_store
 from sgl_ext.config import IN_MEMORY, BalancerConfig, ConfigError, LaunchConfig
 from sgl_ext.launch import make_children

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sgl_ext_cpu.node import Node
 
-from bench._node import Node
 from sgl_ext.engine.host_cache import token_cache
 from sgl_ext.engine.host_cache.token_array import is_asked, packed, settle
 from sgl_ext.engine.host_cache.token_cache import TokenCache

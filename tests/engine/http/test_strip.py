@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import requests
+from sgl_ext_cpu.node import Node
 
-from bench._node import Node
 from tests.requests.test_system_text import CASES, HEADER, S, text
 
 pytestmark = pytest.mark.engine

@@ -21,9 +21,9 @@ from typing import Any
 
 import pytest
 import requests
+from sgl_ext_cpu.node import free_port
 from sgl_ext_cpu.nursery import Nursery, Server
 
-from bench._node import free_port
 from sgl_ext.engine.http.event_broadcaster import PATH
 from sgl_ext.requests.segments import read_chain
 from tests.requests.test_system_text import HEADER

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sgl_ext_cpu.node import Node
 
-from bench._node import Node
 from radix.byte_lru import ENTRY_BYTES, Parts
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.host_cache import shortcuts

@@ -11,8 +11,9 @@ from http.client import HTTPConnection
 from typing import Any
 from urllib.parse import urlsplit
 
-from bench._node import Node
-from bench._pin_load import MESSAGES, Texts
+from sgl_ext_cpu.node import Node
+
+from bench.lib.pin_load import MESSAGES, Texts
 
 _SYSTEM_TOKENS, _TOOLS, _TOOL_TOKENS = 1000, 20, 70
 _RESULT_TOKENS = 700

@@ -19,9 +19,9 @@ from typing import Any
 
 import aiohttp
 
-from bench._pin_load import CHAT, Answer, Texts, take
-from bench._priority_load import Request
-from bench._priority_load import ask as ask_generate
+from bench.lib.pin_load import CHAT, Answer, Texts, take
+from bench.lib.priority_load import Request
+from bench.lib.priority_load import ask as ask_generate
 
 # What the model says, words and what is between them. Short: on a CPU, an engine that ten
 # people share would do little else than answer.

@@ -1,6 +1,6 @@
 """A worker that only answers: the least that a proxy can stand in front of.
 
-    python -m bench._responder PORT
+    python -m bench.lib.responder PORT
 
 It speaks enough of SGLang's API for routers to take it for one. A chat
 completion is answered at once, streamed if its body says so: the head, then

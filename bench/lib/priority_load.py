@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+from sgl_ext_cpu.node import Node
 
-from bench._node import Node
-from bench._pin_load import Texts
+from bench.lib.pin_load import Texts
 
 GENERATE = "/generate"
 BATCH, INTERACTIVE = 0, 10

@@ -1,6 +1,6 @@
 """Simulated engines behind SGLang's HTTP API: a port each, all in one process.
 
-    python -m bench._sim_http --port 30001 --port 30002 --plugin
+    python -m bench.sim.server --port 30001 --port 30002 --plugin
 
 Stock engines by default. With `--plugin` they strip billing headers and publish
 their segments at `/sgl_ext/events`, as engines with our plugin do. `/sim/figures`
@@ -22,9 +22,9 @@ import orjson
 import uvloop
 from aiohttp import web
 
-from bench._sim import EngineConfig, Request
-from bench._sim_live import Live, TooLong
-from bench._trace_loop import CHAT, MODEL
+from bench.sim.engine import EngineConfig, Request
+from bench.sim.live_engine import Live, TooLong
+from bench.trace.calls import CHAT, MODEL
 from sgl_ext.lifeline import end_with_parent
 
 _GENERATE = "/generate"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench._pin_load import Answer, Flooded
+from bench.lib.pin_load import Answer, Flooded
 
 _LONGEST_WAIT = 1.5
 

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench._sim_prompt import (
+from bench.sim.prompts import (
     ANSWER_OPENING,
     BLOCK_TOKENS,
     Blocks,
@@ -22,7 +22,7 @@ from bench._sim_prompt import (
     rendered,
     text_of,
 )
-from bench._trace import Agent, Turn
+from bench.trace.swarm import Agent, Turn
 from sgl_ext.requests.headers import HeaderStrip
 from sgl_ext.requests.segments import Chain, read_chain
 from sgl_ext.requests.system_text import strip_request

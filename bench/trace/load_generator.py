@@ -1,6 +1,6 @@
 """Sends a trace to a router and writes down what came back: the load generator, a process.
 
-    python -m bench._trace_load '{"urls": [...], "trace": {...}, "limit_s": 60,
+    python -m bench.trace.load_generator '{"urls": [...], "trace": {...}, "limit_s": 60,
         "session_header": "x-session-id" or null, "members": {more of each body}}'
 
 The last line of its output is one JSON object, `Outcome`. TTFT runs from the write of
@@ -23,8 +23,8 @@ import aiohttp
 import orjson
 import uvloop
 
-from bench._trace import Agent, TraceConfig, make_trace
-from bench._trace_loop import CHAT, Conversation, Loop
+from bench.trace.calls import CHAT, Conversation, Loop
+from bench.trace.swarm import Agent, TraceConfig, make_trace
 
 _CONTENT = re.compile(rb'"content":\s*"[^"]')
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench._misroute_events import Diary
-from bench._misroute_judge import LAG_S, Judge, Line
-from bench._misroute_load import Sent
+from bench.lib.misroute.events import Diary
+from bench.lib.misroute.judge import LAG_S, Judge, Line
+from bench.lib.misroute.load import Sent
 
 _SHARED = ("retried", "within_lag", "evicted_in_queue", "stale", "unwithdrawn", "dead_worker")
 

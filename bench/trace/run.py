@@ -7,32 +7,29 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import requests
+from sgl_ext_cpu.node import ROOT, free_port, is_healthy, running_balancer, running_process
 
-from bench._node import ROOT, free_port
-from bench._peers import running_peer
-from bench._sim import EngineConfig
-from bench._trace import Agent, TraceConfig, make_trace
-from bench._trace_load import Outcome
-from bench._trace_loop import Call, compile_calls, ideal_of
+from bench.lib.other_routers import running_peer
+from bench.sim.engine import EngineConfig
+from bench.trace.calls import Call, compile_calls, ideal_of
+from bench.trace.load_generator import Outcome
+from bench.trace.swarm import Agent, TraceConfig, make_trace
 
 SESSION_HEADER = "x-session-id"
-_START_TIMEOUT_S = 30.0
 _OF_ITS_OWN_REQUESTS = ("--policy", "power_of_two", "--power-of-two-load-metric", "least_requests")
-# It would take five seconds to end.
-_ENDS_SOON = ("--shutdown-grace-period-secs", "1")
 _PEERS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "round_robin": ("smg", ("--policy", "round_robin", *_ENDS_SOON)),
-    "least_loaded": ("smg", (*_OF_ITS_OWN_REQUESTS, *_ENDS_SOON)),
+    "round_robin": ("smg", ("--policy", "round_robin")),
+    "least_loaded": ("smg", _OF_ITS_OWN_REQUESTS),
     "sglang_router": ("sglang-router", ()),
-    "smg": ("smg", _ENDS_SOON),
+    "smg": ("smg", ()),
     "vllm_router": ("vllm-router", ()),
 }
 POLICIES = ("ours", *_PEERS)
@@ -114,7 +111,7 @@ def send(
         "session_header": header,
         "members": members,
     }
-    command = [sys.executable, "-m", "bench._trace_load", json.dumps(task)]
+    command = [sys.executable, "-m", "bench.trace.load_generator", json.dumps(task)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"the load generator failed:\n{done.stderr}")
@@ -127,52 +124,25 @@ def send(
 def engines(setup: Setup, *, plugin: bool) -> Iterator[list[str]]:
     """Fresh simulated engines in one process; their URLs."""
     urls = [f"http://127.0.0.1:{free_port()}" for _ in range(setup.workers)]
-    command = [sys.executable, "-m", "bench._sim_http", *(["--plugin"] if plugin else [])]
+    command = [sys.executable, "-m", "bench.sim.server", *(["--plugin"] if plugin else [])]
     for url in urls:
         command += ["--port", url.rsplit(":", 1)[1]]
     for name, value in asdict(setup.engine).items():
         command += [f"--{name.replace('_', '-')}", str(value)]
-    with _process(command, urls[-1]):
-        yield urls
+    with tempfile.TemporaryDirectory() as folder:
+        ready = partial(is_healthy, urls[-1])
+        with running_process(command, Path(folder) / "log", ready):
+            yield urls
 
 
 @contextmanager
-def router(policy: str, urls: Sequence[str], *flags: str) -> Iterator[str]:
-    """A policy's router in front of the engines; its URL. `flags` are for ours."""
-    if policy != "ours":
-        name, own = _PEERS[policy]
-        with running_peer(name, urls, flags=own) as peer:
-            yield peer.url
-        return
-    url = f"http://127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "sgl_ext.balancer.serve", "--port", url.rsplit(":", 1)[1]]
-    command += flags
-    for worker in urls:
-        command += ["--worker", worker]
-    with _process(command, url):
-        yield url
-
-
-@contextmanager
-def _process(command: list[str], url: str) -> Iterator[None]:
-    """A process that serves at `url`; what it wrote is in the error if it does not."""
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
-        try:
-            deadline = time.monotonic() + _START_TIMEOUT_S
-            while not _serves(url):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    log.seek(0)
-                    raise RuntimeError(f"{' '.join(command)} did not start:\n{log.read()}")
-                time.sleep(0.05)
-            yield
-        finally:
-            process.terminate()
-            process.wait(timeout=30)
-
-
-def _serves(url: str) -> bool:
-    try:
-        return requests.get(f"{url}/health", timeout=5).ok
-    except requests.RequestException:
-        return False
+def router(policy: str, urls: Sequence[str]) -> Iterator[str]:
+    """The URL of a policy's router, which runs in front of the engines."""
+    with tempfile.TemporaryDirectory() as folder:
+        if policy == "ours":
+            running = running_balancer(urls, Path(folder) / "log")
+        else:
+            name, flags = _PEERS[policy]
+            running = running_peer(name, urls, flags=flags)
+        with running as server:
+            yield server.url

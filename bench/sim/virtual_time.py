@@ -22,10 +22,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from bench._sim import Engine, EngineConfig, Event, Load, Request
-from bench._sim_segments import Stored
-from bench._trace import Agent
-from bench._trace_loop import Call, Ideal, Loop
+from bench.sim.engine import Engine, EngineConfig, Event, Load, Request
+from bench.sim.segments import Stored
+from bench.trace.calls import Call, Ideal, Loop
+from bench.trace.swarm import Agent
 
 Policy = Callable[[Call, Sequence[Engine], float], int]
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import orjson
 
-from bench._sim import Engine
-from bench._sim_segments import Stored
+from bench.sim.engine import Engine
+from bench.sim.segments import Stored
 
 PUBLISH_S = 0.02
 LOAD_S = 0.1

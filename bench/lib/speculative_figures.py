@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench._pin_figures import ratio, spread
-from bench._pin_load import Answer
-from bench._speculative_load import Round, Turn
+from bench.lib.pin_figures import ratio, spread
+from bench.lib.pin_load import Answer
+from bench.lib.speculative_load import Round, Turn
 
 _COMPUTED, _USED = "prefilled_ahead_tokens_total", "prefilled_ahead_tokens_used_total"
 

@@ -12,19 +12,17 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
 import requests
-
-from bench._node import ROOT, free_port
+from sgl_ext_cpu.node import ROOT, RunningServer, free_port, running_process
 
 _CACHE = ROOT / ".models" / "peers"
-_START_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +41,6 @@ _ROUTERS = {
         "0.1.17", "vllm_router.launch_router", ("--policy", "sticky_least_loaded")
     ),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """A running peer: where it listens, and its process (one; its threads are its own)."""
-
-    name: str
-    url: str
-    process: subprocess.Popen[bytes]
 
 
 def install(name: str) -> Path:
@@ -93,7 +82,7 @@ def running_peer(
     flags: Sequence[str] = (),
     cores: Collection[int] = (),
     env: Mapping[str, str] = MappingProxyType({}),
-) -> Iterator[Peer]:
+) -> Iterator[RunningServer]:
     """A router (or `nginx`) in front of the workers, ready once every worker is.
 
     `flags` come behind the pinned ones and so win over them; `cores` pins the
@@ -104,25 +93,20 @@ def running_peer(
     port = port or free_port()
     url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryDirectory(prefix=f"{name}-") as folder:
-        log = Path(folder) / "log"
         if name == "nginx":
             command = _nginx_command(Path(folder), worker_urls, port)
         else:
             command = _router_command(name, worker_urls, port, flags)
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **env},
-                preexec_fn=(lambda: os.sched_setaffinity(0, cores)) if cores else None,
-            )
-        try:
-            _await_ready(name, url, len(worker_urls), process, log)
-            yield Peer(name, url, process)
-        finally:
-            _end(process)
+        ready = partial(_ready, name, url, len(worker_urls))
+        with running_process(
+            command,
+            Path(folder) / "log",
+            ready,
+            environment=env,
+            cores=cores,
+            end_signal=signal.SIGKILL,
+        ) as process:
+            yield RunningServer(url, process)
 
 
 def _router_command(
@@ -188,16 +172,6 @@ def _nginx_command(folder: Path, worker_urls: Sequence[str], port: int) -> list[
     return [binary, "-p", str(folder), "-c", str(conf)]
 
 
-def _await_ready(
-    name: str, url: str, workers: int, process: subprocess.Popen[bytes], log: Path
-) -> None:
-    deadline = time.monotonic() + _START_TIMEOUT_S
-    while not _ready(name, url, workers):
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"{name} did not come up:\n{log.read_text(errors='replace')}")
-        time.sleep(0.2)
-
-
 def _ready(name: str, url: str, workers: int) -> bool:
     try:
         if name == "nginx":
@@ -206,15 +180,6 @@ def _ready(name: str, url: str, workers: int) -> bool:
         return answer.ok and answer.json()["healthy_workers"] == workers
     except requests.RequestException:
         return False
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(timeout=15)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 def _run(command: Sequence[str]) -> None:

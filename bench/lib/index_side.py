@@ -1,6 +1,6 @@
 """One index in a process of its own, ours or Dynamo's: filled, weighed, then timed on request.
 
-    python -m bench._index_side ours|dynamo SEGMENTS WORKERS
+    python -m bench.lib.index_side ours|dynamo SEGMENTS WORKERS
 
 Prints a JSON object once it is filled, and one for each line `SEED COUNT` on its
 input: the median time of that many lookups, and a digest of what they found. Both sides

@@ -30,8 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench._misroute_events import Diary
-from bench._misroute_load import Sent
+from bench.lib.misroute.events import Diary
+from bench.lib.misroute.load import Sent
 
 LAG_S = 1.0
 TOLERANCE_TOKENS = 64

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from bench._sim import Engine, EngineConfig, Event, Request
-from bench._sim_events import Publisher
-from bench._sim_prompt import answer_to, content_of, prompt_blocks
-from bench._trace_loop import CHAT
+from bench.sim.engine import Engine, EngineConfig, Event, Request
+from bench.sim.event_publisher import Publisher
+from bench.sim.prompts import answer_to, content_of, prompt_blocks
+from bench.trace.calls import CHAT
 from sgl_ext.requests.headers import HeaderStrip
 from sgl_ext.requests.segments import Chain, read_chain
 from sgl_ext.requests.system_text import strip_request

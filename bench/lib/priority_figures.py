@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench._pin_figures import ratio, spread
-from bench._priority_load import BATCH, INTERACTIVE, Answer
+from bench.lib.pin_figures import ratio, spread
+from bench.lib.priority_load import BATCH, INTERACTIVE, Answer
 from scheduler.order import bound_s
 
 Rounds = Sequence[Sequence[Answer]]

@@ -22,9 +22,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from bench._sim_cache import BlockCache
-from bench._sim_prompt import BLOCK_TOKENS
-from bench._sim_segments import SegmentFeed
+from bench.sim.cache import BlockCache
+from bench.sim.prompts import BLOCK_TOKENS
+from bench.sim.segments import SegmentFeed
 from sgl_ext.requests.segments import Chain
 
 

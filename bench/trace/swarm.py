@@ -25,7 +25,7 @@ from typing import Any
 
 import xxhash
 
-from bench._sim_prompt import text_of
+from bench.sim.prompts import text_of
 
 VARIANTS = ("team", "one_harness", "many_harnesses", "no_sharing")
 MATES = 4

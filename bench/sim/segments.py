@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from bench._sim_prompt import BLOCK_BYTES, BLOCK_TOKENS
+from bench.sim.prompts import BLOCK_BYTES, BLOCK_TOKENS
 from sgl_ext.requests.segments import Chain
 
 

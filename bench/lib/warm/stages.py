@@ -1,9 +1,9 @@
 """The stages of a request on its way through a node, and how long each took.
 
-Spans come of `bench/_stages/sitecustomize.py`. At any moment of a request the stage is that of
-the innermost span: of those that are open, the one that began last, in whatever process. So the
-stages of a request add up to its time. What is in no span is `between`: sockets, event loops,
-wake-ups of other processes.
+Spans come of `bench/lib/warm/wrapped_processes/sitecustomize.py`. At any moment of a request the
+stage is that of the innermost span: of those that are open, the one that began last, in whatever
+process. So the stages of a request add up to its time. What is in no span is `between`: sockets,
+event loops, wake-ups of other processes.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Stopwatch:
         names = {stage: str(number) for number, stage in enumerate(self._stages)}
         told = {symbol: names[stage] for symbol, stage in symbols.items()}
         table.write_text(json.dumps({"folder": str(self._folder), "symbols": told}))
-        path = [str(Path(__file__).parent / "_stages"), os.environ.get("PYTHONPATH", "")]
+        path = [str(Path(__file__).parent / "wrapped_processes"), os.environ.get("PYTHONPATH", "")]
         self.environment = {
             "SGL_EXT_STAGES": str(table),
             "PYTHONPATH": os.pathsep.join(filter(None, path)),

@@ -1,0 +1,1 @@
+"""Parts of bench/misroute: its load, the engines' events, the verdicts and the figures."""

@@ -1,0 +1,1 @@
+"""Simulated engines: SGLang's scheduling and prefix cache without a model."""

@@ -1,0 +1,1 @@
+"""Traces of coding agents: how they are made, sent to a router and measured."""

@@ -1,0 +1,173 @@
+"""Servers for benches and tests, as processes: a node of real engines, or a balancer alone."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import requests
+
+ROOT = Path(__file__).parents[3]
+"""The checkout."""
+
+_START_TIMEOUT_S = 600.0
+
+FORKING = {"SGL_EXT_CPU_FORK": "1"}
+"""Variables with which an engine starts in two thirds of the time; see docs/cpu.md."""
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    """A server's address and its process."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+
+
+@dataclass(frozen=True)
+class Node:
+    """A launcher with its balancer and engines, all real processes."""
+
+    url: str
+    engines: tuple[str, ...]
+    process: subprocess.Popen[bytes]
+    log_dir: Path
+
+    def post(self, path: str, body: Any, **options: Any) -> requests.Response:
+        """Posts JSON to the balancer."""
+        return requests.post(self.url + path, json=body, timeout=300, **options)
+
+    def flush(self) -> None:
+        """Empties every engine's cache."""
+        answer = requests.post(f"{self.url}/flush_cache", params={"timeout": 30}, timeout=60)
+        answer.raise_for_status()
+
+    def metric(self, name: str) -> float:
+        """The sum of a counter over all engines and labels."""
+        return sum(self.metric_by_engine(name))
+
+    def metric_by_engine(self, name: str) -> list[float]:
+        """A counter, summed over its labels, of each engine in order."""
+        pages = [requests.get(f"{engine}/metrics", timeout=30).text for engine in self.engines]
+        found = [[line for line in p.splitlines() if line.startswith(name)] for p in pages]
+        return [sum(float(line.rsplit(" ", 1)[1]) for line in lines) for lines in found]
+
+
+def local_model(size: str) -> Path:
+    """A made model of this size; made once per checkout."""
+    from sgl_ext_cpu.model import make_model
+
+    return Path(make_model(ROOT / ".models" / size, size))
+
+
+@contextmanager
+def running_node(
+    model: Path, log_dir: Path, *flags: str, environment: Mapping[str, str] | None = None
+) -> Iterator[Node]:
+    """Starts the launcher, yields once it serves, and ends it with SIGTERM.
+
+    `environment` adds to this process's variables.
+    Raises RuntimeError with the launcher's output if it does not come up.
+    """
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "sgl_ext.launch", "--config", str(ROOT / "launch/cpu.toml")]
+    command += ["--model-path", str(model), "--port", str(port), "--log-dir", str(log_dir), *flags]
+    output = log_dir / "launch.out"
+
+    def serving() -> bool:
+        return "sgl-ext is serving" in output.read_text()
+
+    with running_process(command, output, serving, environment=environment) as process:
+        workers = requests.get(f"{url}/health", timeout=30).json()["workers"]
+        yield Node(url, tuple(worker["url"] for worker in workers), process, log_dir)
+
+
+@contextmanager
+def running_balancer(
+    workers: Sequence[str], log: Path, *flags: str, cores: Collection[int] = ()
+) -> Iterator[RunningServer]:
+    """Starts a balancer process in front of these workers, and ends it with SIGTERM."""
+    url = f"http://127.0.0.1:{free_port()}"
+    command = [sys.executable, "-m", "sgl_ext.balancer.serve", "--port", url.rpartition(":")[2]]
+    for worker in workers:
+        command += ["--worker", worker]
+    ready = partial(is_healthy, url)
+    with running_process([*command, *flags], log, ready, cores=cores) as process:
+        yield RunningServer(url, process)
+
+
+@contextmanager
+def running_process(
+    command: Sequence[str],
+    log: Path,
+    ready: Callable[[], bool],
+    *,
+    environment: Mapping[str, str] | None = None,
+    cores: Collection[int] = (),
+    end_signal: signal.Signals = signal.SIGTERM,
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Starts a process in the checkout, yields once `ready()` is true, and ends it.
+
+    Its output goes to `log`. `environment` adds to this process's variables; `cores` are the
+    only ones the process may use, all where none are given.
+    Raises RuntimeError with the end of the log if the process ends or is not ready in time.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env={**os.environ, **(environment or {})},
+            preexec_fn=(lambda: os.sched_setaffinity(0, cores)) if cores else None,
+        )
+    try:
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while not ready():
+            if process.poll() is not None or time.monotonic() > deadline:
+                text = log.read_text(errors="replace")[-8000:]
+                raise RuntimeError(f"{' '.join(command)} did not start:\n{text}")
+            time.sleep(0.05)
+        yield process
+    finally:
+        process.send_signal(end_signal)
+        try:
+            process.wait(timeout=90)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise
+
+
+def is_healthy(url: str) -> bool:
+    """Whether the server at this address answers `/health` with success."""
+    try:
+        return requests.get(f"{url}/health", timeout=5).ok
+    except requests.RequestException:
+        return False
+
+
+def free_port() -> int:
+    """A port that is free, below those that the system gives to outgoing connections.
+
+    A server may take up to a minute to listen on it: an outgoing connection must not take it
+    in the meantime.
+    """
+    while True:
+        port = 10_000 + secrets.randbelow(20_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
