@@ -23,7 +23,7 @@ from sgl_ext.balancer.conversations.document_store import Store
 from sgl_ext.balancer.http.downstream import ClientConnection
 from sgl_ext.balancer.http.request_head import Heads
 from sgl_ext.balancer.http.request_reader import Request, RequestReader
-from sgl_ext.balancer.metrics.across_processes import Gathered
+from sgl_ext.balancer.metrics.across_processes import SharedSnapshots
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.relay.exchange import Exchange
 from sgl_ext.balancer.relay.services import Parts, refusal
@@ -57,8 +57,8 @@ class Balancer:
         """With a family it is one of several processes, which share a folder."""
         self._family = family
         self._folder = folder
-        self._gathered = (
-            None if family is None or folder is None else Gathered(folder, family.number)
+        self._snapshots = (
+            None if family is None or folder is None else SharedSnapshots(folder, family.number)
         )
         self.draining = False
         self.now = 0.0
@@ -215,20 +215,20 @@ class Balancer:
         self._listeners.attend()
         if self._siblings is not None:
             self._siblings.tell_state()
-        if self._gathered is not None:
-            self._gathered.leave(self._metrics.render())
+        if self._snapshots is not None:
+            self._snapshots.write(self._metrics.render())
             if self._ledger.diagnosis is not None:
                 found = self._ledger.diagnosis.findings.as_json()
-                self._gathered.leave(orjson.dumps(found), _FOUND)
+                self._snapshots.write(orjson.dumps(found), _FOUND)
 
     def _divergences(self) -> dict[str, Any] | None:
         """What all processes found of prompts that part; None if they do not look."""
         if self._ledger.diagnosis is None:
             return None
         found = self._ledger.diagnosis.findings.as_json()
-        others = [] if self._gathered is None else self._gathered.others(_FOUND)
+        others = [] if self._snapshots is None else self._snapshots.read_others(_FOUND)
         return added_up([found, *map(orjson.loads, others)])
 
     def _page(self) -> bytes:
         page = self._metrics.render()
-        return page if self._gathered is None else self._gathered.page(page)
+        return page if self._snapshots is None else self._snapshots.metrics_page(page)

@@ -335,14 +335,14 @@ async def test_an_engine_s_report_holds_requests_and_releases_them(
     client = await start(engine)
     headers = {"x-sgl-ext-priority": "3"}
     task = asyncio.create_task(served_by(client, body("Hello"), headers=headers))
-    await until(lambda: shown(client, "sgl_ext_door_waiting 1.0"))
+    await until(lambda: shown(client, "sgl_ext_queued_requests 1.0"))
     assert (await client.post("/v1/messages/count_tokens", json=body("Hello"))).status == 200
     assert (await client.get("/v1/models")).status == 200
     paths = [path for path, _, _ in engine.seen]
     assert paths == ["/v1/messages/count_tokens", "/v1/models"], "they need no room"
     engine.events[0].put_nowait(loaded(2, 0))
     assert await task == "a"
-    for name in ("queue", "first_byte"):
+    for name in ("queue", "ttft"):
         line = f'sgl_ext_priority_{name}_seconds_count{{priority="1"}} 1.0'
         assert await shown(client, line)
 
@@ -362,7 +362,7 @@ async def test_what_an_engine_reported_outlives_a_broken_connection_but_not_two(
         return await shown(client, line)
 
     await until(lambda: faults(2))
-    assert await shown(client, "sgl_ext_door_waiting 1.0")
+    assert await shown(client, "sgl_ext_queued_requests 1.0")
     await until(lambda: faults(3))
     assert await task == "a"
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from prometheus_client import Counter
-
+from sgl_ext.balancer.metrics.counters import Counter
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.key_file import KeyFile, KeysError, read_keys
 
@@ -25,15 +24,12 @@ class Keyring:
 
     def count_in(self, metrics: Metrics) -> None:
         """Counts from now on."""
-        self._reloads = Counter(
-            "sgl_ext_keys_reloads",
-            "Changes of the file of API keys that were taken over",
-            registry=metrics.registry,
+        self._reloads = metrics.counter(
+            "key_file_reloads", "Changes of the API key file that were applied."
         )
-        self._faults = Counter(
-            "sgl_ext_keys_reload_faults",
-            "Changes of the file of API keys that were not, as it could not be read",
-            registry=metrics.registry,
+        self._faults = metrics.counter(
+            "key_file_reload_failures",
+            "Changes of the API key file that were not applied because it was unreadable or wrong.",
         )
 
     def look(self) -> bool:

@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 from scheduler.token_bucket import Bucket
 from sgl_ext.balancer.access.keyring import Keyring
-from sgl_ext.balancer.metrics.counters import Tally
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.protocols.errors import BalancerError
 
@@ -46,20 +45,19 @@ class Limits:
         self._buckets: dict[tuple[str, str], Bucket] = {}
         if keyring is None:
             return
-        self._requests = Tally(
-            "sgl_ext_tenant_requests", "Requests let in", ["tenant"], metrics.registry
+        self._requests = metrics.counter(
+            "tenant_requests", "Requests admitted within the tenant's rate limits.", "tenant"
         )
-        self._limited = Tally(
-            "sgl_ext_tenant_limited",
-            "Requests refused as over a limit",
-            ["tenant", "limit"],
-            metrics.registry,
+        self._limited = metrics.counter(
+            "tenant_rate_limited",
+            "Requests rejected because the tenant was over a rate limit.",
+            "tenant",
+            "limit",
         )
-        self._tokens = Tally(
-            "sgl_ext_tenant_tokens",
-            "Prompt tokens computed and tokens answered with",
-            ["tenant"],
-            metrics.registry,
+        self._tokens = metrics.counter(
+            "tenant_tokens",
+            "Tokens charged to the tenant: prompt tokens that were computed, and output tokens.",
+            "tenant",
         )
 
     def admit(self, tenant: str, tokens: int) -> Charge | None:

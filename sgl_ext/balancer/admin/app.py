@@ -13,6 +13,7 @@ from http import HTTPStatus
 import aiohttp
 import orjson
 from aiohttp import web
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from sgl_ext import pin_mirror
 from sgl_ext.balancer.admin import conversation_routes, worker_routes
@@ -104,7 +105,8 @@ async def health(request: web.Request) -> web.Response:
 
 
 async def show_metrics(request: web.Request) -> web.Response:
-    return web.Response(body=request.app[PAGE](), content_type="text/plain")
+    headers = {"content-type": CONTENT_TYPE_PLAIN_0_0_4}
+    return web.Response(body=request.app[PAGE](), headers=headers)
 
 
 async def to_all(request: web.Request) -> web.Response:
@@ -117,7 +119,10 @@ async def to_holder(request: web.Request) -> web.Response:
 
 @web.middleware
 async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """The outermost step: a failure becomes an answer in the caller's protocol; all are counted."""
+    """The outermost middleware: turns a failure into an answer in the caller's protocol.
+
+    It counts every request but health checks: one that finds no engine ready did not fail.
+    """
     try:
         response = await handler(request)
     except BalancerError as error:
@@ -130,7 +135,8 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         log.exception("a request failed inside the balancer")
         status = HTTPStatus.INTERNAL_SERVER_ERROR
         response = _answer(request, BalancerError(status, "Internal error in the balancer."))
-    request.app[METRICS].requests.counts[route_of(request), response.status] += 1
+    if request.path != "/health":
+        request.app[METRICS].requests.counts[route_of(request), response.status] += 1
     return response
 
 

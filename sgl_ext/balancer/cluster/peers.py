@@ -128,13 +128,13 @@ class Siblings:
     def _say(self, message: dict[str, Any]) -> None:
         data = self._family.secret + orjson.dumps(message)
         if len(data) > _MOST_BYTES:
-            self._metrics.sibling_faults.counts[("too long",)] += 1
+            self._metrics.peer_message_faults.counts[("too long",)] += 1
             return
         for address in self._family.others:
             try:
                 self._family.mine.sendto(data, address)
             except OSError:
-                self._metrics.sibling_faults.counts[("not sent",)] += 1
+                self._metrics.peer_message_faults.counts[("not sent",)] += 1
 
     def _read(self) -> None:
         while True:
@@ -147,7 +147,7 @@ class Siblings:
             try:
                 self.hear(data, address)
             except (ValueError, KeyError, TypeError, AttributeError):
-                self._metrics.sibling_faults.counts[("unreadable",)] += 1
+                self._metrics.peer_message_faults.counts[("unreadable",)] += 1
 
     def hear(self, data: bytes, address: tuple[str, int]) -> None:
         """Takes in a sibling's message. Raises ValueError and the like on any other."""

@@ -1,1 +1,1 @@
-"""What the balancer counts, for Prometheus."""
+"""The balancer's Prometheus metrics."""

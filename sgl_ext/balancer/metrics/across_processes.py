@@ -1,72 +1,78 @@
-"""What all processes of one balancer tell as one: each leaves its own words in files."""
+"""Snapshots that the processes of one balancer share through files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Hashable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from prometheus_client import generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
-_PAGE = ".prom"
-# A gauge that every process sees alike is not added up.
-_OWN_GAUGES = ("sgl_ext_worker_in_flight", "sgl_ext_door_waiting")
+_METRICS = ".prom"
+# The other gauges have the same value in every process.
+_SUMMED_GAUGES = ("sgl_ext_worker_in_flight", "sgl_ext_queued_requests")
 
 
-class Gathered:
-    """What all processes tell, as each left it last; `suffix` says what of it."""
+class SharedSnapshots:
+    """The latest snapshot that each process wrote to `folder`; a suffix names its kind."""
 
-    def __init__(self, folder: Path, number: int) -> None:
+    def __init__(self, folder: Path, process_number: int) -> None:
         self._folder = folder
-        self._number = number
+        self._number = process_number
 
-    def leave(self, told: bytes, suffix: str = _PAGE) -> None:
-        """Leaves what this process tells for the others."""
+    def write(self, snapshot: bytes, suffix: str = _METRICS) -> None:
+        """Replaces this process's snapshot in one step."""
         path = self._folder / f"{self._number}{suffix}"
         partial = path.with_suffix(".partial")
-        partial.write_bytes(told)
+        partial.write_bytes(snapshot)
         partial.rename(path)
 
-    def others(self, suffix: str) -> list[bytes]:
-        """What the other processes left."""
-        told = []
+    def read_others(self, suffix: str) -> list[bytes]:
+        """The snapshots of the other processes."""
+        snapshots = []
         for path in sorted(self._folder.glob(f"*{suffix}")):
             if path.stem != str(self._number):
                 with suppress(OSError):
-                    told.append(path.read_bytes())
-        return told
+                    snapshots.append(path.read_bytes())
+        return snapshots
 
-    def page(self, own: bytes) -> bytes:
-        """This process's page of metrics and the others', added up."""
-        return added_up(page.decode() for page in (own, *self.others(_PAGE))).encode()
+    def metrics_page(self, own: bytes) -> bytes:
+        """The metrics of all processes; `own` is the page of this one."""
+        return merge_pages([own, *self.read_others(_METRICS)])
 
 
-def added_up(pages: Iterable[str]) -> str:
-    """Pages of Prometheus' text format as one: counters and histograms are added up."""
-    about: dict[str, Metric] = {}
-    values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
-    for page in pages:
+class _Merged(Collector):
+    """The metrics of pages in Prometheus' text format: counters and histograms are summed."""
+
+    def __init__(self) -> None:
+        self._families: dict[str, Metric] = {}
+        self._samples: defaultdict[str, dict[Hashable, Sample]] = defaultdict(dict)
+
+    def add(self, page: str) -> None:
         for family in text_string_to_metric_families(page):
-            about.setdefault(family.name, family)
-            samples = values.setdefault(family.name, {})
-            adds = family.type != "gauge" or family.name in _OWN_GAUGES
+            self._families.setdefault(family.name, family)
+            samples = self._samples[family.name]
+            join = sum if family.type != "gauge" or family.name in _SUMMED_GAUGES else max
             for sample in family.samples:
-                key = (sample.name, tuple(sorted(sample.labels.items())))
-                before = samples.get(key)
-                if before is None:
-                    samples[key] = sample.value
-                else:
-                    samples[key] = before + sample.value if adds else max(before, sample.value)
-    lines: list[str] = []
-    for name, family in about.items():
-        shown = f"{name}_total" if family.type == "counter" else name
-        lines += [f"# HELP {shown} {family.documentation}", f"# TYPE {shown} {family.type}"]
-        for (sample_name, labels), value in values[name].items():
-            told = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels)
-            lines.append(f"{sample_name}{{{told}}} {value}" if told else f"{sample_name} {value}")
-    return "\n".join(lines) + "\n"
+                key = (sample.name, *sorted(sample.labels.items()))
+                if (known := samples.get(key)) is not None:
+                    sample = sample._replace(value=join((known.value, sample.value)))
+                samples[key] = sample
+
+    def collect(self) -> Iterable[Metric]:
+        for name, family in self._families.items():
+            family.samples = list(self._samples[name].values())
+            yield family
 
 
-def _escaped(text: str) -> str:
-    return text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+def merge_pages(pages: Iterable[bytes]) -> bytes:
+    """One page of metrics for several processes' pages."""
+    merged = _Merged()
+    for page in pages:
+        merged.add(page.decode())
+    return generate_latest(merged)

@@ -1,4 +1,4 @@
-"""What the balancer counts, for Prometheus."""
+"""The balancer's metrics: their names, labels and HELP texts."""
 
 from __future__ import annotations
 
@@ -6,180 +6,177 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from sgl_ext.balancer.metrics.counters import Spread, Tally
+from sgl_ext.balancer.metrics.counters import Counter, Histogram
 
 _TOKENS = (0, 16, 64, 256, 1024, 4096, 16384, 65536)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120)
 
 
-# Priorities have one label for each of these and what is up to the next one.
+# A band of priorities begins at each of these and ends before the next one.
 _BANDS = (0, 1, 10)
 
 
 def band(priority: int) -> str:
-    """The band of a priority: its least one, or "-1" for all below 0."""
+    """The band of a priority: the lowest priority in it, or "-1" for all below 0."""
     return str((-1, *_BANDS)[bisect_right(_BANDS, priority)])
 
 
 class Metrics:
-    """The balancer's own metrics; one registry each, so that tests do not share counts."""
+    """One balancer process's metrics, in a registry of their own."""
 
     def __init__(self) -> None:
-        registry = self.registry = CollectorRegistry()
-        self.requests = Tally("sgl_ext_requests", "Requests answered", ["path", "status"], registry)
-        self.first_byte_s = Spread(
-            "sgl_ext_first_byte_seconds",
-            "From a request's arrival to the first byte of its answer",
+        self.registry = CollectorRegistry()
+        counter, histogram = self.counter, self._histogram
+        self.requests = counter(
+            "requests",
+            "Requests that were answered, by path and HTTP status. Health checks are not counted.",
             "path",
-            _SECONDS,
-            registry,
+            "status",
         )
-        self.retries = Counter(
-            "sgl_ext_retries", "Requests sent again to another worker", registry=registry
+        self.ttft_s = histogram(
+            "ttft_seconds",
+            "Time from a request's arrival to the first byte of its answer, by path.",
+            "path",
         )
-        self.cut_streams = Counter(
-            "sgl_ext_cut_streams",
-            "Streams that a worker cut after the first byte",
-            registry=registry,
+        self.priority_ttft_s = histogram(
+            "priority_ttft_seconds",
+            "Time from a request's arrival to the first byte of its answer, "
+            "by the lowest priority of its band.",
+            "priority",
         )
-        self.client_gone = Counter(
-            "sgl_ext_client_gone", "Requests whose client left before the end", registry=registry
-        )
-        self.headers_read = Counter(
-            "sgl_ext_headers_read",
-            "Session headers seen at the head of a prompt",
-            registry=registry,
-        )
-        self.placements = Tally(
-            "sgl_ext_placements", "Requests placed, by what decided", ["reason"], registry
-        )
-        self.spares = Tally(
-            "sgl_ext_spares_warmed",
-            "Prompts sent to a second worker as their session's own was about to be too busy",
-            ["result"],
-            registry,
-        )
-        self.store_events = Tally(
-            "sgl_ext_store_events",
-            "Responses and contexts kept, found and let go, and what failed",
-            ["event"],
-            registry,
-        )
-        self.queue_s = Spread(
-            "sgl_ext_queue_seconds",
-            "How long a request waited for room, or for a shared prefix to be computed",
+        self.queue_s = histogram(
+            "queue_seconds",
+            "Time that requests waited before they were sent to a worker, "
+            "for capacity or for a prefix that another request computes.",
             "reason",
-            _SECONDS,
-            registry,
         )
-        self.priority_queue_s = Spread(
-            "sgl_ext_priority_queue_seconds",
-            "How long a request waited for room, by the least priority of its band",
+        self.priority_queue_s = histogram(
+            "priority_queue_seconds",
+            "Time that requests waited for capacity, by the lowest priority of their band.",
             "priority",
-            _SECONDS,
-            registry,
         )
-        self.priority_first_byte_s = Spread(
-            "sgl_ext_priority_first_byte_seconds",
-            "From a request's arrival to the first byte of its answer, likewise",
-            "priority",
-            _SECONDS,
-            registry,
+        self.queued_requests = Gauge(
+            "sgl_ext_queued_requests",
+            "Requests in the admission queue.",
+            registry=self.registry,
         )
-        self.door_waiting = Gauge(
-            "sgl_ext_door_waiting", "Requests that wait for room", registry=registry
+        self.promotions = counter(
+            "promotions",
+            "Requests that left the queue at a higher priority step because they had waited long.",
         )
-        self.promotions = Counter(
-            "sgl_ext_promotions",
-            "Requests let in at a higher step than their priority, as they had waited",
-            registry=registry,
+        self.requests_rejected = counter(
+            "requests_rejected",
+            "Requests that were rejected because the queue was full or they waited too long.",
         )
-        self.predicted_tokens = Tally(
-            "sgl_ext_predicted_cached_tokens",
-            "Prompt tokens that a worker was thought to hold, where it told its own count",
-            ["worker"],
-            registry,
+        self.placements = counter(
+            "placements", "Requests sent to a worker, by the reason for its choice.", "reason"
         )
-        self.reported_tokens = Tally(
-            "sgl_ext_reported_cached_tokens", "What it told", ["worker"], registry
+        self.retries = counter(
+            "retries", "Requests sent to another worker because an earlier one failed."
         )
-        self.prompt_tokens = Tally(
-            "sgl_ext_prompt_tokens",
-            "Prompt tokens of the requests for which a worker told its own count of cached ones",
-            ["worker"],
-            registry,
+        self.retries_rejected = counter(
+            "retries_rejected", "Retries that were not made because the retry budget was empty."
         )
-        self.diverged_prompts = Tally(
-            "sgl_ext_diverged_prompts",
-            "Prompts that did not begin as an earlier one of their session or fleet",
-            ["harness", "kind"],
-            registry,
+        self.cut_streams = counter(
+            "cut_streams", "Streams that a worker cut after the first byte was sent to the client."
         )
-        self.diverged_tokens = Tally(
-            "sgl_ext_diverged_tokens",
-            "Prompt tokens to compute again because of that, an estimate",
-            ["harness", "kind"],
-            registry,
+        self.client_disconnects = counter(
+            "client_disconnects", "Requests whose client disconnected before the answer ended."
         )
-        self.prompts_not_compared = Tally(
-            "sgl_ext_prompts_not_compared",
-            "Prompts not compared with those before them: too long, no time for more, an error",
-            ["why"],
-            registry,
+        self.stripped_headers = counter(
+            "stripped_headers", "Session headers found at the beginning of prompts."
         )
-        self.prediction_error_tokens = Spread(
+        self.standby_prefills = counter(
+            "standby_prefills",
+            "Prompts sent ahead to a second worker because their session's worker was busy.",
+            "result",
+        )
+        self.store_events = counter(
+            "store_events",
+            "Reads, writes, evictions and failures of the store of responses and contexts.",
+            "event",
+        )
+        self.prompt_tokens = counter(
+            "prompt_tokens",
+            "Prompt tokens of the requests whose worker reported its cached tokens.",
+            "worker",
+        )
+        self.reported_tokens = counter(
+            "reported_cached_tokens",
+            "Prompt tokens that workers reported as read from their cache.",
+            "worker",
+        )
+        self.predicted_tokens = counter(
+            "predicted_cached_tokens",
+            "Prompt tokens that the balancer predicted to be cached, "
+            "for the requests whose worker reported its cached tokens.",
+            "worker",
+        )
+        self.prediction_error_tokens = Histogram(
             "sgl_ext_prediction_error_tokens",
-            "Difference between the tokens a worker was thought to hold and those it found",
+            "Difference between the predicted and the reported cached tokens of a request.",
             "worker",
             _TOKENS,
-            registry,
+            self.registry,
         )
-        self.retries_refused = Counter(
-            "sgl_ext_retries_refused",
-            "Requests not sent again because the budget for retries was spent",
-            registry=registry,
+        self.diverged_prompts = counter(
+            "diverged_prompts",
+            "Prompts that did not begin like an earlier prompt of their session or fleet.",
+            "harness",
+            "kind",
         )
-        self.turned_away = Counter(
-            "sgl_ext_turned_away",
-            "Requests refused because too many waited, or for too long",
-            registry=registry,
+        self.diverged_tokens = counter(
+            "diverged_tokens",
+            "Estimate of the prompt tokens that had to be computed again because prompts diverged.",
+            "harness",
+            "kind",
         )
-        self.events = Tally(
-            "sgl_ext_prefix_events", "Lines of an engine's prefix events", ["worker"], registry
+        self.prompts_not_compared = counter(
+            "prompts_not_compared",
+            "Prompts that were not compared with earlier ones, by the reason.",
+            "reason",
         )
-        self.event_faults = Tally(
-            "sgl_ext_prefix_event_faults",
-            "Prefix events that were not applied",
-            ["worker", "fault"],
-            registry,
+        self.prefix_events = counter(
+            "prefix_events", "Prefix events received from engines.", "worker"
         )
-        self.sibling_faults = Tally(
-            "sgl_ext_sibling_message_faults",
-            "Messages between the processes of this balancer that were lost or not understood",
-            ["fault"],
-            registry,
+        self.prefix_event_faults = counter(
+            "prefix_event_faults",
+            "Prefix events from engines that could not be applied to the index.",
+            "worker",
+            "fault",
         )
-        self.unconfirmed = Counter(
-            "sgl_ext_unconfirmed_prefixes",
-            "Requests after which the engine never said that it holds their prefix",
-            registry=registry,
+        self.unconfirmed_prefixes = counter(
+            "unconfirmed_prefixes",
+            "Requests after which the engine never reported that it holds their prefix.",
+        )
+        self.peer_message_faults = counter(
+            "peer_message_faults",
+            "Messages between the balancer's processes that were lost or unreadable.",
+            "fault",
         )
 
-    def watch_workers(self, series: Callable[[], dict[str, WorkerSeries]]) -> None:
-        """Shows each worker's state, as `series` gives it by URL when it is asked for."""
-        self.registry.register(_WorkerGauges(series))
+    def counter(self, name: str, help_text: str, *labels: str) -> Counter:
+        """Adds the counter `sgl_ext_NAME_total`."""
+        return Counter(f"sgl_ext_{name}", help_text, labels, self.registry)
+
+    def _histogram(self, name: str, help_text: str, label: str) -> Histogram:
+        return Histogram(f"sgl_ext_{name}", help_text, label, _SECONDS, self.registry)
+
+    def watch_workers(self, states: Callable[[], dict[str, WorkerSeries]]) -> None:
+        """Adds a gauge for each field of WorkerSeries; `states` returns them by worker URL."""
+        self.registry.register(_WorkerGauges(states))
 
     def render(self) -> bytes:
-        """The metrics in Prometheus' text format."""
+        """The metrics in Prometheus' text format, version 0.0.4."""
         return generate_latest(self.registry)
 
 
 class WorkerSeries(NamedTuple):
-    """A worker's state at one moment, a gauge each."""
+    """A worker's state at one moment."""
 
     ready: bool
     draining: bool
@@ -189,14 +186,24 @@ class WorkerSeries(NamedTuple):
     pinned_tokens: int
 
 
+_WORKER_HELP = {
+    "ready": "Whether the worker is ready for requests.",
+    "draining": "Whether the worker drains: it gets no new requests and leaves after its last one.",
+    "breaker_open": "Whether the worker's circuit breaker is open.",
+    "in_flight": "Requests that the worker is answering for this balancer.",
+    "pending_tokens": "Estimate of the prompt tokens that the worker still has to compute.",
+    "pinned_tokens": "Tokens of the prefixes that are pinned in the worker's cache.",
+}
+
+
 class _WorkerGauges(Collector):
-    def __init__(self, series: Callable[[], dict[str, WorkerSeries]]) -> None:
-        self._series = series
+    def __init__(self, states: Callable[[], dict[str, WorkerSeries]]) -> None:
+        self._states = states
 
     def collect(self) -> Iterable[Metric]:
-        for number, name in enumerate(WorkerSeries._fields):
-            about = name.replace("_", " ").capitalize()
-            family = GaugeMetricFamily(f"sgl_ext_worker_{name}", about, labels=["worker"])
-            for url, values in self._series().items():
-                family.add_metric([url], float(values[number]))
+        states = self._states()
+        for name, help_text in _WORKER_HELP.items():
+            family = GaugeMetricFamily(f"sgl_ext_worker_{name}", help_text, labels=["worker"])
+            for url, state in states.items():
+                family.add_metric([url], float(getattr(state, name)))
             yield family

@@ -144,10 +144,10 @@ class Exchange:
         if self._flight is not None:
             self._parts.router.first_byte(self._flight)
         if self._head.route is not None:
-            self._parts.metrics.first_byte_s.add(self._head.route.label, self._first_byte_s)
+            self._parts.metrics.ttft_s.observe(self._head.route.label, self._first_byte_s)
         if self.asked.runs:
             priority = band(self.asked.priority)
-            self._parts.metrics.priority_first_byte_s.add(priority, self._first_byte_s)
+            self._parts.metrics.priority_ttft_s.observe(priority, self._first_byte_s)
 
     def _released(self, outcome: Outcome) -> None:
         """A worker carries the request no longer."""
@@ -199,7 +199,7 @@ class Exchange:
             self._turn = turn
         stripped = strip_request(path, document, self._parts.strip)
         if stripped.headers:
-            self._parts.metrics.headers_read.inc(stripped.headers)
+            self._parts.metrics.stripped_headers.inc(stripped.headers)
         if route.runs or route.warms:
             size = len(self._request.body)
             asked = self._parts.router.read(path, hints, stripped.body, size)
@@ -235,7 +235,7 @@ class Exchange:
             return
         if self._waited:
             self.queued_s = time.perf_counter() - self._arrived
-            self._parts.metrics.queue_s.add(self._waited, self.queued_s)
+            self._parts.metrics.queue_s.observe(self._waited, self.queued_s)
         kept = self._pool.take()
         if kept is not None:
             self.connected(kept)
@@ -325,7 +325,7 @@ class Exchange:
 
     def client_gone(self) -> None:
         """The client left: the worker need not go on."""
-        self._parts.metrics.client_gone.inc()
+        self._parts.metrics.client_disconnects.inc()
         if self._connection is not None:
             self._connection.abort()
         self._finish(Outcome.CLIENT_GONE)
@@ -395,7 +395,7 @@ class Exchange:
         elif self._attempts >= MAX_ATTEMPTS:
             self.refused(no_engine())
         elif not self._parts.retries.spend():
-            self._parts.metrics.retries_refused.inc()
+            self._parts.metrics.retries_rejected.inc()
             self.refused(no_engine())
         else:
             self._send()

@@ -75,7 +75,7 @@ class Ledger:
             )
             metrics.predicted_tokens.counts[(worker,)] += flight.predicted_tokens
             metrics.reported_tokens.counts[(worker,)] += reported
-            metrics.prediction_error_tokens.add(worker, abs(flight.predicted_tokens - reported))
+            metrics.prediction_error_tokens.observe(worker, abs(flight.predicted_tokens - reported))
         if request.seen is not None:
             self._enter_seen(request.seen, request.asked.prompt_tokens)
         if self._log is not None:

@@ -69,7 +69,7 @@ class Door:
         self._clock = clock
         self._served = Served()
         self._line: Line[Caller] = Line(aging_s, self._served, router.tenants.weights)
-        metrics.door_waiting.set_function(self._line.__len__)
+        metrics.queued_requests.set_function(self._line.__len__)
         router.on_room(self.open)
 
     @property
@@ -162,7 +162,7 @@ class Door:
         self._line.remove(caller)
         asked, waited_s = caller.asked, now_s - place.waiting.arrived_s
         self._served.add(asked.tenant, _cost(asked), now_s)
-        self._metrics.priority_queue_s.add(band(asked.priority), waited_s)
+        self._metrics.priority_queue_s.observe(band(asked.priority), waited_s)
         if step(asked.priority, waited_s, self._aging_s) > asked.priority:
             self._metrics.promotions.inc()
         caller.placed(flight)
@@ -174,7 +174,7 @@ class Door:
                 self._turn_away(caller, f"{self._limit} requests wait already.")
 
     def _turn_away(self, caller: Caller, why: str) -> None:
-        self._metrics.turned_away.inc()
+        self._metrics.requests_rejected.inc()
         message = f"All engines are busy. {why}"
         caller.refused(BalancerError(HTTPStatus.SERVICE_UNAVAILABLE, message, _RETRY_AFTER_S))
 

@@ -74,7 +74,7 @@ class Listeners:
             try:
                 pause_s = await self._hear(worker)
             except FeedBroken as broken:
-                self._metrics.event_faults.counts[worker.url, str(broken.fault)] += 1
+                self._metrics.prefix_event_faults.counts[worker.url, str(broken.fault)] += 1
                 log.warning("%s: prefix events: %s; asking for all", worker.url, broken.fault)
             except (aiohttp.ClientError, TimeoutError):
                 pass
@@ -106,10 +106,10 @@ class Listeners:
         if feed.told:
             worker.heard_s = asyncio.get_running_loop().time()
             self._router.confirmed(worker)
-        self._metrics.events.counts[(worker.url,)] += 1
+        self._metrics.prefix_events.counts[(worker.url,)] += 1
         for fault, count in ((Fault.ORPHAN, feed.orphans), (Fault.REPEATED, feed.repeated)):
             if count:
-                self._metrics.event_faults.counts[worker.url, str(fault)] += count
+                self._metrics.prefix_event_faults.counts[worker.url, str(fault)] += count
         feed.orphans = feed.repeated = 0
         if feed.load is not None:
             worker.reported(feed.load, asyncio.get_running_loop().time())

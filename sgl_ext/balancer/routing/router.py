@@ -121,7 +121,7 @@ class Router:
         """
         now_s = self._clock()
         if unconfirmed := self.expected.expire(now_s):
-            self._metrics.unconfirmed.inc(unconfirmed)
+            self._metrics.unconfirmed_prefixes.inc(unconfirmed)
         self.sessions.expire(now_s)
         candidates = self._candidates(tried)
         if not any(self._has_room(w, asked) for w in candidates):

@@ -131,4 +131,4 @@ class _Errand:
         self._count("failed")
 
     def _count(self, result: str) -> None:
-        self._metrics.spares.counts[(result,)] += 1
+        self._metrics.standby_prefills.counts[(result,)] += 1

@@ -245,8 +245,8 @@ async def test_keys_come_and_go_without_a_restart(
         assert await status(client, "POST", CHAT, **bearer(carol)) == 200
         async with client.get("/metrics", headers=operator) as answer:
             page = await answer.text()
-    assert "sgl_ext_keys_reloads_total 2.0" in page
-    assert "sgl_ext_keys_reload_faults_total 2.0" in page
+    assert "sgl_ext_key_file_reloads_total 2.0" in page
+    assert "sgl_ext_key_file_reload_failures_total 2.0" in page
     said = [record.getMessage() for record in caplog.records]
     assert sum("keys read before go on to hold" in line for line in said) == 2
     assert not any(key in line for line in said for key in (some_keys.alice, carol))

@@ -110,7 +110,7 @@ def test_only_tenants_of_the_file_are_counted(folder: Path) -> None:
     setting.limits.settle(Charge("a", 7), 3)
     page = setting.metrics.render().decode()
     assert 'sgl_ext_tenant_requests_total{tenant="a"} 1.0' in page
-    assert 'sgl_ext_tenant_limited_total{limit="requests",tenant="a"} 1.0' in page
+    assert 'sgl_ext_tenant_rate_limited_total{limit="requests",tenant="a"} 1.0' in page
     assert 'sgl_ext_tenant_tokens_total{tenant="a"} 3.0' in page
     assert "whoever" not in page
     assert Limits(None, Metrics()).admit("a", 7) is None

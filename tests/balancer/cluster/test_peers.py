@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_ext.balancer.cluster.peers import SILENT_S, Family, Siblings
-from sgl_ext.balancer.metrics.across_processes import added_up
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempt import Asked, Flight
 from sgl_ext.balancer.routing.router import Router
@@ -155,23 +154,3 @@ def test_no_message_breaks_the_reader(data: bytes, signed: bool) -> None:
     with pytest.raises((ValueError, KeyError, TypeError, AttributeError)):
         process.siblings.hear(SECRET + data if signed else data, ("", 1))
     assert [worker.elsewhere for worker in process.workers.all] == [Load(), Load()]
-
-
-def test_pages_of_metrics_are_added_up() -> None:
-    pages = []
-    for count in (2, 3):
-        metrics = Metrics()
-        metrics.retries.inc(count)
-        metrics.requests.counts["/v1/messages", 200] += count
-        metrics.first_byte_s.add("/v1/messages", 0.02)
-        workers = Workers([A], metrics)
-        workers.mark(workers.all[0], ready=True)
-        workers.all[0].in_flight = count
-        pages.append(metrics.render().decode())
-    page = added_up(pages)
-    assert "sgl_ext_retries_total 5.0" in page
-    assert 'sgl_ext_requests_total{path="/v1/messages",status="200"} 5.0' in page
-    assert 'sgl_ext_first_byte_seconds_bucket{le="0.025",path="/v1/messages"} 2.0' in page
-    assert 'sgl_ext_worker_ready{worker="http://a"} 1.0' in page
-    assert 'sgl_ext_worker_in_flight{worker="http://a"} 5.0' in page
-    assert added_up([page]) == page

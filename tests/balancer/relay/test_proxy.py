@@ -165,7 +165,7 @@ async def test_a_client_that_leaves_cancels_the_engines_work(start: Start) -> No
     answer.close()
     await asyncio.wait_for(cancelled.wait(), 10)
     metrics = ""
-    while "sgl_ext_client_gone_total 1.0" not in metrics:
+    while "sgl_ext_client_disconnects_total 1.0" not in metrics:
         metrics = await (await client.get("/metrics")).text()
     (worker,) = (await (await client.get("/health")).json())["workers"]
     assert worker["in_flight"] == 0

@@ -175,7 +175,7 @@ async def test_a_prompt_that_cannot_be_compared_is_answered_all_the_same(
     for turn in range(2):
         await ask(client, clock(turn, turn), "s1")
     page = await (await client.get("/metrics")).text()
-    assert 'sgl_ext_prompts_not_compared_total{why="error"} 1.0' in page
+    assert 'sgl_ext_prompts_not_compared_total{reason="error"} 1.0' in page
     assert "ValueError" in caplog.text
     assert SECRET not in caplog.text
 
@@ -211,7 +211,7 @@ async def test_a_prompt_too_long_to_be_read_again_is_not_compared(
     for turn in range(2):
         await ask(client, messages(system=system(f"{turn} o'clock", "x" * 20_000)), "s1")
     page = await (await client.get("/metrics")).text()
-    assert 'sgl_ext_prompts_not_compared_total{why="long"} 2.0' in page
+    assert 'sgl_ext_prompts_not_compared_total{reason="long"} 2.0' in page
     assert "sgl_ext_diverged_prompts_total{" not in page
 
 

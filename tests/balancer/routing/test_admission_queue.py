@@ -337,7 +337,7 @@ def test_what_waited_is_told_by_band_of_priority() -> None:
     held = Held()
     running = held.fill()
     aged, person = held.come(), held.come(priority=7)
-    assert "sgl_ext_door_waiting 2.0" in held.metrics.render().decode()
+    assert "sgl_ext_queued_requests 2.0" in held.metrics.render().decode()
     held.clock.now_s += 12
     landed(held, running[0])
     landed(held, running[1])
@@ -347,7 +347,7 @@ def test_what_waited_is_told_by_band_of_priority() -> None:
     assert 'sgl_ext_priority_queue_seconds_sum{priority="0"} 12.0' in page
     assert 'sgl_ext_priority_queue_seconds_count{priority="1"} 1.0' in page
     assert "sgl_ext_promotions_total 2.0" in page
-    assert "sgl_ext_door_waiting 0.0" in page
+    assert "sgl_ext_queued_requests 0.0" in page
 
 
 @pytest.mark.parametrize(
