@@ -41,8 +41,8 @@ from sgl_ext.protocols.errors import BalancerError, Protocol, error_event, no_en
 from sgl_ext.protocols.request_ids import id_line, new_request_id
 from sgl_ext.requests.next_turn import protocol_of, with_protocol
 from sgl_ext.requests.session import hints_of, salt_of
-from sgl_ext.requests.spent import spent_tokens
 from sgl_ext.requests.system_text import strip_request
+from sgl_ext.requests.usage import read_usage
 
 log = logging.getLogger(__name__)
 
@@ -429,8 +429,10 @@ class Exchange:
             return None
         if not self._attempts or self._status >= HTTPStatus.BAD_REQUEST:
             return 0
-        whole = outcome is Outcome.ANSWERED
-        return spent_tokens(self.first_data, self.last_data) if whole else None
+        if outcome is not Outcome.ANSWERED:
+            return None
+        usage = read_usage(self.first_data, self.last_data)
+        return None if usage is None else usage.computed_tokens
 
 
 def _internal_error() -> BalancerError:

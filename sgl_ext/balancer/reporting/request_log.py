@@ -28,7 +28,7 @@ from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.reporting.diagnosis import Diagnosis, Seen
 from sgl_ext.balancer.routing.attempt import Asked, Flight
 from sgl_ext.requests.segments import Chain
-from sgl_ext.requests.usage import cached_tokens, prompt_tokens
+from sgl_ext.requests.usage import read_usage
 
 _BUFFER_BYTES = 64 * 1024
 
@@ -64,14 +64,11 @@ class Ledger:
     def enter(self, request: Answered, flight: Flight) -> None:
         """Books a request that `flight` has just brought home."""
         metrics, worker = self._metrics, flight.worker.url
-        data = request.last_data
-        reported = cached_tokens(data)
-        if reported is None and request.first_data is not request.last_data:
-            data = request.first_data
-            reported = cached_tokens(data)
-        if reported is not None:
+        usage = read_usage(request.first_data, request.last_data)
+        reported = None if usage is None else usage.cached_tokens
+        if usage is not None and reported is not None:
             metrics.prompt_tokens.counts[(worker,)] += (
-                prompt_tokens(data) or request.asked.prompt_tokens
+                usage.prompt_tokens or request.asked.prompt_tokens
             )
             metrics.predicted_tokens.counts[(worker,)] += flight.predicted_tokens
             metrics.reported_tokens.counts[(worker,)] += reported

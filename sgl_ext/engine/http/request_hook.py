@@ -19,7 +19,6 @@ from sgl_ext.engine.http.translation import for_sglang
 from sgl_ext.requests.cache_marks import Marks, read_marks
 from sgl_ext.requests.chain_header import HEADER as CHAIN_HEADER
 from sgl_ext.requests.chain_header import ChainHeader
-from sgl_ext.requests.facts import ClientFacts
 from sgl_ext.requests.headers import HeaderStrip
 from sgl_ext.requests.priority import Importance, read_importance
 from sgl_ext.requests.segments import read_chain, with_sorted_tools
@@ -65,7 +64,6 @@ async def read_body(original: Callable[[Any], Awaitable[Any]], request: Any) -> 
     if stripped.headers or left > 0:
         counter("headers_stripped").labels(path).inc(stripped.headers)
         counter("headers_left").labels(path).inc(max(left, 0))
-    request.state.client = ClientFacts.from_fields(stripped.fields)
     body = with_sorted_tools(stripped.body) if _settings().sort_tools else stripped.body
     marks = _marks(path, body)
     headers = dict(request.headers.items())  # the last of a name counts, as in the balancer

@@ -16,7 +16,6 @@ from sgl_ext.engine.core.hints import WHOLE, current
 from sgl_ext.engine.core.settings import EngineSettings
 from sgl_ext.engine.http import request_hook
 from sgl_ext.requests.chain_header import ChainHeader
-from sgl_ext.requests.facts import ClientFacts
 from sgl_ext.requests.headers import HeaderStrip
 from sgl_ext.requests.segments import Chain, read_chain
 from sgl_ext.requests.session import GROUP_HEADER, salt_of
@@ -44,20 +43,18 @@ class Request:
         return self.parsed
 
 
-async def test_a_header_is_stripped_once_and_its_facts_stay_with_the_request() -> None:
+async def test_a_header_is_stripped_once() -> None:
     request = Request({"system": f"{HEADER[:-1]}; cc_is_subagent=true;\n{S}"})
     first = await request_hook.read_body(Request.json, request)
     assert first == {"system": S}
     assert await request_hook.read_body(Request.json, request) is first
     assert request.parses == 1
-    assert request.state.client == ClientFacts("2.1.197.3af", "sdk-cli", None, True)
 
 
 @pytest.mark.parametrize("document", [{"system": S}, {"messages": []}])
 async def test_without_a_header_the_parsed_body_is_handed_on_as_it_is(document: Any) -> None:
     request = Request(document)
     assert await request_hook.read_body(Request.json, request) is document
-    assert request.state.client == ClientFacts()
 
 
 async def test_without_names_nothing_is_stripped(monkeypatch: pytest.MonkeyPatch) -> None:
