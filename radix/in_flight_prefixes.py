@@ -20,7 +20,7 @@ from itertools import count
 
 
 @dataclass(slots=True, eq=False)
-class Expectation:
+class InFlightPrefix:
     """One request on its way to a worker; `segments` are those it will make the worker hold.
 
     `computed` is False until the first byte of its answer: its prefill still runs.
@@ -31,33 +31,35 @@ class Expectation:
     computed: bool = False
 
 
-class ExpectedPrefixes:
+class InFlightPrefixes:
     """All expectations, found by segment. `confirm_s` is how long one outlives its request."""
 
     def __init__(self, confirm_s: float) -> None:
         self._confirm_s = confirm_s
-        self._by_segment: dict[int, dict[int, Expectation]] = {}
-        self._ended: list[tuple[float, int, Expectation]] = []  # a heap, by when it is over
+        self._by_segment: dict[int, dict[int, InFlightPrefix]] = {}
+        self._ended: list[tuple[float, int, InFlightPrefix]] = []  # a heap, by when it is over
         self._order = count()
 
     def __len__(self) -> int:
         return len(self._by_segment)
 
-    def expect(self, worker: int, segments: Sequence[int]) -> Expectation:
+    def expect(self, worker: int, segments: Sequence[int]) -> InFlightPrefix:
         """Records that `worker` is about to hold `segments`; a later request takes over from
         an earlier one of the same worker."""
-        expectation = Expectation(worker, tuple(segments))
+        expectation = InFlightPrefix(worker, tuple(segments))
         for segment in expectation.segments:
             self._by_segment.setdefault(segment, {})[worker] = expectation
         return expectation
 
-    def end(self, expectation: Expectation, now_s: float, confirm_s: float | None = None) -> None:
+    def end(
+        self, expectation: InFlightPrefix, now_s: float, confirm_s: float | None = None
+    ) -> None:
         """The request has ended well; its worker has `confirm_s` from now on to confirm."""
         expectation.computed = True
         until_s = now_s + (self._confirm_s if confirm_s is None else confirm_s)
         heapq.heappush(self._ended, (until_s, next(self._order), expectation))
 
-    def drop(self, expectation: Expectation) -> None:
+    def drop(self, expectation: InFlightPrefix) -> None:
         """Nothing is expected of this request any more."""
         for segment in expectation.segments:
             workers = self._by_segment.get(segment)
@@ -101,10 +103,10 @@ class ExpectedPrefixes:
         if workers is not None and (found := workers.get(worker)) is not None and found.computed:
             self.drop(found)
 
-    def deepest(self, hashes: Sequence[int]) -> dict[int, tuple[int, Expectation]]:
+    def deepest(self, hashes: Sequence[int]) -> dict[int, tuple[int, InFlightPrefix]]:
         """For each worker of which some segment of the chain is expected: how many segments
         that makes, and the expectation. Does not change anything."""
-        found: dict[int, tuple[int, Expectation]] = {}
+        found: dict[int, tuple[int, InFlightPrefix]] = {}
         if not self._by_segment:
             return found
         for depth in range(len(hashes), 0, -1):

@@ -69,7 +69,7 @@ class _Leaf(NamedTuple):
     key: Sized
 
 
-class Held:
+class Residency:
     """The segments an engine holds.
 
     `page` is the tree's page size in tokens: only whole pages are resident. `slack` is

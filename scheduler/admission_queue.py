@@ -26,90 +26,90 @@ _MOST_EMPTY = 64
 T = TypeVar("T")
 
 
-class Place(Generic[T]):
+class Entry(Generic[T]):
     """A place in the line.
 
     who: None once it is empty.
     tried_s: when it was first its turn, but it was not let in.
     """
 
-    __slots__ = ("tried_s", "waiting", "who")
+    __slots__ = ("item", "passed_over_s", "waiting")
 
-    def __init__(self, who: T, waiting: Waiting) -> None:
-        self.who: T | None = who
+    def __init__(self, item: T, waiting: Waiting) -> None:
+        self.item: T | None = item
         self.waiting = waiting
-        self.tried_s: float | None = None
+        self.passed_over_s: float | None = None
 
 
-class Line(Generic[T]):
+class OrderedQueue(Generic[T]):
     """Those who wait. `served` is what each tenant was given lately, `weights` their shares."""
 
     def __init__(self, aging_s: float, served: Served, weights: Mapping[str, float] = {}) -> None:
         self._aging_s = aging_s
         self._served = served
         self._weights = weights
-        self._places: dict[T, Place[T]] = {}
-        self._sorted: list[Place[T]] = []
+        self._entries: dict[T, Entry[T]] = {}
+        self._sorted: list[Entry[T]] = []
         self._sorted_s = 0.0
-        self._new: list[Place[T]] = []
+        self._new: list[Entry[T]] = []
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._entries)
 
-    def __iter__(self) -> Iterator[Place[T]]:
+    def __iter__(self) -> Iterator[Entry[T]]:
         """The places taken, of who came first to who came last; others may leave meanwhile."""
-        return iter(list(self._places.values()))
+        return iter(list(self._entries.values()))
 
-    def __contains__(self, who: object) -> bool:
-        return who in self._places
+    def __contains__(self, item: object) -> bool:
+        return item in self._entries
 
-    def add(self, who: T, waiting: Waiting) -> None:
+    def add(self, item: T, waiting: Waiting) -> None:
         """One more waits."""
-        place = self._places[who] = Place(who, waiting)
-        self._new.append(place)
+        entry = self._entries[item] = Entry(item, waiting)
+        self._new.append(entry)
 
-    def remove(self, who: T) -> None:
+    def remove(self, item: T) -> None:
         """One waits no longer; nothing happens if it did not."""
-        place = self._places.pop(who, None)
-        if place is not None:
-            place.who = None
+        entry = self._entries.pop(item, None)
+        if entry is not None:
+            entry.item = None
 
-    def first(self, most: int, now_s: float) -> Sequence[Place[T]]:
+    def head(self, most: int, now_s: float) -> Sequence[Entry[T]]:
         """The first of all, at most `most`, in order."""
         if now_s - self._sorted_s >= SORTED_FOR_S or len(self._new) > MOST_NEW:
             return self.sort(now_s)[:most]
-        first: list[Place[T]] = []
+        head: list[Entry[T]] = []
         empty = 0
-        for place in self._sorted:
-            if place.who is None:
+        for entry in self._sorted:
+            if entry.item is None:
                 empty += 1
             else:
-                first.append(place)
-                if len(first) == most:
+                head.append(entry)
+                if len(head) == most:
                     break
         if empty > _MOST_EMPTY:
-            self._sorted = [place for place in self._sorted if place.who is not None]
-        self._new = [place for place in self._new if place.who is not None]
+            self._sorted = [entry for entry in self._sorted if entry.item is not None]
+        self._new = [entry for entry in self._new if entry.item is not None]
         if not self._new:
-            return first
-        return self._in_order(first + self._new, now_s)[:most]
+            return head
+        return self._in_order(head + self._new, now_s)[:most]
 
-    def sort(self, now_s: float) -> Sequence[Place[T]]:
+    def sort(self, now_s: float) -> Sequence[Entry[T]]:
         """All, in order."""
-        self._sorted = self._in_order(list(self._places.values()), now_s)
+        self._sorted = self._in_order(list(self._entries.values()), now_s)
         self._sorted_s = now_s
         self._new = []
         return self._sorted
 
-    def _in_order(self, places: list[Place[T]], now_s: float) -> list[Place[T]]:
-        waiting = [place.waiting for place in places]
+    def _in_order(self, entries: list[Entry[T]], now_s: float) -> list[Entry[T]]:
+        waiting = [entry.waiting for entry in entries]
         served = self._served.at(now_s)
         order = in_order(waiting, now_s, self._aging_s, served, self._weights)
-        return [places[at] for at in order]
+        return [entries[at] for at in order]
 
     def check(self) -> None:
         """Asserts that everybody who waits has one place, and that nobody else has."""
-        taken = [place for place in self._sorted + self._new if place.who is not None]
-        assert len(taken) == len(self._places)
-        assert {id(place) for place in taken} == {id(p) for p in self._places.values()}
-        assert all(place.who is who for who, place in self._places.items())
+        taken = [entry for entry in self._sorted + self._new if entry.item is not None]
+        assert len(taken) == len(self._entries)
+        assert {id(entry) for entry in taken} == {id(p) for p in self._entries.values()}
+        assert all(entry.item is item for item, entry in self._entries.items())

@@ -97,7 +97,7 @@ class InFlight:
         assert all(count > 0 for count in self._requests.values())
 
 
-def has_room(
+def has_capacity(
     capacity: Capacity,
     here: InFlight,
     priority: int,

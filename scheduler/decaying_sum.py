@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 
-class RecentSum:
+class DecayingSum:
     """Each amount counts e times less every `span_s` seconds."""
 
     def __init__(self, span_s: float) -> None:

@@ -14,19 +14,19 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-WORTHLESS = 0
-WORTH_KEEPING = 1
+EVICT_FIRST = 0
+EVICT_NORMALLY = 1
 
 
-class Worth(NamedTuple):
+class EvictionPriority(NamedTuple):
     """Of what a request adds to the cache."""
 
-    prompt: int = WORTH_KEEPING
-    answer: int = WORTH_KEEPING
+    prompt: int = EVICT_NORMALLY
+    answer: int = EVICT_NORMALLY
 
 
-def worth_of(*, is_kept: bool, is_last: bool, is_answer_kept: bool) -> Worth:
+def eviction_priority(*, is_kept: bool, is_last: bool, is_answer_kept: bool) -> EvictionPriority:
     """is_kept: the client did not ask to forget it; is_last: no turn follows;
     is_answer_kept: the next turn will begin with this answer as it was generated."""
-    prompt = WORTH_KEEPING if is_kept and not is_last else WORTHLESS
-    return Worth(prompt, prompt if is_answer_kept else WORTHLESS)
+    prompt = EVICT_NORMALLY if is_kept and not is_last else EVICT_FIRST
+    return EvictionPriority(prompt, prompt if is_answer_kept else EVICT_FIRST)

@@ -34,7 +34,7 @@ from heapq import heapify, heappop, heapreplace
 from math import floor, inf, log
 from typing import NamedTuple
 
-from scheduler.decaying_sum import RecentSum
+from scheduler.decaying_sum import DecayingSum
 
 
 class Waiting(NamedTuple):
@@ -145,7 +145,7 @@ class Served:
             raise ValueError(f"limit is less than 1: {limit}")
         self._span_s = half_life_s / log(2)
         self._limit = limit
-        self._sums: dict[str, RecentSum] = {}
+        self._sums: dict[str, DecayingSum] = {}
 
     def __len__(self) -> int:
         return len(self._sums)
@@ -154,7 +154,7 @@ class Served:
         """The tenant was given tokens now."""
         if tenant not in self._sums and len(self._sums) >= self._limit:
             self._make_room(now_s)
-        self._sums.setdefault(tenant, RecentSum(self._span_s)).add(tokens, now_s)
+        self._sums.setdefault(tenant, DecayingSum(self._span_s)).add(tokens, now_s)
 
     def at(self, now_s: float) -> dict[str, float]:
         """What each tenant's tokens come to now; those below one token are left out."""

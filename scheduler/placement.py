@@ -44,7 +44,7 @@ LOST_SHARE = 0.5
 _LEAST_WARMTH = 0.05
 
 
-class Question(NamedTuple):
+class PlacementRequest(NamedTuple):
     """A request to be placed.
 
     prefix: what ties are broken by, equal for requests that share a beginning.
@@ -74,7 +74,7 @@ class WorkerView(NamedTuple):
     warmth: float = 1.0
 
 
-class Others(NamedTuple):
+class OtherWorkers(NamedTuple):
     """All workers but a session's own: the most that one holds of the prompt, and the least
     that is pending at one."""
 
@@ -106,39 +106,39 @@ class Placement:
     reason: str
 
 
-def stays(asked: Question, home: WorkerView, others: Others) -> str:
+def stays(request: PlacementRequest, home: WorkerView, others: OtherWorkers) -> str:
     """Whether a known session stays on its worker: "home", or why it is placed again.
 
     "moved": waiting there costs more than moving would. "lost": nothing is left to stay for.
     """
     saved = home.held_tokens - others.held_tokens
-    if saved < LOST_SHARE * (asked.last_tokens - others.held_tokens):
+    if saved < LOST_SHARE * (request.last_tokens - others.held_tokens):
         return "lost"
     ahead = home.pending_tokens - others.pending_tokens
     return "home" if ahead <= LEAVE * max(saved, 0) else "moved"
 
 
-def place(asked: Question, workers: Sequence[WorkerView]) -> Placement | None:
+def place(request: PlacementRequest, workers: Sequence[WorkerView]) -> Placement | None:
     """Chooses among the workers that may be sent a request; None if there are none."""
     if not workers:
         return None
     reason = "new"
-    home = next((view for view in workers if view.name == asked.home), None)
+    home = next((view for view in workers if view.name == request.home), None)
     if home is not None:
         rest = [view for view in workers if view is not home]
         most = max((view.held_tokens for view in rest), default=0)
         least = min((view.pending_tokens for view in rest), default=home.pending_tokens)
-        reason = stays(asked, home, Others(most, least))
+        reason = stays(request, home, OtherWorkers(most, least))
         if reason == "home":
             return Placement(home.name, reason)
-    scores = score(asked, workers, is_new=reason != "moved")
-    chosen = _cheapest(scores, asked.prefix)
-    return Placement(chosen, "home" if chosen == asked.home else reason)
+    scores = score(request, workers, is_new=reason != "moved")
+    chosen = _cheapest(scores, request.prefix)
+    return Placement(chosen, "home" if chosen == request.home else reason)
 
 
-def score(asked: Question, workers: Sequence[WorkerView], *, is_new: bool) -> list[Score]:
+def score(request: PlacementRequest, workers: Sequence[WorkerView], *, is_new: bool) -> list[Score]:
     """What the request would cost on each worker."""
-    return [_score(asked.prompt_tokens, view, is_new) for view in workers]
+    return [_score(request.prompt_tokens, view, is_new) for view in workers]
 
 
 def _score(prompt_tokens: int, view: WorkerView, is_new: bool) -> Score:

@@ -136,7 +136,7 @@ def _by_loss(running: Sequence[Running], position: int) -> tuple[float, ...]:
     return one.lost_tokens, -one.frees_tokens, -one.admitted_s, one.times_preempted, position
 
 
-class Feuds:
+class PreemptionHistory:
     """Keeps one from preempting another twice in a row.
 
     Of each victim is known who preempted it last, of at most `limit` victims: beyond it the
@@ -154,7 +154,7 @@ class Feuds:
         """Whether it was not the same one that preempted the victim last."""
         return self._last.get(victim) != preemptor
 
-    def note(self, preemptor: str, victim: str) -> None:
+    def record(self, preemptor: str, victim: str) -> None:
         """The victim was preempted."""
         self._last[victim] = preemptor
         self._last.move_to_end(victim)

@@ -62,7 +62,7 @@ def slice_end(total_tokens: int, cached_tokens: int, slice_tokens: int, page: in
     return min(end, sooner) if sooner > cached_tokens else max(end, page)
 
 
-class Guesses:
+class GuessHistory:
     """How often each session's next turn was what was guessed; of `limit` sessions, at most.
 
     A session gets two guesses, and goes on getting them while half of the latest were right.

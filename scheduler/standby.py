@@ -23,7 +23,7 @@ LONG_WAIT = 0.5
 LEAST_TOKENS = 1024
 
 
-class Standing(NamedTuple):
+class WorkerLoad(NamedTuple):
     """A worker as a session's request sees it.
 
     held_tokens: of the request's prompt, there or about to be.
@@ -39,15 +39,15 @@ class Standing(NamedTuple):
     is_idle: bool
 
 
-def is_strained(prompt_tokens: int, home: Standing) -> bool:
+def is_strained(prompt_tokens: int, home: WorkerLoad) -> bool:
     """Whether the session's next turn may not be taken, or not soon, where this one is."""
     if home.running is not None and home.running >= FULL:
         return True
     return home.pending_tokens >= LONG_WAIT * prompt_tokens
 
 
-def choose_spare(
-    prompt_tokens: int, prefix: int, home: Standing, others: Sequence[Standing]
+def choose_standby(
+    prompt_tokens: int, prefix: int, home: WorkerLoad, others: Sequence[WorkerLoad]
 ) -> str | None:
     """The worker to be warmed for a session on `home`; None if it need not be, or none can.
 

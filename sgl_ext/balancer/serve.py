@@ -12,7 +12,7 @@ from pathlib import Path
 
 import uvloop
 
-from sgl_ext.balancer.cluster.peers import Family
+from sgl_ext.balancer.cluster.peers import PeerGroup
 from sgl_ext.balancer.cluster.processes import run
 from sgl_ext.balancer.conversations.document_store import require_store
 from sgl_ext.balancer.server import Balancer
@@ -47,13 +47,13 @@ def main(argv: list[str]) -> None:
 
 
 async def _serve(
-    config: BalancerConfig, family: Family | None = None, folder: Path | None = None
+    config: BalancerConfig, group: PeerGroup | None = None, folder: Path | None = None
 ) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    balancer = Balancer(config, family, folder)
+    balancer = Balancer(config, group, folder)
     # Requests make few cycles, and looking for them among all that lives costs a tenth of a
     # request: what is there now is no more looked at, and what comes, seldom.
     gc.freeze()

@@ -17,20 +17,20 @@ from sgl_ext.balancer.access.rate_limits import Limits
 from sgl_ext.balancer.admin.app import make_app
 from sgl_ext.balancer.admin.control_plane import ControlPool
 from sgl_ext.balancer.admin.worker_routes import DIVERGENCES, KEPT
-from sgl_ext.balancer.cluster.peers import Family, Siblings
+from sgl_ext.balancer.cluster.peers import PeerGroup, Peers
 from sgl_ext.balancer.conversations.conversation_store import Kept
 from sgl_ext.balancer.conversations.document_store import Store
-from sgl_ext.balancer.http.downstream import ClientConnection
-from sgl_ext.balancer.http.request_head import Heads
+from sgl_ext.balancer.http.downstream import DownstreamConnection
+from sgl_ext.balancer.http.request_head import RequestHeadCache
 from sgl_ext.balancer.http.request_reader import Request, RequestReader
 from sgl_ext.balancer.metrics.across_processes import SharedSnapshots
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.relay.exchange import Exchange
-from sgl_ext.balancer.relay.services import Parts, refusal
+from sgl_ext.balancer.relay.services import Services, refusal
 from sgl_ext.balancer.reporting.diagnosis import Diagnosis
 from sgl_ext.balancer.reporting.request_log import Ledger
-from sgl_ext.balancer.routing.admission_queue import Door
-from sgl_ext.balancer.routing.event_subscriber import Listeners
+from sgl_ext.balancer.routing.admission_queue import AdmissionQueue
+from sgl_ext.balancer.routing.event_subscriber import EventSubscribers
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.workers import Workers
 from sgl_ext.config import IN_MEMORY, BalancerConfig
@@ -52,13 +52,13 @@ class Balancer:
     """Serves between `start` and `stop`. Workers are probed from the moment it starts."""
 
     def __init__(
-        self, config: BalancerConfig, family: Family | None = None, folder: Path | None = None
+        self, config: BalancerConfig, group: PeerGroup | None = None, folder: Path | None = None
     ) -> None:
         """With a family it is one of several processes, which share a folder."""
-        self._family = family
+        self._group = group
         self._folder = folder
         self._snapshots = (
-            None if family is None or folder is None else SharedSnapshots(folder, family.number)
+            None if group is None or folder is None else SharedSnapshots(folder, group.number)
         )
         self.draining = False
         self.now = 0.0
@@ -68,8 +68,8 @@ class Balancer:
         gate = Gate(
             config.read_api_key(), self._keyring, self._tenants, isolates=config.isolates_tenants
         )
-        self._heads = Heads(gate.admit)
-        self._connections: set[ClientConnection] = set()
+        self._heads = RequestHeadCache(gate.admit)
+        self._connections: set[DownstreamConnection] = set()
         self._empty = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -93,14 +93,14 @@ class Balancer:
             preemption_threshold=config.preemption_threshold,
         )
         strip = HeaderStrip(config.strip_headers)
-        self._listeners = Listeners(self._session, router, metrics)
+        self._subscribers = EventSubscribers(self._session, router, metrics)
         diagnosis = None
         if config.diagnose or config.request_log is not None:
             diagnosis = Diagnosis(strip, metrics, sort_tools=config.sort_tools)
         self._ledger = Ledger(
             metrics, None if config.request_log is None else Path(config.request_log), diagnosis
         )
-        self._door = Door(
+        self._admission_queue = AdmissionQueue(
             router, metrics, config.queue_limit, config.queue_timeout_s, config.aging_s
         )
         app = make_app(router, strip, self._session, metrics, self._page)
@@ -111,28 +111,35 @@ class Balancer:
         if self._keyring is not None:
             self._keyring.count_in(metrics)
         limits = Limits(self._keyring, metrics, config.processes)
-        self._parts = Parts(
-            router, self._door, self._ledger, metrics, strip, self._control, limits, self._kept
+        self._services = Services(
+            router,
+            self._admission_queue,
+            self._ledger,
+            metrics,
+            strip,
+            self._control,
+            limits,
+            self._kept,
         )
-        self._siblings = None
-        if self._family is not None:
-            self._siblings = Siblings(self._family, router, metrics)
-            self._siblings.start()
+        self._peers = None
+        if self._group is not None:
+            self._peers = Peers(self._group, router, metrics)
+            self._peers.start()
         await self._control.start()
         await workers.probe(self._session)
-        self._listeners.attend()
-        await self._listeners.have_tried(_FIRST_WORD_S)
+        self._subscribers.sync()
+        await self._subscribers.wait_until_tried(_FIRST_WORD_S)
         self._tasks = [
             asyncio.create_task(workers.probe_forever(self._session)),
             asyncio.create_task(self._sweep_forever()),
             asyncio.create_task(self._kept.tidy_forever()),
         ]
         self._server = await loop.create_server(
-            lambda: ClientConnection(self),
+            lambda: DownstreamConnection(self),
             config.host,
             config.port,
             backlog=_BACKLOG,
-            reuse_port=self._family is not None,
+            reuse_port=self._group is not None,
         )
 
     @property
@@ -154,10 +161,10 @@ class Balancer:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._listeners.close()
-        if self._siblings is not None:
-            self._siblings.stop()
-        for pool in self._parts.pools():
+        await self._subscribers.close()
+        if self._peers is not None:
+            self._peers.stop()
+        for pool in self._services.pools():
             pool.close()
         await self._control.stop()
         await self._session.close()
@@ -166,11 +173,11 @@ class Balancer:
 
     # What a client's connection asks of its host.
 
-    def joined(self, connection: ClientConnection) -> None:
+    def joined(self, connection: DownstreamConnection) -> None:
         self._connections.add(connection)
         self._empty.clear()
 
-    def left(self, connection: ClientConnection) -> None:
+    def left(self, connection: DownstreamConnection) -> None:
         self._connections.discard(connection)
         if not self._connections:
             self._empty.set()
@@ -178,13 +185,13 @@ class Balancer:
     def reader(self) -> RequestReader:
         return RequestReader(self._heads, self._config.max_body_bytes)
 
-    def exchange(self, connection: ClientConnection, request: Request) -> Exchange:
-        return Exchange(self._parts, connection, request)
+    def exchange(self, connection: DownstreamConnection, request: Request) -> Exchange:
+        return Exchange(self._services, connection, request)
 
     def refusal(self, error: BalancerError, path: str) -> tuple[int, bytes, bytes, bytes]:
         """The answer to what is no request; it has no path unless its head was read."""
         answer = refusal(path, error)
-        self._parts.count(path, answer[0])
+        self._services.count(path, answer[0])
         return answer
 
     def _open_store(self) -> Store | None:
@@ -205,16 +212,16 @@ class Balancer:
         self.now = now
         for connection in [c for c in self._connections if c.deadline < now]:
             connection.time_out()
-        for pool in self._parts.pools():
+        for pool in self._services.pools():
             pool.sweep()
-        self._door.sweep()
+        self._admission_queue.sweep()
         self._ledger.flush()
         if self._keyring is not None and self._keyring.look():
             self._heads.forget()
-        self._parts.workers.let_go()
-        self._listeners.attend()
-        if self._siblings is not None:
-            self._siblings.tell_state()
+        self._services.workers.remove_drained()
+        self._subscribers.sync()
+        if self._peers is not None:
+            self._peers.send_state()
         if self._snapshots is not None:
             self._snapshots.write(self._metrics.render())
             if self._ledger.diagnosis is not None:

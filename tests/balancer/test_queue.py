@@ -108,13 +108,13 @@ async def test_thousands_wait_half_leave_and_the_rest_are_answered(
     before = exchanges()
     engine = Slow()
     balancer = await serve(engine, queue_limit=LIMIT)
-    door = balancer._door
+    admission_queue = balancer._admission_queue
     for first in range(0, CLIENTS, 100):
         clients += await asyncio.gather(*(come(balancer, first + n) for n in range(100)))
     sent = MAX_RUNNING + AHEAD
     await until(lambda: engine.seen == sent)
     await until(lambda: done(clients) == CLIENTS - sent - LIMIT)
-    assert door.waiting == LIMIT
+    assert admission_queue.waiting == LIMIT
     for client in clients:
         if client.answered.done():
             head = client.answered.result()
@@ -128,7 +128,7 @@ async def test_thousands_wait_half_leave_and_the_rest_are_answered(
     heads = await asyncio.gather(*(client.answered for client in waiting[1::2]))
     assert Counter(head[:12] for head in heads) == {b"HTTP/1.1 200": len(heads)}
     assert engine.most <= sent, "it never had to queue more than a few"
-    assert door.waiting == 0
+    assert admission_queue.waiting == 0
     for client in clients:
         client.transport.abort()
     await until(lambda: not balancer._connections)

@@ -7,8 +7,8 @@ from collections import Counter
 
 from aiohttp import web
 
-from sgl_ext.balancer.routing.admission_queue import Door
-from sgl_ext.balancer.routing.attempt import Asked, Flight
+from sgl_ext.balancer.routing.admission_queue import AdmissionQueue
+from sgl_ext.balancer.routing.attempt import Attempt, RoutingRequest
 from sgl_ext.balancer.routing.workers import Worker
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.tenants import Tenant, Tenants
@@ -19,45 +19,51 @@ from tests.balancer.test_routing import body, served_by
 TENANTS = Tenants((Tenant("people", 200, 3.0), Tenant("batch", -5)), max_priority=50)
 
 
-class Caller:
+class QueuedRequest:
     """One that notes its flight in a common log."""
 
-    def __init__(self, asked: Asked, log: list[Flight]) -> None:
-        self.asked = asked
+    def __init__(self, routing: RoutingRequest, log: list[Attempt]) -> None:
+        self.routing = routing
         self.tried: set[Worker] = set()
         self._log = log
 
-    def placed(self, flight: Flight) -> None:
-        self._log.append(flight)
+    def placed(self, attempt: Attempt) -> None:
+        self._log.append(attempt)
 
     def refused(self, error: BalancerError) -> None:
         raise AssertionError(error)
 
 
-def asked(setting: Setting, tenant: str, priority: str = "0", text: str = "Hello") -> Asked:
+def routing(
+    setting: Setting, tenant: str, priority: str = "0", text: str = "Hello"
+) -> RoutingRequest:
     return setting.ask(text, **{"x-tenant-id": tenant, "x-sgl-ext-priority": priority})
 
 
 def turns(setting: Setting, *tenants: str) -> list[str]:
     """Of requests that wait in this order, by tenant, in which order they are let in."""
-    log: list[Flight] = []
-    door = Door(setting.router, setting.metrics, 100, 60.0, clock=setting.clock)
+    log: list[Attempt] = []
+    admission_queue = AdmissionQueue(
+        setting.router, setting.metrics, 100, 60.0, clock=setting.clock
+    )
     for worker in setting.workers.all:
-        assert door.place(Caller(setting.ask(worker.url), log))
+        assert admission_queue.place(QueuedRequest(setting.ask(worker.url), log))
     running = log.copy()
     log.clear()
     for number, tenant in enumerate(tenants):
-        assert not door.place(Caller(asked(setting, tenant, text=f"Task {number:02}"), log))
+        assert not admission_queue.place(
+            QueuedRequest(routing(setting, tenant, text=f"Task {number:02}"), log)
+        )
     while len(log) < len(tenants):
         setting.router.arrived(running.pop())
         running.append(log[-1])
-    return [flight.asked.tenant for flight in log]
+    return [attempt.routing.tenant for attempt in log]
 
 
 def test_the_ceiling_is_the_tenants() -> None:
     setting = Setting(tenants=TENANTS)
     found = {
-        (tenant, said): asked(setting, tenant, said).priority
+        (tenant, said): routing(setting, tenant, said).priority
         for tenant in ("people", "batch", "another")
         for said in ("60", "201", "-6")
     }

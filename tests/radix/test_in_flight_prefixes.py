@@ -5,17 +5,17 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radix.in_flight_prefixes import Expectation, ExpectedPrefixes
+from radix.in_flight_prefixes import InFlightPrefix, InFlightPrefixes
 
 WORKER, OTHER = 0, 1
 
 
-def depths(expected: ExpectedPrefixes, hashes: list[int]) -> dict[int, int]:
+def depths(expected: InFlightPrefixes, hashes: list[int]) -> dict[int, int]:
     return {worker: depth for worker, (depth, _) in expected.deepest(hashes).items()}
 
 
 def test_what_was_sent_is_expected_while_the_request_runs() -> None:
-    expected = ExpectedPrefixes(confirm_s=5)
+    expected = InFlightPrefixes(confirm_s=5)
     expected.expect(WORKER, [1, 2])
     assert depths(expected, [1, 2, 3]) == {WORKER: 2}
     assert depths(expected, [1, 9]) == {WORKER: 1}
@@ -24,7 +24,7 @@ def test_what_was_sent_is_expected_while_the_request_runs() -> None:
 
 
 def test_what_is_never_confirmed_is_forgotten() -> None:
-    expected = ExpectedPrefixes(confirm_s=5)
+    expected = InFlightPrefixes(confirm_s=5)
     sent = expected.expect(WORKER, [1, 2])
     expected.end(sent, now_s=10)
     assert expected.expire(14.9) == 0
@@ -35,7 +35,7 @@ def test_what_is_never_confirmed_is_forgotten() -> None:
 
 
 def test_one_that_is_believed_for_long_does_not_keep_others_alive() -> None:
-    expected = ExpectedPrefixes(confirm_s=5)
+    expected = InFlightPrefixes(confirm_s=5)
     expected.end(expected.expect(OTHER, [7]), now_s=0, confirm_s=600)
     expected.end(expected.expect(WORKER, [1]), now_s=0)
     assert expected.expire(5) == 1
@@ -43,7 +43,7 @@ def test_one_that_is_believed_for_long_does_not_keep_others_alive() -> None:
 
 
 def test_a_later_request_takes_over() -> None:
-    expected = ExpectedPrefixes(confirm_s=5)
+    expected = InFlightPrefixes(confirm_s=5)
     first = expected.expect(WORKER, [1])
     expected.expect(WORKER, [1, 2])
     expected.end(first, now_s=0)
@@ -52,7 +52,7 @@ def test_a_later_request_takes_over() -> None:
 
 
 def test_each_worker_has_expectations_of_its_own() -> None:
-    expected = ExpectedPrefixes(confirm_s=5)
+    expected = InFlightPrefixes(confirm_s=5)
     expected.expect(WORKER, [1, 2])
     mine = expected.expect(OTHER, [1])
     assert depths(expected, [1, 2]) == {WORKER: 2, OTHER: 1}
@@ -63,7 +63,7 @@ def test_each_worker_has_expectations_of_its_own() -> None:
 
 
 def test_a_segment_that_the_worker_has_evicted_is_not_expected_any_more() -> None:
-    expected = ExpectedPrefixes(confirm_s=5)
+    expected = InFlightPrefixes(confirm_s=5)
     sent = expected.expect(WORKER, [1, 2])
     expected.forget_segment(WORKER, 2)
     assert depths(expected, [1, 2]) == {WORKER: 2}, "its request still runs and will bring it back"
@@ -84,8 +84,8 @@ def test_a_segment_that_the_worker_has_evicted_is_not_expected_any_more() -> Non
     )
 )
 def test_no_order_of_calls_breaks_the_table(steps: list[tuple[str, int, int, int]]) -> None:
-    expected = ExpectedPrefixes(confirm_s=3)
-    made: list[Expectation] = []
+    expected = InFlightPrefixes(confirm_s=3)
+    made: list[InFlightPrefix] = []
     for now_s, (step, worker, first, length) in enumerate(steps):
         if step == "expect":
             made.append(expected.expect(worker, range(first, first + length)))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radix.residency import Changes, Held
+from radix.residency import Changes, Residency
 
 A, B, C, D, E = 0xA, 0xB, 0xC, 0xD, 0xE
 
@@ -89,7 +89,7 @@ class Engine:
 
     def __init__(self, **options: int) -> None:
         self.tree = TokenTree()
-        self.held = Held(**options)
+        self.held = Residency(**options)
         self.told: dict[int, tuple[int | None, int]] = {}
 
     def run(
@@ -187,19 +187,19 @@ def test_a_prompt_in_parts_is_held_as_far_as_it_has_come() -> None:
 
 
 def test_only_whole_pages_are_claimed_and_a_last_page_in_part_is_no_obstacle() -> None:
-    held = Held(page=16, slack=15)
+    held = Residency(page=16, slack=15)
     held.add([A, B], [50, 100], key=range(100), resident=96, node=1, had=0)
     assert {s: t for s, _, t in held.snapshot()} == {A: 48, B: 96}
 
 
 def test_of_less_than_a_page_nothing_is_held() -> None:
-    held = Held(page=16, slack=15)
+    held = Residency(page=16, slack=15)
     held.add([A], [50], key=range(15), resident=0, node=1, had=0)
     assert (len(held), held.changed) == (0, False)
 
 
 def test_a_bigram_tree_holds_a_token_less_than_the_prompt() -> None:
-    held = Held(slack=1)
+    held = Residency(slack=1)
     held.add([A], [50], key=range(100), resident=99, node=1, had=0)
     assert list(held.snapshot()) == [(A, None, 99)]
 
@@ -284,7 +284,7 @@ def test_only_leaves_that_lost_their_node_are_matched_and_a_match_takes_steps() 
             asked.append(tokens)
             return 0, 0
 
-    held = Held()
+    held = Residency()
     for name in (1, 2, 3, 4):
         held.add([name], [1], key=range(3000), resident=3000, node=name, had=0)
     held.evicted()

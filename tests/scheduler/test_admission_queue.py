@@ -12,50 +12,50 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler import admission_queue
-from scheduler.admission_queue import MOST_NEW, SORTED_FOR_S, Line, Place
+from scheduler.admission_queue import MOST_NEW, SORTED_FOR_S, Entry, OrderedQueue
 from scheduler.order import Served, Waiting
 
 
-def names(places: Sequence[Place[str]]) -> list[str | None]:
-    return [place.who for place in places]
+def names(entries: Sequence[Entry[str]]) -> list[str | None]:
+    return [entry.item for entry in entries]
 
 
 def test_the_first_are_in_order_though_they_have_just_come() -> None:
-    waits = Line[str](0.0, Served())
+    waits = OrderedQueue[str](0.0, Served())
     waits.add("usual", Waiting(0, 100.0, 5))
-    assert names(waits.first(9, 100.0)) == ["usual"]
+    assert names(waits.head(9, 100.0)) == ["usual"]
     waits.add("cheap", Waiting(0, 100.1, 1))
     waits.add("person", Waiting(10, 100.1, 9))
-    assert names(waits.first(9, 100.1)) == ["person", "cheap", "usual"]
-    assert names(waits.first(2, 100.1)) == ["person", "cheap"]
+    assert names(waits.head(9, 100.1)) == ["person", "cheap", "usual"]
+    assert names(waits.head(2, 100.1)) == ["person", "cheap"]
 
 
 def test_who_has_waited_long_rises_within_a_second() -> None:
-    waits = Line[str](10.0, Served())
+    waits = OrderedQueue[str](10.0, Served())
     waits.add("long", Waiting(0, 100.0, 5))
     waits.add("cheap", Waiting(0, 105.0, 1))
     waits.sort(109.9)
-    assert names(waits.first(9, 109.9)) == ["cheap", "long"]
-    assert names(waits.first(9, 109.9 + SORTED_FOR_S)) == ["long", "cheap"]
+    assert names(waits.head(9, 109.9)) == ["cheap", "long"]
+    assert names(waits.head(9, 109.9 + SORTED_FOR_S)) == ["long", "cheap"]
 
 
 def test_nobody_who_has_left_is_referred_to() -> None:
     class Who:
         pass
 
-    waits = Line[Who](0.0, Served())
+    waits = OrderedQueue[Who](0.0, Served())
     gone = []
     for number in range(300):
-        who = Who()
-        gone.append(weakref.ref(who))
-        waits.add(who, Waiting(0, 100.0, number))
+        item = Who()
+        gone.append(weakref.ref(item))
+        waits.add(item, Waiting(0, 100.0, number))
         if number == 200:
-            waits.first(9, 100.0)
-        waits.remove(who)
-        del who
+            waits.head(9, 100.0)
+        waits.remove(item)
+        del item
     gc.collect()
     assert not any(one() for one in gone)
-    assert len(waits) == len(waits.first(9, 100.0)) == 0
+    assert len(waits) == len(waits.head(9, 100.0)) == 0
 
 
 def test_thousands_are_not_sorted_for_each_that_comes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,21 +67,21 @@ def test_thousands_are_not_sorted_for_each_that_comes(monkeypatch: pytest.Monkey
         return original(waiting, *args)
 
     monkeypatch.setattr(admission_queue, "in_order", counted)
-    waits = Line[int](0.0, Served())
+    waits = OrderedQueue[int](0.0, Served())
     for number in range(10_000):
         waits.add(number, Waiting(0, 100.0, number))
-    waits.first(32, 100.0)
+    waits.head(32, 100.0)
     assert sorted_in_all == [10_000]
     for number in range(MOST_NEW):
         waits.remove(number)
-        assert waits.first(32, 100.5)[0].who == number + 1
+        assert waits.head(32, 100.5)[0].item == number + 1
     assert sorted_in_all == [10_000], "nothing came, so nothing is sorted"
     for number in range(MOST_NEW):
         waits.add(-number - 1, Waiting(0, 100.5, 0))
-        waits.first(32, 100.5)
+        waits.head(32, 100.5)
     assert max(sorted_in_all[1:]) <= 32 + MOST_NEW
     waits.add(10_000, Waiting(0, 100.5, 0))
-    waits.first(32, 100.5)
+    waits.head(32, 100.5)
     assert sorted_in_all[-1] == len(waits), "too many are new"
     waits.check()
 
@@ -93,7 +93,7 @@ comings = st.tuples(st.integers(-1, 2), st.integers(0, 9), st.sampled_from("ab")
 def test_the_first_are_those_of_the_whole_order(
     events: list[tuple[int, int, str] | int], most: int
 ) -> None:
-    waits = Line[int](0.0, Served())
+    waits = OrderedQueue[int](0.0, Served())
     number = 0
     for event in events:
         if isinstance(event, int):
@@ -103,9 +103,9 @@ def test_the_first_are_those_of_the_whole_order(
             waits.add(number, Waiting(priority, 100.0 + number / 1000, cost))
             number += 1
         waits.check()
-        found = [place.who for place in waits.first(most, 100.1)]
-        whole = Line[int](0.0, Served())
-        for place in waits:
-            assert place.who is not None
-            whole.add(place.who, place.waiting)
-        assert found == [place.who for place in whole.sort(100.1)][:most]
+        found = [entry.item for entry in waits.head(most, 100.1)]
+        whole = OrderedQueue[int](0.0, Served())
+        for entry in waits:
+            assert entry.item is not None
+            whole.add(entry.item, entry.waiting)
+        assert found == [entry.item for entry in whole.sort(100.1)][:most]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.capacity import Capacity, InFlight, has_room
+from scheduler.capacity import Capacity, InFlight, has_capacity
 
 THRESHOLD = 10
 
@@ -26,7 +26,7 @@ def room(
     tokens: int = 1,
     elsewhere: tuple[int, int] = (0, 0),
 ) -> bool:
-    return has_room(capacity, here, priority, tokens, THRESHOLD, *elsewhere)
+    return has_capacity(capacity, here, priority, tokens, THRESHOLD, *elsewhere)
 
 
 @pytest.mark.parametrize(("max_running", "most"), [(1, 2), (8, 9), (16, 18), (64, 72)])

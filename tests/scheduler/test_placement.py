@@ -12,7 +12,7 @@ from scheduler.placement import (
     RECENT_FLOOR,
     SESSION_SHARE,
     Placement,
-    Question,
+    PlacementRequest,
     WorkerView,
     place,
     rendezvous,
@@ -22,13 +22,13 @@ PREFIX = 0x1234
 
 
 def placed(tokens: int, home: str | None, *views: WorkerView, last_tokens: int = 0) -> Placement:
-    found = place(Question(tokens, PREFIX, home, last_tokens), views)
+    found = place(PlacementRequest(tokens, PREFIX, home, last_tokens), views)
     assert found is not None
     return found
 
 
 def test_without_workers_there_is_no_place() -> None:
-    assert place(Question(100, PREFIX), []) is None
+    assert place(PlacementRequest(100, PREFIX), []) is None
 
 
 def test_a_prefix_draws_a_request_to_its_worker() -> None:
@@ -109,18 +109,18 @@ views_of_equal_load = st.lists(
 @given(views_of_equal_load, st.integers(0, 1 << 128))
 def test_balancers_agree_on_ties_without_talking(names: list[str], prefix: int) -> None:
     views = [WorkerView(name) for name in names]
-    first = place(Question(1000, prefix), views)
+    first = place(PlacementRequest(1000, prefix), views)
     assert first is not None
-    assert first == place(Question(1000, prefix), views[::-1])
+    assert first == place(PlacementRequest(1000, prefix), views[::-1])
     assert first.worker == max(names, key=lambda name: rendezvous(prefix, name))
     stayed = [v for v in views if v.name == first.worker or len(v.name) % 2]
-    again = place(Question(1000, prefix), stayed)
+    again = place(PlacementRequest(1000, prefix), stayed)
     assert again is not None
     assert again.worker == first.worker, "a worker that leaves moves only its own prefixes"
 
 
 def test_ties_of_many_prefixes_spread_over_all_workers() -> None:
     views = [WorkerView(f"w{n}") for n in range(4)]
-    placements = [place(Question(1000, prefix), views) for prefix in range(400)]
+    placements = [place(PlacementRequest(1000, prefix), views) for prefix in range(400)]
     shares = [sum(p is not None and p.worker == v.name for p in placements) for v in views]
     assert min(shares) > 60

@@ -9,7 +9,7 @@ from itertools import combinations, permutations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.preemption import Feuds, Running, victims
+from scheduler.preemption import PreemptionHistory, Running, victims
 
 NOW_S = 100.0
 PRIORITY = 20
@@ -218,22 +218,22 @@ def test_positions_decide_only_between_equals(
 
 
 def test_nobody_preempts_another_twice_in_a_row() -> None:
-    feuds = Feuds()
+    feuds = PreemptionHistory()
     assert feuds.allows("a", "b")
-    feuds.note("a", "b")
+    feuds.record("a", "b")
     assert not feuds.allows("a", "b")
     assert feuds.allows("b", "a"), "the other way round is another pair"
     assert feuds.allows("c", "b")
-    feuds.note("c", "b")
+    feuds.record("c", "b")
     assert feuds.allows("a", "b"), "there was somebody else in between"
     assert not feuds.allows("c", "b")
 
 
 def test_the_oldest_feuds_are_forgotten() -> None:
-    feuds = Feuds(limit=2)
-    feuds.note("a", "1")
-    feuds.note("a", "2")
-    feuds.note("a", "1")
-    feuds.note("a", "3")
+    feuds = PreemptionHistory(limit=2)
+    feuds.record("a", "1")
+    feuds.record("a", "2")
+    feuds.record("a", "1")
+    feuds.record("a", "3")
     assert [feuds.allows("a", victim) for victim in "123"] == [False, True, False]
     assert len(feuds) == 2

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.prefill import Guesses, Refusal, refusal, slice_end
+from scheduler.prefill import GuessHistory, Refusal, refusal, slice_end
 
 
 def decided(**changed: int) -> Refusal | None:
@@ -74,7 +74,7 @@ def test_the_last_slice_is_not_too_short_to_run(total: int, slices: list[int], p
 
 
 def test_a_conversation_that_is_not_as_guessed_gets_no_more_guesses() -> None:
-    guesses = Guesses()
+    guesses = GuessHistory()
     assert guesses.is_worth("one")
     guesses.note("one", is_right=False)
     assert guesses.is_worth("one")
@@ -84,7 +84,7 @@ def test_a_conversation_that_is_not_as_guessed_gets_no_more_guesses() -> None:
 
 
 def test_half_of_the_latest_guesses_must_be_right() -> None:
-    guesses = Guesses()
+    guesses = GuessHistory()
     for _ in range(100):
         guesses.note("one", is_right=True)
     for _ in range(4):
@@ -95,7 +95,7 @@ def test_half_of_the_latest_guesses_must_be_right() -> None:
 
 
 def test_of_many_conversations_the_oldest_is_forgotten() -> None:
-    guesses = Guesses(limit=2)
+    guesses = GuessHistory(limit=2)
     for name in ("one", "one", "two", "two", "three"):
         guesses.note(name, is_right=False)
     assert len(guesses) == 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.standby import Standing, choose_spare, is_strained
+from scheduler.standby import WorkerLoad, choose_standby, is_strained
 
 PROMPT = 10_000
 
@@ -16,15 +16,15 @@ def standing(
     running: float | None = 0.1,
     *,
     is_idle: bool = False,
-) -> Standing:
-    return Standing(name, held, pending, running, is_idle)
+) -> WorkerLoad:
+    return WorkerLoad(name, held, pending, running, is_idle)
 
 
 BUSY = standing(running=1.0)
 
 
-def spare(home: Standing, *others: Standing) -> str | None:
-    return choose_spare(PROMPT, 7, home, others)
+def spare(home: WorkerLoad, *others: WorkerLoad) -> str | None:
+    return choose_standby(PROMPT, 7, home, others)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,9 @@ def spare(home: Standing, *others: Standing) -> str | None:
         (standing(pending=PROMPT // 2 - 1), False),
     ],
 )
-def test_a_worker_is_strained_by_what_runs_or_by_what_waits(home: Standing, strained: bool) -> None:
+def test_a_worker_is_strained_by_what_runs_or_by_what_waits(
+    home: WorkerLoad, strained: bool
+) -> None:
     assert is_strained(PROMPT, home) is strained
     assert (spare(home, standing("other", held=0, is_idle=True)) == "other") is strained
 
@@ -59,7 +61,7 @@ def test_nobody_is_warmed_while_another_worker_holds_the_prompt() -> None:
 
 def test_a_short_prompt_is_not_worth_it() -> None:
     idle = standing("idle", held=0, is_idle=True)
-    assert choose_spare(1_000, 7, standing(held=1_000, running=1.0), [idle]) is None
+    assert choose_standby(1_000, 7, standing(held=1_000, running=1.0), [idle]) is None
 
 
 def test_equal_workers_are_chosen_among_alike_by_everybody() -> None:

@@ -62,12 +62,12 @@ SHARED = {
 """Functions of SGLang and of its HTTP server."""
 
 OURS = {
-    "sgl_ext.balancer.http.downstream:ClientConnection.buffer_updated": "balancer read",
+    "sgl_ext.balancer.http.downstream:DownstreamConnection.buffer_updated": "balancer read",
     "sgl_ext.balancer.relay.exchange:Exchange._read": "balancer parse",
     "sgl_ext.balancer.routing.router:Router.read": "balancer segments",
     "sgl_ext.balancer.relay.exchange:Exchange._send": "balancer route",
-    "sgl_ext.balancer.http.upstream:WorkerConnection.send": "balancer proxy",
-    "sgl_ext.balancer.http.upstream:WorkerConnection.data_received": "balancer answer",
+    "sgl_ext.balancer.http.upstream:UpstreamConnection.send": "balancer proxy",
+    "sgl_ext.balancer.http.upstream:UpstreamConnection.data_received": "balancer answer",
     "sgl_ext.engine.http.request_hook:read_body": "engine segments",
     "sgl_ext.engine.http.pin_placement:place_pins": "engine marks",
     "sgl_ext.engine.core.hints:attach": "engine hints",

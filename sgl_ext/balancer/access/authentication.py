@@ -17,7 +17,7 @@ import hmac
 from http import HTTPStatus
 
 from sgl_ext.balancer.access.keyring import Keyring
-from sgl_ext.balancer.http.request_head import Head
+from sgl_ext.balancer.http.request_head import RequestHead
 from sgl_ext.protocols import routes
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.requests.session import GROUP_HEADER, OWNER_HEADER, TENANT_HEADER
@@ -55,7 +55,7 @@ class Gate:
         self._tenants = Tenants() if tenants is None else tenants
         self._isolates = isolates
 
-    def admit(self, head: Head) -> None:
+    def admit(self, head: RequestHead) -> None:
         """Finds the head's route, and says of it whose it is. Raises BalancerError 400, 401,
         403, 404, 405 or 415."""
         is_guarded = self._key is not None or self._keyring is not None
@@ -70,7 +70,7 @@ class Gate:
                 f"content-type: must be application/json, not {head.content_type!r}",
             )
 
-    def _identify(self, head: Head) -> None:
+    def _identify(self, head: RequestHead) -> None:
         key = _offered(head.fields)
         is_operator = self._key is not None and hmac.compare_digest(key, self._key)
         if self._keyring is None:
@@ -89,7 +89,7 @@ class Gate:
             _refuse_administration(head)
             self._name(head, tenant, owner=tenant)
 
-    def _name(self, head: Head, tenant: str, owner: str | None = None) -> None:
+    def _name(self, head: RequestHead, tenant: str, owner: str | None = None) -> None:
         """Tells engines whose the request is, in place of what the client said."""
         group = self._tenants.of(tenant).group if self._isolates else None
         head.tenant = tenant
@@ -109,7 +109,7 @@ def _offered(fields: dict[bytes, bytes]) -> bytes:
     return bearer or fields.get(b"x-api-key", b"")
 
 
-def _named(head: Head) -> str:
+def _named(head: RequestHead) -> str:
     """The tenant that the request names, "" if none."""
     name = head.fields.get(_TENANT, b"").decode("latin-1")
     if name and TENANT_NAME.fullmatch(name) is None:
@@ -117,7 +117,7 @@ def _named(head: Head) -> str:
     return name
 
 
-def _refuse_administration(head: Head) -> None:
+def _refuse_administration(head: RequestHead) -> None:
     """Raises BalancerError for what is not for tenants: by name, and what might be it disguised."""
     path = head.path
     if path in _ADMINISTRATIVE or path.startswith("/sgl_ext/"):

@@ -68,12 +68,12 @@ class Limits:
         if self._keyring is None or tenant not in self._keyring.file.tenants:
             return None
         allowance, now_s = self._keyring.file.allowance(tenant), self._clock()
-        asked = [
+        routing = [
             ("requests", allowance.requests_per_minute, 1),
             ("tokens", allowance.tokens_per_minute, tokens),
         ]
         buckets = []
-        for kind, limit, cost in asked:
+        for kind, limit, cost in routing:
             if limit is None or not cost:
                 continue
             bucket = self._bucket(tenant, kind, limit, now_s)

@@ -96,7 +96,7 @@ async def health(request: web.Request) -> web.Response:
             {
                 "url": w.url,
                 "ready": w.ready,
-                "in_flight": w.in_flight + w.elsewhere.in_flight,
+                "in_flight": w.in_flight + w.peer_load.in_flight,
             }
             for w in workers.all
         ],

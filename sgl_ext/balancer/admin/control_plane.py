@@ -12,10 +12,10 @@ import socket
 
 from aiohttp import web
 
-from sgl_ext.balancer.http.upstream import Pool, WorkerConnection
+from sgl_ext.balancer.http.upstream import ConnectionPool, UpstreamConnection
 
 
-class ControlPool(Pool):
+class ControlPool(ConnectionPool):
     """Connections to an application. Run `start` before the first request."""
 
     def __init__(self, app: web.Application) -> None:
@@ -31,11 +31,13 @@ class ControlPool(Pool):
         self.close()
         await self._runner.cleanup()
 
-    async def _open(self) -> WorkerConnection:
+    async def _open(self) -> UpstreamConnection:
         loop = asyncio.get_running_loop()
         server = self._runner.server
         assert server is not None, "the application is not running"
         ours, theirs = socket.socketpair()
         await loop.connect_accepted_socket(server, theirs)
-        _, connection = await loop.create_unix_connection(lambda: WorkerConnection(self), sock=ours)
+        _, connection = await loop.create_unix_connection(
+            lambda: UpstreamConnection(self), sock=ours
+        )
         return connection

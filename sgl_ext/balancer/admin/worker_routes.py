@@ -93,8 +93,8 @@ async def explain(request: web.Request) -> web.Response:
     hints = {name.lower(): value for name, value in request.headers.items()}
     document, _ = request.app[KEPT].read(path, document, router.tenants.asking(hints).name)
     stripped = strip_request(path, document, request.app[STRIP])
-    asked = router.read(path, hints, stripped.body, request.content_length or 0)
-    return _json(HTTPStatus.OK, {**router.explain(asked), "headers_stripped": stripped.headers})
+    routing = router.read(path, hints, stripped.body, request.content_length or 0)
+    return _json(HTTPStatus.OK, {**router.explain(routing), "headers_stripped": stripped.headers})
 
 
 async def read_json(request: web.Request) -> Any:

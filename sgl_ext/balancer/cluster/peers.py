@@ -26,7 +26,7 @@ from typing import Any
 import orjson
 
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.routing.attempt import Flight
+from sgl_ext.balancer.routing.attempt import Attempt
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.workers import Load
 
@@ -38,7 +38,7 @@ _MOST_SEGMENTS = 1_500
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class PeerGroup:
     """All processes of one balancer: who this one is, its socket, and where all of them are."""
 
     number: int
@@ -55,48 +55,48 @@ class Family:
         return [s.getsockname() for n, s in enumerate(self.sockets) if n != self.number]
 
 
-class Siblings:
+class Peers:
     """One process's ear and mouth."""
 
     def __init__(
         self,
-        family: Family,
+        group: PeerGroup,
         router: Router,
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._family = family
+        self._group = group
         self._router = router
         self._metrics = metrics
         self._clock = clock
         self._heard: dict[tuple[str, int], tuple[float, dict[str, Load]]] = {}
         self._said: dict[str, Load] = {}
         self._load_due = False
-        router.on_take_off(self.tell_placed)
+        router.on_placed(self.send_placed)
         router.on_end(self.load_changed)
 
     def start(self) -> None:
         """Listens from now on."""
-        self._family.mine.setblocking(False)
-        asyncio.get_running_loop().add_reader(self._family.mine, self._read)
-        self.tell_state()
+        self._group.mine.setblocking(False)
+        asyncio.get_running_loop().add_reader(self._group.mine, self._read)
+        self.send_state()
 
     def stop(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._family.mine)
+        asyncio.get_running_loop().remove_reader(self._group.mine)
 
-    def tell_placed(self, flight: Flight) -> None:
+    def send_placed(self, attempt: Attempt) -> None:
         """Says where a request goes."""
-        asked, expectation = flight.asked, flight.expectation
-        segments = () if expectation is None else expectation.segments[:_MOST_SEGMENTS]
-        session = None if asked.session is None or asked.is_final else f"{asked.session:x}"
+        routing, in_flight_prefix = attempt.routing, attempt.in_flight_prefix
+        segments = () if in_flight_prefix is None else in_flight_prefix.segments[:_MOST_SEGMENTS]
+        session = None if routing.session is None or routing.is_final else f"{routing.session:x}"
         self._say(
             {
                 "placed": [
-                    flight.worker.url,
+                    attempt.worker.url,
                     session,
                     [f"{segment:x}" for segment in segments],
-                    asked.prompt_tokens,
-                    flight.uncached_tokens,
+                    routing.prompt_tokens,
+                    attempt.uncached_tokens,
                 ]
             }
         )
@@ -111,9 +111,9 @@ class Siblings:
     def _tell_load(self) -> None:
         self._load_due = False
         if self._loads() != self._said:
-            self.tell_state()
+            self.send_state()
 
-    def tell_state(self) -> None:
+    def send_state(self) -> None:
         """Says everything that a sibling must know. Run it every STATE_S."""
         workers = self._router.workers
         self._said = self._loads()
@@ -126,20 +126,20 @@ class Siblings:
         return {worker.url: worker.load for worker in self._router.workers.all}
 
     def _say(self, message: dict[str, Any]) -> None:
-        data = self._family.secret + orjson.dumps(message)
+        data = self._group.secret + orjson.dumps(message)
         if len(data) > _MOST_BYTES:
             self._metrics.peer_message_faults.counts[("too long",)] += 1
             return
-        for address in self._family.others:
+        for address in self._group.others:
             try:
-                self._family.mine.sendto(data, address)
+                self._group.mine.sendto(data, address)
             except OSError:
                 self._metrics.peer_message_faults.counts[("not sent",)] += 1
 
     def _read(self) -> None:
         while True:
             try:
-                data, address = self._family.mine.recvfrom(_MOST_BYTES)
+                data, address = self._group.mine.recvfrom(_MOST_BYTES)
             except BlockingIOError:
                 return
             except OSError:
@@ -151,7 +151,7 @@ class Siblings:
 
     def hear(self, data: bytes, address: tuple[str, int]) -> None:
         """Takes in a sibling's message. Raises ValueError and the like on any other."""
-        secret = self._family.secret
+        secret = self._group.secret
         if data[: len(secret)] != secret:
             raise ValueError("not from a sibling")
         message = orjson.loads(data[len(secret) :])
@@ -159,7 +159,7 @@ class Siblings:
             url, session, segments, prompt_tokens, uncached_tokens = message["placed"]
             worker = self._router.workers.find(url)
             if worker is not None:
-                self._router.heard_of(
+                self._router.record_peer_placement(
                     worker,
                     None if session is None else int(session, 16),
                     [int(segment, 16) for segment in segments],
@@ -171,11 +171,13 @@ class Siblings:
         self._router.workers.adopt(changed_s, table)
         self._heard[address] = (self._clock(), loads)
         self._sum_up()
-        self._router.make_room()
+        self._router.capacity_changed()
 
     def _forget_silent(self) -> None:
         now_s = self._clock()
-        silent = [a for a, (heard_s, _) in self._heard.items() if now_s - heard_s > SILENT_S]
+        silent = [
+            a for a, (last_heard_s, _) in self._heard.items() if now_s - last_heard_s > SILENT_S
+        ]
         for address in silent:
             del self._heard[address]
         if silent:
@@ -184,4 +186,4 @@ class Siblings:
     def _sum_up(self) -> None:
         for worker in self._router.workers.all:
             loads = [loads.get(worker.url, Load()) for _, loads in self._heard.values()]
-            worker.elsewhere = Load(*map(sum, zip(*loads, strict=True))) if loads else Load()
+            worker.peer_load = Load(*map(sum, zip(*loads, strict=True))) if loads else Load()

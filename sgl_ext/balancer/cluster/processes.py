@@ -19,13 +19,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from sgl_ext.balancer.cluster.peers import Family
+from sgl_ext.balancer.cluster.peers import PeerGroup
 
 _AGAIN_S = 1.0
 _RECEIVE_BYTES = 4 * 1024 * 1024
 log = logging.getLogger(__name__)
 
-Serve = Callable[[Family, Path], None]
+Serve = Callable[[PeerGroup, Path], None]
 
 
 def run(count: int, serve: Serve) -> None:
@@ -35,9 +35,9 @@ def run(count: int, serve: Serve) -> None:
     """
     sockets = tuple(_socket() for _ in range(count))
     secret = secrets.token_bytes(16)
-    families = [Family(number, secret, sockets) for number in range(count)]
+    groups = [PeerGroup(number, secret, sockets) for number in range(count)]
     with tempfile.TemporaryDirectory(prefix="sgl-ext-balancer-") as folder:
-        _Nursery(families, serve, Path(folder)).run()
+        _Supervisor(groups, serve, Path(folder)).run()
 
 
 def _socket() -> socket.socket:
@@ -47,12 +47,12 @@ def _socket() -> socket.socket:
     return made
 
 
-class _Nursery:
-    def __init__(self, families: list[Family], serve: Serve, folder: Path) -> None:
-        self._families = families
+class _Supervisor:
+    def __init__(self, groups: list[PeerGroup], serve: Serve, folder: Path) -> None:
+        self._families = groups
         self._serve = serve
         self._folder = folder
-        self._running: dict[int, Family] = {}
+        self._running: dict[int, PeerGroup] = {}
         self._stopping = False
         # No child writes to it; it closes when this process ends, however it ends.
         self._lifeline = os.pipe()
@@ -60,23 +60,23 @@ class _Nursery:
     def run(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
-        for family in self._families:
-            self._fork(family)
+        for group in self._families:
+            self._fork(group)
         while self._running:
             pid, status = os.wait()
-            family = self._running.pop(pid)
+            group = self._running.pop(pid)
             if self._stopping:
                 continue
             code = os.waitstatus_to_exitcode(status)
-            log.error("balancer process %s ended with %s; again", family.number, code)
+            log.error("balancer process %s ended with %s; again", group.number, code)
             time.sleep(_AGAIN_S)
             if not self._stopping:
-                self._fork(family)
+                self._fork(group)
 
-    def _fork(self, family: Family) -> None:
+    def _fork(self, group: PeerGroup) -> None:
         pid = os.fork()
         if pid:
-            self._running[pid] = family
+            self._running[pid] = group
             return
         code = 1
         try:
@@ -84,12 +84,12 @@ class _Nursery:
                 signal.signal(number, signal.SIG_DFL)
             os.close(self._lifeline[1])
             threading.Thread(target=_end_with, args=(self._lifeline[0],), daemon=True).start()
-            self._serve(family, self._folder)
+            self._serve(group, self._folder)
             code = 0
         except SystemExit as error:
             log.error("%s", error)
         except BaseException:
-            log.exception("balancer process %s", family.number)
+            log.exception("balancer process %s", group.number)
         finally:
             os._exit(code)
 

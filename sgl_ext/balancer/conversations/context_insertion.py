@@ -108,9 +108,9 @@ def _mark(path: str, body: _Json, ends: dict[str, _Json]) -> int:
     A mark of the request's own holds what comes before it, too, and where it is for as long,
     or longer, another is of no use, and against Anthropic's rules on their order.
     """
-    asked = read_marks(path, body, _ANY_TTL)
-    longest_s = max((mark.ttl_s for mark in asked.blocks), default=0.0)
-    longest_s = max(longest_s, asked.whole_ttl_s)
+    routing = read_marks(path, body, _ANY_TTL)
+    longest_s = max((mark.ttl_s for mark in routing.blocks), default=0.0)
+    longest_s = max(longest_s, routing.whole_ttl_s)
     room = MOST_MARKS - count_marks(path, body)
     left_out = 0
     for layer, ttl_s in LAYERS.items():

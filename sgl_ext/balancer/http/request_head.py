@@ -56,7 +56,7 @@ _LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ([0-9]{1,15})\r\n")
 _MAX_KEPT = 1024
 
 
-class Head:
+class RequestHead:
     """What a head says but for the body's length.
 
     `headers` are in order, names in lower case; `fields` are the same, the last
@@ -76,12 +76,12 @@ class Head:
         self.chunked = False
         self.expects_continue = False
         self.content_type = ""
-        self.lines_for_workers = b""
+        self.upstream_lines = b""
         self.tenant = ""
         self.route: Route | None = None
         self.refusal: BalancerError | None = None
 
-    def nominated(self) -> frozenset[bytes]:
+    def connection_names(self) -> frozenset[bytes]:
         """What the Connection header names: what it names is of this connection, too."""
         values = [value.lower() for name, value in self.headers if name == b"connection"]
         return frozenset(token.strip() for value in values for token in value.split(b","))
@@ -93,23 +93,23 @@ class Head:
         added = [(n, v.encode("latin-1")) for n, v in ours.items() if v is not None]
         self.headers = kept + added
         self.fields = dict(self.headers)
-        dropped = _NOT_FOR_WORKERS | self.nominated()
+        dropped = _NOT_FOR_WORKERS | self.connection_names()
         passed = [header for header in kept if header[0] not in dropped]
-        self.lines_for_workers = _lines(passed + added)
+        self.upstream_lines = _lines(passed + added)
 
 
-class Heads:
+class RequestHeadCache:
     """Reads heads, and keeps the latest. `admit` sees each new one and may raise BalancerError."""
 
-    def __init__(self, admit: Callable[[Head], None]) -> None:
+    def __init__(self, admit: Callable[[RequestHead], None]) -> None:
         self._admit = admit
-        self._kept: dict[bytes, Head] = {}
+        self._kept: dict[bytes, RequestHead] = {}
 
     def forget(self) -> None:
         """What was admitted has to be admitted anew."""
         self._kept.clear()
 
-    def read(self, raw: bytes) -> tuple[Head, int]:
+    def read(self, raw: bytes) -> tuple[RequestHead, int]:
         """The head with these bytes, up to and with the empty line, and its body's length.
 
         Raises BalancerError 400, naming what is wrong, if it is malformed.
@@ -155,7 +155,7 @@ class _Parts:
         self.complete = True
 
 
-def parse_head(raw: bytes) -> tuple[Head, int]:
+def parse_head(raw: bytes) -> tuple[RequestHead, int]:
     """As `Heads.read`, without any memory."""
     parts = _Parts()
     parser = httptools.HttpRequestParser(parts)
@@ -172,7 +172,7 @@ def parse_head(raw: bytes) -> tuple[Head, int]:
     version = _VERSIONS.get(raw[line_end - 9 : line_end])
     if version is None:
         raise _bad("the version must be HTTP/1.1 or HTTP/1.0")
-    head = Head()
+    head = RequestHead()
     head.http_1_1 = version
     head.method = parser.get_method().decode("ascii")
     head.target = _origin_form(parts.target)
@@ -184,7 +184,7 @@ def parse_head(raw: bytes) -> tuple[Head, int]:
     return head, length
 
 
-def _read_fields(head: Head) -> None:
+def _read_fields(head: RequestHead) -> None:
     fields = head.fields
     coding = fields.get(b"transfer-encoding")
     if coding is not None:
@@ -195,10 +195,12 @@ def _read_fields(head: Head) -> None:
     head.expects_continue = head.http_1_1 and expected == b"100-continue"
     media_type = fields.get(b"content-type", b"application/octet-stream").partition(b";")[0]
     head.content_type = media_type.strip().lower().decode("latin-1")
-    nominated = head.nominated()
-    head.keep_alive = b"close" not in nominated and (head.http_1_1 or b"keep-alive" in nominated)
-    dropped = _NOT_FOR_WORKERS | nominated
-    head.lines_for_workers = _lines([h for h in head.headers if h[0] not in dropped])
+    connection_names = head.connection_names()
+    head.keep_alive = b"close" not in connection_names and (
+        head.http_1_1 or b"keep-alive" in connection_names
+    )
+    dropped = _NOT_FOR_WORKERS | connection_names
+    head.upstream_lines = _lines([h for h in head.headers if h[0] not in dropped])
 
 
 def _lines(headers: list[tuple[bytes, bytes]]) -> bytes:

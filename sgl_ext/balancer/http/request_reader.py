@@ -20,7 +20,7 @@ import zlib
 from http import HTTPStatus
 
 from sgl_ext.balancer.http.chunked import ChunkedBody
-from sgl_ext.balancer.http.request_head import Head, Heads
+from sgl_ext.balancer.http.request_head import RequestHead, RequestHeadCache
 from sgl_ext.protocols.errors import BalancerError, body_too_large
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -40,7 +40,7 @@ class Request:
 
     __slots__ = ("body", "head", "keep_alive", "length", "refusal", "unread")
 
-    def __init__(self, head: Head, length: int) -> None:
+    def __init__(self, head: RequestHead, length: int) -> None:
         self.head = head
         self.length = length
         self.body: bytes | bytearray = b""
@@ -52,7 +52,7 @@ class Request:
 class RequestReader:
     """The reading half of one connection."""
 
-    def __init__(self, heads: Heads, max_body_bytes: int) -> None:
+    def __init__(self, heads: RequestHeadCache, max_body_bytes: int) -> None:
         self._heads = heads
         self._max_body_bytes = max_body_bytes
         self.ahead = bytearray()

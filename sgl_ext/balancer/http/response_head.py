@@ -17,7 +17,7 @@ _LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ([0-9]{1,15})\r\n")
 _MAX_KEPT = 256
 
 
-class AnswerHead:
+class ResponseHead:
     """Status and header lines for the client. `streams` says that the body is events, `is_named`
     that the worker named the request itself."""
 
@@ -38,13 +38,13 @@ class AnswerHead:
         )
 
 
-class AnswerHeads:
+class ResponseHeadCache:
     """The latest heads of one worker's whole answers."""
 
     def __init__(self) -> None:
-        self._kept: dict[bytes, AnswerHead] = {}
+        self._kept: dict[bytes, ResponseHead] = {}
 
-    def read(self, data: bytes) -> tuple[AnswerHead, bytes] | None:
+    def read(self, data: bytes) -> tuple[ResponseHead, bytes] | None:
         """Head and body, if `data` is exactly one answer whose head is known but for its length."""
         found = _split(data)
         if found is None:
@@ -53,7 +53,7 @@ class AnswerHeads:
         head = self._kept.get(key)
         return None if head is None else (head, data[end:])
 
-    def keep(self, data: bytes, head: AnswerHead) -> None:
+    def keep(self, data: bytes, head: ResponseHead) -> None:
         """Remembers the head of an answer that the parser found good. It says to keep the
         connection, and `data` is all of it. One with a name in it never comes again."""
         found = None if head.is_named else _split(data)

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from sgl_ext.balancer.http.response_head import AnswerHead, AnswerHeads
+from sgl_ext.balancer.http.response_head import ResponseHead, ResponseHeadCache
 
 # SGLang closes an idle connection after 5 s; ours must go first, or a request races the close.
 # In sweeps, which come once a second: an idle connection lives for 3 to 4 s.
@@ -22,22 +22,22 @@ CONNECT_TIMEOUT_S = 5.0
 _MAX_HEAD_BYTES = 256 * 1024
 
 
-class MalformedAnswer(Exception):
+class MalformedResponse(Exception):
     """What a worker sent is no HTTP answer that can be passed on."""
 
 
-class Receiver(Protocol):
+class ResponseReceiver(Protocol):
     """Whoever waits for an answer. Called in this order: connected, head, data, end; or lost."""
 
-    def connected(self, connection: WorkerConnection) -> None: ...
-    def not_connected(self, reason: str) -> None: ...
-    def answer_head(self, head: AnswerHead) -> None: ...
-    def answer_data(self, data: bytes) -> None: ...
-    def answer_end(self) -> None: ...
-    def worker_lost(self, reason: str) -> None: ...
+    def connected(self, connection: UpstreamConnection) -> None: ...
+    def connect_failed(self, reason: str) -> None: ...
+    def response_head(self, head: ResponseHead) -> None: ...
+    def response_data(self, data: bytes) -> None: ...
+    def response_end(self) -> None: ...
+    def upstream_lost(self, reason: str) -> None: ...
 
 
-class WorkerConnection(asyncio.Protocol):
+class UpstreamConnection(asyncio.Protocol):
     """One connection, one answer at a time.
 
     `heard` says that some of an answer came, `reused` that the connection
@@ -65,10 +65,10 @@ class WorkerConnection(asyncio.Protocol):
         "sweeps",
     )
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool
         self._parser = httptools.HttpResponseParser(self)
-        self._receiver: Receiver | None = None
+        self._receiver: ResponseReceiver | None = None
         self._transport: asyncio.Transport
         self._pieces: list[bytes] = []
         self._usable = True
@@ -82,13 +82,15 @@ class WorkerConnection(asyncio.Protocol):
     def _reset(self) -> None:
         self._reason = b""
         self._headers: list[tuple[bytes, bytes]] = []
-        self._head: AnswerHead | None = None
+        self._head: ResponseHead | None = None
         self.heard = False
         self._in_head = True
         self._head_bytes = 0
         self._complete = False
 
-    def send(self, receiver: Receiver, head: bytes, body: bytes | bytearray, method: str) -> None:
+    def send(
+        self, receiver: ResponseReceiver, head: bytes, body: bytes | bytearray, method: str
+    ) -> None:
         """Sends a request whose answer `receiver` gets."""
         self._receiver = receiver
         self._bodiless = method == "HEAD"
@@ -135,9 +137,9 @@ class WorkerConnection(asyncio.Protocol):
             known = self._pool.answers.read(data)
             if known is not None:
                 head, body = known
-                receiver.answer_head(head)
+                receiver.response_head(head)
                 if body:
-                    receiver.answer_data(body)
+                    receiver.response_data(body)
                 self._end(True)
                 return
         fault = None
@@ -151,7 +153,7 @@ class WorkerConnection(asyncio.Protocol):
                 fault = "the head is too large"
         pieces = self._pieces
         if pieces:
-            receiver.answer_data(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+            receiver.response_data(pieces[0] if len(pieces) == 1 else b"".join(pieces))
             pieces.clear()
         if self._complete:
             if first and fault is None and self._usable and self._head is not None:
@@ -178,7 +180,7 @@ class WorkerConnection(asyncio.Protocol):
 
     def on_status(self, reason: bytes) -> None:
         if self._complete:
-            raise MalformedAnswer("more than one answer")
+            raise MalformedResponse("more than one answer")
         self._reason = reason
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -189,17 +191,17 @@ class WorkerConnection(asyncio.Protocol):
         status = self._parser.get_status_code()
         if status < 200:
             if status < 100 or status == 101:
-                raise MalformedAnswer(f"status {status}")
+                raise MalformedResponse(f"status {status}")
             return
         self._in_head = False
         fields = dict(self._headers)
         coding = fields.get(b"transfer-encoding")
         if coding is not None and coding.lower() != b"chunked":
-            raise MalformedAnswer("a transfer coding that is not chunked")
+            raise MalformedResponse("a transfer coding that is not chunked")
         self._framed = coding is not None or b"content-length" in fields
-        self._head = AnswerHead(status, self._reason, self._headers)
+        self._head = ResponseHead(status, self._reason, self._headers)
         if self._receiver is not None:
-            self._receiver.answer_head(self._head)
+            self._receiver.response_head(self._head)
         if self._bodiless:
             # The parser cannot know that no body follows, so it is of no more use.
             self._complete = True
@@ -230,16 +232,16 @@ class WorkerConnection(asyncio.Protocol):
         else:
             self.abort()
         if receiver is not None:
-            receiver.answer_end()
+            receiver.response_end()
 
     def _lost(self, reason: str) -> None:
         receiver = self._receiver
         self.abort()
         if receiver is not None:
-            receiver.worker_lost(reason)
+            receiver.upstream_lost(reason)
 
 
-class Pool:
+class ConnectionPool:
     """The connections to one worker: kept ones first, the most recently used of them foremost.
 
     `sweep` is to be called once a second.
@@ -252,47 +254,47 @@ class Pool:
         self._port = parts.port or 80
         self._base = parts.path.rstrip("/").encode()
         self._host_line = b" HTTP/1.1\r\nhost: %b\r\n" % parts.netloc.rpartition("@")[2].encode()
-        self.answers = AnswerHeads()
-        self._kept: list[WorkerConnection] = []
+        self.answers = ResponseHeadCache()
+        self._kept: list[UpstreamConnection] = []
         self._connecting: set[asyncio.Task[None]] = set()
-        self.connections: set[WorkerConnection] = set()
+        self.connections: set[UpstreamConnection] = set()
 
     def request_line(self, method: str, target: bytes) -> bytes:
         """The first lines of a request to this worker, its Host among them."""
         return b"%b %b%b%b" % (method.encode(), self._base, target, self._host_line)
 
-    def take(self) -> WorkerConnection | None:
+    def take(self) -> UpstreamConnection | None:
         """A kept connection, if there is one."""
         return self._kept.pop() if self._kept else None
 
-    def keep(self, connection: WorkerConnection) -> None:
+    def keep(self, connection: UpstreamConnection) -> None:
         """Takes a connection back for the next request."""
         connection.sweeps = 0
         self._kept.append(connection)
 
-    def connect(self, receiver: Receiver) -> None:
+    def connect(self, receiver: ResponseReceiver) -> None:
         """Opens a connection; the receiver hears how it went."""
         task = asyncio.get_running_loop().create_task(self._connect(receiver))
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
 
-    async def _connect(self, receiver: Receiver) -> None:
+    async def _connect(self, receiver: ResponseReceiver) -> None:
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 connection = await self._open()
         except (OSError, TimeoutError) as error:
-            receiver.not_connected(type(error).__name__)
+            receiver.connect_failed(type(error).__name__)
         else:
             receiver.connected(connection)
 
-    async def _open(self) -> WorkerConnection:
+    async def _open(self) -> UpstreamConnection:
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(
-            lambda: WorkerConnection(self), self._host, self._port
+            lambda: UpstreamConnection(self), self._host, self._port
         )
         return connection
 
-    def forget(self, connection: WorkerConnection) -> None:
+    def forget(self, connection: UpstreamConnection) -> None:
         """A connection is gone."""
         self.connections.discard(connection)
         if connection in self._kept:

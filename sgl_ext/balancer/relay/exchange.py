@@ -27,15 +27,15 @@ import orjson
 
 from sgl_ext.balancer.access.rate_limits import Charge
 from sgl_ext.balancer.conversations.response_recorder import Turn
-from sgl_ext.balancer.http.downstream import ClientConnection
+from sgl_ext.balancer.http.downstream import DownstreamConnection
 from sgl_ext.balancer.http.request_reader import Request
-from sgl_ext.balancer.http.response_head import AnswerHead
+from sgl_ext.balancer.http.response_head import ResponseHead
 from sgl_ext.balancer.http.sse import WholeEvents
-from sgl_ext.balancer.http.upstream import WorkerConnection
+from sgl_ext.balancer.http.upstream import UpstreamConnection
 from sgl_ext.balancer.metrics.registry import band
-from sgl_ext.balancer.relay.services import Parts, refusal
+from sgl_ext.balancer.relay.services import Services, refusal
 from sgl_ext.balancer.reporting.diagnosis import Seen
-from sgl_ext.balancer.routing.attempt import NOTHING_ASKED, Flight
+from sgl_ext.balancer.routing.attempt import NO_ROUTING, Attempt
 from sgl_ext.balancer.routing.workers import Worker
 from sgl_ext.protocols.errors import BalancerError, Protocol, error_event, no_engine
 from sgl_ext.protocols.request_ids import id_line, new_request_id
@@ -73,16 +73,16 @@ class Exchange:
     """
 
     # What a request begins with; set on the class, so that beginning costs nothing.
-    asked = NOTHING_ASKED
+    routing = NO_ROUTING
     seen: Seen | None = None
     queued_s = 0.0
     _waited = ""
     first_data = b""
     last_data = b""
     _first_byte_s = 0.0
-    _flight: Flight | None = None
+    _attempt: Attempt | None = None
     _turn: Turn | None = None
-    _connection: WorkerConnection | None = None
+    _connection: UpstreamConnection | None = None
     _attempts = 0
     _accepted = False
     _begun = False
@@ -97,36 +97,36 @@ class Exchange:
     _events: WholeEvents | None = None
     _events_sent = 0
 
-    def __init__(self, parts: Parts, client: ClientConnection, request: Request) -> None:
-        self._parts = parts
+    def __init__(self, services: Services, client: DownstreamConnection, request: Request) -> None:
+        self._services = services
         self._client = client
         self._request = request
         self._head = request.head
         self._arrived = time.perf_counter()
-        self._pool = parts.control
+        self._pool = services.control
         self.tried: set[Worker] = set()
         self._pieces: list[bytes] = []
 
     # Placement: where it goes, and what becomes of it there.
 
-    def placed(self, flight: Flight) -> None:
+    def placed(self, attempt: Attempt) -> None:
         """A worker carries the request from now on. Behind a prefix being computed, it waits."""
-        self._flight = flight
-        flight.give_up = self.give_up
-        metrics = self._parts.metrics
-        metrics.placements.counts[(flight.placement.reason,)] += 1
+        self._attempt = attempt
+        attempt.worker_failed = self.worker_failed
+        metrics = self._services.metrics
+        metrics.placements.counts[(attempt.placement.reason,)] += 1
         if self.tried:
             metrics.retries.inc()
         self._attempts += 1
-        self.tried.add(flight.worker)
-        self._pool = self._parts.pool(flight.worker)
-        if flight.follows is not None:
+        self.tried.add(attempt.worker)
+        self._pool = self._services.pool(attempt.worker)
+        if attempt.follows is not None:
             self._waited = "prefix"
-            flight.follows.followers.append(self._go)
+            attempt.follows.followers.append(self._go)
         else:
             self._go()
-        if flight.placement.reason == "home":
-            self._parts.spares.look(flight, self._head, self._request.body)
+        if attempt.placement.reason == "home":
+            self._services.standby_prefill.look(attempt, self._head, self._request.body)
 
     def refused(self, error: BalancerError) -> None:
         """No worker takes the request."""
@@ -141,25 +141,25 @@ class Exchange:
         # It is not sent again, and answers can be long.
         self._request.body = b""
         self._first_byte_s = time.perf_counter() - self._arrived
-        if self._flight is not None:
-            self._parts.router.first_byte(self._flight)
+        if self._attempt is not None:
+            self._services.router.prefill_done(self._attempt)
         if self._head.route is not None:
-            self._parts.metrics.ttft_s.observe(self._head.route.label, self._first_byte_s)
-        if self.asked.runs:
-            priority = band(self.asked.priority)
-            self._parts.metrics.priority_ttft_s.observe(priority, self._first_byte_s)
+            self._services.metrics.ttft_s.observe(self._head.route.label, self._first_byte_s)
+        if self.routing.runs:
+            priority = band(self.routing.priority)
+            self._services.metrics.priority_ttft_s.observe(priority, self._first_byte_s)
 
     def _released(self, outcome: Outcome) -> None:
         """A worker carries the request no longer."""
-        flight, self._flight = self._flight, None
-        if flight is None:
-            self._parts.door.leave(self)
+        attempt, self._attempt = self._attempt, None
+        if attempt is None:
+            self._services.admission_queue.leave(self)
             return
         if outcome is Outcome.ANSWERED:
-            self._parts.router.arrived(flight, well=self._status < _WORKER_AT_FAULT)
-            self._parts.ledger.enter(self, flight)
+            self._services.router.arrived(attempt, well=self._status < _WORKER_AT_FAULT)
+            self._services.ledger.enter(self, attempt)
         else:
-            self._parts.router.broke_off(flight, by_worker=outcome is not Outcome.CLIENT_GONE)
+            self._services.router.fail(attempt, by_worker=outcome is not Outcome.CLIENT_GONE)
 
     # The way through.
 
@@ -169,7 +169,7 @@ class Exchange:
             if self._request.refusal is not None:
                 raise self._request.refusal
             self._read()
-            self._parts.retries.requested()
+            self._services.retries.requested()
             self._send()
         except BalancerError as error:
             self._answer_error(error)
@@ -190,29 +190,29 @@ class Exchange:
         hints, path = hints_of(self._head.fields), self._head.path
         if route.warms:
             path = self._warmed_path(document) or path
-        tenant = self._parts.router.tenants.asking(hints).name
-        whole, turn = self._parts.kept.read(path, document, tenant)
+        tenant = self._services.router.tenants.asking(hints).name
+        whole, turn = self._services.kept.read(path, document, tenant)
         if whole is not document:
             document = with_protocol(path, whole) if route.warms else whole
             self._request.body = orjson.dumps(document)
         if route.runs:
             self._turn = turn
-        stripped = strip_request(path, document, self._parts.strip)
+        stripped = strip_request(path, document, self._services.strip)
         if stripped.headers:
-            self._parts.metrics.stripped_headers.inc(stripped.headers)
+            self._services.metrics.stripped_headers.inc(stripped.headers)
         if route.runs or route.warms:
             size = len(self._request.body)
-            asked = self._parts.router.read(path, hints, stripped.body, size)
-            self.asked = replace(asked, runs=route.runs, warms=route.warms)
+            routing = self._services.router.read(path, hints, stripped.body, size)
+            self.routing = replace(routing, runs=route.runs, warms=route.warms)
             if route.runs:
                 salt = salt_of(hints)
                 body = self._request.body
-                self._chain_line = self._parts.chain_header.line(path, salt, body, asked.chain)
-            if route.runs and self._parts.ledger.diagnosis is not None:
-                self.seen = self._parts.ledger.diagnosis.see(
-                    path, self._head.fields, hints, stripped, asked, self._request.body
+                self._chain_line = self._services.chain_header.line(path, salt, body, routing.chain)
+            if route.runs and self._services.ledger.diagnosis is not None:
+                self.seen = self._services.ledger.diagnosis.see(
+                    path, self._head.fields, hints, stripped, routing, self._request.body
                 )
-        self._charge = self._parts.limits.admit(self._head.tenant, self.asked.prompt_tokens)
+        self._charge = self._services.limits.admit(self._head.tenant, self.routing.prompt_tokens)
 
     def _warmed_path(self, document: Any) -> str | None:
         """The path whose protocol the body of /v1/prefill speaks, as the engine will tell it."""
@@ -226,7 +226,7 @@ class Exchange:
             self._go()
         else:
             self._waited = ""
-            if not self._parts.door.place(self):
+            if not self._services.admission_queue.place(self):
                 self._waited = "room"
 
     def _go(self) -> None:
@@ -235,21 +235,21 @@ class Exchange:
             return
         if self._waited:
             self.queued_s = time.perf_counter() - self._arrived
-            self._parts.metrics.queue_s.observe(self._waited, self.queued_s)
+            self._services.metrics.queue_s.observe(self._waited, self.queued_s)
         kept = self._pool.take()
         if kept is not None:
             self.connected(kept)
         else:
             self._pool.connect(self)
 
-    def connected(self, connection: WorkerConnection) -> None:
+    def connected(self, connection: UpstreamConnection) -> None:
         """Sends the request."""
         if self._ended:
             self._pool.keep(connection)
             return
         self._connection = connection
         head, body = self._head, self._request.body
-        lines = self._pool.request_line(head.method, head.target) + head.lines_for_workers
+        lines = self._pool.request_line(head.method, head.target) + head.upstream_lines
         lines += self._chain_line
         if body or head.method not in ("GET", "HEAD"):
             lines += b"content-length: %d\r\n\r\n" % len(body)
@@ -257,14 +257,14 @@ class Exchange:
             lines += b"\r\n"
         connection.send(self, lines, body, head.method)
 
-    def answer_head(self, head: AnswerHead) -> None:
+    def response_head(self, head: ResponseHead) -> None:
         """The answer's head has come."""
         self._status, self._reason = head.status, head.reason
         self._lines, self._streams = head.lines, head.streams
         if not head.is_named:
             self._lines += id_line(self._head.path, self._name())
 
-    def answer_data(self, data: bytes) -> None:
+    def response_data(self, data: bytes) -> None:
         """A part of the answer's body: relayed if it streams, kept otherwise."""
         if not self._streams:
             self._pieces.append(data)
@@ -274,7 +274,7 @@ class Exchange:
         if data:
             self._relay(data)
 
-    def answer_end(self) -> None:
+    def response_end(self) -> None:
         """The answer is complete."""
         self._connection = None
         if self._streams:
@@ -296,15 +296,15 @@ class Exchange:
             self._finish(Outcome.ANSWERED)
             self._client.answer(self._status, self._reason, self._lines, body)
 
-    def not_connected(self, reason: str) -> None:
+    def connect_failed(self, reason: str) -> None:
         """No connection could be had: the worker takes no requests."""
         if self._ended:
             return
-        if self._flight is not None:
-            self._parts.workers.mark(self._flight.worker, ready=False)
+        if self._attempt is not None:
+            self._services.workers.mark(self._attempt.worker, ready=False)
         self._try_again(reason)
 
-    def worker_lost(self, reason: str) -> None:
+    def upstream_lost(self, reason: str) -> None:
         """The connection broke before the answer was complete."""
         connection, self._connection = self._connection, None
         if self._begun:
@@ -316,16 +316,16 @@ class Exchange:
             self._accepted = True
             self._try_again(reason)
 
-    def give_up(self, reason: str) -> None:
+    def worker_failed(self, reason: str) -> None:
         """The worker will not answer; while it is being connected to, that says so itself."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.abort()
-            self.worker_lost(reason)
+            self.upstream_lost(reason)
 
     def client_gone(self) -> None:
         """The client left: the worker need not go on."""
-        self._parts.metrics.client_disconnects.inc()
+        self._services.metrics.client_disconnects.inc()
         if self._connection is not None:
             self._connection.abort()
         self._finish(Outcome.CLIENT_GONE)
@@ -375,7 +375,7 @@ class Exchange:
 
     def _cut(self, reason: str) -> None:
         """Ends a stream that cannot go on in its protocol's error event."""
-        self._parts.metrics.cut_streams.inc()
+        self._services.metrics.cut_streams.inc()
         log.warning("%s cut the stream of %s: %s", self._pool.url, self._name(), reason)
         message = "The engine stopped in the middle of its answer."
         protocol = Protocol.of(self._head.path)
@@ -394,34 +394,34 @@ class Exchange:
             self._answer_error(_internal_error())
         elif self._attempts >= MAX_ATTEMPTS:
             self.refused(no_engine())
-        elif not self._parts.retries.spend():
-            self._parts.metrics.retries_rejected.inc()
+        elif not self._services.retries.spend():
+            self._services.metrics.retries_rejected.inc()
             self.refused(no_engine())
         else:
             self._send()
 
     def _may_go_elsewhere(self) -> bool:
         """Whether an engine's own refusal is worth asking another engine."""
-        if self._flight is None or self._attempts >= MAX_ATTEMPTS:
+        if self._attempt is None or self._attempts >= MAX_ATTEMPTS:
             return False
-        return self._parts.router.any_open(besides=self.tried)
+        return self._services.router.any_available(besides=self.tried)
 
     def _answer_error(self, error: BalancerError) -> None:
-        self._parts.limits.settle(self._charge, 0)
+        self._services.limits.settle(self._charge, 0)
         self._released(Outcome.FAILED)
         self._ended = True
         answer = refusal(self._head.path, error, self._name())
-        self._parts.count(self._head.path, answer[0])
+        self._services.count(self._head.path, answer[0])
         self._client.answer(*answer)
 
     def _finish(self, outcome: Outcome) -> None:
         """The last thing that happens at a worker."""
-        self._parts.limits.settle(self._charge, self._spent(outcome))
+        self._services.limits.settle(self._charge, self._spent(outcome))
         self._ended = True
         self._released(outcome)
         route = self._head.route
         if route is not None and outcome is not Outcome.CLIENT_GONE:
-            self._parts.metrics.requests.counts[route.label, self._status] += 1
+            self._services.metrics.requests.counts[route.label, self._status] += 1
 
     def _spent(self, outcome: Outcome) -> int | None:
         """What the request cost in tokens, as far as that is known."""

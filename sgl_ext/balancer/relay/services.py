@@ -5,12 +5,12 @@ from __future__ import annotations
 from scheduler.retry_budget import RetryBudget
 from sgl_ext.balancer.access.rate_limits import Limits
 from sgl_ext.balancer.conversations.conversation_store import Kept
-from sgl_ext.balancer.http.upstream import Pool
+from sgl_ext.balancer.http.upstream import ConnectionPool
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.reporting.request_log import Ledger
-from sgl_ext.balancer.routing.admission_queue import Door
+from sgl_ext.balancer.routing.admission_queue import AdmissionQueue
 from sgl_ext.balancer.routing.router import Router
-from sgl_ext.balancer.routing.standby_prefill import Spares
+from sgl_ext.balancer.routing.standby_prefill import StandbyPrefill
 from sgl_ext.balancer.routing.workers import Worker
 from sgl_ext.protocols import routes
 from sgl_ext.protocols.errors import (
@@ -25,23 +25,23 @@ from sgl_ext.requests.chain_header import ChainHeader
 from sgl_ext.requests.headers import HeaderStrip
 
 
-class Parts:
+class Services:
     """The workers and the connections to them, the control plane, and what is counted."""
 
     def __init__(
         self,
         router: Router,
-        door: Door,
+        admission_queue: AdmissionQueue,
         ledger: Ledger,
         metrics: Metrics,
         strip: HeaderStrip,
-        control: Pool,
+        control: ConnectionPool,
         limits: Limits,
         kept: Kept,
     ) -> None:
         self.router = router
         self.workers = router.workers
-        self.door = door
+        self.admission_queue = admission_queue
         self.ledger = ledger
         self.retries = RetryBudget()
         self.metrics = metrics
@@ -50,15 +50,15 @@ class Parts:
         self.control = control
         self.limits = limits
         self.kept = kept
-        self._pools: dict[Worker, Pool] = {}
-        self.spares = Spares(router, metrics, self.pool)
+        self._pools: dict[Worker, ConnectionPool] = {}
+        self.standby_prefill = StandbyPrefill(router, metrics, self.pool)
         self.workers.on_leave(self._drop_pool)
 
-    def pool(self, worker: Worker) -> Pool:
+    def pool(self, worker: Worker) -> ConnectionPool:
         """The connections to a worker."""
         pool = self._pools.get(worker)
         if pool is None:
-            pool = self._pools[worker] = Pool(worker.url)
+            pool = self._pools[worker] = ConnectionPool(worker.url)
         return pool
 
     def _drop_pool(self, worker: Worker) -> None:
@@ -68,7 +68,7 @@ class Parts:
             if worker not in self.workers.all:
                 del self._pools[worker]
 
-    def pools(self) -> list[Pool]:
+    def pools(self) -> list[ConnectionPool]:
         """Every pool of connections."""
         return [self.control, *self._pools.values()]
 

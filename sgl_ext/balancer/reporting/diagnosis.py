@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.routing.attempt import Asked
+from sgl_ext.balancer.routing.attempt import RoutingRequest
 from sgl_ext.doctor.blocks import PATHS, Block, read_blocks
 from sgl_ext.doctor.findings import Findings
 from sgl_ext.doctor.harness import harness_of
@@ -74,7 +74,7 @@ class Diagnosis:
         fields: Mapping[bytes, bytes],
         hints: Mapping[str, str],
         stripped: Stripped,
-        asked: Asked,
+        routing: RoutingRequest,
         raw: bytes | bytearray,
     ) -> Seen:
         """Compares a prompt with those before it. Never raises: it is not the request's affair.
@@ -91,14 +91,14 @@ class Diagnosis:
             self._metrics.prompts_not_compared.counts[("long",)] += 1
             return Seen(harness, model, None)
         parting = "" if _PARTING.isdisjoint(body) else str([body.get(key) for key in _PARTING])
-        group = (asked.tenant, harness, model, path, parting)
+        group = (routing.tenant, harness, model, path, parting)
         session = stated_session(hints, body)
-        prompt = Prompt(group, session, asked.session, path, asked.chain, raw)
+        prompt = Prompt(group, session, routing.session, path, routing.chain, raw)
         found = self._look(prompt)
         if found is None:
             return Seen(harness, model, None)
         difference = found.difference
-        tokens = difference.lost_bytes * asked.prompt_tokens // max(asked.chain.ends[-1], 1)
+        tokens = difference.lost_bytes * routing.prompt_tokens // max(routing.chain.ends[-1], 1)
         divergence = {
             "scope": found.scope,
             "part": difference.part,

@@ -26,7 +26,7 @@ import orjson
 
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.reporting.diagnosis import Diagnosis, Seen
-from sgl_ext.balancer.routing.attempt import Asked, Flight
+from sgl_ext.balancer.routing.attempt import Attempt, RoutingRequest
 from sgl_ext.requests.segments import Chain
 from sgl_ext.requests.usage import read_usage
 
@@ -36,7 +36,7 @@ _BUFFER_BYTES = 64 * 1024
 class Answered(Protocol):
     """A request whose answer is complete; `seen` unless its prompt was not looked at."""
 
-    asked: Asked
+    routing: RoutingRequest
     seen: Seen | None
     first_data: bytes
     last_data: bytes
@@ -61,22 +61,24 @@ class Ledger:
             log.parent.mkdir(parents=True, exist_ok=True)
             self._log = log.open("ab", buffering=_BUFFER_BYTES)
 
-    def enter(self, request: Answered, flight: Flight) -> None:
+    def enter(self, request: Answered, attempt: Attempt) -> None:
         """Books a request that `flight` has just brought home."""
-        metrics, worker = self._metrics, flight.worker.url
+        metrics, worker = self._metrics, attempt.worker.url
         usage = read_usage(request.first_data, request.last_data)
         reported = None if usage is None else usage.cached_tokens
         if usage is not None and reported is not None:
             metrics.prompt_tokens.counts[(worker,)] += (
-                usage.prompt_tokens or request.asked.prompt_tokens
+                usage.prompt_tokens or request.routing.prompt_tokens
             )
-            metrics.predicted_tokens.counts[(worker,)] += flight.predicted_tokens
+            metrics.predicted_tokens.counts[(worker,)] += attempt.predicted_tokens
             metrics.reported_tokens.counts[(worker,)] += reported
-            metrics.prediction_error_tokens.observe(worker, abs(flight.predicted_tokens - reported))
+            metrics.prediction_error_tokens.observe(
+                worker, abs(attempt.predicted_tokens - reported)
+            )
         if request.seen is not None:
-            self._enter_seen(request.seen, request.asked.prompt_tokens)
+            self._enter_seen(request.seen, request.routing.prompt_tokens)
         if self._log is not None:
-            self._log.write(self._line(request, flight, reported))
+            self._log.write(self._line(request, attempt, reported))
 
     def _enter_seen(self, seen: Seen, prompt_tokens: int) -> None:
         assert self.diagnosis is not None, "a prompt was seen"
@@ -87,26 +89,26 @@ class Ledger:
             self._metrics.diverged_prompts.counts[seen.harness, kind] += 1
             self._metrics.diverged_tokens.counts[seen.harness, kind] += tokens
 
-    def _line(self, request: Answered, flight: Flight, reported: int | None) -> bytes:
-        asked, seen = request.asked, request.seen
+    def _line(self, request: Answered, attempt: Attempt, reported: int | None) -> bytes:
+        routing, seen = request.routing, request.seen
         route, status, attempts, first_byte_s, total_s = request.story()
         record: dict[str, Any] = {
             "time": round(time.time(), 3),
             "route": route,
             "status": status,
-            "worker": flight.worker.url,
-            "reason": flight.placement.reason,
-            "tenant": asked.tenant,
+            "worker": attempt.worker.url,
+            "reason": attempt.placement.reason,
+            "tenant": routing.tenant,
             "harness": None if seen is None else seen.harness,
             "model": None if seen is None else seen.model,
-            "session": None if asked.session is None else f"{asked.session:032x}",
-            "prefix_hash": _hash_behind(asked.chain, asked.chain.head_segments),
-            "tools_hash": _hash_behind(asked.chain, asked.chain.tool_segments),
-            "tools_count": asked.chain.tools,
-            "segments": len(asked.chain.hashes),
-            "prompt_tokens": asked.prompt_tokens,
-            "predicted_tokens": flight.predicted_tokens,
-            "expected_tokens": flight.expected_tokens,
+            "session": None if routing.session is None else f"{routing.session:032x}",
+            "prefix_hash": _hash_behind(routing.chain, routing.chain.head_segments),
+            "tools_hash": _hash_behind(routing.chain, routing.chain.tool_segments),
+            "tools_count": routing.chain.tools,
+            "segments": len(routing.chain.hashes),
+            "prompt_tokens": routing.prompt_tokens,
+            "predicted_tokens": attempt.predicted_tokens,
+            "expected_tokens": attempt.expected_tokens,
             "reported_tokens": reported,
             "queue_ms": round(request.queued_s * 1000, 3),
             "ttft_ms": round(first_byte_s * 1000, 3),

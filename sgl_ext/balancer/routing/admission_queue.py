@@ -20,10 +20,10 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Protocol
 
-from scheduler.admission_queue import Line, Place
+from scheduler.admission_queue import Entry, OrderedQueue
 from scheduler.order import Served, Waiting, step
 from sgl_ext.balancer.metrics.registry import Metrics, band
-from sgl_ext.balancer.routing.attempt import Asked, Flight
+from sgl_ext.balancer.routing.attempt import Attempt, RoutingRequest
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.workers import Worker
 from sgl_ext.protocols.errors import BalancerError, no_engine
@@ -39,17 +39,17 @@ _MOST_PASSED = 8
 _OVERFLOW = 64
 
 
-class Caller(Protocol):
+class QueuedRequest(Protocol):
     """Whoever wants a request placed: told once, at once or later."""
 
-    asked: Asked
+    routing: RoutingRequest
     tried: set[Worker]
 
-    def placed(self, flight: Flight) -> None: ...
+    def placed(self, attempt: Attempt) -> None: ...
     def refused(self, error: BalancerError) -> None: ...
 
 
-class Door:
+class AdmissionQueue:
     """At most `limit` callers wait, but for a moment, and none longer than `timeout_s`."""
 
     def __init__(
@@ -68,62 +68,64 @@ class Door:
         self._aging_s = aging_s
         self._clock = clock
         self._served = Served()
-        self._line: Line[Caller] = Line(aging_s, self._served, router.tenants.weights)
-        metrics.queued_requests.set_function(self._line.__len__)
-        router.on_room(self.open)
+        self._queue: OrderedQueue[QueuedRequest] = OrderedQueue(
+            aging_s, self._served, router.tenants.weights
+        )
+        metrics.queued_requests.set_function(self._queue.__len__)
+        router.on_capacity(self.open)
 
     @property
     def waiting(self) -> int:
         """How many callers wait."""
-        return len(self._line)
+        return len(self._queue)
 
-    def place(self, caller: Caller) -> bool:
+    def place(self, caller: QueuedRequest) -> bool:
         """Places the caller's request now if it is its turn and a worker has room.
 
         False if the caller has to wait.
         """
-        asked = caller.asked
-        if not (self._line and asked.runs):
-            flight = self._router.place(asked, caller.tried, waits_for_home=True)
-            if flight is not None:
-                caller.placed(flight)
+        routing = caller.routing
+        if not (self._queue and routing.runs):
+            attempt = self._router.place(routing, caller.tried, waits_for_home=True)
+            if attempt is not None:
+                caller.placed(attempt)
                 return True
-        if not self._router.any_open():
+        if not self._router.any_available():
             caller.refused(no_engine())
             return True
         now_s = self._clock()
-        self._line.add(caller, Waiting(asked.priority, now_s, _cost(asked), asked.tenant))
-        if self._router.may_place(asked, caller.tried):
+        self._queue.add(caller, Waiting(routing.priority, now_s, _cost(routing), routing.tenant))
+        if self._router.has_capacity_for(routing, caller.tried):
             self.open()
-        if len(self._line) > self._limit + self._limit // _OVERFLOW:
+        if len(self._queue) > self._limit + self._limit // _OVERFLOW:
             self._turn_away_too_many(now_s)
-        return caller not in self._line
+        return caller not in self._queue
 
-    def leave(self, caller: Caller) -> None:
+    def leave(self, caller: QueuedRequest) -> None:
         """The caller does not wait any more; nothing happens if it did not."""
-        self._line.remove(caller)
+        self._queue.remove(caller)
 
     def open(self) -> None:
         """There may be room: lets in whom there is room for."""
-        while self._line and self._let_in():
+        while self._queue and self._let_in():
             pass
 
     def sweep(self) -> None:
         """Refuses those who have waited too long, or all if no worker is left. Run it often."""
         self.open()
         now_s = self._clock()
-        if len(self._line) > self._limit:
+        if len(self._queue) > self._limit:
             self._turn_away_too_many(now_s)
-        nobody = bool(self._line) and not self._router.any_open()
-        for place in self._line:
-            caller = place.who
+        nobody = bool(self._queue) and not self._router.any_available()
+        for place in self._queue:
+            caller = place.item
             if caller is None:
                 continue
             if nobody:
-                self._line.remove(caller)
+                self._queue.remove(caller)
                 caller.refused(no_engine())
             elif place.waiting.arrived_s + self._timeout_s <= now_s:
-                self._line.remove(caller)
+                self._queue.remove(caller)
                 self._turn_away(caller, f"None had room for {self._timeout_s:g} s.")
 
     def _let_in(self) -> bool:
@@ -131,53 +133,55 @@ class Door:
         now_s = self._clock()
         anybody, passed = False, 0
         closed_to: float = float("-inf")  # no worker has room for this priority, or a lower one
-        for place in self._line.first(_MOST_TRIED, now_s):
-            caller = place.who
+        for place in self._queue.head(_MOST_TRIED, now_s):
+            caller = place.item
             if caller is None:  # left while others were let in
                 continue
-            asked = caller.asked
-            is_usual = asked.runs and not caller.tried  # every worker will do for it
-            if is_usual and asked.priority <= closed_to:
+            routing = caller.routing
+            is_usual = routing.runs and not caller.tried  # every worker will do for it
+            if is_usual and routing.priority <= closed_to:
                 continue
-            if not self._router.may_place(asked, caller.tried):
-                closed_to = asked.priority if is_usual else closed_to
+            if not self._router.has_capacity_for(routing, caller.tried):
+                closed_to = routing.priority if is_usual else closed_to
                 continue
-            waits = place.tried_s is not None and now_s - place.tried_s < HOME_WAIT_S
-            if waits and not self._router.may_place(asked, caller.tried, at_home=True):
+            waits = place.passed_over_s is not None and now_s - place.passed_over_s < HOME_WAIT_S
+            if waits and not self._router.has_capacity_for(routing, caller.tried, at_home=True):
                 continue
-            if place.tried_s is None:
-                place.tried_s = now_s
-            gives_way = now_s - place.tried_s < HOME_WAIT_S
-            flight = self._router.place(asked, caller.tried, waits_for_home=gives_way)
-            if flight is not None:
-                self._pass(place, caller, flight, now_s)
+            if place.passed_over_s is None:
+                place.passed_over_s = now_s
+            gives_way = now_s - place.passed_over_s < HOME_WAIT_S
+            attempt = self._router.place(routing, caller.tried, waits_for_home=gives_way)
+            if attempt is not None:
+                self._pass(place, caller, attempt, now_s)
                 anybody = True
             elif is_usual and not gives_way:
-                closed_to = asked.priority
+                closed_to = routing.priority
             elif (passed := passed + 1) == _MOST_PASSED:
                 break
         return anybody
 
-    def _pass(self, place: Place[Caller], caller: Caller, flight: Flight, now_s: float) -> None:
-        self._line.remove(caller)
-        asked, waited_s = caller.asked, now_s - place.waiting.arrived_s
-        self._served.add(asked.tenant, _cost(asked), now_s)
-        self._metrics.priority_queue_s.observe(band(asked.priority), waited_s)
-        if step(asked.priority, waited_s, self._aging_s) > asked.priority:
+    def _pass(
+        self, place: Entry[QueuedRequest], caller: QueuedRequest, attempt: Attempt, now_s: float
+    ) -> None:
+        self._queue.remove(caller)
+        routing, waited_s = caller.routing, now_s - place.waiting.arrived_s
+        self._served.add(routing.tenant, _cost(routing), now_s)
+        self._metrics.priority_queue_s.observe(band(routing.priority), waited_s)
+        if step(routing.priority, waited_s, self._aging_s) > routing.priority:
             self._metrics.promotions.inc()
-        caller.placed(flight)
+        caller.placed(attempt)
 
     def _turn_away_too_many(self, now_s: float) -> None:
-        for place in self._line.sort(now_s)[self._limit :]:
-            if (caller := place.who) is not None:
-                self._line.remove(caller)
+        for place in self._queue.sort(now_s)[self._limit :]:
+            if (caller := place.item) is not None:
+                self._queue.remove(caller)
                 self._turn_away(caller, f"{self._limit} requests wait already.")
 
-    def _turn_away(self, caller: Caller, why: str) -> None:
+    def _turn_away(self, caller: QueuedRequest, why: str) -> None:
         self._metrics.requests_rejected.inc()
         message = f"All engines are busy. {why}"
         caller.refused(BalancerError(HTTPStatus.SERVICE_UNAVAILABLE, message, _RETRY_AFTER_S))
 
 
-def _cost(asked: Asked) -> int:
-    return asked.prompt_tokens + asked.output_tokens
+def _cost(routing: RoutingRequest) -> int:
+    return routing.prompt_tokens + routing.output_tokens

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from radix.in_flight_prefixes import Expectation
+from radix.in_flight_prefixes import InFlightPrefix
 from scheduler.placement import Placement
 from sgl_ext.balancer.routing.workers import Worker
 from sgl_ext.requests.segments import Chain
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RoutingRequest:
     """A request as far as placing it is concerned.
 
     runs: whether it needs room: a scheduler has to run it.
@@ -31,10 +31,10 @@ class Asked:
     warms: bool = False
 
 
-NOTHING_ASKED = Asked(Chain(), None, 0, 0, runs=False)
+NO_ROUTING = RoutingRequest(Chain(), None, 0, 0, runs=False)
 
 
-class Flight:
+class Attempt:
     """One try of one request on one worker. `give_up` ends it for a reason of the worker's.
 
     Of its prompt the worker held `predicted_tokens`, and was about to hold `expected_tokens`.
@@ -42,23 +42,25 @@ class Flight:
     """
 
     __slots__ = (
-        "asked",
         "decoding",
-        "expectation",
         "expected_tokens",
         "followers",
         "follows",
-        "give_up",
+        "in_flight_prefix",
         "placed_s",
         "placement",
         "predicted_tokens",
+        "routing",
         "running_tokens",
         "uncached_tokens",
         "worker",
+        "worker_failed",
     )
 
-    def __init__(self, asked: Asked, worker: Worker, placement: Placement, placed_s: float) -> None:
-        self.asked = asked
+    def __init__(
+        self, routing: RoutingRequest, worker: Worker, placement: Placement, placed_s: float
+    ) -> None:
+        self.routing = routing
         self.worker = worker
         self.placement = placement
         self.placed_s = placed_s
@@ -67,7 +69,7 @@ class Flight:
         self.uncached_tokens = 0
         self.running_tokens = 0
         self.decoding = False
-        self.expectation: Expectation | None = None
-        self.follows: Flight | None = None
+        self.in_flight_prefix: InFlightPrefix | None = None
+        self.follows: Attempt | None = None
         self.followers: list[Callable[[], None]] = []
-        self.give_up: Callable[[str], None] = lambda reason: None
+        self.worker_failed: Callable[[str], None] = lambda reason: None

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import aiohttp
 
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.routing.prefix_events import Fault, FeedBroken, PrefixFeed
+from sgl_ext.balancer.routing.prefix_events import EventStreamBroken, Fault, PrefixEventReader
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.workers import Worker
 
@@ -24,7 +24,7 @@ _SILENCE_S = 60.0
 _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=_SILENCE_S)
 
 
-class Listeners:
+class EventSubscribers:
     """A listener for each worker that there is."""
 
     def __init__(self, session: aiohttp.ClientSession, router: Router, metrics: Metrics) -> None:
@@ -36,7 +36,7 @@ class Listeners:
         self._told: set[Worker] = set()
         router.workers.on_leave(self._begin_anew)
 
-    def attend(self) -> None:
+    def sync(self) -> None:
         """Starts listening to workers that have joined, and stops with those that have left."""
         there = set(self._router.workers.all)
         for worker in self._tasks.keys() - there:
@@ -47,7 +47,7 @@ class Listeners:
             self._tried[worker] = asyncio.Event()
             self._tasks[worker] = asyncio.create_task(self._listen(worker))
 
-    async def have_tried(self, timeout_s: float) -> None:
+    async def wait_until_tried(self, timeout_s: float) -> None:
         """Returns when each worker has told what it holds, or could not, or `timeout_s` is over."""
         waiting = [asyncio.create_task(tried.wait()) for tried in self._tried.values()]
         if waiting:
@@ -73,7 +73,7 @@ class Listeners:
             self._told.discard(worker)
             try:
                 pause_s = await self._hear(worker)
-            except FeedBroken as broken:
+            except EventStreamBroken as broken:
                 self._metrics.prefix_event_faults.counts[worker.url, str(broken.fault)] += 1
                 log.warning("%s: prefix events: %s; asking for all", worker.url, broken.fault)
             except (aiohttp.ClientError, TimeoutError):
@@ -82,8 +82,8 @@ class Listeners:
                 log.exception("%s: prefix events", worker.url)
             if worker not in self._told:
                 # A connection that breaks is begun anew at once; now that told nothing either.
-                worker.forget_report()
-                self._router.make_room()
+                worker.clear_load()
+                self._router.capacity_changed()
             self._tried[worker].set()
             await asyncio.sleep(pause_s)
 
@@ -95,16 +95,16 @@ class Listeners:
             if not worker.publishes:
                 return _AGAIN_WITHOUT_EVENTS_S
             index, expected = self._router.index, self._router.expected
-            feed = PrefixFeed(worker.slot, index, expected, worker.pins)
+            feed = PrefixEventReader(worker.slot, index, expected, worker.pins)
             async for line in _lines(answer.content):
                 feed.apply(line, asyncio.get_running_loop().time())
                 self._tried[worker].set()
                 self._note(worker, feed)
         return _AGAIN_S
 
-    def _note(self, worker: Worker, feed: PrefixFeed) -> None:
+    def _note(self, worker: Worker, feed: PrefixEventReader) -> None:
         if feed.told:
-            worker.heard_s = asyncio.get_running_loop().time()
+            worker.last_heard_s = asyncio.get_running_loop().time()
             self._router.confirmed(worker)
         self._metrics.prefix_events.counts[(worker.url,)] += 1
         for fault, count in ((Fault.ORPHAN, feed.orphans), (Fault.REPEATED, feed.repeated)):
@@ -112,14 +112,14 @@ class Listeners:
                 self._metrics.prefix_event_faults.counts[worker.url, str(fault)] += count
         feed.orphans = feed.repeated = 0
         if feed.load is not None:
-            worker.reported(feed.load, asyncio.get_running_loop().time())
+            worker.apply_load(feed.load, asyncio.get_running_loop().time())
             feed.load = None
             self._told.add(worker)
-            self._router.make_room()
+            self._router.capacity_changed()
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Whole lines. Raises FeedBroken at one that is longer than an engine would send."""
+    """Whole lines. Raises EventStreamBroken at one that is longer than an engine would send."""
     parts: list[bytes] = []
     size = 0
     async for chunk in content.iter_any():
@@ -132,4 +132,4 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
         parts.append(rest)
         size += len(rest)
         if size > LONGEST_LINE_BYTES:
-            raise FeedBroken(Fault.MALFORMED)
+            raise EventStreamBroken(Fault.MALFORMED)

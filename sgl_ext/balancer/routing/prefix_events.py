@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from radix.in_flight_prefixes import ExpectedPrefixes
+from radix.in_flight_prefixes import InFlightPrefixes
 from radix.index import PrefixIndex
 from sgl_ext.pin_mirror import PinMirror
 
@@ -38,7 +38,7 @@ class Fault(StrEnum):
     ORPHAN = "orphan"
 
 
-class FeedBroken(Exception):
+class EventStreamBroken(Exception):
     """The feed cannot go on: connect again and begin with a snapshot. Names the fault."""
 
     def __init__(self, fault: Fault) -> None:
@@ -46,7 +46,7 @@ class FeedBroken(Exception):
         self.fault = fault
 
 
-class PrefixFeed:
+class PrefixEventReader:
     """One connection's events of one worker, applied in order.
 
     `told` is whether the last line was a word of the engine's scheduler, `load` the load
@@ -54,7 +54,7 @@ class PrefixFeed:
     """
 
     def __init__(
-        self, worker: int, index: PrefixIndex, expected: ExpectedPrefixes, pins: PinMirror
+        self, worker: int, index: PrefixIndex, expected: InFlightPrefixes, pins: PinMirror
     ) -> None:
         self._worker = worker
         self._pins = pins
@@ -69,17 +69,17 @@ class PrefixFeed:
     def apply(self, line: bytes, now_s: float) -> None:
         """Applies one line, heard at `now_s`.
 
-        Raises FeedBroken if it is malformed or lines before it are missing.
+        Raises EventStreamBroken if it is malformed or lines before it are missing.
         """
         seq, event = _checked(line)
         if self._seq is None:
             if event.get("snapshot") is not True:
-                raise FeedBroken(Fault.GAP)
+                raise EventStreamBroken(Fault.GAP)
         elif seq <= self._seq:
             self.repeated += 1
             return
         elif seq != self._seq + 1:
-            raise FeedBroken(Fault.GAP)
+            raise EventStreamBroken(Fault.GAP)
         self._seq = seq
         # A line that is only there to be heard comes from the HTTP process, not from the scheduler.
         self.told = not event.get("alive")
@@ -122,9 +122,9 @@ def _checked(line: bytes) -> tuple[int, dict[str, Any]]:
             and _is_load(event.get("load"))
         )
     except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError):
-        raise FeedBroken(Fault.MALFORMED) from None
+        raise EventStreamBroken(Fault.MALFORMED) from None
     if not right:
-        raise FeedBroken(Fault.MALFORMED)
+        raise EventStreamBroken(Fault.MALFORMED)
     return event["seq"], event
 
 

@@ -12,13 +12,21 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from radix.in_flight_prefixes import Expectation, ExpectedPrefixes
+from radix.in_flight_prefixes import InFlightPrefix, InFlightPrefixes
 from radix.index import PrefixIndex
-from scheduler.capacity import has_room
-from scheduler.placement import Others, Placement, Question, WorkerView, place, score, stays
+from scheduler.capacity import has_capacity
+from scheduler.placement import (
+    OtherWorkers,
+    Placement,
+    PlacementRequest,
+    WorkerView,
+    place,
+    score,
+    stays,
+)
 from scheduler.sessions import Sessions
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.routing.attempt import Asked, Flight
+from sgl_ext.balancer.routing.attempt import Attempt, RoutingRequest
 from sgl_ext.balancer.routing.workers import Worker, Workers
 from sgl_ext.requests.priority import read_importance
 from sgl_ext.requests.segments import Chain, read_chain, with_sorted_tools
@@ -46,7 +54,7 @@ class _Held(NamedTuple):
     confirmed: int
     expected: int
     expected_tokens: int
-    expectation: Expectation | None
+    in_flight_prefix: InFlightPrefix | None
 
 
 _NOTHING = _Held(0, 0, 0, 0, None)
@@ -74,7 +82,7 @@ class Router:
     ) -> None:
         self.workers = workers
         self.index = PrefixIndex(LIMIT_SEGMENTS)
-        self.expected = ExpectedPrefixes(CONFIRM_S)
+        self.expected = InFlightPrefixes(CONFIRM_S)
         self.sessions = Sessions(SESSION_LIVE_S)
         self._metrics = metrics
         self._worker_limit = worker_limit
@@ -82,15 +90,17 @@ class Router:
         self.tenants = Tenants() if tenants is None else tenants
         self._clock = clock
         self._preemption_threshold = preemption_threshold
-        self._on_room: list[Callable[[], None]] = []
+        self._on_capacity: list[Callable[[], None]] = []
         self._on_end: list[Callable[[], None]] = []
-        self._on_take_off: list[Callable[[Flight], None]] = []
-        self._computing: dict[Expectation | None, Flight] = {}
+        self._on_take_off: list[Callable[[Attempt], None]] = []
+        self._computing: dict[InFlightPrefix | None, Attempt] = {}
         self._bytes_per_token = _BYTES_PER_TOKEN
         self._calibrations = 0
         workers.on_leave(self.forget)
 
-    def read(self, path: str, headers: Mapping[str, str], body: Any, size_bytes: int) -> Asked:
+    def read(
+        self, path: str, headers: Mapping[str, str], body: Any, size_bytes: int
+    ) -> RoutingRequest:
         """What placement needs of a parsed and stripped body. `headers` has lower-case names."""
         document = with_sorted_tools(body) if self.sort_tools else body
         chain = read_chain(path, document, salt=salt_of(headers))
@@ -100,7 +110,7 @@ class Router:
         tenant = self.tenants.asking(headers)
         # What is malformed in it is the engine's to refuse.
         importance = read_importance(headers, body, tenant.max_priority)
-        return Asked(
+        return RoutingRequest(
             chain,
             session,
             prefix,
@@ -112,8 +122,8 @@ class Router:
         )
 
     def place(
-        self, asked: Asked, tried: set[Worker], *, waits_for_home: bool = False
-    ) -> Flight | None:
+        self, routing: RoutingRequest, tried: set[Worker], *, waits_for_home: bool = False
+    ) -> Attempt | None:
         """Sends the request on its flight, to a worker not tried before if there is one.
 
         None if no worker may be sent anything now, none has room, or the one that its session
@@ -124,16 +134,16 @@ class Router:
             self._metrics.unconfirmed_prefixes.inc(unconfirmed)
         self.sessions.expire(now_s)
         candidates = self._candidates(tried)
-        if not any(self._has_room(w, asked) for w in candidates):
+        if not any(self._has_capacity(w, routing) for w in candidates):
             return None
-        held = self._held(asked.chain)
-        roomy = [w for w in candidates if self._has_room(w, asked, held)]
+        held = self._held(routing.chain)
+        roomy = [w for w in candidates if self._has_capacity(w, routing, held)]
         if not roomy:
             return None
-        question = self._question(asked, held)
+        question = self._question(routing, held)
         home = self._stay(question, candidates, held, now_s)
         if home is not None and home in roomy:
-            return self._take_off(asked, home, Placement(home.url, "home"), held, now_s)
+            return self._begin_attempt(routing, home, Placement(home.url, "home"), held, now_s)
         if home is not None and waits_for_home and _saved(home, roomy, held) >= FOLLOW_TOKENS:
             return None
         placement = place(question, [self._view(w, held, now_s) for w in roomy])
@@ -141,119 +151,131 @@ class Router:
         if home is not None:
             placement = Placement(placement.worker, "moved")
         worker = next(w for w in roomy if w.url == placement.worker)
-        return self._take_off(asked, worker, placement, held, now_s)
+        return self._begin_attempt(routing, worker, placement, held, now_s)
 
-    def may_place(self, asked: Asked, tried: set[Worker], *, at_home: bool = False) -> bool:
+    def has_capacity_for(
+        self, routing: RoutingRequest, tried: set[Worker], *, at_home: bool = False
+    ) -> bool:
         """Whether a worker, or that of its session, has room for a request if it fits its memory.
 
         The prompt is not looked up for it. If none has room, none has any for a lower priority.
         """
         candidates = self._candidates(tried)
-        if at_home and asked.session is not None:
-            home = self.sessions.home(asked.session)
+        if at_home and routing.session is not None:
+            home = self.sessions.home(routing.session)
             candidates = [w for w in candidates if home and w.slot == home[0]] or candidates
-        return any(self._has_room(w, asked) for w in candidates)
+        return any(self._has_capacity(w, routing) for w in candidates)
 
     def _candidates(self, tried: set[Worker]) -> list[Worker]:
         """The workers that may be sent a request now: those not tried, if there are any."""
-        candidates = [w for w in self.workers.all if w.open_to_requests]
+        candidates = [w for w in self.workers.all if w.is_available]
         return [w for w in candidates if w not in tried] or candidates
 
     def _stay(
-        self, asked: Question, candidates: list[Worker], held: dict[int, _Held], now_s: float
+        self,
+        routing: PlacementRequest,
+        candidates: list[Worker],
+        held: dict[int, _Held],
+        now_s: float,
     ) -> Worker | None:
         """The worker of a session that stays, as most do, found without a view of every worker."""
         home, most, least = None, 0, None
         for worker in candidates:
-            if worker.url == asked.home:
+            if worker.url == routing.home:
                 home = worker
                 continue
-            pending = worker.pending_in_all(now_s)
+            pending = worker.total_pending_tokens(now_s)
             least = pending if least is None or pending < least else least
             if worker.slot in held:
                 most = max(most, held[worker.slot].expected_tokens)
         if home is None:
             return None
         view = self._view(home, held, now_s)
-        others = Others(most, view.pending_tokens if least is None else least)
-        return home if stays(asked, view, others) == "home" else None
+        others = OtherWorkers(most, view.pending_tokens if least is None else least)
+        return home if stays(routing, view, others) == "home" else None
 
-    def _has_room(self, worker: Worker, asked: Asked, held: dict[int, _Held] | None = None) -> bool:
+    def _has_capacity(
+        self, worker: Worker, routing: RoutingRequest, held: dict[int, _Held] | None = None
+    ) -> bool:
         """Whether a worker has room for a request; without `held`, if it needs no memory."""
-        there = worker.elsewhere
+        there = worker.peer_load
         if worker.in_flight + there.in_flight >= self._worker_limit:
             return False
-        if worker.capacity is None or not asked.runs:
+        if worker.capacity is None or not routing.runs:
             return True
         tokens = 0
         if held is not None:
             expected = held.get(worker.slot, _NOTHING).expected_tokens
-            tokens = max(asked.prompt_tokens - expected, 0) + asked.output_tokens
-        return has_room(
+            tokens = max(routing.prompt_tokens - expected, 0) + routing.output_tokens
+        return has_capacity(
             worker.capacity,
             worker.running,
-            asked.priority,
+            routing.priority,
             tokens,
             self._preemption_threshold,
             there.in_flight,
             there.pending_tokens,
         )
 
-    def any_open(self, besides: Collection[Worker] = ()) -> bool:
+    def any_available(self, besides: Collection[Worker] = ()) -> bool:
         """Whether some worker takes requests, be it full."""
-        return any(w.open_to_requests for w in self.workers.all if w not in besides)
+        return any(w.is_available for w in self.workers.all if w not in besides)
 
-    def on_room(self, action: Callable[[], None]) -> None:
+    def on_capacity(self, action: Callable[[], None]) -> None:
         """Has `action` called whenever there may be room: a flight has ended, or others say so."""
-        self._on_room.append(action)
+        self._on_capacity.append(action)
 
     def on_end(self, action: Callable[[], None]) -> None:
         """Has `action` called whenever a flight ends."""
         self._on_end.append(action)
 
-    def make_room(self) -> None:
+    def capacity_changed(self) -> None:
         """An engine, or another balancer, has told its load: there may be room now."""
-        for act in self._on_room:
+        for act in self._on_capacity:
             act()
 
-    def first_byte(self, flight: Flight) -> None:
+    def prefill_done(self, attempt: Attempt) -> None:
         """The worker has computed the prompt; to say so twice changes nothing."""
-        if not flight.decoding:
-            self._landed_prefill(flight)
-            flight.decoding = True
-            flight.worker.decoding += 1
+        if not attempt.decoding:
+            self._end_prefill(attempt)
+            attempt.decoding = True
+            attempt.worker.decoding += 1
 
     def confirmed(self, worker: Worker) -> None:
         """The worker has said that it holds more. What it computed is done, though an answer
         that does not stream shows no byte of it for long."""
-        for flight in tuple(worker.flights):
-            expectation = flight.expectation
-            if expectation is None or expectation.computed or not expectation.segments:
+        for attempt in tuple(worker.attempts):
+            in_flight_prefix = attempt.in_flight_prefix
+            if (
+                in_flight_prefix is None
+                or in_flight_prefix.computed
+                or not in_flight_prefix.segments
+            ):
                 continue
-            if self.index.holds(worker.slot, expectation.segments[-1]):
-                self.first_byte(flight)
+            if self.index.holds(worker.slot, in_flight_prefix.segments[-1]):
+                self.prefill_done(attempt)
 
-    def arrived(self, flight: Flight, *, well: bool = True) -> None:
+    def arrived(self, attempt: Attempt, *, well: bool = True) -> None:
         """The whole answer came; `well` is False if it says that the worker failed."""
         if not well:
-            return self.broke_off(flight, by_worker=True, answered=True)
-        self._end(flight)
-        flight.worker.breaker.succeeded()
-        if flight.expectation is not None:
-            confirm_s = None if flight.worker.publishes else UNCONFIRMED_S
-            self.expected.end(flight.expectation, self._clock(), confirm_s)
+            return self.fail(attempt, by_worker=True, answered=True)
+        self._end(attempt)
+        attempt.worker.breaker.succeeded()
+        if attempt.in_flight_prefix is not None:
+            confirm_s = None if attempt.worker.publishes else UNCONFIRMED_S
+            self.expected.end(attempt.in_flight_prefix, self._clock(), confirm_s)
         self._ended()
 
-    def broke_off(self, flight: Flight, *, by_worker: bool, answered: bool = False) -> None:
+    def fail(self, attempt: Attempt, *, by_worker: bool, answered: bool = False) -> None:
         """The answer will not be complete, by the worker's fault or by the client's leave.
 
         answered: the worker says itself that it failed.
         """
-        self._end(flight)
+        self._end(attempt)
         if by_worker:
-            flight.worker.breaker.failed(self._clock(), answered=answered)
-        if flight.expectation is not None:
-            self.expected.drop(flight.expectation)
+            attempt.worker.breaker.failed(self._clock(), answered=answered)
+        if attempt.in_flight_prefix is not None:
+            self.expected.drop(attempt.in_flight_prefix)
         self._ended()
 
     def forget(self, worker: Worker) -> None:
@@ -262,30 +284,30 @@ class Router:
         self.expected.forget_worker(worker.slot)
         self.sessions.forget_worker(worker.slot)
         worker.pins.clear()
-        worker.forget_report()
+        worker.clear_load()
 
     def views(self, chain: Chain) -> list[tuple[Worker, WorkerView]]:
         """The workers that take requests, each with what it holds of a chain."""
         now_s = self._clock()
         held = self._held(chain)
-        takers = [w for w in self.workers.all if w.open_to_requests]
+        takers = [w for w in self.workers.all if w.is_available]
         return [(worker, self._view(worker, held, now_s)) for worker in takers]
 
-    def explain(self, asked: Asked) -> dict[str, Any]:
+    def explain(self, routing: RoutingRequest) -> dict[str, Any]:
         """What each worker would cost this request now, and where it would go. Changes nothing."""
         now_s = self._clock()
-        held = self._held(asked.chain)
+        held = self._held(routing.chain)
         views = [self._view(worker, held, now_s) for worker in self.workers.all]
-        question = self._question(asked, held)
-        is_open = [w.open_to_requests for w in self.workers.all]
+        question = self._question(routing, held)
+        is_open = [w.is_available for w in self.workers.all]
         choosable = [view for view, is_in in zip(views, is_open, strict=True) if is_in]
         placement = place(question, choosable)
         scores = score(question, views, is_new=question.home is None)
         return {
-            "segments": len(asked.chain.hashes),
-            "tools": asked.chain.tools,
-            "prompt_tokens": asked.prompt_tokens,
-            "session": None if asked.session is None else f"{asked.session:032x}",
+            "segments": len(routing.chain.hashes),
+            "tools": routing.chain.tools,
+            "prompt_tokens": routing.prompt_tokens,
+            "session": None if routing.session is None else f"{routing.session:032x}",
             "home": question.home,
             "worker": None if placement is None else placement.worker,
             "reason": "no worker is open" if placement is None else placement.reason,
@@ -293,9 +315,9 @@ class Router:
                 {
                     **cost._asdict(),
                     "open": is_in,
-                    "has_room": self._has_room(worker, asked, held),
+                    "has_room": self._has_capacity(worker, routing, held),
                     "held_tokens": view.held_tokens,
-                    "pinned_tokens": worker.pins.tokens_of(asked.chain.hashes),
+                    "pinned_tokens": worker.pins.tokens_of(routing.chain.hashes),
                     "live_session_tokens": view.session_tokens,
                     "decoding_requests": view.decoding,
                     "warmth": view.warmth,
@@ -306,98 +328,98 @@ class Router:
             ],
         }
 
-    def _take_off(
+    def _begin_attempt(
         self,
-        asked: Asked,
+        routing: RoutingRequest,
         worker: Worker,
         placement: Placement,
         held_where: dict[int, _Held],
         now_s: float,
-    ) -> Flight:
-        flight = Flight(asked, worker, placement, now_s)
+    ) -> Attempt:
+        attempt = Attempt(routing, worker, placement, now_s)
         held = held_where.get(worker.slot, _NOTHING)
-        flight.predicted_tokens = held.tokens
-        flight.expected_tokens = held.expected_tokens
-        uncached_tokens = max(asked.prompt_tokens - held.expected_tokens, 0)
-        flight.uncached_tokens = 0 if asked.warms else uncached_tokens
+        attempt.predicted_tokens = held.tokens
+        attempt.expected_tokens = held.expected_tokens
+        uncached_tokens = max(routing.prompt_tokens - held.expected_tokens, 0)
+        attempt.uncached_tokens = 0 if routing.warms else uncached_tokens
         if not worker.in_flight:
-            worker.heard_s = now_s
+            worker.last_heard_s = now_s
         worker.in_flight += 1
-        worker.flights.add(flight)
-        if asked.runs:
-            tokens = flight.uncached_tokens + asked.output_tokens
+        worker.attempts.add(attempt)
+        if routing.runs:
+            tokens = attempt.uncached_tokens + routing.output_tokens
             capacity = worker.capacity
-            flight.running_tokens = tokens if capacity is None else capacity.counted(tokens)
-            worker.running.add(asked.priority, flight.running_tokens)
-        worker.pending_tokens += flight.uncached_tokens
-        worker.recent.add(flight.uncached_tokens, now_s)
-        is_computing = held.expectation is not None and not held.expectation.computed
+            attempt.running_tokens = tokens if capacity is None else capacity.counted(tokens)
+            worker.running.add(routing.priority, attempt.running_tokens)
+        worker.pending_tokens += attempt.uncached_tokens
+        worker.recent_prefill.add(attempt.uncached_tokens, now_s)
+        is_computing = held.in_flight_prefix is not None and not held.in_flight_prefix.computed
         # A worker that does not publish shows its progress by a first byte only, maybe late.
         if (
             is_computing
             and worker.publishes
-            and not asked.warms
+            and not routing.warms
             and held.expected_tokens - held.tokens >= FOLLOW_TOKENS
         ):
-            flight.follows = self._computing.get(held.expectation)
-        hashes = asked.chain.hashes
+            attempt.follows = self._computing.get(held.in_flight_prefix)
+        hashes = routing.chain.hashes
         if 2 * len(self.index) > LIMIT_SEGMENTS:
             # Far from its limit the index forgets nothing, and a touch would be for nothing.
             self.index.touch(hashes, held.confirmed)
-        if held.expected < len(hashes) and not asked.warms:
-            flight.expectation = self.expected.expect(worker.slot, hashes[held.expected :])
-            self._computing[flight.expectation] = flight
-        if asked.session is not None:
-            if asked.is_final:
-                self.sessions.end(asked.session)
+        if held.expected < len(hashes) and not routing.warms:
+            attempt.in_flight_prefix = self.expected.expect(worker.slot, hashes[held.expected :])
+            self._computing[attempt.in_flight_prefix] = attempt
+        if routing.session is not None:
+            if routing.is_final:
+                self.sessions.end(routing.session)
             else:
-                self.sessions.seen(asked.session, worker.slot, asked.prompt_tokens, now_s)
+                self.sessions.seen(routing.session, worker.slot, routing.prompt_tokens, now_s)
         for act in self._on_take_off:
-            act(flight)
-        return flight
+            act(attempt)
+        return attempt
 
-    def _landed_prefill(self, flight: Flight) -> None:
-        flight.worker.pending_tokens -= flight.uncached_tokens
-        flight.uncached_tokens = 0
-        if flight.expectation is not None:
-            flight.expectation.computed = True
-            self._computing.pop(flight.expectation, None)
-        followers, flight.followers = flight.followers, []
+    def _end_prefill(self, attempt: Attempt) -> None:
+        attempt.worker.pending_tokens -= attempt.uncached_tokens
+        attempt.uncached_tokens = 0
+        if attempt.in_flight_prefix is not None:
+            attempt.in_flight_prefix.computed = True
+            self._computing.pop(attempt.in_flight_prefix, None)
+        followers, attempt.followers = attempt.followers, []
         for wake in followers:
             wake()
 
-    def _end(self, flight: Flight) -> None:
-        self._landed_prefill(flight)
-        flight.worker.in_flight -= 1
-        flight.worker.flights.discard(flight)
-        if flight.asked.runs:
-            flight.worker.running.remove(flight.asked.priority, flight.running_tokens)
-        if flight.decoding:
-            flight.worker.decoding -= 1
-            flight.decoding = False
+    def _end(self, attempt: Attempt) -> None:
+        self._end_prefill(attempt)
+        attempt.worker.in_flight -= 1
+        attempt.worker.attempts.discard(attempt)
+        if attempt.routing.runs:
+            attempt.worker.running.remove(attempt.routing.priority, attempt.running_tokens)
+        if attempt.decoding:
+            attempt.worker.decoding -= 1
+            attempt.decoding = False
 
-    def heard_of(
-        self, worker: Worker, session: int | None, segments: Sequence[int], asked: tuple[int, int]
+    def record_peer_placement(
+        self, worker: Worker, session: int | None, segments: Sequence[int], routing: tuple[int, int]
     ) -> None:
         """Another balancer of this node sent a request to `worker`, which will make it hold
         `segments`; `asked` are its prompt's tokens, and how many of them are to compute."""
         now_s = self._clock()
-        prompt_tokens, uncached_tokens = asked
-        worker.recent.add(uncached_tokens, now_s)
+        prompt_tokens, uncached_tokens = routing
+        worker.recent_prefill.add(uncached_tokens, now_s)
         if segments:
-            expectation = self.expected.expect(worker.slot, segments)
-            self.expected.end(expectation, now_s, HEARD_S)
+            in_flight_prefix = self.expected.expect(worker.slot, segments)
+            self.expected.end(in_flight_prefix, now_s, HEARD_S)
         if session is not None:
             self.sessions.seen(session, worker.slot, prompt_tokens, now_s)
 
-    def on_take_off(self, action: Callable[[Flight], None]) -> None:
+    def on_placed(self, action: Callable[[Attempt], None]) -> None:
         """Has `action` called with every flight as it begins."""
         self._on_take_off.append(action)
 
     def _ended(self) -> None:
         for act in self._on_end:
             act()
-        self.make_room()
+        self.capacity_changed()
 
     def _held(self, chain: Chain) -> dict[int, _Held]:
         """Of each worker's slot that holds or will hold some of the chain, how much."""
@@ -410,7 +432,7 @@ class Router:
                 found[low.bit_length() - 1] = held
                 mask ^= low
             self._calibrate(chain.ends[match.depth - 1], match.tokens)
-        for slot, (depth, expectation) in self.expected.deepest(chain.hashes).items():
+        for slot, (depth, in_flight_prefix) in self.expected.deepest(chain.hashes).items():
             held = found.get(slot, _NOTHING)
             if depth > held.confirmed:
                 begin = chain.ends[held.confirmed - 1] if held.confirmed else 0
@@ -418,7 +440,7 @@ class Router:
                 found[slot] = held._replace(
                     expected=depth,
                     expected_tokens=held.tokens + more,
-                    expectation=expectation,
+                    in_flight_prefix=in_flight_prefix,
                 )
         return found
 
@@ -426,26 +448,26 @@ class Router:
         return WorkerView(
             worker.url,
             held.get(worker.slot, _NOTHING).expected_tokens,
-            worker.pending_in_all(now_s),
-            worker.decoding + worker.elsewhere.decoding,
-            worker.recent.at(now_s),
+            worker.total_pending_tokens(now_s),
+            worker.decoding + worker.peer_load.decoding,
+            worker.recent_prefill.at(now_s),
             self.sessions.live_tokens(worker.slot),
             worker.warmth(now_s),
         )
 
-    def _question(self, asked: Asked, held: dict[int, _Held]) -> Question:
+    def _question(self, routing: RoutingRequest, held: dict[int, _Held]) -> PlacementRequest:
         """The request with its session's worker: as remembered, or else as the caches show."""
         slot, last_tokens = None, 0
-        seen = None if asked.session is None else self.sessions.home(asked.session)
+        seen = None if routing.session is None else self.sessions.home(routing.session)
         if seen is not None:
             slot, last_tokens = seen
-        elif asked.chain.session is not None:
-            begun = asked.chain.hashes.index(asked.chain.session) + 1
+        elif routing.chain.session is not None:
+            begun = routing.chain.hashes.index(routing.chain.session) + 1
             holders = [(h.expected_tokens, s) for s, h in held.items() if h.expected >= begun]
             slot = max(holders, default=(0, None))[1]
         worker = next((w for w in self.workers.all if w.slot == slot), None)
         home = None if worker is None else worker.url
-        return Question(asked.prompt_tokens, asked.prefix, home, last_tokens)
+        return PlacementRequest(routing.prompt_tokens, routing.prefix, home, last_tokens)
 
     def _calibrate(self, size_bytes: int, tokens: int) -> None:
         """Learns how many bytes of a request make a token of this model, fast at first."""

@@ -11,12 +11,12 @@ from collections import OrderedDict
 from collections.abc import Callable
 from http import HTTPStatus
 
-from scheduler.standby import Standing, choose_spare, is_strained
-from sgl_ext.balancer.http.request_head import Head
-from sgl_ext.balancer.http.response_head import AnswerHead
-from sgl_ext.balancer.http.upstream import Pool, WorkerConnection
+from scheduler.standby import WorkerLoad, choose_standby, is_strained
+from sgl_ext.balancer.http.request_head import RequestHead
+from sgl_ext.balancer.http.response_head import ResponseHead
+from sgl_ext.balancer.http.upstream import ConnectionPool, UpstreamConnection
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.routing.attempt import Flight
+from sgl_ext.balancer.routing.attempt import Attempt
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.workers import Worker
 from sgl_ext.protocols.routes import WARMED
@@ -31,14 +31,14 @@ _PROTOCOLS = {
 }
 
 
-class Spares:
+class StandbyPrefill:
     """Looks after the sessions whose requests are placed. `pool` gives a worker's connections."""
 
     def __init__(
         self,
         router: Router,
         metrics: Metrics,
-        pool: Callable[[Worker], Pool],
+        pool: Callable[[Worker], ConnectionPool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._router = router
@@ -47,55 +47,55 @@ class Spares:
         self._clock = clock
         self._warmed_s: OrderedDict[int, float] = OrderedDict()
 
-    def look(self, flight: Flight, head: Head, body: bytes | bytearray) -> None:
+    def look(self, attempt: Attempt, head: RequestHead, body: bytes | bytearray) -> None:
         """A request of a known session, with this head and body, is on its flight home."""
-        asked = flight.asked
+        routing = attempt.routing
         protocol = _PROTOCOLS.get(head.path)
-        if protocol is None or asked.session is None or asked.is_final:
+        if protocol is None or routing.session is None or routing.is_final:
             return
-        if not is_strained(asked.prompt_tokens, self._standing(flight.worker, 0, flight)):
+        if not is_strained(routing.prompt_tokens, self._standing(attempt.worker, 0, attempt)):
             return
         now_s = self._clock()
-        if now_s - self._warmed_s.get(asked.session, -AGAIN_S) < AGAIN_S:
+        if now_s - self._warmed_s.get(routing.session, -AGAIN_S) < AGAIN_S:
             return
-        spare = self._spare(flight)
+        spare = self._spare(attempt)
         if spare is None:
             return
-        self._warmed_s[asked.session] = now_s
-        self._warmed_s.move_to_end(asked.session)
+        self._warmed_s[routing.session] = now_s
+        self._warmed_s.move_to_end(routing.session)
         if len(self._warmed_s) > _MOST_SESSIONS:
             self._warmed_s.popitem(last=False)
         target = b"%b?wait=false&protocol=%b" % (WARMED.encode(), protocol)
-        _Errand(self._pool(spare), target, head.lines_for_workers, bytes(body), self._metrics).go()
+        _Errand(self._pool(spare), target, head.upstream_lines, bytes(body), self._metrics).go()
 
-    def _spare(self, flight: Flight) -> Worker | None:
-        asked, views = flight.asked, self._router.views(flight.asked.chain)
+    def _spare(self, attempt: Attempt) -> Worker | None:
+        routing, views = attempt.routing, self._router.views(attempt.routing.chain)
         standings = {
-            worker: self._standing(worker, view.held_tokens, flight) for worker, view in views
+            worker: self._standing(worker, view.held_tokens, attempt) for worker, view in views
         }
-        home = standings.pop(flight.worker, None)
+        home = standings.pop(attempt.worker, None)
         if home is None:
             return None
-        name = choose_spare(asked.prompt_tokens, asked.prefix, home, list(standings.values()))
+        name = choose_standby(routing.prompt_tokens, routing.prefix, home, list(standings.values()))
         return next((worker for worker in standings if worker.url == name), None)
 
-    def _standing(self, worker: Worker, held_tokens: int, flight: Flight) -> Standing:
-        there = worker.in_flight + worker.elsewhere.in_flight
-        pending = worker.pending_in_all(self._clock())
-        if worker is flight.worker:
-            pending = max(pending - flight.uncached_tokens, 0)
+    def _standing(self, worker: Worker, held_tokens: int, attempt: Attempt) -> WorkerLoad:
+        there = worker.in_flight + worker.peer_load.in_flight
+        pending = worker.total_pending_tokens(self._clock())
+        if worker is attempt.worker:
+            pending = max(pending - attempt.uncached_tokens, 0)
         capacity = worker.capacity
         running = None
         if capacity is not None:
             running = 1.0 if capacity.queues else there / capacity.limit
-        return Standing(worker.url, held_tokens, pending, running, there == 0 and not pending)
+        return WorkerLoad(worker.url, held_tokens, pending, running, there == 0 and not pending)
 
 
 class _Errand:
     """One request for the balancer itself: only its status is looked at."""
 
     def __init__(
-        self, pool: Pool, target: bytes, lines: bytes, body: bytes, metrics: Metrics
+        self, pool: ConnectionPool, target: bytes, lines: bytes, body: bytes, metrics: Metrics
     ) -> None:
         self._pool = pool
         self._head = pool.request_line("POST", target) + lines
@@ -112,22 +112,22 @@ class _Errand:
         else:
             self.connected(kept)
 
-    def connected(self, connection: WorkerConnection) -> None:
+    def connected(self, connection: UpstreamConnection) -> None:
         connection.send(self, self._head, self._body, "POST")
 
-    def not_connected(self, reason: str) -> None:
+    def connect_failed(self, reason: str) -> None:
         self._count("failed")
 
-    def answer_head(self, head: AnswerHead) -> None:
+    def response_head(self, head: ResponseHead) -> None:
         self._status = head.status
 
-    def answer_data(self, data: bytes) -> None:
+    def response_data(self, data: bytes) -> None:
         """What it says besides is of no use here."""
 
-    def answer_end(self) -> None:
+    def response_end(self) -> None:
         self._count("taken" if self._status == HTTPStatus.ACCEPTED else "refused")
 
-    def worker_lost(self, reason: str) -> None:
+    def upstream_lost(self, reason: str) -> None:
         self._count("failed")
 
     def _count(self, result: str) -> None:

@@ -12,7 +12,7 @@ import aiohttp
 
 from scheduler.breaker import Breaker, State
 from scheduler.capacity import Capacity, InFlight
-from scheduler.decaying_sum import RecentSum
+from scheduler.decaying_sum import DecayingSum
 from scheduler.placement import RECENT_S
 from sgl_ext.balancer.metrics.registry import Metrics, WorkerSeries
 from sgl_ext.pin_mirror import PinMirror
@@ -62,51 +62,51 @@ class Worker:
         self.pending_tokens = 0
         self.running = InFlight()
         self.capacity: Capacity | None = None
-        self.elsewhere = Load()
+        self.peer_load = Load()
         self._correction = _Correction()
-        self.recent = RecentSum(RECENT_S)
+        self.recent_prefill = DecayingSum(RECENT_S)
         self.pins = PinMirror()
         self.publishes = False
-        self.hung = False
-        self.heard_s = 0.0
-        self.flights: set[Any] = set()
-        self.came_back_s: float | None = None
+        self.is_hung = False
+        self.last_heard_s = 0.0
+        self.attempts: set[Any] = set()
+        self.recovered_s: float | None = None
         self.pinned_tokens = 0
 
     @property
-    def open_to_requests(self) -> bool:
+    def is_available(self) -> bool:
         """Whether a request may be sent to it."""
         return self.ready and not self.draining and self.breaker.takes_requests
 
     def has_stalled(self, now_s: float) -> bool:
         """Whether it has something to do and has not shown for long that it does it."""
-        return self.publishes and self.in_flight > 0 and now_s - self.heard_s > STALL_S
+        return self.publishes and self.in_flight > 0 and now_s - self.last_heard_s > STALL_S
 
     def warmth(self, now_s: float) -> float:
         """From 0 to 1 over the first seconds after it came back; 1 if it always was there."""
-        if self.came_back_s is None:
+        if self.recovered_s is None:
             return 1.0
-        return min((now_s - self.came_back_s) / SLOW_START_S, 1.0)
+        return min((now_s - self.recovered_s) / SLOW_START_S, 1.0)
 
-    def reported(self, load: dict[str, int], now_s: float) -> None:
+    def apply_load(self, load: dict[str, int], now_s: float) -> None:
         """The engine's own account of its load: what differs from ours is corrected by it."""
         self.pinned_tokens = load.get("pinned_tokens", 0)
-        ours = self.pending_tokens + self.elsewhere.pending_tokens
+        ours = self.pending_tokens + self.peer_load.pending_tokens
         differs = load.get("pending_tokens", 0) - ours
         self._correction = _Correction(differs, self._correction.tokens, now_s)
         tokens, max_running = load.get("capacity_tokens", 0), load.get("max_running", 0)
         known = tokens > 0 and max_running > 0
         self.capacity = Capacity(tokens, max_running, load.get("queued", 0)) if known else None
 
-    def forget_report(self) -> None:
+    def clear_load(self) -> None:
         """It reports nothing any more: what it said of its load counts no longer."""
         self.pinned_tokens = 0
         self.capacity = None
         self._correction = _Correction()
 
-    def pending_in_all(self, now_s: float) -> int:
+    def total_pending_tokens(self, now_s: float) -> int:
         """What it still has to prefill, by our account and its own."""
-        ours = self.pending_tokens + self.elsewhere.pending_tokens
+        ours = self.pending_tokens + self.peer_load.pending_tokens
         return max(ours + self._correction.at(now_s), 0)
 
     @property
@@ -149,7 +149,7 @@ class Workers:
         self._on_leave: list[Callable[[Worker], None]] = []
         metrics.watch_workers(self._series)
         for url in urls:
-            self.add(url).came_back_s = None
+            self.add(url).recovered_s = None
         self.changed_s = 0.0
 
     def _series(self) -> dict[str, WorkerSeries]:
@@ -159,7 +159,7 @@ class Workers:
                 draining=worker.draining,
                 breaker_open=worker.breaker.state is State.OPEN,
                 in_flight=worker.in_flight,
-                pending_tokens=worker.pending_in_all(self._clock()),
+                pending_tokens=worker.total_pending_tokens(self._clock()),
                 pinned_tokens=worker.pinned_tokens,
             )
             for worker in self.all
@@ -180,7 +180,7 @@ class Workers:
             taken = {other.slot for other in self.all}
             slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
             worker = Worker(url, slot)
-            worker.came_back_s = self._clock()
+            worker.recovered_s = self._clock()
             self.all.append(worker)
         worker.draining = False
         self.changed_s = self._clock()
@@ -204,7 +204,7 @@ class Workers:
             worker.draining = worker.draining or worker.url not in table
         self.changed_s = changed_s
 
-    def let_go(self) -> None:
+    def remove_drained(self) -> None:
         """Takes out the workers that were to drain and have. Run it now and then."""
         for worker in [w for w in self.all if w.draining and not w.in_flight]:
             self.all.remove(worker)
@@ -222,10 +222,10 @@ class Workers:
         """Records what a probe or a request found out about a worker."""
         if ready and not worker.ready:
             # One that was there when we came has its cache; one that comes later must warm up.
-            worker.came_back_s = self._clock() if worker.came_back_s is not None else None
+            worker.recovered_s = self._clock() if worker.recovered_s is not None else None
             worker.breaker.succeeded()
         elif worker.ready and not ready:
-            worker.came_back_s = self._clock()
+            worker.recovered_s = self._clock()
             self._left(worker)
         worker.ready = ready
 
@@ -257,11 +257,11 @@ class Workers:
     async def probe_one(self, session: aiohttp.ClientSession, worker: Worker) -> None:
         """Asks one worker whether it is ready, and one that has stalled, or that requests keep
         failing at, whether it generates."""
-        if worker.hung or worker.has_stalled(self._clock()):
+        if worker.is_hung or worker.has_stalled(self._clock()):
             await self._probe_scheduler(session, worker)
         elif worker.ready and worker.breaker.wants_trial(self._clock()):
             await self._try(session, worker)
-        if worker.hung:
+        if worker.is_hung:
             return
         try:
             async with session.get(f"{worker.url}/ready", timeout=_PROBE_TIMEOUT) as answer:
@@ -281,15 +281,15 @@ class Workers:
 
     async def _probe_scheduler(self, session: aiohttp.ClientSession, worker: Worker) -> None:
         generates = await _generates(session, worker)
-        worker.heard_s = self._clock()
-        if generates is not worker.hung:
+        worker.last_heard_s = self._clock()
+        if generates is not worker.is_hung:
             return
-        worker.hung = not generates
-        log.warning("%s %s", worker.url, "hangs" if worker.hung else "works again")
-        if worker.hung:
+        worker.is_hung = not generates
+        log.warning("%s %s", worker.url, "hangs" if worker.is_hung else "works again")
+        if worker.is_hung:
             self.mark(worker, ready=False)
-            for flight in tuple(worker.flights):
-                flight.give_up("the engine hangs")
+            for attempt in tuple(worker.attempts):
+                attempt.worker_failed("the engine hangs")
 
 
 async def _generates(session: aiohttp.ClientSession, worker: Worker) -> bool:

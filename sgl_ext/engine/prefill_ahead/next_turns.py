@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from scheduler.prefill import Guesses
+from scheduler.prefill import GuessHistory
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.dry_run import Conversion, Headers, convert
 from sgl_ext.engine.core.hints import Reading
@@ -55,7 +55,7 @@ class NextTurns:
         self._manager = manager
         self._prefiller = prefiller
         self._policy = policy
-        self._worth = Guesses()
+        self._worth = GuessHistory()
         self._seen: OrderedDict[str, int] = OrderedDict()
         self._growing: set[str] = set()
         self._pending: dict[str, asyncio.Task[None]] = {}

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from scheduler.preemption import Feuds, Running, victims
+from scheduler.preemption import PreemptionHistory, Running, victims
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.counters import count_of_ranks
 from sgl_ext.engine.core.settings import settings as _settings
@@ -21,7 +21,7 @@ from sgl_ext.engine.scheduler.priority import admitted, applies, first_waiting
 _TIMES = "_sgl_ext_times_preempted"
 _COMPUTED = "_sgl_ext_computed_tokens"
 # Of this process's one scheduler.
-_feuds = Feuds()
+_feuds = PreemptionHistory()
 
 
 def preempt_for_slot(original: Callable[..., bool], adder: Any, req: Any) -> bool:
@@ -62,7 +62,7 @@ def preempt(adder: Any, req: Any, slots: int = 0) -> bool:
     if not chosen:
         return False
     for at in chosen:
-        _feuds.note(req.rid, candidates[at][1].rid)
+        _feuds.record(req.rid, candidates[at][1].rid)
     _take(adder, [candidates[at][0] for at in chosen])
     return True
 

@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from radix.pins import Pins
-from radix.residency import Held
-from scheduler.eviction_priority import WORTHLESS, Worth, worth_of
+from radix.residency import Residency
+from scheduler.eviction_priority import EVICT_FIRST, EvictionPriority, eviction_priority
 from sgl_ext.engine.core import ranks
 from sgl_ext.engine.core.hints import Hints, carried
 from sgl_ext.engine.core.settings import EngineSettings
@@ -66,10 +66,10 @@ class HeldCache(UnifiedRadixCache):  # type: ignore[misc]  # sglang is untyped
         # `UnifiedRadixCache.__init__` ends in `reset`.
         tells = ranks.is_entry_rank()
         slack = params.page_size - 1 + bool(params.is_eagle)
-        self.held = Held(page=params.page_size, slack=slack) if tells else None
+        self.held = Residency(page=params.page_size, slack=slack) if tells else None
         self._had = _NOTHING  # tokens that the tree had before a checkpoint's insert
         self._has_answer = False  # whether a checkpoint's insert goes beyond the prompt
-        self._worth = Worth()
+        self._worth = EvictionPriority()
         self._worthless: deque[tuple[Any, int]] = deque(maxlen=_MOST_WORTHLESS)
         settings = EngineSettings.from_environment()
         budget = int(params.token_to_kv_pool_allocator.size * settings.pin_budget)
@@ -102,7 +102,7 @@ class HeldCache(UnifiedRadixCache):  # type: ignore[misc]  # sglang is untyped
         self._has_answer = req.finished() and up_to > len(req.origin_input_ids)
         super().checkpoint(req, up_to=up_to, **kwargs)
         self._note_worthless(req, up_to)
-        self._worth = Worth()
+        self._worth = EvictionPriority()
         if hints is None or self._had == _NOTHING:  # was inserted
             return
         if self.held is not None:
@@ -122,10 +122,10 @@ class HeldCache(UnifiedRadixCache):  # type: ignore[misc]  # sglang is untyped
     def _note_worthless(self, req: Any, up_to: int) -> None:
         """Notes what a request has just stored that nobody will miss, and where it ends."""
         prompt = len(req.origin_input_ids)
-        stored = self._worth.prompt == WORTHLESS or up_to > prompt
-        if self._had == _NOTHING or not stored or self._worth.answer != WORTHLESS:
+        stored = self._worth.prompt == EVICT_FIRST or up_to > prompt
+        if self._had == _NOTHING or not stored or self._worth.answer != EVICT_FIRST:
             return
-        begin = self._had if self._worth.prompt == WORTHLESS else max(self._had, prompt)
+        begin = self._had if self._worth.prompt == EVICT_FIRST else max(self._had, prompt)
         if (tokens := req.kv.cache_inserted_len - begin) > 0:
             self._worthless.append((req.last_node, tokens))
 
@@ -229,12 +229,12 @@ class _Core:
         return matched, node
 
 
-def _worth(req: Any, hints: Hints | None) -> Worth:
+def _worth(req: Any, hints: Hints | None) -> EvictionPriority:
     if is_guess(req):
-        return Worth(WORTHLESS, WORTHLESS)
+        return EvictionPriority(EVICT_FIRST, EVICT_FIRST)
     if hints is None:
-        return Worth()
-    return worth_of(
+        return EvictionPriority()
+    return eviction_priority(
         is_kept=hints.is_kept, is_last=hints.is_last, is_answer_kept=hints.is_answer_kept
     )
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_ext.balancer.cluster.peers import SILENT_S, Family, Siblings
+from sgl_ext.balancer.cluster.peers import SILENT_S, PeerGroup, Peers
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.routing.attempt import Asked, Flight
+from sgl_ext.balancer.routing.attempt import Attempt, RoutingRequest
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.workers import Load, Workers
 
@@ -45,23 +45,23 @@ class Process:
             self.workers.mark(worker, ready=True)
             worker.publishes = True
         self.router = Router(self.workers, self.metrics, clock=self.clock)
-        family = Family(number, SECRET, tuple(wires))  # type: ignore[arg-type]
-        self.siblings = Siblings(family, self.router, self.metrics, self.clock)
-        self.siblings.load_changed = self.siblings.tell_state  # type: ignore[method-assign]
-        self.router._on_end[:] = [self.siblings.tell_state]
+        group = PeerGroup(number, SECRET, tuple(wires))  # type: ignore[arg-type]
+        self.siblings = Peers(group, self.router, self.metrics, self.clock)
+        self.siblings.load_changed = self.siblings.send_state  # type: ignore[method-assign]
+        self.router._on_end[:] = [self.siblings.send_state]
 
     def clock(self) -> float:
         return Process.now_s
 
-    def ask(self, *texts: str) -> Asked:
+    def ask(self, *texts: str) -> RoutingRequest:
         roles = ("user", "assistant")
         turns = [{"role": roles[n % 2], "content": text} for n, text in enumerate(texts)]
         return self.router.read("/v1/messages", {}, {"system": "S" * 9000, "messages": turns}, 0)
 
-    def fly(self, *texts: str) -> Flight:
-        flight = self.router.place(self.ask(*texts), set())
-        assert flight is not None
-        return flight
+    def fly(self, *texts: str) -> Attempt:
+        attempt = self.router.place(self.ask(*texts), set())
+        assert attempt is not None
+        return attempt
 
     def named(self, url: str) -> Any:
         found = self.workers.find(url)
@@ -88,52 +88,52 @@ def test_they_agree_on_a_session(pair: list[Process]) -> None:
 
 def test_they_know_what_the_other_sent(pair: list[Process]) -> None:
     one, two = pair
-    flight = one.fly("Task")
+    attempt = one.fly("Task")
     held = {
         row["name"]: row["held_tokens"] for row in two.router.explain(two.ask("Task"))["workers"]
     }
-    assert held[flight.worker.url] > 2000
+    assert held[attempt.worker.url] > 2000
 
 
 def test_they_know_each_other_s_load(pair: list[Process]) -> None:
     one, two = pair
-    flight = one.fly("Task")
-    there = two.named(flight.worker.url)
-    assert there.elsewhere == Load(1, 0, flight.uncached_tokens)
-    assert there.pending_in_all(Process.now_s) == flight.uncached_tokens > 2000
-    one.router.first_byte(flight)
-    one.router.arrived(flight)
-    assert there.elsewhere == Load()
+    attempt = one.fly("Task")
+    there = two.named(attempt.worker.url)
+    assert there.peer_load == Load(1, 0, attempt.uncached_tokens)
+    assert there.total_pending_tokens(Process.now_s) == attempt.uncached_tokens > 2000
+    one.router.prefill_done(attempt)
+    one.router.arrived(attempt)
+    assert there.peer_load == Load()
 
 
 def test_what_ends_at_one_is_told_at_once_to_those_who_wait_at_the_other(
     pair: list[Process],
 ) -> None:
     one, two = pair
-    flight = one.fly("Task")
+    attempt = one.fly("Task")
     opened: list[Load] = []
-    there = two.named(flight.worker.url)
-    two.router.on_room(lambda: opened.append(there.elsewhere))
-    one.router.arrived(flight)
+    there = two.named(attempt.worker.url)
+    two.router.on_capacity(lambda: opened.append(there.peer_load))
+    one.router.arrived(attempt)
     assert opened == [Load()]
 
 
 def test_what_a_dead_process_said_is_forgotten(pair: list[Process]) -> None:
     one, two = pair
-    flight = one.fly("Task")
+    attempt = one.fly("Task")
     Process.now_s += SILENT_S + 1
-    two.siblings.tell_state()
-    assert two.named(flight.worker.url).elsewhere == Load()
+    two.siblings.send_state()
+    assert two.named(attempt.worker.url).peer_load == Load()
 
 
 def test_a_worker_that_one_is_told_of_joins_all(pair: list[Process]) -> None:
     one, two = pair
     one.workers.add("http://c")
     one.workers.drain(one.named(A))
-    one.siblings.tell_state()
+    one.siblings.send_state()
     assert two.workers.find("http://c") is not None
     assert two.named(A).draining
-    two.siblings.tell_state()
+    two.siblings.send_state()
     assert one.workers.find("http://c") is not None, "an older table takes nothing back"
 
 
@@ -141,8 +141,8 @@ def test_a_process_that_begins_anew_learns_the_table(pair: list[Process]) -> Non
     one, two = pair
     one.workers.add("http://c")
     two.workers.changed_s = 0.0
-    one.siblings.tell_state()
-    two.siblings.tell_state()
+    one.siblings.send_state()
+    two.siblings.send_state()
     assert two.workers.find("http://c") is not None
 
 
@@ -153,4 +153,4 @@ def test_no_message_breaks_the_reader(data: bytes, signed: bool) -> None:
     process = Process(0, wires)
     with pytest.raises((ValueError, KeyError, TypeError, AttributeError)):
         process.siblings.hear(SECRET + data if signed else data, ("", 1))
-    assert [worker.elsewhere for worker in process.workers.all] == [Load(), Load()]
+    assert [worker.peer_load for worker in process.workers.all] == [Load(), Load()]

@@ -168,11 +168,11 @@ def test_what_a_tenant_may_and_has_is_the_same_at_all(tmp_path: Path) -> None:
 
 def test_one_that_is_killed_is_replaced(balancer: tuple[str, subprocess.Popen[bytes]]) -> None:
     url, running = balancer
-    family = psutil.Process(running.pid)
-    killed = family.children()[0]
+    group = psutil.Process(running.pid)
+    killed = group.children()[0]
     killed.kill()
-    until(lambda: killed.pid not in [child.pid for child in family.children()])
-    until(lambda: len(family.children()) == COUNT)
+    until(lambda: killed.pid not in [child.pid for child in group.children()])
+    until(lambda: len(group.children()) == COUNT)
     until(lambda: all(status(url) == 200 for _ in range(20)))
 
 

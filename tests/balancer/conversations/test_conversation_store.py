@@ -341,8 +341,8 @@ async def test_a_request_that_names_it_is_the_whole_request_and_goes_where_that_
     client = await start(engine)
     id = (await register(client))["context_id"]
     message = {"role": "user", "content": "Hello"}
-    asked = {"messages": [message], "context_id": id, "context_blocks": {"now": "Noon."}}
-    await client.post("/v1/messages", json=asked)
+    routing = {"messages": [message], "context_id": id, "context_blocks": {"now": "Noon."}}
+    await client.post("/v1/messages", json=routing)
     _, body, _ = engine.seen[-1]
     whole = orjson.loads(body)
     mark = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
@@ -351,10 +351,10 @@ async def test_a_request_that_names_it_is_the_whole_request_and_goes_where_that_
     assert whole["system"][2] == {"type": "text", "text": "Noon."}
     explained = [
         await (await client.post("/sgl_ext/explain/v1/messages", json=each)).json()
-        for each in (asked, whole)
+        for each in (routing, whole)
     ]
     assert explained[0] == explained[1]
-    await client.post("/v1/prefill?protocol=messages", json=asked)
+    await client.post("/v1/prefill?protocol=messages", json=routing)
     _, body, _ = engine.seen[-1]
     assert orjson.loads(body) == {**whole, "nvext": {"protocol": "messages"}}
 

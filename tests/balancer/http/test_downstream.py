@@ -11,7 +11,7 @@ import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_ext.balancer.http.downstream import BODY_S, HEAD_S, IDLE_S, LINGER_S, ClientConnection
+from sgl_ext.balancer.http.downstream import BODY_S, HEAD_S, IDLE_S, LINGER_S, DownstreamConnection
 from sgl_ext.balancer.server import Balancer
 from tests.balancer.conftest import Connect, Serve
 from tests.balancer.wire import PATH, Raw, answer, connected, request, running, sse, until
@@ -66,13 +66,13 @@ async def test_a_streams_head_is_sent_with_its_first_events(
     serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts: list[bytes] = []
-    write = ClientConnection.write
+    write = DownstreamConnection.write
 
-    def written(connection: ClientConnection, data: bytes) -> None:
+    def written(connection: DownstreamConnection, data: bytes) -> None:
         parts.append(data)
         write(connection, data)
 
-    monkeypatch.setattr(ClientConnection, "write", written)
+    monkeypatch.setattr(DownstreamConnection, "write", written)
     worker = Raw(sse(b"data: 1\n\n", end=b""))
     wire = await connect(await serve(worker))
     wire.writer.write(request())
@@ -294,7 +294,7 @@ async def test_a_client_that_leaves_closes_the_workers_connection(
     await wire.reader.readuntil(b"data: 1\n\n")
     wire.writer.close()
     await asyncio.wait_for(worker.closed.wait(), 10)
-    assert balancer._parts.workers.all[0].in_flight == 0
+    assert balancer._services.workers.all[0].in_flight == 0
 
 
 async def test_a_client_that_leaves_before_an_answer_closes_it_too(
@@ -327,7 +327,7 @@ async def test_both_sides_send_small_packets_at_once(serve: Serve, connect: Conn
     wire = await connect(balancer)
     await wire.ask(request())
     (connection,) = balancer._connections
-    (pool,) = balancer._parts._pools.values()
+    (pool,) = balancer._services._pools.values()
     for transport in (connection._transport, next(iter(pool.connections))._transport):
         option = transport.get_extra_info("socket").getsockopt(
             socket.IPPROTO_TCP, socket.TCP_NODELAY

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_ext.balancer.http.request_head import Head, Heads, parse_head
+from sgl_ext.balancer.http.request_head import RequestHead, RequestHeadCache, parse_head
 from sgl_ext.protocols.errors import BalancerError
 
 
@@ -72,7 +72,7 @@ def test_workers_are_not_told_what_is_of_this_connection_or_secret() -> None:
             b"Content-Length: 3",
         )
     )
-    assert head.lines_for_workers == b"anthropic-beta: x\r\n"
+    assert head.upstream_lines == b"anthropic-beta: x\r\n"
 
 
 @pytest.mark.parametrize(
@@ -158,10 +158,10 @@ def test_an_offer_to_upgrade_is_declined() -> None:
     lines = (b"Upgrade: h2c", b"Connection: Upgrade", b"Content-Length: 3")
     head, length = parse_head(head_of(*lines))
     assert length == 3
-    assert head.lines_for_workers == b""
+    assert head.upstream_lines == b""
 
 
-def told(heads: Heads, raw: bytes) -> object:
+def told(heads: RequestHeadCache, raw: bytes) -> object:
     try:
         head, length = heads.read(raw)
     except BalancerError as error:
@@ -189,37 +189,37 @@ LINES = st.sampled_from(
 
 @given(st.lists(st.lists(LINES, max_size=4), max_size=12))
 def test_a_head_that_is_remembered_says_what_a_new_one_says(heads: list[list[bytes]]) -> None:
-    def admit(head: Head) -> None:
+    def admit(head: RequestHead) -> None:
         if b"x-api-key" not in head.fields:
             raise BalancerError(401, "no")  # type: ignore[arg-type]
 
-    remembering = Heads(admit)
+    remembering = RequestHeadCache(admit)
     for lines in heads:
         raw = head_of(*lines)
-        assert told(remembering, raw) == told(Heads(admit), raw)
+        assert told(remembering, raw) == told(RequestHeadCache(admit), raw)
 
 
 def test_what_was_remembered_is_bounded() -> None:
-    heads = Heads(lambda head: None)
+    heads = RequestHeadCache(lambda head: None)
     for number in range(5000):
         heads.read(head_of(b"a: %d" % number))
     assert len(heads._kept) <= 1024
 
 
 def test_a_refused_head_is_judged_again() -> None:
-    asked = []
+    routing = []
 
-    def admit(head: Head) -> None:
-        asked.append(head)
+    def admit(head: RequestHead) -> None:
+        routing.append(head)
         raise BalancerError(401, "no")  # type: ignore[arg-type]
 
-    heads = Heads(admit)
+    heads = RequestHeadCache(admit)
     for _ in range(2):
         assert heads.read(head_of())[0].refusal is not None
-    assert len(asked) == 2
+    assert len(routing) == 2
 
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_head_or_400(data: bytes) -> None:
-    fact = told(Heads(lambda head: None), b"GET /" + data + b"\r\n\r\n")
+    fact = told(RequestHeadCache(lambda head: None), b"GET /" + data + b"\r\n\r\n")
     assert isinstance(fact, tuple) or fact == 400

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_ext.balancer.http.chunked import ChunkedBody
-from sgl_ext.balancer.http.request_head import Head, Heads
+from sgl_ext.balancer.http.request_head import RequestHead, RequestHeadCache
 from sgl_ext.balancer.http.request_reader import (
     MAX_HEAD_BYTES,
     MAX_SKIPPED_BYTES,
@@ -25,11 +25,11 @@ LIMIT = 100_000
 
 
 def reader(limit: int = LIMIT, refused: bytes = b"/refused") -> RequestReader:
-    def admit(head: Head) -> None:
+    def admit(head: RequestHead) -> None:
         if head.target == refused:
             raise BalancerError(401, "no")  # type: ignore[arg-type]
 
-    return RequestReader(Heads(admit), limit)
+    return RequestReader(RequestHeadCache(admit), limit)
 
 
 def feed(source: RequestReader, data: bytes) -> None:

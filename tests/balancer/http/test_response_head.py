@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from sgl_ext.balancer.http.response_head import AnswerHead, AnswerHeads
+from sgl_ext.balancer.http.response_head import ResponseHead, ResponseHeadCache
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; x\r\nKeep-Alive: 5\r\nContent-Length: "
 FIELDS = [(b"content-type", b"text/event-stream; x"), (b"keep-alive", b"5"), (b"x-a", b"1")]
 
 
-def known() -> AnswerHeads:
-    heads = AnswerHeads()
-    heads.keep(HEAD + b"2\r\n\r\nab", AnswerHead(200, b"OK", FIELDS))
+def known() -> ResponseHeadCache:
+    heads = ResponseHeadCache()
+    heads.keep(HEAD + b"2\r\n\r\nab", ResponseHead(200, b"OK", FIELDS))
     return heads
 
 
 def test_a_head_is_passed_on_without_what_is_of_its_connection() -> None:
-    head = AnswerHead(200, b"OK", FIELDS)
+    head = ResponseHead(200, b"OK", FIELDS)
     assert head.lines == b"content-type: text/event-stream; x\r\nx-a: 1\r\n"
     assert head.streams
 
@@ -46,17 +46,17 @@ def test_any_other_answer_is_not(data: bytes) -> None:
 
 
 def test_an_interim_answer_is_not_remembered_as_the_real_one() -> None:
-    heads = AnswerHeads()
+    heads = ResponseHeadCache()
     interim = b"HTTP/1.1 103 Hints\r\nContent-Length: 40\r\n\r\n"
     data = interim + b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nab"
     assert len(data) - len(interim) == 40
-    heads.keep(data, AnswerHead(200, b"OK", []))
+    heads.keep(data, ResponseHead(200, b"OK", []))
     assert heads.read(data) is None
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    heads = AnswerHeads()
+    heads = ResponseHeadCache()
     for number in range(1000):
         data = b"HTTP/1.1 200 OK\r\ndate: %d\r\ncontent-length: 0\r\n\r\n" % number
-        heads.keep(data, AnswerHead(200, b"OK", []))
+        heads.keep(data, ResponseHead(200, b"OK", []))
     assert len(heads._kept) <= 256

@@ -117,7 +117,7 @@ async def test_a_kept_connection_that_the_worker_closes_is_not_its_fault(
     assert (await wire.ask(request()))[1] == b"1"
     assert (await wire.ask(request()))[1] == b"2"
     assert worker.connections == 2
-    assert b"sgl_ext_retries_total 0.0" in balancer._parts.metrics.render()
+    assert b"sgl_ext_retries_total 0.0" in balancer._services.metrics.render()
 
 
 def answer_twice(body: bytes) -> list[bytes | None]:
@@ -135,7 +135,7 @@ async def test_a_connection_is_kept_only_for_a_while(serve: Serve, connect: Conn
     balancer = await serve(worker)
     wire = await connect(balancer)
     await wire.ask(request())
-    (pool,) = balancer._parts._pools.values()
+    (pool,) = balancer._services._pools.values()
     assert len(pool.connections) == 1
     for _ in range(4):
         assert pool._kept
@@ -262,4 +262,4 @@ async def test_nothing_is_left_of_an_exchange(serve: Serve, connect: Connect) ->
     assert (await wire.ask(request()))[0].startswith(b"HTTP/1.1 ")
     wire.writer.close()
     await until(lambda: not balancer._connections)
-    assert [w.in_flight for w in balancer._parts.workers.all] == [0]
+    assert [w.in_flight for w in balancer._services.workers.all] == [0]

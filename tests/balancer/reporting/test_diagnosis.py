@@ -195,8 +195,8 @@ async def test_comparing_takes_a_bounded_share_of_the_time() -> None:
         hints = {"session-id": "s"}
         raw = orjson.dumps(clock(turn, turn))
         stripped = strip_request(MESSAGES, orjson.loads(raw), strip)
-        asked = router.read(MESSAGES, hints, stripped.body, len(raw))
-        seen = looks.see(MESSAGES, {}, hints, stripped, asked, raw)
+        routing = router.read(MESSAGES, hints, stripped.body, len(raw))
+        seen = looks.see(MESSAGES, {}, hints, stripped, routing, raw)
         found.append(seen.divergence is not None)
     assert any(found[:4])
     assert not all(found[8:])

@@ -10,26 +10,26 @@ import pytest
 
 from scheduler import admission_queue
 from sgl_ext.balancer.metrics.registry import band
-from sgl_ext.balancer.routing.admission_queue import HOME_WAIT_S, Door
-from sgl_ext.balancer.routing.attempt import NOTHING_ASKED, Asked, Flight
+from sgl_ext.balancer.routing.admission_queue import HOME_WAIT_S, AdmissionQueue
+from sgl_ext.balancer.routing.attempt import NO_ROUTING, Attempt, RoutingRequest
 from sgl_ext.balancer.routing.workers import Load, Worker
 from sgl_ext.protocols.errors import BalancerError
 from tests.balancer.routing.test_router import Setting
 
 
-class Caller:
+class QueuedRequest:
     """One that keeps what became of it."""
 
-    def __init__(self, asked: Asked, let_in: list[Caller]) -> None:
-        self.asked = asked
+    def __init__(self, routing: RoutingRequest, let_in: list[QueuedRequest]) -> None:
+        self.routing = routing
         self._let_in = let_in
         self.tried: set[Worker] = set()
-        self.flight: Flight | None = None
+        self.attempt: Attempt | None = None
         self.error: BalancerError | None = None
 
-    def placed(self, flight: Flight) -> None:
-        assert self.flight is None
-        self.flight = flight
+    def placed(self, attempt: Attempt) -> None:
+        assert self.attempt is None
+        self.attempt = attempt
         self._let_in.append(self)
 
     def refused(self, error: BalancerError) -> None:
@@ -44,8 +44,10 @@ class Held(Setting):
 
     def __init__(self, max_running: int = 2, limit: int = 100, **options: Any) -> None:
         super().__init__(**options)
-        self.door = Door(self.router, self.metrics, limit, 60.0, aging_s=10.0, clock=self.clock)
-        self.let_in: list[Caller] = []
+        self.admission_queue = AdmissionQueue(
+            self.router, self.metrics, limit, 60.0, aging_s=10.0, clock=self.clock
+        )
+        self.let_in: list[QueuedRequest] = []
         self._number = 0
         for worker in self.workers.all:
             self.report(worker, max_running=max_running)
@@ -53,33 +55,35 @@ class Held(Setting):
     def report(self, worker: Worker, **load: int) -> None:
         """The engine tells its load."""
         told = {"capacity_tokens": 100_000, "max_running": 2, "queued": 0, **load}
-        worker.reported(told, self.clock.now_s)
-        self.router.make_room()
+        worker.apply_load(told, self.clock.now_s)
+        self.router.capacity_changed()
 
-    def come(self, asked: Asked | None = None, priority: int = 0, **headers: str) -> Caller:
+    def come(
+        self, routing: RoutingRequest | None = None, priority: int = 0, **headers: str
+    ) -> QueuedRequest:
         """One more comes; each with a prompt that it shares with nobody unless it is given."""
         self._number += 1
-        if asked is None:
+        if routing is None:
             text = f"{self._number:09}"
             headers["x-sgl-ext-priority"] = str(priority)
-            asked = self.ask(text, system=text * 10, **headers)
-        caller = Caller(asked, self.let_in)
-        if self.door.place(caller) and caller in self.let_in:
+            routing = self.ask(text, system=text * 10, **headers)
+        caller = QueuedRequest(routing, self.let_in)
+        if self.admission_queue.place(caller) and caller in self.let_in:
             self.let_in.remove(caller)
         return caller
 
-    def fill(self, priority: int = 0) -> list[Caller]:
+    def fill(self, priority: int = 0) -> list[QueuedRequest]:
         """Requests come until one is held, which then leaves."""
         callers = []
-        while (caller := self.come(priority=priority)).flight is not None:
+        while (caller := self.come(priority=priority)).attempt is not None:
             callers.append(caller)
-        self.door.leave(caller)
+        self.admission_queue.leave(caller)
         return callers
 
 
-def landed(held: Held, caller: Caller) -> None:
-    assert caller.flight is not None
-    held.router.arrived(caller.flight)
+def landed(held: Held, caller: QueuedRequest) -> None:
+    assert caller.attempt is not None
+    held.router.arrived(caller.attempt)
 
 
 def test_requests_are_held_while_no_engine_has_room_and_released_as_one_ends() -> None:
@@ -87,10 +91,10 @@ def test_requests_are_held_while_no_engine_has_room_and_released_as_one_ends() -
     running = held.fill()
     assert len(running) == 6, "two run on each of two engines, and one is ahead"
     first, second = held.come(), held.come()
-    assert (first.flight, second.flight, held.door.waiting) == (None, None, 2)
+    assert (first.attempt, second.attempt, held.admission_queue.waiting) == (None, None, 2)
     landed(held, running[0])
-    assert first.flight is not None
-    assert (second.flight, held.door.waiting) == (None, 1)
+    assert first.attempt is not None
+    assert (second.attempt, held.admission_queue.waiting) == (None, 1)
 
 
 def test_an_engine_that_says_it_queues_is_sent_nothing_until_it_says_that_it_does_not() -> None:
@@ -98,10 +102,10 @@ def test_an_engine_that_says_it_queues_is_sent_nothing_until_it_says_that_it_doe
     for worker in held.workers.all:
         held.report(worker, max_running=100, queued=50)
     caller = held.come()
-    assert caller.flight is None
+    assert caller.attempt is None
     held.report(held.workers.all[0], max_running=100, queued=12)
-    assert caller.flight is not None
-    assert caller.flight.worker is held.workers.all[0]
+    assert caller.attempt is not None
+    assert caller.attempt.worker is held.workers.all[0]
 
 
 def test_an_engine_s_memory_is_not_sent_more_than_it_holds() -> None:
@@ -109,9 +113,9 @@ def test_an_engine_s_memory_is_not_sent_more_than_it_holds() -> None:
     for worker in held.workers.all:
         held.report(worker, max_running=100, capacity_tokens=1000)
     long = [held.come(held.ask("x" * 2400, system=f"{n}")) for n in range(3)]
-    assert [caller.flight is None for caller in long] == [False, False, True]
+    assert [caller.attempt is None for caller in long] == [False, False, True]
     landed(held, long[0])
-    assert long[2].flight is not None
+    assert long[2].attempt is not None
 
 
 def test_what_is_too_long_stands_first_after_a_while_and_goes_as_soon_as_it_fits() -> None:
@@ -120,23 +124,23 @@ def test_what_is_too_long_stands_first_after_a_while_and_goes_as_soon_as_it_fits
         held.report(worker, max_running=100, capacity_tokens=1000)
     half = [held.come(held.ask("x" * 2000, system=f"{n}")) for n in range(2)]
     long = held.come(held.ask("x" * 3000, system="long", **{"x-sgl-ext-priority": "1"}))
-    assert long.flight is None
-    assert held.come(held.ask("short", system="1")).flight is not None, "it lets others by"
+    assert long.attempt is None
+    assert held.come(held.ask("short", system="1")).attempt is not None, "it lets others by"
     held.clock.now_s += HOME_WAIT_S
     short = held.come(held.ask("short", system="2"))
-    assert short.flight is None, "for a while"
+    assert short.attempt is None, "for a while"
     important = held.come(held.ask("short", system="3", **{"x-sgl-ext-priority": "2"}))
-    assert important.flight is not None, "and who is more important always"
+    assert important.attempt is not None, "and who is more important always"
     landed(held, half[0])
-    assert long.flight is not None
-    assert short.flight is not None
+    assert long.attempt is not None
+    assert short.attempt is not None
 
 
 def test_a_prompt_that_fits_no_engine_is_not_held_for_ever() -> None:
     held = Held()
     for worker in held.workers.all:
         held.report(worker, capacity_tokens=1000)
-    assert held.come(held.ask("x" * 40_000)).flight is not None
+    assert held.come(held.ask("x" * 40_000)).attempt is not None
     assert sum(worker.running.tokens for worker in held.workers.all) == 0
 
 
@@ -147,15 +151,15 @@ def test_who_could_preempt_passes_those_who_wait() -> None:
     for worker in held.workers.all:
         held.report(worker, queued=5)
     below, person = held.come(priority=9), held.come(priority=10)
-    assert person.flight is not None
-    assert usual.flight is below.flight is None
+    assert person.attempt is not None
+    assert usual.attempt is below.attempt is None
 
 
 def test_the_threshold_is_the_engines() -> None:
     held = Held(preemption_threshold=3)
     held.fill()
-    assert held.come(priority=2).flight is None
-    assert held.come(priority=3).flight is not None
+    assert held.come(priority=2).attempt is None
+    assert held.come(priority=3).attempt is not None
 
 
 def test_an_engine_that_reports_nothing_is_sent_what_the_limit_allows() -> None:
@@ -163,9 +167,9 @@ def test_an_engine_that_reports_nothing_is_sent_what_the_limit_allows() -> None:
     held.fill()
     waiting = held.come()
     for worker in held.workers.all:
-        worker.reported({"queued": 9, "capacity_tokens": 100_000}, held.clock.now_s)
-    held.door.sweep()
-    assert waiting.flight is not None
+        worker.apply_load({"queued": 9, "capacity_tokens": 100_000}, held.clock.now_s)
+    held.admission_queue.sweep()
+    assert waiting.attempt is not None
     held.fill()
     assert [worker.in_flight for worker in held.workers.all] == [20, 20]
 
@@ -175,7 +179,7 @@ def test_what_a_worker_reported_is_forgotten_when_it_goes() -> None:
     worker = held.workers.all[0]
     held.workers.mark(worker, ready=False)
     assert (worker.capacity, worker.pinned_tokens) == (None, 0)
-    assert worker.pending_in_all(held.clock.now_s) == 0
+    assert worker.total_pending_tokens(held.clock.now_s) == 0
 
 
 def test_what_needs_no_scheduler_is_not_held() -> None:
@@ -183,35 +187,35 @@ def test_what_needs_no_scheduler_is_not_held() -> None:
     held.fill()
     waiting = [held.come(priority=1) for _ in range(40)]
     there = [worker.running.requests for worker in held.workers.all]
-    assert held.come(NOTHING_ASKED).flight is not None
+    assert held.come(NO_ROUTING).attempt is not None
     assert [worker.running.requests for worker in held.workers.all] == there
-    assert not any(caller.flight for caller in waiting)
+    assert not any(caller.attempt for caller in waiting)
 
 
 def test_the_load_of_other_balancers_takes_room() -> None:
     held = Held()
     for worker in held.workers.all:
-        worker.elsewhere = Load(3, 3, 0)
+        worker.peer_load = Load(3, 3, 0)
     caller = held.come()
-    assert caller.flight is None
-    held.workers.all[1].elsewhere = Load(2, 2, 0)
-    held.router.make_room()
-    assert caller.flight is not None
+    assert caller.attempt is None
+    held.workers.all[1].peer_load = Load(2, 2, 0)
+    held.router.capacity_changed()
+    assert caller.attempt is not None
 
 
-def homed(held: Held) -> tuple[Worker, Asked, list[Caller]]:
+def homed(held: Held) -> tuple[Worker, RoutingRequest, list[QueuedRequest]]:
     """A session's next turn, whose worker is full while the other one is not."""
     first = held.come(held.ask("Hello"))
-    assert first.flight is not None
-    home = first.flight.worker
-    held.confirm(first.flight)
+    assert first.attempt is not None
+    home = first.attempt.worker
+    held.confirm(first.attempt)
     landed(held, first)
     running = held.fill()
     for caller in running:
-        assert caller.flight is not None
-        if caller.flight.worker is not home:
+        assert caller.attempt is not None
+        if caller.attempt.worker is not home:
             landed(held, caller)
-    there = [c for c in running if c.flight is not None and c.flight.worker is home]
+    there = [c for c in running if c.attempt is not None and c.attempt.worker is home]
     return home, held.ask("Hello", "Hi.", "Go on"), there
 
 
@@ -219,15 +223,15 @@ def test_a_session_waits_for_its_home_a_while_and_lets_others_by() -> None:
     held = Held()
     home, turn, there = homed(held)
     waiting, other = held.come(turn), held.come()
-    assert waiting.flight is None
-    assert other.flight is not None
-    assert other.flight.worker is not home
+    assert waiting.attempt is None
+    assert other.attempt is not None
+    assert other.attempt.worker is not home
     held.clock.now_s += HOME_WAIT_S - 0.1
-    held.door.sweep()
-    assert waiting.flight is None
+    held.admission_queue.sweep()
+    assert waiting.attempt is None
     landed(held, there[0])
-    assert waiting.flight is not None
-    assert (waiting.flight.worker, waiting.flight.placement.reason) == (home, "home")
+    assert waiting.attempt is not None
+    assert (waiting.attempt.worker, waiting.attempt.placement.reason) == (home, "home")
 
 
 def test_after_a_while_a_session_goes_where_there_is_room() -> None:
@@ -235,22 +239,22 @@ def test_after_a_while_a_session_goes_where_there_is_room() -> None:
     home, turn, _ = homed(held)
     waiting = held.come(turn)
     held.clock.now_s += HOME_WAIT_S
-    held.door.sweep()
-    assert waiting.flight is not None
-    assert waiting.flight.worker is not home
-    assert waiting.flight.placement.reason == "moved"
+    held.admission_queue.sweep()
+    assert waiting.attempt is not None
+    assert waiting.attempt.worker is not home
+    assert waiting.attempt.placement.reason == "moved"
 
 
 def test_a_session_with_little_at_home_does_not_wait_for_it() -> None:
     held = Held()
     first = held.come(held.ask("Hi", system="s"))
-    assert first.flight is not None
-    home = first.flight.worker
-    held.confirm(first.flight, tokens=300)
+    assert first.attempt is not None
+    home = first.attempt.worker
+    held.confirm(first.attempt, tokens=300)
     held.report(home, queued=9)
     turn = held.come(held.ask("Hi", "Hi.", "Go on", system="s"))
-    assert turn.flight is not None
-    assert turn.flight.worker is not home
+    assert turn.attempt is not None
+    assert turn.attempt.worker is not home
 
 
 def test_one_whose_time_is_over_or_whose_queue_is_full_is_told_when_to_come_back() -> None:
@@ -259,11 +263,11 @@ def test_one_whose_time_is_over_or_whose_queue_is_full_is_told_when_to_come_back
     one, two, three = held.come(), held.come(), held.come(priority=1)
     assert [caller.error is None for caller in (one, two, three)] == [True, False, True]
     held.clock.now_s += 61
-    held.door.sweep()
+    held.admission_queue.sweep()
     for caller in (one, two, three):
         assert caller.error is not None
         assert (caller.error.status, caller.error.retry_after_s) == (503, 5)
-    assert held.door.waiting == 0
+    assert held.admission_queue.waiting == 0
 
 
 def test_a_long_queue_is_put_in_order_for_several_that_come_at_once(
@@ -279,47 +283,47 @@ def test_a_long_queue_is_put_in_order_for_several_that_come_at_once(
     held = Held(limit=640)
     held.fill()
     monkeypatch.setattr(admission_queue, "in_order", counted)
-    asked = held.ask("Hello", system="x")
-    callers = [held.come(asked) for _ in range(1000)]
+    routing = held.ask("Hello", system="x")
+    callers = [held.come(routing) for _ in range(1000)]
     assert len([size for size in sizes if size > 300]) <= 360 / 10
-    assert 640 <= held.door.waiting <= 650
-    held.door.sweep()
-    assert held.door.waiting == 640
+    assert 640 <= held.admission_queue.waiting <= 650
+    held.admission_queue.sweep()
+    assert held.admission_queue.waiting == 640
     assert len([caller for caller in callers if caller.error is not None]) == 360
 
 
 def test_the_door_keeps_nothing_of_those_who_leave() -> None:
     held = Held()
     running = held.fill()
-    asked = held.ask("Hello", system="x")
-    callers = [held.come(asked) for _ in range(90)]
+    routing = held.ask("Hello", system="x")
+    callers = [held.come(routing) for _ in range(90)]
     kept = [weakref.ref(caller) for caller in callers]
     landed(held, running.pop())
     for caller in callers[1:]:
-        held.door.leave(caller)
+        held.admission_queue.leave(caller)
     first = callers[0]
-    assert first.flight is not None
-    held.router.broke_off(first.flight, by_worker=False)
+    assert first.attempt is not None
+    held.router.fail(first.attempt, by_worker=False)
     held.let_in.clear()
     del callers, caller, first
     gc.collect()
     assert not any(one() for one in kept)
-    assert held.door.waiting == 0
+    assert held.admission_queue.waiting == 0
 
 
 def test_ten_thousand_wait_and_half_of_them_leave() -> None:
     held = Held(limit=10_000)
     running = held.fill()
-    asked = [held.ask("Hello", system=f"{n}") for n in range(50)]
-    callers = [held.come(asked[n % 50]) for n in range(10_200)]
-    held.door.sweep()
+    routing = [held.ask("Hello", system=f"{n}") for n in range(50)]
+    callers = [held.come(routing[n % 50]) for n in range(10_200)]
+    held.admission_queue.sweep()
     away = [caller for caller in callers if caller.error is not None]
-    assert (held.door.waiting, len(away)) == (10_000, 200)
+    assert (held.admission_queue.waiting, len(away)) == (10_000, 200)
     assert {(c.error.status, c.error.retry_after_s) for c in away if c.error} == {(503, 5)}
     for caller in [caller for caller in callers if caller.error is None][::2]:
-        held.door.leave(caller)
-    assert held.door.waiting == 5000
-    while held.door.waiting:
+        held.admission_queue.leave(caller)
+    assert held.admission_queue.waiting == 5000
+    while held.admission_queue.waiting:
         landed(held, running.pop())
         running.append(held.let_in[-1])
     assert len(held.let_in) == 5000
@@ -341,8 +345,8 @@ def test_what_waited_is_told_by_band_of_priority() -> None:
     held.clock.now_s += 12
     landed(held, running[0])
     landed(held, running[1])
-    assert aged.flight is not None
-    assert person.flight is not None
+    assert aged.attempt is not None
+    assert person.attempt is not None
     page = held.metrics.render().decode()
     assert 'sgl_ext_priority_queue_seconds_sum{priority="0"} 12.0' in page
     assert 'sgl_ext_priority_queue_seconds_count{priority="1"} 1.0' in page

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radix.in_flight_prefixes import ExpectedPrefixes
+from radix.in_flight_prefixes import InFlightPrefixes
 from radix.index import PrefixIndex
-from sgl_ext.balancer.routing.prefix_events import Fault, FeedBroken, PrefixFeed
+from sgl_ext.balancer.routing.prefix_events import EventStreamBroken, Fault, PrefixEventReader
 from sgl_ext.pin_mirror import PinMirror
 
 WORKER, OTHER = 3, 5
@@ -36,9 +36,9 @@ class Fed:
 
     def __init__(self) -> None:
         self.index = PrefixIndex()
-        self.expected = ExpectedPrefixes(confirm_s=5)
+        self.expected = InFlightPrefixes(confirm_s=5)
         self.pins = PinMirror()
-        self.feed = PrefixFeed(WORKER, self.index, self.expected, self.pins)
+        self.feed = PrefixEventReader(WORKER, self.index, self.expected, self.pins)
 
     def held(self) -> list[tuple[int | None, int, int]]:
         return list(self.index.snapshot(WORKER))
@@ -82,14 +82,14 @@ def test_a_first_snapshot_leaves_what_is_on_its_way() -> None:
 def test_a_gap_asks_for_a_snapshot(seq: int) -> None:
     fed = Fed()
     fed.feed.apply(snapshot((1, None, 100)), NOW)
-    with pytest.raises(FeedBroken) as broken:
+    with pytest.raises(EventStreamBroken) as broken:
         fed.feed.apply(line(seq, removed=[name(1)]), NOW)
     assert broken.value.fault is Fault.GAP
     assert fed.index.holds(WORKER, 1)
 
 
 def test_a_feed_must_begin_with_a_snapshot() -> None:
-    with pytest.raises(FeedBroken):
+    with pytest.raises(EventStreamBroken):
         Fed().feed.apply(line(1, stored=[[name(1), None, 1]]), NOW)
 
 
@@ -155,7 +155,7 @@ def test_the_load_is_kept() -> None:
 def test_a_malformed_line_changes_nothing(raw: bytes) -> None:
     fed = Fed()
     fed.feed.apply(snapshot((1, None, 100)), NOW)
-    with pytest.raises(FeedBroken) as broken:
+    with pytest.raises(EventStreamBroken) as broken:
         fed.feed.apply(raw, NOW)
     assert broken.value.fault is Fault.MALFORMED
     assert fed.held() == [(None, 1, 100)]
@@ -190,8 +190,8 @@ def test_nothing_an_engine_says_breaks_the_index(lines: list[bytes]) -> None:
     for raw in lines:
         try:
             fed.feed.apply(raw, NOW)
-        except FeedBroken:
-            fed.feed = PrefixFeed(WORKER, fed.index, fed.expected, fed.pins)
+        except EventStreamBroken:
+            fed.feed = PrefixEventReader(WORKER, fed.index, fed.expected, fed.pins)
         fed.index.check()
         assert fed.index.holds(OTHER, 99), "a worker speaks for itself alone"
 
@@ -223,5 +223,5 @@ def test_pins_are_followed() -> None:
 )
 def test_pins_that_cannot_be_are_malformed(told: dict[str, Any]) -> None:
     fed = Fed()
-    with pytest.raises(FeedBroken, match="malformed"):
+    with pytest.raises(EventStreamBroken, match="malformed"):
         fed.feed.apply(line(1, snapshot=True, **told), NOW)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.routing.attempt import Asked, Flight
+from sgl_ext.balancer.routing.attempt import Attempt, RoutingRequest
 from sgl_ext.balancer.routing.router import CONFIRM_S, UNCONFIRMED_S, Router
 from sgl_ext.balancer.routing.workers import SETTLED_S, SLOW_START_S, Workers
 
@@ -35,22 +35,27 @@ class Setting:
             worker.publishes = True
         self.router = Router(self.workers, self.metrics, clock=self.clock, **options)
 
-    def ask(self, *texts: str, system: str = HARNESS, **headers: str) -> Asked:
+    def ask(self, *texts: str, system: str = HARNESS, **headers: str) -> RoutingRequest:
         roles = ("user", "assistant")
         messages = [{"role": roles[n % 2], "content": text} for n, text in enumerate(texts)]
         body = {"system": system, "messages": messages}
         return self.router.read("/v1/messages", headers, body, 0)
 
-    def fly(self, asked: Asked) -> Flight:
-        flight = self.router.place(asked, set())
-        assert flight is not None
-        return flight
+    def fly(self, routing: RoutingRequest) -> Attempt:
+        attempt = self.router.place(routing, set())
+        assert attempt is not None
+        return attempt
 
-    def confirm(self, flight: Flight, tokens: int = 10_000) -> None:
+    def held_tokens(self, attempt: Attempt) -> int:
+        """What the attempt's worker is thought to hold of its prompt."""
+        views = self.router.explain(attempt.routing)["workers"]
+        return int(views[attempt.worker.slot]["held_tokens"])
+
+    def confirm(self, attempt: Attempt, tokens: int = 10_000) -> None:
         """The engine says that it holds the whole chain."""
         parent = None
-        for segment in flight.asked.chain.hashes:
-            assert self.router.index.store(flight.worker.slot, parent, segment, tokens)
+        for segment in attempt.routing.chain.hashes:
+            assert self.router.index.store(attempt.worker.slot, parent, segment, tokens)
             parent = segment
 
 
@@ -61,7 +66,7 @@ def setting() -> Setting:
 
 def test_the_next_turn_goes_where_the_conversation_is(setting: Setting) -> None:
     first = setting.fly(setting.ask("Hello"))
-    setting.router.first_byte(first)
+    setting.router.prefill_done(first)
     setting.confirm(first)
     setting.router.arrived(first)
     second = setting.fly(setting.ask("Hello", "Hi.", "Go on"))
@@ -76,7 +81,7 @@ def test_another_balancer_finds_the_session_by_what_the_workers_hold(setting: Se
     home = other.workers.find(first.worker.url)
     assert home is not None
     parent = None
-    for segment in first.asked.chain.hashes:
+    for segment in first.routing.chain.hashes:
         other.router.index.store(home.slot, parent, segment, 9_000)
         parent = segment
     second = other.fly(other.ask("Hello", "Hi.", "Go on"))
@@ -90,7 +95,7 @@ def test_sub_agents_follow_the_one_whose_prefill_runs(setting: Setting) -> None:
     assert second.follows is third.follows is lead
     woken: list[str] = []
     lead.followers.append(lambda: woken.append("second"))
-    setting.router.first_byte(lead)
+    setting.router.prefill_done(lead)
     assert woken == ["second"]
     assert setting.fly(setting.ask("Find d")).follows is None
 
@@ -105,7 +110,7 @@ def test_what_the_engine_says_it_has_computed_is_waited_for_no_longer(setting: S
     setting.confirm(lead)
     setting.router.confirmed(lead.worker)
     assert (woken, lead.worker.decoding) == (["follower"], 1)
-    setting.router.first_byte(lead)
+    setting.router.prefill_done(lead)
     assert lead.worker.decoding == 1
 
 
@@ -121,49 +126,49 @@ def test_followers_are_woken_when_the_leader_fails(setting: Setting) -> None:
     setting.fly(setting.ask("Find b"))
     woken: list[str] = []
     lead.followers.append(lambda: woken.append("follower"))
-    setting.router.broke_off(lead, by_worker=True)
+    setting.router.fail(lead, by_worker=True)
     assert woken == ["follower"]
 
 
 def test_new_sessions_of_one_harness_spread_as_they_add_up(setting: Setting) -> None:
     used = set()
     for number in range(48):
-        flight = setting.fly(setting.ask(f"Task {number}"))
-        setting.router.first_byte(flight)
-        setting.confirm(flight)
-        used.add(flight.worker.url)
+        attempt = setting.fly(setting.ask(f"Task {number}"))
+        setting.router.prefill_done(attempt)
+        setting.confirm(attempt)
+        used.add(attempt.worker.url)
     assert used == {A, B}
 
 
 def test_what_an_engine_never_confirms_is_not_believed_for_long(setting: Setting) -> None:
-    flight = setting.fly(setting.ask("Hello"))
-    setting.router.first_byte(flight)
-    setting.router.arrived(flight)
-    assert setting.router.explain(flight.asked)["workers"][flight.worker.slot]["held_tokens"] > 0
+    attempt = setting.fly(setting.ask("Hello"))
+    setting.router.prefill_done(attempt)
+    setting.router.arrived(attempt)
+    assert setting.held_tokens(attempt) > 0
     setting.clock.now_s += CONFIRM_S
     setting.fly(setting.ask("Else", system="Other"))
-    assert setting.router.explain(flight.asked)["workers"][flight.worker.slot]["held_tokens"] == 0
+    assert setting.held_tokens(attempt) == 0
 
 
 def test_an_engine_without_events_is_believed_longer(setting: Setting) -> None:
-    flight = setting.fly(setting.ask("Hello"))
-    flight.worker.publishes = False
-    setting.router.arrived(flight)
+    attempt = setting.fly(setting.ask("Hello"))
+    attempt.worker.publishes = False
+    setting.router.arrived(attempt)
     setting.clock.now_s += UNCONFIRMED_S - 1
     setting.fly(setting.ask("Else", system="Other"))
-    assert setting.router.explain(flight.asked)["workers"][flight.worker.slot]["held_tokens"] > 0
+    assert setting.held_tokens(attempt) > 0
 
 
 def test_load_is_counted_and_given_back_however_a_flight_ends(setting: Setting) -> None:
-    flights = [setting.fly(setting.ask(f"Task {n}", system=f"{n}" * 9000)) for n in range(4)]
+    attempts = [setting.fly(setting.ask(f"Task {n}", system=f"{n}" * 9000)) for n in range(4)]
     assert sum(worker.pending_tokens for worker in setting.workers.all) > 8000
-    setting.router.first_byte(flights[0])
-    assert flights[0].worker.decoding == 1
-    setting.router.arrived(flights[0])
-    setting.router.broke_off(flights[1], by_worker=True)
-    setting.router.broke_off(flights[2], by_worker=False)
-    setting.router.first_byte(flights[3])
-    setting.router.broke_off(flights[3], by_worker=True)
+    setting.router.prefill_done(attempts[0])
+    assert attempts[0].worker.decoding == 1
+    setting.router.arrived(attempts[0])
+    setting.router.fail(attempts[1], by_worker=True)
+    setting.router.fail(attempts[2], by_worker=False)
+    setting.router.prefill_done(attempts[3])
+    setting.router.fail(attempts[3], by_worker=True)
     loads = [(w.in_flight, w.pending_tokens, w.decoding) for w in setting.workers.all]
     assert loads == [(0, 0, 0)] * 2
 
@@ -176,7 +181,7 @@ def test_a_dead_worker_is_not_picked_again_by_affinity(setting: Setting) -> None
     second = setting.fly(setting.ask("Hello", "Hi.", "Go on"))
     assert second.worker is not first.worker
     setting.workers.mark(first.worker, ready=True)
-    assert setting.router.explain(first.asked)["workers"][first.worker.slot]["held_tokens"] == 0
+    assert setting.held_tokens(first) == 0
 
 
 def test_a_worker_that_failed_its_trial_is_left_out_until_one_is_well(setting: Setting) -> None:
@@ -195,9 +200,9 @@ def test_a_worker_that_failed_its_trial_is_left_out_until_one_is_well(setting: S
 
 
 def test_a_draining_worker_gets_nothing_new(setting: Setting) -> None:
-    flight = setting.fly(setting.ask("Hello"))
-    flight.worker.draining = True
-    assert setting.fly(setting.ask("Hello", "Hi.", "Go on")).worker is not flight.worker
+    attempt = setting.fly(setting.ask("Hello"))
+    attempt.worker.draining = True
+    assert setting.fly(setting.ask("Hello", "Hi.", "Go on")).worker is not attempt.worker
 
 
 def test_a_returning_worker_takes_up_work_slowly(setting: Setting) -> None:
@@ -216,38 +221,38 @@ def test_there_is_no_place_when_all_are_full() -> None:
     setting.fly(setting.ask("a"))
     setting.fly(setting.ask("b"))
     assert setting.router.place(setting.ask("c"), set()) is None
-    assert setting.router.any_open()
+    assert setting.router.any_available()
 
 
 def test_a_retry_goes_elsewhere_if_it_can(setting: Setting) -> None:
-    asked = setting.ask("Hello")
-    first = setting.fly(asked)
-    setting.router.broke_off(first, by_worker=True)
-    second = setting.router.place(asked, {first.worker})
+    routing = setting.ask("Hello")
+    first = setting.fly(routing)
+    setting.router.fail(first, by_worker=True)
+    second = setting.router.place(routing, {first.worker})
     assert second is not None
     assert second.worker is not first.worker
-    again = setting.router.place(asked, {first.worker, second.worker})
+    again = setting.router.place(routing, {first.worker, second.worker})
     assert again is not None
 
 
 def test_an_engine_s_own_account_adds_what_others_sent_it(setting: Setting) -> None:
     worker = setting.workers.all[0]
-    worker.reported({"pending_tokens": 5000}, now_s=10.0)
-    assert worker.pending_in_all(10.0) == 0, "it may be older than what has finished since"
-    assert worker.pending_in_all(10.0 + SETTLED_S) == 5000
-    worker.reported({"pending_tokens": 4000}, now_s=11.0)
-    assert worker.pending_in_all(11.0) == 4000
-    worker.reported({"pinned_tokens": 90_000, "used_tokens": 90_000}, now_s=12.0)
-    assert worker.pending_in_all(13.0) == 0, "pinned tokens are no load"
+    worker.apply_load({"pending_tokens": 5000}, now_s=10.0)
+    assert worker.total_pending_tokens(10.0) == 0, "it may be older than what has finished since"
+    assert worker.total_pending_tokens(10.0 + SETTLED_S) == 5000
+    worker.apply_load({"pending_tokens": 4000}, now_s=11.0)
+    assert worker.total_pending_tokens(11.0) == 4000
+    worker.apply_load({"pinned_tokens": 90_000, "used_tokens": 90_000}, now_s=12.0)
+    assert worker.total_pending_tokens(13.0) == 0, "pinned tokens are no load"
 
 
 def test_a_prompt_that_the_engine_has_computed_is_pending_no_more(setting: Setting) -> None:
-    flight = setting.fly(setting.ask("Write a book", system="9" * 40_000))
-    worker, now_s = flight.worker, setting.clock.now_s
-    assert worker.pending_in_all(now_s) > 9_000
-    worker.reported({"pending_tokens": 0}, now_s)
-    assert worker.pending_in_all(now_s) > 9_000
-    assert worker.pending_in_all(now_s + SETTLED_S) == 0, "no answer yet, but it decodes"
+    attempt = setting.fly(setting.ask("Write a book", system="9" * 40_000))
+    worker, now_s = attempt.worker, setting.clock.now_s
+    assert worker.total_pending_tokens(now_s) > 9_000
+    worker.apply_load({"pending_tokens": 0}, now_s)
+    assert worker.total_pending_tokens(now_s) > 9_000
+    assert worker.total_pending_tokens(now_s + SETTLED_S) == 0, "no answer yet, but it decodes"
 
 
 def test_two_clients_that_open_alike_are_two_sessions_if_they_say_so(setting: Setting) -> None:
@@ -272,7 +277,7 @@ def test_tools_in_any_order_are_one_prefix_for_those_who_ask_for_it() -> None:
 def test_slots_are_used_again(setting: Setting) -> None:
     gone = setting.workers.all[0]
     setting.workers.drain(gone)
-    setting.workers.let_go()
+    setting.workers.remove_drained()
     joined = setting.workers.add("http://c")
     assert joined.slot == gone.slot
     assert setting.workers.add("http://c") is joined
@@ -280,7 +285,7 @@ def test_slots_are_used_again(setting: Setting) -> None:
 
 def test_what_is_prefilled_ahead_goes_home_and_is_no_load(setting: Setting) -> None:
     first = setting.fly(setting.ask("Hello"))
-    setting.router.first_byte(first)
+    setting.router.prefill_done(first)
     setting.confirm(first)
     setting.router.arrived(first)
     expected = len(setting.router.expected)

@@ -44,8 +44,8 @@ async def in_flight(client: ClientSession) -> dict[str, int]:
 
 async def two_at_once(client: ClientSession) -> tuple[str, asyncio.Future[Any]]:
     """The engine of a session that has two requests there, which is all it takes; and these."""
-    asked = body("Go", "Gone", "On")
-    both = asyncio.gather(*(client.post(CHAT, json=asked, headers=MINE) for _ in range(2)))
+    routing = body("Go", "Gone", "On")
+    both = asyncio.gather(*(client.post(CHAT, json=routing, headers=MINE) for _ in range(2)))
 
     async def there() -> bool:
         return sorted((await in_flight(client)).values()) == [0, 2]

@@ -13,7 +13,7 @@ import orjson
 import pytest
 
 from radix.pins import Pins
-from radix.residency import Held
+from radix.residency import Residency
 from sgl_ext.engine.core import event_lines
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.hints import Hints
@@ -211,7 +211,7 @@ def plan(running: int, prefill: int = 0, tokens: int = 0) -> Any:
 
 class Cache:
     def __init__(self) -> None:
-        self.held = Held()
+        self.held = Residency()
         self.pins = PinKeeper(self, Pins(budget_tokens=100), page=1, tells=True)
 
     def match_until(self, _: Any, tokens: int) -> tuple[int, int]:
