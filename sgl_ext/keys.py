@@ -1,10 +1,10 @@
-"""Makes, lists and revokes API keys in a file (`sgl_ext.key_file`).
+"""Creates, lists and revokes the API keys in a key file (`sgl_ext.key_file`).
 
-    python -m sgl_ext.keys FILE add TENANT      prints a new key, this once
+    python -m sgl_ext.keys FILE add TENANT      prints a new key, once
     python -m sgl_ext.keys FILE list
     python -m sgl_ext.keys FILE revoke NAME
 
-What a person wrote in the file stays as it is.
+The file's comments and the order of its tables stay as they are.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import fcntl
 import os
-import re
 import secrets
 import sys
 import tempfile
@@ -20,57 +19,82 @@ import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from itertools import dropwhile
 from pathlib import Path
 
-from sgl_ext.key_file import KeysError, hash_of, parse_keys, read_keys
+import tomlkit
+from tomlkit.container import Container
+from tomlkit.items import Comment, Item, Key, Table
+
+from sgl_ext.key_file import KeysError, hash_of, new_key, parse_keys, read_keys
 from sgl_ext.tenants import TENANT_NAME
 
 
-def new_key() -> str:
-    """A key that nobody has."""
-    return "sgl-" + secrets.token_urlsafe(32)
-
-
 def add_key(path: Path, tenant: str, note: str = "") -> tuple[str, str]:
-    """Adds a new key of a tenant to a file, which need not exist: the key, and its name."""
+    """Adds a new key of a tenant to a file, or creates the file. Returns the key and its name."""
     key, name = new_key(), secrets.token_hex(4)
     if TENANT_NAME.fullmatch(tenant) is None:
-        raise KeysError("tenant: a name is printable ASCII, as a header's value is")
-    created = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    lines = [f"[keys.{name}]", f"tenant = {_quoted(tenant)}", f'sha256 = "{hash_of(key.encode())}"']
-    lines += [f"created = {created}", *([f"note = {_quoted(note)}"] if note else [])]
-    table = "\n".join(lines) + "\n"
+        raise KeysError("tenant: a name is printable ASCII, like the value of an HTTP header")
+    if not note.isprintable():
+        raise KeysError("note: must be one line of printable text")
+    fields = {"tenant": tenant, "sha256": hash_of(key.encode())}
+    fields |= {"note": note} if note else {}
+    created = datetime.now(UTC).replace(microsecond=0)
+    table = tomlkit.dumps({"keys": {name: {**fields, "created": created}}})
     with _locked(path):
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         parse_keys(text)
-        before = text if not text or text.endswith("\n") else text + "\n"
-        _write(path, before + ("\n" if before else "") + table)
+        if text:
+            table = f"{text}\n{table}" if text.endswith("\n") else f"{text}\n\n{table}"
+        _write(path, table)
     return key, name
 
 
 def revoke_key(path: Path, name: str) -> None:
-    """Takes the key of this name out of a file. Raises KeysError if there is none."""
+    """Removes the key of this name from a file. Raises KeysError if the file has none."""
     with _locked(path):
         text = path.read_text(encoding="utf-8") if path.exists() else ""
-        before = parse_keys(text)
-        begins = re.compile(rf"\s*\[\s*keys\s*\.\s*[\"']?{re.escape(name)}[\"']?\s*\]\s*(#.*)?")
-        kept, is_out = [], False
-        for line in text.splitlines(keepends=True):
-            if line.lstrip().startswith("["):
-                is_out = begins.fullmatch(line.rstrip("\n")) is not None
-            if not is_out:
-                kept.append(line)
-        after = parse_keys("".join(kept))
-        gone = before.tenants_by_hash.items() - after.tenants_by_hash.items()
-        is_all = len(gone) == len(before.tenants_by_hash) - len(after.tenants_by_hash) == 1
-        if not is_all or after.allowances != before.allowances:
-            raise KeysError("the file has no table of its own for a key of this name")
-        _write(path, "".join(kept))
+        parse_keys(text)
+        document = tomlkit.parse(text)
+        if name not in document.get("keys", {}):
+            raise KeysError("there is no key of this name")
+        _remove(document, name)
+        _write(path, tomlkit.dumps(document))
+
+
+def _remove(document: Container, name: str) -> None:
+    """Removes a key's table, but not the comments at its end.
+
+    For tomlkit they belong to that table, but they describe the table below. They go to the
+    end of the table before it, or if there is none, ahead of all tables.
+    """
+    body = document.body
+    end = next((n for n, (key, _) in enumerate(body) if key is not None), 0)
+    comments: list[tuple[Key | None, Item]] = []
+    for path, table in _tables(document):
+        if path == ["keys", name]:
+            values = [n for n, (key, _) in enumerate(table.body) if key is not None]
+            tail = table.body[max(values, default=-1) + 1 :]
+            comments = [*dropwhile(lambda entry: not isinstance(entry[1], Comment), tail)]
+            break
+        body, end = table.body, len(table.body)
+    del document["keys"][name]
+    body[end:end] = comments
+
+
+def _tables(container: Container, *path: str) -> Iterator[tuple[list[str], Container]]:
+    """The tables of a document that hold values, in the order of the file."""
+    for key, item in container.body:
+        if key is not None and isinstance(item, Table):
+            if item.is_super_table():
+                yield from _tables(item.value, *path, key.key)
+            else:
+                yield [*path, key.key], item.value
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Nobody else changes files of this folder with these commands meanwhile."""
+    """Keeps other runs of these commands from changing the files of this folder meanwhile."""
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
@@ -80,7 +104,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Puts a new file, readable by its owner alone, in the place of the old one at once."""
+    """Replaces a file in one step with one that only its owner can read."""
     parse_keys(text)
     handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -95,36 +119,32 @@ def _write(path: Path, text: str) -> None:
         raise
 
 
-def _quoted(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
-
-
 def main(argv: list[str] | None = None, show: Callable[[str], None] = print) -> None:
-    """The command. Raises SystemExit with a reason if it cannot do as it is told."""
+    """Runs the command. Raises SystemExit with the reason if it fails."""
     parser = argparse.ArgumentParser(prog="python -m sgl_ext.keys", description="API keys.")
     parser.add_argument("file", type=Path, metavar="FILE")
     commands = parser.add_subparsers(dest="command", required=True)
-    adds = commands.add_parser("add", help="make a key of a tenant and print it, this once")
+    adds = commands.add_parser("add", help="create a key of a tenant and print it, once")
     adds.add_argument("tenant")
-    adds.add_argument("--note", default="", help="whom it was given to, say")
-    commands.add_parser("list", help="each key's name, tenant, and day")
-    commands.add_parser("revoke", help="take a key out").add_argument("name")
-    asked = parser.parse_args(argv)
+    adds.add_argument("--note", default="", help="a remark for the list, such as who got the key")
+    commands.add_parser("list", help="print each key's name, tenant, date and note")
+    commands.add_parser("revoke", help="remove a key").add_argument("name")
+    args = parser.parse_args(argv)
     try:
-        if asked.command == "add":
-            key, name = add_key(asked.file, asked.tenant, asked.note)
-            print(f"{name}, of {asked.tenant}; it is shown this once:", file=sys.stderr)
+        if args.command == "add":
+            key, name = add_key(args.file, args.tenant, args.note)
+            print(f"{name}, of {args.tenant}; the key is shown only now:", file=sys.stderr)
             show(key)
-        elif asked.command == "revoke":
-            revoke_key(asked.file, asked.name)
-            show(f"{asked.name} is revoked")
+        elif args.command == "revoke":
+            revoke_key(args.file, args.name)
+            show(f"{args.name} is revoked")
         else:
-            read_keys(asked.file)
-            for name, key in tomllib.loads(asked.file.read_text("utf-8")).get("keys", {}).items():
-                said = (name, key["tenant"], key.get("created", ""), key.get("note", ""))
-                show("  ".join(str(word) for word in said if word != ""))
+            read_keys(args.file)
+            for name, key in tomllib.loads(args.file.read_text("utf-8")).get("keys", {}).items():
+                words = (name, key["tenant"], key.get("created", ""), key.get("note", ""))
+                show("  ".join(str(word) for word in words if word != ""))
     except (KeysError, OSError) as error:
-        raise SystemExit(f"sgl-ext keys: {asked.file}: {error}") from None
+        raise SystemExit(f"sgl-ext keys: {args.file}: {error}") from None
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from sgl_ext.balancer.conversations.document_store import require_store
 from sgl_ext.config import ConfigError, LaunchConfig, launch_config
-from sgl_ext.keys import new_key
+from sgl_ext.key_file import new_key
 from sgl_ext.node import hardware
 from sgl_ext.node.child import Child
 from sgl_ext.node.progress import StartProgress, summary

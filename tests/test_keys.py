@@ -1,4 +1,4 @@
-"""Keys in a file: made, found, taken out, and never shown."""
+"""API keys are created, found and revoked in a file, and are never shown."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ sha256 = "{"0" * 64}"
 """
 
 
-def test_a_file_says_whose_a_key_is_and_what_its_tenant_may_have() -> None:
+def test_a_file_gives_the_tenant_of_a_key_and_its_limits() -> None:
     found = parse_keys(FILE)
     assert found.tenant_of(KEY.encode()) == "alice"
     assert found.allowance("alice") == Allowance(60, 1.5e5, True)
@@ -42,23 +42,23 @@ def test_a_file_says_whose_a_key_is_and_what_its_tenant_may_have() -> None:
     ("text", "place"),
     [
         (f"[keys]\n{KEY} = 'alice'", "keys: entry 1: must be a table"),
-        (f"[keys.{KEY}]\ntenant = 'a'", "keys: entry 1: has no good name"),
+        (f"[keys.{KEY}]\ntenant = 'a'", "keys: entry 1: has an invalid name"),
         (f"[keys.0a1b2c3d]\ntenant = 'a'\nsha256 = '{KEY}'", "keys.0a1b2c3d.sha256: must be 64"),
         (f"[keys.0a1b2c3d]\ntenant = '{KEY}\u00e9'\nsha256 = '{HASH}'", "keys.0a1b2c3d.tenant"),
-        (f"[keys.0a1b2c3d]\ntenant = 'a'\nkey = '{KEY}'", "keys.0a1b2c3d.key: no such value"),
-        (f"[keys.0a1b2c3d]\ntenant = 'a'\n{KEY} = 1", "keys.0a1b2c3d....: no such value"),
-        (FILE.replace("0" * 64, HASH), "keys: entry 2.sha256: another entry has the same key"),
+        (f"[keys.0a1b2c3d]\ntenant = 'a'\nkey = '{KEY}'", "keys.0a1b2c3d.key: is not a field"),
+        (f"[keys.0a1b2c3d]\ntenant = 'a'\n{KEY} = 1", "keys.0a1b2c3d....: is not a field"),
+        (FILE.replace("0" * 64, HASH), "keys: entry 2.sha256: is also the hash of another entry"),
         (f"[tenants.a]\nrequests_per_minute = '{KEY}'", "tenants.a.requests_per_minute: must be a"),
         ("[tenants.a]\nrequests_per_minute = 0", "tenants.a.requests_per_minute"),
         ("[tenants.a]\ntokens_per_minute = true", "tenants.a.tokens_per_minute"),
         ("[tenants.a]\nadmin = 1", "tenants.a.admin: must be true or false"),
-        ("[tenants.a]\ntoken_per_minute = 1", "tenants.a.token_per_minute: no such value"),
+        ("[tenants.a]\ntoken_per_minute = 1", "tenants.a.token_per_minute: is not a field"),
         (f"[tenants.{KEY}]\nadmin = 1", "tenants: entry 1.admin"),
-        (f"{KEY} = 1", "...: neither keys nor tenants"),
+        (f"{KEY} = 1", "...: must be keys or tenants"),
         (f"[keys\n'{KEY}'", "not TOML"),
     ],
 )
-def test_a_malformed_file_is_refused_by_place_and_shows_no_value(
+def test_a_malformed_file_is_rejected_by_place_without_its_values(
     tmp_path: Path, text: str, place: str
 ) -> None:
     path = tmp_path / "keys.toml"
@@ -71,7 +71,7 @@ def test_a_malformed_file_is_refused_by_place_and_shows_no_value(
     assert HASH not in str(caught.value)
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_missing_or_unreadable_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"keys=.*cannot be read"):
         BalancerConfig(keys=str(tmp_path / "none.toml")).check()
     (tmp_path / "bytes").write_bytes(b"\xff")
@@ -79,7 +79,7 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
         read_keys(tmp_path / "bytes")
 
 
-def test_a_key_is_made_once_listed_and_revoked(
+def test_a_key_is_created_listed_and_revoked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "keys.toml"
@@ -115,7 +115,7 @@ def test_a_key_is_made_once_listed_and_revoked(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_first_key_makes_the_file(tmp_path: Path) -> None:
+def test_the_first_key_creates_the_file(tmp_path: Path) -> None:
     key, _ = keys.add_key(tmp_path / "keys.toml", "alice")
     assert read_keys(tmp_path / "keys.toml").tenant_of(key.encode()) == "alice"
 
@@ -123,7 +123,7 @@ def test_a_first_key_makes_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "command", [["revoke", "nobody"], ["add", ""], ["add", "a\nb"], ["add", "a", "--note", "a\nb"]]
 )
-def test_what_cannot_be_done_is_said_and_changes_nothing(
+def test_a_command_that_fails_says_so_and_changes_nothing(
     tmp_path: Path, command: list[str]
 ) -> None:
     path = tmp_path / "keys.toml"
@@ -134,9 +134,62 @@ def test_what_cannot_be_done_is_said_and_changes_nothing(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_file_that_is_broken_is_not_written_to(tmp_path: Path) -> None:
+def test_a_malformed_file_is_not_written_to(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     path.write_text("[keys")
     with pytest.raises(KeysError, match="not TOML"):
         keys.add_key(path, "alice")
     assert path.read_text() == "[keys"
+
+
+COMMENTED = f"""# top
+
+# the first key
+[keys.a]   # a laptop
+tenant = "alice"
+sha256 = "{"0" * 64}"
+
+# the second key
+[keys.b]
+tenant = "bob"
+sha256 = "{"1" * 64}"
+
+# limits
+[tenants.bob]
+admin = true
+
+# the third key
+[keys.c]
+tenant = "carol"
+sha256 = "{"2" * 64}"
+# the end
+"""
+
+
+@pytest.mark.parametrize("name", ["a", "b", "c"])
+def test_comments_and_order_survive_a_revocation(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(COMMENTED)
+    keys.revoke_key(path, name)
+    table = COMMENTED.index(f"[keys.{name}]")
+    end = COMMENTED.index("\n#", table) + 1
+    left = [line for line in (COMMENTED[:table] + COMMENTED[end:]).splitlines() if line]
+    assert [line for line in path.read_text().splitlines() if line] == left
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f'[keys]\na = {{tenant = "alice", sha256 = "{HASH}"}}\n',
+        f'keys.a.tenant = "alice"\nkeys.a.sha256 = "{HASH}"\n',
+        f'["keys" . "a"]\ntenant = """[keys.b]"""\nsha256 = "{HASH}"\n[tenants.x]\n',
+    ],
+)
+def test_a_key_is_revoked_in_every_notation(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(text)
+    before = parse_keys(text)
+    keys.revoke_key(path, "a")
+    after = read_keys(path)
+    assert not after.tenants_by_hash
+    assert after.allowances == before.allowances
