@@ -92,7 +92,11 @@ HOOKS = (
     ),
     Hook(f"{_ANTHROPIC}.AnthropicServing._handle_non_streaming", "AROUND", usage.complete_answer),
     Hook(f"{_ANTHROPIC}._wrap_sse_event", "AROUND", usage.complete_event),
-    Hook(f"{_ANTHROPIC}.AnthropicServing._convert_response", "AROUND", stop_reasons.note_ending),
+    Hook(
+        f"{_ANTHROPIC}.AnthropicServing._convert_response",
+        "AROUND",
+        stop_reasons.note_finish_reason,
+    ),
     Hook(
         f"{_ANTHROPIC}.AnthropicServing._convert_to_chat_completion_request",
         "AROUND",

@@ -1,6 +1,6 @@
 """What the engine would generate from, for a body: its own conversion, stopped before it generates.
 
-A copy of a request goes the way of a real one, through the application itself: reading,
+A copy of a request goes the way of a real one, through the application itself: context,
 validation, template, tools, adapters, salt. Where it would be generated from, it is taken, and
 an error raised that SGLang answers quietly. So what is found out here is what a real request of
 that body comes to, whatever the protocol does; and a body that is refused is in its own words.
@@ -29,13 +29,13 @@ class Conversion:
     """What a body came to.
 
     request: SGLang's own, with the prompt's tokens; None if the body was refused.
-    reading: what was read off the body, as of any.
+    context: what was read off the body, as of any.
     status, answer: of the refusal.
     """
 
     def __init__(self) -> None:
         self.request: Any = None
-        self.reading: Any = None
+        self.context: Any = None
         self.status = 0
         self.answer = b""
 
@@ -48,20 +48,20 @@ def is_copy() -> bool:
     return _conversion.get() is not None
 
 
-def stop_copy(request: Any, reading: Any) -> None:
+def stop_copy(request: Any, context: Any) -> None:
     """Where a request would be generated from: takes it and raises Stopped if it is a copy."""
     conversion = _conversion.get()
     if conversion is not None:
         if conversion.request is None:
-            conversion.request, conversion.reading = request, reading
+            conversion.request, conversion.context = request, context
         raise Stopped("this request is a copy")
 
 
 async def convert(app: Any, path: str, headers: Headers, body: Any) -> Conversion:
     """What a body, posted to a path of the application, comes to."""
     conversion = Conversion()
-    context = contextvars.copy_context()
-    context.run(_conversion.set, conversion)
+    task_context = contextvars.copy_context()
+    task_context.run(_conversion.set, conversion)
     data = orjson.dumps(body)
     scope = {
         "type": "http",
@@ -98,6 +98,6 @@ async def convert(app: Any, path: str, headers: Headers, body: Any) -> Conversio
         else:
             conversion.answer += message.get("body", b"")
 
-    await asyncio.create_task(app(scope, receive, send), context=context)
+    await asyncio.create_task(app(scope, receive, send), context=task_context)
     ended.set()
     return conversion

@@ -19,10 +19,10 @@ from typing import Any
 from sgl_ext.requests.session import GROUP_HEADER
 
 
-def group_of(reading: Any, raw_request: Any) -> str | None:
-    """The group of a request, by its body's reading, or else by its headers; None: not told."""
-    if reading is not None:
-        found: str | None = reading.group
+def group_of(context: Any, raw_request: Any) -> str | None:
+    """The group of a request, by its body's context, or else by its headers; None: not told."""
+    if context is not None:
+        found: str | None = context.group
         return found
     return None if raw_request is None else raw_request.headers.get(GROUP_HEADER)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.counters import counter
-from sgl_ext.engine.core.hints import current
+from sgl_ext.engine.core.request_context import current
 from sgl_ext.engine.host_cache import token_array
 from sgl_ext.engine.host_cache.piecewise import Inexact, Piecewise
 
@@ -149,8 +149,8 @@ def encode_prompt(
 
 def asking_group() -> str | None:
     """The cache group of the request that is worked on."""
-    reading = current()
-    return _group.get() if reading is None else reading.group
+    context = current()
+    return _group.get() if context is None else context.group
 
 
 @contextmanager

@@ -28,11 +28,11 @@ class AnswerTap:
 
         async def tapped(message: Any) -> None:
             await send(message)
-            reading = state.get("reading")
+            context = state.get("context")
             if message["type"] == "http.response.start":
-                heard.begin(message, is_wanted=reading is not None and turns.wants(reading))
+                heard.begin(message, is_wanted=context is not None and turns.wants(context))
             elif heard.take(message):
-                turns.answered(scope["headers"], reading, b"".join(heard.parts), heard.is_stream)
+                turns.answered(scope["headers"], context, b"".join(heard.parts), heard.is_stream)
 
         await self.app(scope, receive, tapped)
 

@@ -22,8 +22,8 @@ import xxhash
 
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.counters import counter
-from sgl_ext.engine.core.hints import Reading
 from sgl_ext.engine.core.isolation import group_of
+from sgl_ext.engine.core.request_context import RequestContext
 from sgl_ext.engine.host_cache.token_array import packed, settle
 from sgl_ext.engine.host_cache.token_cache import in_group
 from sgl_ext.engine.http.thinking import drops_thinking
@@ -40,22 +40,22 @@ _offsets: WeakKeyDictionary[Any, Offsets] = WeakKeyDictionary()
 def place_pins(original: Callable[..., Any], chat: Any, request: Any, *args: Any, **kw: Any) -> Any:
     """Around `OpenAIServingChat._convert_to_internal_request`: finds where marked blocks end."""
     raw_request = args[0] if args else kw.get("raw_request")
-    reading = None if raw_request is None else getattr(raw_request.state, "reading", None)
-    with in_group(group_of(reading, raw_request)), packed(chat, request):
+    context = None if raw_request is None else getattr(raw_request.state, "context", None)
+    with in_group(group_of(context, raw_request)), packed(chat, request):
         converted = original(chat, request, *args, **kw)
-    if reading is not None and not reading.is_sent and converted[0].require_reasoning:
-        reading.is_answer_kept = not drops_thinking(chat, _rendering)
-    if reading is not None and reading.marks.blocks and not reading.is_sent:
+    if context is not None and not context.are_hints_sent and converted[0].require_reasoning:
+        context.is_answer_reusable = not drops_thinking(chat, _rendering)
+    if context is not None and context.marks.blocks and not context.are_hints_sent:
         found: list[tuple[int, float]] = []
         if isinstance(ids := converted[0].input_ids, (list, array)):
             try:
-                found = _found(chat, reading, ids)
+                found = _found(chat, context, ids)
             except Exception:  # of templates and tokenizers, which we do not know
                 _logger.exception("sgl-ext: marked blocks could not be found")
-        missing = len(reading.marks.blocks) - len(found)
+        missing = len(context.marks.blocks) - len(found)
         if missing:
-            counter("breakpoints_not_found").labels(reading.path).inc(missing)
-        reading.pins = (*sorted(found), *reading.pins)
+            counter("breakpoints_not_found").labels(context.path).inc(missing)
+        context.pins = (*sorted(found), *context.pins)
     settle(chat, converted[0])
     return converted
 
@@ -79,17 +79,17 @@ def render_only(original: Callable[..., Any], chat: Any, messages: Any, **asked:
     return [], None
 
 
-def _found(chat: Any, reading: Reading, ids: Sequence[int]) -> list[tuple[int, float]]:
+def _found(chat: Any, context: RequestContext, ids: Sequence[int]) -> list[tuple[int, float]]:
     """The tokens up to the end of each marked block that could be found, and its TTL."""
-    marks, body, prompt = reading.marks.blocks, reading.body, Prompt(ids)
+    marks, body, prompt = context.marks.blocks, context.body, Prompt(ids)
     places = [mark.place for mark in marks]
     offsets = _offsets_of(chat)
-    keys = [_name(reading, place) for place in places]
+    keys = [_name(context, place) for place in places]
     tokens = [offsets.recall(key, prompt) for key in keys]
     if tokens[-1] is None and is_last(body, places[-1]):
         tokens[-1] = offsets.by_tail(text_of(body, places[-1]) or "", prompt)
     if None in tokens:
-        located = locate(body, places, partial(_render, chat, reading.path))
+        located = locate(body, places, partial(_render, chat, context.path))
         ends = sorted({end for end in located.ends if end is not None})
         counted = dict(zip(ends, offsets.count(located.text, ends, prompt), strict=True))
         tokens = [counted.get(end) if end is not None else None for end in located.ends]
@@ -109,15 +109,15 @@ def _remember_tail(offsets: Offsets, block: str | None, tail: str) -> None:
         offsets.remember_tail(tail)
 
 
-def _name(reading: Reading, place: Place) -> int:
+def _name(context: RequestContext, place: Place) -> int:
     """A hash of what a block is and where, and whose: the same again in the next turn, as marks
     move on."""
-    body, session = reading.body, reading.chain.session
+    body, session = context.body, context.chain.session
     block = block_at(body, place)
     if isinstance(block, dict):
         block = {key: value for key, value in block.items() if key != "cache_control"}
-    context = f"{session}" if place[0] == "messages" else body.get("system")
-    return xxhash.xxh3_128_intdigest(orjson.dumps((reading.group, place, block, context)))
+    preceding = f"{session}" if place[0] == "messages" else body.get("system")
+    return xxhash.xxh3_128_intdigest(orjson.dumps((context.group, place, block, preceding)))
 
 
 def _offsets_of(chat: Any) -> Offsets:

@@ -12,7 +12,7 @@ from http import HTTPStatus
 from typing import Any
 
 from sgl_ext.engine.core.counters import counter
-from sgl_ext.engine.core.hints import WHOLE, Reading, keep
+from sgl_ext.engine.core.request_context import WHOLE_PROMPT, RequestContext, enter
 from sgl_ext.engine.core.settings import settings as _settings
 from sgl_ext.engine.host_cache.message_cache import recall
 from sgl_ext.engine.http.translation import for_sglang
@@ -21,7 +21,7 @@ from sgl_ext.requests.chain_header import HEADER as CHAIN_HEADER
 from sgl_ext.requests.chain_header import ChainHeader
 from sgl_ext.requests.headers import HeaderStrip
 from sgl_ext.requests.priority import Importance, read_importance
-from sgl_ext.requests.segments import read_chain, with_sorted_tools
+from sgl_ext.requests.segments import Chain, read_chain, with_sorted_tools
 from sgl_ext.requests.session import (
     GROUP_HEADER,
     is_final,
@@ -31,6 +31,8 @@ from sgl_ext.requests.session import (
 )
 from sgl_ext.requests.system_text import strip_request
 from sgl_ext.tenants import Tenants
+
+MAX_SEGMENTS = 16_384
 
 
 @cache
@@ -72,7 +74,10 @@ async def read_body(original: Callable[[Any], Awaitable[Any]], request: Any) -> 
     chain = _chain_header().read(headers.get(CHAIN_HEADER), path, salt, raw)
     if chain is None:
         chain = read_chain(path, body, salt=salt)
-    reading = Reading(
+    if len(chain.hashes) > MAX_SEGMENTS:
+        counter("chains_left_out").inc()
+        chain = Chain()
+    context = RequestContext(
         path,
         body,
         chain,
@@ -82,12 +87,12 @@ async def read_body(original: Callable[[Any], Awaitable[Any]], request: Any) -> 
         group=headers.get(GROUP_HEADER),
         session=stated_session(headers, body) or "",
         is_last=is_final(headers),
-        pins=((WHOLE, marks.whole_ttl_s),) if marks.whole_ttl_s else (),
+        pins=((WHOLE_PROMPT, marks.whole_ttl_s),) if marks.whole_ttl_s else (),
         conversation=session_key(headers, body, chain),
     )
-    keep(reading)
-    request.state.reading = reading  # SGLang converts some requests outside their context
-    request._json = recall(path, for_sglang(request, path, body), reading.group)
+    enter(context)
+    request.state.context = context  # SGLang converts some requests outside their context
+    request._json = recall(path, for_sglang(request, path, body), context.group)
     return request._json
 
 

@@ -1,7 +1,7 @@
-"""How an answer on /v1/messages ended, where SGLang says `end_turn` for all it has no word for.
+"""Stop reasons on /v1/messages, where SGLang answers `end_turn` for each that it has no word for.
 
-A stop sequence that ended it is named, and what was filtered is a refusal. An answer that was
-aborted did not end: it is an error, so that nobody takes half of it for the whole.
+A matched stop sequence is named, and a filtered answer is a refusal. An aborted answer is an
+error, so that no client takes half an answer for a whole one.
 """
 
 from __future__ import annotations
@@ -13,22 +13,23 @@ from typing import Any
 import orjson
 
 from sgl_ext.engine.core.counters import counter
-from sgl_ext.engine.core.hints import Reading, current
+from sgl_ext.engine.core.request_context import RequestContext, current
 
 PATH = "/v1/messages"
 ABORTED = "The answer was aborted before it was complete."
-_MARK = '"finish_reason":"'
+_FINISH_REASON = '"finish_reason":"'
 
 
-def note_ending(original: Callable[..., Any], serving: Any, response: Any) -> Any:
-    """Around `AnthropicServing._convert_response`: keeps how a whole answer ended.
+def note_finish_reason(original: Callable[..., Any], serving: Any, response: Any) -> Any:
+    """Around `AnthropicServing._convert_response`: notes why a whole answer ended.
 
-    A call whose input is no object, as in an answer that was cut in it, would fail there.
+    Arguments of a tool call that are JSON but no object, as in an answer that was cut off, are
+    put into one: SGLang would fail on them.
     """
-    reading = current()
+    context = current()
     choice = response.choices[0] if response.choices else None
-    if reading is not None and choice is not None:
-        reading.ending = (choice.finish_reason, choice.matched_stop)
+    if context is not None and choice is not None:
+        context.finish_reason, context.matched_stop = choice.finish_reason, choice.matched_stop
         if choice.finish_reason == "abort":
             from fastapi import HTTPException
 
@@ -39,20 +40,20 @@ def note_ending(original: Callable[..., Any], serving: Any, response: Any) -> An
 
 
 def watch_stream(original: Callable[..., Any], *args: Any, **kw: Any) -> Any:
-    """Around `OpenAIServingChat._generate_chat_stream`: keeps how the answer ends, for Anthropic's
-    protocol alone, which is made of this stream."""
+    """Around `OpenAIServingChat._generate_chat_stream`, which Anthropic's stream is made of: notes
+    why the answer ended. Other protocols' streams pass unchanged."""
     stream = original(*args, **kw)
-    reading = current()
-    return stream if reading is None or reading.path != PATH else _watched(stream, reading)
+    context = current()
+    return stream if context is None or context.path != PATH else _watched(stream, context)
 
 
-async def _watched(stream: AsyncIterator[str], reading: Reading) -> AsyncIterator[str]:
+async def _watched(stream: AsyncIterator[str], context: RequestContext) -> AsyncIterator[str]:
     async for line in stream:
-        if _MARK in line and line.startswith("data: {"):
+        if _FINISH_REASON in line and line.startswith("data: {"):
             for choice in orjson.loads(line[6:]).get("choices") or ():
-                if choice.get("finish_reason"):
-                    reading.ending = (choice["finish_reason"], choice.get("matched_stop"))
-                    if choice["finish_reason"] == "abort":
+                if reason := choice.get("finish_reason"):
+                    context.finish_reason, context.matched_stop = reason, choice.get("matched_stop")
+                    if reason == "abort":
                         error = {"message": ABORTED, "type": "server_error", "code": 500}
                         yield f"data: {orjson.dumps({'error': error}).decode()}\n\n"
                         return
@@ -60,26 +61,25 @@ async def _watched(stream: AsyncIterator[str], reading: Reading) -> AsyncIterato
 
 
 def _as_object(arguments: Any) -> Any:
-    """A call's arguments, as an object if they are any JSON; SGLang takes no JSON for none."""
     try:
-        given = orjson.loads(arguments or "{}")
+        value = orjson.loads(arguments or "{}")
     except (orjson.JSONDecodeError, TypeError):
-        return arguments
-    if isinstance(given, dict):
+        return arguments  # SGLang answers an empty input for it
+    if isinstance(value, dict):
         return arguments
     counter("translated").labels(PATH, "tool_use_input").inc()
-    return "{}" if given is None else orjson.dumps({"input": given}).decode()
+    return "{}" if value is None else orjson.dumps({"input": value}).decode()
 
 
-def with_ending(told: dict[str, Any]) -> dict[str, Any]:
-    """A `message`, or the delta that ends its stream, with how it ended in Anthropic's words."""
-    reading = current()
-    if reading is None or reading.ending is None:
-        return told
-    reason, matched = reading.ending
-    if reason == "content_filter":
-        return told | {"stop_reason": "refusal"}
-    sequences = reading.body.get("stop_sequences") if isinstance(reading.body, dict) else None
-    if reason == "stop" and isinstance(sequences, list) and matched in sequences:
-        return told | {"stop_reason": "stop_sequence", "stop_sequence": matched}
-    return told
+def with_stop_reason(document: dict[str, Any]) -> dict[str, Any]:
+    """A `message`, or the delta that ends its stream, with the stop reason in Anthropic's words."""
+    context = current()
+    if context is None:
+        return document
+    if context.finish_reason == "content_filter":
+        return document | {"stop_reason": "refusal"}
+    sequences = context.body.get("stop_sequences") if isinstance(context.body, dict) else None
+    matched = context.matched_stop
+    if context.finish_reason == "stop" and isinstance(sequences, list) and matched in sequences:
+        return document | {"stop_reason": "stop_sequence", "stop_sequence": matched}
+    return document

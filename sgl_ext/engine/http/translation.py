@@ -61,9 +61,9 @@ async def name_namespaces(
 ) -> Any:
     """Around `OpenAIServingResponses.create_responses`: calls of tools that stood in a namespace
     are answered by their own names, as SGLang does for models that know no namespace."""
-    reading = None if raw_request is None else getattr(raw_request.state, "reading", None)
-    if reading is not None and not model_of(serving).takes_namespaces:
-        names = namespaced_names(reading.body)
+    context = None if raw_request is None else getattr(raw_request.state, "context", None)
+    if context is not None and not model_of(serving).takes_namespaces:
+        names = namespaced_names(context.body)
         if names:
             request._tool_state = sglang_api.ResponseToolState(names=names)
     return await original(serving, request, raw_request)

@@ -25,7 +25,7 @@ import xxhash
 from scheduler.prefill import GuessHistory
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.dry_run import Conversion, Headers, convert
-from sgl_ext.engine.core.hints import Reading
+from sgl_ext.engine.core.request_context import RequestContext
 from sgl_ext.engine.prefill_ahead.prefiller import Job, Prefiller
 from sgl_ext.requests.answers import read_answer
 from sgl_ext.requests.next_turn import Turn, next_turn
@@ -61,9 +61,9 @@ class NextTurns:
         self._pending: dict[str, asyncio.Task[None]] = {}
         self._guesses: OrderedDict[str, _Guess] = OrderedDict()
 
-    def came(self, reading: Reading, request: Any) -> None:
+    def came(self, context: RequestContext, request: Any) -> None:
         """A request is about to be generated from: what was guessed of it has been, or not."""
-        name = name_of(reading)
+        name = name_of(context)
         if name is None:
             return
         if (pending := self._pending.pop(name, None)) is not None:
@@ -71,48 +71,50 @@ class NextTurns:
         self._prefiller.drop(name, "came")
         if (guess := self._guesses.pop(name, None)) is not None:
             self._judge(name, guess, getattr(request, "input_ids", None))
-        self._note_growth(name, reading)
+        self._note_growth(name, context)
 
-    def wants(self, reading: Reading) -> bool:
+    def wants(self, context: RequestContext) -> bool:
         """Whether the turn after this request should be guessed."""
-        name = name_of(reading)
-        asked = reading.importance.speculative_prefill
-        if name is None or asked is False or reading.is_last or self._policy == "off":
+        name = name_of(context)
+        asked = context.importance.speculative_prefill
+        if name is None or asked is False or context.is_last or self._policy == "off":
             return False
         if not asked and not (self._policy == "auto" and name in self._growing):
             return False
         return self._worth.is_worth(name)
 
-    def answered(self, headers: Headers, reading: Reading, data: bytes, is_stream: bool) -> None:
+    def answered(
+        self, headers: Headers, context: RequestContext, data: bytes, is_stream: bool
+    ) -> None:
         """A request was answered with these bytes."""
-        name = name_of(reading)
+        name = name_of(context)
         if name is None or name in self._pending:
             return
         if len(self._pending) >= MOST_PENDING:
             counter("next_turns_not_guessed").labels("crowded").inc()
             return
-        work = self._guess(name, list(headers), reading, data, is_stream)
+        work = self._guess(name, list(headers), context, data, is_stream)
         task = self._pending[name] = asyncio.create_task(work)
         task.add_done_callback(lambda _: self._pending.pop(name, None))
 
     async def _guess(
-        self, name: str, headers: Headers, reading: Reading, data: bytes, is_stream: bool
+        self, name: str, headers: Headers, context: RequestContext, data: bytes, is_stream: bool
     ) -> None:
         await self._prefiller.idle()  # to convert takes time from whoever is served
-        answer = await asyncio.to_thread(read_answer, reading.path, data, is_stream)
+        answer = await asyncio.to_thread(read_answer, context.path, data, is_stream)
         turn = None
         if answer is not None:
-            turn = next_turn(reading.path, reading.body, answer, secrets.token_hex(8))
+            turn = next_turn(context.path, context.body, answer, secrets.token_hex(8))
         if turn is None:
             counter("next_turns_not_guessed").labels("not certain").inc()
             return
-        conversion = await convert(self._app, reading.path, headers, turn.body)
+        conversion = await convert(self._app, context.path, headers, turn.body)
         ids = certain_ids(conversion, turn, self._manager.tokenizer.decode)
         if ids is None:
             counter("next_turns_not_guessed").labels("not converted").inc()
             return
-        asked = bool(reading.importance.speculative_prefill)
-        job = Job(name, ids, conversion.request, quiet(conversion.reading), is_guess=not asked)
+        asked = bool(context.importance.speculative_prefill)
+        job = Job(name, ids, conversion.request, quiet(conversion.context), is_guess=not asked)
         self._remember(name, _Guess(len(ids), _digest(ids), job, time.monotonic()))
         self._prefiller.put(job)
 
@@ -138,9 +140,9 @@ class NextTurns:
         if is_right:
             counter("prefilled_ahead_seconds_saved").inc(guess.job.computed_s if tokens else 0.0)
 
-    def _note_growth(self, name: str, reading: Reading) -> None:
+    def _note_growth(self, name: str, context: RequestContext) -> None:
         """A conversation grows whose turn begins with all of the one before it."""
-        hashes = reading.chain.hashes
+        hashes = context.chain.hashes
         if not hashes:
             return
         before = self._seen.pop(name, None)
@@ -152,21 +154,21 @@ class NextTurns:
             self._growing.discard(forgotten)
 
 
-def name_of(reading: Reading) -> str | None:
+def name_of(context: RequestContext) -> str | None:
     """A conversation's name among all tenants'; None if nothing tells which it is."""
-    if reading.conversation is None:
+    if context.conversation is None:
         return None
-    return f"{reading.owner}/{reading.conversation:032x}"
+    return f"{context.owner}/{context.conversation:032x}"
 
 
 def _digest(ids: Sequence[int]) -> int:
     return xxhash.xxh3_128_intdigest(array("q", ids))
 
 
-def quiet(reading: Reading) -> Reading:
+def quiet(context: RequestContext) -> RequestContext:
     """What was read of a copy, without the pins: those are the real request's to ask for."""
-    reading.pins = ()
-    return reading
+    context.pins = ()
+    return context
 
 
 def certain_ids(

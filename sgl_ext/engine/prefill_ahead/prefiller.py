@@ -18,8 +18,8 @@ from typing import Any
 
 from scheduler.prefill import Refusal, slice_end
 from sgl_ext.engine import sglang_api
-from sgl_ext.engine.core import hints
 from sgl_ext.engine.core.counters import counter
+from sgl_ext.engine.core.request_context import RequestContext, enter
 from sgl_ext.engine.core.slices import is_slice_name, read_refusal, slice_name
 from sgl_ext.requests.priority import LIMIT, Importance
 
@@ -41,7 +41,7 @@ class Job:
     name: whose it is; a newer job of the name takes its place.
     ids: its tokens, `total` of them; given up when it has ended.
     asked: SGLang's request that came of it, for what belongs to its name space.
-    reading: what was read of it, told with the last slice; its pins are taken then.
+    context: what was read of it, told with the last slice; its pins are taken then.
     is_guess: nobody asked for it, and it is the first to be evicted.
     cached_tokens: how much was there before; None until that is known.
     reached_tokens: up to where it is in the cache.
@@ -51,7 +51,7 @@ class Job:
     name: str
     ids: list[int]
     asked: Any
-    reading: hints.Reading
+    context: RequestContext
     is_guess: bool = False
     deadline_s: float = field(default_factory=lambda: time.monotonic() + DEADLINE_S)
     cached_tokens: int | None = None
@@ -179,7 +179,7 @@ class Prefiller:
     async def _send(self, job: Job) -> dict[str, Any]:
         """A slice's meta information as SGLang answers it."""
         is_last = job.end == job.total
-        name = slice_name(is_guess=job.is_guess, is_forced=is_last and bool(job.reading.pins))
+        name = slice_name(is_guess=job.is_guess, is_forced=is_last and bool(job.context.pins))
         request = sglang_api.GenerateReqInput(
             rid=name,
             input_ids=job.ids[: job.end],
@@ -189,12 +189,12 @@ class Prefiller:
             lora_path=job.asked.lora_path,
             log_metrics=False,
         )
-        context = contextvars.Context()
+        slice_context = contextvars.Context()
         if is_last:
-            reading = replace(job.reading, importance=Importance(-LIMIT), is_sent=False)
-            context.run(hints.keep, reading)
+            context = replace(job.context, importance=Importance(-LIMIT), are_hints_sent=False)
+            slice_context.run(enter, context)
         started = time.monotonic()
-        task = asyncio.create_task(self._answer(request), context=context)
+        task = asyncio.create_task(self._answer(request), context=slice_context)
         try:
             return await asyncio.wait_for(task, _SLICE_TIMEOUT_S)
         finally:

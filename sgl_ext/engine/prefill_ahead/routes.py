@@ -27,7 +27,7 @@ from starlette.routing import Route
 
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.dry_run import Conversion, Headers, convert
-from sgl_ext.engine.core.hints import WHOLE
+from sgl_ext.engine.core.request_context import WHOLE_PROMPT
 from sgl_ext.engine.prefill_ahead.next_turns import certain_ids, name_of
 from sgl_ext.engine.prefill_ahead.prefiller import DEADLINE_S, Job, Prefiller
 from sgl_ext.requests.next_turn import Turn, partial_turn, protocol_of
@@ -100,7 +100,7 @@ class Warmups:
         if not session:
             return _error(HTTPStatus.BAD_REQUEST, "session: must be given")
         owner = request.headers.get(OWNER_HEADER)
-        jobs = (j for j in self._jobs.get(session, ()) if owner in (None, j.reading.owner))
+        jobs = (j for j in self._jobs.get(session, ()) if owner in (None, j.context.owner))
         dropped = sum(self._prefiller.drop(job.name, "deleted") for job in list(jobs))
         return JSONResponse({"deleted": dropped})
 
@@ -121,7 +121,7 @@ class Warmups:
             return job
         begun.append(job)
         self._prefiller.put(job)
-        session = job.reading.session
+        session = job.context.session
         mine = self._jobs.setdefault(session, set())
         mine.add(job)
         try:
@@ -145,9 +145,11 @@ def job_of(manager: Any, conversion: Conversion, turn: Turn) -> Job | Response:
     if len(ids) > longest:
         message = f"the prompt has {len(ids)} tokens, and this engine takes {longest}"
         return _error(HTTPStatus.BAD_REQUEST, message)
-    reading = conversion.reading
-    reading.pins = tuple(pin for pin in reading.pins if pin[0] == WHOLE or pin[0] <= len(ids))
-    return Job(name_of(reading) or secrets.token_hex(8), ids, conversion.request, reading)
+    context = conversion.context
+    context.pins = tuple(
+        pin for pin in context.pins if pin[0] == WHOLE_PROMPT or pin[0] <= len(ids)
+    )
+    return Job(name_of(context) or secrets.token_hex(8), ids, conversion.request, context)
 
 
 def prefill_routes(warmups: Warmups) -> list[Route]:
@@ -167,7 +169,7 @@ def _so_far(begun: list[Job], why: str) -> Mapping[str, Any]:
         "prompt_tokens": job.total,
         "cached_tokens": job.cached_tokens,
         "prefilled_tokens": job.prefilled_tokens,
-        "segments": len(job.reading.chain.hashes),
+        "segments": len(job.context.chain.hashes),
         "complete": job.is_complete,
         "why": why,
     }

@@ -22,7 +22,8 @@ from typing import Any
 
 from radix.pins import Pin, Pins
 from sgl_ext.engine.core.counters import counter
-from sgl_ext.engine.core.hints import WHOLE, Hints
+from sgl_ext.engine.core.hints import Hints
+from sgl_ext.engine.core.request_context import WHOLE_PROMPT
 from sgl_ext.engine.core.shared_prefixes import group_salt
 
 _TOKEN_BYTES = 8
@@ -77,7 +78,7 @@ class PinKeeper:
         """A request's prompt is in the tree up to `resident` tokens: reads and marks count."""
         if not (hints.pins or len(self.pins)):
             return
-        self.advance(hints.told_s)
+        self.advance(hints.sent_s)
         space, key = _space(req), _key(req)
         if not hasattr(req, _SEEN):
             setattr(req, _SEEN, 0)
@@ -86,12 +87,12 @@ class PinKeeper:
                 self._count("pins_read")
                 self._tell(pin)
         for tokens, ttl_s in hints.pins[getattr(req, _SEEN) :]:
-            end = len(req.origin_input_ids) if tokens == WHOLE else tokens
+            end = len(req.origin_input_ids) if tokens == WHOLE_PROMPT else tokens
             end -= end % self._page
             if end > resident:
                 return
             setattr(req, _SEEN, getattr(req, _SEEN) + 1)
-            if hints.is_kept and not hints.is_last and end:
+            if hints.is_reusable and not hints.is_last and end:
                 self._pin(req, hints, space, key, end, ttl_s)
 
     def _pin(

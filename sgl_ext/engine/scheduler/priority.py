@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from scheduler.order import Served, Waiting, in_order, step
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.counters import count_of_ranks
-from sgl_ext.engine.core.hints import carried
+from sgl_ext.engine.core.hints import hints_of
 from sgl_ext.engine.core.settings import settings as _settings
 from sgl_ext.engine.scheduler import single_flight
 from sgl_ext.engine.scheduler.clock import keeper_of
@@ -137,7 +137,7 @@ def _match(cache: Any, req: Any, now_s: float) -> None:
 
 
 def _waiting(req: Any, now_s: float) -> Waiting:
-    hints = carried(req)
+    hints = hints_of(req)
     expected = hints.output_tokens if hints is not None else None
     uncached = len(req.origin_input_ids) + len(req.output_ids) - req.num_matched_prefix_tokens
     owner = hints.owner if hints is not None else ""
@@ -145,9 +145,9 @@ def _waiting(req: Any, now_s: float) -> Waiting:
 
 
 def _arrived_s(req: Any, now_s: float) -> float:
-    hints = carried(req)
+    hints = hints_of(req)
     if hints is not None:
-        return hints.told_s
+        return hints.sent_s
     if not hasattr(req, _ARRIVED):
         setattr(req, _ARRIVED, now_s)
     return float(getattr(req, _ARRIVED))

@@ -15,7 +15,7 @@ from radix.pins import Pins
 from radix.residency import Residency
 from scheduler.eviction_priority import EVICT_FIRST, EvictionPriority, eviction_priority
 from sgl_ext.engine.core import ranks
-from sgl_ext.engine.core.hints import Hints, carried
+from sgl_ext.engine.core.hints import Hints, hints_of
 from sgl_ext.engine.core.settings import EngineSettings
 from sgl_ext.engine.core.slices import is_guess
 from sgl_ext.engine.scheduler import first_token
@@ -95,7 +95,7 @@ class HeldCache(UnifiedRadixCache):  # type: ignore[misc]  # sglang is untyped
         return is_alone and not (self.supports_swa() or self.supports_mamba())
 
     def _checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
-        hints = carried(req)
+        hints = hints_of(req)
         self._worth = _worth(req, hints)
         own = req.kv.cache_inserted_len
         self._had = _NOTHING
@@ -235,7 +235,7 @@ def _worth(req: Any, hints: Hints | None) -> EvictionPriority:
     if hints is None:
         return EvictionPriority()
     return eviction_priority(
-        is_kept=hints.is_kept, is_last=hints.is_last, is_answer_kept=hints.is_answer_kept
+        is_kept=hints.is_reusable, is_last=hints.is_last, is_answer_kept=hints.is_answer_reusable
     )
 
 

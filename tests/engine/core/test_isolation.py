@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.requests import Request
 
-from sgl_ext.engine.core import dry_run, hints
-from sgl_ext.engine.core.hints import Reading
+from sgl_ext.engine.core import dry_run, hints, request_context
 from sgl_ext.engine.core.isolation import group_of, isolate, salted
+from sgl_ext.engine.core.request_context import RequestContext
 from sgl_ext.engine.prefill_ahead.prefiller import Job
 from sgl_ext.engine.prefill_ahead.routes import Warmups
 from sgl_ext.requests.cache_marks import NO_MARKS
@@ -67,8 +67,8 @@ def test_embeddings_have_no_name_spaces_and_are_refused_where_they_would_share()
         isolate(manager(False), SimpleNamespace(), "team")
 
 
-def reading(**more: Any) -> Reading:
-    return Reading("/v1/messages", {}, Chain(), NO_MARKS, **more)
+def context_of(**more: Any) -> RequestContext:
+    return RequestContext("/v1/messages", {}, Chain(), NO_MARKS, **more)
 
 
 def generated_from(**request: Any) -> Any:
@@ -76,7 +76,7 @@ def generated_from(**request: Any) -> Any:
     made = SimpleNamespace(cache_salt="x", session_params=None, kv_hints=None, **request)
 
     def run() -> None:
-        hints.keep(reading(group="team"))
+        request_context.enter(context_of(group="team"))
         hints.attach(None, made)
 
     copy_context().run(run)
@@ -108,7 +108,7 @@ async def test_only_its_owners_prefill_is_given_up(owner: str | None, deleted: i
     prefiller: Any = SimpleNamespace(drop=lambda name, why: True)
     warmups = Warmups(None, None, prefiller)
     asked: Any = None
-    warmups._jobs["s"] = {Job("name", [1], asked, reading(owner="alice", session="s"))}
+    warmups._jobs["s"] = {Job("name", [1], asked, context_of(owner="alice", session="s"))}
     headers = [] if owner is None else [(b"x-sgl-ext-owner", owner.encode())]
     scope = {"type": "http", "method": "DELETE", "query_string": b"session=s", "headers": headers}
     answer = await warmups.delete(Request(scope))

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from sgl_ext.engine import startup
 from sgl_ext.engine.core import counters, shared_prefixes
 from sgl_ext.engine.core.dry_run import Conversion
-from sgl_ext.engine.core.hints import WHOLE, Hints, Reading
+from sgl_ext.engine.core.hints import Hints
 from sgl_ext.engine.core.isolation import is_whole_group, isolate, salted
+from sgl_ext.engine.core.request_context import WHOLE_PROMPT, RequestContext
 from sgl_ext.engine.core.settings import EngineSettings
 from sgl_ext.engine.prefill_ahead import shared_prompts
 from sgl_ext.engine.preflight import CACHE_BACKEND
@@ -333,14 +334,14 @@ def test_who_computes_what_is_listed_is_waited_for_by_all_groups() -> None:
 class Served(Tree):
     """A tree behind which requests run, as far as its pins see."""
 
-    def ask(self, group: str, ids: list[int], *marks: int, told_s: float = 1.0) -> Any:
+    def ask(self, group: str, ids: list[int], *marks: int, sent_s: float = 1.0) -> Any:
         batch = sglang("managers.schedule_batch")
         salt = salt_of(shared_prefixes.prefixes(), group, ids)
         req = batch.Req(
             str(next(_names)), "", array("q", ids), batch.SamplingParams(), cache_salt=salt
         )
         told = tuple((end, 300.0) for end in marks)
-        req._sgl_ext_hints = Hints((), (), told, group, group, told_s, True, False, True)
+        req._sgl_ext_hints = Hints((), (), told, group, group, sent_s, True, False, True)
         self.admit(req)
         self.cache.checkpoint(req, up_to=len(ids))
         req.finished_reason = batch.FINISH_LENGTH(0)
@@ -377,7 +378,7 @@ LISTED = list(range(100))
 
 def test_a_pin_behind_a_shared_prefix_holds_and_is_charged(served: Served) -> None:
     mine, theirs = [*LISTED, *range(200, 250)], [*LISTED, *range(200, 250)]
-    served.ask("alice", mine, WHOLE)
+    served.ask("alice", mine, WHOLE_PROMPT)
     assert served.ask("bob", theirs).cached_tokens == 100
     (pin,) = served.cache.pins.pins
     assert (pin.owner, pin.tokens) == ("alice", 150)
@@ -408,8 +409,8 @@ def test_pins_of_all_groups_on_a_shared_prefix_give_way_to_a_request(served: Ser
 
 
 def test_a_pin_is_renewed_by_the_next_turn_though_more_of_it_is_shared(served: Served) -> None:
-    served.ask("alice", LISTED[:40], WHOLE, told_s=1.0)
-    served.ask("alice", [*LISTED, 500], told_s=200.0)
+    served.ask("alice", LISTED[:40], WHOLE_PROMPT, sent_s=1.0)
+    served.ask("alice", [*LISTED, 500], sent_s=200.0)
     served.cache.pins.advance(400.0)
     assert [pin.tokens for pin in served.cache.pins.pins] == [40]
 
@@ -430,7 +431,7 @@ def list_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Callable[..., An
             conversion.request = SimpleNamespace(
                 **(usual | {"input_ids": list(made), "contains_mm_input": lambda: False} | fields)
             )
-            conversion.reading = Reading("", {}, Chain(), NO_MARKS)
+            conversion.context = RequestContext("", {}, Chain(), NO_MARKS)
             return conversion
 
         monkeypatch.setattr(shared_prompts, "convert", convert)

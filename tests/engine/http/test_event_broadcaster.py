@@ -242,10 +242,10 @@ def pin(cache: Cache, ttl_s: float = 300.0) -> None:
         pins=((10, ttl_s),),
         owner="o",
         session="s",
-        told_s=5.0,
-        is_kept=True,
+        sent_s=5.0,
+        is_reusable=True,
         is_last=False,
-        is_answer_kept=True,
+        is_answer_reusable=True,
     )
     cache.pins.seen(request, hints, 10)
 

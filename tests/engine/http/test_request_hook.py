@@ -12,7 +12,7 @@ from fastapi import HTTPException
 from starlette.datastructures import Headers
 
 from sgl_ext.engine.core.counters import counter
-from sgl_ext.engine.core.hints import WHOLE, current
+from sgl_ext.engine.core.request_context import WHOLE_PROMPT, current
 from sgl_ext.engine.core.settings import EngineSettings
 from sgl_ext.engine.http import request_hook
 from sgl_ext.requests.chain_header import ChainHeader
@@ -43,7 +43,7 @@ class Request:
         return self.parsed
 
 
-async def test_a_header_is_stripped_once() -> None:
+async def test_a_header_is_stripped_once_and_the_body_is_parsed_once() -> None:
     request = Request({"system": f"{HEADER[:-1]}; cc_is_subagent=true;\n{S}"})
     first = await request_hook.read_body(Request.json, request)
     assert first == {"system": S}
@@ -90,11 +90,11 @@ async def test_what_the_balancer_has_read_is_not_read_again(
 
     monkeypatch.setattr(request_hook, "read_chain", read)
     await request_hook.read_body(Request.json, Request(document, path, headers))
-    reading = current()
-    assert reading is not None
+    context = current()
+    assert context is not None
     expected = read_chain(path, document, salt=salt_of(headers))
-    assert tuple(reading.chain.hashes) == expected.hashes
-    assert reading.chain.session == expected.session
+    assert tuple(context.chain.hashes) == expected.hashes
+    assert context.chain.session == expected.session
     assert bool(reads) == is_read
 
 
@@ -102,10 +102,10 @@ async def test_what_is_asked_of_the_cache_stays_with_the_request() -> None:
     document = {"prompt": "text", "nvext": {"cache_control": {"type": "ephemeral", "ttl": "1h"}}}
     headers = {"x-tenant-id": "t", "session-id": "s", "x-sgl-ext-session-final": "true"}
     await request_hook.read_body(Request.json, Request(document, "/v1/completions", headers))
-    reading = current()
-    assert reading is not None
-    assert (reading.owner, reading.session, reading.is_last) == ("t", "s", True)
-    assert reading.pins == ((WHOLE, 3600.0),)
+    context = current()
+    assert context is not None
+    assert (context.owner, context.session, context.is_last) == ("t", "s", True)
+    assert context.pins == ((WHOLE_PROMPT, 3600.0),)
 
 
 TENANTS = Tenants((Tenant("people", 200), Tenant("batch", -5)), max_priority=50)
@@ -145,9 +145,9 @@ async def test_a_request_gets_no_more_than_its_tenant_has_and_is_counted(
     before = counted.get()
     given = {name: value for name, value in headers.items() if value is not None}
     await request_hook.read_body(Request.json, Request(document, "/generate", given))
-    reading = current()
-    assert reading is not None
-    assert (reading.importance.priority, reading.owner) == (priority, tenant or "")
+    context = current()
+    assert context is not None
+    assert (context.importance.priority, context.owner) == (priority, tenant or "")
     assert counted.get() - before == clamped
 
 
@@ -158,13 +158,24 @@ async def test_settings_say_what_tenants_may_have(monkeypatch: pytest.MonkeyPatc
     assert (tenants.of("people").max_priority, tenants.of("x").max_priority) == (200, 50)
 
 
+async def test_a_chain_that_is_too_long_is_left_out() -> None:
+    count = request_hook.MAX_SEGMENTS + 1
+    messages = [{"role": "user", "content": "a"}] * count
+    before = counter("chains_left_out")._value.get()
+    await request_hook.read_body(Request.json, Request({"messages": messages}))
+    context = current()
+    assert context is not None
+    assert context.chain == Chain()
+    assert counter("chains_left_out")._value.get() == before + 1
+
+
 async def test_of_two_tenants_named_in_one_request_the_last_counts() -> None:
     request = Request({"text": "t"}, "/generate")
     request.headers = Headers(raw=[(b"x-tenant-id", b"clients"), (b"x-tenant-id", b"proxys")])
     await request_hook.read_body(Request.json, request)
-    reading = current()
-    assert reading is not None
-    assert reading.owner == "proxys"
+    context = current()
+    assert context is not None
+    assert context.owner == "proxys"
 
 
 async def test_a_malformed_wish_is_refused_naming_the_field() -> None:
@@ -189,6 +200,6 @@ async def test_what_sglang_refuses_is_translated_and_counted_and_what_is_read_is
     before = counted.get()
     assert (await request_hook.read_body(Request.json, Request(document)))["tools"] == []
     assert counted.get() - before == 1
-    reading = current()
-    assert reading is not None
-    assert reading.body["tools"] is tools
+    context = current()
+    assert context is not None
+    assert context.body["tools"] is tools

@@ -10,16 +10,16 @@ import orjson
 import pytest
 from fastapi import HTTPException
 
-from sgl_ext.engine.core.hints import Reading
+from sgl_ext.engine.core.request_context import RequestContext
 from sgl_ext.engine.http import stop_reasons
-from sgl_ext.engine.http.stop_reasons import note_ending, watch_stream, with_ending
+from sgl_ext.engine.http.stop_reasons import note_finish_reason, watch_stream, with_stop_reason
 from sgl_ext.requests.cache_marks import Marks
 from sgl_ext.requests.segments import Chain
 
 
 @pytest.fixture
-def reading(monkeypatch: pytest.MonkeyPatch) -> Reading:
-    read = Reading("/v1/messages", {"stop_sequences": ["END"]}, Chain(), Marks())
+def context(monkeypatch: pytest.MonkeyPatch) -> RequestContext:
+    read = RequestContext("/v1/messages", {"stop_sequences": ["END"]}, Chain(), Marks())
     monkeypatch.setattr(stop_reasons, "current", lambda: read)
     return read
 
@@ -45,20 +45,23 @@ ENDED = {"stop_reason": "end_turn"}
     ],
 )
 async def test_a_stop_sequence_is_named(
-    reading: Reading, reason: str, matched: Any, told: dict[str, Any]
+    context: RequestContext, reason: str, matched: Any, told: dict[str, Any]
 ) -> None:
-    assert note_ending(lambda _, found: found, None, answer := response(reason, matched)) is answer
-    assert with_ending(ENDED) == told
-    reading.ending = None
+    assert (
+        note_finish_reason(lambda _, found: found, None, answer := response(reason, matched))
+        is answer
+    )
+    assert with_stop_reason(ENDED) == told
+    context.finish_reason = None
     choice = {"finish_reason": reason, "matched_stop": matched}
     lines = ["data: {}\n\n", _line(choices=[choice]), "data: [DONE]\n\n"]
     assert [line async for line in watch_stream(_stream, lines)] == lines
-    assert with_ending(ENDED) == told
+    assert with_stop_reason(ENDED) == told
 
 
-async def test_an_answer_that_was_aborted_is_an_error(reading: Reading) -> None:
+async def test_an_answer_that_was_aborted_is_an_error(context: RequestContext) -> None:
     with pytest.raises(HTTPException, match="500"):
-        note_ending(lambda _, found: found, None, response("abort"))
+        note_finish_reason(lambda _, found: found, None, response("abort"))
     lines = [_line(choices=[{"finish_reason": "abort"}]), "data: [DONE]\n\n"]
     (told,) = [line async for line in watch_stream(_stream, lines)]
     assert orjson.loads(told[6:])["error"]["code"] == 500
@@ -76,19 +79,21 @@ async def test_an_answer_that_was_aborted_is_an_error(reading: Reading) -> None:
         (None, None),
     ],
 )
-def test_a_call_that_was_cut_is_no_failure(reading: Reading, arguments: Any, told: Any) -> None:
+def test_a_call_that_was_cut_is_no_failure(
+    context: RequestContext, arguments: Any, told: Any
+) -> None:
     answer = response("length")
     call = SimpleNamespace(function=SimpleNamespace(arguments=arguments))
     answer.choices[0].message.tool_calls = [call]
-    note_ending(lambda *_: None, None, answer)
+    note_finish_reason(lambda *_: None, None, answer)
     assert call.function.arguments == told
 
 
-async def test_other_protocols_are_left_alone(reading: Reading) -> None:
-    reading.path = "/v1/chat/completions"
+async def test_other_protocols_are_left_alone(context: RequestContext) -> None:
+    context.path = "/v1/chat/completions"
     lines = [_line(choices=[{"finish_reason": "abort"}])]
     assert [line async for line in watch_stream(_stream, lines)] == lines
-    assert reading.ending is None
+    assert context.finish_reason is None
 
 
 def _line(**chunk: Any) -> str:

@@ -44,7 +44,7 @@ async def test_calls_are_answered_by_the_names_that_the_client_gave(
         serving = import_module("sglang.srt.entrypoints.openai.serving_responses")
         protocol = import_module("sglang.srt.entrypoints.openai.protocol")
     request = protocol.ResponsesRequest(input="a")
-    raw = SimpleNamespace(state=SimpleNamespace(reading=SimpleNamespace(body={"tools": TOOLS})))
+    raw = SimpleNamespace(state=SimpleNamespace(context=SimpleNamespace(body={"tools": TOOLS})))
 
     async def create(_: Any, asked: Any, __: Any) -> Any:
         return asked

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_ext.engine.core.dry_run import Conversion
-from sgl_ext.engine.core.hints import Reading
+from sgl_ext.engine.core.request_context import RequestContext
 from sgl_ext.engine.prefill_ahead.next_turns import NextTurns, certain_ids
 from sgl_ext.requests.cache_marks import Marks
 from sgl_ext.requests.next_turn import Turn
@@ -74,8 +74,8 @@ def turns(policy: str = "auto") -> NextTurns:
     return made
 
 
-def reading(*hashes: int, asked: bool | None = None, **fields: Any) -> Reading:
-    return Reading(
+def context_of(*hashes: int, asked: bool | None = None, **fields: Any) -> RequestContext:
+    return RequestContext(
         "/v1/messages",
         {},
         Chain(hashes=hashes, ends=tuple(range(1, len(hashes) + 1))),
@@ -91,17 +91,17 @@ NO_REQUEST = SimpleNamespace(input_ids=[1])
 
 def test_a_conversation_that_grows_is_guessed() -> None:
     seen = turns()
-    seen.came(reading(1, 2), NO_REQUEST)
-    assert not seen.wants(reading(1, 2))
-    seen.came(reading(1, 2, 3), NO_REQUEST)
-    assert seen.wants(reading(1, 2, 3))
+    seen.came(context_of(1, 2), NO_REQUEST)
+    assert not seen.wants(context_of(1, 2))
+    seen.came(context_of(1, 2, 3), NO_REQUEST)
+    assert seen.wants(context_of(1, 2, 3))
 
 
 def test_the_same_request_again_is_no_growth() -> None:
     seen = turns()
     for _ in range(3):
-        seen.came(reading(1, 2), NO_REQUEST)
-    assert not seen.wants(reading(1, 2))
+        seen.came(context_of(1, 2), NO_REQUEST)
+    assert not seen.wants(context_of(1, 2))
 
 
 @pytest.mark.parametrize(
@@ -115,24 +115,24 @@ def test_the_same_request_again_is_no_growth() -> None:
     ],
 )
 def test_who_asks_is_guessed(policy: str, asked: bool | None, wanted: bool) -> None:
-    assert turns(policy).wants(reading(1, asked=asked)) is wanted
+    assert turns(policy).wants(context_of(1, asked=asked)) is wanted
 
 
 def test_who_forbids_it_is_not_guessed_though_it_grows() -> None:
     seen = turns()
-    seen.came(reading(1), NO_REQUEST)
-    seen.came(reading(1, 2), NO_REQUEST)
-    assert not seen.wants(reading(1, 2, asked=False))
-    assert not seen.wants(reading(1, 2, is_last=True))
+    seen.came(context_of(1), NO_REQUEST)
+    seen.came(context_of(1, 2), NO_REQUEST)
+    assert not seen.wants(context_of(1, 2, asked=False))
+    assert not seen.wants(context_of(1, 2, is_last=True))
     only_asked = turns("asked")
-    only_asked.came(reading(1), NO_REQUEST)
-    only_asked.came(reading(1, 2), NO_REQUEST)
-    assert not only_asked.wants(reading(1, 2))
+    only_asked.came(context_of(1), NO_REQUEST)
+    only_asked.came(context_of(1, 2), NO_REQUEST)
+    assert not only_asked.wants(context_of(1, 2))
 
 
 def test_tenants_do_not_share_a_conversation() -> None:
     seen = turns()
-    seen.came(reading(1, owner="one"), NO_REQUEST)
-    seen.came(reading(1, 2, owner="other"), NO_REQUEST)
-    assert not seen.wants(reading(1, 2, owner="one"))
-    assert not seen.wants(reading(1, 2, owner="other"))
+    seen.came(context_of(1, owner="one"), NO_REQUEST)
+    seen.came(context_of(1, 2, owner="other"), NO_REQUEST)
+    assert not seen.wants(context_of(1, 2, owner="one"))
+    assert not seen.wants(context_of(1, 2, owner="other"))

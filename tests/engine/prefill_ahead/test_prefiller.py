@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from sgl_ext.engine.core import hints
+from sgl_ext.engine.core.request_context import RequestContext
 from sgl_ext.engine.prefill_ahead.prefiller import MOST_JOBS, Job, Prefiller
 from sgl_ext.requests.cache_marks import Marks
 from sgl_ext.requests.segments import Chain
@@ -61,8 +61,8 @@ def refused(why: str, cached: int) -> dict[str, Any]:
 
 
 def job(name: str = "one", tokens: int = 1000, **fields: Any) -> Job:
-    reading = hints.Reading("/v1/messages", {}, Chain(), Marks())
-    return Job(name, list(range(tokens)), ASKED, reading, **fields)
+    context = RequestContext("/v1/messages", {}, Chain(), Marks())
+    return Job(name, list(range(tokens)), ASKED, context, **fields)
 
 
 async def worked(prefiller: Prefiller, *jobs: Job) -> None:

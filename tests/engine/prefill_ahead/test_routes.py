@@ -11,7 +11,7 @@ import pytest
 from starlette.requests import Request
 
 from sgl_ext.engine.core.dry_run import Conversion
-from sgl_ext.engine.core.hints import Reading
+from sgl_ext.engine.core.request_context import RequestContext
 from sgl_ext.engine.prefill_ahead import routes
 from sgl_ext.engine.prefill_ahead.prefiller import Job
 from sgl_ext.engine.prefill_ahead.routes import Warmups
@@ -58,7 +58,7 @@ async def test_a_call_that_waited_long_is_told_what_was_reached(
         conversion = Conversion()
         conversion.request = SimpleNamespace(input_ids=list(range(1000)))
         chain = Chain(hashes=(1, 2), ends=(10, 20))
-        conversion.reading = Reading("", {}, chain, Marks(), Importance())
+        conversion.context = RequestContext("", {}, chain, Marks(), Importance())
         return conversion
 
     monkeypatch.setattr(routes, "convert", convert)

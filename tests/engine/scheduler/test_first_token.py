@@ -12,7 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sgl_ext.engine.core.hints import WHOLE, Hints
+from sgl_ext.engine.core.hints import Hints
+from sgl_ext.engine.core.request_context import WHOLE_PROMPT
 from sgl_ext.engine.core.settings import EngineSettings
 from sgl_ext.engine.scheduler import first_token
 from tests.engine.core.test_shared_prefixes import TOKENS, Tree, loaded, sglang
@@ -49,7 +50,7 @@ class Serving(Tree):
         ids, name = asked.ids, next(_names)
         req = batch.Req(str(name), "", array("q", ids), batch.SamplingParams())
         segments = tuple(hash(tuple(ids[:end])) for end in range(1, len(ids) + 1))
-        pins = ((WHOLE, 300.0),) if asked.is_marked else ()
+        pins = ((WHOLE_PROMPT, 300.0),) if asked.is_marked else ()
         ends = tuple(range(1, len(ids) + 1))
         req._sgl_ext_hints = Hints(segments, ends, pins, "", "s", 1.0, True, False, True)
         self.admit(req)

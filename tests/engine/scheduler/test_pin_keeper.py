@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from radix.pins import Pins
-from sgl_ext.engine.core.hints import WHOLE, Hints
+from sgl_ext.engine.core.hints import Hints
+from sgl_ext.engine.core.request_context import WHOLE_PROMPT
 from sgl_ext.engine.scheduler import admission
 from sgl_ext.engine.scheduler.pin_keeper import PinKeeper
 
@@ -80,17 +81,17 @@ def prompt(name: int, tokens: int, cached: int = 0) -> Any:
     )
 
 
-def marked(*ends: int, told_s: float = 1.0, session: str = "s", is_kept: bool = True) -> Hints:
+def marked(*ends: int, sent_s: float = 1.0, session: str = "s", is_reusable: bool = True) -> Hints:
     return Hints(
         hashes=(),
         ends=(),
         pins=tuple((end, TTL_S) for end in ends),
         owner="",
         session=session,
-        told_s=told_s,
-        is_kept=is_kept,
+        sent_s=sent_s,
+        is_reusable=is_reusable,
         is_last=False,
-        is_answer_kept=True,
+        is_answer_reusable=True,
     )
 
 
@@ -116,7 +117,7 @@ def test_a_mark_is_pinned_once_it_is_resident_and_not_before() -> None:
     req = prompt(1, 100)
     cache.add(req)
     for resident, tokens in ((39, []), (40, [40]), (99, [40]), (100, [40, 100])):
-        keeper.seen(req, marked(40, WHOLE), resident)
+        keeper.seen(req, marked(40, WHOLE_PROMPT), resident)
         assert pinned(keeper) == tokens
         assert_locked_once(keeper, cache)
 
@@ -126,11 +127,11 @@ def test_a_mark_within_a_page_is_pinned_up_to_the_page_and_less_than_one_is_not(
     keeper = keeper_of(cache, page=16)
     pin(keeper, cache, prompt(1, 100), 15, 47)
     assert pinned(keeper) == [32]
-    keeper.seen(prompt(2, 100), marked(98, WHOLE), resident=95)
+    keeper.seen(prompt(2, 100), marked(98, WHOLE_PROMPT), resident=95)
     assert pinned(keeper) == [32]
     req = prompt(2, 100)
     cache.add(req)
-    keeper.seen(req, marked(98, WHOLE), resident=96)
+    keeper.seen(req, marked(98, WHOLE_PROMPT), resident=96)
     assert pinned(keeper) == [32, 96]
     assert_locked_once(keeper, cache)
 
@@ -142,7 +143,7 @@ def test_prefixes_share_whole_pages_alone() -> None:
         req = prompt(1, 100)
         req.origin_input_ids[40:] = [last] * 60
         cache.add(req)
-        keeper.seen(req, marked(WHOLE), 96)
+        keeper.seen(req, marked(WHOLE_PROMPT), 96)
         keeper.pins.check()
     assert keeper.tokens == 96 + 64
 
@@ -162,7 +163,7 @@ def test_the_same_mark_again_is_one_lock() -> None:
     cache = Cache()
     keeper = keeper_of(cache)
     for now_s in range(5):
-        pin(keeper, cache, prompt(1, 100, cached=50), 40, WHOLE, told_s=now_s)
+        pin(keeper, cache, prompt(1, 100, cached=50), 40, WHOLE_PROMPT, sent_s=now_s)
     assert len(cache.locks) == 2
     assert [held.hits for held in keeper.pins] == [4, 0]
 
@@ -171,23 +172,23 @@ def test_a_request_that_is_not_to_be_kept_reads_and_pins_nothing() -> None:
     cache = Cache()
     keeper = keeper_of(cache)
     pin(keeper, cache, prompt(1, 100), 40)
-    pin(keeper, cache, prompt(1, 100, cached=40), 80, is_kept=False)
+    pin(keeper, cache, prompt(1, 100, cached=40), 80, is_reusable=False)
     assert [(held.tokens, held.hits) for held in keeper.pins] == [(40, 1)]
 
 
 def test_time_displacement_deletion_and_an_ended_session_unlock() -> None:
     cache = Cache()
     keeper = keeper_of(cache, budget=100)
-    pin(keeper, cache, prompt(1, 60), WHOLE)
-    pin(keeper, cache, prompt(2, 60), WHOLE, told_s=2)
+    pin(keeper, cache, prompt(1, 60), WHOLE_PROMPT)
+    pin(keeper, cache, prompt(2, 60), WHOLE_PROMPT, sent_s=2)
     assert [held.granted_s for held in keeper.pins] == [2]
     keeper.release_named([held.prefix for held in keeper.pins] * 2 + ["unknown"])
     assert cache.locks == {}
-    pin(keeper, cache, prompt(3, 60), 30, WHOLE, told_s=3)
+    pin(keeper, cache, prompt(3, 60), 30, WHOLE_PROMPT, sent_s=3)
     keeper.advance(3 + TTL_S)
     assert cache.locks == {}
-    pin(keeper, cache, prompt(4, 60), 30, WHOLE, told_s=400)
-    pin(keeper, cache, prompt(4, 30, cached=30), told_s=401, session="another")
+    pin(keeper, cache, prompt(4, 60), 30, WHOLE_PROMPT, sent_s=400)
+    pin(keeper, cache, prompt(4, 30, cached=30), sent_s=401, session="another")
     keeper.ended(marked(session="s")._replace(owner="another tenant"))
     assert pinned(keeper) == [30, 60], "a session is its tenant's, whatever others call theirs"
     keeper.ended(marked(session="s"))
@@ -198,7 +199,7 @@ def test_time_displacement_deletion_and_an_ended_session_unlock() -> None:
 def test_a_prefix_beyond_the_budget_is_refused_and_not_locked() -> None:
     cache = Cache()
     keeper = keeper_of(cache, budget=50)
-    pin(keeper, cache, prompt(1, 60), 20, WHOLE)
+    pin(keeper, cache, prompt(1, 60), 20, WHOLE_PROMPT)
     assert pinned(keeper) == [20]
 
 
@@ -206,7 +207,7 @@ def test_room_is_made_by_as_few_pins_as_do_least_valuable_first() -> None:
     cache = Cache()
     keeper = keeper_of(cache)
     for name in range(1, 6):
-        pin(keeper, cache, prompt(name, 100), WHOLE, told_s=name)
+        pin(keeper, cache, prompt(name, 100), WHOLE_PROMPT, sent_s=name)
     keeper.make_room(lambda: True)
     assert len(cache.locks) == 5
     keeper.make_room(lambda: cache.full_evictable_size() >= 150)
@@ -217,8 +218,8 @@ def test_room_is_made_by_as_few_pins_as_do_least_valuable_first() -> None:
 def test_a_pin_that_frees_nothing_is_kept() -> None:
     cache = Cache()
     keeper = keeper_of(cache)
-    pin(keeper, cache, prompt(1, 100), 40, WHOLE)
-    pin(keeper, cache, prompt(2, 50), WHOLE, told_s=2)
+    pin(keeper, cache, prompt(1, 100), 40, WHOLE_PROMPT)
+    pin(keeper, cache, prompt(2, 50), WHOLE_PROMPT, sent_s=2)
     _, node = cache.match_until(prompt(2, 50), 50)
     request = cache.lock(node)
     keeper.make_room(lambda: cache.full_evictable_size() >= 50)
@@ -233,7 +234,7 @@ def test_a_request_is_admitted_at_the_price_of_the_pins_it_needs() -> None:
     cache = Cache()
     keeper = keeper_of(cache)
     for name in range(1, 6):
-        pin(keeper, cache, prompt(name, 100), WHOLE, told_s=name)
+        pin(keeper, cache, prompt(name, 100), WHOLE_PROMPT, sent_s=name)
     assert keeper.admit(prompt(9, 10), lambda: cache.full_evictable_size() >= 101)
     assert [held.granted_s for held in keeper.pins] == [3, 4, 5]
     assert_locked_once(keeper, cache)
@@ -243,7 +244,7 @@ def test_a_request_that_never_fits_costs_no_pin() -> None:
     cache = Cache()
     keeper = keeper_of(cache)
     for name in range(1, 6):
-        pin(keeper, cache, prompt(name, 100), 50, WHOLE, told_s=name)
+        pin(keeper, cache, prompt(name, 100), 50, WHOLE_PROMPT, sent_s=name)
     before = list(keeper.pins)
     asked: list[int] = []
 
@@ -260,7 +261,7 @@ def test_a_request_that_never_fits_costs_no_pin() -> None:
 def test_a_request_is_not_admitted_at_the_price_of_what_it_reads() -> None:
     cache = Cache()
     keeper = keeper_of(cache)
-    pin(keeper, cache, prompt(1, 100), 50, WHOLE)
+    pin(keeper, cache, prompt(1, 100), 50, WHOLE_PROMPT)
     assert not keeper.admit(prompt(1, 200), lambda: cache.full_evictable_size() > 0)
     assert pinned(keeper) == [50, 100]
 
@@ -268,7 +269,7 @@ def test_a_request_is_not_admitted_at_the_price_of_what_it_reads() -> None:
 def test_a_flush_forgets_pins_and_unlocks_none() -> None:
     cache = Cache()
     keeper = keeper_of(cache)
-    pin(keeper, cache, prompt(1, 100), 50, WHOLE)
+    pin(keeper, cache, prompt(1, 100), 50, WHOLE_PROMPT)
     cache.locks.clear()
     keeper.forget_all()
     assert len(keeper.pins) == keeper.tokens == 0
@@ -285,7 +286,7 @@ def test_whatever_happens_every_pin_is_locked_once_and_nothing_else() -> None:
             req = prompt(source.randrange(6), source.randrange(1, 150))
             req.cached_tokens = len(req.origin_input_ids) // 2
             ends = sorted(source.choices(range(1, len(req.origin_input_ids) + 1), k=2))
-            pin(keeper, cache, req, *ends, told_s=now_s * 20, session=str(source.randrange(4)))
+            pin(keeper, cache, req, *ends, sent_s=now_s * 20, session=str(source.randrange(4)))
             wanted = source.randrange(1, 200)
 
             def is_enough(cache: Cache = cache, wanted: int = wanted) -> bool:
@@ -348,7 +349,7 @@ def five() -> tuple[Cache, PinKeeper]:
     cache = Cache()
     keeper = keeper_of(cache)
     for name in range(1, 6):
-        pin(keeper, cache, prompt(name, 100), WHOLE, told_s=name)
+        pin(keeper, cache, prompt(name, 100), WHOLE_PROMPT, sent_s=name)
     return cache, keeper
 
 

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from sgl_ext.engine.core.counters import counter
-from sgl_ext.engine.core.hints import WHOLE, Hints
+from sgl_ext.engine.core.hints import Hints
+from sgl_ext.engine.core.request_context import WHOLE_PROMPT
 from sgl_ext.engine.core.settings import EngineSettings
 
 pytestmark = pytest.mark.engine
@@ -121,13 +122,13 @@ class Model:
         return int(self.cache.match_until(req, len(ids))[0])
 
     @contextmanager
-    def running(self, ids: list[int], *pins: int, told_s: float = 1.0) -> Iterator[Any]:
+    def running(self, ids: list[int], *pins: int, sent_s: float = 1.0) -> Iterator[Any]:
         """A request whose prompt is computed in chunks, and that ends when this does."""
         cache, allocation = self.cache, sglang("mem_cache.allocation")
         batch = sglang("managers.schedule_batch")
         req = batch.Req(str(next(NUMBERS)), "", array("q", ids), batch.SamplingParams())
         told = tuple((end, 300.0) for end in pins)
-        req._sgl_ext_hints = Hints((), (), told, "", "s", told_s, True, False, True)
+        req._sgl_ext_hints = Hints((), (), told, "", "s", sent_s, True, False, True)
         req.init_next_round_input(cache)
         req.lock = cache.lock(req.last_node)
         allocation.alloc_req_slots(self.rows, [req], cache)
@@ -143,9 +144,9 @@ class Model:
         req.finished_reason = batch.FINISH_LENGTH(0)
         sglang("mem_cache.common").release_kv_cache(req, cache, checkpoint=True)
 
-    def serve(self, ids: list[int], *pins: int, told_s: float = 1.0) -> int:
+    def serve(self, ids: list[int], *pins: int, sent_s: float = 1.0) -> int:
         """Runs a request; how much of its prompt it read."""
-        with self.running(ids, *pins, told_s=told_s) as req:
+        with self.running(ids, *pins, sent_s=sent_s) as req:
             pass
         self.assert_nothing_lost()
         return int(req.cached_tokens)
@@ -171,7 +172,7 @@ def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 def test_a_pinned_prompt_outlasts_a_flood_and_its_twin_does_not(model: Model) -> None:
     kept, twin = prompt(100), prompt(100)
-    model.serve(kept, WHOLE)
+    model.serve(kept, WHOLE_PROMPT)
     model.serve(twin)
     locked = model.locked
     assert locked == (100, 1 if model.part == "mamba" else WINDOW)
@@ -192,7 +193,7 @@ def test_a_mark_where_no_state_is_kept_pins_what_is_of_use_or_is_refused(model: 
     refused = counter("pins_refused").labels("nothing to lock")
     before = refused._value.get()
     ids = prompt(150)
-    model.serve(ids, 30, 100, WHOLE)
+    model.serve(ids, 30, 100, WHOLE_PROMPT)
     assert sorted(pin.tokens for pin in model.keeper.pins) == [CHUNK, 150]
     assert refused._value.get() == before + 1
     model.flood()
@@ -201,8 +202,8 @@ def test_a_mark_where_no_state_is_kept_pins_what_is_of_use_or_is_refused(model: 
 
 def test_want_of_states_alone_costs_as_few_pins_as_do(model: Model) -> None:
     prompts = [prompt(30) for _ in range(6)]
-    for told_s, ids in enumerate(prompts):
-        model.serve(ids, WHOLE, told_s=told_s)
+    for sent_s, ids in enumerate(prompts):
+        model.serve(ids, WHOLE_PROMPT, sent_s=sent_s)
     one = model.states("protected") // 6
     free = model.free + model.states("evictable")
     model.evict(states=model.states("evictable"))
@@ -227,8 +228,8 @@ def test_states_of_pins_are_had_though_a_request_holds_all_their_tokens(model: M
 
 def test_requests_that_run_get_the_states_that_pins_hold(model: Model) -> None:
     prompts = [prompt(20) for _ in range(18)]
-    for told_s, ids in enumerate(prompts):
-        model.serve(ids, WHOLE, told_s=told_s)
+    for sent_s, ids in enumerate(prompts):
+        model.serve(ids, WHOLE_PROMPT, sent_s=sent_s)
     with ExitStack() as requests:
         for _ in range(6):
             requests.enter_context(model.running(prompt(100)))
@@ -239,7 +240,7 @@ def test_requests_that_run_get_the_states_that_pins_hold(model: Model) -> None:
 
 def test_a_request_that_gives_up_its_window_takes_nothing_from_a_pin(model: Model) -> None:
     ids = prompt(100)
-    with model.running(ids, WHOLE) as req:
+    with model.running(ids, WHOLE_PROMPT) as req:
         model.cache.release_swa_prefix_lock(req)
         model.evict(states=model.states("evictable"))
     model.flood()
