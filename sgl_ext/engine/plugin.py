@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from importlib.metadata import version
 
-from sgl_ext.engine import sglang_api
+from sgl_ext.engine import sglang_api, sglang_check, sglang_http_types, sglang_types
 
 _active = False
 
@@ -48,7 +48,12 @@ def _activate() -> None:
     if role is Role.SCHEDULER:
         _register_cache()
     hooks = HOOKS + SHARING_HOOKS if EngineSettings.from_environment().share else HOOKS
-    acknowledgements.leave(role, apply_hooks(role, hooks))
+    applied = apply_hooks(role, hooks)
+    if role is Role.MAIN:
+        sglang_check.verify(sglang_api.HTTP_PROCESS, [sglang_http_types])
+    if role is Role.SCHEDULER:
+        sglang_check.verify(sglang_api.SCHEDULER_PROCESS, [sglang_types])
+    acknowledgements.leave(role, applied)
 
 
 def _register_cache() -> None:

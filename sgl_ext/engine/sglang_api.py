@@ -5,7 +5,7 @@ before most of SGLang may be imported, and hooks replace symbols after this modu
 A symbol is therefore looked up each time, and is never cached here.
 
 Dotted paths of hooks stand in `sgl_ext.engine.hooks`. The objects behind these symbols have types
-in `sgl_ext.engine.sglang_types`.
+in `sgl_ext.engine.sglang_types` and `sgl_ext.engine.sglang_http_types`.
 """
 
 from __future__ import annotations
@@ -71,19 +71,22 @@ _SYMBOLS = {
 }
 
 if TYPE_CHECKING:
+    from sgl_ext.engine import sglang_http_types as http_types
+    from sgl_ext.engine import sglang_types as types
+
     HookRegistry: Any
     HookType: Any
 
     load_plugins: Callable[[], None]
     run_server: Callable[[Any], None]
-    prepare_server_args: Callable[[list[str]], Any]
+    prepare_server_args: Callable[[list[str]], http_types.ServerArgs]
     kill_process_tree: Callable[..., None]
     envs: Any
     http_app: Any
-    get_global_state: Callable[[], Any]
+    get_global_state: Callable[[], http_types.GlobalState]
     AnthropicMessage: Any
     AnthropicMessagesRequest: Callable[..., Any]
-    AnthropicServing: Callable[[Any], Any]
+    AnthropicServing: Callable[[http_types.ServingChat], http_types.AnthropicServing]
     ChatCompletionRequest: Callable[..., Any]
     ResponseToolState: Callable[..., Any]
     FunctionCallParser: Any
@@ -91,26 +94,26 @@ if TYPE_CHECKING:
     ResponseTemplateToolDetector: type[Any]
     normalize_assistant_tool_call_arguments: Callable[[dict[str, Any]], None]
     parallel_prompt_encode: Callable[..., list[int]]
-    GenerateReqInput: Callable[..., Any]
-    KvHintAction: Callable[..., Any]
-    KvHintsEnvelope: Callable[..., Any]
-    decode_kv_hints_envelope: Callable[[Any], Any]
+    GenerateReqInput: Callable[..., http_types.GenerateReqInput]
+    KvHintAction: Callable[..., http_types.KvHintAction]
+    KvHintsEnvelope: Callable[..., http_types.KvHintsEnvelope]
+    decode_kv_hints_envelope: Callable[[Any], http_types.KvHintsEnvelope]
 
     AbortReq: Callable[..., Any]
-    AddReqResult: Any
+    AddReqResult: types.AddReqResult
     CLIP_MAX_NEW_TOKENS: int
     release_req: Callable[..., None]
-    RadixKey: Callable[..., Any]
-    EvictParams: Callable[..., Any]
+    RadixKey: Callable[..., types.RadixKey]
+    EvictParams: Callable[..., types.EvictParams]
     MatchPrefixParams: Callable[..., Any]
-    ComponentType: Any
-    UnifiedRadixCache: Any
-    register_radix_cache_backend: Callable[[str, Callable[[Any], Any]], None]
-    create_unified_radix_cache: Callable[..., Any]
-    default_radix_cache_factory: Callable[[Any], Any]
-    get_memory: Callable[[], Any]
-    get_parallel: Callable[[], Any]
-    get_schedule: Callable[[], Any]
+    ComponentType: types.ComponentType
+    UnifiedRadixCache = types.TreeCache
+    register_radix_cache_backend: Callable[[str, Callable[[Any], types.TreeCache]], None]
+    create_unified_radix_cache: Callable[..., types.TreeCache]
+    default_radix_cache_factory: Callable[[types.TreeCacheBuildContext], types.TreeCache]
+    get_memory: Callable[[], types.Memory]
+    get_parallel: Callable[[], types.ParallelContext]
+    get_schedule: Callable[[], types.Schedule]
 else:
 
     def __getattr__(name: str) -> Any:

@@ -55,7 +55,7 @@ class Prompt(NamedTuple):
         return len(self.tokens)
 
 
-class HeldCache(UnifiedRadixCache):  # type: ignore[misc]  # sglang is untyped
+class HeldCache(UnifiedRadixCache):
     """The unified radix cache.
 
     held: what it holds in segments, None where nobody asks.

@@ -1,0 +1,81 @@
+"""Verifies at a start that SGLang has every symbol and attribute that the extension uses.
+
+Hooks verify themselves (`sgl_ext.engine.hooks`). This is about what the extension calls and reads.
+"""
+
+from __future__ import annotations
+
+import dis
+import pkgutil
+from collections.abc import Iterable, Iterator, Mapping
+from inspect import unwrap
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+
+def verify(symbols: Mapping[str, str], types: Iterable[ModuleType]) -> None:
+    """Raises RuntimeError that names what SGLang lacks of these symbols and declared attributes."""
+    if lacking := missing(symbols, types):
+        raise RuntimeError(f"it has no {', '.join(lacking)}")
+
+
+def missing(symbols: Mapping[str, str], types: Iterable[ModuleType]) -> list[str]:
+    """What SGLang lacks of these symbols, and of the attributes that these modules declare."""
+    lacking = [path for path in symbols.values() if _resolved(path) is None]
+    for module in types:
+        for path, names in declared(module):
+            found = _resolved(path)
+            if found is None:
+                lacking.append(path)
+            else:
+                lacking += [f"{path}.{name}" for name in names if not _has(found, name)]
+    return lacking
+
+
+def declared(module: ModuleType) -> Iterator[tuple[str, list[str]]]:
+    """For each type of a module the class that it stands for, and the attributes it declares."""
+    for described in vars(module).values():
+        path = getattr(described, "__sglang__", None)
+        if path is not None and described.__module__ == module.__name__:
+            methods = [name for name, one in vars(described).items() if _is_attribute(name, one)]
+            yield path, [*vars(described).get("__annotations__", {}), *methods]
+
+
+def _is_attribute(name: str, value: Any) -> bool:
+    is_ours = name.startswith(("__", "_abc_", "_is_"))
+    return isinstance(value, (FunctionType, property)) and not is_ours
+
+
+def _resolved(path: str) -> Any:
+    try:
+        return pkgutil.resolve_name(path)
+    except (ImportError, AttributeError):
+        return None
+
+
+def _has(owner: type, name: str) -> bool:
+    """Whether instances of a class have an attribute: the class has it, declares it, or one of
+    its methods sets it."""
+    if hasattr(owner, name):
+        return True
+    for base in owner.__mro__:
+        if name in vars(base).get("__annotations__", ()):
+            return True
+        methods = (unwrap(one) for one in vars(base).values() if isinstance(one, FunctionType))
+        if any(_sets(method.__code__, name) for method in methods):
+            return True
+    return False
+
+
+def _sets(code: CodeType, name: str) -> bool:
+    """Whether a method's code assigns to `self.name`."""
+    if name not in code.co_names:
+        return False
+    before: Any = None
+    for step in dis.get_instructions(code):
+        if step.opname == "STORE_ATTR" and step.argval == name:
+            loaded = before if isinstance(before, tuple) else (before,)
+            if loaded[-1] == "self":
+                return True
+        before = step.argval
+    return False

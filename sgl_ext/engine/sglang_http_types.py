@@ -1,0 +1,151 @@
+"""The attributes of SGLang's HTTP process that the extension uses, as types.
+
+See `sgl_ext.engine.sglang_types`, which has those of the scheduler.
+"""
+
+# mypy: disable-error-code="empty-body"
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+from sgl_ext.engine.sglang_types import stands_for
+
+_OPENAI = "sglang.srt.entrypoints.openai"
+_MANAGERS = "sglang.srt.managers"
+
+
+@stands_for("sglang.srt.server_args:ServerArgs")
+class ServerArgs(Protocol):
+    chunked_prefill_size: int | None
+    disable_radix_cache: bool
+    disaggregation_mode: str
+    dp_size: int
+    enable_flexkv: bool
+    enable_hierarchical_cache: bool
+    enable_lmcache: bool
+    encoder_only: bool
+    grpc_mode: bool
+    grpc_port: int | None
+    kv_events_config: str | None
+    nnodes: int
+    page_size: int | None
+    radix_cache_backend: str | None
+    skip_tokenizer_init: bool
+    smg_grpc_mode: bool
+    tokenizer_worker_num: int
+
+
+@stands_for("sglang.srt.configs.model_config:ModelConfig")
+class ModelConfig(Protocol):
+    is_multimodal: bool
+
+
+@stands_for("sglang.srt.utils.request_logger:RequestLogger")
+class RequestLogger(Protocol):
+    log_requests: bool
+
+
+@stands_for("sglang.srt.observability.request_metrics_exporter:RequestMetricsExporterManager")
+class RequestMetricsExporterManager(Protocol):
+    def exporter_enabled(self) -> bool: ...
+
+
+@stands_for(f"{_MANAGERS}.tokenizer_manager:TokenizerManager")
+class TokenizerManager(Protocol):
+    server_args: ServerArgs
+    model_config: ModelConfig
+    tokenizer: Any
+    mm_processor: Any
+    is_generation: bool
+    max_req_input_len: int
+    enable_priority_scheduling: bool
+    rid_to_state: dict[str, Any]
+    request_logger: RequestLogger
+    dump_requests_folder: str
+    crash_dump_folder: str | None
+    request_metrics_exporter_manager: RequestMetricsExporterManager
+
+    def generate_request(self, obj: Any, request: Any) -> AsyncIterator[dict[str, Any]]: ...
+
+
+@stands_for("sglang.srt.entrypoints.http_server:_GlobalState")
+class GlobalState(Protocol):
+    tokenizer_manager: TokenizerManager
+
+
+@stands_for("sglang.srt.parser.template_manager:TemplateManager")
+class TemplateManager(Protocol):
+    python_chat_template: Any
+
+
+@stands_for(f"{_OPENAI}.serving_chat:OpenAIServingChat")
+class ServingChat(Protocol):
+    tokenizer_manager: TokenizerManager
+    template_manager: TemplateManager
+    tool_call_parser: str | None
+    encoding_adapter: Any
+    chat_encoding_spec: Any
+    _reasoning_detector: Any
+    _prompt_text_round_trip_is_lossy: bool
+
+    def _process_messages(self, request: Any, is_multimodal: bool) -> Any: ...
+
+
+@stands_for("sglang.srt.entrypoints.anthropic.serving:AnthropicServing")
+class AnthropicServing(Protocol):
+    openai_serving_chat: ServingChat
+
+    def _convert_to_chat_completion_request(self, anthropic_request: Any) -> Any: ...
+
+
+@stands_for(f"{_MANAGERS}.kv_hints:KvHintAction")
+class KvHintAction(Protocol):
+    action_id: str
+    action_type: str
+    payload: dict[str, Any]
+
+
+@stands_for(f"{_MANAGERS}.kv_hints:KvHintsEnvelope")
+class KvHintsEnvelope(Protocol):
+    protocol_version: str
+    message_id: str
+    actions: list[KvHintAction]
+
+
+@stands_for(f"{_MANAGERS}.io_struct:GenerateReqInput")
+class GenerateReqInput(Protocol):
+    rid: Any
+    input_ids: Any
+    sampling_params: Any
+    extra_key: Any
+    cache_salt: Any
+    lora_path: Any
+    kv_hints: Any
+    priority: int | None
+    session_params: Any
+    require_reasoning: bool
+
+    def contains_mm_input(self) -> bool: ...
+
+
+@stands_for(f"{_MANAGERS}.io_struct:TokenizedGenerateReqInput")
+class TokenizedGenerateReqInput(Protocol):
+    rid: Any
+    input_ids: Any
+    extra_key: str | None
+    cache_salt: str | None
+    need_wait_for_mm_inputs: bool
+
+
+@stands_for("sglang.srt.function_call.base_format_detector:BaseFormatDetector")
+class FormatDetector(Protocol):
+    bot_token: str
+    eot_token: str
+    current_tool_id: int
+    current_tool_name_sent: bool
+    _buffer: str
+    _tool_indices: dict[str, int]
+
+    def _get_tool_indices(self, tools: Any) -> dict[str, int]: ...

@@ -1,0 +1,319 @@
+"""The attributes of SGLang's scheduler that the extension uses, as types.
+
+Strict mypy forbids every other attribute, and a start verifies that each of these exists on the
+class that `stands_for` names (`sgl_ext.engine.sglang_check`).
+"""
+
+# mypy: disable-error-code="empty-body"
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+_Class = TypeVar("_Class", bound=type)
+_MANAGERS = "sglang.srt.managers"
+_PARTS = f"{_MANAGERS}.scheduler_components"
+_CACHE = "sglang.srt.mem_cache"
+
+
+def stands_for(path: str) -> Callable[[_Class], _Class]:
+    """Names the class of SGLang, as module:class, that has the attributes of the decorated one."""
+
+    def note(described: _Class) -> _Class:
+        described.__sglang__ = path  # type: ignore[attr-defined]
+        return described
+
+    return note
+
+
+@stands_for(f"{_MANAGERS}.schedule_batch:ReqKvInfo")
+class ReqKvInfo(Protocol):
+    cache_inserted_len: int
+    cache_protected_len: int
+    kv_committed_len: int
+    kv_allocated_len: int
+
+
+@stands_for("sglang.srt.sampling.sampling_params:SamplingParams")
+class SamplingParams(Protocol):
+    max_new_tokens: int
+
+
+@stands_for(f"{_MANAGERS}.schedule_batch:Req")
+class Req(Protocol):
+    rid: str
+    priority: int
+    session: Any
+    beam_group: Any
+    return_logprob: bool
+    skip_radix_cache_insert: bool
+    input_embeds: Any
+    extra_key: str | None
+    cache_salt: str | None
+    origin_input_ids: array[int]
+    output_ids: array[int]
+    full_untruncated_fill_ids: array[int]
+    prefix_len: int
+    extend_end: int | None
+    num_matched_prefix_tokens: int
+    cached_tokens: int
+    kv: ReqKvInfo
+    lock: Any
+    last_node: Any
+    kv_hints: Any
+    to_finish: Any
+    sampling_params: SamplingParams
+
+    def finished(self) -> bool: ...
+    def refresh_fill_ids(self) -> None: ...
+    def owned_kv_len(self) -> int: ...
+
+
+@stands_for("sglang.srt.model_executor.forward_batch_info:ForwardMode")
+class ForwardMode(Protocol):
+    def is_extend(self) -> bool: ...
+
+
+@stands_for(f"{_MANAGERS}.schedule_batch:ScheduleBatch")
+class ScheduleBatch(Protocol):
+    reqs: list[Req]
+    extend_num_tokens: int | None
+    forward_mode: ForwardMode
+
+    def is_empty(self) -> bool: ...
+    def is_dllm(self) -> bool: ...
+    def batch_size(self) -> int: ...
+    def release_req(self, idx: int, remaing_req_count: int) -> None: ...
+    def filter_batch(self, *, keep_indices: list[int]) -> None: ...
+
+
+@stands_for(f"{_MANAGERS}.schedule_batch:NextBatchPlan")
+class NextBatchPlan(Protocol):
+    batch_to_run: ScheduleBatch | None
+    running_batch: ScheduleBatch
+
+
+@stands_for(f"{_CACHE}.unified_cache.unified_tree_core_interface:UnifiedTreeCoreInterface")
+class TreeCore(Protocol):
+    is_eagle: bool
+
+    def match_full_device_prefix(self, key: RadixKey) -> tuple[int, int, int]: ...
+    def is_full_device_evicted(self, node_id: int) -> bool: ...
+
+
+@stands_for(f"{_CACHE}.radix_cache:RadixKey")
+class RadixKey(Protocol):
+    def page_aligned(self, page_size: int) -> RadixKey: ...
+
+
+@stands_for(f"{_CACHE}.base_prefix_cache:MatchResult")
+class MatchResult(Protocol):
+    device_prefix_len: int
+    last_device_node: Any
+
+
+@stands_for(f"{_CACHE}.base_prefix_cache:InsertParams")
+class InsertParams(Protocol):
+    priority: int
+
+
+@stands_for(f"{_CACHE}.base_prefix_cache:InsertResult")
+class InsertResult(Protocol):
+    prefix_len: int
+
+
+@stands_for(f"{_CACHE}.base_prefix_cache:EvictParams")
+class EvictParams(Protocol):
+    num_tokens: int
+    swa_num_tokens: int
+    mamba_num: int
+
+
+@stands_for(f"{_CACHE}.base_prefix_cache:EvictResult")
+class EvictResult(Protocol):
+    num_tokens_evicted: int
+    swa_num_tokens_evicted: int
+    mamba_num_evicted: int
+
+
+@stands_for(f"{_CACHE}.allocator.base:BaseTokenToKVPoolAllocator")
+class KvAllocator(Protocol):
+    size: int
+
+    def available_size(self) -> int: ...
+
+
+@stands_for(f"{_CACHE}.cache_init_params:CacheInitParams")
+class CacheInitParams(Protocol):
+    page_size: int
+    is_eagle: bool
+    token_to_kv_pool_allocator: KvAllocator
+
+
+@stands_for(f"{_CACHE}.registry:TreeCacheBuildContext")
+class TreeCacheBuildContext(Protocol):
+    is_hybrid_swa: bool
+    full_tokens_per_layer: int | None
+    disable_radix_cache: bool
+
+
+@stands_for(f"{_CACHE}.unified_cache.component_type:ComponentType")
+class ComponentType(Protocol):
+    FULL: ComponentType
+    SWA: ComponentType
+    MAMBA: ComponentType
+
+
+@stands_for(f"{_CACHE}.unified_radix_cache:UnifiedRadixCache")
+class TreeCache:
+    """A class and not a Protocol, because the extension's cache inherits from it."""
+
+    disable: bool
+    page_size: int
+    tree_core: TreeCore
+    req_to_token_pool: Any
+    token_to_kv_pool_allocator: KvAllocator
+
+    def __init__(self, params: CacheInitParams) -> None: ...
+    def supports_swa(self) -> bool: ...
+    def supports_mamba(self) -> bool: ...
+    def supports_fast_match_prefix(self) -> bool: ...
+    def full_evictable_size(self) -> int: ...
+    def swa_evictable_size(self) -> int: ...
+    def mamba_evictable_size(self) -> int: ...
+    def lock(self, node: Any) -> Any: ...
+    def unlock(self, lock: Any) -> None: ...
+    def checkpoint(self, req: Req, *, up_to: int, **kwargs: Any) -> None: ...
+    def match_prefix(self, params: Any) -> MatchResult: ...
+    def insert(self, params: InsertParams) -> InsertResult: ...
+    def evict(self, params: EvictParams) -> EvictResult: ...
+    def evict_for_alloc(self, params: EvictParams, **kwargs: Any) -> EvictResult: ...
+    def reset(self) -> None: ...
+    def _component_available_size(self, component_type: ComponentType) -> int: ...
+
+
+@stands_for(f"{_CACHE}.prefill_budget:PrefillBudget")
+class PrefillBudget(Protocol):
+    total_offset: int
+
+
+@stands_for(f"{_MANAGERS}.schedule_policy:PrefillAdder")
+class PrefillAdder(Protocol):
+    tree_cache: TreeCache
+    running_batch: ScheduleBatch | None
+    can_run_list: list[Req]
+    preempt_list: list[Req]
+    rem_chunk_tokens: int | None
+    per_req_token_overhead: int
+    memory_budget: PrefillBudget
+
+    @property
+    def rem_total_tokens(self) -> int: ...
+    def _get_running_request_total_token_offset(self, req: Req) -> int: ...
+
+
+@stands_for(f"{_MANAGERS}.schedule_policy:AddReqResult")
+class AddReqResult(Protocol):
+    CONTINUE: AddReqResult
+    NO_TOKEN: AddReqResult
+    OTHER: AddReqResult
+
+
+@stands_for(f"{_MANAGERS}.schedule_policy:SchedulePolicy")
+class SchedulePolicy(Protocol):
+    tree_cache: TreeCache
+    policy: Any
+    enable_priority_scheduling: bool
+    schedule_low_priority_values_first: bool
+
+
+@stands_for(f"{_PARTS}.pool_stats_observer:PoolStats")
+class PoolStats(Protocol):
+    def get_kv_token_stats(self) -> tuple[int, float]: ...
+
+
+@stands_for(f"{_PARTS}.pool_stats_observer:SchedulerPoolStatsObserver")
+class PoolStatsObserver(Protocol):
+    def get_pool_stats(self) -> PoolStats: ...
+
+
+@stands_for(f"{_PARTS}.load_inquirer:SchedulerLoadInquirer")
+class LoadInquirer(Protocol):
+    pool_stats_observer: PoolStatsObserver
+    max_total_num_tokens: int
+
+    def get_num_waiting_uncached_tokens(self) -> int: ...
+
+
+@stands_for(f"{_PARTS}.load_publisher:SchedulerLoadPublisher")
+class LoadPublisher(Protocol):
+    enable: bool
+
+
+@stands_for(f"{_PARTS}.output_streamer:SchedulerOutputStreamer")
+class OutputStreamer(Protocol):
+    tree_cache: TreeCache
+
+
+@stands_for("sglang.srt.constrained.grammar_manager:GrammarManager")
+class GrammarManager(Protocol):
+    def has_waiting_grammars(self) -> bool: ...
+
+
+@stands_for(f"{_MANAGERS}.scheduler:Scheduler")
+class Scheduler(Protocol):
+    tree_cache: TreeCache
+    token_to_kv_pool_allocator: KvAllocator
+    waiting_queue: list[Req]
+    running_batch: ScheduleBatch
+    chunked_req: Req | None
+    chunked_prefill_size: int | None
+    max_running_requests: int
+    grammar_manager: GrammarManager
+    load_inquirer: LoadInquirer
+    load_publisher: LoadPublisher
+    disaggregation_mode: Any
+    prefill_delayer: Any
+    min_free_slots_delayer: Any
+    enable_priority_preemption: bool
+    enable_hicache_storage: bool
+    enable_hisparse: bool
+    enable_lmcache: bool
+    enable_lora: bool
+    require_mlp_sync: bool
+
+    def collect_inflight_reqs(self) -> Sequence[Req]: ...
+    def abort_request(self, recv_req: Any) -> None: ...
+
+
+@stands_for("sglang.srt.server_args:ServerArgs")
+class ParallelArgs(Protocol):
+    pp_size: int
+
+
+@stands_for("sglang.srt.runtime_context:ParallelContext")
+class ParallelContext(ParallelArgs, Protocol):
+    """What `get_parallel` returns, which reads a part of the server's arguments, too."""
+
+    num_dp_ranks: int
+    tp_rank: int
+    pp_rank: int
+
+
+@stands_for("sglang.srt.server_args:ServerArgs")
+class Schedule(Protocol):
+    """What `get_schedule` returns: a part of the server's arguments."""
+
+    enable_priority_scheduling: bool
+    disable_priority_preemption: bool
+    schedule_low_priority_values_first: bool
+
+
+@stands_for("sglang.srt.server_args:ServerArgs")
+class Memory(Protocol):
+    """What `get_memory` returns: a part of the server's arguments."""
+
+    enable_lmcache: bool
+    enable_flexkv: bool
