@@ -152,6 +152,7 @@ _KNOWN = {
     "/health",
     "/metrics",
     CONTEXTS,
+    WARMED,
     *PLACED,
     *ANY_GET,
     *ANY_POST,

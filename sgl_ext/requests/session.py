@@ -25,6 +25,8 @@ TENANT_HEADER = "x-tenant-id"
 GROUP_HEADER = "x-sgl-ext-cache-group"
 # Whose things alone a request is to see and to touch; the balancer sets it for who is no operator.
 OWNER_HEADER = "x-sgl-ext-owner"
+# Seconds that the balancer held a request back before it sent it to the engine.
+QUEUED_HEADER = "x-sgl-ext-queued-s"
 _HINTS = (*SESSION_HEADERS, FINAL_HEADER, TENANT_HEADER, GROUP_HEADER, *PRIORITY_HEADERS)
 _RAW = {name.encode(): name for name in _HINTS}
 

@@ -54,6 +54,13 @@ async def test_a_wrong_content_type_is_415_and_named(start: Start, path: str) ->
     assert "text/plain" in message_of(path, await answer.json(), "invalid_request_error")
 
 
+async def test_a_rejected_request_is_counted_under_its_path(start: Start) -> None:
+    client = await start(Engine("a"))
+    assert (await client.put("/v1/prefill", data="{}")).status == 405
+    page = await (await client.get("/metrics")).text()
+    assert 'sgl_ext_requests_total{path="/v1/prefill",status="405"} 1.0' in page
+
+
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_body_over_the_limit_is_413_and_names_it(start: Start, path: str) -> None:
     client = await start(Engine("a"), max_body_bytes=100)

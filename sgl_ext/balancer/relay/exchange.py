@@ -40,13 +40,14 @@ from sgl_ext.balancer.routing.workers import Worker
 from sgl_ext.protocols.errors import BalancerError, Protocol, error_event, no_engine
 from sgl_ext.protocols.request_ids import id_line, new_request_id
 from sgl_ext.requests.next_turn import protocol_of, with_protocol
-from sgl_ext.requests.session import hints_of, salt_of
+from sgl_ext.requests.session import QUEUED_HEADER, hints_of, salt_of
 from sgl_ext.requests.system_text import strip_request
 from sgl_ext.requests.usage import read_usage
 
 log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
+_QUEUED = QUEUED_HEADER.encode()
 # The ends of OpenAI's streams and of Anthropic's, which tell nothing.
 _DONE = b"data: [DONE]\n\n"
 _STOP = b"event: message_stop\n"
@@ -251,6 +252,8 @@ class Exchange:
         head, body = self._head, self._request.body
         lines = self._pool.request_line(head.method, head.target) + head.upstream_lines
         lines += self._chain_line
+        if self.queued_s:
+            lines += b"%b: %.3f\r\n" % (_QUEUED, self.queued_s)
         if body or head.method not in ("GET", "HEAD"):
             lines += b"content-length: %d\r\n\r\n" % len(body)
         else:

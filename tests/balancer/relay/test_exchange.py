@@ -11,6 +11,7 @@ from aiohttp import web
 from sgl_ext.requests.chain_header import HEADER, ChainHeader
 from sgl_ext.requests.headers import HeaderStrip
 from sgl_ext.requests.segments import read_chain
+from sgl_ext.requests.session import QUEUED_HEADER
 from tests.balancer.conftest import Engine, Start
 
 EVENT = b'data: {"n": 1}\n\n'
@@ -65,6 +66,40 @@ async def test_an_engine_is_told_what_was_read_of_a_body(start: Start) -> None:
     line = ChainHeader(HeaderStrip(), sort_tools=False).line("/v1/messages", b"", body, chain)
     assert [sent.getall(HEADER)] == [[line.decode().strip().partition(": ")[2]]]
     assert HEADER not in counted
+
+
+async def test_an_engine_learns_from_the_balancer_alone_how_long_a_request_waited(
+    start: Start,
+) -> None:
+    release = asyncio.Event()
+
+    async def slow(_: web.Request) -> web.StreamResponse:
+        await release.wait()
+        return web.json_response({})
+
+    engine = Engine("a", slow)
+    client = await start(engine, max_in_flight=1)
+    headers = {QUEUED_HEADER: "3600"}
+
+    async def send(text: str) -> None:
+        said = {"messages": [{"role": "user", "content": text}]}
+        assert (await client.post("/v1/messages", json=said, headers=headers)).status == 200
+
+    async def is_queued() -> bool:
+        page = await (await client.get("/metrics")).text()
+        return "sgl_ext_queued_requests 1.0" in page
+
+    async with asyncio.TaskGroup() as group, asyncio.timeout(20):
+        group.create_task(send("first"))
+        while not engine.seen:  # noqa: ASYNC110 - the engine has no event for it
+            await asyncio.sleep(0)
+        group.create_task(send("second"))
+        while not await is_queued():
+            pass
+        release.set()
+    (_, _, at_once), (_, _, queued) = engine.seen
+    assert QUEUED_HEADER not in at_once
+    assert [0 < float(value) < 20 for value in queued.getall(QUEUED_HEADER)] == [True]
 
 
 async def test_events_arrive_as_they_are_made(start: Start) -> None:
