@@ -6,34 +6,34 @@ balancer sets it, by the key; elsewhere the name is believed, and a proxy has to
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta, Struct
 
 from sgl_ext.requests.priority import LIMIT
 from sgl_ext.requests.session import TENANT_HEADER
-
-TENANT_NAME = re.compile(r"[!-~]([ -~]*[!-~])?")
-"""A name is printable ASCII, as it is the value of a header."""
+from sgl_ext.settings.types import GroupName, Share, TenantName
 
 
-@dataclass(frozen=True, slots=True)
-class Tenant:
-    """One who shares the engines.
+class Tenant(Struct, frozen=True):
+    """A tenant's limits. The tenant "" is every client that names none."""
 
-    name: "" is all who do not say who they are.
-    max_priority: what a request that asks for more gets.
-    weight: its share of turns within a step of the queues, relative to the others'.
-    cache_group: where tenants are kept apart, it shares cached prefixes with all of this
-        group; "": the group of its own name.
-    pin_share: what part of the pins' budget its pins may have; None: what all may.
-    """
-
-    name: str
-    max_priority: int
-    weight: float = 1.0
-    cache_group: str = ""
-    pin_share: float | None = None
+    name: TenantName
+    max_priority: Annotated[
+        int,
+        Meta(ge=-LIMIT, le=LIMIT),
+        "Highest priority that it can request, in place of `max_priority`.",
+    ]
+    weight: Annotated[
+        float, Meta(gt=0, le=1e6), "Its share of turns among requests of the same priority."
+    ] = 1.0
+    cache_group: Annotated[
+        GroupName, "Isolated tenants of the same group share cached prefixes; its name if not set."
+    ] = ""
+    pin_share: Annotated[
+        Share | None, "Share of the pin budget, in place of `pin_owner_share`."
+    ] = None
 
     @property
     def group(self) -> str:

@@ -1,0 +1,117 @@
+"""Rules for settings that no single field's range can state: relations, files and secrets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import orjson
+
+from sgl_ext.key_file import KeysError, read_keys
+from sgl_ext.settings.schema import BalancerSettings, LaunchSettings
+from sgl_ext.settings.types import SettingsError
+
+LEAST_STORE_BYTES = 1 << 20
+_Problem = tuple[str, object, str]  # the setting, its value, what is wrong with it
+
+
+def check_launch(settings: LaunchSettings, names: Mapping[str, str] = {}) -> None:
+    """Raises SettingsError for the first rule that a node's settings break.
+
+    names: how the error calls a setting, so that it can name the flag or the file.
+    """
+    check_balancer(settings.balancer, names)
+    _raise_first(_launch_problems(settings), names)
+
+
+def check_balancer(settings: BalancerSettings, names: Mapping[str, str] = {}) -> None:
+    """Raises SettingsError for the first rule that a balancer's settings break."""
+    _raise_first(_balancer_problems(settings), names)
+    if settings.api_key is not None:
+        read_api_key(settings.api_key)
+
+
+def _raise_first(problems: Iterator[_Problem], names: Mapping[str, str]) -> None:
+    for name, value, problem in problems:
+        raise SettingsError(f"{names.get(name, name)}={value!r}: {problem}")
+
+
+def _balancer_problems(settings: BalancerSettings) -> Iterator[_Problem]:
+    limit = settings.store_limit_bytes
+    if 0 < limit < LEAST_STORE_BYTES:
+        yield (
+            "store_limit_bytes",
+            limit,
+            f"must be 0, or an integer of at least {LEAST_STORE_BYTES}",
+        )
+    for url in settings.workers:
+        if not is_worker_url(url):
+            yield "workers", url, "must be http://HOST:PORT"
+    if settings.keys is not None:
+        try:
+            read_keys(Path(settings.keys))
+        except KeysError as error:
+            yield "keys", settings.keys, str(error)
+
+
+def _launch_problems(settings: LaunchSettings) -> Iterator[_Problem]:
+    engine = settings.engine
+    longest = engine.pin_max_ttl_s
+    if engine.pin_ttl_s > longest:
+        yield "pin_ttl_s", engine.pin_ttl_s, f"must be at most pin_max_ttl_s, which is {longest:g}"
+    unmarked = engine.pin_unmarked_ttl_s
+    if unmarked and not 1 <= unmarked <= longest:
+        yield "pin_unmarked_ttl_s", unmarked, "must be 0, or a number from 1 to pin_max_ttl_s"
+    shared = engine.shared_prefixes
+    if shared and not settings.balancer.isolates_tenants:
+        reason = "tenants share everything; set keys, or tenant_isolation to on"
+        yield "shared_prefixes", shared, reason
+    for name, path in (("warmup_requests", engine.warmup_requests), ("shared_prefixes", shared)):
+        if path and (problem := _request_file_problem(path)):
+            yield name, path, problem
+    if taken := {"--host", "--port", "--model-path"} & set(settings.engine_args):
+        yield "[engine]", sorted(taken), "the launcher sets these itself"
+
+
+def _request_file_problem(path: str) -> str:
+    """Why a file is not one of JSON objects, one a line; "" if it is."""
+    try:
+        lines = Path(path).read_bytes().splitlines()
+    except OSError as error:
+        return f"cannot be read: {error}"
+    for number, line in enumerate(lines, start=1):
+        try:
+            is_object = isinstance(orjson.loads(line), dict)
+        except orjson.JSONDecodeError:
+            is_object = False
+        if not is_object:
+            return f"line {number} is not a JSON object: {line[:40]!r}"
+    return ""
+
+
+def is_worker_url(url: str) -> bool:
+    """Whether a URL names a worker: http, a host, perhaps a port, and nothing else."""
+    try:
+        parts = urlsplit(url.rstrip("/"))
+        has_port = parts.port is None or parts.port > 0
+    except ValueError:
+        return False
+    extra = parts.path or parts.query or parts.fragment or parts.username
+    return has_port and parts.scheme == "http" and bool(parts.hostname) and not extra
+
+
+def read_api_key(source: str) -> str:
+    """The key in the file or variable that `source` names. Raises SettingsError."""
+    kind, _, name = source.partition(":")
+    if kind not in ("file", "env") or not name:
+        # The value is not shown: someone may have put the key itself here.
+        raise SettingsError("api_key: must be file:PATH or env:VARIABLE")
+    try:
+        key = Path(name).read_text() if kind == "file" else os.environ[name]
+    except (OSError, KeyError) as error:
+        raise SettingsError(f"api_key={source!r}: cannot be read: {error}") from error
+    if not key.strip():
+        raise SettingsError(f"api_key={source!r}: is empty")
+    return key.strip()

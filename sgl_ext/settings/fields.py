@@ -1,0 +1,111 @@
+"""The fields of a settings class, as flags, files and documentation show them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, NamedTuple, get_type_hints
+
+import msgspec
+from msgspec import inspect
+
+from sgl_ext.settings.types import SettingsError
+
+_METAVARS = {"_s": "SECONDS", "_bytes": "BYTES", "_tokens": "TOKENS"}
+
+
+class Field(NamedTuple):
+    """One setting. `allowed` is its type and range in words, `default` the value itself."""
+
+    name: str
+    annotation: Any
+    default: Any
+    help: str
+    allowed: str
+    metavar: str
+    is_secret: bool
+
+    @property
+    def is_list(self) -> bool:
+        return isinstance(self.default, tuple)
+
+    @property
+    def flag(self) -> str:
+        """Its flag; a list's flag gives one of its values."""
+        name = self.name.removesuffix("s") if self.is_list else self.name
+        return "--" + name.replace("_", "-")
+
+    @property
+    def shown_default(self) -> str:
+        """The default as one would write it; "" if there is none."""
+        if self.default in (None, (), msgspec.NODEFAULT):
+            return ""
+        if isinstance(self.default, float):
+            return f"{self.default:.7g}"
+        return ", ".join(self.default) if self.is_list else str(self.default)
+
+    def convert(self, value: object, called: str, *, is_text: bool = False) -> Any:
+        """The value in the field's type. Raises SettingsError, in which the field is `called`.
+
+        is_text: the value is from a command line, where numbers are text.
+        """
+        try:
+            return msgspec.convert(value, self.annotation, strict=not is_text)
+        except msgspec.ValidationError:
+            shown = "" if self.is_secret else f"={value!r}"
+            raise SettingsError(f"{called}{shown}: must be {self.allowed}") from None
+
+
+@cache
+def fields_of(cls: type[msgspec.Struct]) -> Mapping[str, Field]:
+    """The fields of a class that have a help text, by name."""
+    hints = get_type_hints(cls, include_extras=True)
+    found = {}
+    for field in msgspec.structs.fields(cls):
+        annotation = hints[field.name]
+        notes = getattr(annotation, "__metadata__", ())
+        text = next((note for note in notes if isinstance(note, str)), "")
+        if text:
+            allowed, metavar, is_secret = _described(annotation)
+            ends = (shown for end, shown in _METAVARS.items() if field.name.endswith(end))
+            shown = metavar or next(ends, "VALUE")
+            found[field.name] = Field(
+                field.name, annotation, field.default, text, allowed, shown, is_secret
+            )
+    return found
+
+
+def _described(annotation: Any) -> tuple[str, str, bool]:
+    """A type's allowed values in words, its metavar if it has one, and whether it is a secret."""
+    kind, prefix = inspect.type_info(annotation), ""
+    extra: dict[str, Any] = {}
+    while isinstance(kind, inspect.Metadata | inspect.UnionType | inspect.VarTupleType):
+        if isinstance(kind, inspect.Metadata):
+            extra = (kind.extra or {}) | extra
+            kind = kind.type
+        elif isinstance(kind, inspect.UnionType):
+            kind = next(one for one in kind.types if not isinstance(one, inspect.NoneType))
+        else:
+            prefix, kind = "a list, each ", kind.item_type
+    metavar = "|".join(kind.values) if isinstance(kind, inspect.LiteralType) else ""
+    allowed = extra.get("allowed") or _allowed(kind)
+    return prefix + allowed, extra.get("metavar") or metavar, extra.get("is_secret", False)
+
+
+def _allowed(kind: inspect.Type) -> str:
+    match kind:
+        case inspect.LiteralType(values=(*others, last)):
+            return f"{', '.join(map(str, others))} or {last}"
+        case inspect.BoolType():
+            return "true or false"
+        case inspect.IntType(ge=low, le=high):
+            return "an integer" + _range(low, None, high)
+        case inspect.FloatType(ge=low, gt=above, le=high):
+            return "a number" + _range(low, above, high)
+    return "text that is not empty"
+
+
+def _range(low: float | None, above: float | None, high: float | None) -> str:
+    if above is not None:
+        return f" above {above:.12g} and at most {high:.12g}"
+    return f" of at least {low:.12g}" if high is None else f" from {low:.12g} to {high:.12g}"

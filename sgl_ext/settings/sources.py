@@ -1,0 +1,205 @@
+"""Reads settings from where they are given: flags, a TOML file and, for a child, its launcher.
+
+A flag wins over the file. A list's flag adds to the file's list, which `--no-...` empties.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from msgspec import structs
+
+from sgl_ext.settings.checks import check_balancer, check_launch
+from sgl_ext.settings.fields import Field, fields_of
+from sgl_ext.settings.schema import BalancerSettings, EngineSettings, LaunchSettings, Settings
+from sgl_ext.settings.types import SettingsError
+from sgl_ext.tenants import Tenant
+
+_BALANCER, _ENGINE = fields_of(BalancerSettings), fields_of(EngineSettings)
+TABLES: Mapping[str, Mapping[str, Field]] = {
+    "launch": {
+        **fields_of(LaunchSettings),
+        **{name: field for name, field in _ENGINE.items() if name not in _BALANCER},
+    },
+    "balancer": {name: field for name, field in _BALANCER.items() if name != "workers"},
+    "tenants": {name: field for name, field in fields_of(Tenant).items() if name != "name"},
+    "engine": {},
+}
+"""The tables of the TOML file and their keys. `[engine]` has SGLang's flags as keys."""
+_TENANT_FORM = "NAME:" + ",".join(f"{key}={at.metavar}" for key, at in TABLES["tenants"].items())
+
+
+def launch_settings(argv: Sequence[str]) -> LaunchSettings:
+    """The launcher's settings from its command line and the file that `--config` names.
+
+    A flag that is not the launcher's goes to every engine unchanged, after the flags of the
+    file's `[engine]` table, and SGLang's own parser judges it. Raises SettingsError.
+    """
+    parser = _parser("sgl_ext.launch", "Start SGLang engines with one balancer in front of them.")
+    parser.epilog = "Any other flag goes to every engine: see python -m sglang.launch_server --help"
+    parser.add_argument("--config", metavar="FILE", help="TOML file. Flags win over it.")
+    fields = {**TABLES["launch"], **TABLES["balancer"]}
+    for table in ("launch", "balancer"):
+        _add_flags(parser.add_argument_group(f"also keys of [{table}]"), TABLES[table])
+    known, engine_args = parser.parse_known_args(argv)
+    flags = vars(known)
+    given = _Given()
+    file_args = given.read_file(flags.pop("config", None))
+    given.read_flags(flags, fields)
+    if "model_path" not in given.values:
+        raise SettingsError("model_path: missing; give --model-path or [launch] model-path")
+    settings = LaunchSettings(
+        **given.values_of(LaunchSettings),
+        engine_args=(*file_args, *engine_args),
+        engine=EngineSettings(**given.values_of(EngineSettings)),
+        balancer=BalancerSettings(**given.values_of(BalancerSettings)),
+    )
+    check_launch(settings, given.names)
+    return settings
+
+
+def balancer_settings(argv: Sequence[str]) -> BalancerSettings:
+    """The balancer's settings: its flags, over what a launcher gave it. Raises SettingsError."""
+    parser = _parser("sgl_ext.balancer.serve", "Serve in front of engines.")
+    _add_flags(parser, _BALANCER)
+    given = _Given()
+    given.read_flags(vars(parser.parse_args(argv)), _BALANCER)
+    base = BalancerSettings.from_environment()
+    settings = structs.replace(base, **given.values_of(BalancerSettings))
+    check_balancer(settings, given.names)
+    return settings
+
+
+class _Given:
+    """The values that were given, and what an error calls each of them."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.names: dict[str, str] = {}
+        self._tenants: dict[str, dict[str, Any]] = {}
+
+    def values_of(self, cls: type[Settings]) -> dict[str, Any]:
+        """The values of a class's fields, as keyword arguments."""
+        values = dict(self.values)
+        if self._tenants:
+            usual = {"max_priority": values.get("max_priority", _BALANCER["max_priority"].default)}
+            tenants = self._tenants.items()
+            values["tenants"] = tuple(Tenant(name, **(usual | table)) for name, table in tenants)
+        return {name: value for name, value in values.items() if name in cls.__struct_fields__}
+
+    def read_file(self, path: str | None) -> list[str]:
+        """Reads a TOML file; returns the flags for SGLang that it holds."""
+        try:
+            document = {} if path is None else tomllib.loads(Path(path).read_text())
+        except (OSError, ValueError) as error:  # it cannot be read, or is not TOML
+            raise SettingsError(f"config={path!r}: {error}") from error
+        for name, table in document.items():
+            if name not in TABLES:
+                raise SettingsError(f"{path}: [{name}]: unknown table{_nearest(name, TABLES)}")
+            _require_table(table, f"{path}: {name}")
+            if name == "tenants":
+                for tenant, limits in table.items():
+                    _require_table(limits, f"{path}: tenants.{tenant}")
+                    self._add_tenant(tenant, limits, f"{path}: ")
+            elif name != "engine":
+                self.values |= self._converted(table, TABLES[name], f"{path}: [{name}] ")
+        return _as_flags(document.get("engine", {}))
+
+    def read_flags(self, flags: dict[str, Any], fields: Mapping[str, Field]) -> None:
+        """Lays flags over what was read before."""
+        for text in flags.pop("tenant", ()):
+            name, colon, rest = text.rpartition(":")
+            pairs = [pair.partition("=") for pair in rest.split(",")]
+            if not colon or not all(equals for _, equals, _ in pairs):
+                raise SettingsError(f"--tenant={text!r}: must be {_TENANT_FORM}")
+            limits = {key: value for key, _, value in pairs}
+            self._add_tenant(name, limits, "--tenant ", is_text=True)
+        emptied = {name for name in flags if name.startswith("no_")}
+        for name in fields.keys() & {*flags, *(name.removeprefix("no_") for name in emptied)}:
+            field, value = fields[name], flags.get(name, [])
+            converted = field.convert(value, field.flag, is_text=True)
+            if field.is_list:
+                before = () if "no_" + name in emptied else self.values.get(name, field.default)
+                converted = tuple(dict.fromkeys((*before, *converted)))
+            self.values[name], self.names[name] = converted, field.flag
+
+    def _add_tenant(
+        self, name: str, limits: Mapping[str, Any], where: str, *, is_text: bool = False
+    ) -> None:
+        fields_of(Tenant)["name"].convert(name, f"{where}tenants")
+        where += f"[tenants.{name}] "
+        table = self._converted(limits, TABLES["tenants"], where, is_text=is_text)
+        self._tenants[name] = self._tenants.get(name, {}) | table
+
+    def _converted(
+        self, table: Mapping[str, Any], fields: Mapping[str, Field], where: str, **how: bool
+    ) -> dict[str, Any]:
+        converted = {}
+        for key, value in table.items():
+            name = key.replace("-", "_")
+            if name not in fields:
+                raise SettingsError(f"{where}{key}={value!r}: unknown key{_nearest(name, fields)}")
+            self.names[name] = where + key
+            converted[name] = fields[name].convert(value, where + key, **how)
+        return converted
+
+
+def _parser(module: str, description: str) -> argparse.ArgumentParser:
+    """A parser whose result holds the flags that were given, and no others."""
+    return argparse.ArgumentParser(
+        prog=f"python -m {module}",
+        description=description,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+
+
+def _add_flags(parser: argparse._ActionsContainer, fields: Mapping[str, Field]) -> None:
+    for name, field in fields.items():
+        default = f" (default: {field.shown_default})" if field.shown_default else ""
+        text = (field.help + default).replace("%", "%%")
+        if field.default is True or field.default is False:
+            parser.add_argument(field.flag, action=argparse.BooleanOptionalAction, help=text)
+        elif field.is_list:
+            parser.add_argument(
+                field.flag, action="append", dest=name, metavar=field.metavar, help=text
+            )
+            if field.default:
+                empty = f"--no-{name.replace('_', '-')}"
+                parser.add_argument(empty, action="store_true", help="Empty that list first.")
+        else:
+            parser.add_argument(
+                field.flag,
+                *(["--tp-size"] if name == "tp" else []),
+                dest=name,
+                metavar=field.metavar,
+                help=text,
+            )
+    if "max_priority" in fields:
+        text = "Limits of one tenant; can be repeated. See tenants.md."
+        parser.add_argument("--tenant", action="append", metavar=_TENANT_FORM, help=text)
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    near = get_close_matches(name, known, 1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _require_table(table: object, name: str) -> None:
+    if not isinstance(table, dict):
+        raise SettingsError(f"{name}={table!r}: must be a table")
+
+
+def _as_flags(table: Mapping[str, Any]) -> list[str]:
+    """SGLang flags from TOML: true is a bare flag, false leaves it out, a list repeats values."""
+    argv: list[str] = []
+    for key, value in table.items():
+        if value is not False:
+            values = value if isinstance(value, list) else [] if value is True else [value]
+            argv += ["--" + key.replace("_", "-"), *map(str, values)]
+    return argv
