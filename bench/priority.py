@@ -54,7 +54,7 @@ from bench.lib.priority_figures import comparison, siege_figures
 from bench.lib.priority_load import Answer, Load, Request, fitted, play, siege
 from bench.lib.stock_engine import stock_engine
 from scheduler.order import bound_s
-from sgl_ext.engine.core.settings import EngineSettings
+from sgl_ext.settings.schema import EngineSettings
 
 _AGING_S = EngineSettings().aging_s
 _FLAGS = ("--sleep-on-idle", "--chunked-prefill-size", "2048")

@@ -52,8 +52,8 @@ def victims(
     priority: int,
     now_s: float,
     *,
-    threshold: int = 10,
-    grace_s: float = 10.0,
+    threshold: int,
+    grace_s: float,
     most_times: int = 3,
     slots: int = 0,
 ) -> list[int]:

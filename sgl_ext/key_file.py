@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sgl_ext.tenants import TENANT_NAME
+from sgl_ext.requests.session import TENANT_NAME
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _KEY_NAME = re.compile(r"[A-Za-z0-9_-]{1,16}")

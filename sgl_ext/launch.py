@@ -13,20 +13,23 @@ import signal
 import sys
 import time
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+from msgspec.structs import replace
 from rich.console import Console
 
 from sgl_ext.balancer.conversations.document_store import require_store
-from sgl_ext.config import ConfigError, LaunchConfig, launch_config
 from sgl_ext.key_file import new_key
 from sgl_ext.node import hardware
 from sgl_ext.node.child import Child
+from sgl_ext.node.ports import free_ports, require_free
 from sgl_ext.node.progress import StartProgress, summary
-from sgl_ext.ports import free_ports, require_free
+from sgl_ext.settings.checks import read_api_key
+from sgl_ext.settings.schema import LaunchSettings
+from sgl_ext.settings.sources import launch_settings
+from sgl_ext.settings.types import SettingsError
 
 _POLL_S = 0.25
 _ENGINE_PATIENCE_S = 20.0
@@ -44,15 +47,15 @@ def main(argv: list[str] | None = None) -> None:
     """Starts a node and serves until told to stop. Raises SystemExit with a reason on failure."""
     try:
         refuse_foreign_packages()
-        config = with_own_key(launch_config(sys.argv[1:] if argv is None else argv))
+        config = with_own_key(launch_settings(sys.argv[1:] if argv is None else argv))
         found = hardware.find_hardware()
         hardware.check_capacity(config, found)
         asyncio.run(serve(config, found, Console()))
-    except (ConfigError, StartError) as error:
+    except (SettingsError, StartError) as error:
         raise SystemExit(f"sgl-ext: {error}") from None
 
 
-async def serve(config: LaunchConfig, found: hardware.Hardware, console: Console) -> None:
+async def serve(config: LaunchSettings, found: hardware.Hardware, console: Console) -> None:
     """The node's life, from the first process to the last."""
     stop = _stop_event()
     engines, balancer = make_children(config, found)
@@ -64,7 +67,7 @@ async def serve(config: LaunchConfig, found: hardware.Hardware, console: Console
         if stop.is_set():
             return
         console.print(summary(config, engines, config.log_dir))
-        roster = Roster(balancer.url, config.balancer.read_api_key())
+        roster = Roster(balancer.url, read_api_key(config.balancer.api_key))
         keepers = [asyncio.create_task(keep_running(balancer, console))]
         keepers += [asyncio.create_task(keep_running(e, console, roster)) for e in engines]
         await stop.wait()
@@ -74,7 +77,7 @@ async def serve(config: LaunchConfig, found: hardware.Hardware, console: Console
         await drain(config, engines, balancer, console)
 
 
-def with_own_key(config: LaunchConfig) -> LaunchConfig:
+def with_own_key(config: LaunchSettings) -> LaunchSettings:
     """Where tenants have keys and the operator has none: a key that nobody but this node knows,
     with which the launcher tells the balancer of its engines."""
     balancer = config.balancer
@@ -84,7 +87,7 @@ def with_own_key(config: LaunchConfig) -> LaunchConfig:
     return replace(config, balancer=replace(balancer, api_key=f"env:{_OWN_KEY}"))
 
 
-def make_children(config: LaunchConfig, found: hardware.Hardware) -> tuple[list[Child], Child]:
+def make_children(config: LaunchSettings, found: hardware.Hardware) -> tuple[list[Child], Child]:
     """The processes of the node, none of them started yet."""
     logs = Path(config.log_dir)
     logs.mkdir(parents=True, exist_ok=True)
@@ -97,15 +100,17 @@ def make_children(config: LaunchConfig, found: hardware.Hardware) -> tuple[list[
         command += [*hardware.platform_flags(found), *config.engine_args]
         environment = hardware.engine_environment(config, found, index)
         engines.append(_child(f"engine-{index}", command, environment, logs, f"127.0.0.1:{port}"))
-    workers = [word for engine in engines for word in ("--worker", engine.url)]
-    command = [sys.executable, "-m", "sgl_ext.balancer.serve", *settings.to_argv(), *workers]
+    settings = replace(settings, workers=tuple(engine.url for engine in engines))
+    command = [sys.executable, "-m", "sgl_ext.balancer.serve"]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.balancer.host, config.balancer.host)
     at = f"[{host}]" if ":" in host else host
-    return engines, _child("balancer", command, {}, logs, f"{at}:{config.balancer.port}")
+    return engines, _child(
+        "balancer", command, settings.to_environment(), logs, f"{at}:{config.balancer.port}"
+    )
 
 
 async def wait_until_ready(
-    config: LaunchConfig, engines: list[Child], balancer: Child, console: Console
+    config: LaunchSettings, engines: list[Child], balancer: Child, console: Console
 ) -> None:
     """Returns once the balancer sees every engine ready. Raises StartError otherwise."""
     deadline = time.monotonic() + config.start_timeout_s
@@ -151,7 +156,7 @@ async def keep_running(child: Child, console: Console, roster: Roster | None = N
 
 
 async def drain(
-    config: LaunchConfig, engines: list[Child], balancer: Child, console: Console
+    config: LaunchSettings, engines: list[Child], balancer: Child, console: Console
 ) -> None:
     """The balancer takes nothing new and lets what runs finish; then the engines end."""
     if balancer.exit_code is None:
@@ -189,7 +194,7 @@ class Roster:
 
 
 def refuse_foreign_packages() -> None:
-    """Raises ConfigError if another distribution's `radix` or `scheduler` shadows ours."""
+    """Raises SettingsError if another distribution's `radix` or `scheduler` shadows ours."""
     import radix
     import scheduler
 
@@ -197,7 +202,7 @@ def refuse_foreign_packages() -> None:
     for package in (radix, scheduler):
         where = Path(package.__path__[0])
         if where.parent != home:
-            raise ConfigError(
+            raise SettingsError(
                 f"{package.__name__}={str(where)!r}: another distribution's package stands in "
                 "front of sgl-ext's; install sgl-ext into an environment of its own"
             )

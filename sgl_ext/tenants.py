@@ -7,38 +7,10 @@ balancer sets it, by the key; elsewhere the name is believed, and a proxy has to
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated
-
-from msgspec import Meta, Struct
 
 from sgl_ext.requests.priority import LIMIT
 from sgl_ext.requests.session import TENANT_HEADER
-from sgl_ext.settings.types import GroupName, Share, TenantName
-
-
-class Tenant(Struct, frozen=True):
-    """A tenant's limits. The tenant "" is every client that names none."""
-
-    name: TenantName
-    max_priority: Annotated[
-        int,
-        Meta(ge=-LIMIT, le=LIMIT),
-        "Highest priority that it can request, in place of `max_priority`.",
-    ]
-    weight: Annotated[
-        float, Meta(gt=0, le=1e6), "Its share of turns among requests of the same priority."
-    ] = 1.0
-    cache_group: Annotated[
-        GroupName, "Isolated tenants of the same group share cached prefixes; its name if not set."
-    ] = ""
-    pin_share: Annotated[
-        Share | None, "Share of the pin budget, in place of `pin_owner_share`."
-    ] = None
-
-    @property
-    def group(self) -> str:
-        """With whom it shares cached prefixes."""
-        return self.cache_group or self.name
+from sgl_ext.settings.schema import Tenant
 
 
 class Tenants:

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from sgl_ext import keys
-from sgl_ext.config import BalancerConfig, ConfigError
 from sgl_ext.key_file import NO_LIMIT, Allowance, KeysError, hash_of, parse_keys, read_keys
+from sgl_ext.settings.checks import check_balancer
+from sgl_ext.settings.schema import BalancerSettings
+from sgl_ext.settings.types import SettingsError
 
 KEY = "sgl-AbCdEfGhIjKlMnOpQrStUvWxYz0123456789_-AbCdE"
 HASH = hash_of(KEY.encode())
@@ -63,8 +65,8 @@ def test_a_malformed_file_is_rejected_by_place_without_its_values(
 ) -> None:
     path = tmp_path / "keys.toml"
     path.write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        BalancerConfig(keys=str(path)).check()
+    with pytest.raises(SettingsError) as caught:
+        check_balancer(BalancerSettings(keys=str(path)))
     assert str(path) in str(caught.value)
     assert place in str(caught.value)
     assert KEY not in str(caught.value)
@@ -72,8 +74,8 @@ def test_a_malformed_file_is_rejected_by_place_without_its_values(
 
 
 def test_a_missing_or_unreadable_file_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"keys=.*cannot be read"):
-        BalancerConfig(keys=str(tmp_path / "none.toml")).check()
+    with pytest.raises(SettingsError, match=r"keys=.*cannot be read"):
+        check_balancer(BalancerSettings(keys=str(tmp_path / "none.toml")))
     (tmp_path / "bytes").write_bytes(b"\xff")
     with pytest.raises(KeysError, match="not UTF-8"):
         read_keys(tmp_path / "bytes")

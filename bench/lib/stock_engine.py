@@ -9,13 +9,13 @@ from pathlib import Path
 
 from sgl_ext_cpu.node import ROOT, Node, free_port, is_healthy, running_process
 
-from sgl_ext.config import launch_config
 from sgl_ext.node.hardware import (
     engine_command,
     engine_environment,
     find_hardware,
     platform_flags,
 )
+from sgl_ext.settings.sources import launch_settings
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def stock_engine(
     `environment` adds to this process's variables.
     Raises RuntimeError with the end of its log if it does not come up.
     """
-    config = launch_config(
+    config = launch_settings(
         ["--config", str(ROOT / "launch/cpu.toml"), "--model-path", str(model), *flags]
     )
     found, port = find_hardware(), free_port()

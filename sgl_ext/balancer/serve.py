@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import logging
@@ -16,29 +15,23 @@ from sgl_ext.balancer.cluster.peers import PeerGroup
 from sgl_ext.balancer.cluster.processes import run
 from sgl_ext.balancer.conversations.document_store import require_store
 from sgl_ext.balancer.server import Balancer
-from sgl_ext.config import BalancerConfig, ConfigError, add_balancer_flags, balancer_config
-from sgl_ext.lifeline import end_with_parent
-from sgl_ext.ports import require_free
+from sgl_ext.node.lifeline import end_with_parent
+from sgl_ext.node.ports import require_free
+from sgl_ext.settings.schema import BalancerSettings
+from sgl_ext.settings.sources import balancer_settings
+from sgl_ext.settings.types import SettingsError
 
 
 def main(argv: list[str]) -> None:
     """Serves until SIGTERM or SIGINT, then lets running requests finish. Raises SystemExit."""
-    parser = argparse.ArgumentParser(prog="python -m sgl_ext.balancer.serve", allow_abbrev=False)
-    add_balancer_flags(parser)
-    parser.add_argument(
-        "--worker", action="append", dest="workers", metavar="URL", help="an engine; repeat"
-    )
-    flags = vars(parser.parse_args(argv))
-    flags["workers"] = tuple(flags["workers"] or ())
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
-        config = balancer_config(BalancerConfig(), flags)
-        config.check()
+        config = balancer_settings(argv)
         require_store(config.store, config.store_limit_bytes)
         if config.processes > 1:
             # With a shared port the kernel would not say that somebody else has it.
             require_free(config.host, config.port)
-    except ConfigError as error:
+    except SettingsError as error:
         raise SystemExit(f"sgl-ext balancer: {error}") from None
     if config.processes == 1:
         uvloop.run(_serve(config))
@@ -47,7 +40,7 @@ def main(argv: list[str]) -> None:
 
 
 async def _serve(
-    config: BalancerConfig, group: PeerGroup | None = None, folder: Path | None = None
+    config: BalancerSettings, group: PeerGroup | None = None, folder: Path | None = None
 ) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

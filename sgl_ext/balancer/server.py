@@ -33,10 +33,11 @@ from sgl_ext.balancer.routing.admission_queue import AdmissionQueue
 from sgl_ext.balancer.routing.event_subscriber import EventSubscribers
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.workers import Workers
-from sgl_ext.config import IN_MEMORY, BalancerConfig
 from sgl_ext.doctor.findings import added_up
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.requests.headers import HeaderStrip
+from sgl_ext.settings.checks import read_api_key
+from sgl_ext.settings.schema import IN_MEMORY, BalancerSettings
 from sgl_ext.tenants import Tenants
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class Balancer:
     """Serves between `start` and `stop`. Workers are probed from the moment it starts."""
 
     def __init__(
-        self, config: BalancerConfig, group: PeerGroup | None = None, folder: Path | None = None
+        self, config: BalancerSettings, group: PeerGroup | None = None, folder: Path | None = None
     ) -> None:
         """With a family it is one of several processes, which share a folder."""
         self._group = group
@@ -66,7 +67,10 @@ class Balancer:
         self._tenants = Tenants(config.tenants, config.max_priority)
         self._keyring = None if config.keys is None else Keyring(Path(config.keys))
         gate = Gate(
-            config.read_api_key(), self._keyring, self._tenants, isolates=config.isolates_tenants
+            read_api_key(config.api_key),
+            self._keyring,
+            self._tenants,
+            isolates=config.isolates_tenants,
         )
         self._heads = RequestHeadCache(gate.admit)
         self._connections: set[DownstreamConnection] = set()

@@ -19,9 +19,10 @@ from typing import Any
 
 import orjson
 
-from sgl_ext.config import BalancerConfig, ConfigError
 from sgl_ext.doctor.findings import Findings
 from sgl_ext.doctor.report import as_text, with_advice
+from sgl_ext.settings.checks import read_api_key
+from sgl_ext.settings.types import SettingsError
 
 _PATH = "/sgl_ext/divergences"
 _TIMEOUT_S = 30.0
@@ -49,8 +50,8 @@ def main(argv: Sequence[str]) -> int:
         if flags.url is None:
             document = read_log(flags.log)
         else:
-            document = ask(flags.url, BalancerConfig(api_key=flags.api_key).read_api_key())
-    except (DoctorError, ConfigError) as error:
+            document = ask(flags.url, read_api_key(flags.api_key))
+    except (DoctorError, SettingsError) as error:
         print(f"sgl-ext doctor: {error}", file=sys.stderr)
         return 2
     shown = with_advice(document)

@@ -46,7 +46,7 @@ def extend(*_: Any, **__: Any) -> None:
             start_token_cache(manager.tokenizer, 2 * quarter)
             rendered.start(manager.tokenizer, quarter)
             message_cache.start(quarter)
-            listed = await list_prefixes(application, manager, settings().share)
+            listed = await list_prefixes(application, manager, settings().shared_prefixes)
             async with prefilling(application, manager, listed) as prefiller:
                 if prefiller is not None:
                     hub().on_cleared(partial(prefiller.drop_all, "flushed"))

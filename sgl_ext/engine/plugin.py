@@ -35,10 +35,10 @@ def require_active() -> None:
 
 def _activate() -> None:
     from sgl_ext.engine.core import acknowledgements
-    from sgl_ext.engine.core.settings import EngineSettings
     from sgl_ext.engine.hooks import HOOKS, SHARING_HOOKS, Role, apply_hooks, current_role
     from sgl_ext.engine.http import tool_calls
     from sgl_ext.engine.preflight import check_environment
+    from sgl_ext.settings.schema import EngineSettings
 
     check_environment()
     tool_calls.forward_unknown_tools()
@@ -47,7 +47,7 @@ def _activate() -> None:
         acknowledgements.open_folder()
     if role is Role.SCHEDULER:
         _register_cache()
-    hooks = HOOKS + SHARING_HOOKS if EngineSettings.from_environment().share else HOOKS
+    hooks = HOOKS + SHARING_HOOKS if EngineSettings.from_environment().shared_prefixes else HOOKS
     applied = apply_hooks(role, hooks)
     if role is Role.MAIN:
         sglang_check.verify(sglang_api.HTTP_PROCESS, [sglang_http_types])

@@ -6,8 +6,7 @@ import os
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
-from sgl_ext.engine.core.settings import EngineSettings
-from sgl_ext.requests.headers import HeaderStrip
+from sgl_ext.settings.schema import EngineSettings
 
 SUPPORTED_SGLANG = "0.5.23"
 PLUGIN = "sgl_ext"
@@ -32,4 +31,4 @@ def check_environment(environ: Mapping[str, str] = os.environ) -> None:
     allowed = environ.get("SGLANG_PLUGINS", "")
     if allowed.strip() and PLUGIN not in (name.strip() for name in allowed.split(",")):
         raise RuntimeError(f"SGLANG_PLUGINS={allowed!r} leaves out {PLUGIN!r}")
-    HeaderStrip(EngineSettings.from_environment(environ).strip_headers)
+    EngineSettings.from_environment(environ)

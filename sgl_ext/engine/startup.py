@@ -6,8 +6,8 @@ import time
 from typing import Any
 
 from sgl_ext.engine.core import acknowledgements
-from sgl_ext.engine.core.settings import EngineSettings
 from sgl_ext.engine.preflight import CACHE_BACKEND
+from sgl_ext.settings.schema import EngineSettings
 
 _DETOKENIZER_TIMEOUT_S = 120.0
 
@@ -27,7 +27,7 @@ def refuse_unsupported(server_args: Any, *_: Any) -> None:
             "Python HTTP process, and this would serve requests past them; leave it out"
         )
 
-    if EngineSettings.from_environment().share:
+    if EngineSettings.from_environment().shared_prefixes:
         _refuse_unshared(server_args)
 
 
@@ -45,7 +45,9 @@ def _refuse_unshared(server_args: Any) -> None:
         "--nnodes": server_args.nnodes > 1,
     }
     if asked := [flag for flag, on in refused.items() if on]:
-        raise SystemExit(f"sgl-ext: {', '.join(asked)}: cannot be with --share; leave one out")
+        raise SystemExit(
+            f"sgl-ext: {', '.join(asked)}: cannot be with --shared-prefixes; leave one out"
+        )
 
 
 def await_receipts(launched: Any, *_: Any, **__: Any) -> None:

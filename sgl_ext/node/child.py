@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from sgl_ext import lifeline
+from sgl_ext.node import lifeline
 
 # What a library of SGLang's says as a process ends, behind the reason why.
 _NOISE = re.compile(r"nanobind: |\s*- (leaked |\.\.\. skipped remainder)|See https://nanobind\.")

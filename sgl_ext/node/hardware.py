@@ -9,10 +9,9 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from pathlib import Path
 
-from sgl_ext.config import ConfigError, LaunchConfig
-from sgl_ext.engine.core.settings import EngineSettings
+from sgl_ext.settings.schema import LaunchSettings
+from sgl_ext.settings.types import SettingsError
 
 CPU_PLATFORM = "sgl_ext_cpu"
 _RANK_CORES = "SGLANG_CPU_OMP_THREADS_BIND"
@@ -37,7 +36,7 @@ class Hardware:
 def find_hardware(environ: Mapping[str, str] = os.environ) -> Hardware:
     """The GPUs this process may use; the CPU platform where there is none.
 
-    A platform that SGLANG_PLATFORM names is taken as it is. Raises ConfigError
+    A platform that SGLANG_PLATFORM names is taken as it is. Raises SettingsError
     if there is neither a GPU nor the CPU platform.
     """
     if platform := environ.get("SGLANG_PLATFORM"):
@@ -46,22 +45,22 @@ def find_hardware(environ: Mapping[str, str] = os.environ) -> Hardware:
         return Hardware(gpus)
     if CPU_PLATFORM in entry_points(group="sglang.srt.platforms").names:
         return Hardware((), CPU_PLATFORM)
-    raise ConfigError(
+    raise SettingsError(
         "no GPU found, and the CPU platform is not installed: pip install ./launch/cpu"
     )
 
 
-def check_capacity(config: LaunchConfig, hardware: Hardware) -> None:
-    """Raises ConfigError if the engines need more GPUs than there are."""
+def check_capacity(config: LaunchSettings, hardware: Hardware) -> None:
+    """Raises SettingsError if the engines need more GPUs than there are."""
     needed = config.instances * config.tp
     if hardware.gpus and needed > len(hardware.gpus):
-        raise ConfigError(
+        raise SettingsError(
             f"instances={config.instances}: with tp={config.tp} that takes {needed} GPUs, "
             f"and {len(hardware.gpus)} are visible"
         )
 
 
-def engine_command(config: LaunchConfig, port: int) -> list[str]:
+def engine_command(config: LaunchSettings, port: int) -> list[str]:
     """The command line of one engine. The caller's own flags come last, and so win."""
     command = [sys.executable, "-m", "sgl_ext.engine.serve", "--model-path", config.model_path]
     command += ["--served-model-name", config.model_name]
@@ -72,27 +71,9 @@ def engine_command(config: LaunchConfig, port: int) -> list[str]:
     return command
 
 
-def engine_environment(config: LaunchConfig, hardware: Hardware, index: int) -> dict[str, str]:
+def engine_environment(config: LaunchSettings, hardware: Hardware, index: int) -> dict[str, str]:
     """What engine `index` sees beyond the launcher's own environment."""
-    settings = EngineSettings(
-        config.balancer.strip_headers,
-        config.balancer.sort_tools,
-        pin_budget=config.pin_budget,
-        pin_owner_share=config.pin_owner_share,
-        pin_ttl_s=config.pin_ttl_s,
-        pin_max_ttl_s=config.pin_max_ttl_s,
-        pin_unmarked_ttl_s=config.pin_unmarked_ttl_s,
-        max_priority=config.balancer.max_priority,
-        tenants=config.balancer.tenants,
-        aging_s=config.balancer.aging_s,
-        preemption_threshold=config.balancer.preemption_threshold,
-        prefill_ahead=config.prefill_ahead,
-        prefill_ahead_slice=config.prefill_ahead_slice,
-        warm="" if config.warm is None else str(Path(config.warm).resolve()),
-        share="" if config.share is None else str(Path(config.share).resolve()),
-        token_cache_bytes=config.token_cache_bytes,
-    )
-    environment = settings.to_environment()
+    environment = config.engine.to_environment()
     if hardware.gpus:
         mine = hardware.gpus[index * config.tp : (index + 1) * config.tp]
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
@@ -103,7 +84,7 @@ def engine_environment(config: LaunchConfig, hardware: Hardware, index: int) -> 
     return environment
 
 
-def _share_of_cores(config: LaunchConfig, index: int) -> dict[str, str]:
+def _share_of_cores(config: LaunchSettings, index: int) -> dict[str, str]:
     """Threads for engine `index`: engines that fight for cores lose more than a core brings."""
     cores, ranks = os.cpu_count() or 1, config.instances * config.tp
     told = {} if {_SPINS, "OMP_WAIT_POLICY"} & os.environ.keys() else {_SPINS: _SHORTLY}

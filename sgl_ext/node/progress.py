@@ -9,8 +9,8 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 
-from sgl_ext.config import LaunchConfig
 from sgl_ext.node.child import Child
+from sgl_ext.settings.schema import LaunchSettings
 
 # What SGLang logs at each stage, latest first.
 _STAGES = (
@@ -63,7 +63,7 @@ class StartProgress:
         self._shown = stages
 
 
-def summary(config: LaunchConfig, engines: Sequence[Child], log_dir: str) -> Panel:
+def summary(config: LaunchSettings, engines: Sequence[Child], log_dir: str) -> Panel:
     """The panel that a started node leaves on the screen."""
     address = f"http://{config.balancer.host}:{config.balancer.port}"
     key = "the API key" if config.balancer.api_key else "any"

@@ -3,6 +3,7 @@ whose it is."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,8 @@ SESSION_HEADERS = (
 )
 FINAL_HEADER = "x-sgl-ext-session-final"
 TENANT_HEADER = "x-tenant-id"
+TENANT_NAME = re.compile(r"^[!-~]([ -~]*[!-~])?\Z")
+"""A name is printable ASCII, as it is the value of a header."""
 # With whom a request shares cached prefixes; the balancer sets it where tenants are kept apart.
 GROUP_HEADER = "x-sgl-ext-cache-group"
 # Whose things alone a request is to see and to touch; the balancer sets it for who is no operator.

@@ -29,8 +29,7 @@ def check_launch(settings: LaunchSettings, names: Mapping[str, str] = {}) -> Non
 def check_balancer(settings: BalancerSettings, names: Mapping[str, str] = {}) -> None:
     """Raises SettingsError for the first rule that a balancer's settings break."""
     _raise_first(_balancer_problems(settings), names)
-    if settings.api_key is not None:
-        read_api_key(settings.api_key)
+    read_api_key(settings.api_key)
 
 
 def _raise_first(problems: Iterator[_Problem], names: Mapping[str, str]) -> None:
@@ -102,8 +101,10 @@ def is_worker_url(url: str) -> bool:
     return has_port and parts.scheme == "http" and bool(parts.hostname) and not extra
 
 
-def read_api_key(source: str) -> str:
+def read_api_key(source: str | None) -> str | None:
     """The key in the file or variable that `source` names. Raises SettingsError."""
+    if source is None:
+        return None
     kind, _, name = source.partition(":")
     if kind not in ("file", "env") or not name:
         # The value is not shown: someone may have put the key itself here.

@@ -87,7 +87,7 @@ def _described(annotation: Any) -> tuple[str, str, bool]:
             kind = next(one for one in kind.types if not isinstance(one, inspect.NoneType))
         else:
             prefix, kind = "a list, each ", kind.item_type
-    metavar = "|".join(kind.values) if isinstance(kind, inspect.LiteralType) else ""
+    metavar = "|".join(map(str, kind.values)) if isinstance(kind, inspect.LiteralType) else ""
     allowed = extra.get("allowed") or _allowed(kind)
     return prefix + allowed, extra.get("metavar") or metavar, extra.get("is_secret", False)
 

@@ -23,17 +23,18 @@ from sgl_ext.settings.types import (
     Bytes,
     Count,
     File,
+    GroupName,
     HeaderName,
     PositiveSeconds,
     Seconds,
     SecretSource,
     SettingsError,
     Share,
+    TenantName,
     TtlSeconds,
     WorkerUrl,
     form,
 )
-from sgl_ext.tenants import Tenant
 
 VARIABLE = "SGL_EXT_SETTINGS"
 """The environment variable in which the launcher hands a child its settings, as JSON."""
@@ -56,6 +57,31 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             return msgspec.json.decode(raw, type=cls) if raw else cls()
         except msgspec.MsgspecError as error:
             raise SettingsError(f"{VARIABLE}={raw!r}: {error}") from None
+
+
+class Tenant(Struct, frozen=True):
+    """A tenant's limits. The tenant "" is every client that names none."""
+
+    name: Annotated[TenantName, "The x-tenant-id of its requests, or the name of its keys."]
+    max_priority: Annotated[
+        int,
+        Meta(ge=-LIMIT, le=LIMIT),
+        "Highest priority that it can request, in place of `max_priority`.",
+    ]
+    weight: Annotated[
+        float, Meta(gt=0, le=1e6), "Its share of turns among requests of the same priority."
+    ] = 1.0
+    cache_group: Annotated[
+        GroupName, "Isolated tenants of the same group share cached prefixes; its name if not set."
+    ] = ""
+    pin_share: Annotated[
+        Share | None, "Share of the pin budget, in place of `pin_owner_share`."
+    ] = None
+
+    @property
+    def group(self) -> str:
+        """With whom it shares cached prefixes."""
+        return self.cache_group or self.name
 
 
 class RequestSettings(Settings, frozen=True, kw_only=True):

@@ -16,9 +16,14 @@ from msgspec import structs
 
 from sgl_ext.settings.checks import check_balancer, check_launch
 from sgl_ext.settings.fields import Field, fields_of
-from sgl_ext.settings.schema import BalancerSettings, EngineSettings, LaunchSettings, Settings
+from sgl_ext.settings.schema import (
+    BalancerSettings,
+    EngineSettings,
+    LaunchSettings,
+    Settings,
+    Tenant,
+)
 from sgl_ext.settings.types import SettingsError
-from sgl_ext.tenants import Tenant
 
 _BALANCER, _ENGINE = fields_of(BalancerSettings), fields_of(EngineSettings)
 TABLES: Mapping[str, Mapping[str, Field]] = {

@@ -5,16 +5,17 @@ Times are at most a year, as a range must end somewhere.
 
 from __future__ import annotations
 
-import re
 from typing import Annotated
 
 from msgspec import Meta
+
+from sgl_ext.requests.session import TENANT_NAME
 
 MIN_TTL_S = 1.0
 _YEAR_S = 31_536_000.0
 
 
-class SettingsError(Exception):
+class SettingsError(ValueError):
     """A setting that cannot be used. The message names it, its source and its value."""
 
 
@@ -46,8 +47,6 @@ SecretSource = Annotated[
         "file:PATH or env:VARIABLE, so that no key is on a command line", "SOURCE", is_secret=True
     ),
 ]
-TENANT_NAME = re.compile(r"^[!-~]([ -~]*[!-~])?\Z")
-"""A name is printable ASCII, as it is the value of a header."""
 TenantName = Annotated[
     str, Meta(pattern=TENANT_NAME.pattern), form("a name in printable ASCII", "NAME")
 ]

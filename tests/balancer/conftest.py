@@ -13,7 +13,7 @@ from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
 
 from sgl_ext.balancer.server import Balancer
-from sgl_ext.config import BalancerConfig
+from sgl_ext.settings.schema import BalancerSettings
 from tests.balancer.wire import Raw, Wire, connected, running
 
 
@@ -107,7 +107,7 @@ async def start() -> AsyncIterator[Start]:
                 engine.server = server = TestServer(app, handler_cancellation=True)
                 await stack.enter_async_context(server)
                 urls.append(engine.url)
-            balancer = Balancer(BalancerConfig(workers=tuple(urls), port=0, drain_s=0, **config))
+            balancer = Balancer(BalancerSettings(workers=tuple(urls), port=0, drain_s=0, **config))
             await balancer.start()
             stack.push_async_callback(balancer.stop)
             url = f"http://127.0.0.1:{balancer.port}"

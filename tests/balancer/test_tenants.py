@@ -11,7 +11,8 @@ from sgl_ext.balancer.routing.admission_queue import AdmissionQueue
 from sgl_ext.balancer.routing.attempt import Attempt, RoutingRequest
 from sgl_ext.balancer.routing.workers import Worker
 from sgl_ext.protocols.errors import BalancerError
-from sgl_ext.tenants import Tenant, Tenants
+from sgl_ext.settings.schema import Tenant
+from sgl_ext.tenants import Tenants
 from tests.balancer.conftest import Engine, Start
 from tests.balancer.routing.test_router import Setting
 from tests.balancer.test_routing import body, served_by

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from sgl_ext.balancer.server import Balancer
-from sgl_ext.config import BalancerConfig
+from sgl_ext.settings.schema import BalancerSettings
 
 PATH = b"/v1/messages"
 
@@ -140,7 +140,7 @@ async def running(*workers: Raw, **config: Any) -> AsyncIterator[Balancer]:
             worker.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         urls = tuple(worker.url for worker in workers)
         settings = {"workers": urls, "port": 0, "drain_s": 0, **config}
-        balancer = Balancer(BalancerConfig(**settings))
+        balancer = Balancer(BalancerSettings(**settings))
         await balancer.start()
         stack.push_async_callback(balancer.stop)
         yield balancer

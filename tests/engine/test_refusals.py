@@ -88,8 +88,8 @@ def test_several_tokenizer_workers_are_refused_by_name(tiny_model: Path) -> None
     [
         ("SGLANG_RUST_SERVER", "1"),
         ("SGLANG_PLUGINS", "another"),
-        ("SGL_EXT_ENGINE", "{}"),
-        ("SGL_EXT_ENGINE", '{"strip_headers": ["two words"]}'),
+        ("SGL_EXT_SETTINGS", '{"pin_budget": 2}'),
+        ("SGL_EXT_SETTINGS", '{"strip_headers": ["two words"]}'),
     ],
 )
 def test_an_environment_that_cannot_be_is_refused_by_name(

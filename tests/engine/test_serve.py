@@ -7,8 +7,8 @@ import gc
 import pytest
 
 from sgl_ext.engine import plugin
-from sgl_ext.engine.core.settings import VARIABLE, EngineSettings
 from sgl_ext.engine.serve import cache_flags, priority_flags
+from sgl_ext.settings.schema import VARIABLE, EngineSettings
 
 
 @pytest.mark.parametrize("argv", [[], ["--port", "1"], ["--enable-hierarchical-cache"]])

@@ -70,7 +70,9 @@ def office(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     groups = ("--tenant", "bob:cache_group=team", "--tenant", "mate:cache_group=team")
     share = folder / "share.jsonl"
     share.write_text(json.dumps(message(LISTED, messages=[])))
-    with running_node(tiny_model, folder / "logs", *flags, *groups, "--share", str(share)) as node:
+    with running_node(
+        tiny_model, folder / "logs", *flags, *groups, "--shared-prefixes", str(share)
+    ) as node:
         yield Office(node, path, held)
 
 

@@ -37,6 +37,7 @@ def chosen(running: Sequence[Running], needed_tokens: int, slots: int = 0) -> li
         needed_tokens,
         PRIORITY,
         NOW_S,
+        threshold=10,
         grace_s=GRACE_S,
         most_times=MOST_TIMES,
         slots=slots,
@@ -74,8 +75,8 @@ def test_only_those_below_the_threshold_are_preempted() -> None:
     running = [Running(11, 100, 1, 0), Running(10, 100, 50, 0)]
     assert chosen(running, 100) == [1]
     assert chosen(running[:1], 100) == []
-    assert victims(running, 100, 20, NOW_S, threshold=9) == [1]
-    assert victims(running[:1], 100, 20, NOW_S, threshold=9) == [0]
+    assert victims(running, 100, 20, NOW_S, threshold=9, grace_s=GRACE_S) == [1]
+    assert victims(running[:1], 100, 20, NOW_S, threshold=9, grace_s=GRACE_S) == [0]
 
 
 def test_nobody_is_preempted_where_nothing_is_needed() -> None:

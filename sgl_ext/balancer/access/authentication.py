@@ -20,8 +20,8 @@ from sgl_ext.balancer.access.keyring import Keyring
 from sgl_ext.balancer.http.request_head import RequestHead
 from sgl_ext.protocols import routes
 from sgl_ext.protocols.errors import BalancerError
-from sgl_ext.requests.session import GROUP_HEADER, OWNER_HEADER, TENANT_HEADER
-from sgl_ext.tenants import TENANT_NAME, Tenants
+from sgl_ext.requests.session import GROUP_HEADER, OWNER_HEADER, TENANT_HEADER, TENANT_NAME
+from sgl_ext.tenants import Tenants
 
 _UNGUARDED = {("GET", "/health"), ("HEAD", "/health"), ("GET", "/"), ("HEAD", "/")}
 _TENANT = TENANT_HEADER.encode()

@@ -24,12 +24,12 @@ from aiohttp import web
 from sgl_ext.balancer.conversations.conversation_store import Kept
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.workers import Worker
-from sgl_ext.config import is_worker_url
 from sgl_ext.protocols import routes
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.requests.headers import HeaderStrip
 from sgl_ext.requests.session import OWNER_HEADER
 from sgl_ext.requests.system_text import strip_request
+from sgl_ext.settings.checks import is_worker_url
 
 WORKERS_PATH = "/sgl_ext/workers"
 EXPLAIN_PATH = "/sgl_ext/explain"

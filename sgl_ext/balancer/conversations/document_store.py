@@ -23,7 +23,8 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from sgl_ext.config import IN_MEMORY, ConfigError
+from sgl_ext.settings.schema import IN_MEMORY
+from sgl_ext.settings.types import SettingsError
 
 _FORMAT = 0x5E4E0001  # stands in the file's header: whose it is, and of which version
 _BUSY_S = 1.0
@@ -91,7 +92,7 @@ class _TooLarge(Exception):
 
 
 def require_store(path: str | None, limit_bytes: int) -> None:
-    """Makes sure that the file, if it is one, can be used and is sound. Raises ConfigError."""
+    """Makes sure that the file, if it is one, can be used and is sound. Raises SettingsError."""
     if path in (None, IN_MEMORY) or not limit_bytes:
         return
     with closing(Store(path, limit_bytes)) as store:
@@ -106,7 +107,7 @@ class Store:
     """
 
     def __init__(self, path: str, limit_bytes: int) -> None:
-        """Opens the file, or makes it. Raises ConfigError, naming it, if that cannot be."""
+        """Opens the file, or makes it. Raises SettingsError, naming it, if that cannot be."""
         self._path = path
         self._limit_bytes = limit_bytes
         try:
@@ -123,8 +124,8 @@ class Store:
             self.close()
             raise self._unusable(error) from None
 
-    def _unusable(self, reason: object) -> ConfigError:
-        return ConfigError(f"store={self._path!r}: cannot be used: {reason}")
+    def _unusable(self, reason: object) -> SettingsError:
+        return SettingsError(f"store={self._path!r}: cannot be used: {reason}")
 
     def _prepare(self) -> None:
         self._db.execute("PRAGMA journal_mode = WAL")
@@ -140,7 +141,7 @@ class Store:
                     self._db.execute(statement)
 
     def check(self) -> None:
-        """Reads all of it. Raises ConfigError if it is corrupt."""
+        """Reads all of it. Raises SettingsError if it is corrupt."""
         try:
             found = self._db.execute("PRAGMA quick_check(1)").fetchone()[0]
         except sqlite3.Error as error:

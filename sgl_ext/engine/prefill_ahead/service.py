@@ -12,10 +12,10 @@ from typing import Any
 import orjson
 
 from sgl_ext.engine.core import hints
-from sgl_ext.engine.core.settings import EngineSettings
 from sgl_ext.engine.prefill_ahead.next_turns import NextTurns
 from sgl_ext.engine.prefill_ahead.prefiller import DEADLINE_S, Job, Prefiller
 from sgl_ext.engine.prefill_ahead.routes import Warmups, prefill_routes
+from sgl_ext.settings.schema import EngineSettings
 
 
 @asynccontextmanager
@@ -33,15 +33,15 @@ async def prefilling(
         yield None
         return
     chunk = flags.chunked_prefill_size or 0
-    slice_tokens = min(chunk, settings.prefill_ahead_slice) if chunk > 0 else 0
-    prefiller = Prefiller(manager, slice_tokens or settings.prefill_ahead_slice)
+    slice_tokens = min(chunk, settings.prefill_ahead_slice_tokens) if chunk > 0 else 0
+    prefiller = Prefiller(manager, slice_tokens or settings.prefill_ahead_slice_tokens)
     turns = NextTurns(app, manager, prefiller, settings.prefill_ahead)
     app.state.sgl_ext_next_turns = turns
     warmups = Warmups(app, manager, prefiller)
     app.router.routes[:0] = prefill_routes(warmups)
     hints.watch_requests(turns.came)
     working = [asyncio.create_task(prefiller.run())]
-    working.append(asyncio.create_task(_begin(prefiller, first, warmups, settings.warm)))
+    working.append(asyncio.create_task(_begin(prefiller, first, warmups, settings.warmup_requests)))
     try:
         yield prefiller
     finally:
@@ -51,14 +51,16 @@ async def prefilling(
                 await task
 
 
-async def _begin(prefiller: Prefiller, first: Sequence[Job], warmups: Warmups, warm: str) -> None:
+async def _begin(
+    prefiller: Prefiller, first: Sequence[Job], warmups: Warmups, warmup_requests: str | None
+) -> None:
     """One after the other, as each is given up if it waits for long."""
     for job in first:
         job.deadline_s = time.monotonic() + DEADLINE_S
         prefiller.put(job)
         await job.done.wait()
-    if warm:
-        await warmups.warm(_bodies(warm))
+    if warmup_requests:
+        await warmups.warm(_bodies(warmup_requests))
 
 
 def _bodies(path: str) -> list[Any]:

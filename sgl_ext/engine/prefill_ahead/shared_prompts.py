@@ -20,8 +20,8 @@ from sgl_ext.engine.prefill_ahead.routes import job_of
 from sgl_ext.requests.next_turn import Turn, partial_turn, protocol_of
 
 
-async def list_prefixes(app: Any, manager: Any, path: str) -> list[Job]:
-    """Has the prompts of a file be shared, and returns them to be prefilled; "" names none.
+async def list_prefixes(app: Any, manager: Any, path: str | None) -> list[Job]:
+    """Has the prompts of a file be shared, and returns them to be prefilled; None names none.
 
     Raises ValueError naming the line that cannot be.
     """
@@ -30,13 +30,13 @@ async def list_prefixes(app: Any, manager: Any, path: str) -> list[Job]:
         try:
             job = await _job(app, manager, orjson.loads(line))
         except ValueError as error:
-            raise ValueError(f"share={path!r}: line {number}: {error}") from error
+            raise ValueError(f"shared_prefixes={path!r}: line {number}: {error}") from error
         prefixes().add(job.ids, job.asked.lora_path)
         jobs.append(job)
     return jobs
 
 
-def _lines(path: str) -> list[bytes]:
+def _lines(path: str | None) -> list[bytes]:
     return Path(path).read_bytes().splitlines() if path else []
 
 

@@ -16,7 +16,6 @@ from radix.residency import Residency
 from scheduler.eviction_priority import EVICT_FIRST, EvictionPriority, eviction_priority
 from sgl_ext.engine.core import ranks
 from sgl_ext.engine.core.hints import Hints, hints_of
-from sgl_ext.engine.core.settings import EngineSettings
 from sgl_ext.engine.core.slices import is_guess
 from sgl_ext.engine.scheduler import first_token
 from sgl_ext.engine.scheduler.pin_keeper import PinKeeper
@@ -30,6 +29,7 @@ from sgl_ext.engine.sglang_api import (
     default_radix_cache_factory,
     get_memory,
 )
+from sgl_ext.settings.schema import EngineSettings
 
 _NOTHING = -1
 _MOST_WORTHLESS = 4096

@@ -56,7 +56,7 @@ def _refusal(scheduler: Any, req: Any) -> tuple[Refusal | None, int]:
     new = len(tokens) - cached
     page = tree.page_size
     chunk = scheduler.chunked_prefill_size
-    longest = _settings().prefill_ahead_slice
+    longest = _settings().prefill_ahead_slice_tokens
     forced = is_forced(req)
     why = refusal(
         is_idle=_is_idle(scheduler, req),

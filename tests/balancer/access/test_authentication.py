@@ -15,7 +15,7 @@ from sgl_ext.balancer.access.keyring import Keyring
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.key_file import KeysError
 from sgl_ext.protocols import routes
-from sgl_ext.tenants import Tenant
+from sgl_ext.settings.schema import Tenant
 from tests.balancer.conftest import Connect, Engine, Serve, Start
 from tests.balancer.wire import Raw
 

@@ -15,9 +15,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from sgl_ext_cpu.node import free_port
 
 from sgl_ext.balancer.conversations.document_store import Document, LongChain, Store, require_store
-from sgl_ext.config import IN_MEMORY, BalancerConfig, ConfigError, LaunchConfig
 from sgl_ext.launch import make_children
 from sgl_ext.node.hardware import Hardware
+from sgl_ext.settings.schema import IN_MEMORY, BalancerSettings, LaunchSettings
+from sgl_ext.settings.types import SettingsError
 
 _MIB = 1 << 20
 Open = Callable[..., Store]
@@ -165,14 +166,14 @@ def test_nobody_else_may_read_it(opened: Open, tmp_path: Path) -> None:
 def test_a_file_that_is_no_store_stops_the_start(tmp_path: Path, garbage: bytes) -> None:
     path = tmp_path / "store.sqlite"
     path.write_bytes(garbage)
-    with pytest.raises(ConfigError, match=r"store=.*store.sqlite.*not a database"):
+    with pytest.raises(SettingsError, match=r"store=.*store.sqlite.*not a database"):
         require_store(str(path), _MIB)
     with closing(sqlite3.connect(tmp_path / "other.sqlite")) as other:
         other.execute("CREATE TABLE theirs (x)")
         other.commit()
-    with pytest.raises(ConfigError, match=r"store=.*other.sqlite.*another program's"):
+    with pytest.raises(SettingsError, match=r"store=.*other.sqlite.*another program's"):
         require_store(str(tmp_path / "other.sqlite"), _MIB)
-    with pytest.raises(ConfigError, match=r"store=.*cannot be used"):
+    with pytest.raises(SettingsError, match=r"store=.*cannot be used"):
         require_store(str(tmp_path), _MIB)
 
 
@@ -186,14 +187,16 @@ def test_a_store_that_is_damaged_inside_stops_the_start(opened: Open, tmp_path: 
     with path.open("r+b") as file:
         file.seek(4096)
         file.write(os.urandom(8 * 4096))
-    with pytest.raises(ConfigError, match="store="):
+    with pytest.raises(SettingsError, match="store="):
         require_store(str(path), _MIB)
 
 
 def test_the_launcher_stops_for_it_before_an_engine_starts(tmp_path: Path) -> None:
     (tmp_path / "store.sqlite").write_bytes(b"not a database, but long enough for one" * 100)
-    config = LaunchConfig("m", log_dir=str(tmp_path), balancer=BalancerConfig(port=free_port()))
-    with pytest.raises(ConfigError, match=r"store=.*store.sqlite.*not a database"):
+    config = LaunchSettings(
+        model_path="m", log_dir=str(tmp_path), balancer=BalancerSettings(port=free_port())
+    )
+    with pytest.raises(SettingsError, match=r"store=.*store.sqlite.*not a database"):
         make_children(config, Hardware(()))
 
 

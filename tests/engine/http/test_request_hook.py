@@ -13,13 +13,13 @@ from starlette.datastructures import Headers
 
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import WHOLE_PROMPT, current
-from sgl_ext.engine.core.settings import EngineSettings
 from sgl_ext.engine.http import request_hook
 from sgl_ext.requests.chain_header import ChainHeader
 from sgl_ext.requests.headers import HeaderStrip
 from sgl_ext.requests.segments import Chain, read_chain
 from sgl_ext.requests.session import GROUP_HEADER, salt_of
-from sgl_ext.tenants import Tenant, Tenants
+from sgl_ext.settings.schema import EngineSettings, Tenant
+from sgl_ext.tenants import Tenants
 from tests.requests.test_system_text import HEADER, S
 
 

@@ -110,7 +110,7 @@ def test_the_same_request_again_is_no_growth() -> None:
         ("auto", True, True),
         ("auto", None, False),
         ("auto", False, False),
-        ("asked", True, True),
+        ("hinted", True, True),
         ("off", True, False),
     ],
 )
@@ -124,7 +124,7 @@ def test_who_forbids_it_is_not_guessed_though_it_grows() -> None:
     seen.came(context_of(1, 2), NO_REQUEST)
     assert not seen.wants(context_of(1, 2, asked=False))
     assert not seen.wants(context_of(1, 2, is_last=True))
-    only_asked = turns("asked")
+    only_asked = turns("hinted")
     only_asked.came(context_of(1), NO_REQUEST)
     only_asked.came(context_of(1, 2), NO_REQUEST)
     assert not only_asked.wants(context_of(1, 2))

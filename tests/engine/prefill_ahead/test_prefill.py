@@ -19,8 +19,8 @@ import pytest
 import requests
 from sgl_ext_cpu.nursery import Nursery
 
-from sgl_ext.engine.core.settings import EngineSettings
 from sgl_ext.engine.prefill_ahead.routes import MOST_WAITING, PATH
+from sgl_ext.settings.schema import EngineSettings
 from tests.engine.scheduler.test_event_publisher import (
     ONE,
     Engine,
@@ -142,7 +142,7 @@ def started(
     template.write_text(TEMPLATE)
     warm = folder / "warm.jsonl"
     warm.write_text("\n".join(json.dumps(body) for body in WARMED))
-    settings = EngineSettings(prefill_ahead_slice=SLICE, warm=str(warm))
+    settings = EngineSettings(prefill_ahead_slice_tokens=SLICE, warmup_requests=str(warm))
     with pytest.MonkeyPatch.context() as patch:
         checks = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
         checks |= {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if RANKS[request.param] else {}

@@ -10,9 +10,8 @@ import pytest
 
 from scheduler.order import Served
 from sgl_ext.engine.core.hints import Hints
-from sgl_ext.engine.core.settings import EngineSettings
 from sgl_ext.engine.scheduler import priority, single_flight
-from sgl_ext.tenants import Tenant
+from sgl_ext.settings.schema import EngineSettings, Tenant
 
 
 def request(owner: str, importance: int = 0) -> SimpleNamespace:

@@ -21,8 +21,8 @@ import pytest
 import requests
 from sgl_ext_cpu.nursery import Nursery
 
-from sgl_ext.engine.core.settings import EngineSettings
 from sgl_ext.pin_mirror import PATH
+from sgl_ext.settings.schema import EngineSettings
 from tests.engine.scheduler.test_event_publisher import (
     ONE,
     POOL,

@@ -20,7 +20,7 @@ import pytest
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.hints import Hints
 from sgl_ext.engine.core.request_context import WHOLE_PROMPT
-from sgl_ext.engine.core.settings import EngineSettings
+from sgl_ext.settings.schema import EngineSettings
 
 pytestmark = pytest.mark.engine
 

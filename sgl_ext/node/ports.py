@@ -5,17 +5,17 @@ from __future__ import annotations
 import socket
 from contextlib import suppress
 
-from sgl_ext.config import ConfigError
+from sgl_ext.settings.types import SettingsError
 
 
 def require_free(host: str, port: int) -> None:
-    """Raises ConfigError if nobody can listen there now."""
+    """Raises SettingsError if nobody can listen there now."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.create_server((host, port), family=family):
             pass
     except OSError as error:
-        raise ConfigError(f"port={port}: {error.strerror}") from None
+        raise SettingsError(f"port={port}: {error.strerror}") from None
 
 
 def free_ports(first: int, count: int) -> list[int]:

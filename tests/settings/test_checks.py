@@ -1,0 +1,72 @@
+"""Rules between settings, and files and secrets that settings name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sgl_ext.settings.checks import check_balancer, check_launch, read_api_key
+from sgl_ext.settings.schema import BalancerSettings, EngineSettings, LaunchSettings
+from sgl_ext.settings.types import SettingsError
+
+ISOLATING = BalancerSettings(tenant_isolation="on")
+NO_JSON = __file__
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        (EngineSettings(pin_ttl_s=4000), r"pin_ttl_s=4000: must be at most pin_max_ttl_s"),
+        (EngineSettings(pin_unmarked_ttl_s=0.5), r"pin_unmarked_ttl_s=0.5: must be 0, or"),
+        (EngineSettings(pin_unmarked_ttl_s=4000), r"pin_unmarked_ttl_s=4000: must be 0, or"),
+        (EngineSettings(warmup_requests="no.such"), r"warmup_requests='no.such': cannot be read"),
+        (EngineSettings(warmup_requests=NO_JSON), r"line 1 is not a JSON object"),
+        (EngineSettings(shared_prefixes=NO_JSON), r"line 1 is not a JSON object"),
+    ],
+)
+def test_an_engines_setting_that_breaks_a_rule_is_named(
+    settings: EngineSettings, error: str
+) -> None:
+    with pytest.raises(SettingsError, match=error):
+        check_launch(LaunchSettings(model_path="m", engine=settings, balancer=ISOLATING))
+
+
+def test_prefixes_are_shared_only_by_tenants_that_are_isolated() -> None:
+    engine = EngineSettings(shared_prefixes=NO_JSON)
+    with pytest.raises(SettingsError, match=r"shared_prefixes=.*tenant_isolation to on"):
+        check_launch(LaunchSettings(model_path="m", engine=engine))
+
+
+def test_sglangs_flags_that_the_launcher_sets_are_refused() -> None:
+    with pytest.raises(SettingsError, match="--port"):
+        check_launch(LaunchSettings(model_path="m", engine_args=("--port", "1")))
+
+
+def test_a_child_names_the_variable_that_it_cannot_read() -> None:
+    for bad in ("{", '{"pin_bugdet": 1}', '{"pin_budget": 2}', '{"strip_headers": ["two words"]}'):
+        with pytest.raises(SettingsError, match="SGL_EXT_SETTINGS"):
+            EngineSettings.from_environment({"SGL_EXT_SETTINGS": bad})
+    assert EngineSettings.from_environment({}) == EngineSettings()
+
+
+@pytest.mark.parametrize("bytes_", [1, 4096])
+def test_a_store_is_of_some_size_or_none(bytes_: int) -> None:
+    with pytest.raises(SettingsError, match=f"store_limit_bytes={bytes_}"):
+        check_balancer(BalancerSettings(store_limit_bytes=bytes_))
+    check_balancer(BalancerSettings(store_limit_bytes=0))
+
+
+def test_the_api_key_comes_from_a_file_or_a_variable_and_is_never_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "key").write_text("from-file\n")
+    monkeypatch.setenv("A_KEY", "from-variable")
+    assert read_api_key(f"file:{tmp_path / 'key'}") == "from-file"
+    assert read_api_key("env:A_KEY") == "from-variable"
+    assert read_api_key(None) is None
+    (tmp_path / "empty").write_text("\n")
+    for bad in ("sk-secret", "file:/nowhere", "env:UNSET_KEY", f"file:{tmp_path / 'empty'}"):
+        with pytest.raises(SettingsError, match="api_key") as caught:
+            check_balancer(BalancerSettings(api_key=bad))
+        assert "sk-secret" not in str(caught.value)
