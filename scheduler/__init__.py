@@ -1,1 +1,1 @@
-"""What is decided: pure functions over plain data. The caller reads the clock and acts."""
+"""Scheduling decisions: pure functions over plain data. Callers read the clock and act."""

@@ -1,15 +1,16 @@
-"""A line of those who wait, in the order of `scheduler.order`, sorted as seldom as will do.
+"""A queue in the order of `scheduler.order` that sorts as rarely as it can.
 
-Only the first few are ever asked for, while others come and leave all the time, and to sort
-ten thousand takes tens of milliseconds. So:
+Callers only read the first few entries, while others are added and removed all the time, and
+sorting ten thousand entries takes tens of milliseconds. So the queue has two parts:
 
-    in order   all who were there when the line was last sorted, at most a second ago
-    new        at most MOST_NEW who have come since
+    sorted   the entries of the last sort, at most SORTED_FOR_S ago
+    new      at most MOST_NEW entries that were added since
 
-The first few of all are the first few in order and the new ones, sorted together. Who waits
-long rises, and who was served lately falls behind, only when all are sorted again.
+The first entries of the queue are the first of the sorted ones and the new ones, sorted together.
+Entries move up with waiting, and down after their tenant was served, at the next full sort.
 
-A place of one who has left stays empty until then: the line refers to nobody who does not wait.
+A removed entry stays in its list, without its item, until then: the queue references no item
+that does not wait.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ T = TypeVar("T")
 
 
 class Entry(Generic[T]):
-    """A place in the line.
+    """A queued item.
 
-    who: None once it is empty.
-    tried_s: when it was first its turn, but it was not let in.
+    item: None once it was removed.
+    passed_over_s: when it was first in turn and could not be placed; None before that.
     """
 
     __slots__ = ("item", "passed_over_s", "waiting")
@@ -42,7 +43,10 @@ class Entry(Generic[T]):
 
 
 class OrderedQueue(Generic[T]):
-    """Those who wait. `served` is what each tenant was given lately, `weights` their shares."""
+    """Queued items in serving order.
+
+    served: the tokens that each tenant was given recently. weights: the tenants' shares.
+    """
 
     def __init__(self, aging_s: float, served: Served, weights: Mapping[str, float] = {}) -> None:
         self._aging_s = aging_s
@@ -57,27 +61,27 @@ class OrderedQueue(Generic[T]):
         return len(self._entries)
 
     def __iter__(self) -> Iterator[Entry[T]]:
-        """The places taken, of who came first to who came last; others may leave meanwhile."""
+        """The entries in order of arrival. Items may be removed during the iteration."""
         return iter(list(self._entries.values()))
 
     def __contains__(self, item: object) -> bool:
         return item in self._entries
 
     def add(self, item: T, waiting: Waiting) -> None:
-        """One more waits."""
+        """Adds an item that is not in the queue."""
         entry = self._entries[item] = Entry(item, waiting)
         self._new.append(entry)
 
     def remove(self, item: T) -> None:
-        """One waits no longer; nothing happens if it did not."""
+        """Removes an item; does nothing if it is not in the queue."""
         entry = self._entries.pop(item, None)
         if entry is not None:
             entry.item = None
 
-    def head(self, most: int, now_s: float) -> Sequence[Entry[T]]:
-        """The first of all, at most `most`, in order."""
+    def head(self, limit: int, now_s: float) -> Sequence[Entry[T]]:
+        """The first entries in order, at most `limit`."""
         if now_s - self._sorted_s >= SORTED_FOR_S or len(self._new) > MOST_NEW:
-            return self.sort(now_s)[:most]
+            return self.sort(now_s)[:limit]
         head: list[Entry[T]] = []
         empty = 0
         for entry in self._sorted:
@@ -85,17 +89,17 @@ class OrderedQueue(Generic[T]):
                 empty += 1
             else:
                 head.append(entry)
-                if len(head) == most:
+                if len(head) == limit:
                     break
         if empty > _MOST_EMPTY:
             self._sorted = [entry for entry in self._sorted if entry.item is not None]
         self._new = [entry for entry in self._new if entry.item is not None]
         if not self._new:
             return head
-        return self._in_order(head + self._new, now_s)[:most]
+        return self._in_order(head + self._new, now_s)[:limit]
 
     def sort(self, now_s: float) -> Sequence[Entry[T]]:
-        """All, in order."""
+        """All entries in order."""
         self._sorted = self._in_order(list(self._entries.values()), now_s)
         self._sorted_s = now_s
         self._new = []
@@ -105,11 +109,11 @@ class OrderedQueue(Generic[T]):
         waiting = [entry.waiting for entry in entries]
         served = self._served.at(now_s)
         order = in_order(waiting, now_s, self._aging_s, served, self._weights)
-        return [entries[at] for at in order]
+        return [entries[position] for position in order]
 
     def check(self) -> None:
-        """Asserts that everybody who waits has one place, and that nobody else has."""
-        taken = [entry for entry in self._sorted + self._new if entry.item is not None]
-        assert len(taken) == len(self._entries)
-        assert {id(entry) for entry in taken} == {id(p) for p in self._entries.values()}
+        """Asserts that each queued item has exactly one entry, and that no other entry has one."""
+        listed = [entry for entry in self._sorted + self._new if entry.item is not None]
+        assert len(listed) == len(self._entries)
+        assert {id(entry) for entry in listed} == {id(e) for e in self._entries.values()}
         assert all(entry.item is item for item, entry in self._entries.items())

@@ -1,16 +1,16 @@
-"""A circuit breaker: a worker that keeps failing is tried, and gets no requests if it is not well.
+"""A circuit breaker: a worker that keeps failing is tested, and gets no requests while it fails.
 
-    CLOSED ---- FAILURES in a row, the last an answer ---> SUSPECTED, still takes requests
-    SUSPECTED - a trial, or a request, comes back -------> CLOSED
-    CLOSED, SUSPECTED ------ the last without an answer -> OPEN, takes none
-    SUSPECTED - a trial fails ---------------------------> OPEN
-    OPEN ------ its pause is over; a trial comes back ---> CLOSED
-    OPEN ------ its pause is over; a trial fails --------> OPEN, with twice the pause
+    CLOSED ---- FAILURES in a row, the last with a response --> SUSPECTED, still takes requests
+    SUSPECTED - a trial or a request succeeds ----------------> CLOSED
+    CLOSED, SUSPECTED ------ FAILURES, the last without one --> OPEN, takes no requests
+    SUSPECTED - a trial fails --------------------------------> OPEN
+    OPEN ------ after its pause, a trial succeeds ------------> CLOSED
+    OPEN ------ after its pause, a trial fails ---------------> OPEN, with twice the pause
 
-(After Nygard, Release It!, 2007, where a trial is a client's request.) Here it is one of our own:
-a worker may say that it failed for the sake of one client's requests, who must not shut it out
-for others. Who says nothing, but breaks off, is kept from wasting requests at once. A client's
-own mistake is no failure of the worker.
+In Nygard's breaker (Release It!, 2007) a client's request is the trial. Here the balancer sends
+its own, because a worker may fail only for one client's requests, and that client must not shut
+the worker out for others. A worker that breaks connections without a response gets no requests
+until a trial, so that it wastes none. A client's own mistake is no failure of the worker.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LONGEST_PAUSE_S = 30.0
 
 
 class State(StrEnum):
-    """Where a breaker stands."""
+    """The state of a breaker."""
 
     CLOSED = "closed"
     SUSPECTED = "suspected"
@@ -45,19 +45,19 @@ class Breaker:
         return self.state is not State.OPEN
 
     def wants_trial(self, now_s: float) -> bool:
-        """Whether to find out now if the worker is well."""
+        """Whether the worker should be tested now."""
         return self.state is State.SUSPECTED or (
             self.state is State.OPEN and now_s >= self._retry_at_s
         )
 
     def succeeded(self) -> None:
-        """A request came back, or a trial."""
+        """A request or a trial succeeded."""
         self.state = State.CLOSED
         self._failures = 0
         self._pause_s = FIRST_PAUSE_S
 
     def failed(self, now_s: float, *, answered: bool) -> None:
-        """A request failed at the worker, which said so or broke off."""
+        """A request failed: with an error response (`answered`) or a broken connection."""
         self._failures += 1
         if self._failures < FAILURES or self.state is State.OPEN:
             return
@@ -67,7 +67,7 @@ class Breaker:
             self._open(now_s)
 
     def trial_failed(self, now_s: float) -> None:
-        """A trial showed that the worker is not well; no matter if a request came back since."""
+        """A trial failed. It is ignored if a request has succeeded since it began."""
         if self.state is State.CLOSED:
             return
         if self.state is State.OPEN:

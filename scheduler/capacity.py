@@ -1,44 +1,45 @@
-"""Whether a worker has room for one more request, or would only let it queue.
+"""Whether a worker has capacity for one more request, or would only queue it.
 
-What queues inside an engine is bound to it: it can go nowhere else, and its order is settled
-by what is there. What is held in front of all engines goes to the first that has room, in the
-order of all. So an engine is sent what it can run, and little more; how much that is, is
-judged by two accounts that make up for each other:
+A request in an engine's queue is bound to that engine: it can run nowhere else, and its order is
+fixed by what is there. A request in the balancer's queue goes to the first engine with capacity,
+in the order of all requests. So an engine is sent what it can run, and little more. Two accounts,
+which make up for each other's faults, decide how much that is:
 
-    ours           what is in flight there: known at once, an underestimate
-    the engine's   how many wait in its own queue: the truth, some 0.1 s old
+    ours           the requests in flight there: up to date, but an underestimate
+    the engine's   the requests in its own queue: exact, but about 0.1 s old
 
-Ours counts of each request the prompt tokens that the worker was not expected to hold and the
-answer that its client expects. What it reads from the cache, or generates beyond that, takes
-memory as well, but not known how much. If we have sent too much for it, the engine queues, says
-so, and is sent nothing more until that is gone.
+Our account counts, for each request, the prompt tokens that its worker is not expected to have
+cached and the output that its client expects. Tokens read from the cache and longer outputs take
+memory as well, but we do not know how much. If we have sent an engine too much, it queues, reports
+its queue, and is sent nothing more until that queue is empty.
 
-Rivals of a request are those in flight that it could not preempt: whose priority is above its
-own less the threshold. A worker has room for a request of a priority if
+The rivals of a request are the requests in flight that it could not preempt: their priority is
+above its own less the threshold. A worker has capacity for a request if
 
-    1. rivals are fewer than run at once, and a few that are sent ahead, so that the engine
-       need not wait for a way there and back and a tokenization whenever one ends
-    2. rivals' tokens and its own fit the engine's memory, or there are no rivals
-    3. no more than those few wait in the engine, or it could preempt somebody there: then it
-       is sent in any case, as only the engine can tell whether to preempt pays
+    1. it has fewer rivals than it can run at once, plus a few that are sent ahead, so that
+       the engine need not wait for a round trip and a tokenization whenever one ends
+    2. the rivals' tokens and its own fit the engine's memory, or it has no rivals
+    3. the engine queues no more than those few, or the request could preempt another one
+       there: then it is sent in any case, because only the engine knows if preempting pays
 
-Tokens beyond the whole memory of an engine are no estimate. It will refuse such a prompt at
-once, or it is none: pictures are counted by their bytes. They count as none.
+A size beyond an engine's whole memory counts as 0. Either the engine will reject the prompt at
+once, or the size is wrong: images are counted by their bytes.
 
-A request of a higher priority has room wherever one of a lower has.
+Wherever a request has capacity, a request of a higher priority has capacity too.
 """
 
 from __future__ import annotations
 
-# Of those that run at once, so many are sent ahead: one in eight.
+# One request is sent ahead for each so many that can run at once.
 _AHEAD = 8
 
 
 class Capacity:
-    """What an engine reports: tokens of memory, requests that may run at once, and its queue.
+    """What an engine reports of itself.
 
+    tokens: the size of its KV memory.
     limit: how many requests may be in flight there.
-    queues: whether it has more to do than those few that were sent ahead.
+    queues: whether more requests are queued there than are sent ahead.
     """
 
     __slots__ = ("limit", "queues", "tokens")
@@ -50,12 +51,12 @@ class Capacity:
         self.queues = queued > ahead
 
     def counted(self, tokens: int) -> int:
-        """The tokens that a request counts with: none if they are beyond the whole memory."""
+        """The tokens that a request counts with: 0 if they exceed the whole memory."""
         return tokens if tokens <= self.tokens else 0
 
 
 class InFlight:
-    """Requests in flight at one worker and their tokens, in all and by priority."""
+    """The requests in flight at one worker and their tokens, in total and by priority."""
 
     def __init__(self) -> None:
         self.requests = 0
@@ -64,14 +65,14 @@ class InFlight:
         self._tokens: dict[int, int] = {}
 
     def add(self, priority: int, tokens: int) -> None:
-        """A request is on its way."""
+        """Counts a request that was sent."""
         self.requests += 1
         self.tokens += tokens
         self._requests[priority] = self._requests.get(priority, 0) + 1
         self._tokens[priority] = self._tokens.get(priority, 0) + tokens
 
     def remove(self, priority: int, tokens: int) -> None:
-        """A request that was added, with the same tokens, has ended."""
+        """Removes a request that was added with the same arguments."""
         self.requests -= 1
         self.tokens -= tokens
         if self._requests[priority] == 1:
@@ -81,7 +82,7 @@ class InFlight:
             self._tokens[priority] -= tokens
 
     def above(self, priority: int) -> tuple[int, int]:
-        """How many requests are above a priority, and their tokens."""
+        """The number of requests above a priority, and their tokens."""
         requests = tokens = 0
         for level, count in self._requests.items():
             if level > priority:
@@ -90,7 +91,7 @@ class InFlight:
         return requests, tokens
 
     def check(self) -> None:
-        """Asserts that the sums are those of the parts."""
+        """Asserts that the totals are the sums of the priorities."""
         assert self.requests == sum(self._requests.values())
         assert self.tokens == sum(self._tokens.values())
         assert self._requests.keys() == self._tokens.keys()
@@ -106,13 +107,13 @@ def has_capacity(
     others: int = 0,
     their_tokens: int = 0,
 ) -> bool:
-    """Whether a request of `priority` and with `tokens` can be sent to a worker without queueing.
+    """Whether a worker can run a request of `priority` and `tokens` without queueing it.
 
-    threshold: how much higher than another one's its priority must be to preempt it.
-    others: requests that others than we have in flight there, with `their_tokens`: all rivals.
+    threshold: by how much a request's priority must exceed another's to preempt it.
+    others, their_tokens: what other balancers have in flight there; all of it counts as rivals.
     """
     own = capacity.counted(tokens)
-    # Usually all that is there leaves room, and it need not be asked who is a rival.
+    # Usually everything fits, and rivals need not be counted.
     all_fit = own + here.tokens + their_tokens <= capacity.tokens
     if all_fit and here.requests + others < capacity.limit and not capacity.queues:
         return True

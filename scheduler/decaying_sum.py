@@ -1,4 +1,4 @@
-"""A sum that forgets: what was added counts less the longer ago it was."""
+"""A sum in which each amount counts less the longer ago it was added."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 class DecayingSum:
-    """Each amount counts e times less every `span_s` seconds."""
+    """An amount's weight falls by a factor of e every `span_s` seconds."""
 
     def __init__(self, span_s: float) -> None:
         self._span_s = span_s
@@ -14,10 +14,10 @@ class DecayingSum:
         self._at_s = 0.0
 
     def add(self, amount: float, now_s: float) -> None:
-        """Adds an amount that came now."""
+        """Adds an amount."""
         self._sum = self.at(now_s) + amount
         self._at_s = now_s
 
     def at(self, now_s: float) -> float:
-        """What the sum comes to now."""
+        """The sum at a time."""
         return self._sum * math.exp(min(self._at_s - now_s, 0.0) / self._span_s)

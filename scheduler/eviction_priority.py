@@ -1,13 +1,14 @@
-"""What a request leaves in the cache, as eviction sees it: worth keeping, or known to be worthless.
+"""The eviction priority of what a request leaves in the cache.
 
-Eviction takes the worthless first, and among equals what was used longest ago. A node of
-the tree keeps the highest worth that it ever had, as somebody shares it for whom it has
-that. So nothing is ranked that may lose its worth with time: of system prompts, tool results
-and turns the recency decides. Worthless is only what nobody will ask for again:
+Eviction takes the lowest priority first, and the least recently used among equals. A node of the
+tree keeps the highest priority that any request gave it, because that request may still share
+it. So the low priority is only for what no later request will read:
 
-    the new part of a prompt     whose client asked not to keep it, or ended its session with it
-    an answer                    of such a request, or one that begins with thinking which the
-                                 chat template leaves out when the answer is sent back
+    the new part of a prompt   if its client asked not to keep it, or ended its session with it
+    an output                  of such a request, or one that begins with thinking, which the
+                               chat template omits when the output is sent back
+
+All else is equal: recency alone decides between system prompts, tool results and turns.
 """
 
 from __future__ import annotations
@@ -19,14 +20,18 @@ EVICT_NORMALLY = 1
 
 
 class EvictionPriority(NamedTuple):
-    """Of what a request adds to the cache."""
+    """The priorities of what a request adds to the cache."""
 
     prompt: int = EVICT_NORMALLY
     answer: int = EVICT_NORMALLY
 
 
 def eviction_priority(*, is_kept: bool, is_last: bool, is_answer_kept: bool) -> EvictionPriority:
-    """is_kept: the client did not ask to forget it; is_last: no turn follows;
-    is_answer_kept: the next turn will begin with this answer as it was generated."""
+    """The priorities of a request's prompt and output.
+
+    is_kept: the client did not ask to drop the prompt.
+    is_last: the client ended the session with this request.
+    is_answer_kept: the next turn's prompt will contain this output as it was generated.
+    """
     prompt = EVICT_NORMALLY if is_kept and not is_last else EVICT_FIRST
     return EvictionPriority(prompt, prompt if is_answer_kept else EVICT_FIRST)

@@ -1,30 +1,29 @@
-"""In which order waiting requests are served: by step, then in turns, then the cheapest first.
+"""The order in which waiting requests are served: by step, then tenants in turn, then by cost.
 
     step = priority + floor(waited_s / aging_s)
 
-A higher step goes first. Inside a step the tenants take turns, by start-time fair queueing
-(Goyal, Vin and Cheng, 1996) over the tokens that each was given lately, as in the virtual
+The highest step goes first. Within a step the tenants take turns by start-time fair queueing
+(Goyal, Vin and Cheng, 1996) over the tokens that each was given recently, as in the virtual
 token counter (Sheng et al., 2024):
 
     virtual time of a tenant = tokens given to it / its weight
 
-The next request is one of the tenant whose virtual time is least, its cheapest, which then
-advances that time by cost / weight. Cheapest first is what makes the mean wait shortest
-(Smith, 1956). A request of a higher step counts for its tenant in all lower ones, as it will
-have been served by then: so the order is the one that comes out if the first is served, and
-counted, and the rest are put in order again. Inside a step and from equal virtual times, as
-long as two tenants both have requests that wait, what they get differs, per weight, by no
-more than one request costs. What a tenant was given is forgotten by half every half-life: so
-one that was silent is ahead by what the others were given in about that time, and no more.
+The next request is the cheapest of the tenant with the least virtual time, and it advances that
+time by cost / weight. The cheapest first makes the mean wait shortest (Smith, 1956). A request of
+a higher step counts for its tenant in all lower steps, because it will have been served by then.
+So serving the first request, counting it and sorting the rest again gives the same order. From
+equal virtual times, while two tenants both have requests in a step, the tokens they are given,
+per weight, differ by no more than the cost of one request. The tokens given to a tenant count
+half as much after each half-life. So a tenant that sent nothing for a long time is ahead of the
+others by no more than they were given in about one half-life.
 
-Neither costs nor other tenants can starve a request. Among requests whose priority is at
-most P, one with priority p is overtaken only by those that arrive less than
+Neither costs nor other tenants can starve a request. Among requests whose priority is at most P,
+a request of priority p is overtaken only by requests that arrive less than
 
     (P - p + 1) * aging_s
 
-after it. For one that arrives at least so much later has waited P - p + 1 full aging_s less,
-and its step is lower: at most P + n - (P - p + 1) = p + n - 1 when that of the first is
-p + n. This holds at every moment from when both have arrived.
+after it. A request that arrives later than that has waited P - p + 1 full aging_s less, so its
+step is at most P + n - (P - p + 1) = p + n - 1 when the step of the first request is p + n.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ from scheduler.decaying_sum import DecayingSum
 
 
 class Waiting(NamedTuple):
-    """A request that waits.
+    """A waiting request.
 
     priority: higher is more important.
-    cost_tokens: the work it is expected to be: what of its prompt is not cached, and its output.
+    cost_tokens: its expected work: the uncached tokens of its prompt, and its output.
     """
 
     priority: int
@@ -51,10 +50,10 @@ class Waiting(NamedTuple):
 
 
 def step(priority: int, waited_s: float, aging_s: float) -> int:
-    """The priority, and one more for each full `aging_s` waited.
+    """The priority, plus one for each full `aging_s` waited.
 
-    `aging_s` is inf where nothing ages; 0 counts as inf. A wait below 0, of clocks that
-    disagree, counts as 0.
+    An `aging_s` of 0 or inf turns aging off. A negative wait, between clocks that disagree,
+    counts as 0.
     """
     if waited_s <= 0 or not 0 < aging_s < inf:
         return priority
@@ -62,8 +61,8 @@ def step(priority: int, waited_s: float, aging_s: float) -> int:
 
 
 def bound_s(priority: int, highest: int, aging_s: float) -> float:
-    """How much later a request has to arrive so that it never overtakes one of `priority`,
-    where no priority is above `highest`. inf: any may."""
+    """How much later a request must arrive so that it never overtakes one of `priority`,
+    if no priority is above `highest`. inf: it always may."""
     steps = max(highest - priority + 1, 0)
     if steps == 0:
         return 0.0
@@ -77,11 +76,11 @@ def in_order(
     served: Mapping[str, float] = {},
     weights: Mapping[str, float] = {},
 ) -> list[int]:
-    """The positions of all that wait, in the order in which to serve them.
+    """The positions of all waiting requests in serving order.
 
-    served: tokens that each tenant was given lately, 0 where it is not named.
-    weights: what share each tenant is due, relative to the others; 1 where it is not named.
-    Of one tenant and step, the cheapest goes first, then the earliest, then the first given.
+    served: the tokens that each tenant was given recently; 0 for a missing tenant.
+    weights: each tenant's share relative to the others; 1 for a missing tenant.
+    Within a tenant and step the cheapest goes first, then the earliest, then the lowest position.
     """
     steps: dict[int, list[int]] = {}
     for position, request in enumerate(waiting):
@@ -104,11 +103,11 @@ def _in_turns(
     given: dict[str, float],
     shares: Mapping[str, float],
 ) -> list[int]:
-    """The positions of one step in serving order; adds what they cost to `given`."""
+    """The positions of one step in serving order; adds their costs to `given`."""
     queues: dict[str, list[int]] = {}
     for position in positions:
         queues.setdefault(waiting[position].tenant, []).append(position)
-    for queue in queues.values():  # the next one last, to be taken off
+    for queue in queues.values():  # the next request is last, and popped
         queue.sort(key=lambda p: (waiting[p].cost_tokens, waiting[p].arrived_s, p), reverse=True)
 
     def turn(tenant: str) -> tuple[float, float, int]:
@@ -132,9 +131,9 @@ def _in_turns(
 
 
 class Served:
-    """Tokens that each tenant was given; they count half as much every `half_life_s`.
+    """The tokens that each tenant was given, halved every `half_life_s`.
 
-    At most `limit` tenants: beyond it the one that was given least is forgotten, and counts
+    At most `limit` tenants: beyond it the tenant that was given least is forgotten and counts
     as one that was given nothing.
     """
 
@@ -151,18 +150,18 @@ class Served:
         return len(self._sums)
 
     def add(self, tenant: str, tokens: float, now_s: float) -> None:
-        """The tenant was given tokens now."""
+        """Counts tokens that a tenant was given."""
         if tenant not in self._sums and len(self._sums) >= self._limit:
             self._make_room(now_s)
         self._sums.setdefault(tenant, DecayingSum(self._span_s)).add(tokens, now_s)
 
     def at(self, now_s: float) -> dict[str, float]:
-        """What each tenant's tokens come to now; those below one token are left out."""
+        """Each tenant's tokens at a time, without the tenants below one token."""
         tokens = {tenant: total.at(now_s) for tenant, total in self._sums.items()}
         return {tenant: total for tenant, total in tokens.items() if total >= 1}
 
     def _make_room(self, now_s: float) -> None:
-        """Forgets whose tokens are below one, or else the tenant that has least."""
+        """Forgets the tenants below one token, or the tenant that was given least."""
         kept = self.at(now_s)
         if len(kept) == len(self._sums):
             del kept[min(kept, key=lambda tenant: (kept[tenant], tenant))]

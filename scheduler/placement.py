@@ -3,24 +3,23 @@
     cost = pending + COMPUTE * uncached + DECODE_TOKENS * decoding
            [+ RECENT * recent + SESSION_SHARE * sessions]
 
-pending   tokens that others still have to prefill there: the wait for one's turn
-uncached  tokens of this prompt that the worker does not hold: what it will compute.
-          They count COMPUTE times, for they delay this request and all that come after
+pending   tokens that the worker still has to prefill for other requests: the wait
+uncached  tokens of this prompt that the worker does not hold and must compute. They count
+          COMPUTE times, because they delay this request and all requests after it
 decoding  requests that generate there: each makes a step of the engine a little longer
-recent    tokens computed there in the last seconds: a worker whose memory is short
-          evicts what it needs next and computes all the time, long before it queues
+recent    tokens prefilled there in the last seconds: an engine that is short of memory evicts
+          what it needs next, so it computes all the time long before it queues
 sessions  tokens of the conversations that live there and will come back
 
-A new session's first request decides where all its later turns go, so it alone
-counts what is in brackets, and goes where little lives even if a prefix that
-everybody shares must be computed there once more: so a hot prefix spreads. A known
-session stays where its conversation is cached, until waiting there costs more than
-moving would, LEAVE times the tokens that it would compute again. Once the worker has
-evicted the conversation there is nothing to stay for, and it is placed as a new one.
-A worker that has just come back counts as slower than it is, less so as it warms up.
+The terms in brackets count only for the first request of a session, because it decides where all
+later turns go. It goes where few sessions live, even if a shared prefix must be computed there
+once more: so a hot prefix spreads. A known session stays where its conversation is cached until
+waiting there costs more than moving, which is LEAVE times the tokens that moving would compute
+again. If the worker has evicted the conversation, the session is placed as a new one. A worker
+that has just come back counts as slower than it is, less so as it warms up.
 
-Ties go to the highest rendezvous score of the prefix (Thaler and Ravishankar, 1998),
-so that balancers that see the same loads agree without talking.
+Ties go to the highest rendezvous score of the prefix (Thaler and Ravishankar, 1998), so that
+balancers that see the same loads choose the same worker without a message.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ COMPUTE = 3.0
 DECODE_TOKENS = 256
 RECENT = 0.5
 RECENT_S = 10.0
-# Far below so many tokens a worker is idle, and what it computed recently tells nothing.
+# Recent tokens far below this number are no sign of load.
 RECENT_FLOOR = 4_000
 SESSION_SHARE = 0.05
 LEAVE = 1.0
-# A conversation of which its worker holds less than this share of what was its own is lost.
+# A session is lost when its worker holds less than this share of what only that session had.
 LOST_SHARE = 0.5
 _LEAST_WARMTH = 0.05
 
@@ -47,9 +46,9 @@ _LEAST_WARMTH = 0.05
 class PlacementRequest(NamedTuple):
     """A request to be placed.
 
-    prefix: what ties are broken by, equal for requests that share a beginning.
-    home: the worker its session is on, None for a new session.
-    last_tokens: how long the session's last prompt was, 0 if that is not known.
+    prefix: breaks ties; equal for requests that share a beginning.
+    home: the worker of its session, None for a new session.
+    last_tokens: the length of the session's last prompt, 0 if unknown.
     """
 
     prompt_tokens: int
@@ -59,10 +58,10 @@ class PlacementRequest(NamedTuple):
 
 
 class WorkerView(NamedTuple):
-    """What is known of a worker when a request is placed.
+    """A worker as a request sees it.
 
-    held_tokens: how much of this very prompt it holds, or is about to hold.
-    warmth: 1, or less while it has only just come back.
+    held_tokens: tokens of this request's prompt that it holds or is about to hold.
+    warmth: 1, or less while it warms up after coming back.
     """
 
     name: str
@@ -75,15 +74,15 @@ class WorkerView(NamedTuple):
 
 
 class OtherWorkers(NamedTuple):
-    """All workers but a session's own: the most that one holds of the prompt, and the least
-    that is pending at one."""
+    """The workers other than a session's own: the most tokens of the prompt that one of them
+    holds, and the fewest tokens that are pending at one of them."""
 
     held_tokens: int
     pending_tokens: int
 
 
 class Score(NamedTuple):
-    """A worker's cost and what it is made of, all in tokens."""
+    """A worker's cost and its terms, all in tokens."""
 
     name: str
     cost: float
@@ -96,10 +95,10 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The worker chosen, and why.
+    """The chosen worker, and the reason.
 
-    "home": its session is there. "moved": waiting there would cost more. "lost": what was
-    cached there is gone. "new": a session's first request.
+    "home": the session's worker. "moved": waiting at the session's worker would cost more.
+    "lost": the session's worker has evicted it. "new": a session's first request.
     """
 
     worker: str
@@ -107,9 +106,9 @@ class Placement:
 
 
 def stays(request: PlacementRequest, home: WorkerView, others: OtherWorkers) -> str:
-    """Whether a known session stays on its worker: "home", or why it is placed again.
+    """The reason for placing a known session: "home" if it stays on its worker.
 
-    "moved": waiting there costs more than moving would. "lost": nothing is left to stay for.
+    "moved": waiting there costs more than moving. "lost": its cache there is gone.
     """
     saved = home.held_tokens - others.held_tokens
     if saved < LOST_SHARE * (request.last_tokens - others.held_tokens):
@@ -119,7 +118,7 @@ def stays(request: PlacementRequest, home: WorkerView, others: OtherWorkers) -> 
 
 
 def place(request: PlacementRequest, workers: Sequence[WorkerView]) -> Placement | None:
-    """Chooses among the workers that may be sent a request; None if there are none."""
+    """Chooses one of the workers; None if there are none."""
     if not workers:
         return None
     reason = "new"
@@ -137,7 +136,7 @@ def place(request: PlacementRequest, workers: Sequence[WorkerView]) -> Placement
 
 
 def score(request: PlacementRequest, workers: Sequence[WorkerView], *, is_new: bool) -> list[Score]:
-    """What the request would cost on each worker."""
+    """The request's cost on each worker. `is_new`: with the terms of a new session."""
     return [_score(request.prompt_tokens, view, is_new) for view in workers]
 
 
@@ -165,5 +164,5 @@ def _cheapest(scores: Sequence[Score], prefix: int) -> str:
 
 
 def rendezvous(prefix: int, worker: str) -> int:
-    """The fixed score of a worker for a prefix: whoever asks gets the same."""
+    """The fixed score of a worker for a prefix, equal in every process."""
     return xxhash.xxh3_64_intdigest(worker.encode(), seed=prefix & 0xFFFFFFFFFFFFFFFF)

@@ -1,26 +1,25 @@
-"""Whose memory a more important request takes when there is none left for it.
+"""Which running requests to preempt for a more important one when memory has run out.
 
-A request that runs may be preempted for one whose priority is at least `threshold` higher.
-What it did is lost and has to be done again. That is thrash if it happens to the same one over
-and over, so who was preempted before is safe for `grace_s` after it was admitted again, and
-who was preempted `most_times` runs to its end.
+A running request may be preempted for one whose priority is at least `threshold` higher. Its
+work is lost and must be done again. To preempt the same request repeatedly is thrash. So a request
+that was preempted is safe for `grace_s` after it was admitted again, and one that was preempted
+`most_times` runs to its end.
 
-Of all sets of victims that free enough, these are preferred, in this order:
+Of all sets of victims that free enough, the preferred one has, in this order:
 
-    1. the fewest of the highest priority among them, then of the next lower one, and so on
-       down: nobody is preempted while any number of less important ones would do
+    1. the fewest victims of the highest priority, then of the next lower one, and so on:
+       no request is preempted where any number of less important ones is enough
     2. the least work lost
 
-The first is met exactly. From the highest priority down, a class gives as few as would free
-enough if all below it were preempted as well, and to count these, those that free most are
-taken. It follows that no victim can be left out, as then a class would have given fewer; and
-that where one victim is enough, there is one.
+Rule 1 is met exactly. From the highest priority down, each class gives up the fewest requests
+that free enough if all lower classes are preempted as well, counting the largest first. It
+follows that every victim is needed, since otherwise its class would have given fewer, and that
+there is only one victim where one is enough.
 
-The second is a knapsack problem for more than one victim. Those that free most are a set to
-begin with. In it each victim, who loses most first, is exchanged for the one of its class that
-loses least of those with whom enough is freed. One victim is thus the one that loses least of
-all that free enough. Of several, none could be exchanged for another of its class to lose less;
-to exchange two at once might.
+Rule 2 is a knapsack problem for more than one victim. The search begins with the largest requests.
+Each victim, the one that loses most first, is exchanged for the request of its class that loses
+least, if the set still frees enough. A single victim is thus the best one. In a set of several, no
+single exchange within a class loses less, though exchanging two at once might.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from typing import NamedTuple
 
 
 class Running(NamedTuple):
-    """A request that runs.
+    """A running request.
 
     priority: the step that it had reached when it was admitted.
-    frees_tokens: the memory that comes free if it is preempted.
-    lost_tokens: the work to do again then: its answer so far, and what of its prompt will
-    not be cached.
+    frees_tokens: the memory that preempting it frees.
+    lost_tokens: the work that preempting it loses: its output so far, and the part of its
+    prompt that will not be cached.
     """
 
     priority: int
@@ -57,11 +56,11 @@ def victims(
     most_times: int = 3,
     slots: int = 0,
 ) -> list[int]:
-    """The positions of those to preempt, ascending, for a request that has reached `priority`.
+    """The ascending positions of the requests to preempt for one that has reached `priority`.
 
-    Together they free `needed_tokens`, and are at least `slots`. Empty if nothing is needed,
-    or if it cannot be had: nobody is preempted in vain. Which of two equals is preempted,
-    and nothing else, depends on their positions.
+    Together they free `needed_tokens`, and are at least `slots` many. Empty if nothing is needed
+    or if no set frees enough: no request is preempted in vain. Positions only decide between
+    requests that are equal otherwise.
     """
     classes: dict[int, list[int]] = {}
     for position, one in enumerate(running):
@@ -77,7 +76,7 @@ def victims(
     spare_victims = len(usable) - slots
     if spare_tokens < 0 or spare_victims < 0:
         return []
-    # All are chosen; the highest class first, each leaves out as many as it can.
+    # Begin with all; from the highest class down, leave out as many as possible.
     chosen: list[int] = []
     left_out: dict[int, list[int]] = {}
     for level in sorted(classes, reverse=True):
@@ -101,11 +100,11 @@ def _exchanged(
     left_out: dict[int, list[int]],
     spare_tokens: int,
 ) -> list[int]:
-    """As many of each class as were chosen, but such that no exchange of one loses less.
+    """Exchanges victims within their class until no single exchange loses less work.
 
-    Once through is enough. Those left out free no more than those chosen, so what is to spare
-    only shrinks, and what could not be exchanged before cannot be after. Who loses most is
-    exchanged first, so nobody later would rather have one that was given up.
+    One pass is enough. The requests left out free no more than those chosen, so the spare tokens
+    only shrink, and an exchange that was impossible stays impossible. The victim that loses most
+    is exchanged first, so no later victim could use a request that was given up.
     """
     exchanged = []
     for others in left_out.values():
@@ -125,22 +124,21 @@ def _exchanged(
 
 
 def _by_size(running: Sequence[Running], position: int) -> tuple[float, ...]:
-    """Who is left out first: who frees least, then who loses most, then who runs longest."""
+    """The order of leaving out: frees least, then loses most, then runs longest."""
     one = running[position]
     return one.frees_tokens, -one.lost_tokens, one.admitted_s, -one.times_preempted, -position
 
 
 def _by_loss(running: Sequence[Running], position: int) -> tuple[float, ...]:
-    """Who is preempted first: who loses least, then who frees most, then who came last."""
+    """The order of preempting: loses least, then frees most, then admitted last."""
     one = running[position]
     return one.lost_tokens, -one.frees_tokens, -one.admitted_s, one.times_preempted, position
 
 
 class PreemptionHistory:
-    """Keeps one from preempting another twice in a row.
+    """The last preemptor of each victim, so that no request preempts another twice in a row.
 
-    Of each victim is known who preempted it last, of at most `limit` victims: beyond it the
-    one that was not preempted for longest is forgotten first.
+    At most `limit` victims; beyond it the one whose preemption is oldest is forgotten.
     """
 
     def __init__(self, limit: int = 1024) -> None:
@@ -151,11 +149,11 @@ class PreemptionHistory:
         return len(self._last)
 
     def allows(self, preemptor: str, victim: str) -> bool:
-        """Whether it was not the same one that preempted the victim last."""
+        """Whether another request was the last to preempt the victim."""
         return self._last.get(victim) != preemptor
 
     def record(self, preemptor: str, victim: str) -> None:
-        """The victim was preempted."""
+        """Records a preemption."""
         self._last[victim] = preemptor
         self._last.move_to_end(victim)
         if len(self._last) > self._limit:

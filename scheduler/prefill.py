@@ -1,16 +1,16 @@
-"""What is prefilled before it is asked for: when, how much at once, and for whom.
+"""Which parts of a prompt are prefilled before a request needs them, and when.
 
-A prompt is prefilled ahead in slices, each a request of its own that the cache lets go on where
-the one before it ended. A slice runs only
+A prompt is prefilled ahead in slices. Each slice is a request of its own, and the cache lets it
+continue where the slice before it ended. A slice runs only
 
-    while nothing else runs or waits       so it delays what comes meanwhile by one slice
-    into memory that nobody misses         so it evicts nothing that may be asked for again
-    if it is new, and no longer than that  so what is cached already costs no forward pass
+    while nothing else runs or waits       so it delays a new request by one slice at most
+    into free memory                       so it evicts nothing that may be used again
+    if its new tokens fit one slice        so cached tokens cost no forward pass
 
-and is refused at once otherwise: nothing ever waits in the engine to be prefilled ahead. What a
-refusal says, and how much was found cached, decides what is sent next.
+Otherwise it is rejected at once: no slice waits in the engine. The reason and the number of
+cached tokens in a rejection decide the next slice.
 
-Whether a session's next turn is worth guessing shows in the guesses before it.
+Whether to guess a session's next turn depends on how often its earlier guesses were right.
 """
 
 from __future__ import annotations
@@ -19,41 +19,40 @@ from collections import OrderedDict
 from enum import StrEnum
 
 
-class Refusal(StrEnum):
-    """Why a slice does not run now."""
+class Rejection(StrEnum):
+    """Why a slice may not run now."""
 
     BUSY = "busy"
-    NOTHING = "nothing"
-    WIDE = "wide"
+    TOO_SHORT = "too_short"
+    TOO_LONG = "too_long"
     MEMORY = "memory"
 
 
 def least_tokens(page: int) -> int:
-    """How many tokens a slice adds, or it adds nothing that is worth to be found again."""
+    """The fewest new tokens that make a slice worth a forward pass."""
     return max(page, 16)
 
 
-def refusal(
+def rejection(
     *, is_idle: bool, new_tokens: int, page: int, slice_tokens: int, free_tokens: int
-) -> Refusal | None:
-    """Why a slice that would add `new_tokens` to the cache may not run now; None if it may."""
+) -> Rejection | None:
+    """Why a slice of `new_tokens` uncached tokens may not run now; None if it may."""
     if not is_idle:
-        return Refusal.BUSY
+        return Rejection.BUSY
     if new_tokens < least_tokens(page):
-        return Refusal.NOTHING
+        return Rejection.TOO_SHORT
     if new_tokens > slice_tokens:
-        return Refusal.WIDE
+        return Rejection.TOO_LONG
     if new_tokens > free_tokens:
-        return Refusal.MEMORY
+        return Rejection.MEMORY
     return None
 
 
 def slice_end(total_tokens: int, cached_tokens: int, slice_tokens: int, page: int) -> int:
-    """Where the next slice of a prompt ends of which so many tokens are cached: at the end of a
-    page, or of the prompt.
+    """Where a prompt's next slice ends: at the end of a page, or of the prompt.
 
-    What is read of a prompt is told with its last slice: so none is left that would be refused
-    as too short, where two slices have room for one of it.
+    Only a prompt's last slice reports its cached tokens. So the slice before it ends early enough
+    to leave a last slice that is not rejected as too short.
     """
     end = (cached_tokens + slice_tokens) // page * page
     if end >= total_tokens:
@@ -63,9 +62,10 @@ def slice_end(total_tokens: int, cached_tokens: int, slice_tokens: int, page: in
 
 
 class GuessHistory:
-    """How often each session's next turn was what was guessed; of `limit` sessions, at most.
+    """How often guesses of each session's next turn were right, for at most `limit` sessions.
 
-    A session gets two guesses, and goes on getting them while half of the latest were right.
+    A session's first two turns are guessed, and later ones while half of its last guesses were
+    right.
     """
 
     _LATEST = 8
@@ -78,13 +78,13 @@ class GuessHistory:
         return len(self._right)
 
     def note(self, session: str, *, is_right: bool) -> None:
-        """A guess was right, or it was not: the next turn was another one."""
+        """Records whether the next turn was the one guessed."""
         latest = (*self._right.pop(session, ()), is_right)[-self._LATEST :]
         self._right[session] = latest
         if len(self._right) > self._limit:
             self._right.popitem(last=False)
 
-    def is_worth(self, session: str) -> bool:
-        """Whether the session's next turn should be guessed."""
+    def should_guess(self, session: str) -> bool:
+        """Whether to guess the session's next turn."""
         latest = self._right.get(session, ())
         return len(latest) < 2 or 2 * sum(latest) >= len(latest)

@@ -1,9 +1,9 @@
-"""Which worker each live session is on.
+"""The worker of each live session.
 
-A session is a conversation whose turns want the same worker. It is live until
-`live_s` after its last request. How many tokens the live ones of a worker have,
-the prompts of their last requests together, tells what work will come there and
-what memory it will want, even while all of them run a tool or wait for a person.
+A session is a conversation whose turns should go to the same worker. It is live until `live_s`
+after its last request. The tokens of a worker's live sessions, which are the prompts of their last
+requests, predict the work and the memory that it will need, even while all of these sessions run
+tools or wait for a person.
 """
 
 from __future__ import annotations
@@ -12,63 +12,63 @@ from collections import Counter, OrderedDict
 from typing import NamedTuple
 
 
-class _Seen(NamedTuple):
+class _Request(NamedTuple):
     worker: int
     tokens: int
-    at_s: float
+    sent_s: float
 
 
 class Sessions:
-    """Live sessions, at most `limit`: beyond it the longest silent one is forgotten first."""
+    """Live sessions, at most `limit`: beyond it the one that is silent for longest is forgotten."""
 
     def __init__(self, live_s: float, limit: int = 100_000) -> None:
         self._live_s = live_s
         self._limit = limit
-        self._seen: OrderedDict[int, _Seen] = OrderedDict()
+        self._last: OrderedDict[int, _Request] = OrderedDict()
         self._tokens: Counter[int] = Counter()
 
     def __len__(self) -> int:
-        return len(self._seen)
+        return len(self._last)
 
     def home(self, session: int) -> tuple[int, int] | None:
-        """The worker of a live session, and how many tokens its last prompt had."""
-        found = self._seen.get(session)
+        """The worker of a live session and the tokens of its last prompt."""
+        found = self._last.get(session)
         return None if found is None else (found.worker, found.tokens)
 
     def live_tokens(self, worker: int) -> int:
-        """How long the live sessions of a worker are, all together."""
+        """The tokens of a worker's live sessions."""
         return self._tokens[worker]
 
-    def seen(self, session: int, worker: int, tokens: int, now_s: float) -> None:
-        """A request of the session, `tokens` long, went to `worker`."""
+    def record(self, session: int, worker: int, tokens: int, now_s: float) -> None:
+        """Records a request of `tokens` that was sent to `worker`."""
         self.end(session)
-        self._seen[session] = _Seen(worker, tokens, now_s)
+        self._last[session] = _Request(worker, tokens, now_s)
         self._tokens[worker] += tokens
-        if len(self._seen) > self._limit:
-            self.end(next(iter(self._seen)))
+        if len(self._last) > self._limit:
+            self.end(next(iter(self._last)))
 
     def end(self, session: int) -> None:
-        """The session is over."""
-        found = self._seen.pop(session, None)
+        """Forgets a session."""
+        found = self._last.pop(session, None)
         if found is not None:
             self._tokens[found.worker] -= found.tokens
 
     def expire(self, now_s: float) -> None:
-        """Forgets the sessions that have been silent for too long."""
-        while self._seen:
-            session, seen = next(iter(self._seen.items()))
-            if now_s - seen.at_s < self._live_s:
+        """Forgets the sessions that are no longer live."""
+        while self._last:
+            session, last = next(iter(self._last.items()))
+            if now_s - last.sent_s < self._live_s:
                 break
             self.end(session)
 
     def forget_worker(self, worker: int) -> None:
-        """The worker is gone; its sessions are free to go anywhere."""
-        for session in [key for key, seen in self._seen.items() if seen.worker == worker]:
+        """Forgets the sessions of a worker that is gone."""
+        for session in [key for key, last in self._last.items() if last.worker == worker]:
             self.end(session)
 
     def check(self) -> None:
-        """Asserts that the sums are those of the table."""
+        """Asserts that the totals agree with the sessions."""
         sums: Counter[int] = Counter()
-        for seen in self._seen.values():
-            sums[seen.worker] += seen.tokens
+        for last in self._last.values():
+            sums[last.worker] += last.tokens
         assert +sums == +self._tokens

@@ -1,13 +1,14 @@
-"""Which other worker is warmed for a session before its own is too busy for it.
+"""Which second worker computes a session's prompt ahead, before its own worker is too busy.
 
-A session leaves its worker when that is full, or when to wait there costs more than to compute
-its prompt again elsewhere (`scheduler.placement`, `scheduler.capacity`). Then somebody waits for
-the whole prompt. A worker with nothing to do can compute it earlier, as it is known since the turn
-before: most of it is this turn's.
+A session leaves its worker when that worker is full, or when waiting there costs more than
+computing its prompt elsewhere (`scheduler.placement`, `scheduler.capacity`). Its client then waits
+for the whole prompt. An idle worker can compute the prompt earlier: most of the next turn's prompt
+is this turn's.
 
-A worker is strained when three in four of those that it may run at once are there, or when what
-waits there would take half as long as to compute this prompt: at the whole of it the next turn
-would move. One spare is enough, so nobody is warmed while another holds the prompt.
+A worker is strained when three quarters of the requests that it can run at once are in flight
+there, or when its pending work takes half as long as computing this prompt: at the whole of that
+the next turn would move. One standby is enough, so none is chosen while another worker holds
+the prompt.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from scheduler.placement import rendezvous
 
 FULL = 0.75
 LONG_WAIT = 0.5
-# What is computed sooner than this is no loss worth a second request.
+# Computing fewer tokens than this is not worth a second request.
 LEAST_TOKENS = 1024
 
 
 class WorkerLoad(NamedTuple):
     """A worker as a session's request sees it.
 
-    held_tokens: of the request's prompt, there or about to be.
-    pending_tokens: what it still has to prefill for others.
-    running: how much of what it may run at once runs there, 1 if it queues; None if not known.
+    held_tokens: tokens of the request's prompt that it holds or is about to hold.
+    pending_tokens: tokens that it still has to prefill for other requests.
+    running: the share of its request slots in use, 1 if it queues, None if unknown.
     is_idle: nothing runs there.
     """
 
@@ -40,7 +41,7 @@ class WorkerLoad(NamedTuple):
 
 
 def is_strained(prompt_tokens: int, home: WorkerLoad) -> bool:
-    """Whether the session's next turn may not be taken, or not soon, where this one is."""
+    """Whether a session's worker may be unable to take the next turn soon."""
     if home.running is not None and home.running >= FULL:
         return True
     return home.pending_tokens >= LONG_WAIT * prompt_tokens
@@ -49,9 +50,9 @@ def is_strained(prompt_tokens: int, home: WorkerLoad) -> bool:
 def choose_standby(
     prompt_tokens: int, prefix: int, home: WorkerLoad, others: Sequence[WorkerLoad]
 ) -> str | None:
-    """The worker to be warmed for a session on `home`; None if it need not be, or none can.
+    """The standby for a session on `home`; None if none is needed or no worker is idle.
 
-    Of the idle ones, the one that holds most of the prompt; a tie goes as in placement.
+    It is the idle worker that holds most of the prompt; ties are broken as in placement.
     """
     if not is_strained(prompt_tokens, home):
         return None

@@ -1,11 +1,11 @@
-"""How much of something one may have in a minute: a bucket that fills as time goes by.
+"""A token bucket for limits per minute.
 
-It holds what a minute brings, so whoever asked for nothing for a minute may have a minute's
-worth at once. What costs more than a full bucket is let through from a full one, and leaves a
-debt: a limit below the size of one request slows it down and does not shut it out. What an
-estimate took too much is put back, and what it took too little is owed.
+It holds what a minute adds, so a caller that took nothing for a minute may take a minute's worth
+at once. A cost above a full bucket is allowed when the bucket is full, and leaves a debt: a limit
+below the size of one request slows requests down and does not shut them out. A caller corrects an
+estimate with `take`: a negative cost puts tokens back.
 
-`now_s` is passed in and never runs backwards.
+`now_s` is passed in and must not decrease.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _MINUTE_S = 60.0
 
 
 class Bucket:
-    """At most `per_minute` in the long run. Full at first."""
+    """Allows `per_minute` in the long run. It starts full."""
 
     def __init__(self, per_minute: float, now_s: float) -> None:
         if per_minute <= 0:
@@ -24,23 +24,23 @@ class Bucket:
         self._filled_s = now_s
 
     def wait_s(self, cost: float, now_s: float) -> float:
-        """Seconds until so much may be taken, if nobody else takes any; 0: now."""
+        """Seconds until `cost` may be taken if nothing else is; 0: now."""
         self._fill(now_s)
         lacks = min(cost, self.per_minute) - self._level
         return max(lacks, 0.0) / self.per_minute * _MINUTE_S
 
     def take(self, cost: float, now_s: float) -> None:
-        """Takes so much, be it there or not; a negative cost is put back."""
+        """Takes `cost` whether or not it is there; a negative cost is put back."""
         self._fill(now_s)
         self._level = min(self._level - cost, self.per_minute)
 
     def resize(self, per_minute: float, now_s: float) -> None:
-        """Another limit from now on. What was taken remains taken."""
+        """Changes the limit. What was taken stays taken."""
         self._fill(now_s)
         self._level = min(self._level + per_minute - self.per_minute, per_minute)
         self.per_minute = per_minute
 
     def _fill(self, now_s: float) -> None:
-        brought = (now_s - self._filled_s) / _MINUTE_S * self.per_minute
-        self._level = min(self._level + brought, self.per_minute)
+        added = (now_s - self._filled_s) / _MINUTE_S * self.per_minute
+        self._level = min(self._level + added, self.per_minute)
         self._filled_s = now_s

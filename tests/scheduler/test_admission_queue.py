@@ -1,4 +1,4 @@
-"""The line: the first of all, in order, however many come and leave and however seldom it sorts."""
+"""The ordered queue: its head is in order, and it sorts rarely."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def names(entries: Sequence[Entry[str]]) -> list[str | None]:
     return [entry.item for entry in entries]
 
 
-def test_the_first_are_in_order_though_they_have_just_come() -> None:
+def test_new_entries_are_in_order() -> None:
     waits = OrderedQueue[str](0.0, Served())
     waits.add("usual", Waiting(0, 100.0, 5))
     assert names(waits.head(9, 100.0)) == ["usual"]
@@ -30,7 +30,7 @@ def test_the_first_are_in_order_though_they_have_just_come() -> None:
     assert names(waits.head(2, 100.1)) == ["person", "cheap"]
 
 
-def test_who_has_waited_long_rises_within_a_second() -> None:
+def test_a_long_wait_moves_an_entry_up_within_a_second() -> None:
     waits = OrderedQueue[str](10.0, Served())
     waits.add("long", Waiting(0, 100.0, 5))
     waits.add("cheap", Waiting(0, 105.0, 1))
@@ -39,7 +39,7 @@ def test_who_has_waited_long_rises_within_a_second() -> None:
     assert names(waits.head(9, 109.9 + SORTED_FOR_S)) == ["long", "cheap"]
 
 
-def test_nobody_who_has_left_is_referred_to() -> None:
+def test_removed_items_are_not_referenced() -> None:
     class Who:
         pass
 
@@ -58,7 +58,7 @@ def test_nobody_who_has_left_is_referred_to() -> None:
     assert len(waits) == len(waits.head(9, 100.0)) == 0
 
 
-def test_thousands_are_not_sorted_for_each_that_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adding_an_entry_does_not_sort_the_whole_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     sorted_in_all = []
     original = admission_queue.in_order
 
@@ -90,7 +90,7 @@ comings = st.tuples(st.integers(-1, 2), st.integers(0, 9), st.sampled_from("ab")
 
 
 @given(st.lists(comings | st.integers(0, 40), max_size=60), st.integers(1, 5))
-def test_the_first_are_those_of_the_whole_order(
+def test_the_head_is_the_beginning_of_the_whole_order(
     events: list[tuple[int, int, str] | int], most: int
 ) -> None:
     waits = OrderedQueue[int](0.0, Served())

@@ -1,4 +1,4 @@
-"""The breaker: a trial after failures in a row, shut out if it fails, back when one is well."""
+"""The breaker: failures cause a trial, and the trial decides."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def opened(now_s: float = 0.0) -> Breaker:
     return breaker
 
 
-def test_failures_in_a_row_ask_for_a_trial() -> None:
+def test_failures_in_a_row_cause_a_trial() -> None:
     breaker = Breaker()
     for _ in range(2):
         fail(breaker, FAILURES - 1)
@@ -32,7 +32,7 @@ def test_failures_in_a_row_ask_for_a_trial() -> None:
     assert breaker.wants_trial(0)
 
 
-def test_a_worker_that_answers_is_not_shut_out_by_its_failures_alone() -> None:
+def test_error_responses_alone_do_not_open_the_breaker() -> None:
     breaker = Breaker()
     fail(breaker, 100)
     assert breaker.takes_requests
@@ -41,7 +41,7 @@ def test_a_worker_that_answers_is_not_shut_out_by_its_failures_alone() -> None:
     assert not breaker.wants_trial(0)
 
 
-def test_a_worker_that_breaks_off_is_shut_out_until_its_trial() -> None:
+def test_broken_connections_open_the_breaker_until_a_trial() -> None:
     breaker = Breaker()
     fail(breaker, FAILURES - 1, answered=False)
     assert breaker.takes_requests
@@ -73,7 +73,7 @@ def test_a_failed_trial_doubles_the_pause_up_to_a_limit() -> None:
     assert pauses[-1] == LONGEST_PAUSE_S
 
 
-def test_a_request_that_comes_back_outweighs_the_trial() -> None:
+def test_a_request_that_succeeds_outweighs_a_failed_trial() -> None:
     breaker = suspected()
     breaker.succeeded()
     breaker.trial_failed(0)

@@ -1,4 +1,4 @@
-"""Room: an engine is sent what it can run and little more, and never less than one request."""
+"""Capacity: an engine is sent what it can run and little more, and always at least one request."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_an_engine_that_queues_is_sent_nothing_more() -> None:
     assert not room(Capacity(1000, 16, queued=3), flying((0, 1)))
 
 
-def test_who_could_preempt_somebody_there_is_sent_though_it_queues() -> None:
+def test_a_request_that_could_preempt_is_sent_to_an_engine_that_queues() -> None:
     full = flying((5, 400), (0, 300), (0, 300))
     assert not room(Capacity(1000, 2, queued=9), full, priority=9)
     assert room(Capacity(1000, 2, queued=9), full, priority=10)
@@ -57,17 +57,17 @@ def test_who_could_preempt_somebody_there_is_sent_though_it_queues() -> None:
     assert not room(Capacity(1000, 2, queued=9), full, priority=10, tokens=601)
 
 
-def test_those_of_other_balancers_are_rivals_whatever_their_priority() -> None:
+def test_requests_of_other_balancers_are_rivals_whatever_their_priority() -> None:
     assert not room(Capacity(1000, 2), flying((0, 1)), priority=100, elsewhere=(3, 0))
     assert not room(Capacity(1000, 2, queued=9), InFlight(), priority=100, elsewhere=(1, 0))
 
 
 @pytest.mark.parametrize("tokens", [1000, 1001, 1_000_000])
-def test_an_idle_engine_has_room_for_any_prompt(tokens: int) -> None:
+def test_an_idle_engine_has_capacity_for_any_prompt(tokens: int) -> None:
     assert room(Capacity(1000, 2), InFlight(), tokens=tokens)
 
 
-def test_what_no_engine_could_hold_is_no_estimate_of_what_it_takes() -> None:
+def test_a_size_beyond_an_engines_memory_counts_as_none() -> None:
     assert room(Capacity(1000, 8), flying((0, 900)), tokens=1001)
     assert Capacity(1000, 8).counted(1001) == 0
 
@@ -78,7 +78,7 @@ others = st.tuples(st.integers(0, 4), st.integers(0, 500))
 
 
 @given(requests, st.data())
-def test_the_accounts_are_those_of_what_flies(
+def test_the_totals_are_those_of_the_requests_in_flight(
     them: list[tuple[int, int]], data: st.DataObject
 ) -> None:
     here = flying(*them)
@@ -94,7 +94,7 @@ def test_the_accounts_are_those_of_what_flies(
 
 
 @given(reports, requests, others, st.integers(-30, 30), st.integers(0, 2500))
-def test_a_higher_priority_has_room_wherever_a_lower_has(
+def test_a_higher_priority_has_capacity_wherever_a_lower_has(
     report: tuple[int, int, int],
     them: list[tuple[int, int]],
     elsewhere: tuple[int, int],
@@ -109,7 +109,7 @@ def test_a_higher_priority_has_room_wherever_a_lower_has(
 
 
 @given(reports, requests, others, st.integers(-30, 30), st.integers(0, 2500))
-def test_it_is_the_rule(
+def test_capacity_equals_a_plain_reading_of_its_rules(
     report: tuple[int, int, int],
     them: list[tuple[int, int]],
     elsewhere: tuple[int, int],

@@ -1,4 +1,4 @@
-"""Serving order: steps, turns of tenants, cheapest first, and nobody overtaken for too long."""
+"""Serving order: steps, tenants in turn, cheapest first, and a bound on overtaking."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ served_lately = st.dictionaries(st.sampled_from("abc"), tokens.map(float))
 given_weights = st.dictionaries(st.sampled_from("abc"), st.sampled_from([0.5, 1.0, 2.0, 4.0]))
 
 
-def test_each_full_aging_waited_is_a_step() -> None:
+def test_each_full_aging_time_waited_adds_a_step() -> None:
     assert [step(3, waited_s, 10) for waited_s in (0, 9.9, 10, 29.9, 30)] == [3, 3, 4, 5, 6]
 
 
@@ -44,7 +44,7 @@ def test_without_aging_the_step_is_the_priority(aging_s: float) -> None:
     assert bound_s(4, 3, aging_s) == 0
 
 
-def test_a_request_from_the_future_has_not_waited() -> None:
+def test_a_negative_wait_counts_as_none() -> None:
     assert step(3, -100, 10) == 3
     assert step(3, -100, 0.001) == 3
 
@@ -60,7 +60,7 @@ def test_of_one_tenant_the_cheapest_goes_first_then_the_earliest() -> None:
     assert in_order(waiting, NOW_S, inf) == [2, 3, 0, 1]
 
 
-def test_requests_that_cost_nothing_go_before_those_that_do() -> None:
+def test_requests_without_a_cost_go_first() -> None:
     assert in_order([Waiting(0, 1, 9), Waiting(0, 2, 0), Waiting(0, 3, -1)], 4, inf) == [2, 1, 0]
 
 
@@ -70,25 +70,25 @@ def test_tenants_take_turns_however_many_requests_they_have() -> None:
     assert in_order(waiting, NOW_S, inf) == [0, 6, 1, 7, 2, 3, 4, 5]
 
 
-def test_a_tenant_gets_what_its_weight_says() -> None:
+def test_tenants_get_shares_by_weight() -> None:
     waiting = [Waiting(0, 1, 10, tenant) for tenant in "ababababab"]
     order = in_order(waiting, NOW_S, inf, weights={"a": 4})
     assert "".join(waiting[position].tenant for position in order) == "abaaababbb"
 
 
-def test_who_was_given_most_lately_goes_last() -> None:
+def test_the_tenant_that_was_given_most_recently_goes_last() -> None:
     waiting = [Waiting(0, 1, 1, "a"), Waiting(0, 2, 1, "b"), Waiting(0, 3, 1, "c")]
     assert in_order(waiting, NOW_S, inf, {"a": 90, "b": 40}) == [2, 1, 0]
     assert in_order(waiting, NOW_S, inf, {"a": 90, "b": 40}, {"a": 3}) == [2, 0, 1]
 
 
-def test_what_a_tenant_has_in_higher_steps_counts_in_lower_ones() -> None:
+def test_a_tenants_requests_of_higher_steps_count_in_lower_steps() -> None:
     waiting = [Waiting(9, 1, 10, "a"), Waiting(0, 1, 5, "a"), Waiting(0, 2, 5, "b")]
     assert in_order(waiting, NOW_S, inf) == [0, 2, 1]
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0])
-def test_a_weight_that_is_not_positive_is_refused(weight: float) -> None:
+def test_a_weight_must_be_positive(weight: float) -> None:
     with pytest.raises(ValueError, match="'a'"):
         in_order([Waiting(0, 0, 1, "a")], NOW_S, inf, weights={"a": weight})
 
@@ -112,7 +112,7 @@ def test_an_expensive_request_waits_no_longer_than_the_bound() -> None:
     served_lately,
     given_weights,
 )
-def test_whoever_arrives_later_than_the_bound_stands_behind(
+def test_a_request_that_arrives_after_the_bound_does_not_overtake(
     waiting: list[Waiting], aging_s: float, served: dict[str, float], weights: dict[str, float]
 ) -> None:
     order = in_order(waiting, NOW_S, aging_s, served, weights)
@@ -158,7 +158,7 @@ def test_serving_the_first_leaves_the_order_of_the_rest(
 
 @settings(max_examples=100)
 @given(st.lists(st.tuples(st.sampled_from("abc"), tokens), max_size=20), given_weights)
-def test_tenants_that_wait_get_shares_that_differ_by_one_request(
+def test_shares_of_waiting_tenants_differ_by_at_most_one_request(
     requests: list[tuple[str, int]], weights: dict[str, float]
 ) -> None:
     waiting = [Waiting(0, 0, cost, tenant) for tenant, cost in requests]
@@ -178,7 +178,7 @@ def test_tenants_that_wait_get_shares_that_differ_by_one_request(
 
 @settings(max_examples=100)
 @given(queues("abc"), agings_s, st.randoms(use_true_random=False))
-def test_the_order_given_decides_only_between_equals(
+def test_positions_decide_only_between_equal_requests(
     waiting: list[Waiting], aging_s: float, random: Random
 ) -> None:
     waiting = [one._replace(arrived_s=number / 4) for number, one in enumerate(waiting)]
@@ -187,7 +187,7 @@ def test_the_order_given_decides_only_between_equals(
     assert [shuffled[position] for position in in_order(shuffled, NOW_S, aging_s)] == order
 
 
-def test_what_was_served_counts_half_as_much_every_half_life() -> None:
+def test_served_tokens_halve_every_half_life() -> None:
     served = Served(half_life_s=10)
     served.add("a", 64, 0)
     served.add("b", 8, 10)
@@ -197,7 +197,7 @@ def test_what_was_served_counts_half_as_much_every_half_life() -> None:
     assert served.at(60) == pytest.approx({"a": 2}), "what is below one token is left out"
 
 
-def test_no_more_tenants_are_kept_than_the_limit() -> None:
+def test_the_number_of_tenants_is_limited() -> None:
     served = Served(half_life_s=10, limit=3)
     for tenant, given_tokens in (("c", 100), ("a", 50), ("b", 50), ("d", 2)):
         served.add(tenant, given_tokens, 0)
@@ -210,6 +210,6 @@ def test_no_more_tenants_are_kept_than_the_limit() -> None:
 
 
 @pytest.mark.parametrize(("half_life_s", "limit"), [(0, 1), (inf, 1), (1, 0)])
-def test_what_cannot_be_served_from_is_refused(half_life_s: float, limit: int) -> None:
+def test_served_rejects_impossible_settings(half_life_s: float, limit: int) -> None:
     with pytest.raises(ValueError, match="is "):
         Served(half_life_s, limit)

@@ -1,4 +1,4 @@
-"""Placement: overlap is worth what it saves, sessions stay, new ones and hot prefixes spread."""
+"""Placement: cached tokens count for what they save, sessions stay, hot prefixes spread."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def placed(tokens: int, home: str | None, *views: WorkerView, last_tokens: int =
     return found
 
 
-def test_without_workers_there_is_no_place() -> None:
+def test_without_workers_there_is_no_placement() -> None:
     assert place(PlacementRequest(100, PREFIX), []) is None
 
 
@@ -40,7 +40,7 @@ def test_overlap_is_worth_what_it_saves_and_no_more() -> None:
     assert placed(3_000, None, WorkerView("a"), holder).worker == "a"
 
 
-def test_those_who_come_while_a_shared_prefix_is_computed_follow_it() -> None:
+def test_requests_follow_a_shared_prefix_while_it_is_computed() -> None:
     lead = WorkerView("a", 20_000, 20_000, recent_tokens=20_000, session_tokens=20_000)
     assert placed(20_500, None, lead, WorkerView("b")).worker == "a"
 
@@ -51,7 +51,7 @@ def test_a_hot_prefix_spreads_when_its_queue_costs_more_than_its_prefill() -> No
     assert placed(20_500, None, *views).worker == "b"
 
 
-def test_new_sessions_go_where_little_lives() -> None:
+def test_new_sessions_go_where_few_sessions_live() -> None:
     crowded = WorkerView("a", 20_000, session_tokens=int(COMPUTE * 20_500 / SESSION_SHARE))
     assert placed(20_500, None, crowded, WorkerView("b")).worker == "b"
 
@@ -61,7 +61,7 @@ def test_new_sessions_avoid_a_worker_that_computes_all_the_time() -> None:
     assert placed(20_500, None, busy, WorkerView("b")).worker == "b"
 
 
-def test_a_short_shared_prefix_is_kept_together_while_little_is_to_do() -> None:
+def test_a_short_shared_prefix_stays_on_one_worker_under_light_load() -> None:
     used = WorkerView("a", 500, recent_tokens=3_000, session_tokens=5_000)
     assert placed(540, None, used, WorkerView("b")).worker == "a"
 
@@ -76,17 +76,17 @@ def test_a_known_session_stays_until_waiting_costs_more_than_moving() -> None:
     assert placed(10_000, "a", *views, last_tokens=9_000) == Placement("b", "moved")
 
 
-def test_a_session_whose_cache_is_gone_is_placed_anew() -> None:
+def test_a_session_whose_cache_is_gone_is_placed_as_new() -> None:
     views = [WorkerView("a", 2_000, recent_tokens=90_000), WorkerView("b", 2_000)]
     assert placed(10_000, "a", *views, last_tokens=9_000) == Placement("b", "lost")
 
 
-def test_a_young_session_that_has_little_of_its_own_stays() -> None:
+def test_a_short_session_with_few_own_tokens_stays() -> None:
     views = [WorkerView("a", 2_300, recent_tokens=90_000), WorkerView("b", 2_000)]
     assert placed(2_600, "a", *views, last_tokens=2_300) == Placement("a", "home")
 
 
-def test_a_session_whose_home_is_away_is_placed_anew() -> None:
+def test_a_session_whose_worker_is_gone_is_placed_as_new() -> None:
     assert placed(100, "gone", WorkerView("a", 90), WorkerView("b")) == Placement("a", "new")
 
 
@@ -107,7 +107,7 @@ views_of_equal_load = st.lists(
 
 
 @given(views_of_equal_load, st.integers(0, 1 << 128))
-def test_balancers_agree_on_ties_without_talking(names: list[str], prefix: int) -> None:
+def test_balancers_break_ties_alike(names: list[str], prefix: int) -> None:
     views = [WorkerView(name) for name in names]
     first = place(PlacementRequest(1000, prefix), views)
     assert first is not None

@@ -1,4 +1,4 @@
-"""Preemption: the least important first, as few as possible, little lost, nobody in vain."""
+"""Preemption: the least important first, few victims, little lost, none in vain."""
 
 from __future__ import annotations
 
@@ -79,25 +79,25 @@ def test_only_those_below_the_threshold_are_preempted() -> None:
     assert victims(running[:1], 100, 20, NOW_S, threshold=9, grace_s=GRACE_S) == [0]
 
 
-def test_nobody_is_preempted_where_nothing_is_needed() -> None:
+def test_no_need_preempts_no_request() -> None:
     assert chosen([Running(0, 100, 1, 0)], 0) == []
     assert chosen([], 0) == []
 
 
-def test_nobody_is_preempted_in_vain() -> None:
+def test_no_request_is_preempted_in_vain() -> None:
     running = [Running(0, 100, 1, 0), Running(5, 100, 1, 0)]
     assert chosen(running, 201) == []
     assert chosen(running, 10, slots=3) == []
     assert chosen([], 1) == []
 
 
-def test_who_was_preempted_is_safe_for_a_while_after_it_came_back() -> None:
+def test_a_preempted_request_is_safe_for_a_while_after_it_runs_again() -> None:
     assert chosen([Running(0, 9, 1, NOW_S, 0)], 9) == [0], "the first time there is no grace"
     assert chosen([Running(0, 9, 1, NOW_S - 9.9, 1)], 9) == []
     assert chosen([Running(0, 9, 1, NOW_S - 10, 1)], 9) == [0]
 
 
-def test_who_was_preempted_often_runs_to_its_end() -> None:
+def test_a_request_that_was_preempted_often_runs_to_its_end() -> None:
     assert chosen([Running(0, 9, 1, 0, 2)], 9) == [0]
     assert chosen([Running(0, 9, 1, 0, 3)], 9) == []
 
@@ -107,23 +107,23 @@ def test_the_least_important_go_even_if_more_is_lost() -> None:
     assert chosen(running, 100) == [1, 2]
 
 
-def test_less_important_ones_that_do_not_help_stay() -> None:
+def test_less_important_requests_that_do_not_help_stay() -> None:
     running = [Running(0, 5, 1, 0), Running(0, 5, 1, 0), Running(5, 100, 900, 0)]
     assert chosen(running, 100) == [2]
     assert chosen(running, 103) == [0, 2]
 
 
-def test_of_those_that_are_enough_alone_the_one_that_loses_least_goes() -> None:
+def test_of_single_victims_the_one_that_loses_least_is_preempted() -> None:
     running = [Running(0, 500, 90, 0), Running(0, 100, 20, 0), Running(0, 99, 1, 0)]
     assert chosen(running, 100) == [1]
 
 
-def test_one_that_loses_much_is_better_than_several() -> None:
+def test_one_large_loss_is_better_than_several_victims() -> None:
     running = [Running(0, 100, 900, 0), Running(0, 60, 1, 0), Running(0, 60, 1, 0)]
     assert chosen(running, 100) == [0]
 
 
-def test_of_several_those_that_lose_little_go() -> None:
+def test_of_several_victims_those_that_lose_little_are_preempted() -> None:
     running = [Running(0, 70, 70, 0), Running(0, 65, 9, 0), Running(0, 60, 8, 0)]
     assert chosen(running, 120) == [1, 2]
 
@@ -133,13 +133,13 @@ def test_memory_to_spare_is_given_up_once() -> None:
     assert chosen(running, 19) == [1, 3]
 
 
-def test_of_equal_losses_the_last_that_came_goes() -> None:
+def test_of_equal_losses_the_last_admitted_is_preempted() -> None:
     assert chosen([Running(0, 10, 5, 3), Running(0, 10, 5, 4), Running(0, 10, 5, 2)], 10) == [1]
     running = [Running(0, 10, 5, 3), Running(0, 10, 5, 4), Running(0, 99, 9, 0)]
     assert chosen(running, 10) == [1]
 
 
-def test_slots_come_free_where_memory_is_not_short() -> None:
+def test_slots_can_be_freed_without_memory_pressure() -> None:
     running = [Running(0, 90, 9, 0), Running(5, 90, 0, 0), Running(0, 1, 3, 0), Running(0, 1, 4, 0)]
     assert chosen(running, 0, slots=1) == [2]
     assert chosen(running, 0, slots=2) == [2, 3]
@@ -148,7 +148,7 @@ def test_slots_come_free_where_memory_is_not_short() -> None:
 
 @settings(max_examples=200)
 @given(crowds, needs, slot_counts)
-def test_they_free_enough_and_disturb_as_few_as_any(
+def test_victims_free_enough_and_are_as_few_as_possible(
     running: list[Running], needed_tokens: int, slots: int
 ) -> None:
     found = chosen(running, needed_tokens, slots)
@@ -187,7 +187,7 @@ def test_no_victim_could_be_exchanged_for_one_that_loses_less(
 
 @settings(max_examples=200)
 @given(crowds, st.integers(1, 12))
-def test_where_one_is_enough_the_one_that_loses_least_goes(
+def test_where_one_victim_is_enough_it_loses_least(
     running: list[Running], needed_tokens: int
 ) -> None:
     able = usable(running)
@@ -210,7 +210,7 @@ def test_where_one_is_enough_the_one_that_loses_least_goes(
 
 @settings(max_examples=60)
 @given(crowds.filter(lambda running: len(running) <= 5), needs, slot_counts)
-def test_positions_decide_only_between_equals(
+def test_positions_decide_only_between_equal_victims(
     running: list[Running], needed_tokens: int, slots: int
 ) -> None:
     expected = sorted(running[position] for position in chosen(running, needed_tokens, slots))
@@ -218,7 +218,7 @@ def test_positions_decide_only_between_equals(
         assert sorted(other[p] for p in chosen(other, needed_tokens, slots)) == expected
 
 
-def test_nobody_preempts_another_twice_in_a_row() -> None:
+def test_no_request_preempts_another_twice_in_a_row() -> None:
     feuds = PreemptionHistory()
     assert feuds.allows("a", "b")
     feuds.record("a", "b")
@@ -230,7 +230,7 @@ def test_nobody_preempts_another_twice_in_a_row() -> None:
     assert not feuds.allows("c", "b")
 
 
-def test_the_oldest_feuds_are_forgotten() -> None:
+def test_the_oldest_preemptions_are_forgotten() -> None:
     feuds = PreemptionHistory(limit=2)
     feuds.record("a", "1")
     feuds.record("a", "2")

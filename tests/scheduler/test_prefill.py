@@ -1,4 +1,4 @@
-"""What is prefilled ahead: when a slice may run, where it ends, and whose turns are guessed."""
+"""Prefilling ahead: when a slice may run, where it ends, and which turns are guessed."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.prefill import GuessHistory, Refusal, refusal, slice_end
+from scheduler.prefill import GuessHistory, Rejection, rejection, slice_end
 
 
-def decided(**changed: int) -> Refusal | None:
+def decided(**changed: int) -> Rejection | None:
     usual = {
         "is_idle": 1, "new_tokens": 100, "page": 1, "slice_tokens": 256, "free_tokens": 500
     }  # fmt: skip
     told = usual | changed
-    return refusal(**told | {"is_idle": bool(told["is_idle"])})
+    return rejection(**told | {"is_idle": bool(told["is_idle"])})
 
 
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
         ({}, None),
-        ({"is_idle": 0}, Refusal.BUSY),
-        ({"new_tokens": 15}, Refusal.NOTHING),
+        ({"is_idle": 0}, Rejection.BUSY),
+        ({"new_tokens": 15}, Rejection.TOO_SHORT),
         ({"new_tokens": 16}, None),
-        ({"new_tokens": 31, "page": 32}, Refusal.NOTHING),
+        ({"new_tokens": 31, "page": 32}, Rejection.TOO_SHORT),
         ({"new_tokens": 256}, None),
-        ({"new_tokens": 257}, Refusal.WIDE),
-        ({"free_tokens": 99}, Refusal.MEMORY),
+        ({"new_tokens": 257}, Rejection.TOO_LONG),
+        ({"free_tokens": 99}, Rejection.MEMORY),
         ({"free_tokens": 100}, None),
-        ({"is_idle": 0, "new_tokens": 0, "free_tokens": 0}, Refusal.BUSY),
+        ({"is_idle": 0, "new_tokens": 0, "free_tokens": 0}, Rejection.BUSY),
     ],
 )
-def test_a_slice_runs_if_nothing_is_in_its_way(
-    changed: dict[str, int], why: Refusal | None
+def test_a_slice_runs_only_if_no_reason_speaks_against_it(
+    changed: dict[str, int], why: Rejection | None
 ) -> None:
     assert decided(**changed) is why
 
@@ -43,7 +43,7 @@ def test_a_slice_runs_if_nothing_is_in_its_way(
     slice_tokens=st.integers(1, 700),
     page=st.sampled_from([1, 16, 64]),
 )
-def test_slices_come_to_the_end_of_a_prompt(total: int, slice_tokens: int, page: int) -> None:
+def test_slices_reach_the_end_of_a_prompt(total: int, slice_tokens: int, page: int) -> None:
     slice_tokens = max(slice_tokens, page)
     cached = 0
     for _ in range(total + 1):
@@ -73,14 +73,14 @@ def test_the_last_slice_is_not_too_short_to_run(total: int, slices: list[int], p
         assert end - cached >= max(page, 16)
 
 
-def test_a_conversation_that_is_not_as_guessed_gets_no_more_guesses() -> None:
+def test_wrong_guesses_end_guessing() -> None:
     guesses = GuessHistory()
-    assert guesses.is_worth("one")
+    assert guesses.should_guess("one")
     guesses.note("one", is_right=False)
-    assert guesses.is_worth("one")
+    assert guesses.should_guess("one")
     guesses.note("one", is_right=False)
-    assert not guesses.is_worth("one")
-    assert guesses.is_worth("other")
+    assert not guesses.should_guess("one")
+    assert guesses.should_guess("other")
 
 
 def test_half_of_the_latest_guesses_must_be_right() -> None:
@@ -89,15 +89,15 @@ def test_half_of_the_latest_guesses_must_be_right() -> None:
         guesses.note("one", is_right=True)
     for _ in range(4):
         guesses.note("one", is_right=False)
-        assert guesses.is_worth("one")
+        assert guesses.should_guess("one")
     guesses.note("one", is_right=False)
-    assert not guesses.is_worth("one")
+    assert not guesses.should_guess("one")
 
 
-def test_of_many_conversations_the_oldest_is_forgotten() -> None:
+def test_the_oldest_conversation_is_forgotten() -> None:
     guesses = GuessHistory(limit=2)
     for name in ("one", "one", "two", "two", "three"):
         guesses.note(name, is_right=False)
     assert len(guesses) == 2
-    assert guesses.is_worth("one")
-    assert not guesses.is_worth("two")
+    assert guesses.should_guess("one")
+    assert not guesses.should_guess("two")

@@ -1,4 +1,4 @@
-"""Live sessions: where each is, how much of them a worker has, and when they are forgotten."""
+"""Live sessions: their workers, their tokens, and when they are forgotten."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from scheduler.sessions import Sessions
 
 
-def test_a_session_lives_where_it_was_last_seen() -> None:
+def test_a_session_is_on_the_worker_of_its_last_request() -> None:
     sessions = Sessions(live_s=60)
-    sessions.seen(7, 0, 100, now_s=0)
-    sessions.seen(7, 1, 150, now_s=1)
+    sessions.record(7, 0, 100, now_s=0)
+    sessions.record(7, 1, 150, now_s=1)
     assert sessions.home(7) == (1, 150)
     assert (sessions.live_tokens(0), sessions.live_tokens(1)) == (0, 150)
     sessions.end(7)
@@ -20,33 +20,33 @@ def test_a_session_lives_where_it_was_last_seen() -> None:
 
 def test_a_silent_session_is_not_live() -> None:
     sessions = Sessions(live_s=60)
-    sessions.seen(1, 0, 100, now_s=0)
-    sessions.seen(2, 0, 200, now_s=30)
+    sessions.record(1, 0, 100, now_s=0)
+    sessions.record(2, 0, 200, now_s=30)
     sessions.expire(59.9)
     assert sessions.live_tokens(0) == 300
     sessions.expire(60)
     assert (sessions.home(1), sessions.home(2), sessions.live_tokens(0)) == (None, (0, 200), 200)
 
 
-def test_the_longest_silent_go_first_when_there_are_too_many() -> None:
+def test_the_longest_silent_sessions_are_forgotten_first() -> None:
     sessions = Sessions(live_s=60, limit=2)
-    sessions.seen(1, 0, 5, 0)
-    sessions.seen(2, 0, 5, 1)
-    sessions.seen(1, 0, 5, 2)
-    sessions.seen(3, 0, 5, 3)
+    sessions.record(1, 0, 5, 0)
+    sessions.record(2, 0, 5, 1)
+    sessions.record(1, 0, 5, 2)
+    sessions.record(3, 0, 5, 3)
     assert [sessions.home(session) for session in (1, 2, 3)] == [(0, 5), None, (0, 5)]
 
 
-def test_the_sessions_of_a_lost_worker_are_free() -> None:
+def test_the_sessions_of_a_lost_worker_are_forgotten() -> None:
     sessions = Sessions(live_s=60)
-    sessions.seen(1, 0, 5, 0)
-    sessions.seen(2, 1, 5, 0)
+    sessions.record(1, 0, 5, 0)
+    sessions.record(2, 1, 5, 0)
     sessions.forget_worker(0)
     assert (sessions.home(1), sessions.home(2), sessions.live_tokens(0)) == (None, (1, 5), 0)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9), st.integers(0, 2)), max_size=60))
-def test_the_sums_are_those_of_the_table(steps: list[tuple[int, int, int]]) -> None:
+def test_the_totals_agree_with_the_sessions(steps: list[tuple[int, int, int]]) -> None:
     sessions = Sessions(live_s=5, limit=4)
     for now_s, (step, session, worker) in enumerate(steps):
         if step == 0:
@@ -54,7 +54,7 @@ def test_the_sums_are_those_of_the_table(steps: list[tuple[int, int, int]]) -> N
         elif step == 1:
             sessions.forget_worker(worker)
         else:
-            sessions.seen(session, worker, session * 10, now_s)
+            sessions.record(session, worker, session * 10, now_s)
         sessions.expire(now_s)
         sessions.check()
         assert len(sessions) <= 4

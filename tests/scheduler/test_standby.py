@@ -1,4 +1,4 @@
-"""A session's second worker: warmed when its own is strained, by one that is idle, and once."""
+"""Standby prefill: when a session needs a second worker, and which one."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ def test_a_worker_is_strained_by_what_runs_or_by_what_waits(
     assert (spare(home, standing("other", held=0, is_idle=True)) == "other") is strained
 
 
-def test_only_an_idle_worker_is_warmed() -> None:
+def test_only_an_idle_worker_is_chosen() -> None:
     assert spare(BUSY, standing("other", held=0)) is None
 
 
-def test_of_idle_workers_the_one_with_the_longest_beginning_is_warmed() -> None:
+def test_the_idle_worker_that_holds_most_is_chosen() -> None:
     least, most = (standing(f"w{held}", held, is_idle=True) for held in (200, 4_000))
     assert spare(BUSY, least, most) == spare(BUSY, most, least) == "w4000"
 
 
-def test_nobody_is_warmed_while_another_worker_holds_the_prompt() -> None:
+def test_no_standby_is_chosen_while_another_worker_holds_the_prompt() -> None:
     idle = standing("idle", held=0, is_idle=True)
     assert spare(BUSY, idle, standing("warm", held=PROMPT - 500)) is None
     assert spare(BUSY, idle, standing("half", held=PROMPT // 2)) == "idle"
@@ -64,7 +64,7 @@ def test_a_short_prompt_is_not_worth_it() -> None:
     assert choose_standby(1_000, 7, standing(held=1_000, running=1.0), [idle]) is None
 
 
-def test_equal_workers_are_chosen_among_alike_by_everybody() -> None:
+def test_every_balancer_chooses_the_same_of_equal_workers() -> None:
     names = [f"w{n}" for n in range(5)]
     workers = [standing(name, 0, is_idle=True) for name in names]
     assert spare(BUSY, *workers) == spare(BUSY, *reversed(workers))

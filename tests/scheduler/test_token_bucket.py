@@ -1,4 +1,4 @@
-"""A bucket: what it lets through in any stretch of time, and when it says to come back."""
+"""The token bucket: its waits, and what it allows in any interval."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from scheduler.token_bucket import Bucket
         (0.25, [1], 0, 1, 240),  # one process's part of a limit of one
     ],
 )
-def test_a_bucket_says_when_what_is_asked_for_is_there(
+def test_a_bucket_computes_when_a_cost_will_be_available(
     per_minute: float, taken: list[float], later_s: float, cost: float, wait_s: float
 ) -> None:
     bucket = Bucket(per_minute, 0.0)
@@ -38,7 +38,7 @@ def test_a_bucket_says_when_what_is_asked_for_is_there(
     st.integers(1, 1000),
     st.lists(st.tuples(st.floats(0, 30), st.integers(1, 300)), min_size=1, max_size=60),
 )
-def test_no_stretch_of_time_has_more_than_its_share_and_one_minutes(
+def test_no_interval_exceeds_its_share_plus_one_minutes(
     per_minute: int, asked: list[tuple[float, int]]
 ) -> None:
     bucket, now_s = Bucket(per_minute, 0.0), 0.0
@@ -62,7 +62,7 @@ def test_no_stretch_of_time_has_more_than_its_share_and_one_minutes(
             assert before_last + last <= per_minute + brought + 1e-6
 
 
-def test_a_new_limit_holds_at_once_and_forgives_nothing() -> None:
+def test_a_new_limit_holds_at_once_and_keeps_the_debt() -> None:
     bucket = Bucket(60, 0.0)
     bucket.take(50, 0.0)
     bucket.resize(20, 0.0)
@@ -72,6 +72,6 @@ def test_a_new_limit_holds_at_once_and_forgives_nothing() -> None:
     assert bucket.wait_s(71, 0.0) > 0
 
 
-def test_a_limit_of_nothing_is_none() -> None:
+def test_a_limit_must_be_positive() -> None:
     with pytest.raises(ValueError, match="not positive"):
         Bucket(0, 0.0)

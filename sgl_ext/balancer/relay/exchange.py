@@ -170,7 +170,7 @@ class Exchange:
             if self._request.refusal is not None:
                 raise self._request.refusal
             self._read()
-            self._services.retries.requested()
+            self._services.retries.add_request()
             self._send()
         except BalancerError as error:
             self._answer_error(error)

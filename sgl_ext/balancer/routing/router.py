@@ -373,7 +373,7 @@ class Router:
             if routing.is_final:
                 self.sessions.end(routing.session)
             else:
-                self.sessions.seen(routing.session, worker.slot, routing.prompt_tokens, now_s)
+                self.sessions.record(routing.session, worker.slot, routing.prompt_tokens, now_s)
         for act in self._on_take_off:
             act(attempt)
         return attempt
@@ -410,7 +410,7 @@ class Router:
             in_flight_prefix = self.expected.expect(worker.slot, segments)
             self.expected.end(in_flight_prefix, now_s, HEARD_S)
         if session is not None:
-            self.sessions.seen(session, worker.slot, prompt_tokens, now_s)
+            self.sessions.record(session, worker.slot, prompt_tokens, now_s)
 
     def on_placed(self, action: Callable[[Attempt], None]) -> None:
         """Has `action` called with every flight as it begins."""

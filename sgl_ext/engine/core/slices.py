@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 from uuid import uuid4
 
-from scheduler.prefill import Refusal
+from scheduler.prefill import Rejection
 from sgl_ext.engine.core import acknowledgements
 
 _MARK = "sgl_ext-ahead-"
@@ -40,10 +40,10 @@ def is_guess(request: Any) -> bool:
     return is_slice(request) and request.rid[len(_prefix())] == "g"
 
 
-def read_refusal(message: str) -> tuple[Refusal, int] | None:
+def read_refusal(message: str) -> tuple[Rejection, int] | None:
     """What a refusal's message says: why, and how many tokens of the slice are cached."""
     why, _, cached = message.partition(" ")
-    return (Refusal(why), int(cached)) if why in set(Refusal) and cached.isdigit() else None
+    return (Rejection(why), int(cached)) if why in set(Rejection) and cached.isdigit() else None
 
 
 def is_forced(request: Any) -> bool:

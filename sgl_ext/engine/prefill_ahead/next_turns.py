@@ -81,7 +81,7 @@ class NextTurns:
             return False
         if not asked and not (self._policy == "auto" and name in self._growing):
             return False
-        return self._worth.is_worth(name)
+        return self._worth.should_guess(name)
 
     def answered(
         self, headers: Headers, context: RequestContext, data: bytes, is_stream: bool

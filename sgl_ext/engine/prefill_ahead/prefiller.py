@@ -16,7 +16,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from scheduler.prefill import Refusal, slice_end
+from scheduler.prefill import Rejection, slice_end
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import RequestContext, enter
@@ -155,15 +155,17 @@ class Prefiller:
             counter("prefilled_ahead_tokens").inc(new)
         else:
             why, cached = refused
-            if why is Refusal.BUSY:
+            if why is Rejection.BUSY:
                 counter("prefill_ahead_slices_refused").labels(why).inc()
                 await asyncio.sleep(_LOOK_S)
                 return
             self._found(job, cached)
-            if why is Refusal.MEMORY:
+            if why is Rejection.MEMORY:
                 counter("prefill_ahead_slices_refused").labels(why).inc()
                 return self._finish(job, "memory")
-            job.reached_tokens = max(job.reached_tokens, job.end if why is Refusal.NOTHING else 0)
+            job.reached_tokens = max(
+                job.reached_tokens, job.end if why is Rejection.TOO_SHORT else 0
+            )
         if job.is_complete:
             return self._finish(job, "")
         cached = job.reached_tokens if refused is None else cached

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from scheduler.prefill import Refusal, least_tokens, refusal
+from scheduler.prefill import Rejection, least_tokens, rejection
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.settings import settings as _settings
 from sgl_ext.engine.core.slices import is_forced, is_slice
@@ -44,13 +44,13 @@ def gate(scheduler: Any) -> None:
             _refuse(scheduler, req, f"{why} {cached}")
 
 
-def _refusal(scheduler: Any, req: Any) -> tuple[Refusal | None, int]:
+def _refusal(scheduler: Any, req: Any) -> tuple[Rejection | None, int]:
     if hasattr(req, _GATED):  # something of SGLang's holds it back
-        return Refusal.BUSY, 0
+        return Rejection.BUSY, 0
     setattr(req, _GATED, True)
     tree = scheduler.tree_cache
     if not is_served_by(tree):
-        return Refusal.MEMORY, 0
+        return Rejection.MEMORY, 0
     tokens = req.origin_input_ids
     cached = _cached(tree, req)
     new = len(tokens) - cached
@@ -58,7 +58,7 @@ def _refusal(scheduler: Any, req: Any) -> tuple[Refusal | None, int]:
     chunk = scheduler.chunked_prefill_size
     longest = _settings().prefill_ahead_slice_tokens
     forced = is_forced(req)
-    why = refusal(
+    why = rejection(
         is_idle=_is_idle(scheduler, req),
         new_tokens=max(new, least_tokens(page)) if forced else new,
         page=page,

@@ -49,9 +49,9 @@ class Tree:
     def __call__(self, request: Any) -> dict[str, Any]:
         length, had = len(request.input_ids), self.cached
         if length - had <= 0:
-            return refused("nothing", had)
+            return refused("too_short", had)
         if length - had > self._slice_tokens:
-            return refused("wide", had)
+            return refused("too_long", had)
         self.cached = length
         return {"cached_tokens": had, "finish_reason": {"type": "length"}}
 
