@@ -20,7 +20,7 @@ import aiohttp
 from msgspec.structs import replace
 from rich.console import Console
 
-from sgl_ext.balancer.conversations.document_store import require_store
+from sgl_ext.balancer.conversations.document_store import StoreUnusable, check_store
 from sgl_ext.key_file import new_key
 from sgl_ext.node import hardware
 from sgl_ext.node.child import Child
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> None:
         found = hardware.find_hardware()
         hardware.check_capacity(config, found)
         asyncio.run(serve(config, found, Console()))
-    except (SettingsError, StartError) as error:
+    except (SettingsError, StartError, StoreUnusable) as error:
         raise SystemExit(f"sgl-ext: {error}") from None
 
 
@@ -93,7 +93,7 @@ def make_children(config: LaunchSettings, found: hardware.Hardware) -> tuple[lis
     logs.mkdir(parents=True, exist_ok=True)
     require_free(config.balancer.host, config.balancer.port)
     settings = replace(config.balancer, store=config.balancer.store or str(logs / _STORE))
-    require_store(settings.store, settings.store_limit_bytes)
+    check_store(settings.store, settings.store_limit_bytes)
     engines = []
     for index, port in enumerate(free_ports(config.balancer.port + 1, config.instances)):
         command = hardware.engine_command(config, port)

@@ -13,7 +13,7 @@ import uvloop
 
 from sgl_ext.balancer.cluster.peers import PeerGroup
 from sgl_ext.balancer.cluster.processes import run
-from sgl_ext.balancer.conversations.document_store import require_store
+from sgl_ext.balancer.conversations.document_store import StoreUnusable, check_store
 from sgl_ext.balancer.server import Balancer
 from sgl_ext.node.lifeline import end_with_parent
 from sgl_ext.node.ports import require_free
@@ -27,11 +27,11 @@ def main(argv: list[str]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         config = balancer_settings(argv)
-        require_store(config.store, config.store_limit_bytes)
+        check_store(config.store, config.store_limit_bytes)
         if config.processes > 1:
             # With a shared port the kernel would not say that somebody else has it.
             require_free(config.host, config.port)
-    except SettingsError as error:
+    except (SettingsError, StoreUnusable) as error:
         raise SystemExit(f"sgl-ext balancer: {error}") from None
     if config.processes == 1:
         uvloop.run(_serve(config))

@@ -11,15 +11,15 @@ from typing import Any
 import aiohttp
 import orjson
 
-from sgl_ext.balancer.access.authentication import Gate
-from sgl_ext.balancer.access.keyring import Keyring
-from sgl_ext.balancer.access.rate_limits import Limits
+from sgl_ext.balancer.access.authentication import Authentication
+from sgl_ext.balancer.access.key_file_reloader import KeyFileReloader
+from sgl_ext.balancer.access.rate_limits import RateLimits
 from sgl_ext.balancer.admin.app import make_app
 from sgl_ext.balancer.admin.control_plane import ControlPool
-from sgl_ext.balancer.admin.worker_routes import DIVERGENCES, KEPT
+from sgl_ext.balancer.admin.worker_routes import CONVERSATIONS, DIVERGENCES
 from sgl_ext.balancer.cluster.peers import PeerGroup, Peers
-from sgl_ext.balancer.conversations.conversation_store import Kept
-from sgl_ext.balancer.conversations.document_store import Store
+from sgl_ext.balancer.conversations.conversation_store import ConversationStore
+from sgl_ext.balancer.conversations.document_store import IN_MEMORY, DocumentStore
 from sgl_ext.balancer.http.downstream import DownstreamConnection
 from sgl_ext.balancer.http.request_head import RequestHeadCache
 from sgl_ext.balancer.http.request_reader import Request, RequestReader
@@ -27,8 +27,8 @@ from sgl_ext.balancer.metrics.across_processes import SharedSnapshots
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.relay.exchange import Exchange
 from sgl_ext.balancer.relay.services import Services, refusal
-from sgl_ext.balancer.reporting.diagnosis import Diagnosis
-from sgl_ext.balancer.reporting.request_log import Ledger
+from sgl_ext.balancer.reporting.diagnosis import DivergenceDetector
+from sgl_ext.balancer.reporting.request_log import RequestLog
 from sgl_ext.balancer.routing.admission_queue import AdmissionQueue
 from sgl_ext.balancer.routing.event_subscriber import EventSubscribers
 from sgl_ext.balancer.routing.router import Router
@@ -37,7 +37,7 @@ from sgl_ext.doctor.findings import added_up
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.requests.headers import HeaderStrip
 from sgl_ext.settings.checks import read_api_key
-from sgl_ext.settings.schema import IN_MEMORY, BalancerSettings
+from sgl_ext.settings.schema import BalancerSettings
 from sgl_ext.tenants import Tenants
 
 log = logging.getLogger(__name__)
@@ -65,14 +65,17 @@ class Balancer:
         self.now = 0.0
         self._config = config
         self._tenants = Tenants(config.tenants, config.max_priority)
-        self._keyring = None if config.keys is None else Keyring(Path(config.keys))
-        gate = Gate(
+        self._metrics = metrics = Metrics()
+        self._key_file = (
+            None if config.keys is None else KeyFileReloader(Path(config.keys), metrics)
+        )
+        authentication = Authentication(
             read_api_key(config.api_key),
-            self._keyring,
+            self._key_file,
             self._tenants,
             isolates=config.isolates_tenants,
         )
-        self._heads = RequestHeadCache(gate.admit)
+        self._heads = RequestHeadCache(authentication.admit)
         self._connections: set[DownstreamConnection] = set()
         self._empty = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -86,7 +89,7 @@ class Balancer:
         loop = asyncio.get_running_loop()
         self.now = loop.time()
         self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
-        self._metrics = metrics = Metrics()
+        metrics = self._metrics
         workers = Workers(config.workers, metrics)
         router = Router(
             workers,
@@ -98,32 +101,32 @@ class Balancer:
         )
         strip = HeaderStrip(config.strip_headers)
         self._subscribers = EventSubscribers(self._session, router, metrics)
-        diagnosis = None
+        detector = None
         if config.diagnose or config.request_log is not None:
-            diagnosis = Diagnosis(strip, metrics, sort_tools=config.sort_tools)
-        self._ledger = Ledger(
-            metrics, None if config.request_log is None else Path(config.request_log), diagnosis
+            detector = DivergenceDetector(strip, metrics, sort_tools=config.sort_tools)
+        self._request_log = RequestLog(
+            metrics, None if config.request_log is None else Path(config.request_log), detector
         )
         self._admission_queue = AdmissionQueue(
             router, metrics, config.queue_limit, config.queue_timeout_s, config.aging_s
         )
         app = make_app(router, strip, self._session, metrics, self._page)
         app[DIVERGENCES] = self._divergences
-        self._kept = Kept(self._open_store(), metrics, config.response_ttl_s, config.max_body_bytes)
-        app[KEPT] = self._kept
+        self._conversations = ConversationStore(
+            self._open_store(), metrics, config.response_ttl_s, config.max_body_bytes
+        )
+        app[CONVERSATIONS] = self._conversations
         self._control = ControlPool(app)
-        if self._keyring is not None:
-            self._keyring.count_in(metrics)
-        limits = Limits(self._keyring, metrics, config.processes)
+        rate_limits = RateLimits(self._key_file, metrics, config.processes)
         self._services = Services(
             router,
             self._admission_queue,
-            self._ledger,
+            self._request_log,
             metrics,
             strip,
             self._control,
-            limits,
-            self._kept,
+            rate_limits,
+            self._conversations,
         )
         self._peers = None
         if self._group is not None:
@@ -136,7 +139,7 @@ class Balancer:
         self._tasks = [
             asyncio.create_task(workers.probe_forever(self._session)),
             asyncio.create_task(self._sweep_forever()),
-            asyncio.create_task(self._kept.tidy_forever()),
+            asyncio.create_task(self._conversations.sweep_forever()),
         ]
         self._server = await loop.create_server(
             lambda: DownstreamConnection(self),
@@ -172,8 +175,8 @@ class Balancer:
             pool.close()
         await self._control.stop()
         await self._session.close()
-        self._ledger.close()
-        self._kept.close()
+        self._request_log.close()
+        self._conversations.close()
 
     # What a client's connection asks of its host.
 
@@ -198,12 +201,12 @@ class Balancer:
         self._services.count(path, answer[0])
         return answer
 
-    def _open_store(self) -> Store | None:
+    def _open_store(self) -> DocumentStore | None:
         """The store of this balancer, all of whose processes have one."""
         path, limit_bytes = self._config.store or IN_MEMORY, self._config.store_limit_bytes
         if path == IN_MEMORY and self._folder is not None:
             path = str(self._folder / "store.sqlite")
-        return Store(path, limit_bytes) if limit_bytes else None
+        return DocumentStore(path, limit_bytes) if limit_bytes else None
 
     async def _sweep_forever(self) -> None:
         """Ends what has waited too long; once a second is exact enough for that."""
@@ -219,8 +222,8 @@ class Balancer:
         for pool in self._services.pools():
             pool.sweep()
         self._admission_queue.sweep()
-        self._ledger.flush()
-        if self._keyring is not None and self._keyring.look():
+        self._request_log.flush()
+        if self._key_file is not None and self._key_file.reload_if_changed():
             self._heads.forget()
         self._services.workers.remove_drained()
         self._subscribers.sync()
@@ -228,15 +231,15 @@ class Balancer:
             self._peers.send_state()
         if self._snapshots is not None:
             self._snapshots.write(self._metrics.render())
-            if self._ledger.diagnosis is not None:
-                found = self._ledger.diagnosis.findings.as_json()
+            if self._request_log.detector is not None:
+                found = self._request_log.detector.findings.as_json()
                 self._snapshots.write(orjson.dumps(found), _FOUND)
 
     def _divergences(self) -> dict[str, Any] | None:
         """What all processes found of prompts that part; None if they do not look."""
-        if self._ledger.diagnosis is None:
+        if self._request_log.detector is None:
             return None
-        found = self._ledger.diagnosis.findings.as_json()
+        found = self._request_log.detector.findings.as_json()
         others = [] if self._snapshots is None else self._snapshots.read_others(_FOUND)
         return added_up([found, *map(orjson.loads, others)])
 

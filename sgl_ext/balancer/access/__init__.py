@@ -1,1 +1,1 @@
-"""Who may send a request, and how many: authentication, API keys and rate limits."""
+"""Authentication, API keys and rate limits."""

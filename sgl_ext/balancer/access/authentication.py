@@ -1,14 +1,15 @@
-"""The gate that a request passes at its head: who sends it, for which tenant, and whether it may.
+"""Authentication: the tenant of each request, and whether its key permits the request.
 
-Three kinds of callers, told by their key:
+There are three kinds of keys:
 
-    operator     has `--api-key`, and may do everything
-    admin        a key of a tenant whose `admin` is true: the same, as that tenant
-    tenant       its own requests: what is below /v1, and each engine's other ways to generate
+    operator     `--api-key`; permits everything
+    admin        a key of a tenant with `admin = true`; permits everything, too
+    tenant       permits the tenant's own requests: the paths below /v1 and the engines' other
+                 generation paths
 
-With a file of keys a request is of the tenant that its key says; what the client says of that
-is not passed on. Only an operator or admin may name another one, as a proxy does that knows
-its own callers. Without, `x-tenant-id` is believed.
+With a key file, the key decides the tenant of a request, and the client's own `x-tenant-id` is
+dropped. Only operators and admins may name a tenant there, as a proxy that authenticates its
+callers itself does. Without a key file the balancer trusts `x-tenant-id`.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from __future__ import annotations
 import hmac
 from http import HTTPStatus
 
-from sgl_ext.balancer.access.keyring import Keyring
+from sgl_ext.balancer.access.key_file_reloader import KeyFileReloader
 from sgl_ext.balancer.http.request_head import RequestHead
 from sgl_ext.protocols import routes
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.requests.session import GROUP_HEADER, OWNER_HEADER, TENANT_HEADER, TENANT_NAME
 from sgl_ext.tenants import Tenants
 
-_UNGUARDED = {("GET", "/health"), ("HEAD", "/health"), ("GET", "/"), ("HEAD", "/")}
+_PUBLIC = {("GET", "/health"), ("HEAD", "/health"), ("GET", "/"), ("HEAD", "/")}
 _TENANT = TENANT_HEADER.encode()
-# What only operators may ask for, beside all below /sgl_ext/.
+# These and all paths below /sgl_ext/ need an operator's or an admin's key.
 _ADMINISTRATIVE = {
     *routes.FANNED_OUT,
     *routes.FANNED_OUT_GET,
@@ -35,34 +36,34 @@ _ADMINISTRATIVE = {
 }
 
 
-class Gate:
-    """Refuses at the head what the rest of a request cannot make right.
+class Authentication:
+    """Checks requests by their heads.
 
-    key: the operator's. keyring: those of tenants. isolates: whether each tenant's requests
-    are told apart for the cache, by the cache groups of `tenants`.
+    key: the operator's.
+    key_file: the tenants' keys.
+    isolates: whether the engines get each tenant's cache group, so that groups share no prefixes.
     """
 
     def __init__(
         self,
         key: str | None,
-        keyring: Keyring | None = None,
+        key_file: KeyFileReloader | None = None,
         tenants: Tenants | None = None,
         *,
         isolates: bool = False,
     ) -> None:
         self._key = None if key is None else key.encode()
-        self._keyring = keyring
+        self._key_file = key_file
         self._tenants = Tenants() if tenants is None else tenants
         self._isolates = isolates
 
     def admit(self, head: RequestHead) -> None:
-        """Finds the head's route, and says of it whose it is. Raises BalancerError 400, 401,
-        403, 404, 405 or 415."""
-        is_guarded = self._key is not None or self._keyring is not None
-        if is_guarded and (head.method, head.path) not in _UNGUARDED:
+        """Sets the head's route and tenant. Raises BalancerError 400, 401, 403, 404, 405 or 415."""
+        is_guarded = self._key is not None or self._key_file is not None
+        if is_guarded and (head.method, head.path) not in _PUBLIC:
             self._identify(head)
         elif self._isolates:
-            self._name(head, _named(head))
+            self._set_tenant(head, _stated_tenant(head))
         head.route = route = routes.to_one(head.method, head.path)
         if route is not None and route.placed and head.content_type != "application/json":
             raise BalancerError(
@@ -71,57 +72,54 @@ class Gate:
             )
 
     def _identify(self, head: RequestHead) -> None:
-        key = _offered(head.fields)
+        key = _key_of(head.fields)
         is_operator = self._key is not None and hmac.compare_digest(key, self._key)
-        if self._keyring is None:
+        if self._key_file is None:
             if not is_operator:
                 raise _unauthorized()
             if self._isolates:
-                self._name(head, _named(head))
+                self._set_tenant(head, _stated_tenant(head))
             return
-        file = self._keyring.file
-        tenant = "" if is_operator else file.tenant_of(key)
+        keys = self._key_file.keys
+        tenant = "" if is_operator else keys.tenant_of(key)
         if tenant is None:
             raise _unauthorized()
-        if is_operator or file.allowance(tenant).admin:
-            self._name(head, _named(head) or tenant)
+        if is_operator or keys.allowance(tenant).admin:
+            self._set_tenant(head, _stated_tenant(head) or tenant)
         else:
-            _refuse_administration(head)
-            self._name(head, tenant, owner=tenant)
+            _require_tenant_path(head)
+            self._set_tenant(head, tenant, owner=tenant)
 
-    def _name(self, head: RequestHead, tenant: str, owner: str | None = None) -> None:
-        """Tells engines whose the request is, in place of what the client said."""
+    def _set_tenant(self, head: RequestHead, tenant: str, owner: str | None = None) -> None:
+        """Replaces the headers about the tenant that the engine gets."""
         group = self._tenants.of(tenant).group if self._isolates else None
         head.tenant = tenant
-        head.say(
-            {
-                TENANT_HEADER: tenant or None,
-                GROUP_HEADER: group,
-                OWNER_HEADER: owner,
-            }
-        )
+        head.say({TENANT_HEADER: tenant or None, GROUP_HEADER: group, OWNER_HEADER: owner})
 
 
-def _offered(fields: dict[bytes, bytes]) -> bytes:
-    """The key as OpenAI's clients send it or Anthropic's."""
+def _key_of(fields: dict[bytes, bytes]) -> bytes:
+    """The key, from the header of OpenAI's clients or of Anthropic's."""
     scheme, _, token = fields.get(b"authorization", b"").partition(b" ")
     bearer = token.strip() if scheme.lower() == b"bearer" else b""
     return bearer or fields.get(b"x-api-key", b"")
 
 
-def _named(head: RequestHead) -> str:
-    """The tenant that the request names, "" if none."""
+def _stated_tenant(head: RequestHead) -> str:
+    """The value of `x-tenant-id`, "" if there is none."""
     name = head.fields.get(_TENANT, b"").decode("latin-1")
     if name and TENANT_NAME.fullmatch(name) is None:
         raise BalancerError(HTTPStatus.BAD_REQUEST, f"{TENANT_HEADER}: must be printable ASCII")
     return name
 
 
-def _refuse_administration(head: RequestHead) -> None:
-    """Raises BalancerError for what is not for tenants: by name, and what might be it disguised."""
+def _require_tenant_path(head: RequestHead) -> None:
+    """Raises BalancerError if a tenant may not request the head's path.
+
+    A path that is spelled so that an engine might read it as another one is rejected, too.
+    """
     path = head.path
     if path in _ADMINISTRATIVE or path.startswith("/sgl_ext/"):
-        message = f"{head.method} {path}: needs the key of an operator"
+        message = f"{head.method} {path}: needs an operator's key"
         raise BalancerError(HTTPStatus.FORBIDDEN, message)
     is_plain = path.startswith("/v1/") and not any(odd in path for odd in ("%", "//", "/."))
     if not is_plain and not routes.is_known_to_one(path):

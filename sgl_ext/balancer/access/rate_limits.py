@@ -1,11 +1,11 @@
-"""How many requests and tokens each tenant has in a minute.
+"""Rate limits: how many requests and tokens a tenant may use in a minute.
 
-A request is charged at the door with the tokens that its prompt is thought to have, and when
-its answer is complete with what it really cost instead: prompt tokens that were computed, and
-the answer's. One whose answer does not tell remains charged as it was thought to be.
+On arrival a request is charged with the estimated tokens of its prompt. When its answer is
+complete, the charge is replaced by the real cost: the prompt tokens that were computed and the
+output tokens. If the answer reports no usage, the estimate stays.
 
-With several balancer processes each has its part of every limit, as the kernel spreads the
-connections over them.
+Each of several balancer processes enforces an equal share of every limit, because the kernel
+spreads the connections over them.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from http import HTTPStatus
 from typing import NamedTuple
 
 from scheduler.token_bucket import Bucket
-from sgl_ext.balancer.access.keyring import Keyring
+from sgl_ext.balancer.access.key_file_reloader import KeyFileReloader
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.protocols.errors import BalancerError
 
 
 class Charge(NamedTuple):
-    """What a request was charged with at the door."""
+    """The tokens that a request was charged with on arrival."""
 
     tenant: str
     tokens: int
 
 
-class Limits:
-    """The limits of a file of keys; without one there are none. `processes`: share them."""
+class RateLimits:
+    """The limits of a key file, shared by `processes`. Without a key file there are none."""
 
     def __init__(
         self,
-        keyring: Keyring | None,
+        key_file: KeyFileReloader | None,
         metrics: Metrics,
         processes: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._keyring = keyring
+        self._key_file = key_file
         self._processes = processes
         self._clock = clock
         self._buckets: dict[tuple[str, str], Bucket] = {}
-        if keyring is None:
+        if key_file is None:
             return
         self._requests = metrics.counter(
             "tenant_requests", "Requests admitted within the tenant's rate limits.", "tenant"
@@ -61,26 +61,25 @@ class Limits:
         )
 
     def admit(self, tenant: str, tokens: int) -> Charge | None:
-        """Charges a request of so many prompt tokens. Raises BalancerError 429 if it is too many.
+        """Charges a request with its prompt tokens; None if the key file does not have the tenant.
 
-        None for a tenant that the file does not know.
+        Raises BalancerError 429 if the tenant is over a limit.
         """
-        if self._keyring is None or tenant not in self._keyring.file.tenants:
+        if self._key_file is None or tenant not in self._key_file.keys.tenants:
             return None
-        allowance, now_s = self._keyring.file.allowance(tenant), self._clock()
-        routing = [
+        allowance, now_s = self._key_file.keys.allowance(tenant), self._clock()
+        buckets = []
+        for kind, limit, cost in (
             ("requests", allowance.requests_per_minute, 1),
             ("tokens", allowance.tokens_per_minute, tokens),
-        ]
-        buckets = []
-        for kind, limit, cost in routing:
+        ):
             if limit is None or not cost:
                 continue
             bucket = self._bucket(tenant, kind, limit, now_s)
             wait_s = bucket.wait_s(cost, now_s)
             if wait_s > 0:
                 self._limited.counts[tenant, kind] += 1
-                raise _over(kind, limit, wait_s)
+                raise _rate_limited(kind, limit, wait_s)
             buckets.append((bucket, cost))
         for bucket, cost in buckets:
             bucket.take(cost, now_s)
@@ -88,7 +87,7 @@ class Limits:
         return Charge(tenant, tokens)
 
     def settle(self, charge: Charge | None, tokens: int | None) -> None:
-        """A request has ended that cost so many tokens; None: that is not known."""
+        """Replaces a charge by the tokens that the request cost; None if its cost is unknown."""
         if charge is None:
             return
         cost = charge.tokens if tokens is None else tokens
@@ -107,6 +106,6 @@ class Limits:
         return bucket
 
 
-def _over(kind: str, limit: float, wait_s: float) -> BalancerError:
-    message = f"This tenant has {limit:g} {kind} a minute, and they are used up."
+def _rate_limited(kind: str, limit: float, wait_s: float) -> BalancerError:
+    message = f"This tenant's limit of {limit:g} {kind} per minute is reached."
     return BalancerError(HTTPStatus.TOO_MANY_REQUESTS, message, max(math.ceil(wait_s), 1))

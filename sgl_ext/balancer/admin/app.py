@@ -1,7 +1,7 @@
-"""The control plane: health, metrics and what concerns every worker, as an aiohttp application.
+"""The control plane as an aiohttp application: health, metrics, and requests for all workers.
 
-Its callers come through the data path, which has checked their key and read
-their bodies within the limits. Requests for one worker never come here.
+Requests come through the data path, which has checked their keys and their sizes. Requests for
+one worker never come here.
 """
 
 from __future__ import annotations
@@ -42,10 +42,7 @@ def make_app(
     metrics: Metrics,
     page: Callable[[], bytes],
 ) -> web.Application:
-    """The application; `page` renders the metrics.
-
-    The data path bounds what reaches it, so it bounds nothing itself.
-    """
+    """The application; `page` renders the metrics. The data path limits the sizes of requests."""
     app = web.Application(client_max_size=_ANY_SIZE, middlewares=[answer_errors])
     app[ROUTER] = router
     app[STRIP] = strip
@@ -58,7 +55,7 @@ def make_app(
 
 
 def add_routes(app: web.Application) -> None:
-    """Every path of the control plane; all else is 404."""
+    """Adds every path of the control plane."""
     add = app.router.add_route
     add("GET", "/", root)
     add("HEAD", "/", root)
@@ -82,12 +79,12 @@ def add_routes(app: web.Application) -> None:
 
 
 async def root(_: web.Request) -> web.Response:
-    """Clients knock here first to see whether anyone is in."""
+    """Some clients request this first, to see whether a server answers."""
     return web.Response(text="sgl-ext balancer\n")
 
 
 async def health(request: web.Request) -> web.Response:
-    """200 if at least one engine is ready, 503 otherwise; either way, who is."""
+    """200 if at least one engine is ready, 503 otherwise; lists all engines."""
     workers = request.app[ROUTER].workers
     status = 200 if workers.ready else 503
     document = {
@@ -142,12 +139,11 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
 
 def _answer(request: web.Request, error: BalancerError) -> web.Response:
     status, reason, lines, body = refusal(request.path, error)
-    told = (line.partition(": ") for line in lines.decode().splitlines())
-    headers = {name: value for name, _, value in told}
+    headers = dict(line.split(": ", 1) for line in lines.decode().splitlines())
     return web.Response(status=status, reason=reason.decode(), body=body, headers=headers)
 
 
 def route_of(request: web.Request) -> str:
-    """The route's own pattern, so that ids in a path do not become labels."""
+    """The route's pattern: ids in a path must not become labels."""
     resource = request.match_info.route.resource
     return resource.canonical if resource is not None else "unknown"

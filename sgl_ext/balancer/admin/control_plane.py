@@ -1,8 +1,8 @@
-"""The way to the control plane: the aiohttp application in this process, over socket pairs.
+"""Connects the data path to the aiohttp application in this process over socket pairs.
 
-To an exchange it is a worker like any other, so a client's one connection
-serves both planes, under one key check and one set of limits. A socket pair
-has no name, so nothing but the balancer reaches the application.
+To an exchange the application is a worker like any other, so that one client connection serves
+both planes with one key check and one set of limits. A socket pair has no address: only the
+balancer reaches the application.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sgl_ext.balancer.http.upstream import ConnectionPool, UpstreamConnection
 
 
 class ControlPool(ConnectionPool):
-    """Connections to an application. Run `start` before the first request."""
+    """Connections to an application. Call `start` before the first request."""
 
     def __init__(self, app: web.Application) -> None:
         super().__init__("http://balancer")
@@ -27,7 +27,7 @@ class ControlPool(ConnectionPool):
         await self._runner.setup()
 
     async def stop(self) -> None:
-        """Ends it, with its connections."""
+        """Stops the application and closes its connections."""
         self.close()
         await self._runner.cleanup()
 

@@ -1,11 +1,11 @@
-"""What clients see and manage of what is kept for them. A tenant sees its own, and no other's.
+"""Clients show and delete their stored responses and contexts; a tenant sees only its own.
 
 POST   /v1/contexts                      registers a context, or renews it
-GET    /v1/contexts/{id}                 its blocks; ?content=true with their content
+GET    /v1/contexts/{id}                 its blocks; with their content if ?content=true
 DELETE /v1/contexts/{id}
-GET    /v1/responses/{id}                a stored response, or an engine's
+GET    /v1/responses/{id}                a stored response, or one of an engine
 DELETE /v1/responses/{id}
-POST   /v1/responses/{id}/cancel         of an engine's
+POST   /v1/responses/{id}/cancel         only a response of an engine
 GET    /v1/responses/{id}/input_items    ?order=asc|desc (desc), ?limit=1..100 (20), ?after=ID
 """
 
@@ -18,30 +18,32 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from sgl_ext.balancer.admin.worker_routes import KEPT, ROUTER, read_json
+from sgl_ext.balancer.admin.worker_routes import CONVERSATIONS, ROUTER, read_json
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.protocols.routes import CONTEXTS, RESPONSE
 
-_MOST_LISTED = 100
+_MAX_LIMIT = 100
 
 Ask = Callable[[web.Request], Awaitable[web.Response]]
 
 
 def add_routes(app: web.Application, ask_engines: Ask) -> None:
-    """Adds them to the control plane. `ask_engines` asks each engine in turn until one knows."""
+    """Adds the routes. `ask_engines` sends a request to each engine until one answers it."""
 
     async def show_response(request: web.Request) -> web.Response:
-        if (found := request.app[KEPT].response(_tenant(request), _id(request))) is not None:
+        if (
+            found := request.app[CONVERSATIONS].response(_tenant(request), _id(request))
+        ) is not None:
             return _json(found)
-        _require_own(request)
+        _require_owner(request)
         answer = await ask_engines(request)
-        # Engines that keep nothing say so with another status: for the client it is not there.
+        # Engines without a response store answer 400: for the client that is "not found", too.
         if answer.status in (HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND):
             raise _not_found(_id(request))
         return answer
 
     async def cancel_response(request: web.Request) -> web.Response:
-        _require_own(request)
+        _require_owner(request)
         return await ask_engines(request)
 
     add = app.router.add_route
@@ -55,7 +57,9 @@ def add_routes(app: web.Application, ask_engines: Ask) -> None:
 
 
 async def register(request: web.Request) -> web.Response:
-    return _json(request.app[KEPT].register(_tenant(request), await read_json(request)))
+    return _json(
+        request.app[CONVERSATIONS].register_context(_tenant(request), await read_json(request))
+    )
 
 
 async def show_context(request: web.Request) -> web.Response:
@@ -64,30 +68,32 @@ async def show_context(request: web.Request) -> web.Response:
         message = f"content: must be true or false, not {wanted[:40]!r}"
         raise BalancerError(HTTPStatus.BAD_REQUEST, message)
     id = request.match_info["context"]
-    return _json(request.app[KEPT].context(_tenant(request), id, with_content=wanted == "true"))
+    return _json(
+        request.app[CONVERSATIONS].context(_tenant(request), id, with_content=wanted == "true")
+    )
 
 
 async def delete_context(request: web.Request) -> web.Response:
     id = request.match_info["context"]
-    request.app[KEPT].delete_context(_tenant(request), id)
+    request.app[CONVERSATIONS].delete_context(_tenant(request), id)
     return _json({"context_id": id, "object": "context.deleted", "deleted": True})
 
 
 async def delete_response(request: web.Request) -> web.Response:
-    if not request.app[KEPT].delete_response(_tenant(request), _id(request)):
+    if not request.app[CONVERSATIONS].delete_response(_tenant(request), _id(request)):
         raise _not_found(_id(request))
     return _json({"id": _id(request), "object": "response.deleted", "deleted": True})
 
 
 async def list_input_items(request: web.Request) -> web.Response:
-    items = request.app[KEPT].input_items(_tenant(request), _id(request))
+    items = request.app[CONVERSATIONS].input_items(_tenant(request), _id(request))
     if items is None:
         raise _not_found(_id(request))
     order, limit = request.query.get("order", "desc"), request.query.get("limit", "20")
     if order not in ("asc", "desc"):
         raise _bad("order", "must be asc or desc")
-    if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit) <= _MOST_LISTED:
-        raise _bad("limit", f"must be 1 to {_MOST_LISTED}")
+    if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit) <= _MAX_LIMIT:
+        raise _bad("limit", f"must be 1 to {_MAX_LIMIT}")
     if order == "desc":
         items.reverse()
     after = request.query.get("after")
@@ -107,13 +113,13 @@ def _tenant(request: web.Request) -> str:
     return request.app[ROUTER].tenants.asking(headers).name
 
 
-def _require_own(request: web.Request) -> None:
-    """Raises BalancerError 404 if a tenant asks for an engine's response of another's.
+def _require_owner(request: web.Request) -> None:
+    """Raises BalancerError 404 if a tenant requests another tenant's response of an engine.
 
-    Engines show and cancel theirs for whoever knows the id, as may who is no tenant.
+    Engines show and cancel a response for everybody who knows its id.
     """
     tenant = _tenant(request)
-    if tenant and not request.app[KEPT].is_in_background(tenant, _id(request)):
+    if tenant and not request.app[CONVERSATIONS].is_in_background(tenant, _id(request)):
         raise _not_found(_id(request))
 
 

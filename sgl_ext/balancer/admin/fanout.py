@@ -1,4 +1,4 @@
-"""Requests that concern every worker: sent to all, or to each in turn until one knows."""
+"""Requests that concern every worker: sent to all, or to one after another until one answers."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from sgl_ext.protocols.errors import no_engine
 from sgl_ext.requests.session import OWNER_HEADER, TENANT_HEADER
 
 _TIMEOUT = aiohttp.ClientTimeout(total=120)
-_WHOSE = (TENANT_HEADER, OWNER_HEADER)
+_TENANT_HEADERS = (TENANT_HEADER, OWNER_HEADER)
 
 
 class FanOut:
-    """Asks workers directly, outside placement."""
+    """Sends requests to workers without placement."""
 
     def __init__(self, session: aiohttp.ClientSession, workers: Workers) -> None:
         self._session = session
         self._workers = workers
 
     async def to_all(self, request: web.Request) -> web.Response:
-        """Every ready worker gets the request. The answer is 200 only if each answered 200."""
+        """Sends the request to every ready worker. The status is the highest of theirs."""
         body = await request.read()
         workers = self._ready()
         answers = await asyncio.gather(*(self._ask(worker, request, body) for worker in workers))
         status = max(status for status, _ in answers)
         document = {
-            worker.url: _readable(text) for worker, (_, text) in zip(workers, answers, strict=True)
+            worker.url: _decoded(text) for worker, (_, text) in zip(workers, answers, strict=True)
         }
         return web.Response(
             status=status, body=orjson.dumps(document), content_type="application/json"
         )
 
     async def to_holder(self, request: web.Request) -> web.Response:
-        """The first answer that is not 404, worker after worker; the last one's otherwise."""
+        """Tries one worker after another, and returns the first answer that is not 404."""
         body = await request.read()
         status, text = HTTPStatus.NOT_FOUND.value, b""
         for worker in self._ready():
@@ -54,7 +54,9 @@ class FanOut:
         raise no_engine()
 
     async def _ask(self, worker: Worker, request: web.Request, body: bytes) -> tuple[int, bytes]:
-        headers = {name: request.headers[name] for name in _WHOSE if name in request.headers}
+        headers = {
+            name: request.headers[name] for name in _TENANT_HEADERS if name in request.headers
+        }
         if body:
             headers["content-type"] = request.content_type
         try:
@@ -71,7 +73,7 @@ class FanOut:
             return HTTPStatus.BAD_GATEWAY.value, message
 
 
-def _readable(text: bytes) -> Any:
+def _decoded(text: bytes) -> Any:
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:

@@ -1,13 +1,13 @@
-"""Administration: workers join and leave at run time, and a placement explains itself.
+"""Administration: adds and drains workers, and explains placements.
 
-GET    /sgl_ext/workers                       every worker and its state
-POST   /sgl_ext/workers  {"url": "http://..."} takes one in, or back if it drains
-DELETE /sgl_ext/workers?url=http://...        drains one: nothing new goes there,
-                                              what runs ends, then it is let go
-GET    /v1/pins                               every engine's pinned prefixes, its URL with each
-GET    /sgl_ext/divergences                   where prompts part from those before them
-POST   /sgl_ext/explain/v1/messages           where this request would go, and why;
-                                              any path and body that are placed
+GET    /sgl_ext/workers                         every worker and its state
+POST   /sgl_ext/workers  {"url": "http://..."}  adds a worker, or ends its draining
+DELETE /sgl_ext/workers?url=http://...          drains a worker: it gets no new requests and
+                                                leaves after its last one
+GET    /v1/pins                                 the pinned prefixes of every engine, with its URL
+GET    /sgl_ext/divergences                     where prompts diverge from earlier ones
+POST   /sgl_ext/explain/v1/messages             where this request would go, and why; every path
+                                                whose requests are placed
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import aiohttp
 import orjson
 from aiohttp import web
 
-from sgl_ext.balancer.conversations.conversation_store import Kept
+from sgl_ext.balancer.conversations.conversation_store import ConversationStore
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.workers import Worker
 from sgl_ext.protocols import routes
@@ -38,7 +38,7 @@ ROUTER = web.AppKey("router", Router)
 STRIP = web.AppKey("strip", HeaderStrip)
 DIVERGENCES: web.AppKey[Callable[[], dict[str, Any] | None]] = web.AppKey("divergences")
 SESSION = web.AppKey("session", aiohttp.ClientSession)
-KEPT = web.AppKey("kept", Kept)
+CONVERSATIONS = web.AppKey("conversations", ConversationStore)
 
 
 async def show_workers(request: web.Request) -> web.Response:
@@ -79,7 +79,7 @@ async def show_pins(request: web.Request) -> web.Response:
 async def show_divergences(request: web.Request) -> web.Response:
     found = request.app[DIVERGENCES]()
     if found is None:
-        message = "Nothing is looked at: start the balancer with --diagnose or --request-log."
+        message = "Prompts are not compared: start the balancer with --diagnose or --request-log."
         raise BalancerError(HTTPStatus.NOT_FOUND, message)
     return _json(HTTPStatus.OK, found)
 
@@ -87,18 +87,20 @@ async def show_divergences(request: web.Request) -> web.Response:
 async def explain(request: web.Request) -> web.Response:
     path = "/" + request.match_info["path"]
     if path not in routes.PLACED:
-        raise BalancerError(HTTPStatus.NOT_FOUND, f"{path}: requests of this path are not placed")
+        raise BalancerError(HTTPStatus.NOT_FOUND, f"{path}: requests to this path are not placed")
     document = await read_json(request)
     router = request.app[ROUTER]
     hints = {name.lower(): value for name, value in request.headers.items()}
-    document, _ = request.app[KEPT].read(path, document, router.tenants.asking(hints).name)
+    document, _ = request.app[CONVERSATIONS].expand(
+        path, document, router.tenants.asking(hints).name
+    )
     stripped = strip_request(path, document, request.app[STRIP])
     routing = router.read(path, hints, stripped.body, request.content_length or 0)
     return _json(HTTPStatus.OK, {**router.explain(routing), "headers_stripped": stripped.headers})
 
 
 async def read_json(request: web.Request) -> Any:
-    """A request's body, parsed. Raises BalancerError 400 if it is no JSON."""
+    """A request's parsed body. Raises BalancerError 400 if it is not JSON."""
     try:
         return orjson.loads(await request.read())
     except orjson.JSONDecodeError as error:

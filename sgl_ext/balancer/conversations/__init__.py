@@ -1,1 +1,1 @@
-"""Stored responses and contexts: what the balancer stores for clients."""
+"""Stored responses and contexts."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from sgl_ext.balancer.conversations.contexts import FIELDS, LAYERS, Block, Malformed
+from sgl_ext.balancer.conversations.contexts import FIELDS, LAYERS, Block, MalformedContext
 from sgl_ext.requests.cache_marks import MOST_MARKS, TtlLimits, count_marks, read_marks
 
 _MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")
@@ -29,10 +29,12 @@ _ANY_TTL = TtlLimits(0.0, math.inf)
 _Json = dict[str, Any]
 
 
-def in_context(path: str, body: _Json, blocks: tuple[Block, ...], texts: Any) -> tuple[_Json, int]:
+def insert_context(
+    path: str, body: _Json, blocks: tuple[Block, ...], texts: Any
+) -> tuple[_Json, int]:
     """A request with the content of the context that it names, and how many marks had no room.
 
-    texts: of its runtime blocks, by id, as the request says it. Raises Malformed.
+    texts: of its runtime blocks, by id, as the request says it. Raises MalformedContext.
     What is unchanged is shared with `body`.
     """
     given = _read_texts(blocks, {} if texts is None else texts)
@@ -70,13 +72,13 @@ def in_context(path: str, body: _Json, blocks: tuple[Block, ...], texts: Any) ->
 
 def _read_texts(blocks: tuple[Block, ...], texts: Any) -> dict[str, str]:
     if not isinstance(texts, dict):
-        raise Malformed("context_blocks: must be an object of texts by block id")
+        raise MalformedContext("context_blocks: must be an object of texts by block id")
     places = [block.id for block in blocks if block.layer == "runtime"]
     for id, text in texts.items():
         if id not in places:
-            raise Malformed(f"context_blocks.{id}: the context has no such 'runtime' block")
+            raise MalformedContext(f"context_blocks.{id}: the context has no such 'runtime' block")
         if not isinstance(text, str):
-            raise Malformed(f"context_blocks.{id}: must be a text")
+            raise MalformedContext(f"context_blocks.{id}: must be a text")
     return dict(texts)
 
 

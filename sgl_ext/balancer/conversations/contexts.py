@@ -30,7 +30,7 @@ FIELDS = ("context_id", "context_blocks")
 _Json = dict[str, Any]
 
 
-class Malformed(ValueError):
+class MalformedContext(ValueError):
     """A context that cannot be; its text names the field and is what a client may be told."""
 
 
@@ -48,10 +48,10 @@ class Block(NamedTuple):
 
 
 def read_blocks(document: Any) -> tuple[Block, ...]:
-    """The blocks of a registration, in the order of the prompt. Raises Malformed."""
+    """The blocks of a registration, in the order of the prompt. Raises MalformedContext."""
     given = document.get("blocks") if isinstance(document, dict) else None
     if not isinstance(given, list) or not given:
-        raise Malformed("blocks: must be a list of blocks")
+        raise MalformedContext("blocks: must be a list of blocks")
     _require(len(given) <= MOST_BLOCKS, f"blocks: more than {MOST_BLOCKS}")
     blocks = [_read_block(f"blocks.{k}", block) for k, block in enumerate(given)]
     ids = [block.id for block in blocks]
@@ -112,7 +112,7 @@ def context_id(blocks: tuple[Block, ...]) -> str:
     return "ctx_" + hashlib.sha256(orjson.dumps(told)).hexdigest()[:40]
 
 
-def shown(blocks: tuple[Block, ...]) -> list[_Json]:
+def described(blocks: tuple[Block, ...]) -> list[_Json]:
     """Blocks as a client is told of them: without their content."""
     return [
         {
@@ -140,4 +140,4 @@ def named(body: _Json) -> tuple[Any, Any] | None:
 
 def _require(condition: bool, message: str) -> None:
     if not condition:
-        raise Malformed(message)
+        raise MalformedContext(message)

@@ -1,9 +1,8 @@
-"""What the balancer keeps for clients, at work: requests made whole by it, and answers kept.
+"""Stored responses and contexts: reads them into requests, and stores new ones.
 
-    read: context_id, previous_response_id -> the whole request, and a Turn to be told the answer
+    expand: a request with context_id or previous_response_id -> the request with their content
 
-What is kept is of the tenant that sent it: another's ids are as unknown to it as made-up ones.
-A request that names nothing kept passes as the same object.
+Each tenant has its own: an id of another tenant is as unknown as one that does not exist.
 """
 
 from __future__ import annotations
@@ -15,65 +14,68 @@ import time
 from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
 from sgl_ext.balancer.conversations import contexts, stored_turns
-from sgl_ext.balancer.conversations.context_insertion import PATHS, in_context
-from sgl_ext.balancer.conversations.document_store import Document, LongChain, Store
-from sgl_ext.balancer.conversations.response_recorder import Turn
+from sgl_ext.balancer.conversations.context_insertion import PATHS, insert_context
+from sgl_ext.balancer.conversations.document_store import ChainTooLarge, Document, DocumentStore
+from sgl_ext.balancer.conversations.response_recorder import ResponseRecorder
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.protocols.errors import BalancerError, body_too_large
 
 log = logging.getLogger(__name__)
 
-_TIDY_S = 1.0
-_AGAIN_S = 5
-# So long a context is kept from its last use on: by the most lasting of its layers.
+_SWEEP_S = 1.0
+_RETRY_AFTER_S = 5
+# How long a context lives after its last use, by its longest-lived layer.
 _CONTEXT_TTL_S = {"stable": 86_400.0, "project": 3600.0}
+_RESPONSES, _BACKGROUND, _CONTEXTS = "responses", "background", "contexts"
 _Json = dict[str, Any]
+_T = TypeVar("_T")
 
 
-class Kept:
-    """The store as requests use it. Without a store nothing is kept, and ids go to the engines.
+class ConversationStore:
+    """Without a document store nothing is stored, and ids of responses pass to the engines.
 
-    response_ttl_s: how long a response is kept from its last use on.
-    most_bytes: what a request may be long with all that it names.
+    response_ttl_s: how long a response lives after its last use.
+    limit_bytes: the largest request, with everything that it names.
     clock: seconds since the epoch.
     """
 
     def __init__(
         self,
-        store: Store | None,
+        documents: DocumentStore | None,
         metrics: Metrics,
         response_ttl_s: float,
-        most_bytes: int,
+        limit_bytes: int,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._store = store
+        self._documents = documents
         self._events = metrics.store_events
         self._response_ttl_s = response_ttl_s
-        self._most_bytes = most_bytes
+        self._limit_bytes = limit_bytes
         self._clock = clock
 
     # Requests.
 
-    def read(self, path: str, body: Any, tenant: str) -> tuple[Any, Turn | None]:
-        """A parsed body with all that it names put in place; and what is to be told its answer.
+    def expand(self, path: str, body: Any, tenant: str) -> tuple[Any, ResponseRecorder | None]:
+        """A parsed body with the content of the ids that it names, and its answer's recorder.
 
-        Raises BalancerError: it names what is not known, or not in a way that can be understood.
+        A body that names none is returned as the same object. Raises BalancerError for an
+        unknown id and for a malformed field.
         """
         if not isinstance(body, dict):
             return body, None
-        turn = None
-        if path == stored_turns.PATH and self._store is not None:
-            body, turn = self._continued(body, tenant)
+        recorder = None
+        if path == stored_turns.PATH and self._documents is not None:
+            body, recorder = self._continue(body, tenant)
         if (named := contexts.named(body)) is not None:
-            body = self._in_context(path, body, *named, tenant)
-        return body, turn
+            body = self._insert_context(path, body, *named, tenant)
+        return body, recorder
 
-    def _continued(self, body: _Json, tenant: str) -> tuple[_Json, Turn | None]:
+    def _continue(self, body: _Json, tenant: str) -> tuple[_Json, ResponseRecorder | None]:
         own, previous = stored_turns.own_items(body), body.get("previous_response_id")
         if own is None:
             return body, None
@@ -81,7 +83,7 @@ class Kept:
         if previous is not None:
             if not isinstance(previous, str):
                 raise _bad("previous_response_id", "must be the id of a response")
-            earlier = self._chain(_responses_of(tenant), previous)
+            earlier = self._chain(_RESPONSES, tenant, previous)
             if earlier is None:
                 raise BalancerError(
                     HTTPStatus.BAD_REQUEST,
@@ -90,36 +92,34 @@ class Kept:
                     param="previous_response_id",
                 )
             whole = stored_turns.continued(body, earlier, own)
-        keeps = body.get("store") is not False
-        if previous is None and not keeps:
-            return whole, None
-        keep = partial(self._keep, tenant, previous, orjson.dumps(own)) if keeps else None
-        is_engines = keeps and body.get("background") is True
-        return whole, Turn(previous, keep, partial(self._begin, tenant) if is_engines else None)
+        if body.get("store") is False:
+            return whole, None if previous is None else ResponseRecorder(previous, None)
+        store = partial(self._store_response, tenant, previous, orjson.dumps(own))
+        in_background = body.get("background") is True
+        note = partial(self._note_background, tenant) if in_background else None
+        return whole, ResponseRecorder(previous, store, note)
 
-    def _in_context(self, path: str, body: _Json, id: Any, texts: Any, tenant: str) -> _Json:
+    def _insert_context(self, path: str, body: _Json, id: Any, texts: Any, tenant: str) -> _Json:
         if not isinstance(id, str):
             raise _bad("context_id", "must be the id of a context")
         if path not in PATHS:
-            raise _bad("context_id", f"requests of {path} have no place for a context")
-        found = self._chain(_contexts_of(tenant), id)
+            raise _bad("context_id", f"requests to {path} cannot name a context")
+        found = self._chain(_CONTEXTS, tenant, id)
         if found is None:
             raise unknown_context(id)
         blocks = tuple(contexts.Block(*block) for block in orjson.loads(found[-1]))
         try:
-            whole, left_out = in_context(path, body, blocks, texts)
-        except contexts.Malformed as error:
+            whole, marks_left_out = insert_context(path, body, blocks, texts)
+        except contexts.MalformedContext as error:
             raise BalancerError(HTTPStatus.BAD_REQUEST, str(error)) from None
-        if left_out:
-            self._events.counts[("mark left out",)] += left_out
+        if marks_left_out:
+            self._events.counts[("mark_left_out",)] += marks_left_out
         return whole
 
-    def _chain(self, owner: str, id: str) -> list[bytes] | None:
-        """The items of a document and of all that it continues, which is a use of them."""
-        now = self._clock()
-        found: list[bytes] | None = self._asked(
-            lambda store: store.chain(owner, id, now, self._most_bytes)
-        )
+    def _chain(self, kind: str, tenant: str, id: str) -> list[bytes] | None:
+        """The items of a document and of those that it continues; all of them count as used."""
+        owner, now = _owner(kind, tenant), self._clock()
+        found = self._query(lambda store: store.chain(owner, id, now, self._limit_bytes))
         self._events.counts[("unknown" if found is None else "found",)] += 1
         if found is not None:
             self._try(lambda store: store.use(owner, id, now))
@@ -127,147 +127,143 @@ class Kept:
 
     # Responses.
 
-    def _keep(self, tenant: str, previous: str | None, entered: bytes, response: _Json) -> None:
-        """Keeps a complete response. If that fails it is counted, and logged."""
+    def _store_response(
+        self, tenant: str, previous: str | None, entered: bytes, response: _Json
+    ) -> None:
         items = stored_turns.packed(entered, response["output"])
         document = Document(response["id"], items, stored_turns.about(response), previous)
-        owner = _responses_of(tenant)
+        owner = _owner(_RESPONSES, tenant)
         self._try(lambda store: self._put(store, owner, document, self._response_ttl_s))
 
-    def _begin(self, tenant: str, id: str) -> None:
-        """Notes whose a response is that an engine makes in the background."""
-        owner, note = _background_of(tenant), Document(id, b"", b"")
+    def _note_background(self, tenant: str, id: str) -> None:
+        owner, note = _owner(_BACKGROUND, tenant), Document(id, b"", b"")
         self._try(lambda store: self._put(store, owner, note, self._response_ttl_s))
 
     def is_in_background(self, tenant: str, id: str) -> bool:
-        """Whether an engine makes, or has made, this response of the tenant's."""
-        owner = _background_of(tenant)
-        return self._asked(lambda store: store.get(owner, id, self._clock())) is not None
+        """Whether this is a response of the tenant that an engine made in the background."""
+        return self._get(_BACKGROUND, tenant, id) is not None
 
     def response(self, tenant: str, id: str) -> _Json | None:
-        """A response as it was answered, None if it is not kept."""
-        owner = _responses_of(tenant)
-        found = self._asked(lambda store: store.get(owner, id, self._clock()))
+        """A response as the client got it, None if it is not stored."""
+        found = self._get(_RESPONSES, tenant, id)
         return None if found is None else stored_turns.response_of(found.about, found.items)
 
     def input_items(self, tenant: str, id: str) -> list[_Json] | None:
-        """All items that a response was made from, None if it is not kept."""
-        owner = _responses_of(tenant)
-        found = self._asked(lambda store: store.chain(owner, id, self._clock(), self._most_bytes))
+        """All items that a response was made from, None if it is not stored."""
+        owner, now = _owner(_RESPONSES, tenant), self._clock()
+        found = self._query(lambda store: store.chain(owner, id, now, self._limit_bytes))
         return None if found is None else stored_turns.listed(id, found)
 
     def delete_response(self, tenant: str, id: str) -> bool:
-        """Lets a response go, and with it what continues it. False if it is not kept."""
-        owner = _responses_of(tenant)
-        return bool(self._asked(lambda store: store.delete(owner, id, self._clock())))
+        """Deletes a response, so that those that continue it end, too. False if it is unknown."""
+        return self._delete(_RESPONSES, tenant, id)
 
     # Contexts.
 
-    def register(self, tenant: str, document: Any) -> _Json:
-        """Keeps a context and shows it. Raises BalancerError if it cannot be, or cannot be kept."""
-        if self._store is None:
-            message = "No contexts are kept here: store_limit_bytes is 0."
+    def register_context(self, tenant: str, document: Any) -> _Json:
+        """Stores a context and describes it. Raises BalancerError if it is invalid or too large."""
+        if self._documents is None:
+            message = "Contexts are not available: store_limit_bytes is 0."
             raise BalancerError(HTTPStatus.NOT_FOUND, message)
         try:
             blocks = contexts.read_blocks(document)
-        except contexts.Malformed as error:
+        except contexts.MalformedContext as error:
             raise BalancerError(HTTPStatus.BAD_REQUEST, str(error)) from None
-        id, shown = contexts.context_id(blocks), orjson.dumps(contexts.shown(blocks))
-        items, owner = Document(id, orjson.dumps([*map(list, blocks)]), shown), _contexts_of(tenant)
-        ttl_s = _CONTEXT_TTL_S[blocks[0].layer]
-        if self._asked(lambda store: self._put(store, owner, items, ttl_s)) is None:
-            message = "blocks: larger than what is kept at all (store_limit_bytes)"
+        id, about = contexts.context_id(blocks), orjson.dumps(contexts.described(blocks))
+        stored = Document(id, orjson.dumps([*map(list, blocks)]), about)
+        owner, ttl_s = _owner(_CONTEXTS, tenant), _CONTEXT_TTL_S[blocks[0].layer]
+        if self._query(lambda store: self._put(store, owner, stored, ttl_s)) is None:
+            message = "blocks: larger than the whole store (store_limit_bytes)"
             raise BalancerError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)
         return self.context(tenant, id, with_content=False)
 
     def context(self, tenant: str, id: str, *, with_content: bool) -> _Json:
-        """A context as it is shown to its client. Raises BalancerError 404 if it is not known."""
-        owner = _contexts_of(tenant)
-        found = self._asked(lambda store: store.get(owner, id, self._clock()))
+        """Describes a context. Raises BalancerError 404 if it is unknown."""
+        found = self._get(_CONTEXTS, tenant, id)
         if found is None:
             raise unknown_context(id)
         blocks: list[_Json] = orjson.loads(found.about)
         if with_content:
-            for shown, block in zip(blocks, orjson.loads(found.items), strict=True):
-                shown["content"] = contexts.Block(*block).content
-        told = {"context_id": id, "object": "context", "blocks": blocks}
-        return {**told, "expires_at": int(found.expires_s)}
+            for described, block in zip(blocks, orjson.loads(found.items), strict=True):
+                described["content"] = contexts.Block(*block).content
+        about = {"context_id": id, "object": "context", "blocks": blocks}
+        return {**about, "expires_at": int(found.expires_s)}
 
     def delete_context(self, tenant: str, id: str) -> None:
-        """Lets a context go. Raises BalancerError 404 if it is not known."""
-        owner = _contexts_of(tenant)
-        if not self._asked(lambda store: store.delete(owner, id, self._clock())):
+        """Raises BalancerError 404 if the context is unknown."""
+        if not self._delete(_CONTEXTS, tenant, id):
             raise unknown_context(id)
 
-    # The store, which may fail.
+    # The document store, which may fail.
 
-    def _put(self, store: Store, owner: str, document: Document, ttl_s: float) -> int | None:
+    def _get(self, kind: str, tenant: str, id: str) -> Document | None:
+        return self._query(lambda store: store.get(_owner(kind, tenant), id, self._clock()))
+
+    def _delete(self, kind: str, tenant: str, id: str) -> bool:
+        owner, now = _owner(kind, tenant), self._clock()
+        return bool(self._query(lambda store: store.delete(owner, id, now)))
+
+    def _put(
+        self, store: DocumentStore, owner: str, document: Document, ttl_s: float
+    ) -> int | None:
         evicted = store.put(owner, document, ttl_s, self._clock())
-        self._events.counts[("stored" if evicted is not None else "too large",)] += 1
+        self._events.counts[("stored" if evicted is not None else "too_large",)] += 1
         if evicted:
             self._events.counts[("evicted",)] += evicted
         return evicted
 
-    def _asked(self, ask: Callable[[Store], Any]) -> Any:
-        """What the store says, None if there is none.
+    def _query(self, query: Callable[[DocumentStore], _T]) -> _T | None:
+        """The result of `query`, None without a document store.
 
-        Raises BalancerError 503 if it fails, and 413 if it would be too much.
+        Raises BalancerError 503 if the store fails, and 413 if a chain is too large.
         """
         try:
-            return None if self._store is None else ask(self._store)
-        except LongChain:
-            raise body_too_large(self._most_bytes) from None
+            return None if self._documents is None else query(self._documents)
+        except ChainTooLarge:
+            raise body_too_large(self._limit_bytes) from None
         except sqlite3.Error as error:
             self._failed(error)
-            message = "What is kept cannot be read or written now."
-            raise BalancerError(HTTPStatus.SERVICE_UNAVAILABLE, message, _AGAIN_S) from None
+            message = "The store of responses and contexts is unavailable."
+            raise BalancerError(HTTPStatus.SERVICE_UNAVAILABLE, message, _RETRY_AFTER_S) from None
 
-    def _try(self, act: Callable[[Store], Any]) -> None:
-        """Has the store do what a request can be answered without."""
+    def _try(self, act: Callable[[DocumentStore], object]) -> None:
+        """Does what a request does not depend on. A failure is only counted and logged."""
         try:
-            if self._store is not None:
-                act(self._store)
+            if self._documents is not None:
+                act(self._documents)
         except sqlite3.Error as error:
             self._failed(error)
 
-    def _failed(self, error: sqlite3.Error) -> None:
+    def _failed(self, error: Exception) -> None:
         self._events.counts[("failed",)] += 1
         log.warning("the store failed: %s", error)
 
-    async def tidy_forever(self) -> None:
-        """Lets go what has expired, and empties the log."""
-        while (store := self._store) is not None:
-            await asyncio.sleep(_TIDY_S)
+    async def sweep_forever(self) -> None:
+        """Deletes expired documents and checkpoints the write-ahead log."""
+        while (store := self._documents) is not None:
+            await asyncio.sleep(_SWEEP_S)
             try:
                 self._events.counts[("expired",)] += store.sweep(self._clock())
                 if store.wants_checkpoint():
                     await asyncio.to_thread(store.checkpoint)
             except (sqlite3.Error, OSError) as error:
-                self._events.counts[("failed",)] += 1
-                log.warning("the store failed: %s", error)
+                self._failed(error)
 
     def close(self) -> None:
-        if self._store is not None:
-            self._store.close()
+        if self._documents is not None:
+            self._documents.close()
 
 
-def _responses_of(tenant: str) -> str:
-    return f"responses {tenant}"
-
-
-def _background_of(tenant: str) -> str:
-    return f"background {tenant}"
-
-
-def _contexts_of(tenant: str) -> str:
-    return f"contexts {tenant}"
+def _owner(kind: str, tenant: str) -> str:
+    """A document's owner in the document store."""
+    return f"{kind} {tenant}"
 
 
 def unknown_context(id: str) -> BalancerError:
-    """A context that is not known, or was not used for too long."""
+    """A context that was never registered, or has expired."""
     return BalancerError(
         HTTPStatus.NOT_FOUND,
-        f"context_id: {id!r} is not known, or has expired: register it again (POST /v1/contexts).",
+        f"context_id: {id!r} is unknown or has expired: register it again (POST /v1/contexts).",
         code="context_not_found",
         param="context_id",
     )

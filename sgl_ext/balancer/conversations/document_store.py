@@ -1,16 +1,16 @@
-"""Documents that outlive the balancer, in one SQLite file that several of its processes share.
+"""Documents that survive restarts, in one SQLite file that several balancer processes share.
 
-A document has an owner and an id, and may continue another one of the same owner:
+A document has an owner and an id, and may continue another document of the same owner:
 
     resp_1 <- resp_2 <- resp_3      chain(resp_3) is all three, the oldest first
 
-Each lives for its own time from its last use on; a use of one is a use of all that it
-continues. Beyond `limit_bytes` those go whose last use is longest ago. A chain that lacks a
-link is not known any more.
+A document expires a TTL after its last use. Using it also uses those that it continues. Beyond
+`limit_bytes` the least recently used documents are evicted. A chain with a missing document is
+unknown.
 
-`kept` is small and says what there is, `content` holds the bytes, so that a use rewrites no
-content. The write-ahead log lets some processes read while one writes; it is not synced with
-each write, so after a power failure the file is sound and may lack the last seconds.
+The table `documents` is small, and `content` has the bytes, so that a use rewrites no content.
+With a write-ahead log processes can read while one writes. The log is not synced on each write:
+after a power failure the file is consistent but may lack the last seconds.
 """
 
 from __future__ import annotations
@@ -23,35 +23,33 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from sgl_ext.settings.schema import IN_MEMORY
-from sgl_ext.settings.types import SettingsError
-
-_FORMAT = 0x5E4E0001  # stands in the file's header: whose it is, and of which version
+IN_MEMORY = ":memory:"
+_FORMAT = 0x5E4E0002  # in the file's header: it is ours, and of this version
 _BUSY_S = 1.0
 _LONGEST_CHAIN = 5_000
-_EXPIRED_AT_ONCE = 64
-_EVICTED_AT_ONCE = 8
-_USUAL_LOG_BYTES = 4 << 20
-_LONG_LOG_BYTES = 64 << 20
+_SWEEP_BATCH = 64
+_EVICTION_BATCH = 8
+_LOG_BYTES = 4 << 20
+_LOG_LIMIT_BYTES = 64 << 20
 _TABLES = (
-    """CREATE TABLE kept (
+    """CREATE TABLE documents (
         number INTEGER PRIMARY KEY, owner TEXT NOT NULL, id TEXT NOT NULL, continues TEXT,
         items_bytes INTEGER NOT NULL,
         ttl_s REAL NOT NULL, used_s REAL NOT NULL, expires_s REAL NOT NULL, UNIQUE (owner, id))""",
-    "CREATE INDEX by_use ON kept (used_s)",
-    "CREATE INDEX by_expiry ON kept (expires_s)",
+    "CREATE INDEX by_use ON documents (used_s)",
+    "CREATE INDEX by_expiry ON documents (expires_s)",
     "CREATE TABLE content (number INTEGER PRIMARY KEY, items BLOB NOT NULL, about BLOB NOT NULL)",
-    """CREATE TRIGGER let_go AFTER DELETE ON kept
+    """CREATE TRIGGER delete_content AFTER DELETE ON documents
         BEGIN DELETE FROM content WHERE number = old.number; END""",
     f"PRAGMA application_id = {_FORMAT}",
 )
 _CHAIN = """
 WITH RECURSIVE chain (number, continues, items_bytes, ttl_s, used_s, depth) AS (
-    SELECT number, continues, items_bytes, ttl_s, used_s, 0 FROM kept
+    SELECT number, continues, items_bytes, ttl_s, used_s, 0 FROM documents
         WHERE owner = :owner AND id = :id AND expires_s > :now
     UNION ALL
     SELECT k.number, k.continues, k.items_bytes, k.ttl_s, k.used_s, depth + 1
-        FROM chain JOIN kept k
+        FROM chain JOIN documents k
         ON k.owner = :owner AND k.id = chain.continues AND k.expires_s > :now
         WHERE depth < :longest
 )
@@ -60,10 +58,10 @@ SELECT number, continues, items_bytes, ttl_s, used_s FROM chain ORDER BY depth D
 
 
 class Document(NamedTuple):
-    """What is kept under an id: `items` for those that continue it, `about` is all else.
+    """`items` is the part that documents which continue it need, `about` is the rest.
 
     continues: the id of the document that it continues.
-    expires_s: seconds since the epoch, unless it is used before.
+    expires_s: when it expires unless it is used before, in seconds since the epoch.
     """
 
     id: str
@@ -83,37 +81,41 @@ class _Link(NamedTuple):
     used_s: float
 
 
-class LongChain(Exception):
-    """All that a document continues is more than was asked for."""
+class StoreUnusable(Exception):
+    """The store's file cannot be opened, belongs to another program, or is corrupt."""
+
+
+class ChainTooLarge(Exception):
+    """The items of a chain are larger than the caller's limit."""
 
 
 class _TooLarge(Exception):
-    """A document does not fit even alone: nothing is to go for it."""
+    """A document does not fit even alone, so none is evicted for it."""
 
 
-def require_store(path: str | None, limit_bytes: int) -> None:
-    """Makes sure that the file, if it is one, can be used and is sound. Raises SettingsError."""
+def check_store(path: str | None, limit_bytes: int) -> None:
+    """Raises StoreUnusable if the store is a file that cannot be used or is corrupt."""
     if path in (None, IN_MEMORY) or not limit_bytes:
         return
-    with closing(Store(path, limit_bytes)) as store:
+    with closing(DocumentStore(path, limit_bytes)) as store:
         store.check()
 
 
-class Store:
-    """One process's connection to the file. It may not be carried across a fork.
+class DocumentStore:
+    """One process's connection to the file. It must not be used after a fork.
 
-    Its methods may raise sqlite3.Error: the disk is full or fails, or another process has
-    been writing for longer than a second. `now` is in seconds since the epoch.
+    Methods raise sqlite3.Error if the disk is full or fails, or if another process has been
+    writing for over a second. `now` is in seconds since the epoch.
     """
 
     def __init__(self, path: str, limit_bytes: int) -> None:
-        """Opens the file, or makes it. Raises SettingsError, naming it, if that cannot be."""
+        """Opens or creates the file. Raises StoreUnusable with its path."""
         self._path = path
         self._limit_bytes = limit_bytes
         try:
             if path != IN_MEMORY:
                 Path(path).parent.mkdir(parents=True, exist_ok=True)
-                # Prompts are nobody else's to read. What SQLite puts beside it has the same mode.
+                # Only the owner may read prompts. SQLite gives its other files the same mode.
                 os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
             self._db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None)
         except (OSError, sqlite3.Error) as error:
@@ -124,24 +126,25 @@ class Store:
             self.close()
             raise self._unusable(error) from None
 
-    def _unusable(self, reason: object) -> SettingsError:
-        return SettingsError(f"store={self._path!r}: cannot be used: {reason}")
+    def _unusable(self, reason: object) -> StoreUnusable:
+        return StoreUnusable(f"store={self._path!r}: cannot be used: {reason}")
 
     def _prepare(self) -> None:
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute("PRAGMA synchronous = NORMAL")
-        self._db.execute(f"PRAGMA journal_size_limit = {_USUAL_LOG_BYTES}")
-        self._db.execute("PRAGMA wal_autocheckpoint = 0")  # it syncs the disk: `checkpoint` does
+        self._db.execute(f"PRAGMA journal_size_limit = {_LOG_BYTES}")
+        # An automatic checkpoint would wait for the disk on the event loop; `checkpoint` does not.
+        self._db.execute("PRAGMA wal_autocheckpoint = 0")
         self._page_bytes = self._number("PRAGMA page_size")
         with self._writing():
             if self._number("PRAGMA application_id") != _FORMAT:
                 if self._number("SELECT count(*) FROM sqlite_master"):
-                    raise sqlite3.DatabaseError("it is another program's, or another version's")
+                    raise sqlite3.DatabaseError("it belongs to another program or another version")
                 for statement in _TABLES:
                     self._db.execute(statement)
 
     def check(self) -> None:
-        """Reads all of it. Raises SettingsError if it is corrupt."""
+        """Reads the whole file. Raises StoreUnusable if it is corrupt."""
         try:
             found = self._db.execute("PRAGMA quick_check(1)").fetchone()[0]
         except sqlite3.Error as error:
@@ -153,9 +156,9 @@ class Store:
         self._db.close()
 
     def put(self, owner: str, document: Document, ttl_s: float, now: float) -> int | None:
-        """Keeps a document, in place of the one with its id; its `expires_s` is not read.
+        """Stores a document, in place of the one with its id. Its `expires_s` is ignored.
 
-        Returns how many others had to go for it, None if it is too large to be kept.
+        Returns how many others were evicted for it, None if it is larger than the store.
         """
         if len(document.items) + len(document.about) > self._limit_bytes:
             return None
@@ -163,7 +166,8 @@ class Store:
             self._db.execute(_DELETE, (owner, document.id))
             row = (owner, document.id, document.continues, len(document.items))
             number = self._db.execute(
-                "INSERT INTO kept (owner, id, continues, items_bytes, ttl_s, used_s, expires_s)"
+                "INSERT INTO documents"
+                " (owner, id, continues, items_bytes, ttl_s, used_s, expires_s)"
                 " VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (*row, ttl_s, now, now + ttl_s),
             ).lastrowid
@@ -172,7 +176,7 @@ class Store:
             )
             evicted = 0
             while self._used_bytes() > self._limit_bytes:
-                gone = self._db.execute(_EVICT, (number, _EVICTED_AT_ONCE)).rowcount
+                gone = self._db.execute(_EVICT, (number, _EVICTION_BATCH)).rowcount
                 if not gone:
                     raise _TooLarge
                 evicted += gone
@@ -180,24 +184,25 @@ class Store:
         return None
 
     def get(self, owner: str, id: str, now: float) -> Document | None:
-        """The document of that id; this is no use of it."""
+        """The document of this id. This does not count as a use."""
         row = self._db.execute(
-            "SELECT id, items, about, continues, expires_s FROM kept JOIN content USING (number)"
+            "SELECT id, items, about, continues, expires_s"
+            " FROM documents JOIN content USING (number)"
             " WHERE owner = ? AND id = ? AND expires_s > ?",
             (owner, id, now),
         ).fetchone()
         return None if row is None else Document(*row)
 
-    def chain(self, owner: str, id: str, now: float, most_bytes: int) -> list[bytes] | None:
-        """The items of all that a document continues, the oldest first, and its own.
+    def chain(self, owner: str, id: str, now: float, limit_bytes: int) -> list[bytes] | None:
+        """The items of a document and of those that it continues, the oldest first.
 
-        None if it is not known, or does not go back to its beginning. Raises LongChain.
+        None if a document of the chain is missing. Raises ChainTooLarge.
         """
         links = self._links(owner, id, now)
         if not links or links[0].continues is not None:
             return None
-        if sum(link.items_bytes for link in links) > most_bytes:
-            raise LongChain
+        if sum(link.items_bytes for link in links) > limit_bytes:
+            raise ChainTooLarge
         numbers = [link.number for link in links]
         places = ",".join("?" * len(numbers))
         read = f"SELECT number, items FROM content WHERE number IN ({places})"
@@ -205,50 +210,50 @@ class Store:
         return [found[number] for number in numbers] if len(found) == len(numbers) else None
 
     def use(self, owner: str, id: str, now: float) -> None:
-        """Lets a document and all that it continues live on from now.
+        """Renews a document and those that it continues.
 
-        What was used a moment ago, a hundredth of its time, is not written again.
+        To save writes, a document that was used within a hundredth of its TTL is not renewed.
         """
         links = self._links(owner, id, now)
-        unused = [(now, now, k.number) for k in links if (now - k.used_s) * 100 >= k.ttl_s]
-        if unused:
+        stale = [(now, now, k.number) for k in links if (now - k.used_s) * 100 >= k.ttl_s]
+        if stale:
             with self._writing():
                 self._db.executemany(
-                    "UPDATE kept SET used_s = ?, expires_s = ? + ttl_s WHERE number = ?", unused
+                    "UPDATE documents SET used_s = ?, expires_s = ? + ttl_s WHERE number = ?", stale
                 )
 
     def delete(self, owner: str, id: str, now: float) -> bool:
-        """Lets a document go. False if it is not known."""
+        """Deletes a document. False if it is unknown."""
         with self._writing():
             known = self.get(owner, id, now) is not None
             self._db.execute(_DELETE, (owner, id))
         return known
 
     def sweep(self, now: float) -> int:
-        """Lets some of what has expired go; returns how many."""
-        expired = "SELECT number FROM kept WHERE expires_s <= ? LIMIT ?"
+        """Deletes some expired documents and returns how many."""
+        expired = "SELECT number FROM documents WHERE expires_s <= ? LIMIT ?"
         if self._db.execute(expired, (now, 1)).fetchone() is None:
             return 0
         with self._writing():
             gone = self._db.execute(
-                f"DELETE FROM kept WHERE number IN ({expired})", (now, _EXPIRED_AT_ONCE)
+                f"DELETE FROM documents WHERE number IN ({expired})", (now, _SWEEP_BATCH)
             ).rowcount
         return int(gone)
 
     def wants_checkpoint(self) -> bool:
-        """Whether the log is long."""
-        return self._path != IN_MEMORY and self._log_bytes() > _USUAL_LOG_BYTES
+        """Whether the write-ahead log is long enough for `checkpoint`."""
+        return self._path != IN_MEMORY and self._log_bytes() > _LOG_BYTES
 
     def checkpoint(self) -> None:
-        """Moves the log into the file. It waits for the disk: call it in another thread."""
+        """Moves the write-ahead log into the file. It waits for the disk, call it in a thread."""
         with closing(sqlite3.connect(self._path, timeout=_BUSY_S)) as db:
-            db.execute(f"PRAGMA journal_size_limit = {_USUAL_LOG_BYTES}")
+            db.execute(f"PRAGMA journal_size_limit = {_LOG_BYTES}")
             db.execute("PRAGMA synchronous = NORMAL")
             db.execute("PRAGMA wal_checkpoint(PASSIVE)")
-            if self._log_bytes() > _LONG_LOG_BYTES:
-                # Written to faster than it is emptied: this makes writers wait.
+            if self._log_bytes() > _LOG_LIMIT_BYTES:
+                # Writers fill the log faster than it empties; this makes them wait.
                 db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-            # Who writes first to an emptied log waits for the disk once more. May it be this one.
+            # The first write to an empty log waits for the disk. This thread makes that write.
             with db:
                 db.execute(f"PRAGMA user_version = {int(time.monotonic())}")
 
@@ -271,19 +276,19 @@ class Store:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """One transaction: all of it, or nothing."""
+        """One transaction."""
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
         except BaseException:
-            # What a full disk fails has been rolled back already.
+            # SQLite itself rolls back when the disk is full.
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             raise
         self._db.execute("COMMIT")
 
 
-_DELETE = "DELETE FROM kept WHERE owner = ? AND id = ?"
-# Of one chain the last goes first, as it is of no use without those before it.
-_EVICT = """DELETE FROM kept WHERE number IN
-    (SELECT number FROM kept WHERE number != ? ORDER BY used_s, number DESC LIMIT ?)"""
+_DELETE = "DELETE FROM documents WHERE owner = ? AND id = ?"
+# The last document of a chain is evicted first, because it needs those before it.
+_EVICT = """DELETE FROM documents WHERE number IN
+    (SELECT number FROM documents WHERE number != ? ORDER BY used_s, number DESC LIMIT ?)"""

@@ -1,4 +1,4 @@
-"""The answer to a request of /v1/responses: kept when it is complete, told what it continues."""
+"""Records responses of /v1/responses on their way to the client."""
 
 from __future__ import annotations
 
@@ -8,43 +8,43 @@ from typing import Any
 
 import orjson
 
-from sgl_ext.balancer.conversations.stored_turns import is_kept
+from sgl_ext.balancer.conversations.stored_turns import is_complete
 
-# The events that hold the response, and it alone; what a model says has its line ends escaped.
+# Events whose data holds the response. Model output cannot match: its line ends are escaped.
 _LIFECYCLE = re.compile(
     rb"^(event: response\.(?:created|queued|in_progress|completed|incomplete|failed)\ndata: )(.*)$",
     re.MULTILINE,
 )
 
 
-class Turn:
-    """A request under way: it is told the answer, and gives it as it is to go out.
+class ResponseRecorder:
+    """Stores the response of one request, and returns the answer as it goes to the client.
 
-    previous: the id of the response that it continues, if any.
-    keep: takes the complete response, if it is to be kept.
-    begin: takes the id of a response that has begun in the background of an engine.
+    previous: the id of the response that the request continues, if any.
+    store: stores the complete response; None if the client wants it not to be stored.
+    note_background: gets the id of a response that an engine starts in the background.
     """
 
     def __init__(
         self,
         previous: str | None,
-        keep: Callable[[dict[str, Any]], None] | None,
-        begin: Callable[[str], None] | None = None,
+        store: Callable[[dict[str, Any]], None] | None,
+        note_background: Callable[[str], None] | None = None,
     ) -> None:
         self._previous = previous
-        self._keep = keep
-        self._begin = begin
+        self._store = store
+        self._note_background = note_background
 
-    def relayed(self, data: bytes) -> bytes:
-        """Whole events of a stream. The response is kept before its last event goes out."""
-        return _LIFECYCLE.sub(lambda match: match[1] + self._told(match[2], "response"), data)
+    def record_events(self, data: bytes) -> bytes:
+        """Takes whole events of a stream. The response is stored before its last event is sent."""
+        return _LIFECYCLE.sub(lambda match: match[1] + self._record(match[2], "response"), data)
 
-    def answered(self, body: bytes) -> bytes:
-        """The whole body of an answer."""
-        return self._told(body)
+    def record_body(self, body: bytes) -> bytes:
+        """Takes the whole body of an answer."""
+        return self._record(body)
 
-    def _told(self, data: bytes, key: str = "") -> bytes:
-        """JSON that is a response, or has it at a key, as it is to go out."""
+    def _record(self, data: bytes, key: str = "") -> bytes:
+        """Takes the JSON of a response, or of an object that has it at `key`."""
         try:
             document = orjson.loads(data)
         except orjson.JSONDecodeError:
@@ -54,9 +54,9 @@ class Turn:
             return data
         if self._previous is not None:
             response["previous_response_id"] = self._previous
-        if self._keep is not None and is_kept(response):
-            self._keep(response)
-        elif self._begin is not None and isinstance(response.get("id"), str):
-            self._begin(response["id"])
-            self._begin = None
+        if self._store is not None and is_complete(response):
+            self._store(response)
+        elif self._note_background is not None and isinstance(response.get("id"), str):
+            self._note_background(response["id"])
+            self._note_background = None
         return data if self._previous is None else orjson.dumps(document)

@@ -1,9 +1,10 @@
-"""A turn of /v1/responses: what of it is kept, so that the next one can leave it out.
+"""Turns of /v1/responses as the store has them.
 
-Kept are the request's own input items and the items of the answer, as they were sent, and what
-the turn continues. A request that continues it has all these items put in front of its own, and
-is from then on what a client sends that keeps its conversation itself: any engine answers it,
-and finds it in its cache. `instructions` and `tools` are each request's own, as OpenAI has it.
+A stored turn has the request's own input items and the items of the answer, unchanged, and is
+linked to the turn that it continues. A request that continues it gets the items of all these
+turns ahead of its own. The engine then gets what a client would send that keeps its conversation
+itself, and finds the prefix in its cache. `instructions` and `tools` are never inherited, as in
+OpenAI's API.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import orjson
 
 PATH = "/v1/responses"
 _Json = dict[str, Any]
-_KEPT_STATUSES = ("completed", "incomplete")
+_COMPLETE = ("completed", "incomplete")
 
 
 def own_items(body: _Json) -> list[Any] | None:
-    """The input items of a request; None if its input is none."""
+    """The input items of a request; None if its input is malformed."""
     entered = body.get("input")
     if isinstance(entered, str):
         return [{"role": "user", "content": entered}]
@@ -29,7 +30,7 @@ def own_items(body: _Json) -> list[Any] | None:
 
 
 def continued(body: _Json, earlier: Iterable[bytes], own: list[Any]) -> _Json:
-    """A request with the items of earlier turns, as `packed` made them, in front of its own."""
+    """A request with the items of earlier turns ahead of its own; `earlier` is from `packed`."""
     items = [item for turn in earlier for item in unpacked(turn)]
     expanded = {**body, "input": items + own}
     del expanded["previous_response_id"]
@@ -37,21 +38,21 @@ def continued(body: _Json, earlier: Iterable[bytes], own: list[Any]) -> _Json:
 
 
 def packed(entered: bytes, output: list[Any]) -> bytes:
-    """The items of a turn: those entered, as JSON, and those of its answer."""
+    """Serializes a turn: its input items, which are JSON already, and the items of its answer."""
     return b'{"input":%b,"output":%b}' % (entered, orjson.dumps(output))
 
 
 def unpacked(turn: bytes) -> list[Any]:
-    """All items of a turn, in order."""
+    """All items of a serialized turn, in order."""
     document = orjson.loads(turn)
     return [*document["input"], *document["output"]]
 
 
-def is_kept(response: Any) -> bool:
-    """Whether a response is complete, so that another one can continue it."""
+def is_complete(response: Any) -> bool:
+    """Whether a response is complete, so that a request can continue it."""
     return (
         isinstance(response, dict)
-        and response.get("status") in _KEPT_STATUSES
+        and response.get("status") in _COMPLETE
         and isinstance(response.get("id"), str)
         and isinstance(response.get("output"), list)
     )
@@ -63,15 +64,15 @@ def about(response: _Json) -> bytes:
 
 
 def response_of(about: bytes, items: bytes) -> _Json:
-    """A response as it was answered."""
+    """The response as the client got it."""
     response: _Json = orjson.loads(about)
     return {**response, "output": orjson.loads(items)["output"]}
 
 
 def listed(response_id: str, chain: list[bytes]) -> list[_Json]:
-    """All input items of the last turn of a chain, in order, in the form of OpenAI's list.
+    """All input items of the last turn of a chain, in order, as OpenAI's API lists them.
 
-    An item that came without an id gets one that is the same each time.
+    An item without an id gets one that is the same each time.
     """
     entered = [item for turn in chain[:-1] for item in unpacked(turn)]
     entered += orjson.loads(chain[-1])["input"]

@@ -26,7 +26,7 @@ from urllib.parse import parse_qs
 import orjson
 
 from sgl_ext.balancer.access.rate_limits import Charge
-from sgl_ext.balancer.conversations.response_recorder import Turn
+from sgl_ext.balancer.conversations.response_recorder import ResponseRecorder
 from sgl_ext.balancer.http.downstream import DownstreamConnection
 from sgl_ext.balancer.http.request_reader import Request
 from sgl_ext.balancer.http.response_head import ResponseHead
@@ -34,7 +34,7 @@ from sgl_ext.balancer.http.sse import WholeEvents
 from sgl_ext.balancer.http.upstream import UpstreamConnection
 from sgl_ext.balancer.metrics.registry import band
 from sgl_ext.balancer.relay.services import Services, refusal
-from sgl_ext.balancer.reporting.diagnosis import Seen
+from sgl_ext.balancer.reporting.diagnosis import PromptDiagnosis
 from sgl_ext.balancer.routing.attempt import NO_ROUTING, Attempt
 from sgl_ext.balancer.routing.workers import Worker
 from sgl_ext.protocols.errors import BalancerError, Protocol, error_event, no_engine
@@ -75,14 +75,14 @@ class Exchange:
 
     # What a request begins with; set on the class, so that beginning costs nothing.
     routing = NO_ROUTING
-    seen: Seen | None = None
+    prompt_diagnosis: PromptDiagnosis | None = None
     queued_s = 0.0
     _waited = ""
     first_data = b""
     last_data = b""
     _first_byte_s = 0.0
     _attempt: Attempt | None = None
-    _turn: Turn | None = None
+    _recorder: ResponseRecorder | None = None
     _connection: UpstreamConnection | None = None
     _attempts = 0
     _accepted = False
@@ -158,7 +158,7 @@ class Exchange:
             return
         if outcome is Outcome.ANSWERED:
             self._services.router.arrived(attempt, well=self._status < _WORKER_AT_FAULT)
-            self._services.ledger.enter(self, attempt)
+            self._services.request_log.record(self, attempt)
         else:
             self._services.router.fail(attempt, by_worker=outcome is not Outcome.CLIENT_GONE)
 
@@ -192,12 +192,12 @@ class Exchange:
         if route.warms:
             path = self._warmed_path(document) or path
         tenant = self._services.router.tenants.asking(hints).name
-        whole, turn = self._services.kept.read(path, document, tenant)
+        whole, recorder = self._services.conversations.expand(path, document, tenant)
         if whole is not document:
             document = with_protocol(path, whole) if route.warms else whole
             self._request.body = orjson.dumps(document)
         if route.runs:
-            self._turn = turn
+            self._recorder = recorder
         stripped = strip_request(path, document, self._services.strip)
         if stripped.headers:
             self._services.metrics.stripped_headers.inc(stripped.headers)
@@ -209,11 +209,13 @@ class Exchange:
                 salt = salt_of(hints)
                 body = self._request.body
                 self._chain_line = self._services.chain_header.line(path, salt, body, routing.chain)
-            if route.runs and self._services.ledger.diagnosis is not None:
-                self.seen = self._services.ledger.diagnosis.see(
+            if route.runs and self._services.request_log.detector is not None:
+                self.prompt_diagnosis = self._services.request_log.detector.diagnose(
                     path, self._head.fields, hints, stripped, routing, self._request.body
                 )
-        self._charge = self._services.limits.admit(self._head.tenant, self.routing.prompt_tokens)
+        self._charge = self._services.rate_limits.admit(
+            self._head.tenant, self.routing.prompt_tokens
+        )
 
     def _warmed_path(self, document: Any) -> str | None:
         """The path whose protocol the body of /v1/prefill speaks, as the engine will tell it."""
@@ -292,8 +294,8 @@ class Exchange:
         else:
             pieces = self._pieces
             body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-            if self._turn is not None and self._status == HTTPStatus.OK:
-                body = self._turn.answered(body)
+            if self._recorder is not None and self._status == HTTPStatus.OK:
+                body = self._recorder.record_body(body)
             self.first_data = self.last_data = body
             self._first_byte()
             self._finish(Outcome.ANSWERED)
@@ -359,8 +361,8 @@ class Exchange:
         return self._events.take(data)
 
     def _relay(self, data: bytes) -> None:
-        if self._turn is not None:
-            data = self._turn.relayed(data)
+        if self._recorder is not None:
+            data = self._recorder.record_events(data)
         if self._begun:
             self._client.write(data)
         else:
@@ -410,7 +412,7 @@ class Exchange:
         return self._services.router.any_available(besides=self.tried)
 
     def _answer_error(self, error: BalancerError) -> None:
-        self._services.limits.settle(self._charge, 0)
+        self._services.rate_limits.settle(self._charge, 0)
         self._released(Outcome.FAILED)
         self._ended = True
         answer = refusal(self._head.path, error, self._name())
@@ -419,7 +421,7 @@ class Exchange:
 
     def _finish(self, outcome: Outcome) -> None:
         """The last thing that happens at a worker."""
-        self._services.limits.settle(self._charge, self._spent(outcome))
+        self._services.rate_limits.settle(self._charge, self._spent(outcome))
         self._ended = True
         self._released(outcome)
         route = self._head.route

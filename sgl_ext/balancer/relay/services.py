@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from scheduler.retry_budget import RetryBudget
-from sgl_ext.balancer.access.rate_limits import Limits
-from sgl_ext.balancer.conversations.conversation_store import Kept
+from sgl_ext.balancer.access.rate_limits import RateLimits
+from sgl_ext.balancer.conversations.conversation_store import ConversationStore
 from sgl_ext.balancer.http.upstream import ConnectionPool
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.reporting.request_log import Ledger
+from sgl_ext.balancer.reporting.request_log import RequestLog
 from sgl_ext.balancer.routing.admission_queue import AdmissionQueue
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.standby_prefill import StandbyPrefill
@@ -32,24 +32,24 @@ class Services:
         self,
         router: Router,
         admission_queue: AdmissionQueue,
-        ledger: Ledger,
+        request_log: RequestLog,
         metrics: Metrics,
         strip: HeaderStrip,
         control: ConnectionPool,
-        limits: Limits,
-        kept: Kept,
+        rate_limits: RateLimits,
+        conversations: ConversationStore,
     ) -> None:
         self.router = router
         self.workers = router.workers
         self.admission_queue = admission_queue
-        self.ledger = ledger
+        self.request_log = request_log
         self.retries = RetryBudget()
         self.metrics = metrics
         self.strip = strip
         self.chain_header = ChainHeader(strip, sort_tools=router.sort_tools)
         self.control = control
-        self.limits = limits
-        self.kept = kept
+        self.rate_limits = rate_limits
+        self.conversations = conversations
         self._pools: dict[Worker, ConnectionPool] = {}
         self.standby_prefill = StandbyPrefill(router, metrics, self.pool)
         self.workers.on_leave(self._drop_pool)

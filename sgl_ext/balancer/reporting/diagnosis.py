@@ -1,6 +1,6 @@
-"""Looks at each prompt as it comes: whose it is, and where it parts from the one before.
+"""Compares each prompt with earlier ones: which harness sent it, and where it diverges.
 
-Of the prompts themselves only places, sizes and kinds leave this process.
+Only positions, sizes and kinds of differences leave this process, never a prompt's text.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from sgl_ext.requests.system_text import Stripped, strip_request
 
 log = logging.getLogger(__name__)
 
-# What parts caches on a client's own wish: prompts that differ in these are not compared.
-_PARTING = frozenset({"lora_path", "cache_salt", "extra_key"})
-_LONGEST_MODEL = 100
-# Comparing takes at most this share of the time, and so much of it at a stretch.
-_SHARE = 0.1
-_STRETCH_S = 2.0
-# Longer prompts are not kept: to read one again would hold up all others.
-_LONGEST_BYTES = 1024 * 1024
+# Clients separate caches by these fields: prompts that differ in them are not compared.
+_CACHE_FIELDS = frozenset({"lora_path", "cache_salt", "extra_key"})
+_MAX_MODEL_CHARS = 100
+# Comparisons may take this share of the process's time, and at most this long at once.
+_TIME_SHARE = 0.1
+_MAX_BURST_S = 2.0
+# Longer prompts are not compared: parsing one again would delay all other requests.
+_MAX_BODY_BYTES = 1024 * 1024
 
 
 class _Busy(Exception):
-    """There is no time left to compare."""
+    """The time for comparisons is used up."""
 
 
-class Seen(NamedTuple):
-    """A prompt's sender, and the `divergence` of its line in the log, None if it has none."""
+class PromptDiagnosis(NamedTuple):
+    """A prompt's sender, and where it diverges as the request log has it, None if nowhere."""
 
     harness: str
     model: str
     divergence: dict[str, Any] | None
 
 
-class Diagnosis:
-    """Remembers recent prompts within `limit_bytes`; and what it found, added up in `findings`."""
+class DivergenceDetector:
+    """Remembers recent prompts within `limit_bytes`. The request log fills `findings`."""
 
     def __init__(
         self,
@@ -60,15 +60,15 @@ class Diagnosis:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._clock = clock
-        self._looked_s = clock()
-        self._spare_s = _STRETCH_S
+        self._compared_s = clock()
+        self._budget_s = _MAX_BURST_S
         self._strip = strip
         self._metrics = metrics
-        self._prepare: Callable[[Any], Any] = with_sorted_tools if sort_tools else _as_it_is
+        self._prepare: Callable[[Any], Any] = with_sorted_tools if sort_tools else _unchanged
         self._memory = Memory(self._read, limit_bytes)
         self.findings = Findings()
 
-    def see(
+    def diagnose(
         self,
         path: str,
         fields: Mapping[bytes, bytes],
@@ -76,27 +76,30 @@ class Diagnosis:
         stripped: Stripped,
         routing: RoutingRequest,
         raw: bytes | bytearray,
-    ) -> Seen:
-        """Compares a prompt with those before it. Never raises: it is not the request's affair.
+    ) -> PromptDiagnosis:
+        """Compares a prompt with earlier ones. Never raises, so a request cannot fail by it.
 
-        fields: its headers; hints: those that `hints_of` reads; raw: its body, kept as it is.
+        fields: the request's headers. hints: those that `hints_of` reads. raw: its body, which
+        is remembered as it is.
         """
         harness = harness_of(fields, stripped.fields)
         body = stripped.body if isinstance(stripped.body, dict) else {}
         model = body.get("model")
-        model = model[:_LONGEST_MODEL] if isinstance(model, str) else ""
+        model = model[:_MAX_MODEL_CHARS] if isinstance(model, str) else ""
         if path not in PATHS or body.get("previous_response_id") is not None:
-            return Seen(harness, model, None)
-        if len(raw) > _LONGEST_BYTES:
+            return PromptDiagnosis(harness, model, None)
+        if len(raw) > _MAX_BODY_BYTES:
             self._metrics.prompts_not_compared.counts[("long",)] += 1
-            return Seen(harness, model, None)
-        parting = "" if _PARTING.isdisjoint(body) else str([body.get(key) for key in _PARTING])
-        group = (routing.tenant, harness, model, path, parting)
+            return PromptDiagnosis(harness, model, None)
+        cache_fields = (
+            "" if _CACHE_FIELDS.isdisjoint(body) else str([body.get(key) for key in _CACHE_FIELDS])
+        )
+        group = (routing.tenant, harness, model, path, cache_fields)
         session = stated_session(hints, body)
         prompt = Prompt(group, session, routing.session, path, routing.chain, raw)
-        found = self._look(prompt)
+        found = self._compare(prompt)
         if found is None:
-            return Seen(harness, model, None)
+            return PromptDiagnosis(harness, model, None)
         difference = found.difference
         tokens = difference.lost_bytes * routing.prompt_tokens // max(routing.chain.ends[-1], 1)
         divergence = {
@@ -108,31 +111,33 @@ class Diagnosis:
             "kind": difference.kind,
             "tokens": tokens,
         }
-        return Seen(harness, model, divergence)
+        return PromptDiagnosis(harness, model, divergence)
 
-    def _look(self, prompt: Prompt) -> Divergence | None:
+    def _compare(self, prompt: Prompt) -> Divergence | None:
         now_s = self._clock()
-        self._spare_s = min(self._spare_s + _SHARE * (now_s - self._looked_s), _STRETCH_S)
+        self._budget_s = min(
+            self._budget_s + _TIME_SHARE * (now_s - self._compared_s), _MAX_BURST_S
+        )
         try:
             return self._memory.look(prompt)
         except _Busy:
             self._metrics.prompts_not_compared.counts[("busy",)] += 1
         except Exception as error:
-            # Without its text, which might quote the prompt.
+            # The error's text might quote the prompt.
             log.error("a prompt could not be compared with earlier ones: %s", type(error).__name__)
             self._metrics.prompts_not_compared.counts[("error",)] += 1
         finally:
-            self._looked_s = self._clock()
-            self._spare_s -= self._looked_s - now_s
+            self._compared_s = self._clock()
+            self._budget_s -= self._compared_s - now_s
         return None
 
     def _read(self, path: str, raw: bytes | bytearray) -> list[Block]:
-        """A body's blocks as the engine will see them."""
-        if self._spare_s <= 0:
+        """A body's blocks as the engine gets them."""
+        if self._budget_s <= 0:
             raise _Busy
         body = strip_request(path, orjson.loads(raw), self._strip).body
         return read_blocks(path, self._prepare(body))
 
 
-def _as_it_is(body: Any) -> Any:
+def _unchanged(body: Any) -> Any:
     return body

@@ -1,4 +1,4 @@
-"""What became of each request: the prediction checked against the engine's own word, and a log.
+"""The request log, and the comparison of predicted with reported cached tokens.
 
 With `--request-log FILE` every request that an engine answered is a line of JSON:
 
@@ -7,13 +7,13 @@ With `--request-log FILE` every request that an engine answered is a line of JSO
      "predicted_tokens", "expected_tokens", "reported_tokens", "queue_ms", "ttft_ms",
      "total_ms", "attempts", "divergence"}
 
-`predicted_tokens` of the prompt were known to be cached, `expected_tokens` counts those that
-another request was still computing as well. `prefix_hash` is equal for prompts of a tenant and
-a model with the same tools and instructions in the same order, `tools_hash` for those with the
-same tools; both are null where there are none. `divergence` is null, or says where the prompt
-does not begin as an earlier one (docs/doctor.md).
+`predicted_tokens` counts the prompt tokens that the engine was known to have cached.
+`expected_tokens` adds those that another request was still computing there. `prefix_hash` is
+equal for prompts of a tenant and a model that have the same tools and instructions in the same
+order, `tools_hash` for those with the same tools; both are null if there are none. `divergence`
+is null unless the prompt diverges from an earlier one (docs/doctor.md).
 
-`session` and the others are hashes; no word of a prompt is written.
+Sessions and prefixes are hashes. No text of a prompt is written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, BinaryIO, Protocol
 import orjson
 
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.reporting.diagnosis import Diagnosis, Seen
+from sgl_ext.balancer.reporting.diagnosis import DivergenceDetector, PromptDiagnosis
 from sgl_ext.balancer.routing.attempt import Attempt, RoutingRequest
 from sgl_ext.requests.segments import Chain
 from sgl_ext.requests.usage import read_usage
@@ -34,10 +34,10 @@ _BUFFER_BYTES = 64 * 1024
 
 
 class Answered(Protocol):
-    """A request whose answer is complete; `seen` unless its prompt was not looked at."""
+    """A request whose answer is complete."""
 
     routing: RoutingRequest
-    seen: Seen | None
+    prompt_diagnosis: PromptDiagnosis | None
     first_data: bytes
     last_data: bytes
     queued_s: float
@@ -45,24 +45,24 @@ class Answered(Protocol):
     def story(self) -> tuple[str, int, int, float, float]: ...
 
 
-class Ledger:
-    """Books every answered request. Call `flush` now and then, and `close` at the end.
+class RequestLog:
+    """Counts every answered request and writes it to the log. Call `flush` periodically.
 
-    diagnosis: what looks at the prompts as they come; its findings are booked here.
+    detector: compares prompts; its findings are summed here, once their requests are answered.
     """
 
     def __init__(
-        self, metrics: Metrics, log: Path | None, diagnosis: Diagnosis | None = None
+        self, metrics: Metrics, log: Path | None, detector: DivergenceDetector | None = None
     ) -> None:
         self._metrics = metrics
-        self.diagnosis = diagnosis
+        self.detector = detector
         self._log: BinaryIO | None = None
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
             self._log = log.open("ab", buffering=_BUFFER_BYTES)
 
-    def enter(self, request: Answered, attempt: Attempt) -> None:
-        """Books a request that `flight` has just brought home."""
+    def record(self, request: Answered, attempt: Attempt) -> None:
+        """Records a request that `attempt` has just completed."""
         metrics, worker = self._metrics, attempt.worker.url
         usage = read_usage(request.first_data, request.last_data)
         reported = None if usage is None else usage.cached_tokens
@@ -75,23 +75,23 @@ class Ledger:
             metrics.prediction_error_tokens.observe(
                 worker, abs(attempt.predicted_tokens - reported)
             )
-        if request.seen is not None:
-            self._enter_seen(request.seen, request.routing.prompt_tokens)
+        if request.prompt_diagnosis is not None:
+            self._add_finding(request.prompt_diagnosis, request.routing.prompt_tokens)
         if self._log is not None:
             self._log.write(self._line(request, attempt, reported))
 
-    def _enter_seen(self, seen: Seen, prompt_tokens: int) -> None:
-        assert self.diagnosis is not None, "a prompt was seen"
-        divergence = seen.divergence
-        self.diagnosis.findings.add(seen.harness, seen.model, prompt_tokens, divergence)
+    def _add_finding(self, found: PromptDiagnosis, prompt_tokens: int) -> None:
+        assert self.detector is not None, "a prompt was compared"
+        divergence = found.divergence
+        self.detector.findings.add(found.harness, found.model, prompt_tokens, divergence)
         if divergence is not None:
             kind, tokens = divergence["kind"], divergence["tokens"]
-            self._metrics.diverged_prompts.counts[seen.harness, kind] += 1
-            self._metrics.diverged_tokens.counts[seen.harness, kind] += tokens
+            self._metrics.diverged_prompts.counts[found.harness, kind] += 1
+            self._metrics.diverged_tokens.counts[found.harness, kind] += tokens
 
     def _line(self, request: Answered, attempt: Attempt, reported: int | None) -> bytes:
-        routing, seen = request.routing, request.seen
-        route, status, attempts, first_byte_s, total_s = request.story()
+        routing, found = request.routing, request.prompt_diagnosis
+        route, status, attempts, ttft_s, total_s = request.story()
         record: dict[str, Any] = {
             "time": round(time.time(), 3),
             "route": route,
@@ -99,11 +99,11 @@ class Ledger:
             "worker": attempt.worker.url,
             "reason": attempt.placement.reason,
             "tenant": routing.tenant,
-            "harness": None if seen is None else seen.harness,
-            "model": None if seen is None else seen.model,
+            "harness": None if found is None else found.harness,
+            "model": None if found is None else found.model,
             "session": None if routing.session is None else f"{routing.session:032x}",
-            "prefix_hash": _hash_behind(routing.chain, routing.chain.head_segments),
-            "tools_hash": _hash_behind(routing.chain, routing.chain.tool_segments),
+            "prefix_hash": _hash_at(routing.chain, routing.chain.head_segments),
+            "tools_hash": _hash_at(routing.chain, routing.chain.tool_segments),
             "tools_count": routing.chain.tools,
             "segments": len(routing.chain.hashes),
             "prompt_tokens": routing.prompt_tokens,
@@ -111,15 +111,15 @@ class Ledger:
             "expected_tokens": attempt.expected_tokens,
             "reported_tokens": reported,
             "queue_ms": round(request.queued_s * 1000, 3),
-            "ttft_ms": round(first_byte_s * 1000, 3),
+            "ttft_ms": round(ttft_s * 1000, 3),
             "total_ms": round(total_s * 1000, 3),
             "attempts": attempts,
-            "divergence": None if seen is None else seen.divergence,
+            "divergence": None if found is None else found.divergence,
         }
         return orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
 
     def flush(self) -> None:
-        """Puts what was written where readers see it."""
+        """Makes the lines that were written visible to readers."""
         if self._log is not None:
             self._log.flush()
 
@@ -128,6 +128,6 @@ class Ledger:
             self._log.close()
 
 
-def _hash_behind(chain: Chain, segments: int) -> str | None:
-    """The hash of everything up to the end of so many segments."""
+def _hash_at(chain: Chain, segments: int) -> str | None:
+    """The hash of the first `segments` segments."""
     return f"{chain.hashes[segments - 1]:032x}" if segments else None

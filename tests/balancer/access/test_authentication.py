@@ -11,7 +11,7 @@ import pytest
 from aiohttp import ClientSession
 
 from sgl_ext import keys
-from sgl_ext.balancer.access.keyring import Keyring
+from sgl_ext.balancer.access.key_file_reloader import KeyFileReloader
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.key_file import KeysError
 from sgl_ext.protocols import routes
@@ -248,20 +248,19 @@ async def test_keys_come_and_go_without_a_restart(
     assert "sgl_ext_key_file_reloads_total 2.0" in page
     assert "sgl_ext_key_file_reload_failures_total 2.0" in page
     said = [record.getMessage() for record in caplog.records]
-    assert sum("keys read before go on to hold" in line for line in said) == 2
+    assert sum("the earlier keys stay valid" in line for line in said) == 2
     assert not any(key in line for line in said for key in (some_keys.alice, carol))
 
 
-def test_a_broken_file_at_the_start_is_no_keyring(tmp_path: Path) -> None:
+def test_a_broken_file_at_the_start_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(KeysError):
-        Keyring(tmp_path / "none")
+        KeyFileReloader(tmp_path / "none", Metrics())
     (tmp_path / "keys").write_text("")
-    ring = Keyring(tmp_path / "keys")
-    ring.count_in(Metrics())
-    assert not ring.look()
+    key_file = KeyFileReloader(tmp_path / "keys", Metrics())
+    assert not key_file.reload_if_changed()
     (tmp_path / "keys").write_text("# another")
-    assert ring.look()
-    assert not ring.look()
+    assert key_file.reload_if_changed()
+    assert not key_file.reload_if_changed()
 
 
 async def test_no_key_is_in_the_request_log(start: Start, some_keys: Keys, tmp_path: Path) -> None:

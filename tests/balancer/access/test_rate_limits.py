@@ -9,8 +9,8 @@ import pytest
 from aiohttp import ClientSession, web
 
 from sgl_ext import keys
-from sgl_ext.balancer.access.keyring import Keyring
-from sgl_ext.balancer.access.rate_limits import Charge, Limits
+from sgl_ext.balancer.access.key_file_reloader import KeyFileReloader
+from sgl_ext.balancer.access.rate_limits import Charge, RateLimits
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.protocols.errors import BalancerError
 from tests.balancer.conftest import Engine, Serve, Start
@@ -32,13 +32,14 @@ class Clock:
 
 
 class Setting:
-    """Limits of a file, on a made-up clock."""
+    """The limits of a file, on a made-up clock."""
 
     def __init__(self, folder: Path, text: str, processes: int = 1) -> None:
         self.path = folder / "keys.toml"
         self.path.write_text(text)
-        self.ring, self.metrics, self.clock = Keyring(self.path), Metrics(), Clock()
-        self.limits = Limits(self.ring, self.metrics, processes, self.clock)
+        self.metrics, self.clock = Metrics(), Clock()
+        self.key_file = KeyFileReloader(self.path, self.metrics)
+        self.limits = RateLimits(self.key_file, self.metrics, processes, self.clock)
 
     def retry_after_s(self, tokens: int = 0, tenant: str = "a") -> int:
         """When it fits; 0: it was let in."""
@@ -99,7 +100,7 @@ def test_a_new_limit_holds_from_the_next_reading_on(folder: Path) -> None:
     setting = Setting(folder, "[tenants.a]\nrequests_per_minute = 1")
     assert [setting.retry_after_s() for _ in range(2)] == [0, 60]
     setting.path.write_text("[tenants.a]\nrequests_per_minute = 10")
-    assert setting.ring.look()
+    assert setting.key_file.reload_if_changed()
     assert [setting.retry_after_s() for _ in range(10)] == [0] * 9 + [6]
 
 
@@ -113,7 +114,7 @@ def test_only_tenants_of_the_file_are_counted(folder: Path) -> None:
     assert 'sgl_ext_tenant_rate_limited_total{limit="requests",tenant="a"} 1.0' in page
     assert 'sgl_ext_tenant_tokens_total{tenant="a"} 3.0' in page
     assert "whoever" not in page
-    assert Limits(None, Metrics()).admit("a", 7) is None
+    assert RateLimits(None, Metrics()).admit("a", 7) is None
 
 
 class Tenant:

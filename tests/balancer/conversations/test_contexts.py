@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_ext.balancer.conversations.context_insertion import PATHS, in_context
+from sgl_ext.balancer.conversations.context_insertion import PATHS, insert_context
 from sgl_ext.balancer.conversations.contexts import (
     MOST_BLOCKS,
     Block,
-    Malformed,
+    MalformedContext,
     context_id,
     named,
     read_blocks,
@@ -105,7 +105,7 @@ def test_a_hash_is_of_the_text_or_of_the_tools_as_compact_json() -> None:
     ],
 )
 def test_what_cannot_be_a_context_is_named(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(Malformed) as raised:
+    with pytest.raises(MalformedContext) as raised:
         registered({**BLOCKS[0], **changes}, BLOCKS[2])
     assert str(raised.value).startswith(message)
 
@@ -122,13 +122,13 @@ def test_what_cannot_be_a_context_is_named(changes: dict[str, Any], message: str
     ],
 )
 def test_a_registration_is_bounded(document: Any, message: str) -> None:
-    with pytest.raises(Malformed, match=message):
+    with pytest.raises(MalformedContext, match=message):
         read_blocks(document)
 
 
 def test_tools_come_first_so_their_layer_may_not_be_the_shorter() -> None:
     tools = {**BLOCKS[1], "layer": "project"}
-    with pytest.raises(Malformed, match=r"blocks\.0\.layer: 'stable' may not come behind"):
+    with pytest.raises(MalformedContext, match=r"blocks\.0\.layer: 'stable' may not come behind"):
         registered(BLOCKS[0], tools)
     assert [block.id for block in registered()] == ["tools", "rules", "notes", "now"]
 
@@ -136,7 +136,7 @@ def test_tools_come_first_so_their_layer_may_not_be_the_shorter() -> None:
 def test_messages_have_it_in_tools_and_system() -> None:
     own = {"name": "write", "input_schema": {}}
     body = {"model": "m", "system": "Own.", "tools": [own], "messages": [], "context_id": "c"}
-    found, left_out = in_context("/v1/messages", body, registered(), {"now": "It is noon."})
+    found, left_out = insert_context("/v1/messages", body, registered(), {"now": "It is noon."})
     assert left_out == 0
     assert found == {
         "model": "m",
@@ -154,17 +154,17 @@ def test_messages_have_it_in_tools_and_system() -> None:
 def test_chat_completions_have_it_in_tools_and_the_first_message() -> None:
     user = {"role": "user", "content": "Hello"}
     parts = [text("Be brief.", "1h"), text("# Notes", "5m")]
-    alone, _ = in_context("/v1/chat/completions", {"messages": [user]}, registered(), None)
+    alone, _ = insert_context("/v1/chat/completions", {"messages": [user]}, registered(), None)
     assert alone == {"messages": [{"role": "system", "content": parts}, user], "tools": [IN_CHAT]}
     for role, content in (("system", "Own."), ("developer", [text("Own.")])):
         body = {"messages": [{"role": role, "content": content}, user]}
-        found, _ = in_context("/v1/chat/completions", body, registered(), None)
+        found, _ = insert_context("/v1/chat/completions", body, registered(), None)
         assert found["messages"] == [{"role": role, "content": [*parts, text("Own.")]}, user]
 
 
 def test_responses_have_it_in_tools_and_instructions() -> None:
     body = {"input": "Hello", "instructions": "Own.", "nvext": {"context_id": "c"}}
-    found, _ = in_context("/v1/responses", body, registered(), {"now": "Noon."})
+    found, _ = insert_context("/v1/responses", body, registered(), {"now": "Noon."})
     assert found == {
         "input": "Hello",
         "tools": [IN_RESPONSES],
@@ -177,7 +177,7 @@ def test_responses_have_it_in_tools_and_instructions() -> None:
 @pytest.mark.parametrize("path", PATHS)
 def test_a_tool_takes_the_form_of_the_protocol(path: str, form: dict[str, Any]) -> None:
     blocks = registered({**BLOCKS[1], "content": [form]}, BLOCKS[2])
-    (found,) = in_context(path, {}, blocks, None)[0]["tools"]
+    (found,) = insert_context(path, {}, blocks, None)[0]["tools"]
     found.pop("cache_control", None)
     assert found == FORMS[path]
 
@@ -203,7 +203,7 @@ def test_marks_are_put_where_the_requests_own_do_not_hold_as_long(
             {"role": "user", "content": [text(f"{k}", ttl)]} for k, ttl in enumerate(marks)
         ]
     }
-    found, missing = in_context("/v1/messages", body, registered(), None)
+    found, missing = insert_context("/v1/messages", body, registered(), None)
     ttls = [block.get("cache_control", {}).get("ttl") for block in found["system"]]
     assert (ttls, missing) == (wanted, left_out)
 
@@ -214,8 +214,8 @@ def test_what_a_request_says_of_runtime_blocks_is_checked() -> None:
         ({"rules": "x"}, "context_blocks.rules: the context has no such 'runtime' block"),
         ({"now": 1}, "context_blocks.now: must be a text"),
     ):
-        with pytest.raises(Malformed, match=message):
-            in_context("/v1/messages", {}, registered(), texts)
+        with pytest.raises(MalformedContext, match=message):
+            insert_context("/v1/messages", {}, registered(), texts)
 
 
 def test_a_request_may_name_it_in_nvext() -> None:
@@ -277,7 +277,7 @@ def test_the_whole_request_is_the_one_that_has_the_content_in_place(
     if own_tools:
         body["tools"] = own_tools
     before = copy.deepcopy(body)
-    found, left_out = in_context("/v1/messages", body, read_blocks({"blocks": blocks}), None)
+    found, left_out = insert_context("/v1/messages", body, read_blocks({"blocks": blocks}), None)
     assert body == before
     explicit = dict(rest)
     if offered or own_tools:
@@ -303,7 +303,9 @@ def test_so_it_is_in_openais_protocols(blocks: list[dict[str, Any]], own: str | 
     registered = read_blocks({"blocks": blocks})
     user = {"role": "user", "content": "Hello"}
     first = [] if own is None else [{"role": "system", "content": own}]
-    found, _ = in_context("/v1/chat/completions", {"messages": [*first, user]}, registered, None)
+    found, _ = insert_context(
+        "/v1/chat/completions", {"messages": [*first, user]}, registered, None
+    )
     explicit: dict[str, Any] = {"messages": [*first, user]}
     if said:
         parts = [text(each) for each in ([*said, own] if own is not None else said)]
@@ -312,7 +314,7 @@ def test_so_it_is_in_openais_protocols(blocks: list[dict[str, Any]], own: str | 
         explicit["tools"] = [{"type": "function", "function": each} for each in functions]
     assert unmarked(found) == explicit
     entered = {"input": "Hello"} if own is None else {"input": "Hello", "instructions": own}
-    found, _ = in_context("/v1/responses", entered, registered, None)
+    found, _ = insert_context("/v1/responses", entered, registered, None)
     explicit = dict(entered)
     if said:
         explicit["instructions"] = "\n\n".join([*said, own] if own is not None else said)

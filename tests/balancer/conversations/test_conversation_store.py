@@ -11,8 +11,8 @@ import orjson
 import pytest
 from aiohttp import ClientSession, web
 
-from sgl_ext.balancer.conversations.conversation_store import Kept
-from sgl_ext.balancer.conversations.document_store import Store
+from sgl_ext.balancer.conversations.conversation_store import ConversationStore
+from sgl_ext.balancer.conversations.document_store import DocumentStore
 from sgl_ext.balancer.metrics.registry import Metrics
 from tests.balancer.conftest import Engine, Start
 
@@ -373,7 +373,7 @@ async def test_an_unknown_context_is_404_that_says_to_register_it_again(
             assert answer.status == 404
             error = (await answer.json())["error"]
             assert error["message"] == (
-                f"context_id: '{named}' is not known, or has expired: "
+                f"context_id: '{named}' is unknown or has expired: "
                 "register it again (POST /v1/contexts)."
             )
             if path == "/v1/messages":
@@ -389,8 +389,8 @@ async def test_an_unknown_context_is_404_that_says_to_register_it_again(
         ("/v1/messages", {"context_id": 7}, "context_id: must be the id"),
         ("/v1/messages", {"context_blocks": {}}, "context_id: must be the id"),
         ("/v1/messages", {"context_blocks": {"rules": "x"}}, "context_blocks.rules: "),
-        ("/generate", {}, "context_id: requests of /generate have no place"),
-        ("/v1/prefill", {}, "context_id: requests of /v1/prefill have no place"),
+        ("/generate", {}, "context_id: requests to /generate cannot name a context"),
+        ("/v1/prefill", {}, "context_id: requests to /v1/prefill cannot name a context"),
     ],
 )
 async def test_what_a_request_says_wrongly_of_contexts_is_named(
@@ -437,10 +437,10 @@ def counts(metrics: Metrics) -> dict[str, int]:
     return {event: number for (event,), number in metrics.store_events.counts.items() if number}
 
 
-def one_turn(kept: Kept, body: dict[str, Any], id: str) -> Any:
-    whole, turn = kept.read(PATH, body, "")
-    assert turn is not None
-    turn.answered(
+def one_turn(store: ConversationStore, body: dict[str, Any], id: str) -> Any:
+    whole, recorder = store.expand(PATH, body, "")
+    assert recorder is not None
+    recorder.record_body(
         orjson.dumps({"id": id, "object": "response", "status": "completed", "output": []})
     )
     return whole
@@ -448,21 +448,23 @@ def one_turn(kept: Kept, body: dict[str, Any], id: str) -> Any:
 
 def test_a_conversation_lives_from_its_last_use_on(tmp_path: Path) -> None:
     clock, metrics = Clock(), Metrics()
-    kept = Kept(Store(str(tmp_path / "store"), 1 << 20), metrics, 60.0, 1 << 20, clock)
-    one_turn(kept, {"input": "One"}, "resp_1")
+    store = ConversationStore(
+        DocumentStore(str(tmp_path / "store"), 1 << 20), metrics, 60.0, 1 << 20, clock
+    )
+    one_turn(store, {"input": "One"}, "resp_1")
     clock.now += 59
-    one_turn(kept, {"input": "Two", "previous_response_id": "resp_1"}, "resp_2")
+    one_turn(store, {"input": "Two", "previous_response_id": "resp_1"}, "resp_2")
     clock.now += 59
     body = {"input": "Three", "previous_response_id": "resp_2"}
-    assert len(one_turn(kept, body, "resp_3")["input"]) == 3
+    assert len(one_turn(store, body, "resp_3")["input"]) == 3
     clock.now += 61
-    assert kept.response("", "resp_1") is None
+    assert store.response("", "resp_1") is None
     assert counts(metrics) == {"stored": 3, "found": 2}
-    kept.close()
+    store.close()
 
 
 def test_a_disk_that_fails_costs_the_next_turn_and_not_this_one() -> None:
-    class Failing(Store):
+    class Failing(DocumentStore):
         def put(self, *_: Any) -> int | None:
             raise sqlite3.OperationalError("database or disk is full")
 
@@ -470,13 +472,12 @@ def test_a_disk_that_fails_costs_the_next_turn_and_not_this_one() -> None:
             raise sqlite3.OperationalError("database or disk is full")
 
     metrics = Metrics()
-    store = Failing(":memory:", 1 << 20)
-    kept = Kept(store, metrics, 60.0, 1 << 20, Clock())
+    store = ConversationStore(Failing(":memory:", 1 << 20), metrics, 60.0, 1 << 20, Clock())
     answer = orjson.dumps(
         {"id": "resp_1", "object": "response", "status": "completed", "output": []}
     )
-    _, turn = kept.read(PATH, {"input": "One"}, "")
-    assert turn is not None
-    assert turn.answered(answer) == answer
+    _, recorder = store.expand(PATH, {"input": "One"}, "")
+    assert recorder is not None
+    assert recorder.record_body(answer) == answer
     assert counts(metrics) == {"failed": 1}
-    kept.close()
+    store.close()

@@ -14,23 +14,29 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from sgl_ext_cpu.node import free_port
 
-from sgl_ext.balancer.conversations.document_store import Document, LongChain, Store, require_store
+from sgl_ext.balancer.conversations.document_store import (
+    IN_MEMORY,
+    ChainTooLarge,
+    Document,
+    DocumentStore,
+    StoreUnusable,
+    check_store,
+)
 from sgl_ext.launch import make_children
 from sgl_ext.node.hardware import Hardware
-from sgl_ext.settings.schema import IN_MEMORY, BalancerSettings, LaunchSettings
-from sgl_ext.settings.types import SettingsError
+from sgl_ext.settings.schema import BalancerSettings, LaunchSettings
 
 _MIB = 1 << 20
-Open = Callable[..., Store]
+Open = Callable[..., DocumentStore]
 
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Iterator[Open]:
     """Opens connections to one file, as several processes do."""
-    stores: list[Store] = []
+    stores: list[DocumentStore] = []
 
-    def begin(limit_bytes: int = 4 * _MIB) -> Store:
-        stores.append(Store(str(tmp_path / "kept" / "store.sqlite"), limit_bytes))
+    def begin(limit_bytes: int = 4 * _MIB) -> DocumentStore:
+        stores.append(DocumentStore(str(tmp_path / "kept" / "store.sqlite"), limit_bytes))
         return stores[-1]
 
     yield begin
@@ -88,7 +94,7 @@ def test_a_chain_that_is_too_long_to_be_sent_is_not_read(opened: Open) -> None:
     store.put("a", turn("r1"), 60.0, now=0.0)
     store.put("a", turn("r2", "r1"), 60.0, now=0.0)
     assert store.chain("a", "r2", 0.0, 40) is not None
-    with pytest.raises(LongChain):
+    with pytest.raises(ChainTooLarge):
         store.chain("a", "r2", 0.0, 39)
 
 
@@ -166,15 +172,15 @@ def test_nobody_else_may_read_it(opened: Open, tmp_path: Path) -> None:
 def test_a_file_that_is_no_store_stops_the_start(tmp_path: Path, garbage: bytes) -> None:
     path = tmp_path / "store.sqlite"
     path.write_bytes(garbage)
-    with pytest.raises(SettingsError, match=r"store=.*store.sqlite.*not a database"):
-        require_store(str(path), _MIB)
+    with pytest.raises(StoreUnusable, match=r"store=.*store.sqlite.*not a database"):
+        check_store(str(path), _MIB)
     with closing(sqlite3.connect(tmp_path / "other.sqlite")) as other:
         other.execute("CREATE TABLE theirs (x)")
         other.commit()
-    with pytest.raises(SettingsError, match=r"store=.*other.sqlite.*another program's"):
-        require_store(str(tmp_path / "other.sqlite"), _MIB)
-    with pytest.raises(SettingsError, match=r"store=.*cannot be used"):
-        require_store(str(tmp_path), _MIB)
+    with pytest.raises(StoreUnusable, match=r"store=.*other.sqlite.*another program"):
+        check_store(str(tmp_path / "other.sqlite"), _MIB)
+    with pytest.raises(StoreUnusable, match=r"store=.*cannot be used"):
+        check_store(str(tmp_path), _MIB)
 
 
 def test_a_store_that_is_damaged_inside_stops_the_start(opened: Open, tmp_path: Path) -> None:
@@ -183,12 +189,12 @@ def test_a_store_that_is_damaged_inside_stops_the_start(opened: Open, tmp_path: 
         store.put("a", turn(f"r{number}", size=5000), 60.0, now=0.0)
     store.close()
     path = tmp_path / "kept" / "store.sqlite"
-    require_store(str(path), _MIB)
+    check_store(str(path), _MIB)
     with path.open("r+b") as file:
         file.seek(4096)
         file.write(os.urandom(8 * 4096))
-    with pytest.raises(SettingsError, match="store="):
-        require_store(str(path), _MIB)
+    with pytest.raises(StoreUnusable, match="store="):
+        check_store(str(path), _MIB)
 
 
 def test_the_launcher_stops_for_it_before_an_engine_starts(tmp_path: Path) -> None:
@@ -196,18 +202,18 @@ def test_the_launcher_stops_for_it_before_an_engine_starts(tmp_path: Path) -> No
     config = LaunchSettings(
         model_path="m", log_dir=str(tmp_path), balancer=BalancerSettings(port=free_port())
     )
-    with pytest.raises(SettingsError, match=r"store=.*store.sqlite.*not a database"):
+    with pytest.raises(StoreUnusable, match=r"store=.*store.sqlite.*not a database"):
         make_children(config, Hardware(()))
 
 
-class Kept(RuleBasedStateMachine):
+class Documents(RuleBasedStateMachine):
     """Against a dictionary, as long as nothing has to go."""
 
     ids = st.integers(0, 5).map(str)
 
     def __init__(self) -> None:
         super().__init__()
-        self.store = Store(IN_MEMORY, 64 * _MIB)
+        self.store = DocumentStore(IN_MEMORY, 64 * _MIB)
         self.now = 0.0
         self.known: dict[str, tuple[str | None, float, float]] = {}
 
@@ -259,5 +265,5 @@ class Kept(RuleBasedStateMachine):
         self.store.close()
 
 
-TestKept = Kept.TestCase
-TestKept.settings = settings(max_examples=20, stateful_step_count=15, deadline=None)
+TestDocuments = Documents.TestCase
+TestDocuments.settings = settings(max_examples=20, stateful_step_count=15, deadline=None)

@@ -189,15 +189,15 @@ async def test_comparing_takes_a_bounded_share_of_the_time() -> None:
 
     metrics, strip = Metrics(), HeaderStrip()
     router = Router(Workers((), metrics), metrics)
-    looks = diagnosis.Diagnosis(strip, metrics, clock=clock_of_a_slow_machine)
+    looks = diagnosis.DivergenceDetector(strip, metrics, clock=clock_of_a_slow_machine)
     found = []
     for turn in range(40):
         hints = {"session-id": "s"}
         raw = orjson.dumps(clock(turn, turn))
         stripped = strip_request(MESSAGES, orjson.loads(raw), strip)
         routing = router.read(MESSAGES, hints, stripped.body, len(raw))
-        seen = looks.see(MESSAGES, {}, hints, stripped, routing, raw)
-        found.append(seen.divergence is not None)
+        result = looks.diagnose(MESSAGES, {}, hints, stripped, routing, raw)
+        found.append(result.divergence is not None)
     assert any(found[:4])
     assert not all(found[8:])
     assert metrics.prompts_not_compared.counts[("busy",)] > 16
@@ -206,7 +206,7 @@ async def test_comparing_takes_a_bounded_share_of_the_time() -> None:
 async def test_a_prompt_too_long_to_be_read_again_is_not_compared(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(diagnosis, "_LONGEST_BYTES", 20_000)
+    monkeypatch.setattr(diagnosis, "_MAX_BODY_BYTES", 20_000)
     client = await start(Engine("a", answer), diagnose=True)
     for turn in range(2):
         await ask(client, messages(system=system(f"{turn} o'clock", "x" * 20_000)), "s1")
