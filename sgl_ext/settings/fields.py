@@ -41,8 +41,8 @@ class Field(NamedTuple):
         if self.default in (None, (), msgspec.NODEFAULT):
             return ""
         if isinstance(self.default, float):
-            return f"{self.default:.7g}"
-        return ", ".join(self.default) if self.is_list else str(self.default)
+            return f"{self.default:.4g}" if self.default < 1 else f"{self.default:g}"
+        return ", ".join(self.default) if self.is_list else str(self.default).lower()
 
     def convert(self, value: object, called: str, *, is_text: bool = False) -> Any:
         """The value in the field's type. Raises SettingsError, in which the field is `called`.
@@ -68,7 +68,7 @@ def fields_of(cls: type[msgspec.Struct]) -> Mapping[str, Field]:
         if text:
             allowed, metavar, is_secret = _described(annotation)
             ends = (shown for end, shown in _METAVARS.items() if field.name.endswith(end))
-            shown = metavar or next(ends, "VALUE")
+            shown = metavar or next(ends, "N")
             found[field.name] = Field(
                 field.name, annotation, field.default, text, allowed, shown, is_secret
             )
@@ -102,7 +102,7 @@ def _allowed(kind: inspect.Type) -> str:
             return "an integer" + _range(low, None, high)
         case inspect.FloatType(ge=low, gt=above, le=high):
             return "a number" + _range(low, above, high)
-    return "text that is not empty"
+    raise TypeError(f"a setting cannot be of type {kind}")
 
 
 def _range(low: float | None, above: float | None, high: float | None) -> str:

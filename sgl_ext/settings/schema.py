@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 
 import msgspec
 from msgspec import Meta, Struct
@@ -31,6 +31,7 @@ from sgl_ext.settings.types import (
     SettingsError,
     Share,
     TenantName,
+    Text,
     TtlSeconds,
     WorkerUrl,
     form,
@@ -87,14 +88,12 @@ class Tenant(Struct, frozen=True):
 class RequestSettings(Settings, frozen=True, kw_only=True):
     """What the balancer and the engines must agree on."""
 
-    TABLE: ClassVar[str] = "balancer"
-
     strip_headers: Annotated[
         tuple[HeaderName, ...],
         "Headers to remove from the start of a system prompt. See strip.md.",
     ] = (BILLING_HEADER,)
     sort_tools: Annotated[
-        bool, "Sort a request's tools by name: clients that list them in another order share then."
+        bool, "Sort a request's tools by name, so that their order does not decide what is shared."
     ] = False
     max_priority: Annotated[
         int, Meta(ge=-LIMIT, le=LIMIT), "Highest priority that a client can request."
@@ -109,9 +108,7 @@ class RequestSettings(Settings, frozen=True, kw_only=True):
 
 
 class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
-    host: Annotated[
-        str, Meta(min_length=1), "Address to listen on. Set a key before you use 0.0.0.0."
-    ] = "127.0.0.1"
+    host: Annotated[Text, "Address to listen on. Set a key before you use 0.0.0.0."] = "127.0.0.1"
     port: Annotated[
         int, Meta(ge=1, le=65535), "Port to listen on. Engines use free ports above it."
     ] = 30000
@@ -162,8 +159,6 @@ class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
 
 
 class EngineSettings(RequestSettings, frozen=True, kw_only=True):
-    TABLE: ClassVar[str] = "launch"
-
     pin_budget: Annotated[Share, "Share of the KV cache that pins can hold. See pins.md."] = 1 / 3
     pin_owner_share: Annotated[
         float, Meta(gt=0, le=1), "Share of the pin budget that one tenant can use."
@@ -208,13 +203,11 @@ class EngineSettings(RequestSettings, frozen=True, kw_only=True):
 
 
 class LaunchSettings(Settings, frozen=True, kw_only=True):
-    TABLE: ClassVar[str] = "launch"
-
-    model_path: Annotated[str, Meta(min_length=1), form("a directory or a name"), "The model."]
+    model_path: Annotated[Text, "The model: a directory or a name."]
     instances: Annotated[Count, "Number of engines."] = 1
     tp: Annotated[Count, "GPUs of each engine, for tensor parallelism."] = 1
     start_timeout_s: Annotated[PositiveSeconds, "Time for all engines to become ready."] = 1800.0
-    log_dir: Annotated[str, Meta(min_length=1), "Directory for the log of each process."] = ".run"
+    log_dir: Annotated[Text, "Directory for the log of each process."] = ".run"
     engine_args: tuple[str, ...] = ()
     engine: EngineSettings = EngineSettings()
     balancer: BalancerSettings = BalancerSettings()

@@ -1,6 +1,7 @@
 """Reads settings from where they are given: flags, a TOML file and, for a child, its launcher.
 
 A flag wins over the file. A list's flag adds to the file's list, which `--no-...` empties.
+argparse and msgspec take 64 ms to import; tyro takes 151, cyclopts 155 and pydantic-settings 350.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def launch_settings(argv: Sequence[str]) -> LaunchSettings:
     parser.add_argument("--config", metavar="FILE", help="TOML file. Flags win over it.")
     fields = {**TABLES["launch"], **TABLES["balancer"]}
     for table in ("launch", "balancer"):
-        _add_flags(parser.add_argument_group(f"also keys of [{table}]"), TABLES[table])
+        _add_flags(parser.add_argument_group(f"Keys of [{table}] in the file"), TABLES[table])
     known, engine_args = parser.parse_known_args(argv)
     flags = vars(known)
     given = _Given()
@@ -158,6 +159,7 @@ def _parser(module: str, description: str) -> argparse.ArgumentParser:
     """A parser whose result holds the flags that were given, and no others."""
     return argparse.ArgumentParser(
         prog=f"python -m {module}",
+        usage="%(prog)s [FLAG ...]",
         description=description,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,

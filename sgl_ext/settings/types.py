@@ -33,6 +33,7 @@ TtlSeconds = Annotated[float, Meta(ge=MIN_TTL_S, le=_YEAR_S)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Count = Annotated[int, Meta(ge=1)]
 Bytes = Annotated[int, Meta(ge=0)]
+Text = Annotated[str, Meta(min_length=1), form("text that is not empty", "TEXT")]
 File = Annotated[str, Meta(min_length=1), form("a path", "FILE")]
 HeaderName = Annotated[
     str,

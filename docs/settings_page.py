@@ -1,0 +1,69 @@
+"""Writes docs/settings.md from the schema: `python -m docs.settings_page`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from sgl_ext.settings.fields import Field, fields_of
+from sgl_ext.settings.schema import BalancerSettings, EngineSettings
+from sgl_ext.settings.sources import TABLES
+
+PAGE = Path(__file__).with_name("settings.md")
+_HEAD = """# Settings
+
+<!-- Made by `python -m docs.settings_page`. Do not edit this page. -->
+
+Every key is also a flag of `python -m sgl_ext.launch`: `pin-ttl-s = 60` in the file is \
+`--pin-ttl-s 60`. A flag wins over the file that `--config` names. In the file a key can be \
+written with hyphens or underscores. `python -m sgl_ext.balancer.serve`, for a balancer without a \
+launcher, takes the flags of `[balancer]` and a `--worker URL` for each engine.
+
+A flag of a list can be repeated and adds to the list in the file; `--no-strip-headers` empties it \
+first. A flag that is true or false has a `--no-...` form. Times are at most a year.
+
+**To add a setting**, add one field to `sgl_ext/settings/schema.py`: type and range, a sentence of \
+help, a default. Its class decides which process reads it. Flags, keys, `--help`, errors, what \
+children get, and this page follow. Then run the command above. A rule that concerns several \
+settings, or a file, is a few lines in `sgl_ext/settings/checks.py`.
+
+The launcher gives each child its settings as JSON in the environment variable `SGL_EXT_SETTINGS`. \
+No key is in there: `api-key` names the file or the variable that holds it.
+"""
+_ABOUT = {
+    "tenants": "A table for each tenant: `[tenants.NAME]`, or `--tenant NAME:weight=2,...`. "
+    "See [tenants.md](tenants.md).",
+    "engine": "SGLang's own flags without their dashes: true is a bare flag, false leaves it out, "
+    "a list repeats values. A flag of SGLang's on the launcher's command line comes after these.",
+}
+
+
+def page() -> str:
+    """The page as Markdown."""
+    sections = [_HEAD]
+    for name, fields in TABLES.items():
+        about = f"\n{_ABOUT[name]}\n" if name in _ABOUT else ""
+        sections.append(f"## [{name}]\n{about}" + (f"\n{_table(fields)}" if fields else ""))
+    return "\n".join(sections)
+
+
+def _table(fields: Mapping[str, Field]) -> str:
+    rows = ["| key | default | allowed | read by | |", "|---|---|---|---|---|"]
+    for name, field in fields.items():
+        default = f"`{field.shown_default}`" if field.shown_default else ""
+        key = f"`{name.replace('_', '-')}`"
+        text = re.sub(r"\b(\w+\.md)", r"[\1](\1)", field.help)
+        rows.append(f"| {key} | {default} | {field.allowed} | {_readers(name)} | {text} |")
+    return "\n".join(rows) + "\n"
+
+
+def _readers(name: str) -> str:
+    if name in TABLES["tenants"]:
+        return "balancer, engines"
+    classes = {"balancer": BalancerSettings, "engines": EngineSettings}
+    return ", ".join(who for who, cls in classes.items() if name in fields_of(cls)) or "launcher"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
