@@ -22,7 +22,6 @@ from sgl_ext.engine.http.pin_routes import pin_routes
 from sgl_ext.engine.http.route_order import ask_first
 from sgl_ext.engine.prefill_ahead.service import prefilling
 from sgl_ext.engine.prefill_ahead.shared_prompts import list_prefixes
-from sgl_ext.engine.template_cache import rendered
 
 
 def extend(*_: Any, **__: Any) -> None:
@@ -42,10 +41,9 @@ def extend(*_: Any, **__: Any) -> None:
     async def lifespan(application: Any) -> AsyncIterator[Any]:
         async with hub().listening(), original(application) as state:
             manager = sglang_api.get_global_state().tokenizer_manager
-            quarter = settings().token_cache_bytes // 4
-            start_token_cache(manager.tokenizer, 2 * quarter)
-            rendered.start(manager.tokenizer, quarter)
-            message_cache.start(quarter)
+            limit_bytes = settings().token_cache_bytes
+            start_token_cache(manager.tokenizer, limit_bytes - limit_bytes // 4)
+            message_cache.start(limit_bytes // 4)
             listed = await list_prefixes(application, manager, settings().shared_prefixes)
             async with prefilling(application, manager, listed) as prefiller:
                 if prefiller is not None:

@@ -44,7 +44,7 @@ for number in range(2_000):
     cuts = [Cut(length + 100 * n, 500 + 10 * n, "<|im_start|>") for n in range(7)]
     made.keep("", f"{number:07}" * (length // 2), ids[:length], cuts)
 """,
-    "parts of templates": """
+    "entries of a cache": """
 made = Parts(limit)
 for number in range(200_000):
     text = "It says: " * (number % 40)

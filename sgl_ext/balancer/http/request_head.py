@@ -22,7 +22,6 @@ import httptools
 
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.protocols.routes import Route
-from sgl_ext.requests.chain_header import HEADER as CHAIN_HEADER
 from sgl_ext.requests.session import QUEUED_HEADER
 
 # What belongs to one connection and not to the message (RFC 9110, section 7.6.1), and the
@@ -50,7 +49,6 @@ _NOT_FOR_WORKERS = HOP_BY_HOP | {
     b"expect",
     b"host",
     b"x-api-key",
-    CHAIN_HEADER.encode(),
     QUEUED_HEADER.encode(),
 }
 _VERSIONS = {b" HTTP/1.1": True, b" HTTP/1.0": False}

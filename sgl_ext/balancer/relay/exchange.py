@@ -40,7 +40,7 @@ from sgl_ext.balancer.routing.workers import Worker
 from sgl_ext.protocols.errors import BalancerError, Protocol, error_event, no_engine
 from sgl_ext.protocols.request_ids import id_line, new_request_id
 from sgl_ext.requests.next_turn import protocol_of, with_protocol
-from sgl_ext.requests.session import QUEUED_HEADER, hints_of, salt_of
+from sgl_ext.requests.session import QUEUED_HEADER, hints_of
 from sgl_ext.requests.system_text import strip_request
 from sgl_ext.requests.usage import read_usage
 
@@ -89,7 +89,6 @@ class Exchange:
     _begun = False
     _ended = False
     _charge: Charge | None = None
-    _chain_line = b""
     _status = 0
     _reason = b""
     _lines = b""
@@ -205,10 +204,6 @@ class Exchange:
             size = len(self._request.body)
             routing = self._services.router.read(path, hints, stripped.body, size)
             self.routing = replace(routing, runs=route.runs, warms=route.warms)
-            if route.runs:
-                salt = salt_of(hints)
-                body = self._request.body
-                self._chain_line = self._services.chain_header.line(path, salt, body, routing.chain)
             if route.runs and self._services.request_log.detector is not None:
                 self.prompt_diagnosis = self._services.request_log.detector.diagnose(
                     path, self._head.fields, hints, stripped, routing, self._request.body
@@ -253,7 +248,6 @@ class Exchange:
         self._connection = connection
         head, body = self._head, self._request.body
         lines = self._pool.request_line(head.method, head.target) + head.upstream_lines
-        lines += self._chain_line
         if self.queued_s:
             lines += b"%b: %.3f\r\n" % (_QUEUED, self.queued_s)
         if body or head.method not in ("GET", "HEAD"):

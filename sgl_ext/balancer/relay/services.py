@@ -21,7 +21,6 @@ from sgl_ext.protocols.errors import (
     wire_status,
 )
 from sgl_ext.protocols.request_ids import id_line, new_request_id
-from sgl_ext.requests.chain_header import ChainHeader
 from sgl_ext.requests.headers import HeaderStrip
 
 
@@ -46,7 +45,6 @@ class Services:
         self.retries = RetryBudget()
         self.metrics = metrics
         self.strip = strip
-        self.chain_header = ChainHeader(strip, sort_tools=router.sort_tools)
         self.control = control
         self.rate_limits = rate_limits
         self.conversations = conversations

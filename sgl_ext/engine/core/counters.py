@@ -58,9 +58,6 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "prompt_tokens_encoded": ("Tokens of prompts, tokenized or known from before", ("from",)),
     "token_cache_checks": ("Prompts that were tokenized whole, too, and compared", ()),
     "token_cache_off": ("Times that pieces were given up and prompts tokenized whole", ("why",)),
-    "template_parts": ("Parts of chat templates, rendered or known from before", ("from",)),
-    "template_checks": ("Renderings that were done whole, too, and compared", ()),
-    "template_off": ("Times that parts were given up and templates rendered whole", ("why",)),
     "messages_converted": ("Messages of requests, converted or known from before", ("from",)),
     "event_sweeps_deferred": ("Iterations that left leaves to look at for the next one", ()),
 }

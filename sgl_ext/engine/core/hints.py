@@ -22,9 +22,9 @@ from sgl_ext.engine.core.dry_run import stop_copy
 from sgl_ext.engine.core.isolation import group_of, isolate
 from sgl_ext.engine.core.request_context import RequestContext, current
 from sgl_ext.engine.core.slices import is_slice
-from sgl_ext.requests.chain_header import HASH_BYTES, bytes_of
 
 _ACTION = "sgl_ext.hints"
+_HASH_BYTES = 16
 _ON_REQUEST = "_sgl_ext_hints"
 _watchers: list[Callable[[RequestContext, Any], None]] = []
 
@@ -121,7 +121,7 @@ def _encode(context: RequestContext) -> Any:
         action_type=_ACTION,
         action_version="1",
         payload={
-            "hashes": b64encode(bytes_of(context.chain.hashes)).decode(),
+            "hashes": _packed(context.chain.hashes),
             "ends": b64encode(array("Q", context.chain.ends).tobytes()).decode(),
             "pins": [list(pin) for pin in context.pins],
             "owner": context.owner,
@@ -157,10 +157,14 @@ def _decode(envelope: Any) -> Hints | None:
     return None
 
 
+def _packed(hashes: Sequence[int]) -> str:
+    return b64encode(b"".join([segment.to_bytes(_HASH_BYTES) for segment in hashes])).decode()
+
+
 def _hashes(encoded: str) -> tuple[int, ...]:
     hashes = b64decode(encoded)
-    starts = range(0, len(hashes), HASH_BYTES)
-    return tuple(int.from_bytes(hashes[s : s + HASH_BYTES], "big") for s in starts)
+    starts = range(0, len(hashes), _HASH_BYTES)
+    return tuple(int.from_bytes(hashes[s : s + _HASH_BYTES]) for s in starts)
 
 
 def _ends(encoded: str) -> tuple[int, ...]:

@@ -143,14 +143,9 @@ def encode_prompt(
     asked = encode_kwargs or {}
     if _active is None or not isinstance(text, str) or not _active.serves(tokenizer, asked):
         return original(tokenizer, text, encode_kwargs)
-    tokens = _active.encode(text, asking_group())
-    return tokens if token_array.is_asked() else tokens.tolist()
-
-
-def asking_group() -> str | None:
-    """The cache group of the request that is worked on."""
     context = current()
-    return _group.get() if context is None else context.group
+    tokens = _active.encode(text, _group.get() if context is None else context.group)
+    return tokens if token_array.is_asked() else tokens.tolist()
 
 
 @contextmanager

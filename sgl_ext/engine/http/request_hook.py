@@ -17,8 +17,6 @@ from sgl_ext.engine.core.settings import settings as _settings
 from sgl_ext.engine.host_cache.message_cache import recall
 from sgl_ext.engine.http.translation import for_sglang
 from sgl_ext.requests.cache_marks import Marks, read_marks
-from sgl_ext.requests.chain_header import HEADER as CHAIN_HEADER
-from sgl_ext.requests.chain_header import ChainHeader
 from sgl_ext.requests.headers import HeaderStrip
 from sgl_ext.requests.priority import Importance, read_importance
 from sgl_ext.requests.segments import Chain, read_chain, with_sorted_tools
@@ -45,11 +43,6 @@ def _strip() -> HeaderStrip:
     return HeaderStrip(_settings().strip_headers)
 
 
-@cache
-def _chain_header() -> ChainHeader:
-    return ChainHeader(_strip(), sort_tools=_settings().sort_tools)
-
-
 async def read_body(original: Callable[[Any], Awaitable[Any]], request: Any) -> Any:
     """Parses the body as SGLang does, strips it, and keeps what it says of its client and cache.
 
@@ -70,10 +63,7 @@ async def read_body(original: Callable[[Any], Awaitable[Any]], request: Any) -> 
     marks = _marks(path, body)
     headers = dict(request.headers.items())  # the last of a name counts, as in the balancer
     tenant = _tenants().asking(headers)
-    salt = salt_of(headers)
-    chain = _chain_header().read(headers.get(CHAIN_HEADER), path, salt, raw)
-    if chain is None:
-        chain = read_chain(path, body, salt=salt)
+    chain = read_chain(path, body, salt=salt_of(headers))
     if len(chain.hashes) > MAX_SEGMENTS:
         counter("chains_left_out").inc()
         chain = Chain()

@@ -8,9 +8,6 @@ import orjson
 import pytest
 from aiohttp import web
 
-from sgl_ext.requests.chain_header import HEADER, ChainHeader
-from sgl_ext.requests.headers import HeaderStrip
-from sgl_ext.requests.segments import read_chain
 from sgl_ext.requests.session import QUEUED_HEADER
 from tests.balancer.conftest import Engine, Start
 
@@ -52,20 +49,6 @@ async def test_a_request_arrives_as_it_was_sent(start: Start) -> None:
     ((target, received, sent),) = engine.seen
     assert (target, received) == ("/v1/messages?beta=true", body)
     assert sent["anthropic-beta"] == "x"
-
-
-async def test_an_engine_is_told_what_was_read_of_a_body(start: Start) -> None:
-    engine = Engine("a")
-    client = await start(engine)
-    body = b'{"model": "m", "messages": [{"role": "user", "content": "Hello"}]}'
-    headers = {"content-type": "application/json", HEADER: "made up"}
-    for path in ("/v1/messages", "/v1/messages/count_tokens"):
-        await client.post(path, data=body, headers=headers)
-    (_, _, sent), (_, _, counted) = engine.seen
-    chain = read_chain("/v1/messages", orjson.loads(body))
-    line = ChainHeader(HeaderStrip(), sort_tools=False).line("/v1/messages", b"", body, chain)
-    assert [sent.getall(HEADER)] == [[line.decode().strip().partition(": ")[2]]]
-    assert HEADER not in counted
 
 
 async def test_an_engine_learns_from_the_balancer_alone_how_long_a_request_waited(

@@ -14,10 +14,8 @@ from starlette.datastructures import Headers
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import WHOLE_PROMPT, current
 from sgl_ext.engine.http import request_hook
-from sgl_ext.requests.chain_header import ChainHeader
 from sgl_ext.requests.headers import HeaderStrip
-from sgl_ext.requests.segments import Chain, read_chain
-from sgl_ext.requests.session import GROUP_HEADER, salt_of
+from sgl_ext.requests.segments import Chain
 from sgl_ext.settings.schema import EngineSettings, Tenant
 from sgl_ext.tenants import Tenants
 from tests.requests.test_system_text import HEADER, S
@@ -70,32 +68,6 @@ async def test_tools_are_put_in_order_for_those_who_ask_for_it(
     monkeypatch.setattr(request_hook, "_settings", lambda: EngineSettings(sort_tools=sort_tools))
     request = Request({"tools": [{"name": "b"}, {"name": "a"}], "messages": []})
     assert (await request_hook.read_body(Request.json, request))["tools"][0] == {"name": first}
-
-
-@pytest.mark.parametrize(("group", "is_read"), [(None, False), ("other", True)])
-async def test_what_the_balancer_has_read_is_not_read_again(
-    monkeypatch: pytest.MonkeyPatch, group: str | None, is_read: bool
-) -> None:
-    document = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
-    path, told = "/v1/messages", read_chain("/v1/messages", document)
-    rules = ChainHeader(HeaderStrip(), sort_tools=False)
-    line = rules.line(path, b"", orjson.dumps(document), told).decode()
-    name, _, value = line.strip().partition(": ")
-    headers = {name: value} | ({} if group is None else {GROUP_HEADER: group})
-    reads: list[str] = []
-
-    def read(path: str, read_body: Any, *, salt: bytes) -> Chain:
-        reads.append(path)
-        return read_chain(path, read_body, salt=salt)
-
-    monkeypatch.setattr(request_hook, "read_chain", read)
-    await request_hook.read_body(Request.json, Request(document, path, headers))
-    context = current()
-    assert context is not None
-    expected = read_chain(path, document, salt=salt_of(headers))
-    assert tuple(context.chain.hashes) == expected.hashes
-    assert context.chain.session == expected.session
-    assert bool(reads) == is_read
 
 
 async def test_what_is_asked_of_the_cache_stays_with_the_request() -> None:

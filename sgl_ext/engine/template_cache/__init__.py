@@ -1,1 +1,0 @@
-"""Chat templates rendered incrementally: only messages that are new are rendered."""
