@@ -24,9 +24,10 @@ single exchange within a class loses less, though exchanging two at once might.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
+
+from cachetools import FIFOCache
 
 
 class Running(NamedTuple):
@@ -142,8 +143,7 @@ class PreemptionHistory:
     """
 
     def __init__(self, limit: int = 1024) -> None:
-        self._limit = limit
-        self._last: OrderedDict[str, str] = OrderedDict()
+        self._last: FIFOCache[str, str] = FIFOCache(limit)
 
     def __len__(self) -> int:
         return len(self._last)
@@ -155,6 +155,3 @@ class PreemptionHistory:
     def record(self, preemptor: str, victim: str) -> None:
         """Records a preemption."""
         self._last[victim] = preemptor
-        self._last.move_to_end(victim)
-        if len(self._last) > self._limit:
-            self._last.popitem(last=False)

@@ -15,8 +15,9 @@ Whether to guess a session's next turn depends on how often its earlier guesses 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from enum import StrEnum
+
+from cachetools import FIFOCache
 
 
 class Rejection(StrEnum):
@@ -71,18 +72,14 @@ class GuessHistory:
     _LATEST = 8
 
     def __init__(self, limit: int = 4096) -> None:
-        self._limit = limit
-        self._right: OrderedDict[str, tuple[bool, ...]] = OrderedDict()
+        self._right: FIFOCache[str, tuple[bool, ...]] = FIFOCache(limit)
 
     def __len__(self) -> int:
         return len(self._right)
 
     def note(self, session: str, *, is_right: bool) -> None:
         """Records whether the next turn was the one guessed."""
-        latest = (*self._right.pop(session, ()), is_right)[-self._LATEST :]
-        self._right[session] = latest
-        if len(self._right) > self._limit:
-            self._right.popitem(last=False)
+        self._right[session] = (*self._right.get(session, ()), is_right)[-self._LATEST :]
 
     def should_guess(self, session: str) -> bool:
         """Whether to guess the session's next turn."""

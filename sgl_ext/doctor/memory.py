@@ -21,6 +21,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from cachetools import FIFOCache, LRUCache
+
 from sgl_ext.doctor.blocks import ASSISTANT, Block
 from sgl_ext.doctor.compare import Difference, compare
 from sgl_ext.requests.segments import Chain
@@ -75,7 +77,7 @@ class _Thread:
 
     def __init__(self) -> None:
         self.branches: list[_Record] = []
-        self.ends: OrderedDict[int, int] = OrderedDict()
+        self.ends: FIFOCache[int, int] = FIFOCache(_ENDS)
 
 
 class Memory:
@@ -93,8 +95,8 @@ class Memory:
         self._limit_bytes = limit_bytes
         self.size_bytes = 0
         self._threads: OrderedDict[int, _Thread] = OrderedDict()
-        self._scopes: OrderedDict[Hashable, deque[int]] = OrderedDict()
-        self._heads: OrderedDict[Hashable, OrderedDict[int, None]] = OrderedDict()
+        self._scopes: LRUCache[Hashable, deque[int]] = LRUCache(_LIMIT_SCOPES)
+        self._heads: LRUCache[Hashable, FIFOCache[int, None]] = LRUCache(_LIMIT_SCOPES)
 
     def look(self, prompt: Prompt) -> Divergence | None:
         """Where a prompt parts from what came before it, which it becomes itself by this."""
@@ -131,17 +133,11 @@ class Memory:
 
     def _begun(self, prompt: Prompt) -> Divergence | None:
         """Where a prompt that begins as no conversation known parts from the nearest of them."""
-        heads = self._heads.setdefault(prompt.group, OrderedDict())
-        self._heads.move_to_end(prompt.group)
-        if len(self._heads) > _LIMIT_SCOPES:
-            self._heads.popitem(last=False)
+        heads = self._heads.setdefault(prompt.group, FIFOCache(_HEADS))
         count = prompt.chain.head_segments
         head = prompt.chain.hashes[count - 1] if count else 0
         is_known = head in heads or not count
         heads[head] = None
-        heads.move_to_end(head)
-        if len(heads) > _HEADS:
-            heads.popitem(last=False)
         own = [] if prompt.session is None else self._candidates((prompt.group, prompt.session))
         fleet = self._candidates((prompt.group, None))
         if not own and not fleet:
@@ -182,11 +178,8 @@ class Memory:
         for session in {prompt.session, None}:
             scope = (prompt.group, session)
             threads = self._scopes.setdefault(scope, deque(maxlen=_CANDIDATES))
-            self._scopes.move_to_end(scope)
             if prompt.thread not in threads:
                 threads.append(prompt.thread)
-        while len(self._scopes) > _LIMIT_SCOPES:
-            self._scopes.popitem(last=False)
 
     def _keep(self, thread: _Thread, prompt: Prompt, before: _Record | None) -> None:
         """Remembers a prompt, in the place of the one it grew from; forgets what is too much."""
@@ -205,8 +198,6 @@ class Memory:
                 branches.append(before)
         self.size_bytes += size
         thread.ends[prompt.chain.hashes[-1]] = prompt.chain.ends[-1]
-        if len(thread.ends) > _ENDS:
-            thread.ends.popitem(last=False)
         while self.size_bytes > self._limit_bytes or len(self._threads) > _LIMIT_THREADS:
             self._forget(next(iter(self._threads)))
 

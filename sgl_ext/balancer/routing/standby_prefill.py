@@ -7,9 +7,10 @@ has nothing else to do. Nobody waits for it, and if it fails only a chance is lo
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from http import HTTPStatus
+
+from cachetools import TTLCache
 
 from scheduler.standby import WorkerLoad, choose_standby, is_strained
 from sgl_ext.balancer.http.request_head import RequestHead
@@ -45,7 +46,7 @@ class StandbyPrefill:
         self._metrics = metrics
         self._pool = pool
         self._clock = clock
-        self._warmed_s: OrderedDict[int, float] = OrderedDict()
+        self._warmed: TTLCache[int, None] = TTLCache(_MOST_SESSIONS, AGAIN_S, clock)
 
     def look(self, attempt: Attempt, head: RequestHead, body: bytes | bytearray) -> None:
         """A request of a known session, with this head and body, is on its flight home."""
@@ -55,16 +56,12 @@ class StandbyPrefill:
             return
         if not is_strained(routing.prompt_tokens, self._standing(attempt.worker, 0, attempt)):
             return
-        now_s = self._clock()
-        if now_s - self._warmed_s.get(routing.session, -AGAIN_S) < AGAIN_S:
+        if routing.session in self._warmed:
             return
         spare = self._spare(attempt)
         if spare is None:
             return
-        self._warmed_s[routing.session] = now_s
-        self._warmed_s.move_to_end(routing.session)
-        if len(self._warmed_s) > _MOST_SESSIONS:
-            self._warmed_s.popitem(last=False)
+        self._warmed[routing.session] = None
         target = b"%b?wait=false&protocol=%b" % (WARMED.encode(), protocol)
         _Errand(self._pool(spare), target, head.upstream_lines, bytes(body), self._metrics).go()
 

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import orjson
+from cachetools import FIFOCache
 
-_SCHEMAS = 4096
-_valid: OrderedDict[bytes, None] = OrderedDict()
+_valid: FIFOCache[bytes, None] = FIFOCache(4096)
 
 
 def check_schema(original: Callable[..., None], validator: Any, schema: Any, **asked: Any) -> None:
@@ -35,8 +34,6 @@ def check_schema(original: Callable[..., None], validator: Any, schema: Any, **a
     if digest not in _valid:
         original(validator, schema)
         _valid[digest] = None
-        if len(_valid) > _SCHEMAS:
-            _valid.popitem(last=False)
 
 
 class Message(dict[str, Any]):

@@ -13,13 +13,13 @@ otherwise by itself than in the prompt, can fail to find an end and cannot find 
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import NamedTuple
 
 import xxhash
+from cachetools import FIFOCache, LRUCache
 
 # A place inside a token: what comes before it tokenizes otherwise there, by so much at most.
 _STRADDLING_TOKENS = 8
@@ -80,9 +80,8 @@ class Offsets:
     def __init__(self, encode: Encode, decode: Decode, limit: int = _LIMIT_KNOWN) -> None:
         self._encode = encode
         self._decode = decode
-        self._limit = limit
-        self._known: OrderedDict[int, _Known] = OrderedDict()
-        self._tails: OrderedDict[str, _Tail] = OrderedDict()
+        self._known: LRUCache[int, _Known] = LRUCache(limit)
+        self._tails: FIFOCache[str, _Tail] = FIFOCache(_LIMIT_TAILS)
         self._lock = Lock()
 
     def recall(self, key: int, prompt: Prompt) -> int | None:
@@ -91,16 +90,12 @@ class Offsets:
             known = self._known.get(key)
             if known is None or known.digest != prompt.digest(known.tokens):
                 return None
-            self._known.move_to_end(key)
             return known.tokens
 
     def remember(self, key: int, tokens: int, prompt: Prompt) -> None:
         """The end of such a block has been found."""
         with self._lock:
             self._known[key] = _Known(tokens, prompt.digest(tokens))
-            self._known.move_to_end(key)
-            if len(self._known) > self._limit:
-                self._known.popitem(last=False)
 
     def by_tail(self, text: str, prompt: Prompt) -> int | None:
         """The end of the prompt's last block, which ends with `text`."""
@@ -139,8 +134,6 @@ class Offsets:
         if size:
             with self._lock:
                 self._tails.setdefault(tail, _Tail(size))
-                if len(self._tails) > _LIMIT_TAILS:
-                    self._tails.popitem(last=False)
 
     def count(self, text: str, ends: Sequence[int], prompt: Prompt) -> list[int]:
         """For each place in the prompt's `text`, ascending, how many tokens end before it."""

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import xxhash
+from cachetools import FIFOCache
 
 from scheduler.prefill import GuessHistory
 from sgl_ext.engine.core.counters import counter
@@ -47,6 +48,13 @@ class _Guess(NamedTuple):
     made_s: float
 
 
+class _Seen(NamedTuple):
+    """A conversation's last turn: its hash, and whether a turn ever began with the one before."""
+
+    last_hash: int
+    is_growing: bool
+
+
 class NextTurns:
     """The conversations of one engine. `policy` is as in EngineSettings."""
 
@@ -56,8 +64,7 @@ class NextTurns:
         self._prefiller = prefiller
         self._policy = policy
         self._worth = GuessHistory()
-        self._seen: OrderedDict[str, int] = OrderedDict()
-        self._growing: set[str] = set()
+        self._seen: FIFOCache[str, _Seen] = FIFOCache(16 * MOST_REMEMBERED)
         self._pending: dict[str, asyncio.Task[None]] = {}
         self._guesses: OrderedDict[str, _Guess] = OrderedDict()
 
@@ -79,7 +86,8 @@ class NextTurns:
         asked = context.importance.speculative_prefill
         if name is None or asked is False or context.is_last or self._policy == "off":
             return False
-        if not asked and not (self._policy == "auto" and name in self._growing):
+        seen = self._seen.get(name)
+        if not asked and not (self._policy == "auto" and seen is not None and seen.is_growing):
             return False
         return self._worth.should_guess(name)
 
@@ -145,13 +153,9 @@ class NextTurns:
         hashes = context.chain.hashes
         if not hashes:
             return
-        before = self._seen.pop(name, None)
-        self._seen[name] = hashes[-1]
-        if before is not None and before in hashes[:-1]:
-            self._growing.add(name)
-        if len(self._seen) > 16 * MOST_REMEMBERED:
-            forgotten, _ = self._seen.popitem(last=False)
-            self._growing.discard(forgotten)
+        before = self._seen.get(name)
+        grows = before is not None and (before.is_growing or before.last_hash in hashes[:-1])
+        self._seen[name] = _Seen(hashes[-1], grows)
 
 
 def name_of(context: RequestContext) -> str | None:

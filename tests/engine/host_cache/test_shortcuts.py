@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import pytest
+from cachetools import FIFOCache
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,7 +32,7 @@ class Checked:
 
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> Checked:
-    monkeypatch.setattr(shortcuts, "_valid", type(shortcuts._valid)())
+    monkeypatch.setattr(shortcuts, "_valid", FIFOCache(100))
     return Checked()
 
 
@@ -55,7 +56,7 @@ def test_a_schema_that_is_not_is_refused_each_time(checked: Checked) -> None:
 def test_so_many_schemas_are_known_and_no_more(
     checked: Checked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shortcuts, "_SCHEMAS", 2)
+    monkeypatch.setattr(shortcuts, "_valid", FIFOCache(2))
     for n in range(5):
         shortcuts.check_schema(checked, None, {"maxLength": n})
     assert len(shortcuts._valid) == 2
