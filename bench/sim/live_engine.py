@@ -10,6 +10,7 @@ from bench.sim.engine import Engine, EngineConfig, Event, Request
 from bench.sim.event_publisher import Publisher
 from bench.sim.prompts import answer_to, content_of, prompt_blocks
 from bench.trace.calls import CHAT
+from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.headers import HeaderStrip
 from sgl_ext.requests.segments import Chain, read_chain
 from sgl_ext.requests.system_text import strip_request
@@ -36,7 +37,7 @@ class Live:
 
     def read(self, path: str, body: dict[str, Any]) -> tuple[Request, str]:
         """A request and the answer it will get."""
-        body = strip_request(path, body, self._strip).body
+        body = strip_request(of_path(path), body, self._strip).body
         chat = body if path == CHAT else {"messages": [{"role": "user", "content": body["text"]}]}
         limits = body if path == CHAT else body.get("sampling_params") or {}
         tokens = limits.get("max_completion_tokens") or limits.get("max_tokens")
@@ -45,7 +46,7 @@ class Live:
         blocks = prompt_blocks(chat)
         prompt_tokens = blocks.tokens
         blocks.feed((answer.encode(),))
-        chain = read_chain(path, body) if self.plugin else Chain()
+        chain = read_chain(of_path(path), body) if self.plugin else Chain()
         return Request(blocks.keys, prompt_tokens, tokens, chain), answer
 
     async def generate(self, request: Request) -> AsyncIterator[None]:

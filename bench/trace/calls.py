@@ -23,6 +23,7 @@ from bench.sim.prompts import (
     text_of,
 )
 from bench.trace.swarm import Agent, Turn
+from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.headers import HeaderStrip
 from sgl_ext.requests.segments import Chain, read_chain
 from sgl_ext.requests.system_text import strip_request
@@ -131,12 +132,12 @@ def _compile(agent: Agent, strip: HeaderStrip) -> list[Call]:
     conversation, blocks, read = Conversation(agent), Blocks(), 0
     calls = []
     for place, turn in enumerate(agent.turns):
-        body = strip_request(CHAT, conversation.ask(turn), strip).body
+        body = strip_request(of_path(CHAT), conversation.ask(turn), strip).body
         messages = body["messages"]
         begins = () if read else beginning(body)
         blocks.feed((*begins, *map(rendered, messages[read:]), ANSWER_OPENING))
         prompt_tokens = blocks.tokens
-        chain = read_chain(CHAT, body)
+        chain = read_chain(of_path(CHAT), body)
         answer = answer_to(messages[-1]["content"], turn.answer_tokens)
         blocks.feed((answer.encode(),))
         read = len(messages) + 1  # the answer was read here

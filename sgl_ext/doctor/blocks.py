@@ -7,20 +7,20 @@ front of all: the model and the salts).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import orjson
 
 from sgl_ext.requests.canonical import (
-    INSTRUCTING_ROLES,
     SORTED,
     block_text,
+    items_in,
     offered_tools,
     rendered,
     rest_of_message,
     role_text,
 )
+from sgl_ext.requests.protocol import INSTRUCTION_ROLES, Part, Protocol
 
 TOOLS, SYSTEM, USER, ASSISTANT = "tools", "system", "user", "assistant"
 _READ_ERRORS = (TypeError, ValueError, OverflowError, RecursionError, AttributeError)
@@ -49,18 +49,23 @@ class Block(NamedTuple):
         return self.part in (TOOLS, SYSTEM)
 
 
-def read_blocks(path: str, body: Any) -> list[Block]:
-    """The blocks of a parsed and stripped request body; `path` is its URL path.
+def read_blocks(protocol: Protocol, body: Any) -> list[Block]:
+    """The blocks of a parsed and stripped request body.
 
-    Empty for a path whose prompt is not made of blocks, or a body that cannot be read.
+    Empty for a protocol whose prompt is not made of blocks, or a body that cannot be read.
     Never raises.
     """
-    reader = _READERS.get(path)
-    if reader is None or not isinstance(body, dict):
+    if protocol.turns_field is None or not isinstance(body, dict):
         return []
     walk = _Walk()
     try:
-        reader(walk, body)
+        for part, field in protocol.prompt:
+            if part is Part.TOOLS:
+                walk.tools(body)
+            elif part is Part.INSTRUCTIONS:
+                walk.instructions(field, body.get(field))
+            else:
+                walk.messages(field, body.get(field))
     except _READ_ERRORS:
         return []
     return walk.blocks
@@ -97,12 +102,12 @@ class _Walk:
                 self._add(name, part, b"\xffs", block_text(block))
 
     def messages(self, label: str, messages: Any) -> None:
-        for number, message in enumerate(messages if isinstance(messages, list) else ()):
+        for number, message in enumerate(items_in(messages)):
             name = f"{label}[{number}]"
             if not isinstance(message, dict):
                 self._in_head = False
                 self._add(name, USER, b"\xffm", block_text(message))
-            elif message.get("role") in INSTRUCTING_ROLES:
+            elif message.get("role") in INSTRUCTION_ROLES:
                 self.instructions(f"{name}.content", message.get("content"))
             else:
                 self._in_head = False
@@ -131,28 +136,3 @@ def _is_the_model_s(message: dict[str, Any]) -> bool:
     if role is not None:
         return bool(role == "assistant")
     return isinstance(kind, str) and (kind == "reasoning" or kind.endswith("_call"))
-
-
-def _read_chat(walk: _Walk, body: dict[str, Any]) -> None:
-    walk.tools(body)
-    walk.instructions("system", body.get("system"))
-    walk.messages("messages", body.get("messages"))
-
-
-def _read_responses(walk: _Walk, body: dict[str, Any]) -> None:
-    walk.tools(body)
-    walk.instructions("instructions", body.get("instructions"))
-    entered = body.get("input")
-    if isinstance(entered, str):
-        entered = [{"role": "user", "content": entered}]
-    walk.messages("input", entered)
-
-
-_READERS: dict[str, Callable[[_Walk, dict[str, Any]], None]] = {
-    "/v1/messages": _read_chat,
-    "/v1/chat/completions": _read_chat,
-    "/invocations": _read_chat,
-    "/api/chat": _read_chat,
-    "/v1/responses": _read_responses,
-}
-PATHS = frozenset(_READERS)

@@ -1,7 +1,6 @@
-"""A name for each request, which its answer tells: clients show it, and a log can be asked for it.
+"""An id for each request, returned in a header of its answer: clients show it, and logs name it.
 
-Anthropic's clients read it from `request-id`, OpenAI's from `x-request-id`. It is random once a
-process and then counted, which costs less than a random one each time and is as unique.
+A random prefix for the process and a counter are as unique as a random id, and cost less.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import itertools
 import os
 import secrets
 
-from sgl_ext.protocols.errors import Protocol
+from sgl_ext.requests.protocol import ErrorShape
 
 NAMES = frozenset({b"request-id", b"x-request-id"})
 _process = secrets.token_hex(8)
@@ -18,19 +17,18 @@ _numbers = itertools.count(1)
 
 
 def new_request_id() -> str:
-    """A name that no other request has, of this process or another."""
+    """An id that no other request has, in this process or another."""
     return f"req_{_process}{next(_numbers):08x}"
 
 
-def id_line(path: str, request_id: str) -> bytes:
-    """The header line that tells it to whoever called `path`."""
-    name = "request-id" if Protocol.of(path) is Protocol.ANTHROPIC else "x-request-id"
-    return f"{name}: {request_id}\r\n".encode()
+def id_line(shape: ErrorShape, request_id: str) -> bytes:
+    """The header line in which a protocol's clients look for the id."""
+    return f"{shape.request_id_header}: {request_id}\r\n".encode()
 
 
-def _begin_anew() -> None:
+def _reset_prefix() -> None:
     global _process
     _process = secrets.token_hex(8)
 
 
-os.register_at_fork(after_in_child=_begin_anew)
+os.register_at_fork(after_in_child=_reset_prefix)

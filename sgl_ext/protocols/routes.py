@@ -1,54 +1,43 @@
-"""Every path of an engine that the balancer knows, and what it does with it.
+"""Every engine path that the balancer knows, and how it routes requests to it.
 
-A path that is not here is answered 404: an engine's administration must not be
-applied to one engine of many by accident.
+A path that is not here is answered 404: a command to an engine's administration must not reach
+one engine of many by accident.
 """
 
 from __future__ import annotations
 
-import os
 from http import HTTPStatus
 from typing import NamedTuple
 
+from sgl_ext.protocols import registry
 from sgl_ext.protocols.errors import BalancerError
 
-# One worker, chosen by the conversation's beginning. The body is JSON.
+# One worker, chosen by the prefix of the prompt. The body is JSON. All protocols' paths, and:
+EMBEDDING = ("/v1/embeddings", "/v1/classify", "/encode", "/classify")
+PARSING = ("/parse_function_call", "/separate_reasoning")
+TOKENIZING = ("/v1/tokenize", "/v1/detokenize", "/tokenize", "/detokenize")
 PLACED = (
-    "/v1/messages",
-    "/v1/messages/count_tokens",
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/responses",
-    "/v1/embeddings",
-    "/v1/classify",
+    *registry.PATHS,
+    *EMBEDDING,
+    *PARSING,
+    *TOKENIZING,
     "/v1/score",
     "/v1/rerank",
     "/v1/decisions",
     "/v1/systemone",
-    "/v1/tokenize",
-    "/v1/detokenize",
-    "/tokenize",
-    "/detokenize",
-    "/generate",
-    "/encode",
-    "/classify",
-    "/api/chat",
-    "/api/generate",
     "/api/show",
-    "/invocations",
-    os.environ.get("AIP_PREDICT_ROUTE", "/vertex_generate"),
-    "/parse_function_call",
-    "/separate_reasoning",
 )
+# Of these paths, an engine answers without its scheduler: any worker will do, however busy.
+NOT_RUN = {*registry.COUNTING_PATHS, *PARSING, *TOKENIZING, "/api/show"}
 
-# One worker, that where the conversation's next turn will go: it computes it while it is idle.
-WARMED = "/v1/prefill"
+# One worker, the one where the conversation's next turn will go. It prefills while it is idle.
+PREFILL = "/v1/prefill"
 
-# What the balancer keeps for clients: it answers these itself.
+# The balancer stores these for clients, and answers such requests itself.
 CONTEXTS = "/v1/contexts"
 RESPONSE = "/v1/responses/{response}"
 
-# One worker, any: all answer alike. The body, if any, is not JSON.
+# One worker, any: all give the same answer. The body, if any, is not JSON.
 ANY_GET = (
     "/v1/models",
     "/v1/models/{model}",
@@ -60,7 +49,7 @@ ANY_GET = (
 )
 ANY_POST = ("/v1/audio/transcriptions",)
 
-# Every worker; the answer is each worker's own.
+# Every worker; the answer contains each worker's own answer.
 FANNED_OUT = (
     "/flush_cache",
     "/start_profile",
@@ -80,26 +69,13 @@ FANNED_OUT = (
 FANNED_OUT_GET = ("/v1/loads",)
 
 
-# Of the placed, what an engine answers without running it: any worker, whatever runs there.
-NOT_RUN = {
-    "/v1/messages/count_tokens",
-    "/v1/tokenize",
-    "/v1/detokenize",
-    "/tokenize",
-    "/detokenize",
-    "/api/show",
-    "/parse_function_call",
-    "/separate_reasoning",
-}
-
-
 class Route(NamedTuple):
-    """A path that goes to one worker.
+    """How requests to a path reach one worker.
 
-    label: its pattern, so that ids are no metric labels.
-    placed: whether its body decides where it goes.
-    runs: whether that is the worker's scheduler's to run, and needs room there.
-    warms: whether it is for a turn that has not come yet, and runs when nothing else does.
+    label: the path's pattern, so that ids in paths do not become metric labels.
+    placed: the body decides the worker.
+    runs: the worker's scheduler runs the request, so the worker needs capacity for it.
+    warms: the request prepares a later one and runs only while the worker is idle.
     """
 
     label: str
@@ -111,19 +87,20 @@ class Route(NamedTuple):
 _MODEL = "/v1/models/{model}"
 _TO_ONE: dict[str, dict[str, Route]] = {
     **{path: {"POST": Route(path, placed=True, runs=path not in NOT_RUN)} for path in PLACED},
-    WARMED: {"POST": Route(WARMED, placed=True, warms=True)},
+    PREFILL: {"POST": Route(PREFILL, placed=True, warms=True)},
     **{path: {"GET": Route(path, placed=False)} for path in ANY_GET},
     **{path: {"POST": Route(path, placed=False)} for path in ANY_POST},
 }
+_KNOWN = {"/", "/health", "/metrics", CONTEXTS, *_TO_ONE, *FANNED_OUT, *FANNED_OUT_GET}
 
 
 def to_one(method: str, path: str) -> Route | None:
-    """How a request goes to one worker; None if it does not.
+    """How a request reaches one worker; None if it does not go to one worker.
 
     Raises BalancerError 405 for a method that the path does not have.
     """
     by_method = _TO_ONE.get(path) or _TO_ONE.get(_pattern(path))
-    if by_method is None or (method, path) == ("DELETE", WARMED):
+    if by_method is None or (method, path) == ("DELETE", PREFILL):
         return None
     route = by_method.get(method)
     if route is None:
@@ -132,30 +109,16 @@ def to_one(method: str, path: str) -> Route | None:
 
 
 def is_known_to_one(path: str) -> bool:
-    """Whether requests of this path go to one worker."""
+    """Whether requests to this path go to one worker."""
     return path in _TO_ONE or _pattern(path) in _TO_ONE
+
+
+def label_of(path: str) -> str:
+    """A path as a metric's label: itself or its pattern; "unknown" if it is not known."""
+    pattern = _pattern(path)
+    return pattern if pattern in _KNOWN else "unknown"
 
 
 def _pattern(path: str) -> str:
     parent, _, model = path.rpartition("/")
     return _MODEL if parent == "/v1/models" and model else path
-
-
-def label_of(path: str) -> str:
-    """A path as a metric's label: itself or its pattern if it is known."""
-    pattern = _pattern(path)
-    return pattern if pattern in _KNOWN else "unknown"
-
-
-_KNOWN = {
-    "/",
-    "/health",
-    "/metrics",
-    CONTEXTS,
-    WARMED,
-    *PLACED,
-    *ANY_GET,
-    *ANY_POST,
-    *FANNED_OUT,
-    *FANNED_OUT_GET,
-}

@@ -31,11 +31,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sgl_ext.requests.cache_marks import Place
+from sgl_ext.requests.protocol import INSTRUCTION_ROLES, Place
 
 Render = Callable[[Any], str | None]
 _Path = tuple[str | int, ...]
-_INSTRUCTING_ROLES = ("system", "developer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +294,7 @@ def _last_instruction(body: Any) -> Place:
 def _instructions(body: Any) -> int:
     """How many messages at the beginning instruct."""
     count = 0
-    while _at(body, ("messages", count, "role")) in _INSTRUCTING_ROLES:
+    while _at(body, ("messages", count, "role")) in INSTRUCTION_ROLES:
         count += 1
     return count
 

@@ -1,8 +1,8 @@
-"""The canonical text of the parts of a request, in bytes: what of them reaches the prompt.
+"""The canonical text of the parts of a request, in bytes: what reaches the prompt.
 
-Left out are the order of JSON keys and white space, `cache_control`, ids of messages and
+It leaves out the order of JSON keys and white space, `cache_control`, ids of messages and
 tool calls, and whether a text stands alone or in a list of text blocks. Parts are framed
-by the byte 0xFF, which no UTF-8 text holds.
+by the byte 0xFF, which no UTF-8 text contains.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ _RESULT_KEYS = frozenset({"type", "tool_use_id", "content", "cache_control"})
 _ROLES: dict[Any, bytes] = {
     role: b"\xffm" + role.encode() for role in ("user", "assistant", "tool")
 }
-INSTRUCTING_ROLES = ("system", "developer")
 SORTED = orjson.OPT_SORT_KEYS
 
 
@@ -31,13 +30,20 @@ def offered_tools(body: dict[str, Any]) -> list[Any]:
     return [] if unused or not isinstance(tools, list) else tools
 
 
+def items_in(value: Any) -> list[Any]:
+    """A list of messages or items; a text is one user's message."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    return value if isinstance(value, list) else []
+
+
 def role_text(role: Any) -> bytes:
-    """What a message of this role begins with."""
+    """The beginning of a message of this role."""
     return _ROLES.get(role) or b"\xffm" + str(role).encode()
 
 
 def add_content(parts: list[bytes], content: Any) -> None:
-    """A text or blocks; a text alone reads as a list of it."""
+    """Adds a text or blocks; a text alone counts as a list of one text block."""
     if isinstance(content, list):
         for block in content:
             parts.append(b"\xffb")
@@ -68,7 +74,7 @@ def block_text(block: Any) -> bytes:
 
 
 def rest_of_message(message: dict[str, Any]) -> bytes:
-    """What a message holds beside its role and content: tool calls, reasoning, a call's output."""
+    """The rest of a message, without role and content: tool calls, reasoning, a call's output."""
     rest = {
         key: value
         for key, value in message.items()

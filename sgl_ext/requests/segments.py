@@ -1,26 +1,21 @@
-"""A request as a chain of segments: one hash for each beginning that another request may share.
+"""A request as a chain of segments: one hash for each prefix that another request may share.
 
-A prompt is read in the order in which templates render it, tools, instructions,
-messages, and cut where requests of agents part: behind the tools, behind each
-block of instructions, behind each message, and every CUT_BYTES inside a long one;
-more finely at the beginning of what comes before or is the first user's message, where
-short prompts have all that they share.
+The prompt is read in the order in which templates render it (tools, instructions, messages) and
+cut where requests of agents diverge: after the tools, after each block of instructions, after
+each message, and every CUT_BYTES inside a long one. Up to the end of the first user message the
+first cuts are finer, because short prompts share nothing else.
 
     tools ........ | system | user      | assistant | user ...
     |---|---|---|--|--|--|--|--|        |           |
     h1  h2  h3  h4 h5 ...      ^session h8          h9
 
-A segment's hash is the 128-bit xxh3 of all canonical text up to its end, so two
-requests share exactly the segments before they first differ. The canonical text
-leaves out what does not reach the prompt or must not part two requests: the order
-of JSON keys and white space, `cache_control`, ids of messages and tool calls, and
-whether a text stands alone or in a list of text blocks. It is framed by the byte
-0xFF, which no UTF-8 text holds, so that different requests have different texts.
+A segment's hash is the 128-bit xxh3 of all canonical text up to its end, so two requests share
+exactly the segments before their first difference. `canonical.py` says what the canonical text
+leaves out.
 
 The model, a LoRA adapter, `cache_salt`, `extra_key`, an earlier response that this one
-continues, and the caller's salt (its cache group) stand at the front: nothing is shared
-across them. A wrong guess of what a template
-renders costs a cache miss and nothing else.
+continues, and the caller's salt (its cache group) come first: nothing is shared across them. A
+wrong guess of what a template renders costs a cache miss and nothing else.
 """
 
 from __future__ import annotations
@@ -34,19 +29,20 @@ import orjson
 import xxhash
 
 from sgl_ext.requests.canonical import (
-    INSTRUCTING_ROLES,
     SORTED,
     add_content,
     block_text,
+    items_in,
     offered_tools,
     rendered,
     rest_of_message,
     role_text,
 )
+from sgl_ext.requests.protocol import INSTRUCTION_ROLES, Json, Part, Protocol
 
 CUT_BYTES = 4096
 FINE_CUT_BYTES = 1024
-# What stands in front of everything: with another of these, nothing is shared.
+# Requests that differ in one of these share nothing.
 _SALTS = ("model", "lora_path", "cache_salt", "extra_key", "previous_response_id")
 
 
@@ -54,13 +50,13 @@ _SALTS = ("model", "lora_path", "cache_salt", "extra_key", "previous_response_id
 class Chain:
     """A request's segments in prompt order.
 
-    hashes: of everything up to each segment's end, 128 bits each.
+    hashes: for each segment, the 128-bit hash of everything up to its end.
     ends: the bytes of canonical text up to there, strictly ascending.
-    session: the hash that ends the first message of a user, None if there is none;
-        all later turns of a conversation have it too.
+    session: the hash at the end of the first user message, None if there is none; all later
+        turns of a conversation have it too.
     tools: how many tools the request offers.
-    tool_segments: how many segments they are.
-    head_segments: how many segments come before the first message that does not instruct.
+    tool_segments: how many segments the tools have.
+    head_segments: how many segments come before the first message that is no instruction.
     """
 
     hashes: Sequence[int] = ()
@@ -71,20 +67,19 @@ class Chain:
     head_segments: int = 0
 
 
-def read_chain(path: str, body: Any, *, salt: bytes = b"") -> Chain:
-    """The chain of a parsed and stripped request body; `path` is its URL path.
+def read_chain(protocol: Protocol, body: Any, *, salt: bytes = b"") -> Chain:
+    """The chain of a parsed and stripped request body.
 
-    No segment of one salt is one of another; a salt has no byte 0xFF.
-
-    Empty for a path that generates nothing, a batch of prompts, or a body whose
-    structure cannot be read. Never raises.
+    Two chains of different salts share no segment; a salt must not contain the byte 0xFF.
+    Empty for a protocol that generates nothing, a batch of prompts, or a body whose structure
+    cannot be read. Never raises.
     """
-    reader = _READERS.get(path)
-    if reader is None or not isinstance(body, dict):
+    if not protocol.generates or not isinstance(body, dict):
         return Chain()
     writer = _Writer(body, salt)
     try:
-        tools = reader(writer, body)
+        for part, field in protocol.prompt:
+            _WRITE[part](writer, body, field)
     except (TypeError, ValueError, OverflowError, RecursionError, AttributeError):
         return Chain()
     writer.messages_begin()
@@ -92,19 +87,20 @@ def read_chain(path: str, body: Any, *, salt: bytes = b"") -> Chain:
         tuple(writer.hashes),
         tuple(writer.ends),
         writer.session,
-        tools,
+        writer.tools,
         writer.tool_segments,
         writer.head_segments or 0,
     )
 
 
 class _Writer:
-    """Feeds canonical text to one running hash and notes it at every segment's end."""
+    """Feeds canonical text to one running hash and records the hash at every segment's end."""
 
-    def __init__(self, body: dict[str, Any], salt: bytes) -> None:
+    def __init__(self, body: Json, salt: bytes) -> None:
         self.hashes: list[int] = []
         self.ends: list[int] = []
         self.session: int | None = None
+        self.tools = 0
         self.tool_segments = 0
         self.head_segments: int | None = None
         self._size = 0
@@ -114,7 +110,7 @@ class _Writer:
             self._hash.update(b"\xff" if value is None else b"\xff" + str(value).encode())
 
     def segment(self, text: bytes) -> None:
-        """Adds a text that ends where a segment ends; a long one is cut on the way."""
+        """Adds a text that ends where a segment ends; a long one is cut into several segments."""
         size = len(text)
         if self.session is None and size > FINE_CUT_BYTES:
             self._cut(text, [*range(FINE_CUT_BYTES, min(size, CUT_BYTES), FINE_CUT_BYTES)])
@@ -136,31 +132,21 @@ class _Writer:
         self._size += size
 
     def messages_begin(self) -> None:
-        """What comes next is no instruction any more; to say so twice changes nothing."""
+        """The instructions have ended; a second call changes nothing."""
         if self.head_segments is None:
             self.head_segments = len(self.hashes)
 
-    def user_spoke(self) -> None:
-        """The segment just ended is a user's message; the first one names the session."""
+    def user_message_ends(self) -> None:
+        """The last segment is the end of a user's message; the first one names the session."""
         if self.session is None and self.hashes:
             self.session = self.hashes[-1]
 
 
-def _read_tools(writer: _Writer, body: dict[str, Any]) -> int:
-    tools = offered_tools(body)
-    if not tools:
-        return 0
-    shown = [rendered(tool) if isinstance(tool, dict) else tool for tool in tools]
-    writer.segment(b"\xfft" + orjson.dumps(shown, option=SORTED))
-    writer.tool_segments = len(writer.hashes)
-    return len(tools)
-
-
 def with_sorted_tools(body: Any) -> Any:
-    """A body whose tools stand in the order of their names; the same object if there are none.
+    """A body with its tools sorted by name; the same object if there are none.
 
-    Clients that offer the same tools in different orders then share what stands behind them.
-    It changes the prompt, so it is for those who ask for it.
+    Clients that offer the same tools in different orders then share the prefix after the tools.
+    It changes the prompt, so it is off by default.
     """
     tools = body.get("tools") if isinstance(body, dict) else None
     return {**body, "tools": sorted(tools, key=_tool_name)} if isinstance(tools, list) else body
@@ -173,24 +159,36 @@ def _tool_name(tool: Any) -> str:
     return str((inner if isinstance(inner, dict) else tool).get("name", ""))
 
 
-def _read_instructions(writer: _Writer, value: Any) -> None:
-    """A system prompt that stands outside the messages: each block is a segment."""
-    blocks = value if isinstance(value, list) else [value]
-    for block in blocks:
+def _write_tools(writer: _Writer, body: Json, field: str) -> None:
+    tools = offered_tools(body)
+    if tools:
+        shown = [rendered(tool) if isinstance(tool, dict) else tool for tool in tools]
+        writer.segment(b"\xfft" + orjson.dumps(shown, option=SORTED))
+        writer.tools = len(tools)
+        writer.tool_segments = len(writer.hashes)
+
+
+def _write_instructions(writer: _Writer, body: Json, field: str) -> None:
+    _write_blocks(writer, body.get(field))
+
+
+def _write_blocks(writer: _Writer, value: Any) -> None:
+    """Instructions: each block is a segment."""
+    for block in value if isinstance(value, list) else (value,):
         if block:
             writer.segment(b"\xffs" + block_text(block))
 
 
-def _read_messages(writer: _Writer, messages: Any) -> None:
-    """Messages or input items of any protocol: each is a segment."""
-    for message in messages if isinstance(messages, list) else ():
+def _write_items(writer: _Writer, body: Json, field: str) -> None:
+    """Messages or other items: each is a segment."""
+    for message in items_in(body.get(field)):
         if not isinstance(message, dict):
             writer.messages_begin()
             writer.segment(b"\xffm" + block_text(message))
             continue
         role, content = message.get("role"), message.get("content")
-        if role in INSTRUCTING_ROLES:
-            _read_instructions(writer, content)
+        if role in INSTRUCTION_ROLES:
+            _write_blocks(writer, content)
             continue
         writer.messages_begin()
         parts = [role_text(role)]
@@ -199,28 +197,12 @@ def _read_messages(writer: _Writer, messages: Any) -> None:
             parts.append(rest_of_message(message))
         writer.segment(b"".join(parts))
         if role == "user":
-            writer.user_spoke()
+            writer.user_message_ends()
 
 
-def _read_chat(writer: _Writer, body: dict[str, Any]) -> int:
-    tools = _read_tools(writer, body)
-    _read_instructions(writer, body.get("system"))
-    _read_messages(writer, body.get("messages"))
-    return tools
-
-
-def _read_responses(writer: _Writer, body: dict[str, Any]) -> int:
-    tools = _read_tools(writer, body)
-    _read_instructions(writer, body.get("instructions"))
-    entered = body.get("input")
-    if isinstance(entered, str):
-        entered = [{"role": "user", "content": entered}]
-    _read_messages(writer, entered)
-    return tools
-
-
-def _read_prompt(writer: _Writer, value: Any) -> int:
-    """A raw prompt: a text, token ids, or a list that holds a single one of them."""
+def _write_text(writer: _Writer, body: Json, field: str) -> None:
+    """A raw prompt: a text, token ids, or a list of one of them; a batch has no chain."""
+    value = body.get(field)
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
         value = value[0]
     writer.messages_begin()
@@ -228,32 +210,13 @@ def _read_prompt(writer: _Writer, value: Any) -> int:
         writer.segment(b"\xffp" + value.encode("utf-8", "surrogatepass"))
     elif isinstance(value, list) and value and all(isinstance(token, int) for token in value):
         writer.segment(array("q", value).tobytes())
-    return 0
 
 
-def _read_ollama(writer: _Writer, body: dict[str, Any]) -> int:
-    _read_instructions(writer, body.get("system"))
-    return _read_prompt(writer, body.get("prompt"))
-
-
-def _read_completion(writer: _Writer, body: dict[str, Any]) -> int:
-    return _read_prompt(writer, body.get("prompt"))
-
-
-def _read_generate(writer: _Writer, body: dict[str, Any]) -> int:
-    text = body.get("text")
-    return _read_prompt(writer, body.get("input_ids") if text is None else text)
-
-
-_READERS: dict[str, Callable[[_Writer, dict[str, Any]], int]] = {
-    "/v1/messages": _read_chat,
-    "/v1/chat/completions": _read_chat,
-    "/invocations": _read_chat,
-    "/api/chat": _read_chat,
-    "/v1/responses": _read_responses,
-    "/v1/completions": _read_completion,
-    "/api/generate": _read_ollama,
-    "/generate": _read_generate,
+_WRITE: dict[Part, Callable[[_Writer, Json, str], None]] = {
+    Part.TOOLS: _write_tools,
+    Part.INSTRUCTIONS: _write_instructions,
+    Part.MESSAGES: _write_items,
+    Part.ITEMS: _write_items,
+    Part.TEXT: _write_text,
+    Part.INSTANCES: lambda writer, body, field: None,
 }
-PATHS = frozenset(_READERS)
-"""Those that generate of a prompt."""

@@ -13,6 +13,7 @@ from aiohttp import ClientSession, ClientTimeout, web
 
 from sgl_ext.balancer import server
 from sgl_ext.balancer.routing import workers
+from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.segments import read_chain
 from tests.balancer.conftest import Engine, Start
 
@@ -29,7 +30,7 @@ def body(*texts: str, system: str = HARNESS) -> dict[str, Any]:
 def event(seq: int, request: dict[str, Any] | None = None, **more: Any) -> bytes:
     """A line of an engine's events: it holds all of a request."""
     stored, parent = [], None
-    for segment in read_chain(CHAT, request or {}).hashes:
+    for segment in read_chain(of_path(CHAT), request or {}).hashes:
         stored.append([f"{segment:032x}", parent, 5000])
         parent = f"{segment:032x}"
     return orjson.dumps({"seq": seq, "stored": stored, **more}) + b"\n"
@@ -108,7 +109,7 @@ async def test_an_eviction_is_followed(start: Start) -> None:
     holder = telling("holder", [snapshot(1, body("Hello"))])
     client = await start(holder, telling("quiet", [snapshot()]))
     await until_held(client, holder, body("Hello"), 5000)
-    first = f"{read_chain(CHAT, body('Hello')).hashes[0]:032x}"
+    first = f"{read_chain(of_path(CHAT), body('Hello')).hashes[0]:032x}"
     holder.events[0].put_nowait(event(2, removed=[first]))
     await until_held(client, holder, body("Hello"), 0)
 
@@ -142,7 +143,7 @@ async def test_the_explanation_names_each_worker_s_cost(start: Start) -> None:
 
 
 async def test_pins_are_shown_with_their_engine_and_forgotten_with_it(start: Start) -> None:
-    segment = f"{read_chain(CHAT, body('Hello')).hashes[-1]:032x}"
+    segment = f"{read_chain(of_path(CHAT), body('Hello')).hashes[-1]:032x}"
     row = {"prefix": "a" * 32, "segment": segment, "tokens": 5000, "left_s": 60.0, "session": "s"}
     engine = telling("a", [event(1, body("Hello"), snapshot=True, cleared=True, pinned=[row])])
     other = telling("b", [snapshot()])

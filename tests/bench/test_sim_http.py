@@ -10,6 +10,7 @@ from bench.sim.engine import EngineConfig
 from bench.sim.live_engine import Live
 from bench.sim.server import make_app
 from bench.trace.calls import CHAT
+from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.segments import read_chain
 
 FAST = EngineConfig(
@@ -95,7 +96,7 @@ async def test_bad_requests_are_refused(stock: TestClient) -> None:
 
 async def test_events_begin_with_a_snapshot_and_go_on(ours: TestClient) -> None:
     await cached(ours, chat())
-    hashes = [f"{segment:032x}" for segment in read_chain(CHAT, chat()).hashes]
+    hashes = [f"{segment:032x}" for segment in read_chain(of_path(CHAT), chat()).hashes]
     async with ours.get("/sgl_ext/events") as stream:
         first = orjson.loads(await stream.content.readline())
         assert (first["seq"], first["snapshot"], first["cleared"]) == (0, True, True)

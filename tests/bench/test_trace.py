@@ -8,6 +8,7 @@ from bench.sim.prompts import BLOCK_TOKENS, BYTES_PER_TOKEN, answer_to, prompt_b
 from bench.sim.virtual_time import LeastLoaded, RoundRobin, simulate
 from bench.trace.calls import CHAT, Call, Conversation, Loop, compile_calls, ideal_of
 from bench.trace.swarm import VARIANTS, Agent, TraceConfig, make_trace
+from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.segments import read_chain
 
 
@@ -128,13 +129,13 @@ def test_compiled_calls_are_those_an_engine_reads_from_the_bodies() -> None:
         blocks = prompt_blocks(body)
         assert list(call.keys[: len(blocks.keys)]) == list(blocks.keys)
         assert call.prompt_tokens == blocks.tokens
-        assert call.chain == read_chain(CHAT, body)
+        assert call.chain == read_chain(of_path(CHAT), body)
         talk.hear(answer_to(body["messages"][-1]["content"], turn.answer_tokens))
 
 
 def test_a_segments_end_is_a_position_in_the_simulated_prompt() -> None:
     body = Conversation(small()[0]).ask(small()[0].turns[0])
-    end = read_chain(CHAT, body).ends[-1]
+    end = read_chain(of_path(CHAT), body).ends[-1]
     opening = len(b"\xffmassistant\xffb")
     assert end == prompt_blocks(body).size - opening
     assert BYTES_PER_TOKEN * BLOCK_TOKENS * len(prompt_blocks(body).keys) <= end + opening

@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_ext.doctor.blocks import PATHS, read_blocks
+from sgl_ext.doctor.blocks import read_blocks
+from sgl_ext.protocols.registry import GENERATING_PATHS, of_path
 from sgl_ext.requests.segments import read_chain
 from tests.doctor.prompts import CHAT, MESSAGES, RESPONSES, messages
 
+PATHS = [path for path in GENERATING_PATHS if of_path(path).turns_field]
 texts = st.text(max_size=12)
 parts = st.one_of(
     texts.map(lambda text: {"type": "text", "text": text}),
@@ -45,11 +47,11 @@ bodies = st.fixed_dictionaries(
 
 
 def whole(path: str, body: Any) -> bytes:
-    return b"".join(block.frame + block.text for block in read_blocks(path, body))
+    return b"".join(block.frame + block.text for block in read_blocks(of_path(path), body))
 
 
 def labels(path: str, body: Any) -> list[str]:
-    return [block.label for block in read_blocks(path, body)]
+    return [block.label for block in read_blocks(of_path(path), body)]
 
 
 @given(st.sampled_from(sorted(PATHS)), bodies, bodies, st.sampled_from(["tools", "messages", ""]))
@@ -58,29 +60,29 @@ def test_blocks_are_equal_exactly_where_chains_are(
 ) -> None:
     if changed:
         right = {**left, changed: right.get(changed)}
-    ours, theirs = read_chain(path, left), read_chain(path, right)
+    ours, theirs = read_chain(of_path(path), left), read_chain(of_path(path), right)
     assert (_closed(path, left) == _closed(path, right)) == (ours.hashes[-1:] == theirs.hashes[-1:])
 
 
 def _closed(path: str, body: Any) -> bytes:
     """The canonical text; the end of a list of tools alone is no block's."""
-    blocks = read_blocks(path, body)
+    blocks = read_blocks(of_path(path), body)
     text = whole(path, body)
     return text + b"]" if blocks and blocks[-1].part == "tools" else text
 
 
 @given(st.sampled_from(sorted(PATHS)), bodies)
 def test_ends_are_those_of_the_chain(path: str, body: dict[str, Any]) -> None:
-    chain, text = read_chain(path, body), _closed(path, body)
+    chain, text = read_chain(of_path(path), body), _closed(path, body)
     assert len(text) == (chain.ends[-1] if chain.ends else 0)
-    blocks = read_blocks(path, body)
+    blocks = read_blocks(of_path(path), body)
     if blocks:
         assert blocks[-1].end == len(whole(path, body))
 
 
 @given(st.sampled_from(sorted(PATHS)), bodies)
 def test_the_head_ends_where_the_chain_says(path: str, body: dict[str, Any]) -> None:
-    chain, blocks = read_chain(path, body), read_blocks(path, body)
+    chain, blocks = read_chain(of_path(path), body), read_blocks(of_path(path), body)
     head = [block for block in blocks if block.in_head]
     ends = (0, *chain.ends)
     closes = bool(head) and head[-1].part == "tools"
@@ -110,4 +112,4 @@ def test_labels_say_where_a_client_finds_its_own_words() -> None:
 
 @pytest.mark.parametrize("body", [None, [], {"messages": 3}, {"tools": [{1: 2}]}, {"input": {}}])
 def test_what_cannot_be_read_has_no_blocks(body: Any) -> None:
-    assert all(read_blocks(path, body) == [] for path in PATHS)
+    assert all(read_blocks(of_path(path), body) == [] for path in PATHS)

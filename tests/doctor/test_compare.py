@@ -14,17 +14,18 @@ from hypothesis import strategies as st
 
 from sgl_ext.doctor.blocks import read_blocks
 from sgl_ext.doctor.compare import KINDS, Difference, compare
+from sgl_ext.protocols.registry import of_path
 from tests.doctor.prompts import MESSAGES, SYSTEM, TOOLS, messages, system, turns
 
 
 def difference(old: Any, new: Any) -> Difference:
-    found = compare(read_blocks(MESSAGES, old), read_blocks(MESSAGES, new))
+    found = compare(read_blocks(of_path(MESSAGES), old), read_blocks(of_path(MESSAGES), new))
     assert found is not None
     return found
 
 
 def agrees(old: Any, new: Any) -> bool:
-    return compare(read_blocks(MESSAGES, old), read_blocks(MESSAGES, new)) is None
+    return compare(read_blocks(of_path(MESSAGES), old), read_blocks(of_path(MESSAGES), new)) is None
 
 
 contents = st.lists(st.text("ab", max_size=6), min_size=1, max_size=3)
@@ -40,7 +41,7 @@ bodies = st.builds(
 
 @given(bodies, bodies)
 def test_the_place_told_is_the_first_that_differs(old: dict[str, Any], new: dict[str, Any]) -> None:
-    left, right = read_blocks(MESSAGES, old), read_blocks(MESSAGES, new)
+    left, right = read_blocks(of_path(MESSAGES), old), read_blocks(of_path(MESSAGES), new)
     found = compare(left, right)
     whole = [b"".join(block.frame + block.text for block in blocks) for blocks in (left, right)]
     if found is None:
@@ -166,7 +167,7 @@ def test_a_header_that_could_be_stripped_is_told_from_text(old: str, new: str, k
 def test_what_is_lost_is_what_recurs_behind_it() -> None:
     left, right = (messages(3, system=system(f"It is 12:00:0{n}.", SYSTEM)) for n in range(2))
     found = difference(left, right)
-    texts = [block.text for block in read_blocks(MESSAGES, right)]
+    texts = [block.text for block in read_blocks(of_path(MESSAGES), right)]
     assert found.lost_bytes == sum(map(len, texts[7:])) + len(".")
     assert found.bytes == 1
     assert found.is_same_conversation

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from sgl_ext.doctor.blocks import Block, read_blocks
 from sgl_ext.doctor.memory import Divergence, Memory, Prompt
+from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.segments import read_chain
 from sgl_ext.requests.session import session_key
 from tests.doctor.prompts import MESSAGES, SYSTEM, TOOLS, messages, system, turns
@@ -25,10 +26,10 @@ class Watch:
 
     def _read(self, path: str, raw: bytes | bytearray) -> list[Block]:
         self.reads += 1
-        return read_blocks(path, orjson.loads(raw))
+        return read_blocks(of_path(path), orjson.loads(raw))
 
     def sees(self, body: Any, session: str | None = "s", group: str = "g") -> Divergence | None:
-        chain = read_chain(MESSAGES, body)
+        chain = read_chain(of_path(MESSAGES), body)
         headers = {} if session is None else {"session-id": session}
         thread = session_key(headers, body, chain)
         raw = orjson.dumps(body)

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sgl_ext.requests.answers import MOST_BYTES, Answer, read_answer
+from sgl_ext.protocols.registry import of_path
+from sgl_ext.requests.answers import LIMIT_BYTES, Answer, read_answer
 
 MESSAGES, CHAT, RESPONSES = "/v1/messages", "/v1/chat/completions", "/v1/responses"
 PATHS = (MESSAGES, CHAT, RESPONSES)
@@ -216,8 +217,8 @@ def of_responses(said: Said, size: int) -> Iterator[Json]:
 
 
 def both(path: str, said: Said) -> Iterator[Answer | None]:
-    yield read_answer(path, json.dumps(whole(path, said)).encode(), False)
-    yield read_answer(path, streamed(path, said), True)
+    yield read_answer(of_path(path), json.dumps(whole(path, said)).encode(), False)
+    yield read_answer(of_path(path), streamed(path, said), True)
 
 
 def text_block(text: str) -> Json:
@@ -358,10 +359,10 @@ def sayings(draw: st.DrawFn) -> Said:
 def test_a_stream_is_the_same_turn_as_the_whole_answer(
     path: str, said: Said, size: int, end: str
 ) -> None:
-    answer = read_answer(path, json.dumps(whole(path, said)).encode(), False)
+    answer = read_answer(of_path(path), json.dumps(whole(path, said)).encode(), False)
     assert answer is not None
     assert answer.calls == tuple(call for call, _, _ in said.calls)
-    assert answer == read_answer(path, streamed(path, said, size, end), True)
+    assert answer == read_answer(of_path(path), streamed(path, said, size, end), True)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -370,25 +371,29 @@ def test_a_cut_answer_is_none_wherever_it_is_cut(path: str, kind: str) -> None:
     stream = streamed(path, KINDS[kind])
     full = json.dumps(whole(path, KINDS[kind])).encode()
     for data, is_stream in ((stream, True), (full, False)):
-        assert read_answer(path, data, is_stream) is not None
-        assert not any(read_answer(path, data[:end], is_stream) for end in range(len(data)))
+        assert read_answer(of_path(path), data, is_stream) is not None
+        assert not any(
+            read_answer(of_path(path), data[:end], is_stream) for end in range(len(data))
+        )
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_what_comes_behind_the_end_of_a_stream_does_not_matter(path: str) -> None:
     data = streamed(path, KINDS["text"])
-    assert read_answer(path, data + b"data: {oops\n\n", True) == read_answer(path, data, True)
+    assert read_answer(of_path(path), data + b"data: {oops\n\n", True) == read_answer(
+        of_path(path), data, True
+    )
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_field_of_an_event_may_lack_its_space_and_the_data_have_several_lines(path: str) -> None:
     data = streamed(path, KINDS["parallel calls"])
-    plain = read_answer(path, data, True)
+    plain = read_answer(of_path(path), data, True)
     assert plain is not None
-    assert read_answer(path, data.replace(b"data: ", b"data:"), True) == plain
+    assert read_answer(of_path(path), data.replace(b"data: ", b"data:"), True) == plain
     broken = data.replace(b'data: {"', b'data: {\nid: 7\ndata: "')
     assert broken != data
-    assert read_answer(path, broken, True) == plain
+    assert read_answer(of_path(path), broken, True) == plain
 
 
 Change = Callable[[Json], Any]
@@ -456,16 +461,16 @@ UNCERTAIN: list[tuple[str, str, Change]] = [
 @pytest.mark.parametrize(("path", "kind", "change"), UNCERTAIN)
 def test_what_a_client_may_not_go_on_from_is_none(path: str, kind: str, change: Change) -> None:
     answer = whole(path, KINDS[kind])
-    assert read_answer(path, json.dumps(answer).encode(), False) is not None
+    assert read_answer(of_path(path), json.dumps(answer).encode(), False) is not None
     change(answer)
-    assert read_answer(path, json.dumps(answer).encode(), False) is None
+    assert read_answer(of_path(path), json.dumps(answer).encode(), False) is None
 
 
 def in_stream(path: str, kind: str, old: str, new: str) -> bytes:
     """A stream in which something stands in another's place."""
     data = streamed(path, KINDS[kind], size=99).decode()
     assert old in data
-    assert read_answer(path, data.encode(), True) is not None
+    assert read_answer(of_path(path), data.encode(), True) is not None
     return data.replace(old, new).encode()
 
 
@@ -499,7 +504,7 @@ ERROR = 'data: {"error": {"object": "error", "message": "out of memory", "code":
     ],
 )
 def test_what_is_not_certain_in_a_stream_is_none(path: str, kind: str, old: str, new: str) -> None:
-    assert read_answer(path, in_stream(path, kind, old, new), True) is None
+    assert read_answer(of_path(path), in_stream(path, kind, old, new), True) is None
 
 
 def test_a_custom_tools_call_and_a_namespace_are_kept_as_they_are() -> None:
@@ -512,7 +517,7 @@ def test_a_custom_tools_call_and_a_namespace_are_kept_as_they_are() -> None:
     }
     inner = {**function_call(*READ), "namespace": "agents"}
     answer = {**whole(RESPONSES, Said()), "output": [call, inner]}
-    found = read_answer(RESPONSES, json.dumps(answer).encode(), False)
+    found = read_answer(of_path(RESPONSES), json.dumps(answer).encode(), False)
     assert found is not None
     assert found.calls == ("c", "call_1")
     assert found.items == ({k: v for k, v in call.items() if k != "id"}, inner)
@@ -526,7 +531,7 @@ def test_a_blank_text_between_thinking_and_calls_is_not_sent_back() -> None:
 
 def test_a_text_that_a_block_starts_with_is_part_of_it() -> None:
     empty, begun = '{"type": "text", "text": ""}', '{"type": "text", "text": "Oh. "}'
-    answer = read_answer(MESSAGES, in_stream(MESSAGES, "text", empty, begun), True)
+    answer = read_answer(of_path(MESSAGES), in_stream(MESSAGES, "text", empty, begun), True)
     assert answer is not None
     assert answer.items == ({"role": "assistant", "content": [text_block("Oh. Hello. ")]},)
 
@@ -534,12 +539,12 @@ def test_a_text_that_a_block_starts_with_is_part_of_it() -> None:
 def test_a_chunk_behind_the_finish_reason_does_not_take_it_back() -> None:
     later = 'data: {"choices": [{"index": 0, "delta": {}, "finish_reason": null}]}\n\n'
     data = in_stream(CHAT, "text", "data: [DONE]", later + "data: [DONE]")
-    assert read_answer(CHAT, data, True) == next(both(CHAT, KINDS["text"]))
+    assert read_answer(of_path(CHAT), data, True) == next(both(CHAT, KINDS["text"]))
 
 
 def test_a_stop_sequence_ends_an_answer_too() -> None:
     data = in_stream(MESSAGES, "text", '"end_turn"', '"stop_sequence"')
-    assert read_answer(MESSAGES, data, True) == next(both(MESSAGES, KINDS["text"]))
+    assert read_answer(of_path(MESSAGES), data, True) == next(both(MESSAGES, KINDS["text"]))
 
 
 def test_a_signature_is_kept_and_an_empty_one_is_not() -> None:
@@ -550,7 +555,7 @@ def test_a_signature_is_kept_and_an_empty_one_is_not() -> None:
         data = streamed(MESSAGES, KINDS["thinking and calls"])
         signed = data.replace(stop, b"data: " + json.dumps(event).encode() + b"\n\n" + stop)
         assert signed != data
-        answer = read_answer(MESSAGES, signed, True)
+        answer = read_answer(of_path(MESSAGES), signed, True)
         assert answer is not None
         assert answer.items[0]["content"][0] == THOUGHT | kept
 
@@ -558,7 +563,7 @@ def test_a_signature_is_kept_and_an_empty_one_is_not() -> None:
 def test_empty_reasoning_that_a_template_replays_is_kept_and_is_no_thinking() -> None:
     answer = whole(CHAT, KINDS["text"])
     answer["choices"][0]["message"]["reasoning_content"] = ""
-    found = read_answer(CHAT, json.dumps(answer).encode(), False)
+    found = read_answer(of_path(CHAT), json.dumps(answer).encode(), False)
     assert found is not None
     assert found.items[0]["reasoning_content"] == ""
     assert not found.has_thinking
@@ -566,13 +571,13 @@ def test_empty_reasoning_that_a_template_replays_is_kept_and_is_no_thinking() ->
 
 def test_only_generating_paths_and_no_huge_answers_are_read() -> None:
     data = json.dumps(whole(CHAT, KINDS["text"])).encode()
-    full = data + b" " * (MOST_BYTES - len(data))
-    assert read_answer(CHAT, full, False) is not None
-    assert read_answer(CHAT, full + b" ", False) is None
-    assert read_answer("/v1/completions", data, False) is None
-    assert read_answer(MESSAGES, data, False) is None
-    assert read_answer(CHAT, data, True) is None
-    assert read_answer(CHAT, streamed(CHAT, KINDS["text"]), False) is None
+    full = data + b" " * (LIMIT_BYTES - len(data))
+    assert read_answer(of_path(CHAT), full, False) is not None
+    assert read_answer(of_path(CHAT), full + b" ", False) is None
+    assert read_answer(of_path("/v1/completions"), data, False) is None
+    assert read_answer(of_path(MESSAGES), data, False) is None
+    assert read_answer(of_path(CHAT), data, True) is None
+    assert read_answer(of_path(CHAT), streamed(CHAT, KINDS["text"]), False) is None
 
 
 names = st.sampled_from(
@@ -638,11 +643,11 @@ def as_events(documents: list[Any]) -> bytes:
 @given(st.sampled_from(PATHS), st.lists(values, max_size=6), st.binary())
 def test_no_bytes_break_it(path: str, documents: list[Any], data: bytes) -> None:
     for is_stream in (False, True):
-        read_answer(path, data, is_stream)
-        read_answer(path, b"data: " + data + b"\n\ndata: [DONE]\n\n", is_stream)
+        read_answer(of_path(path), data, is_stream)
+        read_answer(of_path(path), b"data: " + data + b"\n\ndata: [DONE]\n\n", is_stream)
     for document in documents:
-        read_answer(path, json.dumps(document).encode(), False)
-    read_answer(path, as_events(documents), True)
+        read_answer(of_path(path), json.dumps(document).encode(), False)
+    read_answer(of_path(path), as_events(documents), True)
 
 
 @given(st.sampled_from(PATHS), st.sampled_from(sorted(KINDS)), st.data())
@@ -653,4 +658,4 @@ def test_no_damage_to_a_real_answer_breaks_it(path: str, kind: str, data: st.Dat
         damaged = bytearray(good)
         for position, byte in zip(at, cycle(b'"{}[]:,\n0nx'), strict=False):
             damaged[position] = byte
-        read_answer(path, bytes(damaged), is_stream)
+        read_answer(of_path(path), bytes(damaged), is_stream)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.cache_marks import NO_MARKS, Mark, Marks, TtlLimits, read_marks
 
 MESSAGES = "/v1/messages"
@@ -32,7 +33,7 @@ def user(*blocks: Any) -> dict[str, Any]:
 
 def read(body: Any, path: str = MESSAGES, limits: TtlLimits = LIMITS) -> Marks:
     before = copy.deepcopy(body)
-    marks = read_marks(path, body, limits)
+    marks = read_marks(of_path(path), body, limits)
     assert repr(body) == repr(before)
     return marks
 
@@ -397,7 +398,7 @@ shaped = st.fixed_dictionaries(
 
 @given(st.sampled_from([*EVERY, "/api/chat", "/x"]), anything | shaped)
 def test_reading_never_raises(path: str, body: Any):
-    marks = read_marks(path, body, LIMITS)
+    marks = read_marks(of_path(path), body, LIMITS)
     assert len(marks.blocks) <= 4
     assert all(10 <= mark.ttl_s <= 7200 for mark in marks.blocks)
     assert not marks.error or marks == Marks(error=marks.error)

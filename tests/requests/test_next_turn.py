@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sgl_ext.protocols.registry import detect, of_path
 from sgl_ext.requests.answers import Answer
-from sgl_ext.requests.next_turn import Turn, next_turn, partial_turn, protocol_of
+from sgl_ext.requests.next_turn import Turn, next_turn, partial_turn
 from sgl_ext.requests.segments import read_chain
 
 MESSAGES, CHAT, RESPONSES = "/v1/messages", "/v1/chat/completions", "/v1/responses"
@@ -140,7 +141,7 @@ def answer_of(items: list[Json], calls: tuple[str, ...]) -> Answer:
 def test_the_answer_and_something_in_the_next_turns_place_are_added(
     path: str, items: list[Json], calls: tuple[str, ...], wanted: list[Json]
 ) -> None:
-    turn = next_turn(path, asked(path, USER), answer_of(items, calls), NONCE)
+    turn = next_turn(of_path(path), asked(path, USER), answer_of(items, calls), NONCE)
     assert turn is not None
     assert items_of(turn) == [USER, *wanted]
     assert len(turn.nonces) == max(1, len(calls))
@@ -186,10 +187,12 @@ def test_no_body_is_changed_and_each_nonce_stands_in_it_once(
     none_yet = asked(path, *CONVERSATIONS[path][:-1], *many, **others)
     given_to = copy.deepcopy((body, items, many, partial, none_yet))
     turns = [
-        next_turn(path, body, answer, NONCE),
-        next_turn(path, body, answer_of(many, tuple(f"c{k}" for k in range(count))), NONCE),
-        partial_turn(path, partial, NONCE),
-        partial_turn(path, none_yet, NONCE),
+        next_turn(of_path(path), body, answer, NONCE),
+        next_turn(
+            of_path(path), body, answer_of(many, tuple(f"c{k}" for k in range(count))), NONCE
+        ),
+        partial_turn(of_path(path), partial, NONCE),
+        partial_turn(of_path(path), none_yet, NONCE),
     ]
     assert (body, items, many, partial, none_yet) == given_to
     before = body["input" if path == RESPONSES else "messages"]
@@ -210,8 +213,8 @@ def test_what_is_converted_answers_nobody_and_keeps_nothing(path: str) -> None:
     asking = {"stream": True, "stream_options": {}, "background": True, "store": True, "n": 2}
     body = asked(path, USER, tools=[{"name": "read"}], **asking)
     for turn in (
-        partial_turn(path, body, NONCE),
-        next_turn(path, body, Answer((SAID,), (), False), NONCE),
+        partial_turn(of_path(path), body, NONCE),
+        next_turn(of_path(path), body, Answer((SAID,), (), False), NONCE),
     ):
         assert turn is not None
         assert turn.body["stream"] is False
@@ -220,7 +223,7 @@ def test_what_is_converted_answers_nobody_and_keeps_nothing(path: str) -> None:
         assert turn.body["store"] is (path != RESPONSES)
         assert turn.body.get("max_tokens") == (1 if path == MESSAGES else None)
     for asked_for, found in ((7, 7), (None, 1 if path == MESSAGES else None)):
-        kept = partial_turn(path, asked(path, USER, max_tokens=asked_for), NONCE)
+        kept = partial_turn(of_path(path), asked(path, USER, max_tokens=asked_for), NONCE)
         assert kept is not None
         assert kept.body["max_tokens"] == found
 
@@ -248,13 +251,15 @@ def test_thinking_goes_back_if_the_client_sent_it_back_so_far(
         RESPONSES: [REASONING, SAID],
     }[path]
     without = {MESSAGES: [assistant([TEXT])], CHAT: [assistant("Hi.")], RESPONSES: [SAID]}[path]
-    turn = next_turn(path, asked(path, USER, *history), Answer(tuple(items), (), True), NONCE)
+    turn = next_turn(
+        of_path(path), asked(path, USER, *history), Answer(tuple(items), (), True), NONCE
+    )
     assert turn is not None
     assert items_of(turn) == [USER, *history, *(items if is_kept else without), user(FIRST)]
 
 
 def test_a_text_as_input_is_a_users_turn() -> None:
-    turn = next_turn(RESPONSES, {"input": "Go."}, Answer((SAID,), (), False), NONCE)
+    turn = next_turn(of_path(RESPONSES), {"input": "Go."}, Answer((SAID,), (), False), NONCE)
     assert turn is not None
     assert items_of(turn) == [user("Go."), SAID, user(FIRST)]
 
@@ -274,8 +279,8 @@ UNREADABLE: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize(("path", "body"), UNREADABLE)
 def test_a_body_whose_turns_are_not_all_there_is_none(path: str, body: Any) -> None:
-    assert next_turn(path, body, Answer((SAID,), (), False), NONCE) is None
-    assert partial_turn(path, body, NONCE) is None
+    assert next_turn(of_path(path), body, Answer((SAID,), (), False), NONCE) is None
+    assert partial_turn(of_path(path), body, NONCE) is None
 
 
 @pytest.mark.parametrize(
@@ -289,15 +294,15 @@ def test_a_body_whose_turns_are_not_all_there_is_none(path: str, body: Any) -> N
     ],
 )
 def test_turns_that_cannot_be_read_are_none(path: str, items: list[Any]) -> None:
-    assert partial_turn(path, asked(path, *items), NONCE) is None
+    assert partial_turn(of_path(path), asked(path, *items), NONCE) is None
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_an_answer_that_goes_on_in_its_requests_last_turn_is_none(path: str) -> None:
     answer = Answer((SAID,), (), False)
     for begun in (assistant("I", prefix=True), SAID):
-        assert next_turn(path, asked(path, USER, begun), answer, NONCE) is None
-        assert partial_turn(path, asked(path, USER, begun), NONCE) is not None
+        assert next_turn(of_path(path), asked(path, USER, begun), answer, NONCE) is None
+        assert partial_turn(of_path(path), asked(path, USER, begun), NONCE) is not None
 
 
 SYSTEM = {"role": "system", "content": "Mind the gap."}
@@ -351,7 +356,7 @@ PARTIAL: list[tuple[str, list[Json], list[Json] | None]] = [
 def test_a_request_that_is_not_complete_yet_gets_what_it_lacks(
     path: str, items: list[Json], added: list[Json] | None
 ) -> None:
-    turn = partial_turn(path, asked(path, *items), NONCE)
+    turn = partial_turn(of_path(path), asked(path, *items), NONCE)
     assert turn is not None
     assert items_of(turn) == items + (added or [])
     assert bool(turn.nonces) == (added is not None)
@@ -361,7 +366,7 @@ def test_a_missing_result_joins_those_that_are_there() -> None:
     there = {**gave("b"), **MARK}
     calls = assistant([used("a"), used("b"), used("c")])
     body = asked(MESSAGES, USER, calls, user([there]))
-    turn = partial_turn(MESSAGES, body, NONCE)
+    turn = partial_turn(of_path(MESSAGES), body, NONCE)
     assert turn is not None
     assert items_of(turn) == [USER, calls, user([there, gave("a", FIRST), gave("c", SECOND)])]
     assert body["messages"][-1] == user([there])
@@ -376,10 +381,10 @@ def test_what_codex_sends_back_is_the_guessed_conversation_up_to_the_result() ->
         {**put_out("a", "hi\n"), "id": "fco_1"},
     ]
     items = [REASONING, {**SAID, "phase": "commentary"}, function("a")]
-    turn = next_turn(RESPONSES, {"input": [heard]}, answer_of(items, ("a",)), NONCE)
+    turn = next_turn(of_path(RESPONSES), {"input": [heard]}, answer_of(items, ("a",)), NONCE)
     assert turn is not None
-    guessed = read_chain(RESPONSES, turn.body)
-    real = read_chain(RESPONSES, {"input": [heard, *sent_back]})
+    guessed = read_chain(of_path(RESPONSES), turn.body)
+    real = read_chain(of_path(RESPONSES), {"input": [heard, *sent_back]})
     assert guessed.hashes[:-1] == real.hashes[:-1]
     assert guessed.hashes[-1] != real.hashes[-1]
 
@@ -413,7 +418,8 @@ def test_what_codex_sends_back_is_the_guessed_conversation_up_to_the_result() ->
 def test_which_protocol_a_body_speaks(
     headers: dict[str, str], query: str | None, body: Any, wanted: str | None
 ) -> None:
-    assert protocol_of(headers, query, body) == wanted
+    found = detect(headers, query, body)
+    assert (None if found is None else found.path) == wanted
 
 
 keys = st.sampled_from(
@@ -439,7 +445,10 @@ def test_no_body_breaks_it(path: str, body: Any, items: list[Any], case: Any) ->
     answer = answer_of(case[1], case[2])
     for each in (body, {"messages": items, "input": items}):
         before = copy.deepcopy(each)
-        for turn in (next_turn(path, each, answer, NONCE), partial_turn(path, each, NONCE)):
+        for turn in (
+            next_turn(of_path(path), each, answer, NONCE),
+            partial_turn(of_path(path), each, NONCE),
+        ):
             assert turn is None or len(turn.nonces) == len(set(turn.nonces))
-        protocol_of({}, None, each)
+        detect({}, None, each)
         assert each == before

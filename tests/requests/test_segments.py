@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.segments import CUT_BYTES, Chain, read_chain, with_sorted_tools
 
 MESSAGES = "/v1/messages"
@@ -74,7 +75,7 @@ PATHS = [
 
 
 def chain(body: Any, path: str = MESSAGES, **options: Any) -> Chain:
-    return read_chain(path, body, **options)
+    return read_chain(of_path(path), body, **options)
 
 
 def shared_hashes(left: Chain, right: Chain) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.segments import Chain, read_chain
 from sgl_ext.requests.session import hints_of, salt_of, session_key
 
@@ -14,7 +15,7 @@ GROUP = "x-sgl-ext-cache-group"
 
 def test_groups_have_no_segment_in_common_and_one_has_the_same_again() -> None:
     chains = [
-        read_chain(CHAT, BODY, salt=salt_of(headers))
+        read_chain(of_path(CHAT), BODY, salt=salt_of(headers))
         for headers in ({}, {GROUP: ""}, {GROUP: "a"}, {GROUP: "b"}, {GROUP: "a"})
     ]
     assert chains[2] == chains[4]
@@ -23,7 +24,7 @@ def test_groups_have_no_segment_in_common_and_one_has_the_same_again() -> None:
     assert len({chain.ends for chain in chains}) == 1
 
 
-@pytest.mark.parametrize("chain", [Chain(), read_chain(CHAT, BODY)])
+@pytest.mark.parametrize("chain", [Chain(), read_chain(of_path(CHAT), BODY)])
 def test_what_a_client_calls_a_conversation_is_its_groups(chain: Chain) -> None:
     stated = {"x-session-id": "s"}
     keys = [

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.headers import HeaderStrip
 from sgl_ext.requests.system_text import strip_request
 
@@ -90,7 +91,7 @@ def test_system_texts_are_stripped_and_the_body_is_not_changed_in_place(
     path: str, body: Any, wanted: Any
 ) -> None:
     before = copy.deepcopy(body)
-    stripped = strip_request(path, body, STRIP)
+    stripped = strip_request(of_path(path), body, STRIP)
     assert stripped.body == wanted
     assert stripped.headers == 1
     assert stripped.fields["cc_entrypoint"] == "sdk-cli"
@@ -99,7 +100,7 @@ def test_system_texts_are_stripped_and_the_body_is_not_changed_in_place(
 
 @pytest.mark.parametrize(("path", "body"), UNTOUCHED)
 def test_header_like_lines_elsewhere_stay(path: str, body: Any) -> None:
-    stripped = strip_request(path, body, STRIP)
+    stripped = strip_request(of_path(path), body, STRIP)
     assert stripped.body is body
     assert stripped.headers == 0
 
@@ -130,8 +131,8 @@ paths = st.sampled_from(sorted({path for path, *_ in CASES}))
 def test_no_shape_of_body_breaks_the_strip_and_stripping_twice_is_stripping_once(
     path: str, body: Any
 ) -> None:
-    once = strip_request(path, body, STRIP)
-    twice = strip_request(path, once.body, STRIP)
+    once = strip_request(of_path(path), body, STRIP)
+    twice = strip_request(of_path(path), once.body, STRIP)
     assert twice.body is once.body
     assert twice.headers == 0
     if not once.headers:

@@ -9,16 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sgl_ext.protocols.registry import PATHS, detect, of_path
 from sgl_ext.requests.breakpoints import locate
 from sgl_ext.requests.cache_marks import TtlLimits, read_marks
-from sgl_ext.requests.dialect import PATHS, translate
-from sgl_ext.requests.dialects.parts import Model
 from sgl_ext.requests.headers import HeaderStrip
-from sgl_ext.requests.next_turn import partial_turn, protocol_of
+from sgl_ext.requests.next_turn import partial_turn
 from sgl_ext.requests.priority import read_importance
+from sgl_ext.requests.protocol import Model
 from sgl_ext.requests.segments import read_chain, with_sorted_tools
 from sgl_ext.requests.session import session_key, stated_session
 from sgl_ext.requests.system_text import strip_request
+from sgl_ext.requests.translation import translate
 
 FIELDS = st.sampled_from(
     [
@@ -46,17 +47,17 @@ STRIP = HeaderStrip(("x-anthropic-billing-header",))
 
 def read_all(path: str, body: Any) -> None:
     """What the balancer and the engine read of a body before SGLang sees it."""
-    stripped = strip_request(path, body, STRIP).body
-    marks = read_marks(path, stripped, TtlLimits(1.0, 3600.0, 300.0, 0.0))
-    chain = read_chain(path, with_sorted_tools(stripped))
+    stripped = strip_request(of_path(path), body, STRIP).body
+    marks = read_marks(of_path(path), stripped, TtlLimits(1.0, 3600.0, 300.0, 0.0))
+    chain = read_chain(of_path(path), with_sorted_tools(stripped))
     read_importance({}, stripped, 100)
     session_key({}, stripped, chain)
     stated_session({}, stripped)
-    protocol_of({}, None, stripped)
-    partial_turn(path, stripped, "nonce")
+    detect({}, None, stripped)
+    partial_turn(of_path(path), stripped, "nonce")
     if isinstance(stripped, dict):
         locate(stripped, [mark.place for mark in marks.blocks], lambda copy: str(copy)[:1000])
-    translate(path, stripped, Model(sees=False, takes_system_anywhere=False))
+    translate(of_path(path), stripped, Model(sees=False, takes_system_anywhere=False))
 
 
 @given(st.sampled_from(sorted(PATHS)), VALUES)

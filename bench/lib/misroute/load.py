@@ -18,6 +18,7 @@ from typing import Any
 
 import aiohttp
 
+from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.segments import Chain, read_chain
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
@@ -127,7 +128,7 @@ class Load:
             body["messages"] = [{"role": "system", "content": self._system}, *messages]
             if streams:
                 body["stream_options"] = {"include_usage": True}
-        sent = Sent(self.phase, read_chain(path, body), streams, time.time())
+        sent = Sent(self.phase, read_chain(of_path(path), body), streams, time.time())
         self.sent.append(sent)
         received: list[bytes] = []
         try:

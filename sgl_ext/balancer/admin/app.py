@@ -68,7 +68,7 @@ def add_routes(app: web.Application) -> None:
     add("GET", worker_routes.DIVERGENCES_PATH, worker_routes.show_divergences)
     add("GET", pin_mirror.PATH, worker_routes.show_pins)
     add("DELETE", pin_mirror.PATH, to_all)
-    add("DELETE", routes.WARMED, to_all)
+    add("DELETE", routes.PREFILL, to_all)
     add("POST", worker_routes.EXPLAIN_PATH + "/{path:.+}", worker_routes.explain)
     conversation_routes.add_routes(app, to_holder)
     for path in routes.FANNED_OUT:

@@ -26,6 +26,7 @@ from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.workers import Worker
 from sgl_ext.protocols import routes
 from sgl_ext.protocols.errors import BalancerError
+from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.headers import HeaderStrip
 from sgl_ext.requests.session import OWNER_HEADER
 from sgl_ext.requests.system_text import strip_request
@@ -94,7 +95,7 @@ async def explain(request: web.Request) -> web.Response:
     document, _ = request.app[CONVERSATIONS].expand(
         path, document, router.tenants.asking(hints).name
     )
-    stripped = strip_request(path, document, request.app[STRIP])
+    stripped = strip_request(of_path(path), document, request.app[STRIP])
     routing = router.read(path, hints, stripped.body, request.content_length or 0)
     return _json(HTTPStatus.OK, {**router.explain(routing), "headers_stripped": stripped.headers})
 

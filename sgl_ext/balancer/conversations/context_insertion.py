@@ -18,25 +18,23 @@ import math
 from typing import Any
 
 from sgl_ext.balancer.conversations.contexts import FIELDS, LAYERS, Block, MalformedContext
-from sgl_ext.requests.cache_marks import MOST_MARKS, TtlLimits, count_marks, read_marks
+from sgl_ext.requests.cache_marks import LIMIT_MARKS, TtlLimits, count_marks, read_marks
+from sgl_ext.requests.protocol import ContextRules, Protocol
 
-_MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")
-_CHAT = ("/v1/chat/completions", "/invocations")
-_RESPONSES = "/v1/responses"
-PATHS = (*_MESSAGES, *_CHAT, _RESPONSES)
-_INSTRUCTING_ROLES = ("system", "developer")
 _ANY_TTL = TtlLimits(0.0, math.inf)
 _Json = dict[str, Any]
 
 
 def insert_context(
-    path: str, body: _Json, blocks: tuple[Block, ...], texts: Any
+    protocol: Protocol, body: _Json, blocks: tuple[Block, ...], texts: Any
 ) -> tuple[_Json, int]:
     """A request with the content of the context that it names, and how many marks had no room.
 
     texts: of its runtime blocks, by id, as the request says it. Raises MalformedContext.
     What is unchanged is shared with `body`.
     """
+    rules = protocol.context
+    assert rules is not None, "requests of the protocol can name a context"
     given = _read_texts(blocks, {} if texts is None else texts)
     expanded = {key: value for key, value in body.items() if key not in FIELDS}
     if isinstance(nvext := body.get("nvext"), dict):
@@ -48,26 +46,20 @@ def insert_context(
     ends: dict[str, _Json] = {}
     for block in blocks:
         if block.kind == "tools":
-            tools += (_tool_for(path, tool) for tool in block.content)
+            tools += (_tool_for(rules, tool) for tool in block.content)
             ends[block.layer] = tools[-1]
         elif text := given.get(block.id) if block.layer == "runtime" else block.content:
             parts.append({"type": "text", "text": text})
             ends[block.layer] = parts[-1]
-    _put(expanded, "tools", tools)
-    if path == _RESPONSES:
-        texts = [part["text"] for part in parts]
-        own = expanded.get("instructions")
-        if texts and (own is None or isinstance(own, str)):
-            expanded["instructions"] = "\n\n".join([*texts, own] if own else texts)
+    own_tools = expanded.get("tools") or []
+    if tools and isinstance(own_tools, list):  # anything else is left for the engine to reject
+        expanded["tools"] = [*tools, *own_tools]
+    rules.add_texts(expanded, parts)
+    if protocol.marks is None:
+        return expanded, 0
+    if protocol.marks.find is None:
         return _kept_whole(expanded, blocks), 0
-    if path in _MESSAGES:
-        own = expanded.get("system")
-        if parts and isinstance(own, str):
-            expanded["system"] = [{"type": "text", "text": own}] if own else []
-        _put(expanded, "system", parts)
-    else:
-        _put_in_chat(expanded, parts)
-    return expanded, _mark(path, body, ends)
+    return expanded, _mark(protocol, body, ends)
 
 
 def _read_texts(blocks: tuple[Block, ...], texts: Any) -> dict[str, str]:
@@ -82,41 +74,19 @@ def _read_texts(blocks: tuple[Block, ...], texts: Any) -> dict[str, str]:
     return dict(texts)
 
 
-def _put(body: _Json, key: str, items: list[_Json]) -> None:
-    """Puts items ahead of a list; what is none is left for the engine to refuse."""
-    own = body.get(key) or []
-    if items and isinstance(own, list):
-        body[key] = [*items, *own]
-
-
-def _put_in_chat(body: _Json, parts: list[_Json]) -> None:
-    messages = body.get("messages")
-    if not parts or not isinstance(messages, list):
-        return
-    first = messages[0] if messages else None
-    if not isinstance(first, dict) or first.get("role") not in _INSTRUCTING_ROLES:
-        body["messages"] = [{"role": "system", "content": parts}, *messages]
-        return
-    own = first.get("content")
-    if isinstance(own, str):
-        own = [{"type": "text", "text": own}] if own else []
-    if isinstance(own, list):
-        body["messages"] = [{**first, "content": [*parts, *own]}, *messages[1:]]
-
-
-def _mark(path: str, body: _Json, ends: dict[str, _Json]) -> int:
+def _mark(protocol: Protocol, body: _Json, ends: dict[str, _Json]) -> int:
     """Marks the ends of the layers that are kept. Returns for how many there was no room.
 
     A mark of the request's own holds what comes before it, too, and where it is for as long,
     or longer, another is of no use, and against Anthropic's rules on their order.
     """
-    routing = read_marks(path, body, _ANY_TTL)
+    routing = read_marks(protocol, body, _ANY_TTL)
     longest_s = max((mark.ttl_s for mark in routing.blocks), default=0.0)
     longest_s = max(longest_s, routing.whole_ttl_s)
-    room = MOST_MARKS - count_marks(path, body)
+    room = LIMIT_MARKS - count_marks(protocol, body)
     left_out = 0
     for layer, ttl_s in LAYERS.items():
-        if layer not in ends or not ttl_s or longest_s >= ttl_s or path == _MESSAGES[1]:
+        if layer not in ends or not ttl_s or longest_s >= ttl_s:
             continue
         if room > 0:
             ends[layer]["cache_control"] = {"type": "ephemeral", "ttl": _spelled(ttl_s)}
@@ -139,29 +109,19 @@ def _spelled(ttl_s: int) -> str:
     return f"{ttl_s // 3600}h" if ttl_s % 3600 == 0 else f"{ttl_s // 60}m"
 
 
-def _tool_for(path: str, tool: _Json) -> _Json:
-    """A copy of a tool without a mark, in the form of a path's protocol if it is a function."""
+def _tool_for(rules: ContextRules, tool: _Json) -> _Json:
+    """A copy of a tool without a mark; a function is written as the request's protocol does."""
     tool = {key: value for key, value in tool.items() if key != "cache_control"}
     inner = tool.get("function")
+    if rules.has_form(tool):
+        return tool
     if isinstance(inner, dict):
-        if path in _CHAT:
-            return tool
-        told, schema = inner, inner.get("parameters")
+        function, schema = inner, inner.get("parameters")
     elif "input_schema" in tool:
-        if path in _MESSAGES:
-            return tool
-        told, schema = tool, tool["input_schema"]
+        function, schema = tool, tool["input_schema"]
     elif tool.get("type") == "function":
-        if path == _RESPONSES:
-            return tool
-        told, schema = tool, tool.get("parameters")
+        function, schema = tool, tool.get("parameters")
     else:
         return tool
-    function = {key: told[key] for key in ("name", "description", "strict") if key in told}
-    if path in _MESSAGES:
-        return {**function, "input_schema": {"type": "object"} if schema is None else schema}
-    if schema is not None:
-        function["parameters"] = schema
-    if path == _RESPONSES:
-        return {"type": "function", **function}
-    return {"type": "function", "function": function}
+    fields = ("name", "description", "strict")
+    return rules.write_tool({key: function[key] for key in fields if key in function}, schema)

@@ -19,11 +19,13 @@ from typing import Any, TypeVar
 import orjson
 
 from sgl_ext.balancer.conversations import contexts, stored_turns
-from sgl_ext.balancer.conversations.context_insertion import PATHS, insert_context
+from sgl_ext.balancer.conversations.context_insertion import insert_context
 from sgl_ext.balancer.conversations.document_store import ChainTooLarge, Document, DocumentStore
 from sgl_ext.balancer.conversations.response_recorder import ResponseRecorder
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.protocols.errors import BalancerError, body_too_large
+from sgl_ext.protocols.registry import of_path
+from sgl_ext.protocols.responses import RESPONSES
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +71,7 @@ class ConversationStore:
         if not isinstance(body, dict):
             return body, None
         recorder = None
-        if path == stored_turns.PATH and self._documents is not None:
+        if path in RESPONSES.paths and self._documents is not None:
             body, recorder = self._continue(body, tenant)
         if (named := contexts.named(body)) is not None:
             body = self._insert_context(path, body, *named, tenant)
@@ -102,14 +104,15 @@ class ConversationStore:
     def _insert_context(self, path: str, body: _Json, id: Any, texts: Any, tenant: str) -> _Json:
         if not isinstance(id, str):
             raise _bad("context_id", "must be the id of a context")
-        if path not in PATHS:
+        protocol = of_path(path)
+        if protocol.context is None:
             raise _bad("context_id", f"requests to {path} cannot name a context")
         found = self._chain(_CONTEXTS, tenant, id)
         if found is None:
             raise unknown_context(id)
         blocks = tuple(contexts.Block(*block) for block in orjson.loads(found[-1]))
         try:
-            whole, marks_left_out = insert_context(path, body, blocks, texts)
+            whole, marks_left_out = insert_context(protocol, body, blocks, texts)
         except contexts.MalformedContext as error:
             raise BalancerError(HTTPStatus.BAD_REQUEST, str(error)) from None
         if marks_left_out:

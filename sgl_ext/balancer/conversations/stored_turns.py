@@ -14,7 +14,6 @@ from typing import Any
 
 import orjson
 
-PATH = "/v1/responses"
 _Json = dict[str, Any]
 _COMPLETE = ("completed", "incomplete")
 

@@ -37,9 +37,10 @@ from sgl_ext.balancer.relay.services import Services, refusal
 from sgl_ext.balancer.reporting.diagnosis import PromptDiagnosis
 from sgl_ext.balancer.routing.attempt import NO_ROUTING, Attempt
 from sgl_ext.balancer.routing.workers import Worker
-from sgl_ext.protocols.errors import BalancerError, Protocol, error_event, no_engine
+from sgl_ext.protocols.errors import BalancerError, no_engine
+from sgl_ext.protocols.registry import detect, errors_of, of_path, with_name
 from sgl_ext.protocols.request_ids import id_line, new_request_id
-from sgl_ext.requests.next_turn import protocol_of, with_protocol
+from sgl_ext.requests.protocol import Protocol
 from sgl_ext.requests.session import QUEUED_HEADER, hints_of
 from sgl_ext.requests.system_text import strip_request
 from sgl_ext.requests.usage import read_usage
@@ -188,16 +189,17 @@ class Exchange:
             message = f"body: not valid JSON: {error}"
             raise BalancerError(HTTPStatus.BAD_REQUEST, message) from None
         hints, path = hints_of(self._head.fields), self._head.path
-        if route.warms:
-            path = self._warmed_path(document) or path
+        protocol = of_path(path)
+        if route.warms and (spoken := self._prefilled_protocol(document)) is not None:
+            protocol, path = spoken, spoken.path
         tenant = self._services.router.tenants.asking(hints).name
         whole, recorder = self._services.conversations.expand(path, document, tenant)
         if whole is not document:
-            document = with_protocol(path, whole) if route.warms else whole
+            document = with_name(protocol, whole) if route.warms else whole
             self._request.body = orjson.dumps(document)
         if route.runs:
             self._recorder = recorder
-        stripped = strip_request(path, document, self._services.strip)
+        stripped = strip_request(protocol, document, self._services.strip)
         if stripped.headers:
             self._services.metrics.stripped_headers.inc(stripped.headers)
         if route.runs or route.warms:
@@ -212,11 +214,11 @@ class Exchange:
             self._head.tenant, self.routing.prompt_tokens
         )
 
-    def _warmed_path(self, document: Any) -> str | None:
-        """The path whose protocol the body of /v1/prefill speaks, as the engine will tell it."""
+    def _prefilled_protocol(self, document: Any) -> Protocol | None:
+        """The protocol that the body of /v1/prefill speaks, as the engine will detect it."""
         named = parse_qs(self._head.target.partition(b"?")[2].decode("latin-1")).get("protocol")
         headers = {name.decode("latin-1"): "" for name in self._head.fields}
-        return protocol_of(headers, named[-1] if named else None, document)
+        return detect(headers, named[-1] if named else None, document)
 
     def _send(self) -> None:
         """To a worker if there is one for it now, or to the control plane."""
@@ -261,7 +263,7 @@ class Exchange:
         self._status, self._reason = head.status, head.reason
         self._lines, self._streams = head.lines, head.streams
         if not head.is_named:
-            self._lines += id_line(self._head.path, self._name())
+            self._lines += id_line(errors_of(self._head.path), self._name())
 
     def response_data(self, data: bytes) -> None:
         """A part of the answer's body: relayed if it streams, kept otherwise."""
@@ -377,8 +379,8 @@ class Exchange:
         self._services.metrics.cut_streams.inc()
         log.warning("%s cut the stream of %s: %s", self._pool.url, self._name(), reason)
         message = "The engine stopped in the middle of its answer."
-        protocol = Protocol.of(self._head.path)
-        self._client.write(error_event(protocol, message, self._events_sent, self._name()))
+        shape = errors_of(self._head.path)
+        self._client.write(shape.event(message, self._events_sent, self._name()))
         self._finish(Outcome.CUT)
         self._client.end_stream()
 

@@ -15,11 +15,10 @@ from sgl_ext.balancer.routing.workers import Worker
 from sgl_ext.protocols import routes
 from sgl_ext.protocols.errors import (
     BalancerError,
-    Protocol,
-    error_body,
     retry_headers,
     wire_status,
 )
+from sgl_ext.protocols.registry import errors_of
 from sgl_ext.protocols.request_ids import id_line, new_request_id
 from sgl_ext.requests.headers import HeaderStrip
 
@@ -79,10 +78,10 @@ def refusal(
     path: str, error: BalancerError, request_id: str = ""
 ) -> tuple[int, bytes, bytes, bytes]:
     """An error as an answer in the caller's protocol: status, reason, header lines, body."""
-    protocol, request_id = Protocol.of(path), request_id or new_request_id()
-    status, reason = wire_status(protocol, error.status)
-    lines = b"content-type: application/json\r\n" + id_line(path, request_id)
+    shape, request_id = errors_of(path), request_id or new_request_id()
+    status, reason = wire_status(shape, error.status)
+    lines = b"content-type: application/json\r\n" + id_line(shape, request_id)
     for name, value in retry_headers(error).items():
         lines += f"{name}: {value}\r\n".encode()
-    body = error_body(protocol, status, error.message, request_id, error.code, error.param)
+    body = shape.body(status, error.message, request_id, error.code, error.param)
     return status, reason, lines, body

@@ -14,10 +14,11 @@ import orjson
 
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempt import RoutingRequest
-from sgl_ext.doctor.blocks import PATHS, Block, read_blocks
+from sgl_ext.doctor.blocks import Block, read_blocks
 from sgl_ext.doctor.findings import Findings
 from sgl_ext.doctor.harness import harness_of
 from sgl_ext.doctor.memory import LIMIT_BYTES, Divergence, Memory, Prompt
+from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.headers import HeaderStrip
 from sgl_ext.requests.segments import with_sorted_tools
 from sgl_ext.requests.session import stated_session
@@ -86,7 +87,7 @@ class DivergenceDetector:
         body = stripped.body if isinstance(stripped.body, dict) else {}
         model = body.get("model")
         model = model[:_MAX_MODEL_CHARS] if isinstance(model, str) else ""
-        if path not in PATHS or body.get("previous_response_id") is not None:
+        if of_path(path).turns_field is None or body.get("previous_response_id") is not None:
             return PromptDiagnosis(harness, model, None)
         if len(raw) > _MAX_BODY_BYTES:
             self._metrics.prompts_not_compared.counts[("long",)] += 1
@@ -135,8 +136,9 @@ class DivergenceDetector:
         """A body's blocks as the engine gets them."""
         if self._budget_s <= 0:
             raise _Busy
-        body = strip_request(path, orjson.loads(raw), self._strip).body
-        return read_blocks(path, self._prepare(body))
+        protocol = of_path(path)
+        body = strip_request(protocol, orjson.loads(raw), self._strip).body
+        return read_blocks(protocol, self._prepare(body))
 
 
 def _unchanged(body: Any) -> Any:

@@ -28,6 +28,7 @@ from scheduler.sessions import Sessions
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempt import Attempt, RoutingRequest
 from sgl_ext.balancer.routing.workers import Worker, Workers
+from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.priority import read_importance
 from sgl_ext.requests.segments import Chain, read_chain, with_sorted_tools
 from sgl_ext.requests.session import is_final, salt_of, session_key
@@ -103,7 +104,7 @@ class Router:
     ) -> RoutingRequest:
         """What placement needs of a parsed and stripped body. `headers` has lower-case names."""
         document = with_sorted_tools(body) if self.sort_tools else body
-        chain = read_chain(path, document, salt=salt_of(headers))
+        chain = read_chain(of_path(path), document, salt=salt_of(headers))
         session = session_key(headers, body, chain)
         size = chain.ends[-1] if chain.ends else size_bytes
         prefix = chain.hashes[0] if chain.hashes else session or 0

@@ -20,16 +20,12 @@ from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempt import Attempt
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.workers import Worker
-from sgl_ext.protocols.routes import WARMED
+from sgl_ext.protocols.registry import of_path
+from sgl_ext.protocols.routes import PREFILL
 
 # A session is looked at again after so long; then its prompt is another one.
 AGAIN_S = 30.0
 _MOST_SESSIONS = 10_000
-_PROTOCOLS = {
-    "/v1/messages": b"messages",
-    "/v1/chat/completions": b"chat",
-    "/v1/responses": b"responses",
-}
 
 
 class StandbyPrefill:
@@ -51,8 +47,8 @@ class StandbyPrefill:
     def look(self, attempt: Attempt, head: RequestHead, body: bytes | bytearray) -> None:
         """A request of a known session, with this head and body, is on its flight home."""
         routing = attempt.routing
-        protocol = _PROTOCOLS.get(head.path)
-        if protocol is None or routing.session is None or routing.is_final:
+        protocol = of_path(head.path)
+        if not protocol.name or routing.session is None or routing.is_final:
             return
         if not is_strained(routing.prompt_tokens, self._standing(attempt.worker, 0, attempt)):
             return
@@ -62,7 +58,7 @@ class StandbyPrefill:
         if spare is None:
             return
         self._warmed[routing.session] = None
-        target = b"%b?wait=false&protocol=%b" % (WARMED.encode(), protocol)
+        target = b"%b?wait=false&protocol=%b" % (PREFILL.encode(), protocol.name.encode())
         _Errand(self._pool(spare), target, head.upstream_lines, bytes(body), self._metrics).go()
 
     def _spare(self, attempt: Attempt) -> Worker | None:

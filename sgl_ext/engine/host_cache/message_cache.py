@@ -28,8 +28,9 @@ from radix.byte_lru import Parts
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.host_cache.shortcuts import Message
+from sgl_ext.protocols.anthropic import ANTHROPIC, COUNT_TOKENS
 
-_PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
+_PATHS = frozenset(ANTHROPIC.paths + COUNT_TOKENS.paths)
 # Beside its content: pydantic's objects, the dict and their places in tables.
 _ENTRY_BYTES = 5_000
 # How often its content is there, at 4 bytes a character at the most: as key and text, or as key,

@@ -7,7 +7,8 @@ from typing import Any
 
 from sgl_ext.engine.core.dry_run import is_copy
 from sgl_ext.engine.prefill_ahead.next_turns import NextTurns
-from sgl_ext.requests.answers import MOST_BYTES, PATHS
+from sgl_ext.protocols.registry import of_path
+from sgl_ext.requests.answers import LIMIT_BYTES
 
 
 class AnswerTap:
@@ -18,7 +19,7 @@ class AnswerTap:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         turns: NextTurns | None = None
-        if scope["type"] == "http" and scope["path"] in PATHS and not is_copy():
+        if scope["type"] == "http" and of_path(scope["path"]).conversation and not is_copy():
             turns = getattr(scope["app"].state, "sgl_ext_next_turns", None)
         if turns is None:
             await self.app(scope, receive, send)
@@ -56,7 +57,7 @@ class _Heard:
         """One more part of it; whether it was the last of an answer that was kept whole."""
         body = part.get("body", b"")
         self._size += len(body)
-        if self._size > MOST_BYTES:
+        if self._size > LIMIT_BYTES:
             self._is_kept = False
             self.parts.clear()
         elif self._is_kept and body:

@@ -24,18 +24,20 @@ from sgl_ext.engine.http.error_shape import (
     shaped,
     without_inside,
 )
-from sgl_ext.protocols.errors import Protocol, status_of
+from sgl_ext.protocols.anthropic import ANTHROPIC, status_of_type
+from sgl_ext.protocols.chat import OLLAMA_CHAT
+from sgl_ext.protocols.errors import OPENAI_ERRORS
+from sgl_ext.protocols.native import GENERATE, OLLAMA_GENERATE
+from sgl_ext.protocols.registry import errors_of
 from sgl_ext.protocols.request_ids import id_line, new_request_id
+from sgl_ext.protocols.routes import EMBEDDING, PARSING
 
 _OWN_SHAPE = "/v1/systemone"  # SGLang documents another one there
 _WRONG_TYPE = "body: a field has a value of a type that it cannot have"
 _WRONG_VALUE = "body: a field has a value that nothing can be made of"
 _GENERATES = "This model generates text. It neither embeds nor classifies."
-_EMBEDDING = frozenset({"/encode", "/classify", "/v1/embeddings", "/v1/classify"})
 # What is answered follows from the body, so what cannot be answered is the body's fault.
-_OF_BODY = frozenset(
-    {"/generate", "/parse_function_call", "/separate_reasoning", "/api/chat", "/api/generate"}
-)
+_OF_BODY = frozenset((*PARSING, *GENERATE.paths, *OLLAMA_CHAT.paths, *OLLAMA_GENERATE.paths))
 _OF_TOKENS = "/detokenize"  # at the end; SGLang answers 500 for tokens that there are not
 _OF_ANSWERS = ("http.response.start", "http.response.body")
 _LAID_ASIDE = (b"content-length", b"content-type", b"transfer-encoding")
@@ -58,7 +60,7 @@ class ErrorTap:
             return
         path = scope["path"]
         answer = _Answer(path, send) if is_shaped(path) else _NativeAnswer(path, send)
-        if path in _EMBEDDING and _is_generator(scope):
+        if path in EMBEDDING and _is_generator(scope):
             await answer.refuse(EngineError(400, _GENERATES))
             return
         try:
@@ -115,7 +117,7 @@ class _Answer:
 
     def __init__(self, path: str, send: Any) -> None:
         self._path = path
-        self._protocol = Protocol.of(path)
+        self._shape = errors_of(path)
         self._send = send
         self._start: Any = None
         self._parts: list[bytes] = []
@@ -155,7 +157,7 @@ class _Answer:
         self._is_error = start["status"] >= 400
         kinds = [v for name, v in start.get("headers", ()) if name.lower() == b"content-type"]
         self._is_stream = any(b"event-stream" in kind for kind in kinds)
-        waits = self._is_stream and self._protocol is Protocol.ANTHROPIC
+        waits = self._is_stream and self._shape is ANTHROPIC.errors
         if not self._is_error and not waits:
             self._start = None
             await self._send(start)
@@ -181,10 +183,10 @@ class _Answer:
     def _reshaped(self, data: bytes) -> bytes:
         if data.startswith(b"event: response.failed"):
             return failed_event(data)
-        if self._protocol is Protocol.ANTHROPIC:
+        if self._shape is ANTHROPIC.errors:
             told = shaped(self._path, _event_error(data), "")
             return b"event: error\ndata: %b\n\n" % told
-        if self._protocol is Protocol.OPENAI:
+        if self._shape is OPENAI_ERRORS:
             document = orjson.loads(data.removeprefix(b"data: "))
             code = document["error"].get("code")
             status = code if isinstance(code, int) and 400 <= code < 600 else 500
@@ -196,7 +198,7 @@ class _Answer:
         self._is_over = True
         request_id = new_request_id()
         body = shaped(self._path, error, request_id)
-        name, _, value = id_line(self._path, request_id).strip().partition(b": ")
+        name, _, value = id_line(self._shape, request_id).strip().partition(b": ")
         headers = [*_headers(self._start, body), (name, value)]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send({"type": "http.response.body", "body": body})
@@ -204,7 +206,7 @@ class _Answer:
 
 def _event_error(data: bytes) -> EngineError:
     error = orjson.loads(data.partition(b"\ndata: ")[2])["error"]
-    status = status_of(error["type"])
+    status = status_of_type(error["type"])
     return EngineError(status, scrubbed(status, error["message"]))
 
 
@@ -260,7 +262,7 @@ def install(app: Any) -> None:
     async def fail(request: Any, error: Exception) -> Any:
         """Starlette answers what nobody caught outside of the tap."""
         path, request_id = request.url.path, new_request_id()
-        name, _, value = id_line(path, request_id).decode().strip().partition(": ")
+        name, _, value = id_line(errors_of(path), request_id).decode().strip().partition(": ")
         body = shaped(path, EngineError(500, INTERNAL), request_id)
         return Response(body, 500, headers={name: value}, media_type="application/json")
 

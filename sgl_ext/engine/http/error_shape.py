@@ -14,7 +14,8 @@ from typing import Any
 
 import orjson
 
-from sgl_ext.protocols.errors import Protocol, error_body
+from sgl_ext.protocols.anthropic import ANTHROPIC
+from sgl_ext.protocols.registry import errors_of
 
 _LIMIT_CHARS = 1000
 _SHOWN = 3
@@ -97,12 +98,11 @@ def without_inside(status: int, body: bytes) -> bytes | None:
 
 def shaped(path: str, error: EngineError, request_id: str) -> bytes:
     """The JSON body of an error in the protocol of `path`."""
-    protocol = Protocol.of(path)
-    if protocol is Protocol.ANTHROPIC:
-        return error_body(protocol, error.status, _anthropic_words(error.message), request_id)
-    return error_body(
-        protocol, error.status, error.message, request_id, code=error.code, param=error.param
-    )
+    shape = errors_of(path)
+    message = error.message
+    if shape is ANTHROPIC.errors:
+        message = _anthropic_words(message)
+    return shape.body(error.status, message, request_id, error.code, error.param)
 
 
 def of_validation(errors: Sequence[Any]) -> EngineError:

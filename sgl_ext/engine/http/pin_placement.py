@@ -29,8 +29,9 @@ from sgl_ext.engine.host_cache.token_cache import in_group
 from sgl_ext.engine.http.thinking import drops_thinking
 from sgl_ext.engine.http.token_offsets import Offsets, Prompt
 from sgl_ext.engine.http.translation import translated_copy
+from sgl_ext.protocols.anthropic import ANTHROPIC
 from sgl_ext.requests.breakpoints import block_at, is_last, locate, text_of
-from sgl_ext.requests.cache_marks import Place
+from sgl_ext.requests.protocol import Place
 
 _logger = logging.getLogger(__name__)
 _rendered: ContextVar[list[str] | None] = ContextVar("sgl_ext_rendered", default=None)
@@ -151,7 +152,7 @@ def _is_multimodal(chat: Any) -> bool:
 
 def _chat_request(chat: Any, path: str, body: Any) -> Any:
     body = translated_copy(chat, path, body)
-    if path == "/v1/messages":
+    if path in ANTHROPIC.paths:
         request = sglang_api.AnthropicMessagesRequest(**body)
         return sglang_api.AnthropicServing(chat)._convert_to_chat_completion_request(request)
     return sglang_api.ChatCompletionRequest(**body)

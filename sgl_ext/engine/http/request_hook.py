@@ -16,6 +16,7 @@ from sgl_ext.engine.core.request_context import WHOLE_PROMPT, RequestContext, en
 from sgl_ext.engine.core.settings import settings as _settings
 from sgl_ext.engine.host_cache.message_cache import recall
 from sgl_ext.engine.http.translation import for_sglang
+from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.cache_marks import Marks, read_marks
 from sgl_ext.requests.headers import HeaderStrip
 from sgl_ext.requests.priority import Importance, read_importance
@@ -53,7 +54,8 @@ async def read_body(original: Callable[[Any], Awaitable[Any]], request: Any) -> 
     body = await original(request)
     strip = _strip()
     path = request.url.path
-    stripped = strip_request(path, body, strip)
+    protocol = of_path(path)
+    stripped = strip_request(protocol, body, strip)
     raw = await request.body()
     left = strip.mentions(raw) - stripped.headers
     if stripped.headers or left > 0:
@@ -63,7 +65,7 @@ async def read_body(original: Callable[[Any], Awaitable[Any]], request: Any) -> 
     marks = _marks(path, body)
     headers = dict(request.headers.items())  # the last of a name counts, as in the balancer
     tenant = _tenants().asking(headers)
-    chain = read_chain(path, body, salt=salt_of(headers))
+    chain = read_chain(protocol, body, salt=salt_of(headers))
     if len(chain.hashes) > MAX_SEGMENTS:
         counter("chains_left_out").inc()
         chain = Chain()
@@ -82,12 +84,12 @@ async def read_body(original: Callable[[Any], Awaitable[Any]], request: Any) -> 
     )
     enter(context)
     request.state.context = context  # SGLang converts some requests outside their context
-    request._json = recall(path, for_sglang(request, path, body), context.group)
+    request._json = recall(path, for_sglang(request, protocol, path, body), context.group)
     return request._json
 
 
 def _marks(path: str, body: Any) -> Marks:
-    marks = read_marks(path, body, _settings().ttl_limits)
+    marks = read_marks(of_path(path), body, _settings().ttl_limits)
     if marks.ignored:
         counter("cache_hints_ignored").labels(path).inc(marks.ignored)
     _refuse(marks.error)

@@ -6,12 +6,14 @@ twice for its metrics.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from starlette.routing import BaseRoute, Match
 
-from sgl_ext.requests.segments import PATHS
+from sgl_ext.protocols.registry import GENERATING_PATHS
 
 
-def ask_first(routes: list[BaseRoute], paths: frozenset[str] = PATHS) -> None:
+def ask_first(routes: list[BaseRoute], paths: Collection[str] = GENERATING_PATHS) -> None:
     """Puts the routes of these paths before all others, where that changes no answer: if another
     route before them takes the same path, they stay."""
     first: list[BaseRoute] = []

@@ -14,8 +14,8 @@ import orjson
 
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import RequestContext, current
+from sgl_ext.protocols.anthropic import ANTHROPIC
 
-PATH = "/v1/messages"
 ABORTED = "The answer was aborted before it was complete."
 _FINISH_REASON = '"finish_reason":"'
 
@@ -44,7 +44,9 @@ def watch_stream(original: Callable[..., Any], *args: Any, **kw: Any) -> Any:
     why the answer ended. Other protocols' streams pass unchanged."""
     stream = original(*args, **kw)
     context = current()
-    return stream if context is None or context.path != PATH else _watched(stream, context)
+    if context is None or context.path not in ANTHROPIC.paths:
+        return stream
+    return _watched(stream, context)
 
 
 async def _watched(stream: AsyncIterator[str], context: RequestContext) -> AsyncIterator[str]:
@@ -67,7 +69,7 @@ def _as_object(arguments: Any) -> Any:
         return arguments  # SGLang answers an empty input for it
     if isinstance(value, dict):
         return arguments
-    counter("translated").labels(PATH, "tool_use_input").inc()
+    counter("translated").labels(ANTHROPIC.path, "tool_use_input").inc()
     return "{}" if value is None else orjson.dumps({"input": value}).decode()
 
 

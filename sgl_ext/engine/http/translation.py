@@ -1,7 +1,7 @@
 """Bodies in the words that SGLang knows, for the model that this engine serves.
 
-`sgl_ext.requests.dialect` says how. What is read off a request (its segments, its marks) is read
-of the body as sent, which the balancer saw, too; SGLang gets the translated one.
+See `sgl_ext.requests.translation`. A request's segments and marks are read from the body as sent,
+which the balancer saw, too; SGLang gets the translated body.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.host_cache.message_cache import convert
-from sgl_ext.requests.dialect import PATHS, translate
-from sgl_ext.requests.dialects.parts import Model
-from sgl_ext.requests.dialects.responses import namespaced_names
-
-_RESPONSES = "/v1/responses"
+from sgl_ext.protocols.registry import of_path
+from sgl_ext.protocols.responses import RESPONSES
+from sgl_ext.protocols.translation.responses import namespaced_names
+from sgl_ext.requests.protocol import Model, Protocol
+from sgl_ext.requests.translation import translate
 
 
 def model_of(serving: Any) -> Model:
@@ -36,24 +36,24 @@ def model_of(serving: Any) -> Model:
     )
 
 
-def for_sglang(request: Any, path: str, body: Any) -> Any:
+def for_sglang(request: Any, protocol: Protocol, path: str, body: Any) -> Any:
     """The body that SGLang gets for one that an HTTP request had; what is translated is counted."""
-    if path in PATHS and not isinstance(body, dict):
+    if protocol.translate is not None and not isinstance(body, dict):
         from fastapi import HTTPException
 
         raise HTTPException(HTTPStatus.BAD_REQUEST, "body: must be a JSON object")
     app = getattr(request, "scope", {}).get("app")
-    name = "openai_serving_responses" if path == _RESPONSES else "openai_serving_chat"
+    name = "openai_serving_responses" if protocol is RESPONSES else "openai_serving_chat"
     serving = None if app is None else getattr(app.state, name, None)
-    translated = translate(path, body, model_of(serving))
-    for what, times in translated.told.items():
+    translated = translate(protocol, body, model_of(serving))
+    for what, times in translated.counts.items():
         counter("translated").labels(path, what).inc(times)
     return translated.body
 
 
 def translated_copy(chat: Any, path: str, body: Any) -> Any:
     """The same for an altered copy of a body that `chat` renders to learn from it; not counted."""
-    return translate(path, body, model_of(chat)).body
+    return translate(of_path(path), body, model_of(chat)).body
 
 
 async def name_namespaces(

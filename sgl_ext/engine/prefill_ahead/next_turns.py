@@ -28,6 +28,7 @@ from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.dry_run import Conversion, Headers, convert
 from sgl_ext.engine.core.request_context import RequestContext
 from sgl_ext.engine.prefill_ahead.prefiller import Job, Prefiller
+from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.answers import read_answer
 from sgl_ext.requests.next_turn import Turn, next_turn
 
@@ -109,10 +110,11 @@ class NextTurns:
         self, name: str, headers: Headers, context: RequestContext, data: bytes, is_stream: bool
     ) -> None:
         await self._prefiller.idle()  # to convert takes time from whoever is served
-        answer = await asyncio.to_thread(read_answer, context.path, data, is_stream)
+        protocol = of_path(context.path)
+        answer = await asyncio.to_thread(read_answer, protocol, data, is_stream)
         turn = None
         if answer is not None:
-            turn = next_turn(context.path, context.body, answer, secrets.token_hex(8))
+            turn = next_turn(protocol, context.body, answer, secrets.token_hex(8))
         if turn is None:
             counter("next_turns_not_guessed").labels("not certain").inc()
             return

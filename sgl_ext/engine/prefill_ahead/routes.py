@@ -30,10 +30,12 @@ from sgl_ext.engine.core.dry_run import Conversion, Headers, convert
 from sgl_ext.engine.core.request_context import WHOLE_PROMPT
 from sgl_ext.engine.prefill_ahead.next_turns import certain_ids, name_of
 from sgl_ext.engine.prefill_ahead.prefiller import DEADLINE_S, Job, Prefiller
-from sgl_ext.requests.next_turn import Turn, partial_turn, protocol_of
+from sgl_ext.protocols.registry import detect
+from sgl_ext.protocols.routes import PREFILL
+from sgl_ext.requests.next_turn import Turn, partial_turn
+from sgl_ext.requests.protocol import Protocol
 from sgl_ext.requests.session import OWNER_HEADER
 
-PATH = "/v1/prefill"
 WAIT_S = 30.0
 MOST_WAITING = 64
 _RETRY_AFTER_S = 5
@@ -63,8 +65,8 @@ class Warmups:
                 HTTPStatus.BAD_REQUEST, f"wait: must be true or false, not {waits[:40]!r}"
             )
         headers = dict(request.headers.items())
-        path = protocol_of(headers, request.query_params.get("protocol"), body)
-        if path is None:
+        protocol = detect(headers, request.query_params.get("protocol"), body)
+        if protocol is None:
             message = (
                 "protocol: neither messages, chat nor responses; give one of these as protocol"
             )
@@ -73,7 +75,7 @@ class Warmups:
             message = f"{len(self._tasks)} prompts wait to be prefilled already"
             return _error(HTTPStatus.TOO_MANY_REQUESTS, message)
         begun: list[Job] = []
-        task = asyncio.create_task(self._prefill(path, request.headers.raw, body, begun))
+        task = asyncio.create_task(self._prefill(protocol, request.headers.raw, body, begun))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         if waits == "false":
@@ -88,8 +90,8 @@ class Warmups:
     async def warm(self, bodies: Sequence[Any]) -> None:
         """Has prompts prefilled, one after the other, of the bodies of requests."""
         for number, body in enumerate(bodies, start=1):
-            path = protocol_of({}, None, body)
-            told = None if path is None else await self._prefill(path, (), body, [])
+            protocol = detect({}, None, body)
+            told = None if protocol is None else await self._prefill(protocol, (), body, [])
             if told is None or told.status_code != HTTPStatus.OK:
                 why = "of no protocol" if told is None else bytes(told.body).decode()
                 _logger.warning("sgl-ext: prompt %d to be warmed was refused: %s", number, why)
@@ -104,18 +106,20 @@ class Warmups:
         dropped = sum(self._prefiller.drop(job.name, "deleted") for job in list(jobs))
         return JSONResponse({"deleted": dropped})
 
-    async def _prefill(self, path: str, headers: Headers, body: Any, begun: list[Job]) -> Response:
+    async def _prefill(
+        self, protocol: Protocol, headers: Headers, body: Any, begun: list[Job]
+    ) -> Response:
         """Converts a body when there is time for it, and has it prefilled by a job, told then."""
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + DEADLINE_S
-        turn = partial_turn(path, body, secrets.token_hex(8)) or Turn(body, ())
+        turn = partial_turn(protocol, body, secrets.token_hex(8)) or Turn(body, ())
         async with self._converts:
             try:
                 await asyncio.wait_for(self._prefiller.idle(), deadline_s - loop.time())
             except TimeoutError:
                 counter("prefills_ahead_dropped").labels("busy").inc()
                 return JSONResponse(_so_far(begun, "busy"))
-            conversion = await convert(self._app, path, headers, turn.body)
+            conversion = await convert(self._app, protocol.path, headers, turn.body)
         job = job_of(self._manager, conversion, turn)
         if isinstance(job, Response):
             return job
@@ -155,8 +159,8 @@ def job_of(manager: Any, conversion: Conversion, turn: Turn) -> Job | Response:
 def prefill_routes(warmups: Warmups) -> list[Route]:
     """The routes of an engine that can prefill ahead."""
     return [
-        Route(PATH, warmups.post, methods=["POST"]),
-        Route(PATH, warmups.delete, methods=["DELETE"]),
+        Route(PREFILL, warmups.post, methods=["POST"]),
+        Route(PREFILL, warmups.delete, methods=["DELETE"]),
     ]
 
 

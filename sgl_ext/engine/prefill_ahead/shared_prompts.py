@@ -17,7 +17,8 @@ from sgl_ext.engine.core.dry_run import convert
 from sgl_ext.engine.core.shared_prefixes import prefixes
 from sgl_ext.engine.prefill_ahead.prefiller import Job
 from sgl_ext.engine.prefill_ahead.routes import job_of
-from sgl_ext.requests.next_turn import Turn, partial_turn, protocol_of
+from sgl_ext.protocols.registry import detect
+from sgl_ext.requests.next_turn import Turn, partial_turn
 
 
 async def list_prefixes(app: Any, manager: Any, path: str | None) -> list[Job]:
@@ -41,11 +42,11 @@ def _lines(path: str | None) -> list[bytes]:
 
 
 async def _job(app: Any, manager: Any, body: Any) -> Job:
-    protocol = protocol_of({}, None, body)
+    protocol = detect({}, None, body)
     if protocol is None:
         raise ValueError("is a request of no known protocol")
     turn = partial_turn(protocol, body, secrets.token_hex(8)) or Turn(body, ())
-    conversion = await convert(app, protocol, (), turn.body)
+    conversion = await convert(app, protocol.path, (), turn.body)
     job = job_of(manager, conversion, turn)
     if isinstance(job, Response):
         raise ValueError(f"was refused: {bytes(job.body).decode()}")

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_ext.balancer.conversations.context_insertion import PATHS, insert_context
+from sgl_ext.balancer.conversations.context_insertion import insert_context
 from sgl_ext.balancer.conversations.contexts import (
     MOST_BLOCKS,
     Block,
@@ -20,6 +20,7 @@ from sgl_ext.balancer.conversations.contexts import (
     named,
     read_blocks,
 )
+from sgl_ext.protocols.registry import PATHS, of_path
 
 TOOL = {"name": "read", "description": "Reads.", "input_schema": {"type": "object"}}
 IN_CHAT = {
@@ -45,6 +46,10 @@ BLOCKS = [
     {"id": "notes", "layer": "project", "kind": "document", "content": "# Notes"},
     {"id": "now", "layer": "runtime"},
 ]
+
+
+def expand(path: str, body: Any, blocks: Any, texts: Any) -> tuple[Any, int]:
+    return insert_context(of_path(path), body, blocks, texts)
 
 
 def text(of: str, ttl: str | None = None) -> dict[str, Any]:
@@ -136,7 +141,7 @@ def test_tools_come_first_so_their_layer_may_not_be_the_shorter() -> None:
 def test_messages_have_it_in_tools_and_system() -> None:
     own = {"name": "write", "input_schema": {}}
     body = {"model": "m", "system": "Own.", "tools": [own], "messages": [], "context_id": "c"}
-    found, left_out = insert_context("/v1/messages", body, registered(), {"now": "It is noon."})
+    found, left_out = expand("/v1/messages", body, registered(), {"now": "It is noon."})
     assert left_out == 0
     assert found == {
         "model": "m",
@@ -154,17 +159,17 @@ def test_messages_have_it_in_tools_and_system() -> None:
 def test_chat_completions_have_it_in_tools_and_the_first_message() -> None:
     user = {"role": "user", "content": "Hello"}
     parts = [text("Be brief.", "1h"), text("# Notes", "5m")]
-    alone, _ = insert_context("/v1/chat/completions", {"messages": [user]}, registered(), None)
+    alone, _ = expand("/v1/chat/completions", {"messages": [user]}, registered(), None)
     assert alone == {"messages": [{"role": "system", "content": parts}, user], "tools": [IN_CHAT]}
     for role, content in (("system", "Own."), ("developer", [text("Own.")])):
         body = {"messages": [{"role": role, "content": content}, user]}
-        found, _ = insert_context("/v1/chat/completions", body, registered(), None)
+        found, _ = expand("/v1/chat/completions", body, registered(), None)
         assert found["messages"] == [{"role": role, "content": [*parts, text("Own.")]}, user]
 
 
 def test_responses_have_it_in_tools_and_instructions() -> None:
     body = {"input": "Hello", "instructions": "Own.", "nvext": {"context_id": "c"}}
-    found, _ = insert_context("/v1/responses", body, registered(), {"now": "Noon."})
+    found, _ = expand("/v1/responses", body, registered(), {"now": "Noon."})
     assert found == {
         "input": "Hello",
         "tools": [IN_RESPONSES],
@@ -174,10 +179,10 @@ def test_responses_have_it_in_tools_and_instructions() -> None:
 
 
 @pytest.mark.parametrize("form", [TOOL, IN_CHAT, IN_RESPONSES])
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [path for path in PATHS if of_path(path).context])
 def test_a_tool_takes_the_form_of_the_protocol(path: str, form: dict[str, Any]) -> None:
     blocks = registered({**BLOCKS[1], "content": [form]}, BLOCKS[2])
-    (found,) = insert_context(path, {}, blocks, None)[0]["tools"]
+    (found,) = expand(path, {}, blocks, None)[0]["tools"]
     found.pop("cache_control", None)
     assert found == FORMS[path]
 
@@ -203,7 +208,7 @@ def test_marks_are_put_where_the_requests_own_do_not_hold_as_long(
             {"role": "user", "content": [text(f"{k}", ttl)]} for k, ttl in enumerate(marks)
         ]
     }
-    found, missing = insert_context("/v1/messages", body, registered(), None)
+    found, missing = expand("/v1/messages", body, registered(), None)
     ttls = [block.get("cache_control", {}).get("ttl") for block in found["system"]]
     assert (ttls, missing) == (wanted, left_out)
 
@@ -215,7 +220,7 @@ def test_what_a_request_says_of_runtime_blocks_is_checked() -> None:
         ({"now": 1}, "context_blocks.now: must be a text"),
     ):
         with pytest.raises(MalformedContext, match=message):
-            insert_context("/v1/messages", {}, registered(), texts)
+            expand("/v1/messages", {}, registered(), texts)
 
 
 def test_a_request_may_name_it_in_nvext() -> None:
@@ -277,7 +282,7 @@ def test_the_whole_request_is_the_one_that_has_the_content_in_place(
     if own_tools:
         body["tools"] = own_tools
     before = copy.deepcopy(body)
-    found, left_out = insert_context("/v1/messages", body, read_blocks({"blocks": blocks}), None)
+    found, left_out = expand("/v1/messages", body, read_blocks({"blocks": blocks}), None)
     assert body == before
     explicit = dict(rest)
     if offered or own_tools:
@@ -303,9 +308,7 @@ def test_so_it_is_in_openais_protocols(blocks: list[dict[str, Any]], own: str | 
     registered = read_blocks({"blocks": blocks})
     user = {"role": "user", "content": "Hello"}
     first = [] if own is None else [{"role": "system", "content": own}]
-    found, _ = insert_context(
-        "/v1/chat/completions", {"messages": [*first, user]}, registered, None
-    )
+    found, _ = expand("/v1/chat/completions", {"messages": [*first, user]}, registered, None)
     explicit: dict[str, Any] = {"messages": [*first, user]}
     if said:
         parts = [text(each) for each in ([*said, own] if own is not None else said)]
@@ -314,7 +317,7 @@ def test_so_it_is_in_openais_protocols(blocks: list[dict[str, Any]], own: str | 
         explicit["tools"] = [{"type": "function", "function": each} for each in functions]
     assert unmarked(found) == explicit
     entered = {"input": "Hello"} if own is None else {"input": "Hello", "instructions": own}
-    found, _ = insert_context("/v1/responses", entered, registered, None)
+    found, _ = expand("/v1/responses", entered, registered, None)
     explicit = dict(entered)
     if said:
         explicit["instructions"] = "\n\n".join([*said, own] if own is not None else said)

@@ -16,6 +16,7 @@ from sgl_ext.balancer.reporting import diagnosis
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.workers import Workers
 from sgl_ext.doctor.__main__ import main
+from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.headers import HeaderStrip
 from sgl_ext.requests.system_text import strip_request
 from tests.balancer.conftest import Engine, Start
@@ -194,7 +195,7 @@ async def test_comparing_takes_a_bounded_share_of_the_time() -> None:
     for turn in range(40):
         hints = {"session-id": "s"}
         raw = orjson.dumps(clock(turn, turn))
-        stripped = strip_request(MESSAGES, orjson.loads(raw), strip)
+        stripped = strip_request(of_path(MESSAGES), orjson.loads(raw), strip)
         routing = router.read(MESSAGES, hints, stripped.body, len(raw))
         result = looks.diagnose(MESSAGES, {}, hints, stripped, routing, raw)
         found.append(result.divergence is not None)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sgl_ext.engine.http.translation import join_answers, model_of, name_namespaces, whole_budget
-from sgl_ext.requests.dialects.parts import Model
+from sgl_ext.requests.protocol import Model
 
 pytestmark = pytest.mark.engine
 

@@ -19,7 +19,8 @@ import pytest
 import requests
 from sgl_ext_cpu.nursery import Nursery
 
-from sgl_ext.engine.prefill_ahead.routes import MOST_WAITING, PATH
+from sgl_ext.engine.prefill_ahead.routes import MOST_WAITING
+from sgl_ext.protocols.routes import PREFILL
 from sgl_ext.settings.schema import EngineSettings
 from tests.engine.scheduler.test_event_publisher import (
     ONE,
@@ -68,7 +69,7 @@ class Serving:
         return requests.post(self.url + path, json=body, **{"timeout": 120, **options})
 
     def prefill(self, body: Any, **options: Any) -> dict[str, Any]:
-        answer = self.post(PATH, body, **options)
+        answer = self.post(PREFILL, body, **options)
         assert answer.ok, answer.text
         told: dict[str, Any] = answer.json()
         return told
@@ -237,7 +238,7 @@ def test_a_mark_pins_what_is_prefilled(engine: Serving) -> None:
 def test_a_client_need_not_wait(engine: Serving) -> None:
     body = BODIES[CHAT]()
     before = engine.counted("prefilled_ahead_tokens")
-    answer = engine.post(PATH, body, params={"wait": "false"})
+    answer = engine.post(PREFILL, body, params={"wait": "false"})
     assert (answer.status_code, answer.json()) == (202, {"queued": True})
     until(lambda: engine.counted("prefilled_ahead_tokens") > before + 500)
     until(lambda: engine.holds(CHAT, body))  # which is told with the last slice
@@ -250,7 +251,7 @@ def test_nothing_is_prefilled_while_anything_runs(engine: Serving) -> None:
     body = BODIES[MESSAGES]()
     before = engine.counted("prefilled_ahead_tokens")
     with engine.busy():
-        assert engine.post(PATH, body, params={"wait": "false"}).status_code == 202
+        assert engine.post(PREFILL, body, params={"wait": "false"}).status_code == 202
         engine.usage(MESSAGES, BODIES[MESSAGES]())  # real work beside it is done
         assert engine.counted("prefilled_ahead_tokens") == before
     until(lambda: engine.counted("prefilled_ahead_tokens") > before + 500)
@@ -328,7 +329,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_prefilled_is_refused(engine: Serving, case: str) -> None:
     options, word = REFUSED[case]
-    answer = requests.post(engine.url + PATH, timeout=60, **options)
+    answer = requests.post(engine.url + PREFILL, timeout=60, **options)
     assert answer.status_code == 400, answer.text
     assert word in answer.text
 
@@ -336,8 +337,8 @@ def test_what_cannot_be_prefilled_is_refused(engine: Serving, case: str) -> None
 def test_a_session_can_give_up_what_it_asked_for(engine: Serving) -> None:
     headers = {"x-sgl-ext-session-id": "given up"}
     with engine.busy():
-        engine.post(PATH, BODIES[MESSAGES](), params={"wait": "false"}, headers=headers)
-    deleted = requests.delete(engine.url + PATH, params={"session": "given up"}, timeout=60)
+        engine.post(PREFILL, BODIES[MESSAGES](), params={"wait": "false"}, headers=headers)
+    deleted = requests.delete(engine.url + PREFILL, params={"session": "given up"}, timeout=60)
     assert deleted.ok
 
 
@@ -346,7 +347,7 @@ def test_those_who_ask_for_too_much_are_told_so_and_hold_up_nobody(engine: Servi
     with engine.busy(), ThreadPoolExecutor(8) as pool:
 
         def send(_: int) -> requests.Response:
-            return engine.post(PATH, body, params={"wait": "false"})
+            return engine.post(PREFILL, body, params={"wait": "false"})
 
         answers = list(pool.map(send, range(3 * MOST_WAITING)))
         engine.usage(MESSAGES, BODIES[MESSAGES]())
@@ -354,5 +355,5 @@ def test_those_who_ask_for_too_much_are_told_so_and_hold_up_nobody(engine: Servi
     assert len(refused) == 2 * MOST_WAITING
     assert {answer.status_code for answer in answers} == {202, 429}
     assert all(int(answer.headers["retry-after"]) > 0 for answer in refused)
-    until(lambda: engine.post(PATH, body, params={"wait": "false"}).status_code == 202)
+    until(lambda: engine.post(PREFILL, body, params={"wait": "false"}).status_code == 202)
     assert engine.prefill(body)["complete"]

@@ -25,6 +25,7 @@ from sgl_ext_cpu.node import free_port
 from sgl_ext_cpu.nursery import Nursery, Server
 
 from sgl_ext.engine.http.event_broadcaster import PATH
+from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.segments import read_chain
 from tests.requests.test_system_text import HEADER
 from tests.waiting import until
@@ -109,7 +110,7 @@ class Watch:
 
 
 def chain_of(path: str, body: dict[str, Any]) -> list[str]:
-    return [f"{segment:032x}" for segment in read_chain(path, body).hashes]
+    return [f"{segment:032x}" for segment in read_chain(of_path(path), body).hashes]
 
 
 def text(words: int) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
-Told = Counter[str]
+Counts = Counter[str]
+"""How often each kind of thing was rewritten or left out."""
 DROPPED = object()
 """In place of a changed item: it is left out."""
 _MOST_DEPTH = 6
@@ -27,26 +27,6 @@ _READABLE = (
     "error",
     "content",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """What of a conversation the model behind an engine can take.
-
-    thinks: it can be asked to think: the engine has a reasoning parser.
-    sees: it takes images, or other media.
-    takes_system_anywhere: its template takes instructions between turns, in their place.
-    takes_namespaces: the engine itself renders tools that stand in a namespace.
-    runs_tools: the engine has a server of its own for OpenAI's built-in tools.
-    has_phases: it tells commentary from a final answer.
-    """
-
-    thinks: bool = True
-    sees: bool = True
-    takes_system_anywhere: bool = True
-    takes_namespaces: bool = False
-    runs_tools: bool = False
-    has_phases: bool = False
 
 
 def altered(items: list[Any], change: Callable[[Any], Any]) -> list[Any]:

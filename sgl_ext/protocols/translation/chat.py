@@ -5,10 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from sgl_ext.requests.dialects.parts import (
+from sgl_ext.protocols.translation.rewriting import (
     DROPPED,
-    Model,
-    Told,
+    Counts,
     altered,
     edited,
     joined_text,
@@ -17,6 +16,7 @@ from sgl_ext.requests.dialects.parts import (
     reminder,
     without_nulls,
 )
+from sgl_ext.requests.protocol import Model
 
 INSTRUCTING_ROLES = ("system", "developer")
 _MEDIA = {
@@ -28,26 +28,26 @@ _MEDIA = {
 }
 
 
-def translate(body: dict[str, Any], model: Model, told: Told) -> dict[str, Any]:
+def translate(body: dict[str, Any], model: Model, counts: Counts) -> dict[str, Any]:
     """A body in OpenAI's protocol of chat completions, for SGLang."""
     body = without_nulls(body)
     edits: dict[str, Any] = {}
     if isinstance(body.get("tools"), list):
-        edits["tools"] = altered(body["tools"], partial(_tool, told=told))
+        edits["tools"] = altered(body["tools"], partial(_tool, counts=counts))
     choice = body.get("tool_choice")
     if isinstance(choice, dict) and isinstance(choice.get("allowed_tools"), dict):
         allowed = choice["allowed_tools"]
-        edits |= allowed_tools(allowed, edits.get("tools"), _name, told)
+        edits |= allowed_tools(allowed, edits.get("tools"), _name, counts)
     if isinstance(body.get("messages"), list):
-        edits["messages"] = messages(body["messages"], model, told)
+        edits["messages"] = messages(body["messages"], model, counts)
     return edited(body, edits)
 
 
-def _tool(tool: Any, told: Told) -> Any:
+def _tool(tool: Any, counts: Counts) -> Any:
     kind = kind_of(tool)
     if kind is None or kind == "function":
         return tool
-    told["custom_tool" if kind == "custom" else "unknown_tool"] += 1
+    counts["custom_tool" if kind == "custom" else "unknown_tool"] += 1
     return DROPPED
 
 
@@ -56,9 +56,9 @@ def _name(tool: Any) -> Any:
     return function.get("name") if isinstance(function, dict) else None
 
 
-def allowed_tools(allowed: dict[str, Any], tools: Any, name: Any, told: Told) -> dict[str, Any]:
+def allowed_tools(allowed: dict[str, Any], tools: Any, name: Any, counts: Counts) -> dict[str, Any]:
     """The edits that leave a request only the tools that its choice allows."""
-    told["allowed_tools"] += 1
+    counts["allowed_tools"] += 1
     edits: dict[str, Any] = {
         "tool_choice": "required" if allowed.get("mode") == "required" else "auto"
     }
@@ -69,13 +69,13 @@ def allowed_tools(allowed: dict[str, Any], tools: Any, name: Any, told: Told) ->
     return edits
 
 
-def messages(items: list[Any], model: Model, told: Told) -> list[Any]:
+def messages(items: list[Any], model: Model, counts: Counts) -> list[Any]:
     """Messages that SGLang can render."""
-    items = altered(items, partial(_message, model=model, told=told))
-    return items if model.takes_system_anywhere else with_reminders(items, told)
+    items = altered(items, partial(_message, model=model, counts=counts))
+    return items if model.takes_system_anywhere else with_reminders(items, counts)
 
 
-def with_reminders(items: list[Any], told: Told) -> list[Any]:
+def with_reminders(items: list[Any], counts: Counts) -> list[Any]:
     """Messages whose instructions behind the first turn are said in a user's."""
     begun = False
     out: list[Any] = []
@@ -83,32 +83,32 @@ def with_reminders(items: list[Any], told: Told) -> list[Any]:
         role = item.get("role") if isinstance(item, dict) else None
         text = joined_text(item.get("content")) if role in INSTRUCTING_ROLES else None
         if begun and text is not None:
-            told["system_message"] += 1
+            counts["system_message"] += 1
             item = {**item, "role": "user", "content": reminder(text)}
         begun = begun or role not in INSTRUCTING_ROLES
         out.append(item)
     return out if any(new is not old for new, old in zip(out, items, strict=True)) else items
 
 
-def _message(message: Any, model: Model, told: Told) -> Any:
+def _message(message: Any, model: Model, counts: Counts) -> Any:
     if not isinstance(message, dict) or not isinstance(message.get("content"), list):
         return message
-    parts = altered(message["content"], partial(_part, model=model, told=told))
+    parts = altered(message["content"], partial(_part, model=model, counts=counts))
     return edited(message, {"content": parts})
 
 
-def _part(part: Any, model: Model, told: Told) -> Any:
+def _part(part: Any, model: Model, counts: Counts) -> Any:
     """A part of a message that SGLang can render."""
     kind = kind_of(part)
     if kind in _MEDIA and not model.sees:
-        told["image" if _MEDIA[kind] == "image" else "media"] += 1
+        counts["image" if _MEDIA[kind] == "image" else "media"] += 1
         return {"type": "text", "text": not_shown(_MEDIA[kind])}
     if kind == "file":
-        told["document"] += 1
+        counts["document"] += 1
         file = part.get("file")
         name = file.get("filename") if isinstance(file, dict) else None
         return {"type": "text", "text": not_shown("file", name)}
     if kind == "refusal":
-        told["refusal"] += 1
+        counts["refusal"] += 1
         return {"type": "text", "text": str(part.get("refusal"))}
     return part

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from sgl_ext.requests.dialects.chat import allowed_tools, with_reminders
-from sgl_ext.requests.dialects.parts import (
+from sgl_ext.protocols.translation.chat import allowed_tools, with_reminders
+from sgl_ext.protocols.translation.rewriting import (
     DROPPED,
-    Model,
-    Told,
+    Counts,
     altered,
     as_json,
     edited,
@@ -19,6 +18,7 @@ from sgl_ext.requests.dialects.parts import (
     readable,
     without_nulls,
 )
+from sgl_ext.requests.protocol import Model
 
 _INCLUDED = (
     "code_interpreter_call.outputs",
@@ -78,28 +78,28 @@ _MEDIA = {
 }
 
 
-def translate(body: dict[str, Any], model: Model, told: Told) -> dict[str, Any]:
+def translate(body: dict[str, Any], model: Model, counts: Counts) -> dict[str, Any]:
     """A body in OpenAI's protocol of responses, for SGLang."""
     body = without_nulls(body)
     edits: dict[str, Any] = {}
     included = body.get("include")
     if isinstance(included, list):
-        edits["include"] = altered(included, partial(_included, told=told))
+        edits["include"] = altered(included, partial(_included, counts=counts))
     if isinstance(body.get("service_tier"), str) and body["service_tier"] not in _TIERS:
-        told["service_tier"] += 1
+        counts["service_tier"] += 1
         edits["service_tier"] = DROPPED
     reasoning = body.get("reasoning")
     reasoning = reasoning if isinstance(reasoning, dict) else {}
     summary = reasoning.get("summary")
     if isinstance(summary, str) and summary not in _SUMMARIES:
-        told["reasoning_summary"] += 1
+        counts["reasoning_summary"] += 1
         edits["reasoning"] = edited(reasoning, {"summary": DROPPED})
     if isinstance(body.get("tools"), list):
-        edits["tools"] = _tools(body["tools"], model, told)
-    edits |= _choice(body.get("tool_choice"), edits.get("tools"), model, told)
+        edits["tools"] = _tools(body["tools"], model, counts)
+    edits |= _choice(body.get("tool_choice"), edits.get("tools"), model, counts)
     if isinstance(body.get("input"), list):
-        items = altered(body["input"], partial(_item, model=model, told=told))
-        edits["input"] = items if model.takes_system_anywhere else with_reminders(items, told)
+        items = altered(body["input"], partial(_item, model=model, counts=counts))
+        edits["input"] = items if model.takes_system_anywhere else with_reminders(items, counts)
     return edited(body, edits)
 
 
@@ -110,21 +110,21 @@ def namespaced_names(body: Any) -> dict[str, dict[str, str]]:
     for tool in tools if isinstance(tools, list) else ():
         if kind_of(tool) == "namespace" and isinstance(tool.get("name"), str):
             for member in _members(tool):
-                told = {"namespace": tool["name"], "name": member["name"]}
-                names.setdefault(_flat(tool["name"], member["name"]), told)
+                name = {"namespace": tool["name"], "name": member["name"]}
+                names.setdefault(_flat(tool["name"], member["name"]), name)
     return names
 
 
-def _included(name: Any, told: Told) -> Any:
+def _included(name: Any, counts: Counts) -> Any:
     if not isinstance(name, str) or name in _INCLUDED:
         return name
-    told["include"] += 1
+    counts["include"] += 1
     return DROPPED
 
 
-def _tools(tools: list[Any], model: Model, told: Told) -> list[Any]:
+def _tools(tools: list[Any], model: Model, counts: Counts) -> list[Any]:
     """Tools that SGLang offers; one in a namespace stands by itself, by both names."""
-    tools = altered(tools, partial(_tool, model=model, told=told))
+    tools = altered(tools, partial(_tool, model=model, counts=counts))
     if model.takes_namespaces or not any(kind_of(tool) == "namespace" for tool in tools):
         return tools
     flat: list[Any] = []
@@ -133,7 +133,7 @@ def _tools(tools: list[Any], model: Model, told: Told) -> list[Any]:
         if kind_of(tool) != "namespace" or not isinstance(tool.get("name"), str):
             flat.append(tool)
             continue
-        told["namespace_tool"] += 1
+        counts["namespace_tool"] += 1
         for member in _members(tool):
             name = _flat(tool["name"], member["name"])
             if name not in names:
@@ -142,14 +142,14 @@ def _tools(tools: list[Any], model: Model, told: Told) -> list[Any]:
     return flat
 
 
-def _tool(tool: Any, model: Model, told: Told) -> Any:
+def _tool(tool: Any, model: Model, counts: Counts) -> Any:
     kind = kind_of(tool)
     if kind is None or kind in _OFFERED or kind == "namespace":
         return tool
     if model.runs_tools and kind in _BUILT_IN:
         return tool
     family = next((name for name in _SERVER_TOOLS if kind.startswith(name)), "unknown")
-    told[f"{family}_tool"] += 1
+    counts[f"{family}_tool"] += 1
     return DROPPED
 
 
@@ -174,16 +174,16 @@ def _unwrapped(namespace: dict[str, Any], member: dict[str, Any], name: str) -> 
     return without_nulls(edited(member, edits))
 
 
-def _choice(choice: Any, tools: Any, model: Model, told: Told) -> dict[str, Any]:
+def _choice(choice: Any, tools: Any, model: Model, counts: Counts) -> dict[str, Any]:
     kind = kind_of(choice)
     if kind == "allowed_tools":
-        return allowed_tools(choice, tools, partial(_called, model=model), told)
+        return allowed_tools(choice, tools, partial(_called, model=model), counts)
     if kind in _OFFERED and not model.takes_namespaces and "namespace" in choice:
         return {
             "tool_choice": edited(choice, {"name": _called(choice, model), "namespace": DROPPED})
         }
     if kind is not None and kind not in _OFFERED:
-        told["tool_choice"] += 1
+        counts["tool_choice"] += 1
     return {}
 
 
@@ -197,64 +197,64 @@ def _called(named: Any, model: Model) -> Any:
     return _flat(namespace, name)
 
 
-def _item(item: Any, model: Model, told: Told) -> Any:
+def _item(item: Any, model: Model, counts: Counts) -> Any:
     """An item of the conversation that SGLang can render."""
     if not isinstance(item, dict):
         return item
     kind = kind_of(item)
     if not model.has_phases and item.get("phase") is not None:
         # It would part a text from the call behind it, which the model said in one turn.
-        told["phase"] += 1
+        counts["phase"] += 1
         item = edited(item, {"phase": DROPPED})
     if kind is None or kind in _KNOWN_ITEMS:
-        return _message(item, "content", model, told) if kind != "reasoning" else item
+        return _message(item, "content", model, counts) if kind != "reasoning" else item
     if kind in _CALLS:
         if model.takes_namespaces or not isinstance(item.get("namespace"), str):
             return item
         return edited(item, {"name": _called(item, model), "namespace": DROPPED})
     if kind in _OUTPUTS:
-        return _message(item, "output", model, told)
+        return _message(item, "output", model, counts)
     call_id = item.get("call_id") or item.get("id")
     if kind in _CLIENT_CALLS:
-        told[kind] += 1
+        counts[kind] += 1
         arguments = as_json(item.get(_CLIENT_CALLS[kind]) or {})
         name = kind.removesuffix("_call")
         call = {"type": "function_call", "call_id": call_id, "name": name}
         return {**call, "arguments": arguments}
     if kind.removesuffix("_output") in _CLIENT_CALLS:
-        told[kind] += 1
+        counts[kind] += 1
         output = readable(item.get("output")) or not_shown("image")
         return {"type": "function_call_output", "call_id": call_id, "output": output}
     if kind == "mcp_call":
-        told[kind] += 1
+        counts[kind] += 1
         text = f"[{item.get('name')} was called with {item.get('arguments')}]\n"
         return {"role": "assistant", "content": text + readable(item)}
-    told[kind if kind in _LEFT_OUT else "unknown_item"] += 1
+    counts[kind if kind in _LEFT_OUT else "unknown_item"] += 1
     return DROPPED
 
 
-def _message(item: dict[str, Any], key: str, model: Model, told: Told) -> dict[str, Any]:
+def _message(item: dict[str, Any], key: str, model: Model, counts: Counts) -> dict[str, Any]:
     parts = item.get(key)
     if not isinstance(parts, list):
         return item
-    return edited(item, {key: altered(parts, partial(_part, model=model, told=told))})
+    return edited(item, {key: altered(parts, partial(_part, model=model, counts=counts))})
 
 
-def _part(part: Any, model: Model, told: Told) -> Any:
+def _part(part: Any, model: Model, counts: Counts) -> Any:
     kind = kind_of(part)
     if kind is None or kind in _TEXTS:
         return part
     if kind in _MEDIA:
         if model.sees and kind != "computer_screenshot":
             return part
-        told["image" if _MEDIA[kind] == "image" else "media"] += 1
+        counts["image" if _MEDIA[kind] == "image" else "media"] += 1
         return {"type": "input_text", "text": not_shown(_MEDIA[kind])}
     if kind == "input_file":
-        told["document"] += 1
+        counts["document"] += 1
         return {"type": "input_text", "text": not_shown("file", part.get("filename"))}
     if kind == "refusal":
-        told["refusal"] += 1
+        counts["refusal"] += 1
         return {"type": "output_text", "text": str(part.get("refusal"))}
-    told["unknown_part"] += 1
+    counts["unknown_part"] += 1
     text = part.get("text")
     return {"type": "input_text", "text": text} if isinstance(text, str) else DROPPED

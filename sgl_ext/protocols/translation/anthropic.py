@@ -8,11 +8,10 @@ from typing import Any
 
 import orjson
 
-from sgl_ext.requests.dialects.client_tools import plain_tool
-from sgl_ext.requests.dialects.parts import (
+from sgl_ext.protocols.translation.client_tools import plain_tool
+from sgl_ext.protocols.translation.rewriting import (
     DROPPED,
-    Model,
-    Told,
+    Counts,
     altered,
     as_json,
     edited,
@@ -22,6 +21,7 @@ from sgl_ext.requests.dialects.parts import (
     readable,
     reminder,
 )
+from sgl_ext.requests.protocol import Model
 
 # Fields that say what to do on Anthropic's servers. SGLang leaves them out by itself.
 _IGNORED = (
@@ -45,38 +45,38 @@ _SERVER_CALLS = frozenset({"server_tool_use", "mcp_tool_use"})
 _RESULT = "_tool_result"
 
 
-def translate(body: dict[str, Any], model: Model, told: Told) -> dict[str, Any]:
+def translate(body: dict[str, Any], model: Model, counts: Counts) -> dict[str, Any]:
     """A body in Anthropic's protocol, for SGLang."""
     for field in _IGNORED:
         if body.get(field):
-            told[field] += 1
+            counts[field] += 1
     edits: dict[str, Any] = {}
     thinking = body.get("thinking")
     if kind_of(thinking) in ("enabled", "adaptive") and not model.thinks:
-        told["thinking"] += 1
+        counts["thinking"] += 1
         edits["thinking"] = DROPPED
     if isinstance(body.get("output_format"), dict):  # its name before it came under output_config
-        told["output_format"] += 1
+        counts["output_format"] += 1
         config = body.get("output_config")
         config = config if isinstance(config, dict) else {}
         edits["output_config"] = {"format": body["output_format"], **config}
         edits["output_format"] = DROPPED
     if isinstance(body.get("tools"), list):
-        edits["tools"] = _tools(body["tools"], told)
+        edits["tools"] = _tools(body["tools"], counts)
     choice = body.get("tool_choice")
     if isinstance(choice, dict) and choice.get("disable_parallel_tool_use", False) is None:
         edits["tool_choice"] = edited(choice, {"disable_parallel_tool_use": DROPPED})
     if isinstance(body.get("messages"), list):
-        edits["messages"] = _messages(body["messages"], model, told)
+        edits["messages"] = _messages(body["messages"], model, counts)
     return edited(body, edits)
 
 
-def _tools(tools: list[Any], told: Told) -> list[Any]:
+def _tools(tools: list[Any], counts: Counts) -> list[Any]:
     searched = any((kind_of(tool) or "").startswith("tool_search_tool") for tool in tools)
-    return altered(tools, partial(_tool, is_searched=searched, told=told))
+    return altered(tools, partial(_tool, is_searched=searched, counts=counts))
 
 
-def _tool(tool: Any, is_searched: bool, told: Told) -> Any:
+def _tool(tool: Any, is_searched: bool, counts: Counts) -> Any:
     """A tool that SGLang can offer; DROPPED if it runs on Anthropic's servers."""
     kind = kind_of(tool)
     if not isinstance(tool, dict) or (kind is None and tool.get("type") is not None):
@@ -84,10 +84,10 @@ def _tool(tool: Any, is_searched: bool, told: Told) -> Any:
     if kind is not None and kind != "custom":
         plain = plain_tool(tool)
         if plain is not None:
-            told[f"{plain[0]}_tool"] += 1
+            counts[f"{plain[0]}_tool"] += 1
             return plain[1]
         family = next((name for name in _SERVER_TOOLS if kind.startswith(name)), "unknown")
-        told[family if family.endswith(("_tool", "_toolset")) else f"{family}_tool"] += 1
+        counts[family if family.endswith(("_tool", "_toolset")) else f"{family}_tool"] += 1
         if not isinstance(tool.get("input_schema"), dict):
             return DROPPED
         return edited(tool, {"type": DROPPED})
@@ -95,24 +95,24 @@ def _tool(tool: Any, is_searched: bool, told: Told) -> Any:
     if tool.get("strict", False) is None:
         edits["strict"] = DROPPED
     if is_searched and tool.get("defer_loading"):  # nobody is there who would search for it
-        told["defer_loading"] += 1
+        counts["defer_loading"] += 1
         edits["defer_loading"] = DROPPED
     return edited(tool, edits)
 
 
-def _messages(messages: list[Any], model: Model, told: Told) -> list[Any]:
-    messages = altered(messages, partial(_message, model=model, told=told))
+def _messages(messages: list[Any], model: Model, counts: Counts) -> list[Any]:
+    messages = altered(messages, partial(_message, model=model, counts=counts))
     if model.takes_system_anywhere or not any(map(_is_system, messages)):
         return messages
-    return _with_reminders(messages, told)
+    return _with_reminders(messages, counts)
 
 
-def _message(message: Any, model: Model, told: Told) -> Any:
+def _message(message: Any, model: Model, counts: Counts) -> Any:
     if not isinstance(message, dict) or not isinstance(message.get("content"), list):
         return message
     if all(map(_is_plain, message["content"])):  # as nearly all are, of hundreds
         return message
-    blocks = altered(message["content"], partial(_block, model=model, told=told))
+    blocks = altered(message["content"], partial(_block, model=model, counts=counts))
     return edited(message, {"content": blocks})
 
 
@@ -130,7 +130,7 @@ def _is_system(message: Any) -> bool:
     return isinstance(message, dict) and message.get("role") == "system"
 
 
-def _with_reminders(messages: list[Any], told: Told) -> list[Any]:
+def _with_reminders(messages: list[Any], counts: Counts) -> list[Any]:
     """Messages whose later instructions stand behind what the user said, before or after them."""
     out: list[Any] = []
     waiting: list[str] = []
@@ -138,7 +138,7 @@ def _with_reminders(messages: list[Any], told: Told) -> list[Any]:
         role = message.get("role") if isinstance(message, dict) else None
         text = joined_text(message.get("content")) if role == "system" else None
         if text is not None and any(not _is_system(before) for before in out):
-            told["system_message"] += 1
+            counts["system_message"] += 1
             if isinstance(out[-1], dict) and out[-1].get("role") == "user":
                 out[-1] = _and_said(out[-1], [text])
             else:
@@ -166,48 +166,48 @@ def _and_said(message: dict[str, Any], texts: list[str]) -> dict[str, Any]:
     return {**message, "content": [*content, *added]}
 
 
-def _block(block: Any, model: Model, told: Told) -> Any:
+def _block(block: Any, model: Model, counts: Counts) -> Any:
     """A block that SGLang can render; DROPPED if there is nothing in it for a model."""
     kind = kind_of(block)
     if kind is None or kind in _KNOWN_BLOCKS:
         return block
     if kind == "tool_use":
-        return _call(block, told)
+        return _call(block, counts)
     if kind == "tool_result":
         content = block.get("content")
         if isinstance(content, list):
-            content = altered(content, partial(_block, model=model, told=told))
+            content = altered(content, partial(_block, model=model, counts=counts))
             return edited(block, {"content": content})
         return block
     if kind == "image":
         source = block.get("source")
         if model.sees and kind_of(source) != "file":
             return block
-        told["image"] += 1
+        counts["image"] += 1
         return _text(not_shown("image"))
     if kind == "document":
-        told["document"] += 1
+        counts["document"] += 1
         return _document(block, model)
     if kind == "redacted_thinking":
-        told["redacted_thinking"] += 1
+        counts["redacted_thinking"] += 1
         return DROPPED
     if kind in _SERVER_CALLS:
-        told["server_tool_use"] += 1
+        counts["server_tool_use"] += 1
         return _text(f"[{block.get('name')} was called with {as_json(block.get('input'))}]")
     if kind.endswith(_RESULT):
-        told["server_tool_result"] += 1
+        counts["server_tool_result"] += 1
         return _text(f"[{kind[: -len(_RESULT)]} gave]\n{readable(block.get('content'))}")
-    told["compaction" if kind == "compaction" else "unknown_block"] += 1
+    counts["compaction" if kind == "compaction" else "unknown_block"] += 1
     text = readable(block)
     return _text(text) if text else DROPPED
 
 
-def _call(block: dict[str, Any], told: Told) -> dict[str, Any]:
+def _call(block: dict[str, Any], counts: Counts) -> dict[str, Any]:
     """A call whose input is an object, as the protocol has it."""
     given = block.get("input", {})
     if isinstance(given, dict):
         return block
-    told["tool_use_input"] += 1
+    counts["tool_use_input"] += 1
     if isinstance(given, str):
         with suppress(orjson.JSONDecodeError):
             given = orjson.loads(given) if given else {}

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sgl_ext.requests.dialect import translate
-from sgl_ext.requests.dialects.parts import Model
-from sgl_ext.requests.dialects.responses import namespaced_names
+from sgl_ext.protocols.registry import of_path
+from sgl_ext.protocols.translation.responses import namespaced_names
+from sgl_ext.requests.protocol import Model
+from sgl_ext.requests.translation import translate
 
 TEXT_ONLY = Model(sees=False)
 MESSAGES, CHAT, RESPONSES = "/v1/messages", "/v1/chat/completions", "/v1/responses"
@@ -24,9 +25,9 @@ USER = {"role": "user", "content": "Go on."}
 def messages(model: Model = TEXT_ONLY, **fields: Any) -> tuple[dict[str, Any], dict[str, int]]:
     body = {"model": "m", "max_tokens": 8, "messages": [USER], **fields}
     before = copy.deepcopy(body)
-    translated = translate(MESSAGES, body, model)
+    translated = translate(of_path(MESSAGES), body, model)
     assert body == before, "what was sent is not changed"
-    return translated.body, dict(translated.told)
+    return translated.body, dict(translated.counts)
 
 
 def history(*blocks: Any, role: str = "assistant", model: Model = TEXT_ONLY) -> Any:
@@ -41,9 +42,9 @@ def text(words: str) -> dict[str, str]:
 @pytest.mark.parametrize("path", [MESSAGES, CHAT, RESPONSES, "/generate"])
 @pytest.mark.parametrize("body", [{}, {"tools": [], "messages": [], "input": []}, [1], "x", None])
 def test_what_needs_nothing_is_handed_back_as_it_is(path: str, body: Any) -> None:
-    translated = translate(path, body, TEXT_ONLY)
+    translated = translate(of_path(path), body, TEXT_ONLY)
     assert translated.body is body
-    assert not translated.told
+    assert not translated.counts
 
 
 def test_thinking_is_left_out_only_where_a_model_cannot_be_asked_for_it() -> None:
@@ -249,18 +250,18 @@ def test_later_instructions_stay_in_place_for_a_template_that_takes_none_there()
     assert messages(Model(), messages=said)[0]["messages"] is said
     for path, field in ((CHAT, "messages"), (RESPONSES, "input")):
         late = [USER, {"role": "developer", "content": "C"}]
-        other = translate(path, {field: late}, strict)
+        other = translate(of_path(path), {field: late}, strict)
         assert other.body[field][1]["role"] == "user"
         assert other.body[field][1]["content"] == "<system-reminder>\nC\n</system-reminder>"
-        assert other.told == {"system_message": 1}
+        assert other.counts == {"system_message": 1}
 
 
 def responses(model: Model = TEXT_ONLY, **fields: Any) -> tuple[dict[str, Any], dict[str, int]]:
     body = {"model": "m", "input": "Hello.", **fields}
     before = copy.deepcopy(body)
-    translated = translate(RESPONSES, body, model)
+    translated = translate(of_path(RESPONSES), body, model)
     assert body == before
-    return translated.body, dict(translated.told)
+    return translated.body, dict(translated.counts)
 
 
 def test_a_phase_parts_no_turn_of_a_model_that_knows_none() -> None:
@@ -335,7 +336,7 @@ def test_allowed_tools_are_the_tools() -> None:
     tools = [{"type": "function", "function": {"name": name}} for name in ("a", "b")]
     allowed = {"mode": "auto", "tools": tools[1:]}
     body = translate(
-        CHAT,
+        of_path(CHAT),
         {"tools": tools, "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}},
         TEXT_ONLY,
     ).body
@@ -437,7 +438,7 @@ def test_chat_parts_and_tools_that_sglang_refuses() -> None:
         "tools": [{"type": "custom", "custom": {"name": "p"}}],
         "n": None,
     }
-    translated = translate(CHAT, body, TEXT_ONLY)
+    translated = translate(of_path(CHAT), body, TEXT_ONLY)
     assert translated.body["messages"][0]["content"] == [
         text("[image: not shown, this model reads text only]"),
         text("[file 'a.pdf': not shown, this model reads text only]"),
@@ -445,7 +446,7 @@ def test_chat_parts_and_tools_that_sglang_refuses() -> None:
     ]
     assert translated.body["tools"] == []
     assert "n" not in translated.body
-    assert translated.told == {"image": 1, "document": 1, "refusal": 1, "custom_tool": 1}
+    assert translated.counts == {"image": 1, "document": 1, "refusal": 1, "custom_tool": 1}
 
 
 KINDS = st.sampled_from(
@@ -482,9 +483,9 @@ def test_whatever_a_body_holds_it_is_translated_once_and_left_as_it_was(
     path: str, body: dict[str, Any], model: Model
 ) -> None:
     sent = orjson.dumps(body)
-    translated = translate(path, body, model)
+    translated = translate(of_path(path), body, model)
     assert orjson.dumps(body) == sent
-    again = translate(path, translated.body, model)
+    again = translate(of_path(path), translated.body, model)
     assert again.body == translated.body
     assert namespaced_names(translated.body) == {} or path != RESPONSES or model.takes_namespaces
 
@@ -495,6 +496,6 @@ def test_a_body_as_deep_as_json_goes_and_as_long_is_translated() -> None:
     blocks = [call, {"type": "web_search_tool_result", "content": deep}]
     said = [{"role": "assistant", "content": blocks}]
     tools = [{"type": "bash_20250124", "name": f"b{k}"} for k in range(10_000)]
-    translated = translate(MESSAGES, {"messages": said, "tools": tools}, TEXT_ONLY)
+    translated = translate(of_path(MESSAGES), {"messages": said, "tools": tools}, TEXT_ONLY)
     assert translated.body["messages"][0]["content"][0] == text("[n was called with {}]")
-    assert translated.told["bash_tool"] == 10_000
+    assert translated.counts["bash_tool"] == 10_000

@@ -1,0 +1,267 @@
+"""Anthropic's protocol: `/v1/messages`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import orjson
+
+from sgl_ext.protocols.translation.anthropic import translate
+from sgl_ext.requests.answers import as_object, as_text, parsed, require
+from sgl_ext.requests.cache_marks import UNMARKABLE
+from sgl_ext.requests.next_turn import result_ids
+from sgl_ext.requests.protocol import (
+    Answer,
+    ContextRules,
+    Conversation,
+    ErrorShape,
+    FoundMark,
+    Json,
+    MarkRules,
+    Part,
+    Place,
+    Protocol,
+    Result,
+    listed,
+    objects,
+)
+
+# Detection
+
+_OWN_BLOCKS = frozenset({"tool_use", "tool_result", "thinking"})
+
+
+def _recognizes(headers: Mapping[str, str], body: Json) -> bool:
+    messages = body.get("messages")
+    return isinstance(messages, list) and (
+        body.get("system") is not None
+        or "anthropic-version" in headers
+        or any("input_schema" in tool for tool in objects(body.get("tools")))
+        or any(
+            block.get("type") in _OWN_BLOCKS
+            for message in objects(messages)
+            for block in objects(message.get("content"))
+        )
+    )
+
+
+# Cache marks: on tools, on blocks of the system prompt and of messages, and at the root, which
+# marks the last block that can have a mark.
+
+
+def _find_marks(body: Json) -> Iterator[FoundMark]:
+    """The marks in prompt order; the root's is last."""
+    for kind in ("tools", "system"):
+        for k, block in enumerate(listed(body.get(kind))):
+            if (control := _control(block)) is not None:
+                restricted = None if kind == "tools" else block
+                yield FoundMark((kind, k), f"{kind}.{k}", restricted, control)
+    for i, message in enumerate(listed(body.get("messages"))):
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, list):
+            yield from _marks_in(content, i)
+    if (control := _control(body)) is not None:
+        yield FoundMark(_last_place(body), "", None, control)
+
+
+def _marks_in(content: list[Any], i: int) -> Iterator[FoundMark]:
+    """The marks of a message's blocks; a mark inside a tool's result counts for that result."""
+    for j, block in enumerate(content):
+        if not isinstance(block, dict):
+            continue
+        field = f"messages.{i}.content.{j}"
+        inner = block.get("content")
+        if isinstance(inner, list) and block.get("type") == "tool_result":
+            for k, part in enumerate(inner):
+                if (control := _control(part)) is not None:
+                    yield FoundMark(("messages", i, j), f"{field}.content.{k}", part, control)
+        if (control := block.get("cache_control")) is not None:
+            yield FoundMark(("messages", i, j), field, block, control)
+
+
+def _control(holder: Any) -> Any:
+    return holder.get("cache_control") if isinstance(holder, dict) else None
+
+
+def _last_place(body: Json) -> Place:
+    """The place of the last block that can have a mark; () if there is none."""
+    messages = listed(body.get("messages"))
+    for i in range(len(messages) - 1, -1, -1):
+        message = messages[i]
+        content = message.get("content") if isinstance(message, dict) else None
+        if (found := _last_in(content)) is not None:
+            return ("messages", i, *found)
+    if (found := _last_in(body.get("system"))) is not None:
+        return ("system", *found)
+    tools = listed(body.get("tools"))
+    return ("tools", len(tools) - 1) if tools else ()
+
+
+def _last_in(content: Any) -> tuple[int, ...] | None:
+    """The index of the last block that can have a mark; () for a text, None if there is none."""
+    if isinstance(content, str):
+        return () if content else None
+    blocks = listed(content)
+    for j in range(len(blocks) - 1, -1, -1):
+        block = blocks[j]
+        if not isinstance(block, dict) or block.get("type") in UNMARKABLE:
+            continue
+        if block.get("type") != "text" or block.get("text") != "":
+            return (j,)
+    return None
+
+
+# Answers
+
+_DELTAS = {
+    "text_delta": "text",
+    "thinking_delta": "thinking",
+    "signature_delta": "signature",
+    "input_json_delta": "partial_json",
+}
+
+
+def _join(events: Iterable[bytes]) -> Json:
+    blocks: dict[int, Json] = {}
+    added: dict[int, dict[str, list[str]]] = {}
+    end: Json = {}
+    for data in events:
+        event = parsed(data)
+        kind = event.get("type")
+        if kind == "content_block_start":
+            blocks[event["index"]] = as_object(event["content_block"])
+        elif kind == "content_block_delta":
+            key = _DELTAS[event["delta"]["type"]]
+            texts = added.setdefault(event["index"], {})
+            texts.setdefault(key, []).append(event["delta"][key])
+        elif kind == "message_delta":
+            end |= event["delta"]
+        elif kind == "message_stop":
+            require(added.keys() <= blocks.keys())
+            joined = [_joined(block, added.get(index, {})) for index, block in blocks.items()]
+            return {**end, "content": joined}
+        elif kind == "error":
+            break
+    raise ValueError("the stream was cut or ended in an error")
+
+
+def _joined(block: Json, added: dict[str, list[str]]) -> Json:
+    texts = {key: (block.get(key) or "") + "".join(parts) for key, parts in added.items()}
+    arguments = texts.pop("partial_json", "")
+    return {**block, **texts, **({"input": orjson.loads(arguments)} if arguments else {})}
+
+
+def _read(message: Json) -> Answer:
+    content: list[Json] = []
+    calls: list[str] = []
+    for block in message["content"]:
+        kind = block["type"]
+        if kind == "tool_use":
+            calls.append(as_text(block["id"]))
+            call = {key: block[key] for key in ("type", "id", "name", "input")}
+            content.append({**call, "input": as_object(block["input"])})
+        elif kind == "text":
+            if as_text(block["text"]).strip():  # clients leave out blank texts: they are invalid
+                content.append({"type": "text", "text": block["text"]})
+        else:
+            require(kind == "thinking")
+            if as_text(block["thinking"]):
+                signed = {"signature": block["signature"]} if block.get("signature") else {}
+                content.append({"type": "thinking", "thinking": block["thinking"], **signed})
+    kinds = {block["type"] for block in content}
+    reasons = ("tool_use",) if calls else ("end_turn", "stop_sequence")
+    require(message["stop_reason"] in reasons and not kinds <= {"thinking"})
+    item = {"role": "assistant", "content": content}
+    return Answer((item,), tuple(calls), "thinking" in kinds)
+
+
+def _add_results(items: list[Json], results: list[Result]) -> list[Json]:
+    """Results of one turn's calls stand in one message."""
+    blocks = [{"type": "tool_result", "tool_use_id": c, "content": text} for c, _, text in results]
+    if result_ids(items[-1]):
+        *items, last = items
+        blocks = [*last["content"], *blocks]
+    return [*items, {"role": "user", "content": blocks}]
+
+
+# Stored contexts
+
+
+def _add_texts(body: Json, parts: list[Json]) -> None:
+    own = body.get("system") or []
+    if isinstance(own, str):
+        own = [{"type": "text", "text": own}]
+    if parts and isinstance(own, list):
+        body["system"] = [*parts, *own]
+
+
+def _write_tool(function: Json, schema: Any) -> Json:
+    return {**function, "input_schema": {"type": "object"} if schema is None else schema}
+
+
+_CONTEXT = ContextRules(_add_texts, lambda tool: "input_schema" in tool, _write_tool)
+
+# Errors
+
+_ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "request_too_large",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    431: "invalid_request_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+
+
+def _error_body(
+    status: int,
+    message: str,
+    request_id: str = "",
+    code: str | None = None,
+    param: str | None = None,
+) -> bytes:
+    kind = _ERROR_TYPES.get(status, "api_error")
+    error: Json = {"type": "error", "error": {"type": kind, "message": message}}
+    return orjson.dumps(error | {"request_id": request_id} if request_id else error)
+
+
+def _error_event(message: str, events_sent: int, request_id: str) -> bytes:
+    return b"event: error\ndata: %b\n\n" % _error_body(500, message, request_id)
+
+
+def status_of_type(error_type: str) -> int:
+    """The HTTP status of one of Anthropic's error types; 500 if it is no request's fault."""
+    return next((status for status, kind in _ERROR_TYPES.items() if kind == error_type), 500)
+
+
+ANTHROPIC = Protocol(
+    name="messages",
+    paths=("/v1/messages",),
+    # Clients retry a 529, which HTTP itself does not define.
+    errors=ErrorShape(_error_body, _error_event, "request-id", (529, b"Overloaded")),
+    prompt=(
+        (Part.TOOLS, "tools"),
+        (Part.INSTRUCTIONS, "system"),
+        (Part.MESSAGES, "messages"),
+    ),
+    marks=MarkRules(_find_marks, is_strict=True),
+    conversation=Conversation(_join, _read, _add_results, required={"max_tokens": 1}),
+    context=_CONTEXT,
+    translate=translate,
+    recognizes=_recognizes,
+)
+COUNT_TOKENS = Protocol(
+    paths=("/v1/messages/count_tokens",),
+    errors=ANTHROPIC.errors,
+    prompt=ANTHROPIC.prompt,
+    generates=False,
+    context=_CONTEXT,
+    translate=translate,
+)

@@ -1,0 +1,157 @@
+"""OpenAI's chat completions: `/v1/chat/completions`, and Ollama's `/api/chat`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from sgl_ext.protocols.errors import OPENAI_ERRORS
+from sgl_ext.protocols.translation.chat import translate
+from sgl_ext.requests.answers import as_text, parsed, require
+from sgl_ext.requests.protocol import (
+    INSTRUCTION_ROLES,
+    Answer,
+    ContextRules,
+    Conversation,
+    FoundMark,
+    Json,
+    MarkRules,
+    Part,
+    Protocol,
+    Result,
+    listed,
+)
+
+_Call = tuple[Json, list[str]]
+"""A tool call in a stream: its first delta, and the pieces of its arguments."""
+
+
+def _recognizes(headers: Mapping[str, str], body: Json) -> bool:
+    return isinstance(body.get("messages"), list)
+
+
+def _find_marks(body: Json) -> Iterator[FoundMark]:
+    """The marks on tools, parts and messages in prompt order; a message's mark is at its end."""
+    for k, tool in enumerate(listed(body.get("tools"))):
+        inner = tool.get("function") if isinstance(tool, dict) else None
+        controls = (_control(tool), _control(inner))
+        if (control := next((c for c in controls if c is not None), None)) is not None:
+            yield FoundMark(("tools", k), f"tools.{k}", None, control)
+    for i, message in enumerate(listed(body.get("messages"))):
+        if not isinstance(message, dict):
+            continue
+        for j, part in enumerate(listed(message.get("content"))):
+            if (control := _control(part)) is not None:
+                yield FoundMark(("messages", i, j), f"messages.{i}.content.{j}", part, control)
+        if (control := message.get("cache_control")) is not None:
+            yield FoundMark(("messages", i), f"messages.{i}", message, control)
+
+
+def _control(holder: Any) -> Any:
+    return holder.get("cache_control") if isinstance(holder, dict) else None
+
+
+def _join(events: Iterable[bytes]) -> Json:
+    texts: dict[str, list[str]] = {}
+    calls: dict[int, _Call] = {}
+    reason: Any = None
+    for data in events:
+        if data == b"[DONE]":
+            message: Json = {key: "".join(parts) for key, parts in texts.items()}
+            message["tool_calls"] = [_joined_call(*call) for call in calls.values()]
+            return {"choices": [{"message": message, "finish_reason": reason}]}
+        chunk = parsed(data)
+        require(not chunk.get("error"))
+        for choice in chunk.get("choices") or ():
+            require(not choice.get("index"))
+            reason = choice.get("finish_reason") or reason
+            delta = choice.get("delta") or {}
+            for key in ("content", "reasoning_content", "refusal"):
+                if delta.get(key) is not None:
+                    texts.setdefault(key, []).append(delta[key])
+            for call in delta.get("tool_calls") or ():
+                _add_call(calls, call)
+    raise ValueError("the stream was cut")
+
+
+def _add_call(calls: dict[int, _Call], delta: Json) -> None:
+    """Adds a delta of a call. The first has its id and name, each some of its arguments."""
+    first, arguments = calls.setdefault(delta["index"], (delta, []))
+    require(delta.get("id") in (None, first["id"]))
+    arguments.append(delta["function"].get("arguments") or "")
+
+
+def _joined_call(first: Json, arguments: list[str]) -> Json:
+    function = {**first["function"], "arguments": "".join(arguments)}
+    return {**first, "function": function}
+
+
+def _read(answer: Json) -> Answer:
+    (choice,) = answer["choices"]
+    message = choice["message"]
+    require(not message.get("refusal") and not message.get("function_call"))
+    content = as_text(message.get("content") or "")
+    item: Json = {"role": "assistant", "content": content}
+    thinking = message.get("reasoning_content")
+    if thinking is not None:
+        item["reasoning_content"] = as_text(thinking)
+    calls = [_read_call(call) for call in message.get("tool_calls") or ()]
+    if calls:
+        item["tool_calls"] = calls
+    require(choice["finish_reason"] == ("tool_calls" if calls else "stop"))
+    require(bool(calls or content))
+    return Answer((item,), tuple(call["id"] for call in calls), bool(thinking))
+
+
+def _read_call(call: Json) -> Json:
+    function = call["function"]
+    arguments = as_text(function["arguments"])
+    if arguments:
+        parsed(arguments.encode())
+    named = {"name": as_text(function["name"]), "arguments": arguments}
+    return {"id": as_text(call["id"]), "type": "function", "function": named}
+
+
+def _add_results(items: list[Json], results: list[Result]) -> list[Json]:
+    return items + [{"role": "tool", "tool_call_id": c, "content": text} for c, _, text in results]
+
+
+def _add_texts(body: Json, parts: list[Json]) -> None:
+    messages = body.get("messages")
+    if not parts or not isinstance(messages, list):
+        return
+    first = messages[0] if messages else None
+    if not isinstance(first, dict) or first.get("role") not in INSTRUCTION_ROLES:
+        body["messages"] = [{"role": "system", "content": parts}, *messages]
+        return
+    own = first.get("content")
+    if isinstance(own, str):
+        own = [{"type": "text", "text": own}] if own else []
+    if isinstance(own, list):
+        body["messages"] = [{**first, "content": [*parts, *own]}, *messages[1:]]
+
+
+def _has_form(tool: Json) -> bool:
+    return isinstance(tool.get("function"), dict)
+
+
+def _write_tool(function: Json, schema: Any) -> Json:
+    parameters = {} if schema is None else {"parameters": schema}
+    return {"type": "function", "function": {**function, **parameters}}
+
+
+_PROMPT = ((Part.TOOLS, "tools"), (Part.MESSAGES, "messages"))
+CHAT = Protocol(
+    name="chat",
+    paths=("/v1/chat/completions", "/invocations"),
+    errors=OPENAI_ERRORS,
+    prompt=_PROMPT,
+    marks=MarkRules(_find_marks, root_is_whole=True),
+    conversation=Conversation(_join, _read, _add_results),
+    context=ContextRules(_add_texts, _has_form, _write_tool),
+    translate=translate,
+    recognizes=_recognizes,
+)
+OLLAMA_CHAT = Protocol(
+    paths=("/api/chat",), errors=OPENAI_ERRORS, prompt=_PROMPT, marks=MarkRules()
+)

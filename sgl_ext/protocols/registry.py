@@ -1,0 +1,62 @@
+"""Every protocol that requests may speak, by URL path and by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sgl_ext.protocols.anthropic import ANTHROPIC, COUNT_TOKENS
+from sgl_ext.protocols.chat import CHAT, OLLAMA_CHAT
+from sgl_ext.protocols.errors import OPENAI_ERRORS
+from sgl_ext.protocols.native import NATIVE
+from sgl_ext.protocols.responses import RESPONSES
+from sgl_ext.requests.protocol import ErrorShape, Protocol
+
+# In this order `detect` asks them whether a body is theirs.
+PROTOCOLS = (RESPONSES, ANTHROPIC, CHAT, COUNT_TOKENS, OLLAMA_CHAT, *NATIVE)
+UNKNOWN = Protocol(paths=(), errors=OPENAI_ERRORS, generates=False)
+"""The protocol of every other path: it has no prompt, no marks and no turns."""
+
+_BY_PATH = {path: protocol for protocol in PROTOCOLS for path in protocol.paths}
+_BY_NAME = {protocol.name: protocol for protocol in PROTOCOLS if protocol.name}
+PATHS = tuple(_BY_PATH)
+GENERATING_PATHS = tuple(path for path, protocol in _BY_PATH.items() if protocol.generates)
+COUNTING_PATHS = tuple(path for path in PATHS if path not in GENERATING_PATHS)
+
+
+def of_path(path: str) -> Protocol:
+    """The protocol of requests to a URL path; UNKNOWN if it is none's."""
+    return _BY_PATH.get(path, UNKNOWN)
+
+
+def errors_of(path: str) -> ErrorShape:
+    """How errors on a path are worded; a path below a protocol's has that protocol's errors."""
+    found = _BY_PATH.get(path)
+    if found is None:
+        below = (each for each in PROTOCOLS if path.startswith(f"{each.paths[0]}/"))
+        found = next(below, UNKNOWN)
+    return found.errors
+
+
+def detect(headers: Mapping[str, str], stated: str | None, body: Any) -> Protocol | None:
+    """The protocol that a body speaks; None if that is not certain. Never raises.
+
+    A name in `nvext.protocol`, or else `stated`, decides, even if it is unknown. `headers` has
+    lower-case names.
+    """
+    if not isinstance(body, dict):
+        return None
+    nvext = body.get("nvext")
+    name = nvext.get("protocol") if isinstance(nvext, dict) else None
+    name = stated or None if name is None else name
+    if name is not None:
+        return _BY_NAME.get(name) if isinstance(name, str) else None
+    return next((each for each in PROTOCOLS if each.recognizes(headers, body)), None)
+
+
+def with_name(protocol: Protocol, body: dict[str, Any]) -> dict[str, Any]:
+    """A body that names its protocol itself; the same object if the protocol has no name."""
+    nvext = body.get("nvext") or {}
+    if not protocol.name or not isinstance(nvext, dict):
+        return body
+    return {**body, "nvext": {**nvext, "protocol": protocol.name}}

@@ -1,0 +1,124 @@
+"""OpenAI's responses: `/v1/responses`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import orjson
+
+from sgl_ext.protocols.errors import openai_body
+from sgl_ext.protocols.translation.responses import translate
+from sgl_ext.requests.answers import as_object, as_text, parsed, require
+from sgl_ext.requests.next_turn import CALL_OUTPUTS
+from sgl_ext.requests.protocol import (
+    Answer,
+    ContextRules,
+    Conversation,
+    ErrorShape,
+    Json,
+    MarkRules,
+    Part,
+    Protocol,
+    Result,
+)
+
+
+def _recognizes(headers: Mapping[str, str], body: Json) -> bool:
+    return body.get("input") is not None or body.get("previous_response_id") is not None
+
+
+def _join(events: Iterable[bytes]) -> Json:
+    """The last event has the whole response."""
+    for data in events:
+        event = parsed(data)
+        if event.get("type") == "response.completed":
+            return as_object(event["response"])
+        require(event.get("type") != "error")
+    raise ValueError("the stream was cut or ended in an error")
+
+
+def _read(response: Json) -> Answer:
+    require(response["status"] == "completed" and not response.get("error"))
+    items: list[Json] = []
+    calls: list[str] = []
+    for item in response["output"]:
+        kind = item["type"]
+        require(item.get("status") in (None, "completed"))
+        sent = {k: v for k, v in item.items() if v is not None and k not in ("id", "status")}
+        if kind in CALL_OUTPUTS:
+            calls.append(as_text(item["call_id"]))
+        elif kind == "message":
+            sent["content"] = [part for each in item["content"] if (part := _output_text(each))]
+            if not sent["content"]:
+                continue
+        else:
+            require(kind == "reasoning")
+        items.append(sent)
+    kinds = {item["type"] for item in items}
+    require(not kinds <= {"reasoning"})
+    return Answer(tuple(items), tuple(calls), "reasoning" in kinds)
+
+
+def _output_text(part: Json) -> Json | None:
+    require(part["type"] == "output_text")
+    text = as_text(part["text"])
+    return {"type": "output_text", "text": text} if text else None
+
+
+def _add_results(items: list[Json], results: list[Result]) -> list[Json]:
+    outputs: list[Json] = [
+        {"type": CALL_OUTPUTS[kind], "call_id": call_id, "output": text}
+        for call_id, kind, text in results
+    ]
+    return items + outputs
+
+
+def _add_texts(body: Json, parts: list[Json]) -> None:
+    texts = [part["text"] for part in parts]
+    own = body.get("instructions")
+    if texts and (own is None or isinstance(own, str)):
+        body["instructions"] = "\n\n".join([*texts, own] if own else texts)
+
+
+def _has_form(tool: Json) -> bool:
+    return tool.get("type") == "function" and "function" not in tool
+
+
+def _write_tool(function: Json, schema: Any) -> Json:
+    parameters = {} if schema is None else {"parameters": schema}
+    return {"type": "function", **function, **parameters}
+
+
+def _error_event(message: str, events_sent: int, request_id: str) -> bytes:
+    event: dict[str, Any] = {
+        "type": "error",
+        "code": "server_error",
+        "message": message,
+        "param": None,
+        "sequence_number": events_sent,
+    }
+    return b"event: error\ndata: %b\n\n" % orjson.dumps(event)
+
+
+RESPONSES = Protocol(
+    name="responses",
+    paths=("/v1/responses",),
+    errors=ErrorShape(openai_body, _error_event),
+    prompt=(
+        (Part.TOOLS, "tools"),
+        (Part.INSTRUCTIONS, "instructions"),
+        (Part.ITEMS, "input"),
+    ),
+    marks=MarkRules(),
+    conversation=Conversation(
+        _join,
+        _read,
+        _add_results,
+        overrides={"store": False},
+        stored=("previous_response_id", "conversation"),
+    ),
+    context=ContextRules(_add_texts, _has_form, _write_tool),
+    translate=translate,
+    recognizes=_recognizes,
+)

@@ -1,0 +1,209 @@
+"""The description of a wire protocol: everything that the rest of the code needs to know of it.
+
+Readers in this package take a `Protocol` and a parsed body. The instances are in
+`sgl_ext/protocols/`, a file for each protocol, and `sgl_ext/protocols/registry.py` finds the
+instance for a URL path. docs/adding-a-protocol.md shows how to add one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple
+
+Json = dict[str, Any]
+Place = tuple[str | int, ...]
+"""Where a block is in a body: ("tools", 2), ("system", 0), ("messages", 3, 1) with the index of
+the message and of the block in it, or, without blocks, ("messages", 3) or ("system",)."""
+
+INSTRUCTION_ROLES = ("system", "developer")
+
+
+class Part(Enum):
+    """The kinds of body fields that reach the prompt."""
+
+    TOOLS = "a list of tools"
+    INSTRUCTIONS = "a system prompt: a text, or a list of blocks"
+    MESSAGES = "a list of messages"
+    ITEMS = "a list of messages and other items, or one user's text"
+    TEXT = "a raw prompt: a text, token ids, or a batch of either"
+    INSTANCES = "a batch of objects, each with a `text`"
+
+
+class FoundMark(NamedTuple):
+    """A cache mark as it stands in a body.
+
+    field: the block that has it, for error messages; "" is the body itself.
+    block: the marked block, whose type restricts marks; None if any mark is valid there.
+    control: the value of its `cache_control`.
+    """
+
+    place: Place
+    field: str
+    block: Any
+    control: Any
+
+
+@dataclass(frozen=True, slots=True)
+class MarkRules:
+    """Which cache marks a protocol has.
+
+    find: the marks on parts of a body, in prompt order; None if only whole prompts are marked.
+    is_strict: marks are part of the protocol: a malformed one makes the request invalid. In other
+        protocols a mark is a hint, and a malformed one is ignored and counted.
+    root_is_whole: `cache_control` at the root marks the whole prompt.
+    """
+
+    find: Callable[[Json], Iterator[FoundMark]] | None = None
+    is_strict: bool = False
+    root_is_whole: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An assistant's turn as its client sends it back.
+
+    items: what the client appends to the conversation: one message, or the items of a response.
+    calls: the ids of its tool calls, in order.
+    has_thinking: whether it contains the model's reasoning.
+    """
+
+    items: tuple[Json, ...]
+    calls: tuple[str, ...]
+    has_thinking: bool
+
+
+class Result(NamedTuple):
+    """A made-up result of a tool call; `kind` is the type of the call's item, or ""."""
+
+    call_id: str
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """How an answer becomes part of the next request.
+
+    join: makes a whole answer of a stream's events; raises an error if the stream was cut.
+    read: the turn in a whole answer; raises ValueError or LookupError if a client may not go on.
+    add_results: a conversation's items with results of tool calls added.
+    required: fields that a request must have, with a value for a request without them.
+    overrides: fields of a request that is converted but not answered.
+    stored: fields that refer to earlier turns which are not in the request.
+    """
+
+    join: Callable[[Iterable[bytes]], Json]
+    read: Callable[[Json], Answer]
+    add_results: Callable[[list[Json], list[Result]], list[Json]]
+    required: Mapping[str, Any] = field(default_factory=dict)
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    stored: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ContextRules:
+    """How the content of a stored context is put into a request.
+
+    add_texts: puts text parts ahead of a body's own instructions, in place.
+    has_form: whether a tool is written as this protocol writes it.
+    write_tool: a tool of this protocol, from a function's name, description and strictness, and
+        the schema of its input.
+    """
+
+    add_texts: Callable[[Json, list[Json]], None]
+    has_form: Callable[[Json], bool]
+    write_tool: Callable[[Json, Any], Json]
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorShape:
+    """How a protocol words errors.
+
+    body: the JSON body for a status, message, request id, code and field name.
+    event: the event that ends a stream which cannot continue, from a message, the number of
+        events sent so far, and the request id.
+    request_id_header: the header in which clients look for the request's id.
+    overloaded: the status and reason phrase of an overload.
+    """
+
+    body: Callable[[int, str, str, str | None, str | None], bytes]
+    event: Callable[[str, int, str], bytes]
+    request_id_header: str = "x-request-id"
+    overloaded: tuple[int, bytes] = (503, b"Service Unavailable")
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What the model that an engine serves can take.
+
+    thinks: it can be asked to think: the engine has a reasoning parser.
+    sees: it takes images, or other media.
+    takes_system_anywhere: its template accepts system messages between other messages.
+    takes_namespaces: the engine renders tools that are grouped in a namespace.
+    runs_tools: the engine has a server for OpenAI's built-in tools.
+    has_phases: it distinguishes commentary from a final answer.
+    """
+
+    thinks: bool = True
+    sees: bool = True
+    takes_system_anywhere: bool = True
+    takes_namespaces: bool = False
+    runs_tools: bool = False
+    has_phases: bool = False
+
+
+Translate = Callable[[Json, Model, Counter[str]], Json]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Protocol:
+    """One protocol.
+
+    name: its name in `nvext.protocol` and ?protocol=; "" if clients cannot name it.
+    paths: the URL paths that speak it; the first is the path of its conversations.
+    errors: how it words errors.
+    prompt: the body fields that reach the prompt, in the order in which templates render them.
+    generates: False if its paths only count or check a prompt.
+    marks: its cache marks; None if it has none.
+    conversation: how an answer becomes part of the next request; None if it has no turns.
+    context: how a stored context is put into a request; None if requests cannot name one.
+    translate: rewrites a body that harnesses send into one that SGLang accepts, and counts what
+        it changed; None if nothing needs it.
+    recognizes: whether a body, with its request's headers, speaks this protocol.
+    """
+
+    name: str = ""
+    paths: tuple[str, ...]
+    errors: ErrorShape
+    prompt: tuple[tuple[Part, str], ...] = ()
+    generates: bool = True
+    marks: MarkRules | None = None
+    conversation: Conversation | None = None
+    context: ContextRules | None = None
+    translate: Translate | None = None
+    recognizes: Callable[[Mapping[str, str], Json], bool] = lambda headers, body: False
+
+    @property
+    def path(self) -> str:
+        """The path to which its conversations are posted."""
+        return self.paths[0]
+
+    @property
+    def turns_field(self) -> str | None:
+        """The field that holds the conversation's messages or items; None if there is none."""
+        kinds = (Part.MESSAGES, Part.ITEMS)
+        return next((name for part, name in self.prompt if part in kinds), None)
+
+
+def objects(value: Any) -> list[Json]:
+    """The objects in a list; none if it is no list."""
+    listed = value if isinstance(value, list) else []
+    return [each for each in listed if isinstance(each, dict)]
+
+
+def listed(value: Any) -> list[Any]:
+    """A list as it is; an empty one for anything else."""
+    return value if isinstance(value, list) else []
