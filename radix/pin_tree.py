@@ -1,21 +1,20 @@
-"""The pinned prefixes as one tree of tokens, so that what they share is counted once.
+"""The pinned prefixes as one tree of tokens, in which tokens that prefixes share count once.
 
 Pins nest and fork. The tree holds each token of their union once, on compressed edges:
 
     edge     |--- a ---------|--- b -----|          pins   1: a      2: a + b
                              |--- c ---|                   3: a + c
 
-Token ids are 8 bytes each and a key is nothing but these bytes, so that edges are
-compared as memory, and where two part is found by bisection. They part at whole pages, as
-in the cache whose tokens are counted here. A node ends at a pin, at a fork, or where the
-tokens of one owner go over into another's: tokens are charged to whom first had them
-pinned, for as long as any pin needs them, whosever that is.
+A key is the token ids, 8 bytes each, so edges are compared as memory, and bisection finds where
+two diverge. They diverge at page boundaries, as in the cache whose tokens are counted here. A
+node ends at a pin, at a fork, or where the tokens of two owners meet: tokens are charged to the
+owner that pinned them first, for as long as any pin needs them.
 
-Nothing is shared between spaces. A pin is a number here; what it stands for is not known.
+Spaces share nothing. A pin is only a number here.
 
-Invariants, asserted by `check`: every leaf is a pin; a node that is no pin has several
-children, or one whose edge another owner is charged for; a space without pins has no
-root; the tokens and the charges are those of the edges.
+Invariants, asserted by `check`: every leaf is a pin; a node without a pin has several children,
+or one whose edge is charged to another owner; a space without pins has no root; the counts of
+tokens and charges are those of the edges.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ TOKEN_BYTES = 8
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """A prefix: the parent's, and the tokens of `edge`. Only a root has no parent."""
+    """The prefix of the parent plus the tokens of `edge`. Only a root has no parent."""
 
     edge: bytes
     owner: str
@@ -43,16 +42,15 @@ class _Node:
 
     @property
     def uses(self) -> int:
-        """How many reasons there are to keep the node."""
+        """The number of children and pins that need the node."""
         return len(self.children) + (self.pin is not None)
 
 
 class PinTree:
-    """The union of all pinned prefixes. Their keys are whole pages, of `page` tokens each."""
+    """The union of all pinned prefixes, whose keys are whole pages of `page` tokens."""
 
     def __init__(self, page: int = 1) -> None:
-        self.tokens = 0
-        """Of all edges: as many as the pinned prefixes have together, shared ones once."""
+        self.tokens = 0  # of all edges
         self._step = page * TOKEN_BYTES
         self._roots: dict[Hashable, _Node] = {}
         self._nodes: dict[int, _Node] = {}  # by pin
@@ -60,15 +58,14 @@ class PinTree:
 
     @property
     def pins(self) -> Set[int]:
-        """The pins it has."""
         return self._nodes.keys()
 
     def tokens_of(self, owner: str) -> int:
-        """How many of the tokens the owner is charged for."""
+        """The number of tokens that the owner is charged for."""
         return self._charges.get(owner, 0)
 
     def find(self, space: Hashable, key: bytes, tokens: int | None = None) -> list[int]:
-        """The pins that are prefixes of the key's first `tokens`, the shortest first."""
+        """The pins on prefixes of the key's first `tokens`, the shortest first."""
         root = self._roots.get(space)
         if root is None:
             return []
@@ -76,18 +73,8 @@ class PinTree:
         path, _ = self._walk(root, key, end)
         return [node.pin for node in path if node.pin is not None]
 
-    def missing(self, space: Hashable, key: bytes) -> int:
-        """How many tokens `insert` would add. Changes nothing."""
-        root = self._roots.get(space)
-        if root is None:
-            return len(key) // TOKEN_BYTES
-        path, at = self._walk(root, key, len(key))
-        child = path[-1].children.get(key[at : at + self._step])
-        shared = 0 if child is None else _common(child.edge, key, at, self._step)
-        return (len(key) - at - shared) // TOKEN_BYTES
-
-    def insert(self, space: Hashable, key: bytes, pin: int, owner: str) -> int:
-        """Adds a pin at the end of `key`, where none may be yet; how many tokens are new."""
+    def insert(self, space: Hashable, key: bytes, pin: int, owner: str) -> None:
+        """Adds a pin at the end of `key`, where there must be none."""
         root = self._roots.get(space)
         if root is None:
             root = self._roots[space] = _Node(b"", "", None, space)
@@ -98,42 +85,30 @@ class PinTree:
             shared = _common(child.edge, key, at, self._step)
             node = self._split(child, shared)
             at += shared
-        added = 0
         if at < len(key):
             leaf = _Node(key[at:], owner, node, space)
             node.children[leaf.edge[: self._step]] = leaf
-            added = leaf.tokens
-            self._charge(owner, added)
+            self._charge(owner, leaf.tokens)
             node = leaf
         assert node.pin is None, "pinned already"
         node.pin = pin
         self._nodes[pin] = node
-        return added
 
-    def remove(self, pin: int) -> int:
-        """Removes a pin, and the tokens that no other needs; how many these were."""
+    def remove(self, pin: int) -> None:
+        """Removes a pin and the tokens that no other pin needs."""
         node = self._nodes.pop(pin)
         node.pin = None
-        removed = 0
         while node.parent is not None and not node.uses:
             del node.parent.children[node.edge[: self._step]]
             self._charge(node.owner, -node.tokens)
-            removed += node.tokens
             node = node.parent
         if node.parent is not None:
             self._merge(node)
         elif not node.children:
             del self._roots[node.space]
-        return removed
-
-    def clear(self) -> None:
-        """Removes all pins."""
-        for record in (self._roots, self._nodes, self._charges):
-            record.clear()
-        self.tokens = 0
 
     def trial(self) -> Trial:
-        """For trying out removals. It holds until the tree changes."""
+        """A trial of removals. It is valid until the tree changes."""
         return Trial(self, self._nodes)
 
     def _charge(self, owner: str, tokens: int) -> None:
@@ -143,7 +118,7 @@ class PinTree:
             self._charges[owner] = charge
 
     def _walk(self, root: _Node, key: bytes, end: int) -> tuple[list[_Node], int]:
-        """The nodes that are prefixes of `key[:end]`, and the bytes up to the last one's end."""
+        """The nodes on the path of `key[:end]`, and the bytes of the last one's prefix."""
         node, at, path = root, 0, [root]
         while at < end:
             child = node.children.get(key[at : at + self._step])
@@ -154,7 +129,7 @@ class PinTree:
         return path, at
 
     def _split(self, node: _Node, length: int) -> _Node:
-        """Cuts a node's edge after `length` bytes; returns the upper part, which is a new node."""
+        """Cuts a node's edge after `length` bytes; returns the new node above it."""
         assert node.parent is not None, "a root has no edge"
         upper = _Node(node.edge[:length], node.owner, node.parent, node.space)
         node.parent.children[upper.edge[: self._step]] = upper
@@ -163,9 +138,9 @@ class PinTree:
         return upper
 
     def _merge(self, node: _Node) -> None:
-        """Joins a node and its only child, if nothing is left that kept the two apart.
+        """Joins a node and its only child if neither a pin nor an owner separates them.
 
-        Otherwise a long edge would fall into as many pieces as short pins ever forked from it.
+        Otherwise every short pin that ever forked from a long edge would leave a cut in it.
         """
         if node.pin is not None or len(node.children) != 1 or node.parent is None:
             return
@@ -194,14 +169,14 @@ class PinTree:
                     pins[node.pin] = node
                 elif node is not root:
                     owners = {child.owner for child in node.children.values()}
-                    assert len(node.children) > 1 or owners - {node.owner}, "a needless node"
+                    assert len(node.children) > 1 or owners - {node.owner}, "an unneeded node"
         assert pins == self._nodes
         assert charges == self._charges
         assert self.tokens == sum(charges.values())
 
 
 class Trial:
-    """What a tree would hold without some of its pins. The tree itself is left as it is."""
+    """What a tree would hold without some of its pins. The tree itself does not change."""
 
     def __init__(self, tree: PinTree, nodes: dict[int, _Node]) -> None:
         self.tokens = tree.tokens
@@ -211,11 +186,11 @@ class Trial:
         self._freed: dict[str, int] = {}  # by owner
 
     def tokens_of(self, owner: str) -> int:
-        """How many tokens the owner would be charged for."""
+        """The number of tokens that the owner would be charged for."""
         return self._tree.tokens_of(owner) - self._freed.get(owner, 0)
 
     def remove(self, pin: int) -> None:
-        """Leaves one more pin out."""
+        """Leaves out one more pin."""
         node = self._nodes[pin]
         while node.parent is not None:
             uses = self._uses[node] = self._uses.get(node, node.uses) - 1
@@ -225,7 +200,7 @@ class Trial:
             node = node.parent
 
     def restore(self, pin: int) -> None:
-        """Takes back a removal."""
+        """Undoes a removal."""
         node = self._nodes[pin]
         while node.parent is not None:
             self._uses[node] += 1
@@ -240,7 +215,7 @@ class Trial:
 
 
 def _common(edge: bytes, key: bytes, at: int, step: int) -> int:
-    """How many bytes, in whole steps, `edge` and `key[at:]` have in common."""
+    """The length in bytes, in whole steps, of the common prefix of `edge` and `key[at:]`."""
     low, high = 0, min(len(edge), len(key) - at) // step
     while low < high:
         middle = (low + high + 1) // 2

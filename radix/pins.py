@@ -1,106 +1,58 @@
-"""Pins: prefixes of prompts that a tree keeps until a lease runs out.
+"""All pins of an engine: which prefixes keep their place in the cache, and for how long.
 
-A pin is a lease on the first tokens of a prompt. All requests with the same prefix share
-one, and each that reads it from the cache renews it. So a pin lasts for as long as it is
-used at least once in `ttl_s`, and no longer. Pins nest: who reads a long prefix has read
-every pinned one that it begins with, and renews them all.
+Requests with the same prefix share one pin, and each request that reads the prefix from the cache
+renews it. Pins nest: a request that reads a long prefix renews every pin on a part of it.
 
-What is pinned cannot be evicted, so there is a budget, of the tokens in the union of all
-pinned prefixes. When it is full, a new pin has to displace others, in release order:
+The cache cannot evict a pinned prefix. So there is a budget for the tokens of all pinned
+prefixes together. If a new pin exceeds it, other pins are released in the order of `radix.pin`,
+except for those on a part of the new prefix and those whose release would not help.
 
-    (priority, standing_s, id)      standing_s = used_s + ttl_s * hits / (hits + 1)
+The pins of one owner can use a share of the budget. Beyond that share they displace only each
+other. Tokens that several owners pin are charged to the first of them. Requests without an owner
+count as one owner.
 
-The least valuable pin comes first. One that was never read stands where it was granted;
-each read brings it closer to keeping all of its lease, as what was read often will be
-read again. A new pin stands at the moment it is granted. So it displaces those of its
-priority that were never read, or that have been idle for longer than their reads vouch
-for, and never one in use. A higher priority displaces a lower one regardless. Pins that
-the new one goes through stay, as does any that need not go when others do.
+Each rank of an engine has its own pins, and all ranks must decide the same. So every result
+depends only on the calls and their order. Times are parameters; a time that is earlier than the
+latest one counts as the latest one.
 
-An owner's pins may add no more than a share of the budget, and beyond that displace only
-each other. Tokens are charged to whom first had them pinned. Those who name no owner
-count as one.
-
-Each rank of an engine keeps pins of its own, and all must come to the same: whatever
-happens here follows from the calls alone, in their order. `now` is passed in and never
-runs backwards: one that is earlier than the latest so far counts as that.
-
-Invariants, asserted by `check`: the union is within the budget and what each owner is
-charged for within its share; every pin is in the tree, found by its prefix and by its
-session, and at its place in the order; no deadline is before the soonest one known.
+Invariants, asserted by `check`: pinned tokens are within the budget, and each owner's charge is
+within its share; every pin is in the tree, in the release order, and found by prefix and session;
+no deadline is before the soonest one that is known.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping
 from math import inf
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import xxhash
 
+from radix.pin import BUDGET, EMPTY, LESS_VALUABLE, OWNER_SHARE, Pin, ReleaseOrder
 from radix.pin_tree import TOKEN_BYTES, PinTree, Trial
-
-EMPTY = "empty"
-"""Refused: there are no tokens to pin."""
-BUDGET = "budget"
-"""Refused: the prefix alone is longer than the budget."""
-OWNER_SHARE = "owner share"
-"""Refused: the prefix alone is longer than the owner's share, or that is full of better pins."""
-WORTH_LESS = "worth less"
-"""Refused: there is no room beside the pins that are worth more."""
-
-_Place = tuple[int, float, int]
-
-
-@dataclass(slots=True, eq=False)
-class Pin:
-    """A lease on a prefix. All but `label` is for `Pins` to change."""
-
-    id: int
-    """Ascending, in the order of their grants."""
-    prefix: str
-    """The prefix by name: the hash of its space and tokens, in hexadecimal digits."""
-    tokens: int
-    ttl_s: float
-    deadline_s: float
-    granted_s: float
-    used_s: float
-    """When it was last read or asked for."""
-    hits: int
-    owner: str
-    session: str
-    priority: int
-    label: Any
-
-    @property
-    def standing_s(self) -> float:
-        """Until when its use so far vouches for it."""
-        return self.used_s + self.ttl_s * self.hits / (self.hits + 1)
 
 
 class Grant(NamedTuple):
-    """What came of asking for a pin."""
+    """The result of a request for a pin.
+
+    pin: None if the request was rejected, for `reason`.
+    released: the pins that the new one displaced; none if it was rejected.
+    """
 
     pin: Pin | None
-    """None: refused."""
-    is_new: bool
-    """Whether there was no such pin before."""
-    released: list[Pin]
-    """Those it displaced; none if it was refused."""
-    reason: str
-    """Why it was refused, or nothing."""
+    is_new: bool = False
+    released: list[Pin] = []  # noqa: RUF012 - never changed
+    reason: str = ""
 
 
 class Pins:
-    """All pins of one engine.
+    """The pins of one engine, whose prefixes are whole pages of `page` tokens.
 
-    `budget_tokens` is what the pinned prefixes may have together, `owner_share` what part
-    of that one owner may be charged for, `owner_shares` what some owners may instead, and
-    `limit_pins` how many pins there may be. They share whole pages, of `page` tokens each.
+    budget_tokens: how many tokens all pinned prefixes can have together.
+    owner_share: the part of the budget that one owner can be charged for.
+    owner_shares: the same for single owners, in place of `owner_share`.
     """
 
     def __init__(
@@ -112,15 +64,6 @@ class Pins:
         limit_pins: int = 4096,
         page: int = 1,
     ) -> None:
-        if budget_tokens < 0:
-            raise ValueError(f"budget_tokens is negative: {budget_tokens}")
-        if not 0 < owner_share <= 1:
-            raise ValueError(f"owner_share is not above 0 and at most 1: {owner_share}")
-        for owner, share in owner_shares.items():
-            if not 0 <= share <= 1:
-                raise ValueError(f"owner_shares[{owner!r}] is not 0 to 1: {share}")
-        if limit_pins < 1:
-            raise ValueError(f"limit_pins is less than 1: {limit_pins}")
         self._budget_tokens = budget_tokens
         self._share_tokens = int(budget_tokens * owner_share)
         self._shares = {o: int(budget_tokens * share) for o, share in owner_shares.items()}
@@ -129,10 +72,10 @@ class Pins:
         self._pins: dict[int, Pin] = {}
         self._by_prefix: dict[str, Pin] = {}
         self._by_session: dict[str, dict[int, Pin]] = {}
-        self._order: list[_Place] = []  # ascending
+        self._order: list[ReleaseOrder] = []
         self._last_id = 0
         self._now_s = -inf
-        self._soonest_s = inf  # no deadline is before it
+        self._soonest_s = inf
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -143,11 +86,11 @@ class Pins:
 
     @property
     def tokens(self) -> int:
-        """How many tokens are pinned, those that pins share counted once."""
+        """The number of pinned tokens; tokens that pins share count once."""
         return self._tree.tokens
 
     def tokens_of(self, owner: str) -> int:
-        """How many of the tokens the owner is charged for."""
+        """The number of tokens that the owner is charged for."""
         return self._tree.tokens_of(owner)
 
     def grant(
@@ -162,57 +105,49 @@ class Pins:
         priority: int = 0,
         label: Any = None,
     ) -> Grant:
-        """Pins a prefix, or renews the pin it has, which counts as no hit.
+        """Pins a prefix, or renews its pin, which counts as no hit and keeps its label.
 
-        space: prefixes are shared within it only; its repr tells it from others.
-        key: the prefix, its token ids as 8 bytes each; whole pages.
-        label: kept with a new pin; a renewed one keeps its own.
+        space: pins of different spaces share no tokens; its repr identifies it.
+        key: the prefix, each token id as 8 bytes; whole pages.
         """
-        if len(key) % TOKEN_BYTES:
-            raise ValueError(f"key ends inside a token: {len(key)} bytes")
-        if not 0 < ttl_s < inf:
-            raise ValueError(f"ttl_s is not a positive time: {ttl_s}")
+        assert len(key) % TOKEN_BYTES == 0, "a key ends between two tokens"
+        assert 0 < ttl_s < inf, "a lease has an end"
         now = self._advance(now)
         tokens = len(key) // TOKEN_BYTES
         path = self.prefixes_of(space, key)
-        known = path[-1] if path and path[-1].tokens == tokens else None
-        if known is not None:
-            self._renew(known, now, ttl_s, priority, known.hits)
-            known.owner = known.owner or owner
-            if session and not known.session:
-                known.session = session
-                self._by_session.setdefault(session, {})[known.id] = known
-            return Grant(known, False, [], "")
+        if path and path[-1].tokens == tokens:
+            self._renew_by_request(path[-1], now, ttl_s, priority, owner, session)
+            return Grant(path[-1])
         if not tokens:
-            return _refused(EMPTY)
+            return Grant(None, reason=EMPTY)
         if tokens > self._budget_tokens:
-            return _refused(BUDGET)
+            return Grant(None, reason=BUDGET)
         if tokens > self._share_of(owner):
-            return _refused(OWNER_SHARE)
-        number, prefix = self._last_id + 1, _name(space, key)
+            return Grant(None, reason=OWNER_SHARE)
+        number, prefix = self._last_id + 1, _hash(space, key)
         pin = Pin(
             number, prefix, tokens, ttl_s, now + ttl_s, now, now, 0, owner, session, priority, label
         )
-        # It is in the tree before room is made: then what it shares with others is not freed.
+        # The pin is in the tree before others are released: tokens it shares do not become free.
         self._tree.insert(space, key, pin.id, owner)
-        released = self._displaced(pin, {other.id for other in path})
+        released = self._choose_released(pin, {other.id for other in path})
         if isinstance(released, str):
             self._tree.remove(pin.id)
-            return _refused(released)
+            return Grant(None, reason=released)
         self._last_id = pin.id
         for other in released:
             self._remove(other)
         self._pins[pin.id] = self._by_prefix[pin.prefix] = pin
         if session:
             self._by_session.setdefault(session, {})[pin.id] = pin
-        insort(self._order, _place(pin))
+        insort(self._order, pin.release_order)
         self._soonest_s = min(self._soonest_s, pin.deadline_s)
-        return Grant(pin, True, released, "")
+        return Grant(pin, True, released)
 
     def hit(self, space: Hashable, key: bytes, now: float, tokens: int) -> list[Pin]:
         """A request read the first `tokens` of its prompt `key` from the cache.
 
-        Every pin that it has read all of is renewed; returns these, the shortest first.
+        Renews every pin whose prefix it read whole; returns them, the shortest first.
         """
         now = self._advance(now)
         pins = self.prefixes_of(space, key, tokens)
@@ -221,18 +156,11 @@ class Pins:
         return pins
 
     def prefixes_of(self, space: Hashable, key: bytes, tokens: int | None = None) -> list[Pin]:
-        """The pins that the first `tokens` of the key begin with, the shortest first."""
+        """The pins on prefixes of the key's first `tokens`, the shortest first."""
         return [self._pins[number] for number in self._tree.find(space, key, tokens)]
 
-    def is_prefix(self, pin: Pin, space: Hashable, key: bytes) -> bool:
-        """Whether the pin is held and `key` begins with its tokens.
-
-        To ask about many pins, take `prefixes_of` once.
-        """
-        return pin in self.prefixes_of(space, key, pin.tokens)
-
     def expire(self, now: float) -> list[Pin]:
-        """Removes the pins whose lease has run out, the soonest deadline first."""
+        """Removes the pins whose lease is over; returns them, the soonest deadline first."""
         now = self._advance(now)
         if now < self._soonest_s:
             return []
@@ -243,18 +171,17 @@ class Pins:
         return sorted(over, key=lambda pin: (pin.deadline_s, pin.id))
 
     def release(self, pin: Pin) -> bool:
-        """Removes a pin; whether it was held until now."""
-        if not self._held(pin):
+        """Removes a pin; False if it was removed before."""
+        if self._pins.get(pin.id) is not pin:
             return False
         self._remove(pin)
         return True
 
     def clear(self) -> list[Pin]:
-        """Removes all pins, as the tree they were in was emptied; returns them."""
+        """Removes all pins, because the cache was emptied; returns them."""
         pins = list(self)
-        self._tree.clear()
-        for record in (self._pins, self._by_prefix, self._by_session, self._order):
-            record.clear()
+        for pin in pins:
+            self._remove(pin)
         self._soonest_s = inf
         return pins
 
@@ -263,64 +190,69 @@ class Pins:
         return [self._pins[number] for _, _, number in self._order]
 
     def find(self, prefix: str) -> Pin | None:
-        """The pin of that name."""
+        """The pin on the prefix with this hash."""
         return self._by_prefix.get(prefix)
 
     def pinned(self, space: Hashable, key: bytes) -> Pin | None:
-        """The pin of exactly this prefix, if there is one."""
+        """The pin on exactly this prefix."""
         path = self.prefixes_of(space, key)
         return path[-1] if path and path[-1].tokens * TOKEN_BYTES == len(key) else None
 
     def of_session(self, session: str) -> list[Pin]:
-        """The pins that the session was the first to ask for. Without a name it has none."""
+        """The pins that the session requested first. "" is no session."""
         return list(self._by_session.get(session, {}).values())
 
     def _advance(self, now: float) -> float:
         self._now_s = max(self._now_s, now)
         return self._now_s
 
-    def _held(self, pin: Pin) -> bool:
-        return self._pins.get(pin.id) is pin
+    def _renew_by_request(
+        self, pin: Pin, now: float, ttl_s: float, priority: int, owner: str, session: str
+    ) -> None:
+        self._renew(pin, now, ttl_s, priority, pin.hits)
+        pin.owner = pin.owner or owner
+        if session and not pin.session:
+            pin.session = session
+            self._by_session.setdefault(session, {})[pin.id] = pin
 
     def _renew(self, pin: Pin, now: float, ttl_s: float, priority: int, hits: int) -> None:
-        self._unplace(pin)
+        self._remove_from_order(pin)
         pin.ttl_s = max(pin.ttl_s, ttl_s)
         pin.priority = max(pin.priority, priority)
         pin.hits, pin.used_s = hits, now
-        pin.deadline_s = now + pin.ttl_s  # never earlier: neither of the two ever falls
-        insort(self._order, _place(pin))
+        pin.deadline_s = now + pin.ttl_s  # never earlier than before, as neither ever decreases
+        insort(self._order, pin.release_order)
 
     def _share_of(self, owner: str) -> int:
         return self._shares.get(owner, self._share_tokens)
 
-    def _displaced(self, new: Pin, path: Container[int]) -> list[Pin] | str:
-        """The pins that go for the new one, which is in the tree, or why it cannot stay."""
-        place = _place(new)
-
-        def before() -> Iterator[Pin]:
-            for other in self._order:
-                if other > place:
-                    return
-                if other[-1] not in path:  # the new one needs all of their tokens
-                    yield self._pins[other[-1]]
-
+    def _choose_released(self, new: Pin, path: Container[int]) -> list[Pin] | str:
+        """The pins to release for the new one, which is in the tree, or why it is rejected."""
+        share, budget = self._share_of(new.owner), self._budget_tokens
+        is_full = len(self) >= self._limit_pins
+        if self.tokens <= budget and self.tokens_of(new.owner) <= share and not is_full:
+            return []
+        before = self._order[: bisect_left(self._order, new.release_order)]
+        # The new pin needs all tokens of the pins on its path.
+        less_valuable = [self._pins[number] for *_, number in before if number not in path]
         trial = self._tree.trial()
-        gone: dict[int, Pin] = {}
-        share = self._share_of(new.owner)
-        if share < self._budget_tokens:
-            own = (pin for pin in before() if pin.owner == new.owner)
-            if not _make_room(trial, own, lambda: trial.tokens_of(new.owner), share, gone):
-                return OWNER_SHARE
-        rest = (pin for pin in before() if pin.id not in gone)
-        if not _make_room(trial, rest, lambda: trial.tokens, self._budget_tokens, gone):
-            return WORTH_LESS
-        if not gone and len(self) >= self._limit_pins:
-            return list(islice(before(), 1)) or WORTH_LESS
-        return sorted(gone.values(), key=_place)
+        released: list[Pin] | None = []
+        if share < budget:
+            own = [pin for pin in less_valuable if pin.owner == new.owner]
+            released = _try_release(trial, own, lambda: trial.tokens_of(new.owner), share)
+        if released is None:
+            return OWNER_SHARE
+        others = [pin for pin in less_valuable if pin not in released]
+        more = _try_release(trial, others, lambda: trial.tokens, budget)
+        if more is None:
+            return LESS_VALUABLE
+        if is_full and not released and not more:
+            return less_valuable[:1] or LESS_VALUABLE
+        return sorted([*released, *more], key=lambda pin: pin.release_order)
 
     def _remove(self, pin: Pin) -> None:
         self._tree.remove(pin.id)
-        self._unplace(pin)
+        self._remove_from_order(pin)
         del self._pins[pin.id]
         del self._by_prefix[pin.prefix]
         if pin.session:
@@ -329,8 +261,8 @@ class Pins:
             if not pins:
                 del self._by_session[pin.session]
 
-    def _unplace(self, pin: Pin) -> None:
-        del self._order[bisect_left(self._order, _place(pin))]
+    def _remove_from_order(self, pin: Pin) -> None:
+        del self._order[bisect_left(self._order, pin.release_order)]
 
     def check(self) -> None:
         """Asserts the invariants."""
@@ -348,43 +280,34 @@ class Pins:
             if pin.session:
                 sessions.setdefault(pin.session, {})[number] = pin
         assert self._by_session == sessions
-        assert self._order == sorted(_place(pin) for pin in self)
+        assert self._order == sorted(pin.release_order for pin in self)
 
 
-def _refused(reason: str) -> Grant:
-    return Grant(None, False, [], reason)
+def _hash(space: Hashable, key: bytes) -> str:
+    hashed = xxhash.xxh3_128(repr(space).encode("utf-8", "surrogatepass"))
+    hashed.update(key)
+    return hashed.hexdigest()
 
 
-def _place(pin: Pin) -> _Place:
-    """Where a pin stands in the release order."""
-    return pin.priority, pin.standing_s, pin.id
+def _try_release(
+    trial: Trial, candidates: list[Pin], tokens: Callable[[], int], limit: int
+) -> list[Pin] | None:
+    """The pins to release until at most `limit` tokens are left; None if all are too few.
 
-
-def _name(space: Hashable, key: bytes) -> str:
-    name = xxhash.xxh3_128(repr(space).encode("utf-8", "surrogatepass"))
-    name.update(key)
-    return name.hexdigest()
-
-
-def _make_room(
-    trial: Trial, pins: Iterable[Pin], held: Callable[[], int], most: int, gone: dict[int, Pin]
-) -> bool:
-    """Leaves pins out, the first ones first, until no more than `most` tokens are held.
-
-    Whether it can be done. Of those left out on the way, one that need not go after all
-    stays, the last ones first: what it has may be shared, or too little to matter.
+    Pins are tried in their order. Then those that need not go are kept, the last ones first: the
+    tokens they would free can be shared, or too few to matter.
     """
-    tried = []
-    for pin in pins:
-        if held() <= most:
+    tried, released = [], []
+    for pin in candidates:
+        if tokens() <= limit:
             break
         trial.remove(pin.id)
         tried.append(pin)
-    if held() > most:
-        return False
+    if tokens() > limit:
+        return None
     for pin in reversed(tried):
         trial.restore(pin.id)
-        if held() > most:
+        if tokens() > limit:
             trial.remove(pin.id)
-            gone[pin.id] = pin
-    return True
+            released.append(pin)
+    return released

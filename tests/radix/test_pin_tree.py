@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
+from collections import Counter
 from collections.abc import Hashable, Sequence
-from time import perf_counter
 
 import pytest
 from hypothesis import given
@@ -70,21 +71,16 @@ insertions = st.tuples(spaces, runs, st.sampled_from(OWNERS))
 def test_the_tree_has_exactly_the_prefixes_of_its_pins(steps: list[object]) -> None:
     tree, model = PinTree(), Model()
     for pin, step in enumerate(steps):
-        before = len(model.charged)
         if isinstance(step, tuple):
             space, tokens, owner = step
             if (space, tokens) in model.pins.values():
-                assert tree.missing(space, key(tokens)) == 0
                 continue
-            missing = tree.missing(space, key(tokens))
-            tree.check()
             model.insert(space, tokens, pin, owner)
-            added = tree.insert(space, key(tokens), pin, owner)
-            assert added == missing == len(model.charged) - before
+            tree.insert(space, key(tokens), pin, owner)
         elif isinstance(step, int) and model.pins:
             gone = list(model.pins)[step % len(model.pins)]
             model.remove(gone)
-            assert tree.remove(gone) == before - len(model.charged)
+            tree.remove(gone)
         tree.check()
         assert tree.tokens == len(model.charged)
         assert {owner: tree.tokens_of(owner) for owner in OWNERS} == charges(model.charged)
@@ -163,7 +159,6 @@ def test_tokens_are_compared_whole() -> None:
     """Ids that have bytes in common are different tokens all the same."""
     tree = PinTree()
     tree.insert("", key([1, 0x0101]), 1, "")
-    assert tree.missing("", key([1, 0x0201])) == 1
     tree.insert("", key([1, 0x0201]), 2, "")
     assert tree.tokens == 3
     assert tree.find("", key([0x0100, 1])) == []
@@ -177,17 +172,20 @@ def test_a_second_pin_at_the_same_place_is_a_mistake() -> None:
 
 
 def test_a_long_prompt_is_compared_as_memory() -> None:
-    """Nothing here may run once per token: that would take 100 ms and more for these."""
+    """No step may run once per token: prompts have hundreds of thousands."""
     tokens = array("q", range(1_000_000))
     long = tokens.tobytes()
     tokens[999_990] = -1
     forked = tokens.tobytes()
     tree = PinTree()
-    tree.insert("", long, 1, "")
-    took_s = []
-    for _ in range(5):
-        begin = perf_counter()
-        assert tree.find("", long) == [1]
-        assert tree.missing("", forked) == 10
-        took_s.append(perf_counter() - begin)
-    assert min(took_s) < 0.05
+    calls = Counter[str]()
+    sys.setprofile(lambda _, event, __: calls.update([event]))
+    try:
+        tree.insert("", long, 1, "")
+        found = tree.find("", long)
+        tree.insert("", forked, 2, "")
+    finally:
+        sys.setprofile(None)
+    assert found == [1]
+    assert tree.tokens == 1_000_010
+    assert calls.total() < 500
