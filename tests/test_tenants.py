@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_ext.launch import with_own_key
+from sgl_ext.launch import with_operator_key
 from sgl_ext.requests.priority import LIMIT
 from sgl_ext.settings.checks import read_api_key
 from sgl_ext.settings.schema import VARIABLE, Tenant
@@ -64,11 +64,11 @@ def test_a_node_whose_tenants_have_keys_has_one_of_its_own(
     monkeypatch.setenv("MINE", "mine")
     (tmp_path / "keys.toml").touch()
     keys = ["--model-path", "m", "--keys", str(tmp_path / "keys.toml")]
-    own = with_own_key(launch_settings(keys)).balancer
+    own = with_operator_key(launch_settings(keys)).balancer
     assert own.api_key == "env:SGL_EXT_OPERATOR_KEY"
     key = read_api_key(own.api_key) or ""
     assert len(key) > 40
     assert key not in own.to_environment()[VARIABLE]
-    given = with_own_key(launch_settings([*keys, "--api-key", "env:MINE"])).balancer
+    given = with_operator_key(launch_settings([*keys, "--api-key", "env:MINE"])).balancer
     assert read_api_key(given.api_key) == "mine"
-    assert with_own_key(launch_settings(["--model-path", "m"])).balancer.api_key is None
+    assert with_operator_key(launch_settings(["--model-path", "m"])).balancer.api_key is None

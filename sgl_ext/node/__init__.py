@@ -1,1 +1,1 @@
-"""One node's processes: what to start, how to watch it, and how to end it."""
+"""The processes of one node: their hardware, start, logs and end."""

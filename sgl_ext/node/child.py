@@ -1,4 +1,4 @@
-"""A child process with a log of its own, in a process group of its own, that ends with us."""
+"""A child process that has its own log and process group, and ends with the launcher."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 
 from sgl_ext.node import lifeline
 
-# What a library of SGLang's says as a process ends, behind the reason why.
+# A library of SGLang's writes these lines when a process ends, after the reason.
 _NOISE = re.compile(r"nanobind: |\s*- (leaked |\.\.\. skipped remainder)|See https://nanobind\.")
 
 
 class Child:
-    """One process of the node, started as often as need be.
+    """One process of the node, which can be started several times.
 
-    Its group holds everything it spawns, so that stopping it leaves nothing.
+    Its process group holds everything that it starts, so stopping it leaves nothing behind.
     A terminal's Ctrl-C does not reach it: the launcher decides when it ends.
     """
 
@@ -47,29 +47,29 @@ class Child:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs, or before it was started."""
+        """None while it runs and before it is started."""
         return None if self._process is None else self._process.returncode
 
     async def wait(self) -> int:
-        """Waits for the process to end, ends what it left behind, and returns its exit code."""
-        assert self._process is not None, "started before it is waited for"
+        """Waits until the process ends, kills the rest of its group, and returns its exit code."""
+        assert self._process is not None, "start before wait"
         code = await self._process.wait()
         self._kill_group()
         return code
 
-    async def stop(self, patience_s: float) -> None:
-        """Asks it to end; kills its whole group if it has not within `patience_s`."""
+    async def stop(self, limit_s: float) -> None:
+        """Sends SIGTERM, and kills the whole group after `limit_s` at most."""
         if self._process is None:
             return
         with suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), patience_s)
+            await asyncio.wait_for(self._process.wait(), limit_s)
         self._kill_group()
         await self._process.wait()
 
     def last_lines(self, count: int) -> list[str]:
-        """The last lines of its log that say anything."""
+        """The last lines of its log, without empty ones and noise."""
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
         lines = [line for line in text.splitlines() if line.strip()]
         return [line for line in lines if not _NOISE.match(line.strip())][-count:]

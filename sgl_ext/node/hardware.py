@@ -1,4 +1,4 @@
-"""What an engine runs on here, and the command line and environment that say so to SGLang."""
+"""Finds the hardware for engines, and makes the command line and environment of each."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from sgl_ext.settings.types import SettingsError
 
 CPU_PLATFORM = "sgl_ext_cpu"
 _RANK_CORES = "SGLANG_CPU_OMP_THREADS_BIND"
-# How often a thread that has nothing to compute looks for more before it gives its core up: by
-# OpenMP's own figure for milliseconds, in which a server on that core does not send a first token.
-_SPINS, _SHORTLY = "GOMP_SPINCOUNT", "30000"
-# The default pool takes most of the memory, and graphs and a warm-up are for GPUs.
+# How often an idle OpenMP thread looks for work before it releases its core. By default it spins
+# for milliseconds, which delays the first tokens of a server on the same core.
+_SPINS, _FEW_SPINS = "GOMP_SPINCOUNT", "30000"
+# SGLang's default pool takes most of the memory; CUDA graphs and the warm-up are for GPUs.
 _CPU_DEFAULTS = (
     *("--max-total-tokens", "131072", "--max-running-requests", "32", "--skip-server-warmup"),
     *("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"),
@@ -27,17 +27,17 @@ _CPU_DEFAULTS = (
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """The devices for engines: CUDA device ids, or none, and then a platform by name."""
+    """The devices for engines: CUDA device ids, or the name of an SGLang platform."""
 
     gpus: tuple[str, ...]
     platform: str | None = None
 
 
 def find_hardware(environ: Mapping[str, str] = os.environ) -> Hardware:
-    """The GPUs this process may use; the CPU platform where there is none.
+    """The visible GPUs, or the CPU platform if there is none.
 
-    A platform that SGLANG_PLATFORM names is taken as it is. Raises SettingsError
-    if there is neither a GPU nor the CPU platform.
+    SGLANG_PLATFORM overrides both. Raises SettingsError if there is neither a GPU nor the CPU
+    platform.
     """
     if platform := environ.get("SGLANG_PLATFORM"):
         return Hardware((), platform)
@@ -55,13 +55,13 @@ def check_capacity(config: LaunchSettings, hardware: Hardware) -> None:
     needed = config.instances * config.tp
     if hardware.gpus and needed > len(hardware.gpus):
         raise SettingsError(
-            f"instances={config.instances}: with tp={config.tp} that takes {needed} GPUs, "
-            f"and {len(hardware.gpus)} are visible"
+            f"instances={config.instances}: with tp={config.tp} this needs {needed} GPUs, "
+            f"but only {len(hardware.gpus)} are visible"
         )
 
 
 def engine_command(config: LaunchSettings, port: int) -> list[str]:
-    """The command line of one engine. The caller's own flags come last, and so win."""
+    """The command line of one engine. SGLang's flags from the user come after it and win."""
     command = [sys.executable, "-m", "sgl_ext.engine.serve", "--model-path", config.model_path]
     command += ["--served-model-name", config.model_name]
     command += ["--host", "127.0.0.1", "--port", str(port)]
@@ -72,7 +72,7 @@ def engine_command(config: LaunchSettings, port: int) -> list[str]:
 
 
 def engine_environment(config: LaunchSettings, hardware: Hardware, index: int) -> dict[str, str]:
-    """What engine `index` sees beyond the launcher's own environment."""
+    """What engine `index` gets in addition to the launcher's own environment."""
     environment = config.engine.to_environment()
     if hardware.gpus:
         mine = hardware.gpus[index * config.tp : (index + 1) * config.tp]
@@ -80,25 +80,25 @@ def engine_environment(config: LaunchSettings, hardware: Hardware, index: int) -
     if hardware.platform:
         environment["SGLANG_PLATFORM"] = hardware.platform
     if hardware.platform == CPU_PLATFORM:
-        environment |= _share_of_cores(config, index)
+        environment |= _cores_of(config, index)
     return environment
 
 
-def _share_of_cores(config: LaunchSettings, index: int) -> dict[str, str]:
-    """Threads for engine `index`: engines that fight for cores lose more than a core brings."""
+def _cores_of(config: LaunchSettings, index: int) -> dict[str, str]:
+    """The threads of engine `index`: engines that compete for cores slow each other down."""
     cores, ranks = os.cpu_count() or 1, config.instances * config.tp
-    told = {} if {_SPINS, "OMP_WAIT_POLICY"} & os.environ.keys() else {_SPINS: _SHORTLY}
+    waiting = {} if {_SPINS, "OMP_WAIT_POLICY"} & os.environ.keys() else {_SPINS: _FEW_SPINS}
     if {"OMP_NUM_THREADS", _RANK_CORES} & os.environ.keys():
-        return told
+        return waiting
     each = max(1, cores // ranks)
     if config.tp == 1:
-        return {**told, "OMP_NUM_THREADS": str(each)}
+        return {**waiting, "OMP_NUM_THREADS": str(each)}
     firsts = (rank * each % cores for rank in range(index * config.tp, (index + 1) * config.tp))
-    return {**told, _RANK_CORES: "|".join(f"{first}-{first + each - 1}" for first in firsts)}
+    return {**waiting, _RANK_CORES: "|".join(f"{first}-{first + each - 1}" for first in firsts)}
 
 
 def platform_flags(hardware: Hardware) -> tuple[str, ...]:
-    """SGLang flags that a platform wants unless the caller says otherwise."""
+    """SGLang flags that a platform needs; the user's own flags win over them."""
     return _CPU_DEFAULTS if hardware.platform == CPU_PLATFORM else ()
 
 

@@ -1,8 +1,7 @@
-"""A child that outlives its launcher by nothing: it holds a pipe, and the pipe's end is its own.
+"""Ends a child process when its launcher ends, even after kill -9.
 
-The launcher gives each child one end of a pipe as standard input and never
-writes. However the launcher ends, kill -9 included, the system closes its end
-and the child's read returns.
+The launcher gives each child one end of a pipe as standard input and never writes to it. When
+the launcher ends, the system closes the other end, and the child's read returns.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ VARIABLE = "SGL_EXT_LIFELINE"
 
 
 def end_with_parent() -> None:
-    """Ends this process when standard input closes, if its launcher asked for that."""
+    """Ends this process when standard input closes, if a launcher started it."""
     if os.environ.pop(VARIABLE, None) is None:
         return
 

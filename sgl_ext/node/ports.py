@@ -1,4 +1,4 @@
-"""Ports: whether one can be listened on, and which can."""
+"""Finds free TCP ports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sgl_ext.settings.types import SettingsError
 
 
 def require_free(host: str, port: int) -> None:
-    """Raises SettingsError if nobody can listen there now."""
+    """Raises SettingsError if no process can listen on the port now."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.create_server((host, port), family=family):
@@ -19,7 +19,7 @@ def require_free(host: str, port: int) -> None:
 
 
 def free_ports(first: int, count: int) -> list[int]:
-    """The first free ports from `first` on."""
+    """The first free loopback ports, from `first` on."""
     ports: list[int] = []
     for port in range(first, 65536):
         if len(ports) == count:

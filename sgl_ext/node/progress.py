@@ -1,4 +1,4 @@
-"""What a person sees: how far each engine has come, then where to point a client."""
+"""What the launcher prints: the progress of each engine, then how to connect a client."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.table import Table
 from sgl_ext.node.child import Child
 from sgl_ext.settings.schema import LaunchSettings
 
-# What SGLang logs at each stage, latest first.
+# Text that SGLang logs at each stage, the latest stage first.
 _STAGES = (
     ("The server is fired up", "ready"),
     ("Uvicorn running", "warming up"),
@@ -25,13 +25,13 @@ _STAGES = (
 
 
 def stage_of(child: Child) -> str:
-    """The latest stage that a child's log speaks of."""
+    """The latest stage in a child's log."""
     text = "\n".join(child.last_lines(400))
     return next((stage for mark, stage in _STAGES if mark in text), "importing")
 
 
 class StartProgress:
-    """Shows a line for each engine: live on a terminal, a line a change elsewhere."""
+    """Shows each engine's stage: live on a terminal, elsewhere as a line for each change."""
 
     def __init__(self, console: Console, children: Sequence[Child]) -> None:
         self._console = console
@@ -49,7 +49,7 @@ class StartProgress:
             self._live.stop()
 
     def show(self, ready: set[str]) -> None:
-        """Shows where every child is now."""
+        """Shows the current stage of each child."""
         stages = {c.name: "ready" if c.name in ready else stage_of(c) for c in self._children}
         if self._live:
             table = Table.grid(padding=(0, 2))
@@ -63,22 +63,22 @@ class StartProgress:
         self._shown = stages
 
 
-def summary(config: LaunchSettings, engines: Sequence[Child], log_dir: str) -> Panel:
-    """The panel that a started node leaves on the screen."""
+def summary(config: LaunchSettings, engines: Sequence[Child]) -> Panel:
+    """The panel that stays on the screen once a node has started."""
     address = f"http://{config.balancer.host}:{config.balancer.port}"
-    key = "the API key" if config.balancer.api_key else "any"
+    key = "YOUR_KEY" if config.balancer.api_key or config.balancer.keys else "any"
     table = Table.grid(padding=(0, 2))
     table.add_row("address", address)
     table.add_row("model", config.model_name)
     table.add_row("engines", "  ".join(engine.url for engine in engines))
-    table.add_row("logs", log_dir)
+    table.add_row("logs", config.log_dir)
     table.add_row(
         "Claude Code",
         f"ANTHROPIC_BASE_URL={address} ANTHROPIC_API_KEY={key} claude --model {config.model_name}",
     )
     table.add_row(
         "Codex",
-        f'model = "{config.model_name}", and a model provider with '
-        f'base_url = "{address}/v1", wire_api = "responses"',
+        f'model = "{config.model_name}" and a model provider with '
+        f'base_url = "{address}/v1" and wire_api = "responses"',
     )
     return Panel(table, title="sgl-ext is serving", title_align="left", expand=False)

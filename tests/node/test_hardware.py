@@ -24,7 +24,7 @@ def test_each_engine_gets_its_own_gpus() -> None:
 
 
 def test_too_few_gpus_is_an_error_that_counts() -> None:
-    with pytest.raises(SettingsError, match=r"instances=3: with tp=2 that takes 6 GPUs, and 4"):
+    with pytest.raises(SettingsError, match=r"instances=3: with tp=2 this needs 6 GPUs, but only"):
         hardware.check_capacity(
             LaunchSettings(model_path="m", instances=3, tp=2), Hardware(("0", "1", "2", "3"))
         )

@@ -84,7 +84,7 @@ def test_a_killed_engine_ends_its_streams_with_an_error_event_and_comes_back(
 
     until(lambda: requests.get(f"{forking_node.url}/health", timeout=30).status_code == 200)
     assert forking_node.post("/v1/messages", {**ENDLESS, "stream": False, "max_tokens": 2}).ok
-    assert "starting it again" in (tmp_path / "launch.out").read_text()
+    assert "restarts in" in (tmp_path / "launch.out").read_text()
 
     # And when the launcher itself is killed, its children notice.
     children = launcher.children(recursive=True)
