@@ -1,4 +1,4 @@
-"""What was made of parts of requests, the most recently used of it, within a bound of bytes."""
+"""An LRU cache bounded by bytes."""
 
 from __future__ import annotations
 
@@ -7,67 +7,56 @@ from collections.abc import Hashable
 from threading import Lock
 from typing import Generic, TypeVar
 
-Made = TypeVar("Made")
+Value = TypeVar("Value")
 
-# What an entry takes beside what it is counted as: a key, a tuple, their place in the table.
+# The memory of an entry without its key's and its value's data: objects and their table slots.
 ENTRY_BYTES = 600
 
 
-class Parts(Generic[Made]):
-    """What was made, by what it was made of. Several threads may use it at once.
+class ByteLRU(Generic[Value]):
+    """At most `limit_bytes` of values; the least recently used are evicted first.
 
-    Of more than `limit_bytes`, what was not used for longest is forgotten.
-    entry_bytes: what an entry takes beside what it is counted as.
+    Each entry counts as `entry_bytes` and the size that its caller gives. Thread-safe.
     """
 
     def __init__(self, limit_bytes: int, entry_bytes: int = ENTRY_BYTES) -> None:
         self.limit_bytes = limit_bytes
-        self._entry_bytes = entry_bytes
         self.used_bytes = 0
-        self._made: OrderedDict[Hashable, tuple[Made, int]] = OrderedDict()
+        self._entry_bytes = entry_bytes
+        self._entries: OrderedDict[Hashable, tuple[Value, int]] = OrderedDict()
         self._lock = Lock()
 
     def __len__(self) -> int:
-        return len(self._made)
+        return len(self._entries)
 
-    def find(self, key: Hashable) -> Made | None:
-        """What was made of it, if that is known."""
+    def get(self, key: Hashable) -> Value | None:
+        """The key's value, or None."""
         with self._lock:
-            found = self._made.get(key)
+            found = self._entries.get(key)
             if found is None:
                 return None
-            self._made.move_to_end(key)
+            self._entries.move_to_end(key)
         return found[0]
 
-    def keep(self, key: Hashable, made: Made, size_bytes: int) -> None:
-        """Remembers it, unless it alone is more than the bound."""
-        with self._lock:
-            if key not in self._made:
-                self._put(key, made, size_bytes)
-
-    def replace(self, key: Hashable, made: Made, size_bytes: int) -> None:
-        """Remembers it in place of what was known; neither, if it alone is more than the bound."""
-        with self._lock:
-            _, gone = self._made.pop(key, (None, 0))
-            self.used_bytes -= gone
-            self._put(key, made, size_bytes)
-
-    def _put(self, key: Hashable, made: Made, size_bytes: int) -> None:
+    def add(self, key: Hashable, value: Value, size_bytes: int) -> None:
+        """Adds a value, unless the key has one or the value alone exceeds the bound."""
         size = self._entry_bytes + size_bytes
-        if size > self.limit_bytes:
-            return
-        self._made[key] = made, size
-        self.used_bytes += size
-        while self.used_bytes > self.limit_bytes:
-            _, (_, gone) = self._made.popitem(last=False)
-            self.used_bytes -= gone
+        with self._lock:
+            if key in self._entries or size > self.limit_bytes:
+                return
+            self._entries[key] = value, size
+            self.used_bytes += size
+            while self.used_bytes > self.limit_bytes:
+                _, (_, evicted) = self._entries.popitem(last=False)
+                self.used_bytes -= evicted
 
     def clear(self) -> None:
-        """Forgets all."""
+        """Removes all entries."""
         with self._lock:
-            self._made.clear()
+            self._entries.clear()
             self.used_bytes = 0
 
     def check(self) -> None:
-        """Asserts that what is counted is what is there, and within the bound."""
-        assert self.used_bytes == sum(size for _, size in self._made.values()) <= self.limit_bytes
+        """Asserts that `used_bytes` is the sum of the entries and within the bound."""
+        total = sum(size for _, size in self._entries.values())
+        assert self.used_bytes == total <= self.limit_bytes

@@ -1,8 +1,8 @@
-"""Tokens of pieces of text, the most recently used of them, within a bound of bytes.
+"""Token ids of pieces of text, in an LRU cache bounded by bytes.
 
-A piece is known by a hash that whoever writes a prompt cannot make alike for two of them: what
-is found here stands for text in a prompt, and must be that of this very text. So the hash is
-BLAKE2 (RFC 7693) under a key of this process's own, and not one that is only fast.
+A piece's key is a hash of its text, and the ids found by it stand for that text in a prompt, so
+nobody who writes prompts may be able to make two texts with one hash. BLAKE2 (RFC 7693) with a
+random key for each process ensures that; a hash that is only fast would not.
 """
 
 from __future__ import annotations
@@ -12,49 +12,46 @@ import secrets
 from array import array
 from collections.abc import Sequence
 
-from radix.byte_lru import Parts
+from radix.byte_lru import ByteLRU
 
-# What a piece takes beside its tokens: a digest, the array, and their place in the table, with
-# the room that a table wants while it grows. Between arrays of all lengths, an allocator leaves
-# up to a quarter unused.
+# The memory of a piece without its token ids: a digest, an array, and their slots in a table that
+# may just have grown.
 ENTRY_BYTES = 700
 _DIGEST_BYTES = 16
 
 
-class Pieces:
-    """Tokens by piece. Of more than `limit_bytes`, what was not used for longest is forgotten.
-
-    Several threads may use it at once.
-    """
+class TokenPieces:
+    """Token ids by piece, within `limit_bytes`; least recently used evicted first. Thread-safe."""
 
     def __init__(self, limit_bytes: int) -> None:
-        self._key = secrets.token_bytes(32)
-        self._known: Parts[array[int]] = Parts(limit_bytes, ENTRY_BYTES)
+        self._hash_key = secrets.token_bytes(32)
+        self._pieces: ByteLRU[array[int]] = ByteLRU(limit_bytes, ENTRY_BYTES)
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._pieces)
 
-    def name(self, *texts: str) -> bytes:
-        """What a piece is known by, whose parts these are."""
-        digest = hashlib.blake2b(digest_size=_DIGEST_BYTES, key=self._key)
+    def key(self, *texts: str) -> bytes:
+        """The key of a piece that consists of these texts."""
+        digest = hashlib.blake2b(digest_size=_DIGEST_BYTES, key=self._hash_key)
         for text in texts:
             data = text.encode("utf-8", "surrogatepass")
             digest.update(len(data).to_bytes(8, "little") + data)
         return digest.digest()
 
-    def find(self, name: bytes) -> array[int] | None:
-        """A piece's tokens, if they are known."""
-        return self._known.find(name)
+    def get(self, key: bytes) -> array[int] | None:
+        """A piece's token ids, or None."""
+        return self._pieces.get(key)
 
-    def keep(self, name: bytes, tokens: Sequence[int]) -> None:
-        """Remembers a piece's tokens, unless they alone are more than the bound."""
-        kept = array("q", tokens)
-        self._known.keep(name, kept, len(kept) * kept.itemsize * 5 // 4)
+    def add(self, key: bytes, ids: Sequence[int]) -> None:
+        """Adds a piece's token ids, unless they alone exceed the bound."""
+        added = array("q", ids)
+        # Between arrays of many lengths, the allocator leaves up to a quarter unused.
+        self._pieces.add(key, added, len(added) * added.itemsize * 5 // 4)
 
     def clear(self) -> None:
-        """Forgets all."""
-        self._known.clear()
+        """Removes all pieces."""
+        self._pieces.clear()
 
     def check(self) -> None:
-        """Asserts that what is counted is what is there, and within the bound."""
-        self._known.check()
+        """Asserts that the bytes are counted correctly and within the bound."""
+        self._pieces.check()

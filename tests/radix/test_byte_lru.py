@@ -1,38 +1,38 @@
-"""What was made of parts: the most recently used, within its bound."""
+"""The LRU cache that is bounded by bytes."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radix.byte_lru import ENTRY_BYTES, Parts
+from radix.byte_lru import ENTRY_BYTES, ByteLRU
 
 LIMIT = 3 * (ENTRY_BYTES + 10)
 
 
-def test_what_was_used_last_is_known_the_longest() -> None:
-    parts = Parts[str](LIMIT)
+def test_the_least_recently_used_is_evicted() -> None:
+    cache = ByteLRU[str](LIMIT)
     for key in "abc":
-        parts.keep(key, key.upper(), 10)
-    assert parts.find("a") == "A"
-    parts.keep("d", "D", 10)
-    assert [parts.find(key) for key in "abcd"] == ["A", None, "C", "D"]
+        cache.add(key, key.upper(), 10)
+    assert cache.get("a") == "A"
+    cache.add("d", "D", 10)
+    assert [cache.get(key) for key in "abcd"] == ["A", None, "C", "D"]
 
 
-def test_what_is_larger_than_the_bound_displaces_nothing() -> None:
-    parts = Parts[str](LIMIT)
-    parts.keep("a", "A", 10)
-    parts.keep("b", "B", LIMIT)
-    assert (parts.find("a"), parts.find("b")) == ("A", None)
-    parts.clear()
-    parts.check()
-    assert (len(parts), parts.used_bytes) == (0, 0)
+def test_a_value_over_the_bound_evicts_nothing() -> None:
+    cache = ByteLRU[str](LIMIT)
+    cache.add("a", "A", 10)
+    cache.add("b", "B", LIMIT)
+    assert (cache.get("a"), cache.get("b")) == ("A", None)
+    cache.clear()
+    cache.check()
+    assert (len(cache), cache.used_bytes) == (0, 0)
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, LIMIT))))
-def test_the_bound_holds(kept: list[tuple[int, int]]) -> None:
-    parts = Parts[int](LIMIT)
-    for key, size in kept:
-        parts.keep(key, key, size)
-        parts.check()
-        assert parts.find(key) in (key, None)
+def test_the_bound_holds(added: list[tuple[int, int]]) -> None:
+    cache = ByteLRU[int](LIMIT)
+    for key, size in added:
+        cache.add(key, key, size)
+        cache.check()
+        assert cache.get(key) in (key, None)

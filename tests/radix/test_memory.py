@@ -11,9 +11,9 @@ LIMIT = 32 << 20
 MEASURED = """
 import random, sys
 from array import array
-from radix.byte_lru import Parts
-from radix.token_pieces import Pieces
-from radix.prompt_history import Cut, Prompts
+from radix.byte_lru import ByteLRU
+from radix.token_pieces import TokenPieces
+from radix.prompt_history import Cut, PromptHistory
 
 def status(name):
     line = next(line for line in open("/proc/self/status") if line.startswith(name))
@@ -27,28 +27,28 @@ print(len(made), status("VmHWM") - before)
 """
 FILLED = {
     "a million pieces": """
-made = Pieces(limit)
+made = TokenPieces(limit)
 for number in range(1_000_000):
-    made.keep(made.name("<|im_start|>", str(number)), ids[: number % 40])
+    made.add(made.key("<|im_start|>", str(number)), ids[: number % 40])
 """,
     "pieces of all lengths": """
-made = Pieces(limit)
+made = TokenPieces(limit)
 for number in range(100_000):
     length = min(int(20 * draw.paretovariate(0.7)), len(ids))
-    made.keep(made.name("<|im_start|>", str(number)), ids[:length])
+    made.add(made.key("<|im_start|>", str(number)), ids[:length])
 """,
     "prompts": """
-made = Prompts(limit, 12)
+made = PromptHistory(limit, 12)
 for number in range(2_000):
     length = draw.randrange(1_000, len(ids))
     cuts = [Cut(length + 100 * n, 500 + 10 * n, "<|im_start|>") for n in range(7)]
-    made.keep("", f"{number:07}" * (length // 2), ids[:length], cuts)
+    made.add("", f"{number:07}" * (length // 2), ids[:length], cuts)
 """,
     "entries of a cache": """
-made = Parts(limit)
+made = ByteLRU(limit)
 for number in range(200_000):
     text = "It says: " * (number % 40)
-    made.keep(("group", number), text, sys.getsizeof(text))
+    made.add(("group", number), text, sys.getsizeof(text))
 """,
 }
 

@@ -1,4 +1,4 @@
-"""The table of prompts: begins only what it knows, and never over its bound."""
+"""The history of prompts: finds only true prefixes, and stays within its bound."""
 
 from __future__ import annotations
 
@@ -7,116 +7,116 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radix.prompt_history import ENTRY_BYTES, Begun, Cut, Prompts
+from radix.prompt_history import ENTRY_BYTES, Cut, KnownPrefix, PromptHistory
 
-AHEAD = 3
+LOOKAHEAD = 3
 letters = st.text("ab", max_size=12)
 
 
-def kept(prompts: Prompts, text: str, space: str = "") -> None:
+def add(prompts: PromptHistory, text: str, group: str = "") -> None:
     """Each character is a token, and every second place a cut."""
     cuts = [Cut(n, n, "") for n in range(2, len(text), 2)]
-    prompts.keep(space, text, array("q", map(ord, text)), cuts)
+    prompts.add(group, text, array("q", map(ord, text)), cuts)
 
 
 @given(st.lists(letters, max_size=6), letters)
-def test_a_text_is_begun_at_the_last_sure_cut_of_the_last_prompt_it_continues(
+def test_the_known_prefix_ends_at_the_last_sure_cut_of_the_most_recent_prompt(
     known: list[str], text: str
 ) -> None:
-    prompts = Prompts(1 << 20, AHEAD)
+    prompts = PromptHistory(1 << 20, LOOKAHEAD)
     for one in known:
-        kept(prompts, one)
-    begun = prompts.begin("", text)
+        add(prompts, one)
+    prefix = prompts.known_prefix("", text)
     sure = [
         [
             cut
             for cut in range(2, len(one), 2)
-            if cut + AHEAD <= len(one) and one[: cut + AHEAD] == text[: cut + AHEAD]
+            if cut + LOOKAHEAD <= len(one) and one[: cut + LOOKAHEAD] == text[: cut + LOOKAHEAD]
         ]
         for one in known
     ]
     last = next((cuts[-1] for cuts in reversed(sure) if cuts), None)
-    assert (begun and begun.cut.chars) == last
-    if begun is not None:
-        assert list(begun.tokens) == [ord(char) for char in text[: begun.cut.tokens]]
+    assert (prefix and prefix.cut.chars) == last
+    if prefix is not None:
+        assert list(prefix.ids) == [ord(char) for char in text[: prefix.cut.tokens]]
 
 
 @given(st.text("ab\u00e9\U0001f600", max_size=12), st.text("ab\u00e9\U0001f600", max_size=12))
-def test_letters_of_all_widths_are_compared(one: str, other: str) -> None:
-    prompts = Prompts(1 << 20, AHEAD)
-    kept(prompts, "a" + one)
-    begun = prompts.begin("", "a" + other)
-    assert (begun is not None) is (len(one) >= 4 and one[:4] == other[:4])
+def test_characters_of_all_widths_are_compared(one: str, other: str) -> None:
+    prompts = PromptHistory(1 << 20, LOOKAHEAD)
+    add(prompts, "a" + one)
+    prefix = prompts.known_prefix("", "a" + other)
+    assert (prefix is not None) is (len(one) >= 4 and one[:4] == other[:4])
 
 
-def test_what_is_done_with_the_tokens_does_not_change_what_is_known() -> None:
-    prompts = Prompts(1 << 20, AHEAD)
-    kept(prompts, "abababab")
+def test_a_caller_may_change_the_ids_it_got() -> None:
+    prompts = PromptHistory(1 << 20, LOOKAHEAD)
+    add(prompts, "abababab")
     for _ in range(2):
-        begun = prompts.begin("", "abababab")
-        assert begun is not None
-        assert list(begun.tokens) == [ord(char) for char in "abab"]
-        begun.tokens[0] = 0
-        del begun.tokens[1:]
+        prefix = prompts.known_prefix("", "abababab")
+        assert prefix is not None
+        assert list(prefix.ids) == [ord(char) for char in "abab"]
+        prefix.ids[0] = 0
+        del prefix.ids[1:]
 
 
 @given(st.lists(st.tuples(st.integers(0, 80), letters, st.integers(0, 2)), max_size=12))
-def test_prompts_that_grow_and_branch_have_their_own_tokens(
+def test_prompts_that_grow_and_branch_have_their_own_ids(
     turns: list[tuple[int, str, int]],
 ) -> None:
-    """Each goes on somewhere in the one before it; some are begun while another is."""
-    prompts = Prompts(1 << 20, AHEAD)
+    """Each continues a prefix of the one before it; some are added late."""
+    prompts = PromptHistory(1 << 20, LOOKAHEAD)
     text = ""
-    waiting: list[tuple[str, Begun | None, array[int]]] = []
+    waiting: list[tuple[str, KnownPrefix | None, array[int]]] = []
     for end, added, late in turns:
         text = text[:end] + "ab" + added * 3
-        begun = prompts.begin("", text)
-        tokens = begun.tokens if begun is not None else array("q")
+        prefix = prompts.known_prefix("", text)
+        tokens = prefix.ids if prefix is not None else array("q")
         tokens.extend(array("q", map(ord, text[len(tokens) :])))
         assert tokens.tolist() == list(map(ord, text))
-        waiting.append((text, begun, tokens))
+        waiting.append((text, prefix, tokens))
         while len(waiting) > late:
             said, before, ids = waiting.pop(0)
             start = 2 if before is None else before.cut.chars + 1
             cuts = [Cut(n, n, "") for n in range(start, len(said))]
-            prompts.keep("", said, ids, cuts, before)
+            prompts.add("", said, ids, cuts, before)
             ids[0] = 0
             prompts.check()
     for known in prompts._prompts.values():
         said = "".join(known.parts)
-        assert known.tokens.tolist()[: len(said)] == list(map(ord, said))
-        assert [cut.chars + AHEAD for cut in known.cuts] == [
+        assert known.ids.tolist()[: len(said)] == list(map(ord, said))
+        assert [cut.chars + LOOKAHEAD for cut in known.cuts] == [
             len("".join(known.parts[: n + 1])) for n in range(len(known.cuts))
         ]
 
 
-def test_a_prompt_that_goes_on_is_begun_at_the_last_cut_that_is_sure() -> None:
-    prompts = Prompts(1 << 20, AHEAD)
-    kept(prompts, "abababab")
-    begun = prompts.begin("", "abababab" + "ba")
-    assert begun is not None
-    assert begun.cut.chars == 4  # 6 is one only if what follows is known up to 9
-    assert prompts.begin("", "ababb") is None
+def test_a_cut_is_sure_only_with_its_whole_lookahead() -> None:
+    prompts = PromptHistory(1 << 20, LOOKAHEAD)
+    add(prompts, "abababab")
+    prefix = prompts.known_prefix("", "abababab" + "ba")
+    assert prefix is not None
+    assert prefix.cut.chars == 4  # 6 is one only if what follows is known up to 9
+    assert prompts.known_prefix("", "ababb") is None
 
 
-def test_a_prompt_stands_in_place_of_the_one_it_goes_on_from() -> None:
-    prompts = Prompts(1 << 20, AHEAD)
-    kept(prompts, "abababab")
-    begun = prompts.begin("", "ababababab")
-    prompts.keep("", "ababababab", array("q", range(10)), [Cut(8, 8, "")], begun)
+def test_a_prompt_replaces_the_one_that_it_continues() -> None:
+    prompts = PromptHistory(1 << 20, LOOKAHEAD)
+    add(prompts, "abababab")
+    prefix = prompts.known_prefix("", "ababababab")
+    prompts.add("", "ababababab", array("q", range(10)), [Cut(8, 8, "")], prefix)
     assert len(prompts) == 1
     prompts.check()
 
 
-def test_one_without_a_cut_is_not_kept() -> None:
-    prompts = Prompts(1 << 20, AHEAD)
-    kept(prompts, "a")
+def test_a_prompt_without_a_cut_is_not_added() -> None:
+    prompts = PromptHistory(1 << 20, LOOKAHEAD)
+    add(prompts, "a")
     assert len(prompts) == 0
 
 
 @given(st.lists(letters.map(lambda text: text * 100), max_size=20))
 def test_the_bound_holds(known: list[str]) -> None:
-    prompts = Prompts(3 * ENTRY_BYTES + 4_000, AHEAD)
+    prompts = PromptHistory(3 * ENTRY_BYTES + 4_000, LOOKAHEAD)
     for one in known:
-        kept(prompts, one)
+        add(prompts, one)
         prompts.check()

@@ -24,7 +24,7 @@ from contextvars import ContextVar
 from functools import cache
 from typing import Any, NamedTuple
 
-from radix.byte_lru import Parts
+from radix.byte_lru import ByteLRU
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.host_cache.shortcuts import Message
@@ -63,7 +63,7 @@ class Copied(Message):
         return self
 
 
-_table: Parts[_Known] | None = None
+_table: ByteLRU[_Known] | None = None
 _sent: ContextVar[tuple[_Sent, ...]] = ContextVar("sgl_ext_sent", default=())
 _dumps: dict[int, tuple[weakref.ref[Any], Copied]] = {}
 
@@ -71,7 +71,7 @@ _dumps: dict[int, tuple[weakref.ref[Any], Copied]] = {}
 def start(limit_bytes: int) -> None:
     """Messages are known from now on, within so many bytes; 0: none is."""
     global _table
-    _table = Parts(limit_bytes, _ENTRY_BYTES) if limit_bytes else None
+    _table = ByteLRU(limit_bytes, _ENTRY_BYTES) if limit_bytes else None
 
 
 def recall(path: str, body: Any, group: str | None) -> Any:
@@ -87,10 +87,10 @@ def recall(path: str, body: Any, group: str | None) -> Any:
     return {**body, "messages": [one.message for one in sent]}
 
 
-def _recalled(table: Parts[_Known], message: Any, group: str | None) -> _Sent:
+def _recalled(table: ByteLRU[_Known], message: Any, group: str | None) -> _Sent:
     # It writes the same for the same, and tells types and the order of keys.
     key = group, marshal.dumps(message, _VERSION)
-    known = table.find(key)
+    known = table.get(key)
     return _Sent(_checked()(message) if known is None else known.message, key, known)
 
 
@@ -128,7 +128,7 @@ def _are_apart(serving: Any, request: Any, sent: tuple[_Sent, ...]) -> bool:
 
 
 def _converted(
-    table: Parts[_Known], original: Convert, serving: Any, request: Any, sent: tuple[_Sent, ...]
+    table: ByteLRU[_Known], original: Convert, serving: Any, request: Any, sent: tuple[_Sent, ...]
 ) -> Any:
     *earlier, last = sent
     found: list[Any] = []
@@ -151,12 +151,12 @@ def _converted(
     return chat
 
 
-def _keep(table: Parts[_Known], sent: _Sent, converted: list[Any]) -> _Known:
+def _keep(table: ByteLRU[_Known], sent: _Sent, converted: list[Any]) -> _Known:
     known = _Known(sent.message, tuple(converted))
     for one in converted:
         _write(one)
     calls = any(getattr(one, "tool_calls", None) for one in converted)
-    table.keep(sent.key, known, len(sent.key[1]) * (_CALLED if calls else _SAID))
+    table.add(sent.key, known, len(sent.key[1]) * (_CALLED if calls else _SAID))
     return known
 
 

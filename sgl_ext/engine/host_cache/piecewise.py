@@ -19,8 +19,8 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from radix.prompt_history import Begun, Cut, Prompts
-from radix.token_pieces import Pieces
+from radix.prompt_history import Cut, KnownPrefix, PromptHistory
+from radix.token_pieces import TokenPieces
 
 Encode = Callable[[str], list[int]]
 EncodeMany = Callable[[Sequence[str]], list[list[int]]]
@@ -97,9 +97,9 @@ class Piecewise:
         # The longest of those that match, as the tokenizer itself takes it.
         longest_first = sorted(self._added, key=len, reverse=True)
         self._cut = re.compile("|".join(map(re.escape, longest_first)))
-        self.pieces = Pieces(limit_bytes - limit_bytes // 2)
+        self.pieces = TokenPieces(limit_bytes - limit_bytes // 2)
         ahead = len(longest_first[0]) if longest_first else 0
-        self.prompts = Prompts(limit_bytes // 2, ahead)
+        self.prompts = PromptHistory(limit_bytes // 2, ahead)
         self.known_tokens = 0
         self.new_tokens = 0
 
@@ -108,7 +108,7 @@ class Piecewise:
 
         The array is the caller's own. Raises Inexact.
         """
-        begun = self.prompts.begin(space, text)
+        begun = self.prompts.known_prefix(space, text)
         tokens = array("q")
         found: list[array[int]] = []
         cuts: list[tuple[int, int, str]] = []
@@ -116,13 +116,13 @@ class Piecewise:
         before, at = "", 0
         if begun is not None:
             before, at = begun.cut.before, begun.cut.chars
-            tokens = begun.tokens
+            tokens = begun.ids
             self.known_tokens += len(tokens)
         for match in itertools.chain(self._cut.finditer(text, at), [None]):
             end = len(text) if match is None else match.start()
             if end > at:
-                name = self.pieces.name(space, before, text[at:end])
-                known = self.pieces.find(name)
+                name = self.pieces.key(space, before, text[at:end])
+                known = self.pieces.get(name)
                 if known is None:
                     new = missing.setdefault(name, _New(before, text[at:end], array("q")))
                     found.append(new.place)
@@ -171,7 +171,7 @@ class Piecewise:
                     raise Inexact(new.before)
                 tokens = tokens[1:]
             new.place.fromlist(tokens)
-            self.pieces.keep(name, tokens)
+            self.pieces.add(name, tokens)
             self.new_tokens += len(tokens)
 
     def _keep(
@@ -181,7 +181,7 @@ class Piecewise:
         tokens: array[int],
         found: Sequence[array[int]],
         cuts: Sequence[tuple[int, int, str]],
-        begun: Begun | None,
+        begun: KnownPrefix | None,
     ) -> None:
         """Remembers the prompt. found: the parts that are its last tokens; cuts: how many of them
         are before each, where, behind what."""
@@ -191,7 +191,7 @@ class Piecewise:
             parts = count
             kept.append(Cut(chars, size, before))
         kept.reverse()
-        self.prompts.keep(space, text, tokens, kept, begun)
+        self.prompts.add(space, text, tokens, kept, begun)
 
     def _samples(self) -> Iterable[str]:
         names = list(self._added)[:_MOST_SAMPLED]

@@ -170,8 +170,8 @@ def test_prompts_that_grow_have_the_tokenizers_own_tokens(
 def test_a_prompt_goes_on_from_the_one_before_it() -> None:
     made = piecewise(byte_level())
     looked: list[bytes] = []
-    find = made.pieces.find
-    made.pieces.find = lambda name: looked.append(name) or find(name)  # type: ignore[method-assign,func-returns-value]
+    find = made.pieces.get
+    made.pieces.get = lambda name: looked.append(name) or find(name)  # type: ignore[method-assign,func-returns-value]
     turn = "<|im_start|>user\nHello there<|im_end|>\n"
     for count in range(1, 9):
         looked.clear()
@@ -198,8 +198,8 @@ def test_prompts_of_one_space_are_not_known_in_another() -> None:
     made = piecewise(byte_level())
     prompt = "<|im_start|>user\nHello there<|im_end|>\n" * 3
     made.encode(prompt, "a")
-    assert made.prompts.begin("a", prompt) is not None
-    assert made.prompts.begin("b", prompt) is None
+    assert made.prompts.known_prefix("a", prompt) is not None
+    assert made.prompts.known_prefix("b", prompt) is None
 
 
 def test_only_new_pieces_are_tokenized() -> None:
