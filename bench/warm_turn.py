@@ -39,6 +39,7 @@ from bench.lib.warm.stages import (
     medians,
     stages_ms,
 )
+from bench.lib.warm.templates import template_times
 
 SIZES = (4_000, 16_000, 52_000, 128_000)
 _COLD_TOKENS = 16_000
@@ -74,7 +75,8 @@ def main() -> None:
         texts = fitted(nodes["ours"])
         seen = measure(nodes, texts, options.sizes, turns)
         cold = measure_cold(nodes, texts, colds)
-        print(json.dumps({"bench": "warm_turn", **figures(watches, seen, cold)}))
+        result = {"bench": "warm_turn", **figures(watches, seen, cold)}
+    print(json.dumps({**result, "templates_of_400_messages": template_times(turns)}))
 
 
 def measure(nodes: Mapping[str, Node], texts: Texts, sizes: Sequence[int], turns: int) -> Turns:

@@ -1,10 +1,10 @@
-"""Prompts whose tokens are one array from the token cache to the scheduler.
+"""Token ids as one array from the token cache to the scheduler, instead of a list.
 
-SGLang asks for a prompt's tokens as a list, and makes an array of it to send it on. Of a request
-that is one text prompt it does nothing else with them: it counts them, looks at the first, cuts
-off the end, and all that is the same for an array, which has no object for each token. Requests
-of which more may be done (several answers, media, a prompt that is continued, dumps and logs of
-requests) have their list.
+SGLang expects a prompt's token ids as a list and converts it into an array to send it to the
+scheduler. For a request of one text prompt it only counts the ids, looks at the first and cuts
+off the end, and all of this works on an array, which has no Python object for each id. Requests
+for which SGLang may do more (several answers, media, an answer to continue, dumps and logs of
+requests) get a list.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from typing import Any
 
 from sgl_ext.engine import sglang_api
 
-_asked: ContextVar[bool] = ContextVar("sgl_ext_packed", default=False)
+_is_allowed: ContextVar[bool] = ContextVar("sgl_ext_array_allowed", default=False)
 
 
-def is_asked() -> bool:
+def is_array_allowed() -> bool:
     """Whether the prompt that is tokenized in this context may be an array."""
-    return _asked.get()
+    return _is_allowed.get()
 
 
 @contextmanager
-def packed(chat: Any, request: Any) -> Iterator[None]:
-    """Meanwhile `request` is converted: its tokens may be an array of 8-byte integers."""
-    token = _asked.set(_is_text_only(chat, request))
+def array_allowed(chat: Any, request: Any) -> Iterator[None]:
+    """While `request` is converted, lets its token ids be an array if it is a plain text prompt."""
+    token = _is_allowed.set(_is_text_only(chat, request))
     try:
         yield
     finally:
-        _asked.reset(token)
+        _is_allowed.reset(token)
 
 
-def settle(chat: Any, converted: Any) -> None:
-    """Makes the tokens of what came of it a list if SGLang does more with them than send them."""
+def restore_list(chat: Any, converted: Any) -> None:
+    """Makes the converted request's ids a list if SGLang does more with them than send them."""
     if type(converted.input_ids) is array and not _is_only_sent(chat.tokenizer_manager, converted):
         converted.input_ids = converted.input_ids.tolist()
 
@@ -47,12 +47,12 @@ def _is_text_only(chat: Any, request: Any) -> bool:
         manager.model_config.is_multimodal
         or manager.mm_processor is not None
         or request.continue_final_message  # an answer's beginning is added to the list
-        or _is_decoded(chat)
+        or _is_decoded_by_parser(chat)
     )
 
 
-def _is_decoded(chat: Any) -> bool:
-    """Whether one of the chat's parsers reads the prompt."""
+def _is_decoded_by_parser(chat: Any) -> bool:
+    """Whether a parser of the chat decodes the prompt's ids."""
     answers, calls = chat._reasoning_detector, chat.tool_call_parser
     parser = sglang_api.FunctionCallParser.ToolCallParserEnum.get(calls)
     return isinstance(answers, sglang_api.ResponseTemplateReasoningDetector) or (
@@ -61,11 +61,11 @@ def _is_decoded(chat: Any) -> bool:
 
 
 def _is_only_sent(manager: Any, converted: Any) -> bool:
-    asked = converted.sampling_params
+    sampling = converted.sampling_params
     return (
-        isinstance(asked, dict)
-        and asked.get("n", 1) == 1
-        and (asked.get("beam_width") or 1) == 1
+        isinstance(sampling, dict)
+        and sampling.get("n", 1) == 1
+        and (sampling.get("beam_width") or 1) == 1
         and not manager.request_logger.log_requests
         and not manager.dump_requests_folder
         and not manager.crash_dump_folder

@@ -145,7 +145,7 @@ def encode_prompt(
         return original(tokenizer, text, encode_kwargs)
     context = current()
     tokens = _active.encode(text, _group.get() if context is None else context.group)
-    return tokens if token_array.is_asked() else tokens.tolist()
+    return tokens if token_array.is_array_allowed() else tokens.tolist()
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.isolation import group_of
 from sgl_ext.engine.core.request_context import RequestContext
-from sgl_ext.engine.host_cache.token_array import packed, settle
+from sgl_ext.engine.host_cache.token_array import array_allowed, restore_list
 from sgl_ext.engine.host_cache.token_cache import in_group
 from sgl_ext.engine.http.thinking import drops_thinking
 from sgl_ext.engine.http.token_offsets import Offsets, Prompt
@@ -42,7 +42,7 @@ def place_pins(original: Callable[..., Any], chat: Any, request: Any, *args: Any
     """Around `OpenAIServingChat._convert_to_internal_request`: finds where marked blocks end."""
     raw_request = args[0] if args else kw.get("raw_request")
     context = None if raw_request is None else getattr(raw_request.state, "context", None)
-    with in_group(group_of(context, raw_request)), packed(chat, request):
+    with in_group(group_of(context, raw_request)), array_allowed(chat, request):
         converted = original(chat, request, *args, **kw)
     if context is not None and not context.are_hints_sent and converted[0].require_reasoning:
         context.is_answer_reusable = not drops_thinking(chat, _rendering)
@@ -57,7 +57,7 @@ def place_pins(original: Callable[..., Any], chat: Any, request: Any, *args: Any
         if missing:
             counter("breakpoints_not_found").labels(context.path).inc(missing)
         context.pins = (*sorted(found), *context.pins)
-    settle(chat, converted[0])
+    restore_list(chat, converted[0])
     return converted
 
 

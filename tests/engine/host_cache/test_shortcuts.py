@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+from inspect import unwrap
+from pathlib import Path
 from typing import Any
 
 import pytest
+import sgl_ext_cpu
 from cachetools import FIFOCache
 from hypothesis import given
 from hypothesis import strategies as st
@@ -109,7 +112,7 @@ def compiled(source: str, *, quick: bool) -> Any:
     """As transformers compiles chat templates."""
     from transformers.utils.chat_template_utils import _cached_compile_jinja_template
 
-    made = _cached_compile_jinja_template.__wrapped__
+    made = unwrap(_cached_compile_jinja_template)
     return shortcuts.compile_template(made, source) if quick else made(source)
 
 
@@ -131,6 +134,32 @@ def test_a_template_writes_what_it_wrote(messages: list[dict[str, Any]]) -> None
         except Exception as error:
             told.append(repr(error))
     assert told[0] == told[1]
+
+
+CPU_MODELS = Path(sgl_ext_cpu.__file__).parent
+REAL = [CPU_MODELS / "chat.jinja", *sorted((CPU_MODELS / "templates").glob("*.jinja"))]
+
+
+@pytest.mark.parametrize("file", REAL, ids=lambda file: file.stem)
+def test_templates_of_real_models_structure_write_what_they_wrote(file: Path) -> None:
+    call = {"name": "Edit", "arguments": {"path": "a.py", "line": 1}}
+    calls = [{"id": "call_1", "type": "function", "function": call}]
+    parameters = {"type": "object", "properties": {"path": {"type": "string"}, "line": {}}}
+    edit = {"name": "Edit", "description": "Edits a file", "parameters": parameters}
+    chat = [
+        {"role": "system", "content": "You edit files."},
+        {"role": "user", "content": "Tidy up."},
+        {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": calls},
+        {"role": "tool", "content": "done", "tool_call_id": "call_1"},
+        {"role": "assistant", "content": "It is tidy."},
+        {"role": "user", "content": "Thanks."},
+    ]
+    tools = [{"type": "function", "function": edit}]
+    for length in range(1, len(chat) + 1):
+        asked = {"tools": tools, "add_generation_prompt": True, "messages": chat[:length]}
+        plain, quick = (compiled(file.read_text(), quick=q).render(asked) for q in (False, True))
+        assert plain == quick
+    assert "a.py" in quick
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Tokens that go to SGLang as an array: only where it does with them what it does with a list."""
+"""Token ids reach SGLang as an array only where it treats an array like a list."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from sgl_ext_cpu.node import Node
 
 from sgl_ext.engine.host_cache import token_cache
-from sgl_ext.engine.host_cache.token_array import is_asked, packed, settle
+from sgl_ext.engine.host_cache.token_array import array_allowed, is_array_allowed, restore_list
 from sgl_ext.engine.host_cache.token_cache import TokenCache
 from sgl_ext.engine.http import pin_placement
 
@@ -27,7 +27,7 @@ def _imported() -> None:
 
 
 def chat_of(**changed: Any) -> Any:
-    """What is read of a chat, as it is of a text model with the usual parsers."""
+    """A chat of a text model with the usual parsers."""
     manager = SimpleNamespace(
         model_config=SimpleNamespace(is_multimodal=False),
         mm_processor=None,
@@ -47,22 +47,22 @@ def request_of(**changed: Any) -> Any:
 
 
 def converted(chat: Any, request: Any, ids: Any, asked: Any = ASKED) -> Any:
-    """The tokens that go on to SGLang."""
+    """The ids that SGLang gets."""
     made = SimpleNamespace(input_ids=ids, sampling_params=asked, require_reasoning=False)
-    settle(chat, made)
+    restore_list(chat, made)
     return made.input_ids
 
 
-def answers_by_template() -> Any:
+def template_detector() -> Any:
     from sglang.srt.entrypoints.openai.serving_chat import ResponseTemplateReasoningDetector
 
     return object.__new__(ResponseTemplateReasoningDetector)
 
 
 def test_a_text_prompt_may_be_an_array_while_it_is_converted() -> None:
-    with packed(chat_of(), request_of()):
-        assert is_asked()
-    assert not is_asked()
+    with array_allowed(chat_of(), request_of()):
+        assert is_array_allowed()
+    assert not is_array_allowed()
 
 
 @pytest.mark.parametrize(
@@ -74,19 +74,19 @@ def test_a_text_prompt_may_be_an_array_while_it_is_converted() -> None:
         ({"tool_call_parser": "response_template"}, {}),
     ],
 )
-def test_what_sglang_does_more_with_is_a_list(
+def test_a_prompt_that_sglang_may_change_is_a_list(
     chat: dict[str, Any], request_: dict[str, Any]
 ) -> None:
-    with packed(chat_of(**chat), request_of(**request_)):
-        assert not is_asked()
+    with array_allowed(chat_of(**chat), request_of(**request_)):
+        assert not is_array_allowed()
 
 
-def test_a_prompt_that_a_parser_reads_is_a_list() -> None:
-    with packed(chat_of(_reasoning_detector=answers_by_template()), request_of()):
-        assert not is_asked()
+def test_a_prompt_that_a_parser_decodes_is_a_list() -> None:
+    with array_allowed(chat_of(_reasoning_detector=template_detector()), request_of()):
+        assert not is_array_allowed()
 
 
-def test_an_array_goes_on_as_it_is() -> None:
+def test_an_array_is_passed_on_uncopied() -> None:
     ids = array("q", IDS)
     assert converted(chat_of(), request_of(), ids) is ids
 
@@ -108,18 +108,18 @@ def test_an_array_goes_on_as_it_is() -> None:
         ),
     ],
 )
-def test_what_is_more_than_sent_is_a_list_again(chat: dict[str, Any], asked: Any) -> None:
+def test_ids_that_are_not_only_sent_become_a_list(chat: dict[str, Any], asked: Any) -> None:
     ids = converted(chat_of(**chat), request_of(), array("q", IDS), asked)
     assert type(ids) is list
     assert ids == IDS
 
 
 @pytest.mark.parametrize("ids", [IDS, None, [IDS], "text"])
-def test_what_is_not_ours_is_left_alone(ids: Any) -> None:
+def test_ids_that_are_no_array_are_left_alone(ids: Any) -> None:
     assert converted(chat_of(), request_of(), ids, {"n": 2}) is ids
 
 
-def test_sglang_makes_the_same_of_an_array() -> None:
+def test_sglang_makes_the_same_request_from_an_array() -> None:
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     made = []
