@@ -13,7 +13,6 @@ from sgl_ext.requests.cache_marks import UNMARKABLE
 from sgl_ext.requests.next_turn import result_ids
 from sgl_ext.requests.protocol import (
     Answer,
-    ContextRules,
     Conversation,
     ErrorShape,
     FoundMark,
@@ -23,6 +22,7 @@ from sgl_ext.requests.protocol import (
     Place,
     Protocol,
     Result,
+    ToolForm,
     listed,
     objects,
 )
@@ -200,7 +200,7 @@ def _write_tool(function: Json, schema: Any) -> Json:
     return {**function, "input_schema": {"type": "object"} if schema is None else schema}
 
 
-_CONTEXT = ContextRules(_add_texts, lambda tool: "input_schema" in tool, _write_tool)
+_TOOL_FORM = ToolForm(lambda tool: "input_schema" in tool, _write_tool)
 
 # Errors
 
@@ -253,7 +253,8 @@ ANTHROPIC = Protocol(
     ),
     marks=MarkRules(_find_marks, is_strict=True),
     conversation=Conversation(_join, _read, _add_results, required={"max_tokens": 1}),
-    context=_CONTEXT,
+    tool_form=_TOOL_FORM,
+    add_texts=_add_texts,
     translate=translate,
     recognizes=_recognizes,
 )
@@ -262,6 +263,7 @@ COUNT_TOKENS = Protocol(
     errors=ANTHROPIC.errors,
     prompt=ANTHROPIC.prompt,
     generates=False,
-    context=_CONTEXT,
+    tool_form=_TOOL_FORM,
+    add_texts=_add_texts,
     translate=translate,
 )

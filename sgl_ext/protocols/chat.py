@@ -11,7 +11,6 @@ from sgl_ext.requests.answers import as_text, parsed, require
 from sgl_ext.requests.protocol import (
     INSTRUCTION_ROLES,
     Answer,
-    ContextRules,
     Conversation,
     FoundMark,
     Json,
@@ -19,6 +18,7 @@ from sgl_ext.requests.protocol import (
     Part,
     Protocol,
     Result,
+    ToolForm,
     listed,
 )
 
@@ -148,7 +148,8 @@ CHAT = Protocol(
     prompt=_PROMPT,
     marks=MarkRules(_find_marks, root_is_whole=True),
     conversation=Conversation(_join, _read, _add_results),
-    context=ContextRules(_add_texts, _has_form, _write_tool),
+    tool_form=ToolForm(_has_form, _write_tool),
+    add_texts=_add_texts,
     translate=translate,
     recognizes=_recognizes,
 )

@@ -13,7 +13,6 @@ from sgl_ext.requests.answers import as_object, as_text, parsed, require
 from sgl_ext.requests.next_turn import CALL_OUTPUTS
 from sgl_ext.requests.protocol import (
     Answer,
-    ContextRules,
     Conversation,
     ErrorShape,
     Json,
@@ -21,6 +20,7 @@ from sgl_ext.requests.protocol import (
     Part,
     Protocol,
     Result,
+    ToolForm,
 )
 
 
@@ -118,7 +118,8 @@ RESPONSES = Protocol(
         overrides={"store": False},
         stored=("previous_response_id", "conversation"),
     ),
-    context=ContextRules(_add_texts, _has_form, _write_tool),
+    tool_form=ToolForm(_has_form, _write_tool),
+    add_texts=_add_texts,
     translate=translate,
     recognizes=_recognizes,
 )

@@ -104,18 +104,16 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True)
-class ContextRules:
-    """How the content of a stored context is put into a request.
+class ToolForm:
+    """How a protocol writes a function that the model may call.
 
-    add_texts: puts text parts ahead of a body's own instructions, in place.
-    has_form: whether a tool is written as this protocol writes it.
-    write_tool: a tool of this protocol, from a function's name, description and strictness, and
-        the schema of its input.
+    matches: whether a tool has this form.
+    write: a tool, from a function's name, description and strictness, and the JSON schema of its
+        input (None if there is none).
     """
 
-    add_texts: Callable[[Json, list[Json]], None]
-    has_form: Callable[[Json], bool]
-    write_tool: Callable[[Json, Any], Json]
+    matches: Callable[[Json], bool]
+    write: Callable[[Json, Any], Json]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +167,9 @@ class Protocol:
     generates: False if its paths only count or check a prompt.
     marks: its cache marks; None if it has none.
     conversation: how an answer becomes part of the next request; None if it has no turns.
-    context: how a stored context is put into a request; None if requests cannot name one.
+    tool_form: how it writes a tool.
+    add_texts: puts text blocks ahead of a body's own instructions, in place; None if a request
+        cannot name a stored context.
     translate: rewrites a body that harnesses send into one that SGLang accepts, and counts what
         it changed; None if nothing needs it.
     recognizes: whether a body, with its request's headers, speaks this protocol.
@@ -182,7 +182,8 @@ class Protocol:
     generates: bool = True
     marks: MarkRules | None = None
     conversation: Conversation | None = None
-    context: ContextRules | None = None
+    tool_form: ToolForm | None = None
+    add_texts: Callable[[Json, list[Json]], None] | None = None
     translate: Translate | None = None
     recognizes: Callable[[Mapping[str, str], Json], bool] = lambda headers, body: False
 

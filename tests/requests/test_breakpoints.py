@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import json
+from functools import partial
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sgl_ext.protocols.anthropic import ANTHROPIC
+from sgl_ext.protocols.chat import CHAT
 from sgl_ext.requests.breakpoints import Located, locate, shared_chars
 
 jinja2 = pytest.importorskip("jinja2")
@@ -99,6 +102,7 @@ TEMPLATES = {
     "trimming": TRIMMING,
     "escaping": ESCAPING,
 }
+located_in = partial(locate, ANTHROPIC)
 every_template = pytest.mark.parametrize("template", TEMPLATES)
 
 
@@ -244,7 +248,7 @@ def test_a_text_ends_behind_its_last_words(
 ):
     body, longer = without_tools(BODY), without_tools(LONGER)
     render = Renderer(template)
-    located = locate(body, [place], render)
+    located = located_in(body, [place], render)
     assert render.calls == 1
     assert located.text == render(body)
     prefix = located.text[: located.ends[0]]
@@ -258,10 +262,10 @@ def test_all_texts_are_found_in_one_rendering(template: str):
     render = Renderer(template)
     before = copy.deepcopy(BODY)
     places = [place for place, _, _ in TEXTS if place[0] != "system"]
-    located = locate(BODY, places, render)
+    located = located_in(BODY, places, render)
     assert render.calls == 1
     assert located.text == render(BODY)
-    assert list(located.ends) == [locate(BODY, [place], render).ends[0] for place in places]
+    assert list(located.ends) == [located_in(BODY, [place], render).ends[0] for place in places]
     assert list(located.ends) == sorted(set(located.ends))
     assert before == BODY
 
@@ -271,7 +275,7 @@ def test_thoughts_that_a_template_drops_do_not_move_an_end(template: str):
     render = Renderer(template)
     for size in (2, 3, 5):
         body = BODY | {"messages": BODY["messages"][:size]}
-        located = locate(body, [("messages", 1, 1)], render)
+        located = located_in(body, [("messages", 1, 1)], render)
         assert located.text == render(body)
         assert located.text[: located.ends[0]].endswith("Looking.")
 
@@ -281,7 +285,7 @@ def test_thoughts_in_a_text_that_a_template_cuts_out_do_not_move_an_end():
     body = {
         "messages": [{"role": "user", "content": "Hi"}, answer, {"role": "user", "content": "?"}]
     }
-    located = locate(body, [("messages", 1)], Renderer("chatml"))
+    located = located_in(body, [("messages", 1)], Renderer("chatml"))
     assert "Hm." not in located.text
     assert located.text[: located.ends[0]].endswith("<|im_start|>assistant\nIt is in f.")
 
@@ -289,7 +293,7 @@ def test_thoughts_in_a_text_that_a_template_cuts_out_do_not_move_an_end():
 @pytest.mark.parametrize("template", ["chatml", "tools first", "tools last", "trimming"])
 def test_a_tool_ends_before_the_next_begins(template: str):
     render = Renderer(template)
-    located = locate(BODY, [("tools", k) for k in range(3)], render)
+    located = located_in(BODY, [("tools", k) for k in range(3)], render)
     assert located.text == render(BODY)
     assert render.calls <= 7
     assert None not in located.ends
@@ -311,20 +315,20 @@ def test_a_tool_of_openais_form_ends_where_its_text_does():
         openais = all(tool["function"]["parameters"] for tool in body["tools"])
         return Renderer("chatml")(body) if openais else None
 
-    located = locate(BODY | {"tools": tools}, [("tools", 1)], strict)
+    located = locate(CHAT, BODY | {"tools": tools}, [("tools", 1)], strict)
     assert located.text[: located.ends[0]].endswith(f"{tojson(tools[1])}\n")
 
 
 def test_an_only_tool_ends_where_its_text_does():
     body = BODY | {"tools": BODY["tools"][:1]}
-    located = locate(body, [("tools", 0)], Renderer("tools first"))
+    located = located_in(body, [("tools", 0)], Renderer("tools first"))
     assert located.text[: located.ends[0]].endswith('"string"}}}}}')
 
 
 def test_a_mark_on_the_system_prompt_covers_tools_that_are_rendered_behind_it():
     render = Renderer("chatml")
     places = [("system", 0), ("system", 1), ("tools", 2)]
-    first, last, tools = locate(BODY, places, render).ends
+    first, last, tools = located_in(BODY, places, render).ends
     assert render.calls == 2
     assert last == tools
     assert render(BODY)[:first].endswith("You help.")
@@ -332,7 +336,7 @@ def test_a_mark_on_the_system_prompt_covers_tools_that_are_rendered_behind_it():
         body = {"messages": [], "tools": BODY["tools"]} | head
         body["messages"] = [*body["messages"], *BODY["messages"]]
         place = ("system",) if "system" in head else ("messages", 0)
-        located = locate(body, [place, ("tools", 2)], render)
+        located = located_in(body, [place, ("tools", 2)], render)
         assert located.ends[0] == located.ends[1] is not None
         assert located.text == render(body)
 
@@ -340,7 +344,7 @@ def test_a_mark_on_the_system_prompt_covers_tools_that_are_rendered_behind_it():
 def test_the_search_for_the_conversation_does_not_change_the_prompt():
     body = BODY | {"messages": [{"role": "user", "content": "\n  Hi"}]}
     for template in TEMPLATES:
-        assert locate(body, [("system", 1)], render := Renderer(template)).text == render(body)
+        assert located_in(body, [("system", 1)], render := Renderer(template)).text == render(body)
 
 
 def text_message(role: str, words: str) -> dict[str, Any]:
@@ -349,14 +353,14 @@ def text_message(role: str, words: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("template", ["tools first", "tools last"])
 def test_a_mark_on_the_system_prompt_does_not_reach_into_the_conversation(template: str):
-    located = locate(BODY, [("system", 1)], Renderer(template))
+    located = located_in(BODY, [("system", 1)], Renderer(template))
     assert located.text[: located.ends[0]].endswith("Folder: /a")
 
 
 @every_template
 def test_a_call_ends_before_the_next_begins(template: str):
     render = Renderer(template)
-    first, last, answer = locate(
+    first, last, answer = located_in(
         BODY, [("messages", 1, 2), ("messages", 1, 3), ("messages", 2, 0)], render
     ).ends
     prompt = render(BODY)
@@ -373,7 +377,7 @@ def test_a_call_at_the_end_of_the_prompt_ends_before_what_may_follow(template: s
     calling = {"role": "assistant", "content": [text("So."), use("Read", "a.py")]}
     body = {"messages": [text_message("user", "Hi"), calling]}
     render = Renderer(template)
-    prefix = render(body)[: locate(body, [("messages", 1, 1)], render).ends[0]]
+    prefix = render(body)[: located_in(body, [("messages", 1, 1)], render).ends[0]]
     assert prefix.count("a.py") == 1
     assert "assistant" not in prefix.rpartition("a.py")[2]
     answered = [*body["messages"], text_message("user", "Stop.")]
@@ -387,11 +391,11 @@ def test_a_call_is_found_by_a_cut_where_a_template_takes_no_more_of_them():
         calls = [len(message.get("tool_calls", [])) for message in chat_body(body)[0]]
         return None if max(calls) > 2 else render(body)
 
-    located = locate(BODY, [("messages", 1, 2), ("messages", 1, 3)], strict)
+    located = located_in(BODY, [("messages", 1, 2), ("messages", 1, 3)], strict)
     assert located.text[: located.ends[0]].endswith('first.py"})')
     assert located.text[: located.ends[1]].endswith('second.py"})</s>')
     last = BODY | {"messages": BODY["messages"][:2]}
-    assert locate(last, [("messages", 1, 3)], strict).ends == (None,)
+    assert located_in(last, [("messages", 1, 3)], strict).ends == (None,)
 
 
 @pytest.mark.parametrize("content", [None, "Looking. ", [text("Looking.")]])
@@ -402,7 +406,7 @@ def test_a_chat_message_ends_behind_its_calls(content: Any):
         {"role": "assistant", "content": content, "tool_calls": [call]},
         {"role": "tool", "content": "def f()"},
     ]
-    located = locate({"messages": messages}, [("messages", 1)], Renderer("trimming"))
+    located = located_in({"messages": messages}, [("messages", 1)], Renderer("trimming"))
     assert located.text[: located.ends[0]].endswith('Read({"path": "a.py"})')
 
 
@@ -412,7 +416,7 @@ def test_a_result_without_a_text_at_its_end(template: str, content: Any):
     messages = [*BODY["messages"][:2], {"role": "user", "content": [result(content)]}]
     body = {"messages": messages}
     render = Renderer(template)
-    located = locate(body, [("messages", 1, 3), ("messages", 2, 0)], render)
+    located = located_in(body, [("messages", 1, 3), ("messages", 2, 0)], render)
     call, end = located.ends
     assert located.text == render(body)
     assert call < end < len(located.text)
@@ -425,7 +429,7 @@ def test_a_result_without_a_text_at_its_end(template: str, content: Any):
 @every_template
 def test_an_image_ends_before_the_text_behind_it(template: str):
     messages = [{"role": "user", "content": [text("See:"), IMAGE, text("What is it?")]}]
-    located = locate({"messages": messages}, [("messages", 0, 1)], Renderer(template))
+    located = located_in({"messages": messages}, [("messages", 0, 1)], Renderer(template))
     assert located.text[: located.ends[0]].endswith("See:<img>")
 
 
@@ -435,7 +439,7 @@ def test_a_blank_text_gets_no_marker_in_the_prompt():
         return "".join(f"<turn>{words}</turn>" for words in said if words.strip())
 
     messages = [{"role": "user", "content": words} for words in ("Hi", " ", "Bye")]
-    located = locate({"messages": messages}, [("messages", 1), ("messages", 2)], render)
+    located = located_in({"messages": messages}, [("messages", 1), ("messages", 2)], render)
     assert located.text == "<turn>Hi</turn><turn>Bye</turn>"
     assert located.text[: located.ends[1]].endswith("Bye")
 
@@ -443,7 +447,7 @@ def test_a_blank_text_gets_no_marker_in_the_prompt():
 def test_an_image_at_the_end_of_the_prompt_ends_where_it_does():
     messages = [{"role": "user", "content": [text("See:"), IMAGE]}]
     for place in (("messages", 0, 1), ("messages", 0)):
-        located = locate({"messages": messages}, [place], Renderer("chatml"))
+        located = located_in({"messages": messages}, [place], Renderer("chatml"))
         assert located.text[: located.ends[0]].endswith("See:<img>")
 
 
@@ -454,7 +458,7 @@ def test_what_is_not_rendered_has_no_end():
         return Renderer("escaping")(body | {"messages": body["messages"][:1], "system": "You"})
 
     places = [("system", 0), ("messages", 3), ("messages", 1, 3), ("tools", 1)]
-    assert locate(body, places, blind).ends == (None,) * 4
+    assert located_in(body, places, blind).ends == (None,) * 4
 
 
 def test_what_is_rendered_twice_has_no_end():
@@ -462,7 +466,7 @@ def test_what_is_rendered_twice_has_no_end():
         return body["messages"][0]["content"] + "|" + body["messages"][0]["content"]
 
     body = {"messages": [{"role": "user", "content": "Hi"}]}
-    assert locate(body, [("messages", 0)], twice) == Located("Hi|Hi", (None,))
+    assert located_in(body, [("messages", 0)], twice) == Located("Hi|Hi", (None,))
 
 
 def test_nothing_is_found_where_nothing_can_be_rendered():
@@ -471,12 +475,14 @@ def test_nothing_is_found_where_nothing_can_be_rendered():
 
     body = {"messages": [text_message("user", "Hi")], "tools": BODY["tools"]}
     for render in (broken, lambda body: None, lambda body: 5):
-        assert locate(body, [("messages", 0), ("tools", 0)], render) == Located("", (None, None))
+        assert located_in(body, [("messages", 0), ("tools", 0)], render) == Located(
+            "", (None, None)
+        )
 
 
 def test_a_template_that_breaks_a_marker_yields_no_text():
     body = {"messages": [{"role": "user", "content": "Hi"}]}
-    broken = locate(body, [("messages", 0)], lambda body: body["messages"][0]["content"][:-1])
+    broken = located_in(body, [("messages", 0)], lambda body: body["messages"][0]["content"][:-1])
     assert broken == Located("", (None,))
 
 
@@ -489,13 +495,13 @@ def test_a_template_that_breaks_a_marker_yields_no_text():
     ],
 )
 def test_a_place_that_is_not_there_has_no_end(place: Any):
-    located = locate(BODY, [place, ("messages", 4)], Renderer("chatml"))
+    located = located_in(BODY, [place, ("messages", 4)], Renderer("chatml"))
     assert located.ends[0] is None
     assert located.ends[1] is not None
 
 
 def test_odd_bodies_and_places_raise_nothing():
-    assert locate(BODY, [([],)], Renderer("chatml")) == Located("", (None,))
+    assert located_in(BODY, [([],)], Renderer("chatml")) == Located("", (None,))
     places = [("tools", 0), ("system", 0), ("system",), ("messages", 0), ("messages", 0, 0)]
     for body in (
         None,
@@ -506,7 +512,7 @@ def test_odd_bodies_and_places_raise_nothing():
         {"messages": [5]},
         {"system": [5], "tools": [5]},
     ):
-        assert len(locate(body, places, lambda body: str(body)).ends) == len(places)
+        assert len(located_in(body, places, lambda body: str(body)).ends) == len(places)
 
 
 @given(st.text(max_size=30), st.text(max_size=30), st.text(max_size=30))
@@ -536,7 +542,7 @@ def test_any_text_is_found_and_the_prompt_is_the_real_one(
         blocks = range(len(said)) if isinstance(said, list) else [None]
         places += [("messages", i) if j is None else ("messages", i, j) for j in blocks]
     render = Renderer(template)
-    located = locate(body, places, render)
+    located = located_in(body, places, render)
     assert located.text == render(body)
     ends = [end for end in located.ends if end is not None]
     assert ends == sorted(ends)

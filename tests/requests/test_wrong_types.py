@@ -56,7 +56,12 @@ def read_all(path: str, body: Any) -> None:
     detect({}, None, stripped)
     partial_turn(of_path(path), stripped, "nonce")
     if isinstance(stripped, dict):
-        locate(stripped, [mark.place for mark in marks.blocks], lambda copy: str(copy)[:1000])
+        locate(
+            of_path(path),
+            stripped,
+            [mark.place for mark in marks.blocks],
+            lambda copy: str(copy)[:1000],
+        )
     translate(of_path(path), stripped, Model(sees=False, takes_system_anywhere=False))
 
 

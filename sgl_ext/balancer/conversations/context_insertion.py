@@ -19,7 +19,7 @@ from typing import Any
 
 from sgl_ext.balancer.conversations.contexts import FIELDS, LAYERS, Block, MalformedContext
 from sgl_ext.requests.cache_marks import LIMIT_MARKS, TtlLimits, count_marks, read_marks
-from sgl_ext.requests.protocol import ContextRules, Protocol
+from sgl_ext.requests.protocol import Protocol, ToolForm
 
 _ANY_TTL = TtlLimits(0.0, math.inf)
 _Json = dict[str, Any]
@@ -33,8 +33,9 @@ def insert_context(
     texts: of its runtime blocks, by id, as the request says it. Raises MalformedContext.
     What is unchanged is shared with `body`.
     """
-    rules = protocol.context
-    assert rules is not None, "requests of the protocol can name a context"
+    form, add_texts = protocol.tool_form, protocol.add_texts
+    assert form is not None, "requests can name a context"
+    assert add_texts is not None, "requests can name a context"
     given = _read_texts(blocks, {} if texts is None else texts)
     expanded = {key: value for key, value in body.items() if key not in FIELDS}
     if isinstance(nvext := body.get("nvext"), dict):
@@ -46,7 +47,7 @@ def insert_context(
     ends: dict[str, _Json] = {}
     for block in blocks:
         if block.kind == "tools":
-            tools += (_tool_for(rules, tool) for tool in block.content)
+            tools += (_tool_for(form, tool) for tool in block.content)
             ends[block.layer] = tools[-1]
         elif text := given.get(block.id) if block.layer == "runtime" else block.content:
             parts.append({"type": "text", "text": text})
@@ -54,7 +55,7 @@ def insert_context(
     own_tools = expanded.get("tools") or []
     if tools and isinstance(own_tools, list):  # anything else is left for the engine to reject
         expanded["tools"] = [*tools, *own_tools]
-    rules.add_texts(expanded, parts)
+    add_texts(expanded, parts)
     if protocol.marks is None:
         return expanded, 0
     if protocol.marks.find is None:
@@ -109,11 +110,11 @@ def _spelled(ttl_s: int) -> str:
     return f"{ttl_s // 3600}h" if ttl_s % 3600 == 0 else f"{ttl_s // 60}m"
 
 
-def _tool_for(rules: ContextRules, tool: _Json) -> _Json:
+def _tool_for(form: ToolForm, tool: _Json) -> _Json:
     """A copy of a tool without a mark; a function is written as the request's protocol does."""
     tool = {key: value for key, value in tool.items() if key != "cache_control"}
     inner = tool.get("function")
-    if rules.has_form(tool):
+    if form.matches(tool):
         return tool
     if isinstance(inner, dict):
         function, schema = inner, inner.get("parameters")
@@ -124,4 +125,4 @@ def _tool_for(rules: ContextRules, tool: _Json) -> _Json:
     else:
         return tool
     fields = ("name", "description", "strict")
-    return rules.write_tool({key: function[key] for key in fields if key in function}, schema)
+    return form.write({key: function[key] for key in fields if key in function}, schema)

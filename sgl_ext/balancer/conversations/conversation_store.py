@@ -105,7 +105,7 @@ class ConversationStore:
         if not isinstance(id, str):
             raise _bad("context_id", "must be the id of a context")
         protocol = of_path(path)
-        if protocol.context is None:
+        if protocol.add_texts is None:
             raise _bad("context_id", f"requests to {path} cannot name a context")
         found = self._chain(_CONTEXTS, tenant, id)
         if found is None:

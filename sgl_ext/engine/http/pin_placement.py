@@ -30,7 +30,9 @@ from sgl_ext.engine.http.thinking import drops_thinking
 from sgl_ext.engine.http.token_offsets import Offsets, Prompt
 from sgl_ext.engine.http.translation import translated_copy
 from sgl_ext.protocols.anthropic import ANTHROPIC
-from sgl_ext.requests.breakpoints import block_at, is_last, locate, text_of
+from sgl_ext.protocols.registry import of_path
+from sgl_ext.requests.breakpoints import locate
+from sgl_ext.requests.places import block_at, is_last, text_of
 from sgl_ext.requests.protocol import Place
 
 _logger = logging.getLogger(__name__)
@@ -90,7 +92,7 @@ def _found(chat: Any, context: RequestContext, ids: Sequence[int]) -> list[tuple
     if tokens[-1] is None and is_last(body, places[-1]):
         tokens[-1] = offsets.by_tail(text_of(body, places[-1]) or "", prompt)
     if None in tokens:
-        located = locate(body, places, partial(_render, chat, context.path))
+        located = locate(of_path(context.path), body, places, partial(_render, chat, context.path))
         ends = sorted({end for end in located.ends if end is not None})
         counted = dict(zip(ends, offsets.count(located.text, ends, prompt), strict=True))
         tokens = [counted.get(end) if end is not None else None for end in located.ends]

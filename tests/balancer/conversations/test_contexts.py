@@ -179,7 +179,7 @@ def test_responses_have_it_in_tools_and_instructions() -> None:
 
 
 @pytest.mark.parametrize("form", [TOOL, IN_CHAT, IN_RESPONSES])
-@pytest.mark.parametrize("path", [path for path in PATHS if of_path(path).context])
+@pytest.mark.parametrize("path", [path for path in PATHS if of_path(path).add_texts])
 def test_a_tool_takes_the_form_of_the_protocol(path: str, form: dict[str, Any]) -> None:
     blocks = registered({**BLOCKS[1], "content": [form]}, BLOCKS[2])
     (found,) = expand(path, {}, blocks, None)[0]["tools"]

@@ -1,0 +1,105 @@
+"""Access to the blocks of a body by place. No function modifies a body: edits make copies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sgl_ext.requests.protocol import INSTRUCTION_ROLES, Place
+
+Path = tuple[str | int, ...]
+"""The keys and indices that lead to a value in a body."""
+
+
+def block_at(body: Any, place: Place) -> Any:
+    """The block at `place`; None if there is none."""
+    return value_at(body, path_of(place))
+
+
+def text_of(body: Any, place: Place) -> str | None:
+    """The text with which the block at `place` ends, None if it does not end with one."""
+    try:
+        path = text_path(body, place)
+    except (LookupError, TypeError, ValueError, AttributeError):
+        return None
+    found = None if path is None else value_at(body, path)
+    return found if isinstance(found, str) else None
+
+
+def is_last(body: Any, place: Place) -> bool:
+    """Whether the block at `place` is the last one of the body."""
+    messages = body.get("messages")
+    if place[0] != "messages" or place[1] != len(messages) - 1:
+        return False
+    return len(place) == 2 or place[2] == len(messages[-1]["content"]) - 1
+
+
+def path_of(place: Place) -> Path:
+    """The path of the block at a place."""
+    if len(place) > 2 and place[0] == "messages":
+        return (*place[:2], "content", *place[2:])
+    return place
+
+
+def value_at(body: Any, path: Path) -> Any:
+    """The value at a path; None if there is none."""
+    for key in path:
+        if isinstance(body, dict):
+            body = body.get(key)
+        elif isinstance(body, list) and isinstance(key, int) and 0 <= key < len(body):
+            body = body[key]
+        else:
+            return None
+    return body
+
+
+def edited(holder: Any, path: Path, value: Any) -> Any:
+    """A copy with another value at `path`; it shares everything that is not on the path."""
+    if not path:
+        return value
+    copy: Any = holder.copy()
+    copy[path[0]] = edited(holder[path[0]], path[1:], value)
+    return copy
+
+
+def text_path(body: Any, place: Place) -> Path | None:
+    """The path of the text with which a block ends; None if it does not end with one."""
+    if not place or place[0] == "tools":
+        return None
+    path = path_of(place)
+    while True:
+        block = value_at(body, path)
+        if isinstance(block, str):
+            return path if block.strip() else None
+        if isinstance(block, list):
+            path = (*path, len(block) - 1)
+        elif not isinstance(block, dict) or block.get("tool_calls"):
+            return None
+        else:
+            path = (*path, "text" if isinstance(block.get("text"), str) else "content")
+
+
+def last_instruction(body: Any) -> Place:
+    """The last block of the instructions that precede the conversation."""
+    count = _instructions(body)
+    if count:
+        return ("messages", count - 1)
+    system = value_at(body, ("system",))
+    return ("system", len(system) - 1) if isinstance(system, list) else ("system",)
+
+
+def first_text(body: Any) -> Path | None:
+    """The path of the first text in the conversation's first message; None if it has none."""
+    i = _instructions(body)
+    content = value_at(body, ("messages", i, "content"))
+    places: list[Place] = [("messages", i)]
+    if isinstance(content, list):
+        places = [("messages", i, j) for j in range(len(content))]
+    return next((path for each in places if (path := text_path(body, each))), None)
+
+
+def _instructions(body: Any) -> int:
+    """How many messages at the beginning are instructions."""
+    count = 0
+    while value_at(body, ("messages", count, "role")) in INSTRUCTION_ROLES:
+        count += 1
+    return count
