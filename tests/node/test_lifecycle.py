@@ -134,5 +134,5 @@ def test_a_flag_that_sglang_refuses_ends_the_start_with_its_own_words(
 def test_bad_configuration_stops_before_a_process_starts(tmp_path: Path) -> None:
     ended = launch("--model-path", "m", "--instances", "0", "--log-dir", str(tmp_path / "logs"))
     assert ended.returncode == 1
-    assert ended.stderr == "sgl-ext: instances=0: at least one engine\n"
+    assert ended.stderr == "sgl-ext: --instances='0': must be an integer of at least 1\n"
     assert not os.path.exists(tmp_path / "logs")
