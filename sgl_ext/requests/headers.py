@@ -1,25 +1,24 @@
-"""The strip of one text: a leading session header goes, everything else stays.
+"""The strip of one text: leading session headers are removed, everything else stays.
 
-A coding agent may open its system prompt with a line such as
+A coding agent may begin its system prompt with a line such as
 
     x-anthropic-billing-header: cc_version=2.1.197.3af; cc_entrypoint=sdk-cli;
 
-whose values change with the session or the request. Standing at token 0 it
-makes every prefix unique. The grammar of what is removed:
+whose values change with the session or the request. At token 0 it makes every prefix unique. The
+grammar of what is removed:
 
     header = *white-space  NAME ":"  1*field  [ *blank line-end ]
     field  = *blank  key "=" value ";"
     key    = 1*( letter | digit | "_" | "." | "-" )      value = *( neither ";" nor white space )
 
-The last field of a line may lack its ";" if a blank (or the colon) stands
-before it and the line ends behind it. Where text follows the fields on the
-same line, the header ends right behind the last ";" and that text stays byte
-for byte, its leading blanks included. Keys and values hold no white space, so
-prose behind the fields is not taken for one. A NAME without a single field is
-prose too, and stays. Headers in a row are removed one by one.
+The last field of a line may lack its ";" if a blank (or the colon) precedes it and the line ends
+after it. If text follows the fields on the same line, the header ends right after the last ";"
+and the text stays byte for byte, its leading blanks included. Keys and values contain no white
+space, so prose after the fields is not mistaken for a field. A NAME without any field is prose
+too, and stays. Several headers in a row are all removed.
 
-Invariants: `strip(strip(t)) == strip(t)`; a text with no header comes back as
-the same object; what comes back is always a suffix of what went in.
+Invariants: `strip(strip(t)) == strip(t)`; a text without a header is returned as the same object;
+the result is always a suffix of the text.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]*\Z")
 
 
 class StrippedText(NamedTuple):
-    """What is left of a text, how many headers went, and the fields they held (later wins)."""
+    """The rest of a text, the number of headers removed, and their fields (later wins)."""
 
     text: str
     headers: int
@@ -43,8 +42,7 @@ class StrippedText(NamedTuple):
 class HeaderStrip:
     """Removes leading headers of the given names from a text.
 
-    Matching a name ignores case. Raises ValueError naming a header name that
-    is not letters, digits and hyphens.
+    Names match in any case. Raises ValueError for a name that is not letters, digits and hyphens.
     """
 
     def __init__(self, names: Iterable[str] = (BILLING_HEADER,)) -> None:
@@ -80,9 +78,9 @@ class HeaderStrip:
         return StrippedText(text[start:] if start else text, headers, fields)
 
     def mentions(self, raw: bytes) -> int:
-        """How often a header's name stands anywhere in `raw`, in lower, upper or title case.
+        """How often a header's name occurs in `raw`, in lower, upper or title case.
 
-        A count for a metric: odder casing is stripped all the same but not
-        counted here, since folding a whole body costs more than reading it.
+        A count for a metric. Names in mixed case are stripped, too, but not counted here: folding
+        the case of a whole body costs more than reading it.
         """
         return sum(map(raw.count, self._needles))

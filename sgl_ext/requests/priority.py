@@ -1,13 +1,13 @@
-"""How important a request is, and how long an answer it expects, as its client says.
+"""A request's priority and expected output length, as its client states them.
 
-    x-sgl-ext-priority, x-dynamo-request-priority     a header; it wins, as a proxy may set it
+    x-sgl-ext-priority, x-dynamo-request-priority     a header; it overrides the body
     nvext.agent_hints.priority, .osl                  integers in the body
-    nvext.agent_hints.speculative_prefill             whether to prefill its next turn ahead
+    nvext.agent_hints.speculative_prefill             whether to prefill the next turn ahead
     priority                                          SGLang's own, in the body
     service_tier                                      OpenAI's: "priority" is 10, "flex" is -10
 
-Higher is more important, and 0 is what says nothing. Beyond LIMIT either way is LIMIT, and
-nothing is above its tenant's ceiling.
+Higher is more important, and the default is 0. Values are clamped to -LIMIT..LIMIT, and to the
+tenant's ceiling.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _INTEGER = re.compile(r"[+-]?[0-9]{1,20}")
 
 @dataclass(frozen=True, slots=True)
 class Importance:
-    """A request's importance.
+    """A request's priority and related hints.
 
-    output_tokens: how many it expects to be answered with; None if it does not say.
-    error: what is malformed in our own vocabulary, "" if nothing is.
-    ignored: hints of other vocabularies that say nothing known.
-    is_clamped: it asks for more than the ceiling, and has the ceiling.
-    speculative_prefill: whether its next turn is to be prefilled ahead; None if it does not say.
+    output_tokens: the expected length of the answer; None if it is not stated.
+    error: a malformed field of our own, or "".
+    ignored: other vendors' hints with unknown values.
+    is_clamped: the request asked for more than the ceiling, and got the ceiling.
+    speculative_prefill: whether to prefill the next turn ahead; None if it is not stated.
     """
 
     priority: int = 0
@@ -47,9 +47,9 @@ USUAL = Importance()
 
 
 def read_importance(headers: Mapping[str, str], body: Any, ceiling: int = LIMIT) -> Importance:
-    """What a request says of its importance, no more than `ceiling`. Never raises.
+    """A request's priority, at most `ceiling`, and related hints. Never raises.
 
-    One that says nothing is not above it either. `headers` has lower-case names.
+    The ceiling also limits the default priority. `headers` has lower-case names.
     """
     nvext = body.get("nvext") if isinstance(body, dict) else None
     stated = next(((n, headers[n]) for n in HEADERS if headers.get(n)), None)
@@ -72,7 +72,7 @@ def read_importance(headers: Mapping[str, str], body: Any, ceiling: int = LIMIT)
     if (expected := hints.get("osl")) is not None and expected < 0:
         return Importance(error=f"nvext.agent_hints.osl: must not be negative, as {expected} is")
     ignored = 0
-    if own is not None and type(own) is not int:  # SGLang refuses it, or would convert it
+    if own is not None and type(own) is not int:  # SGLang would reject it, or convert it
         own, ignored = None, 1
     priority = hints.get("priority")
     priority = own if priority is None else priority

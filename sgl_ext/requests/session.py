@@ -1,5 +1,4 @@
-"""Which conversation a request belongs to, as its client says and as its prompt shows, and
-whose it is."""
+"""The conversation and the tenant that a request belongs to."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ import xxhash
 from sgl_ext.requests.priority import HEADERS as PRIORITY_HEADERS
 from sgl_ext.requests.segments import Chain
 
-# The headers of agent harnesses, ours first.
+# The headers of agent harnesses; our own has precedence.
 SESSION_HEADERS = (
     "x-sgl-ext-session-id",
     "x-claude-code-session-id",
@@ -24,9 +23,10 @@ FINAL_HEADER = "x-sgl-ext-session-final"
 TENANT_HEADER = "x-tenant-id"
 TENANT_NAME = re.compile(r"^[!-~]([ -~]*[!-~])?\Z")
 """A name is printable ASCII, as it is the value of a header."""
-# With whom a request shares cached prefixes; the balancer sets it where tenants are kept apart.
+# Requests of one group share cached prefixes. The balancer sets it if tenants must not share.
 GROUP_HEADER = "x-sgl-ext-cache-group"
-# Whose things alone a request is to see and to touch; the balancer sets it for who is no operator.
+# The tenant whose pins and sessions a request may see and change. The balancer sets it on every
+# request without an operator's key.
 OWNER_HEADER = "x-sgl-ext-owner"
 # Seconds that the balancer held a request back before it sent it to the engine.
 QUEUED_HEADER = "x-sgl-ext-queued-s"
@@ -35,30 +35,30 @@ _RAW = {name.encode(): name for name in _HINTS}
 
 
 def salt_of(headers: Mapping[str, str]) -> bytes:
-    """What parts a request's segments and conversations from those of other cache groups."""
+    """A salt that keeps the segments and conversations of different cache groups distinct."""
     group = headers.get(GROUP_HEADER)
     return b"" if group is None else b"g" + group.encode("utf-8", "surrogatepass")
 
 
 def session_key(headers: Mapping[str, str], body: Any, chain: Chain) -> int | None:
-    """A number for the conversation, equal for all its turns; None if nothing tells it.
+    """A number for the conversation, equal for all its turns; None if it is unknown.
 
-    A harness's id covers its sub-agents too, and two people may open with the same
-    words: so the id and the first user message count together, or either alone. Those of
-    two cache groups are never equal. `headers` has lower-case names.
+    A harness has one id for all its sub-agents, and two people may begin with the same words. So
+    the key is made of the stated id and the first user message, or of either alone. Two cache
+    groups never have the same key. `headers` has lower-case names.
     """
     stated = stated_session(headers, body)
     if stated is None:
         return chain.session
     begun = 0 if chain.session is None else chain.session
-    told = b"%032x" % begun + stated.encode("utf-8", "surrogatepass")
+    key = b"%032x" % begun + stated.encode("utf-8", "surrogatepass")
     if salt := salt_of(headers):
-        told = b"%d:%b%b" % (len(salt), salt, told)
-    return xxhash.xxh3_128_intdigest(told)
+        key = b"%d:%b%b" % (len(salt), salt, key)
+    return xxhash.xxh3_128_intdigest(key)
 
 
 def stated_session(headers: Mapping[str, str], body: Any) -> str | None:
-    """What the client calls the conversation, or the harness's session it belongs to."""
+    """The id that the client states for the conversation, or for the harness's session."""
     stated = next((headers[name] for name in SESSION_HEADERS if headers.get(name)), None)
     if stated is None and isinstance(body, dict):
         key = body.get("prompt_cache_key")
@@ -67,10 +67,10 @@ def stated_session(headers: Mapping[str, str], body: Any) -> str | None:
 
 
 def hints_of(fields: Mapping[bytes, bytes]) -> dict[str, str]:
-    """The headers read here, out of a request's raw ones; names in lower case."""
+    """The headers that are hints, from a request's raw headers; names in lower case."""
     return {name: fields[raw].decode("latin-1") for raw, name in _RAW.items() if raw in fields}
 
 
 def is_final(headers: Mapping[str, str]) -> bool:
-    """Whether the client says that no further turn will come."""
+    """Whether the client states that this is the conversation's last turn."""
     return headers.get(FINAL_HEADER, "").strip().lower() in ("1", "true", "yes")

@@ -16,8 +16,7 @@ from typing import Any
 
 from sgl_ext.requests.headers import HeaderStrip
 from sgl_ext.requests.protocol import INSTRUCTION_ROLES, Json, Part, Protocol
-
-_REMOVED = object()
+from sgl_ext.requests.rewriting import DROPPED, altered
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,7 @@ def strip_request(protocol: Protocol, body: Any, strip: HeaderStrip) -> Stripped
         if new is body[name]:
             continue
         changed = dict(changed) if changed is body else changed
-        if new is not _REMOVED:
+        if new is not DROPPED:
             changed[name] = new
         elif part is Part.INSTRUCTIONS:
             del changed[name]
@@ -64,7 +63,7 @@ class _Visitor:
         self.fields: dict[str, str] = {}
 
     def visit(self, part: Part, value: Any) -> Any:
-        """A field's stripped value: the same object if nothing changed, _REMOVED if it is empty."""
+        """A field's stripped value: the same object if nothing changed, DROPPED if it is empty."""
         if part is Part.INSTRUCTIONS:
             return self._content(value)
         if part is Part.TEXT:
@@ -79,7 +78,7 @@ class _Visitor:
             return value
         self.headers += headers
         self.fields.update(fields)
-        return text or _REMOVED
+        return text or DROPPED
 
     def _content(self, value: Any) -> Any:
         """A string, or a list of strings and of blocks with a `text`."""
@@ -111,25 +110,23 @@ class _Visitor:
 
     def _prompt(self, value: Any) -> Any:
         stripped = self._text(value) if isinstance(value, str) else value
-        return "" if stripped is _REMOVED else stripped
+        return "" if stripped is DROPPED else stripped
 
     def _instance(self, instance: Any) -> Any:
         return _member(instance, "text", self._prompts) if isinstance(instance, dict) else instance
 
 
 def _each(items: list[Any], visit: Callable[[Any], Any]) -> Any:
-    """`items` with each visited; the same list if none changed, _REMOVED if none is left."""
-    visited = [visit(item) for item in items]
-    if all(new is old for new, old in zip(visited, items, strict=True)):
-        return items
-    return [item for item in visited if item is not _REMOVED] or _REMOVED
+    """`items` with each visited; the same list if none changed, DROPPED if none is left."""
+    visited = altered(items, visit)
+    return visited if visited is items or visited else DROPPED
 
 
 def _member(holder: Json, key: str, visit: Callable[[Any], Any]) -> Any:
-    """`holder` with one member visited; _REMOVED if that leaves nothing of it."""
+    """`holder` with one member visited; DROPPED if that leaves nothing of it."""
     if key not in holder:
         return holder
     new = visit(holder[key])
     if new is holder[key]:
         return holder
-    return new if new is _REMOVED else {**holder, key: new}
+    return new if new is DROPPED else {**holder, key: new}

@@ -1,1 +1,1 @@
-"""How each protocol's bodies are translated, a file a protocol: see `sgl_ext.requests.dialect`."""
+"""The rewriting of bodies that SGLang would reject or misread, a file for each protocol."""

@@ -1,4 +1,4 @@
-"""`/v1/messages`: what Claude Code and Anthropic's SDKs send."""
+"""Rewrites bodies of `/v1/messages`, as Claude Code and Anthropic's SDKs send them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import orjson
 
 from sgl_ext.protocols.translation.client_tools import plain_tool
-from sgl_ext.protocols.translation.rewriting import (
+from sgl_ext.requests.protocol import Model
+from sgl_ext.requests.rewriting import (
     DROPPED,
     Counts,
     altered,
@@ -21,9 +22,8 @@ from sgl_ext.protocols.translation.rewriting import (
     readable,
     reminder,
 )
-from sgl_ext.requests.protocol import Model
 
-# Fields that say what to do on Anthropic's servers. SGLang leaves them out by itself.
+# Fields for Anthropic's own servers. SGLang ignores them.
 _IGNORED = (
     "betas",
     "container",
@@ -46,7 +46,7 @@ _RESULT = "_tool_result"
 
 
 def translate(body: dict[str, Any], model: Model, counts: Counts) -> dict[str, Any]:
-    """A body in Anthropic's protocol, for SGLang."""
+    """A body in Anthropic's protocol for SGLang."""
     for field in _IGNORED:
         if body.get(field):
             counts[field] += 1
@@ -55,7 +55,7 @@ def translate(body: dict[str, Any], model: Model, counts: Counts) -> dict[str, A
     if kind_of(thinking) in ("enabled", "adaptive") and not model.thinks:
         counts["thinking"] += 1
         edits["thinking"] = DROPPED
-    if isinstance(body.get("output_format"), dict):  # its name before it came under output_config
+    if isinstance(body.get("output_format"), dict):  # the earlier name of output_config.format
         counts["output_format"] += 1
         config = body.get("output_config")
         config = config if isinstance(config, dict) else {}
@@ -94,7 +94,7 @@ def _tool(tool: Any, is_searched: bool, counts: Counts) -> Any:
     edits: dict[str, Any] = {}
     if tool.get("strict", False) is None:
         edits["strict"] = DROPPED
-    if is_searched and tool.get("defer_loading"):  # nobody is there who would search for it
+    if is_searched and tool.get("defer_loading"):  # no server here searches for it
         counts["defer_loading"] += 1
         edits["defer_loading"] = DROPPED
     return edited(tool, edits)
@@ -110,14 +110,14 @@ def _messages(messages: list[Any], model: Model, counts: Counts) -> list[Any]:
 def _message(message: Any, model: Model, counts: Counts) -> Any:
     if not isinstance(message, dict) or not isinstance(message.get("content"), list):
         return message
-    if all(map(_is_plain, message["content"])):  # as nearly all are, of hundreds
+    if all(map(_is_plain, message["content"])):  # the usual case: the rest can be skipped
         return message
     blocks = altered(message["content"], partial(_block, model=model, counts=counts))
     return edited(message, {"content": blocks})
 
 
 def _is_plain(block: Any) -> bool:
-    """Whether it is a block of the kinds that SGLang knows, which needs no look inside."""
+    """Whether SGLang takes a block as it is, by its type alone."""
     if type(block) is not dict:
         return False
     kind = block.get("type")
@@ -131,7 +131,7 @@ def _is_system(message: Any) -> bool:
 
 
 def _with_reminders(messages: list[Any], counts: Counts) -> list[Any]:
-    """Messages whose later instructions stand behind what the user said, before or after them."""
+    """Messages in which later instructions are at the end of the nearest user's turn."""
     out: list[Any] = []
     waiting: list[str] = []
     for message in messages:
@@ -140,23 +140,23 @@ def _with_reminders(messages: list[Any], counts: Counts) -> list[Any]:
         if text is not None and any(not _is_system(before) for before in out):
             counts["system_message"] += 1
             if isinstance(out[-1], dict) and out[-1].get("role") == "user":
-                out[-1] = _and_said(out[-1], [text])
+                out[-1] = _with_texts(out[-1], [text])
             else:
                 waiting.append(text)
             continue
         if waiting:
             if role == "user":
-                message = _and_said(message, waiting)
+                message = _with_texts(message, waiting)
             else:
-                out.append(_and_said({"role": "user", "content": []}, waiting))
+                out.append(_with_texts({"role": "user", "content": []}, waiting))
             waiting = []
         out.append(message)
     if waiting:
-        out.append(_and_said({"role": "user", "content": []}, waiting))
+        out.append(_with_texts({"role": "user", "content": []}, waiting))
     return out
 
 
-def _and_said(message: dict[str, Any], texts: list[str]) -> dict[str, Any]:
+def _with_texts(message: dict[str, Any], texts: list[str]) -> dict[str, Any]:
     content = message.get("content")
     if isinstance(content, str):
         content = [{"type": "text", "text": content}] if content else []
@@ -167,7 +167,7 @@ def _and_said(message: dict[str, Any], texts: list[str]) -> dict[str, Any]:
 
 
 def _block(block: Any, model: Model, counts: Counts) -> Any:
-    """A block that SGLang can render; DROPPED if there is nothing in it for a model."""
+    """A block that SGLang can render; DROPPED if it has no content for the model."""
     kind = kind_of(block)
     if kind is None or kind in _KNOWN_BLOCKS:
         return block
@@ -203,7 +203,7 @@ def _block(block: Any, model: Model, counts: Counts) -> Any:
 
 
 def _call(block: dict[str, Any], counts: Counts) -> dict[str, Any]:
-    """A call whose input is an object, as the protocol has it."""
+    """A call whose input is an object, as the protocol requires."""
     given = block.get("input", {})
     if isinstance(given, dict):
         return block
@@ -217,7 +217,7 @@ def _call(block: dict[str, Any], counts: Counts) -> dict[str, Any]:
 
 
 def _document(block: dict[str, Any], model: Model) -> dict[str, Any]:
-    """A document's text, if it has any; nobody here reads its pages."""
+    """A document's text, or a note that it is not shown."""
     source = block.get("source")
     source = source if isinstance(source, dict) else {}
     title = block.get("title")

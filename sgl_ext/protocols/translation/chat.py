@@ -1,11 +1,12 @@
-"""`/v1/chat/completions`: what OpenAI's SDKs, and the many who speak this protocol, send."""
+"""Rewrites bodies of `/v1/chat/completions`, as OpenAI's SDKs and many harnesses send them."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Any
 
-from sgl_ext.protocols.translation.rewriting import (
+from sgl_ext.requests.protocol import INSTRUCTION_ROLES, Model
+from sgl_ext.requests.rewriting import (
     DROPPED,
     Counts,
     altered,
@@ -16,9 +17,7 @@ from sgl_ext.protocols.translation.rewriting import (
     reminder,
     without_nulls,
 )
-from sgl_ext.requests.protocol import Model
 
-INSTRUCTING_ROLES = ("system", "developer")
 _MEDIA = {
     "image_url": "image",
     "input_image": "image",
@@ -29,7 +28,7 @@ _MEDIA = {
 
 
 def translate(body: dict[str, Any], model: Model, counts: Counts) -> dict[str, Any]:
-    """A body in OpenAI's protocol of chat completions, for SGLang."""
+    """A chat completion's body for SGLang."""
     body = without_nulls(body)
     edits: dict[str, Any] = {}
     if isinstance(body.get("tools"), list):
@@ -57,7 +56,7 @@ def _name(tool: Any) -> Any:
 
 
 def allowed_tools(allowed: dict[str, Any], tools: Any, name: Any, counts: Counts) -> dict[str, Any]:
-    """The edits that leave a request only the tools that its choice allows."""
+    """Edits after which a request has only the tools that its choice allows."""
     counts["allowed_tools"] += 1
     edits: dict[str, Any] = {
         "tool_choice": "required" if allowed.get("mode") == "required" else "auto"
@@ -76,16 +75,16 @@ def messages(items: list[Any], model: Model, counts: Counts) -> list[Any]:
 
 
 def with_reminders(items: list[Any], counts: Counts) -> list[Any]:
-    """Messages whose instructions behind the first turn are said in a user's."""
+    """Messages in which instructions after the first turn are part of a user's turn."""
     begun = False
     out: list[Any] = []
     for item in items:
         role = item.get("role") if isinstance(item, dict) else None
-        text = joined_text(item.get("content")) if role in INSTRUCTING_ROLES else None
+        text = joined_text(item.get("content")) if role in INSTRUCTION_ROLES else None
         if begun and text is not None:
             counts["system_message"] += 1
             item = {**item, "role": "user", "content": reminder(text)}
-        begun = begun or role not in INSTRUCTING_ROLES
+        begun = begun or role not in INSTRUCTION_ROLES
         out.append(item)
     return out if any(new is not old for new, old in zip(out, items, strict=True)) else items
 

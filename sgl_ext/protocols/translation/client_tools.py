@@ -1,7 +1,7 @@
-"""Anthropic's tools that the client runs, with the inputs that its documentation gives them.
+"""Anthropic's tools that the client runs, with their documented inputs.
 
-A request only names them, `{"type": "bash_20250124", "name": "bash"}`: the vendor's model knows
-the rest. Any other model is told, as of any tool.
+A request only names such a tool, `{"type": "bash_20250124", "name": "bash"}`, because Anthropic's
+models are trained on it. Any other model needs a description and a schema, as for any tool.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-_Told = tuple[str, dict[str, Any], tuple[str, ...]]
+_Description = tuple[str, dict[str, Any], tuple[str, ...]]
 _DATED = re.compile(r"_\d{8}\Z")
 _TEXT = {"type": "string"}
 _WHOLE = {"type": "integer"}
@@ -18,13 +18,13 @@ _NEW_EDITOR = 20250429
 _NEW_COMPUTER = 20250124
 _ZOOM = 20251124
 
-_BASH: _Told = (
+_BASH: _Description = (
     "Run a command in a bash session that persists between calls. `command`: the command. "
     "`restart`: true to start the session anew.",
     {"command": _TEXT, "restart": {"type": "boolean"}},
     (),
 )
-_MEMORY: _Told = (
+_MEMORY: _Description = (
     "Keep notes in files below /memories, which outlast this conversation. `view` shows a "
     "folder or file, `create` writes a file, `str_replace` and `insert` edit one, `delete` and "
     "`rename` do so to a file or folder.",
@@ -51,29 +51,29 @@ _MORE_ACTIONS = ["triple_click", "left_mouse_down", "left_mouse_up", "scroll", "
 
 
 def plain_tool(tool: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
-    """Its family's name, and such a tool as one of the client's own; None if it is no such tool."""
+    """The tool's family, and the tool in the form of a custom tool; None if it is no such tool."""
     kind = tool["type"]
     found = _DATED.search(kind)
     family = kind[: found.start()] if found else ""
     version = int(found[0][1:]) if found else 0
     if family == "bash":
-        told = _BASH
+        described = _BASH
     elif family == "memory":
-        told = _MEMORY
+        described = _MEMORY
     elif family == "text_editor":
-        told = _editor(version)
+        described = _editor(version)
     elif family == "computer":
-        told = _computer(version, tool)
+        described = _computer(version, tool)
     else:
         return None
-    description, properties, required = told
+    description, properties, required = described
     schema = {"type": "object", "properties": properties, "required": list(required)}
     plain = {"name": tool.get("name") or family, "description": description}
     kept = {key: tool[key] for key in tool.keys() & {"cache_control", "defer_loading"}}
     return family, {**plain, "input_schema": schema, **kept}
 
 
-def _editor(version: int) -> _Told:
+def _editor(version: int) -> _Description:
     commands = ["view", "create", "str_replace", "insert"]
     inserted = "insert_text" if version >= _NEW_EDITOR else "new_str"
     undo = "" if version >= _NEW_EDITOR else " `undo_edit` takes the last edit of `path` back."
@@ -95,7 +95,7 @@ def _editor(version: int) -> _Told:
     return description + undo, properties, ("command", "path")
 
 
-def _computer(version: int, tool: dict[str, Any]) -> _Told:
+def _computer(version: int, tool: dict[str, Any]) -> _Description:
     actions, more = [*_ACTIONS], {}
     if version >= _NEW_COMPUTER:
         actions += _MORE_ACTIONS

@@ -1,4 +1,4 @@
-"""`/v1/responses`: what Codex and OpenAI's SDKs send."""
+"""Rewrites bodies of `/v1/responses`, as Codex and OpenAI's SDKs send them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from functools import partial
 from typing import Any
 
 from sgl_ext.protocols.translation.chat import allowed_tools, with_reminders
-from sgl_ext.protocols.translation.rewriting import (
+from sgl_ext.requests.protocol import Model
+from sgl_ext.requests.rewriting import (
     DROPPED,
     Counts,
     altered,
@@ -18,7 +19,6 @@ from sgl_ext.protocols.translation.rewriting import (
     readable,
     without_nulls,
 )
-from sgl_ext.requests.protocol import Model
 
 _INCLUDED = (
     "code_interpreter_call.outputs",
@@ -31,7 +31,7 @@ _INCLUDED = (
 _TIERS = ("auto", "default", "flex", "scale", "priority")
 _SUMMARIES = ("auto", "concise", "detailed")
 _OFFERED = ("function", "custom")
-# Tools of OpenAI's own that SGLang can run, for the models that know them.
+# OpenAI's built-in tools that SGLang can run, for models trained on them.
 _BUILT_IN = ("code_interpreter", "web_search", "web_search_preview")
 _SERVER_TOOLS = (
     "apply_patch",
@@ -48,7 +48,7 @@ _SERVER_TOOLS = (
 _KNOWN_ITEMS = ("message", "reasoning", "item_reference")
 _CALLS = ("function_call", "custom_tool_call")
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")
-# Calls of tools that the client ran, by where their input stands.
+# Calls of tools that the client ran, with the field that holds their input.
 _CLIENT_CALLS = {
     "local_shell_call": "action",
     "shell_call": "action",
@@ -79,7 +79,7 @@ _MEDIA = {
 
 
 def translate(body: dict[str, Any], model: Model, counts: Counts) -> dict[str, Any]:
-    """A body in OpenAI's protocol of responses, for SGLang."""
+    """A response's body for SGLang."""
     body = without_nulls(body)
     edits: dict[str, Any] = {}
     included = body.get("include")
@@ -104,7 +104,7 @@ def translate(body: dict[str, Any], model: Model, counts: Counts) -> dict[str, A
 
 
 def namespaced_names(body: Any) -> dict[str, dict[str, str]]:
-    """For each tool of a namespace, as a model that knows none calls it, what its client does."""
+    """The namespace and name of each tool in a namespace, by the flat name that the model uses."""
     tools = body.get("tools") if isinstance(body, dict) else None
     names: dict[str, dict[str, str]] = {}
     for tool in tools if isinstance(tools, list) else ():
@@ -123,7 +123,7 @@ def _included(name: Any, counts: Counts) -> Any:
 
 
 def _tools(tools: list[Any], model: Model, counts: Counts) -> list[Any]:
-    """Tools that SGLang offers; one in a namespace stands by itself, by both names."""
+    """Tools that SGLang offers. A tool in a namespace is listed under its flat name."""
     tools = altered(tools, partial(_tool, model=model, counts=counts))
     if model.takes_namespaces or not any(kind_of(tool) == "namespace" for tool in tools):
         return tools
@@ -169,8 +169,8 @@ def _unwrapped(namespace: dict[str, Any], member: dict[str, Any], name: str) -> 
     own = member.get("description")
     edits: dict[str, Any] = {"name": name}
     if isinstance(about, str) and about:
-        told = f"Namespace {namespace['name']}: {about}"
-        edits["description"] = f"{told}\n\n{own}" if isinstance(own, str) and own else told
+        heading = f"Namespace {namespace['name']}: {about}"
+        edits["description"] = f"{heading}\n\n{own}" if isinstance(own, str) and own else heading
     return without_nulls(edited(member, edits))
 
 
@@ -188,7 +188,7 @@ def _choice(choice: Any, tools: Any, model: Model, counts: Counts) -> dict[str, 
 
 
 def _called(named: Any, model: Model) -> Any:
-    """The name by which a model calls what a client names."""
+    """The name by which the model calls a tool that the client names."""
     if not isinstance(named, dict):
         return None
     name, namespace = named.get("name"), named.get("namespace")
@@ -203,7 +203,7 @@ def _item(item: Any, model: Model, counts: Counts) -> Any:
         return item
     kind = kind_of(item)
     if not model.has_phases and item.get("phase") is not None:
-        # It would part a text from the call behind it, which the model said in one turn.
+        # It would separate a text from the call after it, though the model wrote both in one turn.
         counts["phase"] += 1
         item = edited(item, {"phase": DROPPED})
     if kind is None or kind in _KNOWN_ITEMS:

@@ -1,4 +1,4 @@
-"""What the protocols' translations share: what a model can do, and how a body is altered."""
+"""Copies of parts of a body with other content, and texts in place of content."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import orjson
 Counts = Counter[str]
 """How often each kind of thing was rewritten or left out."""
 DROPPED = object()
-"""In place of a changed item: it is left out."""
-_MOST_DEPTH = 6
+"""Returned in place of an item or a value that is to be left out."""
+_LIMIT_DEPTH = 6
 _READABLE = (
     "title",
     "url",
@@ -30,7 +30,7 @@ _READABLE = (
 
 
 def altered(items: list[Any], change: Callable[[Any], Any]) -> list[Any]:
-    """A list with each item changed, or left out if it is DROPPED; the same list if none was."""
+    """A list with each item changed, without those that are DROPPED; the same list if unchanged."""
     changed = [change(item) for item in items]
     if all(new is old for new, old in zip(changed, items, strict=True)):
         return items
@@ -38,7 +38,7 @@ def altered(items: list[Any], change: Callable[[Any], Any]) -> list[Any]:
 
 
 def edited(holder: dict[str, Any], edits: dict[str, Any]) -> dict[str, Any]:
-    """A copy with other values, without those that are DROPPED; the same object if none differs."""
+    """A copy with other values, without those that are DROPPED; the same object if none changed."""
     edits = {
         key: value
         for key, value in edits.items()
@@ -50,7 +50,7 @@ def edited(holder: dict[str, Any], edits: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_nulls(body: dict[str, Any]) -> dict[str, Any]:
-    """A body without fields that are null, which say as much as no field, but not to SGLang."""
+    """A body without null fields, which mean the same as no field, except to SGLang."""
     if None not in body.values():
         return body
     return {key: value for key, value in body.items() if value is not None}
@@ -63,7 +63,7 @@ def kind_of(value: Any) -> str | None:
 
 
 def as_json(value: Any) -> str:
-    """A value that came as JSON, as JSON; an empty object if it is too deep to be written."""
+    """A parsed JSON value as JSON; an empty object if it is nested too deeply to be written."""
     try:
         return orjson.dumps(value).decode()
     except TypeError:
@@ -71,33 +71,33 @@ def as_json(value: Any) -> str:
 
 
 def readable(value: Any, depth: int = 0) -> str:
-    """The texts in a result, a line each; what is encrypted or binary is left out."""
+    """The texts in a result, one per line, without encrypted and binary parts."""
     if isinstance(value, str):
         return value
-    if depth >= _MOST_DEPTH:
+    if depth >= _LIMIT_DEPTH:
         return ""
     if isinstance(value, list):
-        told = [readable(each, depth + 1) for each in value]
+        texts = [readable(each, depth + 1) for each in value]
     elif isinstance(value, dict):
-        told = [readable(value[key], depth + 1) for key in _READABLE if key in value]
+        texts = [readable(value[key], depth + 1) for key in _READABLE if key in value]
     else:
         return ""
-    return "\n".join(text for text in told if text)
+    return "\n".join(text for text in texts if text)
 
 
 def not_shown(what: str, name: Any = None) -> str:
-    """The words in place of what a model cannot be shown."""
+    """The text in place of content that the model cannot see."""
     named = f" {name!r}" if isinstance(name, str) and name else ""
     return f"[{what}{named}: not shown, this model reads text only]"
 
 
 def reminder(text: str) -> str:
-    """Instructions in a user's turn, for a template that takes no others between turns."""
+    """Instructions as part of a user's turn, for a template that takes no system messages there."""
     return f"<system-reminder>\n{text}\n</system-reminder>"
 
 
 def joined_text(content: Any) -> str | None:
-    """The text of a message's content; None if there is something else in it."""
+    """The text of a message's content; None if it contains anything else."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
