@@ -19,7 +19,6 @@ from sgl_ext.engine.http import error_middleware
 from sgl_ext.engine.http.answer_middleware import AnswerTap
 from sgl_ext.engine.http.event_broadcaster import PATH, EventStream, hub
 from sgl_ext.engine.http.pin_routes import pin_routes
-from sgl_ext.engine.http.route_order import ask_first
 from sgl_ext.engine.prefill_ahead.service import prefilling
 from sgl_ext.engine.prefill_ahead.shared_prompts import list_prefixes
 
@@ -34,7 +33,6 @@ def extend(*_: Any, **__: Any) -> None:
     app.add_middleware(AnswerTap)
     error_middleware.install(app)
     app.router.routes[:0] = [Route(PATH, answer, methods=["GET"]), *pin_routes(hub().pins)]
-    ask_first(app.router.routes)
     original = app.router.lifespan_context
 
     @asynccontextmanager
