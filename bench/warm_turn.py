@@ -1,14 +1,16 @@
-"""Of a turn whose prefix is cached, what does the host take, stage by stage?
+"""How much host time does a turn take whose prefix is cached, stage by stage?
 
-An agent's chat through `/v1/messages`, of tool results of 700 tokens, grows to 4K, 16K, 52K and
-128K tokens; at each size turns follow that add a word each. Arms:
+An agent's chat through `/v1/messages`, with tool results of 700 tokens, grows to 4K, 16K, 52K and
+128K tokens. At each size, turns follow that add a few words. Arms:
 
-    stock   SGLang as it is, without the plugin, asked directly
+    stock   an unmodified SGLang engine without the plugin
     ours    our engine behind the balancer
 
-Both get the same bodies, turn by turn in alternation. TTFT is from the client's first byte out
-to its first byte in; `bench/lib/warm/stages.py` says how it is parted. Host time is all of TTFT but
-the model's forward pass. Figures are medians over turns, ratios too.
+Both get the same bodies, turn by turn in alternation. TTFT is the time from the client's first
+byte out to its first byte in; `bench/lib/warm/stages.py` splits it into stages. Host time is TTFT
+without the model's forward pass. Figures are medians over turns, and so are ratios.
+
+Then chat templates with the structure of real models' render a chat of 400 messages, in both arms.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ from bench.lib.warm.templates import template_times
 SIZES = (4_000, 16_000, 52_000, 128_000)
 _COLD_TOKENS = 16_000
 _FIRST_TURNS = 2
-# The next step is launched ahead of the last one's result. On a CPU that computes it, and the
-# first token of a turn would wait for a second one.
+# With overlap, SGLang launches the next step before it has the result of the last one. On a CPU
+# the first token of a turn would wait for that second step.
 _FLAGS = ("--disable-overlap-schedule",)
 
 
@@ -71,7 +73,7 @@ def main() -> None:
             for arm, start in starts.items()
         }
         for watch in watches.values():
-            watch.spans()  # all that is to be timed is there
+            watch.spans()  # raises if a function to time is missing
         texts = fitted(nodes["ours"])
         seen = measure(nodes, texts, options.sizes, turns)
         cold = measure_cold(nodes, texts, colds)
@@ -99,7 +101,7 @@ def measure(nodes: Mapping[str, Node], texts: Texts, sizes: Sequence[int], turns
 
 
 def measure_cold(nodes: Mapping[str, Node], texts: Texts, rounds: int) -> dict[str, list[Answer]]:
-    """Turns of which nothing is cached."""
+    """Turns without any cached prefix."""
     seen: dict[str, list[Answer]] = {name: [] for name in nodes}
     for number in range(rounds):
         chat = Conversation(f"cold {number}", texts)
@@ -112,9 +114,9 @@ def measure_cold(nodes: Mapping[str, Node], texts: Texts, rounds: int) -> dict[s
 def figures(
     watches: Mapping[str, Stopwatch], seen: Turns, cold: Mapping[str, Sequence[Answer]]
 ) -> dict[str, Any]:
-    """Both arms, stage by stage, and stock against ours."""
+    """Stages of both arms, and ratios of stock over ours."""
     spans = {name: watch.spans() for name, watch in watches.items()}
-    parted = {
+    split = {
         size: {
             name: [stages_ms(spans[name], a.begin_ns, a.first_ns) for a in answers]
             for name, answers in arms.items()
@@ -123,17 +125,17 @@ def figures(
     }
     host = {
         size: {name: [host_ms(turn) for turn in turns] for name, turns in arms.items()}
-        for size, arms in parted.items()
+        for size, arms in split.items()
     }
-    told: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     if 52_000 in seen:
-        arms = parted[52_000]
+        arms = split[52_000]
         text = {n: [t[TOKENIZE] + t[TEMPLATE] for t in turns] for n, turns in arms.items()}
         ttft = {n: [a.ttft_ms for a in answers] for n, answers in seen[52_000].items()}
-        told["tokenize_template_ratio_52k"] = ratio(text["stock"], text["ours"])
-        told["host_ratio_52k"] = ratio(host[52_000]["stock"], host[52_000]["ours"])
-        told["ttft_ratio_52k"] = ratio(ttft["stock"], ttft["ours"])
-    told["cold_ratio"] = ratio(
+        result["tokenize_template_ratio_52k"] = ratio(text["stock"], text["ours"])
+        result["host_ratio_52k"] = ratio(host[52_000]["stock"], host[52_000]["ours"])
+        result["ttft_ratio_52k"] = ratio(ttft["stock"], ttft["ours"])
+    result["cold_ratio"] = ratio(
         [a.ttft_ms for a in cold["ours"]], [a.ttft_ms for a in cold["stock"]]
     )
     if 16_000 in seen and 128_000 in seen:
@@ -141,12 +143,12 @@ def figures(
             n: statistics.median(host[128_000][n]) - statistics.median(host[16_000][n])
             for n in watches
         }
-        told["slope_ratio"] = round(rise["ours"] / rise["stock"], 3)
-    told["sizes"] = {
-        str(size): {name: arm_figures(seen[size][name], parted[size][name]) for name in watches}
+        result["slope_ratio"] = round(rise["ours"] / rise["stock"], 3)
+    result["sizes"] = {
+        str(size): {name: arm_figures(seen[size][name], split[size][name]) for name in watches}
         for size in seen
     }
-    return told
+    return result
 
 
 def arm_figures(answers: Sequence[Answer], turns: Sequence[Mapping[str, float]]) -> dict[str, Any]:
@@ -161,7 +163,7 @@ def arm_figures(answers: Sequence[Answer], turns: Sequence[Mapping[str, float]])
 
 
 def host_ms(turn: Mapping[str, float]) -> float:
-    """All of a turn but the model's forward pass."""
+    """A turn without the model's forward pass."""
     return sum(ms for stage, ms in turn.items() if stage != FORWARD)
 
 

@@ -22,7 +22,7 @@ _MARK = {"cache_control": {"type": "ephemeral"}}
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A request as its client saw it: moments of the clock that processes share, and tokens."""
+    """A request as its client saw it: monotonic times, and token counts."""
 
     begin_ns: int
     first_ns: int
@@ -48,12 +48,12 @@ class Conversation:
         self.messages.append({"role": "user", "content": "Please tidy up this project."})
 
     def grow_to(self, tokens: int) -> None:
-        """Appends turns until the prompt has about so many tokens."""
+        """Appends turns until the prompt has about `tokens` tokens."""
         while self.tokens < tokens:
             self.next_turn(_RESULT_TOKENS)
 
     def next_turn(self, result_tokens: int) -> None:
-        """One tool's call and its result of about so many tokens."""
+        """One tool call and its result of about `result_tokens`."""
         self.turns += 1
         call = f"toolu_{self.turns:06}"
         path = {"path": f"src/module_{self.turns}.py"}
@@ -66,12 +66,12 @@ class Conversation:
         self.tokens += result_tokens + 50
 
     def short_turn(self) -> None:
-        """A word of each side."""
+        """A few words from each side."""
         self.messages.append({"role": "assistant", "content": "Done."})
         self.messages.append({"role": "user", "content": "Go on."})
 
     def body(self) -> dict[str, Any]:
-        """The request of `/v1/messages`, streamed, of two tokens."""
+        """A streamed request to `/v1/messages` for two tokens."""
         *earlier, last = self.messages
         content = last["content"]
         if isinstance(content, str):
@@ -102,7 +102,7 @@ def ask(node: Node, body: bytes) -> Answer:
     """Sends a request and reads its answer to the end."""
     usage: dict[str, int] = {}
     first_ns = 0
-    # Of what a client does, the least: its work is not the host's.
+    # A minimal client, because its own work is not host time.
     client = HTTPConnection(urlsplit(node.url).netloc, timeout=600)
     client.connect()
     with closing(client):

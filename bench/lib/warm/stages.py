@@ -1,9 +1,9 @@
 """The stages of a request on its way through a node, and how long each took.
 
-Spans come of `bench/lib/warm/wrapped_processes/sitecustomize.py`. At any moment of a request the
-stage is that of the innermost span: of those that are open, the one that began last, in whatever
-process. So the stages of a request add up to its time. What is in no span is `between`: sockets,
-event loops, wake-ups of other processes.
+`bench/lib/warm/wrapped_processes/sitecustomize.py` writes the spans. At each moment the stage is
+that of the innermost span: the one of all open spans, in all processes, that began last. So the
+stages of a request add up to its time. Time in no span is `between`: sockets, event loops,
+wake-ups of other processes.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Span:
 
 
 class Stopwatch:
-    """A folder in which a node's processes write their spans."""
+    """A folder into which a node's processes write their spans."""
 
     def __init__(self, folder: Path, symbols: Mapping[str, str]) -> None:
         self._folder = folder / "spans"
@@ -96,8 +96,8 @@ class Stopwatch:
         self._stages = sorted(set(symbols.values()))
         table = folder / "table.json"
         names = {stage: str(number) for number, stage in enumerate(self._stages)}
-        told = {symbol: names[stage] for symbol, stage in symbols.items()}
-        table.write_text(json.dumps({"folder": str(self._folder), "symbols": told}))
+        numbered = {symbol: names[stage] for symbol, stage in symbols.items()}
+        table.write_text(json.dumps({"folder": str(self._folder), "symbols": numbered}))
         path = [str(Path(__file__).parent / "wrapped_processes"), os.environ.get("PYTHONPATH", "")]
         self.environment = {
             "SGL_EXT_STAGES": str(table),
@@ -105,24 +105,24 @@ class Stopwatch:
         }
 
     def spans(self) -> list[Span]:
-        """All spans so far, by when they began.
+        """All spans so far, in order of their beginnings.
 
-        Raises RuntimeError if a function of the table is not there.
+        Raises RuntimeError if a function of the table does not exist.
         """
         found = []
         for file in self._folder.iterdir():
             for line in file.read_text().splitlines():
                 if line.startswith("!"):
-                    raise RuntimeError(f"there is no {line[1:]} to be timed")
+                    raise RuntimeError(f"the function to time does not exist: {line[1:]}")
                 stage, begin, end = line.split()
                 found.append(Span(int(begin), int(end), self._stages[int(stage)]))
         return sorted(found)
 
 
 def stages_ms(spans: Iterable[Span], begin_ns: int, end_ns: int) -> dict[str, float]:
-    """Of the time from `begin_ns` to `end_ns`, the milliseconds of each stage, and of none.
+    """The milliseconds of each stage, and of none, from `begin_ns` to `end_ns`.
 
-    Of forward passes only the first counts: the first token does not wait for the second's.
+    Only the first forward pass counts: the first token does not wait for a second one.
     """
     near = [span for span in spans if span.begin_ns < end_ns and span.end_ns > begin_ns]
     passes = [span for span in near if span.stage == FORWARD]
@@ -130,16 +130,16 @@ def stages_ms(spans: Iterable[Span], begin_ns: int, end_ns: int) -> dict[str, fl
     edges = {begin_ns, end_ns}
     for span in near:
         edges |= {max(span.begin_ns, begin_ns), min(span.end_ns, end_ns)}
-    told: dict[str, float] = defaultdict(float)
+    total: dict[str, float] = defaultdict(float)
     moments = sorted(edges)
     for begin, end in pairwise(moments):
         open_ones = [span for span in near if span.begin_ns <= begin and span.end_ns >= end]
         stage = max(open_ones).stage if open_ones else BETWEEN
-        told[stage] += (end - begin) / 1e6
-    return told
+        total[stage] += (end - begin) / 1e6
+    return total
 
 
 def medians(turns: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of each stage, its median over turns; a turn without it has 0."""
+    """Each stage's median over turns; a turn without the stage counts as 0."""
     names = sorted({name for turn in turns for name in turn})
     return {name: statistics.median(turn.get(name, 0.0) for turn in turns) for name in names}

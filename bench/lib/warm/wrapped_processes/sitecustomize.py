@@ -1,11 +1,12 @@
-"""Notes when the functions of a table begin and end, in every process of a node that is timed.
+"""Writes when the functions of a table begin and end, in every process of a node.
 
-Python imports a module of this name when it starts, if its folder is in PYTHONPATH: that reaches
-SGLang without our plugin, our engines and the balancer alike, and changes nothing of theirs.
-SGL_EXT_STAGES names a JSON file: {"folder": ..., "symbols": {"package.module:Class.name": stage}}.
-A function is wrapped as soon as its module has been imported. A line of the folder's file of a
-process is `stage begin_ns end_ns`, of the one clock that all processes share; `!symbol` is a
-function that is not there.
+Python imports a module of this name at its start if the module's folder is in PYTHONPATH. So the
+same code times an engine without our plugin, our engines and the balancer, and needs no change in
+them. SGL_EXT_STAGES names a JSON file:
+{"folder": ..., "symbols": {"package.module:Class.name": stage}}.
+A function is wrapped as soon as its module has been imported. Each process writes its own file
+into the folder: a line is `stage begin_ns end_ns`, by the monotonic clock that all processes
+share, or `!symbol` for a function that does not exist.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _SHORTEST_NS = 5_000
 
 
 class Timer(MetaPathFinder):
-    """Finds modules as Python does, and wraps what the table names in them."""
+    """Finds modules as Python does, and wraps the functions that the table names in them."""
 
     def __init__(self, folder: Path, symbols: dict[str, str]) -> None:
         self._folder = folder
@@ -98,7 +99,7 @@ class Timer(MetaPathFinder):
 
     def _write(self, line: str) -> None:
         process, file = self._of_process
-        if process != os.getpid():  # also behind a fork
+        if process != os.getpid():  # the first line, or the first after a fork
             process = os.getpid()
             path = self._folder / str(process)
             file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -107,5 +108,5 @@ class Timer(MetaPathFinder):
 
 
 if table := os.environ.get("SGL_EXT_STAGES"):
-    _told = json.loads(Path(table).read_bytes())
-    sys.meta_path.insert(0, Timer(Path(_told["folder"]), _told["symbols"]))
+    _table = json.loads(Path(table).read_bytes())
+    sys.meta_path.insert(0, Timer(Path(_table["folder"]), _table["symbols"]))
