@@ -1,4 +1,4 @@
-"""The whole balancer: clients' connections, the workers behind them, the control plane beside."""
+"""The balancer: builds its parts, listens for clients, and sweeps once a second."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ from sgl_ext.balancer.http.request_reader import Request, RequestReader
 from sgl_ext.balancer.metrics.across_processes import SharedSnapshots
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.relay.exchange import Exchange
-from sgl_ext.balancer.relay.services import Services, refusal
+from sgl_ext.balancer.relay.services import Services, error_response
 from sgl_ext.balancer.reporting.diagnosis import DivergenceDetector
 from sgl_ext.balancer.reporting.request_log import RequestLog
 from sgl_ext.balancer.routing.admission_queue import AdmissionQueue
 from sgl_ext.balancer.routing.event_subscriber import EventSubscribers
 from sgl_ext.balancer.routing.router import Router
+from sgl_ext.balancer.routing.worker_probes import WorkerProbes
 from sgl_ext.balancer.routing.workers import Workers
 from sgl_ext.doctor.findings import added_up
 from sgl_ext.protocols.errors import BalancerError
@@ -44,18 +45,19 @@ log = logging.getLogger(__name__)
 
 _SWEEP_S = 1.0
 _BACKLOG = 1024
-_FOUND = ".found"
-# So long the first request waits for the engines to say what they hold already.
-_FIRST_WORD_S = 2.0
+_FINDINGS = ".found"
+# How long the start waits for the engines to report what they hold.
+_FIRST_REPORT_S = 2.0
 
 
 class Balancer:
-    """Serves between `start` and `stop`. Workers are probed from the moment it starts."""
+    """One balancer process. It serves between `start` and `stop`."""
 
     def __init__(
         self, config: BalancerSettings, group: PeerGroup | None = None, folder: Path | None = None
     ) -> None:
-        """With a family it is one of several processes, which share a folder."""
+        """group, folder: the other processes of this balancer, and a folder that they share."""
+        self._config = config
         self._group = group
         self._folder = folder
         self._snapshots = (
@@ -63,11 +65,12 @@ class Balancer:
         )
         self.draining = False
         self.now = 0.0
-        self._config = config
+        self._connections: set[DownstreamConnection] = set()
+        self._empty = asyncio.Event()
+        self._metrics = Metrics()
         self._tenants = Tenants(config.tenants, config.max_priority)
-        self._metrics = metrics = Metrics()
         self._key_file = (
-            None if config.keys is None else KeyFileReloader(Path(config.keys), metrics)
+            None if config.keys is None else KeyFileReloader(Path(config.keys), self._metrics)
         )
         authentication = Authentication(
             read_api_key(config.api_key),
@@ -76,21 +79,19 @@ class Balancer:
             isolates=config.isolates_tenants,
         )
         self._heads = RequestHeadCache(authentication.admit)
-        self._connections: set[DownstreamConnection] = set()
-        self._empty = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Listens on the configured address; raises OSError if that cannot be had.
+        """Builds everything and listens. Raises OSError if the address cannot be used.
 
-        A family shares one port, and the kernel spreads the connections over it.
+        The processes of a group share one port, and the kernel spreads connections over them.
         """
-        config = self._config
+        config, metrics = self._config, self._metrics
         loop = asyncio.get_running_loop()
         self.now = loop.time()
         self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
-        metrics = self._metrics
+        strip = HeaderStrip(config.strip_headers)
         workers = Workers(config.workers, metrics)
+        probes = WorkerProbes(workers, self._session)
         router = Router(
             workers,
             metrics,
@@ -99,25 +100,22 @@ class Balancer:
             tenants=self._tenants,
             preemption_threshold=config.preemption_threshold,
         )
-        strip = HeaderStrip(config.strip_headers)
-        self._subscribers = EventSubscribers(self._session, router, metrics)
-        detector = None
-        if config.diagnose or config.request_log is not None:
-            detector = DivergenceDetector(strip, metrics, sort_tools=config.sort_tools)
-        self._request_log = RequestLog(
-            metrics, None if config.request_log is None else Path(config.request_log), detector
-        )
         self._admission_queue = AdmissionQueue(
             router, metrics, config.queue_limit, config.queue_timeout_s, config.aging_s
         )
-        app = make_app(router, strip, self._session, metrics, self._page)
-        app[DIVERGENCES] = self._divergences
+        self._subscribers = EventSubscribers(self._session, router, metrics)
+        self._detector = None
+        if config.diagnose or config.request_log is not None:
+            self._detector = DivergenceDetector(strip, metrics, sort_tools=config.sort_tools)
+        log_path = None if config.request_log is None else Path(config.request_log)
+        self._request_log = RequestLog(metrics, log_path, self._detector)
         self._conversations = ConversationStore(
             self._open_store(), metrics, config.response_ttl_s, config.max_body_bytes
         )
+        app = make_app(router, strip, self._session, metrics, self._metrics_page)
+        app[DIVERGENCES] = self._divergences
         app[CONVERSATIONS] = self._conversations
         self._control = ControlPool(app)
-        rate_limits = RateLimits(self._key_file, metrics, config.processes)
         self._services = Services(
             router,
             self._admission_queue,
@@ -125,19 +123,18 @@ class Balancer:
             metrics,
             strip,
             self._control,
-            rate_limits,
+            RateLimits(self._key_file, metrics, config.processes),
             self._conversations,
         )
-        self._peers = None
-        if self._group is not None:
-            self._peers = Peers(self._group, router, metrics)
+        self._peers = None if self._group is None else Peers(self._group, router, metrics)
+        if self._peers is not None:
             self._peers.start()
         await self._control.start()
-        await workers.probe(self._session)
+        await probes.probe_all()
         self._subscribers.sync()
-        await self._subscribers.wait_until_tried(_FIRST_WORD_S)
+        await self._subscribers.wait_until_tried(_FIRST_REPORT_S)
         self._tasks = [
-            asyncio.create_task(workers.probe_forever(self._session)),
+            asyncio.create_task(probes.run()),
             asyncio.create_task(self._sweep_forever()),
             asyncio.create_task(self._conversations.sweep_forever()),
         ]
@@ -155,7 +152,7 @@ class Balancer:
         return int(self._server.sockets[0].getsockname()[1])
 
     async def stop(self) -> None:
-        """Stops listening, lets running exchanges end for up to `drain_s`, then ends all."""
+        """Stops listening, lets running requests end for up to `drain_s`, then closes all."""
         self.draining = True
         self._server.close()
         for connection in tuple(self._connections):
@@ -178,7 +175,7 @@ class Balancer:
         self._request_log.close()
         self._conversations.close()
 
-    # What a client's connection asks of its host.
+    # The interface for downstream connections.
 
     def joined(self, connection: DownstreamConnection) -> None:
         self._connections.add(connection)
@@ -195,27 +192,22 @@ class Balancer:
     def exchange(self, connection: DownstreamConnection, request: Request) -> Exchange:
         return Exchange(self._services, connection, request)
 
-    def refusal(self, error: BalancerError, path: str) -> tuple[int, bytes, bytes, bytes]:
-        """The answer to what is no request; it has no path unless its head was read."""
-        answer = refusal(path, error)
-        self._services.count(path, answer[0])
-        return answer
+    def error_response(self, error: BalancerError, path: str) -> tuple[int, bytes, bytes, bytes]:
+        """The response to bytes that are no request; `path` is "" unless the head was read."""
+        response = error_response(path, error)
+        self._services.count(path, response[0])
+        return response
 
-    def _open_store(self) -> DocumentStore | None:
-        """The store of this balancer, all of whose processes have one."""
-        path, limit_bytes = self._config.store or IN_MEMORY, self._config.store_limit_bytes
-        if path == IN_MEMORY and self._folder is not None:
-            path = str(self._folder / "store.sqlite")
-        return DocumentStore(path, limit_bytes) if limit_bytes else None
+    # What happens once a second.
 
     async def _sweep_forever(self) -> None:
-        """Ends what has waited too long; once a second is exact enough for that."""
         while True:
             await asyncio.sleep(_SWEEP_S)
             self.sweep(asyncio.get_running_loop().time())
 
     def sweep(self, now: float) -> None:
-        """Ends what is past its deadline at this time, which is now until the next sweep."""
+        """Applies timeouts, and reads and writes what is shared. Until the next sweep it is `now`
+        for the deadlines of connections."""
         self.now = now
         for connection in [c for c in self._connections if c.deadline < now]:
             connection.time_out()
@@ -224,25 +216,31 @@ class Balancer:
         self._admission_queue.sweep()
         self._request_log.flush()
         if self._key_file is not None and self._key_file.reload_if_changed():
-            self._heads.forget()
+            self._heads.clear()
         self._services.workers.remove_drained()
         self._subscribers.sync()
         if self._peers is not None:
             self._peers.send_state()
         if self._snapshots is not None:
             self._snapshots.write(self._metrics.render())
-            if self._request_log.detector is not None:
-                found = self._request_log.detector.findings.as_json()
-                self._snapshots.write(orjson.dumps(found), _FOUND)
+            if self._detector is not None:
+                findings = orjson.dumps(self._detector.findings.as_json())
+                self._snapshots.write(findings, _FINDINGS)
+
+    def _open_store(self) -> DocumentStore | None:
+        """The store that all processes of this balancer share."""
+        path, limit_bytes = self._config.store or IN_MEMORY, self._config.store_limit_bytes
+        if path == IN_MEMORY and self._folder is not None:
+            path = str(self._folder / "store.sqlite")
+        return DocumentStore(path, limit_bytes) if limit_bytes else None
 
     def _divergences(self) -> dict[str, Any] | None:
-        """What all processes found of prompts that part; None if they do not look."""
-        if self._request_log.detector is None:
+        """The findings of all processes; None if prompts are not compared."""
+        if self._detector is None:
             return None
-        found = self._request_log.detector.findings.as_json()
-        others = [] if self._snapshots is None else self._snapshots.read_others(_FOUND)
-        return added_up([found, *map(orjson.loads, others)])
+        others = [] if self._snapshots is None else self._snapshots.read_others(_FINDINGS)
+        return added_up([self._detector.findings.as_json(), *map(orjson.loads, others)])
 
-    def _page(self) -> bytes:
+    def _metrics_page(self) -> bytes:
         page = self._metrics.render()
         return page if self._snapshots is None else self._snapshots.metrics_page(page)

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 import pytest
 
-from sgl_ext.balancer.relay.services import refusal
+from sgl_ext.balancer.relay.services import error_response
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.protocols.request_ids import new_request_id
 from tests.balancer.conftest import Engine, Start
@@ -59,6 +59,14 @@ async def test_a_rejected_request_is_counted_under_its_path(start: Start) -> Non
     assert (await client.put("/v1/prefill", data="{}")).status == 405
     page = await (await client.get("/metrics")).text()
     assert 'sgl_ext_requests_total{path="/v1/prefill",status="405"} 1.0' in page
+
+
+async def test_a_rejected_health_check_is_not_counted(start: Start) -> None:
+    client = await start(Engine("a"))
+    headers = {"content-encoding": "br"}
+    assert (await client.get("/health", data=b"x", headers=headers)).status == 415
+    page = await (await client.get("/metrics")).text()
+    assert 'path="/health"' not in page
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -205,12 +213,12 @@ async def test_a_stream_names_the_request(start: Start) -> None:
 def test_a_rate_limit_is_told_so_that_clients_come_again() -> None:
     error = BalancerError(HTTPStatus.TOO_MANY_REQUESTS, "Too many tokens a minute.", 7)
     for path, kind in (("/v1/messages", "rate_limit_error"), ("/v1/responses", "rate_limit_error")):
-        status, reason, lines, body = refusal(path, error)
+        status, reason, lines, body = error_response(path, error)
         assert (status, reason) == (429, b"Too Many Requests")
         assert b"retry-after: 7\r\n" in lines
         assert b"x-should-retry" not in lines
         assert orjson.loads(body)["error"]["type"] == kind
-    assert b"x-should-retry" not in refusal("/", BalancerError(error.status, "Later."))[2]
+    assert b"x-should-retry" not in error_response("/", BalancerError(error.status, "Later."))[2]
 
 
 def test_processes_that_were_forked_give_other_names() -> None:

@@ -12,7 +12,8 @@ import pytest
 from aiohttp import ClientSession, ClientTimeout, web
 
 from sgl_ext.balancer import server
-from sgl_ext.balancer.routing import workers
+from sgl_ext.balancer.routing import worker as worker_state
+from sgl_ext.balancer.routing import worker_probes
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.segments import read_chain
 from tests.balancer.conftest import Engine, Start
@@ -449,7 +450,7 @@ async def test_a_client_s_mistakes_never_open_the_breaker(start: Start) -> None:
 async def test_an_engine_that_keeps_failing_is_left_alone_while_it_is_sick(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "PROBE_INTERVAL_S", 0.02)
+    monkeypatch.setattr(worker_probes, "PROBE_INTERVAL_S", 0.02)
     is_sick = True
 
     async def answer(_: web.Request) -> web.StreamResponse:
@@ -484,7 +485,7 @@ async def test_an_engine_that_keeps_failing_is_left_alone_while_it_is_sick(
 async def test_no_client_can_have_a_well_engine_shut_out(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "PROBE_INTERVAL_S", 0.02)
+    monkeypatch.setattr(worker_probes, "PROBE_INTERVAL_S", 0.02)
 
     async def answer(request: web.Request) -> web.StreamResponse:
         trips_it = "bomb" in await request.text()
@@ -593,8 +594,8 @@ async def test_what_runs_on_an_engine_that_takes_no_more_connections_runs_on(sta
 async def test_an_engine_whose_scheduler_hangs_is_found_out_and_its_requests_go_elsewhere(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "STALL_S", 0.3)
-    monkeypatch.setattr(workers, "_GENERATE_TIMEOUT", ClientTimeout(total=0.5))
+    monkeypatch.setattr(worker_state, "STALL_S", 0.3)
+    monkeypatch.setattr(worker_probes, "_GENERATE_TIMEOUT", ClientTimeout(total=0.5))
     hangs = asyncio.Event()
 
     async def answer(request: web.Request) -> web.StreamResponse:

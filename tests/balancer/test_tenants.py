@@ -9,7 +9,7 @@ from aiohttp import web
 
 from sgl_ext.balancer.routing.admission_queue import AdmissionQueue
 from sgl_ext.balancer.routing.attempt import Attempt, RoutingRequest
-from sgl_ext.balancer.routing.workers import Worker
+from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.settings.schema import Tenant
 from sgl_ext.tenants import Tenants
@@ -31,7 +31,7 @@ class QueuedRequest:
     def placed(self, attempt: Attempt) -> None:
         self._log.append(attempt)
 
-    def refused(self, error: BalancerError) -> None:
+    def rejected(self, error: BalancerError) -> None:
         raise AssertionError(error)
 
 
@@ -56,7 +56,7 @@ def turns(setting: Setting, *tenants: str) -> list[str]:
             QueuedRequest(routing(setting, tenant, text=f"Task {number:02}"), log)
         )
     while len(log) < len(tenants):
-        setting.router.arrived(running.pop())
+        setting.router.attempts.succeed(running.pop())
         running.append(log[-1])
     return [attempt.routing.tenant for attempt in log]
 

@@ -20,7 +20,7 @@ from sgl_ext.balancer.admin import conversation_routes, worker_routes
 from sgl_ext.balancer.admin.fanout import FanOut
 from sgl_ext.balancer.admin.worker_routes import ROUTER, SESSION, STRIP
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.relay.services import refusal
+from sgl_ext.balancer.relay.services import error_response
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.protocols import routes
 from sgl_ext.protocols.errors import BalancerError
@@ -138,7 +138,7 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
 
 
 def _answer(request: web.Request, error: BalancerError) -> web.Response:
-    status, reason, lines, body = refusal(request.path, error)
+    status, reason, lines, body = error_response(request.path, error)
     headers = dict(line.split(": ", 1) for line in lines.decode().splitlines())
     return web.Response(status=status, reason=reason.decode(), body=body, headers=headers)
 

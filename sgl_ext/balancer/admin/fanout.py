@@ -10,7 +10,8 @@ import aiohttp
 import orjson
 from aiohttp import web
 
-from sgl_ext.balancer.routing.workers import Worker, Workers
+from sgl_ext.balancer.routing.worker import Worker
+from sgl_ext.balancer.routing.workers import Workers
 from sgl_ext.protocols.errors import no_engine
 from sgl_ext.requests.session import OWNER_HEADER, TENANT_HEADER
 

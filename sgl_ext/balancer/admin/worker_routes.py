@@ -23,7 +23,8 @@ from aiohttp import web
 
 from sgl_ext.balancer.conversations.conversation_store import ConversationStore
 from sgl_ext.balancer.routing.router import Router
-from sgl_ext.balancer.routing.workers import Worker
+from sgl_ext.balancer.routing.worker import Worker
+from sgl_ext.balancer.routing.worker_probes import WorkerProbes
 from sgl_ext.protocols import routes
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.protocols.registry import of_path
@@ -55,7 +56,7 @@ async def add_worker(request: web.Request) -> web.Response:
         raise BalancerError(HTTPStatus.BAD_REQUEST, f"url: must be http://HOST:PORT, not {url!r}")
     status = HTTPStatus.OK if workers.find(url) else HTTPStatus.CREATED
     worker = workers.add(url)
-    await workers.probe_one(request.app[SESSION], worker)
+    await WorkerProbes(workers, request.app[SESSION]).probe(worker)
     return _json(status, _shown(worker))
 
 

@@ -1,1 +1,1 @@
-"""Several balancer processes on one port, and what they tell each other."""
+"""Several balancer processes on one port, and the messages between them."""

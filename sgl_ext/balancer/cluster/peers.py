@@ -1,17 +1,17 @@
-"""Balancer processes that share a port tell each other what they decide.
+"""Messages between the balancer processes that share a port.
 
-Each has the whole index from the engines' own events. What no engine can tell is said
-here, over UDP on the loopback address: where a request was sent, so that the next one
-of its session agrees, what load each process puts on each worker, and which workers
-there are. Nothing is asked and nothing is acknowledged. States are whole, never
-differences, and are repeated every second: what is lost is made good by the next one,
-and what a dead process said is forgotten.
+Each process has the whole prefix index from the engines' own events. What no engine knows is sent
+to the peers over UDP on the loopback address: where a request was placed, so that the session's
+next request goes there too, the load that each process puts on each worker, and the table of
+workers. There are no requests and no acknowledgements. States are complete, never differences, and
+repeated every second: a lost message is repaired by the next one, and the state of a dead process
+is forgotten.
 
     {"placed": [worker, session | null, [segment, ...], prompt_tokens, uncached_tokens]}
     {"state": {worker: [in_flight, decoding, pending_tokens], ...},
      "table": [changed_s, {worker: draining, ...}]}
 
-A message begins with the siblings' common secret; any other is counted and dropped.
+A message begins with the group's secret; any other message is counted and dropped.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import orjson
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempt import Attempt
 from sgl_ext.balancer.routing.router import Router
-from sgl_ext.balancer.routing.workers import Load
+from sgl_ext.balancer.routing.worker import Load
 
 STATE_S = 1.0
 LOAD_S = 0.01
@@ -39,7 +39,7 @@ _MOST_SEGMENTS = 1_500
 
 @dataclass(frozen=True, slots=True)
 class PeerGroup:
-    """All processes of one balancer: who this one is, its socket, and where all of them are."""
+    """All processes of one balancer: this one's number, and the sockets of all."""
 
     number: int
     secret: bytes
@@ -47,16 +47,17 @@ class PeerGroup:
 
     @property
     def mine(self) -> socket.socket:
+        """This process's socket."""
         return self.sockets[self.number]
 
     @property
     def others(self) -> list[tuple[str, int]]:
-        """The addresses of the others."""
+        """The addresses of the other processes."""
         return [s.getsockname() for n, s in enumerate(self.sockets) if n != self.number]
 
 
 class Peers:
-    """One process's ear and mouth."""
+    """Sends this process's placements and state to its peers, and applies theirs."""
 
     def __init__(
         self,
@@ -69,14 +70,14 @@ class Peers:
         self._router = router
         self._metrics = metrics
         self._clock = clock
-        self._heard: dict[tuple[str, int], tuple[float, dict[str, Load]]] = {}
-        self._said: dict[str, Load] = {}
+        self._received: dict[tuple[str, int], tuple[float, dict[str, Load]]] = {}
+        self._sent: dict[str, Load] = {}
         self._load_due = False
-        router.on_placed(self.send_placed)
-        router.on_end(self.load_changed)
+        router.attempts.on_begin(self.send_placed)
+        router.attempts.on_end(self.load_changed)
 
     def start(self) -> None:
-        """Listens from now on."""
+        """Receives messages from now on."""
         self._group.mine.setblocking(False)
         asyncio.get_running_loop().add_reader(self._group.mine, self._read)
         self.send_state()
@@ -85,11 +86,11 @@ class Peers:
         asyncio.get_running_loop().remove_reader(self._group.mine)
 
     def send_placed(self, attempt: Attempt) -> None:
-        """Says where a request goes."""
-        routing, in_flight_prefix = attempt.routing, attempt.in_flight_prefix
-        segments = () if in_flight_prefix is None else in_flight_prefix.segments[:_MOST_SEGMENTS]
+        """Sends where a request goes."""
+        routing, prefix = attempt.routing, attempt.in_flight_prefix
+        segments = () if prefix is None else prefix.segments[:_MOST_SEGMENTS]
         session = None if routing.session is None or routing.is_final else f"{routing.session:x}"
-        self._say(
+        self._send(
             {
                 "placed": [
                     attempt.worker.url,
@@ -103,29 +104,29 @@ class Peers:
         self.load_changed()
 
     def load_changed(self) -> None:
-        """Says what this process's load is, a moment from now: much changes at once."""
+        """Sends this process's load in a moment, because much changes at once."""
         if not self._load_due:
             self._load_due = True
-            asyncio.get_running_loop().call_later(LOAD_S, self._tell_load)
+            asyncio.get_running_loop().call_later(LOAD_S, self._send_load)
 
-    def _tell_load(self) -> None:
+    def _send_load(self) -> None:
         self._load_due = False
-        if self._loads() != self._said:
+        if self._loads() != self._sent:
             self.send_state()
 
     def send_state(self) -> None:
-        """Says everything that a sibling must know. Run it every STATE_S."""
+        """Sends the loads and the table of workers. Call it every STATE_S."""
         workers = self._router.workers
-        self._said = self._loads()
+        self._sent = self._loads()
         table = {worker.url: worker.draining for worker in workers.all}
-        state = {url: tuple(load) for url, load in self._said.items()}
-        self._say({"state": state, "table": [workers.changed_s, table]})
+        state = {url: tuple(load) for url, load in self._sent.items()}
+        self._send({"state": state, "table": [workers.changed_s, table]})
         self._forget_silent()
 
     def _loads(self) -> dict[str, Load]:
         return {worker.url: worker.load for worker in self._router.workers.all}
 
-    def _say(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         data = self._group.secret + orjson.dumps(message)
         if len(data) > _MOST_BYTES:
             self._metrics.peer_message_faults.counts[("too long",)] += 1
@@ -145,45 +146,45 @@ class Peers:
             except OSError:
                 continue
             try:
-                self.hear(data, address)
+                self.receive(data, address)
             except (ValueError, KeyError, TypeError, AttributeError):
                 self._metrics.peer_message_faults.counts[("unreadable",)] += 1
 
-    def hear(self, data: bytes, address: tuple[str, int]) -> None:
-        """Takes in a sibling's message. Raises ValueError and the like on any other."""
+    def receive(self, data: bytes, address: tuple[str, int]) -> None:
+        """Applies a peer's message. Raises ValueError, KeyError, TypeError or AttributeError if it
+        is malformed."""
         secret = self._group.secret
         if data[: len(secret)] != secret:
-            raise ValueError("not from a sibling")
+            raise ValueError("not from a peer")
         message = orjson.loads(data[len(secret) :])
         if "placed" in message:
             url, session, segments, prompt_tokens, uncached_tokens = message["placed"]
             worker = self._router.workers.find(url)
             if worker is not None:
-                self._router.record_peer_placement(
+                self._router.attempts.record_of_peer(
                     worker,
                     None if session is None else int(session, 16),
                     [int(segment, 16) for segment in segments],
-                    (prompt_tokens, uncached_tokens),
+                    prompt_tokens,
+                    uncached_tokens,
                 )
             return
         loads = {url: Load(*map(int, load)) for url, load in message["state"].items()}
         changed_s, table = message["table"]
         self._router.workers.adopt(changed_s, table)
-        self._heard[address] = (self._clock(), loads)
-        self._sum_up()
+        self._received[address] = (self._clock(), loads)
+        self._add_up()
         self._router.capacity_changed()
 
     def _forget_silent(self) -> None:
         now_s = self._clock()
-        silent = [
-            a for a, (last_heard_s, _) in self._heard.items() if now_s - last_heard_s > SILENT_S
-        ]
+        silent = [a for a, (at_s, _) in self._received.items() if now_s - at_s > SILENT_S]
         for address in silent:
-            del self._heard[address]
+            del self._received[address]
         if silent:
-            self._sum_up()
+            self._add_up()
 
-    def _sum_up(self) -> None:
+    def _add_up(self) -> None:
         for worker in self._router.workers.all:
-            loads = [loads.get(worker.url, Load()) for _, loads in self._heard.values()]
+            loads = [loads.get(worker.url, Load()) for _, loads in self._received.values()]
             worker.peer_load = Load(*map(sum, zip(*loads, strict=True))) if loads else Load()

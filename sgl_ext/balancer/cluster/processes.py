@@ -1,8 +1,8 @@
-"""Several balancer processes on one port: started, kept running, and ended together.
+"""Several balancer processes on one port: started, restarted, and stopped together.
 
-The first process makes the sockets over which the others talk, forks them, and
-serves nothing itself. The kernel spreads connections over all that listen on the
-port. One that dies is forked again, with the socket that its siblings know.
+The first process makes the sockets for the peers' messages, forks the others, and serves nothing
+itself. The kernel spreads connections over all processes that listen on the port. A process that
+dies is forked again with the same socket.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from sgl_ext.balancer.cluster.peers import PeerGroup
 
-_AGAIN_S = 1.0
+_RESTART_S = 1.0
 _RECEIVE_BYTES = 4 * 1024 * 1024
 log = logging.getLogger(__name__)
 
@@ -29,9 +29,9 @@ Serve = Callable[[PeerGroup, Path], None]
 
 
 def run(count: int, serve: Serve) -> None:
-    """Runs `serve` in `count` processes until SIGTERM or SIGINT, which each of them gets.
+    """Runs `serve` in `count` processes until SIGTERM or SIGINT, which is passed on to them.
 
-    `serve` is given its place in the family and a folder that all of them share.
+    `serve` gets its peer group and a folder that all processes share.
     """
     sockets = tuple(_socket() for _ in range(count))
     secret = secrets.token_bytes(16)
@@ -54,7 +54,7 @@ class _Supervisor:
         self._folder = folder
         self._running: dict[int, PeerGroup] = {}
         self._stopping = False
-        # No child writes to it; it closes when this process ends, however it ends.
+        # Nothing is written to it. Its end closes when this process ends, however that happens.
         self._lifeline = os.pipe()
 
     def run(self) -> None:
@@ -68,8 +68,8 @@ class _Supervisor:
             if self._stopping:
                 continue
             code = os.waitstatus_to_exitcode(status)
-            log.error("balancer process %s ended with %s; again", group.number, code)
-            time.sleep(_AGAIN_S)
+            log.error("balancer process %s ended with code %s; restarting it", group.number, code)
+            time.sleep(_RESTART_S)
             if not self._stopping:
                 self._fork(group)
 
@@ -83,7 +83,7 @@ class _Supervisor:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_DFL)
             os.close(self._lifeline[1])
-            threading.Thread(target=_end_with, args=(self._lifeline[0],), daemon=True).start()
+            threading.Thread(target=_exit_with, args=(self._lifeline[0],), daemon=True).start()
             self._serve(group, self._folder)
             code = 0
         except SystemExit as error:
@@ -100,7 +100,7 @@ class _Supervisor:
                 os.kill(pid, signal.SIGTERM)
 
 
-def _end_with(lifeline: int) -> None:
-    """Ends this process when the one that forked it is gone."""
+def _exit_with(lifeline: int) -> None:
+    """Ends this process when its parent is gone."""
     os.read(lifeline, 1)
     os._exit(1)

@@ -49,7 +49,9 @@ class Host(Protocol):
     def left(self, connection: DownstreamConnection) -> None: ...
     def reader(self) -> RequestReader: ...
     def exchange(self, connection: DownstreamConnection, request: Request) -> Serving: ...
-    def refusal(self, error: BalancerError, path: str) -> tuple[int, bytes, bytes, bytes]: ...
+    def error_response(
+        self, error: BalancerError, path: str
+    ) -> tuple[int, bytes, bytes, bytes]: ...
 
 
 class DownstreamConnection(asyncio.BufferedProtocol):
@@ -207,7 +209,7 @@ class DownstreamConnection(asyncio.BufferedProtocol):
         if self._lingering or self.paused or self.busy:
             self._transport.abort()
         elif self._reader.ahead or self._reader.in_body:
-            self._refuse(
+            self._reject(
                 BalancerError(HTTPStatus.REQUEST_TIMEOUT, "The request did not arrive in time.")
             )
         else:
@@ -238,7 +240,7 @@ class DownstreamConnection(asyncio.BufferedProtocol):
                 self._exchange = exchange = self._host.exchange(self, request)
                 exchange.begin()
         except BalancerError as error:
-            self._refuse(error)
+            self._reject(error)
         finally:
             self._starting = False
 
@@ -257,8 +259,8 @@ class DownstreamConnection(asyncio.BufferedProtocol):
             self.deadline = now + HEAD_S
         self._in_head = bool(self._reader.ahead)
 
-    def _refuse(self, error: BalancerError) -> None:
-        status, reason, lines, body = self._host.refusal(error, self._reader.path)
+    def _reject(self, error: BalancerError) -> None:
+        status, reason, lines, body = self._host.error_response(error, self._reader.path)
         framing = b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self._transport.write(b"HTTP/1.1 %d %b\r\n%b%b%b" % (status, reason, lines, framing, body))
         self._close(linger=True)

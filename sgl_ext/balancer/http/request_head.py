@@ -61,7 +61,7 @@ class RequestHead:
 
     `headers` are in order, names in lower case; `fields` are the same, the last
     of a name; neither has the length. `target` is the path with its query, as
-    it came. `refusal` is set if the request cannot be served whatever its body.
+    it came. `rejection` is set if the request cannot be served whatever its body.
     `tenant` is whose it is, where that is told by its key; "" otherwise.
     """
 
@@ -79,7 +79,7 @@ class RequestHead:
         self.upstream_lines = b""
         self.tenant = ""
         self.route: Route | None = None
-        self.refusal: BalancerError | None = None
+        self.rejection: BalancerError | None = None
 
     def connection_names(self) -> frozenset[bytes]:
         """What the Connection header names: what it names is of this connection, too."""
@@ -105,7 +105,7 @@ class RequestHeadCache:
         self._admit = admit
         self._kept: dict[bytes, RequestHead] = {}
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """What was admitted has to be admitted anew."""
         self._kept.clear()
 
@@ -126,7 +126,7 @@ class RequestHeadCache:
             try:
                 self._admit(head)
             except BalancerError as error:
-                head.refusal = error
+                head.rejection = error
                 return head, length
             if match is None and length:
                 # A length in a spelling the pattern does not know is still in the key.

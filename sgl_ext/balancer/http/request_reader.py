@@ -32,20 +32,20 @@ _SCRATCH = memoryview(bytearray(16 * 1024))
 
 
 class Request:
-    """One request. It has a body, or a `refusal`, and then its body was dropped.
+    """One request. It has a body, or a `rejection`, and then its body was dropped.
 
     `unread` says that the rest of the body was not awaited: nothing can be read
     behind this request. `keep_alive` says whether the client wants to go on.
     """
 
-    __slots__ = ("body", "head", "keep_alive", "length", "refusal", "unread")
+    __slots__ = ("body", "head", "keep_alive", "length", "rejection", "unread")
 
     def __init__(self, head: RequestHead, length: int) -> None:
         self.head = head
         self.length = length
         self.body: bytes | bytearray = b""
         self.keep_alive = head.keep_alive
-        self.refusal = head.refusal
+        self.rejection = head.rejection
         self.unread = False
 
 
@@ -103,13 +103,13 @@ class RequestReader:
             request = self._read_head()
             if request is None:
                 return None
-        if request.refusal is None:
+        if request.rejection is None:
             try:
                 if not self._read_body(request):
                     return None
             except BalancerError as error:
-                self._refuse(request, error)
-        if request.refusal is not None and not self._skip_body(request):
+                self._reject(request, error)
+        if request.rejection is not None and not self._skip_body(request):
             return None
         self._request = None
         return request
@@ -134,13 +134,13 @@ class RequestReader:
         self._asked_on = False
         self._missing = length
         self._request = request = Request(head, length)
-        if request.refusal is not None:
-            self._refuse(request, request.refusal)
+        if request.rejection is not None:
+            self._reject(request, request.rejection)
         else:
             try:
                 self._start_body(request)
             except BalancerError as error:
-                self._refuse(request, error)
+                self._reject(request, error)
         return request
 
     def _start_body(self, request: Request) -> None:
@@ -204,9 +204,9 @@ class RequestReader:
             raise BalancerError(HTTPStatus.BAD_REQUEST, message)
         return body
 
-    def _refuse(self, request: Request, error: BalancerError) -> None:
+    def _reject(self, request: Request, error: BalancerError) -> None:
         """Drops the body. What is still to come of it is skipped, unless that is too much."""
-        request.refusal = error
+        request.rejection = error
         request.body = b""
         self._body = self._view = self._chunks = None
         head = request.head

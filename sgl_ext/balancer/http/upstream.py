@@ -228,7 +228,7 @@ class UpstreamConnection(asyncio.Protocol):
             if self._paused:
                 self.resume()
             self.reused = True
-            self._pool.keep(self)
+            self._pool.release(self)
         else:
             self.abort()
         if receiver is not None:
@@ -263,11 +263,14 @@ class ConnectionPool:
         """The first lines of a request to this worker, its Host among them."""
         return b"%b %b%b%b" % (method.encode(), self._base, target, self._host_line)
 
-    def take(self) -> UpstreamConnection | None:
-        """A kept connection, if there is one."""
-        return self._kept.pop() if self._kept else None
+    def lease(self, receiver: ResponseReceiver) -> None:
+        """Gives the receiver an idle connection, or opens one."""
+        if self._kept:
+            receiver.connected(self._kept.pop())
+        else:
+            self.connect(receiver)
 
-    def keep(self, connection: UpstreamConnection) -> None:
+    def release(self, connection: UpstreamConnection) -> None:
         """Takes a connection back for the next request."""
         connection.sweeps = 0
         self._kept.append(connection)
@@ -307,7 +310,7 @@ class ConnectionPool:
             if connection.sweeps == _KEPT_SWEEPS:
                 connection.abort()
 
-    def close_kept(self) -> None:
+    def close_idle(self) -> None:
         """Closes the connections that nobody uses."""
         for connection in tuple(self._kept):
             connection.abort()

@@ -1,1 +1,1 @@
-"""One request on its way from a client to a worker and back."""
+"""The life of one request: it is prepared, placed, sent to a worker, and its response relayed."""

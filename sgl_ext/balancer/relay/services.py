@@ -1,4 +1,4 @@
-"""What all exchanges of one balancer share."""
+"""The parts of the balancer that all exchanges use."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from sgl_ext.balancer.reporting.request_log import RequestLog
 from sgl_ext.balancer.routing.admission_queue import AdmissionQueue
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.standby_prefill import StandbyPrefill
-from sgl_ext.balancer.routing.workers import Worker
+from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.protocols import routes
-from sgl_ext.protocols.errors import (
-    BalancerError,
-    retry_headers,
-    wire_status,
-)
+from sgl_ext.protocols.errors import BalancerError, retry_headers, wire_status
 from sgl_ext.protocols.registry import errors_of
 from sgl_ext.protocols.request_ids import id_line, new_request_id
 from sgl_ext.requests.headers import HeaderStrip
 
 
 class Services:
-    """The workers and the connections to them, the control plane, and what is counted."""
+    """The router, the admission queue, the connections to workers and the rest.
+
+    control: the connections to the control plane.
+    """
 
     def __init__(
         self,
@@ -47,8 +46,8 @@ class Services:
         self.control = control
         self.rate_limits = rate_limits
         self.conversations = conversations
-        self._pools: dict[Worker, ConnectionPool] = {}
         self.standby_prefill = StandbyPrefill(router, metrics, self.pool)
+        self._pools: dict[Worker, ConnectionPool] = {}
         self.workers.on_leave(self._drop_pool)
 
     def pool(self, worker: Worker) -> ConnectionPool:
@@ -58,26 +57,28 @@ class Services:
             pool = self._pools[worker] = ConnectionPool(worker.url)
         return pool
 
-    def _drop_pool(self, worker: Worker) -> None:
-        """A worker has left, or is away: what runs there may run on, so that it ends as it ends."""
-        if worker in self._pools:
-            self._pools[worker].close_kept()
-            if worker not in self.workers.all:
-                del self._pools[worker]
-
     def pools(self) -> list[ConnectionPool]:
-        """Every pool of connections."""
+        """Every connection pool."""
         return [self.control, *self._pools.values()]
 
     def count(self, path: str, status: int) -> None:
-        """Counts an answer of the balancer's own."""
-        self.metrics.requests.counts[routes.label_of(path), int(status)] += 1
+        """Counts a response that the balancer itself made. Health checks are not counted."""
+        if path != "/health":
+            self.metrics.requests.counts[routes.label_of(path), int(status)] += 1
+
+    def _drop_pool(self, worker: Worker) -> None:
+        """Closes the idle connections to a worker that is gone. Its running requests may still
+        end well."""
+        if worker in self._pools:
+            self._pools[worker].close_idle()
+            if worker not in self.workers.all:
+                del self._pools[worker]
 
 
-def refusal(
+def error_response(
     path: str, error: BalancerError, request_id: str = ""
 ) -> tuple[int, bytes, bytes, bytes]:
-    """An error as an answer in the caller's protocol: status, reason, header lines, body."""
+    """An error in the protocol of a path: status, reason, header lines and body."""
     shape, request_id = errors_of(path), request_id or new_request_id()
     status, reason = wire_status(shape, error.status)
     lines = b"content-type: application/json\r\n" + id_line(shape, request_id)

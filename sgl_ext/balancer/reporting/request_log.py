@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, NamedTuple
 
 import orjson
 
@@ -33,16 +33,19 @@ from sgl_ext.requests.usage import read_usage
 _BUFFER_BYTES = 64 * 1024
 
 
-class Answered(Protocol):
-    """A request whose answer is complete."""
+class AnsweredRequest(NamedTuple):
+    """A request whose response is complete."""
 
+    route: str
+    status: int
+    attempts: int
+    queued_s: float
+    ttft_s: float
+    total_s: float
     routing: RoutingRequest
-    prompt_diagnosis: PromptDiagnosis | None
+    diagnosis: PromptDiagnosis | None
     first_data: bytes
     last_data: bytes
-    queued_s: float
-
-    def story(self) -> tuple[str, int, int, float, float]: ...
 
 
 class RequestLog:
@@ -61,7 +64,7 @@ class RequestLog:
             log.parent.mkdir(parents=True, exist_ok=True)
             self._log = log.open("ab", buffering=_BUFFER_BYTES)
 
-    def record(self, request: Answered, attempt: Attempt) -> None:
+    def record(self, request: AnsweredRequest, attempt: Attempt) -> None:
         """Records a request that `attempt` has just completed."""
         metrics, worker = self._metrics, attempt.worker.url
         usage = read_usage(request.first_data, request.last_data)
@@ -75,8 +78,8 @@ class RequestLog:
             metrics.prediction_error_tokens.observe(
                 worker, abs(attempt.predicted_tokens - reported)
             )
-        if request.prompt_diagnosis is not None:
-            self._add_finding(request.prompt_diagnosis, request.routing.prompt_tokens)
+        if request.diagnosis is not None:
+            self._add_finding(request.diagnosis, request.routing.prompt_tokens)
         if self._log is not None:
             self._log.write(self._line(request, attempt, reported))
 
@@ -89,13 +92,12 @@ class RequestLog:
             self._metrics.diverged_prompts.counts[found.harness, kind] += 1
             self._metrics.diverged_tokens.counts[found.harness, kind] += tokens
 
-    def _line(self, request: Answered, attempt: Attempt, reported: int | None) -> bytes:
-        routing, found = request.routing, request.prompt_diagnosis
-        route, status, attempts, ttft_s, total_s = request.story()
+    def _line(self, request: AnsweredRequest, attempt: Attempt, reported: int | None) -> bytes:
+        routing, found = request.routing, request.diagnosis
         record: dict[str, Any] = {
             "time": round(time.time(), 3),
-            "route": route,
-            "status": status,
+            "route": request.route,
+            "status": request.status,
             "worker": attempt.worker.url,
             "reason": attempt.placement.reason,
             "tenant": routing.tenant,
@@ -111,9 +113,9 @@ class RequestLog:
             "expected_tokens": attempt.expected_tokens,
             "reported_tokens": reported,
             "queue_ms": round(request.queued_s * 1000, 3),
-            "ttft_ms": round(ttft_s * 1000, 3),
-            "total_ms": round(total_s * 1000, 3),
-            "attempts": attempts,
+            "ttft_ms": round(request.ttft_s * 1000, 3),
+            "total_ms": round(request.total_s * 1000, 3),
+            "attempts": request.attempts,
             "divergence": None if found is None else found.divergence,
         }
         return orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)

@@ -1,1 +1,1 @@
-"""Which worker takes a request, and what each worker holds."""
+"""Which engine takes a request: the engines, what they hold, and the admission queue."""

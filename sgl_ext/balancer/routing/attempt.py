@@ -1,4 +1,4 @@
-"""A request on its way to a worker: what placing it needs to know, and each try of it."""
+"""A request as routing sees it, and one attempt to serve it on a worker."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from dataclasses import dataclass
 
 from radix.in_flight_prefixes import InFlightPrefix
 from scheduler.placement import Placement
-from sgl_ext.balancer.routing.workers import Worker
+from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.requests.segments import Chain
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingRequest:
-    """A request as far as placing it is concerned.
+    """What routing needs to know of a request.
 
-    runs: whether it needs room: a scheduler has to run it.
-    warms: whether it is computed when nothing else is: it is no load, and nobody waits for it.
+    prefix: breaks ties; equal for requests that share a beginning.
+    runs: whether the engine's scheduler runs it, so that it needs capacity there.
+    warms: whether it is prefilled ahead, when the engine is idle: it is no load, and no request
+        waits for its prefix.
     """
 
     chain: Chain
@@ -35,35 +37,35 @@ NO_ROUTING = RoutingRequest(Chain(), None, 0, 0, runs=False)
 
 
 class Attempt:
-    """One try of one request on one worker. `give_up` ends it for a reason of the worker's.
+    """One attempt to serve a request on one worker.
 
-    Of its prompt the worker held `predicted_tokens`, and was about to hold `expected_tokens`.
-    Until it ends it counts there with `running_tokens`.
+    predicted_tokens: prompt tokens that the worker held when the attempt began.
+    expected_tokens: the same, with those that it was about to hold.
+    uncached_tokens: prompt tokens that the worker still has to compute for it.
+    running_tokens: what the attempt counts with in the worker's `running`.
+    follows: the attempt that computes a prefix this one waits for; `followers` wait for this one.
+    abandon: called with a reason when the worker will not answer.
     """
 
     __slots__ = (
+        "abandon",
         "decoding",
         "expected_tokens",
         "followers",
         "follows",
         "in_flight_prefix",
-        "placed_s",
         "placement",
         "predicted_tokens",
         "routing",
         "running_tokens",
         "uncached_tokens",
         "worker",
-        "worker_failed",
     )
 
-    def __init__(
-        self, routing: RoutingRequest, worker: Worker, placement: Placement, placed_s: float
-    ) -> None:
+    def __init__(self, routing: RoutingRequest, worker: Worker, placement: Placement) -> None:
         self.routing = routing
         self.worker = worker
         self.placement = placement
-        self.placed_s = placed_s
         self.predicted_tokens = 0
         self.expected_tokens = 0
         self.uncached_tokens = 0
@@ -72,4 +74,4 @@ class Attempt:
         self.in_flight_prefix: InFlightPrefix | None = None
         self.follows: Attempt | None = None
         self.followers: list[Callable[[], None]] = []
-        self.worker_failed: Callable[[str], None] = lambda reason: None
+        self.abandon: Callable[[str], None] = lambda reason: None

@@ -1,7 +1,7 @@
-"""What an engine says it holds, line by line: checked, and applied to the index.
+"""An engine's prefix events: each line is checked and applied to the index.
 
-A line that is not what the engine's events promise changes nothing: it is told
-apart from a gap, after which the feed must begin again with a snapshot.
+A malformed line changes nothing. After it, or after a gap, the subscriber must connect again and
+begin with a snapshot.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MOST_TOKENS = 1 << 40
 
 
 class Fault(StrEnum):
-    """Why a line was not applied, or not wholly."""
+    """Why a line, or a part of it, was not applied."""
 
     MALFORMED = "malformed"
     GAP = "gap"
@@ -39,7 +39,7 @@ class Fault(StrEnum):
 
 
 class EventStreamBroken(Exception):
-    """The feed cannot go on: connect again and begin with a snapshot. Names the fault."""
+    """The stream cannot continue: connect again and begin with a snapshot."""
 
     def __init__(self, fault: Fault) -> None:
         super().__init__(fault)
@@ -47,31 +47,32 @@ class EventStreamBroken(Exception):
 
 
 class PrefixEventReader:
-    """One connection's events of one worker, applied in order.
+    """Applies the events of one connection to one worker, in order.
 
-    `told` is whether the last line was a word of the engine's scheduler, `load` the load
-    it told; `orphans` and `repeated` count what was not applied.
+    from_scheduler: whether the engine's scheduler, and not its HTTP process, sent the last line.
+    load: the last reported load.
+    orphans, repeated: how many segments and lines were not applied.
     """
 
     def __init__(
-        self, worker: int, index: PrefixIndex, expected: InFlightPrefixes, pins: PinMirror
+        self, worker: int, index: PrefixIndex, in_flight: InFlightPrefixes, pins: PinMirror
     ) -> None:
         self._worker = worker
         self._pins = pins
         self._index = index
-        self._expected = expected
+        self._in_flight = in_flight
         self._seq: int | None = None
         self.orphans = 0
         self.repeated = 0
         self.load: dict[str, int] | None = None
-        self.told = False
+        self.from_scheduler = False
 
     def apply(self, line: bytes, now_s: float) -> None:
-        """Applies one line, heard at `now_s`.
+        """Applies one line, received at `now_s`.
 
-        Raises EventStreamBroken if it is malformed or lines before it are missing.
+        Raises EventStreamBroken if it is malformed or if lines before it are missing.
         """
-        seq, event = _checked(line)
+        seq, event = _parse(line)
         if self._seq is None:
             if event.get("snapshot") is not True:
                 raise EventStreamBroken(Fault.GAP)
@@ -81,21 +82,20 @@ class PrefixEventReader:
         elif seq != self._seq + 1:
             raise EventStreamBroken(Fault.GAP)
         self._seq = seq
-        # A line that is only there to be heard comes from the HTTP process, not from the scheduler.
-        self.told = not event.get("alive")
+        self.from_scheduler = not event.get("alive")
         if event.get("cleared"):
             self._index.clear(self._worker)
             if not event.get("snapshot"):
-                self._expected.forget_worker(self._worker)
+                self._in_flight.forget_worker(self._worker)
         for segment in event.get("removed", ()):
             number = int(segment, 16)
             self._index.remove(self._worker, number)
-            self._expected.forget_segment(self._worker, number)
+            self._in_flight.forget_segment(self._worker, number)
         for segment, parent, tokens in event.get("stored", ()):
             above = None if parent is None else int(parent, 16)
             number = int(segment, 16)
             if self._index.store(self._worker, above, number, tokens):
-                self._expected.confirm(self._worker, number)
+                self._in_flight.confirm(self._worker, number)
             else:
                 self.orphans += 1
         self._pins.apply(event, now_s)
@@ -103,11 +103,11 @@ class PrefixEventReader:
             self.load = load
 
 
-def _checked(line: bytes) -> tuple[int, dict[str, Any]]:
-    """The line's number and content, every part of it of its type."""
+def _parse(line: bytes) -> tuple[int, dict[str, Any]]:
+    """The line's sequence number and content. Raises EventStreamBroken on a wrong type."""
     try:
         event = orjson.loads(line)
-        right = (
+        is_valid = (
             _is_count(event["seq"])
             and all(_is_segment(segment) for segment in event.get("removed", ()))
             and all(
@@ -123,7 +123,7 @@ def _checked(line: bytes) -> tuple[int, dict[str, Any]]:
         )
     except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError):
         raise EventStreamBroken(Fault.MALFORMED) from None
-    if not right:
+    if not is_valid:
         raise EventStreamBroken(Fault.MALFORMED)
     return event["seq"], event
 

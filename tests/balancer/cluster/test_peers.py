@@ -12,7 +12,8 @@ from sgl_ext.balancer.cluster.peers import SILENT_S, PeerGroup, Peers
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempt import Attempt, RoutingRequest
 from sgl_ext.balancer.routing.router import Router
-from sgl_ext.balancer.routing.workers import Load, Workers
+from sgl_ext.balancer.routing.worker import Load
+from sgl_ext.balancer.routing.workers import Workers
 
 A, B = "http://a", "http://b"
 SECRET = b"0123456789abcdef"
@@ -30,7 +31,7 @@ class Wire:
 
     def sendto(self, data: bytes, address: tuple[str, int]) -> None:
         if address[1] < len(self._all):
-            self._all[address[1]].siblings.hear(data, self.getsockname())
+            self._all[address[1]].siblings.receive(data, self.getsockname())
 
 
 class Process:
@@ -48,7 +49,7 @@ class Process:
         group = PeerGroup(number, SECRET, tuple(wires))  # type: ignore[arg-type]
         self.siblings = Peers(group, self.router, self.metrics, self.clock)
         self.siblings.load_changed = self.siblings.send_state  # type: ignore[method-assign]
-        self.router._on_end[:] = [self.siblings.send_state]
+        self.router.attempts._on_end[:] = [self.siblings.send_state]
 
     def clock(self) -> float:
         return Process.now_s
@@ -101,8 +102,8 @@ def test_they_know_each_other_s_load(pair: list[Process]) -> None:
     there = two.named(attempt.worker.url)
     assert there.peer_load == Load(1, 0, attempt.uncached_tokens)
     assert there.total_pending_tokens(Process.now_s) == attempt.uncached_tokens > 2000
-    one.router.prefill_done(attempt)
-    one.router.arrived(attempt)
+    one.router.attempts.prefill_done(attempt)
+    one.router.attempts.succeed(attempt)
     assert there.peer_load == Load()
 
 
@@ -114,7 +115,7 @@ def test_what_ends_at_one_is_told_at_once_to_those_who_wait_at_the_other(
     opened: list[Load] = []
     there = two.named(attempt.worker.url)
     two.router.on_capacity(lambda: opened.append(there.peer_load))
-    one.router.arrived(attempt)
+    one.router.attempts.succeed(attempt)
     assert opened == [Load()]
 
 
@@ -152,5 +153,5 @@ def test_no_message_breaks_the_reader(data: bytes, signed: bool) -> None:
     wires = [Wire(number, processes) for number in range(2)]
     process = Process(0, wires)
     with pytest.raises((ValueError, KeyError, TypeError, AttributeError)):
-        process.siblings.hear(SECRET + data if signed else data, ("", 1))
+        process.siblings.receive(SECRET + data if signed else data, ("", 1))
     assert [worker.peer_load for worker in process.workers.all] == [Load(), Load()]

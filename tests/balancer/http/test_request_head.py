@@ -166,8 +166,8 @@ def told(heads: RequestHeadCache, raw: bytes) -> object:
         head, length = heads.read(raw)
     except BalancerError as error:
         return error.status
-    known = {k: v for k, v in vars(head).items() if k != "refusal"}
-    return known, head.refusal and head.refusal.status, length
+    known = {k: v for k, v in vars(head).items() if k != "rejection"}
+    return known, head.rejection and head.rejection.status, length
 
 
 LINES = st.sampled_from(
@@ -215,7 +215,7 @@ def test_a_refused_head_is_judged_again() -> None:
 
     heads = RequestHeadCache(admit)
     for _ in range(2):
-        assert heads.read(head_of())[0].refusal is not None
+        assert heads.read(head_of())[0].rejection is not None
     assert len(routing) == 2
 
 

@@ -68,7 +68,7 @@ def facts(requests: list[Request | int]) -> list[object]:
         else (
             request.head.target,
             bytes(request.body),
-            request.refusal and int(request.refusal.status),
+            request.rejection and int(request.rejection.status),
             request.keep_alive,
         )
         for request in requests

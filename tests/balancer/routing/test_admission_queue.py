@@ -12,7 +12,7 @@ from scheduler import admission_queue
 from sgl_ext.balancer.metrics.registry import band
 from sgl_ext.balancer.routing.admission_queue import HOME_WAIT_S, AdmissionQueue
 from sgl_ext.balancer.routing.attempt import NO_ROUTING, Attempt, RoutingRequest
-from sgl_ext.balancer.routing.workers import Load, Worker
+from sgl_ext.balancer.routing.worker import Load, Worker
 from sgl_ext.protocols.errors import BalancerError
 from tests.balancer.routing.test_router import Setting
 
@@ -32,7 +32,7 @@ class QueuedRequest:
         self.attempt = attempt
         self._let_in.append(self)
 
-    def refused(self, error: BalancerError) -> None:
+    def rejected(self, error: BalancerError) -> None:
         self.error = error
 
 
@@ -77,13 +77,13 @@ class Held(Setting):
         callers = []
         while (caller := self.come(priority=priority)).attempt is not None:
             callers.append(caller)
-        self.admission_queue.leave(caller)
+        self.admission_queue.remove(caller)
         return callers
 
 
 def landed(held: Held, caller: QueuedRequest) -> None:
     assert caller.attempt is not None
-    held.router.arrived(caller.attempt)
+    held.router.attempts.succeed(caller.attempt)
 
 
 def test_requests_are_held_while_no_engine_has_room_and_released_as_one_ends() -> None:
@@ -91,10 +91,10 @@ def test_requests_are_held_while_no_engine_has_room_and_released_as_one_ends() -
     running = held.fill()
     assert len(running) == 6, "two run on each of two engines, and one is ahead"
     first, second = held.come(), held.come()
-    assert (first.attempt, second.attempt, held.admission_queue.waiting) == (None, None, 2)
+    assert (first.attempt, second.attempt, len(held.admission_queue)) == (None, None, 2)
     landed(held, running[0])
     assert first.attempt is not None
-    assert (second.attempt, held.admission_queue.waiting) == (None, 1)
+    assert (second.attempt, len(held.admission_queue)) == (None, 1)
 
 
 def test_an_engine_that_says_it_queues_is_sent_nothing_until_it_says_that_it_does_not() -> None:
@@ -267,7 +267,7 @@ def test_one_whose_time_is_over_or_whose_queue_is_full_is_told_when_to_come_back
     for caller in (one, two, three):
         assert caller.error is not None
         assert (caller.error.status, caller.error.retry_after_s) == (503, 5)
-    assert held.admission_queue.waiting == 0
+    assert len(held.admission_queue) == 0
 
 
 def test_a_long_queue_is_put_in_order_for_several_that_come_at_once(
@@ -286,9 +286,9 @@ def test_a_long_queue_is_put_in_order_for_several_that_come_at_once(
     routing = held.ask("Hello", system="x")
     callers = [held.come(routing) for _ in range(1000)]
     assert len([size for size in sizes if size > 300]) <= 360 / 10
-    assert 640 <= held.admission_queue.waiting <= 650
+    assert 640 <= len(held.admission_queue) <= 650
     held.admission_queue.sweep()
-    assert held.admission_queue.waiting == 640
+    assert len(held.admission_queue) == 640
     assert len([caller for caller in callers if caller.error is not None]) == 360
 
 
@@ -300,15 +300,15 @@ def test_the_door_keeps_nothing_of_those_who_leave() -> None:
     kept = [weakref.ref(caller) for caller in callers]
     landed(held, running.pop())
     for caller in callers[1:]:
-        held.admission_queue.leave(caller)
+        held.admission_queue.remove(caller)
     first = callers[0]
     assert first.attempt is not None
-    held.router.fail(first.attempt, by_worker=False)
+    held.router.attempts.fail(first.attempt, by_worker=False)
     held.let_in.clear()
     del callers, caller, first
     gc.collect()
     assert not any(one() for one in kept)
-    assert held.admission_queue.waiting == 0
+    assert len(held.admission_queue) == 0
 
 
 def test_ten_thousand_wait_and_half_of_them_leave() -> None:
@@ -318,12 +318,12 @@ def test_ten_thousand_wait_and_half_of_them_leave() -> None:
     callers = [held.come(routing[n % 50]) for n in range(10_200)]
     held.admission_queue.sweep()
     away = [caller for caller in callers if caller.error is not None]
-    assert (held.admission_queue.waiting, len(away)) == (10_000, 200)
+    assert (len(held.admission_queue), len(away)) == (10_000, 200)
     assert {(c.error.status, c.error.retry_after_s) for c in away if c.error} == {(503, 5)}
     for caller in [caller for caller in callers if caller.error is None][::2]:
-        held.admission_queue.leave(caller)
-    assert held.admission_queue.waiting == 5000
-    while held.admission_queue.waiting:
+        held.admission_queue.remove(caller)
+    assert len(held.admission_queue) == 5000
+    while len(held.admission_queue):
         landed(held, running.pop())
         running.append(held.let_in[-1])
     assert len(held.let_in) == 5000

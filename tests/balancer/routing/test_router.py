@@ -9,8 +9,11 @@ import pytest
 
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempt import Attempt, RoutingRequest
-from sgl_ext.balancer.routing.router import CONFIRM_S, UNCONFIRMED_S, Router
-from sgl_ext.balancer.routing.workers import SETTLED_S, SLOW_START_S, Workers
+from sgl_ext.balancer.routing.attempts import UNCONFIRMED_S
+from sgl_ext.balancer.routing.prefixes import CONFIRM_S
+from sgl_ext.balancer.routing.router import Router
+from sgl_ext.balancer.routing.worker import SETTLED_S, SLOW_START_S
+from sgl_ext.balancer.routing.workers import Workers
 
 A, B = "http://a", "http://b"
 HARNESS = "You are an agent. " * 2000
@@ -55,7 +58,7 @@ class Setting:
         """The engine says that it holds the whole chain."""
         parent = None
         for segment in attempt.routing.chain.hashes:
-            assert self.router.index.store(attempt.worker.slot, parent, segment, tokens)
+            assert self.router.prefixes.index.store(attempt.worker.slot, parent, segment, tokens)
             parent = segment
 
 
@@ -66,9 +69,9 @@ def setting() -> Setting:
 
 def test_the_next_turn_goes_where_the_conversation_is(setting: Setting) -> None:
     first = setting.fly(setting.ask("Hello"))
-    setting.router.prefill_done(first)
+    setting.router.attempts.prefill_done(first)
     setting.confirm(first)
-    setting.router.arrived(first)
+    setting.router.attempts.succeed(first)
     second = setting.fly(setting.ask("Hello", "Hi.", "Go on"))
     assert second.worker is first.worker
     assert second.placement.reason == "home"
@@ -82,7 +85,7 @@ def test_another_balancer_finds_the_session_by_what_the_workers_hold(setting: Se
     assert home is not None
     parent = None
     for segment in first.routing.chain.hashes:
-        other.router.index.store(home.slot, parent, segment, 9_000)
+        other.router.prefixes.index.store(home.slot, parent, segment, 9_000)
         parent = segment
     second = other.fly(other.ask("Hello", "Hi.", "Go on"))
     assert (second.worker.url, second.placement.reason) == (first.worker.url, "home")
@@ -95,7 +98,7 @@ def test_sub_agents_follow_the_one_whose_prefill_runs(setting: Setting) -> None:
     assert second.follows is third.follows is lead
     woken: list[str] = []
     lead.followers.append(lambda: woken.append("second"))
-    setting.router.prefill_done(lead)
+    setting.router.attempts.prefill_done(lead)
     assert woken == ["second"]
     assert setting.fly(setting.ask("Find d")).follows is None
 
@@ -105,12 +108,12 @@ def test_what_the_engine_says_it_has_computed_is_waited_for_no_longer(setting: S
     setting.fly(setting.ask("Find b"))
     woken: list[str] = []
     lead.followers.append(lambda: woken.append("follower"))
-    setting.router.confirmed(lead.worker)
+    setting.router.attempts.confirm(lead.worker)
     assert woken == []
     setting.confirm(lead)
-    setting.router.confirmed(lead.worker)
+    setting.router.attempts.confirm(lead.worker)
     assert (woken, lead.worker.decoding) == (["follower"], 1)
-    setting.router.prefill_done(lead)
+    setting.router.attempts.prefill_done(lead)
     assert lead.worker.decoding == 1
 
 
@@ -126,7 +129,7 @@ def test_followers_are_woken_when_the_leader_fails(setting: Setting) -> None:
     setting.fly(setting.ask("Find b"))
     woken: list[str] = []
     lead.followers.append(lambda: woken.append("follower"))
-    setting.router.fail(lead, by_worker=True)
+    setting.router.attempts.fail(lead, by_worker=True)
     assert woken == ["follower"]
 
 
@@ -134,7 +137,7 @@ def test_new_sessions_of_one_harness_spread_as_they_add_up(setting: Setting) -> 
     used = set()
     for number in range(48):
         attempt = setting.fly(setting.ask(f"Task {number}"))
-        setting.router.prefill_done(attempt)
+        setting.router.attempts.prefill_done(attempt)
         setting.confirm(attempt)
         used.add(attempt.worker.url)
     assert used == {A, B}
@@ -142,8 +145,8 @@ def test_new_sessions_of_one_harness_spread_as_they_add_up(setting: Setting) -> 
 
 def test_what_an_engine_never_confirms_is_not_believed_for_long(setting: Setting) -> None:
     attempt = setting.fly(setting.ask("Hello"))
-    setting.router.prefill_done(attempt)
-    setting.router.arrived(attempt)
+    setting.router.attempts.prefill_done(attempt)
+    setting.router.attempts.succeed(attempt)
     assert setting.held_tokens(attempt) > 0
     setting.clock.now_s += CONFIRM_S
     setting.fly(setting.ask("Else", system="Other"))
@@ -153,7 +156,7 @@ def test_what_an_engine_never_confirms_is_not_believed_for_long(setting: Setting
 def test_an_engine_without_events_is_believed_longer(setting: Setting) -> None:
     attempt = setting.fly(setting.ask("Hello"))
     attempt.worker.publishes = False
-    setting.router.arrived(attempt)
+    setting.router.attempts.succeed(attempt)
     setting.clock.now_s += UNCONFIRMED_S - 1
     setting.fly(setting.ask("Else", system="Other"))
     assert setting.held_tokens(attempt) > 0
@@ -162,13 +165,13 @@ def test_an_engine_without_events_is_believed_longer(setting: Setting) -> None:
 def test_load_is_counted_and_given_back_however_a_flight_ends(setting: Setting) -> None:
     attempts = [setting.fly(setting.ask(f"Task {n}", system=f"{n}" * 9000)) for n in range(4)]
     assert sum(worker.pending_tokens for worker in setting.workers.all) > 8000
-    setting.router.prefill_done(attempts[0])
+    setting.router.attempts.prefill_done(attempts[0])
     assert attempts[0].worker.decoding == 1
-    setting.router.arrived(attempts[0])
-    setting.router.fail(attempts[1], by_worker=True)
-    setting.router.fail(attempts[2], by_worker=False)
-    setting.router.prefill_done(attempts[3])
-    setting.router.fail(attempts[3], by_worker=True)
+    setting.router.attempts.succeed(attempts[0])
+    setting.router.attempts.fail(attempts[1], by_worker=True)
+    setting.router.attempts.fail(attempts[2], by_worker=False)
+    setting.router.attempts.prefill_done(attempts[3])
+    setting.router.attempts.fail(attempts[3], by_worker=True)
     loads = [(w.in_flight, w.pending_tokens, w.decoding) for w in setting.workers.all]
     assert loads == [(0, 0, 0)] * 2
 
@@ -176,7 +179,7 @@ def test_load_is_counted_and_given_back_however_a_flight_ends(setting: Setting) 
 def test_a_dead_worker_is_not_picked_again_by_affinity(setting: Setting) -> None:
     first = setting.fly(setting.ask("Hello"))
     setting.confirm(first)
-    setting.router.arrived(first)
+    setting.router.attempts.succeed(first)
     setting.workers.mark(first.worker, ready=False)
     second = setting.fly(setting.ask("Hello", "Hi.", "Go on"))
     assert second.worker is not first.worker
@@ -227,7 +230,7 @@ def test_there_is_no_place_when_all_are_full() -> None:
 def test_a_retry_goes_elsewhere_if_it_can(setting: Setting) -> None:
     routing = setting.ask("Hello")
     first = setting.fly(routing)
-    setting.router.fail(first, by_worker=True)
+    setting.router.attempts.fail(first, by_worker=True)
     second = setting.router.place(routing, {first.worker})
     assert second is not None
     assert second.worker is not first.worker
@@ -285,18 +288,18 @@ def test_slots_are_used_again(setting: Setting) -> None:
 
 def test_what_is_prefilled_ahead_goes_home_and_is_no_load(setting: Setting) -> None:
     first = setting.fly(setting.ask("Hello"))
-    setting.router.prefill_done(first)
+    setting.router.attempts.prefill_done(first)
     setting.confirm(first)
-    setting.router.arrived(first)
-    expected = len(setting.router.expected)
+    setting.router.attempts.succeed(first)
+    expected = len(setting.router.prefixes.in_flight)
     ahead = replace(setting.ask("Hello", "Hi.", "Go on"), runs=False, warms=True)
     warming = setting.fly(ahead)
     assert warming.worker is first.worker
     assert (warming.worker.pending_tokens, warming.worker.running.requests) == (0, 0)
-    assert len(setting.router.expected) == expected
+    assert len(setting.router.prefixes.in_flight) == expected
     turn = setting.fly(setting.ask("Hello", "Hi.", "Go on"))
     assert turn.worker is first.worker
     assert turn.follows is None, "it would wait for what runs when nothing else does"
-    setting.router.arrived(turn)
-    setting.router.arrived(warming)
+    setting.router.attempts.succeed(turn)
+    setting.router.attempts.succeed(warming)
     assert first.worker.pending_tokens == first.worker.in_flight == 0

@@ -59,7 +59,7 @@ async def test_a_strained_sessions_prompt_goes_to_an_idle_engine_once(start: Sta
     engines = Gated("a", gate), Gated("b", gate)
     client = await start(*engines)
     home, both = await two_at_once(client)
-    await until(lambda: shown(client, 'sgl_ext_standby_prefills_total{result="taken"} 1.0'))
+    await until(lambda: shown(client, 'sgl_ext_standby_prefills_total{result="accepted"} 1.0'))
     (other,) = [engine for engine in engines if engine.url != home]
     ((path, data, headers),) = other.seen
     assert path == "/v1/prefill?wait=false&protocol=chat"

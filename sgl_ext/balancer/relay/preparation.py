@@ -1,0 +1,86 @@
+"""Reads a request's body before it is placed: what it names, how to route it, and its charge."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any, NamedTuple
+from urllib.parse import parse_qs
+
+import orjson
+
+from sgl_ext.balancer.access.rate_limits import Charge
+from sgl_ext.balancer.conversations.response_recorder import ResponseRecorder
+from sgl_ext.balancer.http.request_head import RequestHead
+from sgl_ext.balancer.http.request_reader import Request
+from sgl_ext.balancer.relay.services import Services
+from sgl_ext.balancer.reporting.diagnosis import PromptDiagnosis
+from sgl_ext.balancer.routing.attempt import NO_ROUTING, RoutingRequest
+from sgl_ext.protocols.errors import BalancerError
+from sgl_ext.protocols.registry import detect, of_path, with_name
+from sgl_ext.requests.protocol import Protocol
+from sgl_ext.requests.session import hints_of
+from sgl_ext.requests.system_text import strip_request
+
+
+class Preparation(NamedTuple):
+    """What is known of a request before it is placed.
+
+    recorder: stores the response, if the request continues or stores one.
+    diagnosis: how the prompt differs from earlier ones, if prompts are compared.
+    charge: what its tenant was charged, if it has limits.
+    """
+
+    routing: RoutingRequest
+    recorder: ResponseRecorder | None
+    diagnosis: PromptDiagnosis | None
+    charge: Charge | None
+
+
+NOT_PREPARED = Preparation(NO_ROUTING, None, None, None)
+
+
+def prepare(services: Services, request: Request) -> Preparation:
+    """Parses a request's body if it decides where the request goes, and charges its tenant.
+
+    The content of the ids that the body names is put into `request.body`. Raises BalancerError
+    400 for a malformed body or an unknown id, 429 above a rate limit.
+    """
+    head = request.head
+    route = head.route
+    if route is None or not route.placed:
+        return NOT_PREPARED
+    try:
+        document = orjson.loads(request.body)
+    except orjson.JSONDecodeError as error:
+        message = f"body: not valid JSON: {error}"
+        raise BalancerError(HTTPStatus.BAD_REQUEST, message) from None
+    hints, path = hints_of(head.fields), head.path
+    protocol = of_path(path)
+    if route.warms and (detected := _prefill_protocol(head, document)) is not None:
+        protocol, path = detected, detected.path
+    tenant = services.router.tenants.asking(hints).name
+    expanded, recorder = services.conversations.expand(path, document, tenant)
+    if expanded is not document:
+        document = with_name(protocol, expanded) if route.warms else expanded
+        request.body = orjson.dumps(document)
+    stripped = strip_request(protocol, document, services.strip)
+    if stripped.headers:
+        services.metrics.stripped_headers.inc(stripped.headers)
+    routing, diagnosis = NO_ROUTING, None
+    if route.runs or route.warms:
+        size_bytes = len(request.body)
+        routing = services.router.read(path, hints, stripped.body, size_bytes, warms=route.warms)
+        if route.runs and services.request_log.detector is not None:
+            diagnosis = services.request_log.detector.diagnose(
+                path, head.fields, hints, stripped, routing, request.body
+            )
+    charge = services.rate_limits.admit(head.tenant, routing.prompt_tokens)
+    return Preparation(routing, recorder if route.runs else None, diagnosis, charge)
+
+
+def _prefill_protocol(head: RequestHead, document: Any) -> Protocol | None:
+    """The protocol of the body of /v1/prefill, by the rules of the engine."""
+    query = head.target.partition(b"?")[2].decode("latin-1")
+    named = parse_qs(query).get("protocol")
+    headers = {name.decode("latin-1"): "" for name in head.fields}
+    return detect(headers, named[-1] if named else None, document)

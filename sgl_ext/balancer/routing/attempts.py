@@ -1,0 +1,174 @@
+"""Accounts of the attempts in flight: the load and the prefixes that they bring to their workers.
+
+    begin --> prefill_done --> succeed or fail
+
+`prefill_done` may be left out or repeated. From `begin` to the end an attempt counts as load of its
+worker, and its prefix is expected there. Attempts that follow it wait until its prefill is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from radix.in_flight_prefixes import InFlightPrefix
+from scheduler.placement import Placement
+from scheduler.sessions import Sessions
+from sgl_ext.balancer.routing.attempt import Attempt, RoutingRequest
+from sgl_ext.balancer.routing.prefixes import HeldPrefix, Prefixes
+from sgl_ext.balancer.routing.worker import Worker
+
+SESSION_LIVE_S = 60.0
+# An engine without prefix events is assumed to hold what it was sent for this long.
+UNCONFIRMED_S = 600.0
+# Peers do not report when a request ends, so its prefix is expected for this long.
+PEER_PREFIX_S = 30.0
+# Waiting for a shared prefix that is being computed pays from this length on.
+FOLLOW_TOKENS = 512
+
+
+class Attempts:
+    """The attempts of one balancer process."""
+
+    def __init__(self, prefixes: Prefixes, clock: Callable[[], float]) -> None:
+        self.sessions = Sessions(SESSION_LIVE_S)
+        self._prefixes = prefixes
+        self._clock = clock
+        self._computing: dict[InFlightPrefix | None, Attempt] = {}
+        self._on_begin: list[Callable[[Attempt], None]] = []
+        self._on_end: list[Callable[[], None]] = []
+
+    def on_begin(self, action: Callable[[Attempt], None]) -> None:
+        """Calls `action` with every attempt that begins."""
+        self._on_begin.append(action)
+
+    def on_end(self, action: Callable[[], None]) -> None:
+        """Calls `action` after every attempt that ends."""
+        self._on_end.append(action)
+
+    def begin(
+        self, routing: RoutingRequest, worker: Worker, placement: Placement, held: HeldPrefix
+    ) -> Attempt:
+        """Begins an attempt on a worker, which holds `held` of the prompt."""
+        now_s = self._clock()
+        attempt = Attempt(routing, worker, placement)
+        attempt.predicted_tokens = held.tokens
+        attempt.expected_tokens = held.expected_tokens
+        if not worker.in_flight:
+            worker.last_heard_s = now_s
+        worker.in_flight += 1
+        worker.attempts.add(attempt)
+        if not routing.warms:
+            attempt.uncached_tokens = max(routing.prompt_tokens - held.expected_tokens, 0)
+            attempt.follows = self._followed(worker, held)
+            self._expect(attempt, held)
+        if routing.runs:
+            tokens = attempt.uncached_tokens + routing.output_tokens
+            capacity = worker.capacity
+            attempt.running_tokens = tokens if capacity is None else capacity.counted(tokens)
+            worker.running.add(routing.priority, attempt.running_tokens)
+        worker.pending_tokens += attempt.uncached_tokens
+        worker.recent_prefill.add(attempt.uncached_tokens, now_s)
+        self._prefixes.touch(routing.chain, held.segments)
+        if routing.session is not None:
+            if routing.is_final:
+                self.sessions.end(routing.session)
+            else:
+                self.sessions.record(routing.session, worker.slot, routing.prompt_tokens, now_s)
+        for action in self._on_begin:
+            action(attempt)
+        return attempt
+
+    def _followed(self, worker: Worker, held: HeldPrefix) -> Attempt | None:
+        """The attempt whose prefix is worth waiting for."""
+        # Without events only the first byte shows progress, and it may come late.
+        if held.in_flight is None or held.in_flight.computed or not worker.publishes:
+            return None
+        if held.expected_tokens - held.tokens < FOLLOW_TOKENS:
+            return None
+        return self._computing.get(held.in_flight)
+
+    def _expect(self, attempt: Attempt, held: HeldPrefix) -> None:
+        hashes = attempt.routing.chain.hashes
+        if held.expected_segments < len(hashes):
+            attempt.in_flight_prefix = self._prefixes.in_flight.expect(
+                attempt.worker.slot, hashes[held.expected_segments :]
+            )
+            self._computing[attempt.in_flight_prefix] = attempt
+
+    def prefill_done(self, attempt: Attempt) -> None:
+        """The worker has computed the prompt. A second call changes nothing."""
+        if not attempt.decoding:
+            self._end_prefill(attempt)
+            attempt.decoding = True
+            attempt.worker.decoding += 1
+
+    def confirm(self, worker: Worker) -> None:
+        """Ends the prefill of the attempts whose prefix the worker has reported. The first byte
+        of an answer that does not stream comes much later."""
+        for attempt in tuple(worker.attempts):
+            prefix = attempt.in_flight_prefix
+            if prefix is None or prefix.computed or not prefix.segments:
+                continue
+            if self._prefixes.index.holds(worker.slot, prefix.segments[-1]):
+                self.prefill_done(attempt)
+
+    def succeed(self, attempt: Attempt) -> None:
+        """The whole answer came, and it is no failure of the worker."""
+        self._end(attempt)
+        attempt.worker.breaker.succeeded()
+        if attempt.in_flight_prefix is not None:
+            confirm_s = None if attempt.worker.publishes else UNCONFIRMED_S
+            self._prefixes.in_flight.end(attempt.in_flight_prefix, self._clock(), confirm_s)
+        self._notify_end()
+
+    def fail(self, attempt: Attempt, *, by_worker: bool, answered: bool = False) -> None:
+        """The worker failed, with an error response (`answered`) or without, or the client
+        disconnected."""
+        self._end(attempt)
+        if by_worker:
+            attempt.worker.breaker.failed(self._clock(), answered=answered)
+        if attempt.in_flight_prefix is not None:
+            self._prefixes.in_flight.drop(attempt.in_flight_prefix)
+        self._notify_end()
+
+    def _end_prefill(self, attempt: Attempt) -> None:
+        attempt.worker.pending_tokens -= attempt.uncached_tokens
+        attempt.uncached_tokens = 0
+        if attempt.in_flight_prefix is not None:
+            attempt.in_flight_prefix.computed = True
+            self._computing.pop(attempt.in_flight_prefix, None)
+        followers, attempt.followers = attempt.followers, []
+        for resume in followers:
+            resume()
+
+    def _end(self, attempt: Attempt) -> None:
+        self._end_prefill(attempt)
+        worker = attempt.worker
+        worker.in_flight -= 1
+        worker.attempts.discard(attempt)
+        if attempt.routing.runs:
+            worker.running.remove(attempt.routing.priority, attempt.running_tokens)
+        if attempt.decoding:
+            worker.decoding -= 1
+            attempt.decoding = False
+
+    def _notify_end(self) -> None:
+        for action in self._on_end:
+            action()
+
+    def record_of_peer(
+        self,
+        worker: Worker,
+        session: int | None,
+        segments: Sequence[int],
+        prompt_tokens: int,
+        uncached_tokens: int,
+    ) -> None:
+        """Records a peer's attempt, after which `worker` will hold `segments`."""
+        now_s = self._clock()
+        worker.recent_prefill.add(uncached_tokens, now_s)
+        if segments:
+            prefix = self._prefixes.in_flight.expect(worker.slot, segments)
+            self._prefixes.in_flight.end(prefix, now_s, PEER_PREFIX_S)
+        if session is not None:
+            self.sessions.record(session, worker.slot, prompt_tokens, now_s)

@@ -1,0 +1,126 @@
+"""One engine as the balancer sees it: its state, its load and its capacity."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from scheduler.breaker import Breaker
+from scheduler.capacity import Capacity, InFlight
+from scheduler.decaying_sum import DecayingSum
+from scheduler.placement import RECENT_S
+from sgl_ext.pin_mirror import PinMirror
+
+if TYPE_CHECKING:
+    from sgl_ext.balancer.routing.attempt import Attempt
+
+SLOW_START_S = 20.0
+# A working engine sends events several times a second; a busy one that sends none is probed.
+STALL_S = 60.0
+SETTLED_S = 0.5
+
+
+class Load(NamedTuple):
+    """A worker's requests, how many of them decode, and the tokens still to prefill."""
+
+    in_flight: int = 0
+    decoding: int = 0
+    pending_tokens: int = 0
+
+
+class Worker:
+    """One engine. It is not ready until a probe succeeds.
+
+    slot: its bit in the prefix index, reused after the worker has left.
+    pending_tokens: what it still has to prefill of this balancer's requests.
+    running: those requests that its scheduler runs, and their tokens, by priority.
+    attempts: the attempts in flight there.
+    capacity: what it reports that it can run; None without a report.
+    peer_load: the load that the node's other balancer processes put on it.
+    recent_prefill: tokens that it was given to prefill in the last seconds.
+    publishes: whether it sends prefix events.
+    last_heard_s: when its scheduler last sent an event, or got its first work after being idle.
+    is_hung: it accepts connections, but its scheduler does nothing.
+    recovered_s: when it joined or came back; None if it was there from the start.
+    """
+
+    def __init__(self, url: str, slot: int) -> None:
+        self.url = url.rstrip("/")
+        self.slot = slot
+        self.ready = False
+        self.draining = False
+        self.breaker = Breaker()
+        self.in_flight = 0
+        self.decoding = 0
+        self.pending_tokens = 0
+        self.running = InFlight()
+        self.attempts: set[Attempt] = set()
+        self.capacity: Capacity | None = None
+        self.peer_load = Load()
+        self.recent_prefill = DecayingSum(RECENT_S)
+        self.pins = PinMirror()
+        self.pinned_tokens = 0
+        self.publishes = False
+        self.is_hung = False
+        self.last_heard_s = 0.0
+        self.recovered_s: float | None = None
+        self._correction = _Correction()
+
+    @property
+    def is_available(self) -> bool:
+        """Whether it may be sent a request, if it has capacity."""
+        return self.ready and not self.draining and self.breaker.takes_requests
+
+    @property
+    def load(self) -> Load:
+        """The load that this process puts on it."""
+        return Load(self.in_flight, self.decoding, self.pending_tokens)
+
+    def has_stalled(self, now_s: float) -> bool:
+        """Whether it has had work for a long time and sent no event."""
+        return self.publishes and self.in_flight > 0 and now_s - self.last_heard_s > STALL_S
+
+    def warmth(self, now_s: float) -> float:
+        """Rises from 0 to 1 over the first seconds after it came back; 1 otherwise."""
+        if self.recovered_s is None:
+            return 1.0
+        return min((now_s - self.recovered_s) / SLOW_START_S, 1.0)
+
+    def apply_load(self, load: dict[str, int], now_s: float) -> None:
+        """Takes over the load that the engine reports of itself."""
+        self.pinned_tokens = load.get("pinned_tokens", 0)
+        ours = self.pending_tokens + self.peer_load.pending_tokens
+        difference = load.get("pending_tokens", 0) - ours
+        self._correction = _Correction(difference, self._correction.tokens, now_s)
+        tokens, max_running = load.get("capacity_tokens", 0), load.get("max_running", 0)
+        is_known = tokens > 0 and max_running > 0
+        self.capacity = Capacity(tokens, max_running, load.get("queued", 0)) if is_known else None
+
+    def clear_load(self) -> None:
+        """Drops the reported load, because the engine reports no longer."""
+        self.pinned_tokens = 0
+        self.capacity = None
+        self._correction = _Correction()
+
+    def total_pending_tokens(self, now_s: float) -> int:
+        """What it still has to prefill, by the accounts of all balancers and its own."""
+        ours = self.pending_tokens + self.peer_load.pending_tokens
+        return max(ours + self._correction.at(now_s), 0)
+
+
+class _Correction(NamedTuple):
+    """The difference between an engine's account of its pending tokens and ours.
+
+    A report may be older than the requests that we sent or saw finish since. So until it is
+    SETTLED_S old, a report counts only as far as the report before it agrees.
+    """
+
+    tokens: int = 0
+    before: int = 0
+    reported_s: float = 0.0
+
+    def at(self, now_s: float) -> int:
+        if now_s - self.reported_s >= SETTLED_S:
+            return self.tokens
+        if (self.tokens < 0) is not (self.before < 0):
+            return 0
+        return min(self.tokens, self.before, key=abs)
