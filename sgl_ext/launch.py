@@ -28,9 +28,8 @@ from sgl_ext.node.ports import free_ports, require_free
 from sgl_ext.node.progress import StartProgress, summary
 from sgl_ext.node.worker_list import WorkerList
 from sgl_ext.settings.checks import read_api_key
-from sgl_ext.settings.schema import LaunchSettings
+from sgl_ext.settings.schema import LaunchSettings, SettingsError
 from sgl_ext.settings.sources import launch_settings
-from sgl_ext.settings.types import SettingsError
 
 _POLL_S = 0.25
 _ENGINE_STOP_S = 20.0

@@ -10,8 +10,7 @@ import pytest
 from sgl_ext import keys
 from sgl_ext.key_file import NO_LIMIT, Allowance, KeysError, hash_of, parse_keys, read_keys
 from sgl_ext.settings.checks import check_balancer
-from sgl_ext.settings.schema import BalancerSettings
-from sgl_ext.settings.types import SettingsError
+from sgl_ext.settings.schema import BalancerSettings, SettingsError
 
 KEY = "sgl-AbCdEfGhIjKlMnOpQrStUvWxYz0123456789_-AbCdE"
 HASH = hash_of(KEY.encode())

@@ -9,9 +9,8 @@ import pytest
 from sgl_ext.launch import with_operator_key
 from sgl_ext.requests.priority import LIMIT
 from sgl_ext.settings.checks import read_api_key
-from sgl_ext.settings.schema import VARIABLE, Tenant
+from sgl_ext.settings.schema import VARIABLE, SettingsError, Tenant
 from sgl_ext.settings.sources import balancer_settings, launch_settings
-from sgl_ext.settings.types import SettingsError
 from sgl_ext.tenants import Tenants
 
 PEOPLE = Tenant("people", 200, 3.0)

@@ -17,9 +17,8 @@ from sgl_ext.balancer.conversations.document_store import StoreUnusable, check_s
 from sgl_ext.balancer.server import Balancer
 from sgl_ext.node.lifeline import end_with_parent
 from sgl_ext.node.ports import require_free
-from sgl_ext.settings.schema import BalancerSettings
+from sgl_ext.settings.schema import BalancerSettings, SettingsError
 from sgl_ext.settings.sources import balancer_settings
-from sgl_ext.settings.types import SettingsError
 
 
 def main(argv: list[str]) -> None:

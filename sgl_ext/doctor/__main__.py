@@ -22,7 +22,7 @@ import orjson
 from sgl_ext.doctor.findings import Findings
 from sgl_ext.doctor.report import as_text, with_advice
 from sgl_ext.settings.checks import read_api_key
-from sgl_ext.settings.types import SettingsError
+from sgl_ext.settings.schema import SettingsError
 
 _PATH = "/sgl_ext/divergences"
 _TIMEOUT_S = 30.0

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 
-from sgl_ext.settings.schema import LaunchSettings
-from sgl_ext.settings.types import SettingsError
+from sgl_ext.settings.schema import LaunchSettings, SettingsError
 
 CPU_PLATFORM = "sgl_ext_cpu"
 _RANK_CORES = "SGLANG_CPU_OMP_THREADS_BIND"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from contextlib import suppress
 
-from sgl_ext.settings.types import SettingsError
+from sgl_ext.settings.schema import SettingsError
 
 
 def require_free(host: str, port: int) -> None:

@@ -10,10 +10,13 @@ from urllib.parse import urlsplit
 import orjson
 
 from sgl_ext.key_file import KeysError, read_keys
-from sgl_ext.settings.schema import BalancerSettings, LaunchSettings
-from sgl_ext.settings.types import SettingsError
+from sgl_ext.settings.schema import (
+    LEAST_STORE_BYTES,
+    BalancerSettings,
+    LaunchSettings,
+    SettingsError,
+)
 
-LEAST_STORE_BYTES = 1 << 20
 _Problem = tuple[str, object, str]  # the setting, its value, what is wrong with it
 
 

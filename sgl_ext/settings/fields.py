@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, get_type_hints
 import msgspec
 from msgspec import inspect
 
-from sgl_ext.settings.types import SettingsError
+from sgl_ext.settings.schema import SettingsError
 
-_METAVARS = {"_s": "SECONDS", "_bytes": "BYTES", "_tokens": "TOKENS"}
+_METAVARS = (("_s", "SECONDS"), ("_bytes", "BYTES"), ("_tokens", "TOKENS"))
 
 
 class Field(NamedTuple):
@@ -62,34 +62,27 @@ def fields_of(cls: type[msgspec.Struct]) -> Mapping[str, Field]:
     hints = get_type_hints(cls, include_extras=True)
     found = {}
     for field in msgspec.structs.fields(cls):
-        annotation = hints[field.name]
-        notes = getattr(annotation, "__metadata__", ())
-        text = next((note for note in notes if isinstance(note, str)), "")
-        if text:
-            allowed, metavar, is_secret = _described(annotation)
-            ends = (shown for end, shown in _METAVARS.items() if field.name.endswith(end))
-            shown = metavar or next(ends, "N")
-            found[field.name] = Field(
-                field.name, annotation, field.default, text, allowed, shown, is_secret
-            )
+        notes = getattr(hints[field.name], "__metadata__", ())
+        if text := next((note for note in notes if isinstance(note, str)), ""):
+            found[field.name] = _field(field.name, hints[field.name], field.default, text)
     return found
 
 
-def _described(annotation: Any) -> tuple[str, str, bool]:
-    """A type's allowed values in words, its metavar if it has one, and whether it is a secret."""
+def _field(name: str, annotation: Any, default: Any, text: str) -> Field:
     kind, prefix = inspect.type_info(annotation), ""
     extra: dict[str, Any] = {}
     while isinstance(kind, inspect.Metadata | inspect.UnionType | inspect.VarTupleType):
         if isinstance(kind, inspect.Metadata):
-            extra = (kind.extra or {}) | extra
-            kind = kind.type
+            extra, kind = (kind.extra or {}) | extra, kind.type
         elif isinstance(kind, inspect.UnionType):
             kind = next(one for one in kind.types if not isinstance(one, inspect.NoneType))
         else:
-            prefix, kind = "a list, each ", kind.item_type
-    metavar = "|".join(map(str, kind.values)) if isinstance(kind, inspect.LiteralType) else ""
-    allowed = extra.get("allowed") or _allowed(kind)
-    return prefix + allowed, extra.get("metavar") or metavar, extra.get("is_secret", False)
+            kind, prefix = kind.item_type, "a list, each "
+    metavar = extra.get("metavar") or next((m for end, m in _METAVARS if name.endswith(end)), "N")
+    if isinstance(kind, inspect.LiteralType):
+        metavar = "|".join(map(str, kind.values))
+    allowed = prefix + (extra.get("allowed") or _allowed(kind))
+    return Field(name, annotation, default, text, allowed, metavar, extra.get("is_secret", False))
 
 
 def _allowed(kind: inspect.Type) -> str:

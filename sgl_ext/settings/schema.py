@@ -3,6 +3,7 @@
 Flags, the TOML file's keys, `--help`, range checks, the JSON that the launcher hands to its
 children and docs/settings.md are all made from these classes, so a new setting is one field.
 A field's class decides which process reads it and which table of the TOML file it stands in.
+Times are at most a year, as a range must end somewhere.
 """
 
 from __future__ import annotations
@@ -18,30 +19,65 @@ from msgspec import Meta, Struct
 from sgl_ext.requests.cache_marks import TtlLimits
 from sgl_ext.requests.headers import BILLING_HEADER
 from sgl_ext.requests.priority import LIMIT
-from sgl_ext.settings.types import (
-    MIN_TTL_S,
-    Bytes,
-    Count,
-    File,
-    GroupName,
-    HeaderName,
-    PositiveSeconds,
-    Seconds,
-    SecretSource,
-    SettingsError,
-    Share,
-    TenantName,
-    Text,
-    TtlSeconds,
-    WorkerUrl,
-    form,
-)
+from sgl_ext.requests.session import TENANT_NAME
 
 VARIABLE = "SGL_EXT_SETTINGS"
 """The environment variable in which the launcher hands a child its settings, as JSON."""
 IN_MEMORY = ":memory:"
 """Given as `store`: responses and contexts are lost when the balancer ends."""
 _MIB = 1 << 20
+MIN_TTL_S = 1.0
+LEAST_STORE_BYTES = _MIB
+_YEAR_S = 31_536_000.0
+
+
+class SettingsError(ValueError):
+    """A setting that cannot be used. The message names it, its source and its value."""
+
+
+def form(allowed: str, metavar: str = "", *, is_secret: bool = False) -> Meta:
+    """Describes a value whose type and range do not say enough.
+
+    is_secret: an error does not show the value, as it can be the secret itself.
+    """
+    return Meta(extra={"allowed": allowed, "metavar": metavar, "is_secret": is_secret})
+
+
+Seconds = Annotated[float, Meta(ge=0, le=_YEAR_S)]
+PositiveSeconds = Annotated[float, Meta(gt=0, le=_YEAR_S)]
+TtlSeconds = Annotated[float, Meta(ge=MIN_TTL_S, le=_YEAR_S)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Count = Annotated[int, Meta(ge=1)]
+Amount = Annotated[int, Meta(ge=0)]
+Port = Annotated[int, Meta(ge=1, le=65535)]
+Processes = Annotated[int, Meta(ge=1, le=64)]
+Priority = Annotated[int, Meta(ge=-LIMIT, le=LIMIT)]
+Weight = Annotated[float, Meta(gt=0, le=1e6)]
+PositiveShare = Annotated[float, Meta(gt=0, le=1)]
+StoreBytes = Annotated[int, Meta(ge=0), form(f"0, or an integer of at least {LEAST_STORE_BYTES}")]
+Text = Annotated[str, Meta(min_length=1), form("text that is not empty", "TEXT")]
+File = Annotated[str, Meta(min_length=1), form("a path", "FILE")]
+HeaderName = Annotated[
+    str,
+    Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9-]*\Z"),
+    form("a header name of letters, digits and hyphens", "NAME"),
+]
+WorkerUrl = Annotated[str, form("http://HOST:PORT", "URL")]
+SecretSource = Annotated[
+    str,
+    Meta(pattern=r"^(file|env):."),
+    form(
+        "file:PATH or env:VARIABLE, so that no key is on a command line", "SOURCE", is_secret=True
+    ),
+]
+TenantName = Annotated[
+    str, Meta(pattern=TENANT_NAME.pattern), form("a name in printable ASCII", "NAME")
+]
+GroupName = Annotated[
+    str,
+    Meta(pattern=r"^[A-Za-z0-9._-]{0,64}\Z"),
+    form("at most 64 letters, digits, '.', '_' and '-'", "GROUP"),
+]
 
 
 class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -64,92 +100,55 @@ class Tenant(Struct, frozen=True):
     """A tenant's limits. The tenant "" is every client that names none."""
 
     name: Annotated[TenantName, "The x-tenant-id of its requests, or the name of its keys."]
-    max_priority: Annotated[
-        int,
-        Meta(ge=-LIMIT, le=LIMIT),
-        "Highest priority that it can request, in place of `max_priority`.",
-    ]
-    weight: Annotated[
-        float, Meta(gt=0, le=1e6), "Its share of turns among requests of the same priority."
-    ] = 1.0
-    cache_group: Annotated[
-        GroupName, "Isolated tenants of the same group share cached prefixes; its name if not set."
-    ] = ""
-    pin_share: Annotated[
-        Share | None, "Share of the pin budget, in place of `pin_owner_share`."
-    ] = None
+    max_priority: Annotated[Priority, "Highest priority that it can request."]
+    weight: Annotated[Weight, "Share of turns among requests of the same priority."] = 1.0
+    cache_group: Annotated[GroupName, "Tenants that share cached prefixes; its name if empty."] = ""
+    pin_share: Annotated[Share | None, "Share of the pin budget, if not pin-owner-share."] = None
 
     @property
     def group(self) -> str:
-        """With whom it shares cached prefixes."""
+        """The group of tenants with which it shares cached prefixes."""
         return self.cache_group or self.name
 
 
 class RequestSettings(Settings, frozen=True, kw_only=True):
     """What the balancer and the engines must agree on."""
 
-    strip_headers: Annotated[
-        tuple[HeaderName, ...],
-        "Headers to remove from the start of a system prompt. See strip.md.",
-    ] = (BILLING_HEADER,)
-    sort_tools: Annotated[
-        bool, "Sort a request's tools by name, so that their order does not decide what is shared."
-    ] = False
-    max_priority: Annotated[
-        int, Meta(ge=-LIMIT, le=LIMIT), "Highest priority that a client can request."
-    ] = 100
-    aging_s: Annotated[
-        Seconds, "Waiting time that raises a request's priority by one; 0: waiting raises none."
-    ] = 10.0
-    preemption_threshold: Annotated[
-        Count, "A request preempts those whose priority is lower by this much or more."
-    ] = 10
+    strip_headers: Annotated[tuple[HeaderName, ...], "Header lines to remove: strip.md."] = (
+        BILLING_HEADER,
+    )
+    sort_tools: Annotated[bool, "Sort each request's tools by name, so that orders share."] = False
+    max_priority: Annotated[Priority, "Highest priority that a client can request."] = 100
+    aging_s: Annotated[Seconds, "Wait that raises a priority by one; 0: none does."] = 10.0
+    preemption_threshold: Annotated[Count, "Lead in priority that preempts a request."] = 10
     tenants: tuple[Tenant, ...] = ()
 
 
 class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
     host: Annotated[Text, "Address to listen on. Set a key before you use 0.0.0.0."] = "127.0.0.1"
-    port: Annotated[
-        int, Meta(ge=1, le=65535), "Port to listen on. Engines use free ports above it."
-    ] = 30000
-    processes: Annotated[
-        int, Meta(ge=1, le=64), "Balancer processes. One serves thousands of requests a second."
-    ] = 1
-    api_key: Annotated[
-        SecretSource | None, "Key that clients must send, except for health checks."
-    ] = None
-    keys: Annotated[
-        File | None, "Keys and limits of tenants, made by python -m sgl_ext.keys. See tenants.md."
-    ] = None
+    port: Annotated[Port, "Port to listen on. Engines use free ports above it."] = 30000
+    processes: Annotated[Processes, "Balancer processes that share the port."] = 1
+    api_key: Annotated[SecretSource | None, "Key for all requests but health checks."] = None
+    keys: Annotated[File | None, "Keys and limits of tenants: tenants.md."] = None
     tenant_isolation: Annotated[
         Literal["auto", "on", "off"],
-        "Whether tenants are kept from sharing cached prefixes; auto: if keys is set.",
+        "Whether tenants share no cached prefix; auto: if keys is set.",
     ] = "auto"
-    max_body_bytes: Annotated[int, Meta(ge=1), "Largest request body."] = 64 * _MIB
-    max_in_flight: Annotated[Count, "Requests that one engine is sent at the same time."] = 1024
-    queue_limit: Annotated[
-        int, Meta(ge=0), "Requests that can wait while no engine has capacity."
-    ] = 1024
-    queue_timeout_s: Annotated[PositiveSeconds, "Longest wait in that queue."] = 60.0
+    max_body_bytes: Annotated[Count, "Largest request body."] = 64 * _MIB
+    max_in_flight: Annotated[Count, "Requests that one engine gets at the same time."] = 1024
+    queue_limit: Annotated[Amount, "Requests that can wait for capacity in an engine."] = 1024
+    queue_timeout_s: Annotated[PositiveSeconds, "Longest wait for capacity."] = 60.0
     drain_s: Annotated[Seconds, "Time for running requests to finish when the node stops."] = 30.0
     request_log: Annotated[File | None, "Log with a line of JSON for each request."] = None
-    diagnose: Annotated[
-        bool, "Find where prompts diverge; request_log does, too. See doctor.md."
-    ] = False
+    diagnose: Annotated[bool, "Find where prompts diverge; a request log does, too."] = False
     store: Annotated[
         File | None,
-        f"SQLite file for stored responses and contexts, or {IN_MEMORY}. The launcher uses "
-        "store.sqlite in log_dir unless this is set. See responses.md.",
+        f"SQLite file for responses and contexts, or {IN_MEMORY}. The launcher's default is "
+        "store.sqlite in log-dir. See responses.md.",
     ] = None
-    store_limit_bytes: Annotated[
-        Bytes, form(f"0, or an integer of at least {_MIB}"), "Largest store; 0: no store."
-    ] = 1 << 30
-    response_ttl_s: Annotated[TtlSeconds, "How long a response is stored after its last use."] = (
-        86_400.0
-    )
-    workers: Annotated[
-        tuple[WorkerUrl, ...], "Engines to send requests to; the launcher sets its own."
-    ] = ()
+    store_limit_bytes: Annotated[StoreBytes, "Largest size of the store; 0: no store."] = 1 << 30
+    response_ttl_s: Annotated[TtlSeconds, "Time from a response's last use to its end."] = 86_400.0
+    workers: Annotated[tuple[WorkerUrl, ...], "An engine to send requests to; repeat."] = ()
 
     @property
     def isolates_tenants(self) -> bool:
@@ -159,47 +158,26 @@ class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
 
 
 class EngineSettings(RequestSettings, frozen=True, kw_only=True):
-    pin_budget: Annotated[Share, "Share of the KV cache that pins can hold. See pins.md."] = 1 / 3
-    pin_owner_share: Annotated[
-        float, Meta(gt=0, le=1), "Share of the pin budget that one tenant can use."
-    ] = 1.0
+    pin_budget: Annotated[Share, "Share of the KV cache that pins can hold: pins.md."] = 1 / 3
+    pin_owner_share: Annotated[PositiveShare, "Share of that for one tenant."] = 1.0
     pin_ttl_s: Annotated[TtlSeconds, "Lease of a pin whose request gives no TTL."] = 300.0
     pin_max_ttl_s: Annotated[TtlSeconds, "Longest lease of a pin."] = 3600.0
-    pin_unmarked_ttl_s: Annotated[
-        Seconds,
-        form("0, or a number from 1 to pin_max_ttl_s"),
-        "Lease for prompts of requests without a cache mark; 0: they are not pinned.",
-    ] = 0.0
-    preemption_grace_s: Annotated[
-        Seconds, "How long a preempted request is safe once it runs again."
-    ] = 2.0
+    pin_unmarked_ttl_s: Annotated[Seconds, "Lease for prompts without a mark; 0: no pin."] = 0.0
+    preemption_grace_s: Annotated[Seconds, "Time for which a preempted request is safe."] = 2.0
     prefill_ahead: Annotated[
         Literal["off", "hinted", "auto"],
-        "Next turns to prefill before they are sent; hinted: of requests that ask for it; auto: "
-        "of conversations that grow, too. See prefill.md.",
+        "Next turns to prefill before they are sent; hinted: those that a request asks for; auto: "
+        "also those of conversations that grow. See prefill.md.",
     ] = "auto"
-    prefill_ahead_slice_tokens: Annotated[
-        Count, "Most tokens to prefill ahead in one step of the engine."
-    ] = 2048
-    warmup_requests: Annotated[
-        File | None, "Request bodies, one a line, that each engine prefills when it starts."
-    ] = None
-    shared_prefixes: Annotated[
-        File | None,
-        "Request bodies, one a line, whose prompts isolated tenants share. See tenants.md.",
-    ] = None
-    token_cache_bytes: Annotated[
-        Bytes, "Memory for the tokens of text seen before; 0: tokenize every prompt whole."
-    ] = 256 * _MIB
+    prefill_ahead_slice_tokens: Annotated[Count, "Longest slice of such a prefill."] = 2048
+    warmup_requests: Annotated[File | None, "Request bodies to prefill at start."] = None
+    shared_prefixes: Annotated[File | None, "Prompts that isolated tenants share."] = None
+    token_cache_bytes: Annotated[Amount, "Memory for tokens of known text; 0: none."] = 256 * _MIB
 
     @property
     def ttl_limits(self) -> TtlLimits:
-        return TtlLimits(
-            min_s=MIN_TTL_S,
-            max_s=self.pin_max_ttl_s,
-            default_s=self.pin_ttl_s,
-            unmarked_s=self.pin_unmarked_ttl_s,
-        )
+        unmarked_s, max_s = self.pin_unmarked_ttl_s, self.pin_max_ttl_s
+        return TtlLimits(MIN_TTL_S, max_s, default_s=self.pin_ttl_s, unmarked_s=unmarked_s)
 
 
 class LaunchSettings(Settings, frozen=True, kw_only=True):

@@ -22,9 +22,9 @@ from sgl_ext.settings.schema import (
     EngineSettings,
     LaunchSettings,
     Settings,
+    SettingsError,
     Tenant,
 )
-from sgl_ext.settings.types import SettingsError
 
 _BALANCER, _ENGINE = fields_of(BalancerSettings), fields_of(EngineSettings)
 TABLES: Mapping[str, Mapping[str, Field]] = {
@@ -49,14 +49,12 @@ def launch_settings(argv: Sequence[str]) -> LaunchSettings:
     parser = _parser("sgl_ext.launch", "Start SGLang engines with one balancer in front of them.")
     parser.epilog = "Any other flag goes to every engine: see python -m sglang.launch_server --help"
     parser.add_argument("--config", metavar="FILE", help="TOML file. Flags win over it.")
-    fields = {**TABLES["launch"], **TABLES["balancer"]}
     for table in ("launch", "balancer"):
         _add_flags(parser.add_argument_group(f"Keys of [{table}] in the file"), TABLES[table])
     known, engine_args = parser.parse_known_args(argv)
-    flags = vars(known)
-    given = _Given()
+    flags, given = vars(known), _Given()
     file_args = given.read_file(flags.pop("config", None))
-    given.read_flags(flags, fields)
+    given.read_flags(flags, {**TABLES["launch"], **TABLES["balancer"]})
     if "model_path" not in given.values:
         raise SettingsError("model_path: missing; give --model-path or [launch] model-path")
     settings = LaunchSettings(
@@ -125,14 +123,14 @@ class _Given:
                 raise SettingsError(f"--tenant={text!r}: must be {_TENANT_FORM}")
             limits = {key: value for key, _, value in pairs}
             self._add_tenant(name, limits, "--tenant ", is_text=True)
-        emptied = {name for name in flags if name.startswith("no_")}
-        for name in fields.keys() & {*flags, *(name.removeprefix("no_") for name in emptied)}:
-            field, value = fields[name], flags.get(name, [])
-            converted = field.convert(value, field.flag, is_text=True)
-            if field.is_list:
-                before = () if "no_" + name in emptied else self.values.get(name, field.default)
-                converted = tuple(dict.fromkeys((*before, *converted)))
-            self.values[name], self.names[name] = converted, field.flag
+        for name, field in fields.items():
+            if flags.get("no_" + name):
+                self.values[name] = ()
+            if name in flags:
+                value = field.convert(flags[name], field.flag, is_text=True)
+                if field.is_list:
+                    value = tuple(dict.fromkeys((*self.values.get(name, field.default), *value)))
+                self.values[name], self.names[name] = value, field.flag
 
     def _add_tenant(
         self, name: str, limits: Mapping[str, Any], where: str, *, is_text: bool = False
@@ -149,7 +147,7 @@ class _Given:
         for key, value in table.items():
             name = key.replace("-", "_")
             if name not in fields:
-                raise SettingsError(f"{where}{key}={value!r}: unknown key{_nearest(name, fields)}")
+                raise SettingsError(f"{where}{key}: unknown key{_nearest(name, fields)}")
             self.names[name] = where + key
             converted[name] = fields[name].convert(value, where + key, **how)
         return converted
@@ -170,23 +168,15 @@ def _add_flags(parser: argparse._ActionsContainer, fields: Mapping[str, Field]) 
     for name, field in fields.items():
         default = f" (default: {field.shown_default})" if field.shown_default else ""
         text = (field.help + default).replace("%", "%%")
-        if field.default is True or field.default is False:
+        if isinstance(field.default, bool):
             parser.add_argument(field.flag, action=argparse.BooleanOptionalAction, help=text)
-        elif field.is_list:
-            parser.add_argument(
-                field.flag, action="append", dest=name, metavar=field.metavar, help=text
-            )
-            if field.default:
-                empty = f"--no-{name.replace('_', '-')}"
-                parser.add_argument(empty, action="store_true", help="Empty that list first.")
-        else:
-            parser.add_argument(
-                field.flag,
-                *(["--tp-size"] if name == "tp" else []),
-                dest=name,
-                metavar=field.metavar,
-                help=text,
-            )
+            continue
+        action = "append" if field.is_list else "store"
+        flags = [field.flag, "--tp-size"] if name == "tp" else [field.flag]
+        parser.add_argument(*flags, action=action, dest=name, metavar=field.metavar, help=text)
+        if field.is_list and field.default:
+            no_flag = f"--no-{name.replace('_', '-')}"
+            parser.add_argument(no_flag, action="store_true", help="Empty that list first.")
     if "max_priority" in fields:
         text = "Limits of one tenant; can be repeated. See tenants.md."
         parser.add_argument("--tenant", action="append", metavar=_TENANT_FORM, help=text)

@@ -8,8 +8,7 @@ import pytest
 
 from sgl_ext.node import hardware
 from sgl_ext.node.hardware import CPU_PLATFORM, Hardware
-from sgl_ext.settings.schema import EngineSettings, LaunchSettings, Tenant
-from sgl_ext.settings.types import SettingsError
+from sgl_ext.settings.schema import EngineSettings, LaunchSettings, SettingsError, Tenant
 
 
 def gpus_of(config: LaunchSettings, found: Hardware) -> list[str]:

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from sgl_ext.settings.checks import check_balancer, check_launch, read_api_key
-from sgl_ext.settings.schema import BalancerSettings, EngineSettings, LaunchSettings
-from sgl_ext.settings.types import SettingsError
+from sgl_ext.settings.schema import BalancerSettings, EngineSettings, LaunchSettings, SettingsError
 
 ISOLATING = BalancerSettings(tenant_isolation="on")
 NO_JSON = __file__
