@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_ext.protocols.registry import detect, of_path
+from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.answers import Answer
 from sgl_ext.requests.next_turn import Turn, next_turn, partial_turn
 from sgl_ext.requests.segments import read_chain
@@ -389,39 +389,6 @@ def test_what_codex_sends_back_is_the_guessed_conversation_up_to_the_result() ->
     assert guessed.hashes[-1] != real.hashes[-1]
 
 
-@pytest.mark.parametrize(
-    ("headers", "query", "body", "wanted"),
-    [
-        ({}, None, {"nvext": {"protocol": "chat"}, "input": "Go."}, CHAT),
-        ({}, "messages", {"messages": [USER]}, MESSAGES),
-        ({}, "responses", {"nvext": {"protocol": "chat"}}, CHAT),
-        ({}, "responses", {"nvext": {}}, RESPONSES),
-        ({}, "generate", {"messages": [USER]}, None),
-        ({}, None, {"nvext": {"protocol": 7}, "messages": [USER]}, None),
-        ({}, "", {"messages": [USER]}, CHAT),
-        ({}, None, {"input": [USER], "messages": [USER]}, RESPONSES),
-        ({}, None, {"messages": [USER]}, CHAT),
-        ({}, None, {"messages": [USER], "system": "Be."}, MESSAGES),
-        ({}, None, {"messages": [USER], "system": None}, CHAT),
-        ({"anthropic-version": "2023-06-01"}, None, {"messages": [USER]}, MESSAGES),
-        ({}, None, {"messages": [USER], "tools": [{"name": "r", "input_schema": {}}]}, MESSAGES),
-        ({}, None, {"messages": [USER], "tools": [{"function": {"name": "r"}}]}, CHAT),
-        ({}, None, {"messages": [USER, assistant([used("a")])]}, MESSAGES),
-        ({}, None, {"messages": [user([gave("a")])]}, MESSAGES),
-        ({}, None, {"messages": [USER, assistant([THINKING, TEXT])]}, MESSAGES),
-        ({}, None, {"messages": [USER, assistant([TEXT])]}, CHAT),
-        ({}, None, {"prompt": "Go."}, None),
-        ({}, None, {"messages": "Go."}, None),
-        ({}, "chat", None, None),
-    ],
-)
-def test_which_protocol_a_body_speaks(
-    headers: dict[str, str], query: str | None, body: Any, wanted: str | None
-) -> None:
-    found = detect(headers, query, body)
-    assert (None if found is None else found.path) == wanted
-
-
 keys = st.sampled_from(
     ["role", "content", "type", "id", "call_id", "tool_call_id", "tool_use_id", "tool_calls"]
 )
@@ -450,5 +417,4 @@ def test_no_body_breaks_it(path: str, body: Any, items: list[Any], case: Any) ->
             partial_turn(of_path(path), each, NONCE),
         ):
             assert turn is None or len(turn.nonces) == len(set(turn.nonces))
-        detect({}, None, each)
         assert each == before

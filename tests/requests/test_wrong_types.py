@@ -46,23 +46,27 @@ STRIP = HeaderStrip(("x-anthropic-billing-header",))
 
 
 def read_all(path: str, body: Any) -> None:
-    """What the balancer and the engine read of a body before SGLang sees it."""
-    stripped = strip_request(of_path(path), body, STRIP).body
-    marks = read_marks(of_path(path), stripped, TtlLimits(1.0, 3600.0, 300.0, 0.0))
-    chain = read_chain(of_path(path), with_sorted_tools(stripped))
+    """Reads a body as the balancer and the engine do before SGLang sees it."""
+    protocol = of_path(path)
+    stripped = strip_request(protocol, body, STRIP).body
+    assert strip_request(protocol, stripped, STRIP).body is stripped
+    marks = read_marks(protocol, stripped, TtlLimits(1.0, 3600.0, 300.0, 0.0))
+    chain = read_chain(protocol, with_sorted_tools(stripped))
     read_importance({}, stripped, 100)
     session_key({}, stripped, chain)
     stated_session({}, stripped)
     detect({}, None, stripped)
-    partial_turn(of_path(path), stripped, "nonce")
+    partial_turn(protocol, stripped, "nonce")
     if isinstance(stripped, dict):
         locate(
-            of_path(path),
+            protocol,
             stripped,
             [mark.place for mark in marks.blocks],
             lambda copy: str(copy)[:1000],
         )
-    translate(of_path(path), stripped, Model(sees=False, takes_system_anywhere=False))
+    model = Model(sees=False, takes_system_anywhere=False)
+    translated = translate(protocol, stripped, model).body
+    assert translate(protocol, translated, model).body == translated
 
 
 @given(st.sampled_from(sorted(PATHS)), VALUES)
