@@ -171,3 +171,41 @@ def used(answer: requests.Response) -> tuple[int, int]:
         return usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"]
     created = usage.get("cache_creation_input_tokens") or 0
     return usage["input_tokens"] + cached + created, cached
+
+
+def test_a_changed_runtime_text_computes_only_what_follows_it(node: Node, model: str) -> None:
+    """The tools come after the system text here: the model's template writes them there."""
+    tools = [{**_TOOL, "name": f"tool_{k}", "description": text(30)} for k in range(20)]
+    blocks = [
+        {"id": "tools", "kind": "tools", "layer": "stable", "content": tools},
+        {"id": "rules", "layer": "stable", "content": text(200)},
+        {"id": "notes", "kind": "document", "layer": "project", "content": text(200)},
+        {"id": "now", "layer": "runtime"},
+    ]
+    id = node.post("/v1/contexts", {"blocks": blocks}).json()["context_id"]
+    quiet = {"chat_template_kwargs": {"enable_thinking": False}}
+    user = [{"role": "user", "content": "Hello"}]
+    own = "Answer in one line."
+    requests_by_path: dict[str, dict[str, Any]] = {
+        "/v1/messages": {"max_tokens": 1, "system": own, "messages": user},
+        "/v1/chat/completions": {
+            "max_tokens": 1,
+            "messages": [{"role": "system", "content": own}, *user],
+            **quiet,
+        },
+        "/v1/responses": {"max_output_tokens": 3, "instructions": own, "input": "Hello", **quiet},
+    }
+    for path, rest in requests_by_path.items():
+        session = f"runtime-{next(_fresh)}"
+        headers = {"x-sgl-ext-session-id": session}
+        node.flush()
+        for number in range(2):
+            texts = {"now": f"{number} is the time. " + text(20)}
+            body = {"model": model, "context_id": id, "context_blocks": texts, **rest}
+            prompt, cached = used(node.post(path, body, headers=headers))
+        assert prompt > 2000
+        assert prompt - cached < 100, path
+        if path == "/v1/messages":
+            pins = requests.get(f"{node.url}/v1/pins", timeout=30).json()["pins"]
+            lasting = [pin for pin in pins if pin["session"] == session and pin["ttl_s"] == 3600]
+            assert max(pin["tokens"] for pin in lasting) > prompt - 200

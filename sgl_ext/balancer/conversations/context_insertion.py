@@ -1,15 +1,19 @@
-"""A request that names a context, with the context's content in its place.
+"""Inserts the content of a context into the requests that name it.
 
-All of it comes ahead of the request's own:
+`stable` and `project` blocks come ahead of the request's own tools and instructions:
 
     /v1/messages (count_tokens)   `tools`; each text a block of `system`
     /v1/chat/completions          `tools`; each text a part of the first message, of role system,
                                   or of the request's own system or developer message there
     /v1/responses                 `tools`; `instructions`, joined by blank lines
 
-A request that has these there by itself has the same prompt. What is `stable` is pinned for an
-hour and `project` for five minutes, by a cache mark behind the last block of each, unless the
-request marks what lies behind for as long; /v1/responses has marks of whole prompts only.
+Texts of `runtime` blocks come first in the first user message. Many chat templates write the
+tools after the system text, but all write messages after both. So a changed runtime text costs
+neither the tools nor the instructions.
+
+A request that has the same content in these places by itself has the same prompt. The end of
+each layer gets a cache mark, unless the request's own marks hold it as long; /v1/responses
+has no marks inside a prompt, so its whole prompt is pinned.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from typing import Any
 
 from sgl_ext.balancer.conversations.contexts import FIELDS, LAYERS, Block, MalformedContext
 from sgl_ext.requests.cache_marks import LIMIT_MARKS, TtlLimits, count_marks, read_marks
-from sgl_ext.requests.protocol import Protocol, ToolForm
+from sgl_ext.requests.protocol import INSTRUCTION_ROLES, Part, Protocol, ToolForm
 
 _ANY_TTL = TtlLimits(0.0, math.inf)
 _Json = dict[str, Any]
@@ -28,15 +32,15 @@ _Json = dict[str, Any]
 def insert_context(
     protocol: Protocol, body: _Json, blocks: tuple[Block, ...], texts: Any
 ) -> tuple[_Json, int]:
-    """A request with the content of the context that it names, and how many marks had no room.
+    """A request with the content of its context, and how many cache marks were left out.
 
-    texts: of its runtime blocks, by id, as the request says it. Raises MalformedContext.
-    What is unchanged is shared with `body`.
+    texts: the request's texts for runtime blocks, by id. Unchanged values are shared with
+    `body`. Raises MalformedContext.
     """
     form, add_texts = protocol.tool_form, protocol.add_texts
     assert form is not None, "requests can name a context"
     assert add_texts is not None, "requests can name a context"
-    given = _read_texts(blocks, {} if texts is None else texts)
+    runtime = _read_texts(blocks, {} if texts is None else texts)
     expanded = {key: value for key, value in body.items() if key not in FIELDS}
     if isinstance(nvext := body.get("nvext"), dict):
         expanded["nvext"] = {key: value for key, value in nvext.items() if key not in FIELDS}
@@ -49,64 +53,112 @@ def insert_context(
         if block.kind == "tools":
             tools += (_tool_for(form, tool) for tool in block.content)
             ends[block.layer] = tools[-1]
-        elif text := given.get(block.id) if block.layer == "runtime" else block.content:
-            parts.append({"type": "text", "text": text})
+        elif block.layer != "runtime":
+            parts.append({"type": "text", "text": block.content})
             ends[block.layer] = parts[-1]
     own_tools = expanded.get("tools") or []
     if tools and isinstance(own_tools, list):  # anything else is left for the engine to reject
         expanded["tools"] = [*tools, *own_tools]
+    _add_runtime(protocol, expanded, runtime)
     add_texts(expanded, parts)
     if protocol.marks is None:
         return expanded, 0
     if protocol.marks.find is None:
-        return _kept_whole(expanded, blocks), 0
-    return expanded, _mark(protocol, body, ends)
+        return _pinned_whole(expanded, blocks), 0
+    return expanded, _mark(protocol, body, blocks, ends, tools)
 
 
-def _read_texts(blocks: tuple[Block, ...], texts: Any) -> dict[str, str]:
+def _read_texts(blocks: tuple[Block, ...], texts: Any) -> list[str]:
+    """The request's texts for the runtime blocks of a context, in the order of the blocks."""
     if not isinstance(texts, dict):
         raise MalformedContext("context_blocks: must be an object of texts by block id")
-    places = [block.id for block in blocks if block.layer == "runtime"]
+    ids = [block.id for block in blocks if block.layer == "runtime"]
     for id, text in texts.items():
-        if id not in places:
+        if id not in ids:
             raise MalformedContext(f"context_blocks.{id}: the context has no such 'runtime' block")
         if not isinstance(text, str):
             raise MalformedContext(f"context_blocks.{id}: must be a text")
-    return dict(texts)
+    return [texts[id] for id in ids if texts.get(id)]
 
 
-def _mark(protocol: Protocol, body: _Json, ends: dict[str, _Json]) -> int:
-    """Marks the ends of the layers that are kept. Returns for how many there was no room.
+def _add_runtime(protocol: Protocol, body: _Json, texts: list[str]) -> None:
+    """Puts texts ahead of the content of the first message that does not instruct.
 
-    A mark of the request's own holds what comes before it, too, and where it is for as long,
-    or longer, another is of no use, and against Anthropic's rules on their order.
+    If that is not a user message, they become one of their own.
     """
-    routing = read_marks(protocol, body, _ANY_TTL)
-    longest_s = max((mark.ttl_s for mark in routing.blocks), default=0.0)
-    longest_s = max(longest_s, routing.whole_ttl_s)
+    field = protocol.turns_field
+    assert field is not None, "requests can name a context"
+    kind = "input_text" if (Part.ITEMS, field) in protocol.prompt else "text"
+    messages = body.get(field)
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    if not texts or not isinstance(messages, list):
+        return
+    parts = [{"type": kind, "text": text} for text in texts]
+    at = next((k for k, message in enumerate(messages) if not _instructs(message)), len(messages))
+    first = messages[at] if at < len(messages) else None
+    if not isinstance(first, dict) or first.get("role") != "user":
+        body[field] = [*messages[:at], {"role": "user", "content": parts}, *messages[at:]]
+        return
+    own = first.get("content")
+    if isinstance(own, str):
+        own = [{"type": kind, "text": own}] if own else []
+    if isinstance(own, list):  # anything else is left for the engine to reject
+        body[field] = [*messages[:at], {**first, "content": [*parts, *own]}, *messages[at + 1 :]]
+
+
+def _instructs(message: Any) -> bool:
+    return isinstance(message, dict) and message.get("role") in INSTRUCTION_ROLES
+
+
+def _mark(
+    protocol: Protocol,
+    body: _Json,
+    blocks: tuple[Block, ...],
+    ends: dict[str, _Json],
+    tools: list[_Json],
+) -> int:
+    """Marks the ends of the layers, and returns how many marks there was no room for.
+
+    The last tool is marked, too: a template may write it after the texts, and then the mark at
+    the end of its layer does not reach it. A mark of the request's own that comes later and
+    holds as long makes one of ours useless. On a text ours may not hold longer than the
+    request's marks on its tools, by Anthropic's rule on the order of TTLs.
+    """
+    own = read_marks(protocol, body, _ANY_TTL)
+    on_tools = [mark.ttl_s for mark in own.blocks if mark.place[0] == "tools"]
+    behind = [mark.ttl_s for mark in own.blocks if mark.place[0] != "tools"]
+    held_s = max([own.whole_ttl_s, *behind])
+    is_strict = protocol.marks is not None and protocol.marks.is_strict
+    longest_s = min(on_tools, default=math.inf) if is_strict else math.inf
+    wanted = [(LAYERS[layer], end) for layer, end in ends.items()]
+    if tools and all(end is not tools[-1] for end in ends.values()):
+        layer = [block.layer for block in blocks if block.kind == "tools"][-1]
+        wanted.append((LAYERS[layer], tools[-1]))
     room = LIMIT_MARKS - count_marks(protocol, body)
     left_out = 0
-    for layer, ttl_s in LAYERS.items():
-        if layer not in ends or not ttl_s or longest_s >= ttl_s:
+    for ttl_s, end in wanted:
+        is_text = end.get("type") == "text"
+        if max([held_s, *([] if is_text else on_tools)]) >= ttl_s:
             continue
-        if room > 0:
-            ends[layer]["cache_control"] = {"type": "ephemeral", "ttl": _spelled(ttl_s)}
+        if room > 0 and (ttl_s <= longest_s or not is_text):
+            end["cache_control"] = {"type": "ephemeral", "ttl": _duration(ttl_s)}
             room -= 1
         else:
             left_out += 1
     return left_out
 
 
-def _kept_whole(body: _Json, blocks: tuple[Block, ...]) -> _Json:
-    """A request of a protocol without marks inside: all of it, for as long as the first layer."""
+def _pinned_whole(body: _Json, blocks: tuple[Block, ...]) -> _Json:
+    """Pins the whole prompt as long as the first layer lasts, unless the request says otherwise."""
     nvext = body.get("nvext") or {}
     if isinstance(nvext, dict) and "cache_control" not in nvext:
-        control = {"type": "ephemeral", "ttl": _spelled(LAYERS[blocks[0].layer])}
+        control = {"type": "ephemeral", "ttl": _duration(LAYERS[blocks[0].layer])}
         body["nvext"] = {**nvext, "cache_control": control}
     return body
 
 
-def _spelled(ttl_s: int) -> str:
+def _duration(ttl_s: int) -> str:
     return f"{ttl_s // 3600}h" if ttl_s % 3600 == 0 else f"{ttl_s // 60}m"
 
 

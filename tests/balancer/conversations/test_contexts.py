@@ -21,6 +21,7 @@ from sgl_ext.balancer.conversations.contexts import (
     read_blocks,
 )
 from sgl_ext.protocols.registry import PATHS, of_path
+from sgl_ext.requests.cache_marks import TtlLimits, read_marks
 
 TOOL = {"name": "read", "description": "Reads.", "input_schema": {"type": "object"}}
 IN_CHAT = {
@@ -145,14 +146,9 @@ def test_messages_have_it_in_tools_and_system() -> None:
     assert left_out == 0
     assert found == {
         "model": "m",
-        "messages": [],
-        "tools": [TOOL, own],
-        "system": [
-            text("Be brief.", "1h"),
-            text("# Notes", "5m"),
-            text("It is noon."),
-            text("Own."),
-        ],
+        "messages": [{"role": "user", "content": [text("It is noon.")]}],
+        "tools": [{**TOOL, "cache_control": {"type": "ephemeral", "ttl": "1h"}}, own],
+        "system": [text("Be brief.", "1h"), text("# Notes", "5m"), text("Own.")],
     }
 
 
@@ -160,7 +156,8 @@ def test_chat_completions_have_it_in_tools_and_the_first_message() -> None:
     user = {"role": "user", "content": "Hello"}
     parts = [text("Be brief.", "1h"), text("# Notes", "5m")]
     alone, _ = expand("/v1/chat/completions", {"messages": [user]}, registered(), None)
-    assert alone == {"messages": [{"role": "system", "content": parts}, user], "tools": [IN_CHAT]}
+    tool = {**IN_CHAT, "cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    assert alone == {"messages": [{"role": "system", "content": parts}, user], "tools": [tool]}
     for role, content in (("system", "Own."), ("developer", [text("Own.")])):
         body = {"messages": [{"role": role, "content": content}, user]}
         found, _ = expand("/v1/chat/completions", body, registered(), None)
@@ -170,12 +167,61 @@ def test_chat_completions_have_it_in_tools_and_the_first_message() -> None:
 def test_responses_have_it_in_tools_and_instructions() -> None:
     body = {"input": "Hello", "instructions": "Own.", "nvext": {"context_id": "c"}}
     found, _ = expand("/v1/responses", body, registered(), {"now": "Noon."})
+    said = [{"type": "input_text", "text": each} for each in ("Noon.", "Hello")]
     assert found == {
-        "input": "Hello",
+        "input": [{"role": "user", "content": said}],
         "tools": [IN_RESPONSES],
-        "instructions": "Be brief.\n\n# Notes\n\nNoon.\n\nOwn.",
+        "instructions": "Be brief.\n\n# Notes\n\nOwn.",
         "nvext": {"cache_control": {"type": "ephemeral", "ttl": "1h"}},
     }
+
+
+@pytest.mark.parametrize("path", [path for path in PATHS if of_path(path).add_texts])
+@pytest.mark.parametrize(
+    ("own", "at"),
+    [
+        ([{"role": "user", "content": "Hello"}], 0),
+        ([{"role": "user", "content": [{"type": "image"}]}, {"role": "assistant"}], 0),
+        ([{"role": "developer", "content": "Own."}, {"role": "user", "content": "Hello"}], 1),
+        ([{"role": "assistant", "content": "Hi"}, {"role": "user", "content": "Hello"}], 0),
+        ([{"type": "function_call_output", "output": "1"}], 0),
+        ([], 0),
+    ],
+)
+def test_runtime_texts_begin_the_first_user_message(
+    path: str, own: list[dict[str, Any]], at: int
+) -> None:
+    blocks = registered(*BLOCKS[1:], {"id": "who", "layer": "runtime"})
+    key = "input" if path == "/v1/responses" else "messages"
+    kind = "input_text" if path == "/v1/responses" else "text"
+    before = copy.deepcopy(own)
+    plain, _ = expand(path, {key: own}, blocks, None)
+    found, _ = expand(path, {key: own}, blocks, {"who": "Agent 7.", "now": "Noon."})
+    assert own == before
+    assert {**found, key: None} == {**plain, key: None}, "the tools and instructions are the same"
+    at += len(plain[key]) - len(own)
+    messages = found[key]
+    assert messages[:at] == plain[key][:at]
+    assert messages[at]["role"] == "user"
+    runtime = [{"type": kind, "text": each} for each in ("Noon.", "Agent 7.")]
+    assert messages[at]["content"][:2] == runtime
+    rest = messages[at]["content"][2:]
+    first = plain[key][at] if at < len(plain[key]) else {}
+    if first.get("role") == "user":
+        content = first["content"]
+        if isinstance(content, str):
+            content = [{"type": kind, "text": content}]
+        assert rest == content
+        assert messages[at + 1 :] == plain[key][at + 1 :]
+    else:
+        assert rest == []
+        assert messages[at + 1 :] == plain[key][at:]
+
+
+def test_a_runtime_text_is_left_out_where_the_engine_will_reject_the_messages() -> None:
+    for messages in (None, 7, [{"role": "user", "content": 7}]):
+        found, _ = expand("/v1/messages", {"messages": messages}, registered(), {"now": "Noon."})
+        assert found["messages"] == messages
 
 
 @pytest.mark.parametrize("form", [TOOL, IN_CHAT, IN_RESPONSES])
@@ -190,14 +236,15 @@ def test_a_tool_takes_the_form_of_the_protocol(path: str, form: dict[str, Any]) 
 @pytest.mark.parametrize(
     ("marks", "wanted", "left_out"),
     [
-        ([], ["1h", "5m"], 0),
-        (["1m"], ["1h", "5m"], 0),
-        (["5m"], ["1h", None], 0),
-        (["1h"], [None, None], 0),
-        (["2h", "1h"], [None, None], 0),
-        (["1m"] * 3, ["1h", None], 1),
-        (["1m"] * 4, [None, None], 2),
-        (["5m"] * 4, [None, None], 1),
+        ([], ["1h", "1h", "5m"], 0),
+        (["1m"], ["1h", "1h", "5m"], 0),
+        (["5m"], ["1h", "1h", None], 0),
+        (["1h"], [None, None, None], 0),
+        (["2h", "1h"], [None, None, None], 0),
+        (["1m"] * 2, [None, "1h", "5m"], 1),
+        (["1m"] * 3, [None, "1h", None], 2),
+        (["1m"] * 4, [None, None, None], 3),
+        (["5m"] * 4, [None, None, None], 2),
     ],
 )
 def test_marks_are_put_where_the_requests_own_do_not_hold_as_long(
@@ -209,8 +256,31 @@ def test_marks_are_put_where_the_requests_own_do_not_hold_as_long(
         ]
     }
     found, missing = expand("/v1/messages", body, registered(), None)
-    ttls = [block.get("cache_control", {}).get("ttl") for block in found["system"]]
+    marked = [*found["tools"], *found["system"]]
+    ttls = [block.get("cache_control", {}).get("ttl") for block in marked]
     assert (ttls, missing) == (wanted, left_out)
+    assert not read_marks(of_path("/v1/messages"), found, TtlLimits(0, 1e9)).error
+
+
+@pytest.mark.parametrize(
+    ("ttl", "wanted", "left_out"),
+    [
+        ("1m", ["1h", "1m", None, None], 2),
+        ("5m", ["1h", "5m", None, "5m"], 1),
+        ("1h", [None, "1h", "1h", "5m"], 0),
+    ],
+)
+def test_marks_on_the_requests_own_tools_do_not_hold_the_texts_and_bound_their_marks(
+    ttl: str, wanted: list[str | None], left_out: int
+) -> None:
+    own = {"name": "own", "input_schema": {}, "cache_control": {"type": "ephemeral", "ttl": ttl}}
+    user = {"role": "user", "content": "Hello"}
+    body = {"max_tokens": 1, "tools": [own], "messages": [user]}
+    found, missing = expand("/v1/messages", body, registered(), None)
+    marked = [*found["tools"], *found["system"]]
+    ttls = [block.get("cache_control", {}).get("ttl") for block in marked]
+    assert (ttls, missing) == (wanted, left_out)
+    assert not read_marks(of_path("/v1/messages"), found, TtlLimits(0, 1e9)).error
 
 
 def test_what_a_request_says_of_runtime_blocks_is_checked() -> None:
@@ -292,8 +362,13 @@ def test_the_whole_request_is_the_one_that_has_the_content_in_place(
     assert unmarked(found) == explicit
     marked = [*found.get("tools", []), *(found["system"] if said else [])]
     ttls = [each["cache_control"]["ttl"] for each in marked if "cache_control" in each]
-    layers = dict.fromkeys(block["layer"] for block in blocks)
-    assert ttls == [{"stable": "1h", "project": "5m"}[layer] for layer in layers]
+    layers = {block["layer"]: block["kind"] for block in blocks}
+    tool_layers = [block["layer"] for block in blocks if block["kind"] == "tools"]
+    marked_layers = [layer for layer, kind in layers.items() if kind == "tools"]
+    if tool_layers and tool_layers[-1] not in marked_layers:
+        marked_layers.append(tool_layers[-1])
+    marked_layers += [layer for layer, kind in layers.items() if kind != "tools"]
+    assert ttls == [{"stable": "1h", "project": "5m"}[layer] for layer in marked_layers]
     assert left_out == 0
 
 

@@ -346,9 +346,10 @@ async def test_a_request_that_names_it_is_the_whole_request_and_goes_where_that_
     _, body, _ = engine.seen[-1]
     whole = orjson.loads(body)
     mark = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
-    assert whole["tools"] == [TOOL]
+    assert whole["tools"] == [{**TOOL, **mark}]
     assert whole["system"][0] == {"type": "text", "text": BLOCKS[1]["content"], **mark}
-    assert whole["system"][2] == {"type": "text", "text": "Noon."}
+    said = [{"type": "text", "text": each} for each in ("Noon.", "Hello")]
+    assert whole["messages"] == [{"role": "user", "content": said}]
     explained = [
         await (await client.post("/sgl_ext/explain/v1/messages", json=each)).json()
         for each in (routing, whole)
