@@ -1,14 +1,14 @@
-"""A context: a stable prefix, registered once as named blocks, that requests then name.
+"""Contexts: stable prefixes that are registered once as named blocks, so that requests name them.
 
     {"blocks": [{"id": "tools", "kind": "tools", "layer": "stable", "content": [...]},
                 {"id": "rules", "layer": "stable", "content": "You are ..."},
                 {"id": "README.md", "kind": "document", "layer": "project", "content": "# ..."},
                 {"id": "now", "layer": "runtime"}]}
 
-It has no name but its content: equal blocks make an equal id. In a prompt its tools come
-first and then its texts (`in_context.py`), and the layers are in the order of how long they
-last. A `runtime` block is a place, behind all others: each request that has something for it
-says so in `context_blocks`, by id, and it is not kept.
+The id is a hash of the content, so equal blocks have an equal id. In a prompt the tools come
+first, then the texts (`context_insertion.py`), in the order of the layers. A `runtime` block has
+no content of its own: each request may bring a text for it in `context_blocks`, which is not
+stored.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 
 import orjson
 
-MOST_BLOCKS = 64
-MOST_BYTES = 16 << 20
-MOST_ID_CHARS = 256
+MAX_BLOCKS = 64
+MAX_BYTES = 16 << 20
+MAX_ID_CHARS = 256
 LAYERS = {"stable": 3600, "project": 300, "runtime": 0}
-"""For how many seconds each is pinned, the most lasting first."""
+"""The seconds that each layer is pinned at least, in the order of the prompt."""
 KINDS = ("tools", "system", "document")
 FIELDS = ("context_id", "context_blocks")
 
@@ -31,13 +31,14 @@ _Json = dict[str, Any]
 
 
 class MalformedContext(ValueError):
-    """A context that cannot be; its text names the field and is what a client may be told."""
+    """An invalid context. The message names the field and is meant for the client."""
 
 
 class Block(NamedTuple):
-    """A part of a context. `content` is a text, the definitions of tools, or None: runtime.
+    """A part of a context.
 
-    hash: SHA-256 of the text, or of the tools as compact JSON in their own order; in hex.
+    content: a text, a list of tools, or None for the layer `runtime`.
+    hash: the SHA-256 of the text, or of the tools as compact JSON, in hexadecimal digits.
     """
 
     id: str
@@ -52,68 +53,68 @@ def read_blocks(document: Any) -> tuple[Block, ...]:
     given = document.get("blocks") if isinstance(document, dict) else None
     if not isinstance(given, list) or not given:
         raise MalformedContext("blocks: must be a list of blocks")
-    _require(len(given) <= MOST_BLOCKS, f"blocks: more than {MOST_BLOCKS}")
+    _require(len(given) <= MAX_BLOCKS, f"blocks: more than {MAX_BLOCKS}")
     blocks = [_read_block(f"blocks.{k}", block) for k, block in enumerate(given)]
     ids = [block.id for block in blocks]
     for k, id in enumerate(ids):
-        _require(id not in ids[:k], f"blocks.{k}.id: {id!r} is another block's, too")
+        _require(id not in ids[:k], f"blocks.{k}.id: {id!r} is also the id of another block")
     order = list(LAYERS)
-    behind = sorted(range(len(blocks)), key=lambda k: blocks[k].kind != "tools")
-    for before, k in pairwise(behind):
+    in_prompt = sorted(range(len(blocks)), key=lambda k: blocks[k].kind != "tools")
+    for before, k in pairwise(in_prompt):
         _require(
             order.index(blocks[before].layer) <= order.index(blocks[k].layer),
-            f"blocks.{k}.layer: {blocks[k].layer!r} may not come behind the "
-            f"{blocks[before].layer!r} of block {ids[before]!r}; tools come first in a prompt",
+            f"blocks.{k}.layer: {blocks[k].layer!r} may not follow the {blocks[before].layer!r} "
+            f"of block {ids[before]!r}; tools come first in a prompt",
         )
     size = sum(len(packed(block.content)) for block in blocks)
-    _require(size <= MOST_BYTES, f"blocks: larger than {MOST_BYTES} bytes")
-    _require(any(block.content is not None for block in blocks), "blocks: none has content")
-    return tuple(blocks[k] for k in behind)
+    _require(size <= MAX_BYTES, f"blocks: larger than {MAX_BYTES} bytes")
+    _require(any(block.content is not None for block in blocks), "blocks: none of them has content")
+    return tuple(blocks[k] for k in in_prompt)
 
 
 def _read_block(at: str, block: Any) -> Block:
     _require(isinstance(block, dict), f"{at}: must be an object")
     id, layer, kind = block.get("id"), block.get("layer"), block.get("kind", "system")
-    named = isinstance(id, str) and 0 < len(id) <= MOST_ID_CHARS
-    _require(named, f"{at}.id: must be a string of 1 to {MOST_ID_CHARS} characters")
+    is_id = isinstance(id, str) and 0 < len(id) <= MAX_ID_CHARS
+    _require(is_id, f"{at}.id: must be a string of 1 to {MAX_ID_CHARS} characters")
     _require(layer in LAYERS, f"{at}.layer: must be one of {', '.join(LAYERS)}")
     _require(kind in KINDS, f"{at}.kind: must be one of {', '.join(KINDS)}")
     content, stated = block.get("content"), block.get("hash")
     if layer == "runtime":
         _require(kind != "tools", f"{at}.layer: tools cannot be 'runtime', as they come first")
-        _require(content is None, f"{at}.content: a 'runtime' block gets it with each request")
+        _require(content is None, f"{at}.content: each request brings that of a 'runtime' block")
         _require(stated is None, f"{at}.hash: a 'runtime' block has none")
         return Block(id, kind, layer, None, None)
     if kind == "tools":
         listed = isinstance(content, list) and len(content) > 0
-        told = listed and all(isinstance(tool, dict) for tool in content)
-        _require(told, f"{at}.content: must be a list of tools")
+        valid = listed and all(isinstance(tool, dict) for tool in content)
+        _require(valid, f"{at}.content: must be a list of tools")
     else:
-        told = isinstance(content, str) and content.strip() != ""
-        _require(told, f"{at}.content: must be a text")
+        valid = isinstance(content, str) and content.strip() != ""
+        _require(valid, f"{at}.content: must be a text")
     found = hashlib.sha256(packed(content)).hexdigest()
     _require(
         stated is None or (isinstance(stated, str) and stated.removeprefix("sha256:") == found),
-        f"{at}.hash: is not that of the content of block {id!r}, which is {found}",
+        f"{at}.hash: differs from that of the content of block {id!r}, which is {found}",
     )
     return Block(id, kind, layer, found, content)
 
 
 def packed(content: Any) -> bytes:
-    """The bytes of a content that its hash is taken of."""
+    """The bytes of a content that are hashed."""
     if content is None:
         return b""
     return content.encode() if isinstance(content, str) else orjson.dumps(content)
 
 
 def context_id(blocks: tuple[Block, ...]) -> str:
-    """The id of a context: the same for the same blocks, and for no others."""
-    told = [(block.id, block.kind, block.layer, block.hash) for block in blocks]
-    return "ctx_" + hashlib.sha256(orjson.dumps(told)).hexdigest()[:40]
+    """The id of a context: a hash of its blocks."""
+    identity = [(block.id, block.kind, block.layer, block.hash) for block in blocks]
+    return "ctx_" + hashlib.sha256(orjson.dumps(identity)).hexdigest()[:40]
 
 
 def described(blocks: tuple[Block, ...]) -> list[_Json]:
-    """Blocks as a client is told of them: without their content."""
+    """Blocks as clients see them, without their content."""
     return [
         {
             "id": block.id,
@@ -127,10 +128,7 @@ def described(blocks: tuple[Block, ...]) -> list[_Json]:
 
 
 def named(body: _Json) -> tuple[Any, Any] | None:
-    """What a request says of contexts: `context_id` and `context_blocks`, None if nothing.
-
-    Each may stand in `nvext` as well.
-    """
+    """A request's `context_id` and `context_blocks`, from the body or `nvext`; None without any."""
     id, texts = body.get("context_id"), body.get("context_blocks")
     if isinstance(nvext := body.get("nvext"), dict):
         id = nvext.get("context_id") if id is None else id

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sgl_ext.balancer.conversations.context_insertion import insert_context
 from sgl_ext.balancer.conversations.contexts import (
-    MOST_BLOCKS,
+    MAX_BLOCKS,
     Block,
     MalformedContext,
     context_id,
@@ -93,19 +93,19 @@ def test_a_hash_is_of_the_text_or_of_the_tools_as_compact_json() -> None:
     ("changes", "message"),
     [
         ({"id": ""}, "blocks.0.id: must be a string"),
-        ({"id": "notes"}, "blocks.1.id: 'notes' is another block's"),
+        ({"id": "notes"}, "blocks.1.id: 'notes' is also the id of another"),
         ({"layer": "forever"}, "blocks.0.layer: must be one of stable, project, runtime"),
         ({"kind": "image"}, "blocks.0.kind: must be one of tools, system, document"),
         ({"content": ["x"]}, "blocks.0.content: must be a text"),
         ({"content": " \n"}, "blocks.0.content: must be a text"),
         ({"content": "x", "kind": "tools"}, "blocks.0.content: must be a list of tools"),
         ({"content": [1], "kind": "tools"}, "blocks.0.content: must be a list of tools"),
-        ({"hash": "0" * 64}, "blocks.0.hash: is not that of the content of block 'rules'"),
-        ({"hash": 7}, "blocks.0.hash: is not that"),
-        ({"layer": "runtime"}, "blocks.0.content: a 'runtime' block gets it with each request"),
+        ({"hash": "0" * 64}, "blocks.0.hash: differs from that of the content of block 'rules'"),
+        ({"hash": 7}, "blocks.0.hash: differs from"),
+        ({"layer": "runtime"}, "blocks.0.content: each request brings that of a 'runtime' block"),
         (
             {"layer": "runtime", "content": None},
-            "blocks.1.layer: 'project' may not come behind the 'runtime' of block 'rules'",
+            "blocks.1.layer: 'project' may not follow the 'runtime' of block 'rules'",
         ),
         ({"layer": "runtime", "kind": "tools"}, "blocks.0.layer: tools cannot be 'runtime'"),
     ],
@@ -122,8 +122,8 @@ def test_what_cannot_be_a_context_is_named(changes: dict[str, Any], message: str
         ([], "blocks: must be a list"),
         ({"blocks": []}, "blocks: must be a list"),
         ({"blocks": ["x"]}, "blocks.0: must be an object"),
-        ({"blocks": [BLOCKS[3]]}, "blocks: none has content"),
-        ({"blocks": [{**BLOCKS[0], "id": str(k)} for k in range(MOST_BLOCKS + 1)]}, "blocks: more"),
+        ({"blocks": [BLOCKS[3]]}, "blocks: none of them has content"),
+        ({"blocks": [{**BLOCKS[0], "id": str(k)} for k in range(MAX_BLOCKS + 1)]}, "blocks: more"),
         ({"blocks": [{**BLOCKS[0], "content": "x" * (17 << 20)}]}, "blocks: larger than"),
     ],
 )
@@ -134,7 +134,7 @@ def test_a_registration_is_bounded(document: Any, message: str) -> None:
 
 def test_tools_come_first_so_their_layer_may_not_be_the_shorter() -> None:
     tools = {**BLOCKS[1], "layer": "project"}
-    with pytest.raises(MalformedContext, match=r"blocks\.0\.layer: 'stable' may not come behind"):
+    with pytest.raises(MalformedContext, match=r"blocks\.0\.layer: 'stable' may not follow"):
         registered(BLOCKS[0], tools)
     assert [block.id for block in registered()] == ["tools", "rules", "notes", "now"]
 

@@ -410,7 +410,7 @@ async def test_a_bad_registration_is_400_that_names_the_block(start: Start) -> N
     block = {**BLOCKS[1], "hash": "0" * 64}
     answer = await client.post("/v1/contexts", json={"blocks": [block]})
     assert answer.status == 400
-    assert "blocks.0.hash: is not that of the content of block 'rules'" in await answer.text()
+    assert "blocks.0.hash: differs from that of the content of block 'rules'" in await answer.text()
     assert (await client.post("/v1/contexts", data=b"{")).status == 400
 
 
