@@ -28,14 +28,14 @@ def main(argv: list[str]) -> None:
         config = balancer_settings(argv)
         check_store(config.store, config.store_limit_bytes)
         if config.processes > 1:
-            # With a shared port the kernel would not say that somebody else has it.
+            # With a shared port the kernel would not report that another program uses it.
             require_free(config.host, config.port)
     except (SettingsError, StoreUnusable) as error:
         raise SystemExit(f"sgl-ext balancer: {error}") from None
     if config.processes == 1:
         uvloop.run(_serve(config))
     else:
-        run(config.processes, lambda *place: uvloop.run(_serve(config, *place)))
+        run(config.processes, lambda *peers: uvloop.run(_serve(config, *peers)))
 
 
 async def _serve(
@@ -46,8 +46,8 @@ async def _serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     balancer = Balancer(config, group, folder)
-    # Requests make few cycles, and looking for them among all that lives costs a tenth of a
-    # request: what is there now is no more looked at, and what comes, seldom.
+    # Requests create few reference cycles, and collecting them costs a tenth of a request. So the
+    # collector skips the objects that exist now, and runs rarely.
     gc.freeze()
     gc.set_threshold(100_000, 20, 100)
     try:

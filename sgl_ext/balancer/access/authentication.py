@@ -94,7 +94,7 @@ class Authentication:
         """Replaces the headers about the tenant that the engine gets."""
         group = self._tenants.of(tenant).group if self._isolates else None
         head.tenant = tenant
-        head.say({TENANT_HEADER: tenant or None, GROUP_HEADER: group, OWNER_HEADER: owner})
+        head.set_headers({TENANT_HEADER: tenant or None, GROUP_HEADER: group, OWNER_HEADER: owner})
 
 
 def _key_of(fields: dict[bytes, bytes]) -> bytes:

@@ -12,7 +12,8 @@ import socket
 
 from aiohttp import web
 
-from sgl_ext.balancer.http.upstream import ConnectionPool, UpstreamConnection
+from sgl_ext.balancer.http.connection_pool import ConnectionPool
+from sgl_ext.balancer.http.upstream import UpstreamConnection
 
 
 class ControlPool(ConnectionPool):

@@ -1,1 +1,1 @@
-"""HTTP/1.1 on both sides: bytes in, requests and responses out."""
+"""HTTP/1.1 on both sides: downstream to clients, upstream to workers."""

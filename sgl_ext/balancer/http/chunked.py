@@ -1,10 +1,10 @@
-"""A body that comes in chunks (RFC 9112, section 7.1), put together as it arrives.
+"""A body in chunks (RFC 9112, section 7.1), put together as it arrives.
 
     SIZE [;extensions] CRLF  SIZE bytes  CRLF   ...   0 [;extensions] CRLF  *(trailer CRLF)  CRLF
 
-Our own and not the parser's, because the parser does not say where the body
-ends, and behind it the next request may already stand. Extensions and trailers
-are dropped, and bounded.
+The HTTP parser does not report where the body ends, and the next request may follow it at once.
+So the balancer reads chunks itself. Extensions and trailers are dropped, and their size is
+limited.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SIZE = re.compile(rb"([0-9A-Fa-f]{1,16})((?:;[\t\x20-\x7e\x80-\xff]*)?)")
 
 
 class ChunkedBody:
-    """Takes bytes as they come; `body` is what they carried."""
+    """Takes bytes as they arrive; `body` is their content."""
 
     def __init__(self, max_bytes: int) -> None:
         self.body = bytearray()
@@ -32,9 +32,9 @@ class ChunkedBody:
         self._read = self._size_line
 
     def take(self, data: bytearray) -> bool:
-        """Removes from the front of `data` what belongs to the body. True once it is complete.
+        """Removes the body's bytes from the front of `data`. True once the body is complete.
 
-        Raises BalancerError 400 on what is no chunk, 413 on too many bytes.
+        Raises BalancerError 400 for a malformed chunk, 413 for too many bytes.
         """
         while not self._complete:
             if not self._read(data):
@@ -47,7 +47,7 @@ class ChunkedBody:
             return False
         match = _SIZE.fullmatch(line)
         if match is None:
-            raise _bad("not a chunk's size")
+            raise _bad("a chunk's size is not a number")
         self._count_extra(len(match[2]))
         self._left = int(match[1], 16)
         if len(self.body) + self._left > self._max_bytes:
@@ -80,7 +80,7 @@ class ChunkedBody:
         if line is None:
             return False
         if line and not _TRAILER.fullmatch(line):
-            raise _bad("not a trailer")
+            raise _bad("a trailer is no header line")
         self._count_extra(len(line))
         self._complete = not line
         return True
@@ -98,7 +98,7 @@ class ChunkedBody:
     def _count_extra(self, size: int) -> None:
         self._extra += size
         if self._extra > MAX_EXTRA_BYTES:
-            raise _bad("too much beside the chunks")
+            raise _bad("the extensions and trailers are too long")
 
 
 def _bad(reason: str) -> BalancerError:

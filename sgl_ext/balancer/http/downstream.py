@@ -1,13 +1,12 @@
-"""One client's connection: requests come in one behind the other, answers go out in that order.
+"""One client's connection. Its requests are answered in order, one at a time.
 
-One exchange runs at a time. Reading goes on meanwhile, so that a client that
-leaves is noticed; what it sends ahead is kept up to a bound, then reading
-stops. When the client does not read its answer, the exchange is told to pause.
+While an exchange runs, the connection goes on reading, so that it notices when the client
+disconnects. It buffers a limited number of bytes of later requests, then stops reading. When the
+client does not read its response, the exchange is paused.
 
-An answer behind which the connection cannot go on is followed by a lingering
-close: our side ends, and what the client still sends is read and dropped for a
-moment. Closing at once would reset the connection, and the client could lose
-the answer.
+If the connection cannot continue after a response, it lingers: our side ends, and what the client
+still sends is read and dropped for a moment. Closing at once would reset the connection, and the
+client could lose the answer.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from sgl_ext.protocols.errors import BalancerError
 IDLE_S = 75.0
 HEAD_S = 30.0
 BODY_S = 60.0
-# A client that reads nothing of its answer for so long is gone, whatever its network says.
+# A client that reads nothing of its response for this long counts as disconnected.
 UNREAD_S = 120.0
 LINGER_S = 2.0
 _MAX_AHEAD_BYTES = 64 * 1024
@@ -31,16 +30,16 @@ _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _NO_BODY = (204, 304)
 
 
-class Serving(Protocol):
-    """What the connection needs of a running exchange."""
+class RunningExchange(Protocol):
+    """The exchange, as its connection uses it."""
 
     def begin(self) -> None: ...
     def client_gone(self) -> None: ...
     def resume(self) -> None: ...
 
 
-class Host(Protocol):
-    """What the connection needs of the server it belongs to."""
+class Server(Protocol):
+    """The server, as its connections use it. `now` is the time of its last sweep."""
 
     draining: bool
     now: float
@@ -48,38 +47,39 @@ class Host(Protocol):
     def joined(self, connection: DownstreamConnection) -> None: ...
     def left(self, connection: DownstreamConnection) -> None: ...
     def reader(self) -> RequestReader: ...
-    def exchange(self, connection: DownstreamConnection, request: Request) -> Serving: ...
+    def exchange(self, connection: DownstreamConnection, request: Request) -> RunningExchange: ...
     def error_response(
         self, error: BalancerError, path: str
     ) -> tuple[int, bytes, bytes, bytes]: ...
 
 
 class DownstreamConnection(asyncio.BufferedProtocol):
-    """The server side of a connection. `deadline` is when `time_out` is due, by the host's clock.
+    """The server side of a connection.
 
-    `paused` says that the client does not take what is written as fast as it comes.
+    deadline: when `time_out` is due.
+    paused: the client does not read as fast as the response arrives.
     """
 
     __slots__ = (
         "_exchange",
-        "_host",
         "_in_head",
         "_lingering",
         "_reader",
         "_reading_paused",
         "_request",
+        "_server",
         "_starting",
         "_transport",
         "deadline",
         "paused",
     )
 
-    def __init__(self, host: Host) -> None:
-        self._host = host
-        self._reader = host.reader()
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._reader = server.reader()
         self._transport: asyncio.Transport
         self._request: Request | None = None
-        self._exchange: Serving | None = None
+        self._exchange: RunningExchange | None = None
         self._starting = False
         self._in_head = False
         self._reading_paused = False
@@ -92,15 +92,15 @@ class DownstreamConnection(asyncio.BufferedProtocol):
         """Whether an exchange runs."""
         return self._exchange is not None
 
-    # An exchange answers through these; exactly one answer a request.
+    # The exchange sends its response through these methods, exactly one for each request.
 
     def answer(self, status: int, reason: bytes, lines: bytes, body: bytes) -> None:
-        """Sends a whole answer. `lines` are header lines, without framing."""
+        """Sends a complete response. `lines` are header lines without framing."""
         request = self._request
         assert request is not None
         end = self._connection_line(request)
         if request.head.method == "HEAD" or status in _NO_BODY:
-            # Without a body there is nothing to say of its length, but of the GET's.
+            # A response to HEAD states the length that the body of a GET would have.
             if body and status not in _NO_BODY:
                 end = b"content-length: %d\r\n%b" % (len(body), end)
             self._transport.write(b"HTTP/1.1 %d %b\r\n%b%b" % (status, reason, lines, end))
@@ -111,9 +111,9 @@ class DownstreamConnection(asyncio.BufferedProtocol):
         self._end_exchange()
 
     def start_stream(self, status: int, reason: bytes, lines: bytes, data: bytes = b"") -> None:
-        """Sends the head of an answer whose length is not known yet, and a first part of its body.
+        """Sends the head of a response of unknown length, and the first part of its body.
 
-        Both go in one piece: a client that is woken by the head would wait for the rest.
+        Both go out in one write, so that the client does not wake up twice.
         """
         request = self._request
         assert request is not None
@@ -124,7 +124,7 @@ class DownstreamConnection(asyncio.BufferedProtocol):
         self._transport.write(b"HTTP/1.1 %d %b\r\n%b%b%b" % head + self._framed(data))
 
     def write(self, data: bytes) -> None:
-        """Sends a part of an answer's body; it must not be empty."""
+        """Sends a part of the body, which must not be empty."""
         self._transport.write(self._framed(data))
 
     def _framed(self, data: bytes) -> bytes:
@@ -134,14 +134,14 @@ class DownstreamConnection(asyncio.BufferedProtocol):
         return b"%x\r\n%b\r\n" % (len(data), data)
 
     def end_stream(self) -> None:
-        """The answer is complete."""
+        """Ends the response."""
         assert self._request is not None
         if self._request.head.http_1_1:
             self._transport.write(b"0\r\n\r\n")
         self._end_exchange()
 
     def _connection_line(self, request: Request) -> bytes:
-        if self._host.draining:
+        if self._server.draining:
             request.keep_alive = False
         if not request.keep_alive:
             return b"connection: close\r\n\r\n"
@@ -150,19 +150,19 @@ class DownstreamConnection(asyncio.BufferedProtocol):
     def _end_exchange(self) -> None:
         request, self._request, self._exchange = self._request, None, None
         assert request is not None
-        if not request.keep_alive or self._host.draining:
+        if not request.keep_alive or self._server.draining:
             self._close(linger=request.unread)
         elif self._reader.ahead or self._reading_paused:
             self._start_next()
         else:
-            self.deadline = self._host.now + IDLE_S
+            self.deadline = self._server.now + IDLE_S
 
     # The transport calls these.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's is one in all but name.
+        # uvloop's transport has the same methods, but another base class.
         self._transport = cast(asyncio.Transport, transport)
-        self._host.joined(self)
+        self._server.joined(self)
         self._await_more()
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -179,10 +179,10 @@ class DownstreamConnection(asyncio.BufferedProtocol):
             self._transport.pause_reading()
 
     def eof_received(self) -> None:
-        """A client that is done sending is gone: the transport closes."""
+        """A client that stops sending has disconnected: the transport closes."""
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._host.left(self)
+        self._server.left(self)
         self._lingering = True
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
@@ -190,7 +190,7 @@ class DownstreamConnection(asyncio.BufferedProtocol):
 
     def pause_writing(self) -> None:
         self.paused = True
-        self.deadline = self._host.now + UNREAD_S
+        self.deadline = self._server.now + UNREAD_S
 
     def resume_writing(self) -> None:
         self.paused = False
@@ -202,10 +202,10 @@ class DownstreamConnection(asyncio.BufferedProtocol):
         else:
             self._start_next()
 
-    # Time and the end.
+    # Timeouts and the end.
 
     def time_out(self) -> None:
-        """The deadline has passed: an unfinished request is told so, all else just closes."""
+        """Ends the connection after its deadline. An incomplete request gets a 408."""
         if self._lingering or self.paused or self.busy:
             self._transport.abort()
         elif self._reader.ahead or self._reader.in_body:
@@ -216,7 +216,7 @@ class DownstreamConnection(asyncio.BufferedProtocol):
             self._transport.close()
 
     def close_idle(self) -> None:
-        """Closes unless an exchange runs; a running one closes when it has ended."""
+        """Closes the connection unless an exchange runs."""
         if not self.busy:
             self._transport.close()
 
@@ -224,7 +224,7 @@ class DownstreamConnection(asyncio.BufferedProtocol):
         self._transport.abort()
 
     def _start_next(self) -> None:
-        """Starts the next request that is complete, unless the client leaves answers unread."""
+        """Starts the next complete request, unless the client does not read its responses."""
         if self._starting:
             return
         self._starting = True
@@ -237,7 +237,7 @@ class DownstreamConnection(asyncio.BufferedProtocol):
                 self._request = request
                 self._in_head = False
                 self.deadline = math.inf
-                self._exchange = exchange = self._host.exchange(self, request)
+                self._exchange = exchange = self._server.exchange(self, request)
                 exchange.begin()
         except BalancerError as error:
             self._reject(error)
@@ -250,7 +250,7 @@ class DownstreamConnection(asyncio.BufferedProtocol):
         if self._reading_paused and not self._transport.is_closing():
             self._reading_paused = False
             self._transport.resume_reading()
-        now = self._host.now
+        now = self._server.now
         if self._reader.in_body:
             self.deadline = now + BODY_S
         elif not self._reader.ahead:
@@ -260,7 +260,7 @@ class DownstreamConnection(asyncio.BufferedProtocol):
         self._in_head = bool(self._reader.ahead)
 
     def _reject(self, error: BalancerError) -> None:
-        status, reason, lines, body = self._host.error_response(error, self._reader.path)
+        status, reason, lines, body = self._server.error_response(error, self._reader.path)
         framing = b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self._transport.write(b"HTTP/1.1 %d %b\r\n%b%b%b" % (status, reason, lines, framing, body))
         self._close(linger=True)
@@ -269,6 +269,6 @@ class DownstreamConnection(asyncio.BufferedProtocol):
         self._lingering = True
         if linger and not self._transport.is_closing():
             self._transport.write_eof()
-            self.deadline = self._host.now + LINGER_S
+            self.deadline = self._server.now + LINGER_S
         else:
             self._transport.close()

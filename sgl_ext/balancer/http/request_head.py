@@ -1,15 +1,13 @@
-"""A request's head, from its bytes: what was asked, how its body is framed, what else was said.
+"""A request's head: its parsed form, and a cache of parsed heads.
 
-llhttp reads it, and reads strictly: CRLF and not LF, no folded lines, no length
-beside a transfer coding and no second one. Added here is what a proxy needs on
-top, so that the engine can never see another request than the balancer did:
-HTTP/1.0 or 1.1 only, no transfer coding but `chunked` and that in HTTP/1.1
-only, a target that is a path.
+llhttp parses it strictly: CRLF and not LF, no folded lines, no length beside a transfer coding and
+no second length. Rules are added here so that an engine can never see another request than the
+balancer did: only HTTP/1.0 and 1.1, no transfer coding but `chunked` and that only in HTTP/1.1,
+and a target that is a path.
 
-A client says nearly the same in each of its heads; what changes is the body's
-length. So heads that were read are kept by their bytes without that number.
-Two heads that differ in nothing but the digits of one well-formed
-Content-Length line mean the same but for the length.
+A client's heads are nearly equal; only the length of the body changes. So parsed heads are cached
+by their bytes without the digits of the length. Two heads that differ only in the digits of one
+well-formed Content-Length line mean the same except for the length.
 """
 
 from __future__ import annotations
@@ -24,8 +22,8 @@ from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.protocols.routes import Route
 from sgl_ext.requests.session import QUEUED_HEADER
 
-# What belongs to one connection and not to the message (RFC 9110, section 7.6.1), and the
-# length, which the next connection's framing says anew.
+# Headers of one connection and not of the message (RFC 9110, section 7.6.1), and the length,
+# which is stated again by the framing of the next connection.
 HOP_BY_HOP = frozenset(
     {
         b"connection",
@@ -40,9 +38,9 @@ HOP_BY_HOP = frozenset(
         b"upgrade",
     }
 )
-# A body arrives here decoded, answers are read here on their way, the caller's key is for the
-# balancer alone, and only the balancer says what it has read.
-_NOT_FOR_WORKERS = HOP_BY_HOP | {
+# Bodies are decoded here, responses must stay readable here, the key is for the balancer alone,
+# and only the balancer sets its internal headers.
+_NOT_UPSTREAM = HOP_BY_HOP | {
     b"accept-encoding",
     b"authorization",
     b"content-encoding",
@@ -53,16 +51,17 @@ _NOT_FOR_WORKERS = HOP_BY_HOP | {
 }
 _VERSIONS = {b" HTTP/1.1": True, b" HTTP/1.0": False}
 _LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ([0-9]{1,15})\r\n")
-_MAX_KEPT = 1024
+_MAX_CACHED = 1024
 
 
 class RequestHead:
-    """What a head says but for the body's length.
+    """A request's head, without the body's length.
 
-    `headers` are in order, names in lower case; `fields` are the same, the last
-    of a name; neither has the length. `target` is the path with its query, as
-    it came. `rejection` is set if the request cannot be served whatever its body.
-    `tenant` is whose it is, where that is told by its key; "" otherwise.
+    headers: in order, with lower-case names. fields: the same, the last of each name.
+    target: the path and query as they arrived.
+    upstream_lines: the header lines for the worker.
+    tenant: the tenant that authentication found; "" otherwise.
+    rejection: set if the request cannot be served whatever its body.
     """
 
     def __init__(self) -> None:
@@ -82,37 +81,37 @@ class RequestHead:
         self.rejection: BalancerError | None = None
 
     def connection_names(self) -> frozenset[bytes]:
-        """What the Connection header names: what it names is of this connection, too."""
+        """The headers that the Connection header names, which are of this connection too."""
         values = [value.lower() for name, value in self.headers if name == b"connection"]
         return frozenset(token.strip() for value in values for token in value.split(b","))
 
-    def say(self, told: Mapping[str, str | None]) -> None:
-        """Has headers say this and nothing else, whatever the client sent; None: none of it."""
-        ours = {name.encode(): value for name, value in told.items()}
-        kept = [header for header in self.headers if header[0] not in ours]
+    def set_headers(self, headers: Mapping[str, str | None]) -> None:
+        """Replaces headers, whatever the client sent; None removes one."""
+        ours = {name.encode(): value for name, value in headers.items()}
+        theirs = [header for header in self.headers if header[0] not in ours]
         added = [(n, v.encode("latin-1")) for n, v in ours.items() if v is not None]
-        self.headers = kept + added
+        self.headers = theirs + added
         self.fields = dict(self.headers)
-        dropped = _NOT_FOR_WORKERS | self.connection_names()
-        passed = [header for header in kept if header[0] not in dropped]
+        dropped = _NOT_UPSTREAM | self.connection_names()
+        passed = [header for header in theirs if header[0] not in dropped]
         self.upstream_lines = _lines(passed + added)
 
 
 class RequestHeadCache:
-    """Reads heads, and keeps the latest. `admit` sees each new one and may raise BalancerError."""
+    """Parses heads and caches the latest. `admit` gets each new one and may raise BalancerError."""
 
     def __init__(self, admit: Callable[[RequestHead], None]) -> None:
         self._admit = admit
-        self._kept: dict[bytes, RequestHead] = {}
+        self._cached: dict[bytes, RequestHead] = {}
 
     def clear(self) -> None:
-        """What was admitted has to be admitted anew."""
-        self._kept.clear()
+        """Empties the cache, so that every head is admitted again."""
+        self._cached.clear()
 
     def read(self, raw: bytes) -> tuple[RequestHead, int]:
-        """The head with these bytes, up to and with the empty line, and its body's length.
+        """The head of these bytes, which include the empty line, and its body's length.
 
-        Raises BalancerError 400, naming what is wrong, if it is malformed.
+        Raises BalancerError 400, naming the fault, if it is malformed.
         """
         match = _LENGTH.search(raw)
         if match is None:
@@ -120,7 +119,7 @@ class RequestHeadCache:
         else:
             start, end = match.span(1)
             key, length = raw[:start] + raw[end:], int(match[1])
-        head = self._kept.get(key)
+        head = self._cached.get(key)
         if head is None:
             head, length = parse_head(raw)
             try:
@@ -129,16 +128,16 @@ class RequestHeadCache:
                 head.rejection = error
                 return head, length
             if match is None and length:
-                # A length in a spelling the pattern does not know is still in the key.
+                # The key contains a length whose spelling the pattern does not match.
                 return head, length
-            if len(self._kept) >= _MAX_KEPT:
-                self._kept.clear()
-            self._kept[key] = head
+            if len(self._cached) >= _MAX_CACHED:
+                self._cached.clear()
+            self._cached[key] = head
         return head, length
 
 
-class _Parts:
-    """Collects what the parser finds."""
+class _ParsedHead:
+    """The parser's callbacks."""
 
     def __init__(self) -> None:
         self.target = b""
@@ -156,17 +155,17 @@ class _Parts:
 
 
 def parse_head(raw: bytes) -> tuple[RequestHead, int]:
-    """As `Heads.read`, without any memory."""
-    parts = _Parts()
-    parser = httptools.HttpRequestParser(parts)
+    """As `RequestHeadCache.read`, without the cache."""
+    parsed = _ParsedHead()
+    parser = httptools.HttpRequestParser(parsed)
     try:
         parser.feed_data(raw)
     except httptools.HttpParserUpgrade:
-        # An offer, declined by not answering it; CONNECT has no path and fails below.
+        # An upgrade is declined by ignoring it; CONNECT has no path and fails below.
         pass
     except httptools.HttpParserError as error:
         raise _bad(str(error)) from None
-    if not parts.complete:
+    if not parsed.complete:
         raise _bad("the head is cut")
     line_end = raw.index(b"\r\n")
     version = _VERSIONS.get(raw[line_end - 9 : line_end])
@@ -175,10 +174,10 @@ def parse_head(raw: bytes) -> tuple[RequestHead, int]:
     head = RequestHead()
     head.http_1_1 = version
     head.method = parser.get_method().decode("ascii")
-    head.target = _origin_form(parts.target)
+    head.target = _origin_form(parsed.target)
     head.path = head.target.partition(b"?")[0].decode("ascii")
-    length = int(dict(parts.headers).get(b"content-length", 0))
-    head.headers = [header for header in parts.headers if header[0] != b"content-length"]
+    length = int(dict(parsed.headers).get(b"content-length", 0))
+    head.headers = [header for header in parsed.headers if header[0] != b"content-length"]
     head.fields = dict(head.headers)
     _read_fields(head)
     return head, length
@@ -199,7 +198,7 @@ def _read_fields(head: RequestHead) -> None:
     head.keep_alive = b"close" not in connection_names and (
         head.http_1_1 or b"keep-alive" in connection_names
     )
-    dropped = _NOT_FOR_WORKERS | connection_names
+    dropped = _NOT_UPSTREAM | connection_names
     head.upstream_lines = _lines([h for h in head.headers if h[0] not in dropped])
 
 
@@ -208,7 +207,7 @@ def _lines(headers: list[tuple[bytes, bytes]]) -> bytes:
 
 
 def _origin_form(target: bytes) -> bytes:
-    """A target as path and query. An absolute URL is one, too; every server must take it."""
+    """A target as path and query. Every server must accept an absolute URL, too."""
     if target.startswith(b"/"):
         return target
     if target.lower().startswith(b"http://"):

@@ -1,17 +1,16 @@
-"""What a client sent, made into requests. No input or output in here: bytes in, requests out.
+"""A client's bytes, made into requests. No input or output: bytes in, requests out.
 
     reader.buffer()        where the next bytes go
     reader.received(n)     n of them are there
-    reader.next()          the next complete request, if its bytes are all here
+    reader.next()          the next complete request, if all of its bytes are here
 
     between requests --head--> in a body of known length, or chunked --end--> between requests
                        |                                                          ^
-                       +--refused at its head--> skipping its body ---------------+
+                       +--rejected at its head--> skipping its body --------------+
 
-A body of known length is received straight into the buffer that is then sent
-to a worker. A request may be refused at its head, before anything of its body
-is kept; what then still comes of the body is skipped. Bytes of later requests
-wait in `ahead`; whoever drives this stops reading when they are many.
+A body of known length is received into the buffer that is then sent to a worker. A request may be
+rejected at its head, before any of its body is stored; the rest of the body is then skipped. Bytes
+of later requests wait in `ahead`; the caller stops reading when there are many.
 """
 
 from __future__ import annotations
@@ -24,18 +23,19 @@ from sgl_ext.balancer.http.request_head import RequestHead, RequestHeadCache
 from sgl_ext.protocols.errors import BalancerError, body_too_large
 
 MAX_HEAD_BYTES = 64 * 1024
-# More than this of a refused body is not worth keeping the connection for.
+# A rejected request with a longer body ends its connection.
 MAX_SKIPPED_BYTES = 1024 * 1024
 _WINDOW = {b"gzip": 31, b"x-gzip": 31, b"deflate": zlib.MAX_WBITS}
-# One for all connections: what is read into it is copied out before the next read.
+# Shared by all connections: its content is copied before the next read.
 _SCRATCH = memoryview(bytearray(16 * 1024))
 
 
 class Request:
-    """One request. It has a body, or a `rejection`, and then its body was dropped.
+    """One request.
 
-    `unread` says that the rest of the body was not awaited: nothing can be read
-    behind this request. `keep_alive` says whether the client wants to go on.
+    rejection: why it cannot be served; its body was dropped.
+    unread: the rest of its body was not read, so the connection cannot continue.
+    keep_alive: whether the client wants the connection to continue.
     """
 
     __slots__ = ("body", "head", "keep_alive", "length", "rejection", "unread")
@@ -50,7 +50,7 @@ class Request:
 
 
 class RequestReader:
-    """The reading half of one connection."""
+    """Reads the requests of one connection."""
 
     def __init__(self, heads: RequestHeadCache, max_body_bytes: int) -> None:
         self._heads = heads
@@ -62,7 +62,7 @@ class RequestReader:
         self._body: bytearray | None = None
         self._view: memoryview | None = None
         self._chunks: ChunkedBody | None = None
-        self._asked_on = False
+        self._sent_continue = False
 
     @property
     def in_body(self) -> bool:
@@ -71,7 +71,7 @@ class RequestReader:
 
     @property
     def path(self) -> str:
-        """The path of the request whose body is awaited; \"\" if there is none."""
+        """The path of the request whose body is incomplete; \"\" if there is none."""
         return "" if self._request is None else self._request.head.path
 
     def buffer(self) -> memoryview:
@@ -87,16 +87,16 @@ class RequestReader:
         self._view = self._view[size:] if self._missing else None
 
     def wants_continue(self) -> bool:
-        """Whether the client waits to be told to send its body. True once a request."""
+        """Whether the client waits for a 100 Continue. True once for each request."""
         request = self._request
-        waits = request is not None and request.head.expects_continue and not self._asked_on
-        self._asked_on = self._asked_on or waits
+        waits = request is not None and request.head.expects_continue and not self._sent_continue
+        self._sent_continue = self._sent_continue or waits
         return waits
 
     def next(self) -> Request | None:
-        """The next complete request, or None until more is received.
+        """The next complete request, or None until more bytes arrive.
 
-        Raises BalancerError if the bytes are no request; nothing can be read after it.
+        Raises BalancerError if the bytes are no request. Nothing can be read after that.
         """
         request = self._request
         if request is None:
@@ -131,7 +131,7 @@ class RequestReader:
         self._searched = 0
         head, length = self._heads.read(bytes(ahead[:end]))
         del ahead[:end]
-        self._asked_on = False
+        self._sent_continue = False
         self._missing = length
         self._request = request = Request(head, length)
         if request.rejection is not None:
@@ -144,7 +144,7 @@ class RequestReader:
         return request
 
     def _start_body(self, request: Request) -> None:
-        """Makes room for a body. Raises BalancerError if it cannot be taken."""
+        """Prepares for a body. Raises BalancerError if it cannot be accepted."""
         encoding = request.head.fields.get(b"content-encoding")
         if encoding is not None and encoding.lower() not in _WINDOW:
             raise BalancerError(
@@ -165,7 +165,7 @@ class RequestReader:
             self._view = memoryview(body)[len(ahead) :] if self._missing else None
             ahead.clear()
         else:
-            # Behind the body the next request stands already.
+            # The next request follows the body.
             self._body = ahead[:size]
             self._missing = 0
             del ahead[:size]
@@ -189,23 +189,23 @@ class RequestReader:
         encoding = request.head.fields[b"content-encoding"].lower()
         window = _WINDOW[encoding]
         if encoding == b"deflate" and request.body[0] & 0x0F != zlib.DEFLATED:
-            # Some send it bare, without the zlib header that belongs to it.
+            # Some clients send it without the zlib header.
             window = -window
         decoder = zlib.decompressobj(wbits=window)
         try:
             body = decoder.decompress(request.body, self._max_body_bytes + 1)
         except zlib.error:
-            message = "body: not what its content-encoding says"
+            message = "body: does not have the form of its content-encoding"
             raise BalancerError(HTTPStatus.BAD_REQUEST, message) from None
         if len(body) > self._max_body_bytes:
             raise body_too_large(self._max_body_bytes)
         if not decoder.eof or decoder.unused_data:
-            message = "body: its compressed data is cut, or something follows it"
+            message = "body: its compressed data is incomplete, or other bytes follow it"
             raise BalancerError(HTTPStatus.BAD_REQUEST, message)
         return body
 
     def _reject(self, request: Request, error: BalancerError) -> None:
-        """Drops the body. What is still to come of it is skipped, unless that is too much."""
+        """Drops the body. The rest of it is skipped when it arrives, unless it is too long."""
         request.rejection = error
         request.body = b""
         self._body = self._view = self._chunks = None
@@ -215,7 +215,7 @@ class RequestReader:
             request.keep_alive = False
 
     def _skip_body(self, request: Request) -> bool:
-        """True once the body is skipped, or is not going to be."""
+        """True once the body is skipped, or will not be read."""
         if request.unread:
             return True
         skipped = min(self._missing, len(self.ahead))

@@ -1,9 +1,8 @@
-"""The head of a worker's answer, as it is passed on.
+"""The head of a worker's response, and a cache of parsed heads.
 
-A worker says nearly the same at the head of each answer; what changes is the
-body's length, and the date once a second. So heads of whole answers are kept,
-as those of requests are: by their bytes without the length's digits, once the
-parser has read such an answer and found nothing wrong with it.
+A worker's heads are nearly equal; only the body's length changes, and the date once a second. So
+the heads of complete responses are cached as those of requests are: by their bytes without the
+digits of the length, after the parser has found such a response to be well-formed.
 """
 
 from __future__ import annotations
@@ -14,12 +13,15 @@ from sgl_ext.balancer.http.request_head import HOP_BY_HOP
 from sgl_ext.protocols.request_ids import NAMES
 
 _LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ([0-9]{1,15})\r\n")
-_MAX_KEPT = 256
+_MAX_CACHED = 256
 
 
 class ResponseHead:
-    """Status and header lines for the client. `streams` says that the body is events, `is_named`
-    that the worker named the request itself."""
+    """Status and header lines for the client.
+
+    streams: the body is server-sent events.
+    is_named: the worker gave the request an id.
+    """
 
     __slots__ = ("is_named", "lines", "reason", "status", "streams")
 
@@ -39,32 +41,33 @@ class ResponseHead:
 
 
 class ResponseHeadCache:
-    """The latest heads of one worker's whole answers."""
+    """The latest heads of one worker's complete responses."""
 
     def __init__(self) -> None:
-        self._kept: dict[bytes, ResponseHead] = {}
+        self._cached: dict[bytes, ResponseHead] = {}
 
     def read(self, data: bytes) -> tuple[ResponseHead, bytes] | None:
-        """Head and body, if `data` is exactly one answer whose head is known but for its length."""
+        """Head and body, if `data` is exactly one response with a cached head."""
         found = _split(data)
         if found is None:
             return None
         key, end = found
-        head = self._kept.get(key)
+        head = self._cached.get(key)
         return None if head is None else (head, data[end:])
 
-    def keep(self, data: bytes, head: ResponseHead) -> None:
-        """Remembers the head of an answer that the parser found good. It says to keep the
-        connection, and `data` is all of it. One with a name in it never comes again."""
+    def add(self, data: bytes, head: ResponseHead) -> None:
+        """Caches the head of a complete, well-formed response that keeps the connection open.
+        A head with a request id is not cached, as it never comes again."""
         found = None if head.is_named else _split(data)
         if found is not None and data.startswith(b"HTTP/1.1 %d " % head.status):
-            if len(self._kept) >= _MAX_KEPT:
-                self._kept.clear()
-            self._kept[found[0]] = head
+            if len(self._cached) >= _MAX_CACHED:
+                self._cached.clear()
+            self._cached[found[0]] = head
 
 
 def _split(data: bytes) -> tuple[bytes, int] | None:
-    """The head without its length, and where the body begins, if the length is what follows."""
+    """The head without the digits of its length, and where the body begins; None if the length
+    is not that of the data."""
     end = data.find(b"\r\n\r\n") + 4
     match = _LENGTH.search(data, 0, end) if end >= 4 else None
     if match is None or int(match[1]) != len(data) - end:

@@ -1,4 +1,4 @@
-"""Server-sent events in whole ones: a stream that is cut must leave no broken event behind."""
+"""Splits server-sent events, so that a stream that is cut ends with a complete event."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ _ENDS = (b"\n\n", b"\r\n\r\n")
 
 
 class WholeEvents:
-    """Cuts a stream where events end; `rest` is what came behind the last end."""
+    """Buffers the last event of a stream until it is complete."""
 
     __slots__ = ("_rest",)
 
@@ -14,7 +14,7 @@ class WholeEvents:
         self._rest = bytearray()
 
     def take(self, data: bytes) -> bytes:
-        """Everything up to the end of the last event so far; empty if no event ended."""
+        """Everything up to the end of the last complete event; empty if no event ended."""
         if not self._rest and data.endswith(b"\n\n"):
             return data
         searched = max(0, len(self._rest) - 3)
@@ -28,5 +28,5 @@ class WholeEvents:
         return whole
 
     def rest(self) -> bytes:
-        """What is left at the end of the stream."""
+        """The incomplete event at the end of the stream."""
         return bytes(self._rest)

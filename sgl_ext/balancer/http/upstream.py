@@ -1,33 +1,31 @@
-"""Connections to one worker: answers are parsed as they come, and connections are kept.
+"""A connection to a worker: it sends a request and parses the response as it arrives.
 
-A worker may close a kept connection at the moment a request is sent on it. So
-a connection says whether it was used before and whether any of the answer had
-come when it was lost; the exchange then knows that the worker is not to blame.
+A worker may close an idle connection at the moment a request is sent on it. So a connection records
+whether it was used before and whether any of the response has arrived; the exchange then knows that
+the worker is not to blame.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol, cast
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Protocol, cast
 
 import httptools
 
-from sgl_ext.balancer.http.response_head import ResponseHead, ResponseHeadCache
+from sgl_ext.balancer.http.response_head import ResponseHead
 
-# SGLang closes an idle connection after 5 s; ours must go first, or a request races the close.
-# In sweeps, which come once a second: an idle connection lives for 3 to 4 s.
-_KEPT_SWEEPS = 4
-CONNECT_TIMEOUT_S = 5.0
+if TYPE_CHECKING:
+    from sgl_ext.balancer.http.connection_pool import ConnectionPool
+
 _MAX_HEAD_BYTES = 256 * 1024
 
 
 class MalformedResponse(Exception):
-    """What a worker sent is no HTTP answer that can be passed on."""
+    """The worker sent no HTTP response that can be passed on."""
 
 
 class ResponseReceiver(Protocol):
-    """Whoever waits for an answer. Called in this order: connected, head, data, end; or lost."""
+    """Gets a response, in this order: connected, head, data, end; or a failure at any point."""
 
     def connected(self, connection: UpstreamConnection) -> None: ...
     def connect_failed(self, reason: str) -> None: ...
@@ -38,10 +36,11 @@ class ResponseReceiver(Protocol):
 
 
 class UpstreamConnection(asyncio.Protocol):
-    """One connection, one answer at a time.
+    """One connection, with one response at a time.
 
-    `heard` says that some of an answer came, `reused` that the connection
-    served before.
+    heard: a part of the response has arrived.
+    reused: the connection has served a request before.
+    sweeps: how many sweeps it has been idle.
     """
 
     __slots__ = (
@@ -91,7 +90,7 @@ class UpstreamConnection(asyncio.Protocol):
     def send(
         self, receiver: ResponseReceiver, head: bytes, body: bytes | bytearray, method: str
     ) -> None:
-        """Sends a request whose answer `receiver` gets."""
+        """Sends a request; `receiver` gets the response."""
         self._receiver = receiver
         self._bodiless = method == "HEAD"
         if body:
@@ -100,7 +99,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._transport.write(head)
 
     def pause(self) -> None:
-        """Stops reading: the receiver cannot pass on what comes."""
+        """Stops reading, because the receiver cannot pass more on."""
         if not self._paused and not self._transport.is_closing():
             self._paused = True
             self._transport.pause_reading()
@@ -112,7 +111,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def abort(self) -> None:
-        """Closes at once; whoever waited hears nothing more. The worker sees it and stops."""
+        """Closes at once. The receiver is not called again, and the worker aborts the request."""
         self._receiver = None
         self._usable = False
         self._pool.forget(self)
@@ -121,20 +120,20 @@ class UpstreamConnection(asyncio.Protocol):
     # The transport calls these.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's is one in all but name.
+        # uvloop's transport has the same methods, but another base class.
         self._transport = cast(asyncio.Transport, transport)
         self._pool.connections.add(self)
 
     def data_received(self, data: bytes) -> None:
         receiver = self._receiver
         if receiver is None:
-            # Nothing was asked.
+            # No request is running.
             self.abort()
             return
         first = not self.heard
         self.heard = True
         if first and not self._bodiless:
-            known = self._pool.answers.read(data)
+            known = self._pool.heads.read(data)
             if known is not None:
                 head, body = known
                 receiver.response_head(head)
@@ -150,20 +149,20 @@ class UpstreamConnection(asyncio.Protocol):
         if self._in_head:
             self._head_bytes += len(data)
             if self._head_bytes > _MAX_HEAD_BYTES:
-                fault = "the head is too large"
+                fault = "the head is too long"
         pieces = self._pieces
         if pieces:
             receiver.response_data(pieces[0] if len(pieces) == 1 else b"".join(pieces))
             pieces.clear()
         if self._complete:
             if first and fault is None and self._usable and self._head is not None:
-                self._pool.answers.keep(data, self._head)
+                self._pool.heads.add(data, self._head)
             self._end(fault is None)
         elif fault is not None:
-            self._lost(f"malformed answer: {fault}")
+            self._lost(f"malformed response: {fault}")
 
     def eof_received(self) -> None:
-        """Nothing to add: the transport closes, and `connection_lost` says what it means."""
+        """Does nothing: the transport closes, and `connection_lost` decides what that means."""
 
     def connection_lost(self, error: Exception | None) -> None:
         self._usable = False
@@ -171,7 +170,7 @@ class UpstreamConnection(asyncio.Protocol):
         if self._receiver is None:
             return
         if error is None and not self._in_head and not self._framed:
-            # An answer without a length ends where the connection does.
+            # A response without a length ends with the connection.
             self._end(False)
         else:
             self._lost("connection closed" if error is None else type(error).__name__)
@@ -180,7 +179,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def on_status(self, reason: bytes) -> None:
         if self._complete:
-            raise MalformedResponse("more than one answer")
+            raise MalformedResponse("more than one response")
         self._reason = reason
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -203,7 +202,7 @@ class UpstreamConnection(asyncio.Protocol):
         if self._receiver is not None:
             self._receiver.response_head(self._head)
         if self._bodiless:
-            # The parser cannot know that no body follows, so it is of no more use.
+            # The parser does not know that no body follows, so it cannot be used again.
             self._complete = True
             self._usable = False
 
@@ -213,17 +212,17 @@ class UpstreamConnection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         if self._in_head:
-            # An interim answer: the real one follows.
+            # An interim response: the final one follows.
             self._headers.clear()
             return
         self._complete = True
         self._usable = self._usable and self._parser.should_keep_alive()
 
     def _end(self, clean: bool) -> None:
-        """The answer is complete. The connection is kept if nothing speaks against it."""
+        """The response is complete. The connection is used again if its state allows."""
         receiver, self._receiver = self._receiver, None
-        kept = clean and self._usable and not self._transport.is_closing()
-        if kept and not self._transport.get_write_buffer_size():
+        reusable = clean and self._usable and not self._transport.is_closing()
+        if reusable and not self._transport.get_write_buffer_size():
             self._reset()
             if self._paused:
                 self.resume()
@@ -239,86 +238,3 @@ class UpstreamConnection(asyncio.Protocol):
         self.abort()
         if receiver is not None:
             receiver.upstream_lost(reason)
-
-
-class ConnectionPool:
-    """The connections to one worker: kept ones first, the most recently used of them foremost.
-
-    `sweep` is to be called once a second.
-    """
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-        parts = urlsplit(url)
-        self._host = parts.hostname or ""
-        self._port = parts.port or 80
-        self._base = parts.path.rstrip("/").encode()
-        self._host_line = b" HTTP/1.1\r\nhost: %b\r\n" % parts.netloc.rpartition("@")[2].encode()
-        self.answers = ResponseHeadCache()
-        self._kept: list[UpstreamConnection] = []
-        self._connecting: set[asyncio.Task[None]] = set()
-        self.connections: set[UpstreamConnection] = set()
-
-    def request_line(self, method: str, target: bytes) -> bytes:
-        """The first lines of a request to this worker, its Host among them."""
-        return b"%b %b%b%b" % (method.encode(), self._base, target, self._host_line)
-
-    def lease(self, receiver: ResponseReceiver) -> None:
-        """Gives the receiver an idle connection, or opens one."""
-        if self._kept:
-            receiver.connected(self._kept.pop())
-        else:
-            self.connect(receiver)
-
-    def release(self, connection: UpstreamConnection) -> None:
-        """Takes a connection back for the next request."""
-        connection.sweeps = 0
-        self._kept.append(connection)
-
-    def connect(self, receiver: ResponseReceiver) -> None:
-        """Opens a connection; the receiver hears how it went."""
-        task = asyncio.get_running_loop().create_task(self._connect(receiver))
-        self._connecting.add(task)
-        task.add_done_callback(self._connecting.discard)
-
-    async def _connect(self, receiver: ResponseReceiver) -> None:
-        try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                connection = await self._open()
-        except (OSError, TimeoutError) as error:
-            receiver.connect_failed(type(error).__name__)
-        else:
-            receiver.connected(connection)
-
-    async def _open(self) -> UpstreamConnection:
-        loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(
-            lambda: UpstreamConnection(self), self._host, self._port
-        )
-        return connection
-
-    def forget(self, connection: UpstreamConnection) -> None:
-        """A connection is gone."""
-        self.connections.discard(connection)
-        if connection in self._kept:
-            self._kept.remove(connection)
-
-    def sweep(self) -> None:
-        """Closes what was kept too long."""
-        for connection in tuple(self._kept):
-            connection.sweeps += 1
-            if connection.sweeps == _KEPT_SWEEPS:
-                connection.abort()
-
-    def close_idle(self) -> None:
-        """Closes the connections that nobody uses."""
-        for connection in tuple(self._kept):
-            connection.abort()
-
-    def close(self) -> None:
-        """Closes everything; whoever waits for an answer hears nothing more."""
-        for task in tuple(self._connecting):
-            task.cancel()
-        for connection in tuple(self.connections):
-            connection.abort()
-        self._kept.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from scheduler.retry_budget import RetryBudget
 from sgl_ext.balancer.access.rate_limits import RateLimits
 from sgl_ext.balancer.conversations.conversation_store import ConversationStore
-from sgl_ext.balancer.http.upstream import ConnectionPool
+from sgl_ext.balancer.http.connection_pool import ConnectionPool
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.reporting.request_log import RequestLog
 from sgl_ext.balancer.routing.admission_queue import AdmissionQueue

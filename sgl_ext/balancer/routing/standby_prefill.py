@@ -12,9 +12,10 @@ from collections.abc import Callable
 from http import HTTPStatus
 
 from scheduler.standby import WorkerLoad, choose_standby, is_strained
+from sgl_ext.balancer.http.connection_pool import ConnectionPool
 from sgl_ext.balancer.http.request_head import RequestHead
 from sgl_ext.balancer.http.response_head import ResponseHead
-from sgl_ext.balancer.http.upstream import ConnectionPool, UpstreamConnection
+from sgl_ext.balancer.http.upstream import UpstreamConnection
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempt import Attempt
 from sgl_ext.balancer.routing.router import Router

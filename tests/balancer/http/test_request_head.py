@@ -203,7 +203,7 @@ def test_what_was_remembered_is_bounded() -> None:
     heads = RequestHeadCache(lambda head: None)
     for number in range(5000):
         heads.read(head_of(b"a: %d" % number))
-    assert len(heads._kept) <= 1024
+    assert len(heads._cached) <= 1024
 
 
 def test_a_refused_head_is_judged_again() -> None:

@@ -12,7 +12,7 @@ FIELDS = [(b"content-type", b"text/event-stream; x"), (b"keep-alive", b"5"), (b"
 
 def known() -> ResponseHeadCache:
     heads = ResponseHeadCache()
-    heads.keep(HEAD + b"2\r\n\r\nab", ResponseHead(200, b"OK", FIELDS))
+    heads.add(HEAD + b"2\r\n\r\nab", ResponseHead(200, b"OK", FIELDS))
     return heads
 
 
@@ -50,7 +50,7 @@ def test_an_interim_answer_is_not_remembered_as_the_real_one() -> None:
     interim = b"HTTP/1.1 103 Hints\r\nContent-Length: 40\r\n\r\n"
     data = interim + b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nab"
     assert len(data) - len(interim) == 40
-    heads.keep(data, ResponseHead(200, b"OK", []))
+    heads.add(data, ResponseHead(200, b"OK", []))
     assert heads.read(data) is None
 
 
@@ -58,5 +58,5 @@ def test_what_is_remembered_is_bounded() -> None:
     heads = ResponseHeadCache()
     for number in range(1000):
         data = b"HTTP/1.1 200 OK\r\ndate: %d\r\ncontent-length: 0\r\n\r\n" % number
-        heads.keep(data, ResponseHead(200, b"OK", []))
-    assert len(heads._kept) <= 256
+        heads.add(data, ResponseHead(200, b"OK", []))
+    assert len(heads._cached) <= 256

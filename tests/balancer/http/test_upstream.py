@@ -138,9 +138,9 @@ async def test_a_connection_is_kept_only_for_a_while(serve: Serve, connect: Conn
     (pool,) = balancer._services._pools.values()
     assert len(pool.connections) == 1
     for _ in range(4):
-        assert pool._kept
+        assert pool._idle
         pool.sweep()
-    assert not pool._kept
+    assert not pool._idle
     await wire.ask(request())
     assert worker.connections == 2
 
