@@ -34,7 +34,7 @@ from sgl_ext.balancer.routing.event_subscriber import EventSubscribers
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.worker_probes import WorkerProbes
 from sgl_ext.balancer.routing.workers import Workers
-from sgl_ext.doctor.findings import added_up
+from sgl_ext.doctor.findings import merged
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.requests.headers import HeaderStrip
 from sgl_ext.settings.checks import read_api_key
@@ -239,7 +239,7 @@ class Balancer:
         if self._detector is None:
             return None
         others = [] if self._snapshots is None else self._snapshots.read_others(_FINDINGS)
-        return added_up([self._detector.findings.as_json(), *map(orjson.loads, others)])
+        return merged([self._detector.findings.as_json(), *map(orjson.loads, others)])
 
     def _metrics_page(self) -> bytes:
         page = self._metrics.render()

@@ -1,1 +1,1 @@
-"""Where consecutive prompts part, and what to do about it: `python -m sgl_ext.doctor`."""
+"""Finds where consecutive prompts diverge: `python -m sgl_ext.doctor`."""

@@ -1,9 +1,9 @@
-"""Says where prompts part from those before them: of a request log, or of a running balancer.
+"""Shows where prompts diverge from earlier ones, by a request log or a running balancer.
 
     python -m sgl_ext.doctor .run/requests.log
     python -m sgl_ext.doctor --url http://127.0.0.1:30000
 
-Exit code 0: nothing diverges. 1: something does. 2: there is nothing to read.
+Exit code 0: no prompt diverges. 1: prompts diverge. 2: the log or the balancer cannot be read.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ _TIMEOUT_S = 30.0
 
 
 class DoctorError(Exception):
-    """There is nothing to read; the message says why."""
+    """The findings cannot be read; the message says why."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the report; the exit code."""
+    """Prints the report and returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m sgl_ext.doctor",
         allow_abbrev=False,
-        description="Where prompts do not begin as those before them, and what to do about it.",
+        description="Shows where prompts diverge from earlier ones, and what to do about it.",
     )
     parser.add_argument("log", nargs="?", metavar="LOG", help="a request log; - is stdin")
     parser.add_argument("--url", help="a balancer that runs with --diagnose or --request-log")
     parser.add_argument("--api-key", help="file:PATH or env:VARIABLE, for --url")
-    parser.add_argument("--json", action="store_true", help="for machines")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     flags = parser.parse_args(argv)
     if (flags.log is None) == (flags.url is None):
         parser.error("give LOG or --url")
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
         if flags.url is None:
             document = read_log(flags.log)
         else:
-            document = ask(flags.url, read_api_key(flags.api_key))
+            document = fetch(flags.url, read_api_key(flags.api_key))
     except (DoctorError, SettingsError) as error:
         print(f"sgl-ext doctor: {error}", file=sys.stderr)
         return 2
@@ -59,23 +59,23 @@ def main(argv: Sequence[str]) -> int:
         print(orjson.dumps(shown, option=orjson.OPT_INDENT_2).decode())
     else:
         print(as_text(shown), end="")
-    return int(any(told["findings"] for told in shown["harnesses"]))
+    return int(any(harness["findings"] for harness in shown["harnesses"]))
 
 
 def read_log(path: str) -> dict[str, Any]:
-    """The findings of a log. Raises DoctorError if it cannot be read, or is none."""
+    """The findings of a request log. Raises DoctorError if it cannot be read."""
     try:
         if path == "-":
-            return added_up(sys.stdin.buffer)
+            return summed(sys.stdin.buffer)
         with Path(path).open("rb") as lines:
-            return added_up(lines)
+            return summed(lines)
     except OSError as error:
         raise DoctorError(f"{path}: {error.strerror}") from None
 
 
-def added_up(lines: Iterable[bytes]) -> dict[str, Any]:
-    """The findings of a log's lines. Raises DoctorError if none of them is a log's."""
-    findings, read, strange = Findings(), 0, 0
+def summed(lines: Iterable[bytes]) -> dict[str, Any]:
+    """The findings of a log's lines. Raises DoctorError if no line is from a request log."""
+    findings, read, unreadable = Findings(), 0, 0
     for line in lines:
         try:
             record = orjson.loads(line)
@@ -84,18 +84,18 @@ def added_up(lines: Iterable[bytes]) -> dict[str, Any]:
             if harness is not None:
                 findings.add(str(harness), str(model), tokens, divergence)
         except (ValueError, TypeError, KeyError):
-            strange += 1
+            unreadable += 1
         else:
             read += 1
-    if strange and not read:
+    if unreadable and not read:
         raise DoctorError("not a request log: no line has the fields of one")
-    if strange:
-        print(f"sgl-ext doctor: {strange} lines could not be read", file=sys.stderr)
+    if unreadable:
+        print(f"sgl-ext doctor: {unreadable} lines could not be read", file=sys.stderr)
     return findings.as_json()
 
 
-def ask(url: str, key: str | None) -> dict[str, Any]:
-    """The findings of a balancer. Raises DoctorError if it does not tell them."""
+def fetch(url: str, key: str | None) -> dict[str, Any]:
+    """The findings of a balancer. Raises DoctorError if it does not answer with them."""
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     try:
         request = urllib.request.Request(url.rstrip("/") + _PATH, headers=headers)
@@ -110,7 +110,7 @@ def ask(url: str, key: str | None) -> dict[str, Any]:
     except (OSError, http.client.HTTPException) as error:
         raise DoctorError(f"{url}: {getattr(error, 'reason', error)}") from None
     except (ValueError, TypeError, KeyError):
-        raise DoctorError(f"{url}: answers, but not as a balancer does") from None
+        raise DoctorError(f"{url}: the answer is not that of a balancer") from None
 
 
 def _message(body: bytes) -> str:

@@ -1,14 +1,14 @@
-"""What each kind of divergence is, in words, and what to do about it."""
+"""The meaning of each kind of divergence, and what to do about it."""
 
 from __future__ import annotations
 
 _MEANS = {
     "clock": "a date or time changes",
     "id": "an id or a long number changes",
-    "tool_order": "the same tools, in another order",
+    "tool_order": "the same tools in another order",
     "tools_changed": "tools were added, removed or changed",
     "rewritten": "earlier messages changed",
-    "truncated": "earlier messages were cut or left out",
+    "truncated": "earlier messages were shortened or left out",
     "header": "a header line that is not stripped changes",
     "unknown": "a text changes",
 }
@@ -16,8 +16,8 @@ _DO = {
     "tool_order": "start the launcher with --sort-tools, or send tools in one order",
     "tools_changed": "offer the same tools in every turn, new ones last; leave a tool unused "
     "by tool_choice instead of removing it",
-    "rewritten": "send the history back as it was, with all the model said, thinking included",
-    "truncated": "cut the history seldom and by much, not a little every turn",
+    "rewritten": "send the history back unchanged, with all output of the model and its thinking",
+    "truncated": "shorten the history rarely and by much, not a little in every turn",
     "header": "start the launcher with --strip-header NAME, the name that this block begins with",
 }
 _DO_IN_HEAD = {
@@ -27,21 +27,21 @@ _DO_IN_HEAD = {
     "the first message",
 }
 _DO_IN_MESSAGES = {
-    "clock": "write a date or time once, into the message it belongs to, and never again",
+    "clock": "write a date or time once, into the message that it belongs to, and do not update it",
     "id": "send messages back with the ids they had",
 }
 _PARTS = {"tools": "the tools", "system": "the instructions", "messages": "the messages"}
 
 
 def meaning(kind: str) -> str:
-    """What a kind is; of one that is not known, its name."""
+    """The meaning of a kind, or its name if it is unknown."""
     return _MEANS.get(kind, kind)
 
 
 def advice(kind: str, part: str) -> str:
-    """What to do about a divergence of a kind in a part of the prompt."""
+    """What to do about a divergence of this kind in this part of the prompt."""
     if kind in _DO:
         return _DO[kind]
     by_part = _DO_IN_MESSAGES if part == "messages" else _DO_IN_HEAD
-    said = by_part.get(kind, "compare two requests of this client at that place")
-    return said.format(part=_PARTS.get(part, part))
+    text = by_part.get(kind, "compare two requests of this client at that place")
+    return text.format(part=_PARTS.get(part, part))

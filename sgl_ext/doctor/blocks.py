@@ -1,8 +1,7 @@
-"""A request as the blocks its client wrote: each tool, system block and block of a message.
+"""The blocks of a request as its client wrote them: tools, system blocks and blocks of messages.
 
-The blocks and their frames, joined, are the canonical text that `read_chain` hashes, so two
-requests have the same blocks exactly if they have the same chain (but for what stands in
-front of all: the model and the salts).
+The blocks and their frames, joined, are the canonical text that `read_chain` hashes. So two
+requests of the same model and salts have the same blocks exactly if they have the same chain.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ _READ_ERRORS = (TypeError, ValueError, OverflowError, RecursionError, AttributeE
 class Block(NamedTuple):
     """A piece of a prompt.
 
-    label: where it stands in the body, such as `tools[3]` or `messages[4].content[0]`.
-    part: TOOLS; SYSTEM for instructions ahead of the first message; ASSISTANT for what the
-        model said; USER for all else.
-    frame: what stands between the text of the block before and its own.
+    label: its place in the body, such as `tools[3]` or `messages[4].content[0]`.
+    part: TOOLS; SYSTEM for instructions ahead of the first message; ASSISTANT for the model's
+        output; USER for everything else.
+    frame: the canonical bytes between the text of the block before and its own.
     text: its canonical text.
-    end: the bytes of canonical text up to its end.
+    end: the length of the canonical text up to its end, in bytes.
     """
 
     label: str
@@ -45,7 +44,7 @@ class Block(NamedTuple):
 
     @property
     def in_head(self) -> bool:
-        """Whether it comes ahead of the first message that does not instruct."""
+        """Whether it belongs to the tools or to the instructions ahead of the first message."""
         return self.part in (TOOLS, SYSTEM)
 
 
@@ -114,7 +113,7 @@ class _Walk:
                 self._message(name, message)
 
     def _message(self, label: str, message: dict[str, Any]) -> None:
-        part = ASSISTANT if _is_the_model_s(message) else USER
+        part = ASSISTANT if _is_model_output(message) else USER
         content, frame = message.get("content"), role_text(message.get("role"))
         if isinstance(content, list):
             for number, block in enumerate(content):
@@ -130,8 +129,8 @@ class _Walk:
             self._add(name, part, frame + rest[:2], rest[2:])
 
 
-def _is_the_model_s(message: dict[str, Any]) -> bool:
-    """Whether a message or an input item is the model's own word, sent back."""
+def _is_model_output(message: dict[str, Any]) -> bool:
+    """Whether a message or an input item is output of the model that the client sends back."""
     role, kind = message.get("role"), message.get("type")
     if role is not None:
         return bool(role == "assistant")

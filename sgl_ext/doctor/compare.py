@@ -1,7 +1,7 @@
-"""Two prompts compared byte by byte: where they part first, and what was lost by it.
+"""Compares two prompts: where they diverge first, and how much cached text that costs.
 
-Lost is what the later prompt has behind that place and the earlier one had, too: it was in
-the cache, and is computed again. What is new there would have been computed anyway.
+The lost text follows the difference in the later prompt and is in the earlier one as well: it was
+cached and is computed again. New text would have been computed in any case.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from sgl_ext.doctor.blocks import ASSISTANT, SYSTEM, TOOLS, Block
-from sgl_ext.doctor.looks import CLOCK, ID, looks
+from sgl_ext.doctor.clock_or_id import CLOCK, ID, clock_or_id
 from sgl_ext.requests.headers import HeaderStrip
 
 KINDS = (
@@ -27,22 +27,22 @@ KINDS = (
 )
 _HEADER_NAME = re.compile(r"\s*([A-Za-z][A-Za-z0-9]*(?:-[A-Za-z0-9]+)+):")
 _HEADER_BYTES = 1024
-_ENOUGH_SAID = 3
+_MIN_RECURRING = 3
 
 
 class Difference(NamedTuple):
-    """Where a prompt parts from an earlier one.
+    """Where a prompt diverges from an earlier one.
 
-    block, byte: the place of the first byte that differs, in the later one's block (the
-        earlier one's if that is a tool which the later one lacks).
-    bytes: from there on, how many of that block are not the same.
+    block, byte: the block of the later prompt and the byte in it where the prompts diverge. The
+        block is the earlier prompt's if it is a tool that the later one lacks.
+    bytes: how many bytes of the block differ from there on.
     kind: one of KINDS.
     part: TOOLS, SYSTEM or "messages".
-    at_bytes: of canonical text before it.
-    lost_bytes: of what follows, how many stood behind it in the earlier prompt, too.
-    rest_bytes: how many follow in the shorter of both.
-    is_same_agent: whether both have the instructions of one agent, or are one conversation.
-    is_same_conversation: whether what the model said recurs behind it.
+    at_bytes: the length of the canonical text before the difference.
+    lost_bytes: how many bytes after the difference are in both prompts.
+    rest_bytes: how many bytes follow the difference in the shorter prompt.
+    is_same_agent: whether the prompts have one agent's instructions, or are one conversation.
+    is_same_conversation: whether the model's output after the difference is in both prompts.
     """
 
     block: str
@@ -58,7 +58,7 @@ class Difference(NamedTuple):
 
 
 def compare(old: Sequence[Block], new: Sequence[Block]) -> Difference | None:
-    """Where `new` parts from `old`; None if one of them begins with all of the other."""
+    """Where `new` diverges from `old`; None if one of them begins with all of the other."""
     first = _first_difference(old, new)
     if first is None:
         return None
@@ -68,8 +68,8 @@ def compare(old: Sequence[Block], new: Sequence[Block]) -> Difference | None:
     if same_frame and (_ends_at(old, first, byte) or _ends_at(new, first, byte)):
         return None
     shown = left if left.part == TOOLS and right.part != TOOLS else right
-    behind_old = [left.text[byte:], *(block.text for block in old[first + 1 :])]
-    behind_new = [right.text[byte:], *(block.text for block in new[first + 1 :])]
+    rest_of_old = [left.text[byte:], *(block.text for block in old[first + 1 :])]
+    rest_of_new = [right.text[byte:], *(block.text for block in new[first + 1 :])]
     kind = _kind(old, new, first, byte)
     is_same = _are_one_conversation(old[first:], new[first:], kind)
     suffix = _common_suffix(left.text[byte:], right.text[byte:])
@@ -80,8 +80,8 @@ def compare(old: Sequence[Block], new: Sequence[Block]) -> Difference | None:
         kind=kind,
         part=shown.part if shown.in_head else "messages",
         at_bytes=right.end - len(right.text) + byte,
-        lost_bytes=_recurring(behind_old, behind_new),
-        rest_bytes=min(sum(map(len, behind_old)), sum(map(len, behind_new))),
+        lost_bytes=_recurring(rest_of_old, rest_of_new),
+        rest_bytes=min(sum(map(len, rest_of_old)), sum(map(len, rest_of_new))),
         is_same_agent=is_same or _have_one_agent(old, new),
         is_same_conversation=is_same,
     )
@@ -103,14 +103,14 @@ def _of(blocks: Iterable[Block], part: str) -> Counter[bytes]:
 
 
 def _are_one_conversation(old: Sequence[Block], new: Sequence[Block], kind: str) -> bool:
-    """Whether most of what the model said in the shorter one, it said in the other.
+    """Whether most of the model's output in the shorter prompt is in the other one, too.
 
-    Two conversations may begin with the same call of a tool: a few such blocks prove nothing,
-    unless what differs before them is a clock or an id.
+    Two conversations may begin with the same tool call, so a few equal blocks prove nothing,
+    unless the difference before them is a clock or an id.
     """
     left, right = _of(old, ASSISTANT), _of(new, ASSISTANT)
     recurs = left & right
-    if recurs.total() < (1 if kind in (CLOCK, ID) else _ENOUGH_SAID):
+    if recurs.total() < (1 if kind in (CLOCK, ID) else _MIN_RECURRING):
         return False
     return 4 * _bytes(recurs) >= 3 * min(_bytes(left), _bytes(right))
 
@@ -131,7 +131,7 @@ def _have_one_agent(old: Sequence[Block], new: Sequence[Block]) -> bool:
 
 
 def _recurring(old: Sequence[bytes], new: Sequence[bytes]) -> int:
-    """How many bytes of `new` were in `old`: by whole texts, and by lines of the others."""
+    """How many bytes of `new` are in `old`, by whole texts, and by lines of the other texts."""
     left, right = Counter(old), Counter(new)
     same = left & right
     lost = _bytes(same)
@@ -143,8 +143,8 @@ def _recurring(old: Sequence[bytes], new: Sequence[bytes]) -> int:
     lines_right = Counter(line for text in right.elements() for line in text.splitlines(True))
     by_lines = _bytes(lines_left & lines_right)
     one, other = next(iter(left)), next(iter(right))
-    ahead = _common_prefix(one, other)
-    return lost + max(by_lines, ahead + _common_suffix(one[ahead:], other[ahead:]))
+    prefix = _common_prefix(one, other)
+    return lost + max(by_lines, prefix + _common_suffix(one[prefix:], other[prefix:]))
 
 
 def _kind(old: Sequence[Block], new: Sequence[Block], first: int, byte: int) -> str:
@@ -155,12 +155,12 @@ def _kind(old: Sequence[Block], new: Sequence[Block], first: int, byte: int) -> 
         ours, theirs = _of(old, TOOLS), _of(new, TOOLS)
         if ours == theirs:
             return "tool_order"
-        # A text that changed while all others stayed, or whatever else.
+        # One tool changed and all others stayed: its text may show a clock or an id.
         one_changed = (ours - theirs).total() == (theirs - ours).total()
-        return (one_changed and looks(left.text, right.text, byte)) or "tools_changed"
+        return (one_changed and clock_or_id(left.text, right.text, byte)) or "tools_changed"
     if left.part == right.part == SYSTEM and _is_in_header(left.text, right.text, byte):
         return "header"
-    if kind := looks(left.text, right.text, byte):
+    if kind := clock_or_id(left.text, right.text, byte):
         return kind
     if right.in_head:
         return "unknown"
@@ -171,7 +171,7 @@ def _kind(old: Sequence[Block], new: Sequence[Block], first: int, byte: int) -> 
 
 
 def _is_in_header(old: bytes, new: bytes, byte: int) -> bool:
-    """Whether the texts part within a leading header that the strip would take, told its name."""
+    """Whether the texts diverge in a leading header that --strip-header could remove."""
     return all(byte < _header_bytes(text) for text in (old, new))
 
 
@@ -185,7 +185,7 @@ def _header_bytes(text: bytes) -> int:
 
 
 def _common_prefix(left: bytes, right: bytes) -> int:
-    """How many bytes both begin with; found by halving, as comparing slices is cheap."""
+    """The length of the common prefix, by bisection, because comparing slices is cheap."""
     low, high = 0, min(len(left), len(right))
     while low < high:
         middle = (low + high + 1) // 2
@@ -197,11 +197,4 @@ def _common_prefix(left: bytes, right: bytes) -> int:
 
 
 def _common_suffix(left: bytes, right: bytes) -> int:
-    low, high = 0, min(len(left), len(right))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if left[len(left) - middle :] == right[len(right) - middle :]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return _common_prefix(left[::-1], right[::-1])

@@ -1,6 +1,6 @@
-"""What was found, added up: by harness and model, where prompts part, why, and what it cost.
+"""Sums of divergences by harness and model: where prompts diverge, why, and what it cost.
 
-Fed with the same facts by the balancer and by the reader of its log.
+The balancer and the reader of its request log use the same sums.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Row = tuple[str, str, str, str]
 
 
 class Findings:
-    """Counts. What comes beyond its bounds is counted as `other`."""
+    """Sums by harness and model. Rows beyond the bounds are counted as `other`."""
 
     def __init__(self) -> None:
         self._agents: defaultdict[Agent, list[int]] = defaultdict(lambda: [0, 0])
@@ -32,9 +32,9 @@ class Findings:
         prompt_tokens: int,
         divergence: Mapping[str, Any] | None,
     ) -> None:
-        """A prompt, and the `divergence` of its line in the log.
+        """Adds a prompt and the `divergence` of its line in the request log.
 
-        Raises KeyError or TypeError, and counts nothing, if it is none.
+        Raises KeyError or TypeError, and adds nothing, if the divergence is malformed.
         """
         found = None if divergence is None else (_row(divergence), int(divergence["tokens"]))
         agent = self._add_to_agent((harness, model), 1, prompt_tokens)
@@ -58,16 +58,16 @@ class Findings:
         counts[1] += tokens
 
     def merge(self, document: Mapping[str, Any]) -> None:
-        """Adds what another process's `as_json` says. KeyError, TypeError: it is none."""
-        for told in document["harnesses"]:
-            agent = (str(told["harness"]), str(told["model"]))
-            agent = self._add_to_agent(agent, int(told["prompts"]), int(told["prompt_tokens"]))
-            for found in told["findings"]:
+        """Adds another process's `as_json`. Raises KeyError or TypeError if it is malformed."""
+        for entry in document["harnesses"]:
+            agent = (str(entry["harness"]), str(entry["model"]))
+            agent = self._add_to_agent(agent, int(entry["prompts"]), int(entry["prompt_tokens"]))
+            for found in entry["findings"]:
                 row = (found["where"], found["kind"], found["scope"], found["part"])
                 self._add_to_row(agent, row, int(found["times"]), int(found["tokens"]))
 
     def as_json(self) -> dict[str, Any]:
-        """Harnesses and their findings, each list by tokens lost, most first."""
+        """Harnesses and their findings, each list sorted by lost tokens, the most first."""
         found: defaultdict[Agent, list[dict[str, Any]]] = defaultdict(list)
         for (agent, (where, kind, scope, part)), (times, tokens) in self._rows.items():
             row = {"where": where, "kind": kind, "scope": scope, "part": part}
@@ -85,18 +85,18 @@ class Findings:
             }
             for agent, (prompts, tokens) in self._agents.items()
         ]
-        return {"harnesses": sorted(harnesses, key=lambda told: -told["lost_tokens"])}
+        return {"harnesses": sorted(harnesses, key=lambda entry: -entry["lost_tokens"])}
 
 
 def _row(divergence: Mapping[str, Any]) -> Row:
-    """Where, kind, scope and part. Messages and tools are counted together, wherever they are."""
+    """Where, kind, scope and part. Indices of messages and tools are left out of `where`."""
     part, block = str(divergence["part"]), str(divergence["block"])
     where = block if part == "system" else _INDEX.sub("[*]", block, count=1)
     return where, str(divergence["kind"]), str(divergence["scope"]), part
 
 
-def added_up(documents: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """What several processes say, each by `as_json`, as one."""
+def merged(documents: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """One document for the `as_json` of several processes."""
     findings = Findings()
     for document in documents:
         findings.merge(document)

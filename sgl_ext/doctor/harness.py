@@ -1,4 +1,4 @@
-"""Which agent sent a request, told by what it says of itself: its headers, its billing line."""
+"""Which harness sent a request, by its headers and its stripped header line."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections.abc import Mapping
 
 CLAUDE_CODE, CODEX, OPENCODE, SDK, UNKNOWN = "claude-code", "codex", "opencode", "sdk", "unknown"
 HARNESSES = (CLAUDE_CODE, CODEX, OPENCODE, SDK, UNKNOWN)
-# By what a user agent begins with, in lower case; the first that fits. An SDK is what is left
-# of an agent that does not say more.
-_AGENTS = (
+# The beginnings of user agents in lower case; the first match counts.
+_USER_AGENTS = (
     (b"claude-cli/", CLAUDE_CODE),
     (b"claude-code/", CLAUDE_CODE),
     (b"codex", CODEX),
@@ -20,8 +19,8 @@ _AGENTS = (
     (b"ai-sdk/", SDK),
     (b"ai/", SDK),
 )
-# Headers that one harness alone sends.
-_SIGNS = (
+# Headers that only one harness sends.
+_OWN_HEADERS = (
     (b"x-claude-code-session-id", CLAUDE_CODE),
     (b"x-codex-turn-metadata", CODEX),
     (b"x-opencode-session", OPENCODE),
@@ -32,13 +31,13 @@ _SIGNS = (
 def harness_of(headers: Mapping[bytes, bytes], billing: Mapping[str, str]) -> str:
     """One of HARNESSES.
 
-    headers: names in lower case. billing: the fields of the line that was stripped.
+    headers: names in lower case. billing: the fields of the stripped header line.
     """
-    for name, harness in _SIGNS:
+    for name, harness in _OWN_HEADERS:
         if name in headers:
             return harness
     agent = headers.get(b"user-agent", b"")[:64].lower()
-    found = next((harness for start, harness in _AGENTS if agent.startswith(start)), None)
+    found = next((harness for start, harness in _USER_AGENTS if agent.startswith(start)), None)
     if found in (CLAUDE_CODE, CODEX, OPENCODE):
         return found
     if "cc_version" in billing:

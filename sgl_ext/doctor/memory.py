@@ -1,17 +1,17 @@
-"""The last prompts of recent conversations, and where the next one parts from them.
+"""The last prompts of recent conversations, and where the next prompt diverges from them.
 
-    a prompt comes
-      its conversation is known (same tools, instructions and first words)
-        begins with all of an earlier prompt, or is one's beginning ... nothing to tell
-        begins with one and adds one turn to it ....................... a branch: nothing to tell
-        else .......................................................... parted
-      else, it begins as one of its fleet did, and is a first prompt .. nothing to tell
-      else, compared with the session's and the fleet's last prompts:
-        the same agent, and most of what follows recurs ............... parted
-        else .......................................................... another prompt
+    a prompt arrives
+      its conversation is known (same tools, instructions and first message)
+        it begins with an earlier prompt, or is the beginning of one .... no divergence
+        it begins with one, but adds a different turn ................... a branch, no divergence
+        otherwise ....................................................... it diverges
+      it is a first prompt and begins like one of its fleet ............. no divergence
+      otherwise, compared with the last prompts of the session and the fleet:
+        same agent, and most of the following text is in both ........... it diverges
+        otherwise ....................................................... another prompt
 
-Chained hashes answer the first two with a look or two. Only when they do not are bodies
-read again, so a conversation that only grows costs next to nothing.
+Chained hashes decide the first two cases with one or two lookups. Only for the others bodies
+are parsed again, so a conversation that only grows costs almost nothing.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ _HEADS = 256
 _BRANCHES = 8
 _ENDS = 64
 _CANDIDATES = 4
-# Of a record, beside its body: a hash and an offset a segment, and the objects that hold them.
+# The memory of a record without its body: a hash and an offset for each segment, and objects.
 _SEGMENT_BYTES = 88
 _RECORD_BYTES = 512
 
 
 class Prompt(NamedTuple):
-    """A request as far as this is concerned.
+    """A request to compare.
 
-    group: whose prompts should begin alike: tenant, harness, model, and what else parts caches.
-    session: what the client calls the conversation, or None.
-    thread: equal for all turns of a conversation that has not parted; None if nothing tells it.
-    body: as it came; `Memory` is told how to read it.
+    group: prompts of a group should begin alike: tenant, harness, model and cache salts.
+    session: the client's name for the conversation, or None.
+    thread: equal for all turns of a conversation until it diverges; None if unknown.
+    body: the request's own bytes.
     """
 
     group: Hashable
@@ -58,7 +58,7 @@ class Prompt(NamedTuple):
 
 
 class Divergence(NamedTuple):
-    """A prompt that did not begin as an earlier one; scope is SESSION or FLEET."""
+    """A prompt that diverges from an earlier one; scope is SESSION or FLEET."""
 
     scope: str
     difference: Difference
@@ -71,7 +71,7 @@ class _Record:
 
 
 class _Thread:
-    """A conversation: its latest prompts, one a branch, and where all of them ended."""
+    """A conversation: the latest prompt of each branch, and the last hashes of all prompts."""
 
     __slots__ = ("branches", "ends")
 
@@ -80,7 +80,7 @@ class _Thread:
         self.ends: FIFOCache[int, int] = FIFOCache(_ENDS)
 
 
-class Memory:
+class PromptMemory:
     """Bounded by bytes; the conversation that was silent longest goes first.
 
     read: a body's blocks, as the engine will see them; empty if it cannot be read.
@@ -98,14 +98,14 @@ class Memory:
         self._scopes: LRUCache[Hashable, deque[int]] = LRUCache(_LIMIT_SCOPES)
         self._heads: LRUCache[Hashable, FIFOCache[int, None]] = LRUCache(_LIMIT_SCOPES)
 
-    def look(self, prompt: Prompt) -> Divergence | None:
-        """Where a prompt parts from what came before it, which it becomes itself by this."""
+    def compare(self, prompt: Prompt) -> Divergence | None:
+        """Where a prompt diverges from earlier ones. Remembers the prompt."""
         if prompt.thread is None or not prompt.chain.hashes:
             return None
         found = None
         thread = self._threads.get(prompt.thread)
         if thread is None:
-            found = self._begun(prompt)
+            found = self._first_prompt(prompt)
             thread = self._threads[prompt.thread] = _Thread()
             self._enter_scopes(prompt)
             self._keep(thread, prompt, None)
@@ -115,24 +115,26 @@ class Memory:
             if before is not None:
                 self._keep(thread, prompt, before)
             elif prompt.chain.hashes[-1] not in thread.ends:
-                found, before = self._parted(thread, prompt)
+                found, before = self._diverged(thread, prompt)
                 self._keep(thread, prompt, before)
         return found
 
-    def _parted(self, thread: _Thread, prompt: Prompt) -> tuple[Divergence | None, _Record | None]:
-        """Where a prompt of a known conversation parts from it, and the branch it goes on with."""
+    def _diverged(
+        self, thread: _Thread, prompt: Prompt
+    ) -> tuple[Divergence | None, _Record | None]:
+        """Where a prompt diverges from its conversation, and the branch that it continues."""
         nearest = max(thread.branches, key=lambda r: _shared(r.prompt.chain, prompt.chain))
         new = self._read(prompt.path, prompt.body)
         difference = compare(self._read_again(nearest), new)
         if difference is None:
             return None, nearest
         held = (thread.ends.get(segment, 0) for segment in prompt.chain.hashes)
-        if 0 < (end := max(held)) <= difference.at_bytes and _turns_behind(new, end) <= 1:
+        if 0 < (end := max(held)) <= difference.at_bytes and _turns_after(new, end) <= 1:
             return None, None
         return Divergence(SESSION, difference), nearest
 
-    def _begun(self, prompt: Prompt) -> Divergence | None:
-        """Where a prompt that begins as no conversation known parts from the nearest of them."""
+    def _first_prompt(self, prompt: Prompt) -> Divergence | None:
+        """Where a conversation's first prompt diverges from the nearest other conversation."""
         heads = self._heads.setdefault(prompt.group, FIFOCache(_HEADS))
         count = prompt.chain.head_segments
         head = prompt.chain.hashes[count - 1] if count else 0
@@ -143,7 +145,7 @@ class Memory:
         if not own and not fleet:
             return None
         new = self._read(prompt.path, prompt.body)
-        if is_known and _turns_behind(new, 0) == 0:
+        if is_known and _turns_after(new, 0) == 0:
             return None
         found, nearest = None, None
         for scope, records in ((SESSION, own), (FLEET, fleet)):
@@ -155,12 +157,12 @@ class Memory:
                 elif _is_the_same(difference) and (
                     found is None or difference.lost_bytes > found.difference.lost_bytes
                 ):
-                    told = SESSION if difference.is_same_conversation else scope
-                    found, nearest = Divergence(told, difference), record
+                    reach = SESSION if difference.is_same_conversation else scope
+                    found, nearest = Divergence(reach, difference), record
             if found is not None:
                 break
         if found is not None and nearest is not None and found.difference.is_same_conversation:
-            # It goes on as this prompt, and not as it was.
+            # The conversation continues with this prompt, not from its earlier state.
             self._forget(nearest.prompt.thread)
         return found
 
@@ -227,7 +229,7 @@ def _shared(left: Chain, right: Chain) -> int:
     return low
 
 
-def _turns_behind(blocks: Sequence[Block], end_bytes: int) -> int:
+def _turns_after(blocks: Sequence[Block], end_bytes: int) -> int:
     """How many turns of the model stand behind that offset."""
     turns, last = 0, ""
     for block in blocks:

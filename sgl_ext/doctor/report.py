@@ -1,4 +1,4 @@
-"""What was found, as text for people or as JSON for machines."""
+"""The findings as text for people and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -14,48 +14,48 @@ _BETWEEN = {"session": "turns", "fleet": "sessions"}
 
 
 def with_advice(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The findings, each with what it means and what to do about it."""
+    """The findings, each with its meaning and advice."""
     return {
         "harnesses": [
-            told
+            entry
             | {
                 "findings": [
                     row
                     | {"means": meaning(row["kind"]), "advice": advice(row["kind"], row["part"])}
-                    for row in told["findings"]
+                    for row in entry["findings"]
                 ]
             }
-            for told in document["harnesses"]
+            for entry in document["harnesses"]
         ]
     }
 
 
 def as_text(document: Mapping[str, Any]) -> str:
-    """The report: a table a harness and model, and under it what to do."""
+    """The report: for each harness and model a table and the advice."""
     harnesses = document["harnesses"]
     if not harnesses:
-        return "No prompts yet: there is nothing to tell.\n"
-    return "\n".join(_of_harness(told) for told in harnesses)
+        return "There are no prompts yet.\n"
+    return "\n".join(_of_harness(entry) for entry in harnesses)
 
 
-def _of_harness(told: Mapping[str, Any]) -> str:
-    model = f", model {_plain(told['model'])}" if told["model"] else ""
-    title = f"{_plain(told['harness'])}{model}: "
-    prompts = "prompt" if told["prompts"] == 1 else "prompts"
-    title += f"{told['prompts']:,} {prompts}, {told['prompt_tokens']:,} tokens"
-    if not told["findings"]:
-        return f"{title}\n  Nothing diverges: prompts begin as those before them.\n"
-    total = told["prompt_tokens"]
-    share = f" ({told['lost_tokens'] / total:.1%})" if total else ""
-    title += f", of them {told['lost_tokens']:,}{share} computed again"
-    rows = [_HEAD, *(_cells(row) for row in told["findings"])]
+def _of_harness(entry: Mapping[str, Any]) -> str:
+    model = f", model {_plain(entry['model'])}" if entry["model"] else ""
+    title = f"{_plain(entry['harness'])}{model}: "
+    prompts = "prompt" if entry["prompts"] == 1 else "prompts"
+    title += f"{entry['prompts']:,} {prompts}, {entry['prompt_tokens']:,} tokens"
+    if not entry["findings"]:
+        return f"{title}\n  No prompt diverges from earlier ones.\n"
+    total = entry["prompt_tokens"]
+    share = f" ({entry['lost_tokens'] / total:.1%})" if total else ""
+    title += f", of them {entry['lost_tokens']:,}{share} computed again"
+    rows = [_HEAD, *(_cells(row) for row in entry["findings"])]
     lines = [title, *_table(rows), "  What to do:"]
-    said: dict[str, list[str]] = {}
-    for row in told["findings"]:
-        places = said.setdefault(advice(row["kind"], row["part"]), [])
+    places_by_advice: dict[str, list[str]] = {}
+    for row in entry["findings"]:
+        places = places_by_advice.setdefault(advice(row["kind"], row["part"]), [])
         if row["where"] not in places:
             places.append(row["where"])
-    for what, places in said.items():
+    for what, places in places_by_advice.items():
         text = f"{_plain(', '.join(places))}: {what}."
         lines += textwrap.wrap(text, _WIDTH, initial_indent="  - ", subsequent_indent="    ")
     return "\n".join(lines) + "\n"
@@ -68,7 +68,7 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Numbers to the right, words to the left."""
+    """Aligns numbers to the right and words to the left."""
     widths = [max(len(row[n]) for row in rows) for n in range(len(_HEAD))]
     return [
         "  "
@@ -80,5 +80,5 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _plain(text: object) -> str:
-    """A client's word as one that a terminal may show."""
+    """A client's text without characters that could control the terminal."""
     return "".join(c if c.isprintable() else "?" for c in str(text))

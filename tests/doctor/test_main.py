@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from sgl_ext.doctor.__main__ import main
-from sgl_ext.doctor.findings import Findings, added_up
+from sgl_ext.doctor.findings import Findings, merged
 
 FOUND = {"scope": "session", "part": "messages", "block": "messages[7].content[0]", "byte": 3}
 FOUND |= {"bytes": 9, "kind": "rewritten", "tokens": 60}
@@ -36,12 +36,12 @@ def test_findings_are_ranked_by_tokens_lost(
     shown = capsys.readouterr().out
     assert shown.index("messages[*].content[0]") < shown.index("tools[*]")
     assert "120  40.0%      2  messages[*].content[0]  turns" in shown
-    assert "sdk, model m: 1 prompt, 100 tokens\n  Nothing diverges" in shown
+    assert "sdk, model m: 1 prompt, 100 tokens\n  No prompt diverges" in shown
 
 
 def test_no_prompts_are_no_finding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([log_of(tmp_path)]) == 0
-    assert "nothing to tell" in capsys.readouterr().out
+    assert "no prompts yet" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_processes_add_up_and_stay_within_bounds() -> None:
     for number in range(5000):
         found = FOUND | {"part": "system", "block": f"b{number}"}
         findings.add("sdk", f"m{number % 300}", 10, found)
-    document = added_up([findings.as_json(), findings.as_json()])
+    document = merged([findings.as_json(), findings.as_json()])
     rows = [row for told in document["harnesses"] for row in told["findings"]]
     assert len(document["harnesses"]) <= 257
     assert len(rows) <= 2048 + 257

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_ext.doctor.blocks import Block, read_blocks
-from sgl_ext.doctor.memory import Divergence, Memory, Prompt
+from sgl_ext.doctor.memory import Divergence, Prompt, PromptMemory
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.segments import read_chain
 from sgl_ext.requests.session import session_key
@@ -22,7 +22,7 @@ class Watch:
 
     def __init__(self, **options: Any) -> None:
         self.reads = 0
-        self.memory = Memory(self._read, **options)
+        self.memory = PromptMemory(self._read, **options)
 
     def _read(self, path: str, raw: bytes | bytearray) -> list[Block]:
         self.reads += 1
@@ -33,7 +33,7 @@ class Watch:
         headers = {} if session is None else {"session-id": session}
         thread = session_key(headers, body, chain)
         raw = orjson.dumps(body)
-        return self.memory.look(Prompt(group, session, thread, MESSAGES, chain, raw))
+        return self.memory.compare(Prompt(group, session, thread, MESSAGES, chain, raw))
 
 
 def parts_at(found: Divergence | None) -> tuple[str, str, str]:

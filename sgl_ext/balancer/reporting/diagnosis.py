@@ -17,7 +17,7 @@ from sgl_ext.balancer.routing.attempt import RoutingRequest
 from sgl_ext.doctor.blocks import Block, read_blocks
 from sgl_ext.doctor.findings import Findings
 from sgl_ext.doctor.harness import harness_of
-from sgl_ext.doctor.memory import LIMIT_BYTES, Divergence, Memory, Prompt
+from sgl_ext.doctor.memory import LIMIT_BYTES, Divergence, Prompt, PromptMemory
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.headers import HeaderStrip
 from sgl_ext.requests.segments import with_sorted_tools
@@ -66,7 +66,7 @@ class DivergenceDetector:
         self._strip = strip
         self._metrics = metrics
         self._prepare: Callable[[Any], Any] = with_sorted_tools if sort_tools else _unchanged
-        self._memory = Memory(self._read, limit_bytes)
+        self._memory = PromptMemory(self._read, limit_bytes)
         self.findings = Findings()
 
     def diagnose(
@@ -120,7 +120,7 @@ class DivergenceDetector:
             self._budget_s + _TIME_SHARE * (now_s - self._compared_s), _MAX_BURST_S
         )
         try:
-            return self._memory.look(prompt)
+            return self._memory.compare(prompt)
         except _Busy:
             self._metrics.prompts_not_compared.counts[("busy",)] += 1
         except Exception as error:

@@ -142,7 +142,7 @@ async def test_a_clean_trace_has_nothing_to_tell(
     assert {line["tools_count"] for line in told} == {len(TOOLS)}
     for source in ([str(log)], ["--url", str(client._base_url)]):
         assert await asyncio.to_thread(main, source) == 0
-        assert "Nothing diverges" in capsys.readouterr().out
+        assert "No prompt diverges" in capsys.readouterr().out
 
 
 async def test_nothing_of_a_prompt_a_key_or_a_header_is_logged(

@@ -1,7 +1,7 @@
-"""What two texts look like where they part: a clock, an id, or neither.
+"""Whether two texts differ in a clock, in an id, or in something else.
 
-The difference is judged by the word around the first byte that differs, in both texts: it is
-a clock if a date or a time stands there in both, an id if a UUID, a hex or a long number does.
+The words around the first byte that differs decide: the difference is a clock if both are in a
+date or a time, and an id if both are in a UUID, a hexadecimal or a long number.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _UUID = re.compile(rb"(?<![0-9a-f])[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}",
 _WORD = re.compile(rb"[0-9A-Za-z_]+")
 _HEX = re.compile(rb"(?:0x)?[0-9a-f]{8,}", re.IGNORECASE)
 _DIGITS = frozenset(b"0123456789")
-# Seconds or milliseconds since 1970, from 2017 on; two of them no further apart than a month.
+# Seconds or milliseconds since the epoch, from 2017 on, at most a month apart.
 _EPOCH = re.compile(rb"[12]\d{9}(?:\d{3})?")
 _MONTH_S = 31 * 24 * 3600
 _LONG_NUMBER = 6
-# Letters and digits mixed: so long with some digits, or longer with any.
+# Mixed words of at least this length with at least this many digits.
 _MIXED = ((8, 4), (16, 1))
 
 
-def looks(old: bytes, new: bytes, at: int) -> str | None:
-    """CLOCK, ID or None, of two texts whose first difference is at byte `at` of both."""
+def clock_or_id(old: bytes, new: bytes, at: int) -> str | None:
+    """CLOCK, ID or None for two texts whose first difference is at byte `at`."""
     if _covers(_UUID, old, at) and _covers(_UUID, new, at):
         return ID
     left, right = _word(old, at), _word(new, at)
@@ -55,14 +55,14 @@ def looks(old: bytes, new: bytes, at: int) -> str | None:
 
 
 def _covers(pattern: re.Pattern[bytes], text: bytes, at: int) -> bool:
-    """Whether something of the pattern stands at that byte, or ends right before it."""
+    """Whether a match of the pattern contains byte `at`, or ends right before it."""
     start = max(at - _AROUND_BYTES, 0)
     window = text[start : at + _AROUND_BYTES]
     return any(m.start() <= at - start <= m.end() for m in pattern.finditer(window))
 
 
 def _word(text: bytes, at: int) -> bytes:
-    """The letters and digits around that byte."""
+    """The word of letters and digits around byte `at`."""
     start = max(at - _AROUND_BYTES, 0)
     window = text[start : at + _AROUND_BYTES]
     found = (m for m in _WORD.finditer(window) if m.start() <= at - start <= m.end())
