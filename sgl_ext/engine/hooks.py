@@ -18,9 +18,11 @@ from types import FrameType
 from typing import Any
 
 from sgl_ext.engine import http_server, sglang_api, startup
-from sgl_ext.engine.core import hints, shared_prefixes
-from sgl_ext.engine.host_cache import message_cache, shortcuts, token_cache
+from sgl_ext.engine.core import shared_prefixes
+from sgl_ext.engine.host_cache import shortcuts
 from sgl_ext.engine.http import (
+    cache_hooks,
+    generation_hook,
     pin_placement,
     request_hook,
     stop_reasons,
@@ -73,18 +75,24 @@ HOOKS = (
     Hook(
         f"{_MANAGERS}.tokenizer_manager.TokenizerManager.generate_request",
         "BEFORE",
-        hints.attach,
+        generation_hook.send_hints,
     ),
     Hook(f"{_CHAT}._convert_to_internal_request", "AROUND", pin_placement.place_pins),
     Hook(f"{_CHAT}._render_and_encode_chat_template", "AROUND", pin_placement.render_only),
     Hook(
         "sglang.srt.entrypoints.openai.serving_chat.parallel_prompt_encode",
         "AROUND",
-        token_cache.encode_prompt,
+        cache_hooks.encode_prompt,
     ),
-    Hook("jsonschema.Draft202012Validator.check_schema", "AROUND", shortcuts.check_schema),
-    Hook(f"{_MESSAGES}.ChatCompletionMessageGenericParam.model_dump", "AROUND", message_cache.dump),
-    Hook(f"{_MESSAGES}.ChatCompletionMessageUserParam.model_dump", "AROUND", message_cache.dump),
+    Hook("jsonschema.Draft202012Validator.check_schema", "AROUND", cache_hooks.check_schema),
+    Hook(
+        f"{_MESSAGES}.ChatCompletionMessageGenericParam.model_dump",
+        "AROUND",
+        cache_hooks.dump_message,
+    ),
+    Hook(
+        f"{_MESSAGES}.ChatCompletionMessageUserParam.model_dump", "AROUND", cache_hooks.dump_message
+    ),
     Hook(
         "transformers.utils.chat_template_utils._compile_jinja_template",
         "AROUND",
@@ -100,7 +108,7 @@ HOOKS = (
     Hook(
         f"{_ANTHROPIC}.AnthropicServing._convert_to_chat_completion_request",
         "AROUND",
-        translation.join_answers,
+        translation.convert_messages,
     ),
     Hook(
         "sglang.srt.function_call.base_format_detector.BaseFormatDetector"
@@ -115,7 +123,7 @@ HOOKS = (
     Hook(
         "sglang.srt.entrypoints.openai.protocol.ResponsesRequest.to_sampling_params",
         "AROUND",
-        translation.whole_budget,
+        translation.keep_budget,
     ),
     Hook(
         "sglang.srt.entrypoints.http_server._setup_and_run_http_server",

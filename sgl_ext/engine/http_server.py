@@ -1,56 +1,42 @@
-"""Puts the extension into SGLang's HTTP server: middleware, routes, and what starts with it."""
+"""Puts the extension into SGLang's HTTP server: middleware, routes, and what runs beside it."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
-
 from sgl_ext.engine import sglang_api
-from sgl_ext.engine.core.settings import settings
-from sgl_ext.engine.host_cache import message_cache
-from sgl_ext.engine.host_cache.token_cache import start as start_token_cache
+from sgl_ext.engine.core.channels import Outbox
 from sgl_ext.engine.http import error_middleware
-from sgl_ext.engine.http.answer_middleware import AnswerTap
-from sgl_ext.engine.http.event_broadcaster import PATH, EventStream, hub
+from sgl_ext.engine.http.answer_middleware import AnswerMiddleware
+from sgl_ext.engine.http.event_broadcaster import event_route
+from sgl_ext.engine.http.extension import HttpExtension, install, installed
 from sgl_ext.engine.http.pin_routes import pin_routes
-from sgl_ext.engine.prefill_ahead.service import prefilling
-from sgl_ext.engine.prefill_ahead.shared_prompts import list_prefixes
+from sgl_ext.settings.schema import EngineSettings
 
 
 def extend(*_: Any, **__: Any) -> None:
-    """Before SGLang's HTTP server runs: adds the route, and listens while the server is up."""
+    """Before SGLang's HTTP server runs."""
+    extension = HttpExtension(EngineSettings.from_environment())
+    install(extension)
     app = sglang_api.http_app
-
-    async def answer(_: Request) -> Response:
-        return EventStream(hub())
-
-    app.add_middleware(AnswerTap)
+    app.add_middleware(AnswerMiddleware, extension=extension)
     error_middleware.install(app)
-    app.router.routes[:0] = [Route(PATH, answer, methods=["GET"]), *pin_routes(hub().pins)]
+    broadcaster = extension.broadcaster
+    app.router.routes[:0] = [event_route(broadcaster), *pin_routes(broadcaster.pins, Outbox())]
     original = app.router.lifespan_context
 
     @asynccontextmanager
     async def lifespan(application: Any) -> AsyncIterator[Any]:
-        async with hub().listening(), original(application) as state:
+        async with broadcaster.listening(), original(application) as state:
             manager = sglang_api.get_global_state().tokenizer_manager
-            limit_bytes = settings().token_cache_bytes
-            start_token_cache(manager.tokenizer, limit_bytes - limit_bytes // 4)
-            message_cache.start(limit_bytes // 4)
-            listed = await list_prefixes(application, manager, settings().shared_prefixes)
-            async with prefilling(application, manager, listed) as prefiller:
-                if prefiller is not None:
-                    hub().on_cleared(partial(prefiller.drop_all, "flushed"))
+            async with extension.serving(application, manager):
                 yield state
 
     app.router.lifespan_context = lifespan
 
 
 def end_streams(*_: Any, **__: Any) -> None:
-    """Before uvicorn's shutdown, which waits for every answer to end."""
-    hub().close()
+    """Before uvicorn's shutdown, which waits until every response has ended."""
+    installed().broadcaster.close()

@@ -85,6 +85,8 @@ class ServingChat(Protocol):
     tokenizer_manager: TokenizerManager
     template_manager: TemplateManager
     tool_call_parser: str | None
+    reasoning_parser: str | None
+    supports_inline_system: bool
     encoding_adapter: Any
     chat_encoding_spec: Any
     _reasoning_detector: Any

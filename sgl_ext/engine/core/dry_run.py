@@ -1,9 +1,9 @@
-"""What the engine would generate from, for a body: its own conversion, stopped before it generates.
+"""Finds out what the engine would generate from for a body, without generating.
 
-A copy of a request goes the way of a real one, through the application itself: context,
-validation, template, tools, adapters, salt. Where it would be generated from, it is taken, and
-an error raised that SGLang answers quietly. So what is found out here is what a real request of
-that body comes to, whatever the protocol does; and a body that is refused is in its own words.
+A request with the body goes through the application itself: reading, validation, template, tools,
+adapters, salt. Where its generation would begin, SGLang's request is noted, and an error is
+raised that SGLang answers without a log line. So the result is what a real request of that body
+comes to, in each protocol, and a body that SGLang rejects is rejected in SGLang's own words.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ from __future__ import annotations
 import asyncio
 import contextvars
 from collections.abc import Iterable
-from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import orjson
+
+from sgl_ext.engine.core.request_context import RequestContext, enter
+from sgl_ext.engine.sglang_http_types import GenerateReqInput
 
 _LEFT_OUT = (b"content-length", b"content-type", b"content-encoding", b"transfer-encoding")
 
@@ -22,46 +25,35 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 
 class Stopped(ValueError):
-    """The request that raised it was a copy, and is not generated from."""
+    """Ends a dry run where its generation would begin."""
 
 
-class Conversion:
-    """What a body came to.
+class DryRun:
+    """What a body comes to.
 
-    request: SGLang's own, with the prompt's tokens; None if the body was refused.
-    context: what was read off the body, as of any.
-    status, answer: of the refusal.
+    request: SGLang's, with the prompt's tokens; None if SGLang rejected the body.
+    context: what the extension knows of it.
+    status, answer: of the rejection.
     """
 
     def __init__(self) -> None:
-        self.request: Any = None
-        self.context: Any = None
+        self.request: GenerateReqInput | None = None
+        self.context = RequestContext()
         self.status = 0
         self.answer = b""
 
-
-_conversion: ContextVar[Conversion | None] = ContextVar("sgl_ext_conversion", default=None)
-
-
-def is_copy() -> bool:
-    """Whether the request whose context this is is a copy."""
-    return _conversion.get() is not None
+    def stop(self, request: GenerateReqInput, context: RequestContext) -> None:
+        """Notes the first request that would be generated from. Raises Stopped."""
+        if self.request is None:
+            self.request, self.context = request, replace(context, dry_run=None)
+        raise Stopped("this request is a dry run")
 
 
-def stop_copy(request: Any, context: Any) -> None:
-    """Where a request would be generated from: takes it and raises Stopped if it is a copy."""
-    conversion = _conversion.get()
-    if conversion is not None:
-        if conversion.request is None:
-            conversion.request, conversion.context = request, context
-        raise Stopped("this request is a copy")
-
-
-async def convert(app: Any, path: str, headers: Headers, body: Any) -> Conversion:
+async def convert(app: Any, path: str, headers: Headers, body: Any) -> DryRun:
     """What a body, posted to a path of the application, comes to."""
-    conversion = Conversion()
+    dry_run = DryRun()
     task_context = contextvars.copy_context()
-    task_context.run(_conversion.set, conversion)
+    task_context.run(enter, RequestContext(dry_run=dry_run))
     data = orjson.dumps(body)
     scope = {
         "type": "http",
@@ -94,10 +86,10 @@ async def convert(app: Any, path: str, headers: Headers, body: Any) -> Conversio
 
     async def send(message: dict[str, Any]) -> None:
         if message["type"] == "http.response.start":
-            conversion.status = message["status"]
+            dry_run.status = message["status"]
         else:
-            conversion.answer += message.get("body", b"")
+            dry_run.answer += message.get("body", b"")
 
     await asyncio.create_task(app(scope, receive, send), context=task_context)
     ended.set()
-    return conversion
+    return dry_run

@@ -1,7 +1,7 @@
 """What the HTTP process knows of a request, on its way to the scheduler.
 
-    HTTP process   generate_request -> attach     writes an action into the request's kv_hints
-    scheduler      checkpoint -> hints_of         reads it once, and stores it on the request
+    HTTP process   attach      writes an action into the request's kv_hints
+    scheduler      hints_of    reads it once, and stores it on the request
 
 SGLang carries `kv_hints` from one process to the other and reads none of them. The action's id is
 the name of the engine's own folder, which no client knows, so no client can forge an action.
@@ -13,20 +13,17 @@ import time
 from array import array
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Sequence
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core import acknowledgements
-from sgl_ext.engine.core.dry_run import stop_copy
-from sgl_ext.engine.core.isolation import group_of, isolate
-from sgl_ext.engine.core.request_context import RequestContext, current
-from sgl_ext.engine.core.slices import is_slice
+from sgl_ext.engine.core.request_context import RequestContext
+from sgl_ext.engine.sglang_http_types import GenerateReqInput, KvHintAction, KvHintsEnvelope
 
 _ACTION = "sgl_ext.hints"
 _HASH_BYTES = 16
 _ON_REQUEST = "_sgl_ext_hints"
-_watchers: list[Callable[[RequestContext, Any], None]] = []
 
 
 class Hints(NamedTuple):
@@ -67,42 +64,19 @@ class LazyNumbers(Sequence[int]):
         return len(self._numbers)
 
 
-def watch_requests(action: Callable[[RequestContext, Any], None]) -> None:
-    """Calls `action` with each request's context and SGLang's request, before its generation."""
-    _watchers.append(action)
+def attach(request: GenerateReqInput, context: RequestContext) -> None:
+    """Adds the hints of `context` to the actions of SGLang's request.
 
-
-def attach(manager: Any, request: Any, raw_request: Any = None, *_: Any, **__: Any) -> None:
-    """Before `TokenizerManager.generate_request`: isolates the request in its cache group, sets
-    its priority, and adds its hints. Ends a dry run.
-
-    Of one HTTP request the first generation takes the hints: later ones (a tool loop inside the
-    engine) have another prompt.
+    A batch, whose prompts have one envelope each, and malformed hints, which SGLang rejects, stay
+    as they are.
     """
-    context = current()
-    if not is_slice(request):  # a slice has the name space of the request that it is a slice of
-        isolate(manager, request, group_of(context, raw_request))
-    stop_copy(request, context)
-    if context is None:
-        return
-    if not context.are_hints_sent and not is_slice(request):
-        for watch in _watchers:
-            watch(context, request)
-    if manager is not None and manager.enable_priority_scheduling and hasattr(request, "priority"):
-        request.priority = context.importance.priority
-    # The prompt of an SGLang session is longer than what the body says.
-    if not hasattr(request, "kv_hints") or request.session_params is not None:
-        return
-    if context.are_hints_sent or not (context.chain.hashes or context.pins or context.owner):
-        return
-    context.are_hints_sent = True
     own = request.kv_hints
-    if isinstance(own, list):  # of a batch, whose prompts have one envelope each
+    if isinstance(own, list):
         return
     try:
         envelope = sglang_api.decode_kv_hints_envelope(own) if own else None
     except ValueError:
-        return  # SGLang itself rejects the request
+        return
     request.kv_hints = sglang_api.KvHintsEnvelope(
         protocol_version=envelope.protocol_version if envelope else "1",
         message_id=envelope.message_id if envelope else "",
@@ -110,12 +84,11 @@ def attach(manager: Any, request: Any, raw_request: Any = None, *_: Any, **__: A
     )
 
 
-@cache
 def _secret() -> str:
     return acknowledgements.folder().name
 
 
-def _encode(context: RequestContext) -> Any:
+def _encode(context: RequestContext) -> KvHintAction:
     return sglang_api.KvHintAction(
         action_id=_secret(),
         action_type=_ACTION,
@@ -144,7 +117,7 @@ def hints_of(request: Any) -> Hints | None:
     return found
 
 
-def _decode(envelope: Any) -> Hints | None:
+def _decode(envelope: KvHintsEnvelope | None) -> Hints | None:
     for action in envelope.actions if envelope is not None else ():
         if action.action_type == _ACTION and action.action_id == _secret():
             fields = dict(action.payload)

@@ -1,36 +1,37 @@
-"""In the HTTP process: whose cached prefixes a request may read, as SGLang's own name space.
+"""In the HTTP process: cache groups, as SGLang's own name spaces of the radix cache.
 
-The balancer names a request's cache group where tenants are kept apart. SGLang parts its tree
-by `extra_key` (to which it adds the adapter) and `cache_salt`, a pair. The group is written
-into the second, its length in front, and behind it what the client sent:
+Where tenants are kept apart, the balancer names a request's cache group. SGLang separates prefixes
+by `extra_key` (to which it adds the adapter) and by `cache_salt`. The group goes into the salt:
+its length, its name, and then what the client sent.
 
     group "team", no salt        4:team
     group "team", salt "x"       4:teamx
     group "te", salt "amx"       2:teamx
 
-So no two groups have one name space, whatever a client puts into any field. SGLang makes some
-requests of earlier ones, so a salt of the group already stays as it is.
+So no two groups share a name space, whatever a client puts into any field. SGLang makes some
+requests out of earlier ones, so a salt that already begins with the group stays as it is.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from sgl_ext.engine.core.request_context import RequestContext
+from sgl_ext.engine.sglang_http_types import TokenizerManager
 from sgl_ext.requests.session import GROUP_HEADER
 
 
-def group_of(context: Any, raw_request: Any) -> str | None:
-    """The group of a request, by its body's context, or else by its headers; None: not told."""
+def group_of(context: RequestContext | None, raw_request: Any) -> str | None:
+    """The cache group of a request, by its context, or else by its headers; None: no group."""
     if context is not None:
-        found: str | None = context.group
-        return found
+        return context.group
     return None if raw_request is None else raw_request.headers.get(GROUP_HEADER)
 
 
-def isolate(manager: Any, request: Any, group: str | None) -> None:
+def isolate(manager: TokenizerManager | None, request: Any, group: str | None) -> None:
     """Puts a request of SGLang's into the name space of its group.
 
-    Raises ValueError, which is answered 400, if it cannot be.
+    Raises ValueError, which is answered 400, if that is impossible.
     """
     if group is None:
         return
@@ -43,17 +44,17 @@ def isolate(manager: Any, request: Any, group: str | None) -> None:
         )
 
 
-def salted(group: str, own: Any) -> Any:
-    """The salt of a group, and the client's own in it: one, or one for each prompt of a batch."""
-    if isinstance(own, list):
-        return [salted(group, one) for one in own]
-    if own is not None and not isinstance(own, str):
+def salted(group: str, salt: Any) -> Any:
+    """The salt of a group with a client's own in it: one, or one for each prompt of a batch."""
+    if isinstance(salt, list):
+        return [salted(group, one) for one in salt]
+    if salt is not None and not isinstance(salt, str):
         raise ValueError("cache_salt should be a list or a string.")
     front = f"{len(group)}:{group}"
-    return own if own is not None and own.startswith(front) else front + (own or "")
+    return salt if salt is not None and salt.startswith(front) else front + (salt or "")
 
 
 def is_whole_group(salt: str) -> bool:
-    """Whether a salt is of a group, and has nothing of a client's own in it."""
+    """Whether a salt is that of a group, without a client's own."""
     length, colon, group = salt.partition(":")
     return colon == ":" and length == str(len(group))

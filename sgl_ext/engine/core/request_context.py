@@ -3,30 +3,42 @@
 SGLang hands no object of ours along its chain of calls, so one context variable does. Each part
 of the way reads what it needs, and writes what it finds out:
 
-    request hook      reads the body                            path ... pins
+    request hook      reads the body                            path ... conversation
     conversion        renders and tokenizes the prompt          pins, is_answer_reusable
     generate_request  sends the hints to the scheduler          are_hints_sent
     answer            completes usage and the stop reason       finish_reason, matched_stop
+
+SGLang converts some requests in threads that do not inherit context variables. For those, and for
+middleware, the context is also on the request (`put_on`, `context_of`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from sgl_ext.requests.cache_marks import Marks
+from sgl_ext.protocols.registry import of_path
+from sgl_ext.requests.cache_marks import NO_MARKS, Marks
 from sgl_ext.requests.priority import USUAL, Importance
+from sgl_ext.requests.protocol import Protocol
 from sgl_ext.requests.segments import Chain
+
+if TYPE_CHECKING:
+    from sgl_ext.engine.core.dry_run import DryRun
 
 WHOLE_PROMPT = -1
 """In place of a number of tokens: all tokens of the prompt."""
+_ON_REQUEST = "sgl_ext_context"
 
 
 @dataclass(slots=True)
 class RequestContext:
     """What one HTTP request asks for, and what became of it.
 
+    body: as the client sent it, without stripped headers. SGLang gets a translated one.
     pins: for each prefix to pin, its length in tokens and its TTL in seconds, ascending.
         Complete once the prompt is rendered.
     owner: the tenant that pins are charged to. session: the name that the client gave.
@@ -36,12 +48,16 @@ class RequestContext:
     is_answer_reusable: whether the next turn's prompt continues with the answer as generated.
     are_hints_sent: whether a generation took the hints; later ones have another prompt.
     finish_reason, matched_stop: how SGLang says that the answer ended.
+    cached_messages: what the message cache found for the body, until SGLang converts it.
+    is_array_allowed: whether the prompt's tokens may be an array, and not a list.
+    renderings: collects rendered prompts while a copy of the body is rendered, and not tokenized.
+    dry_run: stops this request before its generation.
     """
 
-    path: str
-    body: Any
-    chain: Chain
-    marks: Marks
+    path: str = ""
+    body: Any = None
+    chain: Chain = field(default_factory=Chain)
+    marks: Marks = NO_MARKS
     importance: Importance = USUAL
     owner: str = ""
     session: str = ""
@@ -53,6 +69,15 @@ class RequestContext:
     are_hints_sent: bool = False
     finish_reason: str | None = None
     matched_stop: Any = None
+    cached_messages: tuple[Any, ...] = ()
+    is_array_allowed: bool = False
+    renderings: list[str] | None = None
+    dry_run: DryRun | None = None
+
+    @property
+    def protocol(self) -> Protocol:
+        """The protocol of the request's path."""
+        return of_path(self.path)
 
 
 _current: ContextVar[RequestContext | None] = ContextVar("sgl_ext_request", default=None)
@@ -63,6 +88,44 @@ def enter(context: RequestContext) -> None:
     _current.set(context)
 
 
+@contextmanager
+def entered(context: RequestContext) -> Iterator[None]:
+    """Makes `context` the current one inside the block."""
+    token = _current.set(context)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
 def current() -> RequestContext | None:
     """The context of the request that this task works on; None outside of requests."""
     return _current.get()
+
+
+def current_group() -> str | None:
+    """The cache group of the request that this task works on."""
+    context = _current.get()
+    return None if context is None else context.group
+
+
+def current_dry_run() -> DryRun | None:
+    """The dry run that this task is part of."""
+    context = _current.get()
+    return None if context is None else context.dry_run
+
+
+def put_on(request: Any, context: RequestContext) -> None:
+    """Puts a context on its HTTP request."""
+    setattr(request.state, _ON_REQUEST, context)
+
+
+def context_of(request: Any) -> RequestContext | None:
+    """The context that was put on an HTTP request."""
+    return None if request is None else getattr(request.state, _ON_REQUEST, None)
+
+
+def context_in(scope: Any) -> RequestContext | None:
+    """The context that was put on the HTTP request of an ASGI scope."""
+    found: RequestContext | None = scope.get("state", {}).get(_ON_REQUEST)
+    return found

@@ -1,17 +1,17 @@
-"""In the HTTP process: what SGLang made of a message, for the turns in which it comes again.
+"""In the HTTP process: what SGLang made of each message, for the turns in which it comes again.
 
-An agent sends its whole conversation with every turn, and SGLang checks each message, converts
-it to those of a chat completion, checks these, writes them out as dicts and copies them twice.
-Here what came of a message of `/v1/messages` is known by its content, in its cache group:
+An agent sends its whole conversation with every turn, and SGLang validates each message, converts
+it to those of a chat completion, validates these, writes them out as dicts and copies them twice.
+The cache finds the results of a message of `/v1/messages` by its content and cache group:
 
-    body          the message as pydantic's object, which pydantic then takes as it is
+    body          the message as pydantic's object, which pydantic then takes unchanged
     conversion    the messages of a chat completion
     template      these as dicts, which are their own copies
 
-SGLang converts each message by itself, except the system's between others. So the others are
-converted one by one, and what stands around them with the last one. Nobody changes the objects
-behind the conversion, nor the dicts where a chat is rendered by a template alone; where a model
-has an encoding of its own, nothing is known.
+SGLang converts each message by itself, except a system message between others. So earlier
+messages are converted one by one, and the last one with the request's other fields. SGLang changes
+neither the converted objects, nor the dicts where a chat is rendered by a template alone; a model
+with an encoding of its own is left out.
 """
 
 from __future__ import annotations
@@ -20,101 +20,143 @@ import contextlib
 import marshal
 import weakref
 from collections.abc import Callable
-from contextvars import ContextVar
-from functools import cache
 from typing import Any, NamedTuple
 
 from radix.byte_lru import ByteLRU
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.counters import counter
+from sgl_ext.engine.core.request_context import RequestContext
 from sgl_ext.engine.host_cache.shortcuts import Message
+from sgl_ext.engine.sglang_http_types import AnthropicServing
 from sgl_ext.protocols.anthropic import ANTHROPIC, COUNT_TOKENS
 
-_PATHS = frozenset(ANTHROPIC.paths + COUNT_TOKENS.paths)
-# Beside its content: pydantic's objects, the dict and their places in tables.
+# Beside a message's content: pydantic's objects, the dict and their places in tables.
 _ENTRY_BYTES = 5_000
-# How often its content is there, at 4 bytes a character at the most: as key and text, or as key,
-# text and two dicts.
-_SAID, _CALLED = 5, 10
+# An entry holds the content so often, at 4 bytes a character at the most: as key and text, or
+# with tool calls as key, text and two dicts.
+_COPIES, _COPIES_WITH_CALLS = 5, 10
 _SYSTEM = "system"
-_VERSION = 2
+_MARSHAL_VERSION = 2  # writes equal bytes for equal values; types and the order of keys count
 
 Key = tuple[str | None, bytes]
 Convert = Callable[[Any, Any], Any]
 
 
-class _Known(NamedTuple):
+class _Entry(NamedTuple):
     message: Any
     converted: tuple[Any, ...]
 
 
 class _Sent(NamedTuple):
-    """A message of the request that is worked on, as pydantic's object."""
+    """A message of a request, as pydantic's object, and its entry if it is known."""
 
     message: Any
     key: Key
-    known: _Known | None
+    entry: _Entry | None
 
 
-class Copied(Message):
+class FrozenMessage(Message):
     """A message as a dict that nobody changes."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Copied:
+    def __deepcopy__(self, memo: dict[int, Any]) -> FrozenMessage:
         return self
 
 
-_table: ByteLRU[_Known] | None = None
-_sent: ContextVar[tuple[_Sent, ...]] = ContextVar("sgl_ext_sent", default=())
-_dumps: dict[int, tuple[weakref.ref[Any], Copied]] = {}
+class MessageCache:
+    """Results for messages, within so many bytes."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._entries: ByteLRU[_Entry] = ByteLRU(limit_bytes, _ENTRY_BYTES)
+        self._dicts: dict[int, tuple[weakref.ref[Any], FrozenMessage]] = {}
+        self._validate: Callable[[Any], Any] = sglang_api.AnthropicMessage.model_validate
+
+    @property
+    def dicts(self) -> int:
+        """How many messages have a dict for templates."""
+        return len(self._dicts)
+
+    def recall(self, body: Any, context: RequestContext) -> Any:
+        """A body for SGLang with its messages as pydantic's objects, if all of them are valid."""
+        is_anthropic = context.protocol in (ANTHROPIC, COUNT_TOKENS) and isinstance(body, dict)
+        messages = body.get("messages") if is_anthropic else None
+        if not isinstance(messages, list):
+            return body
+        try:
+            sent = tuple(self._find(message, context.group) for message in messages)
+        except ValueError:  # too deeply nested, or invalid, which SGLang answers
+            return body
+        context.cached_messages = sent
+        return {**body, "messages": [one.message for one in sent]}
+
+    def _find(self, message: Any, group: str | None) -> _Sent:
+        key = group, marshal.dumps(message, _MARSHAL_VERSION)
+        entry = self._entries.get(key)
+        return _Sent(self._validate(message) if entry is None else entry.message, key, entry)
+
+    def convert(
+        self, original: Convert, serving: AnthropicServing, request: Any, context: RequestContext
+    ) -> Any:
+        """What `original` makes of a request of `/v1/messages`; it converts new messages only.
+
+        original: makes a chat completion of a request, message by message.
+        """
+        # Another conversion in this context is of another request.
+        sent, context.cached_messages = context.cached_messages, ()
+        if _are_apart(serving, request, sent):
+            with contextlib.suppress(ValueError):  # the conversion of the whole raises it again
+                return self._convert(original, serving, request, sent)
+        return original(serving, request)
+
+    def _convert(
+        self, original: Convert, serving: AnthropicServing, request: Any, sent: tuple[_Sent, ...]
+    ) -> Any:
+        *earlier, last = sent
+        converted: list[Any] = []
+        for one in earlier:
+            entry = one.entry
+            if entry is None:
+                alone = type(request).model_construct(
+                    model=request.model, max_tokens=request.max_tokens, messages=[one.message]
+                )
+                entry = self._add(one, original(serving, alone).messages)
+            converted += entry.converted
+        chat = original(serving, request.model_copy(update={"messages": [last.message]}))
+        begin = 1 if chat.messages and chat.messages[0].role == _SYSTEM else 0
+        if last.entry is None:
+            self._add(last, chat.messages[begin:])
+        chat.messages[begin:begin] = converted
+        new = sum(one.entry is None for one in sent)
+        counter("messages_converted").labels("known").inc(len(sent) - new)
+        counter("messages_converted").labels("new").inc(new)
+        return chat
+
+    def _add(self, sent: _Sent, converted: list[Any]) -> _Entry:
+        entry = _Entry(sent.message, tuple(converted))
+        for message in converted:
+            self._add_dict(message)
+        calls = any(getattr(message, "tool_calls", None) for message in converted)
+        copies = _COPIES_WITH_CALLS if calls else _COPIES
+        self._entries.add(sent.key, entry, len(sent.key[1]) * copies)
+        return entry
+
+    def _add_dict(self, message: Any) -> None:
+        written = FrozenMessage(message.model_dump())
+        try:
+            sglang_api.normalize_assistant_tool_call_arguments(written)
+        except ValueError:  # SGLang answers it
+            return
+        if written.get("content") is None:
+            written["content"] = ""
+        number, dicts = id(message), self._dicts
+        dicts[number] = weakref.ref(message, lambda _: dicts.pop(number, None)), written
+
+    def dict_of(self, message: Any) -> FrozenMessage | None:
+        """A chat completion's message as the dict that a template is given, if it is known."""
+        found = self._dicts.get(id(message))
+        return None if found is None else found[1]
 
 
-def start(limit_bytes: int) -> None:
-    """Messages are known from now on, within so many bytes; 0: none is."""
-    global _table
-    _table = ByteLRU(limit_bytes, _ENTRY_BYTES) if limit_bytes else None
-
-
-def recall(path: str, body: Any, group: str | None) -> Any:
-    """A body for SGLang with its messages as pydantic's objects, if all are what they should be."""
-    messages = body.get("messages") if path in _PATHS and isinstance(body, dict) else None
-    if _table is None or not isinstance(messages, list):
-        return body
-    try:
-        sent = tuple(_recalled(_table, message, group) for message in messages)
-    except ValueError:  # too deep, or to be refused by SGLang
-        return body
-    _sent.set(sent)
-    return {**body, "messages": [one.message for one in sent]}
-
-
-def _recalled(table: ByteLRU[_Known], message: Any, group: str | None) -> _Sent:
-    # It writes the same for the same, and tells types and the order of keys.
-    key = group, marshal.dumps(message, _VERSION)
-    known = table.get(key)
-    return _Sent(_checked()(message) if known is None else known.message, key, known)
-
-
-@cache
-def _checked() -> Callable[[Any], Any]:
-    checked: Callable[[Any], Any] = sglang_api.AnthropicMessage.model_validate
-    return checked
-
-
-def convert(original: Convert, serving: Any, request: Any) -> Any:
-    """`original` of a request of `/v1/messages`, of which only what is new is converted.
-
-    original: makes a chat completion of it, message by message.
-    """
-    sent = _sent.get()
-    _sent.set(())  # what else is converted in this context is another request
-    table = _table
-    if table is not None and _are_apart(serving, request, sent):
-        with contextlib.suppress(ValueError):  # it is raised below, as it is of the whole
-            return _converted(table, original, serving, request, sent)
-    return original(serving, request)
-
-
-def _are_apart(serving: Any, request: Any, sent: tuple[_Sent, ...]) -> bool:
+def _are_apart(serving: AnthropicServing, request: Any, sent: tuple[_Sent, ...]) -> bool:
     """Whether this is the request that was sent, and each message is converted by itself."""
     messages, chat = request.messages, serving.openai_serving_chat
     if len(sent) < 2 or len(sent) != len(messages):
@@ -125,55 +167,3 @@ def _are_apart(serving: Any, request: Any, sent: tuple[_Sent, ...]) -> bool:
         message.role != _SYSTEM and one.message is message
         for one, message in zip(sent, messages, strict=True)
     )
-
-
-def _converted(
-    table: ByteLRU[_Known], original: Convert, serving: Any, request: Any, sent: tuple[_Sent, ...]
-) -> Any:
-    *earlier, last = sent
-    found: list[Any] = []
-    for one in earlier:
-        known = one.known
-        if known is None:
-            alone = type(request).model_construct(
-                model=request.model, max_tokens=request.max_tokens, messages=[one.message]
-            )
-            known = _keep(table, one, original(serving, alone).messages)
-        found += known.converted
-    chat = original(serving, request.model_copy(update={"messages": [last.message]}))
-    begin = 1 if chat.messages and chat.messages[0].role == _SYSTEM else 0
-    if last.known is None:
-        _keep(table, last, chat.messages[begin:])
-    chat.messages[begin:begin] = found
-    new = sum(one.known is None for one in sent)
-    counter("messages_converted").labels("known").inc(len(sent) - new)
-    counter("messages_converted").labels("new").inc(new)
-    return chat
-
-
-def _keep(table: ByteLRU[_Known], sent: _Sent, converted: list[Any]) -> _Known:
-    known = _Known(sent.message, tuple(converted))
-    for one in converted:
-        _write(one)
-    calls = any(getattr(one, "tool_calls", None) for one in converted)
-    table.add(sent.key, known, len(sent.key[1]) * (_CALLED if calls else _SAID))
-    return known
-
-
-def _write(message: Any) -> None:
-    """Remembers a chat completion's message as the dict that a template is given."""
-    written = Copied(message.model_dump())
-    try:
-        sglang_api.normalize_assistant_tool_call_arguments(written)
-    except ValueError:  # which is for the request to be refused with
-        return
-    if written.get("content") is None:
-        written["content"] = ""
-    number = id(message)
-    _dumps[number] = weakref.ref(message, lambda _: _dumps.pop(number, None)), written
-
-
-def dump(original: Callable[..., Any], message: Any, **asked: Any) -> Message:
-    """Around `model_dump` of the messages of chat completions."""
-    known = None if asked else _dumps.get(id(message))
-    return known[1] if known is not None else Message(original(message, **asked))

@@ -1,11 +1,10 @@
-"""In the HTTP process: work on every message and tool of every request, made shorter.
-
-The results are those of SGLang and its libraries, in all cases:
+"""In the HTTP process: shorter ways to results that SGLang and its libraries compute per message
+and per tool of each request. The results are equal in all cases.
 
     tools      a schema that was found valid is not checked again
-    messages   a copy of what JSON can say is made without asking about cycles and classes
-    templates  an attribute of a dict, a text, a loop or a namespace is looked up without
-               the sandbox's questions where their answers are known
+    messages   a copy of a message of JSON values does not look for cycles and classes
+    templates  an attribute of a dict, a text, a loop or a namespace is looked up without the
+               sandbox's checks where their answers are known
 """
 
 from __future__ import annotations
@@ -18,22 +17,28 @@ from typing import Any
 import orjson
 from cachetools import FIFOCache
 
-_valid: FIFOCache[bytes, None] = FIFOCache(4096)
+MAX_SCHEMAS = 4096
 
 
-def check_schema(original: Callable[..., None], validator: Any, schema: Any, **asked: Any) -> None:
-    """Around `Draft202012Validator.check_schema`: raises SchemaError as it does."""
-    try:
-        written = orjson.dumps(schema)
-    except (TypeError, RecursionError):
-        written = b""
-    if not written or asked:
-        original(validator, schema, **asked)
-        return
-    digest = hashlib.blake2b(written, digest_size=16).digest()
-    if digest not in _valid:
-        original(validator, schema)
-        _valid[digest] = None
+class SchemaCache:
+    """Digests of the latest schemas that were found valid."""
+
+    def __init__(self, max_schemas: int = MAX_SCHEMAS) -> None:
+        self._valid: FIFOCache[bytes, None] = FIFOCache(max_schemas)
+
+    def __len__(self) -> int:
+        return len(self._valid)
+
+    def check(self, schema: Any, validate: Callable[[Any], None]) -> None:
+        """Calls `validate`, which raises on an invalid schema, unless it passed before."""
+        try:
+            digest = hashlib.blake2b(orjson.dumps(schema), digest_size=16).digest()
+        except (TypeError, RecursionError):
+            validate(schema)
+            return
+        if digest not in self._valid:
+            validate(schema)
+            self._valid[digest] = None
 
 
 class Message(dict[str, Any]):
@@ -59,7 +64,7 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def compile_template(original: Callable[..., Any], source: str) -> Any:
-    """Around the compilation of chat templates, which remembers what it has compiled."""
+    """Around the compilation of chat templates, which caches what it compiled."""
     template = original(source)
     environment = template.environment
     if "getattr" not in vars(environment):
@@ -68,11 +73,11 @@ def compile_template(original: Callable[..., Any], source: str) -> Any:
 
 
 def _quick_getattr(environment: Any) -> Callable[[Any, str], Any]:
-    """`environment.getattr`, of jinja2's sandbox, for values of classes that are its everyday."""
+    """`environment.getattr` of jinja2's sandbox, with a short way for the most common classes."""
     from jinja2.runtime import LoopContext
     from jinja2.utils import Namespace
 
-    asked = environment.getattr
+    sandboxed = environment.getattr
     of_dicts, of_texts = frozenset(dir(dict)), _public(str) - {"format", "format_map"}
     of_loops = _public(LoopContext)
     plain = (str, bool, int, type(None))
@@ -92,7 +97,7 @@ def _quick_getattr(environment: Any) -> Callable[[Any, str], Any]:
             found = getattr(value, name, None)
             if found is not None and type(found) in plain:
                 return found
-        return asked(value, name)
+        return sandboxed(value, name)
 
     return quick
 

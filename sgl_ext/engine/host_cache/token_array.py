@@ -10,57 +10,39 @@ requests) get a list.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 from sgl_ext.engine import sglang_api
-
-_is_allowed: ContextVar[bool] = ContextVar("sgl_ext_array_allowed", default=False)
-
-
-def is_array_allowed() -> bool:
-    """Whether the prompt that is tokenized in this context may be an array."""
-    return _is_allowed.get()
+from sgl_ext.engine.sglang_http_types import GenerateReqInput, ServingChat, TokenizerManager
 
 
-@contextmanager
-def array_allowed(chat: Any, request: Any) -> Iterator[None]:
-    """While `request` is converted, lets its token ids be an array if it is a plain text prompt."""
-    token = _is_allowed.set(_is_text_only(chat, request))
-    try:
-        yield
-    finally:
-        _is_allowed.reset(token)
+def is_array_allowed(chat: ServingChat, request: Any) -> bool:
+    """Whether the ids may be an array while SGLang converts a request: it is one text prompt."""
+    manager = chat.tokenizer_manager
+    return not (
+        manager.model_config.is_multimodal
+        or manager.mm_processor is not None
+        or request.continue_final_message  # SGLang adds the answer's beginning to the list
+        or _is_decoded_by_parser(chat)
+    )
 
 
-def restore_list(chat: Any, converted: Any) -> None:
+def restore_list(chat: ServingChat, converted: GenerateReqInput) -> None:
     """Makes the converted request's ids a list if SGLang does more with them than send them."""
     if type(converted.input_ids) is array and not _is_only_sent(chat.tokenizer_manager, converted):
         converted.input_ids = converted.input_ids.tolist()
 
 
-def _is_text_only(chat: Any, request: Any) -> bool:
-    manager = chat.tokenizer_manager
-    return not (
-        manager.model_config.is_multimodal
-        or manager.mm_processor is not None
-        or request.continue_final_message  # an answer's beginning is added to the list
-        or _is_decoded_by_parser(chat)
-    )
-
-
-def _is_decoded_by_parser(chat: Any) -> bool:
+def _is_decoded_by_parser(chat: ServingChat) -> bool:
     """Whether a parser of the chat decodes the prompt's ids."""
-    answers, calls = chat._reasoning_detector, chat.tool_call_parser
+    reasoning, calls = chat._reasoning_detector, chat.tool_call_parser
     parser = sglang_api.FunctionCallParser.ToolCallParserEnum.get(calls)
-    return isinstance(answers, sglang_api.ResponseTemplateReasoningDetector) or (
+    return isinstance(reasoning, sglang_api.ResponseTemplateReasoningDetector) or (
         parser is not None and issubclass(parser, sglang_api.ResponseTemplateToolDetector)
     )
 
 
-def _is_only_sent(manager: Any, converted: Any) -> bool:
+def _is_only_sent(manager: TokenizerManager, converted: GenerateReqInput) -> bool:
     sampling = converted.sampling_params
     return (
         isinstance(sampling, dict)

@@ -1,8 +1,8 @@
-"""Errors of the engine in the shape of the protocol spoken, and with nothing of its inside.
+"""Errors of the engine in the shape of their protocol, without the server's internals.
 
-SGLang's own differ by path and by who raised them, and some show a traceback or the server's
-files. What a harness acts upon is said as its vendor says it: that a prompt is too long,
-which Claude Code and Codex answer by compacting the conversation.
+SGLang's own shapes differ by path and by the code that raised them, and some show a traceback or
+the server's files. An error that a harness acts upon is worded as its vendor words it: Claude Code
+and Codex compact the conversation when a prompt is too long.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sgl_ext.protocols.registry import errors_of
 
 _LIMIT_CHARS = 1000
 _SHOWN = 3
-_INSIDE = re.compile(r'Traceback|File \\?"|(/[\w.+@-]+){2,}\.py\b')
+_INTERNALS = re.compile(r'Traceback|File \\?"|(/[\w.+@-]+){2,}\.py\b')
 _TRACE = re.compile(r'^(Traceback\b|\s+File "|\s+POST /)')
 _PLACE = re.compile(r"(\[\d\d:\d\d:\d\d\] )?(/[\w.+@-]+)+\.\w+:\d+:?\s*")
 _FILE = re.compile(
@@ -40,7 +40,7 @@ INTERNAL = "Internal server error"
 
 @dataclass(frozen=True, slots=True)
 class EngineError:
-    """An error that the engine answers: its status, and what may be told of it."""
+    """An error that the engine answers. The message exposes nothing of the server."""
 
     status: int
     message: str
@@ -48,7 +48,7 @@ class EngineError:
 
     @property
     def is_context(self) -> bool:
-        """Whether prompt and answer are too long for the model."""
+        """Whether prompt and answer together are too long for the model."""
         found = _TOO_LONG.search(self.message) or _TOO_MUCH.search(self.message)
         return found is not None or _NO_MEMORY in self.message
 
@@ -61,7 +61,7 @@ class EngineError:
 
 
 def read_error(status: int, body: bytes) -> EngineError:
-    """What an error's body says, whichever of SGLang's shapes it has."""
+    """The error in a body that has one of SGLang's shapes."""
     try:
         document: Any = orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -75,7 +75,8 @@ def read_error(status: int, body: bytes) -> EngineError:
 
 
 def scrubbed(status: int, message: str) -> str:
-    """A message without traces and files of the server; of a failure of its own, nothing else."""
+    """A message without traces and files of the server. For status 500 it is INTERNAL, except where
+    it says that an answer was aborted."""
     if status == 500 and not message.startswith("The answer was"):
         return INTERNAL
     lines = [line for line in message.splitlines() if not _TRACE.match(line)]
@@ -83,17 +84,16 @@ def scrubbed(status: int, message: str) -> str:
     return text[:_LIMIT_CHARS] or "The request failed."
 
 
-def plain(error: EngineError) -> bytes:
-    """The JSON body of an error of SGLang's own paths."""
+def native_body(error: EngineError) -> bytes:
+    """The JSON body of an error on a native path."""
     return orjson.dumps({"error": {"message": error.message}})
 
 
-def without_inside(status: int, body: bytes) -> bytes | None:
-    """The body of a native path's error, without what it tells of the server's inside.
-
-    None if it tells nothing."""
+def without_internals(status: int, body: bytes) -> bytes | None:
+    """A new body for a native path's error that exposes the server's internals; None if this one
+    does not."""
     text = body.decode("utf-8", "replace")
-    return plain(read_error(status, body)) if _INSIDE.search(text) else None
+    return native_body(read_error(status, body)) if _INTERNALS.search(text) else None
 
 
 def shaped(path: str, error: EngineError, request_id: str) -> bytes:
@@ -105,21 +105,21 @@ def shaped(path: str, error: EngineError, request_id: str) -> bytes:
     return shape.body(error.status, message, request_id, error.code, error.param)
 
 
-def of_validation(errors: Sequence[Any]) -> EngineError:
-    """What pydantic found wrong with a body: the fields, and what they should be."""
-    told: dict[str, str] = {}
+def error_of_validation(errors: Sequence[Any]) -> EngineError:
+    """What pydantic found wrong with a body: the first fields, and what they should be."""
+    found: dict[str, str] = {}
     for error in errors:
         names = [str(step) for step in error.get("loc", ()) if _is_field(step)]
-        told.setdefault(".".join(names) or "body", str(error.get("msg", "")).strip())
-    shown = [f"{field}: {what}" for field, what in list(told.items())[:_SHOWN]]
-    if len(told) > _SHOWN:
-        shown.append(f"and {len(told) - _SHOWN} more")
-    param = next(iter(told), None)
+        found.setdefault(".".join(names) or "body", str(error.get("msg", "")).strip())
+    shown = [f"{field}: {what}" for field, what in list(found.items())[:_SHOWN]]
+    if len(found) > _SHOWN:
+        shown.append(f"and {len(found) - _SHOWN} more")
+    param = next(iter(found), None)
     return EngineError(400, scrubbed(400, "; ".join(shown)), None if param == "body" else param)
 
 
 def failed_event(data: bytes) -> bytes:
-    """The last event of a response that failed, with a code that says why, if that is known."""
+    """The last event of a failed response on /v1/responses, with the most telling code."""
     head, _, text = data.partition(b"\ndata: ")
     document = orjson.loads(text)
     error = document["response"].get("error")
@@ -132,7 +132,7 @@ def failed_event(data: bytes) -> bytes:
 
 
 def _is_field(step: Any) -> bool:
-    """Whether a step to where pydantic found an error is of the body, and not of its own types."""
+    """Whether a step of pydantic's path to an error names a field, and not one of its types."""
     return isinstance(step, int) or (bool(_WORD.match(str(step))) and step not in _TYPES)
 
 

@@ -1,7 +1,7 @@
-"""`GET /sgl_ext/events`: what the engine holds, and then every change, a line of JSON each.
+"""`GET /sgl_ext/events`: what the engine's cache holds, and then each change, as lines of JSON.
 
-The HTTP process mirrors what the scheduler tells it, so a new subscriber is served
-without asking the scheduler. Lines are numbered for each connection.
+The HTTP process mirrors the scheduler's cache from its events, so it serves a new subscriber a
+snapshot without the scheduler. Lines are numbered for each connection.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
-from functools import cache
 from itertools import islice
 from typing import Any
 
 import orjson
 import zmq
 import zmq.asyncio
+from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from radix.index import PrefixIndex
@@ -34,7 +35,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Subscriber:
-    """One reader's lines that are not sent yet."""
+    """The lines that are not sent yet to one subscriber."""
 
     def __init__(self, buffer_bytes: int) -> None:
         self.ended = asyncio.Event()
@@ -45,7 +46,7 @@ class Subscriber:
         self._some = asyncio.Event()
 
     def put(self, line: bytes) -> None:
-        """Adds a line; a reader that is too far behind is given up."""
+        """Adds a line. A subscriber with too many unsent bytes is dropped."""
         self._lines.append(line)
         self._bytes += len(line)
         self._some.set()
@@ -55,15 +56,15 @@ class Subscriber:
             self.ended.set()
 
     async def take(self) -> list[bytes]:
-        """Waits for lines, and hands over all there are."""
+        """Waits for lines, and returns all of them."""
         await self._some.wait()
         self._some.clear()
         lines, self._lines, self._bytes = self._lines, [], 0
         return lines
 
 
-class Hub:
-    """The mirror of what the scheduler holds, and whoever listens to it."""
+class EventBroadcaster:
+    """Mirrors what the scheduler's cache holds, and sends its events to all subscribers."""
 
     def __init__(self, buffer_bytes: int = BUFFER_BYTES) -> None:
         self._mirror = PrefixIndex()
@@ -74,30 +75,31 @@ class Hub:
         self._buffer_bytes = buffer_bytes
 
     def apply(self, line: bytes) -> None:
-        """Takes one line of the scheduler's, and hands it on. Raises ValueError on any other."""
-        told = orjson.loads(line)
-        if told.get("cleared"):
-            for act in self._on_cleared if len(self._mirror) else ():  # a new engine begins with it
-                act()
+        """Applies one line of the scheduler, and sends it on. Raises ValueError on a wrong one."""
+        event = orjson.loads(line)
+        if event.get("cleared"):
+            # A new engine begins with such a line, and has nothing to clear.
+            for action in self._on_cleared if len(self._mirror) else ():
+                action()
             self._mirror.clear(0)
-        for segment in told.get("removed", ()):
+        for segment in event.get("removed", ()):
             self._mirror.remove(0, int(segment, 16))
-        for segment, parent, tokens in told.get("stored", ()):
+        for segment, parent, tokens in event.get("stored", ()):
             above = None if parent is None else int(parent, 16)
             if not self._mirror.store(0, above, int(segment, 16), tokens):
                 raise ValueError(f"segment {segment} is stored below {parent}, which is not held")
-        self._load = told.get("load", self._load)
-        self.pins.apply(told, time.monotonic())
+        self._load = event.get("load", self._load)
+        self.pins.apply(event, time.monotonic())
         counter("event_lines").inc()
         for subscriber in self._subscribers:
             subscriber.put(line)
 
     def on_cleared(self, action: Callable[[], None]) -> None:
-        """Has `action` called when the cache was emptied."""
+        """Calls `action` when the cache was emptied."""
         self._on_cleared.append(action)
 
     def snapshot(self) -> Iterator[bytes]:
-        """Lines, without their numbers, that tell a new subscriber everything as of now."""
+        """Lines, without their numbers, that describe the present state to a new subscriber."""
         held = [(segment, parent, tokens) for parent, segment, tokens in self._mirror.snapshot(0)]
         load, lines = self._load, stored_lines(held)
         pins = self.pins.rows(time.monotonic())
@@ -112,7 +114,7 @@ class Hub:
         return render()
 
     def subscribe(self) -> Subscriber:
-        """A subscriber to every line from now on, until `unsubscribe`."""
+        """A subscriber to all lines from now on, until `unsubscribe`."""
         subscriber = Subscriber(self._buffer_bytes)
         self._subscribers.add(subscriber)
         return subscriber
@@ -121,13 +123,13 @@ class Hub:
         self._subscribers.discard(subscriber)
 
     def close(self) -> None:
-        """Ends every stream: a server that shuts down waits for them."""
+        """Ends all streams: a server that shuts down waits for them."""
         for subscriber in self._subscribers:
             subscriber.ended.set()
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
-        """Applies the scheduler's lines for as long as the server runs."""
+        """Applies the scheduler's lines while the block runs."""
         socket = zmq.asyncio.Context.instance().socket(zmq.PULL)
         socket.bind(events_address())
         reader = asyncio.create_task(self._read(socket))
@@ -145,37 +147,37 @@ class Hub:
             try:
                 self.apply(line)
             except Exception:
-                # The next subscriber's snapshot may lack it; a cache miss, and no more.
+                # The next snapshot may lack it, which costs a cache miss.
                 counter("event_lines_unreadable").inc()
                 _logger.exception("sgl-ext: a line of prefix events could not be applied")
 
 
 class EventStream(Response):
-    """An answer that goes on until the reader leaves, falls behind, or the server ends."""
+    """A response that ends when its subscriber leaves or is dropped, or when the server ends."""
 
     media_type = "application/x-ndjson"
 
-    def __init__(self, hub: Hub) -> None:
+    def __init__(self, broadcaster: EventBroadcaster) -> None:
         super().__init__()
         del self.headers["content-length"]
-        self._hub = hub
+        self._broadcaster = broadcaster
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        subscriber = self._hub.subscribe()
+        subscriber = self._broadcaster.subscribe()
         tasks = [
-            asyncio.create_task(self._send_lines(subscriber, self._hub.snapshot(), send)),
+            asyncio.create_task(self._send_lines(subscriber, self._broadcaster.snapshot(), send)),
             asyncio.create_task(_left(receive)),
             asyncio.create_task(subscriber.ended.wait()),
         ]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            self._hub.unsubscribe(subscriber)
+            self._broadcaster.unsubscribe(subscriber)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        if not subscriber.slow:  # one that does not read cannot be sent an end either
+        if not subscriber.slow:  # one that does not read does not read an end either
             await send({"type": "http.response.body", "body": b""})
 
     async def _send_lines(
@@ -190,7 +192,7 @@ class EventStream(Response):
 
 
 async def _next(subscriber: Subscriber) -> list[bytes]:
-    """What comes next; if for long nothing does, a line that says no more than that we live."""
+    """The next lines; after QUIET_S without any, a line that shows that the engine is alive."""
     try:
         return await asyncio.wait_for(subscriber.take(), QUIET_S)
     except TimeoutError:
@@ -206,7 +208,10 @@ async def _left(receive: Receive) -> None:
         pass
 
 
-@cache
-def hub() -> Hub:
-    """This process's hub."""
-    return Hub()
+def event_route(broadcaster: EventBroadcaster) -> Route:
+    """The route of the stream."""
+
+    async def stream(_: Request) -> Response:
+        return EventStream(broadcaster)
+
+    return Route(PATH, stream, methods=["GET"])

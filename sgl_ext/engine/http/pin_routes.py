@@ -1,17 +1,16 @@
-"""`/v1/pins`: what this engine has pinned, and giving it up.
+"""`/v1/pins`: lists the engine's pins, and deletes them.
 
 GET     {"pins": [{"prefix", "segment", "tokens", "ttl_s", "left_s", "hits", "owner",
                    "session"}, ...]}
 DELETE  ?prefix=HASH or ?session=ID   {"deleted": how many}
 
-A request that is of one tenant alone (`x-sgl-ext-owner`) sees and touches that one's.
+A request with `x-sgl-ext-owner` sees and deletes only the pins of that tenant.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from functools import cache
 from http import HTTPStatus
 
 from starlette.requests import Request
@@ -22,17 +21,12 @@ from sgl_ext.engine.core.channels import Outbox
 from sgl_ext.pin_mirror import PATH, PinMirror
 from sgl_ext.requests.session import OWNER_HEADER
 
-_GONE_LIMIT_S = 10.0
-_LOOK_S = 0.02
+_TIMEOUT_S = 10.0
+_POLL_S = 0.02
 
 
-@cache
-def _outbox() -> Outbox:
-    return Outbox()
-
-
-def pin_routes(pins: PinMirror) -> list[Route]:
-    """The routes, which answer from `pins`."""
+def pin_routes(pins: PinMirror, outbox: Outbox) -> list[Route]:
+    """The routes, which answer from `pins` and send deletions to the scheduler."""
 
     async def show(request: Request) -> JSONResponse:
         owner = request.headers.get(OWNER_HEADER)
@@ -46,12 +40,12 @@ def pin_routes(pins: PinMirror) -> list[Route]:
         named = pins.named(prefix, session, request.headers.get(OWNER_HEADER))
         if not named:
             return JSONResponse({"deleted": 0})
-        _outbox().unpin(named)
-        for _ in range(int(_GONE_LIMIT_S / _LOOK_S)):
+        outbox.unpin(named)
+        for _ in range(int(_TIMEOUT_S / _POLL_S)):
             if not any(name in pins for name in named):
                 return JSONResponse({"deleted": len(named)})
-            await asyncio.sleep(_LOOK_S)
-        return _error(HTTPStatus.GATEWAY_TIMEOUT, "the scheduler did not give them up in time")
+            await asyncio.sleep(_POLL_S)
+        return _error(HTTPStatus.GATEWAY_TIMEOUT, "the scheduler did not delete them in time")
 
     return [
         Route(PATH, show, methods=["GET"]),

@@ -1,24 +1,27 @@
-"""The request hook: what every HTTP route of the engine reads as its body passes here once.
+"""The request hook: the body of each HTTP request to the engine passes here once.
 
-SGLang parses each JSON body in `ORJSONRequest.json`, before validation and
-before any protocol's conversion, so one hook serves every protocol.
+SGLang parses every JSON body in `ORJSONRequest.json`, before validation and before any protocol's
+conversion, so one hook serves all protocols.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from functools import cache
 from http import HTTPStatus
 from typing import Any
 
 from sgl_ext.engine.core.counters import counter
-from sgl_ext.engine.core.request_context import WHOLE_PROMPT, RequestContext, enter
-from sgl_ext.engine.core.settings import settings as _settings
-from sgl_ext.engine.host_cache.message_cache import recall
+from sgl_ext.engine.core.request_context import (
+    WHOLE_PROMPT,
+    RequestContext,
+    current_dry_run,
+    enter,
+    put_on,
+)
+from sgl_ext.engine.http.extension import HttpExtension, installed
 from sgl_ext.engine.http.translation import for_sglang
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.cache_marks import Marks, read_marks
-from sgl_ext.requests.headers import HeaderStrip
 from sgl_ext.requests.priority import Importance, read_importance
 from sgl_ext.requests.segments import Chain, read_chain, with_sorted_tools
 from sgl_ext.requests.session import (
@@ -29,84 +32,82 @@ from sgl_ext.requests.session import (
     stated_session,
 )
 from sgl_ext.requests.system_text import strip_request
-from sgl_ext.tenants import Tenants
 
 MAX_SEGMENTS = 16_384
 
 
-@cache
-def _tenants() -> Tenants:
-    return Tenants(_settings().tenants, _settings().max_priority)
-
-
-@cache
-def _strip() -> HeaderStrip:
-    return HeaderStrip(_settings().strip_headers)
-
-
 async def read_body(original: Callable[[Any], Awaitable[Any]], request: Any) -> Any:
-    """Parses the body as SGLang does, strips it, and keeps what it says of its client and cache.
+    """Around `ORJSONRequest.json`: the body for SGLang. Enters the request's context.
 
-    Raises HTTPException if what it asks of the cache is malformed.
+    Raises HTTPException if a hint of our own namespace is malformed.
     """
     if hasattr(request, "_json"):
         return request._json
-    body = await original(request)
-    strip = _strip()
-    path = request.url.path
-    protocol = of_path(path)
-    stripped = strip_request(protocol, body, strip)
-    raw = await request.body()
-    left = strip.mentions(raw) - stripped.headers
+    extension, path, raw_body = installed(), request.url.path, await request.body()
+    body = _strip(extension, path, await original(request), raw_body)
+    context = _read_context(extension, request, path, body)
+    enter(context)
+    put_on(request, context)
+    body = for_sglang(request, context)
+    if extension.message_cache is not None:
+        body = extension.message_cache.recall(body, context)
+    request._json = body
+    return body
+
+
+def _strip(extension: HttpExtension, path: str, body: Any, raw_body: bytes) -> Any:
+    """The body without session headers, with its tools in order if the settings say so."""
+    stripped = strip_request(of_path(path), body, extension.strip)
+    left = extension.strip.mentions(raw_body) - stripped.headers
     if stripped.headers or left > 0:
         counter("headers_stripped").labels(path).inc(stripped.headers)
         counter("headers_left").labels(path).inc(max(left, 0))
-    body = with_sorted_tools(stripped.body) if _settings().sort_tools else stripped.body
-    marks = _marks(path, body)
-    headers = dict(request.headers.items())  # the last of a name counts, as in the balancer
-    tenant = _tenants().asking(headers)
-    chain = read_chain(protocol, body, salt=salt_of(headers))
+    return with_sorted_tools(stripped.body) if extension.settings.sort_tools else stripped.body
+
+
+def _read_context(extension: HttpExtension, request: Any, path: str, body: Any) -> RequestContext:
+    headers = dict(request.headers.items())  # of a repeated name the last, as in the balancer
+    tenant = extension.tenants.asking(headers)
+    marks = _read_marks(extension, path, body)
+    chain = read_chain(of_path(path), body, salt=salt_of(headers))
     if len(chain.hashes) > MAX_SEGMENTS:
         counter("chains_left_out").inc()
         chain = Chain()
-    context = RequestContext(
+    return RequestContext(
         path,
         body,
         chain,
         marks,
-        _importance(path, headers, body, tenant.max_priority),
+        _read_importance(path, headers, body, tenant.max_priority),
         owner=tenant.name,
         group=headers.get(GROUP_HEADER),
         session=stated_session(headers, body) or "",
         is_last=is_final(headers),
         pins=((WHOLE_PROMPT, marks.whole_ttl_s),) if marks.whole_ttl_s else (),
         conversation=session_key(headers, body, chain),
+        dry_run=current_dry_run(),
     )
-    enter(context)
-    request.state.context = context  # SGLang converts some requests outside their context
-    request._json = recall(path, for_sglang(request, protocol, path, body), context.group)
-    return request._json
 
 
-def _marks(path: str, body: Any) -> Marks:
-    marks = read_marks(of_path(path), body, _settings().ttl_limits)
+def _read_marks(extension: HttpExtension, path: str, body: Any) -> Marks:
+    marks = read_marks(of_path(path), body, extension.settings.ttl_limits)
     if marks.ignored:
         counter("cache_hints_ignored").labels(path).inc(marks.ignored)
-    _refuse(marks.error)
+    _reject(marks.error)
     return marks
 
 
-def _importance(path: str, headers: dict[str, str], body: Any, ceiling: int) -> Importance:
+def _read_importance(path: str, headers: dict[str, str], body: Any, ceiling: int) -> Importance:
     importance = read_importance(headers, body, ceiling)
     if importance.ignored:
         counter("priority_hints_ignored").labels(path).inc(importance.ignored)
     if importance.is_clamped:
         counter("priority_clamped").labels(path).inc()
-    _refuse(importance.error)
+    _reject(importance.error)
     return importance
 
 
-def _refuse(error: str) -> None:
+def _reject(error: str) -> None:
     if error:
         from fastapi import HTTPException
 

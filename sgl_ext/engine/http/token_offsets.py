@@ -1,13 +1,13 @@
 """How many tokens of a prompt lie before the end of a block, known from earlier prompts or counted.
 
     known      the same content up to the block had the same tokens before
-    by tail    the prompt's last block ends where the text that a template writes behind it
-               begins, whatever token that is in
-    counted    the text around it is tokenized, from the nearer of a place already found
+    by tail    the prompt's last block ends where the text begins that the template writes after it,
+               whatever token that is in
+    counted    the text around the place is tokenized, from the nearer of the last place found
                before it and the end of the prompt
 
-Each is proven against the prompt's own ids, so what is remembered, and a text that tokenizes
-otherwise by itself than in the prompt, can fail to find an end and cannot find a wrong one.
+Each result is proven against the prompt's own ids. So a stale entry, or a text that tokenizes
+differently by itself, can fail to find an end, and cannot find a wrong one.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import NamedTuple
 import xxhash
 from cachetools import FIFOCache, LRUCache
 
-# A place inside a token: what comes before it tokenizes otherwise there, by so much at most.
+# A place may lie inside a token. Then the text before it ends in at most so many other tokens.
 _STRADDLING_TOKENS = 8
 _LIMIT_KNOWN = 65_536
 _LIMIT_TAILS = 16
 _LIMIT_TAIL_CHARS = 256
-# So much of a block's text before a tail shows that it is the block's end.
+# A tail follows the block if so much of the block's text is before it.
 _SHOWN_CHARS = 24
 _SHOWN_TOKENS = 32
 
@@ -35,7 +35,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class Prompt:
-    """A prompt's token ids, for several questions, while they do not change."""
+    """A prompt's token ids, which do not change, and hashes of their prefixes."""
 
     def __init__(self, ids: Sequence[int]) -> None:
         self.ids = ids if isinstance(ids, array) and ids.typecode == "q" else array("q", ids)
@@ -60,21 +60,21 @@ class _Known(NamedTuple):
 
 @dataclass(slots=True)
 class _Tail:
-    """size: about how many tokens it has.
+    """What a template wrote after a prompt's last block.
 
-    decided: the last tokens of a prompt, by which it was seen whether it ends so, and whether. Of
-    another that ends with the same it needs no decoding.
+    size: about how many tokens it has.
+    decided: the last tokens of a prompt, and whether they are this tail. Another prompt that ends
+        with the same tokens needs no decoding.
     """
 
     size: int
     decided: tuple[array[int], bool] | None = None
 
 
-class Offsets:
-    """Ends of blocks in prompts of one tokenizer and template.
+class TokenOffsets:
+    """Ends of blocks in prompts of one tokenizer and template. It is thread-safe.
 
-    `encode` tokenizes a text without adding anything, `decode` is its inverse. Several
-    threads may ask at once.
+    `encode` tokenizes a text without adding anything, `decode` is its inverse.
     """
 
     def __init__(self, encode: Encode, decode: Decode, limit: int = _LIMIT_KNOWN) -> None:
@@ -85,7 +85,7 @@ class Offsets:
         self._lock = Lock()
 
     def recall(self, key: int, prompt: Prompt) -> int | None:
-        """The end of the block whose content, with all before it, has the hash `key`."""
+        """The end of the block whose content has the hash `key`, with everything before it."""
         with self._lock:
             known = self._known.get(key)
             if known is None or known.digest != prompt.digest(known.tokens):
@@ -93,7 +93,7 @@ class Offsets:
             return known.tokens
 
     def remember(self, key: int, tokens: int, prompt: Prompt) -> None:
-        """The end of such a block has been found."""
+        """Stores the end that was found for such a block."""
         with self._lock:
             self._known[key] = _Known(tokens, prompt.digest(tokens))
 
@@ -112,7 +112,7 @@ class Offsets:
         return None
 
     def _tokens_of(self, tail: str, known: _Tail, prompt: Prompt) -> int | None:
-        """How many tokens end before a tail that the prompt ends with."""
+        """How many tokens end before the tail, if the prompt ends with it."""
         if known.decided is not None:
             last, is_end = known.decided
             if len(last) < len(prompt) and prompt.ids[-len(last) :] == last:
@@ -129,7 +129,7 @@ class Offsets:
         return None
 
     def remember_tail(self, tail: str) -> None:
-        """What was found to stand behind the last block of a prompt."""
+        """Stores what was found after the last block of a prompt."""
         size = len(self._encode(tail)) if 0 < len(tail) <= _LIMIT_TAIL_CHARS else 0
         if size:
             with self._lock:

@@ -1,10 +1,9 @@
-"""Guesses what a conversation's next turn will begin with, and has it prefilled.
+"""Guesses how a conversation's next turn will begin, and prefills it.
 
-The request and the answer that it was given, as the client will send that back, and a turn of
-the client's behind it that begins with a word nobody else says: what comes before that word in
-the tokens is certain, whatever the next turn says. Template, tools and adapters are the
-engine's own work (`sgl_ext.engine.core.dry_run`), so what it leaves out of earlier turns, such as
-thinking, is left out here.
+The guess is the request, then the answer as the client will send it back, then a made-up turn that
+begins with a nonce. The tokens before the nonce are certain, whatever the next turn says. The
+engine itself applies template, tools and adapters (`sgl_ext.engine.core.dry_run`), so what it
+leaves out of earlier turns, such as thinking, is left out here.
 
 Each guess is compared with the turn that comes.
 """
@@ -25,23 +24,23 @@ from cachetools import FIFOCache
 
 from scheduler.prefill import GuessHistory
 from sgl_ext.engine.core.counters import counter
-from sgl_ext.engine.core.dry_run import Conversion, Headers, convert
+from sgl_ext.engine.core.dry_run import Headers, convert
 from sgl_ext.engine.core.request_context import RequestContext
 from sgl_ext.engine.prefill_ahead.prefiller import Job, Prefiller
-from sgl_ext.protocols.registry import of_path
+from sgl_ext.engine.sglang_http_types import GenerateReqInput, TokenizerManager
 from sgl_ext.requests.answers import read_answer
 from sgl_ext.requests.next_turn import Turn, next_turn
 
 MOST_PENDING = 64
-MOST_REMEMBERED = 256
-# A turn that has not come by then will hardly come: its tokens were wasted.
-REMEMBERED_S = 900.0
-_MARGIN = 4  # what tokens before the unknown may become part of
+MOST_GUESSES = 256
+# After this time a turn is not expected any more, and its prefilled tokens were wasted.
+GUESS_TTL_S = 900.0
+_MARGIN = 4  # so many tokens before the nonce may depend on it
 _logger = logging.getLogger(__name__)
 
 
 class _Guess(NamedTuple):
-    """The tokens of a guess, as a hash: many are remembered, and each may be long."""
+    """The tokens of a guess, as a hash: they may be many."""
 
     length: int
     digest: int
@@ -57,21 +56,23 @@ class _Seen(NamedTuple):
 
 
 class NextTurns:
-    """The conversations of one engine. `policy` is as in EngineSettings."""
+    """The conversations of one engine. `policy` is `EngineSettings.prefill_ahead`."""
 
-    def __init__(self, app: Any, manager: Any, prefiller: Prefiller, policy: str) -> None:
+    def __init__(
+        self, app: Any, manager: TokenizerManager, prefiller: Prefiller, policy: str
+    ) -> None:
         self._app = app
         self._manager = manager
         self._prefiller = prefiller
         self._policy = policy
-        self._worth = GuessHistory()
-        self._seen: FIFOCache[str, _Seen] = FIFOCache(16 * MOST_REMEMBERED)
+        self._history = GuessHistory()
+        self._seen: FIFOCache[str, _Seen] = FIFOCache(16 * MOST_GUESSES)
         self._pending: dict[str, asyncio.Task[None]] = {}
         self._guesses: OrderedDict[str, _Guess] = OrderedDict()
 
-    def came(self, context: RequestContext, request: Any) -> None:
-        """A request is about to be generated from: what was guessed of it has been, or not."""
-        name = name_of(context)
+    def compare(self, context: RequestContext, request: Any) -> None:
+        """Compares the guess for a conversation with the request that came."""
+        name = conversation_name(context)
         if name is None:
             return
         if (pending := self._pending.pop(name, None)) is not None:
@@ -83,20 +84,20 @@ class NextTurns:
 
     def wants(self, context: RequestContext) -> bool:
         """Whether the turn after this request should be guessed."""
-        name = name_of(context)
-        asked = context.importance.speculative_prefill
-        if name is None or asked is False or context.is_last or self._policy == "off":
+        name = conversation_name(context)
+        hint = context.importance.speculative_prefill
+        if name is None or hint is False or context.is_last or self._policy == "off":
             return False
         seen = self._seen.get(name)
-        if not asked and not (self._policy == "auto" and seen is not None and seen.is_growing):
+        if not hint and not (self._policy == "auto" and seen is not None and seen.is_growing):
             return False
-        return self._worth.should_guess(name)
+        return self._history.should_guess(name)
 
-    def answered(
+    def predict(
         self, headers: Headers, context: RequestContext, data: bytes, is_stream: bool
     ) -> None:
-        """A request was answered with these bytes."""
-        name = name_of(context)
+        """Guesses the turn after a request that was answered with `data`."""
+        name = conversation_name(context)
         if name is None or name in self._pending:
             return
         if len(self._pending) >= MOST_PENDING:
@@ -109,39 +110,39 @@ class NextTurns:
     async def _guess(
         self, name: str, headers: Headers, context: RequestContext, data: bytes, is_stream: bool
     ) -> None:
-        await self._prefiller.idle()  # to convert takes time from whoever is served
-        protocol = of_path(context.path)
-        answer = await asyncio.to_thread(read_answer, protocol, data, is_stream)
+        await self._prefiller.idle()  # the conversion would delay real requests
+        answer = await asyncio.to_thread(read_answer, context.protocol, data, is_stream)
         turn = None
         if answer is not None:
-            turn = next_turn(protocol, context.body, answer, secrets.token_hex(8))
+            turn = next_turn(context.protocol, context.body, answer, secrets.token_hex(8))
         if turn is None:
             counter("next_turns_not_guessed").labels("not certain").inc()
             return
-        conversion = await convert(self._app, context.path, headers, turn.body)
-        ids = certain_ids(conversion, turn, self._manager.tokenizer.decode)
-        if ids is None:
+        dry_run = await convert(self._app, context.path, headers, turn.body)
+        ids = certain_ids(dry_run.request, turn, self._manager.tokenizer.decode)
+        if ids is None or dry_run.request is None:
             counter("next_turns_not_guessed").labels("not converted").inc()
             return
-        asked = bool(context.importance.speculative_prefill)
-        job = Job(name, ids, conversion.request, quiet(conversion.context), is_guess=not asked)
-        self._remember(name, _Guess(len(ids), _digest(ids), job, time.monotonic()))
+        dry_run.context.pins = ()  # the real request sets its pins
+        is_guess = not context.importance.speculative_prefill
+        job = Job(name, ids, dry_run.request, dry_run.context, is_guess=is_guess)
+        self._add(name, _Guess(len(ids), _digest(ids), job, time.monotonic()))
         self._prefiller.put(job)
 
-    def _remember(self, name: str, guess: _Guess) -> None:
+    def _add(self, name: str, guess: _Guess) -> None:
         self._guesses[name] = guess
-        forgotten_s = time.monotonic() - REMEMBERED_S
-        while len(self._guesses) > MOST_REMEMBERED or self._oldest().made_s < forgotten_s:
-            _, forgotten = self._guesses.popitem(last=False)
-            counter("prefilled_ahead_tokens_wasted").inc(forgotten.job.prefilled_tokens)
+        oldest_s = time.monotonic() - GUESS_TTL_S
+        while len(self._guesses) > MOST_GUESSES or self._oldest().made_s < oldest_s:
+            _, expired = self._guesses.popitem(last=False)
+            counter("prefilled_ahead_tokens_wasted").inc(expired.job.prefilled_tokens)
 
     def _oldest(self) -> _Guess:
         return next(iter(self._guesses.values()))
 
     def _judge(self, name: str, guess: _Guess, ids: Any) -> None:
-        known = ids[: guess.length] if isinstance(ids, (list, array)) else []
-        is_right = len(known) == guess.length and _digest(known) == guess.digest
-        self._worth.note(name, is_right=is_right)
+        begin = ids[: guess.length] if isinstance(ids, (list, array)) else []
+        is_right = len(begin) == guess.length and _digest(begin) == guess.digest
+        self._history.note(name, is_right=is_right)
         counter("next_turns_guessed").labels("right" if is_right else "wrong").inc()
         tokens = guess.job.prefilled_tokens
         counter("prefilled_ahead_tokens_used" if is_right else "prefilled_ahead_tokens_wasted").inc(
@@ -151,7 +152,7 @@ class NextTurns:
             counter("prefilled_ahead_seconds_saved").inc(guess.job.computed_s if tokens else 0.0)
 
     def _note_growth(self, name: str, context: RequestContext) -> None:
-        """A conversation grows whose turn begins with all of the one before it."""
+        """Notes whether a conversation grows: its turn begins with all of the turn before."""
         hashes = context.chain.hashes
         if not hashes:
             return
@@ -160,8 +161,8 @@ class NextTurns:
         self._seen[name] = _Seen(hashes[-1], grows)
 
 
-def name_of(context: RequestContext) -> str | None:
-    """A conversation's name among all tenants'; None if nothing tells which it is."""
+def conversation_name(context: RequestContext) -> str | None:
+    """A conversation's name, unique among all tenants; None if the conversation is unknown."""
     if context.conversation is None:
         return None
     return f"{context.owner}/{context.conversation:032x}"
@@ -171,17 +172,11 @@ def _digest(ids: Sequence[int]) -> int:
     return xxhash.xxh3_128_intdigest(array("q", ids))
 
 
-def quiet(context: RequestContext) -> RequestContext:
-    """What was read of a copy, without the pins: those are the real request's to ask for."""
-    context.pins = ()
-    return context
-
-
 def certain_ids(
-    conversion: Conversion, turn: Turn, decode: Callable[[Sequence[int]], str]
+    request: GenerateReqInput | None, turn: Turn, decode: Callable[[Sequence[int]], str]
 ) -> list[int] | None:
-    """The tokens of a converted turn up to where it is not known; None if that is not found."""
-    ids = getattr(conversion.request, "input_ids", None)
+    """The tokens of a converted turn up to its first nonce; None if the nonce is not found."""
+    ids = getattr(request, "input_ids", None)
     if isinstance(ids, array):
         ids = ids.tolist()
     if not isinstance(ids, list) or not ids or not isinstance(ids[0], int):
@@ -193,7 +188,7 @@ def certain_ids(
 
 
 def _begin_of(word: str, ids: list[int], decode: Callable[[Sequence[int]], str]) -> int | None:
-    """The token with which the last place of a word begins, by as few decodings as will do."""
+    """The token in which the last occurrence of a word begins. It decodes as little as possible."""
 
     def has(tail: int) -> bool:
         return word in decode(ids[len(ids) - tail :])

@@ -1,10 +1,11 @@
-"""In the HTTP process: prompts that are to be in the cache before they are asked for.
+"""In the HTTP process: prefills prompts before their requests come.
 
-A job is a prompt's tokens. While nothing real is under way, the first job's next slice is sent
-like any request that wants no answer, one at a time; the scheduler runs it or says why not
-(`sgl_ext.engine.scheduler.slice_gate`). The first slice is the whole prompt: what is refused as too
-much tells how much is cached, and there it goes on. Nothing is undone when a job is dropped, as
-what was computed is in the cache."""
+A job is a prompt's tokens. While the engine serves no real request, the first job's next slice is
+sent as a request for no output tokens, one at a time; the scheduler runs or rejects it
+(`sgl_ext.engine.scheduler.slice_gate`). The first slice is the whole prompt: if it is rejected as
+too long, the rejection says how much is cached, and the next slice begins there. Dropping a job
+undoes nothing: what was computed is in the cache.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +22,13 @@ from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import RequestContext, enter
 from sgl_ext.engine.core.slices import is_slice_name, read_refusal, slice_name
+from sgl_ext.engine.sglang_http_types import GenerateReqInput, TokenizerManager
 from sgl_ext.requests.priority import LIMIT, Importance
 
 MOST_JOBS = 256
 DEADLINE_S = 60.0
-_LOOK_S = 0.02
-# What comes while a slice runs waits for it: so it is as long as this takes, by those before.
+_POLL_S = 0.02
+# A request that comes while a slice runs waits for it, so slices are sized to take this long.
 _SLICE_S = 0.05
 _LEAST_SLICE_TOKENS = 128
 _FIRST_SLICE_TOKENS = 256
@@ -36,21 +38,22 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Job:
-    """A prompt that is to be in the cache.
+    """A prompt to prefill.
 
-    name: whose it is; a newer job of the name takes its place.
-    ids: its tokens, `total` of them; given up when it has ended.
-    asked: SGLang's request that came of it, for what belongs to its name space.
-    context: what was read of it, told with the last slice; its pins are taken then.
-    is_guess: nobody asked for it, and it is the first to be evicted.
-    cached_tokens: how much was there before; None until that is known.
-    reached_tokens: up to where it is in the cache.
-    why: of an end before all of it is in the cache; "" while it goes on.
+    name: of its conversation; a newer job of the name replaces it.
+    ids: its tokens, `total` of them; dropped when the job has ended.
+    request: SGLang's, made of the prompt's body; slices run in its name space.
+    context: of the same body; the last slice sends its hints and sets its pins.
+    is_guess: no client requested it, and it is evicted first.
+    cached_tokens: how many were cached before; None until that is known.
+    reached_tokens: how many are in the cache now.
+    reason: why it ended before all tokens were in the cache; "" if they are, or it goes on.
+    end: where its next slice ends.
     """
 
     name: str
     ids: list[int]
-    asked: Any
+    request: GenerateReqInput
     context: RequestContext
     is_guess: bool = False
     deadline_s: float = field(default_factory=lambda: time.monotonic() + DEADLINE_S)
@@ -58,7 +61,7 @@ class Job:
     reached_tokens: int = 0
     prefilled_tokens: int = 0
     computed_s: float = 0.0
-    why: str = ""
+    reason: str = ""
     done: asyncio.Event = field(default_factory=asyncio.Event)
     end: int = 0
     total: int = 0
@@ -68,65 +71,62 @@ class Job:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all of it is in the cache."""
+        """Whether all tokens are in the cache."""
         return self.reached_tokens >= self.total
 
 
 class Prefiller:
-    """Prefills jobs, in the order in which they came, `slice_tokens` at once at most.
+    """Prefills jobs in the order in which they came, in slices of at most `slice_tokens`."""
 
-    One an engine.
-    """
-
-    def __init__(self, manager: Any, slice_tokens: int) -> None:
+    def __init__(self, manager: TokenizerManager, slice_tokens: int) -> None:
         self._manager = manager
-        self._most_tokens = slice_tokens
+        self._max_slice_tokens = slice_tokens
         self._slice_tokens = min(_FIRST_SLICE_TOKENS, slice_tokens)
         self._page = manager.server_args.page_size or 1
         self._jobs: OrderedDict[str, Job] = OrderedDict()
-        self._some = asyncio.Event()
+        self._has_jobs = asyncio.Event()
 
     def put(self, job: Job) -> None:
-        """One more job; the oldest is dropped if there are too many."""
+        """Adds a job, and drops the oldest if there are too many."""
         self.drop(job.name, "replaced")
         if len(self._jobs) >= MOST_JOBS:
             self.drop(next(iter(self._jobs)), "crowded")
         self._jobs[job.name] = job
-        self._some.set()
+        self._has_jobs.set()
         counter("prefills_ahead").labels("guess" if job.is_guess else "asked").inc()
 
-    def drop(self, name: str, why: str) -> bool:
-        """Ends a job; whether there was one."""
+    def drop(self, name: str, reason: str) -> bool:
+        """Ends the job of this name; whether there was one."""
         job = self._jobs.get(name)
         if job is not None:
-            self._finish(job, why)
+            self._finish(job, reason)
         return job is not None
 
-    def drop_all(self, why: str) -> None:
+    def drop_all(self, reason: str) -> None:
         """Ends all jobs."""
         for name in list(self._jobs):
-            self.drop(name, why)
+            self.drop(name, reason)
 
     async def idle(self) -> None:
-        """Returns once nothing real is under way."""
-        while self._is_busy():  # noqa: ASYNC110 - nobody tells when a request ends
-            await asyncio.sleep(_LOOK_S)
+        """Returns once the engine serves no real request."""
+        while self._is_busy():  # noqa: ASYNC110 - SGLang has no event for the end of a request
+            await asyncio.sleep(_POLL_S)
 
     async def run(self) -> None:
         """Works until cancelled."""
         while True:
-            await self._some.wait()
+            await self._has_jobs.wait()
             await self.idle()
             self._drop_late()
             if self._jobs:
                 job = next(iter(self._jobs.values()))
                 try:
                     await self._advance(job)
-                except Exception as error:  # of SGLang's, which refuses what it cannot do
+                except Exception as error:  # SGLang raises on requests that it rejects
                     _logger.warning("sgl-ext: a prompt was not prefilled ahead: %r", error)
                     self._finish(job, "failed")
             if not self._jobs:
-                self._some.clear()
+                self._has_jobs.clear()
 
     def _drop_late(self) -> None:
         now_s = time.monotonic()
@@ -137,58 +137,53 @@ class Prefiller:
         return any(not is_slice_name(name) for name in self._manager.rid_to_state)
 
     async def _advance(self, job: Job) -> None:
-        """Sends a job's next slice."""
+        """Sends a job's next slice, and notes how far the job is."""
         before_s = job.computed_s
         meta = await self._send(job)
-        reason = meta.get("finish_reason") or {}
-        refused = (
-            read_refusal(reason.get("message") or "") if reason.get("type") == "abort" else None
-        )
-        if refused is None and reason.get("type") == "abort":
-            return self._finish(job, "failed")
-        if refused is None:
-            new = max(job.end - meta["cached_tokens"], 0)
-            self._found(job, meta["cached_tokens"])
+        finish, rejected = meta.get("finish_reason") or {}, None
+        if finish.get("type") == "abort":
+            rejected = read_refusal(finish.get("message") or "")
+            if rejected is None:
+                return self._finish(job, "failed")
+        reason, cached = rejected or (None, meta["cached_tokens"])
+        if reason is Rejection.BUSY:
+            counter("prefill_ahead_slices_refused").labels(reason).inc()
+            await asyncio.sleep(_POLL_S)
+            return
+        self._note_cached(job, cached)
+        if reason is Rejection.MEMORY:
+            counter("prefill_ahead_slices_refused").labels(reason).inc()
+            return self._finish(job, "memory")
+        if reason is not Rejection.TOO_LONG:
             job.reached_tokens = max(job.reached_tokens, job.end)
+        if reason is None:
+            new = max(job.end - cached, 0)
             job.prefilled_tokens += new
             self._adapt(new, job.computed_s - before_s)
             counter("prefilled_ahead_tokens").inc(new)
-        else:
-            why, cached = refused
-            if why is Rejection.BUSY:
-                counter("prefill_ahead_slices_refused").labels(why).inc()
-                await asyncio.sleep(_LOOK_S)
-                return
-            self._found(job, cached)
-            if why is Rejection.MEMORY:
-                counter("prefill_ahead_slices_refused").labels(why).inc()
-                return self._finish(job, "memory")
-            job.reached_tokens = max(
-                job.reached_tokens, job.end if why is Rejection.TOO_SHORT else 0
-            )
+            cached = job.reached_tokens
         if job.is_complete:
             return self._finish(job, "")
-        cached = job.reached_tokens if refused is None else cached
         job.end = slice_end(job.total, cached, self._slice_tokens, self._page)
 
     def _adapt(self, tokens: int, took_s: float) -> None:
-        """Moves the length of slices half way to what, by the last one, takes a moment."""
+        """Moves the slice length half way to what takes _SLICE_S at the last slice's speed."""
         if tokens >= _LEAST_SLICE_TOKENS:
             fitting = int(tokens * _SLICE_S / max(took_s, 1e-4))
             wanted = max((self._slice_tokens + fitting) // 2, _LEAST_SLICE_TOKENS)
-            self._slice_tokens = min(wanted, self._most_tokens)
+            self._slice_tokens = min(wanted, self._max_slice_tokens)
 
     async def _send(self, job: Job) -> dict[str, Any]:
-        """A slice's meta information as SGLang answers it."""
+        """Sends the slice; SGLang's `meta_info` of its answer."""
         is_last = job.end == job.total
         name = slice_name(is_guess=job.is_guess, is_forced=is_last and bool(job.context.pins))
         request = sglang_api.GenerateReqInput(
             rid=name,
             input_ids=job.ids[: job.end],
             sampling_params={"max_new_tokens": 0},
-            extra_key=job.asked.extra_key,
-            cache_salt=job.asked.cache_salt,
-            lora_path=job.asked.lora_path,
+            extra_key=job.request.extra_key,
+            cache_salt=job.request.cache_salt,
+            lora_path=job.request.lora_path,
             log_metrics=False,
         )
         slice_context = contextvars.Context()
@@ -207,17 +202,17 @@ class Prefiller:
         meta: dict[str, Any] = answers[-1]["meta_info"]
         return meta
 
-    def _found(self, job: Job, cached: int) -> None:
+    def _note_cached(self, job: Job, cached: int) -> None:
         if job.cached_tokens is None:
             job.cached_tokens = cached
         job.reached_tokens = max(job.reached_tokens, cached)
 
-    def _finish(self, job: Job, why: str) -> None:
-        if job.done.is_set():  # dropped while a slice of it ran
+    def _finish(self, job: Job, reason: str) -> None:
+        if job.done.is_set():  # it was dropped while a slice ran
             return
         if self._jobs.get(job.name) is job:
             del self._jobs[job.name]
-        job.why, job.ids = why, []
-        if why:
-            counter("prefills_ahead_dropped").labels(why).inc()
+        job.reason, job.ids = reason, []
+        if reason:
+            counter("prefills_ahead_dropped").labels(reason).inc()
         job.done.set()

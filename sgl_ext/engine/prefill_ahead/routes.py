@@ -1,14 +1,14 @@
-"""`/v1/prefill`: a prompt, complete or not, to be in the cache before it is asked for.
+"""`/v1/prefill`: puts a prompt, complete or not, into the cache before its request comes.
 
-POST     a body of any of three protocols, as it would be posted, as far as it is known.
-         `nvext.protocol` or ?protocol= says which (messages, chat, responses) if it does not show.
+POST     a request body of one of three protocols, as far as it is known. `nvext.protocol` or
+         ?protocol= names the protocol (messages, chat, responses) where the body leaves it open.
          {"prompt_tokens", "cached_tokens", "prefilled_tokens", "segments", "complete", "why"}
-         ?wait=false: 202 at once, and nothing of what becomes of it
+         ?wait=false: 202 at once, without these
 DELETE   ?session=ID   {"deleted": how many}
 
-It is worked on while the engine has nothing else to do, conversion and all. One that waits is
-answered when all of it is in the cache, or it is given up, or after WAIT_S with what was
-reached; it goes on then. `cached_tokens` is what was there before.
+The engine converts and prefills while it serves nothing else. A call that waits is answered when
+all tokens are in the cache, when the job is dropped, or after WAIT_S with what was reached, while
+the job goes on. `cached_tokens` were in the cache before.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from sgl_ext.engine.core.counters import counter
-from sgl_ext.engine.core.dry_run import Conversion, Headers, convert
+from sgl_ext.engine.core.dry_run import DryRun, Headers, convert
 from sgl_ext.engine.core.request_context import WHOLE_PROMPT
-from sgl_ext.engine.prefill_ahead.next_turns import certain_ids, name_of
+from sgl_ext.engine.prefill_ahead.next_turns import certain_ids, conversation_name
 from sgl_ext.engine.prefill_ahead.prefiller import DEADLINE_S, Job, Prefiller
+from sgl_ext.engine.sglang_http_types import TokenizerManager
 from sgl_ext.protocols.registry import detect
 from sgl_ext.protocols.routes import PREFILL
 from sgl_ext.requests.next_turn import Turn, partial_turn
@@ -42,10 +43,10 @@ _RETRY_AFTER_S = 5
 _logger = logging.getLogger(__name__)
 
 
-class Warmups:
-    """What clients ask to have prefilled. One an engine."""
+class PrefillRequests:
+    """The requests of clients to prefill."""
 
-    def __init__(self, app: Any, manager: Any, prefiller: Prefiller) -> None:
+    def __init__(self, app: Any, manager: TokenizerManager, prefiller: Prefiller) -> None:
         self._app = app
         self._manager = manager
         self._prefiller = prefiller
@@ -53,8 +54,15 @@ class Warmups:
         self._tasks: set[asyncio.Task[Response]] = set()
         self._jobs: dict[str, set[Job]] = {}
 
+    def routes(self) -> list[Route]:
+        """The routes that take them."""
+        return [
+            Route(PREFILL, self.post, methods=["POST"]),
+            Route(PREFILL, self.delete, methods=["DELETE"]),
+        ]
+
     async def post(self, request: Request) -> Response:
-        """Takes one in."""
+        """Answers POST."""
         try:
             body = orjson.loads(await request.body())
         except orjson.JSONDecodeError as error:
@@ -72,7 +80,7 @@ class Warmups:
             )
             return _error(HTTPStatus.BAD_REQUEST, message)
         if len(self._tasks) >= MOST_WAITING:
-            message = f"{len(self._tasks)} prompts wait to be prefilled already"
+            message = f"{len(self._tasks)} prompts are waiting to be prefilled"
             return _error(HTTPStatus.TOO_MANY_REQUESTS, message)
         begun: list[Job] = []
         task = asyncio.create_task(self._prefill(protocol, request.headers.raw, body, begun))
@@ -80,24 +88,24 @@ class Warmups:
         task.add_done_callback(self._tasks.discard)
         if waits == "false":
             return JSONResponse({"queued": True}, HTTPStatus.ACCEPTED)
-        left = asyncio.create_task(_left(request))
+        gone = asyncio.create_task(_disconnected(request))
         try:
-            await asyncio.wait({task, left}, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({task, gone}, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            left.cancel()
+            gone.cancel()
         return task.result() if task.done() else JSONResponse(_so_far(begun, "busy"))
 
-    async def warm(self, bodies: Sequence[Any]) -> None:
-        """Has prompts prefilled, one after the other, of the bodies of requests."""
+    async def warm_up(self, bodies: Sequence[Any]) -> None:
+        """Prefills the prompts of request bodies, one after the other."""
         for number, body in enumerate(bodies, start=1):
             protocol = detect({}, None, body)
-            told = None if protocol is None else await self._prefill(protocol, (), body, [])
-            if told is None or told.status_code != HTTPStatus.OK:
-                why = "of no protocol" if told is None else bytes(told.body).decode()
-                _logger.warning("sgl-ext: prompt %d to be warmed was refused: %s", number, why)
+            answer = None if protocol is None else await self._prefill(protocol, (), body, [])
+            if answer is None or answer.status_code != HTTPStatus.OK:
+                why = "unknown protocol" if answer is None else bytes(answer.body).decode()
+                _logger.warning("sgl-ext: warmup request %d was rejected: %s", number, why)
 
     async def delete(self, request: Request) -> Response:
-        """Gives up those of a session."""
+        """Answers DELETE."""
         session = request.query_params.get("session")
         if not session:
             return _error(HTTPStatus.BAD_REQUEST, "session: must be given")
@@ -109,7 +117,8 @@ class Warmups:
     async def _prefill(
         self, protocol: Protocol, headers: Headers, body: Any, begun: list[Job]
     ) -> Response:
-        """Converts a body when there is time for it, and has it prefilled by a job, told then."""
+        """Converts a body while the engine is idle, and prefills it by a job, which it adds to
+        `begun`."""
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + DEADLINE_S
         turn = partial_turn(protocol, body, secrets.token_hex(8)) or Turn(body, ())
@@ -119,49 +128,42 @@ class Warmups:
             except TimeoutError:
                 counter("prefills_ahead_dropped").labels("busy").inc()
                 return JSONResponse(_so_far(begun, "busy"))
-            conversion = await convert(self._app, protocol.path, headers, turn.body)
-        job = job_of(self._manager, conversion, turn)
+            dry_run = await convert(self._app, protocol.path, headers, turn.body)
+        job = job_of(self._manager, dry_run, turn)
         if isinstance(job, Response):
             return job
         begun.append(job)
         self._prefiller.put(job)
         session = job.context.session
-        mine = self._jobs.setdefault(session, set())
-        mine.add(job)
+        jobs = self._jobs.setdefault(session, set())
+        jobs.add(job)
         try:
             await job.done.wait()
         finally:
-            mine.discard(job)
-            if not mine:
+            jobs.discard(job)
+            if not jobs:
                 self._jobs.pop(session, None)
-        return JSONResponse(_so_far(begun, job.why))
+        return JSONResponse(_so_far(begun, job.reason))
 
 
-def job_of(manager: Any, conversion: Conversion, turn: Turn) -> Job | Response:
-    """What there is to prefill of a converted turn, or why nothing is."""
-    if conversion.request is None:
+def job_of(manager: TokenizerManager, dry_run: DryRun, turn: Turn) -> Job | Response:
+    """The job that prefills a converted turn, or the error that answers its request."""
+    if dry_run.request is None:
         counter("prefills_ahead_dropped").labels("refused").inc()
-        return Response(conversion.answer, conversion.status, media_type="application/json")
-    ids = certain_ids(conversion, turn, manager.tokenizer.decode)
+        return Response(dry_run.answer, dry_run.status, media_type="application/json")
+    ids = certain_ids(dry_run.request, turn, manager.tokenizer.decode)
     if ids is None:
-        return _error(HTTPStatus.BAD_REQUEST, "this prompt is not of tokens alone")
+        return _error(HTTPStatus.BAD_REQUEST, "the prompt is not of text alone")
     longest = manager.max_req_input_len
     if len(ids) > longest:
         message = f"the prompt has {len(ids)} tokens, and this engine takes {longest}"
         return _error(HTTPStatus.BAD_REQUEST, message)
-    context = conversion.context
+    context = dry_run.context
     context.pins = tuple(
         pin for pin in context.pins if pin[0] == WHOLE_PROMPT or pin[0] <= len(ids)
     )
-    return Job(name_of(context) or secrets.token_hex(8), ids, conversion.request, context)
-
-
-def prefill_routes(warmups: Warmups) -> list[Route]:
-    """The routes of an engine that can prefill ahead."""
-    return [
-        Route(PREFILL, warmups.post, methods=["POST"]),
-        Route(PREFILL, warmups.delete, methods=["DELETE"]),
-    ]
+    name = conversation_name(context) or secrets.token_hex(8)
+    return Job(name, ids, dry_run.request, context)
 
 
 def _so_far(begun: list[Job], why: str) -> Mapping[str, Any]:
@@ -179,7 +181,7 @@ def _so_far(begun: list[Job], why: str) -> Mapping[str, Any]:
     }
 
 
-async def _left(request: Request) -> None:
+async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

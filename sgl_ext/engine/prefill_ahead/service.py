@@ -1,4 +1,4 @@
-"""Prefill ahead in the HTTP process: what listens, what works, and when it does."""
+"""Prefill ahead in the HTTP process: its parts, and the tasks that run beside the server."""
 
 from __future__ import annotations
 
@@ -11,56 +11,55 @@ from typing import Any
 
 import orjson
 
-from sgl_ext.engine.core import hints
 from sgl_ext.engine.prefill_ahead.next_turns import NextTurns
 from sgl_ext.engine.prefill_ahead.prefiller import DEADLINE_S, Job, Prefiller
-from sgl_ext.engine.prefill_ahead.routes import Warmups, prefill_routes
+from sgl_ext.engine.prefill_ahead.routes import PrefillRequests
+from sgl_ext.engine.sglang_http_types import TokenizerManager
 from sgl_ext.settings.schema import EngineSettings
 
 
-@asynccontextmanager
-async def prefilling(
-    app: Any, manager: Any, first: Sequence[Job] = ()
-) -> AsyncIterator[Prefiller | None]:
-    """Serves `/v1/prefill` and guesses next turns for as long as the server runs.
+class PrefillAhead:
+    """The prefiller of an engine, and where its jobs come from: next turns and `/v1/prefill`."""
 
-    It begins with the jobs of `first`, and goes on with what is to be warmed. Not where an
-    engine is in several parts that have a cache each.
-    """
-    settings, flags = EngineSettings.from_environment(), manager.server_args
-    parts = flags.dp_size > 1 or flags.disaggregation_mode != "null"
-    if settings.prefill_ahead == "off" or parts or manager.tokenizer is None:
-        yield None
-        return
-    chunk = flags.chunked_prefill_size or 0
-    slice_tokens = min(chunk, settings.prefill_ahead_slice_tokens) if chunk > 0 else 0
-    prefiller = Prefiller(manager, slice_tokens or settings.prefill_ahead_slice_tokens)
-    turns = NextTurns(app, manager, prefiller, settings.prefill_ahead)
-    app.state.sgl_ext_next_turns = turns
-    warmups = Warmups(app, manager, prefiller)
-    app.router.routes[:0] = prefill_routes(warmups)
-    hints.watch_requests(turns.came)
-    working = [asyncio.create_task(prefiller.run())]
-    working.append(asyncio.create_task(_begin(prefiller, first, warmups, settings.warmup_requests)))
-    try:
-        yield prefiller
-    finally:
-        for task in working:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+    def __init__(self, app: Any, manager: TokenizerManager, settings: EngineSettings) -> None:
+        slice_tokens = settings.prefill_ahead_slice_tokens
+        if (chunk := manager.server_args.chunked_prefill_size or 0) > 0:
+            slice_tokens = min(chunk, slice_tokens)
+        self.prefiller = Prefiller(manager, slice_tokens)
+        self.next_turns = NextTurns(app, manager, self.prefiller, settings.prefill_ahead)
+        self._requests = PrefillRequests(app, manager, self.prefiller)
+        self._warmup_requests = settings.warmup_requests
+        app.router.routes[:0] = self._requests.routes()
 
+    @staticmethod
+    def is_possible(settings: EngineSettings, manager: TokenizerManager) -> bool:
+        """Whether it is on, and the engine has one cache and a tokenizer."""
+        flags = manager.server_args
+        has_one_cache = flags.dp_size <= 1 and flags.disaggregation_mode == "null"
+        return settings.prefill_ahead != "off" and has_one_cache and manager.tokenizer is not None
 
-async def _begin(
-    prefiller: Prefiller, first: Sequence[Job], warmups: Warmups, warmup_requests: str | None
-) -> None:
-    """One after the other, as each is given up if it waits for long."""
-    for job in first:
-        job.deadline_s = time.monotonic() + DEADLINE_S
-        prefiller.put(job)
-        await job.done.wait()
-    if warmup_requests:
-        await warmups.warm(_bodies(warmup_requests))
+    @asynccontextmanager
+    async def running(self, first: Sequence[Job] = ()) -> AsyncIterator[None]:
+        """Works while the block runs: first on the jobs of `first`, then on warmup requests."""
+        tasks = [
+            asyncio.create_task(self.prefiller.run()),
+            asyncio.create_task(self._warm_up(first)),
+        ]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
+
+    async def _warm_up(self, first: Sequence[Job]) -> None:
+        for job in first:  # one at a time: a job that waits for long is dropped
+            job.deadline_s = time.monotonic() + DEADLINE_S
+            self.prefiller.put(job)
+            await job.done.wait()
+        if self._warmup_requests:
+            await self._requests.warm_up(_bodies(self._warmup_requests))
 
 
 def _bodies(path: str) -> list[Any]:

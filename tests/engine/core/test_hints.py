@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from sgl_ext.engine.core import hints
-from sgl_ext.engine.core.hints import attach, hints_of
+from sgl_ext.engine.core.hints import hints_of
 from sgl_ext.engine.core.request_context import WHOLE_PROMPT, RequestContext, current, enter
+from sgl_ext.engine.http.generation_hook import send_hints
 from sgl_ext.requests.cache_marks import NO_MARKS
 from sgl_ext.requests.priority import Importance
 from sgl_ext.requests.segments import Chain
@@ -32,7 +32,6 @@ def _receipts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with warnings.catch_warnings(action="ignore"):  # SGLang's, while it is imported
         import_module("sglang.srt.managers.kv_hints")
     monkeypatch.setenv("SGL_EXT_RECEIPTS", str(tmp_path / "secret"))
-    hints._secret.cache_clear()
 
 
 def request(kv_hints: Any = None, session_params: Any = None) -> SimpleNamespace:
@@ -49,7 +48,7 @@ def in_a_request(*generations: SimpleNamespace, kept: Chain = CHAIN, **more: Any
     def run() -> None:
         enter(context_of(kept, **more))
         for generation in generations:
-            attach(None, generation)
+            send_hints(None, generation)
 
     copy_context().run(run)
 
@@ -71,7 +70,7 @@ async def test_a_task_that_the_request_starts_takes_the_chain_from_it() -> None:
     first, second = request(), request()
 
     async def generate(generation: SimpleNamespace) -> None:
-        attach(None, generation)
+        send_hints(None, generation)
 
     enter(context_of())
     await asyncio.create_task(generate(first))
@@ -118,7 +117,7 @@ def test_no_request_keeps_a_priority_of_its_own(generation: SimpleNamespace) -> 
 
     def run() -> None:
         enter(context_of(importance=Importance(5)))
-        attach(manager, generation)
+        send_hints(manager, generation)
 
     copy_context().run(run)
     assert generation.priority == 5

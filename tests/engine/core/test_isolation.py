@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextvars import copy_context
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.requests import Request
 
-from sgl_ext.engine.core import dry_run, hints, request_context
+from sgl_ext.engine.core.dry_run import DryRun, Stopped
 from sgl_ext.engine.core.isolation import group_of, isolate, salted
-from sgl_ext.engine.core.request_context import RequestContext
+from sgl_ext.engine.core.request_context import RequestContext, entered
+from sgl_ext.engine.http import generation_hook
 from sgl_ext.engine.prefill_ahead.prefiller import Job
-from sgl_ext.engine.prefill_ahead.routes import Warmups
+from sgl_ext.engine.prefill_ahead.routes import PrefillRequests
 from sgl_ext.requests.cache_marks import NO_MARKS
 from sgl_ext.requests.segments import Chain
 
@@ -71,45 +71,38 @@ def context_of(**more: Any) -> RequestContext:
     return RequestContext("/v1/messages", {}, Chain(), NO_MARKS, **more)
 
 
-def generated_from(**request: Any) -> Any:
+def generated_from(**fields: Any) -> Any:
     """A request with the salt "x" of a client of a group, as it is generated from."""
-    made = SimpleNamespace(cache_salt="x", session_params=None, kv_hints=None, **request)
-
-    def run() -> None:
-        request_context.enter(context_of(group="team"))
-        hints.attach(None, made)
-
-    copy_context().run(run)
-    return made
+    request = SimpleNamespace(cache_salt="x", session_params=None, kv_hints=None)
+    with entered(context_of(group="team", **fields)):
+        generation_hook.send_hints(None, request)
+    return request
 
 
 def test_a_request_is_salted_once_and_a_slice_of_one_is_already(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert generated_from().cache_salt == "4:teamx"
-    monkeypatch.setattr(hints, "is_slice", lambda request: True)
+    monkeypatch.setattr(generation_hook, "is_slice", lambda request: True)
     assert generated_from().cache_salt == "x"
 
 
-def test_what_a_copy_comes_to_is_salted() -> None:
-    conversion = dry_run.Conversion()
-
-    def run() -> None:
-        dry_run._conversion.set(conversion)
-        with pytest.raises(dry_run.Stopped):
-            generated_from()
-
-    copy_context().run(run)
-    assert conversion.request.cache_salt == "4:teamx"
+def test_what_a_dry_run_comes_to_is_salted() -> None:
+    found = DryRun()
+    with pytest.raises(Stopped):
+        generated_from(dry_run=found)
+    assert found.request is not None
+    assert found.request.cache_salt == "4:teamx"
 
 
 @pytest.mark.parametrize(("owner", "deleted"), [("bob", 0), ("alice", 1), (None, 1)])
 async def test_only_its_owners_prefill_is_given_up(owner: str | None, deleted: int) -> None:
+    manager: Any = None
     prefiller: Any = SimpleNamespace(drop=lambda name, why: True)
-    warmups = Warmups(None, None, prefiller)
-    asked: Any = None
-    warmups._jobs["s"] = {Job("name", [1], asked, context_of(owner="alice", session="s"))}
+    requests = PrefillRequests(None, manager, prefiller)
+    made: Any = None
+    requests._jobs["s"] = {Job("name", [1], made, context_of(owner="alice", session="s"))}
     headers = [] if owner is None else [(b"x-sgl-ext-owner", owner.encode())]
     scope = {"type": "http", "method": "DELETE", "query_string": b"session=s", "headers": headers}
-    answer = await warmups.delete(Request(scope))
+    answer = await requests.delete(Request(scope))
     assert json.loads(bytes(answer.body)) == {"deleted": deleted}

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from sgl_ext.engine import startup
 from sgl_ext.engine.core import counters, shared_prefixes
-from sgl_ext.engine.core.dry_run import Conversion
+from sgl_ext.engine.core.dry_run import DryRun
 from sgl_ext.engine.core.hints import Hints
 from sgl_ext.engine.core.isolation import is_whole_group, isolate, salted
 from sgl_ext.engine.core.request_context import WHOLE_PROMPT, RequestContext
@@ -25,8 +25,6 @@ from sgl_ext.engine.prefill_ahead import shared_prompts
 from sgl_ext.engine.preflight import CACHE_BACKEND
 from sgl_ext.engine.scheduler import single_flight
 from sgl_ext.engine.scheduler.single_flight import FOLLOW_TOKENS
-from sgl_ext.requests.cache_marks import NO_MARKS
-from sgl_ext.requests.segments import Chain
 from sgl_ext.settings.schema import EngineSettings
 
 pytestmark = pytest.mark.engine
@@ -422,8 +420,8 @@ def list_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Callable[..., An
     monkeypatch.setattr(shared_prompts, "prefixes", lambda: prefixes)
 
     async def run(*lines: bytes, made: Any = (), **fields: Any) -> Any:
-        async def convert(*_: Any) -> Conversion:
-            conversion = Conversion()
+        async def convert(*_: Any) -> DryRun:
+            conversion = DryRun()
             if isinstance(made, str):
                 conversion.status, conversion.answer = 400, made.encode()
                 return conversion
@@ -431,7 +429,7 @@ def list_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Callable[..., An
             conversion.request = SimpleNamespace(
                 **(usual | {"input_ids": list(made), "contains_mm_input": lambda: False} | fields)
             )
-            conversion.context = RequestContext("", {}, Chain(), NO_MARKS)
+            conversion.context = RequestContext()
             return conversion
 
         monkeypatch.setattr(shared_prompts, "convert", convert)
@@ -439,7 +437,7 @@ def list_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Callable[..., An
         path.write_bytes(b"\n".join(lines))
         tokenizer = SimpleNamespace(decode=None)
         manager = SimpleNamespace(tokenizer=tokenizer, max_req_input_len=5)
-        jobs = await shared_prompts.list_prefixes(None, manager, str(path))
+        jobs = await shared_prompts.share_prompts(None, manager, str(path))
         return jobs, prefixes
 
     return run
@@ -452,7 +450,7 @@ async def test_each_line_is_listed_and_is_to_be_prefilled(list_all: Any) -> None
     jobs, prefixes = await list_all(GOOD, GOOD, made=[1, 2, 3])
     assert [job.ids for job in jobs] == [[1, 2, 3]] * 2
     assert prefixes.shared(array("q", [1, 2, 9])) == 2
-    assert await shared_prompts.list_prefixes(None, None, "") == []
+    assert await shared_prompts.share_prompts(None, None, None) == []
 
 
 @pytest.mark.parametrize(
@@ -461,7 +459,7 @@ async def test_each_line_is_listed_and_is_to_be_prefilled(list_all: Any) -> None
         (b"{", [1], {}, "unexpected"),
         (b"{}", [1], {}, "no known protocol"),
         (GOOD, '{"error": "no such model"}', {}, "no such model"),
-        (GOOD, [], {}, "not of tokens alone"),
+        (GOOD, [], {}, "not of text alone"),
         (GOOD, [1] * 6, {}, "has 6 tokens, and this engine takes 5"),
         (GOOD, [1], {"cache_salt": "x"}, "cache_salt"),
         (GOOD, [1], {"extra_key": "x"}, "extra_key"),

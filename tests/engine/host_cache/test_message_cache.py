@@ -1,4 +1,4 @@
-"""What is known of messages comes to what SGLang makes of them anew."""
+"""Cached messages come to what SGLang makes of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import gc
 import warnings
 from collections.abc import Iterator
-from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_ext.engine.host_cache import message_cache
-from sgl_ext.engine.host_cache.message_cache import recall, start
+from sgl_ext.engine.core.request_context import RequestContext
+from sgl_ext.engine.host_cache.message_cache import MessageCache
+from sgl_ext.engine.http.cache_hooks import dump_message
+from sgl_ext.engine.http.extension import HttpExtension, installed
 
 pytestmark = pytest.mark.engine
 
@@ -104,9 +105,10 @@ class FrontEnd:
         self._serving = messages.AnthropicServing(chat)
         self.rendered: list[Any] = []
 
-    def _dump_by(self, original: Any) -> Any:
-        def dump(message: Any, **asked: Any) -> Any:
-            return message_cache.dump(original, message, **asked)
+    @staticmethod
+    def _dump_by(original: Any) -> Any:
+        def dump(message: Any, **options: Any) -> Any:
+            return dump_message(original, message, **options)
 
         return dump
 
@@ -115,8 +117,12 @@ class FrontEnd:
         return [], None
 
     def completion(self, body: Any, group: str | None = None) -> Any:
-        request = self._request.model_validate(recall(PATH, orjson.loads(body), group))
-        return message_cache.convert(self._convert, self._serving, request)
+        cache, context = installed().message_cache, RequestContext(PATH, group=group)
+        body = orjson.loads(body)
+        if cache is None:
+            return self._convert(self._serving, self._request.model_validate(body))
+        request = self._request.model_validate(cache.recall(body, context))
+        return cache.convert(self._convert, self._serving, request, context)
 
     def outcome(self, body: Any, group: str | None = None) -> Any:
         """A chat completion as a dict and what the template is given; or what was raised."""
@@ -138,10 +144,9 @@ def front_end() -> Iterator[FrontEnd]:
 
 
 @pytest.fixture(autouse=True)
-def _known() -> Iterator[None]:
-    start(1 << 20)
-    yield
-    start(0)
+def cache(extension: HttpExtension) -> MessageCache:
+    extension.message_cache = made = MessageCache(1 << 20)
+    return made
 
 
 def body_of(messages: list[Any], head: Any = None) -> bytes:
@@ -156,7 +161,11 @@ def body_of(messages: list[Any], head: Any = None) -> bytes:
     marked=st.booleans(),
 )
 def test_a_conversation_comes_to_the_same(
-    front_end: FrontEnd, turns: list[Any], odd: list[Any], head: Any, marked: bool
+    front_end: FrontEnd,
+    turns: list[Any],
+    odd: list[Any],
+    head: Any,
+    marked: bool,
 ) -> None:
     messages = [message for turn in turns for message in turn]
     for place, message in odd:
@@ -164,9 +173,10 @@ def test_a_conversation_comes_to_the_same(
     if marked:
         head = {**head, "metadata": {"user_id": "u"}}
     bodies = [body_of(messages[:count], head) for count in range(1, len(messages) + 1)]
-    start(0)
+    extension = installed()
+    extension.message_cache = None
     right = [front_end.outcome(body) for body in bodies]
-    start(1 << 20)
+    extension.message_cache = MessageCache(1 << 20)
     for _ in range(2):
         assert [front_end.outcome(body) for body in bodies] == right
 
@@ -193,13 +203,13 @@ def test_one_group_knows_nothing_of_another(front_end: FrontEnd) -> None:
         assert not any(one is two for one, two in zip(first, other, strict=True))
 
 
-def test_what_is_forgotten_is_gone(front_end: FrontEnd) -> None:
-    before = len(message_cache._dumps)
+def test_dicts_are_dropped_with_their_messages(front_end: FrontEnd, cache: MessageCache) -> None:
     front_end.completion(body_of(TURN))
-    assert len(message_cache._dumps) == before + 3
-    start(0)
+    assert cache.dicts == 3
+    large = {"role": "user", "content": "x" * 207_000}  # evicts all others
+    front_end.completion(body_of([large, TURN[1]]))
     gc.collect()
-    assert len(message_cache._dumps) == before
+    assert cache.dicts == 2
 
 
 def test_nothing_is_known_where_a_model_has_an_encoding_of_its_own() -> None:
@@ -220,15 +230,18 @@ def test_nobody_changes_what_is_known(front_end: FrontEnd) -> None:
     assert [message.model_dump() for message in completion.messages] == before
 
 
-def test_another_request_in_the_same_context_is_converted_as_it_is(front_end: FrontEnd) -> None:
-    convert = partial(message_cache.convert, front_end._convert, front_end._serving)
+def test_another_request_in_the_same_context_is_converted_as_it_is(
+    front_end: FrontEnd, cache: MessageCache
+) -> None:
+    context = RequestContext(PATH)
     other = front_end._request.model_validate(orjson.loads(body_of(TURN[::-1])))
-    recall(PATH, orjson.loads(body_of(TURN)), None)
-    assert [message.content for message in convert(other).messages] == ["three", "two", "one"]
+    cache.recall(orjson.loads(body_of(TURN)), context)
+    completion = cache.convert(front_end._convert, front_end._serving, other, context)
+    assert [message.content for message in completion.messages] == ["three", "two", "one"]
     asked = front_end.completion(body_of(TURN))
     assert [message.content for message in asked.messages] == ["one", "two", "three"]
 
 
 @pytest.mark.parametrize("body", [None, [], {"messages": None}, {"messages": [None, 7, {}]}])
-def test_what_is_no_conversation_is_left_to_sglang(body: Any) -> None:
-    assert recall(PATH, body, None) == body
+def test_what_is_no_conversation_is_left_to_sglang(cache: MessageCache, body: Any) -> None:
+    assert cache.recall(body, RequestContext(PATH)) == body

@@ -9,60 +9,53 @@ from typing import Any
 
 import pytest
 import sgl_ext_cpu
-from cachetools import FIFOCache
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_ext.engine.host_cache import shortcuts
-from sgl_ext.engine.host_cache.shortcuts import Message
+from sgl_ext.engine.host_cache.shortcuts import Message, SchemaCache
 
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}}
 BROKEN = {"type": "object", "properties": {"path": {"type": 7}}}
 
 
-class Checked:
-    """A validator that counts what it is asked."""
+class Validation:
+    """Validates schemas, and counts them."""
 
     def __init__(self) -> None:
         self.times = 0
 
-    def __call__(self, validator: Any, schema: Any, **asked: Any) -> None:
+    def __call__(self, schema: Any) -> None:
         from jsonschema import Draft202012Validator
 
         self.times += 1
-        Draft202012Validator.check_schema(schema, **asked)
+        Draft202012Validator.check_schema(schema)
 
 
-@pytest.fixture
-def checked(monkeypatch: pytest.MonkeyPatch) -> Checked:
-    monkeypatch.setattr(shortcuts, "_valid", FIFOCache(100))
-    return Checked()
-
-
-def test_a_schema_that_is_valid_is_checked_once(checked: Checked) -> None:
+def test_a_valid_schema_is_checked_once() -> None:
+    schemas, validate = SchemaCache(), Validation()
     for _ in range(3):
-        shortcuts.check_schema(checked, None, copy.deepcopy(SCHEMA))
-    assert checked.times == 1
-    shortcuts.check_schema(checked, None, {**SCHEMA, "required": ["path"]})
-    assert checked.times == 2
+        schemas.check(copy.deepcopy(SCHEMA), validate)
+    assert validate.times == 1
+    schemas.check({**SCHEMA, "required": ["path"]}, validate)
+    assert validate.times == 2
 
 
-def test_a_schema_that_is_not_is_refused_each_time(checked: Checked) -> None:
+def test_an_invalid_schema_is_rejected_each_time() -> None:
     from jsonschema import SchemaError
 
+    schemas, validate = SchemaCache(), Validation()
     for _ in range(2):
         with pytest.raises(SchemaError):
-            shortcuts.check_schema(checked, None, BROKEN)
-    assert checked.times == 2
+            schemas.check(BROKEN, validate)
+    assert validate.times == 2
 
 
-def test_so_many_schemas_are_known_and_no_more(
-    checked: Checked, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shortcuts, "_valid", FIFOCache(2))
+def test_the_number_of_schemas_is_bounded() -> None:
+    schemas, validate = SchemaCache(max_schemas=2), Validation()
     for n in range(5):
-        shortcuts.check_schema(checked, None, {"maxLength": n})
-    assert len(shortcuts._valid) == 2
+        schemas.check({"maxLength": n}, validate)
+    assert len(schemas) == 2
 
 
 json = st.recursive(

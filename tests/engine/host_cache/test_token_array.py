@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from sgl_ext_cpu.node import Node
 
-from sgl_ext.engine.host_cache import token_cache
-from sgl_ext.engine.host_cache.token_array import array_allowed, is_array_allowed, restore_list
+from sgl_ext.engine.host_cache.token_array import is_array_allowed, restore_list
 from sgl_ext.engine.host_cache.token_cache import TokenCache
 from sgl_ext.engine.http import pin_placement
+from sgl_ext.engine.http.cache_hooks import encode_prompt
+from sgl_ext.engine.http.extension import HttpExtension
 
 IDS = list(range(40, 60))
 ASKED = {"max_new_tokens": 1, "n": 1}
@@ -59,10 +60,8 @@ def template_detector() -> Any:
     return object.__new__(ResponseTemplateReasoningDetector)
 
 
-def test_a_text_prompt_may_be_an_array_while_it_is_converted() -> None:
-    with array_allowed(chat_of(), request_of()):
-        assert is_array_allowed()
-    assert not is_array_allowed()
+def test_the_ids_of_a_text_prompt_may_be_an_array() -> None:
+    assert is_array_allowed(chat_of(), request_of())
 
 
 @pytest.mark.parametrize(
@@ -77,13 +76,11 @@ def test_a_text_prompt_may_be_an_array_while_it_is_converted() -> None:
 def test_a_prompt_that_sglang_may_change_is_a_list(
     chat: dict[str, Any], request_: dict[str, Any]
 ) -> None:
-    with array_allowed(chat_of(**chat), request_of(**request_)):
-        assert not is_array_allowed()
+    assert not is_array_allowed(chat_of(**chat), request_of(**request_))
 
 
 def test_a_prompt_that_a_parser_decodes_is_a_list() -> None:
-    with array_allowed(chat_of(_reasoning_detector=template_detector()), request_of()):
-        assert not is_array_allowed()
+    assert not is_array_allowed(chat_of(_reasoning_detector=template_detector()), request_of())
 
 
 def test_an_array_is_passed_on_uncopied() -> None:
@@ -133,7 +130,7 @@ def test_sglang_makes_the_same_request_from_an_array() -> None:
 
 
 def test_a_converted_prompt_is_the_cache_s_own_array(
-    tiny_model: Any, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Any, extension: HttpExtension
 ) -> None:
     from transformers import AutoTokenizer
 
@@ -143,10 +140,10 @@ def test_a_converted_prompt_is_the_cache_s_own_array(
         return list(tokenizer.encode(text, **(asked or {})))
 
     text = "<|im_start|>user\nHello there<|im_end|>\n" * 100
-    monkeypatch.setattr(token_cache, "_active", TokenCache(tokenizer, whole, 1 << 20))
+    extension.token_cache = TokenCache(tokenizer, whole, 1 << 20)
 
     def convert(chat: Any, request: Any) -> tuple[Any, Any]:
-        ids = token_cache.encode_prompt(whole, tokenizer, text)
+        ids = encode_prompt(whole, tokenizer, text)
         asked = {"n": request.n}
         made = SimpleNamespace(input_ids=ids, sampling_params=asked, require_reasoning=False)
         return made, request
@@ -158,7 +155,7 @@ def test_a_converted_prompt_is_the_cache_s_own_array(
         assert list(found) == right
         del found[7:]  # as SGLang cuts off what is too long
         found[0] += 1
-    assert type(token_cache.encode_prompt(whole, tokenizer, text)) is list
+    assert type(encode_prompt(whole, tokenizer, text)) is list
 
 
 @pytest.mark.engine

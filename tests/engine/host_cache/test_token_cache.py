@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from sgl_ext.engine.host_cache import token_cache
+from sgl_ext.engine.core.request_context import RequestContext, entered
 from sgl_ext.engine.host_cache.token_cache import TokenCache
+from sgl_ext.engine.http.cache_hooks import encode_prompt
+from sgl_ext.engine.http.extension import HttpExtension
 
 pytestmark = pytest.mark.engine
 TURN = "<|im_start|>user\nHello there<|im_end|>\n<|im_start|>assistant\n"
@@ -27,9 +29,9 @@ def whole(tokenizer: Any, text: str, asked: dict[str, Any] | None = None) -> lis
 
 
 @pytest.fixture
-def cache(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> TokenCache:
+def cache(tokenizer: Any, extension: HttpExtension) -> TokenCache:
     made = TokenCache(tokenizer, whole, 1 << 20)
-    monkeypatch.setattr(token_cache, "_active", made)
+    extension.token_cache = made
     return made
 
 
@@ -38,16 +40,14 @@ def test_a_prompt_has_the_tokens_that_sglang_makes(cache: TokenCache, tokenizer:
     assert not cache.is_off
     for text in (TURN, TURN * 3, TURN + "and on", "", "no token of its own"):
         for asked in (None, {}, PLAIN):
-            assert token_cache.encode_prompt(whole, tokenizer, text, asked) == whole(
-                tokenizer, text
-            )
+            assert encode_prompt(whole, tokenizer, text, asked) == whole(tokenizer, text)
 
 
 def test_a_known_prompt_is_not_tokenized_again(cache: TokenCache, tokenizer: Any) -> None:
-    token_cache.encode_prompt(whole, tokenizer, TURN, PLAIN)
-    new = cache._piecewise.new_tokens
-    token_cache.encode_prompt(whole, tokenizer, TURN, PLAIN)
-    assert cache._piecewise.new_tokens == new > 0
+    encode_prompt(whole, tokenizer, TURN, PLAIN)
+    new = cache.new_tokens
+    encode_prompt(whole, tokenizer, TURN, PLAIN)
+    assert cache.new_tokens == new > 0
 
 
 def test_what_one_group_sent_is_tokenized_again_for_another(
@@ -55,9 +55,9 @@ def test_what_one_group_sent_is_tokenized_again_for_another(
 ) -> None:
     right, new = whole(tokenizer, TURN), []
     for group in ("one", "other", None, "one"):
-        with token_cache.in_group(group):
-            assert token_cache.encode_prompt(whole, tokenizer, TURN, PLAIN) == right
-        new.append(cache._piecewise.new_tokens)
+        with entered(RequestContext(group=group)):
+            assert encode_prompt(whole, tokenizer, TURN, PLAIN) == right
+        new.append(cache.new_tokens)
     assert new == [new[0], 2 * new[0], 3 * new[0], 3 * new[0]]
 
 
@@ -65,38 +65,36 @@ def test_what_one_group_sent_is_tokenized_again_for_another(
 def test_what_asks_for_more_than_tokens_is_left_to_sglang(
     cache: TokenCache, tokenizer: Any, asked: dict[str, Any]
 ) -> None:
-    given = token_cache.encode_prompt(whole, tokenizer, TURN, asked)
+    given = encode_prompt(whole, tokenizer, TURN, asked)
     assert given == whole(tokenizer, TURN, asked)
-    assert cache._piecewise.new_tokens == 0
+    assert cache.new_tokens == 0
 
 
 def test_another_tokenizer_is_left_to_sglang(cache: TokenCache, tiny_model: Path) -> None:
     from transformers import AutoTokenizer
 
     other = AutoTokenizer.from_pretrained(tiny_model)
-    assert token_cache.encode_prompt(whole, other, TURN, PLAIN) == whole(other, TURN)
-    assert cache._piecewise.new_tokens == 0
+    assert encode_prompt(whole, other, TURN, PLAIN) == whole(other, TURN)
+    assert cache.new_tokens == 0
 
 
 def test_a_wrong_token_found_in_service_turns_it_off(cache: TokenCache, tokenizer: Any) -> None:
-    right = token_cache.encode_prompt(whole, tokenizer, TURN, PLAIN)
+    right = encode_prompt(whole, tokenizer, TURN, PLAIN)
     cache.check(TURN, right)
     assert not cache.is_off
     cache.check(TURN, [*right[:-1], 0])
     assert cache.is_off
-    assert token_cache.encode_prompt(whole, tokenizer, TURN, PLAIN) == right
+    assert encode_prompt(whole, tokenizer, TURN, PLAIN) == right
 
 
 def test_a_tokenizer_that_fails_the_proof_is_left_to_sglang(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    tokenizer: Any, extension: HttpExtension
 ) -> None:
     def contextual(tokenizer: Any, text: str, asked: Any = None) -> list[int]:
         return [*whole(tokenizer, text), len(text) % 7]
 
     made = TokenCache(tokenizer, contextual, 1 << 20)
     made.prove()
-    monkeypatch.setattr(token_cache, "_active", made)
+    extension.token_cache = made
     assert made.is_off
-    assert token_cache.encode_prompt(contextual, tokenizer, TURN, PLAIN) == contextual(
-        tokenizer, TURN
-    )
+    assert encode_prompt(contextual, tokenizer, TURN, PLAIN) == contextual(tokenizer, TURN)

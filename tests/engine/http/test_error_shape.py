@@ -18,8 +18,8 @@ from starlette.testclient import TestClient
 from sgl_ext.engine.http import error_middleware
 from sgl_ext.engine.http.error_shape import (
     EngineError,
+    error_of_validation,
     failed_event,
-    of_validation,
     read_error,
     scrubbed,
     shaped,
@@ -122,13 +122,13 @@ def test_what_pydantic_finds_is_told_by_field() -> None:
         {"loc": ("body", "n"), "msg": "an integer"},
         {"loc": ("body", "m"), "msg": "an integer"},
     ]
-    error = of_validation(found)
+    error = error_of_validation(found)
     assert error.param == "messages.0.role"
     assert error.message == (
         "messages.0.role: Input should be 'user'; messages.0.content: a string; "
         "n: an integer; and 1 more"
     )
-    assert of_validation([{"loc": ("body",), "msg": "no object"}]) == EngineError(
+    assert error_of_validation([{"loc": ("body",), "msg": "no object"}]) == EngineError(
         400, "body: no object"
     )
 

@@ -17,8 +17,8 @@ from radix.residency import Residency
 from sgl_ext.engine.core import event_lines
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.hints import Hints
-from sgl_ext.engine.http import event_broadcaster as hub_module
-from sgl_ext.engine.http.event_broadcaster import EventStream, Hub
+from sgl_ext.engine.http import event_broadcaster
+from sgl_ext.engine.http.event_broadcaster import EventBroadcaster, EventStream
 from sgl_ext.engine.scheduler import event_publisher
 from sgl_ext.engine.scheduler.event_publisher import Publisher
 from sgl_ext.engine.scheduler.pin_keeper import PinKeeper
@@ -30,7 +30,7 @@ LOAD = {"running": 1, "queued": 0, "pending_tokens": 0}
 class Reader:
     """An ASGI server's side of one stream. `stalled`: it takes no bytes."""
 
-    def __init__(self, hub: Hub, stalled: bool = False) -> None:
+    def __init__(self, broadcaster: EventBroadcaster, stalled: bool = False) -> None:
         self.lines: list[dict[str, Any]] = []
         self.status = 0
         self.complete = False
@@ -38,7 +38,7 @@ class Reader:
         self._stalled = stalled
         self._read = asyncio.Event()
         self.task = asyncio.create_task(
-            EventStream(hub)({"type": "http"}, self._receive, self._send)
+            EventStream(broadcaster)({"type": "http"}, self._receive, self._send)
         )
 
     async def _receive(self) -> dict[str, Any]:
@@ -76,8 +76,8 @@ def line(**keys: Any) -> bytes:
 
 
 async def test_a_quiet_stream_says_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "QUIET_S", 0.01)
-    reader = Reader(Hub())
+    monkeypatch.setattr(event_broadcaster, "QUIET_S", 0.01)
+    reader = Reader(EventBroadcaster())
     await reader.have(3)
     assert reader.lines[1:3] == [{"seq": 1, "alive": True}, {"seq": 2, "alive": True}]
     reader.left.set()
@@ -85,12 +85,12 @@ async def test_a_quiet_stream_says_that_it_lives(monkeypatch: pytest.MonkeyPatch
 
 
 async def test_a_reader_gets_everything_held_and_then_every_line() -> None:
-    hub = Hub()
-    hub.apply(line(stored=[[A, None, 5], [B, A, 9]], load=LOAD))
-    reader = Reader(hub)
+    broadcaster = EventBroadcaster()
+    broadcaster.apply(line(stored=[[A, None, 5], [B, A, 9]], load=LOAD))
+    reader = Reader(broadcaster)
     await reader.have(2)
-    hub.apply(line(removed=[B], stored=[[C, A, 7]]))
-    hub.apply(line(load={**LOAD, "queued": 2}))
+    broadcaster.apply(line(removed=[B], stored=[[C, A, 7]]))
+    broadcaster.apply(line(load={**LOAD, "queued": 2}))
     await reader.have(4)
     assert reader.status == 200
     assert reader.lines == [
@@ -104,64 +104,64 @@ async def test_a_reader_gets_everything_held_and_then_every_line() -> None:
 
 
 async def test_a_later_reader_gets_what_the_lines_came_to() -> None:
-    hub = Hub()
-    hub.apply(line(stored=[[A, None, 5], [B, A, 9], [C, B, 12]]))
-    hub.apply(line(removed=[B], load=LOAD))
-    reader = Reader(hub)
+    broadcaster = EventBroadcaster()
+    broadcaster.apply(line(stored=[[A, None, 5], [B, A, 9], [C, B, 12]]))
+    broadcaster.apply(line(removed=[B], load=LOAD))
+    reader = Reader(broadcaster)
     await reader.have(2)
     assert reader.lines[0]["load"] == LOAD
     assert reader.lines[1]["stored"] == [[A, None, 5]]
-    hub.close()
+    broadcaster.close()
     await reader.task
-    hub.apply(line(cleared=True))
-    reader = Reader(hub)
+    broadcaster.apply(line(cleared=True))
+    reader = Reader(broadcaster)
     await reader.have(1)
-    hub.close()
+    broadcaster.close()
     await reader.task
     assert len(reader.lines) == 1
 
 
 async def test_a_long_snapshot_is_split_and_loses_nothing_told_meanwhile() -> None:
-    hub = Hub()
+    broadcaster = EventBroadcaster()
     segments = [f"{number:032x}" for number in range(1, 2501)]
-    hub.apply(line(stored=[[segment, None, 1] for segment in segments]))
-    reader = Reader(hub)
+    broadcaster.apply(line(stored=[[segment, None, 1] for segment in segments]))
+    reader = Reader(broadcaster)
     await reader.have(2)
-    hub.apply(line(stored=[[A, None, 2]], removed=[B]))
+    broadcaster.apply(line(stored=[[A, None, 2]], removed=[B]))
     await reader.have(5)
     assert [line["seq"] for line in reader.lines] == [0, 1, 2, 3, 4]
     told = [segment for line in reader.lines[:4] for segment, *_ in line.get("stored", ())]
     assert sorted(told) == segments
     assert reader.lines[4]["stored"] == [[A, None, 2]]
-    hub.close()
+    broadcaster.close()
     await reader.task
 
 
 async def test_a_reader_that_falls_behind_is_given_up_and_counted() -> None:
-    hub = Hub(buffer_bytes=200)
-    stalled, good = Reader(hub, stalled=True), Reader(hub)
+    broadcaster = EventBroadcaster(buffer_bytes=200)
+    stalled, good = Reader(broadcaster, stalled=True), Reader(broadcaster)
     await good.have(1)
     with counted("event_subscribers_slow", 1):
         for _ in range(4):
-            hub.apply(line(load=LOAD, removed=[A]))
+            broadcaster.apply(line(load=LOAD, removed=[A]))
             await asyncio.sleep(0)
         await stalled.task
     assert not stalled.complete
     await good.have(5)
-    hub.close()
+    broadcaster.close()
     await good.task
     assert good.complete
 
 
 async def test_a_line_that_cannot_be_applied_is_refused_and_the_mirror_stands() -> None:
-    hub = Hub()
-    hub.apply(line(stored=[[A, None, 5]]))
+    broadcaster = EventBroadcaster()
+    broadcaster.apply(line(stored=[[A, None, 5]]))
     with pytest.raises(ValueError, match="not held"):
-        hub.apply(line(stored=[[C, B, 5]]))
-    reader = Reader(hub)
+        broadcaster.apply(line(stored=[[C, B, 5]]))
+    reader = Reader(broadcaster)
     await reader.have(2)
     assert reader.lines[1]["stored"] == [[A, None, 5]]
-    hub.close()
+    broadcaster.close()
     await reader.task
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +14,12 @@ from starlette.datastructures import Headers
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import WHOLE_PROMPT, current
 from sgl_ext.engine.http import request_hook
-from sgl_ext.requests.headers import HeaderStrip
+from sgl_ext.engine.http.extension import HttpExtension
 from sgl_ext.requests.segments import Chain
-from sgl_ext.settings.schema import EngineSettings, Tenant
-from sgl_ext.tenants import Tenants
+from sgl_ext.settings.schema import Tenant
 from tests.requests.test_system_text import HEADER, S
+
+Extend = Callable[..., HttpExtension]
 
 
 class Request:
@@ -55,17 +56,17 @@ async def test_without_a_header_the_parsed_body_is_handed_on_as_it_is(document: 
     assert await request_hook.read_body(Request.json, request) is document
 
 
-async def test_without_names_nothing_is_stripped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_hook, "_strip", lambda: HeaderStrip(()))
+async def test_without_names_nothing_is_stripped(extend: Extend) -> None:
+    extend(strip_headers=())
     request = Request({"system": f"{HEADER}\n{S}"})
     assert await request_hook.read_body(Request.json, request) is request.parsed
 
 
 @pytest.mark.parametrize(("sort_tools", "first"), [(True, "a"), (False, "b")])
-async def test_tools_are_put_in_order_for_those_who_ask_for_it(
-    monkeypatch: pytest.MonkeyPatch, sort_tools: bool, first: str
+async def test_tools_are_sorted_if_the_settings_say_so(
+    extend: Extend, sort_tools: bool, first: str
 ) -> None:
-    monkeypatch.setattr(request_hook, "_settings", lambda: EngineSettings(sort_tools=sort_tools))
+    extend(sort_tools=sort_tools)
     request = Request({"tools": [{"name": "b"}, {"name": "a"}], "messages": []})
     assert (await request_hook.read_body(Request.json, request))["tools"][0] == {"name": first}
 
@@ -80,7 +81,7 @@ async def test_what_is_asked_of_the_cache_stays_with_the_request() -> None:
     assert context.pins == ((WHOLE_PROMPT, 3600.0),)
 
 
-TENANTS = Tenants((Tenant("people", 200), Tenant("batch", -5)), max_priority=50)
+TENANTS = (Tenant("people", 200), Tenant("batch", -5))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,7 @@ TENANTS = Tenants((Tenant("people", 200), Tenant("batch", -5)), max_priority=50)
     ],
 )
 async def test_a_request_gets_no_more_than_its_tenant_has_and_is_counted(
-    monkeypatch: pytest.MonkeyPatch,
+    extend: Extend,
     tenant: str | None,
     header: str | None,
     hint: int | None,
@@ -110,7 +111,7 @@ async def test_a_request_gets_no_more_than_its_tenant_has_and_is_counted(
     priority: int,
     clamped: int,
 ) -> None:
-    monkeypatch.setattr(request_hook, "_tenants", lambda: TENANTS)
+    extend(tenants=TENANTS, max_priority=50)
     headers = {"x-tenant-id": tenant, "x-sgl-ext-priority": header}
     document = {"text": "t", "priority": own, "nvext": {"agent_hints": {"priority": hint}}}
     counted = counter("priority_clamped").labels("/generate")._value
@@ -121,13 +122,6 @@ async def test_a_request_gets_no_more_than_its_tenant_has_and_is_counted(
     assert context is not None
     assert (context.importance.priority, context.owner) == (priority, tenant or "")
     assert counted.get() - before == clamped
-
-
-async def test_settings_say_what_tenants_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = EngineSettings(max_priority=50, tenants=(Tenant("people", 200, 3.0),))
-    monkeypatch.setattr(request_hook, "_settings", lambda: settings)
-    tenants = request_hook._tenants.__wrapped__()
-    assert (tenants.of("people").max_priority, tenants.of("x").max_priority) == (200, 50)
 
 
 async def test_a_chain_that_is_too_long_is_left_out() -> None:

@@ -1,4 +1,4 @@
-"""How answers on /v1/messages ended, in the words of their protocol."""
+"""Stop reasons of answers on /v1/messages, in the words of their protocol."""
 
 from __future__ import annotations
 
@@ -10,18 +10,14 @@ import orjson
 import pytest
 from fastapi import HTTPException
 
-from sgl_ext.engine.core.request_context import RequestContext
-from sgl_ext.engine.http import stop_reasons
+from sgl_ext.engine.core.request_context import RequestContext, enter
 from sgl_ext.engine.http.stop_reasons import note_finish_reason, watch_stream, with_stop_reason
-from sgl_ext.requests.cache_marks import Marks
-from sgl_ext.requests.segments import Chain
 
 
-@pytest.fixture
-def context(monkeypatch: pytest.MonkeyPatch) -> RequestContext:
-    read = RequestContext("/v1/messages", {"stop_sequences": ["END"]}, Chain(), Marks())
-    monkeypatch.setattr(stop_reasons, "current", lambda: read)
-    return read
+def enter_request(path: str = "/v1/messages") -> RequestContext:
+    context = RequestContext(path, {"stop_sequences": ["END"]})
+    enter(context)
+    return context
 
 
 def response(reason: str, matched: Any = None) -> Any:
@@ -34,7 +30,7 @@ ENDED = {"stop_reason": "end_turn"}
 
 
 @pytest.mark.parametrize(
-    ("reason", "matched", "told"),
+    ("reason", "matched", "expected"),
     [
         ("stop", "END", {"stop_reason": "stop_sequence", "stop_sequence": "END"}),
         ("stop", "OTHER", ENDED),
@@ -45,30 +41,30 @@ ENDED = {"stop_reason": "end_turn"}
     ],
 )
 async def test_a_stop_sequence_is_named(
-    context: RequestContext, reason: str, matched: Any, told: dict[str, Any]
+    reason: str, matched: Any, expected: dict[str, Any]
 ) -> None:
-    assert (
-        note_finish_reason(lambda _, found: found, None, answer := response(reason, matched))
-        is answer
-    )
-    assert with_stop_reason(ENDED) == told
-    context.finish_reason = None
+    enter_request()
+    answer = response(reason, matched)
+    assert note_finish_reason(lambda _, found: found, None, answer) is answer
+    assert with_stop_reason(ENDED) == expected
+    enter_request()
     choice = {"finish_reason": reason, "matched_stop": matched}
     lines = ["data: {}\n\n", _line(choices=[choice]), "data: [DONE]\n\n"]
     assert [line async for line in watch_stream(_stream, lines)] == lines
-    assert with_stop_reason(ENDED) == told
+    assert with_stop_reason(ENDED) == expected
 
 
-async def test_an_answer_that_was_aborted_is_an_error(context: RequestContext) -> None:
+async def test_an_answer_that_was_aborted_is_an_error() -> None:
+    enter_request()
     with pytest.raises(HTTPException, match="500"):
         note_finish_reason(lambda _, found: found, None, response("abort"))
     lines = [_line(choices=[{"finish_reason": "abort"}]), "data: [DONE]\n\n"]
-    (told,) = [line async for line in watch_stream(_stream, lines)]
-    assert orjson.loads(told[6:])["error"]["code"] == 500
+    (line,) = [line async for line in watch_stream(_stream, lines)]
+    assert orjson.loads(line[6:])["error"]["code"] == 500
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "expected"),
     [
         ('{"a": 1}', '{"a": 1}'),
         ("null", "{}"),
@@ -79,18 +75,17 @@ async def test_an_answer_that_was_aborted_is_an_error(context: RequestContext) -
         (None, None),
     ],
 )
-def test_a_call_that_was_cut_is_no_failure(
-    context: RequestContext, arguments: Any, told: Any
-) -> None:
+async def test_a_call_that_was_cut_is_no_failure(arguments: Any, expected: Any) -> None:
+    enter_request()
     answer = response("length")
     call = SimpleNamespace(function=SimpleNamespace(arguments=arguments))
     answer.choices[0].message.tool_calls = [call]
     note_finish_reason(lambda *_: None, None, answer)
-    assert call.function.arguments == told
+    assert call.function.arguments == expected
 
 
-async def test_other_protocols_are_left_alone(context: RequestContext) -> None:
-    context.path = "/v1/chat/completions"
+async def test_other_protocols_are_left_alone() -> None:
+    context = enter_request("/v1/chat/completions")
     lines = [_line(choices=[{"finish_reason": "abort"}])]
     assert [line async for line in watch_stream(_stream, lines)] == lines
     assert context.finish_reason is None

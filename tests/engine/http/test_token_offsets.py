@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_ext.engine.http.token_offsets import Offsets, Prompt
+from sgl_ext.engine.http.token_offsets import Prompt, TokenOffsets
 
 END = "<|im_end|>\n<|im_start|>assistant\n"
 
@@ -30,7 +30,7 @@ class Counted:
     def __init__(self, tokenizer: Any, limit: int = 100) -> None:
         self.tokenizer = tokenizer
         self.chars = 0
-        self.offsets = Offsets(self.encode, tokenizer.decode, limit)
+        self.offsets = TokenOffsets(self.encode, tokenizer.decode, limit)
 
     def encode(self, text: str) -> list[int]:
         self.chars += len(text)
@@ -175,7 +175,7 @@ def test_an_end_as_it_was_before_is_decoded_once(tokenizer: Any) -> None:
         return text
 
     counted = Counted(tokenizer)
-    offsets = Offsets(counted.encode, decode)
+    offsets = TokenOffsets(counted.encode, decode)
     for tail in _TAILS:
         offsets.remember_tail(tail)
     for said, most in (("Hello", 100), ("and a question", 1), ("and another", 1)):
@@ -185,7 +185,7 @@ def test_an_end_as_it_was_before_is_decoded_once(tokenizer: Any) -> None:
 
 
 def test_several_threads_may_ask_at_once() -> None:
-    offsets = Offsets(lambda text: list(map(ord, text)), lambda ids: "".join(map(chr, ids)), 2)
+    offsets = TokenOffsets(lambda text: list(map(ord, text)), lambda ids: "".join(map(chr, ids)), 2)
     prompts = [Prompt(list(map(ord, f"some words here {n}"))) for n in range(9)]
 
     def ask(thread: int) -> None:

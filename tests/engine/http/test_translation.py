@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from sgl_ext.engine.http.translation import join_answers, model_of, name_namespaces, whole_budget
+from sgl_ext.engine.core.request_context import RequestContext, put_on
+from sgl_ext.engine.http.translation import convert_messages, keep_budget, model_of, name_namespaces
 from sgl_ext.requests.protocol import Model
 
 pytestmark = pytest.mark.engine
@@ -44,7 +45,8 @@ async def test_calls_are_answered_by_the_names_that_the_client_gave(
         serving = import_module("sglang.srt.entrypoints.openai.serving_responses")
         protocol = import_module("sglang.srt.entrypoints.openai.protocol")
     request = protocol.ResponsesRequest(input="a")
-    raw = SimpleNamespace(state=SimpleNamespace(context=SimpleNamespace(body={"tools": TOOLS})))
+    raw = SimpleNamespace(state=SimpleNamespace())
+    put_on(raw, RequestContext(body={"tools": TOOLS}))
 
     async def create(_: Any, asked: Any, __: Any) -> Any:
         return asked
@@ -63,7 +65,7 @@ def test_an_answer_may_be_as_long_as_was_asked() -> None:
         return {"max_new_tokens": None if limit is None else limit - 2}
 
     for limit in (1, 16, None):
-        params = whole_budget(two_less, SimpleNamespace(max_output_tokens=limit))
+        params = keep_budget(two_less, SimpleNamespace(max_output_tokens=limit))
         assert params["max_new_tokens"] == limit
 
 
@@ -78,6 +80,7 @@ def test_what_a_model_said_in_one_turn_is_one_text_in_the_next() -> None:
     seen = turn("assistant", part("text", "a"), part("image_url"))
     asked = turn("user", part("text", "a"), part("text", "b"))
     chat = SimpleNamespace(messages=[asked, said, seen])
-    assert join_answers(lambda *_: chat, None, None) is chat
+    serving: Any = None
+    assert convert_messages(lambda *_: chat, serving, None) is chat
     assert said.content == "<think>\nHm.\n</think>\n\nI look."
     assert len(seen.content) == len(asked.content) == 2

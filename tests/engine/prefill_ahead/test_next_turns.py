@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_ext.engine.core.dry_run import Conversion
 from sgl_ext.engine.core.request_context import RequestContext
 from sgl_ext.engine.prefill_ahead.next_turns import NextTurns, certain_ids
 from sgl_ext.requests.cache_marks import Marks
@@ -33,10 +32,8 @@ def encode(text: str) -> list[int]:
     return [int.from_bytes(data[at : at + 3], "big") for at in range(0, len(data), 3)]
 
 
-def converted(ids: Any) -> Conversion:
-    conversion = Conversion()
-    conversion.request = SimpleNamespace(input_ids=ids)
-    return conversion
+def converted(ids: Any) -> Any:
+    return SimpleNamespace(input_ids=ids)
 
 
 @given(before=st.integers(13, 400), after=st.integers(0, 400))
@@ -60,7 +57,7 @@ def test_all_is_certain_where_nothing_was_made_up() -> None:
 @pytest.mark.parametrize("ids", [None, [], [[1, 2]], "text", encode("no such word " * 50)])
 def test_nothing_is_certain_where_the_made_up_text_is_not_found(ids: Any) -> None:
     assert certain_ids(converted(ids), Turn({}, (NONCE,)), decode) is None
-    assert certain_ids(Conversion(), Turn({}, ()), decode) is None
+    assert certain_ids(None, Turn({}, ()), decode) is None
 
 
 class NoPrefiller:
@@ -91,16 +88,16 @@ NO_REQUEST = SimpleNamespace(input_ids=[1])
 
 def test_a_conversation_that_grows_is_guessed() -> None:
     seen = turns()
-    seen.came(context_of(1, 2), NO_REQUEST)
+    seen.compare(context_of(1, 2), NO_REQUEST)
     assert not seen.wants(context_of(1, 2))
-    seen.came(context_of(1, 2, 3), NO_REQUEST)
+    seen.compare(context_of(1, 2, 3), NO_REQUEST)
     assert seen.wants(context_of(1, 2, 3))
 
 
 def test_the_same_request_again_is_no_growth() -> None:
     seen = turns()
     for _ in range(3):
-        seen.came(context_of(1, 2), NO_REQUEST)
+        seen.compare(context_of(1, 2), NO_REQUEST)
     assert not seen.wants(context_of(1, 2))
 
 
@@ -120,19 +117,19 @@ def test_who_asks_is_guessed(policy: str, asked: bool | None, wanted: bool) -> N
 
 def test_who_forbids_it_is_not_guessed_though_it_grows() -> None:
     seen = turns()
-    seen.came(context_of(1), NO_REQUEST)
-    seen.came(context_of(1, 2), NO_REQUEST)
+    seen.compare(context_of(1), NO_REQUEST)
+    seen.compare(context_of(1, 2), NO_REQUEST)
     assert not seen.wants(context_of(1, 2, asked=False))
     assert not seen.wants(context_of(1, 2, is_last=True))
     only_asked = turns("hinted")
-    only_asked.came(context_of(1), NO_REQUEST)
-    only_asked.came(context_of(1, 2), NO_REQUEST)
+    only_asked.compare(context_of(1), NO_REQUEST)
+    only_asked.compare(context_of(1, 2), NO_REQUEST)
     assert not only_asked.wants(context_of(1, 2))
 
 
 def test_tenants_do_not_share_a_conversation() -> None:
     seen = turns()
-    seen.came(context_of(1, owner="one"), NO_REQUEST)
-    seen.came(context_of(1, 2, owner="other"), NO_REQUEST)
+    seen.compare(context_of(1, owner="one"), NO_REQUEST)
+    seen.compare(context_of(1, 2, owner="other"), NO_REQUEST)
     assert not seen.wants(context_of(1, 2, owner="one"))
     assert not seen.wants(context_of(1, 2, owner="other"))

@@ -16,8 +16,6 @@ import pytest
 
 from sgl_ext.engine.core.request_context import RequestContext
 from sgl_ext.engine.prefill_ahead.prefiller import MOST_JOBS, Job, Prefiller
-from sgl_ext.requests.cache_marks import Marks
-from sgl_ext.requests.segments import Chain
 
 pytestmark = pytest.mark.engine
 
@@ -61,7 +59,7 @@ def refused(why: str, cached: int) -> dict[str, Any]:
 
 
 def job(name: str = "one", tokens: int = 1000, **fields: Any) -> Job:
-    context = RequestContext("/v1/messages", {}, Chain(), Marks())
+    context = RequestContext("/v1/messages")
     return Job(name, list(range(tokens)), ASKED, context, **fields)
 
 
@@ -91,7 +89,7 @@ async def test_a_prompt_is_computed_in_slices_from_where_it_is_cached() -> None:
     await worked(prefiller, one)
     assert [len(request.input_ids) for request in manager.sent] == [1000, 356, 612, 868, 1000]
     assert (one.cached_tokens, one.prefilled_tokens) == (100, 900)
-    assert (one.is_complete, one.why, one.ids) == (True, "", [])
+    assert (one.is_complete, one.reason, one.ids) == (True, "", [])
     for request in manager.sent:
         assert request.sampling_params == {"max_new_tokens": 0}
         assert (request.extra_key, request.cache_salt) == ("adapter", "salt")
@@ -158,7 +156,7 @@ async def test_what_cannot_be_is_given_up(meta: dict[str, Any], why: str) -> Non
     prefiller.put(one)
     prefiller.put(other)
     await worked(prefiller, one, other)
-    assert (one.why, other.why) == (why, why)
+    assert (one.reason, other.reason) == (why, why)
     assert not one.is_complete
 
 
@@ -182,10 +180,10 @@ async def test_a_newer_job_takes_the_place_of_an_older() -> None:
     older, newer = job(), job()
     prefiller.put(older)
     prefiller.put(newer)
-    assert (older.done.is_set(), older.why) == (True, "replaced")
+    assert (older.done.is_set(), older.reason) == (True, "replaced")
     assert prefiller.drop("one", "deleted")
     assert not prefiller.drop("one", "deleted")
-    assert newer.why == "deleted"
+    assert newer.reason == "deleted"
 
 
 async def test_of_too_many_jobs_the_oldest_is_dropped() -> None:
@@ -193,7 +191,7 @@ async def test_of_too_many_jobs_the_oldest_is_dropped() -> None:
     jobs = [job(f"{number}", 20) for number in range(MOST_JOBS + 1)]
     for one in jobs:
         prefiller.put(one)
-    assert [one.why for one in jobs[:2]] == ["crowded", ""]
+    assert [one.reason for one in jobs[:2]] == ["crowded", ""]
     await worked(prefiller, *jobs)
     assert all(one.is_complete for one in jobs[1:])
 
@@ -204,4 +202,4 @@ async def test_a_late_job_is_dropped() -> None:
     prefiller.put(late)
     prefiller.put(other)
     await worked(prefiller, late, other)
-    assert (late.why, other.is_complete) == ("late", True)
+    assert (late.reason, other.is_complete) == ("late", True)

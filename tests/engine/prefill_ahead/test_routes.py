@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from sgl_ext.engine.core.dry_run import Conversion
+from sgl_ext.engine.core.dry_run import DryRun
 from sgl_ext.engine.core.request_context import RequestContext
 from sgl_ext.engine.prefill_ahead import routes
 from sgl_ext.engine.prefill_ahead.prefiller import Job
-from sgl_ext.engine.prefill_ahead.routes import Warmups
-from sgl_ext.requests.cache_marks import Marks
-from sgl_ext.requests.priority import Importance
+from sgl_ext.engine.prefill_ahead.routes import PrefillRequests
 from sgl_ext.requests.segments import Chain
 
 BODY = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
@@ -54,19 +52,19 @@ async def forever() -> dict[str, Any]:
 async def test_a_call_that_waited_long_is_told_what_was_reached(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def convert(*_: Any) -> Conversion:
-        conversion = Conversion()
-        conversion.request = SimpleNamespace(input_ids=list(range(1000)))
+    async def convert(*_: Any) -> DryRun:
+        dry_run = DryRun()
+        dry_run.request = SimpleNamespace(input_ids=list(range(1000)))
         chain = Chain(hashes=(1, 2), ends=(10, 20))
-        conversion.context = RequestContext("", {}, chain, Marks(), Importance())
-        return conversion
+        dry_run.context = RequestContext(chain=chain)
+        return dry_run
 
     monkeypatch.setattr(routes, "convert", convert)
     monkeypatch.setattr(routes, "WAIT_S", 0.5)
     tokenizer = SimpleNamespace(decode=lambda ids: "")
     manager = SimpleNamespace(max_req_input_len=2000, tokenizer=tokenizer)
-    warmups = Warmups(None, manager, Halfway())  # type: ignore[arg-type]
-    answer = await warmups.post(posted(BODY))
+    requests = PrefillRequests(None, manager, Halfway())  # type: ignore[arg-type]
+    answer = await requests.post(posted(BODY))
     assert answer.status_code == 200
     assert json.loads(bytes(answer.body)) == {
         "prompt_tokens": 1000,

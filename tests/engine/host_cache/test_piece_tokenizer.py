@@ -17,7 +17,7 @@ from tokenizers import (
     trainers,
 )
 
-from sgl_ext.engine.host_cache.piecewise import Inexact, Piecewise
+from sgl_ext.engine.host_cache.piece_tokenizer import Inexact, PieceTokenizer
 
 SPECIALS = ("<|im_start|>", "<|im_end|>", "<|im_end|>>", "[SEP]")
 CORPUS = [
@@ -104,9 +104,9 @@ FAMILIES: dict[str, Callable[[], Tokenizer]] = {
 }
 
 
-def piecewise(
+def piece_tokenizer(
     tokenizer: Tokenizer, *tokens: AddedToken, limit: int = 1 << 20, long_tokens: int = 1
-) -> Piecewise:
+) -> PieceTokenizer:
     special = [AddedToken(name, normalized=False, special=True) for name in SPECIALS]
     tokenizer.add_tokens(list(tokens))
     tokenizer.add_special_tokens(special)
@@ -115,7 +115,7 @@ def piecewise(
         for number, token in tokenizer.get_added_tokens_decoder().items()
         if not token.normalized
     }
-    return Piecewise(
+    return PieceTokenizer(
         added,
         lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
         lambda texts: [one.ids for one in tokenizer.encode_batch(texts, add_special_tokens=False)],
@@ -125,11 +125,11 @@ def piecewise(
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def family(request: pytest.FixtureRequest) -> Piecewise:
-    return piecewise(FAMILIES[request.param]())
+def family(request: pytest.FixtureRequest) -> PieceTokenizer:
+    return piece_tokenizer(FAMILIES[request.param]())
 
 
-def test_every_family_passes_the_proof(family: Piecewise) -> None:
+def test_every_family_passes_the_proof(family: PieceTokenizer) -> None:
     assert family.proven()
 
 
@@ -141,7 +141,7 @@ texts = st.lists(st.one_of(snippets, st.text(max_size=6)), max_size=14).map("".j
 
 @given(texts=st.lists(texts, min_size=1, max_size=4))
 @settings(max_examples=150)
-def test_tokens_are_the_tokenizers_own(family: Piecewise, texts: list[str]) -> None:
+def test_tokens_are_the_tokenizers_own(family: PieceTokenizer, texts: list[str]) -> None:
     for text in texts:
         try:
             text.encode()
@@ -154,7 +154,7 @@ def test_tokens_are_the_tokenizers_own(family: Piecewise, texts: list[str]) -> N
 @given(parts=st.lists(texts, min_size=2, max_size=6), rounds=st.data())
 @settings(max_examples=150)
 def test_prompts_that_grow_have_the_tokenizers_own_tokens(
-    family: Piecewise, parts: list[str], rounds: st.DataObject
+    family: PieceTokenizer, parts: list[str], rounds: st.DataObject
 ) -> None:
     """What is behind a turn is written anew in the next one, as chat templates do."""
     prompt = ""
@@ -168,7 +168,7 @@ def test_prompts_that_grow_have_the_tokenizers_own_tokens(
 
 
 def test_a_prompt_goes_on_from_the_one_before_it() -> None:
-    made = piecewise(byte_level())
+    made = piece_tokenizer(byte_level())
     looked: list[bytes] = []
     find = made.pieces.get
     made.pieces.get = lambda name: looked.append(name) or find(name)  # type: ignore[method-assign,func-returns-value]
@@ -185,7 +185,7 @@ def test_a_prompt_goes_on_from_the_one_before_it() -> None:
 
 
 def test_what_is_done_with_a_prompts_tokens_does_not_change_what_is_known() -> None:
-    made = piecewise(byte_level())
+    made = piece_tokenizer(byte_level())
     turn = "<|im_start|>user\nHello there<|im_end|>\n"
     for text in (turn, turn, turn * 3, turn * 3):
         tokens = made.encode(text)
@@ -195,7 +195,7 @@ def test_what_is_done_with_a_prompts_tokens_does_not_change_what_is_known() -> N
 
 
 def test_prompts_of_one_space_are_not_known_in_another() -> None:
-    made = piecewise(byte_level())
+    made = piece_tokenizer(byte_level())
     prompt = "<|im_start|>user\nHello there<|im_end|>\n" * 3
     made.encode(prompt, "a")
     assert made.prompts.known_prefix("a", prompt) is not None
@@ -203,7 +203,7 @@ def test_prompts_of_one_space_are_not_known_in_another() -> None:
 
 
 def test_only_new_pieces_are_tokenized() -> None:
-    made = piecewise(byte_level())
+    made = piece_tokenizer(byte_level())
     seen: list[str] = []
     inner = made._encode_many
 
@@ -220,7 +220,7 @@ def test_only_new_pieces_are_tokenized() -> None:
 
 
 def test_what_is_forgotten_is_tokenized_again() -> None:
-    made = piecewise(byte_level(), limit=1)
+    made = piece_tokenizer(byte_level(), limit=1)
     text = "<|im_start|>user\nHello there<|im_end|>\n"
     assert not made.differs(text)
     assert not made.differs(text)
@@ -234,7 +234,7 @@ def test_an_added_token_that_acts_on_what_is_before_it_fails_the_proof(
     option: str, passes: bool
 ) -> None:
     greedy = AddedToken("<|greedy|>", normalized=False, **{option: True})
-    assert piecewise(byte_level(), greedy).proven() is passes
+    assert piece_tokenizer(byte_level(), greedy).proven() is passes
 
 
 def test_a_tokenizer_whose_pieces_depend_on_each_other_fails_the_proof() -> None:
@@ -245,7 +245,7 @@ def test_a_tokenizer_whose_pieces_depend_on_each_other_fails_the_proof() -> None
     def contextual(text: str) -> list[int]:
         return [*plain.encode(text, add_special_tokens=False).ids, len(text) % 7]
 
-    made = Piecewise(added, contextual, lambda texts: list(map(contextual, texts)), 1 << 20)
+    made = PieceTokenizer(added, contextual, lambda texts: list(map(contextual, texts)), 1 << 20)
     assert not made.proven()
 
 
@@ -255,7 +255,7 @@ def test_an_added_token_that_is_none_is_noticed() -> None:
     def encode(text: str) -> list[int]:
         return plain.encode(text, add_special_tokens=False).ids
 
-    made = Piecewise({"<|gone|>": 7}, encode, lambda texts: list(map(encode, texts)), 1 << 20)
+    made = PieceTokenizer({"<|gone|>": 7}, encode, lambda texts: list(map(encode, texts)), 1 << 20)
     with pytest.raises(Inexact):
         made.encode("a<|gone|>b")
     assert not made.proven()

@@ -1,14 +1,14 @@
-"""A prompt's tokens, of which only those of new pieces are computed.
+"""Tokenizes a prompt by computing the tokens of new pieces only.
 
-A tokenizer first looks for its added tokens (`<|im_start|>` and the like) in the text, and then
-works on each piece between two of them by itself. So a piece tokenizes alike wherever the same
-added token stands before it, and prompts, which grow at their end, are made of the same pieces
-over and over. What an added token does to its neighbours, if a tokenizer has such, is in a piece
-that is tokenized together with the one before it.
+A tokenizer first finds its added tokens (`<|im_start|>` and the like) in the text, and then works
+on each piece between two of them by itself. So a piece has the same tokens wherever the same added
+token stands before it, and prompts, which grow at their end, consist of the same pieces over and
+over. An added token may change its neighbours (by stripping blanks, for example), so a piece is
+tokenized together with the added token before it.
 
-That is how tokenizers of the `tokenizers` library work, and some options break it. So it is not
-believed: `proven` compares both ways on texts that are made to tell them apart, on the tokenizer
-that is loaded, and `differs` on a prompt that was really sent.
+Tokenizers of the `tokenizers` library work like that, and some options break it. So `proven`
+compares both ways on texts made to tell them apart, on the tokenizer that is loaded, and `differs`
+compares them on a prompt that was really sent.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from radix.token_pieces import TokenPieces
 Encode = Callable[[str], list[int]]
 EncodeMany = Callable[[Sequence[str]], list[list[int]]]
 
-# What a boundary can spoil: blanks of all kinds, a letter that composes with the one before, a
-# joiner, a half of a word or a number, bytes that are no letter, what normalizers rewrite.
+# What may tokenize differently at the edge of a piece: blanks of all kinds, a letter that composes
+# with the one before, a joiner, half a word or number, bytes that are no letter, what normalizers
+# rewrite.
 _EDGES = (
     "",
     " ",
@@ -55,31 +56,30 @@ _EDGES = (
     "Z\u0327",
 )
 _MOST_SAMPLED = 256
-# A shorter prompt is made of its pieces as quickly.
+# Of a shorter prompt, looking up its pieces is as quick.
 _LONG_TOKENS = 1_000
 _CUTS = 6
 _BODIES = ("word", "Hello, world", 'def f(x):\n    return {"a": [1, 2.5e3]}\n', "\u4f60\u597d", "")
 
 
 class Inexact(Exception):
-    """An added token did not come out as itself: this tokenizer cannot be taken to pieces."""
+    """A piece does not begin with the added token before it: this tokenizer has no pieces."""
 
 
 class _New(NamedTuple):
-    """A piece that is not known, with the added token before it if there is one; and its place
-    among a prompt's tokens."""
+    """A piece that is not cached, the added token before it or "", and where its tokens go."""
 
     before: str
     piece: str
     place: array[int]
 
 
-class Piecewise:
-    """Encodes as `encode` does, piece by piece. Several threads may ask at once.
+class PieceTokenizer:
+    """Encodes as `encode` does, piece by piece. It is thread-safe.
 
-    added: the tokenizer's added tokens, each with its number: where a text is cut.
+    added: the tokenizer's added tokens, at which texts are cut, each with its number.
     encode_many: several texts at once, each as `encode` would.
-    long_tokens: prompts from this length on are known as a whole, too.
+    long_tokens: prompts of at least this length are also cached as a whole.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Piecewise:
         self._encode = encode
         self._encode_many = encode_many
         self._long_tokens = long_tokens
-        # The longest of those that match, as the tokenizer itself takes it.
+        # Of several that match, the tokenizer takes the longest.
         longest_first = sorted(self._added, key=len, reverse=True)
         self._cut = re.compile("|".join(map(re.escape, longest_first)))
         self.pieces = TokenPieces(limit_bytes - limit_bytes // 2)
@@ -104,31 +104,31 @@ class Piecewise:
         self.new_tokens = 0
 
     def encode(self, text: str, space: str = "") -> array[int]:
-        """The text's tokens, 8 bytes each; what is known in one space is not in another.
+        """The text's tokens, 8 bytes each, as a new array. Spaces do not find each other's pieces.
 
-        The array is the caller's own. Raises Inexact.
+        Raises Inexact.
         """
-        begun = self.prompts.known_prefix(space, text)
+        known = self.prompts.known_prefix(space, text)
         tokens = array("q")
         found: list[array[int]] = []
         cuts: list[tuple[int, int, str]] = []
         missing: dict[bytes, _New] = {}
         before, at = "", 0
-        if begun is not None:
-            before, at = begun.cut.before, begun.cut.chars
-            tokens = begun.ids
+        if known is not None:
+            before, at = known.cut.before, known.cut.chars
+            tokens = known.ids
             self.known_tokens += len(tokens)
         for match in itertools.chain(self._cut.finditer(text, at), [None]):
             end = len(text) if match is None else match.start()
             if end > at:
                 name = self.pieces.key(space, before, text[at:end])
-                known = self.pieces.get(name)
-                if known is None:
+                cached = self.pieces.get(name)
+                if cached is None:
                     new = missing.setdefault(name, _New(before, text[at:end], array("q")))
                     found.append(new.place)
                 else:
-                    self.known_tokens += len(known)
-                    found.append(known)
+                    self.known_tokens += len(cached)
+                    found.append(cached)
             if match is not None:
                 before, at = match.group(), match.end()
                 found.append(self._added[before])
@@ -138,18 +138,18 @@ class Piecewise:
         for part in found:
             tokens.extend(part)
         if len(tokens) >= self._long_tokens:
-            self._keep(space, text, tokens, found, cuts, begun)
+            self._cache_prompt(space, text, tokens, found, cuts, known)
         return tokens
 
     def clear(self) -> None:
-        """Forgets all that it learned."""
+        """Removes everything from the cache."""
         self.pieces.clear()
         self.prompts.clear()
 
     def proven(self) -> bool:
-        """Whether both ways agree on texts made to tell them apart. Forgets what it learned."""
+        """Whether both ways agree on texts made to tell them apart. Clears the cache."""
         try:
-            # Twice: with new pieces, and with known ones.
+            # Twice: with new pieces, and with cached ones.
             agree = not any(self.differs(text) for _ in range(2) for text in self._samples())
         except Inexact:
             agree = False
@@ -158,11 +158,11 @@ class Piecewise:
         return agree
 
     def differs(self, text: str) -> bool:
-        """Whether the tokenizer itself makes other tokens of a text. Raises Inexact."""
+        """Whether the tokenizer makes other tokens of a text. Raises Inexact."""
         return self._encode(text) != self.encode(text).tolist()
 
     def _fill(self, missing: Mapping[bytes, _New]) -> None:
-        """Tokenizes what is new, and puts it where its place was kept."""
+        """Tokenizes new pieces, into the arrays that were reserved for them."""
         texts = [new.before + new.piece for new in missing.values()]
         many = self._encode_many(texts)
         for (name, new), tokens in zip(missing.items(), many, strict=True):
@@ -174,24 +174,26 @@ class Piecewise:
             self.pieces.add(name, tokens)
             self.new_tokens += len(tokens)
 
-    def _keep(
+    def _cache_prompt(
         self,
         space: str,
         text: str,
         tokens: array[int],
         found: Sequence[array[int]],
         cuts: Sequence[tuple[int, int, str]],
-        begun: KnownPrefix | None,
+        known: KnownPrefix | None,
     ) -> None:
-        """Remembers the prompt. found: the parts that are its last tokens; cuts: how many of them
-        are before each, where, behind what."""
-        kept, parts, size = list[Cut](), len(found), len(tokens)
+        """Caches the prompt as a whole.
+
+        found: the arrays that its last tokens consist of. cuts: for each place after an added
+        token, how many of those arrays are before it, its place in the text, and the token."""
+        last_cuts, parts, size = list[Cut](), len(found), len(tokens)
         for count, chars, before in reversed(cuts[-_CUTS:]):
             size -= sum(map(len, found[count:parts]))
             parts = count
-            kept.append(Cut(chars, size, before))
-        kept.reverse()
-        self.prompts.add(space, text, tokens, kept, begun)
+            last_cuts.append(Cut(chars, size, before))
+        last_cuts.reverse()
+        self.prompts.add(space, text, tokens, last_cuts, known)
 
     def _samples(self) -> Iterable[str]:
         names = list(self._added)[:_MOST_SAMPLED]

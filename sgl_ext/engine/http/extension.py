@@ -1,0 +1,76 @@
+"""The extension's state in the HTTP process of an engine.
+
+SGLang calls our hooks as plain functions, so they reach this object through `installed()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from sgl_ext.engine.host_cache.message_cache import MessageCache
+from sgl_ext.engine.host_cache.shortcuts import SchemaCache
+from sgl_ext.engine.host_cache.token_cache import TokenCache, make_token_cache
+from sgl_ext.engine.http.event_broadcaster import EventBroadcaster
+from sgl_ext.engine.http.token_offsets import TokenOffsets
+from sgl_ext.engine.prefill_ahead.service import PrefillAhead
+from sgl_ext.engine.prefill_ahead.shared_prompts import share_prompts
+from sgl_ext.engine.sglang_http_types import ServingChat, TokenizerManager
+from sgl_ext.requests.headers import HeaderStrip
+from sgl_ext.settings.schema import EngineSettings
+from sgl_ext.tenants import Tenants
+
+
+class HttpExtension:
+    """All of it. What is None is there while the server runs, if the settings ask for it.
+
+    token_offsets, drops_thinking: what is known of each chat front end's tokenizer and template.
+    """
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self.settings = settings
+        self.tenants = Tenants(settings.tenants, settings.max_priority)
+        self.strip = HeaderStrip(settings.strip_headers)
+        self.broadcaster = EventBroadcaster()
+        self.schemas = SchemaCache()
+        self.token_offsets: WeakKeyDictionary[ServingChat, TokenOffsets] = WeakKeyDictionary()
+        self.drops_thinking: WeakKeyDictionary[ServingChat, bool] = WeakKeyDictionary()
+        self.token_cache: TokenCache | None = None
+        self.message_cache: MessageCache | None = None
+        self.prefill_ahead: PrefillAhead | None = None
+
+    @asynccontextmanager
+    async def serving(self, app: Any, manager: TokenizerManager) -> AsyncIterator[None]:
+        """Makes the caches, and prefills ahead while the block runs."""
+        limit_bytes = self.settings.token_cache_bytes
+        quarter = limit_bytes // 4
+        self.token_cache = make_token_cache(manager.tokenizer, limit_bytes - quarter)
+        self.message_cache = MessageCache(quarter) if quarter else None
+        shared = await share_prompts(app, manager, self.settings.shared_prefixes)
+        if not PrefillAhead.is_possible(self.settings, manager):
+            yield
+            return
+        self.prefill_ahead = PrefillAhead(app, manager, self.settings)
+        self.broadcaster.on_cleared(partial(self.prefill_ahead.prefiller.drop_all, "flushed"))
+        async with self.prefill_ahead.running(shared):
+            yield
+
+
+_installed: HttpExtension | None = None
+
+
+def install(extension: HttpExtension) -> None:
+    """Makes `extension` the one of this process."""
+    global _installed
+    _installed = extension
+
+
+def installed() -> HttpExtension:
+    """This process's extension."""
+    if _installed is None:  # hooks may run before the HTTP server is set up
+        install(HttpExtension(EngineSettings.from_environment()))
+    assert _installed is not None
+    return _installed

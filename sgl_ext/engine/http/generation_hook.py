@@ -1,0 +1,42 @@
+"""The generation hook: every request passes it on its way to the scheduler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sgl_ext.engine.core import hints
+from sgl_ext.engine.core.isolation import group_of, isolate
+from sgl_ext.engine.core.request_context import current
+from sgl_ext.engine.core.slices import is_slice
+from sgl_ext.engine.http.extension import installed
+from sgl_ext.engine.sglang_http_types import TokenizerManager
+
+
+def send_hints(
+    manager: TokenizerManager | None, request: Any, raw_request: Any = None, *_: Any, **__: Any
+) -> None:
+    """Before `TokenizerManager.generate_request`: isolates the request in its cache group, sets
+    its priority, and adds its hints. Ends a dry run.
+
+    Of one HTTP request the first generation takes the hints: later ones (a tool loop inside the
+    engine) have another prompt. `request` is one of several classes, embeddings among them.
+    """
+    context = current()
+    if not is_slice(request):  # a slice has the name space of the request that it is a slice of
+        isolate(manager, request, group_of(context, raw_request))
+    if context is None:
+        return
+    if context.dry_run is not None:
+        context.dry_run.stop(request, context)
+    prefill_ahead = installed().prefill_ahead
+    if prefill_ahead is not None and not context.are_hints_sent and not is_slice(request):
+        prefill_ahead.next_turns.compare(context, request)
+    if manager is not None and manager.enable_priority_scheduling and hasattr(request, "priority"):
+        request.priority = context.importance.priority
+    # The prompt of an SGLang session is longer than what the body says.
+    if not hasattr(request, "kv_hints") or request.session_params is not None:
+        return
+    if context.are_hints_sent or not (context.chain.hashes or context.pins or context.owner):
+        return
+    context.are_hints_sent = True
+    hints.attach(request, context)
