@@ -16,14 +16,14 @@ depends only on the calls and their order. Times are parameters; a time that is 
 latest one counts as the latest one.
 
 Invariants, asserted by `check`: pinned tokens are within the budget, and each owner's charge is
-within its share; every pin is in the tree, in the release order, and found by prefix and session;
-no deadline is before the soonest one that is known.
+within its share; every pin is in the tree and in the release order; no deadline is before the
+soonest one that is known.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Container, Hashable, Iterator, Mapping
+from collections.abc import Container, Hashable, Iterator, Mapping
 from math import inf
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from radix.pin import BUDGET, EMPTY, LESS_VALUABLE, OWNER_SHARE, Pin, ReleaseOrder
-from radix.pin_tree import TOKEN_BYTES, PinTree, Trial
+from radix.pin_tree import TOKEN_BYTES, PinTree
 
 
 class Grant(NamedTuple):
@@ -70,8 +70,6 @@ class Pins:
         self._limit_pins = limit_pins
         self._tree = PinTree(page)
         self._pins: dict[int, Pin] = {}
-        self._by_prefix: dict[str, Pin] = {}
-        self._by_session: dict[str, dict[int, Pin]] = {}
         self._order: list[ReleaseOrder] = []
         self._last_id = 0
         self._now_s = -inf
@@ -116,8 +114,10 @@ class Pins:
         tokens = len(key) // TOKEN_BYTES
         path = self.prefixes_of(space, key)
         if path and path[-1].tokens == tokens:
-            self._renew_by_request(path[-1], now, ttl_s, priority, owner, session)
-            return Grant(path[-1])
+            known = path[-1]
+            self._renew(known, now, ttl_s, priority, known.hits)
+            known.owner, known.session = known.owner or owner, known.session or session
+            return Grant(known)
         if not tokens:
             return Grant(None, reason=EMPTY)
         if tokens > self._budget_tokens:
@@ -137,9 +137,7 @@ class Pins:
         self._last_id = pin.id
         for other in released:
             self._remove(other)
-        self._pins[pin.id] = self._by_prefix[pin.prefix] = pin
-        if session:
-            self._by_session.setdefault(session, {})[pin.id] = pin
+        self._pins[pin.id] = pin
         insort(self._order, pin.release_order)
         self._soonest_s = min(self._soonest_s, pin.deadline_s)
         return Grant(pin, True, released)
@@ -189,10 +187,6 @@ class Pins:
         """All pins in release order."""
         return [self._pins[number] for _, _, number in self._order]
 
-    def find(self, prefix: str) -> Pin | None:
-        """The pin on the prefix with this hash."""
-        return self._by_prefix.get(prefix)
-
     def pinned(self, space: Hashable, key: bytes) -> Pin | None:
         """The pin on exactly this prefix."""
         path = self.prefixes_of(space, key)
@@ -200,20 +194,11 @@ class Pins:
 
     def of_session(self, session: str) -> list[Pin]:
         """The pins that the session requested first. "" is no session."""
-        return list(self._by_session.get(session, {}).values())
+        return [pin for pin in self if session and pin.session == session]
 
     def _advance(self, now: float) -> float:
         self._now_s = max(self._now_s, now)
         return self._now_s
-
-    def _renew_by_request(
-        self, pin: Pin, now: float, ttl_s: float, priority: int, owner: str, session: str
-    ) -> None:
-        self._renew(pin, now, ttl_s, priority, pin.hits)
-        pin.owner = pin.owner or owner
-        if session and not pin.session:
-            pin.session = session
-            self._by_session.setdefault(session, {})[pin.id] = pin
 
     def _renew(self, pin: Pin, now: float, ttl_s: float, priority: int, hits: int) -> None:
         self._remove_from_order(pin)
@@ -235,31 +220,43 @@ class Pins:
         before = self._order[: bisect_left(self._order, new.release_order)]
         # The new pin needs all tokens of the pins on its path.
         less_valuable = [self._pins[number] for *_, number in before if number not in path]
-        trial = self._tree.trial()
-        released: list[Pin] | None = []
-        if share < budget:
-            own = [pin for pin in less_valuable if pin.owner == new.owner]
-            released = _try_release(trial, own, lambda: trial.tokens_of(new.owner), share)
-        if released is None:
-            return OWNER_SHARE
-        others = [pin for pin in less_valuable if pin not in released]
-        more = _try_release(trial, others, lambda: trial.tokens, budget)
-        if more is None:
-            return LESS_VALUABLE
-        if is_full and not released and not more:
+        trial, tried = self._tree.trial(), dict[int, Pin]()
+
+        def is_within_share() -> bool:
+            return share >= budget or trial.tokens_of(new.owner) <= share
+
+        def is_within_budget() -> bool:
+            return trial.tokens <= budget
+
+        own = [pin for pin in less_valuable if pin.owner == new.owner]
+        for candidates, fits, reason in (
+            (own, is_within_share, OWNER_SHARE),
+            (less_valuable, is_within_budget, LESS_VALUABLE),
+        ):
+            for pin in candidates:
+                if fits():
+                    break
+                if pin.id not in tried:
+                    trial.remove(pin.id)
+                    tried[pin.id] = pin
+            if not fits():
+                return reason
+        # Keep those that need not go, the most valuable first: the tokens that their release
+        # frees can be shared, or too few to matter.
+        released: list[Pin] = []
+        for pin in sorted(tried.values(), key=lambda pin: pin.release_order, reverse=True):
+            trial.restore(pin.id)
+            if not (is_within_share() and is_within_budget()):
+                trial.remove(pin.id)
+                released.insert(0, pin)
+        if is_full and not released:
             return less_valuable[:1] or LESS_VALUABLE
-        return sorted([*released, *more], key=lambda pin: pin.release_order)
+        return released
 
     def _remove(self, pin: Pin) -> None:
         self._tree.remove(pin.id)
         self._remove_from_order(pin)
         del self._pins[pin.id]
-        del self._by_prefix[pin.prefix]
-        if pin.session:
-            pins = self._by_session[pin.session]
-            del pins[pin.id]
-            if not pins:
-                del self._by_session[pin.session]
 
     def _remove_from_order(self, pin: Pin) -> None:
         del self._order[bisect_left(self._order, pin.release_order)]
@@ -272,14 +269,9 @@ class Pins:
         for owner in {pin.owner for pin in self}:
             assert self.tokens_of(owner) <= self._share_of(owner)
         assert self._tree.pins == self._pins.keys()
-        assert self._by_prefix == {pin.prefix: pin for pin in self}
-        sessions: dict[str, dict[int, Pin]] = {}
         for number, pin in self._pins.items():
             assert pin.id == number <= self._last_id
             assert pin.deadline_s >= self._soonest_s
-            if pin.session:
-                sessions.setdefault(pin.session, {})[number] = pin
-        assert self._by_session == sessions
         assert self._order == sorted(pin.release_order for pin in self)
 
 
@@ -287,27 +279,3 @@ def _hash(space: Hashable, key: bytes) -> str:
     hashed = xxhash.xxh3_128(repr(space).encode("utf-8", "surrogatepass"))
     hashed.update(key)
     return hashed.hexdigest()
-
-
-def _try_release(
-    trial: Trial, candidates: list[Pin], tokens: Callable[[], int], limit: int
-) -> list[Pin] | None:
-    """The pins to release until at most `limit` tokens are left; None if all are too few.
-
-    Pins are tried in their order. Then those that need not go are kept, the last ones first: the
-    tokens they would free can be shared, or too few to matter.
-    """
-    tried, released = [], []
-    for pin in candidates:
-        if tokens() <= limit:
-            break
-        trial.remove(pin.id)
-        tried.append(pin)
-    if tokens() > limit:
-        return None
-    for pin in reversed(tried):
-        trial.restore(pin.id)
-        if tokens() > limit:
-            trial.remove(pin.id)
-            released.append(pin)
-    return released

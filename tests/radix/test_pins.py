@@ -43,7 +43,7 @@ def assert_nothing_left(pins: Pins) -> None:
     pins.check()
     assert len(pins) == pins.tokens == 0
     tree = pins._tree
-    assert not any((pins._pins, pins._by_prefix, pins._by_session, pins._order))
+    assert not any((pins._pins, pins._order))
     assert not any((tree._roots, tree._nodes, tree._charges))
 
 
@@ -132,9 +132,6 @@ def test_spaces_name_their_prefixes_apart() -> None:
     assert two is not None
     assert one.prefix != two.prefix
     assert len(one.prefix) == 32
-    assert pins.find(one.prefix) is one
-    assert pins.find(two.prefix) is two
-    assert pins.find("") is None
     assert pins.pinned(("m", "lora"), prompt(1, 10)) is two
     assert pins.pinned(("m", "lora"), prompt(1, 9)) is None
     assert pins.pinned(("m", "lora"), prompt(1, 11)) is None
@@ -289,6 +286,17 @@ def test_where_share_and_budget_are_full_its_own_go_first() -> None:
     made = [pin(pins, n, tokens, now=n, owner=owner) for n, (owner, tokens) in enumerate(asked)]
     assert pins.tokens == 40
     assert grant(pins, 9, 10, now=9, owner="ann").released == [made[1], made[2]]
+
+
+def test_an_own_pin_stays_if_another_released_for_the_budget_frees_its_share() -> None:
+    pins = Pins(budget_tokens=22, owner_share=0.5)
+    small = pins.grant("", key([0, 0]), TTL_S, 0).pin
+    large = pin(pins, 1, 4, now=0)
+    pin(pins, 2, 5, now=0, owner="ben")
+    pin(pins, 3, 7, now=0, owner="ann")
+    # Releasing the small pin would be enough for the share, but not for the budget.
+    assert pins.grant("", key([0, 1, 0, 0, 0, 0, 0]), TTL_S, 0).released == [large]
+    assert small in pins
 
 
 def test_those_who_name_no_owner_count_as_one() -> None:
@@ -533,8 +541,7 @@ class Machine(RuleBasedStateMachine):
     @rule(choice=st.integers(0, 8))
     def release(self, choice: int) -> None:
         gone = list(self.at)[choice % len(self.at)]
-        twin = self.other_rank.find(gone.prefix)
-        assert twin is not None
+        (twin,) = (pin for pin in self.other_rank if pin.prefix == gone.prefix)
         assert self.pins.release(gone)
         assert self.other_rank.release(twin)
         self.forget([gone])
@@ -552,7 +559,7 @@ class Machine(RuleBasedStateMachine):
             assert self.pins.tokens_of(owner) == charge <= self.share
         assert len(self.pins) <= self.limit
         for pin, (space, tokens) in self.at.items():
-            assert self.pins.find(pin.prefix) is self.pins.pinned(space, key(tokens)) is pin
+            assert self.pins.pinned(space, key(tokens)) is pin
             assert pin in self.pins.prefixes_of(space, key((*tokens, 1)))
         order = self.pins.in_order()
         places = [(pin.priority, pin.valuable_until_s, pin.id) for pin in order]

@@ -142,8 +142,8 @@ class PinKeeper:
 
     def release_named(self, prefixes: Iterable[str]) -> None:
         """Gives up the pins of these prefixes, where there are any."""
-        found = (self.pins.find(prefix) for prefix in prefixes)
-        self.release([pin for pin in found if pin is not None], "deleted")
+        named = frozenset(prefixes)
+        self.release([pin for pin in self.pins if pin.prefix in named], "deleted")
 
     def admit(self, req: Any, fits: Callable[[], bool]) -> bool:
         """Whether `fits` comes true with fewer pins; then those are given up, else none is."""
