@@ -1,41 +1,40 @@
-"""Which workers hold which prefix: the longest match over all workers, in a few dictionary probes.
+"""The prefix index: which workers hold which prefix, found in a few dictionary probes.
 
-A segment's hash stands for a whole prefix, so a node is found by its hash, and no
-tokens are kept. Each node has a bitmask of the workers that hold it:
+A segment's hash identifies a whole prefix, so a node is found by its hash, and the index stores no
+tokens. Each node has a bitmask of the workers that hold it:
 
                  a  0111                   workers 0, 1 and 2 hold `a`;
-                / \\                        worker 2 goes on to `b`,
-         0100  b   c  0011                 0 and 1 to `c`,
-               |   |                       worker 1 alone to `d` and `e`
+                / \\                        worker 2 also holds `b`,
+         0100  b   c  0011                 0 and 1 hold `c`,
+               |   |                       and worker 1 alone holds `d` and `e`
          0100  f   d  0010
                    |
                    e  0010                 matches(a c d e x) = e: {1}, c: {0}, a: {2}
 
-A worker that holds a prefix holds the shorter ones too, so along a chain of hashes a
-mask only loses bits. Hence `matches` bisects: it finds the deepest node that holds any
-of the workers not yet answered for, takes those off, and goes on above it: log2(length)
-probes for each distinct depth, however many workers there are.
+A worker that holds a prefix holds the shorter ones too, so along a chain of hashes a mask only
+loses bits. Hence `matches` bisects: it finds the deepest node that any of the remaining workers
+holds, removes the workers that hold it, and continues above it. That is log2(length) probes for
+each distinct depth, however many workers there are.
 
-All nodes also stand in one order, from the least to the most recently used:
+All nodes are also in one order, from the least to the most recently used:
 
-    oldest  f b | e d c a  youngest        forgetting takes the oldest
+    oldest  f b | e d c a  youngest        the oldest is forgotten first
 
-A use of a node moves it and its ancestors to the young end, the deepest first, so a
-parent is always younger than its children. Then the oldest node is a leaf, and
-forgetting it is O(1), with no scan. A chain is used again and again, so it lies
-together in the order, and a use moves a few runs and not each node. Stores come in
-chain order, each behind the one before (the tip), and are O(1).
+Using a node moves it and its ancestors to the young end, the deepest first, so a parent is always
+younger than its children. Then the oldest node is a leaf, and forgetting it is O(1). A chain is
+used repeatedly, so its nodes are adjacent in the order, and a use moves a few runs instead of every
+node. Segments are stored in chain order, each next to the one before (the tip), in O(1).
 
-Invariants, all of them asserted by `check`:
+Invariants, asserted by `check`:
   1. a mask is not 0, and a child's is a subset of its parent's
-  2. in the order, each node stands once, before its parent
+  2. in the order, each node appears once, before its parent
   3. from the tip to the young end there are exactly the tip and its ancestors
   4. there are no more nodes than the limit
 
-A node is a row in columns (arrays and lists), not an object, for the garbage collector's
-sake: with 10^6 segments a full collection took 20 ms, and 115 ms with node objects, which
-also took a tenth more memory. The one pause left is the dictionary's own, when it is
-rebuilt: tens of ms, less than once in a million stores.
+A node is a row in columns (arrays and lists) and not an object, because of the garbage collector:
+with 10^6 segments a full collection took 20 ms, and 115 ms with node objects, which also took a
+tenth more memory. The one pause left is the resizing of the dictionary: tens of ms, less than once
+in a million stores.
 """
 
 from __future__ import annotations
@@ -45,28 +44,28 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 MAX_WORKERS = 65_536
-"""Workers are bits 0 to MAX_WORKERS - 1; a higher number is refused, as a mask must stay small."""
+"""Workers are bits 0 to MAX_WORKERS - 1. Higher numbers are rejected, to limit a mask's size."""
 
 _MAX_TOKENS = 2**63 - 1
-_NONE = 0  # row 0 is no node: parent of the roots, both ends of the order, held by nobody
+_NONE = 0  # row 0 is no node: the parent of the roots, and both ends of the order
 
 
 class Match(NamedTuple):
-    """The workers whose longest match with a chain is the same."""
+    """The workers that have the same longest match with a chain."""
 
     workers: int
     """A bitmask."""
     depth: int
-    """How many segments of the chain match, at least 1."""
+    """The number of segments that match, at least 1."""
     tokens: int
-    """Prompt tokens up to there, as last stored."""
+    """The prompt tokens of these segments, as last stored."""
 
 
 class PrefixIndex:
-    """Segments held by workers, at most `limit_segments`; more make it forget the least recent.
+    """The segments that workers hold.
 
-    Segments are any ints; `forgotten` counts those dropped for want of room. Nothing
-    raises on odd input: what cannot be right is refused, and changes nothing.
+    Beyond `limit_segments` the least recently used is forgotten, which `forgotten` counts. A
+    segment is any int. Impossible input is rejected, changes nothing and raises nothing.
     """
 
     def __init__(self, limit_segments: int = 1_000_000) -> None:
@@ -97,32 +96,32 @@ class PrefixIndex:
     def matches(self, hashes: Sequence[int]) -> list[Match]:
         """Each worker's longest match with a chain of hashes, the deepest first.
 
-        A worker is in at most one match; one that holds nothing is in none. Changes
-        nothing, recency neither. O(distinct depths * log(length)).
+        A worker is in at most one match, and in none if it holds nothing. A lookup does not count
+        as a use. O(distinct depths * log(length)).
         """
         find, mask = self._rows.get, self._mask
         found: list[Match] = []
         highest = len(hashes)
         first = find(hashes[0], _NONE) if highest else _NONE
-        waiting = mask[first]
-        while waiting:
-            deepest, row = 1, first  # all who wait hold the first segment
+        remaining = mask[first]
+        while remaining:
+            deepest, row = 1, first  # every remaining worker holds the first segment
             low = 2
             while low <= highest:
                 middle = (low + highest) >> 1
                 probe = find(hashes[middle - 1], _NONE)
-                if mask[probe] & waiting:
+                if mask[probe] & remaining:
                     deepest, row, low = middle, probe, middle + 1
                 else:
                     highest = middle - 1
-            workers = mask[row] & waiting
+            workers = mask[row] & remaining
             found.append(Match(workers, deepest, self._tokens[row]))
-            waiting ^= workers
+            remaining ^= workers
             highest = deepest - 1
         return found
 
     def touch(self, hashes: Sequence[int], depth: int) -> None:
-        """Marks the first `depth` segments of a chain as just used, as far as they are held."""
+        """Marks the first `depth` segments of a chain as used, as far as any worker holds them."""
         for position in range(min(depth, len(hashes)) - 1, -1, -1):
             row = self._rows.get(hashes[position], _NONE)
             if row != _NONE:
@@ -130,14 +129,13 @@ class PrefixIndex:
                 return
 
     def store(self, worker: int, parent: int | None, segment: int, tokens: int) -> bool:
-        """`worker` holds `segment`, which continues `parent` (None: it begins a prompt).
+        """Records that `worker` holds `segment` after `parent` (None: it begins a prompt).
 
-        Storing is a use of the segment and of its ancestors. Again, it renews `tokens`.
+        This uses the segment and its ancestors, and replaces its `tokens`.
 
-        False, and nothing has changed, if `parent` is not held by this worker; if the
-        segment is known with another parent; if the worker's number is not in
-        0..MAX_WORKERS - 1 or tokens not in 0..2**63 - 1; or if the whole index is
-        filled by the segment's own ancestors.
+        False, and nothing changes, if the worker does not hold `parent`; if the segment is known
+        with another parent; if `worker` is not in 0..MAX_WORKERS - 1 or `tokens` not in
+        0..2**63 - 1; or if the segment's own ancestors fill the whole index.
         """
         bit = _bit(worker)
         above = _NONE if parent is None else self._rows.get(parent, _NONE)
@@ -163,29 +161,29 @@ class PrefixIndex:
         return True
 
     def remove(self, worker: int, segment: int) -> int:
-        """`worker` no longer holds `segment`, nor anything below it; how many it lost."""
+        """Removes a worker from `segment` and everything below it; returns how many it lost."""
         row = self._rows.get(segment, _NONE)
         return self._take(_bit(worker), [row])
 
     def clear(self, worker: int) -> int:
-        """`worker` no longer holds anything; how many segments it lost."""
+        """Removes a worker from all segments; returns how many it lost."""
         return self._take(_bit(worker), self._children(_NONE))
 
     def snapshot(self, worker: int) -> Iterator[tuple[int | None, int, int]]:
-        """(parent, segment, tokens) of all that `worker` holds at the call, parents first.
+        """(parent, segment, tokens) of all segments that `worker` holds, parents first.
 
-        Stored in this order in an empty index, they give the same matches for it.
+        Stored in this order in an empty index, they give the worker the same matches.
         """
         segment, parent = self._segment, self._parent
         return iter(
             [
                 (segment[parent[row]] if parent[row] else None, segment[row], self._tokens[row])
-                for row in self._held(_bit(worker), self._children(_NONE))
+                for row in self._rows_held(_bit(worker), self._children(_NONE))
             ]
         )
 
     def check(self) -> None:
-        """Asserts every invariant at the top of this file, and that the columns agree. O(n)."""
+        """Asserts the invariants, and that the columns agree. O(n)."""
         rows, parent, mask = self._rows, self._parent, self._mask
         assert len(rows) <= self.limit_segments
         assert len(rows) + len(self._free) + 1 == len(mask)
@@ -204,12 +202,12 @@ class PrefixIndex:
                 assert place[row] < place[above]
         tail = order[place[self._tip] :] if self._tip != _NONE else []
         assert tail == list(self._lineage(self._tip))
-        assert sorted(self._held(-1, self._children(_NONE))) == sorted(order)
+        assert sorted(self._rows_held(-1, self._children(_NONE))) == sorted(order)
 
     # Workers and masks
 
-    def _held(self, bits: int, rows: Iterable[int]) -> list[int]:
-        """Those of `rows`, and of all below them, that any of `bits` holds; parents first."""
+    def _rows_held(self, bits: int, rows: Iterable[int]) -> list[int]:
+        """The rows among `rows` and below them that any of `bits` holds, parents first."""
         mask, first, right = self._mask, self._child, self._right
         held: list[int] = []
         ahead = [row for row in rows if mask[row] & bits]
@@ -224,7 +222,7 @@ class PrefixIndex:
         return held
 
     def _take(self, bit: int, rows: Iterable[int]) -> int:
-        held = self._held(bit, rows)
+        held = self._rows_held(bit, rows)
         for row in held:
             self._set_mask(row, self._mask[row] ^ bit)
         for row in reversed(held):
@@ -250,7 +248,7 @@ class PrefixIndex:
             row = self._parent[row]
 
     def _add(self, segment: int, parent: int) -> int:
-        """A new leaf, held by nobody yet, the youngest but for `parent`, which is the tip."""
+        """Adds a leaf without workers below `parent`, the tip. The leaf becomes the tip."""
         if self._free:
             row = self._free.pop()
             self._segment[row] = segment
@@ -269,12 +267,12 @@ class PrefixIndex:
         self._left[row], self._right[row] = _NONE, sibling
         if sibling != _NONE:
             self._left[sibling] = row
-        self._place(row, row, parent)
+        self._insert(row, row, parent)
         self._tip = row
         return row
 
     def _drop(self, row: int) -> None:
-        """Takes a leaf out of the tree and of the order."""
+        """Removes a leaf from the tree and the order."""
         parent, left, right = self._parent[row], self._left[row], self._right[row]
         if left != _NONE:
             self._right[left] = right
@@ -298,11 +296,11 @@ class PrefixIndex:
             row = self._newer[row]
 
     def _use(self, row: int) -> None:
-        """Makes `row` and its ancestors the youngest, each before its parent, and `row` the tip."""
+        """Moves `row`, the new tip, and its ancestors to the young end, each before its parent."""
         parent, newer = self._parent, self._newer
         if row == self._tip:
             return
-        end = self._tip if parent[row] == self._tip else _NONE  # above the tip all is in place
+        end = self._tip if parent[row] == self._tip else _NONE  # the tip is in place already
         self._tip = row
         while row != end:
             oldest = row
@@ -310,19 +308,19 @@ class PrefixIndex:
                 row = parent[row]
             if newer[row] != end:
                 self._unlink(oldest, row)
-                self._place(oldest, row, end)
+                self._insert(oldest, row, end)
             row = parent[row]
 
     def _unlink(self, oldest: int, newest: int) -> None:
-        """Takes a run out of the order."""
-        before, behind = self._older[oldest], self._newer[newest]
-        self._newer[before], self._older[behind] = behind, before
+        """Removes a run from the order."""
+        before, after = self._older[oldest], self._newer[newest]
+        self._newer[before], self._older[after] = after, before
 
-    def _place(self, oldest: int, newest: int, behind: int) -> None:
-        """Puts a run into the order, just before `behind` (_NONE: at the young end)."""
-        before = self._older[behind]
+    def _insert(self, oldest: int, newest: int, after: int) -> None:
+        """Inserts a run into the order, just before `after` (_NONE: at the young end)."""
+        before = self._older[after]
         self._newer[before], self._older[oldest] = oldest, before
-        self._newer[newest], self._older[behind] = behind, newest
+        self._newer[newest], self._older[after] = after, newest
 
 
 def _bit(worker: int) -> int:

@@ -1,26 +1,26 @@
-"""What one engine holds, in segments: how many tokens each reaches to, and when it is gone.
+"""Residency: the segments that one engine holds, their tokens, and when they are gone.
 
-Requests share a tree of tokens in the engine, and the same requests are chains of
-segments here. The two trees fork at the same places, give or take a few tokens:
+Requests share a tree of tokens in the engine, and are chains of segments here. The two trees fork
+at the same places, give or take a few tokens:
 
     tokens   |--- node 1 --------|--- node 2 -----|       segments   a - b - c
                                  |--- node 3 ---|                        |
                                                                          d
 
-Nobody renders a prompt to learn where a segment ends in tokens. The end of a prompt is
-known exactly, as is every segment that ended an earlier prompt; what lies between two
-known ends is estimated by bytes. Where a second chain leaves the first, the engine's
-own tree tells how many tokens the two really share: from then on the estimate there is
-a measurement, and later forks can only lower it. So a claim errs where nobody forked yet.
+No prompt is rendered to find where a segment ends in tokens. The end of a prompt is known exactly,
+as is every segment that ended an earlier prompt. Ends between two known ends are estimated by
+bytes. Where a second chain leaves the first, the engine's tree shows how many tokens the two really
+share: that measurement replaces the estimate, and later forks can only lower it. So a claim is
+inexact only where no chain has forked yet.
 
-A tree keeps an inner node at least as long as what is below it. So only the leaves here
-are looked after: each has the id of a node at or below its end. While that node is
-resident, so is all of the chain. When it is not, the leaf's tokens are matched against
-the tree once, which tells how much is left; what no longer fits is removed, and the
-last segment that does becomes the leaf, unless another branch grows from it.
+A tree keeps an inner node at least as long as the nodes below it. So only leaves are checked here:
+each has the id of a node at or below its end. While that node is resident, so is the whole chain.
+When it is not, the leaf's tokens are matched against the tree once, which shows how much is left.
+Segments that no longer fit are removed, and the last one that fits becomes the leaf, unless another
+branch continues from it.
 
-Invariants, asserted by `check`: a segment's parent is held; `children` counts those whose
-parent it is; the segments without children are the leaves, and nothing else is.
+Invariants, asserted by `check`: a segment's parent is held; `children` counts its children; the
+segments without children are the leaves.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 Stored = tuple[int, int | None, int]
-"""A segment, its parent, and the prompt tokens that are resident up to its end."""
+"""A segment, its parent, and the resident prompt tokens up to its end."""
 
 MATCH_TOKENS_PER_STEP = 300
-"""So many tokens are matched in the time of one look at a leaf, 0.3 us."""
+"""Matching this many tokens takes as long as checking one leaf, 0.3 us."""
 
 
 class Tree(Protocol):
-    """What is asked of the engine's tree of tokens. Neither question may change it."""
+    """The engine's tree of tokens. Neither method may change it."""
 
     def evicted(self, node: int) -> bool:
         """Whether the node is no longer resident, or unknown."""
@@ -47,13 +47,13 @@ class Tree(Protocol):
 
 
 class Changes(NamedTuple):
-    """What happened since the last look, in the order in which it is to be applied."""
+    """What changed since the last call, in the order in which to apply it."""
 
     cleared: bool
     removed: list[int]
-    """Each goes with everything below it."""
+    """Each is removed with everything below it."""
     stored: list[Stored]
-    """New ones, and old ones whose tokens changed; parents first."""
+    """New segments and segments whose tokens changed, parents first."""
 
 
 @dataclass(slots=True)
@@ -70,13 +70,13 @@ class _Leaf(NamedTuple):
 
 
 class Residency:
-    """The segments an engine holds.
+    """The segments that an engine holds.
 
-    `page` is the tree's page size in tokens: only whole pages are resident. `slack` is
-    how many tokens of a prompt's end the tree may leave out though it took the prompt.
-    Beyond `limit_segments`, or `limit_tokens` of keys of all leaves together, the branch
-    unused for longest is forgotten, which `forgotten` counts and which is published as
-    its removal. `deferred` counts the sweeps that ran out of steps.
+    page: the tree's page size in tokens; only whole pages are resident.
+    slack: how many tokens at a prompt's end the tree may omit.
+    limit_segments, limit_tokens: beyond this many segments, or tokens in the keys of all leaves,
+        the least recently used branch is forgotten and published as removed.
+    forgotten: how many branches were forgotten. deferred: how many sweeps ran out of steps.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Residency:
         self._limit_segments = limit_segments
         self._limit_tokens = limit_tokens
         self._segments: dict[int, _Segment] = {}
-        self._leaves: dict[int, _Leaf] = {}  # the one unused for longest first
+        self._leaves: dict[int, _Leaf] = {}  # the least recently used first
         self._key_tokens = 0
         self._changed: dict[int, int | None] = {}  # to their parents
         self._cleared = False
@@ -106,7 +106,7 @@ class Residency:
 
     @property
     def settled(self) -> bool:
-        """Whether every eviction so far has been looked into."""
+        """Whether the leaves were checked after the last eviction."""
         return not (self._suspect or self._unswept)
 
     @property
@@ -125,17 +125,17 @@ class Residency:
         had: int,
         own: int = 0,
     ) -> None:
-        """The engine has put the first `resident` tokens of a prompt into its tree.
+        """Records that the engine has put the first `resident` tokens of a prompt into its tree.
 
         hashes, ends: the prompt's segments and the bytes up to their ends, ascending.
-        key: the whole prompt, as `Tree.match` takes it; its length is in tokens.
-        node: the tree's node that ends where the `resident` tokens do, or below.
-        had: how many of these the tree had before.
-        own: how many this very request put there, in earlier parts.
+        key: the whole prompt for `Tree.match`; its length is in tokens.
+        node: a node of the tree at or below the end of the `resident` tokens.
+        had: how many of these tokens the tree had before.
+        own: how many of those this request itself put there, in earlier parts.
         """
         if not hashes or resident <= 0:
             return
-        # That the tree had all of them, or only what came from here, tells of no fork.
+        # A tree that had all of the tokens, or only those of this request, shows no fork.
         shared = had if had < resident and (own < had or not own) else None
         depth = self._depth(hashes)
         known = self._segments[hashes[depth - 1]].tokens if depth else 0
@@ -166,11 +166,11 @@ class Residency:
             self._shrink(next(iter(self._leaves)), 0, 0)
 
     def evicted(self) -> None:
-        """The tree evicted something: leaves are to be looked at."""
+        """Records an eviction, after which leaves must be checked."""
         self._suspect = True
 
     def sweep(self, tree: Tree, steps: int) -> None:
-        """Looks at leaves, the one unused for longest first, until done or out of steps."""
+        """Checks leaves, the least recently used first, until done or out of steps."""
         while steps > 0:
             if not self._unswept:
                 if not self._suspect:
@@ -190,7 +190,7 @@ class Residency:
             self.deferred += 1
 
     def clear(self) -> None:
-        """The tree was emptied."""
+        """Records that the tree was emptied."""
         for record in (self._segments, self._leaves, self._changed, self._unswept):
             record.clear()
         self._key_tokens = 0
@@ -198,9 +198,10 @@ class Residency:
         self._cleared = True
 
     def take(self) -> Changes:
-        """What happened since the last call, told by how it stands now.
+        """What changed since the last call, as the state is now.
 
-        Parents come first in `stored`: what changed before its parent did was told before.
+        Parents come first in `stored`, because a child that changed before its parent was
+        returned by an earlier call.
         """
         segments = self._segments
         removed = [
@@ -219,12 +220,12 @@ class Residency:
         return changes
 
     def snapshot(self) -> Iterator[Stored]:
-        """Everything held, parents first."""
+        """All segments, parents first."""
         for segment, entry in self._segments.items():
             yield segment, entry.parent, entry.tokens
 
     def _depth(self, hashes: Sequence[int]) -> int:
-        """How many segments of a chain are held: by bisection, as ancestors always are."""
+        """How many segments of a chain are held. Bisection works, as ancestors are held too."""
         low, high = 0, len(hashes)
         while low < high:
             middle = (low + high) // 2
@@ -235,7 +236,7 @@ class Residency:
         return low
 
     def _measure(self, path: Sequence[int], shared: int, most: int) -> None:
-        """A chain that has `path` in common with others shares `shared` tokens with them."""
+        """Applies a measurement: the chains that share `path` share `shared` tokens."""
         last = self._segments[path[-1]]
         if not last.measured:
             last.measured = True
@@ -260,7 +261,7 @@ class Residency:
         self._changed.setdefault(segment, parent)
 
     def _touch(self, segment: int, node: int, key: Sized) -> None:
-        """A chain that ends in `segment` was used: if that is a leaf, it is the youngest now."""
+        """Marks a chain that ends in `segment` as used, if it is a leaf."""
         if self._segments[segment].children == 0:
             leaf = self._drop_leaf(segment) or _Leaf(node, key)
             self._leaves[segment] = leaf
@@ -273,7 +274,7 @@ class Residency:
         return leaf
 
     def _shrink(self, segment: int, resident: int, node: int) -> None:
-        """Of a leaf's chain, `resident` tokens are left, held by `node`."""
+        """Shortens a leaf's chain to the `resident` tokens, which end at `node`."""
         leaf = self._drop_leaf(segment)
         assert leaf is not None, "only leaves shrink"
         current: int | None = segment

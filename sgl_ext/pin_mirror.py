@@ -1,5 +1,4 @@
-"""What an engine's events tell of its pins, for whoever reads them: its own HTTP process, the
-balancer."""
+"""One engine's pins as its events report them. Its HTTP process and the balancer mirror them."""
 
 from __future__ import annotations
 
@@ -7,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 PATH = "/v1/pins"
-"""Where engines and the balancer show them."""
+"""The path where engines and the balancer list pins."""
 
 
 class PinMirror:
     """One engine's pins, by the hash of their prefix."""
 
     def __init__(self) -> None:
-        self._pins: dict[str, tuple[dict[str, Any], float]] = {}  # rows, and when they end
+        self._pins: dict[str, tuple[dict[str, Any], float]] = {}  # rows and their deadlines
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -23,11 +22,11 @@ class PinMirror:
         return prefix in self._pins
 
     def clear(self) -> None:
-        """The engine is gone, or holds nothing any more."""
+        """Removes all pins, because the engine is gone."""
         self._pins.clear()
 
     def apply(self, line: Mapping[str, Any], now_s: float) -> None:
-        """Takes one line of events, whatever it tells."""
+        """Applies one line of events, which may concern other things than pins."""
         if line.get("cleared"):
             self._pins.clear()
         for prefix in line.get("unpinned", ()):
@@ -36,8 +35,8 @@ class PinMirror:
             self._pins[row["prefix"]] = (row, now_s + row["left_s"])
 
     def rows(self, now_s: float, owner: str | None = None) -> list[dict[str, Any]]:
-        """Every pin, or every one of an owner's, as the engine told it, and the seconds it has
-        left as of now."""
+        """The pins, or those of one owner, as the engine reported them, with the seconds they have
+        left now."""
         return [
             row | {"left_s": round(max(end_s - now_s, 0.0), 3)}
             for row, end_s in self._pins.values()
@@ -45,13 +44,13 @@ class PinMirror:
         ]
 
     def tokens_of(self, segments: Sequence[int]) -> int:
-        """How many tokens of a chain of segments are pinned here."""
-        asked = {f"{segment:032x}" for segment in segments} if self._pins else set()
-        rows = (row for row, _ in self._pins.values() if row["segment"] in asked)
+        """How many tokens of a chain of segments are pinned."""
+        names = {f"{segment:032x}" for segment in segments} if self._pins else set()
+        rows = (row for row, _ in self._pins.values() if row["segment"] in names)
         return max((row["tokens"] for row in rows), default=0)
 
     def named(self, prefix: str | None, session: str | None, owner: str | None = None) -> list[str]:
-        """The pins of this prefix, session and owner; None: of any."""
+        """The prefixes of the pins with this prefix, session and owner; None matches any."""
         return [
             row["prefix"]
             for row, _ in self._pins.values()
