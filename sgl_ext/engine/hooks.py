@@ -32,9 +32,8 @@ from sgl_ext.engine.http import (
 )
 from sgl_ext.engine.scheduler import (
     admission,
-    clock,
-    event_publisher,
     first_token,
+    iteration,
     preemption,
     priority,
 )
@@ -134,37 +133,37 @@ HOOKS = (
     Hook(
         f"{_MANAGERS}.scheduler.Scheduler.get_next_batch_to_run",
         "AFTER",
-        event_publisher.tick,
+        iteration.publish_events,
         (Role.SCHEDULER,),
     ),
     Hook(
         f"{_MANAGERS}.scheduler.Scheduler.process_batch_result",
         "AROUND",
-        first_token.send_first,
+        first_token.send_output_first,
         (Role.SCHEDULER,),
     ),
     Hook(
         f"{_MANAGERS}.scheduler.Scheduler.publish_load_snapshot",
         "AROUND",
-        first_token.count_later,
+        first_token.publish_load_later,
         (Role.SCHEDULER,),
     ),
     Hook(
         f"{_MANAGERS}.scheduler_components.output_streamer.SchedulerOutputStreamer.stream_output",
         "AFTER",
-        first_token.settle,
+        first_token.after_output,
         (Role.SCHEDULER,),
     ),
     Hook(
         f"{_MANAGERS}.scheduler.Scheduler._poll_timeout_aborts",
         "AFTER",
-        clock.send_orders,
+        iteration.send_orders,
         (Role.SCHEDULER,),
     ),
     Hook(
         f"{_MANAGERS}.scheduler.Scheduler.process_input_requests",
         "AROUND",
-        clock.take_orders,
+        iteration.take_orders,
         (Role.SCHEDULER,),
     ),
     Hook(

@@ -44,7 +44,7 @@ class SamplingParams(Protocol):
 @stands_for(f"{_MANAGERS}.schedule_batch:Req")
 class Req(Protocol):
     rid: str
-    priority: int
+    priority: Any
     session: Any
     beam_group: Any
     return_logprob: bool

@@ -71,8 +71,8 @@ OURS = {
     "sgl_ext.engine.http.request_hook:read_body": "engine segments",
     "sgl_ext.engine.http.pin_placement:place_pins": "engine marks",
     "sgl_ext.engine.http.generation_hook:send_hints": "engine hints",
-    "sgl_ext.engine.scheduler.event_publisher:tick": "scheduler events",
-    "sgl_ext.engine.scheduler.clock:take_orders": "scheduler events",
+    "sgl_ext.engine.scheduler.iteration:publish_events": "scheduler events",
+    "sgl_ext.engine.scheduler.iteration:take_orders": "scheduler events",
     "sgl_ext.engine.scheduler.priority:order_queue": "scheduler order",
 }
 """Functions of ours."""

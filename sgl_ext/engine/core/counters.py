@@ -5,8 +5,6 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING
 
-from sgl_ext.engine.core import ranks
-
 if TYPE_CHECKING:
     from prometheus_client import Counter
 
@@ -74,10 +72,3 @@ def counter(name: str) -> Counter:
 
     text, labels = _COUNTERS[name]
     return Counter(f"sgl_ext_{name}_total", text, labels)
-
-
-def count_of_ranks(name: str, amount: float = 1) -> None:
-    """Counts, once for an engine, what every rank of it does."""
-
-    if amount and ranks.is_entry_rank():
-        counter(name).inc(amount)

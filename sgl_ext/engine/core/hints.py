@@ -1,7 +1,7 @@
 """What the HTTP process knows of a request, on its way to the scheduler.
 
-    HTTP process   attach      writes an action into the request's kv_hints
-    scheduler      hints_of    reads it once, and stores it on the request
+    HTTP process   attach          writes an action into the request's kv_hints
+    scheduler      decode_hints    reads it once, into the request's state
 
 SGLang carries `kv_hints` from one process to the other and reads none of them. The action's id is
 the name of the engine's own folder, which no client knows, so no client can forge an action.
@@ -23,7 +23,6 @@ from sgl_ext.engine.sglang_http_types import GenerateReqInput, KvHintAction, KvH
 
 _ACTION = "sgl_ext.hints"
 _HASH_BYTES = 16
-_ON_REQUEST = "_sgl_ext_hints"
 
 
 class Hints(NamedTuple):
@@ -109,15 +108,8 @@ def _encode(context: RequestContext) -> KvHintAction:
     )
 
 
-def hints_of(request: Any) -> Hints | None:
-    """The hints that the scheduler's request `request` carries, if any."""
-    if not hasattr(request, _ON_REQUEST):
-        setattr(request, _ON_REQUEST, _decode(request.kv_hints))
-    found: Hints | None = getattr(request, _ON_REQUEST)
-    return found
-
-
-def _decode(envelope: KvHintsEnvelope | None) -> Hints | None:
+def decode_hints(envelope: KvHintsEnvelope | None) -> Hints | None:
+    """The hints in the `kv_hints` of a scheduler's request, if there are any."""
     for action in envelope.actions if envelope is not None else ():
         if action.action_type == _ACTION and action.action_id == _secret():
             fields = dict(action.payload)

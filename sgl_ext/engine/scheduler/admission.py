@@ -1,9 +1,9 @@
-"""What admission refuses for want of memory is asked again: without pins, then without victims.
+"""Hooks on admission: a request that does not fit is tried again without pins, then with victims.
 
-SGLang admits a request if what is free and what is evictable suffice. A pinned prefix is
-neither, and no request waits on one. What running requests hold is neither, and a much more
-important request takes it from them. And one that does not fit even so lets a few smaller
-ones behind it pass, for a bounded time. These hooks stand around SGLang's two questions.
+SGLang admits a request if the memory that is free or evictable is enough. Pinned prefixes are
+neither, and a request never waits because of a pin. The memory of running requests is neither, and
+a much more important request takes it from them. If a request still does not fit, some that are
+queued after it may pass, for a limited time.
 """
 
 from __future__ import annotations
@@ -14,17 +14,22 @@ from typing import Any
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.slices import is_slice
 from sgl_ext.engine.scheduler import preemption, priority, single_flight
-from sgl_ext.engine.scheduler.clock import keeper_of
+from sgl_ext.engine.scheduler.extension import extension_of
+from sgl_ext.engine.scheduler.pin_keeper import PinKeeper
+from sgl_ext.engine.sglang_types import AddReqResult, PrefillAdder, Req
 
 
-def add_one(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kw: Any) -> Any:
-    """Around `PrefillAdder.add_one_req`: a request that fits without pins, or with the memory
-    of less important ones, is admitted now. One that shares a prefix in the making waits for it."""
+def add_one(
+    original: Callable[..., AddReqResult], adder: PrefillAdder, req: Req, *args: Any, **kw: Any
+) -> AddReqResult:
+    """Around `PrefillAdder.add_one_req`: admits a request if it fits without pins, or with the
+    memory of less important ones. A request whose prefix is being computed waits for it."""
     results = sglang_api.AddReqResult
     if is_slice(req):
         runs = not adder.can_run_list and not _is_chunked(adder, req)
         return original(adder, req, *args, **kw) if runs else results.OTHER
-    if single_flight.follows(adder, req):
+    extension = extension_of(adder.tree_cache)
+    if single_flight.must_wait(extension, adder, req):
         return results.CONTINUE
     result = original(adder, req, *args, **kw)
 
@@ -33,51 +38,34 @@ def add_one(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kw
         result = original(adder, req, *args, **kw)
         return _is_added(adder, req)
 
-    # Having added a request, SGLang's result is about the next one, which asks in its turn.
+    # Once a request is added, SGLang's result is about the next one, which is tried by itself.
     is_added = _is_added(adder, req)
     if result is results.NO_TOKEN and not is_added:
-        is_added = _without_pins(adder, req, fits)
+        is_added = _fits_without_pins(extension.pins, adder, req, fits)
     if result is results.NO_TOKEN and not is_added:
-        is_added = preemption.preempt(adder, req) and fits()
+        is_added = preemption.preempt(extension, adder, req) and fits()
     if not is_added:
-        is_passed = result is results.NO_TOKEN and priority.may_be_passed(adder, req)
+        is_passed = result is results.NO_TOKEN and priority.may_be_passed(extension, adder, req)
         return results.CONTINUE if is_passed else result
-    priority.admit(adder, req)
-    preemption.resumed(req)
+    priority.record_admission(extension, req)
+    preemption.count_recomputed(extension, req)
     return results.CONTINUE if result is results.NO_TOKEN else result
 
 
-def _is_chunked(adder: Any, req: Any) -> bool:
-    """Whether a request would be computed in more than one chunk."""
-    left = adder.rem_chunk_tokens
-    return left is not None and len(req.full_untruncated_fill_ids) - req.prefix_len > left
-
-
-def _without_pins(adder: Any, req: Any, fits: Callable[[], bool]) -> bool:
-    keeper = keeper_of(adder)
-    if keeper is None or not keeper.tokens:
-        return False
-    wanted = len(req.full_untruncated_fill_ids) - req.prefix_len
-    if adder.rem_total_tokens + keeper.tokens < wanted:
-        return False  # not even without any pin
-    return bool(keeper.admit(req, lambda: adder.rem_total_tokens >= wanted and fits()))
-
-
-def _is_added(adder: Any, req: Any) -> bool:
-    return bool(adder.can_run_list) and adder.can_run_list[-1] is req
-
-
-def add_chunk(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kw: Any) -> Any:
-    """Around `PrefillAdder.add_chunked_req`: a chunk is neither cut short nor held up by pins, and
-    a much more important request goes first."""
-    if preemption.stands_back(adder, req):
+def add_chunk(
+    original: Callable[..., Any], adder: PrefillAdder, req: Req, *args: Any, **kw: Any
+) -> Any:
+    """Around `PrefillAdder.add_chunked_req`: pins neither shorten nor delay a chunk, and a much
+    more important request goes first."""
+    extension = extension_of(adder.tree_cache)
+    if preemption.interrupts(extension, adder, req):
         return None
-    keeper = keeper_of(adder)
-    if keeper is None or not keeper.tokens:
+    pins = extension.pins
+    if pins is None or not pins.tokens:
         return original(adder, req, *args, **kw)
     if adder.rem_chunk_tokens:
-        wanted = min(len(req.full_untruncated_fill_ids) - req.prefix_len, adder.rem_chunk_tokens)
-        keeper.make_room(lambda: adder.rem_total_tokens >= wanted)
+        wanted = min(_new_tokens(req), adder.rem_chunk_tokens)
+        pins.make_room(lambda: adder.rem_total_tokens >= wanted)
     result = original(adder, req, *args, **kw)
 
     def fits() -> bool:
@@ -85,6 +73,30 @@ def add_chunk(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **
         result = original(adder, req, *args, **kw)
         return bool(adder.can_run_list)
 
-    if not adder.can_run_list:  # for want of sliding windows
-        keeper.admit(req, fits)
+    if not adder.can_run_list:  # the sliding windows' memory is too small
+        pins.admit(req, fits)
     return result
+
+
+def _new_tokens(req: Req) -> int:
+    return len(req.full_untruncated_fill_ids) - req.prefix_len
+
+
+def _is_chunked(adder: PrefillAdder, req: Req) -> bool:
+    """Whether a request would be computed in more than one chunk."""
+    return adder.rem_chunk_tokens is not None and _new_tokens(req) > adder.rem_chunk_tokens
+
+
+def _fits_without_pins(
+    pins: PinKeeper | None, adder: PrefillAdder, req: Req, fits: Callable[[], bool]
+) -> bool:
+    if pins is None or not pins.tokens:
+        return False
+    wanted = _new_tokens(req)
+    if adder.rem_total_tokens + pins.tokens < wanted:
+        return False  # it would not fit without any pin
+    return pins.admit(req, lambda: adder.rem_total_tokens >= wanted and fits())
+
+
+def _is_added(adder: PrefillAdder, req: Req) -> bool:
+    return bool(adder.can_run_list) and adder.can_run_list[-1] is req

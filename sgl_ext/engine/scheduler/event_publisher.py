@@ -1,58 +1,42 @@
-"""The scheduler's side of prefix events: once an iteration, what changed goes to the HTTP process.
+"""Prefix events and load: once an iteration, the entry rank sends what changed to the HTTP process.
 
-Nothing here waits. A line that finds no room is dropped, and as soon as there is
-room everything held is sent again.
+Nothing here waits. A line is dropped if the socket is full. As soon as the socket takes lines
+again, a snapshot of everything that is resident is sent.
 """
 
 from __future__ import annotations
 
-import logging
-import time
-from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 import zmq
 
-from sgl_ext.engine.core import ranks
+from radix.residency import Residency
 from sgl_ext.engine.core.channels import events_address
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.event_lines import lines_of, pin_row, stored_lines
 from sgl_ext.engine.core.slices import is_slice
+from sgl_ext.engine.scheduler.pin_keeper import PinKeeper
+from sgl_ext.engine.sglang_types import NextBatchPlan, Scheduler
 
 _SWEEP_STEPS = 2000  # at most about 1 ms
 _LOAD_INTERVAL_S = 0.1
-# A prefill of no more takes about as long as one step of decoding.
+# A prefill of at most this length takes about as long as one step of decoding.
 _SHORT_TOKENS = 512
 _LINES_WAITING = 1000
-_logger = logging.getLogger(__name__)
 
 
-def tick(plan: Any, scheduler: Any, *_: Any, **__: Any) -> None:
-    """After `Scheduler.get_next_batch_to_run`: publishes what changed since the last time."""
-    publisher = _publisher(scheduler)
-    if publisher is not None:
-        publisher.publish(plan, time.monotonic())
+class PublishedCache(Protocol):
+    """The part of the extension's radix cache that is published."""
+
+    pins: PinKeeper
+    residency: Residency | None
+
+    def sweep(self, steps: int) -> None: ...
 
 
-@cache
-def _publisher(scheduler: Any) -> Publisher | None:
-
-    from sgl_ext.engine.scheduler.radix_cache import HeldCache
-
-    if not ranks.is_entry_rank():
-        _logger.info("sgl-ext: not the first rank of an engine with one tree: no prefix events")
-        return None
-    cache = scheduler.tree_cache
-    if not isinstance(cache, HeldCache):
-        _logger.warning(
-            f"sgl-ext: {type(cache).__name__} is not ours: load is published, prefixes are not"
-        )
-    return Publisher(scheduler, cache if isinstance(cache, HeldCache) else None, Channel())
-
-
-class Channel:
-    """Lines to the HTTP process of the same engine. Never waits."""
+class EventChannel:
+    """Sends lines to the HTTP process of the same engine, and never waits."""
 
     def __init__(self) -> None:
         self._socket = zmq.Context().socket(zmq.PUSH)
@@ -60,12 +44,12 @@ class Channel:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(events_address())
 
-    def has_room(self) -> bool:
+    def is_writable(self) -> bool:
         """Whether a line could be sent now."""
         return bool(self._socket.poll(0, zmq.POLLOUT))
 
     def send(self, line: dict[str, Any]) -> bool:
-        """Whether there was room for it."""
+        """Whether the line was sent."""
         try:
             self._socket.send(orjson.dumps(line), zmq.NOBLOCK)
         except zmq.Again:
@@ -73,64 +57,76 @@ class Channel:
         return True
 
 
-class Publisher:
-    """Publishes one scheduler's segments and load."""
+class EventPublisher:
+    """Publishes one scheduler's segments, pins and load. cache: None publishes the load alone."""
 
-    def __init__(self, scheduler: Any, cache: Any, channel: Any) -> None:
+    def __init__(
+        self, scheduler: Scheduler, cache: PublishedCache | None, channel: EventChannel
+    ) -> None:
         self._scheduler = scheduler
+        self._residency = None if cache is None else cache.residency
         self._cache = cache
         self._channel = channel
-        self._behind = False
+        self._needs_snapshot = False
         self._has_waited = False
         self._load: dict[str, int] = {}
-        self._load_due = 0.0
+        self._load_due_s = 0.0
         self._counted = {"event_sweeps_deferred": 0, "events_forgotten": 0}
 
-    def publish(self, plan: Any, now: float) -> None:
-        """One iteration, at `now` in seconds. `plan` is what the scheduler runs next."""
-        # A first token that comes soon does not wait for this, but the next iteration brings it.
-        self._has_waited = not self._has_waited and _is_short(plan)
+    def publish(self, plan: NextBatchPlan, now_s: float) -> None:
+        """Publishes what changed since the last iteration. `plan` is what the scheduler runs next.
+
+        A first token that comes soon does not wait for this: the next iteration publishes.
+        """
+        self._has_waited = not self._has_waited and _is_short_prefill(plan)
         if self._has_waited:
             return
-        idle = plan.batch_to_run is None
-        lines: list[dict[str, Any]] = []
-        if self._cache is not None:
-            held = self._cache.held
-            # Nobody waits for an idle scheduler, and it may sleep for a second from here.
-            self._cache.sweep(1 << 60 if idle else _SWEEP_STEPS)
-            if held.changed and not self._behind:
-                lines += lines_of(held.take())
-            if self._cache.pins.changed and not self._behind:
-                lines = _joined(lines, pin_changes(self._cache.pins))
-            self._count("event_sweeps_deferred", held.deferred)
-            self._count("events_forgotten", held.forgotten)
-        if now >= self._load_due or idle:
+        is_idle = plan.batch_to_run is None
+        lines = self._changes(is_idle)
+        if now_s >= self._load_due_s or is_idle:
             pinned = self._cache.pins.tokens if self._cache is not None else 0
             load = load_of(self._scheduler, plan, pinned)
             if load != self._load:
-                self._load_due = now + _LOAD_INTERVAL_S
+                self._load_due_s = now_s + _LOAD_INTERVAL_S
                 self._load = load
-                lines = _joined(lines, {"load": load})
-        if self._behind:
-            if not self._channel.has_room():
+                lines = _with(lines, {"load": load})
+        if self._needs_snapshot:
+            if not self._channel.is_writable():
                 return
-            lines = self._everything()
+            lines = self._snapshot()
         for line in lines:
             if not self._channel.send(line):
                 counter("event_lines_dropped").inc()
-                self._behind = True
+                self._needs_snapshot = True
                 return
-        self._behind = False
+        self._needs_snapshot = False
 
-    def _everything(self) -> list[dict[str, Any]]:
-        if self._cache is None:
+    def _changes(self, is_idle: bool) -> list[dict[str, Any]]:
+        cache, residency = self._cache, self._residency
+        if cache is None or residency is None:
+            return []
+        # No request waits for an idle scheduler, which may now sleep for a second.
+        cache.sweep(1 << 60 if is_idle else _SWEEP_STEPS)
+        lines: list[dict[str, Any]] = []
+        if not self._needs_snapshot:
+            if residency.changed:
+                lines += lines_of(residency.take())
+            if cache.pins.changed:
+                lines = _with(lines, pin_changes(cache.pins))
+        self._count("event_sweeps_deferred", residency.deferred)
+        self._count("events_forgotten", residency.forgotten)
+        return lines
+
+    def _snapshot(self) -> list[dict[str, Any]]:
+        cache, residency = self._cache, self._residency
+        if cache is None or residency is None:
             return [{"cleared": True}, {"load": self._load}]
-        held, keeper = self._cache.held, self._cache.pins
-        held.take()
-        keeper.take()
-        rows = [pin_row(pin, keeper.now_s) for pin in keeper.pins]
+        residency.take()
+        cache.pins.take()
+        rows = [pin_row(pin, cache.pins.now_s) for pin in cache.pins.pins]
         pinned = [{"pinned": rows}] if rows else []
-        return [{"cleared": True}, *stored_lines(held.snapshot()), *pinned, {"load": self._load}]
+        stored = stored_lines(residency.snapshot())
+        return [{"cleared": True}, *stored, *pinned, {"load": self._load}]
 
     def _count(self, name: str, total: int) -> None:
         if total != self._counted[name]:
@@ -138,34 +134,34 @@ class Publisher:
             self._counted[name] = total
 
 
-def _is_short(plan: Any) -> bool:
-    """Whether prompts are computed next, and little of them is new."""
+def _is_short_prefill(plan: NextBatchPlan) -> bool:
+    """Whether prompts are computed next, and few of their tokens are uncached."""
     batch = plan.batch_to_run
     if batch is None or batch is plan.running_batch:
         return False
-    return bool((batch.extend_num_tokens or 0) <= _SHORT_TOKENS)
+    return (batch.extend_num_tokens or 0) <= _SHORT_TOKENS
 
 
-def _joined(lines: list[dict[str, Any]], more: dict[str, Any]) -> list[dict[str, Any]]:
-    """With more in the last line, as each costs both ends time."""
-    return [*lines[:-1], lines[-1] | more] if lines else [more]
+def _with(lines: list[dict[str, Any]], fields: dict[str, Any]) -> list[dict[str, Any]]:
+    """The lines with `fields` added to the last one, as each line costs both ends time."""
+    return [*lines[:-1], lines[-1] | fields] if lines else [fields]
 
 
-def pin_changes(keeper: Any) -> dict[str, Any]:
-    """What became of pins since this was last asked."""
-    changes = keeper.take()
-    line: dict[str, Any] = {}
-    if changes.gone:
-        line["unpinned"] = sorted(changes.gone)
-    if changes.seen:
-        line["pinned"] = [pin_row(pin, keeper.now_s) for pin in changes.seen.values()]
-    return line
+def pin_changes(pins: PinKeeper) -> dict[str, Any]:
+    """The fields of a line for the changes of pins since the last call."""
+    changes = pins.take()
+    fields: dict[str, Any] = {}
+    if changes.unpinned:
+        fields["unpinned"] = sorted(changes.unpinned)
+    if changes.pinned:
+        fields["pinned"] = [pin_row(pin, pins.now_s) for pin in changes.pinned.values()]
+    return fields
 
 
-def load_of(scheduler: Any, plan: Any, pinned_tokens: int) -> dict[str, int]:
+def load_of(scheduler: Scheduler, plan: NextBatchPlan, pinned_tokens: int) -> dict[str, int]:
     """A scheduler's load as it starts an iteration: requests, and tokens of prompts and memory.
 
-    What is prefilled ahead is none: it is dropped when there is something to do.
+    Prefill slices are no load: they are dropped when a request comes.
     """
     inquirer, batch, chunked = scheduler.load_inquirer, plan.batch_to_run, scheduler.chunked_req
     running = sum(not is_slice(req) for req in plan.running_batch.reqs)

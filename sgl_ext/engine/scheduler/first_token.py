@@ -1,9 +1,9 @@
-"""A first token does not wait for what can be done behind it.
+"""A batch's output is sent before the scheduler does work that the output does not need.
 
-SGLang counts its load, puts the prompts that it has computed into its tree, and then sends what
-it computed. The second takes the longer the longer a prompt is, and so does noting what is held
-and pinned then. Here the tokens of a batch go first, and these come right behind them, in the
-order that they had, before anything else is done to the tree. All ranks of an engine do so.
+When prompts are computed, SGLang publishes its load, stores the prompts in its tree, and then
+sends their first tokens. Storing takes longer the longer a prompt is, and so does recording its
+residency and its pins. Here both wait until the output is sent. They then run in their original
+order, before anything else changes the tree, and on all ranks alike.
 """
 
 from __future__ import annotations
@@ -11,47 +11,54 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-# Of this process's one scheduler; None: nothing waits.
-_waiting: list[Callable[[], object]] | None = None
+from sgl_ext.engine.scheduler.extension import SchedulerExtension, extension_of
+from sgl_ext.engine.sglang_types import OutputStreamer, ScheduleBatch, Scheduler
 
 
-def waits(action: Callable[[], object]) -> bool:
-    """Whether an action will be done behind the batch's output. Else it is to be done now."""
-    if _waiting is None:
+def defer(extension: SchedulerExtension, action: Callable[[], object]) -> bool:
+    """Whether an action will run after the batch's output is sent. Else it must run now."""
+    if extension.after_output is None:
         return False
-    _waiting.append(action)
+    extension.after_output.append(action)
     return True
 
 
-def settle(*_: Any, **__: Any) -> None:
-    """After `SchedulerOutputStreamer.stream_output`: does what waits."""
-    global _waiting
-    actions, _waiting = _waiting, None
+def run_deferred(extension: SchedulerExtension) -> None:
+    """Runs the actions that wait."""
+    actions, extension.after_output = extension.after_output, None
     for action in actions or ():
         action()
 
 
-def send_first(
-    original: Callable[..., None], scheduler: Any, batch: Any, *args: Any, **kw: Any
+def after_output(_: Any, streamer: OutputStreamer, *__: Any, **___: Any) -> None:
+    """After `SchedulerOutputStreamer.stream_output`."""
+    run_deferred(extension_of(streamer.tree_cache))
+
+
+def send_output_first(
+    original: Callable[..., None], scheduler: Scheduler, batch: ScheduleBatch, *args: Any, **kw: Any
 ) -> None:
     """Around `Scheduler.process_batch_result`."""
-    global _waiting
-    if _is_plain(scheduler, batch):
-        _waiting = []
+    extension = extension_of(scheduler.tree_cache)
+    if _can_defer(scheduler, batch):
+        extension.after_output = []
     original(scheduler, batch, *args, **kw)
-    settle()
+    run_deferred(extension)
 
 
-def count_later(original: Callable[..., Any], scheduler: Any, *args: Any, **kw: Any) -> Any:
+def publish_load_later(
+    original: Callable[..., Any], scheduler: Scheduler, *args: Any, **kw: Any
+) -> Any:
     """Around `Scheduler.publish_load_snapshot`, whose result only SGLang's load publisher reads."""
+    extension = extension_of(scheduler.tree_cache)
     is_read = scheduler.load_publisher.enable
-    if not is_read and waits(lambda: original(scheduler, *args, **kw)):
+    if not is_read and defer(extension, lambda: original(scheduler, *args, **kw)):
         return None
     return original(scheduler, *args, **kw)
 
 
-def _is_plain(scheduler: Any, batch: Any) -> bool:
-    """Whether prompts were computed, and nobody needs them in the tree before their output."""
+def _can_defer(scheduler: Scheduler, batch: ScheduleBatch) -> bool:
+    """Whether prompts were computed, and nothing needs them in the tree before their output."""
     if not batch.forward_mode.is_extend() or batch.is_dllm() or scheduler.enable_hisparse:
         return False
     return bool(scheduler.disaggregation_mode.value == "null")

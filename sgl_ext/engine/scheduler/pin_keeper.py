@@ -1,16 +1,16 @@
 """The pins of one scheduler, as locks in its radix cache. `radix.pins` decides.
 
-All ranks of an engine must lock and unlock in the same iteration, or their memory differs
-and their collectives hang. So nothing here asks a clock: time is what requests were stamped
-with and what the entry rank tells all ranks (`sgl_ext.engine.scheduler.clock`), and everything else
-is equal on all ranks anyhow.
+All ranks of an engine must lock and unlock in the same iteration, or their memory differs and
+their collectives hang. So nothing here reads a clock: time comes from the timestamps of requests
+and from the entry rank's ticks (`sgl_ext.engine.scheduler.iteration`), and all other input is
+equal on all ranks.
 
 A pin holds against the cache pressure of other prefixes, never against a live request:
 
-    admission    `admit`: a request that does not fit is asked for again, with one pin less
-                 each time, least valuable first, until it fits. If it never does, all stay.
-    allocation   `make_room`: before decoding requests are retracted, or an allocation fails,
-                 pins are given up until there is room.
+    admission    `admit`: a request that does not fit is tried again with one pin less each time,
+                 the least valuable first, until it fits. If it never fits, all pins stay.
+    allocation   `make_room`: before decoding requests are retracted or an allocation fails, pins
+                 are given up until there is enough memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from radix.pin import Pin
 from radix.pins import Pins
@@ -26,17 +26,29 @@ from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.hints import Hints
 from sgl_ext.engine.core.request_context import WHOLE_PROMPT
 from sgl_ext.engine.core.shared_prefixes import group_salt
+from sgl_ext.engine.scheduler.request_state import state_of
+from sgl_ext.engine.sglang_types import Req
 
 _TOKEN_BYTES = 8
-_SEEN = "_sgl_ext_pinned"
+
+
+class LockingCache(Protocol):
+    """The part of the extension's radix cache that pins use."""
+
+    def lock(self, node: Any) -> Any: ...
+    def unlock(self, lock: Any) -> None: ...
+    def match_until(self, req: Req, tokens: int) -> tuple[int, Any]: ...
+    def full_evictable_size(self) -> int: ...
+    def swa_evictable_size(self) -> int: ...
+    def mamba_evictable_size(self) -> int: ...
 
 
 @dataclass(slots=True, eq=False)
-class Holding:
-    """A pin's lock, and what the adapter knows of it.
+class PinLock:
+    """The lock of a pin, as the pin's label.
 
-    segment: the deepest segment at or before its end, of the request that had it made.
-    is_shared: more than one session has used it.
+    segment: the deepest segment that ends at or before the pin's end, of the request that made it.
+    is_shared: whether more than one session has used it.
     """
 
     node: Any
@@ -46,62 +58,63 @@ class Holding:
 
 
 @dataclass(slots=True)
-class Changes:
-    """Pins made, renewed or read, and pins gone, since they were last taken."""
+class PinChanges:
+    """The pins that were made, renewed or read, and the names of those that ended."""
 
-    seen: dict[str, Pin] = field(default_factory=dict)
-    gone: set[str] = field(default_factory=set)
+    pinned: dict[str, Pin] = field(default_factory=dict)
+    unpinned: set[str] = field(default_factory=set)
 
 
 class PinKeeper:
-    """Keeps `pins` in `cache`. `tells`: whether this rank counts and publishes."""
+    """Keeps `pins` locked in `cache`. Only the entry rank counts and publishes changes."""
 
-    def __init__(self, cache: Any, pins: Pins, page: int, tells: bool) -> None:
+    def __init__(self, cache: LockingCache, pins: Pins, page: int, is_entry_rank: bool) -> None:
         self.pins = pins
         self.now_s = 0.0
         self._cache = cache
         self._page = page
-        self._tells = tells
-        self._changes = Changes()
+        self._is_entry_rank = is_entry_rank
+        self._changes = PinChanges()
 
     @property
     def tokens(self) -> int:
-        """Tokens that are pinned, each once."""
+        """The pinned tokens; a token of several pins counts once."""
         return self.pins.tokens
 
     def advance(self, now_s: float) -> None:
-        """Time goes on, on every rank alike: leases end."""
+        """Sets the clock, on every rank alike, and ends the leases that expire."""
         if now_s > self.now_s:
             self.now_s = now_s
             self._drop(self.pins.expire(now_s), "expired")
 
-    def seen(self, req: Any, hints: Hints, resident: int) -> None:
-        """A request's prompt is in the tree up to `resident` tokens: reads and marks count."""
+    def prompt_stored(self, req: Req, hints: Hints, resident: int) -> None:
+        """A request's prompt is in the tree up to `resident` tokens: counts the pins that it read,
+        and pins the marked prefixes that are in the tree."""
         if not (hints.pins or len(self.pins)):
             return
         self.advance(hints.sent_s)
-        space, key = _space(req), _key(req)
-        if not hasattr(req, _SEEN):
-            setattr(req, _SEEN, 0)
+        space, key, state = _space(req), _key(req), state_of(req)
+        if state.marks_seen is None:
+            state.marks_seen = 0
             for pin in self.pins.hit(space, key, self.now_s, req.cached_tokens):
                 pin.label.is_shared |= pin.session != hints.session
                 self._count("pins_read")
-                self._tell(pin)
-        for tokens, ttl_s in hints.pins[getattr(req, _SEEN) :]:
+                self._note(pin)
+        for tokens, ttl_s in hints.pins[state.marks_seen :]:
             end = len(req.origin_input_ids) if tokens == WHOLE_PROMPT else tokens
             end -= end % self._page
             if end > resident:
                 return
-            setattr(req, _SEEN, getattr(req, _SEEN) + 1)
+            state.marks_seen += 1
             if hints.is_reusable and not hints.is_last and end:
                 self._pin(req, hints, space, key, end, ttl_s)
 
     def _pin(
-        self, req: Any, hints: Hints, space: Any, key: bytes, tokens: int, ttl_s: float
+        self, req: Req, hints: Hints, space: Any, key: bytes, tokens: int, ttl_s: float
     ) -> None:
         node: Any = None
         if self.pins.pinned(space, key[: tokens * _TOKEN_BYTES]) is None:
-            # Where a model keeps more than keys and values, less may be of use than is there.
+            # A model that also caches states may be able to use less than what is in the tree.
             tokens, node = self._cache.match_until(req, tokens)
             if not tokens:
                 self._count("pins_refused", "nothing to lock")
@@ -121,36 +134,37 @@ class PinKeeper:
             return
         if grant.is_new:
             segment = _segment_before(hints, tokens, len(req.origin_input_ids))
-            grant.pin.label = Holding(node, self._cache.lock(node), segment)
+            grant.pin.label = PinLock(node, self._cache.lock(node), segment)
         elif grant.pin.session != hints.session:
             grant.pin.label.is_shared = True
         self._count("pins_granted" if grant.is_new else "pins_renewed")
-        self._tell(grant.pin)
+        self._note(grant.pin)
 
-    def ended(self, hints: Hints) -> None:
-        """A session will not come back: what it alone used need not be kept."""
+    def end_session(self, hints: Hints) -> None:
+        """A client ended its session: gives up the pins that no other session has used."""
         if hints.session:
-            pins = self.pins.of_session(hints.session)  # of whoever calls one by this name
+            pins = self.pins.of_session(hints.session)  # of every tenant that uses this name
             own = [p for p in pins if p.owner == hints.owner and not p.label.is_shared]
             self.release(own, "ended")
 
     def release(self, pins: Iterable[Pin], why: str) -> int:
-        """Gives up pins, whose number is returned."""
+        """Gives up pins; returns how many there were."""
         released = [pin for pin in pins if self.pins.release(pin)]
         self._drop(released, why)
         return len(released)
 
     def release_named(self, prefixes: Iterable[str]) -> None:
-        """Gives up the pins of these prefixes, where there are any."""
+        """Gives up the pins with these names, if they exist."""
         named = frozenset(prefixes)
         self.release([pin for pin in self.pins if pin.prefix in named], "deleted")
 
-    def admit(self, req: Any, fits: Callable[[], bool]) -> bool:
-        """Whether `fits` comes true with fewer pins; then those are given up, else none is."""
+    def admit(self, req: Req, fits: Callable[[], bool]) -> bool:
+        """Whether `fits` becomes true with fewer pins. If it does, those pins are given up; if it
+        does not, all pins stay."""
         own = self.pins.prefixes_of(_space(req), _key(req))
         others = [pin for pin in self.pins.in_order() if pin not in own]
         unlocked: list[Pin] = []
-        for freed in self._freeing(others):
+        for freed in self._unlock_in_turn(others):
             unlocked += freed
             if fits():
                 self.release(unlocked, "pressure")
@@ -160,105 +174,108 @@ class PinKeeper:
         return False
 
     def make_room(self, is_enough: Callable[[], bool]) -> None:
-        """Gives up pins, least valuable first, until there is enough or none is of use."""
+        """Gives up pins, the least valuable first, until there is enough or none frees memory."""
         if is_enough():
             return
-        for freed in self._freeing(self.pins.in_order()):
+        for freed in self._unlock_in_turn(self.pins.in_order()):
             self.release(freed, "pressure")
             if is_enough():
                 return
 
-    def _freeing(self, pins: list[Pin]) -> Iterator[list[Pin]]:
-        """Unlocks in this order those that free something: not what a longer pin or a request
-        holds as well. When the longer one is gone, the shorter may. Groups that share a prefix
-        may each have a pin on it: these go together. Last come those that free no tokens but
-        the state that a model keeps at their end."""
-        together = _by_node(pins)
+    def _unlock_in_turn(self, pins: list[Pin]) -> Iterator[list[Pin]]:
+        """Unlocks, in this order, the pins that free memory when they are unlocked.
+
+        A pin frees nothing if a longer pin or a request holds the same tokens; once the longer
+        one is unlocked, it may. Groups that share a prefix may each have a pin on its node: these
+        are unlocked together. Last come the pins that free no tokens, but the state that a model
+        caches at their end.
+        """
+        nodes = _by_node(pins)
         for evictable in (self._cache.full_evictable_size, self._states_evictable_size):
-            is_going = True
-            while is_going:
-                is_going, useless = False, []
-                for some in together:
+            has_freed = True
+            while has_freed:
+                has_freed, useless = False, []
+                for of_node in nodes:
                     before = evictable()
-                    for pin in some:
+                    for pin in of_node:
                         self._cache.unlock(pin.label.lock)
                     if evictable() > before:
-                        for pin in some:
+                        for pin in of_node:
                             pin.label.lock = None
-                        is_going = True
-                        yield some
+                        has_freed = True
+                        yield of_node
                     else:
-                        for pin in some:
+                        for pin in of_node:
                             pin.label.lock = self._cache.lock(pin.label.node)
-                        useless.append(some)
-                together = useless
+                        useless.append(of_node)
+                nodes = useless
 
     def _states_evictable_size(self) -> int:
         return int(self._cache.swa_evictable_size() + self._cache.mamba_evictable_size())
 
     def forget_all(self) -> None:
-        """The tree was emptied, and every lock in it with it."""
+        """The tree was emptied, and with it every lock."""
         for pin in self.pins.clear():
             self._count("pins_ended", "flushed")
-            self._tell_gone(pin)
+            self._note_end(pin)
 
-    def take(self) -> Changes:
-        """What happened since the last call."""
-        changes, self._changes = self._changes, Changes()
+    def take(self) -> PinChanges:
+        """The changes since the last call."""
+        changes, self._changes = self._changes, PinChanges()
         return changes
 
     @property
     def changed(self) -> bool:
-        """Whether `take` would return anything."""
-        return bool(self._changes.seen or self._changes.gone)
+        """Whether `take` would return a change."""
+        return bool(self._changes.pinned or self._changes.unpinned)
 
     def _drop(self, pins: Iterable[Pin], why: str) -> None:
         for pin in pins:
             self._cache.unlock(pin.label.lock)
             self._count("pins_ended", why)
-            self._tell_gone(pin)
+            self._note_end(pin)
 
-    def _tell(self, pin: Pin) -> None:
-        if self._tells:
-            self._changes.seen[pin.prefix] = pin
-            self._changes.gone.discard(pin.prefix)
+    def _note(self, pin: Pin) -> None:
+        if self._is_entry_rank:
+            self._changes.pinned[pin.prefix] = pin
+            self._changes.unpinned.discard(pin.prefix)
 
-    def _tell_gone(self, pin: Pin) -> None:
-        if self._tells:
-            self._changes.seen.pop(pin.prefix, None)
-            self._changes.gone.add(pin.prefix)
+    def _note_end(self, pin: Pin) -> None:
+        if self._is_entry_rank:
+            self._changes.pinned.pop(pin.prefix, None)
+            self._changes.unpinned.add(pin.prefix)
 
     def _count(self, name: str, *labels: str) -> None:
-        if self._tells:
+        if self._is_entry_rank:
             made = counter(name)
             (made.labels(*labels) if labels else made).inc()
 
 
 def _by_node(pins: list[Pin]) -> list[list[Pin]]:
-    """Pins, those of one node together, each where the last of them stands."""
-    together: dict[Any, list[Pin]] = {}
+    """Pins grouped by their node; a group stands where its last pin stood."""
+    groups: dict[Any, list[Pin]] = {}
     for pin in reversed(pins):
-        together.setdefault(pin.label.node, []).append(pin)
-    return list(reversed(together.values()))
+        groups.setdefault(pin.label.node, []).append(pin)
+    return list(reversed(groups.values()))
 
 
-def _space(req: Any) -> tuple[str, ...]:
-    """What parts the tree into trees that share nothing. Of a prefix that the operator has all
-    groups share, each has its own pins."""
+def _space(req: Req) -> tuple[str, ...]:
+    """The name space of a request in the tree; two name spaces share nothing. Of a prefix that all
+    groups share, each group still has its own pins."""
     salt = req.cache_salt or ""
     group = group_salt(salt)
     return (req.extra_key or "", *((salt,) if group is None else (group, "shared")))
 
 
-def _key(req: Any) -> bytes:
+def _key(req: Req) -> bytes:
     ids = req.origin_input_ids
     return (ids if isinstance(ids, array) and ids.itemsize == 8 else array("q", ids)).tobytes()
 
 
 def _segment_before(hints: Hints, tokens: int, prompt_tokens: int) -> int | None:
-    """The deepest segment that ends at or before so many tokens, as far as bytes tell."""
+    """The deepest segment that ends at or before so many tokens, estimated by bytes."""
     if not hints.ends:
         return None
     reached = hints.ends[-1] * tokens / prompt_tokens
-    held = [h for h, end in zip(hints.hashes, hints.ends, strict=True) if end <= reached]
-    return held[-1] if held else None
+    before = [h for h, end in zip(hints.hashes, hints.ends, strict=True) if end <= reached]
+    return before[-1] if before else None

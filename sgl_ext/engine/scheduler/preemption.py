@@ -1,132 +1,129 @@
-"""Whose slot or memory a more important request takes, and which prefill stands back for it.
+"""Preemption: which running requests give their slot or memory to a more important one.
 
-`scheduler.preemption` decides; here is what it is told, and done. SGLang preempts for a slot
-only; ours does for memory as well, and chooses so that the least is lost. A victim is released
-as SGLang does it, but what it has computed stays in the tree, to be evicted like anything
-else: as long as it is not, the victim goes on where it was.
+`scheduler.preemption` chooses the victims. SGLang preempts for a slot only; the extension also
+preempts for memory, and chooses the victims that lose least. A victim is released as SGLang does
+it, but its computed tokens stay in the tree, where they can be evicted like any others. While they
+are there, the victim continues where it was.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-from scheduler.preemption import PreemptionHistory, Running, victims
+from scheduler.preemption import Running, victims
 from sgl_ext.engine import sglang_api
-from sgl_ext.engine.core.counters import count_of_ranks
-from sgl_ext.engine.core.settings import settings as _settings
-from sgl_ext.engine.scheduler.clock import keeper_of
-from sgl_ext.engine.scheduler.priority import admitted, applies, first_waiting
-
-_TIMES = "_sgl_ext_times_preempted"
-_COMPUTED = "_sgl_ext_computed_tokens"
-# Of this process's one scheduler.
-_feuds = PreemptionHistory()
+from sgl_ext.engine.scheduler.extension import SchedulerExtension, extension_of
+from sgl_ext.engine.scheduler.priority import applies
+from sgl_ext.engine.scheduler.request_state import state_of
+from sgl_ext.engine.sglang_types import PrefillAdder, Req, TreeCache
 
 
-def preempt_for_slot(original: Callable[..., bool], adder: Any, req: Any) -> bool:
-    """Around `PrefillAdder.preempt_to_schedule`, which SGLang asks when all slots are taken."""
-    if keeper_of(adder) is None or not applies(req):
+def preempt_for_slot(original: Callable[..., bool], adder: PrefillAdder, req: Req) -> bool:
+    """Around `PrefillAdder.preempt_to_schedule`, which SGLang calls when all slots are taken."""
+    extension = extension_of(adder.tree_cache)
+    if extension.pins is None or not applies(req):
         return original(adder, req)
-    return preempt(adder, req, slots=1)
+    return preempt(extension, adder, req, slots=1)
 
 
-def preempt(adder: Any, req: Any, slots: int = 0) -> bool:
-    """Whether requests that run were preempted, so that `req` has the memory that it misses, and
-    so many slots."""
-    keeper = keeper_of(adder)
-    if keeper is None or not applies(req) or adder.running_batch is None:
+def preempt(extension: SchedulerExtension, adder: PrefillAdder, req: Req, slots: int = 0) -> bool:
+    """Whether running requests were preempted to give `req` the memory that it lacks, and as many
+    slots."""
+    pins, batch = extension.pins, adder.running_batch
+    if pins is None or not applies(req) or batch is None:
         return False
-    batch = adder.running_batch
-    now_s, settings = keeper.now_s, _settings()
+    settings = extension.settings
     highest = req.priority - settings.preemption_threshold
     candidates = [
-        (at, one)
-        for at, one in enumerate(batch.reqs)
-        if (reached := admitted(one)) is not None
-        and reached.step <= highest
+        (index, one)
+        for index, one in enumerate(batch.reqs)
+        if (admission := state_of(one).admission) is not None
+        and admission.step <= highest
         and not one.finished()
         and one not in adder.preempt_list
         and one.beam_group is None
-        and _feuds.allows(req.rid, one.rid)
+        and extension.preemptions.allows(req.rid, one.rid)
     ]
     chosen = victims(
         [_running(adder, one) for _, one in candidates],
         max(_missing_tokens(adder, req), 0),
-        req.priority,  # waiting gives nobody a right to what another one has
-        now_s,
+        req.priority,  # a request preempts by its priority, not by the step it reached by waiting
+        pins.now_s,
         slots=slots,
         threshold=settings.preemption_threshold,
         grace_s=settings.preemption_grace_s,
     )
     if not chosen:
         return False
-    for at in chosen:
-        _feuds.record(req.rid, candidates[at][1].rid)
-    _take(adder, [candidates[at][0] for at in chosen])
+    for number in chosen:
+        extension.preemptions.record(req.rid, candidates[number][1].rid)
+    _release(extension, adder, [candidates[number][0] for number in chosen])
     return True
 
 
-def _missing_tokens(adder: Any, req: Any) -> int:
-    """How much more memory a request needs: its prompt's rest and its answer, as SGLang counts."""
+def _missing_tokens(adder: PrefillAdder, req: Req) -> int:
+    """How much more memory a request needs: the rest of its prompt and its answer, counted as
+    SGLang counts them."""
     answer = max(req.sampling_params.max_new_tokens - len(req.output_ids), 0)
     prompt = len(req.full_untruncated_fill_ids) - req.prefix_len
     wanted = prompt + min(answer, sglang_api.CLIP_MAX_NEW_TOKENS) + adder.per_req_token_overhead
     return int(wanted - adder.rem_total_tokens) + 1
 
 
-def _take(adder: Any, places: list[int]) -> None:
-    """As SGLang does it for a slot: they are released now, and queued again by the scheduler."""
+def _release(extension: SchedulerExtension, adder: PrefillAdder, indices: list[int]) -> None:
+    """Releases the running requests at these places, as SGLang does for a slot: the scheduler
+    queues them again."""
     batch = adder.running_batch
-    gone = set(places)
-    for count, at in enumerate(sorted(gone), start=1):
-        one = batch.reqs[at]
-        count_of_ranks("preempted")
-        count_of_ranks("preempted_tokens", len(one.output_ids))
-        setattr(one, _TIMES, getattr(one, _TIMES, 0) + 1)
+    assert batch is not None, "victims run"
+    gone = set(indices)
+    for count, index in enumerate(sorted(gone), start=1):
+        one = batch.reqs[index]
+        extension.count("preempted")
+        extension.count("preempted_tokens", len(one.output_ids))
+        state_of(one).times_preempted += 1
         adder.memory_budget.total_offset -= adder._get_running_request_total_token_offset(one)
         adder.preempt_list.append(one)
-        _keep(adder.tree_cache, one)
-        batch.release_req(at, len(batch.reqs) - count)
-    batch.filter_batch(keep_indices=[at for at in range(len(batch.reqs)) if at not in gone])
+        _store(adder.tree_cache, one)
+        batch.release_req(index, len(batch.reqs) - count)
+    batch.filter_batch(keep_indices=[n for n in range(len(batch.reqs)) if n not in gone])
 
 
-def _keep(cache: Any, req: Any) -> None:
-    """Puts into the tree what a request has computed, but for what may still be in the making."""
-    setattr(req, _COMPUTED, req.kv.kv_committed_len)
+def _store(cache: TreeCache, req: Req) -> None:
+    """Stores a victim's computed tokens in the tree, except those that may still be computed."""
+    state_of(req).computed_tokens = req.kv.kv_committed_len
     if req.skip_radix_cache_insert or req.input_embeds is not None or not _is_plain(cache):
         return
     req.refresh_fill_ids()
     cache.checkpoint(req, up_to=min(req.owned_kv_len(), len(req.full_untruncated_fill_ids)))
 
 
-def _is_plain(cache: Any) -> bool:
-    """Whether a token's cache is its own: with a window or a state, a part is of no use alone."""
+def _is_plain(cache: TreeCache) -> bool:
+    """Whether a prefix of the cached tokens is usable by itself. With a sliding window or a state
+    it is not."""
     return not (cache.supports_swa() or cache.supports_mamba())
 
 
-def resumed(req: Any) -> None:
-    """A request is admitted: what it had computed before it was preempted, and is not cached any
-    more, is computed again."""
-    had = getattr(req, _COMPUTED, 0)
-    if had > req.prefix_len:
-        count_of_ranks("recomputed_tokens", had - req.prefix_len)
-    setattr(req, _COMPUTED, 0)
+def count_recomputed(extension: SchedulerExtension, req: Req) -> None:
+    """Counts, as a request is admitted, the tokens that a preemption makes it compute again."""
+    state = state_of(req)
+    if state.computed_tokens > req.prefix_len:
+        extension.count("recomputed_tokens", state.computed_tokens - req.prefix_len)
+    state.computed_tokens = 0
 
 
-def stands_back(adder: Any, req: Any) -> bool:
-    """Whether a prefill in chunks was put back into the queue, before its next one, as a much more
-    important request waits. What it has computed is cached, so it loses nothing but its turn."""
-    first, reached = first_waiting(), admitted(req)
-    if first is None or reached is None or keeper_of(adder) is None or not applies(req):
+def interrupts(extension: SchedulerExtension, adder: PrefillAdder, req: Req) -> bool:
+    """Whether a chunked prefill was put back into the queue before its next chunk, because a much
+    more important request waits. Its computed tokens are cached, so it loses only its turn."""
+    first, admission = extension.first_waiting, state_of(req).admission
+    if first is None or admission is None or extension.pins is None or not applies(req):
         return False
-    if reached.step > first.priority - _settings().preemption_threshold:
+    if admission.step > first.priority - extension.settings.preemption_threshold:
         return False
-    if not (_may_stand_back(req) and _is_plain(adder.tree_cache)):
-        return False
-    count_of_ranks("prefills_interrupted")
-    setattr(req, _COMPUTED, req.prefix_len)
     cache = adder.tree_cache
+    if not (_can_be_interrupted(req) and _is_plain(cache)):
+        return False
+    extension.count("prefills_interrupted")
+    state_of(req).computed_tokens = req.prefix_len
     sglang_api.release_req(
         req=req,
         remaing_req_count=0,
@@ -139,26 +136,26 @@ def stands_back(adder: Any, req: Any) -> bool:
     return True
 
 
-def _may_stand_back(req: Any) -> bool:
-    """Not a request of several parts, nor one that SGLang keeps books of chunk by chunk."""
+def _can_be_interrupted(req: Req) -> bool:
+    """Not a request with several answers, nor one for which SGLang accounts chunk by chunk."""
     is_alone = req.session is None and req.beam_group is None and not req.skip_radix_cache_insert
     return bool(is_alone and not req.return_logprob and sglang_api.get_parallel().pp_size == 1)
 
 
-def _running(adder: Any, req: Any) -> Running:
-    reached = admitted(req)
-    assert reached is not None, "only those are asked about"
+def _running(adder: PrefillAdder, req: Req) -> Running:
+    state = state_of(req)
+    assert state.admission is not None, "only admitted requests are candidates"
     return Running(
-        priority=reached.step,
-        frees_tokens=_freed(adder, req),
+        priority=state.admission.step,
+        frees_tokens=_freed_tokens(adder, req),
         lost_tokens=len(req.output_ids),
-        admitted_s=reached.at_s,
-        times_preempted=getattr(req, _TIMES, 0),
+        admitted_s=state.admission.at_s,
+        times_preempted=state.times_preempted,
     )
 
 
-def _freed(adder: Any, req: Any) -> int:
-    """What comes free without a request: what it alone has, and what is set aside for it."""
+def _freed_tokens(adder: PrefillAdder, req: Req) -> int:
+    """The memory that a request alone holds, and the memory that is reserved for it."""
     cache, kv = adder.tree_cache, req.kv
     own = kv.kv_allocated_len - kv.cache_protected_len
     if _is_plain(cache):

@@ -1,88 +1,79 @@
-"""Priority in one scheduler: the order of its queue, and who may pass whom.
+"""Priority: the order of the scheduler's queue, and which requests may pass one that does not fit.
 
-`scheduler.order` decides; here is what it is told, and done. SGLang sorts by priority and
-arrival; ours ages what waits, and takes the cheapest first within a step. All ranks must do
-the same, so waiting is measured by the stamps of requests and the entry rank's ticks
-(`sgl_ext.engine.scheduler.clock`).
+`scheduler.order` decides. SGLang sorts by priority and arrival; the extension also ages requests
+that wait, and within a priority step takes the cheapest first. All ranks must decide alike, so
+waits are measured by the requests' timestamps and the entry rank's clock
+(`sgl_ext.engine.scheduler.iteration`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import cache
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
-from scheduler.order import Served, Waiting, in_order, step
+from scheduler.order import Waiting, in_order, step
 from sgl_ext.engine import sglang_api
-from sgl_ext.engine.core.counters import count_of_ranks
-from sgl_ext.engine.core.hints import hints_of
-from sgl_ext.engine.core.settings import settings as _settings
-from sgl_ext.engine.scheduler import single_flight
-from sgl_ext.engine.scheduler.clock import keeper_of
-from sgl_ext.tenants import Tenants
+from sgl_ext.engine.scheduler.extension import SchedulerExtension, extension_of
+from sgl_ext.engine.scheduler.request_state import Admission, state_of
+from sgl_ext.engine.sglang_types import (
+    PrefillAdder,
+    Req,
+    ScheduleBatch,
+    SchedulePolicy,
+    Scheduler,
+    TreeCache,
+)
 
-_ADMITTED = "_sgl_ext_admitted"
-_ARRIVED = "_sgl_ext_arrived_s"
-_REFUSED = "_sgl_ext_refused_s"
-_PASSED = "_sgl_ext_passed"
-_MATCHED_S = "_sgl_ext_matched_s"
-_TRIED = "_sgl_ext_tried"
-# So many that do not fit are passed in one iteration: each that is tried costs time.
+# In one scheduling pass at most so many requests that do not fit are passed: each try costs time.
 _MOST_PASSED = 4
-# And so many are looked up in the cache, once a tick: more are in order of what they ask for.
+# At most so many are looked up in the cache, once a tick; the others count as uncached.
 _MOST_MATCHED = 128
-# Of this process's one scheduler.
-_served = Served()
-_first: Any = None
-
-
-class Admitted(NamedTuple):
-    """The step that a request had reached when it was admitted, and when that was."""
-
-    step: int
-    at_s: float
 
 
 def order_queue(
-    original: Callable[..., None], policy: Any, queue: list[Any], *args: Any, **kw: Any
+    original: Callable[..., None], policy: SchedulePolicy, queue: list[Req], *args: Any, **kw: Any
 ) -> None:
-    """Around `SchedulePolicy.calc_priority`: the waiting queue in our order."""
-    global _first
+    """Around `SchedulePolicy.calc_priority`, with which a scheduling pass begins: puts the waiting
+    queue in the extension's order."""
     original(policy, queue, *args, **kw)
-    if len(queue) > 1 and _is_ours(policy):
-        now_s = keeper_of(policy).now_s
+    extension = extension_of(policy.tree_cache)
+    extension.passed = 0
+    pins = extension.pins
+    if len(queue) > 1 and pins is not None and _orders_by_priority(policy):
+        now_s = pins.now_s
         if not policy.tree_cache.supports_fast_match_prefix():  # else SGLang has matched them
             for req in queue[:_MOST_MATCHED]:
                 _match(policy.tree_cache, req, now_s)
         waiting = [_waiting(req, now_s) for req in queue]
-        order = in_order(waiting, now_s, _settings().aging_s, _served.at(now_s), _weights())
-        queue[:] = [queue[at] for at in order]
-    _first = queue[0] if queue else None
+        served, aging_s = extension.served.at(now_s), extension.settings.aging_s
+        order = in_order(waiting, now_s, aging_s, served, extension.weights)
+        queue[:] = [queue[index] for index in order]
+    extension.first_waiting = queue[0] if queue else None
 
 
-def first_waiting() -> Any:
-    """Who is first in the queue that was ordered last, None if nobody waits."""
-    return _first
-
-
-def defer_vain_try(original: Callable[..., bool], scheduler: Any, running_batch: Any) -> bool:
-    """Around `Scheduler._should_defer_prefill`. With preemption SGLang tries to admit before every
-    step of decoding, and each try costs time. Who was refused is not tried again until somebody
-    comes, leaves or ends, or the clock goes on."""
+def defer_vain_try(
+    original: Callable[..., bool], scheduler: Scheduler, running_batch: ScheduleBatch
+) -> bool:
+    """Around `Scheduler._should_defer_prefill`. With preemption SGLang tries to admit requests
+    before every step of decoding, and each try costs time. After a try that admitted nothing, the
+    next one waits until a request comes, leaves or ends, or until the clock goes on."""
     if original(scheduler, running_batch):
         return True
-    state = _state(scheduler, running_batch)
-    is_vain = state is not None and state == getattr(scheduler, _TRIED, None)
-    setattr(scheduler, _TRIED, state)
+    extension = extension_of(scheduler.tree_cache)
+    conditions = _conditions(extension, scheduler, running_batch)
+    is_vain = conditions is not None and conditions == extension.last_try
+    extension.last_try = conditions
     return is_vain
 
 
-def _state(scheduler: Any, running_batch: Any) -> tuple[Any, ...] | None:
-    """All that decides whether somebody can be admitted; None if there is more to it."""
-    keeper, queue = keeper_of(scheduler), scheduler.waiting_queue
-    if keeper is None or not queue or not scheduler.enable_priority_preemption:
+def _conditions(
+    extension: SchedulerExtension, scheduler: Scheduler, running_batch: ScheduleBatch
+) -> tuple[Any, ...] | None:
+    """Everything that decides whether a request can be admitted; None if more decides."""
+    pins, queue = extension.pins, scheduler.waiting_queue
+    if pins is None or not queue or not scheduler.enable_priority_preemption:
         return None
-    if running_batch.is_empty() or single_flight.anybody_waits():
+    if running_batch.is_empty() or _take_prefix_awaited(extension):
         return None
     if scheduler.chunked_req is not None or scheduler.grammar_manager.has_waiting_grammars():
         return None
@@ -90,71 +81,67 @@ def _state(scheduler: Any, running_batch: Any) -> tuple[Any, ...] | None:
         return None
     if scheduler.enable_lora or scheduler.prefill_delayer or scheduler.min_free_slots_delayer:
         return None
-    return len(queue), queue[-1].rid, running_batch.batch_size(), keeper.now_s
+    return len(queue), queue[-1].rid, running_batch.batch_size(), pins.now_s
 
 
-def admit(adder: Any, req: Any) -> None:
-    """A request has been admitted: it keeps the step that it had reached."""
-    keeper = keeper_of(adder)
-    if keeper is not None and applies(req):
-        now_s = keeper.now_s
-        reached = step(req.priority, now_s - _arrived_s(req, now_s), _settings().aging_s)
-        setattr(req, _ADMITTED, Admitted(reached, now_s))
+def _take_prefix_awaited(extension: SchedulerExtension) -> bool:
+    """Whether a request waited for a prefix in the last try: the prefix may be cached by now."""
+    awaited, extension.is_prefix_awaited = extension.is_prefix_awaited, False
+    return awaited
+
+
+def record_admission(extension: SchedulerExtension, req: Req) -> None:
+    """Records that a request is admitted, with the step that it reached by waiting."""
+    pins = extension.pins
+    if pins is not None and applies(req):
+        now_s, state = pins.now_s, state_of(req)
+        waited_s = now_s - state.arrived_s(now_s)
+        reached = step(req.priority, waited_s, extension.settings.aging_s)
+        state.admission = Admission(reached, now_s)
         if reached > req.priority:
-            count_of_ranks("promotions")
+            extension.count("promotions")
         waiting = _waiting(req, now_s)
-        _served.add(waiting.tenant, waiting.cost_tokens, now_s)
+        extension.served.add(waiting.tenant, waiting.cost_tokens, now_s)
 
 
-def admitted(req: Any) -> Admitted | None:
-    """How a request that runs was admitted; None if it was not by us."""
-    found: Admitted | None = getattr(req, _ADMITTED, None)
-    return found
-
-
-def may_be_passed(adder: Any, req: Any) -> bool:
-    """Whether those behind a request that does not fit are tried: for `aging_s` from the first
-    time that it did not. Then it stands first until it fits, however many small ones come."""
-    keeper = keeper_of(adder)
-    if keeper is None or not applies(req) or adder.tree_cache.supports_mamba():
+def may_be_passed(extension: SchedulerExtension, adder: PrefillAdder, req: Req) -> bool:
+    """Whether the requests after one that does not fit are tried: for `aging_s` from the first
+    time that it did not fit. From then on it stays first until it fits, however many small
+    requests come."""
+    pins = extension.pins
+    if pins is None or not applies(req) or adder.tree_cache.supports_mamba():
         return False
-    if not hasattr(req, _REFUSED):
-        setattr(req, _REFUSED, keeper.now_s)
-    passed = getattr(adder, _PASSED, 0)
-    setattr(adder, _PASSED, passed + 1)
-    waited_s = keeper.now_s - getattr(req, _REFUSED)
-    return bool(waited_s < _settings().aging_s) and passed < _MOST_PASSED
+    state = state_of(req)
+    if state.not_fitting_since_s is None:
+        state.not_fitting_since_s = pins.now_s
+    passed = extension.passed
+    extension.passed += 1
+    waited_s = pins.now_s - state.not_fitting_since_s
+    return waited_s < extension.settings.aging_s and passed < _MOST_PASSED
 
 
-def _match(cache: Any, req: Any, now_s: float) -> None:
-    """Notes how much of a waiting request is cached, which is what makes it cheap."""
-    if getattr(req, _MATCHED_S, None) != now_s:
-        setattr(req, _MATCHED_S, now_s)
+def _match(cache: TreeCache, req: Req, now_s: float) -> None:
+    """Looks up how much of a waiting request is cached, which lowers its cost."""
+    state = state_of(req)
+    if state.matched_s != now_s:
+        state.matched_s = now_s
         tokens = req.origin_input_ids + req.output_ids
         key = sglang_api.RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt)
         matched, _, _ = cache.tree_core.match_full_device_prefix(key)
         req.num_matched_prefix_tokens = min(matched, len(tokens) - 1)
 
 
-def _waiting(req: Any, now_s: float) -> Waiting:
-    hints = hints_of(req)
+def _waiting(req: Req, now_s: float) -> Waiting:
+    state = state_of(req)
+    hints = state.hints
     expected = hints.output_tokens if hints is not None else None
     uncached = len(req.origin_input_ids) + len(req.output_ids) - req.num_matched_prefix_tokens
     owner = hints.owner if hints is not None else ""
-    return Waiting(req.priority, _arrived_s(req, now_s), uncached + (expected or 0), owner)
+    return Waiting(req.priority, state.arrived_s(now_s), uncached + (expected or 0), owner)
 
 
-def _arrived_s(req: Any, now_s: float) -> float:
-    hints = hints_of(req)
-    if hints is not None:
-        return hints.sent_s
-    if not hasattr(req, _ARRIVED):
-        setattr(req, _ARRIVED, now_s)
-    return float(getattr(req, _ARRIVED))
-
-
-def applies(req: Any) -> bool:
-    """Whether priority scheduling is on as we know it: higher goes first, and preempts."""
+def applies(req: Req) -> bool:
+    """Whether SGLang schedules by priority in the extension's way: higher first, preempting."""
     if req.priority is None:
         return False
     schedule = sglang_api.get_schedule()
@@ -165,16 +152,10 @@ def applies(req: Any) -> bool:
     )
 
 
-def _is_ours(policy: Any) -> bool:
-    """Whether the queue is in order of priority and arrival, and there is a clock."""
+def _orders_by_priority(policy: SchedulePolicy) -> bool:
+    """Whether SGLang orders the queue by priority and arrival."""
     return (
         policy.enable_priority_scheduling
         and not policy.schedule_low_priority_values_first
         and str(policy.policy.value) == "fcfs"
-        and keeper_of(policy) is not None
     )
-
-
-@cache
-def _weights() -> Mapping[str, float]:
-    return Tenants(_settings().tenants).weights

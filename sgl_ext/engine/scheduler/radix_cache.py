@@ -1,6 +1,6 @@
-"""SGLang's radix cache that notes which segments it holds and pins prefixes. Schedulers only.
+"""SGLang's radix cache, extended: it pins prefixes, and knows which segments are resident.
 
-Thin: it hears what the cache does and tells `radix.residency.Held` and the pins, which decide.
+Thin: it reports what happens in the tree to `radix.residency` and to the pins, which decide.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,10 +16,12 @@ from radix.pins import Pins
 from radix.residency import Residency
 from scheduler.eviction_priority import EVICT_FIRST, EvictionPriority, eviction_priority
 from sgl_ext.engine.core import ranks
-from sgl_ext.engine.core.hints import Hints, hints_of
+from sgl_ext.engine.core.hints import Hints
 from sgl_ext.engine.core.slices import is_guess
 from sgl_ext.engine.scheduler import first_token
+from sgl_ext.engine.scheduler.extension import extension_of
 from sgl_ext.engine.scheduler.pin_keeper import PinKeeper
+from sgl_ext.engine.scheduler.request_state import state_of
 from sgl_ext.engine.sglang_api import (
     ComponentType,
     EvictParams,
@@ -29,23 +32,34 @@ from sgl_ext.engine.sglang_api import (
     default_radix_cache_factory,
     get_memory,
 )
+from sgl_ext.engine.sglang_types import (
+    CacheInitParams,
+    EvictResult,
+    InsertParams,
+    InsertResult,
+    Req,
+    TreeCache,
+    TreeCacheBuildContext,
+    TreeCore,
+)
+from sgl_ext.engine.sglang_types import EvictParams as EvictParamsType
 from sgl_ext.settings.schema import EngineSettings
 
-_NOTHING = -1
-_MOST_WORTHLESS = 4096
+_MOST_EVICTED_FIRST = 4096
 
 
-def make_cache(context: Any) -> Any:
-    """SGLang's factory of caches: ours where it serves the configuration, else SGLang's choice."""
+def make_cache(context: TreeCacheBuildContext) -> TreeCache:
+    """SGLang's factory of caches: the extension's where it serves the configuration, else SGLang's
+    choice."""
     memory = get_memory()
     pure_swa = context.is_hybrid_swa and context.full_tokens_per_layer == 0
     if context.disable_radix_cache or memory.enable_lmcache or memory.enable_flexkv or pure_swa:
         return default_radix_cache_factory(context)
-    return create_unified_radix_cache(context, cache_class=HeldCache)
+    return create_unified_radix_cache(context, cache_class=ExtendedRadixCache)
 
 
 class Prompt(NamedTuple):
-    """A prompt's tokens in their name space of the tree."""
+    """A prompt's tokens and their name space in the tree."""
 
     tokens: array[int]
     extra_key: str | None
@@ -55,91 +69,104 @@ class Prompt(NamedTuple):
         return len(self.tokens)
 
 
-class HeldCache(UnifiedRadixCache):
+@dataclass(slots=True)
+class _Store:
+    """One request that is being stored. cached_before: how many of its tokens the tree had; None
+    until it is inserted."""
+
+    priority: EvictionPriority
+    has_answer: bool
+    cached_before: int | None = None
+
+
+class ExtendedRadixCache(UnifiedRadixCache):
     """The unified radix cache.
 
-    held: what it holds in segments, None where nobody asks.
-    pins: what it keeps locked.
+    residency: the resident segments; None on ranks that do not publish them.
+    pins: the pinned prefixes.
     """
 
-    def __init__(self, params: Any) -> None:
-        # `UnifiedRadixCache.__init__` ends in `reset`.
-        tells = ranks.is_entry_rank()
+    def __init__(self, params: CacheInitParams) -> None:
+        # `UnifiedRadixCache.__init__` ends with a call of `reset`.
+        is_entry_rank = ranks.is_entry_rank()
         slack = params.page_size - 1 + bool(params.is_eagle)
-        self.held = Residency(page=params.page_size, slack=slack) if tells else None
-        self._had = _NOTHING  # tokens that the tree had before a checkpoint's insert
-        self._has_answer = False  # whether a checkpoint's insert goes beyond the prompt
-        self._worth = EvictionPriority()
-        self._worthless: deque[tuple[Any, int]] = deque(maxlen=_MOST_WORTHLESS)
+        self.residency = Residency(page=params.page_size, slack=slack) if is_entry_rank else None
+        self._store_now: _Store | None = None
+        self._evicted_first: deque[tuple[Any, int]] = deque(maxlen=_MOST_EVICTED_FIRST)
         settings = EngineSettings.from_environment()
-        budget = int(params.token_to_kv_pool_allocator.size * settings.pin_budget)
-        shares = {t.name: t.pin_share for t in settings.tenants if t.pin_share is not None}
         pins = Pins(
-            budget_tokens=budget,
+            budget_tokens=int(params.token_to_kv_pool_allocator.size * settings.pin_budget),
             owner_share=settings.pin_owner_share,
-            owner_shares=shares,
+            owner_shares={t.name: t.pin_share for t in settings.tenants if t.pin_share is not None},
             page=params.page_size,
         )
-        self.pins = PinKeeper(self, pins, params.page_size, tells)
+        self.pins = PinKeeper(self, pins, params.page_size, is_entry_rank)
         super().__init__(params)
 
-    def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
-        checkpoint = partial(self._checkpoint, req, up_to=up_to, **kwargs)
-        if not (self._may_wait(req) and first_token.waits(checkpoint)):
-            first_token.settle()  # in the order that SGLang made them
-            checkpoint()
+    def checkpoint(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
+        extension = extension_of(self)
+        store = partial(self.store, req, up_to=up_to, **kwargs)
+        if not (self._may_wait(req) and first_token.defer(extension, store)):
+            first_token.run_deferred(extension)  # in the order that SGLang made them
+            store()
 
-    def _may_wait(self, req: Any) -> bool:
-        """Not one that ends, nor one whose row or state others go on with."""
+    def _may_wait(self, req: Req) -> bool:
+        """Not a request that ends, nor one whose row or state other requests continue."""
         is_alone = req.session is None and req.beam_group is None and not req.finished()
         return is_alone and not (self.supports_swa() or self.supports_mamba())
 
-    def _checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
-        hints = hints_of(req)
-        self._worth = _worth(req, hints)
-        own = req.kv.cache_inserted_len
-        self._had = _NOTHING
-        self._has_answer = req.finished() and up_to > len(req.origin_input_ids)
-        super().checkpoint(req, up_to=up_to, **kwargs)
-        self._note_worthless(req, up_to)
-        self._worth = EvictionPriority()
-        if hints is None or self._had == _NOTHING:  # was inserted
+    def store(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
+        """Stores a request's first `up_to` tokens in the tree, and records what that changed."""
+        hints = state_of(req).hints
+        inserted_before = req.kv.cache_inserted_len
+        has_answer = req.finished() and up_to > len(req.origin_input_ids)
+        now = self._store_now = _Store(_eviction_priority(req, hints), has_answer)
+        try:
+            super().checkpoint(req, up_to=up_to, **kwargs)
+        finally:
+            self._store_now = None
+        if now.cached_before is None:
             return
-        if self.held is not None:
-            self.held.add(
+        self._note_evicted_first(req, up_to, now.priority, now.cached_before)
+        if hints is None:
+            return
+        if self.residency is not None:
+            self.residency.add(
                 hints.hashes,
                 hints.ends,
                 key=Prompt(req.origin_input_ids, req.extra_key, req.cache_salt),
                 resident=req.kv.cache_protected_len,
                 node=req.last_node,
-                had=self._had,
-                own=own,
+                had=now.cached_before,
+                own=inserted_before,
             )
-        self.pins.seen(req, hints, req.kv.cache_protected_len)
+        self.pins.prompt_stored(req, hints, req.kv.cache_protected_len)
         if hints.is_last and req.finished():
-            self.pins.ended(hints)
+            self.pins.end_session(hints)
 
-    def _note_worthless(self, req: Any, up_to: int) -> None:
-        """Notes what a request has just stored that nobody will miss, and where it ends."""
+    def _note_evicted_first(
+        self, req: Req, up_to: int, priority: EvictionPriority, cached_before: int
+    ) -> None:
+        """Notes the tokens just stored that no request will read, and the node that they end at."""
         prompt = len(req.origin_input_ids)
-        stored = self._worth.prompt == EVICT_FIRST or up_to > prompt
-        if self._had == _NOTHING or not stored or self._worth.answer != EVICT_FIRST:
+        is_prompt = priority.prompt == EVICT_FIRST
+        if priority.answer != EVICT_FIRST or not (is_prompt or up_to > prompt):
             return
-        begin = self._had if self._worth.prompt == EVICT_FIRST else max(self._had, prompt)
+        begin = cached_before if is_prompt else max(cached_before, prompt)
         if (tokens := req.kv.cache_inserted_len - begin) > 0:
-            self._worthless.append((req.last_node, tokens))
+            self._evicted_first.append((req.last_node, tokens))
 
-    def worthless_tokens(self) -> int:
-        """About how many tokens it holds that nobody will ask for again, and evicts first."""
+    def evict_first_tokens(self) -> int:
+        """About how many evictable tokens no request will read, so that they are evicted first."""
         core = _Core(self.tree_core)
-        kept = [(node, tokens) for node, tokens in self._worthless if not core.evicted(node)]
-        self._worthless = deque(kept, maxlen=_MOST_WORTHLESS)
-        return min(sum(tokens for _, tokens in kept), int(self.full_evictable_size()))
+        resident = [(node, n) for node, n in self._evicted_first if not core.evicted(node)]
+        self._evicted_first = deque(resident, maxlen=_MOST_EVICTED_FIRST)
+        return min(sum(tokens for _, tokens in resident), self.full_evictable_size())
 
-    def match_until(self, req: Any, tokens: int) -> tuple[int, int]:
-        """How much of a prompt's first `tokens` is of use to a request, and the node it ends at.
+    def match_until(self, req: Req, tokens: int) -> tuple[int, Any]:
+        """How many of a prompt's first `tokens` a request could use, and the node they end at.
 
-        Splits the node if it ends within one.
+        Splits the node if they end inside one.
         """
         key = RadixKey(
             req.origin_input_ids[:tokens],
@@ -150,77 +177,79 @@ class HeldCache(UnifiedRadixCache):
         found = self.match_prefix(MatchPrefixParams(key=key.page_aligned(self.page_size)))
         return found.device_prefix_len, found.last_device_node
 
-    def insert(self, params: Any) -> Any:
-        # A second insert of a checkpoint only splits off the prompt.
-        is_first = self._had == _NOTHING
-        is_answer = is_first and self._has_answer
-        params.priority = self._worth.answer if is_answer else self._worth.prompt
+    def insert(self, params: InsertParams) -> InsertResult:
+        now = self._store_now
+        if now is None:
+            params.priority = EvictionPriority().prompt
+            return super().insert(params)
+        # A store's second insert only splits off the prompt.
+        is_first = now.cached_before is None
+        is_answer = is_first and now.has_answer
+        params.priority = now.priority.answer if is_answer else now.priority.prompt
         result = super().insert(params)
         if is_first:
-            self._had = result.prefix_len
+            now.cached_before = result.prefix_len
         return result
 
-    def evict(self, params: Any) -> Any:
-        return self._evicted(super().evict, params)
+    def evict(self, params: EvictParamsType) -> EvictResult:
+        return self._evict_with_pins(super().evict, params)
 
-    def evict_for_alloc(self, params: Any, **kwargs: Any) -> Any:
-        return self._evicted(partial(super().evict_for_alloc, **kwargs), params)
+    def evict_for_alloc(self, params: EvictParamsType, **kwargs: Any) -> EvictResult:
+        return self._evict_with_pins(partial(super().evict_for_alloc, **kwargs), params)
 
-    def _evicted(self, evict: Callable[[Any], Any], params: Any) -> Any:
-        """Evicts as asked; what is short then, pins make room for."""
-        wanted = self._wanted(params)
+    def _evict_with_pins(
+        self, evict: Callable[[EvictParamsType], EvictResult], params: EvictParamsType
+    ) -> EvictResult:
+        """Evicts what is wanted, and gives up pins if that is not enough."""
+        goals = self._goals(params)
         total = evict(params)
 
-        def short() -> Any:
-            return _short(params, total, [has() - need for has, need in wanted])
+        def missing() -> EvictParamsType | None:
+            return _missing(params, total, [free() - goal for free, goal in goals])
 
         def is_enough() -> bool:
-            if (owed := short()) is not None:
-                _add(total, evict(owed))
-            return short() is None
+            if (more := missing()) is not None:
+                _add(total, evict(more))
+            return missing() is None
 
         if len(self.pins.pins):
             self.pins.make_room(is_enough)
-        if self.held is not None and total.num_tokens_evicted > 0:
-            self.held.evicted()
+        if self.residency is not None and total.num_tokens_evicted > 0:
+            self.residency.evicted()
         return total
 
-    def _wanted(self, params: Any) -> list[tuple[Callable[[], int], int]]:
-        """Of each kind of memory, how to learn what is free, and what is to be free in the end."""
-        parts = (
-            ComponentType.FULL,
-            ComponentType.SWA,
-            ComponentType.MAMBA,
-        )
-        wanted: list[tuple[Callable[[], int], int]] = []
-        for part, asked in zip(parts, _amounts(params), strict=True):
-            free = partial(self._component_available_size, part) if asked > 0 else _none
-            wanted.append((free, free() + asked))
-        return wanted
+    def _goals(self, params: EvictParamsType) -> list[tuple[Callable[[], int], int]]:
+        """For each kind of memory a function that says what is free, and what shall be free."""
+        kinds = (ComponentType.FULL, ComponentType.SWA, ComponentType.MAMBA)
+        goals: list[tuple[Callable[[], int], int]] = []
+        for kind, wanted in zip(kinds, _amounts(params), strict=True):
+            free = partial(self._component_available_size, kind) if wanted > 0 else int
+            goals.append((free, free() + wanted))
+        return goals
 
     def reset(self) -> None:
         super().reset()
-        self._worthless.clear()
+        self._evicted_first.clear()
         self.pins.forget_all()
-        if self.held is not None:
-            self.held.clear()
+        if self.residency is not None:
+            self.residency.clear()
 
     def sweep(self, steps: int) -> None:
-        """Looks for what was evicted, for so many steps (see `Held.sweep`)."""
-        if self.held is not None and not self.held.settled:
-            self.held.sweep(_Core(self.tree_core), steps)
+        """Finds segments that were evicted, in at most so many steps (see `Residency.sweep`)."""
+        if self.residency is not None and not self.residency.settled:
+            self.residency.sweep(_Core(self.tree_core), steps)
 
 
 class _Core:
-    """The tree core as `radix.residency.Tree`; both questions leave it as it is."""
+    """The tree core as `radix.residency.Tree`; neither method changes it."""
 
-    def __init__(self, core: Any) -> None:
+    def __init__(self, core: TreeCore) -> None:
         self._core = core
 
     def evicted(self, node: int) -> bool:
         try:
-            return bool(self._core.is_full_device_evicted(node))
-        except KeyError:  # ids are never given twice
+            return self._core.is_full_device_evicted(node)
+        except KeyError:  # an id is never used for two nodes
             return True
 
     def match(self, key: Prompt, tokens: int) -> tuple[int, int]:
@@ -229,7 +258,7 @@ class _Core:
         return matched, node
 
 
-def _worth(req: Any, hints: Hints | None) -> EvictionPriority:
+def _eviction_priority(req: Req, hints: Hints | None) -> EvictionPriority:
     if is_guess(req):
         return EvictionPriority(EVICT_FIRST, EVICT_FIRST)
     if hints is None:
@@ -239,30 +268,28 @@ def _worth(req: Any, hints: Hints | None) -> EvictionPriority:
     )
 
 
-def _none() -> int:
-    return 0
-
-
-def _amounts(params: Any) -> tuple[int, int, int]:
+def _amounts(params: EvictParamsType) -> tuple[int, int, int]:
     return params.num_tokens, params.swa_num_tokens, params.mamba_num
 
 
-def _short(asked: Any, done: Any, ahead: list[int]) -> Any:
-    """What an eviction still owes, None if nothing.
+def _missing(
+    wanted: EvictParamsType, done: EvictResult, spare: list[int]
+) -> EvictParamsType | None:
+    """What is still to evict, None if nothing.
 
-    It owes what was neither counted as evicted nor is free now: what is evicted may become
-    free later, and what becomes free need not have been asked for. `ahead`: how much more
-    is free than was wanted.
+    That is what was neither counted as evicted nor is free now: evicted memory may become free
+    later, and memory may become free without being evicted. spare: how much more is free than
+    wanted, of each kind.
     """
     evicted = (done.num_tokens_evicted, done.swa_num_tokens_evicted, done.mamba_num_evicted)
-    owed = [
-        max(0, min(wanted - had, -over))
-        for wanted, had, over in zip(_amounts(asked), evicted, ahead, strict=True)
+    amounts = [
+        max(0, min(asked - had, -over))
+        for asked, had, over in zip(_amounts(wanted), evicted, spare, strict=True)
     ]
-    return EvictParams(*owed) if any(owed) else None
+    return EvictParams(*amounts) if any(amounts) else None
 
 
-def _add(total: Any, more: Any) -> None:
+def _add(total: EvictResult, more: EvictResult) -> None:
     total.num_tokens_evicted += more.num_tokens_evicted
     total.swa_num_tokens_evicted += more.swa_num_tokens_evicted
     total.mamba_num_evicted += more.mamba_num_evicted

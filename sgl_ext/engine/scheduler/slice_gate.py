@@ -1,10 +1,10 @@
-"""In the scheduler: a slice that is prefilled ahead runs now, or not at all.
+"""Prefill slices in the scheduler: a slice runs now, or it is rejected.
 
-Slices come from the HTTP process as requests that ask for no answer. When they arrive, behind
-all others that came with them, `scheduler.prefill` decides of each; what may not run is refused
-at once, as an aborted request whose reason says why and how much of it is cached. So no slice
-ever waits, shares a batch with anybody, or is in somebody's way for longer than it runs. All
-ranks must decide alike, so nothing is read here that only one of them knows.
+The HTTP process sends slices as requests that want no answer. They are put at the end of the
+requests that arrive with them. `scheduler.prefill` decides for each one. A rejected slice is
+aborted at once; the abort's reason says why, and how many of its tokens are cached. So a slice
+never waits, never shares a batch, and delays a request by no more than its own run. All ranks must
+decide alike, so nothing is read here that differs between ranks.
 """
 
 from __future__ import annotations
@@ -13,69 +13,68 @@ from typing import Any
 
 from scheduler.prefill import Rejection, least_tokens, rejection
 from sgl_ext.engine import sglang_api
-from sgl_ext.engine.core.settings import settings as _settings
 from sgl_ext.engine.core.slices import is_forced, is_slice
+from sgl_ext.engine.scheduler.extension import ExtendedCache, SchedulerExtension
+from sgl_ext.engine.scheduler.request_state import state_of
+from sgl_ext.engine.sglang_types import Req, Scheduler, TreeCache
 
-_GATED = "_sgl_ext_gated"
-_expected = False
 
-
-def behind_all(requests: list[Any]) -> list[Any]:
-    """What arrived in one iteration, slices last."""
-    global _expected
+def slices_last(extension: SchedulerExtension, requests: list[Any]) -> list[Any]:
+    """What arrived in one iteration, with the slices at the end."""
     slices = [request for request in requests if is_slice(request)]
     if not slices:
         return requests
-    _expected = True
+    extension.are_slices_expected = True
     return [request for request in requests if not is_slice(request)] + slices
 
 
-def gate(scheduler: Any) -> None:
-    """Refuses the slices that wait and may not run now. Run it before every iteration."""
-    global _expected
-    if not _expected:
+def reject_slices(extension: SchedulerExtension, scheduler: Scheduler) -> None:
+    """Rejects the slices in the queue that cannot run now. Runs before every iteration."""
+    if not extension.are_slices_expected:
         return
-    # What SGLang refuses anyway, it refuses in its own words.
+    # A request that SGLang itself rejects keeps SGLang's reason.
     slices = [r for r in scheduler.waiting_queue if is_slice(r) and r.to_finish is None]
-    _expected = bool(slices)
+    extension.are_slices_expected = bool(slices)
     for req in slices:
-        why, cached = _refusal(scheduler, req)
+        why, cached = _decide(extension, scheduler, req)
         if why is not None:
-            _refuse(scheduler, req, f"{why} {cached}")
+            reason = {"type": "abort", "message": f"{why} {cached}"}
+            scheduler.abort_request(sglang_api.AbortReq(rid=req.rid, finished_reason=reason))
 
 
-def _refusal(scheduler: Any, req: Any) -> tuple[Rejection | None, int]:
-    if hasattr(req, _GATED):  # something of SGLang's holds it back
+def _decide(
+    extension: SchedulerExtension, scheduler: Scheduler, req: Req
+) -> tuple[Rejection | None, int]:
+    """Why a slice cannot run, None if it can; and how many of its tokens are cached."""
+    state = state_of(req)
+    if state.is_slice_checked:  # it was allowed, and something in SGLang holds it back
         return Rejection.BUSY, 0
-    setattr(req, _GATED, True)
+    state.is_slice_checked = True
     tree = scheduler.tree_cache
-    if not is_served_by(tree):
+    if extension.cache is None or not can_prefill_ahead(tree):
         return Rejection.MEMORY, 0
-    tokens = req.origin_input_ids
-    cached = _cached(tree, req)
-    new = len(tokens) - cached
+    cached = _cached_tokens(tree, req)
+    new = len(req.origin_input_ids) - cached
     page = tree.page_size
     chunk = scheduler.chunked_prefill_size
-    longest = _settings().prefill_ahead_slice_tokens
-    forced = is_forced(req)
+    longest = extension.settings.prefill_ahead_slice_tokens
     why = rejection(
         is_idle=_is_idle(scheduler, req),
-        new_tokens=max(new, least_tokens(page)) if forced else new,
+        new_tokens=max(new, least_tokens(page)) if is_forced(req) else new,
         page=page,
         slice_tokens=min(chunk, longest) if chunk and chunk > 0 else longest,
-        free_tokens=_free(scheduler, tree, cached) - 2 * page,
+        free_tokens=_free_tokens(extension.cache, scheduler, cached) - 2 * page,
     )
     return why, cached
 
 
-def is_served_by(tree: Any) -> bool:
-    """Whether a cache can be filled ahead: ours, of one kind of memory."""
-    known = hasattr(tree, "worthless_tokens")
-    return known and not (tree.supports_swa() or tree.supports_mamba())
+def can_prefill_ahead(tree: TreeCache) -> bool:
+    """Whether a cache has one kind of memory only."""
+    return not (tree.supports_swa() or tree.supports_mamba())
 
 
-def _is_idle(scheduler: Any, req: Any) -> bool:
-    """Whether nothing runs or waits but this."""
+def _is_idle(scheduler: Scheduler, req: Req) -> bool:
+    """Whether nothing else runs or waits."""
     if scheduler.chunked_req is not None or scheduler.grammar_manager.has_waiting_grammars():
         return False
     if any(other is not req for other in scheduler.waiting_queue):
@@ -83,18 +82,13 @@ def _is_idle(scheduler: Any, req: Any) -> bool:
     return all(one.finished() for one in scheduler.collect_inflight_reqs())
 
 
-def _cached(tree: Any, req: Any) -> int:
+def _cached_tokens(tree: TreeCache, req: Req) -> int:
     key = sglang_api.RadixKey(req.origin_input_ids, req.extra_key, cache_salt=req.cache_salt)
-    return int(tree.tree_core.match_full_device_prefix(key)[0])
+    return tree.tree_core.match_full_device_prefix(key)[0]
 
 
-def _free(scheduler: Any, tree: Any, cached: int) -> int:
-    """What nobody misses, but for what of it the slice itself goes on from."""
+def _free_tokens(cache: ExtendedCache, scheduler: Scheduler, cached: int) -> int:
+    """The memory that a slice may use: what is free, and what no request will read again, except
+    the tokens that the slice itself continues."""
     available = scheduler.token_to_kv_pool_allocator.available_size()
-    return int(available + max(tree.worthless_tokens() - cached, 0))
-
-
-def _refuse(scheduler: Any, req: Any, message: str) -> None:
-    scheduler.abort_request(
-        sglang_api.AbortReq(rid=req.rid, finished_reason={"type": "abort", "message": message})
-    )
+    return available + max(cache.evict_first_tokens() - cached, 0)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from sgl_ext.engine.core.hints import hints_of
+from sgl_ext.engine.core.hints import decode_hints
 from sgl_ext.engine.core.request_context import WHOLE_PROMPT, RequestContext, current, enter
 from sgl_ext.engine.http.generation_hook import send_hints
 from sgl_ext.requests.cache_marks import NO_MARKS
@@ -54,7 +54,7 @@ def in_a_request(*generations: SimpleNamespace, kept: Chain = CHAIN, **more: Any
 
 
 def chain_of(generation: SimpleNamespace) -> Chain:
-    found = hints_of(generation)
+    found = decode_hints(generation.kv_hints)
     assert found is not None
     return Chain(tuple(found.hashes), tuple(found.ends))
 
@@ -63,7 +63,7 @@ def test_the_first_generation_of_a_request_carries_the_chain_and_no_later_one() 
     first, second = request(), request()
     in_a_request(first, second)
     assert chain_of(first) == CHAIN
-    assert hints_of(second) is None
+    assert decode_hints(second.kv_hints) is None
 
 
 async def test_a_task_that_the_request_starts_takes_the_chain_from_it() -> None:
@@ -75,8 +75,8 @@ async def test_a_task_that_the_request_starts_takes_the_chain_from_it() -> None:
     enter(context_of())
     await asyncio.create_task(generate(first))
     await generate(second)
-    assert hints_of(first) is not None
-    assert hints_of(second) is None
+    assert decode_hints(first.kv_hints) is not None
+    assert decode_hints(second.kv_hints) is None
 
 
 @pytest.mark.parametrize("own", [None, ENVELOPE])
@@ -126,7 +126,7 @@ def test_no_request_keeps_a_priority_of_its_own(generation: SimpleNamespace) -> 
 def test_a_tenants_name_is_carried_also_without_a_chain() -> None:
     generation = request()
     in_a_request(generation, kept=Chain(), owner="a")
-    found = hints_of(generation)
+    found = decode_hints(generation.kv_hints)
     assert found is not None
     assert (found.owner, *found.hashes, *found.pins) == ("a",)
 
@@ -142,7 +142,7 @@ def test_what_is_to_be_pinned_is_carried_and_for_whom_also_without_a_chain() -> 
     pins = ((7, 300.0), (WHOLE_PROMPT, 30.0))
     before_s = time.monotonic()
     in_a_request(generation, kept=Chain(), pins=pins, owner="a", session="s", is_last=True)
-    found = hints_of(generation)
+    found = decode_hints(generation.kv_hints)
     assert found is not None
     assert (found.pins, found.owner, found.session) == (pins, "a", "s")
     assert (found.is_reusable, found.is_last, found.is_answer_reusable) == (True, True, True)
@@ -163,6 +163,6 @@ def test_an_action_that_a_client_made_up_is_not_read() -> None:
     from msgspec.structs import replace
 
     forged = replace(generation.kv_hints.actions[0], action_id="guess", payload={"hashes": 5})
-    assert hints_of(request(replace(generation.kv_hints, actions=[forged]))) is None
+    assert decode_hints(request(replace(generation.kv_hints, actions=[forged])).kv_hints) is None
     both = replace(generation.kv_hints, actions=[forged, *generation.kv_hints.actions])
-    assert hints_of(request(both)) is not None
+    assert decode_hints(request(both).kv_hints) is not None

@@ -24,6 +24,7 @@ from sgl_ext.engine.core.request_context import WHOLE_PROMPT, RequestContext
 from sgl_ext.engine.prefill_ahead import shared_prompts
 from sgl_ext.engine.preflight import CACHE_BACKEND
 from sgl_ext.engine.scheduler import single_flight
+from sgl_ext.engine.scheduler.request_state import RequestState
 from sgl_ext.engine.scheduler.single_flight import FOLLOW_TOKENS
 from sgl_ext.settings.schema import EngineSettings
 
@@ -87,7 +88,7 @@ class Tree:
             self.cache = sglang("mem_cache.radix_cache").RadixCache(params)
         else:
             params.tree_core_backend = kind
-            self.cache = loaded("sgl_ext.engine.scheduler.radix_cache").HeldCache(params)
+            self.cache = loaded("sgl_ext.engine.scheduler.radix_cache").ExtendedRadixCache(params)
         self._value = torch.arange
 
     def key(self, ids: list[int], salt: str | None) -> Any:
@@ -318,7 +319,7 @@ def test_who_computes_what_is_listed_is_waited_for_by_all_groups() -> None:
 
     def waits(salt: str | None, other: str | None, at: int = 0) -> bool:
         probe = ids[at : at + FOLLOW_TOKENS]
-        return single_flight._leads(asking(salt), asking(other), at, probe)
+        return single_flight.leads(asking(salt), asking(other), at, probe)
 
     alices = shared_prefixes.shared_salt("5:alice", FOLLOW_TOKENS + 10)
     bobs = shared_prefixes.shared_salt("3:bob", FOLLOW_TOKENS + 20)
@@ -339,7 +340,8 @@ class Served(Tree):
             str(next(_names)), "", array("q", ids), batch.SamplingParams(), cache_salt=salt
         )
         told = tuple((end, 300.0) for end in marks)
-        req._sgl_ext_hints = Hints((), (), told, group, group, sent_s, True, False, True)
+        hints = Hints((), (), told, group, group, sent_s, True, False, True)
+        req.sgl_ext = RequestState(hints)
         self.admit(req)
         self.cache.checkpoint(req, up_to=len(ids))
         req.finished_reason = batch.FINISH_LENGTH(0)

@@ -20,7 +20,7 @@ from sgl_ext.engine.core.hints import Hints
 from sgl_ext.engine.http import event_broadcaster
 from sgl_ext.engine.http.event_broadcaster import EventBroadcaster, EventStream
 from sgl_ext.engine.scheduler import event_publisher
-from sgl_ext.engine.scheduler.event_publisher import Publisher
+from sgl_ext.engine.scheduler.event_publisher import EventPublisher
 from sgl_ext.engine.scheduler.pin_keeper import PinKeeper
 
 A, B, C = (f"{number:032x}" for number in (0xA, 0xB, 0xC))
@@ -172,7 +172,7 @@ class Pipe:
         self.lines: list[dict[str, Any]] = []
         self.room = 1 << 30
 
-    def has_room(self) -> bool:
+    def is_writable(self) -> bool:
         return self.room > 0
 
     def send(self, line: dict[str, Any]) -> bool:
@@ -211,8 +211,8 @@ def plan(running: int, prefill: int = 0, tokens: int = 0) -> Any:
 
 class Cache:
     def __init__(self) -> None:
-        self.held = Residency()
-        self.pins = PinKeeper(self, Pins(budget_tokens=100), page=1, tells=True)
+        self.residency = Residency()
+        self.pins = PinKeeper(self, Pins(budget_tokens=100), page=1, is_entry_rank=True)
 
     def match_until(self, _: Any, tokens: int) -> tuple[int, int]:
         return tokens, 1
@@ -228,13 +228,13 @@ class Cache:
 
 
 def add(cache: Cache, segment: int, tokens: int = 5) -> None:
-    cache.held.add([segment], [1], key=range(tokens), resident=tokens, node=1, had=0)
+    cache.residency.add([segment], [1], key=range(tokens), resident=tokens, node=1, had=0)
 
 
 def pin(cache: Cache, ttl_s: float = 300.0) -> None:
     prompt = array("q", range(10))
     request = SimpleNamespace(
-        origin_input_ids=prompt, extra_key=None, cache_salt=None, cached_tokens=0
+        origin_input_ids=prompt, extra_key=None, cache_salt=None, cached_tokens=0, kv_hints=None
     )
     hints = Hints(
         hashes=(0xA,),
@@ -247,14 +247,14 @@ def pin(cache: Cache, ttl_s: float = 300.0) -> None:
         is_last=False,
         is_answer_reusable=True,
     )
-    cache.pins.seen(request, hints, 10)
+    cache.pins.prompt_stored(request, hints, 10)
 
 
 def test_pins_are_published_and_sent_again_like_all_else() -> None:
     cache, pipe = Cache(), Pipe()
-    sender = Publisher(Scheduler(), cache, pipe)
+    sender = EventPublisher(Scheduler(), cache, pipe)
     pin(cache)
-    sender.publish(plan(1), now=0.0)
+    sender.publish(plan(1), now_s=0.0)
     (told,) = pipe.take()
     (row,) = told["pinned"]
     assert row == {
@@ -270,20 +270,20 @@ def test_pins_are_published_and_sent_again_like_all_else() -> None:
     assert told["load"]["pinned_tokens"] == 10
     pipe.room = 0
     with counted("event_lines_dropped", 1):
-        sender.publish(plan(2), now=1.0)
+        sender.publish(plan(2), now_s=1.0)
     pipe.room = 9
-    sender.publish(plan(2), now=2.0)
+    sender.publish(plan(2), now_s=2.0)
     assert [line.get("pinned") for line in pipe.take()] == [None, [row], None]
     cache.pins.advance(1000.0)
-    sender.publish(plan(2), now=3.0)
+    sender.publish(plan(2), now_s=3.0)
     assert pipe.take()[0]["unpinned"] == [row["prefix"]]
 
 
 def test_changes_are_published_once_and_load_when_it_changed() -> None:
     cache, pipe, scheduler = Cache(), Pipe(), Scheduler()
-    sender = Publisher(scheduler, cache, pipe)
+    sender = EventPublisher(scheduler, cache, pipe)
     add(cache, 0xA)
-    sender.publish(plan(1), now=0.0)
+    sender.publish(plan(1), now_s=0.0)
     idle = {
         "pending_tokens": 0,
         "used_tokens": 0,
@@ -293,26 +293,26 @@ def test_changes_are_published_once_and_load_when_it_changed() -> None:
     }
     load = {"running": 1, "queued": 0, **idle}
     assert pipe.take() == [{"stored": [[A, None, 5]], "load": load}]
-    sender.publish(plan(2, prefill=1, tokens=700), now=0.05)  # too soon
+    sender.publish(plan(2, prefill=1, tokens=700), now_s=0.05)  # too soon
     assert pipe.take() == []
     scheduler.waiting_queue.append(None)
-    sender.publish(plan(2, prefill=1, tokens=700), now=0.11)
+    sender.publish(plan(2, prefill=1, tokens=700), now_s=0.11)
     load = {**idle, "pending_tokens": 710}
     assert pipe.take() == [{"load": {"running": 3, "queued": 1, **load}}]
     scheduler.waiting_queue.clear()
-    sender.publish(plan(0), now=0.12)  # soon, but an idle scheduler may sleep
+    sender.publish(plan(0), now_s=0.12)  # soon, but an idle scheduler may sleep
     assert pipe.take() == [{"load": {"running": 0, "queued": 0, **idle}}]
-    sender.publish(plan(0), now=5.0)
+    sender.publish(plan(0), now_s=5.0)
     assert pipe.take() == []
 
 
 def test_a_short_prefill_is_not_held_up_and_the_next_iteration_tells_all() -> None:
     cache, pipe = Cache(), Pipe()
-    sender = Publisher(Scheduler(), cache, pipe)
+    sender = EventPublisher(Scheduler(), cache, pipe)
     add(cache, 0xA)
-    sender.publish(plan(0, prefill=1, tokens=20), now=0.0)
+    sender.publish(plan(0, prefill=1, tokens=20), now_s=0.0)
     assert pipe.take() == []
-    sender.publish(plan(0, prefill=1, tokens=20), now=0.01)
+    sender.publish(plan(0, prefill=1, tokens=20), now_s=0.01)
     (told,) = pipe.take()
     assert told["stored"] == [[A, None, 5]]
     assert (told["load"]["running"], told["load"]["pending_tokens"]) == (1, 20)
@@ -329,45 +329,45 @@ def test_a_chunk_is_pending_once() -> None:
 
 def test_after_a_line_found_no_room_everything_is_sent_again() -> None:
     cache, pipe, scheduler = Cache(), Pipe(), Scheduler()
-    sender = Publisher(scheduler, cache, pipe)
+    sender = EventPublisher(scheduler, cache, pipe)
     add(cache, 0xA)
-    sender.publish(plan(1), now=0.0)
+    sender.publish(plan(1), now_s=0.0)
     pipe.take()
     pipe.room = 0
     add(cache, 0xB)
     with counted("event_lines_dropped", 1):
-        sender.publish(plan(1), now=0.0)
+        sender.publish(plan(1), now_s=0.0)
         add(cache, 0xC)
-        sender.publish(plan(1), now=0.0)
+        sender.publish(plan(1), now_s=0.0)
     pipe.room = 1
     with counted("event_lines_dropped", 1):
-        sender.publish(plan(1), now=0.0)  # room for the first line alone
+        sender.publish(plan(1), now_s=0.0)  # room for the first line alone
     pipe.room = 9
-    sender.publish(plan(1), now=0.0)
+    sender.publish(plan(1), now_s=0.0)
     first, second, third = pipe.take()[1:]
     assert first == {"cleared": True}
     assert second == {"stored": [[A, None, 5], [B, None, 5], [C, None, 5]]}
     assert third["load"]["running"] == 1
-    sender.publish(plan(1), now=0.0)
+    sender.publish(plan(1), now_s=0.0)
     assert pipe.take() == []
 
 
 def test_without_our_cache_load_alone_is_published() -> None:
     pipe = Pipe()
-    sender = Publisher(Scheduler(), None, pipe)
+    sender = EventPublisher(Scheduler(), None, pipe)
     pipe.room = 0
-    sender.publish(plan(1), now=0.0)
+    sender.publish(plan(1), now_s=0.0)
     pipe.room = 9
-    sender.publish(plan(1), now=1.0)
+    sender.publish(plan(1), now_s=1.0)
     assert [line.keys() for line in pipe.take()] == [{"cleared"}, {"load"}]
 
 
 def test_a_clear_and_what_is_stored_go_in_one_line() -> None:
     cache, pipe = Cache(), Pipe()
-    sender = Publisher(Scheduler(), cache, pipe)
-    cache.held.clear()
+    sender = EventPublisher(Scheduler(), cache, pipe)
+    cache.residency.clear()
     add(cache, 0xA)
-    sender.publish(plan(1), now=0.0)
+    sender.publish(plan(1), now_s=0.0)
     (told,) = pipe.take()
     assert (told["cleared"], told["stored"]) == (True, [[A, None, 5]])
 
@@ -377,5 +377,5 @@ def test_many_segments_go_in_lines_of_a_bounded_length(monkeypatch: pytest.Monke
     cache, pipe = Cache(), Pipe()
     for segment in (0xA, 0xB, 0xC):
         add(cache, segment)
-    Publisher(Scheduler(), cache, pipe).publish(plan(1), now=0.0)
+    EventPublisher(Scheduler(), cache, pipe).publish(plan(1), now_s=0.0)
     assert [len(line.get("stored", ())) for line in pipe.take()] == [2, 1]

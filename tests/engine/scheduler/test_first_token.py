@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from sgl_ext.engine.core.hints import Hints
 from sgl_ext.engine.core.request_context import WHOLE_PROMPT
 from sgl_ext.engine.scheduler import first_token
+from sgl_ext.engine.scheduler.request_state import RequestState
 from sgl_ext.settings.schema import EngineSettings
 from tests.engine.core.test_shared_prefixes import TOKENS, Tree, loaded, sglang
 
@@ -37,13 +38,13 @@ class Serving(Tree):
     def __init__(self, kind: str) -> None:
         super().__init__(kind)
         self.log: list[str] = []
-        checkpoint = self.cache._checkpoint
+        store = self.cache.store
 
         def logged(req: Any, **given: Any) -> None:
             self.log.append("stored")
-            checkpoint(req, **given)
+            store(req, **given)
 
-        self.cache._checkpoint = logged
+        self.cache.store = logged
 
     def begin(self, asked: Asked) -> Any:
         batch = sglang("managers.schedule_batch")
@@ -52,7 +53,8 @@ class Serving(Tree):
         segments = tuple(hash(tuple(ids[:end])) for end in range(1, len(ids) + 1))
         pins = ((WHOLE_PROMPT, 300.0),) if asked.is_marked else ()
         ends = tuple(range(1, len(ids) + 1))
-        req._sgl_ext_hints = Hints(segments, ends, pins, "", "s", 1.0, True, False, True)
+        hints = Hints(segments, ends, pins, "", "s", 1.0, True, False, True)
+        req.sgl_ext = RequestState(hints)
         self.admit(req)
         req.extend_end = len(ids)
         return req
@@ -65,6 +67,7 @@ class Serving(Tree):
         """Computes a batch; those of its requests that go on."""
         reqs = [self.begin(asked) for asked in batch]
         scheduler = SimpleNamespace(
+            tree_cache=self.cache,
             enable_hisparse=False,
             disaggregation_mode=SimpleNamespace(value=mode),
             load_publisher=SimpleNamespace(enable=False),
@@ -74,17 +77,17 @@ class Serving(Tree):
         )
 
         def process(*_: Any) -> None:
-            first_token.count_later(lambda _: self.log.append("counted"), scheduler)
+            first_token.publish_load_later(lambda _: self.log.append("counted"), scheduler)
             for req, asked in zip(reqs, batch, strict=True):
                 if asked.ends:
                     self.end(req)
                 else:
                     sglang("mem_cache.common").checkpoint_kv_cache(req, self.cache)
             self.log.append("sent")
-            first_token.settle(None)  # the hook after it
+            first_token.after_output(None, scheduler)
             self.log.append("reported")
 
-        first_token.send_first(process, scheduler, plan, None)
+        first_token.send_output_first(process, scheduler, plan, None)
         self.cache.sanity_check()
         return [req for req, asked in zip(reqs, batch, strict=True) if not asked.ends]
 
@@ -96,7 +99,7 @@ class Serving(Tree):
             cache.full_evictable_size(),
             cache.full_protected_size(),
             [(req.prefix_len, req.kv.cache_protected_len) for req in running],
-            sorted(cache.held.snapshot()),
+            sorted(cache.residency.snapshot()),
             sorted((pin.prefix, pin.hits, pin.deadline_s) for pin in cache.pins.pins),
         )
 
@@ -141,8 +144,11 @@ def test_whoever_sends_a_prompt_on_to_another_engine_has_it_stored_first() -> No
 
 
 def test_a_count_that_is_read_at_once_does_not_wait() -> None:
-    scheduler = SimpleNamespace(load_publisher=SimpleNamespace(enable=True))
-    assert first_token.count_later(lambda *_, **__: "counted", scheduler, force=True) == "counted"
+    scheduler: Any = SimpleNamespace(
+        tree_cache=SimpleNamespace(), load_publisher=SimpleNamespace(enable=True)
+    )
+    counted = first_token.publish_load_later(lambda *_, **__: "counted", scheduler, force=True)
+    assert counted == "counted"
 
 
 PROMPT = st.lists(st.sampled_from([1, 2, 7]), min_size=1, max_size=6)

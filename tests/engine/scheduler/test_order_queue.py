@@ -8,57 +8,60 @@ from typing import Any
 
 import pytest
 
-from scheduler.order import Served
 from sgl_ext.engine.core.hints import Hints
-from sgl_ext.engine.scheduler import priority, single_flight
+from sgl_ext.engine.scheduler import priority
+from sgl_ext.engine.scheduler.extension import extension_of
+from sgl_ext.engine.scheduler.request_state import RequestState, state_of
 from sgl_ext.settings.schema import EngineSettings, Tenant
 
 
 def request(owner: str, importance: int = 0) -> SimpleNamespace:
-    """A request as far as its place in the queue is concerned, of 100 tokens."""
+    """A request of 100 tokens, with the fields that its place in the queue depends on."""
     hints = Hints((), (), (), owner, "", 0.0, True, False, True)
     return SimpleNamespace(
         priority=importance,
         origin_input_ids=[0] * 100,
         output_ids=[],
         num_matched_prefix_tokens=0,
-        _sgl_ext_hints=hints,
+        sgl_ext=RequestState(hints),
     )
 
 
-def ordered(monkeypatch: pytest.MonkeyPatch, queue: list[Any], *tenants: Tenant) -> list[Any]:
+def ordered(queue: list[Any], *tenants: Tenant, now_s: float = 0.0) -> list[Any]:
     """The queue as the hook leaves it."""
-    policy = SimpleNamespace(
-        tree_cache=SimpleNamespace(supports_fast_match_prefix=lambda: True),
+    cache: Any = SimpleNamespace(
+        pins=SimpleNamespace(now_s=now_s), supports_fast_match_prefix=lambda: True
     )
-    monkeypatch.setattr(priority, "_settings", lambda: EngineSettings(tenants=tenants))
-    monkeypatch.setattr(priority, "_weights", priority._weights.__wrapped__)
-    monkeypatch.setattr(priority, "_served", Served())
-    monkeypatch.setattr(priority, "_is_ours", lambda _: True)
-    monkeypatch.setattr(priority, "keeper_of", lambda _: SimpleNamespace(now_s=0.0))
+    extension_of(cache).settings = EngineSettings(tenants=tenants)
+    policy: Any = SimpleNamespace(
+        tree_cache=cache,
+        enable_priority_scheduling=True,
+        schedule_low_priority_values_first=False,
+        policy=SimpleNamespace(value="fcfs"),
+    )
     priority.order_queue(lambda *_: None, policy, queue)
     return queue
 
 
-def test_a_tenant_of_weight_three_has_three_of_four_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def owners(queue: list[Any]) -> list[str]:
+    return [state_of(one).hints.owner for one in queue]  # type: ignore[union-attr]
+
+
+def test_a_tenant_of_weight_three_has_three_of_four_turns() -> None:
     queue = [request(owner) for owner in ("other", "people") for _ in range(12)]
-    turns = [
-        one._sgl_ext_hints.owner for one in ordered(monkeypatch, queue, Tenant("people", 0, 3))
-    ]
+    turns = owners(ordered(queue, Tenant("people", 0, 3)))
     for begin in range(0, 16, 4):
         assert Counter(turns[begin : begin + 4]) == {"people": 3, "other": 1}
 
 
-def test_without_weights_tenants_have_turns_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_weights_tenants_have_turns_alike() -> None:
     queue = [request(owner) for owner in ("other", "people") for _ in range(12)]
-    turns = [one._sgl_ext_hints.owner for one in ordered(monkeypatch, queue)]
-    assert Counter(turns[:8]) == {"people": 4, "other": 4}
+    assert Counter(owners(ordered(queue))[:8]) == {"people": 4, "other": 4}
 
 
-def test_a_weight_takes_nobody_over_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_weight_takes_nobody_over_a_step() -> None:
     queue = [request("people"), request("other", importance=1)]
-    first = ordered(monkeypatch, queue, Tenant("people", 0, 1000))[0]
-    assert first._sgl_ext_hints.owner == "other"
+    assert owners(ordered(queue, Tenant("people", 0, 1000)))[0] == "other"
 
 
 class Trying(SimpleNamespace):
@@ -114,11 +117,9 @@ def test_where_more_may_have_changed_all_are_tried(fields: dict[str, Any]) -> No
     assert [scheduler.defers() for _ in range(3)] == [False] * 3
 
 
-def test_nobody_waits_for_a_clock_where_nothing_runs_or_a_prefix_is_in_the_making(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_try_is_deferred_while_nothing_runs_or_after_a_request_waited_for_a_prefix() -> None:
     scheduler = Trying()
     assert [scheduler.defers(running=0) for _ in range(3)] == [False] * 3
     assert [scheduler.defers() for _ in range(2)] == [False, True]
-    monkeypatch.setattr(single_flight, "_awaited", True)
+    extension_of(scheduler.tree_cache).is_prefix_awaited = True
     assert [scheduler.defers() for _ in range(3)] == [False, False, True]

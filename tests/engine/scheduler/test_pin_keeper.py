@@ -70,14 +70,19 @@ class Cache:
 
 
 def keeper_of(cache: Cache, budget: int = 1000, page: int = 1) -> PinKeeper:
-    return PinKeeper(cache, Pins(budget_tokens=budget, page=page), page, tells=False)
+    return PinKeeper(cache, Pins(budget_tokens=budget, page=page), page, is_entry_rank=False)
 
 
 def prompt(name: int, tokens: int, cached: int = 0) -> Any:
     """A prompt of which no other name has any token."""
     ids = [name * 10_000 + at for at in range(tokens)]
     return SimpleNamespace(
-        origin_input_ids=ids, extra_key=None, cache_salt=None, cached_tokens=cached, priority=None
+        origin_input_ids=ids,
+        extra_key=None,
+        cache_salt=None,
+        cached_tokens=cached,
+        priority=None,
+        kv_hints=None,
     )
 
 
@@ -97,7 +102,7 @@ def marked(*ends: int, sent_s: float = 1.0, session: str = "s", is_reusable: boo
 
 def pin(keeper: PinKeeper, cache: Cache, req: Any, *ends: int, **told: Any) -> None:
     cache.add(req)
-    keeper.seen(req, marked(*ends, **told), len(req.origin_input_ids))
+    keeper.prompt_stored(req, marked(*ends, **told), len(req.origin_input_ids))
     assert_locked_once(keeper, cache)
 
 
@@ -117,7 +122,7 @@ def test_a_mark_is_pinned_once_it_is_resident_and_not_before() -> None:
     req = prompt(1, 100)
     cache.add(req)
     for resident, tokens in ((39, []), (40, [40]), (99, [40]), (100, [40, 100])):
-        keeper.seen(req, marked(40, WHOLE_PROMPT), resident)
+        keeper.prompt_stored(req, marked(40, WHOLE_PROMPT), resident)
         assert pinned(keeper) == tokens
         assert_locked_once(keeper, cache)
 
@@ -127,11 +132,11 @@ def test_a_mark_within_a_page_is_pinned_up_to_the_page_and_less_than_one_is_not(
     keeper = keeper_of(cache, page=16)
     pin(keeper, cache, prompt(1, 100), 15, 47)
     assert pinned(keeper) == [32]
-    keeper.seen(prompt(2, 100), marked(98, WHOLE_PROMPT), resident=95)
+    keeper.prompt_stored(prompt(2, 100), marked(98, WHOLE_PROMPT), resident=95)
     assert pinned(keeper) == [32]
     req = prompt(2, 100)
     cache.add(req)
-    keeper.seen(req, marked(98, WHOLE_PROMPT), resident=96)
+    keeper.prompt_stored(req, marked(98, WHOLE_PROMPT), resident=96)
     assert pinned(keeper) == [32, 96]
     assert_locked_once(keeper, cache)
 
@@ -143,7 +148,7 @@ def test_prefixes_share_whole_pages_alone() -> None:
         req = prompt(1, 100)
         req.origin_input_ids[40:] = [last] * 60
         cache.add(req)
-        keeper.seen(req, marked(WHOLE_PROMPT), 96)
+        keeper.prompt_stored(req, marked(WHOLE_PROMPT), 96)
         keeper.pins.check()
     assert keeper.tokens == 96 + 64
 
@@ -189,9 +194,9 @@ def test_time_displacement_deletion_and_an_ended_session_unlock() -> None:
     assert cache.locks == {}
     pin(keeper, cache, prompt(4, 60), 30, WHOLE_PROMPT, sent_s=400)
     pin(keeper, cache, prompt(4, 30, cached=30), sent_s=401, session="another")
-    keeper.ended(marked(session="s")._replace(owner="another tenant"))
+    keeper.end_session(marked(session="s")._replace(owner="another tenant"))
     assert pinned(keeper) == [30, 60], "a session is its tenant's, whatever others call theirs"
-    keeper.ended(marked(session="s"))
+    keeper.end_session(marked(session="s"))
     assert pinned(keeper) == [30], "what another session read is not for this one to end"
     assert_locked_once(keeper, cache)
 
@@ -295,7 +300,7 @@ def test_whatever_happens_every_pin_is_locked_once_and_nothing_else() -> None:
             doing: list[Callable[[], object]] = [
                 lambda: keeper.make_room(is_enough),  # noqa: B023
                 lambda: keeper.admit(req, is_enough),  # noqa: B023
-                lambda: keeper.ended(marked(session="1")),  # noqa: B023
+                lambda: keeper.end_session(marked(session="1")),  # noqa: B023
                 cache.evict,
                 lambda: None,
             ]

@@ -20,6 +20,7 @@ import pytest
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.hints import Hints
 from sgl_ext.engine.core.request_context import WHOLE_PROMPT
+from sgl_ext.engine.scheduler.request_state import RequestState
 from sgl_ext.settings.schema import EngineSettings
 
 pytestmark = pytest.mark.engine
@@ -54,7 +55,7 @@ class Model:
             False, self.rows, allocator, 1, tree_components=tree, tree_core_backend=core
         )
         params.sliding_window_size = WINDOW
-        self.cache = loaded("sgl_ext.engine.scheduler.radix_cache").HeldCache(params)
+        self.cache = loaded("sgl_ext.engine.scheduler.radix_cache").ExtendedRadixCache(params)
         self.keeper = self.cache.pins
         assert self.cache._tree_core_backend == core
 
@@ -128,7 +129,7 @@ class Model:
         batch = sglang("managers.schedule_batch")
         req = batch.Req(str(next(NUMBERS)), "", array("q", ids), batch.SamplingParams())
         told = tuple((end, 300.0) for end in pins)
-        req._sgl_ext_hints = Hints((), (), told, "", "s", sent_s, True, False, True)
+        req.sgl_ext = RequestState(Hints((), (), told, "", "s", sent_s, True, False, True))
         req.init_next_round_input(cache)
         req.lock = cache.lock(req.last_node)
         allocation.alloc_req_slots(self.rows, [req], cache)

@@ -24,7 +24,7 @@ import requests
 from prometheus_client.parser import text_string_to_metric_families
 from sgl_ext_cpu.nursery import Nursery
 
-from sgl_ext.engine.scheduler.clock import TICK_S
+from sgl_ext.engine.scheduler.iteration import TICK_S
 from sgl_ext.settings.schema import EngineSettings, Tenant
 from tests.engine.scheduler.test_event_publisher import (
     ONE,

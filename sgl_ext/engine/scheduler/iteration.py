@@ -1,0 +1,68 @@
+"""Hooks on each iteration of the scheduler: time and orders come in, events go out.
+
+All ranks of an engine must decide alike, so none of them reads a clock to decide. The entry rank
+broadcasts its clock together with the requests: a tick a second while there are pins or work, and
+at once when the HTTP process wants a prefix to be unpinned.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from sgl_ext.engine.scheduler import slice_gate
+from sgl_ext.engine.scheduler.event_publisher import EventChannel, EventPublisher
+from sgl_ext.engine.scheduler.extension import extension_of
+from sgl_ext.engine.scheduler.orders import Order
+from sgl_ext.engine.sglang_types import NextBatchPlan, Scheduler
+
+TICK_S = 1.0
+_logger = logging.getLogger(__name__)
+
+
+def send_orders(aborts: list[Any], scheduler: Scheduler) -> list[Any]:
+    """After `Scheduler._poll_timeout_aborts`, which runs on entry ranks: adds an order if one is
+    due."""
+    extension = extension_of(scheduler.tree_cache)
+    pins = extension.pins
+    if pins is None:
+        return aborts
+    unpin = extension.orders.take() if extension.is_entry_rank else ()
+    now_s = time.monotonic()
+    is_due = now_s >= pins.now_s + TICK_S and (
+        len(pins.pins) or scheduler.waiting_queue or not scheduler.running_batch.is_empty()
+    )
+    return [*aborts, Order(now_s, unpin)] if is_due or unpin else aborts
+
+
+def take_orders(
+    original: Callable[[Scheduler, list[Any]], None], scheduler: Scheduler, requests: list[Any]
+) -> None:
+    """Around `Scheduler.process_input_requests`: carries out orders, hands the rest on with
+    prefill slices last, and rejects the slices that cannot run now."""
+    extension = extension_of(scheduler.tree_cache)
+    orders = [request for request in requests if isinstance(request, Order)]
+    if orders:
+        requests = [request for request in requests if not isinstance(request, Order)]
+        pins = extension.pins
+        assert pins is not None, "only a scheduler that has pins sends orders"
+        for order in orders:
+            pins.advance(order.now_s)
+            pins.release_named(order.unpin)
+    original(scheduler, slice_gate.slices_last(extension, requests))
+    slice_gate.reject_slices(extension, scheduler)
+
+
+def publish_events(plan: NextBatchPlan, scheduler: Scheduler, *_: Any, **__: Any) -> None:
+    """After `Scheduler.get_next_batch_to_run`: publishes what changed since the last iteration."""
+    extension = extension_of(scheduler.tree_cache)
+    if not extension.is_entry_rank:
+        return
+    if extension.publisher is None:
+        if extension.cache is None:
+            name = type(scheduler.tree_cache).__name__
+            _logger.warning(f"sgl-ext: {name} is SGLang's own: only its load is published")
+        extension.publisher = EventPublisher(scheduler, extension.cache, EventChannel())
+    extension.publisher.publish(plan, time.monotonic())
