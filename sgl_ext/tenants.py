@@ -1,7 +1,7 @@
-"""Who shares the engines, and what each of them may have.
+"""Tenants: the teams that share the engines, and their settings.
 
-A request is of the tenant that its `x-tenant-id` names. Where API keys are configured, the
-balancer sets it, by the key; elsewhere the name is believed, and a proxy has to set it.
+`x-tenant-id` names the tenant of a request. With API keys the balancer sets this header by the
+key. Without them the header is trusted, and a proxy has to set it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from sgl_ext.settings.schema import Tenant
 
 
 class Tenants:
-    """All tenants: those of the configuration, and others, who all may have the same.
+    """The configured tenants, and defaults for all others.
 
-    weights: of those that are named; others have 1.
+    weights: those of configured tenants; others have 1.
     """
 
     def __init__(self, named: Sequence[Tenant] = (), max_priority: int = LIMIT) -> None:
@@ -25,9 +25,9 @@ class Tenants:
         self.weights: Mapping[str, float] = {tenant.name: tenant.weight for tenant in named}
 
     def of(self, name: str) -> Tenant:
-        """The tenant of that name, with `max_priority` and weight 1 if it is not configured."""
+        """The tenant of this name; `max_priority` and weight 1 apply if it is not configured."""
         return self._named.get(name) or Tenant(name, self._max_priority)
 
     def asking(self, headers: Mapping[str, str]) -> Tenant:
-        """The tenant whose request has these headers; they have lower-case names."""
+        """The tenant of a request with these headers, whose names are in lower case."""
         return self.of(headers.get(TENANT_HEADER, ""))
