@@ -1,15 +1,21 @@
-"""What several test folders share: the local model, and a running node of real engines."""
+"""What several test folders share: the tiny model, starts of real engines, and their marker."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import hypothesis
 import pytest
-from sgl_ext_cpu.node import Node, local_model, running_node
+from sgl_ext_cpu.node import FORKING, ROOT, Node, StartNode, local_model, running_node
 from sgl_ext_cpu.nursery import Nursery
+
+# Every process that a test starts uses the helpers of this checkout.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, (str(ROOT / "launch/cpu"), os.environ.get("PYTHONPATH")))
+)
 
 # Engines may be starting beside a property test: its speed is no assertion.
 hypothesis.settings.register_profile("sgl_ext", deadline=None, derandomize="CI" in os.environ)
@@ -32,9 +38,48 @@ def nursery() -> Iterator[Nursery]:
 
 
 @pytest.fixture(scope="session")
-def node(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    """Two real engines behind a balancer, for tests that leave them standing."""
-    with running_node(
-        tiny_model, tmp_path_factory.mktemp("node"), "--instances", "2", "--diagnose"
-    ) as started:
+def start_node(tiny_model: Path) -> StartNode:
+    """Starts a node of the tiny model: `start_node(log_dir, *flags, environment=...)`.
+
+    Its engines are forked, which halves the time of a start.
+    """
+
+    def start(
+        log_dir: Path, *flags: str, environment: Mapping[str, str] = FORKING
+    ) -> AbstractContextManager[Node]:
+        return running_node(tiny_model, log_dir, *flags, environment=environment)
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def node(start_node: StartNode, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    """Two real engines and a balancer in front of them, for tests that do not harm them."""
+    with start_node(tmp_path_factory.mktemp("node"), "--instances", "2", "--diagnose") as started:
         yield started
+
+
+# Every test that starts a real SGLang process does it through one of these fixtures.
+STARTS_ENGINES = {"nursery", "start_node"}
+# Tests that share one of these run in the same process, so that it is started once.
+SHARED_NODES = ("node", "scripted")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark tests of real engines, and keep together what pytest-xdist must not split."""
+    for item in items:
+        fixtures = set(getattr(item, "fixturenames", ()))
+        if fixtures & STARTS_ENGINES:
+            item.add_marker(pytest.mark.engine)
+        if config.pluginmanager.hasplugin("xdist"):
+            shared = [name for name in SHARED_NODES if name in fixtures]
+            item.add_marker(pytest.mark.xdist_group(shared[0] if shared else str(item.path)))
+    if hasattr(config, "workerinput"):
+        # The longest groups first, so that both processes end at about the same time.
+        items.sort(key=_order)
+
+
+def _order(item: pytest.Item) -> tuple[bool, bool]:
+    uses_node = "node" in getattr(item, "fixturenames", ())
+    return item.get_closest_marker("engine") is None, not uses_node

@@ -77,7 +77,6 @@ def test_every_metric_exists() -> None:
         assert f'"{name}"' in source, name
 
 
-@pytest.mark.engine
 def test_the_pages_of_a_node_have_them(node: Node) -> None:
     body = {"model": "m", "max_tokens": 2, "messages": [{"role": "user", "content": "Count."}]}
     assert node.post("/v1/chat/completions", body).status_code == 200

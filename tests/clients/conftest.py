@@ -18,7 +18,7 @@ import anthropic
 import openai
 import pytest
 import requests
-from sgl_ext_cpu.node import FORKING, ROOT, Node, running_node
+from sgl_ext_cpu.node import FORKING, ROOT, Node, StartNode
 
 from sgl_ext import keys
 from tests.clients import scripts
@@ -88,7 +88,7 @@ def api_keys(keys_file: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def scripted(
-    tiny_model: Path,
+    start_node: StartNode,
     homes: dict[str, Path],
     keys_file: Path,
     api_keys: dict[str, str],
@@ -109,7 +109,7 @@ def scripted(
     script.write_text("".join(json.dumps(line) + "\n" for line in lines))
     environment = {**FORKING, "SGL_EXT_CPU_SCRIPT": str(script)}
     flags = ("--instances", "2", "--keys", str(keys_file))
-    with running_node(tiny_model, folder / "logs", *flags, environment=environment) as started:
+    with start_node(folder / "logs", *flags, environment=environment) as started:
         yield started
 
 

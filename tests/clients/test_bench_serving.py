@@ -8,10 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from sgl_ext_cpu.node import Node
-
-pytestmark = pytest.mark.engine
 
 _GROUPS, _PROMPTS, _SHARED, _OWN, _ANSWER = 4, 4, 512, 32, 8
 

@@ -15,8 +15,6 @@ from sgl_ext_cpu.node import Node
 
 from tests.clients.scripts import ODD_CALLS, ODD_PROMPT, ODD_WORD
 
-pytestmark = pytest.mark.engine
-
 _SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}}
 _DECLARED = ("read_file", "search")
 _SAID_AND_CALLED = [ODD_WORD, *ODD_CALLS]

@@ -18,8 +18,6 @@ from sgl_ext_cpu.node import Node
 
 from sgl_ext.engine.http.error_middleware import is_shaped
 
-pytestmark = pytest.mark.engine
-
 _TRIES = 130
 _WRONG: list[Any] = [
     *(None, True, 0, -1, 2**63, 1e300, "", "x", [], {}, [[]], [None], {"type": 5}, [{"type": []}]),

@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import requests
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
@@ -20,8 +19,6 @@ from sgl_ext_cpu.node import Node
 
 from sgl_ext.protocols import routes
 from tests.clients.test_fuzz import problem
-
-pytestmark = pytest.mark.engine
 
 _TRIES = 6
 _SLOW = {"/v1/chat/completions", "/v1/completions", "/invocations", "/vertex_generate"}

@@ -14,8 +14,6 @@ from sgl_ext_cpu.node import Node
 from tests.clients.agents import Turn, assert_read_from_cache, prompt_tokens, read_tokens
 from tests.clients.scripts import SDK_ANSWER, SDK_CALLS, SDK_PROMPT, SDK_THOUGHT, SDK_WORD
 
-pytestmark = pytest.mark.engine
-
 _TURNS = 3
 _TOKENS = 400
 _RESULT = "Nothing of note. " * 20

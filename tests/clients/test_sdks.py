@@ -6,8 +6,6 @@ import anthropic
 import openai
 import pytest
 
-pytestmark = pytest.mark.engine
-
 _TOKENS = 8
 _MESSAGES = [{"role": "user", "content": "Say hello."}]
 

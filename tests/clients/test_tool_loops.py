@@ -27,7 +27,7 @@ from tests.clients.agents import (
 )
 from tests.clients.scripts import NEW, OLD, asked, mended
 
-pytestmark = [pytest.mark.engine, pytest.mark.npm]
+pytestmark = pytest.mark.npm
 
 _CLAUDE_CODE, _CODEX = ("Ann", "Bob"), ("Cleo", "Dan")
 _Events = Sequence[dict[str, Any]]

@@ -11,8 +11,6 @@ import pytest
 import requests
 from sgl_ext_cpu.node import Node
 
-pytestmark = pytest.mark.engine
-
 USER = {"role": "user", "content": "Go on."}
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string", "maxLength": 4}}}
 SCHEMA["required"] = ["path"]

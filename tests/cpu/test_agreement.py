@@ -31,12 +31,9 @@ SETTINGS = {
     "two ranks": (["--tp", "2"], {"SGLANG_CPU_OMP_THREADS_BIND": "0|0"}),
 }
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.parametrize(
-        "engine", list(SETTINGS.values()), ids=list(SETTINGS), indirect=True, scope="module"
-    ),
-]
+pytestmark = pytest.mark.parametrize(
+    "engine", list(SETTINGS.values()), ids=list(SETTINGS), indirect=True, scope="module"
+)
 
 
 class Reference:

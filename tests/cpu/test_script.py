@@ -191,7 +191,6 @@ def crowded(
         yield engine
 
 
-@pytest.mark.engine
 def test_an_engine_says_exactly_what_is_written(
     crowded: Engine, tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -214,13 +213,11 @@ def test_an_engine_says_exactly_what_is_written(
     assert "Number" not in other["text"]
 
 
-@pytest.mark.engine
 def test_no_client_brings_code(crowded: Engine) -> None:
     with pytest.raises(AssertionError, match=r"400 .*custom_logit_processor"):
         crowded.post("/generate", {"text": "Hello", "custom_logit_processor": "code"})
 
 
-@pytest.mark.engine
 def test_a_bad_script_stops_the_start(nursery: Nursery, tiny: Path, tmp_path: Path) -> None:
     script = written_to(tmp_path, '{"after": "a", "text": 1}')
     log = tmp_path / "log"

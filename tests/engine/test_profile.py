@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from sgl_ext_cpu.node import Node
-
-pytestmark = pytest.mark.engine
 
 
 def test_every_engine_writes_a_trace(node: Node, tmp_path: Path) -> None:

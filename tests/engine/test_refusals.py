@@ -3,27 +3,45 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
+from sgl_ext_cpu.node import free_port
+from sgl_ext_cpu.nursery import Nursery
 
 from sgl_ext.engine import preflight, startup
 from sgl_ext.engine.core import acknowledgements
+from tests.waiting import until
 
-pytestmark = pytest.mark.engine
+
+class FailedStart(NamedTuple):
+    """How an engine ended that did not start."""
+
+    status: int
+    output: str
 
 
-def start_of_engine(model: Path, *flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Runs an engine that is expected to refuse, to its end."""
-    command = [sys.executable, "-m", "sgl_ext.engine.serve", "--model-path", str(model)]
-    command += ["--port", "0", "--max-total-tokens", "4096", *flags]
-    environment = {**os.environ, "SGLANG_PLATFORM": "sgl_ext_cpu", **environ}
-    return subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+Start = Callable[..., FailedStart]
+
+
+@pytest.fixture
+def failed_start(nursery: Nursery, tiny_model: Path, tmp_path: Path) -> Start:
+    """Starts an engine that is expected to refuse, and returns how it ended."""
+
+    def start(*flags: str, **environ: str) -> FailedStart:
+        command = ["--model-path", str(tiny_model), "--port", str(free_port()), *flags]
+        log = tmp_path / "engine.log"
+        server = nursery.start(command, log, "sgl_ext.engine.serve", {**os.environ, **environ})
+        try:
+            until(lambda: not server.running())
+            return FailedStart(server.exit_status() or 0, log.read_text())
+        finally:
+            server.stop()
+
+    return start
 
 
 def another_plugin(folder: Path, code: str) -> str:
@@ -36,17 +54,19 @@ def another_plugin(folder: Path, code: str) -> str:
     return str(folder)
 
 
-def test_a_missing_symbol_stops_the_start_and_is_named(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_missing_symbol_stops_the_start_and_is_named(failed_start: Start, tmp_path: Path) -> None:
     path = another_plugin(
         tmp_path, "import sglang.srt.entrypoints.http_server as server; del server.ORJSONRequest"
     )
-    ended = start_of_engine(tiny_model, PYTHONPATH=path)
-    assert ended.returncode != 0
-    assert "sglang.srt.entrypoints.http_server.ORJSONRequest.json" in ended.stderr
-    assert "SGLang 0.5.23" in ended.stderr
+    ended = failed_start(PYTHONPATH=path)
+    assert ended.status != 0
+    assert "sglang.srt.entrypoints.http_server.ORJSONRequest.json" in ended.output
+    assert "SGLang 0.5.23" in ended.output
 
 
-def test_a_scheduler_without_the_plugin_stops_the_start(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_scheduler_without_the_plugin_stops_the_start(
+    failed_start: Start, tmp_path: Path
+) -> None:
     code = """
     import os
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -58,9 +78,9 @@ def test_a_scheduler_without_the_plugin_stops_the_start(tiny_model: Path, tmp_pa
     HookRegistry.register(launch, hide_plugin, HookType.BEFORE)
 """
     path = another_plugin(tmp_path, code)
-    ended = start_of_engine(tiny_model, PYTHONPATH=path, SGL_EXT_CPU_FORK="1")
-    assert ended.returncode != 0
-    assert "--radix-cache-backend='sgl_ext' is not registered" in ended.stderr
+    ended = failed_start(PYTHONPATH=path)
+    assert ended.status != 0
+    assert "--radix-cache-backend='sgl_ext' is not registered" in ended.output
 
 
 def test_a_scheduler_that_left_no_receipt_stops_the_start(
@@ -76,11 +96,11 @@ def test_a_scheduler_that_left_no_receipt_stops_the_start(
         startup.await_receipts((None, None, None, schedulers))
 
 
-def test_several_tokenizer_workers_are_refused_by_name(tiny_model: Path) -> None:
-    ended = start_of_engine(tiny_model, "--tokenizer-worker-num", "2")
-    assert ended.returncode != 0
-    assert "--tokenizer-worker-num" in ended.stderr
-    assert "sgl-ext" in ended.stderr
+def test_several_tokenizer_workers_are_refused_by_name(failed_start: Start) -> None:
+    ended = failed_start("--tokenizer-worker-num", "2")
+    assert ended.status != 0
+    assert "--tokenizer-worker-num" in ended.output
+    assert "sgl-ext" in ended.output
 
 
 @pytest.mark.parametrize(
@@ -93,12 +113,12 @@ def test_several_tokenizer_workers_are_refused_by_name(tiny_model: Path) -> None
     ],
 )
 def test_an_environment_that_cannot_be_is_refused_by_name(
-    tiny_model: Path, name: str, value: str
+    failed_start: Start, name: str, value: str
 ) -> None:
-    ended = start_of_engine(tiny_model, **{name: value})
-    assert ended.returncode != 0
-    assert (name if value != '{"strip_headers": ["two words"]}' else "two words") in ended.stderr
-    assert "Traceback" not in ended.stderr
+    ended = failed_start(**{name: value})
+    assert ended.status != 0
+    assert (name if value != '{"strip_headers": ["two words"]}' else "two words") in ended.output
+    assert "Traceback" not in ended.output
 
 
 def test_another_sglang_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,6 @@ from sgl_ext_cpu.node import Node, running_balancer
 from sgl_ext.doctor.__main__ import main
 from tests.doctor.prompts import CHAT, RULE, turns
 
-pytestmark = pytest.mark.engine
-
 
 def asked(node: Node, agent: str, count: int, begin: str) -> tuple[int, int]:
     """A turn's prompt tokens, and how many of them an engine did not have."""

@@ -12,8 +12,6 @@ import pytest
 import requests
 from sgl_ext_cpu.node import Node
 
-pytestmark = pytest.mark.engine
-
 _WORDS = ("the", "agent", "reads", "a", "file", "and", "writes", "what", "it", "found")
 _fresh = count(1)
 _TOOL = {

@@ -13,11 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 import requests
-from sgl_ext_cpu.node import FORKING, ROOT, Node, free_port, running_node
+from sgl_ext_cpu.node import ROOT, Node, StartNode
 
 from tests.waiting import until
 
-pytestmark = pytest.mark.engine
 # More tokens than the test will wait for: the stream runs until something ends it.
 ENDLESS = {
     "model": "m",
@@ -28,17 +27,16 @@ ENDLESS = {
 
 
 @pytest.fixture
-def own_node(tiny_model: Path, tmp_path: Path) -> Iterator[Node]:
+def own_node(start_node: StartNode, tmp_path: Path) -> Iterator[Node]:
     """One engine behind a balancer, for a test that breaks it."""
-    with running_node(tiny_model, tmp_path, "--drain-s", "5") as started:
+    with start_node(tmp_path, "--drain-s", "5", environment={}) as started:
         yield started
 
 
 @pytest.fixture
-def forking_node(tiny_model: Path, tmp_path: Path) -> Iterator[Node]:
+def forking_node(start_node: StartNode, tmp_path: Path) -> Iterator[Node]:
     """The same, with an engine that is soon back."""
-    flags = ("--drain-s", "5")
-    with running_node(tiny_model, tmp_path, *flags, environment=FORKING) as started:
+    with start_node(tmp_path, "--drain-s", "5") as started:
         yield started
 
 
@@ -105,34 +103,22 @@ def test_sigterm_lets_a_running_answer_finish_and_takes_no_new_one(own_node: Nod
     assert alive == []
 
 
-def launch(*flags: str) -> subprocess.CompletedProcess[str]:
-    """Runs a launcher that is expected to end by itself."""
-    command = [sys.executable, "-m", "sgl_ext.launch", *flags]
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
-
-
-def test_a_flag_that_sglang_refuses_ends_the_start_with_its_own_words(
-    tiny_model: Path, tmp_path: Path
+def test_a_flag_that_sglang_does_not_know_ends_the_start_with_sglangs_own_message(
+    start_node: StartNode, tmp_path: Path
 ) -> None:
-    flags = [
-        "--model-path",
-        str(tiny_model),
-        "--port",
-        str(free_port()),
-        "--log-dir",
-        str(tmp_path),
-    ]
-    ended = launch(*flags, "--no-such-flag", "7")
-    assert ended.returncode == 1
-    assert "engine-0 ended with exit code" in ended.stderr
-    assert "unrecognized arguments: --no-such-flag 7" in ended.stderr
-    assert "launch.py" not in ended.stderr
+    with pytest.raises(RuntimeError) as failed, start_node(tmp_path, "--no-such-flag", "7"):
+        pass
+    output = str(failed.value)
+    assert "status=1" in output
+    assert "engine-0 ended with exit code" in output
+    assert "unrecognized arguments: --no-such-flag 7" in output
+    assert "launch.py" not in output
 
 
 def test_bad_configuration_stops_before_a_process_starts(tmp_path: Path) -> None:
-    ended = launch("--model-path", "m", "--instances", "0", "--log-dir", str(tmp_path / "logs"))
+    command = [sys.executable, "-m", "sgl_ext.launch", "--model-path", "m", "--instances", "0"]
+    command += ["--log-dir", str(tmp_path / "logs")]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 1
     assert ended.stderr == "sgl-ext: --instances='0': must be an integer of at least 1\n"
     assert not os.path.exists(tmp_path / "logs")

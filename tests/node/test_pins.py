@@ -5,27 +5,25 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
-from sgl_ext_cpu.node import FORKING, Node, running_node
+from sgl_ext_cpu.node import Node, StartNode
 
 from tests.waiting import until
 
-pytestmark = pytest.mark.engine
 _WORDS = ("the", "agent", "reads", "a", "file", "and", "writes", "what", "it", "found")
 _POOL = 2048
 _fresh = count(1)
 
 
 @pytest.fixture(scope="module")
-def small_node(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+def small_node(start_node: StartNode, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     """Two engines with small caches behind a balancer."""
     flags = ("--instances", "2", "--max-total-tokens", str(_POOL), "--pin-budget", "0.5")
     logs = tmp_path_factory.mktemp("pins")
-    with running_node(tiny_model, logs, *flags, environment=FORKING) as started:
+    with start_node(logs, *flags) as started:
         yield started
 
 

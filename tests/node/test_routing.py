@@ -5,13 +5,11 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import pytest
 import requests
 from sgl_ext_cpu.node import Node
 
 from tests.waiting import until
 
-pytestmark = pytest.mark.engine
 CHAT = "/v1/chat/completions"
 
 

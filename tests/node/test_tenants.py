@@ -11,12 +11,10 @@ from typing import Any
 
 import pytest
 import requests
-from sgl_ext_cpu.node import Node, running_node
+from sgl_ext_cpu.node import Node, StartNode
 
 from sgl_ext import keys
 from tests.waiting import until
-
-pytestmark = pytest.mark.engine
 
 MESSAGES, CHAT, RESPONSES = "/v1/messages", "/v1/chat/completions", "/v1/responses"
 _WORDS = ("the", "agent", "reads", "a", "file", "and", "writes", "what", "it", "found")
@@ -59,7 +57,7 @@ class Office:
 
 
 @pytest.fixture(scope="module")
-def office(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Office]:
+def office(start_node: StartNode, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Office]:
     """One engine behind a balancer that knows its callers by their keys."""
     folder = tmp_path_factory.mktemp("tenants")
     path = folder / "keys.toml"
@@ -70,9 +68,8 @@ def office(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     groups = ("--tenant", "bob:cache_group=team", "--tenant", "mate:cache_group=team")
     share = folder / "share.jsonl"
     share.write_text(json.dumps(message(LISTED, messages=[])))
-    with running_node(
-        tiny_model, folder / "logs", *flags, *groups, "--shared-prefixes", str(share)
-    ) as node:
+    flags += ("--shared-prefixes", str(share))
+    with start_node(folder / "logs", *flags, *groups) as node:
         yield Office(node, path, held)
 
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -62,6 +62,10 @@ class Node:
         pages = [requests.get(f"{engine}/metrics", timeout=30).text for engine in self.engines]
         found = [[line for line in p.splitlines() if line.startswith(name)] for p in pages]
         return [sum(float(line.rsplit(" ", 1)[1]) for line in lines) for lines in found]
+
+
+StartNode = Callable[..., AbstractContextManager[Node]]
+"""Starts a node with a log directory and flags of the launcher."""
 
 
 def local_model(size: str) -> Path:
@@ -140,7 +144,8 @@ def running_process(
         while not ready():
             if process.poll() is not None or time.monotonic() > deadline:
                 text = log.read_text(errors="replace")[-8000:]
-                raise RuntimeError(f"{' '.join(command)} did not start:\n{text}")
+                status = process.poll()
+                raise RuntimeError(f"{' '.join(command)} did not start ({status=}):\n{text}")
             time.sleep(0.05)
         yield process
     finally:

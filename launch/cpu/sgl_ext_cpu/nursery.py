@@ -55,7 +55,12 @@ class Server:
 
     def running(self) -> bool:
         """Whether its first process still runs."""
-        return bool(self._nursery.ask({"running": self.pid}))
+        return self.exit_status() is None
+
+    def exit_status(self) -> int | None:
+        """Its first process's exit status, negative for a signal; None while it runs."""
+        status: int | None = self._nursery.ask({"status": self.pid})
+        return status
 
     def stop(self) -> None:
         """Kill it and all its processes, whatever they are doing. May be called again."""
@@ -139,12 +144,14 @@ def main(modules: Sequence[str]) -> None:
     try:
         for line in iter(orders.readline, ""):
             order = json.loads(line)
-            answer: int | bool = True
+            answer: int | bool | None = True
             if "start" in order:
-                answer = _fork(order, orders, answers)
-                servers.add(answer)
-            elif "running" in order:
-                answer = order["running"] in servers and not _ended(order["running"])
+                server = _fork(order, orders, answers)
+                servers.add(server)
+                answer = server
+            elif "status" in order:
+                server = order["status"]
+                answer = _exit_status(server) if server in servers else -signal.SIGKILL
             elif order["stop"] in servers:
                 servers.remove(order["stop"])
                 _end(order["stop"])
@@ -169,6 +176,8 @@ def _fork(order: dict[str, Any], orders: TextIO, answers: TextIO) -> int:
         os.dup2(log, 2)
         os.dup2(log, answers.fileno())
         os.environ.update(order["environment"])
+        # A new interpreter would do the same with the variable.
+        sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
         gc.enable()
         fork_children()
         sys.argv = [order["start"], *order["flags"]]
@@ -208,8 +217,11 @@ def _load_plugins_again() -> None:
     plugins._plugins_loaded = False
 
 
-def _ended(server: int) -> bool:
-    return os.waitid(os.P_PID, server, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+def _exit_status(server: int) -> int | None:
+    ended = os.waitid(os.P_PID, server, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if ended is None:
+        return None
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
 
 def _end(server: int) -> None:

@@ -20,8 +20,6 @@ from sgl_ext.requests.cache_marks import NO_MARKS
 from sgl_ext.requests.priority import Importance
 from sgl_ext.requests.segments import Chain
 
-pytestmark = pytest.mark.engine
-
 CHAIN = Chain((1, 2**128 - 1), (10, 2**40))
 OWN = {"action_id": "1", "action_type": "another", "action_version": "3", "payload": {"a": 1}}
 ENVELOPE = {"protocol_version": "7", "message_id": "mine", "actions": [OWN]}

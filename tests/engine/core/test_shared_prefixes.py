@@ -28,8 +28,6 @@ from sgl_ext.engine.scheduler.request_state import RequestState
 from sgl_ext.engine.scheduler.single_flight import FOLLOW_TOKENS
 from sgl_ext.settings.schema import EngineSettings
 
-pytestmark = pytest.mark.engine
-
 TOKENS = 1000
 GROUPS = ("alice", "bob")
 _names = count(1)

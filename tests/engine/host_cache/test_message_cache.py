@@ -20,8 +20,6 @@ from sgl_ext.engine.host_cache.message_cache import MessageCache
 from sgl_ext.engine.http.cache_hooks import dump_message
 from sgl_ext.engine.http.extension import HttpExtension, installed
 
-pytestmark = pytest.mark.engine
-
 PATH = "/v1/messages"
 WORDS = st.sampled_from(["", "a", "b", " c\n", "\u00e9"])
 INPUTS = st.dictionaries(

@@ -158,7 +158,6 @@ def test_a_converted_prompt_is_the_cache_s_own_array(
     assert type(encode_prompt(whole, tokenizer, text)) is list
 
 
-@pytest.mark.engine
 def test_one_answer_several_and_a_continued_one_have_the_same_prompt(node: Node) -> None:
     said = [{"role": "user", "content": "Say where it is. " * 20}]
     body = {"model": "m", "max_tokens": 2, "temperature": 0, "messages": said}

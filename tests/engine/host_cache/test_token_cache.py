@@ -12,7 +12,6 @@ from sgl_ext.engine.host_cache.token_cache import TokenCache
 from sgl_ext.engine.http.cache_hooks import encode_prompt
 from sgl_ext.engine.http.extension import HttpExtension
 
-pytestmark = pytest.mark.engine
 TURN = "<|im_start|>user\nHello there<|im_end|>\n<|im_start|>assistant\n"
 PLAIN = {"add_special_tokens": False}
 

@@ -15,8 +15,6 @@ from sgl_ext_cpu.node import Node
 
 from tests.requests.test_system_text import CASES, HEADER, S, text
 
-pytestmark = pytest.mark.engine
-
 LEFT = {
     "/v1/messages": {"max_tokens": 1, "messages": [{"role": "user", "content": "hello"}]},
     "/v1/messages/count_tokens": {},

@@ -13,8 +13,6 @@ import pytest
 
 from sgl_ext.engine.http.thinking import drops_thinking
 
-pytestmark = pytest.mark.engine
-
 PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 THINKS = "{% for m in messages %}[{{ m.role }}]{{ m.reasoning_content }}{{ m.content }}{% endfor %}"
 IN_LOOPS = """{% set ns = namespace(last=0) %}

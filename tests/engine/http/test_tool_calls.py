@@ -17,8 +17,6 @@ from sgl_ext.engine.http.tool_calls import (
     release_space,
 )
 
-pytestmark = pytest.mark.engine
-
 DECLARED = ("look", "write")
 CALLS = [
     ("look", {"path": "/a/b.py"}),

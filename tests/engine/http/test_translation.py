@@ -13,8 +13,6 @@ from sgl_ext.engine.core.request_context import RequestContext, put_on
 from sgl_ext.engine.http.translation import convert_messages, keep_budget, model_of, name_namespaces
 from sgl_ext.requests.protocol import Model
 
-pytestmark = pytest.mark.engine
-
 TOOLS = [{"type": "namespace", "name": "agents", "tools": [{"type": "function", "name": "spawn"}]}]
 
 

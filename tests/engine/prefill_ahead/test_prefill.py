@@ -33,8 +33,6 @@ from tests.engine.scheduler.test_event_publisher import (
 )
 from tests.waiting import until as until_within
 
-pytestmark = pytest.mark.engine
-
 SLICE = 256
 SLACK = 24  # what pages, a turn's header, and the last token cost
 MESSAGES, CHAT, RESPONSES = "/v1/messages", "/v1/chat/completions", "/v1/responses"

@@ -17,8 +17,6 @@ import pytest
 from sgl_ext.engine.core.request_context import RequestContext
 from sgl_ext.engine.prefill_ahead.prefiller import MOST_JOBS, Job, Prefiller
 
-pytestmark = pytest.mark.engine
-
 ASKED = SimpleNamespace(extra_key="adapter", cache_salt="salt", lora_path=None)
 Answer = Callable[[Any], dict[str, Any]]
 

@@ -30,8 +30,6 @@ from sgl_ext.requests.segments import read_chain
 from tests.requests.test_system_text import HEADER
 from tests.waiting import until
 
-pytestmark = pytest.mark.engine
-
 POOL = 4096
 _WORDS = ("the", "agent", "reads", "a", "file", "and", "then", "writes", "what", "it", "found")
 _fresh = count(1)

@@ -19,8 +19,6 @@ from sgl_ext.engine.scheduler.request_state import RequestState
 from sgl_ext.settings.schema import EngineSettings
 from tests.engine.core.test_shared_prefixes import TOKENS, Tree, loaded, sglang
 
-pytestmark = pytest.mark.engine
-
 _names = count(1)
 
 

@@ -18,8 +18,6 @@ from sgl_ext.engine.core.request_context import WHOLE_PROMPT
 from sgl_ext.engine.scheduler import admission
 from sgl_ext.engine.scheduler.pin_keeper import PinKeeper
 
-pytestmark = pytest.mark.engine
-
 TTL_S = 300.0
 Tokens = tuple[int, ...]
 

@@ -34,8 +34,6 @@ from tests.engine.scheduler.test_event_publisher import (
 )
 from tests.waiting import until as until_within
 
-pytestmark = pytest.mark.engine
-
 BUDGET = 0.9
 CHUNK = 256
 SESSION = {"x-sgl-ext-session-id": "session"}

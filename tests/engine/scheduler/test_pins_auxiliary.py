@@ -23,8 +23,6 @@ from sgl_ext.engine.core.request_context import WHOLE_PROMPT
 from sgl_ext.engine.scheduler.request_state import RequestState
 from sgl_ext.settings.schema import EngineSettings
 
-pytestmark = pytest.mark.engine
-
 TOKENS, WINDOWED, SLOTS = 1200, 400, 24
 WINDOW, CHUNK = 16, 64
 NUMBERS = count(1)

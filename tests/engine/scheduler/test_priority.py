@@ -36,8 +36,6 @@ from tests.engine.scheduler.test_event_publisher import (
 )
 from tests.waiting import until as until_within
 
-pytestmark = pytest.mark.engine
-
 CEILING = 50
 THRESHOLD = 10
 AGING_S = 2.0

@@ -13,8 +13,6 @@ from sgl_ext_cpu.nursery import Nursery
 from sgl_ext.engine.scheduler.single_flight import FOLLOW_TOKENS
 from tests.engine.scheduler.test_event_publisher import Engine, Watch, running_engine, text
 
-pytestmark = pytest.mark.engine
-
 AGENTS = 6
 CHUNK = 2048
 SLACK = 64  # what pages and the last token cost each
