@@ -14,10 +14,11 @@ TORCH := $(if $(UV_FIND_LINKS),,--torch-backend=cpu)
 GPU := $(shell command -v nvidia-smi)
 
 MODEL ?= .models/tiny
+TEST_PROCESSES ?= 2
 CONFIG ?= $(if $(GPU),launch/gpu.toml,launch/cpu.toml)
 BENCHES := $(patsubst bench/%.py,%,$(filter-out bench/__init__.py,$(wildcard bench/*.py)))
 
-.PHONY: setup serve test lint bench clean
+.PHONY: setup serve check test pure lint bench clean
 
 setup: $(READY)
 
@@ -35,8 +36,15 @@ serve: setup
 	$(if $(filter .models/%,$(MODEL)),$(PYTHON) -m sgl_ext_cpu.model $(MODEL) >/dev/null)
 	$(PYTHON) -m sgl_ext.launch --config $(CONFIG) --model-path $(MODEL)
 
+# All but the tests that start SGLang, in about a minute.
+check: setup
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint pure
+
 test: setup
-	$(PYTHON) -m pytest
+	$(PYTHON) -m pytest -n $(TEST_PROCESSES)
+
+pure: setup
+	$(PYTHON) -m pytest -n $(TEST_PROCESSES) -m "not engine"
 
 lint: setup
 	$(VENV)/bin/ruff check .
