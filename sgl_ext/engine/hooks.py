@@ -113,7 +113,7 @@ HOOKS = (
         "sglang.srt.function_call.base_format_detector.BaseFormatDetector"
         ".parse_streaming_increment",
         "AROUND",
-        tool_calls.parse_piece,
+        tool_calls.parse_chunk,
     ),
     Hook(f"{_CALLS}.parse_stream_chunk", "AROUND", tool_calls.hold_space),
     Hook(f"{_CALLS}.parse_stream_end", "AROUND", tool_calls.release_space),

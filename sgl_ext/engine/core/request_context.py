@@ -36,7 +36,7 @@ _ON_REQUEST = "sgl_ext_context"
 
 @dataclass(slots=True)
 class RequestContext:
-    """What one HTTP request asks for, and what became of it.
+    """One HTTP request: what its client sent, and what the extension found out since.
 
     body: as the client sent it, without stripped headers. SGLang gets a translated one.
     pins: for each prefix to pin, its length in tokens and its TTL in seconds, ascending.

@@ -1,9 +1,9 @@
-"""In the HTTP process: tokenizes only what is new in a prompt.
+"""In the HTTP process: the tokens of earlier prompts, so that a prompt needs only its new ones.
 
-`sgl_ext.engine.host_cache.piece_tokenizer` does that. It is proven on the loaded tokenizer before
-the server takes requests, and checked on a prompt now and then while it serves. Where its tokens
-are not SGLang's, the cache turns itself off: SGLang tokenizes, and a log line and a counter say
-why.
+`sgl_ext.engine.host_cache.piece_tokenizer` computes them. It is proven on the loaded tokenizer
+before the server takes requests, and checked on a prompt now and then while it serves. Where its
+tokens are not SGLang's, the cache turns itself off: SGLang tokenizes, and a log line and a counter
+say why.
 """
 
 from __future__ import annotations

@@ -25,9 +25,10 @@ from sgl_ext.tenants import Tenants
 
 
 class HttpExtension:
-    """All of it. What is None is there while the server runs, if the settings ask for it.
+    """The state of one process.
 
-    token_offsets, drops_thinking: what is known of each chat front end's tokenizer and template.
+    token_offsets, drops_thinking: of each chat front end, which has one tokenizer and template.
+    token_cache, message_cache, prefill_ahead: None until the server starts, or if they are off.
     """
 
     def __init__(self, settings: EngineSettings) -> None:

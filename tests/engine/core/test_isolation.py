@@ -24,7 +24,7 @@ TEXT = st.text(alphabet="0123456789:ab", max_size=6)
 
 
 @given(TEXT, TEXT, TEXT, TEXT)
-def test_no_salt_of_one_group_is_one_of_another(
+def test_two_groups_never_have_the_same_salt(
     group: str, own: str, other_group: str, other_own: str
 ) -> None:
     if group != other_group:
@@ -41,7 +41,7 @@ def test_each_prompt_of_a_batch_is_salted() -> None:
             salted("team", bad)
 
 
-def test_a_request_without_a_group_stays_as_it_is() -> None:
+def test_a_request_without_a_group_is_unchanged() -> None:
     request = SimpleNamespace(cache_salt="x")
     isolate(None, request, None)
     assert request.cache_salt == "x"
@@ -49,7 +49,7 @@ def test_a_request_without_a_group_stays_as_it_is() -> None:
     assert request.cache_salt == "0:x"
 
 
-def test_the_group_is_of_the_body_read_or_else_of_the_headers() -> None:
+def test_the_group_is_the_context_s_or_else_the_headers() -> None:
     raw: Any = SimpleNamespace(headers={"x-sgl-ext-cache-group": "of headers"})
     assert group_of(SimpleNamespace(group=None), raw) is None
     assert group_of(SimpleNamespace(group="read"), raw) == "read"
@@ -57,7 +57,7 @@ def test_the_group_is_of_the_body_read_or_else_of_the_headers() -> None:
     assert group_of(None, None) is None
 
 
-def test_embeddings_have_no_name_spaces_and_are_refused_where_they_would_share() -> None:
+def test_embeddings_have_no_name_spaces_and_are_rejected_where_they_would_share() -> None:
     def manager(disabled: bool) -> Any:
         return SimpleNamespace(server_args=SimpleNamespace(disable_radix_cache=disabled))
 
@@ -72,14 +72,14 @@ def context_of(**more: Any) -> RequestContext:
 
 
 def generated_from(**fields: Any) -> Any:
-    """A request with the salt "x" of a client of a group, as it is generated from."""
+    """A request of a group with the client's salt "x", after the generation hook."""
     request = SimpleNamespace(cache_salt="x", session_params=None, kv_hints=None)
     with entered(context_of(group="team", **fields)):
         generation_hook.send_hints(None, request)
     return request
 
 
-def test_a_request_is_salted_once_and_a_slice_of_one_is_already(
+def test_a_request_is_salted_and_a_slice_is_not_salted_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert generated_from().cache_salt == "4:teamx"
@@ -96,7 +96,7 @@ def test_what_a_dry_run_comes_to_is_salted() -> None:
 
 
 @pytest.mark.parametrize(("owner", "deleted"), [("bob", 0), ("alice", 1), (None, 1)])
-async def test_only_its_owners_prefill_is_given_up(owner: str | None, deleted: int) -> None:
+async def test_only_the_owner_s_prefills_are_deleted(owner: str | None, deleted: int) -> None:
     manager: Any = None
     prefiller: Any = SimpleNamespace(drop=lambda name, why: True)
     requests = PrefillRequests(None, manager, prefiller)

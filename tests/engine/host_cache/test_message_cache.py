@@ -63,7 +63,7 @@ HEADS = st.sampled_from(
 
 
 class FrontEnd:
-    """SGLang's front end up to the template, with and without what is known."""
+    """SGLang's front end up to the template, with and without a message cache."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **facts: Any) -> None:
         with warnings.catch_warnings(action="ignore"):  # SGLang's, while it is imported
@@ -158,7 +158,7 @@ def body_of(messages: list[Any], head: Any = None) -> bytes:
     head=HEADS,
     marked=st.booleans(),
 )
-def test_a_conversation_comes_to_the_same(
+def test_a_conversation_converts_to_the_same_with_the_cache(
     front_end: FrontEnd,
     turns: list[Any],
     odd: list[Any],
@@ -186,7 +186,7 @@ TURN = [
 ]
 
 
-def test_what_came_before_is_not_made_again(front_end: FrontEnd) -> None:
+def test_earlier_messages_are_not_converted_again(front_end: FrontEnd) -> None:
     first = front_end.completion(body_of(TURN)).messages
     again = front_end.completion(body_of([*TURN, {"role": "user", "content": "four"}])).messages
     assert [one is other for one, other in zip(first, again, strict=False)] == [True] * 3
@@ -194,7 +194,7 @@ def test_what_came_before_is_not_made_again(front_end: FrontEnd) -> None:
     assert copy.deepcopy([again[0].model_dump()])[0] is first[0].model_dump()
 
 
-def test_one_group_knows_nothing_of_another(front_end: FrontEnd) -> None:
+def test_cache_groups_do_not_share_messages(front_end: FrontEnd) -> None:
     first = front_end.completion(body_of(TURN), "a").messages
     for group in ("b", None):
         other = front_end.completion(body_of(TURN), group).messages
@@ -210,14 +210,14 @@ def test_dicts_are_dropped_with_their_messages(front_end: FrontEnd, cache: Messa
     assert cache.dicts == 2
 
 
-def test_nothing_is_known_where_a_model_has_an_encoding_of_its_own() -> None:
+def test_a_model_with_its_own_encoding_is_left_out() -> None:
     with pytest.MonkeyPatch.context() as patch:
         own = FrontEnd(patch, chat_encoding_spec="dsv32")
         messages = [own.completion(body_of(TURN)).messages for _ in range(2)]
     assert not any(one is two for one, two in zip(*messages, strict=True))
 
 
-def test_nobody_changes_what_is_known(front_end: FrontEnd) -> None:
+def test_sglang_does_not_change_cached_messages(front_end: FrontEnd) -> None:
     call = {"type": "tool_use", "id": "1", "name": "read", "input": {"path": ["a"]}}
     said = {"role": "assistant", "content": [call]}
     completion = front_end.completion(body_of([*TURN, said, TURN[0]]))
@@ -228,7 +228,7 @@ def test_nobody_changes_what_is_known(front_end: FrontEnd) -> None:
     assert [message.model_dump() for message in completion.messages] == before
 
 
-def test_another_request_in_the_same_context_is_converted_as_it_is(
+def test_another_request_in_the_same_context_is_converted_by_sglang(
     front_end: FrontEnd, cache: MessageCache
 ) -> None:
     context = RequestContext(PATH)
@@ -241,5 +241,5 @@ def test_another_request_in_the_same_context_is_converted_as_it_is(
 
 
 @pytest.mark.parametrize("body", [None, [], {"messages": None}, {"messages": [None, 7, {}]}])
-def test_what_is_no_conversation_is_left_to_sglang(cache: MessageCache, body: Any) -> None:
+def test_a_body_without_valid_messages_is_left_to_sglang(cache: MessageCache, body: Any) -> None:
     assert cache.recall(body, RequestContext(PATH)) == body

@@ -1,4 +1,4 @@
-"""Encoding piece by piece gives what the tokenizer itself gives, for every family of tokenizers."""
+"""Encoding piece by piece gives the tokenizer's own tokens, for every family of tokenizers."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_tokens_are_the_tokenizers_own(family: PieceTokenizer, texts: list[str])
 def test_prompts_that_grow_have_the_tokenizers_own_tokens(
     family: PieceTokenizer, parts: list[str], rounds: st.DataObject
 ) -> None:
-    """What is behind a turn is written anew in the next one, as chat templates do."""
+    """Text after a turn changes in the next prompt, as with chat templates."""
     prompt = ""
     for part in parts:
         prompt += part
@@ -167,7 +167,7 @@ def test_prompts_that_grow_have_the_tokenizers_own_tokens(
     family.prompts.check()
 
 
-def test_a_prompt_goes_on_from_the_one_before_it() -> None:
+def test_a_prompt_continues_from_the_one_before_it() -> None:
     made = piece_tokenizer(byte_level())
     looked: list[bytes] = []
     find = made.pieces.get
@@ -184,7 +184,7 @@ def test_a_prompt_goes_on_from_the_one_before_it() -> None:
     assert len(made.prompts) == 1
 
 
-def test_what_is_done_with_a_prompts_tokens_does_not_change_what_is_known() -> None:
+def test_changing_a_prompt_s_tokens_does_not_change_the_cache() -> None:
     made = piece_tokenizer(byte_level())
     turn = "<|im_start|>user\nHello there<|im_end|>\n"
     for text in (turn, turn, turn * 3, turn * 3):
@@ -194,7 +194,7 @@ def test_what_is_done_with_a_prompts_tokens_does_not_change_what_is_known() -> N
         del tokens[3:]
 
 
-def test_prompts_of_one_space_are_not_known_in_another() -> None:
+def test_spaces_do_not_share_prompts() -> None:
     made = piece_tokenizer(byte_level())
     prompt = "<|im_start|>user\nHello there<|im_end|>\n" * 3
     made.encode(prompt, "a")
@@ -219,7 +219,7 @@ def test_only_new_pieces_are_tokenized() -> None:
     assert seen == ["<|im_start|>assistant\nHi"]
 
 
-def test_what_is_forgotten_is_tokenized_again() -> None:
+def test_an_evicted_piece_is_tokenized_again() -> None:
     made = piece_tokenizer(byte_level(), limit=1)
     text = "<|im_start|>user\nHello there<|im_end|>\n"
     assert not made.differs(text)
@@ -230,7 +230,7 @@ def test_what_is_forgotten_is_tokenized_again() -> None:
 @pytest.mark.parametrize(
     ("option", "passes"), [("lstrip", False), ("rstrip", True), ("single_word", False)]
 )
-def test_an_added_token_that_acts_on_what_is_before_it_fails_the_proof(
+def test_an_added_token_that_changes_the_text_before_it_fails_the_proof(
     option: str, passes: bool
 ) -> None:
     greedy = AddedToken("<|greedy|>", normalized=False, **{option: True})
@@ -249,7 +249,7 @@ def test_a_tokenizer_whose_pieces_depend_on_each_other_fails_the_proof() -> None
     assert not made.proven()
 
 
-def test_an_added_token_that_is_none_is_noticed() -> None:
+def test_a_wrong_added_token_is_noticed() -> None:
     plain = byte_level()
 
     def encode(text: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""What is made shorter in the HTTP process has the results that it had."""
+"""The shortcuts in the HTTP process have the results of the originals."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ json = st.recursive(
 
 
 def emptied(value: Any) -> None:
-    """Takes all out of what can be changed."""
+    """Empties every list and dict in it."""
     for inner in value.values() if isinstance(value, dict) else value:
         if isinstance(inner, dict | list):
             emptied(inner)
@@ -76,7 +76,7 @@ def emptied(value: Any) -> None:
 
 
 @given(st.dictionaries(st.text(max_size=3), json, max_size=4))
-def test_a_copy_of_a_message_is_one(value: dict[str, Any]) -> None:
+def test_a_copy_of_a_message_is_deep(value: dict[str, Any]) -> None:
     message, kept = Message(copy.deepcopy(value)), copy.deepcopy(value)
     copied = copy.deepcopy([message])[0]
     assert copied == kept
@@ -118,7 +118,7 @@ def compiled(source: str, *, quick: bool) -> Any:
         max_size=4,
     )
 )
-def test_a_template_writes_what_it_wrote(messages: list[dict[str, Any]]) -> None:
+def test_a_template_renders_the_same(messages: list[dict[str, Any]]) -> None:
     told = []
     for quick in (False, True):
         try:
@@ -134,7 +134,7 @@ REAL = [CPU_MODELS / "chat.jinja", *sorted((CPU_MODELS / "templates").glob("*.ji
 
 
 @pytest.mark.parametrize("file", REAL, ids=lambda file: file.stem)
-def test_templates_of_real_models_structure_write_what_they_wrote(file: Path) -> None:
+def test_templates_of_real_models_structure_render_the_same(file: Path) -> None:
     call = {"name": "Edit", "arguments": {"path": "a.py", "line": 1}}
     calls = [{"id": "call_1", "type": "function", "function": call}]
     parameters = {"type": "object", "properties": {"path": {"type": "string"}, "line": {}}}

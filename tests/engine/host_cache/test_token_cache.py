@@ -1,4 +1,4 @@
-"""The token cache beside SGLang's own tokenization: the same tokens, or it stands aside."""
+"""The token cache gives the tokens of SGLang's own tokenization, or turns itself off."""
 
 from __future__ import annotations
 
@@ -49,9 +49,7 @@ def test_a_known_prompt_is_not_tokenized_again(cache: TokenCache, tokenizer: Any
     assert cache.new_tokens == new > 0
 
 
-def test_what_one_group_sent_is_tokenized_again_for_another(
-    cache: TokenCache, tokenizer: Any
-) -> None:
+def test_cache_groups_do_not_share_tokens(cache: TokenCache, tokenizer: Any) -> None:
     right, new = whole(tokenizer, TURN), []
     for group in ("one", "other", None, "one"):
         with entered(RequestContext(group=group)):
@@ -61,7 +59,7 @@ def test_what_one_group_sent_is_tokenized_again_for_another(
 
 
 @pytest.mark.parametrize("asked", [{"truncation": True, "max_length": 3}, {"padding": True}])
-def test_what_asks_for_more_than_tokens_is_left_to_sglang(
+def test_options_beyond_encoding_are_left_to_sglang(
     cache: TokenCache, tokenizer: Any, asked: dict[str, Any]
 ) -> None:
     given = encode_prompt(whole, tokenizer, TURN, asked)
@@ -77,7 +75,7 @@ def test_another_tokenizer_is_left_to_sglang(cache: TokenCache, tiny_model: Path
     assert cache.new_tokens == 0
 
 
-def test_a_wrong_token_found_in_service_turns_it_off(cache: TokenCache, tokenizer: Any) -> None:
+def test_a_wrong_token_found_while_serving_turns_it_off(cache: TokenCache, tokenizer: Any) -> None:
     right = encode_prompt(whole, tokenizer, TURN, PLAIN)
     cache.check(TURN, right)
     assert not cache.is_off

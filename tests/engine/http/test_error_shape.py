@@ -1,4 +1,4 @@
-"""Errors of the engine: in their protocol's shape, and with nothing of the server in them."""
+"""Errors of the engine are in their protocol's shape and expose nothing of the server."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_each_protocol_has_its_shape() -> None:
         (TOO_MUCH, "input length and `max_tokens` exceed context limit: 200 + 100 > 256"),
     ],
 )
-def test_a_full_context_is_told_as_harnesses_look_for_it(message: str, words: str) -> None:
+def test_a_full_context_is_worded_as_harnesses_expect(message: str, words: str) -> None:
     error = EngineError(400, message)
     assert orjson.loads(shaped("/v1/messages", error, ""))["error"]["message"].startswith(words)
     told = orjson.loads(shaped("/v1/chat/completions", error, ""))["error"]
@@ -108,12 +108,12 @@ def test_a_full_context_is_told_as_harnesses_look_for_it(message: str, words: st
         (503, "The request queue is full.", None),
     ],
 )
-def test_nothing_of_the_server_is_told(status: int, message: str, told: str | None) -> None:
+def test_nothing_of_the_server_is_exposed(status: int, message: str, told: str | None) -> None:
     assert scrubbed(status, message) == (message if told is None else told)
     assert len(scrubbed(400, "x" * 5000)) == 1000
 
 
-def test_what_pydantic_finds_is_told_by_field() -> None:
+def test_pydantic_s_errors_are_named_by_field() -> None:
     union = "function-after[validate(), Message]"
     found = [
         {"loc": ("body", "messages", 0, union, "role"), "msg": "Input should be 'user'"},
@@ -133,7 +133,7 @@ def test_what_pydantic_finds_is_told_by_field() -> None:
     )
 
 
-def test_a_response_that_failed_says_why() -> None:
+def test_a_failed_response_says_why() -> None:
     response = {"id": "r", "error": {"code": "server_error", "message": TOO_LONG}}
     data = b"event: response.failed\ndata: %b\n\n" % orjson.dumps({"response": response})
     head, _, text = failed_event(data).partition(b"\ndata: ")
@@ -222,7 +222,7 @@ STREAMS: dict[str, Sequence[bytes]] = {
 }
 
 
-def test_errors_have_one_name_of_the_request_and_keep_their_status(client: TestClient) -> None:
+def test_errors_have_one_request_id_and_their_own_status(client: TestClient) -> None:
     for body, status, told in (
         ({"n": 0}, 503, "The queue is full."),
         ({"n": 1}, 500, "Internal server error"),
@@ -238,7 +238,7 @@ def test_errors_have_one_name_of_the_request_and_keep_their_status(client: TestC
         assert len(answer.headers.get_list("x-request-id")) == 1
 
 
-def test_what_is_well_and_what_is_native_is_sglangs_own(client: TestClient) -> None:
+def test_successes_and_native_errors_are_sglangs_own(client: TestClient) -> None:
     answer = client.post("/v1/messages", json={"n": 2})
     assert answer.json() == {"fine": True}
     assert "request-id" not in answer.headers
@@ -249,13 +249,13 @@ def test_what_is_well_and_what_is_native_is_sglangs_own(client: TestClient) -> N
 
 
 @pytest.mark.parametrize("which", ["good", "one", "none"])
-def test_a_stream_without_errors_is_handed_on_as_it_is(client: TestClient, which: str) -> None:
+def test_a_stream_without_errors_passes_unchanged(client: TestClient, which: str) -> None:
     answer = client.post(f"/v1/messages/stream/{which}")
     assert answer.status_code == 200
     assert answer.content == b"".join(STREAMS[which])
 
 
-def test_what_a_body_alone_decides_is_no_fault_of_the_server(client: TestClient) -> None:
+def test_an_error_that_follows_from_the_body_alone_is_a_bad_request(client: TestClient) -> None:
     for n, status in ((0, 500), (1, 400), (2, 400)):
         assert client.post("/api/chat", json={"n": n}).status_code == status
     assert "value" in client.post("/api/chat", json={"n": 1}).json()["error"]["message"]
@@ -263,7 +263,7 @@ def test_what_a_body_alone_decides_is_no_fault_of_the_server(client: TestClient)
         assert client.post(path).status_code == 400
 
 
-def test_a_native_error_tells_nothing_of_the_servers_inside(client: TestClient) -> None:
+def test_a_native_error_exposes_no_internals(client: TestClient) -> None:
     answer = client.post("/api/chat", json={"n": 3})
     assert answer.status_code == 400
     assert "server.py" not in answer.text

@@ -1,4 +1,4 @@
-"""Prefix events between the scheduler and a reader, without an engine."""
+"""Prefix events between the scheduler and a subscriber, without an engine."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def line(**keys: Any) -> bytes:
     return orjson.dumps(keys)
 
 
-async def test_a_quiet_stream_says_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_quiet_stream_sends_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_broadcaster, "QUIET_S", 0.01)
     reader = Reader(EventBroadcaster())
     await reader.have(3)
@@ -84,7 +84,7 @@ async def test_a_quiet_stream_says_that_it_lives(monkeypatch: pytest.MonkeyPatch
     await reader.task
 
 
-async def test_a_reader_gets_everything_held_and_then_every_line() -> None:
+async def test_a_subscriber_gets_a_snapshot_and_then_every_line() -> None:
     broadcaster = EventBroadcaster()
     broadcaster.apply(line(stored=[[A, None, 5], [B, A, 9]], load=LOAD))
     reader = Reader(broadcaster)
@@ -103,7 +103,7 @@ async def test_a_reader_gets_everything_held_and_then_every_line() -> None:
     await reader.task
 
 
-async def test_a_later_reader_gets_what_the_lines_came_to() -> None:
+async def test_a_later_subscriber_gets_the_state_after_all_lines() -> None:
     broadcaster = EventBroadcaster()
     broadcaster.apply(line(stored=[[A, None, 5], [B, A, 9], [C, B, 12]]))
     broadcaster.apply(line(removed=[B], load=LOAD))
@@ -121,7 +121,7 @@ async def test_a_later_reader_gets_what_the_lines_came_to() -> None:
     assert len(reader.lines) == 1
 
 
-async def test_a_long_snapshot_is_split_and_loses_nothing_told_meanwhile() -> None:
+async def test_a_long_snapshot_is_split_and_loses_no_event_sent_meanwhile() -> None:
     broadcaster = EventBroadcaster()
     segments = [f"{number:032x}" for number in range(1, 2501)]
     broadcaster.apply(line(stored=[[segment, None, 1] for segment in segments]))
@@ -137,7 +137,7 @@ async def test_a_long_snapshot_is_split_and_loses_nothing_told_meanwhile() -> No
     await reader.task
 
 
-async def test_a_reader_that_falls_behind_is_given_up_and_counted() -> None:
+async def test_a_slow_subscriber_is_dropped_and_counted() -> None:
     broadcaster = EventBroadcaster(buffer_bytes=200)
     stalled, good = Reader(broadcaster, stalled=True), Reader(broadcaster)
     await good.have(1)
@@ -153,7 +153,7 @@ async def test_a_reader_that_falls_behind_is_given_up_and_counted() -> None:
     assert good.complete
 
 
-async def test_a_line_that_cannot_be_applied_is_refused_and_the_mirror_stands() -> None:
+async def test_a_wrong_line_is_rejected_and_leaves_the_mirror_unchanged() -> None:
     broadcaster = EventBroadcaster()
     broadcaster.apply(line(stored=[[A, None, 5]]))
     with pytest.raises(ValueError, match="not held"):
@@ -188,7 +188,7 @@ class Pipe:
 
 
 class Scheduler:
-    """As much of one as load is read off."""
+    """The attributes that load is computed from."""
 
     def __init__(self) -> None:
         self.waiting_queue: list[Any] = []
@@ -250,7 +250,7 @@ def pin(cache: Cache, ttl_s: float = 300.0) -> None:
     cache.pins.prompt_stored(request, hints, 10)
 
 
-def test_pins_are_published_and_sent_again_like_all_else() -> None:
+def test_pins_are_published_and_sent_again_like_segments() -> None:
     cache, pipe = Cache(), Pipe()
     sender = EventPublisher(Scheduler(), cache, pipe)
     pin(cache)
@@ -306,7 +306,7 @@ def test_changes_are_published_once_and_load_when_it_changed() -> None:
     assert pipe.take() == []
 
 
-def test_a_short_prefill_is_not_held_up_and_the_next_iteration_tells_all() -> None:
+def test_a_short_prefill_is_not_delayed_and_the_next_iteration_publishes() -> None:
     cache, pipe = Cache(), Pipe()
     sender = EventPublisher(Scheduler(), cache, pipe)
     add(cache, 0xA)
@@ -327,7 +327,7 @@ def test_a_chunk_is_pending_once() -> None:
     )
 
 
-def test_after_a_line_found_no_room_everything_is_sent_again() -> None:
+def test_after_a_dropped_line_everything_is_sent_again() -> None:
     cache, pipe, scheduler = Cache(), Pipe(), Scheduler()
     sender = EventPublisher(scheduler, cache, pipe)
     add(cache, 0xA)
@@ -352,7 +352,7 @@ def test_after_a_line_found_no_room_everything_is_sent_again() -> None:
     assert pipe.take() == []
 
 
-def test_without_our_cache_load_alone_is_published() -> None:
+def test_without_our_cache_only_load_is_published() -> None:
     pipe = Pipe()
     sender = EventPublisher(Scheduler(), None, pipe)
     pipe.room = 0
@@ -362,7 +362,7 @@ def test_without_our_cache_load_alone_is_published() -> None:
     assert [line.keys() for line in pipe.take()] == [{"cleared"}, {"load"}]
 
 
-def test_a_clear_and_what_is_stored_go_in_one_line() -> None:
+def test_a_clear_and_stored_segments_go_in_one_line() -> None:
     cache, pipe = Cache(), Pipe()
     sender = EventPublisher(Scheduler(), cache, pipe)
     cache.residency.clear()

@@ -1,4 +1,4 @@
-"""The request hook by itself: what it hands on, and what it keeps of a stripped header."""
+"""The request hook by itself: the body that SGLang gets, and the request's context."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Extend = Callable[..., HttpExtension]
 
 
 class Request:
-    """As much of SGLang's request as the hook touches."""
+    """The part of SGLang's request that the hook uses."""
 
     def __init__(
         self, document: Any, path: str = "/v1/messages", headers: dict[str, str] | None = None
@@ -51,7 +51,7 @@ async def test_a_header_is_stripped_once_and_the_body_is_parsed_once() -> None:
 
 
 @pytest.mark.parametrize("document", [{"system": S}, {"messages": []}])
-async def test_without_a_header_the_parsed_body_is_handed_on_as_it_is(document: Any) -> None:
+async def test_without_a_header_the_parsed_body_is_passed_on_unchanged(document: Any) -> None:
     request = Request(document)
     assert await request_hook.read_body(Request.json, request) is document
 
@@ -71,7 +71,7 @@ async def test_tools_are_sorted_if_the_settings_say_so(
     assert (await request_hook.read_body(Request.json, request))["tools"][0] == {"name": first}
 
 
-async def test_what_is_asked_of_the_cache_stays_with_the_request() -> None:
+async def test_cache_hints_are_in_the_request_s_context() -> None:
     document = {"prompt": "text", "nvext": {"cache_control": {"type": "ephemeral", "ttl": "1h"}}}
     headers = {"x-tenant-id": "t", "session-id": "s", "x-sgl-ext-session-final": "true"}
     await request_hook.read_body(Request.json, Request(document, "/v1/completions", headers))
@@ -102,7 +102,7 @@ TENANTS = (Tenant("people", 200), Tenant("batch", -5))
         ("batch", "-6", 100, 100, -6, 0),
     ],
 )
-async def test_a_request_gets_no_more_than_its_tenant_has_and_is_counted(
+async def test_a_priority_is_clamped_to_the_tenant_s_and_counted(
     extend: Extend,
     tenant: str | None,
     header: str | None,
@@ -135,7 +135,7 @@ async def test_a_chain_that_is_too_long_is_left_out() -> None:
     assert counter("chains_left_out")._value.get() == before + 1
 
 
-async def test_of_two_tenants_named_in_one_request_the_last_counts() -> None:
+async def test_of_two_tenant_headers_the_last_counts() -> None:
     request = Request({"text": "t"}, "/generate")
     request.headers = Headers(raw=[(b"x-tenant-id", b"clients"), (b"x-tenant-id", b"proxys")])
     await request_hook.read_body(Request.json, request)
@@ -144,14 +144,14 @@ async def test_of_two_tenants_named_in_one_request_the_last_counts() -> None:
     assert context.owner == "proxys"
 
 
-async def test_a_malformed_wish_is_refused_naming_the_field() -> None:
+async def test_a_malformed_hint_is_rejected_by_its_field() -> None:
     document = {"text": "t", "nvext": {"cache_control": {"type": "ephemeral", "ttl": "forever"}}}
     with pytest.raises(HTTPException, match=r"^400: nvext\.cache_control\.ttl: "):
         await request_hook.read_body(Request.json, Request(document, "/generate"))
 
 
 @pytest.mark.parametrize("document", [[1], "text", None, 5])
-async def test_a_body_that_is_no_object_is_refused_in_words(document: Any) -> None:
+async def test_a_body_that_is_no_object_is_rejected(document: Any) -> None:
     request = Request(document)
     with pytest.raises(HTTPException, match=r"^400: body: must be a JSON object$"):
         await request_hook.read_body(Request.json, request)
@@ -159,7 +159,7 @@ async def test_a_body_that_is_no_object_is_refused_in_words(document: Any) -> No
     assert await request_hook.read_body(Request.json, native) == document
 
 
-async def test_what_sglang_refuses_is_translated_and_counted_and_what_is_read_is_as_sent() -> None:
+async def test_the_body_for_sglang_is_translated_and_the_context_has_it_as_sent() -> None:
     tools = [{"type": "web_search_20250305", "name": "web_search"}]
     document = {"messages": [{"role": "user", "content": "a"}], "tools": tools}
     counted = counter("translated").labels("/v1/messages", "web_search_tool")._value

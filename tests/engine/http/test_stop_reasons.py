@@ -75,7 +75,7 @@ async def test_an_answer_that_was_aborted_is_an_error() -> None:
         (None, None),
     ],
 )
-async def test_a_call_that_was_cut_is_no_failure(arguments: Any, expected: Any) -> None:
+async def test_a_call_that_was_cut_off_is_no_failure(arguments: Any, expected: Any) -> None:
     enter_request()
     answer = response("length")
     call = SimpleNamespace(function=SimpleNamespace(arguments=arguments))

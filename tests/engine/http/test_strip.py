@@ -1,4 +1,4 @@
-"""The strip on real engines: behind a header, the tokens are those of the prompt without it.
+"""The strip on real engines: a prompt with a header has the tokens of the prompt without it.
 
 Proven by the radix cache, which compares token ids: when a prompt's twin was
 answered just before, all of it but the last token is read from the cache.
@@ -49,7 +49,7 @@ def tokens(node: Node, path: str, body: dict[str, Any]) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(("path", "headed", "plain"), ONE_PROMPT)
-def test_behind_a_header_the_tokens_are_those_without_it(
+def test_a_prompt_with_a_header_has_the_tokens_of_the_prompt_without_it(
     node: Node, path: str, headed: dict[str, Any], plain: dict[str, Any]
 ) -> None:
     node.flush()
@@ -84,7 +84,7 @@ def test_a_header_elsewhere_reaches_the_model_and_is_counted(node: Node) -> None
     assert node.metric("sgl_ext_headers_stripped_total") == stripped + 1
 
 
-def test_a_client_that_leaves_stops_the_engines_work(node: Node) -> None:
+def test_an_engine_stops_work_when_its_client_disconnects(node: Node) -> None:
     body = {"model": "m", "max_tokens": 100_000, "stream": True}
     body["messages"] = [{"role": "user", "content": "go on"}]
     with node.post("/v1/messages", body, stream=True) as answer:

@@ -1,4 +1,4 @@
-"""Whether a template drops thinking, by templates that do and do not."""
+"""Finds out whether a template drops thinking, with templates that do and do not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REFUSES = "{{ nothing.at.all }}"
 
 
 class Chat:
-    """As much of SGLang's front end as is asked."""
+    """The part of SGLang's front end that is used."""
 
     def __init__(self, template: str) -> None:
         self.template = jinja2.Template(template)
@@ -42,7 +42,7 @@ class Chat:
 @pytest.mark.parametrize(
     ("template", "drops"), [(PLAIN, True), (THINKS, False), (IN_LOOPS, False), (REFUSES, False)]
 )
-def test_thinking_is_dropped_if_neither_kind_of_turn_has_it(template: str, drops: bool) -> None:
+def test_thinking_is_dropped_if_it_is_in_neither_kind_of_turn(template: str, drops: bool) -> None:
     with warnings.catch_warnings(action="ignore"):  # SGLang's, while it is imported
         import_module("sglang.srt.entrypoints.openai.protocol")
     chat: Any = Chat(template)

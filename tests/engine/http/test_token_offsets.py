@@ -1,4 +1,4 @@
-"""Ends of blocks in tokens, by a real tokenizer, against what the prompt really is."""
+"""Ends of blocks in tokens, by a real tokenizer, compared with the real prompt."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tokenizer(tiny_model: Path) -> Any:
 
 
 class Counted:
-    """Offsets, and how much they tokenize."""
+    """Token offsets, and how many characters they tokenize."""
 
     def __init__(self, tokenizer: Any, limit: int = 100) -> None:
         self.tokenizer = tokenizer
@@ -66,7 +66,7 @@ def test_blocks_end_where_their_last_token_does(counted: Counted) -> None:
 
 @settings(max_examples=60)
 @given(st.lists(st.text(max_size=30), min_size=1, max_size=5))
-def test_no_token_before_a_place_holds_anything_behind_it(
+def test_no_token_before_a_place_contains_text_after_it(
     tokenizer: Any, texts: Sequence[str]
 ) -> None:
     counted = Counted(tokenizer)
@@ -84,10 +84,10 @@ def test_a_place_inside_a_token_is_before_that_token(counted: Counted) -> None:
     inside = counted.offsets.count(text, [len("hello hel")], prompt)
     assert inside[0] < whole[0]
     both = counted.offsets.count(text, [len("hello hel"), len("hello hello")], prompt)
-    assert both == [*inside, *whole], "and does not mislead what is counted behind it"
+    assert both == [*inside, *whole], "and does not mislead the count of the next place"
 
 
-def test_a_text_that_is_not_the_prompts_is_found_only_as_far_as_they_agree(
+def test_another_text_is_found_only_up_to_where_it_diverges_from_the_prompt(
     counted: Counted,
 ) -> None:
     text, ends = spoken("one two three", "four")
@@ -104,7 +104,7 @@ def test_a_place_near_the_end_is_counted_from_there(counted: Counted) -> None:
     assert counted.chars < 100
 
 
-def test_what_was_found_is_known_while_the_tokens_are_the_same(counted: Counted) -> None:
+def test_an_end_is_known_while_the_tokens_before_it_are_the_same(counted: Counted) -> None:
     text, ends = spoken("A system prompt", "Hello")
     prompt = counted.prompt(text)
     (end,) = counted.offsets.count(text, ends[:1], prompt)
@@ -115,7 +115,7 @@ def test_what_was_found_is_known_while_the_tokens_are_the_same(counted: Counted)
     assert counted.offsets.recall(8, prompt) is None
 
 
-def test_so_many_ends_are_known_and_no_more(tokenizer: Any) -> None:
+def test_the_number_of_known_ends_is_bounded(tokenizer: Any) -> None:
     counted = Counted(tokenizer, limit=3)
     prompt = counted.prompt("some words here")
     for key in (1, 2, 3):
@@ -126,7 +126,7 @@ def test_so_many_ends_are_known_and_no_more(tokenizer: Any) -> None:
     assert known == [1, 3, 4]
 
 
-def test_a_last_block_is_found_by_what_the_template_writes_behind_it(counted: Counted) -> None:
+def test_a_last_block_is_found_by_what_the_template_writes_after_it(counted: Counted) -> None:
     first, (end,) = spoken("Hello there")
     assert counted.offsets.by_tail("Hello there", counted.prompt(first)) is None
     counted.offsets.remember_tail(first[end:])
@@ -150,7 +150,7 @@ _TAILS = ("<|im_end|>\n", END, "\n</tool_response>" + END, ">" + END)
         max_size=8,
     )
 )
-def test_what_earlier_prompts_ended_with_changes_nothing(
+def test_results_do_not_depend_on_earlier_prompts(
     tokenizer: Any, ends: list[tuple[str, str]]
 ) -> None:
     used = Counted(tokenizer)
@@ -165,7 +165,7 @@ def test_what_earlier_prompts_ended_with_changes_nothing(
             assert used.offsets.by_tail(said, prompt) == fresh.offsets.by_tail(said, prompt)
 
 
-def test_an_end_as_it_was_before_is_decoded_once(tokenizer: Any) -> None:
+def test_a_known_tail_is_decoded_once(tokenizer: Any) -> None:
     decoded = 0
 
     def decode(ids: Sequence[int]) -> str:
@@ -184,7 +184,7 @@ def test_an_end_as_it_was_before_is_decoded_once(tokenizer: Any) -> None:
         assert 0 < decoded <= most
 
 
-def test_several_threads_may_ask_at_once() -> None:
+def test_token_offsets_are_thread_safe() -> None:
     offsets = TokenOffsets(lambda text: list(map(ord, text)), lambda ids: "".join(map(chr, ids)), 2)
     prompts = [Prompt(list(map(ord, f"some words here {n}"))) for n in range(9)]
 
@@ -209,7 +209,7 @@ def test_several_threads_may_ask_at_once() -> None:
     "last", ["words", "done):", "x = {}", "ends.", "tab\t", "50%", "caf\u00e9", "()"]
 )
 def test_a_last_block_is_found_whatever_token_it_ends_in(counted: Counted, last: str) -> None:
-    """A token may hold the end of a block and the beginning of what is behind it."""
+    """A token may contain the end of a block and the beginning of the text after it."""
     behind = "\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     counted.offsets.remember_tail(behind)
     text = f"<|im_start|>user\n<tool_response>\nIt says: {last}"

@@ -1,4 +1,4 @@
-"""What a model said before and between calls comes out whole, however its stream was cut."""
+"""A model's text and calls arrive complete, wherever its stream is cut into chunks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sgl_ext.engine.http.tool_calls import (
     forward_unknown_tools,
     hold_space,
-    parse_piece,
+    parse_chunk,
     release_space,
 )
 
@@ -42,7 +42,7 @@ def hooked() -> Iterator[None]:
             original = getattr(owner, name)
             patch.setattr(owner, name, lambda *given: around(original, *given))
 
-        hook(BaseFormatDetector, "parse_streaming_increment", parse_piece)
+        hook(BaseFormatDetector, "parse_streaming_increment", parse_chunk)
         hook(FunctionCallParser, "parse_stream_chunk", hold_space)
         hook(FunctionCallParser, "parse_stream_end", release_space)
         patch.setenv("SGLANG_FORWARD_UNKNOWN_TOOLS", "0")  # so that it is undone
@@ -60,7 +60,7 @@ def parser() -> Any:
 
 
 def heard(pieces: Sequence[str]) -> tuple[str, list[tuple[str, Any]]]:
-    """The text and the calls that a client gets of a stream cut so."""
+    """The text and the calls that a client gets from a stream cut in these places."""
     stream = parser()
     found: list[tuple[str, list[Any]]] = [stream.parse_stream_chunk(piece) for piece in pieces]
     found.append(stream.parse_stream_end())
@@ -83,13 +83,13 @@ WHOLE = spoken(SAID, CALLS)
 
 
 @given(st.sets(st.integers(1, len(WHOLE) - 1)))
-def test_text_and_calls_come_whole_however_they_are_cut(places: set[int]) -> None:
+def test_text_and_calls_arrive_complete_however_the_stream_is_cut(places: set[int]) -> None:
     text, calls = heard(cut(WHOLE, places))
     assert text == SAID.rstrip()
     assert calls == CALLS
 
 
-def test_all_of_an_answer_may_come_in_one_piece() -> None:
+def test_a_whole_answer_may_come_in_one_chunk() -> None:
     assert heard([WHOLE]) == (SAID.rstrip(), CALLS)
 
 
@@ -100,7 +100,7 @@ def test_a_whole_answer_is_the_same() -> None:
 
 
 @given(st.text(max_size=40), st.sets(st.integers(1, 60)))
-def test_an_answer_without_calls_passes_as_it_is(text: str, places: set[int]) -> None:
+def test_an_answer_without_calls_passes_unchanged(text: str, places: set[int]) -> None:
     if "tool_call>" in text:
         return
     assert heard(cut(text, places)) == (text, [])

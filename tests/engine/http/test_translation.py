@@ -1,4 +1,4 @@
-"""The hooks that translate for SGLang: what they make of its own requests and front ends."""
+"""The hooks that translate for SGLang, with its own requests and front ends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def front_end(**facts: Any) -> Any:
     return SimpleNamespace(tokenizer_manager=manager, **{**usual, **facts})
 
 
-def test_a_model_can_do_what_its_front_end_says() -> None:
+def test_a_model_s_abilities_are_read_from_its_front_end() -> None:
     assert model_of(None) == Model()
     assert model_of(front_end()) == Model(thinks=False, sees=False)
     able = front_end(reasoning_parser="qwen3", sees=True, supports_inline_system=False)
@@ -57,7 +57,7 @@ async def test_calls_are_answered_by_the_names_that_the_client_gave(
     assert named.items() <= item.model_dump().items()
 
 
-def test_an_answer_may_be_as_long_as_was_asked() -> None:
+def test_an_answer_may_have_all_of_its_budget() -> None:
     def two_less(request: Any) -> dict[str, Any]:
         limit = request.max_output_tokens
         return {"max_new_tokens": None if limit is None else limit - 2}
@@ -67,7 +67,7 @@ def test_an_answer_may_be_as_long_as_was_asked() -> None:
         assert params["max_new_tokens"] == limit
 
 
-def test_what_a_model_said_in_one_turn_is_one_text_in_the_next() -> None:
+def test_thinking_and_text_of_an_answer_are_one_text_in_the_next_turn() -> None:
     def part(kind: str, text: str = "") -> Any:
         return SimpleNamespace(type=kind, text=text)
 

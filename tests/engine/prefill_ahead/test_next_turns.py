@@ -1,4 +1,4 @@
-"""What is certain of a turn's tokens, and how a conversation comes to be guessed."""
+"""Which tokens of a next turn are certain, and which conversations are guessed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NONCE = "0a1b2c3d4e5f6a7bn0z"
 
 
 def decode(ids: Sequence[int]) -> str:
-    """Three characters a token, as if a tokenizer knew them."""
+    """A text of three characters a token."""
     return b"".join(number.to_bytes(3, "big") for number in ids).decode("latin-1")
 
 
@@ -37,7 +37,7 @@ def converted(ids: Any) -> Any:
 
 
 @given(before=st.integers(13, 400), after=st.integers(0, 400))
-def test_what_is_before_the_made_up_text_is_certain(before: int, after: int) -> None:
+def test_tokens_before_the_nonce_are_certain(before: int, after: int) -> None:
     text = "x" * before + NONCE + "y" * after
     ids = encode(text)
     found = certain_ids(converted(ids), Turn({}, (NONCE,)), decode)
@@ -48,14 +48,14 @@ def test_what_is_before_the_made_up_text_is_certain(before: int, after: int) -> 
         assert found == known[:-4]
 
 
-def test_all_is_certain_where_nothing_was_made_up() -> None:
+def test_all_tokens_are_certain_without_a_nonce() -> None:
     ids = encode("as it is")
     for given_ids in (ids, array("q", ids)):
         assert certain_ids(converted(given_ids), Turn({}, ()), decode) == ids
 
 
 @pytest.mark.parametrize("ids", [None, [], [[1, 2]], "text", encode("no such word " * 50)])
-def test_nothing_is_certain_where_the_made_up_text_is_not_found(ids: Any) -> None:
+def test_no_token_is_certain_if_the_nonce_is_not_found(ids: Any) -> None:
     assert certain_ids(converted(ids), Turn({}, (NONCE,)), decode) is None
     assert certain_ids(None, Turn({}, ()), decode) is None
 
@@ -94,7 +94,7 @@ def test_a_conversation_that_grows_is_guessed() -> None:
     assert seen.wants(context_of(1, 2, 3))
 
 
-def test_the_same_request_again_is_no_growth() -> None:
+def test_a_repeated_request_is_no_growth() -> None:
     seen = turns()
     for _ in range(3):
         seen.compare(context_of(1, 2), NO_REQUEST)
@@ -111,11 +111,11 @@ def test_the_same_request_again_is_no_growth() -> None:
         ("off", True, False),
     ],
 )
-def test_who_asks_is_guessed(policy: str, asked: bool | None, wanted: bool) -> None:
+def test_a_hinted_turn_is_guessed(policy: str, asked: bool | None, wanted: bool) -> None:
     assert turns(policy).wants(context_of(1, asked=asked)) is wanted
 
 
-def test_who_forbids_it_is_not_guessed_though_it_grows() -> None:
+def test_a_growing_conversation_that_opts_out_is_not_guessed() -> None:
     seen = turns()
     seen.compare(context_of(1), NO_REQUEST)
     seen.compare(context_of(1, 2), NO_REQUEST)

@@ -1,4 +1,4 @@
-"""Prefill ahead in a real engine: what is asked next is in the cache, and nobody is in its way.
+"""Prefill ahead in a real engine: the next request's prefix is cached, and no request is delayed.
 
 What was prefilled is measured by asking for it. The engine has little memory and small slices,
 and its template drops what an assistant thought before an earlier user's turn: so the next turn
@@ -54,7 +54,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 class Serving:
-    """One engine, and what is asked of it here."""
+    """One engine, and the requests that these tests send."""
 
     def __init__(self, engine: Engine, log: Path) -> None:
         self.url = engine.url
@@ -73,7 +73,7 @@ class Serving:
         return told
 
     def holds(self, path: str, body: Any) -> bool:
-        """Whether the engine has said that all of a prompt is in its cache."""
+        """Whether the engine's events say that all of a prompt is in its cache."""
         return set(chain_of(path, body)) <= self.watch.held.keys()
 
     def usage(self, path: str, body: Any) -> tuple[int, int]:
@@ -97,7 +97,7 @@ class Serving:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """A request that answers at length."""
+        """Inside the block, a long request runs."""
         name = f"busy {next(_names)}"
         sampling = {"max_new_tokens": 3000, "temperature": 0, "ignore_eos": True}
         body = {"text": text(5), "rid": name, "sampling_params": sampling}
@@ -160,7 +160,7 @@ def started(
 
 @pytest.fixture
 def engine(started: Serving) -> Iterator[Serving]:
-    """Begins with an empty cache, and ends with an engine that lacks nothing."""
+    """Begins with an empty cache, and ends with an engine that leaks nothing."""
     started.flush()
     started.post("/generate", {"text": text(5), "sampling_params": {"max_new_tokens": 1}})
     until(started.is_level)
@@ -169,7 +169,7 @@ def engine(started: Serving) -> Iterator[Serving]:
     started.assert_sound()
 
 
-def test_an_engine_begins_with_the_prompts_that_it_is_to_warm(engine: Serving) -> None:
+def test_an_engine_begins_with_its_warmup_requests(engine: Serving) -> None:
     assert len(engine.warmed) == len(WARMED)
     for tokens, cached in engine.warmed:
         assert cached >= tokens - SLACK
@@ -183,7 +183,7 @@ BODIES: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_a_prompt_is_in_the_cache_before_it_is_asked_for(engine: Serving, path: str) -> None:
+def test_a_prompt_is_in_the_cache_before_its_request_comes(engine: Serving, path: str) -> None:
     body = BODIES[path]()
     told = engine.prefill(body)
     assert told["complete"], told
@@ -195,7 +195,7 @@ def test_a_prompt_is_in_the_cache_before_it_is_asked_for(engine: Serving, path: 
     assert cached >= tokens - SLACK
 
 
-def test_what_is_cached_is_not_computed_again(engine: Serving) -> None:
+def test_cached_tokens_are_not_computed_again(engine: Serving) -> None:
     body = BODIES[MESSAGES]()
     engine.prefill(body)
     before = engine.counted("prefilled_ahead_tokens")
@@ -206,7 +206,7 @@ def test_what_is_cached_is_not_computed_again(engine: Serving) -> None:
     assert engine.counted("prefilled_ahead_tokens") == before
 
 
-def test_results_are_sent_as_they_appear(engine: Serving) -> None:
+def test_results_of_tools_are_prefilled_as_they_appear(engine: Serving) -> None:
     calls = [{"type": "tool_use", "id": name, "name": "read", "input": {}} for name in "ab"]
     results = [{"type": "tool_result", "tool_use_id": name, "content": text(300)} for name in "ab"]
     asked = [user(300), {"role": "assistant", "content": calls}]
@@ -222,7 +222,7 @@ def test_results_are_sent_as_they_appear(engine: Serving) -> None:
     assert cached >= tokens - SLACK
 
 
-def test_a_mark_pins_what_is_prefilled(engine: Serving) -> None:
+def test_a_mark_pins_the_prefilled_prompt(engine: Serving) -> None:
     marked = {"type": "text", "text": text(400), "cache_control": {"type": "ephemeral"}}
     body = {**ONE, "messages": [{"role": "user", "content": [marked]}]}
     for _ in range(2):  # the second time nothing is computed
@@ -255,7 +255,7 @@ def test_nothing_is_prefilled_while_anything_runs(engine: Serving) -> None:
     until(lambda: engine.counted("prefilled_ahead_tokens") > before + 500)
 
 
-def test_nothing_of_value_is_evicted(engine: Serving) -> None:
+def test_prefill_ahead_evicts_nothing(engine: Serving) -> None:
     kept = [{**ONE, "messages": [user(900)]} for _ in range(3)]
     for body in kept:
         engine.usage(MESSAGES, body)
@@ -268,7 +268,7 @@ def test_nothing_of_value_is_evicted(engine: Serving) -> None:
 
 
 def turns(thought: str) -> list[dict[str, Any]]:
-    """A conversation up to the result of a tool, behind which a person speaks next."""
+    """A conversation up to the result of a tool, after which the user speaks next."""
     return [
         user(50),
         {"role": "assistant", "content": "I look.", "reasoning_content": thought},
@@ -291,7 +291,7 @@ def cached_of(answer: Any) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(("fields", "is_warm"), [(ASKED, True), ({}, False)])
-def test_a_persons_next_turn_is_warm_if_asked(
+def test_a_next_turn_is_warm_if_the_request_hints_so(
     engine: Serving, fields: dict[str, Any], is_warm: bool
 ) -> None:
     session = f"session {next(_names)}"
@@ -325,14 +325,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_prefilled_is_refused(engine: Serving, case: str) -> None:
+def test_a_malformed_request_is_rejected(engine: Serving, case: str) -> None:
     options, word = REFUSED[case]
     answer = requests.post(engine.url + PREFILL, timeout=60, **options)
     assert answer.status_code == 400, answer.text
     assert word in answer.text
 
 
-def test_a_session_can_give_up_what_it_asked_for(engine: Serving) -> None:
+def test_a_session_can_delete_its_prefills(engine: Serving) -> None:
     headers = {"x-sgl-ext-session-id": "given up"}
     with engine.busy():
         engine.post(PREFILL, BODIES[MESSAGES](), params={"wait": "false"}, headers=headers)
@@ -340,7 +340,7 @@ def test_a_session_can_give_up_what_it_asked_for(engine: Serving) -> None:
     assert deleted.ok
 
 
-def test_those_who_ask_for_too_much_are_told_so_and_hold_up_nobody(engine: Serving) -> None:
+def test_too_many_prefills_are_rejected_and_delay_no_request(engine: Serving) -> None:
     body = BODIES[MESSAGES]()
     with engine.busy(), ThreadPoolExecutor(8) as pool:
 

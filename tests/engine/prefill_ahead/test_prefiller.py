@@ -1,4 +1,4 @@
-"""Jobs of the prefiller, with a scheduler that answers as its test says."""
+"""Jobs of the prefiller, with a scheduler whose answers the tests choose."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Answer = Callable[[Any], dict[str, Any]]
 
 
 class Manager:
-    """As much of SGLang's as is used. `answer` is told each slice."""
+    """The part of SGLang's manager that is used. `answer` gets each slice."""
 
     def __init__(self, answer: Answer) -> None:
         self.server_args = SimpleNamespace(page_size=1)
@@ -36,7 +36,7 @@ class Manager:
 
 
 class Tree:
-    """A scheduler that is idle, and a cache that is told what was computed."""
+    """An idle scheduler, and a cache of what it computed."""
 
     def __init__(self, slice_tokens: int, cached: int = 0) -> None:
         self.cached = cached
@@ -62,7 +62,7 @@ def job(name: str = "one", tokens: int = 1000, **fields: Any) -> Job:
 
 
 async def worked(prefiller: Prefiller, *jobs: Job) -> None:
-    """Lets a prefiller work until these jobs have ended."""
+    """Runs a prefiller until these jobs have ended."""
     working = asyncio.create_task(prefiller.run())
     try:
         async with asyncio.timeout(30):
@@ -94,7 +94,7 @@ async def test_a_prompt_is_computed_in_slices_from_where_it_is_cached() -> None:
         assert not request.log_metrics
 
 
-async def test_a_slice_is_as_long_as_is_computed_in_a_moment(
+async def test_slices_grow_to_take_a_fixed_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = SimpleNamespace(now_s=0.0)
@@ -118,7 +118,7 @@ async def test_a_slice_is_as_long_as_is_computed_in_a_moment(
     assert 199 <= lengths[-1] <= 201
 
 
-async def test_what_is_cached_takes_one_question() -> None:
+async def test_a_cached_prompt_takes_one_request() -> None:
     manager = Manager(Tree(256, cached=5000))
     one = job()
     prefiller = Prefiller(manager, 256)
@@ -128,7 +128,7 @@ async def test_what_is_cached_takes_one_question() -> None:
     assert (one.is_complete, one.prefilled_tokens) == (True, 0)
 
 
-async def test_a_busy_scheduler_is_asked_again() -> None:
+async def test_a_slice_is_sent_again_to_a_busy_scheduler() -> None:
     tree, refusals = Tree(2000), [refused("busy", 0)] * 2
     manager = Manager(lambda request: refusals.pop() if refusals else tree(request))
     one = job()
@@ -147,7 +147,7 @@ async def test_a_busy_scheduler_is_asked_again() -> None:
         ({"finish_reason": None}, "failed"),
     ],
 )
-async def test_what_cannot_be_is_given_up(meta: dict[str, Any], why: str) -> None:
+async def test_a_rejected_job_is_dropped(meta: dict[str, Any], why: str) -> None:
     manager = Manager(lambda _: meta)
     one, other = job("one"), job("other")
     prefiller = Prefiller(manager, 256)
@@ -158,7 +158,7 @@ async def test_what_cannot_be_is_given_up(meta: dict[str, Any], why: str) -> Non
     assert not one.is_complete
 
 
-async def test_nothing_is_sent_while_anything_real_is_under_way() -> None:
+async def test_no_slice_is_sent_while_a_real_request_runs() -> None:
     manager = Manager(Tree(2000))
     manager.rid_to_state["real"] = None
     prefiller = Prefiller(manager, 2000)
@@ -173,7 +173,7 @@ async def test_nothing_is_sent_while_anything_real_is_under_way() -> None:
     assert one.is_complete
 
 
-async def test_a_newer_job_takes_the_place_of_an_older() -> None:
+async def test_a_newer_job_replaces_an_older_one() -> None:
     prefiller = Prefiller(Manager(Tree(2000)), 2000)
     older, newer = job(), job()
     prefiller.put(older)

@@ -1,4 +1,4 @@
-"""What `/v1/prefill` answers while its prompt is not all there yet."""
+"""The answer of `/v1/prefill` while only a part of its prompt is in the cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BODY = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
 
 
 class Halfway:
-    """Takes a job, and gets no further with it than some tokens."""
+    """Prefills a part of each job, and never completes it."""
 
     async def idle(self) -> None:
         """It always is."""
@@ -49,7 +49,7 @@ async def forever() -> dict[str, Any]:
     raise AssertionError
 
 
-async def test_a_call_that_waited_long_is_told_what_was_reached(
+async def test_a_call_that_waited_long_is_answered_with_what_was_reached(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def convert(*_: Any) -> DryRun:

@@ -1,4 +1,4 @@
-"""What was read of a request, on its way through SGLang's own hints, with SGLang's own types."""
+"""The generation hook, and the hints on their way through SGLang's own types."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def context_of(chain: Chain = CHAIN, **more: Any) -> RequestContext:
 
 
 def in_a_request(*generations: SimpleNamespace, kept: Chain = CHAIN, **more: Any) -> None:
-    """What the hooks do in one HTTP request's context."""
+    """What the hook does in one HTTP request's context."""
 
     def run() -> None:
         enter(context_of(kept, **more))
@@ -57,14 +57,14 @@ def chain_of(generation: SimpleNamespace) -> Chain:
     return Chain(tuple(found.hashes), tuple(found.ends))
 
 
-def test_the_first_generation_of_a_request_carries_the_chain_and_no_later_one() -> None:
+def test_only_the_first_generation_of_a_request_carries_the_chain() -> None:
     first, second = request(), request()
     in_a_request(first, second)
     assert chain_of(first) == CHAIN
     assert decode_hints(second.kv_hints) is None
 
 
-async def test_a_task_that_the_request_starts_takes_the_chain_from_it() -> None:
+async def test_a_task_that_the_request_starts_carries_its_chain() -> None:
     first, second = request(), request()
 
     async def generate(generation: SimpleNamespace) -> None:
@@ -90,13 +90,13 @@ def test_a_callers_own_hints_stay(own: Any) -> None:
 
 
 @pytest.mark.parametrize("own", [[None, ENVELOPE], {"protocol_version": 1}, "text"])
-def test_hints_that_cannot_be_joined_are_left_as_they_are(own: Any) -> None:
+def test_malformed_hints_are_left_unchanged(own: Any) -> None:
     generation = request(own)
     in_a_request(generation)
     assert generation.kv_hints is own
 
 
-def test_a_session_carries_none_as_its_prompt_is_more_than_the_body() -> None:
+def test_an_sglang_session_carries_no_hints() -> None:
     generation = request(session_params={"id": "1"})
     in_a_request(generation)
     assert generation.kv_hints is None
@@ -110,7 +110,7 @@ def test_a_session_carries_none_as_its_prompt_is_more_than_the_body() -> None:
         SimpleNamespace(priority=10**6),  # for an embedding
     ],
 )
-def test_no_request_keeps_a_priority_of_its_own(generation: SimpleNamespace) -> None:
+def test_a_request_s_own_priority_is_replaced(generation: SimpleNamespace) -> None:
     manager = SimpleNamespace(enable_priority_scheduling=True)
 
     def run() -> None:
@@ -135,7 +135,7 @@ def test_an_empty_chain_is_not_carried() -> None:
     assert generation.kv_hints is None
 
 
-def test_what_is_to_be_pinned_is_carried_and_for_whom_also_without_a_chain() -> None:
+def test_pins_and_their_owner_are_carried_also_without_a_chain() -> None:
     generation = request()
     pins = ((7, 300.0), (WHOLE_PROMPT, 30.0))
     before_s = time.monotonic()
@@ -147,15 +147,15 @@ def test_what_is_to_be_pinned_is_carried_and_for_whom_also_without_a_chain() -> 
     assert before_s <= found.sent_s <= time.monotonic()
 
 
-def test_nothing_was_read_where_no_request_is() -> None:
+def test_there_is_no_context_outside_of_requests() -> None:
     assert copy_context().run(current) is None
 
 
-def test_what_is_no_request_for_text_is_let_pass() -> None:
+def test_a_request_without_hints_passes() -> None:
     in_a_request(SimpleNamespace())
 
 
-def test_an_action_that_a_client_made_up_is_not_read() -> None:
+def test_a_forged_action_is_ignored() -> None:
     generation = request()
     in_a_request(generation)
     from msgspec.structs import replace
