@@ -72,7 +72,7 @@ def test_another_model_is_not_overwritten(tiny: Path) -> None:
 
 def test_foreign_files_are_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("mine")
-    with pytest.raises(FileExistsError, match="no made model"):
+    with pytest.raises(FileExistsError, match="holds other files"):
         make_model(tmp_path, "tiny")
     assert (tmp_path / "notes").read_text() == "mine"
 

@@ -1,4 +1,4 @@
-"""The platform's own decisions: when it stands aside, what it offers, what it refuses."""
+"""The platform's own decisions: when it declines, what it offers, what it rejects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def defaults(**arguments: object) -> SimpleNamespace:
     return filled
 
 
-def test_it_stands_aside_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_declines_if_cuda_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform.torch.cuda, "is_available", lambda: True)
     monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
     assert platform.activate() is None
@@ -28,13 +28,13 @@ def test_it_stands_aside_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     assert platform.activate() == "sgl_ext_cpu.platform:CpuPlatform"
 
 
-def test_the_other_cpu_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sglangs_own_cpu_engine_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
     with pytest.raises(RuntimeError, match="SGLANG_USE_CPU_ENGINE"):
         platform.activate()
 
 
-def test_its_attention_backend_can_be_asked_for() -> None:
+def test_its_attention_backend_can_be_selected() -> None:
     from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
 
     platform.activate()
@@ -42,13 +42,13 @@ def test_its_attention_backend_can_be_asked_for() -> None:
     assert ATTENTION_BACKEND_CHOICES.count(platform.NAME) == 1
 
 
-def test_what_is_left_open_is_filled_in() -> None:
+def test_arguments_that_are_not_set_get_a_default() -> None:
     filled = defaults()
     assert (filled.attention_backend, filled.dtype) == (platform.NAME, "float32")
     assert filled.sleep_on_idle
 
 
-def test_what_is_asked_for_is_kept() -> None:
+def test_arguments_that_are_set_stay() -> None:
     filled = defaults(attention_backend="torch_native", dtype="bfloat16")
     assert (filled.attention_backend, filled.dtype) == ("torch_native", "bfloat16")
 

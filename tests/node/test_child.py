@@ -1,4 +1,4 @@
-"""A child process of the node, and what its log says of its end."""
+"""A child process of the node, and the reason in its log."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from sgl_ext.node.child import Child
 
 
-def test_the_reason_is_not_lost_in_what_a_library_says_of_its_leaks(tmp_path: Path) -> None:
+def test_lines_about_leaks_do_not_hide_the_reason(tmp_path: Path) -> None:
     log = tmp_path / "engine.log"
     leaks = "nanobind: leaked 513 functions!\n" + ' - leaked function "f"\n' * 20
     leaks += " - ... skipped remainder\nnanobind: this is likely caused by a bug.\n"

@@ -1,4 +1,4 @@
-"""What an engine is started on: its GPUs, its share of cores, and what is refused."""
+"""The hardware of each engine: its GPUs, its cores, and what is rejected."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def test_each_engine_gets_its_own_gpus() -> None:
     assert gpus_of(LaunchSettings(model_path="m", instances=3), found) == ["4", "5", "6"]
 
 
-def test_too_few_gpus_is_an_error_that_counts() -> None:
+def test_too_few_gpus_are_an_error_with_the_numbers() -> None:
     with pytest.raises(SettingsError, match=r"instances=3: with tp=2 this needs 6 GPUs, but only"):
         hardware.check_capacity(
             LaunchSettings(model_path="m", instances=3, tp=2), Hardware(("0", "1", "2", "3"))
         )
 
 
-def test_without_a_gpu_the_cpu_platform_is_taken_and_said_to_be_missing(
+def test_without_a_gpu_the_cpu_platform_is_used_or_named_as_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     none = {"CUDA_VISIBLE_DEVICES": ""}
@@ -59,13 +59,15 @@ def test_engines_on_a_cpu_share_its_cores(
     config = LaunchSettings(model_path="m", instances=instances, tp=tp)
     environment = hardware.engine_environment(config, Hardware((), CPU_PLATFORM), index)
     assert environment["SGLANG_PLATFORM"] == CPU_PLATFORM
-    told = {k: v for k, v in environment.items() if "OMP" in k}
-    assert int(told.pop("GOMP_SPINCOUNT")) < 300_000
-    assert told == wanted
+    found = {k: v for k, v in environment.items() if "OMP" in k}
+    assert int(found.pop("GOMP_SPINCOUNT")) < 300_000
+    assert found == wanted
 
 
 @pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])
-def test_how_threads_wait_is_the_callers_choice(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_the_users_setting_for_waiting_threads_stays(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.setenv(name, "passive")
     environment = hardware.engine_environment(
         LaunchSettings(model_path="m"), Hardware((), CPU_PLATFORM), 0

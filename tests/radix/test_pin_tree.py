@@ -22,7 +22,7 @@ def key(tokens: Sequence[int]) -> bytes:
 
 
 class Model:
-    """Every prefix of every pin, by whom it is charged to: as many as there are tokens."""
+    """Every prefix of every pin, with its owner: one for each token."""
 
     def __init__(self) -> None:
         self.pins: dict[int, tuple[Hashable, Tokens]] = {}
@@ -99,7 +99,7 @@ def test_the_tree_has_exactly_the_prefixes_of_its_pins(steps: list[object]) -> N
     st.lists(insertions, min_size=1, max_size=12, unique_by=lambda step: step[:2]),
     st.lists(st.integers(0, 11), max_size=20),
 )
-def test_a_trial_tells_what_removals_would_leave(
+def test_a_trial_counts_the_tokens_that_removals_would_leave(
     steps: list[tuple[str, Tokens, str]], choices: list[int]
 ) -> None:
     tree, model = PinTree(), Model()
@@ -130,7 +130,7 @@ def nodes(tree: PinTree) -> int:
     return len(found)
 
 
-def test_what_forked_and_went_leaves_no_pieces() -> None:
+def test_removed_forks_leave_no_cuts() -> None:
     tree = PinTree()
     tree.insert("", key(range(1000)), 0, "ann")
     size = nodes(tree)
@@ -143,7 +143,7 @@ def test_what_forked_and_went_leaves_no_pieces() -> None:
     assert tree.find("", key(range(1000))) == [0]
 
 
-def test_tokens_stay_charged_to_whom_first_had_them_pinned() -> None:
+def test_tokens_stay_charged_to_the_owner_that_pinned_them_first() -> None:
     tree = PinTree()
     tree.insert("", key(range(10)), 1, "ann")
     tree.insert("", key(range(30)), 2, "ben")
@@ -164,7 +164,7 @@ def test_tokens_are_compared_whole() -> None:
     assert tree.find("", key([0x0100, 1])) == []
 
 
-def test_a_second_pin_at_the_same_place_is_a_mistake() -> None:
+def test_a_second_pin_on_the_same_prefix_is_a_bug() -> None:
     tree = PinTree()
     tree.insert("", key([1]), 1, "")
     with pytest.raises(AssertionError, match="pinned already"):

@@ -23,7 +23,7 @@ def key(tokens: Sequence[int]) -> bytes:
 
 
 def prompt(name: int, tokens: int) -> bytes:
-    """A prompt of `tokens` tokens of which no other name has any."""
+    """A prompt of `tokens` tokens that prompts of other names do not contain."""
     return key(range(name * 100_000, name * 100_000 + tokens))
 
 
@@ -47,7 +47,7 @@ def assert_nothing_left(pins: Pins) -> None:
     assert not any((tree._roots, tree._nodes, tree._charges))
 
 
-def test_a_pin_nobody_reads_lasts_for_its_ttl() -> None:
+def test_a_pin_that_is_never_read_lasts_for_its_ttl() -> None:
     pins = Pins(budget_tokens=100)
     made = pin(pins, 1, 10, now=0)
     assert pins.expire(299.9) == []
@@ -56,7 +56,7 @@ def test_a_pin_nobody_reads_lasts_for_its_ttl() -> None:
     assert_nothing_left(pins)
 
 
-def test_a_hit_renews_every_pin_the_request_has_read_all_of() -> None:
+def test_a_hit_renews_every_pin_whose_prefix_the_request_read_whole() -> None:
     pins = Pins(budget_tokens=100)
     short, middle, long = (pin(pins, 1, tokens, now=0) for tokens in (10, 20, 30))
     other = pin(pins, 2, 10, now=0)
@@ -70,14 +70,14 @@ def test_a_hit_renews_every_pin_the_request_has_read_all_of() -> None:
     assert_nothing_left(pins)
 
 
-def test_a_prompt_that_ends_before_a_pin_does_reads_none_of_it() -> None:
+def test_a_prompt_shorter_than_a_pin_does_not_read_it() -> None:
     pins = Pins(budget_tokens=100)
     pin(pins, 1, 20, now=0)
     assert pins.hit("", prompt(1, 19), now=1, tokens=19) == []
     assert pins.hit("lora", prompt(1, 20), now=1, tokens=20) == []
 
 
-def test_the_soonest_to_expire_is_told_first() -> None:
+def test_pins_expire_in_the_order_of_their_deadlines() -> None:
     pins = Pins(budget_tokens=100)
     slow, quick, quicker = (
         pin(pins, n, 5, now=0, ttl_s=ttl_s) for n, ttl_s in enumerate((9, 7, 5))
@@ -85,7 +85,7 @@ def test_the_soonest_to_expire_is_told_first() -> None:
     assert pins.expire(10) == [quicker, quick, slow]
 
 
-def test_a_renewal_later_than_the_last_look_is_seen_by_the_next() -> None:
+def test_a_renewal_after_an_expiry_check_counts_in_the_next() -> None:
     """The soonest deadline is remembered: it must not be remembered for too long."""
     pins = Pins(budget_tokens=100)
     made = pin(pins, 1, 10, now=0)
@@ -96,7 +96,7 @@ def test_a_renewal_later_than_the_last_look_is_seen_by_the_next() -> None:
     assert pins.expire(599) == [made]
 
 
-def test_asking_again_renews_and_is_no_hit() -> None:
+def test_a_second_request_for_a_pin_renews_it_and_is_no_hit() -> None:
     pins = Pins(budget_tokens=100)
     first = pin(pins, 1, 10, now=0, ttl_s=100, priority=2, label="first")
     again = grant(pins, 1, 10, now=50, ttl_s=200, owner="ann", session="s", priority=1)
@@ -124,7 +124,7 @@ def test_what_pins_share_is_counted_once() -> None:
     assert pins.tokens == 30
 
 
-def test_spaces_name_their_prefixes_apart() -> None:
+def test_the_same_prefix_has_another_hash_in_another_space() -> None:
     pins = Pins(budget_tokens=100)
     one = pins.grant(("m", None), prompt(1, 10), TTL_S, 0).pin
     two = pins.grant(("m", "lora"), prompt(1, 10), TTL_S, 0).pin
@@ -151,7 +151,7 @@ def test_a_fresh_pin_displaces_one_that_was_never_read() -> None:
     assert grant(pins, 5, 10, now=4).released == [later]
 
 
-def test_a_pin_in_use_is_not_displaced_until_its_reads_no_longer_vouch_for_it() -> None:
+def test_a_pin_in_use_is_not_displaced_while_its_reads_justify_it() -> None:
     pins = Pins(budget_tokens=10)
     used = pin(pins, 1, 10, now=0)
     pins.hit("", prompt(1, 10), now=10, tokens=10)
@@ -161,7 +161,7 @@ def test_a_pin_in_use_is_not_displaced_until_its_reads_no_longer_vouch_for_it() 
     assert grant(pins, 2, 10, now=161).released == [used]
 
 
-def test_the_more_often_a_pin_was_read_the_longer_it_stands() -> None:
+def test_a_pin_that_was_read_more_often_is_valuable_for_longer() -> None:
     pins = Pins(budget_tokens=20)
     once, often = pin(pins, 1, 10, now=0), pin(pins, 2, 10, now=0)
     for _ in range(9):
@@ -199,7 +199,7 @@ def test_if_there_is_no_room_nothing_is_released() -> None:
     assert (len(pins), pins.tokens) == (2, 30)
 
 
-def test_a_longer_prefix_keeps_the_pins_it_goes_through() -> None:
+def test_a_longer_prefix_keeps_the_pins_on_its_path() -> None:
     pins = Pins(budget_tokens=30)
     short = pin(pins, 1, 10, now=0)
     other = pin(pins, 2, 10, now=1)
@@ -226,14 +226,14 @@ def test_a_pin_is_not_released_for_tokens_that_another_needs() -> None:
     assert grant(pins, 3, 10, now=2).released == [other]
 
 
-def test_what_need_not_go_after_all_stays() -> None:
+def test_a_pin_that_need_not_go_stays() -> None:
     pins = Pins(budget_tokens=40)
     small, big = pin(pins, 1, 10, now=0), pin(pins, 2, 30, now=1)
     assert grant(pins, 3, 30, now=2).released == [big]
     assert pins.in_order()[0] is small
 
 
-def test_of_two_of_which_one_has_to_go_the_more_valuable_stays() -> None:
+def test_of_two_pins_the_more_valuable_stays() -> None:
     pins = Pins(budget_tokens=40)
     first, second, third = (pin(pins, n, tokens, now=n) for n, tokens in enumerate((10, 10, 20)))
     assert grant(pins, 4, 30, now=4).released == [first, third]
@@ -260,7 +260,7 @@ def test_beyond_its_share_an_owner_displaces_only_its_own() -> None:
     assert len(pins) == 2
 
 
-def test_an_owner_may_have_another_share_than_the_others() -> None:
+def test_an_owner_can_have_a_share_of_its_own() -> None:
     pins = Pins(budget_tokens=40, owner_share=0.5, owner_shares={"ann": 0.25, "ben": 0.0})
     assert grant(pins, 1, 11, now=0, owner="ann").reason == OWNER_SHARE
     first = pin(pins, 2, 10, now=0, owner="ann")
@@ -280,7 +280,7 @@ def test_an_owner_does_not_displace_others_for_tokens_it_is_charged_for() -> Non
     assert grant(pins, 2, 10, now=1, owner="ann").released == []
 
 
-def test_where_share_and_budget_are_full_its_own_go_first() -> None:
+def test_if_share_and_budget_are_full_the_owners_pins_go_first() -> None:
     pins = Pins(budget_tokens=40, owner_share=0.5)
     asked = [("ben", 3), ("ann", 5), ("ben", 6), ("ann", 10), ("cat", 16)]
     made = [pin(pins, n, tokens, now=n, owner=owner) for n, (owner, tokens) in enumerate(asked)]
@@ -299,13 +299,13 @@ def test_an_own_pin_stays_if_another_released_for_the_budget_frees_its_share() -
     assert small in pins
 
 
-def test_those_who_name_no_owner_count_as_one() -> None:
+def test_requests_without_an_owner_count_as_one_owner() -> None:
     pins = Pins(budget_tokens=40, owner_share=0.5)
     first = pin(pins, 1, 20, now=0)
     assert grant(pins, 2, 20, now=1).released == [first]
 
 
-def test_an_owner_pays_only_for_tokens_nobody_had_pinned() -> None:
+def test_an_owner_is_charged_only_for_tokens_that_it_pins_first() -> None:
     pins = Pins(budget_tokens=40, owner_share=0.5)
     pin(pins, 1, 15, now=0, owner="ann")
     pin(pins, 1, 20, now=0, owner="ben")
@@ -313,7 +313,7 @@ def test_an_owner_pays_only_for_tokens_nobody_had_pinned() -> None:
     assert grant(pins, 2, 15, now=1, owner="ben").released == []
 
 
-def test_a_prefix_longer_than_a_share_is_refused_even_where_others_pay() -> None:
+def test_a_prefix_longer_than_a_share_is_rejected_even_if_others_are_charged() -> None:
     pins = Pins(budget_tokens=40, owner_share=0.5)
     pin(pins, 1, 15, now=0, owner="ann")
     assert grant(pins, 1, 21, now=0, owner="ben") == (None, False, [], OWNER_SHARE)
@@ -331,15 +331,15 @@ def test_ten_thousand_prefixes_stay_within_the_limit_and_leave_nothing() -> None
     assert_nothing_left(pins)
 
 
-def test_at_the_limit_a_pin_worth_less_than_all_is_refused() -> None:
+def test_at_the_limit_the_least_valuable_pin_is_rejected() -> None:
     pins = Pins(budget_tokens=100, limit_pins=1)
     kept = pin(pins, 1, 10, now=0, priority=1)
     assert grant(pins, 2, 10, now=1) == (None, False, [], LESS_VALUABLE)
     assert list(pins) == [kept]
-    assert grant(pins, 1, 10, now=2).pin is kept, "a pin there is can be renewed"
+    assert grant(pins, 1, 10, now=2).pin is kept, "a pin that exists can be renewed"
 
 
-def test_at_the_limit_a_longer_prefix_keeps_the_pins_it_goes_through() -> None:
+def test_at_the_limit_a_longer_prefix_keeps_the_pins_on_its_path() -> None:
     pins = Pins(budget_tokens=100, limit_pins=2)
     pin(pins, 1, 10, now=0)
     other = pin(pins, 2, 10, now=1)
@@ -357,7 +357,7 @@ def test_a_clock_that_jumps_back_takes_no_time_from_a_lease() -> None:
     assert pins.expire(1300) == [first, second]
 
 
-def test_what_is_released_is_gone_and_can_be_pinned_anew() -> None:
+def test_a_released_prefix_can_be_pinned_again() -> None:
     pins = Pins(budget_tokens=100)
     first = pin(pins, 1, 10, now=0, session="s")
     assert pins.prefixes_of("", prompt(1, 11)) == [first]
@@ -373,7 +373,7 @@ def test_what_is_released_is_gone_and_can_be_pinned_anew() -> None:
     assert list(pins) == [second]
 
 
-def test_a_session_has_the_pins_it_was_the_first_to_ask_for() -> None:
+def test_a_session_has_the_pins_that_it_requested_first() -> None:
     pins = Pins(budget_tokens=100)
     one, two = (pin(pins, n, 10, now=0, session="s") for n in (1, 2))
     pin(pins, 3, 10, now=0)
@@ -383,7 +383,7 @@ def test_a_session_has_the_pins_it_was_the_first_to_ask_for() -> None:
     assert pins.of_session("s") == [two]
 
 
-def test_when_the_tree_was_emptied_all_pins_are_gone() -> None:
+def test_clear_removes_all_pins() -> None:
     pins = Pins(budget_tokens=100)
     made = [pin(pins, n, 10, now=0, session="s") for n in (2, 1)]
     assert pins.clear() == made
@@ -591,7 +591,7 @@ def test_releasing_in_any_order_leaves_what_the_rest_needs(asked: list[Prefix]) 
 
 
 @pytest.mark.parametrize("page", [1, 4, 16])
-def test_prefixes_that_part_within_a_page_share_nothing_of_it(page: int) -> None:
+def test_prefixes_that_diverge_within_a_page_do_not_share_it(page: int) -> None:
     pins = Pins(budget_tokens=100, page=page)
     for end in (1, 2):
         assert pins.grant("", key([0] * 22 + [end] * 26), TTL_S, 0).pin is not None

@@ -1,4 +1,4 @@
-"""Settings from flags and a file: flags win, and an error names where a bad value stands."""
+"""Settings from flags and a file: flags win, and an error names the source of a bad value."""
 
 from __future__ import annotations
 

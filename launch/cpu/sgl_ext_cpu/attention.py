@@ -1,22 +1,21 @@
 """Attention of new queries over a paged cache, in plain torch.
 
-A sequence of `S` tokens ends in `E` new ones. Their keys and values are already in the
-cache, at the slots that the sequence's `Slots` names in order of position. New query
-`i` stands at position `S - E + i` and sees every position up to its own:
+A sequence of `S` tokens ends in `E` new ones. The cache already holds their keys and values, at
+the slots that the sequence's `Slots` lists in order of position. New query `i` is at position
+`S - E + i` and sees every position up to its own:
 
         prefix            new
     +-------------+-------------+
     | all visible | lower left  |    E rows, S columns
     +-------------+-------------+
 
-The two parts are computed apart and joined by their log-sum-exp, so that no mask is
-built, no query is computed for a cached token, and the prefix is read in place: the
-allocator hands out neighbouring slots, so a prefix is a few long runs, and a run is a
-view. Only tokens outside long runs are gathered. Memory beside the cache is in
-proportion to `E`, never to `E * S`.
+Both parts are computed separately and joined by their log-sum-exp. This needs no mask and no
+query for a cached token, and it reads the prefix in place: the allocator assigns neighbouring
+slots, so a prefix is a few long runs, and a run is a view. Only tokens outside long runs are
+gathered. Memory apart from the cache is proportional to `E`, never to `E * S`.
 
-Query heads that share a key head are computed as more rows of that one head, so a
-key is read once and nothing is repeated.
+Query heads that share a key head are computed as additional rows of that head, so each key is
+read once.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ Part: TypeAlias = tuple[Tensor, Tensor]
 
 
 class Slots:
-    """Where a sequence's tokens lie in the cache, in order of position."""
+    """The cache slots of a sequence's tokens, in order of position."""
 
     def __init__(self, index: Tensor) -> None:
         self.index = index.to(torch.int64)
@@ -64,7 +63,7 @@ class Slots:
         return self.index[start:stop]
 
     def unordered(self, start: int, stop: int) -> list[Segment]:
-        """Positions `start` to `stop` in any order, read in place where that pays."""
+        """Positions `start` to `stop` in any order, read in place where that is faster."""
         if start == stop:
             return []
         own = self.index[start:stop]
@@ -87,7 +86,7 @@ class Slots:
 
 
 class Extend:
-    """The new tokens of one sequence, as every layer of one forward pass reads them."""
+    """The new tokens of one sequence, planned once for all layers of a forward pass."""
 
     def __init__(self, slots: Slots, new: int) -> None:
         if not 0 < new <= len(slots):
@@ -152,10 +151,10 @@ class Extend:
 
 @dataclass(frozen=True)
 class Decode:
-    """One new token for each of several sequences, as every layer of a pass reads them.
+    """One new token for each of several sequences, planned once for all layers of a pass.
 
-    Short sequences of like length are computed as one padded batch; others one by one,
-    read in place.
+    Short sequences of similar length are computed as one padded batch. Others are computed one by
+    one, in place.
     """
 
     one_by_one: list[list[Segment]]
@@ -176,7 +175,7 @@ class Decode:
         longest = max(lengths)
         if len(seen) == 1 or longest > cls.PAD_UP_TO or longest * len(seen) > 3 * sum(lengths):
             return cls([s.unordered(0, len(s)) for s in seen], None, None)
-        # Slot 0 is the allocator's padding row: always there, and masked here.
+        # Slot 0 is the allocator's padding row: always present, and masked here.
         index = torch.zeros(len(seen), longest, dtype=torch.int64)
         mask = torch.full((len(seen), 1, 1, longest), float("-inf"), dtype=dtype)
         for row, (length, slots) in enumerate(zip(lengths, seen, strict=True)):

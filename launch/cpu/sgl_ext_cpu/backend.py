@@ -1,8 +1,8 @@
-"""The attention backend: SGLang's torch_native with the prefix no longer recomputed.
+"""The attention backend: SGLang's torch_native without recomputing the prefix.
 
-What a forward pass needs to know of its batch is worked out once, before the first
-layer, and read by every layer. Cross attention, encoders and models whose keys and
-values differ in width are left to torch_native, which is correct for them and slow.
+The plan of a batch is made once before the first layer, and every layer reads it. torch_native
+still computes cross attention, encoders, and models whose keys and values differ in width, which
+is correct but slow.
 """
 
 from __future__ import annotations

@@ -2,14 +2,13 @@
 
     python -m sgl_ext_cpu.model DIRECTORY [--size tiny|bench|8b-config] [--seed N]
 
-Nothing is fetched. The result is an ordinary Hugging Face model directory which SGLang
-and transformers load. Its weights are random, yet chosen so that it is useful to test
-with:
+It needs no network. The result is an ordinary Hugging Face model directory that SGLang and
+transformers load. Its weights are random, but chosen to be useful in tests:
 
 - Attention is sharp, so a wrong key, position or mask shows in the output.
-- Only tokens that are words have an output row; the others' logits are zero. Greedy
-  output is therefore text that is split into the same tokens when it comes back in the
-  next turn, and never ends by itself: a request runs to its `max_new_tokens`.
+- Only tokens that are words have an output row; the logits of others are zero. So greedy output
+  is text that has the same tokens when it comes back in the next turn, and it never ends by
+  itself: a request runs to its `max_new_tokens`.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from torch import Tensor
 from sgl_ext_cpu import tokenizer as text
 
 FORMAT = 1
-"""Raised whenever the same parameters would make another model."""
+"""Increased whenever the same parameters make a different model."""
 
 MARKER = "sgl_ext_cpu.json"
 MAX_POSITIONS = 262_144
@@ -64,8 +63,8 @@ SHAPES = {
 def make_model(directory: Path, size: str, seed: int = 0) -> Path:
     """Make the model in `directory` unless it is already there; return `directory`.
 
-    Two processes may ask for the same directory at once: a model appears whole or not
-    at all. A directory that holds anything else is left alone, with an error.
+    Two processes can make the same directory at the same time: a model appears whole or not at
+    all. Raises an error, and changes nothing, if the directory holds anything else.
     """
     if size not in SHAPES:
         raise ValueError(f"size: {size!r} is not one of {', '.join(SHAPES)}")
@@ -77,14 +76,14 @@ def make_model(directory: Path, size: str, seed: int = 0) -> Path:
     try:
         _write(draft, SHAPES[size], seed)
         (draft / MARKER).write_text(json.dumps(marker) + "\n")
-        # What mkdtemp and safetensors make is private; a model is not.
+        # mkdtemp and safetensors make private files, but others may read a model.
         draft.chmod(0o755)
         for file in draft.iterdir():
             file.chmod(0o644)
         try:
             os.rename(draft, directory)
         except OSError:
-            # Another process was first, or something else lies there.
+            # Another process was first, or the directory holds something else.
             if not _made(directory, marker):
                 raise
     finally:
@@ -101,7 +100,7 @@ def _made(directory: Path, marker: dict[str, Any]) -> bool:
         found = None
     if found != marker:
         raise FileExistsError(
-            f"{directory} holds {found or 'files that are no made model'}, not {marker}: "
+            f"{directory} holds {found or 'other files'}, not {marker}: "
             "remove it or name another directory"
         )
     return True
@@ -193,7 +192,7 @@ def _weights(shape: Shape, tokenizer: Tokenizer, seed: int) -> dict[str, Tensor]
 
 
 def main() -> None:
-    """Make the model that the command line names, and print where it lies."""
+    """Make the model that the command line names, and print its path."""
     parser = argparse.ArgumentParser(description="Make a small model with random weights.")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--size", choices=SHAPES, default="tiny")

@@ -1,22 +1,21 @@
 """A nursery: one process that has imported SGLang, from which servers are forked.
 
-Most of a small server's start is spent importing, three times over: in the server, in
-its scheduler and in its detokenizer. A process forked from one that has imported
-everything starts at once, so tests which need many servers start them here:
+A small server spends most of its start on imports in three processes: the server, its scheduler
+and its detokenizer. A process that is forked after the imports starts at once, so tests that
+need many servers start them here:
 
     with Nursery() as nursery:
         server = nursery.start(["--model-path", path, "--port", "21000"], log=log)
         ...
         server.stop()
 
-SGLang starts its children as new interpreters because CUDA does not survive a fork.
-On the CPU it is sound, as nothing has run a thread or an operator at that point. What
-differs from a server started by itself: its children have the hooks that its plugins
-made in it beside those of their own, and a variable that SGLang reads when imported
-must be in the nursery's own environment.
+SGLang starts its children as new interpreters because CUDA does not survive a fork. On the CPU a
+fork is safe, as no thread and no operator has run before it. Two things differ from a server that
+is started by itself: its children have the hooks that plugins made in the server in addition to
+their own, and a variable that SGLang reads at import must be in the nursery's own environment.
 
-The nursery obeys lines of JSON on its standard input and answers each with one. When
-that closes, because its user is done or gone, it ends every server and then itself.
+The nursery reads orders from its standard input, a line of JSON each, and answers each with a
+line. When standard input closes, it ends every server and then itself.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ PRELOAD = (
     "sglang.srt.models.registry",
     "transformers.models.auto.tokenization_auto",
 )
-"""What a server and its children import."""
+"""The modules that a server and its children import."""
 
 
 class Server:
@@ -63,15 +62,15 @@ class Server:
         return status
 
     def stop(self) -> None:
-        """Kill it and all its processes, whatever they are doing. May be called again."""
+        """Kill it and all its processes. Can be called again."""
         self._nursery.ask({"stop": self.pid})
 
 
 class Nursery:
     """Starts servers from a process that has already imported SGLang.
 
-    `environment` adds to this process's variables. `modules` are imported besides
-    SGLang's own. A context manager: leaving it ends every server.
+    `environment` adds to this process's variables. `modules` are imported in
+    addition to SGLang's own. A context manager: leaving it ends every server.
     """
 
     def __init__(
@@ -116,7 +115,7 @@ class Nursery:
         return json.loads(answer)
 
     def close(self) -> None:
-        """End every server and the nursery. May be called again."""
+        """End every server and the nursery. Can be called again."""
         with self._process:  # closes both pipes and waits
             pass
 
@@ -133,10 +132,10 @@ class Nursery:
 
 
 def main(modules: Sequence[str]) -> None:
-    """Import everything, then obey orders until standard input closes."""
+    """Import everything, then follow orders until standard input closes."""
     orders, answers = sys.stdin, os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # What an import prints is no answer.
-    gc.disable()  # What is imported stays.
+    os.dup2(2, 1)  # Output of an import must not look like an answer.
+    gc.disable()  # Imported modules are never garbage.
     for module in (*PRELOAD, *modules):
         __import__(module)
     gc.freeze()
@@ -184,7 +183,7 @@ def _fork(order: dict[str, Any], orders: TextIO, answers: TextIO) -> int:
         runpy.run_module(order["start"], run_name="__main__", alter_sys=True)
         status = 0
     except SystemExit as ending:
-        if isinstance(ending.code, str):  # The last words, which an interpreter prints.
+        if isinstance(ending.code, str):  # An interpreter would print this at its end.
             print(ending.code, file=sys.stderr)
         status = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
     except BaseException:
@@ -198,7 +197,7 @@ def _fork(order: dict[str, Any], orders: TextIO, answers: TextIO) -> int:
 
 
 def fork_children() -> None:
-    """Keep SGLang from asking for new interpreters, in the process of a server."""
+    """Make SGLang fork in a server's process, in place of starting new interpreters."""
     import multiprocessing
 
     multiprocessing.set_start_method("fork", force=True)
@@ -211,7 +210,7 @@ def fork_children() -> None:
 
 
 def _load_plugins_again() -> None:
-    """Let a server's child load plugins for itself, as a new interpreter would."""
+    """Make a server's child load plugins itself, as a new interpreter would."""
     from sglang.srt import plugins
 
     plugins._plugins_loaded = False
@@ -225,7 +224,7 @@ def _exit_status(server: int) -> int | None:
 
 
 def _end(server: int) -> None:
-    """Kill a server's process group: asked to end, SGLang first waits out a diagnosis."""
+    """Kill a server's process group: on SIGTERM SGLang would first wait for a diagnosis."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(server, signal.SIGKILL)
     os.waitpid(server, 0)

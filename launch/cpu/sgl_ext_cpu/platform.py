@@ -1,9 +1,9 @@
 """The platform: SGLang's engine on a CPU, with no CUDA package and no sgl_kernel.
 
-SGLang finds `activate` through the entry-point group `sglang.srt.platforms` and calls
-it in every process: the server, each scheduler and the detokenizer. What has to be
-in place before the engine's own modules are imported is done there; what needs those
-modules is done in `init_backend`, which each worker calls once they are.
+SGLang finds `activate` through the entry-point group `sglang.srt.platforms` and calls it in every
+process: the server, each scheduler and the detokenizer. It makes the changes that must come before
+the engine's own modules are imported. Each worker calls `init_backend` after those imports, for
+the changes that need them.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ SCRIPT = "SGL_EXT_CPU_SCRIPT"
 """The variable that names a file of prescribed answers; without it the model answers."""
 
 FORK = "SGL_EXT_CPU_FORK"
-"""The variable that has a server fork its children, which then need not import everything."""
+"""The variable that makes a server fork its children, which saves their imports."""
 
 _THREADS_STEP = "sglang.srt.distributed.bootstrap._init_cpu_threads_env"
 _threads_settled = False
 
 
 def activate() -> str | None:
-    """Return the platform's class for SGLang to load, or None to stand aside.
+    """Return the platform's class for SGLang to load, or None to decline.
 
-    It stands aside where CUDA is available, unless SGLANG_PLATFORM names it.
+    It declines if CUDA is available, unless SGLANG_PLATFORM names it.
     """
     asked = os.environ.get("SGLANG_PLATFORM") == NAME
     if torch.cuda.is_available() and not asked:
@@ -49,13 +49,13 @@ def activate() -> str | None:
     stubs.install()
     _offer_attention_backend()
     _settle_threads_ourselves()
-    # Children inherit it; whoever set it knows better.
+    # Children inherit it. A value that the user set stays.
     os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "sgl_ext_cpu.models")
     return f"{__name__}:CpuPlatform"
 
 
 def _offer_attention_backend() -> None:
-    """Let --attention-backend accept our name. The list is read when arguments are parsed."""
+    """Make --attention-backend accept our name. SGLang reads the list when it parses arguments."""
     from sglang.srt.arg_groups import choices
 
     if NAME not in choices.ATTENTION_BACKEND_CHOICES:
@@ -63,9 +63,9 @@ def _offer_attention_backend() -> None:
 
 
 def _settle_threads_ourselves() -> None:
-    """Replace a step that calls sgl_kernel on arm64, and that elsewhere binds nothing.
+    """Replace a step that calls sgl_kernel on arm64, and that binds nothing elsewhere.
 
-    It runs before a worker calls `init_backend`; hooks are applied before it runs.
+    The step runs before a worker calls `init_backend`, and SGLang applies hooks before the step.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -100,15 +100,15 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # sglang 
         return False
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Fill in what the user left open.
+        """Set the arguments that the user did not set.
 
-        - attention: ours, in place of the one that needs AMX kernels.
+        - attention: our backend, because SGLang's default needs AMX kernels.
         - dtype: float32. Without AVX512-BF16 or AMX a bfloat16 matrix product is about
           eight times slower, and in float32 results agree with a reference closely.
         - sleep_on_idle: an idle scheduler would otherwise spin on a core.
 
-        If SGL_EXT_CPU_SCRIPT names a script, the server is made to play it. With
-        SGL_EXT_CPU_FORK=1 it forks its children.
+        If SGL_EXT_CPU_SCRIPT names a script, the server gives its answers. With
+        SGL_EXT_CPU_FORK=1 the server forks its children.
         """
         asked = getattr(server_args, "_raw_input", None) or {}
         if asked.get("attention_backend") is None:
@@ -117,7 +117,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # sglang 
             server_args.dtype = "float32"
         server_args.sleep_on_idle = True
         if script := _asked(SCRIPT):
-            # It needs SGLang's own modules, which are not imported when this one is.
+            # It needs SGLang's own modules, which are imported after this one.
             from sgl_ext_cpu import scripted
 
             scripted.play(Path(script), server_args)
@@ -127,7 +127,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # sglang 
     def init_backend(self) -> None:
         """Register the attention backend, and keep Triton out of page bookkeeping.
 
-        SGLang calls this in each worker, when it imports what runs the model.
+        SGLang calls this in each worker, when it imports the model runner.
         """
         from sglang.srt.layers.attention.attention_registry import (
             ATTENTION_BACKENDS,
@@ -153,11 +153,11 @@ def _attention_backend(model_runner: Any) -> Any:
 
 
 def _bind_threads(*, local_omp_cpuid: str | None, dist_init_method: str | None = None) -> None:
-    """Settle how many threads this rank computes with, and on which cores.
+    """Set the number of threads of this rank, and their cores.
 
-    SGLANG_CPU_OMP_THREADS_BIND names its cores, OMP_NUM_THREADS a number of threads. With
-    neither, one core is left to the server and the detokenizer: threads that have to
-    wait for a core that another process holds cost far more than the core brings.
+    SGLANG_CPU_OMP_THREADS_BIND lists its cores, OMP_NUM_THREADS gives the number of threads. With
+    neither, one core is left to the server and the detokenizer: threads that wait for a core that
+    another process holds cost far more than the core gains.
     """
     global _threads_settled
     del dist_init_method
@@ -176,7 +176,7 @@ def _asked(variable: str) -> str:
 
 
 def _cores(text: str) -> set[int]:
-    """The cores that a list such as `0-3,8` names."""
+    """The cores in a list such as `0-3,8`."""
     cores: set[int] = set()
     for part in text.split(","):
         first, _, last = part.partition("-")

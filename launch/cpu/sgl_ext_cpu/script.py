@@ -1,18 +1,18 @@
-"""A script: the answers that a model without sense gives, and which of them comes next.
+"""A script: prescribed answers of a random model, and the choice of the next one.
 
 A file of JSON lines, each one answer:
 
     {"after": "Mend the greeting", "thinking": "Look first.", "text": "I will read it.",
      "tool_calls": [{"name": "Read", "arguments": {"file_path": "/tmp/a.py"}}]}
 
-`after` is what somebody said in the prompt. The lines with the same `after` are the answers
-that follow it, in this order: the first one to that prompt, the second once the first one
-stands in the conversation, and so on. If a prompt holds several, the one that first came up
-last counts. Behind a script's last answer there is none.
+`after` is text in the prompt. The lines with the same `after` are successive answers: the first
+one to the prompt that contains the text, the second one when the first is in the conversation, and
+so on. If a prompt contains several `after` texts, the one whose first occurrence is latest counts.
+After a script's last answer the model answers.
 
-Which answer is next is read off the rendered prompt alone, so it is the same for every
-protocol, every engine, and a request that is sent again. Both are in the format of
-`chat.jinja`, which SGLang's parsers `qwen3` and `qwen25` take apart.
+The rendered prompt alone decides which answer is next, so the choice is the same for every
+protocol, every engine, and a request that is sent again. Prompts and answers have the format of
+`chat.jinja`, which SGLang's parsers `qwen3` and `qwen25` read.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from typing import Any
 from sgl_ext_cpu.tokenizer import END_OF_TURN, START_OF_TURN
 
 _SILENT = "</think>\n\n"
-"""How a prompt ends that asks for no thinking."""
+"""The end of a prompt that turns thinking off."""
 
 
 class ScriptError(ValueError):
-    """A script that cannot be played. The message names file, line and field."""
+    """A script that cannot be used. The message names file, line and field."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A tool call. `arguments` is any JSON value, as a model may write any."""
+    """A tool call. `arguments` is any JSON value, because a model can write any."""
 
     name: str
     arguments: Any
@@ -44,17 +44,17 @@ class Call:
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer: what is thought, then said, then called."""
+    """One answer: thinking, then text, then tool calls."""
 
     thinking: str = ""
     text: str = ""
     tool_calls: tuple[Call, ...] = ()
 
     def written(self, prompt: str) -> str:
-        """The answer as the model would generate it behind `prompt`, to the end of its turn.
+        """The answer as the model would generate it after `prompt`, to the end of its turn.
 
-        A prompt that asks for no thinking gets none. One that leaves it to the model gets an
-        empty thought at least: SGLang's parser takes all before its end for thinking.
+        It has no thinking if the prompt turns that off. Otherwise it has at least an empty block:
+        SGLang's parser takes everything before the end of that block as thinking.
         """
         is_silent = prompt.endswith(_SILENT)
         thought = "" if is_silent else f"<think>\n{self.thinking}\n</think>\n\n"
@@ -68,7 +68,7 @@ class Answer:
 
 
 class Script:
-    """Answers by what they follow."""
+    """Answers by the text that they follow."""
 
     def __init__(self, answers: Mapping[str, Sequence[Answer]]) -> None:
         self._answers = answers
@@ -82,14 +82,14 @@ class Script:
         turns = prompt[begin:].split(START_OF_TURN)[1:]
         if not turns or not turns[-1].startswith("assistant") or END_OF_TURN in turns[-1]:
             return None
-        # An answer may come back in several turns, one for each of its calls.
+        # An answer can come back as several turns, one for each of its calls.
         roles = [role for role, _ in groupby(turn.partition("\n")[0] for turn in turns)]
         answers, given = self._answers[after], roles.count("assistant") - 1
         return answers[given] if given < len(answers) else None
 
 
 def read_script(path: Path) -> Script:
-    """Reads a script. Raises ScriptError naming the file, the line and the field at fault."""
+    """Reads a script. Raises ScriptError naming the file, the line and the bad field."""
     answers: dict[str, list[Answer]] = {}
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -149,5 +149,5 @@ def _text(line: dict[str, Any], name: str) -> str:
 
 
 def _json(value: Any) -> str:
-    """As templates write it, so that it is the same when it comes back."""
+    """JSON as templates write it, so that it is the same when it comes back."""
     return json.dumps(value, ensure_ascii=False)

@@ -1,11 +1,11 @@
-"""Makes an engine say what a script prescribes, in place of what its model would.
+"""Makes an engine give the answers of a script in place of its model's.
 
-    HTTP process   `play`: a request that the script answers is sent on with the tokens of
-                   that answer, among its sampling parameters
+    HTTP process   `play`: puts the tokens of the script's answer into the sampling
+                   parameters of a request
     scheduler      `Prompter`, a custom logit processor: leaves the sampler one token to choose
 
-All else is as it always is: the prompt is computed, cached and evicted, requests are batched,
-chunked and retracted, and SGLang's parsers find out what was said.
+Everything else is unchanged: the engine computes, caches and evicts the prompt, it batches, chunks
+and retracts requests, and SGLang's parsers read the answer.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _logger = logging.getLogger(__name__)
 
 
 class Prompter(CustomLogitProcessor):  # type: ignore[misc]  # sglang is untyped
-    """Leaves of each row of logits the token that is next in its request's script."""
+    """Keeps in each row of logits only the next token of its request's script."""
 
     def __call__(self, logits: Any, custom_param_list: Any = None) -> Any:
         for row, parameters in zip(logits, custom_param_list, strict=True):
             request, tokens = parameters["__req__"], parameters[_TOKENS]
-            # What is known of it now, and not how many tokens it was given: with overlapped
+            # The tokens known now, and not the number of tokens generated: with overlapped
             # scheduling the last one is still on its way. Negative within a prompt's chunks,
-            # of which nothing is sampled.
+            # where nothing is sampled.
             said = request.kv.kv_committed_len - len(request.origin_input_ids)
             if said >= 0:
                 row.fill_(float("-inf"))
@@ -41,9 +41,9 @@ class Prompter(CustomLogitProcessor):  # type: ignore[misc]  # sglang is untyped
 
 
 def play(path: Path, server_args: Any) -> None:
-    """Has this process's server give a script's answers, where the script has one.
+    """Makes this process's server give the answers of a script.
 
-    Raises SystemExit, which ends the start, if the script cannot be read or would not be heard.
+    Raises SystemExit, which ends the start, if the script cannot be read or used.
     """
     try:
         script = read_script(path)
@@ -64,13 +64,13 @@ def play(path: Path, server_args: Any) -> None:
 
 
 def prescribe(script: Script, tokenizer: Any, request: Any) -> None:
-    """Puts the script's answer on one of SGLang's requests, unless it has none for it.
+    """Puts the script's answer, if there is one, into one of SGLang's requests.
 
-    Several prompts in one request, as `/generate` takes them, are left alone. Raises ValueError,
-    which SGLang answers with 400, if a client sends a processor: that would be code of its own.
+    A request with several prompts, as `/generate` accepts, is not changed. Raises ValueError,
+    which SGLang answers with 400, if a client sends a processor, because that would be code.
     """
     if getattr(request, "custom_logit_processor", None) not in (None, _processor()):
-        raise ValueError("custom_logit_processor: an engine that plays a script takes none")
+        raise ValueError("custom_logit_processor: an engine with a script accepts none")
     prompt = _prompt(tokenizer, request)
     answer = script.next(prompt) if prompt else None
     if answer is None:

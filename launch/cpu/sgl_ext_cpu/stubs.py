@@ -1,9 +1,8 @@
 """Stand-ins for torchvision, which SGLang imports and a text model never calls.
 
-A few of SGLang's multimodal configs import names from torchvision when they are
-imported themselves. No CPU build of it is published beside the CPU build of torch,
-so the platform puts these modules in its place. Every name can be imported, and
-using one raises an error that says what is missing.
+A few of SGLang's multimodal configs import names from torchvision. No CPU build of it is published
+for the CPU build of torch, so the platform puts these modules in its place. Every name can be
+imported, and a call raises an error that says what is missing.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ MODULES = (
 
 
 class TorchvisionMissing(RuntimeError):
-    """Something called into torchvision, which is not installed."""
+    """Code called torchvision, which is not installed."""
 
 
 class _Name:
-    """A name taken from a stub module: it may be held and passed on, not called."""
+    """A name taken from a stub module: it can be stored and passed on, but not called."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -58,7 +57,7 @@ class _Stub(ModuleType):
 def install() -> bool:
     """Put the stubs into `sys.modules` unless torchvision can be imported.
 
-    Returns whether the stubs are in place afterwards. May be called again.
+    Returns whether the stubs are in place. Can be called again.
     """
     present = sys.modules.get("torchvision")
     if present is not None:
@@ -78,10 +77,10 @@ def install() -> bool:
 
 
 def _settle_probe() -> None:
-    """Let transformers find out, and remember, that torchvision is absent.
+    """Make transformers look for torchvision now, and cache that it is absent.
 
-    Its answer is cached. Asked only after the stubs are in place it would be wrong,
-    and transformers would import image processors that do call torchvision.
+    Once the stubs are in place, transformers would find them, and import image processors that
+    call torchvision.
     """
     from transformers.utils import import_utils
 

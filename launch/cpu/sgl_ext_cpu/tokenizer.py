@@ -1,8 +1,8 @@
 """A byte-level BPE tokenizer, trained in seconds on the standard library's source.
 
-It splits text as Qwen3's does and has the special tokens its chat template needs. The
-text is what every Python brings, so nothing is fetched, and the same Python gives the
-same tokenizer.
+It splits text as Qwen3's does and has the special tokens its chat template needs. Every
+Python contains that text, so training needs no network, and the same Python gives the same
+tokenizer.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def save(tokenizer: Tokenizer, directory: Path, template: str, max_length: int) 
 
 def words(tokenizer: Tokenizer) -> list[int]:
     """The tokens that are a space and a lower-case word: text made of them is valid
-    UTF-8, reads as words, and is split into the same tokens again."""
+    UTF-8, reads as words, and has the same tokens when it is tokenized again."""
     return sorted(
         number
         for token, number in tokenizer.get_vocab().items()
