@@ -65,9 +65,7 @@ def test_engines_on_a_cpu_share_its_cores(
 
 
 @pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])
-def test_the_users_setting_for_waiting_threads_stays(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_the_users_choice_of_waiting_stays(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "passive")
     environment = hardware.engine_environment(
         LaunchSettings(model_path="m"), Hardware((), CPU_PLATFORM), 0
