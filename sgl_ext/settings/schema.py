@@ -172,7 +172,9 @@ class EngineSettings(RequestSettings, frozen=True, kw_only=True):
     prefill_ahead_slice_tokens: Annotated[Count, "Longest slice of such a prefill."] = 2048
     warmup_requests: Annotated[File | None, "Request bodies to prefill at start."] = None
     shared_prefixes: Annotated[File | None, "Prompts that isolated tenants share."] = None
-    token_cache_bytes: Annotated[Amount, "Memory for tokens of known text; 0: none."] = 256 * _MIB
+    token_cache_bytes: Annotated[
+        Amount, "Memory for cached token ids and converted messages; 0: none."
+    ] = 256 * _MIB
 
     @property
     def ttl_limits(self) -> TtlLimits:
