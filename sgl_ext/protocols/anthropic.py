@@ -12,7 +12,6 @@ from sgl_ext.requests.answers import as_object, as_text, parsed, require
 from sgl_ext.requests.cache_marks import UNMARKABLE
 from sgl_ext.requests.next_turn import result_ids
 from sgl_ext.requests.protocol import (
-    Answer,
     Conversation,
     ErrorShape,
     FoundMark,
@@ -152,13 +151,12 @@ def _joined(block: Json, added: dict[str, list[str]]) -> Json:
     return {**block, **texts, **({"input": orjson.loads(arguments)} if arguments else {})}
 
 
-def _read(message: Json) -> Answer:
+def _read(message: Json) -> list[Json]:
     content: list[Json] = []
-    calls: list[str] = []
     for block in message["content"]:
         kind = block["type"]
         if kind == "tool_use":
-            calls.append(as_text(block["id"]))
+            as_text(block["id"])
             call = {key: block[key] for key in ("type", "id", "name", "input")}
             content.append({**call, "input": as_object(block["input"])})
         elif kind == "text":
@@ -170,10 +168,9 @@ def _read(message: Json) -> Answer:
                 signed = {"signature": block["signature"]} if block.get("signature") else {}
                 content.append({"type": "thinking", "thinking": block["thinking"], **signed})
     kinds = {block["type"] for block in content}
-    reasons = ("tool_use",) if calls else ("end_turn", "stop_sequence")
+    reasons = ("tool_use",) if "tool_use" in kinds else ("end_turn", "stop_sequence")
     require(message["stop_reason"] in reasons and not kinds <= {"thinking"})
-    item = {"role": "assistant", "content": content}
-    return Answer((item,), tuple(calls), "thinking" in kinds)
+    return [{"role": "assistant", "content": content}]
 
 
 def _add_results(items: list[Json], results: list[Result]) -> list[Json]:

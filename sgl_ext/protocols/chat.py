@@ -10,7 +10,6 @@ from sgl_ext.protocols.translation.chat import translate
 from sgl_ext.requests.answers import as_text, parsed, require
 from sgl_ext.requests.protocol import (
     INSTRUCTION_ROLES,
-    Answer,
     Conversation,
     FoundMark,
     Json,
@@ -86,7 +85,7 @@ def _joined_call(first: Json, arguments: list[str]) -> Json:
     return {**first, "function": function}
 
 
-def _read(answer: Json) -> Answer:
+def _read(answer: Json) -> list[Json]:
     (choice,) = answer["choices"]
     message = choice["message"]
     require(not message.get("refusal") and not message.get("function_call"))
@@ -100,7 +99,7 @@ def _read(answer: Json) -> Answer:
         item["tool_calls"] = calls
     require(choice["finish_reason"] == ("tool_calls" if calls else "stop"))
     require(bool(calls or content))
-    return Answer((item,), tuple(call["id"] for call in calls), bool(thinking))
+    return [item]
 
 
 def _read_call(call: Json) -> Json:

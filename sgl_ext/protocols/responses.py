@@ -12,7 +12,6 @@ from sgl_ext.protocols.translation.responses import translate
 from sgl_ext.requests.answers import as_object, as_text, parsed, require
 from sgl_ext.requests.next_turn import CALL_OUTPUTS
 from sgl_ext.requests.protocol import (
-    Answer,
     Conversation,
     ErrorShape,
     Json,
@@ -38,16 +37,15 @@ def _join(events: Iterable[bytes]) -> Json:
     raise ValueError("the stream was cut or ended in an error")
 
 
-def _read(response: Json) -> Answer:
+def _read(response: Json) -> list[Json]:
     require(response["status"] == "completed" and not response.get("error"))
     items: list[Json] = []
-    calls: list[str] = []
     for item in response["output"]:
         kind = item["type"]
         require(item.get("status") in (None, "completed"))
         sent = {k: v for k, v in item.items() if v is not None and k not in ("id", "status")}
         if kind in CALL_OUTPUTS:
-            calls.append(as_text(item["call_id"]))
+            as_text(item["call_id"])
         elif kind == "message":
             sent["content"] = [part for each in item["content"] if (part := _output_text(each))]
             if not sent["content"]:
@@ -55,9 +53,8 @@ def _read(response: Json) -> Answer:
         else:
             require(kind == "reasoning")
         items.append(sent)
-    kinds = {item["type"] for item in items}
-    require(not kinds <= {"reasoning"})
-    return Answer(tuple(items), tuple(calls), "reasoning" in kinds)
+    require(any(item["type"] != "reasoning" for item in items))
+    return items
 
 
 def _output_text(part: Json) -> Json | None:

@@ -17,13 +17,15 @@ from typing import Any, cast
 
 import orjson
 
-from sgl_ext.requests.protocol import Answer, Json, Protocol
+from sgl_ext.requests.protocol import Json, Protocol
 
 LIMIT_BYTES = 8 << 20
 
 
-def read_answer(protocol: Protocol, data: bytes, is_stream: bool) -> Answer | None:
-    """The turn in a complete answer; None if the next request is not certain. Never raises.
+def read_answer(protocol: Protocol, data: bytes, is_stream: bool) -> list[Json] | None:
+    """The items that a client appends to its conversation for a complete answer.
+
+    None if the next request is not certain. Never raises.
 
     data: the body as the client gets it, uncompressed.
     is_stream: whether it is a stream of events.

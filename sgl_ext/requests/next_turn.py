@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 from sgl_ext.requests.protocol import (
     INSTRUCTION_ROLES,
-    Answer,
     Conversation,
     Json,
     Part,
@@ -46,7 +45,7 @@ class Turn(NamedTuple):
     nonces: tuple[str, ...]
 
 
-def next_turn(protocol: Protocol, body: Any, answer: Answer, nonce: str) -> Turn | None:
+def next_turn(protocol: Protocol, body: Any, answer: Sequence[Json], nonce: str) -> Turn | None:
     """The request that follows `body` and its `answer`; None if it is not certain.
 
     It shares unchanged parts with `body`. `nonce` is letters and digits, new for each call.
@@ -55,7 +54,7 @@ def next_turn(protocol: Protocol, body: Any, answer: Answer, nonce: str) -> Turn
         items = _items(protocol, body)
         if items is None or (items and _is_assistant(items[-1])):
             return None
-        added = list(answer.items)
+        added = list(answer)
         if not _returns_thinking(items):
             added = [without for item in added if (without := _without_thinking(item))]
         return _turn(protocol, body, items + added, added, nonce)

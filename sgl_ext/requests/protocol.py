@@ -61,20 +61,6 @@ class MarkRules:
     root_is_whole: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """An assistant's turn as its client sends it back.
-
-    items: what the client appends to the conversation: one message, or the items of a response.
-    calls: the ids of its tool calls, in order.
-    has_thinking: whether it contains the model's reasoning.
-    """
-
-    items: tuple[Json, ...]
-    calls: tuple[str, ...]
-    has_thinking: bool
-
-
 class Result(NamedTuple):
     """A made-up result of a tool call; `kind` is the type of the call's item, or ""."""
 
@@ -88,7 +74,8 @@ class Conversation:
     """How an answer becomes part of the next request.
 
     join: makes a whole answer of a stream's events; raises an error if the stream was cut.
-    read: the turn in a whole answer; raises ValueError or LookupError if a client may not go on.
+    read: what the client of a whole answer appends to the conversation: one message, or the items
+        of a response. Raises ValueError or LookupError if it is not certain that it continues.
     add_results: a conversation's items with results of tool calls added.
     required: fields that a request must have, with a value for a request without them.
     overrides: fields of a request that is converted but not answered.
@@ -96,7 +83,7 @@ class Conversation:
     """
 
     join: Callable[[Iterable[bytes]], Json]
-    read: Callable[[Json], Answer]
+    read: Callable[[Json], list[Json]]
     add_results: Callable[[list[Json], list[Result]], list[Json]]
     required: Mapping[str, Any] = field(default_factory=dict)
     overrides: Mapping[str, Any] = field(default_factory=dict)

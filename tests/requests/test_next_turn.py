@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_ext.protocols.registry import of_path
-from sgl_ext.requests.answers import Answer
 from sgl_ext.requests.next_turn import Turn, next_turn, partial_turn
 from sgl_ext.requests.segments import read_chain
 
@@ -133,15 +132,11 @@ def items_of(turn: Turn) -> list[Json]:
     return found
 
 
-def answer_of(items: list[Json], calls: tuple[str, ...]) -> Answer:
-    return Answer(tuple(items), calls, "Hm." in json.dumps(items) or REASONING in items)
-
-
 @pytest.mark.parametrize(("path", "items", "calls", "wanted"), ANSWERED)
 def test_the_answer_and_something_in_the_next_turns_place_are_added(
     path: str, items: list[Json], calls: tuple[str, ...], wanted: list[Json]
 ) -> None:
-    turn = next_turn(of_path(path), asked(path, USER), answer_of(items, calls), NONCE)
+    turn = next_turn(of_path(path), asked(path, USER), items, NONCE)
     assert turn is not None
     assert items_of(turn) == [USER, *wanted]
     assert len(turn.nonces) == max(1, len(calls))
@@ -175,9 +170,8 @@ settings = st.fixed_dictionaries(
 def test_no_body_is_changed_and_each_nonce_stands_in_it_once(
     case: tuple[str, list[Json], tuple[str, ...], list[Json]], others: Json, count: int
 ) -> None:
-    path, items, calls, _ = case
+    path, answer, _, _ = case
     body = asked(path, *CONVERSATIONS[path], RESULT[path], **others)
-    answer = answer_of(items, calls)
     many = {
         MESSAGES: [assistant([used(f"c{k}") for k in range(count)])],
         CHAT: [assistant("", tool_calls=[called(f"c{k}") for k in range(count)])],
@@ -185,16 +179,14 @@ def test_no_body_is_changed_and_each_nonce_stands_in_it_once(
     }[path]
     partial = asked(path, *CONVERSATIONS[path], **others)
     none_yet = asked(path, *CONVERSATIONS[path][:-1], *many, **others)
-    given_to = copy.deepcopy((body, items, many, partial, none_yet))
+    given_to = copy.deepcopy((body, answer, many, partial, none_yet))
     turns = [
         next_turn(of_path(path), body, answer, NONCE),
-        next_turn(
-            of_path(path), body, answer_of(many, tuple(f"c{k}" for k in range(count))), NONCE
-        ),
+        next_turn(of_path(path), body, many, NONCE),
         partial_turn(of_path(path), partial, NONCE),
         partial_turn(of_path(path), none_yet, NONCE),
     ]
-    assert (body, items, many, partial, none_yet) == given_to
+    assert (body, answer, many, partial, none_yet) == given_to
     before = body["input" if path == RESPONSES else "messages"]
     for turn, shared in zip(turns, (len(before), len(before), len(before) - 1, 1), strict=True):
         assert turn is not None
@@ -214,7 +206,7 @@ def test_what_is_converted_answers_nobody_and_keeps_nothing(path: str) -> None:
     body = asked(path, USER, tools=[{"name": "read"}], **asking)
     for turn in (
         partial_turn(of_path(path), body, NONCE),
-        next_turn(of_path(path), body, Answer((SAID,), (), False), NONCE),
+        next_turn(of_path(path), body, [SAID], NONCE),
     ):
         assert turn is not None
         assert turn.body["stream"] is False
@@ -251,15 +243,13 @@ def test_thinking_goes_back_if_the_client_sent_it_back_so_far(
         RESPONSES: [REASONING, SAID],
     }[path]
     without = {MESSAGES: [assistant([TEXT])], CHAT: [assistant("Hi.")], RESPONSES: [SAID]}[path]
-    turn = next_turn(
-        of_path(path), asked(path, USER, *history), Answer(tuple(items), (), True), NONCE
-    )
+    turn = next_turn(of_path(path), asked(path, USER, *history), items, NONCE)
     assert turn is not None
     assert items_of(turn) == [USER, *history, *(items if is_kept else without), user(FIRST)]
 
 
 def test_a_text_as_input_is_a_users_turn() -> None:
-    turn = next_turn(of_path(RESPONSES), {"input": "Go."}, Answer((SAID,), (), False), NONCE)
+    turn = next_turn(of_path(RESPONSES), {"input": "Go."}, [SAID], NONCE)
     assert turn is not None
     assert items_of(turn) == [user("Go."), SAID, user(FIRST)]
 
@@ -279,7 +269,7 @@ UNREADABLE: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize(("path", "body"), UNREADABLE)
 def test_a_body_whose_turns_are_not_all_there_is_none(path: str, body: Any) -> None:
-    assert next_turn(of_path(path), body, Answer((SAID,), (), False), NONCE) is None
+    assert next_turn(of_path(path), body, [SAID], NONCE) is None
     assert partial_turn(of_path(path), body, NONCE) is None
 
 
@@ -299,7 +289,7 @@ def test_turns_that_cannot_be_read_are_none(path: str, items: list[Any]) -> None
 
 @pytest.mark.parametrize("path", PATHS)
 def test_an_answer_that_goes_on_in_its_requests_last_turn_is_none(path: str) -> None:
-    answer = Answer((SAID,), (), False)
+    answer = [SAID]
     for begun in (assistant("I", prefix=True), SAID):
         assert next_turn(of_path(path), asked(path, USER, begun), answer, NONCE) is None
         assert partial_turn(of_path(path), asked(path, USER, begun), NONCE) is not None
@@ -381,7 +371,7 @@ def test_what_codex_sends_back_is_the_guessed_conversation_up_to_the_result() ->
         {**put_out("a", "hi\n"), "id": "fco_1"},
     ]
     items = [REASONING, {**SAID, "phase": "commentary"}, function("a")]
-    turn = next_turn(of_path(RESPONSES), {"input": [heard]}, answer_of(items, ("a",)), NONCE)
+    turn = next_turn(of_path(RESPONSES), {"input": [heard]}, items, NONCE)
     assert turn is not None
     guessed = read_chain(of_path(RESPONSES), turn.body)
     real = read_chain(of_path(RESPONSES), {"input": [heard, *sent_back]})
@@ -409,7 +399,7 @@ bodies = st.fixed_dictionaries(
     st.sampled_from(PATHS), bodies | values, st.lists(values, max_size=4), st.sampled_from(ANSWERED)
 )
 def test_no_body_breaks_it(path: str, body: Any, items: list[Any], case: Any) -> None:
-    answer = answer_of(case[1], case[2])
+    answer = case[1]
     for each in (body, {"messages": items, "input": items}):
         before = copy.deepcopy(each)
         for turn in (
