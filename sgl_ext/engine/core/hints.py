@@ -29,6 +29,7 @@ class Hints(NamedTuple):
     """What the scheduler knows of a request. `hashes` and `ends` are those of its `Chain`.
 
     pins: as in `RequestContext`. sent_s: the HTTP process's monotonic clock when it was sent.
+    queued_s: how long it had waited in the balancer by then.
     is_reusable: whether the client may come back for the prompt's prefix.
     output_tokens: the length of answer that the client expects, None if it does not say.
     """
@@ -44,6 +45,7 @@ class Hints(NamedTuple):
     is_answer_reusable: bool
     output_tokens: int | None = None
     priority: int = 0
+    queued_s: float = 0.0
 
 
 class LazyNumbers(Sequence[int]):
@@ -104,6 +106,7 @@ def _encode(context: RequestContext) -> KvHintAction:
             "is_answer_reusable": context.is_answer_reusable,
             "output_tokens": context.importance.output_tokens,
             "priority": context.importance.priority,
+            "queued_s": context.queued_s,
         },
     )
 

@@ -44,6 +44,7 @@ class RequestContext:
     owner: the tenant that pins are charged to. session: the name that the client gave.
     group: requests of one cache group share cached prefixes; None is a group, too.
     conversation: a number that all turns of a conversation share; None if it is unknown.
+    queued_s: how long the request waited in the balancer's admission queue.
     is_last: the client says that this is the conversation's last turn.
     is_answer_reusable: whether the next turn's prompt continues with the answer as generated.
     are_hints_sent: whether a generation took the hints; later ones have another prompt.
@@ -63,6 +64,7 @@ class RequestContext:
     session: str = ""
     group: str | None = None
     conversation: int | None = None
+    queued_s: float = 0.0
     is_last: bool = False
     is_answer_reusable: bool = True
     pins: tuple[tuple[int, float], ...] = ()

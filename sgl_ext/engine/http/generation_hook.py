@@ -36,7 +36,8 @@ def send_hints(
     # The prompt of an SGLang session is longer than what the body says.
     if not hasattr(request, "kv_hints") or request.session_params is not None:
         return
-    if context.are_hints_sent or not (context.chain.hashes or context.pins or context.owner):
+    has_hints = context.chain.hashes or context.pins or context.owner or context.queued_s
+    if context.are_hints_sent or not has_hints:
         return
     context.are_hints_sent = True
     hints.attach(request, context)

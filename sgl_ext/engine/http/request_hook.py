@@ -6,6 +6,7 @@ conversion, so one hook serves all protocols.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any
@@ -26,6 +27,7 @@ from sgl_ext.requests.priority import Importance, read_importance
 from sgl_ext.requests.segments import Chain, read_chain, with_sorted_tools
 from sgl_ext.requests.session import (
     GROUP_HEADER,
+    QUEUED_HEADER,
     is_final,
     salt_of,
     session_key,
@@ -34,6 +36,8 @@ from sgl_ext.requests.session import (
 from sgl_ext.requests.system_text import strip_request
 
 MAX_SEGMENTS = 16_384
+MAX_QUEUED_S = 3600.0
+_SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 
 
 async def read_body(original: Callable[[Any], Awaitable[Any]], request: Any) -> Any:
@@ -82,6 +86,7 @@ def _read_context(extension: HttpExtension, request: Any, path: str, body: Any) 
         owner=tenant.name,
         group=headers.get(GROUP_HEADER),
         session=stated_session(headers, body) or "",
+        queued_s=_read_queued_s(path, headers),
         is_last=is_final(headers),
         pins=((WHOLE_PROMPT, marks.whole_ttl_s),) if marks.whole_ttl_s else (),
         conversation=session_key(headers, body, chain),
@@ -105,6 +110,17 @@ def _read_importance(path: str, headers: dict[str, str], body: Any, ceiling: int
         counter("priority_clamped").labels(path).inc()
     _reject(importance.error)
     return importance
+
+
+def _read_queued_s(path: str, headers: dict[str, str]) -> float:
+    """How long the balancer held the request back, at most MAX_QUEUED_S; 0 if it is malformed."""
+    stated = headers.get(QUEUED_HEADER)
+    if stated is None:
+        return 0.0
+    if not _SECONDS.fullmatch(stated):
+        counter("queued_headers_malformed").labels(path).inc()
+        return 0.0
+    return min(float(stated), MAX_QUEUED_S)
 
 
 def _reject(error: str) -> None:

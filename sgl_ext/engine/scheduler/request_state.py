@@ -45,9 +45,10 @@ class RequestState:
     is_slice_checked: bool = False
 
     def arrived_s(self, now_s: float) -> float:
-        """When the request arrived. Without hints: when it was first put in order."""
+        """When the request arrived at the balancer, so that its aging goes on in the engine.
+        Without hints: when it was first put in order."""
         if self.hints is not None:
-            return self.hints.sent_s
+            return self.hints.sent_s - self.hints.queued_s
         if self.first_ordered_s is None:
             self.first_ordered_s = now_s
         return self.first_ordered_s

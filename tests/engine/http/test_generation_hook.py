@@ -129,6 +129,14 @@ def test_a_tenants_name_is_carried_also_without_a_chain() -> None:
     assert (found.owner, *found.hashes, *found.pins) == ("a",)
 
 
+def test_a_wait_in_the_balancer_is_carried_also_without_a_chain() -> None:
+    generation = request()
+    in_a_request(generation, kept=Chain(), queued_s=12.5)
+    found = decode_hints(generation.kv_hints)
+    assert found is not None
+    assert found.queued_s == 12.5
+
+
 def test_an_empty_chain_is_not_carried() -> None:
     generation = request()
     in_a_request(generation, kept=Chain())

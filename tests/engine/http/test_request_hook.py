@@ -144,6 +144,29 @@ async def test_of_two_tenant_headers_the_last_counts() -> None:
     assert context.owner == "proxys"
 
 
+@pytest.mark.parametrize(
+    ("header", "queued_s", "malformed"),
+    [
+        (None, 0.0, 0),
+        ("12.345", 12.345, 0),
+        ("0", 0.0, 0),
+        ("99999", 3600.0, 0),
+        *((bad, 0.0, 1) for bad in ("", "-1", "nan", "inf", "1e9", "soon", "9" * 400)),
+    ],
+)
+async def test_the_wait_in_the_balancer_is_read_bounded_and_ignored_if_malformed(
+    header: str | None, queued_s: float, malformed: int
+) -> None:
+    counted = counter("queued_headers_malformed").labels("/generate")._value
+    before = counted.get()
+    headers = {} if header is None else {"x-sgl-ext-queued-s": header}
+    await request_hook.read_body(Request.json, Request({"text": "t"}, "/generate", headers))
+    context = current()
+    assert context is not None
+    assert context.queued_s == queued_s
+    assert counted.get() - before == malformed
+
+
 async def test_a_malformed_hint_is_rejected_by_its_field() -> None:
     document = {"text": "t", "nvext": {"cache_control": {"type": "ephemeral", "ttl": "forever"}}}
     with pytest.raises(HTTPException, match=r"^400: nvext\.cache_control\.ttl: "):

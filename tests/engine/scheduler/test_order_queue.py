@@ -15,9 +15,9 @@ from sgl_ext.engine.scheduler.request_state import RequestState, state_of
 from sgl_ext.settings.schema import EngineSettings, Tenant
 
 
-def request(owner: str, importance: int = 0) -> SimpleNamespace:
+def request(owner: str, importance: int = 0, queued_s: float = 0.0) -> SimpleNamespace:
     """A request of 100 tokens, with the fields that its place in the queue depends on."""
-    hints = Hints((), (), (), owner, "", 0.0, True, False, True)
+    hints = Hints((), (), (), owner, "", 0.0, True, False, True, queued_s=queued_s)
     return SimpleNamespace(
         priority=importance,
         origin_input_ids=[0] * 100,
@@ -62,6 +62,14 @@ def test_without_weights_tenants_have_turns_alike() -> None:
 def test_a_weight_takes_nobody_over_a_step() -> None:
     queue = [request("people"), request("other", importance=1)]
     assert owners(ordered(queue, Tenant("people", 0, 1000)))[0] == "other"
+
+
+def test_a_wait_in_the_balancer_counts_as_a_wait_in_the_engine() -> None:
+    aging_s = EngineSettings().aging_s
+    important, waited = request("one", importance=2), request("two", queued_s=3 * aging_s)
+    assert ordered([important, waited]) == [waited, important]
+    almost = request("two", queued_s=2 * aging_s - 1)
+    assert ordered([almost, important]) == [important, almost]
 
 
 class Trying(SimpleNamespace):
