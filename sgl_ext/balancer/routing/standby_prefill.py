@@ -7,9 +7,10 @@ while the worker is idle. No client waits for it, and if it fails only the head 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from http import HTTPStatus
+
+from cachetools import TTLCache
 
 from scheduler.standby import WorkerLoad, choose_standby, is_strained
 from sgl_ext.balancer.http.connection_pool import ConnectionPool
@@ -42,7 +43,7 @@ class StandbyPrefill:
         self._metrics = metrics
         self._pool = pool
         self._clock = clock
-        self._sent_s: OrderedDict[int, float] = OrderedDict()
+        self._sent: TTLCache[int, None] = TTLCache(_MOST_SESSIONS, REPEAT_S, clock)
 
     def consider(self, attempt: Attempt, head: RequestHead, body: bytes | bytearray) -> None:
         """Sends a request's prompt to a standby if its session, placed at home, needs one."""
@@ -52,16 +53,12 @@ class StandbyPrefill:
             return
         if not is_strained(routing.prompt_tokens, self._load_of(attempt.worker, 0, attempt)):
             return
-        now_s = self._clock()
-        if now_s - self._sent_s.get(routing.session, -REPEAT_S) < REPEAT_S:
+        if routing.session in self._sent:
             return
         standby = self._choose(attempt)
         if standby is None:
             return
-        self._sent_s[routing.session] = now_s
-        self._sent_s.move_to_end(routing.session)
-        if len(self._sent_s) > _MOST_SESSIONS:
-            self._sent_s.popitem(last=False)
+        self._sent[routing.session] = None
         target = b"%b?wait=false&protocol=%b" % (PREFILL.encode(), protocol.name.encode())
         pool = self._pool(standby)
         pool.lease(_PrefillRequest(pool, target, head.upstream_lines, bytes(body), self._metrics))
