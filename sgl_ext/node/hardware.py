@@ -49,50 +49,50 @@ def find_hardware(environ: Mapping[str, str] = os.environ) -> Hardware:
     )
 
 
-def check_capacity(config: LaunchSettings, hardware: Hardware) -> None:
+def check_capacity(settings: LaunchSettings, hardware: Hardware) -> None:
     """Raises SettingsError if the engines need more GPUs than there are."""
-    needed = config.instances * config.tp
+    needed = settings.instances * settings.tp
     if hardware.gpus and needed > len(hardware.gpus):
         raise SettingsError(
-            f"instances={config.instances}: with tp={config.tp} this needs {needed} GPUs, "
+            f"instances={settings.instances}: with tp={settings.tp} this needs {needed} GPUs, "
             f"but only {len(hardware.gpus)} are visible"
         )
 
 
-def engine_command(config: LaunchSettings, port: int) -> list[str]:
+def engine_command(settings: LaunchSettings, port: int) -> list[str]:
     """The command line of one engine. SGLang's flags from the user come after it and win."""
-    command = [sys.executable, "-m", "sgl_ext.engine.serve", "--model-path", config.model_path]
-    command += ["--served-model-name", config.model_name]
+    command = [sys.executable, "-m", "sgl_ext.engine.serve", "--model-path", settings.model_path]
+    command += ["--served-model-name", settings.model_name]
     command += ["--host", "127.0.0.1", "--port", str(port)]
     command += ["--enable-cache-report", "--enable-metrics", "--log-level-http", "warning"]
-    if config.tp > 1:
-        command += ["--tp-size", str(config.tp)]
+    if settings.tp > 1:
+        command += ["--tp-size", str(settings.tp)]
     return command
 
 
-def engine_environment(config: LaunchSettings, hardware: Hardware, index: int) -> dict[str, str]:
+def engine_environment(settings: LaunchSettings, hardware: Hardware, index: int) -> dict[str, str]:
     """What engine `index` gets in addition to the launcher's own environment."""
-    environment = config.engine.to_environment()
+    environment = settings.engine.to_environment()
     if hardware.gpus:
-        mine = hardware.gpus[index * config.tp : (index + 1) * config.tp]
+        mine = hardware.gpus[index * settings.tp : (index + 1) * settings.tp]
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
     if hardware.platform:
         environment["SGLANG_PLATFORM"] = hardware.platform
     if hardware.platform == CPU_PLATFORM:
-        environment |= _cores_of(config, index)
+        environment |= _cores_of(settings, index)
     return environment
 
 
-def _cores_of(config: LaunchSettings, index: int) -> dict[str, str]:
+def _cores_of(settings: LaunchSettings, index: int) -> dict[str, str]:
     """The threads of engine `index`: engines that compete for cores slow each other down."""
-    cores, ranks = os.cpu_count() or 1, config.instances * config.tp
+    cores, ranks = os.cpu_count() or 1, settings.instances * settings.tp
     waiting = {} if {_SPINS, "OMP_WAIT_POLICY"} & os.environ.keys() else {_SPINS: _FEW_SPINS}
     if {"OMP_NUM_THREADS", _RANK_CORES} & os.environ.keys():
         return waiting
     each = max(1, cores // ranks)
-    if config.tp == 1:
+    if settings.tp == 1:
         return {**waiting, "OMP_NUM_THREADS": str(each)}
-    firsts = (rank * each % cores for rank in range(index * config.tp, (index + 1) * config.tp))
+    firsts = (rank * each % cores for rank in range(index * settings.tp, (index + 1) * settings.tp))
     return {**waiting, _RANK_CORES: "|".join(f"{first}-{first + each - 1}" for first in firsts)}
 
 

@@ -63,22 +63,23 @@ class StartProgress:
         self._shown = stages
 
 
-def summary(config: LaunchSettings, engines: Sequence[Child]) -> Panel:
+def summary(settings: LaunchSettings, engines: Sequence[Child]) -> Panel:
     """The panel that stays on the screen once a node has started."""
-    address = f"http://{config.balancer.host}:{config.balancer.port}"
-    key = "YOUR_KEY" if config.balancer.api_key or config.balancer.keys else "any"
+    address = f"http://{settings.balancer.host}:{settings.balancer.port}"
+    key = "YOUR_KEY" if settings.balancer.api_key or settings.balancer.keys else "any"
+    model = settings.model_name
     table = Table.grid(padding=(0, 2))
     table.add_row("address", address)
-    table.add_row("model", config.model_name)
+    table.add_row("model", model)
     table.add_row("engines", "  ".join(engine.url for engine in engines))
-    table.add_row("logs", config.log_dir)
+    table.add_row("logs", settings.log_dir)
     table.add_row(
         "Claude Code",
-        f"ANTHROPIC_BASE_URL={address} ANTHROPIC_API_KEY={key} claude --model {config.model_name}",
+        f"ANTHROPIC_BASE_URL={address} ANTHROPIC_API_KEY={key} claude --model {model}",
     )
     table.add_row(
         "Codex",
-        f'model = "{config.model_name}" and a model provider with '
+        f'model = "{model}" and a model provider with '
         f'base_url = "{address}/v1" and wire_api = "responses"',
     )
     return Panel(table, title="sgl-ext is serving", title_align="left", expand=False)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import orjson
+import msgspec
 
 from sgl_ext.key_file import KeysError, read_keys
 from sgl_ext.settings.schema import (
@@ -43,11 +43,7 @@ def _raise_first(problems: Iterator[_Problem], names: Mapping[str, str]) -> None
 def _balancer_problems(settings: BalancerSettings) -> Iterator[_Problem]:
     limit = settings.store_limit_bytes
     if 0 < limit < LEAST_STORE_BYTES:
-        yield (
-            "store_limit_bytes",
-            limit,
-            f"must be 0, or an integer of at least {LEAST_STORE_BYTES}",
-        )
+        yield "store_limit_bytes", limit, f"must be 0, or at least {LEAST_STORE_BYTES}"
     for url in settings.workers:
         if not is_worker_url(url):
             yield "workers", url, "must be http://HOST:PORT"
@@ -78,17 +74,15 @@ def _launch_problems(settings: LaunchSettings) -> Iterator[_Problem]:
 
 
 def _request_file_problem(path: str) -> str:
-    """Why a file is not one of JSON objects, one a line; "" if it is."""
+    """Why a file does not have a JSON object in each line; "" if it does."""
     try:
         lines = Path(path).read_bytes().splitlines()
     except OSError as error:
         return f"cannot be read: {error}"
     for number, line in enumerate(lines, start=1):
         try:
-            is_object = isinstance(orjson.loads(line), dict)
-        except orjson.JSONDecodeError:
-            is_object = False
-        if not is_object:
+            msgspec.json.decode(line, type=dict)
+        except msgspec.DecodeError:
             return f"line {number} is not a JSON object: {line[:40]!r}"
     return ""
 
