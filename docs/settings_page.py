@@ -49,7 +49,7 @@ def page() -> str:
 
 
 def _table(fields: Mapping[str, Field]) -> str:
-    rows = ["| key | default | allowed | read by | |", "|---|---|---|---|---|"]
+    rows = ["| key | default | allowed | read by | meaning |", "|---|---|---|---|---|"]
     for name, field in fields.items():
         default = f"`{field.shown_default}`" if field.shown_default else ""
         key = f"`{name.replace('_', '-')}`"

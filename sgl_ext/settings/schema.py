@@ -46,6 +46,7 @@ def form(allowed: str, metavar: str = "", *, is_secret: bool = False) -> Meta:
 Seconds = Annotated[float, Meta(ge=0, le=_YEAR_S)]
 PositiveSeconds = Annotated[float, Meta(gt=0, le=_YEAR_S)]
 TtlSeconds = Annotated[float, Meta(ge=MIN_TTL_S, le=_YEAR_S)]
+UnmarkedTtl = Annotated[Seconds, form("0, or a number from 1 to pin-max-ttl-s")]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Count = Annotated[int, Meta(ge=1)]
 Amount = Annotated[int, Meta(ge=0)]
@@ -81,7 +82,7 @@ GroupName = Annotated[
 
 
 class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What all of them can do: go to a child process through its environment."""
+    """Settings that a process can get through its environment."""
 
     def to_environment(self) -> dict[str, str]:
         return {VARIABLE: msgspec.json.encode(self).decode()}
@@ -117,10 +118,10 @@ class RequestSettings(Settings, frozen=True, kw_only=True):
     strip_headers: Annotated[tuple[HeaderName, ...], "Header lines to remove: strip.md."] = (
         BILLING_HEADER,
     )
-    sort_tools: Annotated[bool, "Sort each request's tools by name, so that orders share."] = False
+    sort_tools: Annotated[bool, "Sort each request's tools by name, for a stable prefix."] = False
     max_priority: Annotated[Priority, "Highest priority that a client can request."] = 100
-    aging_s: Annotated[Seconds, "Wait that raises a priority by one; 0: none does."] = 10.0
-    preemption_threshold: Annotated[Count, "Lead in priority that preempts a request."] = 10
+    aging_s: Annotated[Seconds, "Wait that raises a priority by one; 0: never."] = 10.0
+    preemption_threshold: Annotated[Count, "Lead in priority that lets a request preempt."] = 10
     tenants: tuple[Tenant, ...] = ()
 
 
@@ -159,19 +160,23 @@ class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
 
 class EngineSettings(RequestSettings, frozen=True, kw_only=True):
     pin_budget: Annotated[Share, "Share of the KV cache that pins can hold: pins.md."] = 1 / 3
-    pin_owner_share: Annotated[PositiveShare, "Share of that for one tenant."] = 1.0
+    pin_owner_share: Annotated[PositiveShare, "Share of the pin budget for one tenant."] = 1.0
     pin_ttl_s: Annotated[TtlSeconds, "Lease of a pin whose request gives no TTL."] = 300.0
     pin_max_ttl_s: Annotated[TtlSeconds, "Longest lease of a pin."] = 3600.0
-    pin_unmarked_ttl_s: Annotated[Seconds, "Lease for prompts without a mark; 0: no pin."] = 0.0
+    pin_unmarked_ttl_s: Annotated[UnmarkedTtl, "Lease for prompts without a mark; 0: no pin."] = 0.0
     preemption_grace_s: Annotated[Seconds, "Time for which a preempted request is safe."] = 2.0
     prefill_ahead: Annotated[
         Literal["off", "hinted", "auto"],
         "Next turns to prefill before they are sent; hinted: those that a request asks for; auto: "
         "also those of conversations that grow. See prefill.md.",
     ] = "auto"
-    prefill_ahead_slice_tokens: Annotated[Count, "Longest slice of such a prefill."] = 2048
-    warmup_requests: Annotated[File | None, "Request bodies to prefill at start."] = None
-    shared_prefixes: Annotated[File | None, "Prompts that isolated tenants share."] = None
+    prefill_ahead_slice_tokens: Annotated[Count, "Longest slice of a prefill ahead."] = 2048
+    warmup_requests: Annotated[File | None, "Request bodies to prefill at start: prefill.md."] = (
+        None
+    )
+    shared_prefixes: Annotated[File | None, "Prompts that isolated tenants share: tenants.md."] = (
+        None
+    )
     token_cache_bytes: Annotated[
         Amount, "Memory for cached token ids and converted messages; 0: none."
     ] = 256 * _MIB
