@@ -27,35 +27,42 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
 
 from sgl_ext.requests.session import TENANT_NAME
 
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _KEY_NAME = re.compile(r"[A-Za-z0-9_-]{1,16}")
 # Names of this form cannot be keys, so messages may show them.
 _SHOWN = {"keys": re.compile(r"[0-9a-f]{8}"), "tenants": re.compile(r"[A-Za-z0-9._-]{1,24}")}
-_KEY_FIELDS = {"tenant", "sha256", "created", "note"}
-_LIMITS = ("requests_per_minute", "tokens_per_minute")
+_PerMinute = Annotated[float, Meta(gt=0, le=1e15)]
 
 
 class KeysError(ValueError):
     """A key file that cannot be used. The message names the place and shows no value."""
 
 
-@dataclass(frozen=True, slots=True)
-class Allowance:
+class Allowance(Struct, frozen=True):
     """A tenant's limits; None is no limit.
 
     admin: whether it may administer and send requests for other tenants.
     """
 
-    requests_per_minute: float | None = None
-    tokens_per_minute: float | None = None
+    requests_per_minute: _PerMinute | None = None
+    tokens_per_minute: _PerMinute | None = None
     admin: bool = False
 
 
-NO_LIMIT = Allowance()
+class _Key(Struct):
+    tenant: Annotated[str, Meta(pattern=TENANT_NAME.pattern)]
+    sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+    created: Any = None
+    note: Any = None
+
+
+_Table = TypeVar("_Table", Allowance, _Key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +86,8 @@ class KeyFile:
         return None
 
     def allowance(self, tenant: str) -> Allowance:
-        return self.allowances.get(tenant, NO_LIMIT)
+        """The tenant's limits; none if the file does not have the tenant."""
+        return self.allowances.get(tenant) or Allowance()
 
 
 def new_key() -> str:
@@ -111,26 +119,19 @@ def parse_keys(text: str) -> KeyFile:
         raise KeysError(f"not TOML {where[0] if where else ''}".rstrip()) from None
     for name in document:
         _require(name in ("keys", "tenants"), _shown(name), "must be keys or tenants")
-    allowances = {}
-    for place, name, table in _tables(document, "tenants", TENANT_NAME):
-        allowances[name] = _allowance(place, table)
-    tenants = {}
-    for place, _, table in _tables(document, "keys", _KEY_NAME):
-        for key in table:
-            _require(key in _KEY_FIELDS, f"{place}.{_shown(key)}", "is not a field of a key")
-        owner, digest = table.get("tenant"), table.get("sha256")
-        is_name = isinstance(owner, str) and TENANT_NAME.fullmatch(owner) is not None
-        _require(is_name, f"{place}.tenant", "must be a tenant's name")
-        is_hash = isinstance(digest, str) and _SHA256.fullmatch(digest) is not None
-        _require(is_hash, f"{place}.sha256", "must be 64 lower-case hexadecimal digits")
-        _require(digest not in tenants, f"{place}.sha256", "is also the hash of another entry")
-        tenants[str(digest)] = str(owner)
+    tables = _tables(document, "tenants", TENANT_NAME, Allowance)
+    allowances = {name: allowance for _, name, allowance in tables}
+    tenants: dict[str, str] = {}
+    for place, _, key in _tables(document, "keys", _KEY_NAME, _Key):
+        is_new = key.sha256 not in tenants
+        _require(is_new, f"{place}.sha256", "is also the hash of another entry")
+        tenants[key.sha256] = key.tenant
     return KeyFile(tenants, allowances, frozenset(allowances) | frozenset(tenants.values()))
 
 
 def _tables(
-    document: Mapping[str, Any], kind: str, pattern: re.Pattern[str]
-) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    document: Mapping[str, Any], kind: str, pattern: re.Pattern[str], table_type: type[_Table]
+) -> Iterator[tuple[str, str, _Table]]:
     """The tables of one kind: the place of each for messages, its name, its content."""
     entries = document.get(kind, {})
     _require(isinstance(entries, dict), kind, "must be a table of tables")
@@ -139,20 +140,15 @@ def _tables(
         place = f"{kind}.{name}" if is_shown else f"{kind}: entry {number}"
         _require(isinstance(table, dict), place, "must be a table")
         _require(pattern.fullmatch(name) is not None, place, "has an invalid name")
-        yield place, name, table
-
-
-def _allowance(place: str, table: Mapping[str, Any]) -> Allowance:
-    values = {name.replace("-", "_"): value for name, value in table.items()}
-    for name, value in values.items():
-        at = f"{place}.{_shown(name)}"
-        _require(name == "admin" or name in _LIMITS, at, "is not a field of a tenant")
-        if name == "admin":
-            _require(isinstance(value, bool), at, "must be true or false")
-        else:
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            _require(is_number and 0 < value < float("inf"), at, "must be a positive number")
-    return Allowance(**values)
+        fields = {key.replace("-", "_"): value for key, value in table.items()}
+        for key in fields:
+            is_field = key in table_type.__struct_fields__
+            _require(is_field, f"{place}.{_shown(key)}", f"is not a field of {kind}")
+        try:
+            yield place, name, msgspec.convert(fields, table_type)
+        except msgspec.ValidationError as error:
+            reason, _, at = str(error).partition(" - at `$")
+            raise KeysError(f"{place}{at.rstrip('`')}: {reason}") from None
 
 
 def _shown(name: str) -> str:

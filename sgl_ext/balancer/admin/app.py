@@ -11,13 +11,13 @@ from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 
 import aiohttp
-import orjson
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from sgl_ext import pin_mirror
 from sgl_ext.balancer.admin import conversation_routes, worker_routes
-from sgl_ext.balancer.admin.fanout import FanOut
+from sgl_ext.balancer.admin.fanout import to_all
+from sgl_ext.balancer.admin.json_io import json_response
 from sgl_ext.balancer.admin.worker_routes import ROUTER, SESSION, STRIP
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.relay.services import error_response
@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 METRICS = web.AppKey("metrics", Metrics)
 PAGE: web.AppKey[Callable[[], bytes]] = web.AppKey("page")
-FAN_OUT = web.AppKey("fan_out", FanOut)
 _ANY_SIZE = 1 << 62
 
 
@@ -49,7 +48,6 @@ def make_app(
     app[METRICS] = metrics
     app[PAGE] = page
     app[SESSION] = session
-    app[FAN_OUT] = FanOut(session, router.workers)
     add_routes(app)
     return app
 
@@ -57,24 +55,17 @@ def make_app(
 def add_routes(app: web.Application) -> None:
     """Adds every path of the control plane."""
     add = app.router.add_route
-    add("GET", "/", root)
-    add("HEAD", "/", root)
-    add("GET", "/health", health)
-    add("HEAD", "/health", health)
+    for method in ("GET", "HEAD"):
+        add(method, "/", root)
+        add(method, "/health", health)
     add("GET", "/metrics", show_metrics)
-    add("GET", worker_routes.WORKERS_PATH, worker_routes.show_workers)
-    add("POST", worker_routes.WORKERS_PATH, worker_routes.add_worker)
-    add("DELETE", worker_routes.WORKERS_PATH, worker_routes.drain_worker)
-    add("GET", worker_routes.DIVERGENCES_PATH, worker_routes.show_divergences)
-    add("GET", pin_mirror.PATH, worker_routes.show_pins)
+    worker_routes.add_routes(app)
+    conversation_routes.add_routes(app)
     add("DELETE", pin_mirror.PATH, to_all)
     add("DELETE", routes.PREFILL, to_all)
-    add("POST", worker_routes.EXPLAIN_PATH + "/{path:.+}", worker_routes.explain)
-    conversation_routes.add_routes(app, to_holder)
     for path in routes.FANNED_OUT:
         add("POST", path, to_all)
-        add("GET", path, to_all)
-    for path in routes.FANNED_OUT_GET:
+    for path in (*routes.FANNED_OUT, *routes.FANNED_OUT_GET):
         add("GET", path, to_all)
 
 
@@ -90,28 +81,16 @@ async def health(request: web.Request) -> web.Response:
     document = {
         "status": "ok" if workers.ready else "no engine is ready",
         "workers": [
-            {
-                "url": w.url,
-                "ready": w.ready,
-                "in_flight": w.in_flight + w.peer_load.in_flight,
-            }
+            {"url": w.url, "ready": w.ready, "in_flight": w.in_flight + w.peer_load.in_flight}
             for w in workers.all
         ],
     }
-    return web.Response(status=status, body=orjson.dumps(document), content_type="application/json")
+    return json_response(document, status)
 
 
 async def show_metrics(request: web.Request) -> web.Response:
     headers = {"content-type": CONTENT_TYPE_PLAIN_0_0_4}
     return web.Response(body=request.app[PAGE](), headers=headers)
-
-
-async def to_all(request: web.Request) -> web.Response:
-    return await request.app[FAN_OUT].to_all(request)
-
-
-async def to_holder(request: web.Request) -> web.Response:
-    return await request.app[FAN_OUT].to_holder(request)
 
 
 @web.middleware

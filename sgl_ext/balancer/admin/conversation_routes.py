@@ -11,41 +11,20 @@ GET    /v1/responses/{id}/input_items    ?order=asc|desc (desc), ?limit=1..100 (
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from http import HTTPStatus
-from typing import Any
 
-import orjson
 from aiohttp import web
 
-from sgl_ext.balancer.admin.worker_routes import CONVERSATIONS, ROUTER, read_json
+from sgl_ext.balancer.admin.fanout import to_holder
+from sgl_ext.balancer.admin.json_io import json_response, read_json
+from sgl_ext.balancer.admin.worker_routes import CONVERSATIONS, ROUTER
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.protocols.routes import CONTEXTS, RESPONSE
 
 _MAX_LIMIT = 100
 
-Ask = Callable[[web.Request], Awaitable[web.Response]]
 
-
-def add_routes(app: web.Application, ask_engines: Ask) -> None:
-    """Adds the routes. `ask_engines` sends a request to each engine until one answers it."""
-
-    async def show_response(request: web.Request) -> web.Response:
-        if (
-            found := request.app[CONVERSATIONS].response(_tenant(request), _id(request))
-        ) is not None:
-            return _json(found)
-        _require_owner(request)
-        answer = await ask_engines(request)
-        # Engines without a response store answer 400: for the client that is "not found", too.
-        if answer.status in (HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND):
-            raise _not_found(_id(request))
-        return answer
-
-    async def cancel_response(request: web.Request) -> web.Response:
-        _require_owner(request)
-        return await ask_engines(request)
-
+def add_routes(app: web.Application) -> None:
     add = app.router.add_route
     add("POST", CONTEXTS, register)
     add("GET", f"{CONTEXTS}/{{context}}", show_context)
@@ -57,9 +36,8 @@ def add_routes(app: web.Application, ask_engines: Ask) -> None:
 
 
 async def register(request: web.Request) -> web.Response:
-    return _json(
-        request.app[CONVERSATIONS].register_context(_tenant(request), await read_json(request))
-    )
+    document = await read_json(request)
+    return json_response(request.app[CONVERSATIONS].register_context(_tenant(request), document))
 
 
 async def show_context(request: web.Request) -> web.Response:
@@ -67,22 +45,37 @@ async def show_context(request: web.Request) -> web.Response:
     if wanted not in ("true", "false"):
         message = f"content: must be true or false, not {wanted[:40]!r}"
         raise BalancerError(HTTPStatus.BAD_REQUEST, message)
-    id = request.match_info["context"]
-    return _json(
-        request.app[CONVERSATIONS].context(_tenant(request), id, with_content=wanted == "true")
-    )
+    store, id = request.app[CONVERSATIONS], request.match_info["context"]
+    return json_response(store.context(_tenant(request), id, with_content=wanted == "true"))
 
 
 async def delete_context(request: web.Request) -> web.Response:
     id = request.match_info["context"]
     request.app[CONVERSATIONS].delete_context(_tenant(request), id)
-    return _json({"context_id": id, "object": "context.deleted", "deleted": True})
+    return json_response({"context_id": id, "object": "context.deleted", "deleted": True})
+
+
+async def show_response(request: web.Request) -> web.Response:
+    found = request.app[CONVERSATIONS].response(_tenant(request), _id(request))
+    if found is not None:
+        return json_response(found)
+    _require_owner(request)
+    answer = await to_holder(request)
+    # Engines without a response store answer 400: for the client that is "not found", too.
+    if answer.status in (HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND):
+        raise _not_found(_id(request))
+    return answer
+
+
+async def cancel_response(request: web.Request) -> web.Response:
+    _require_owner(request)
+    return await to_holder(request)
 
 
 async def delete_response(request: web.Request) -> web.Response:
     if not request.app[CONVERSATIONS].delete_response(_tenant(request), _id(request)):
         raise _not_found(_id(request))
-    return _json({"id": _id(request), "object": "response.deleted", "deleted": True})
+    return json_response({"id": _id(request), "object": "response.deleted", "deleted": True})
 
 
 async def list_input_items(request: web.Request) -> web.Response:
@@ -103,9 +96,9 @@ async def list_input_items(request: web.Request) -> web.Response:
             raise _bad("after", "must be the id of an item of this response")
         items = items[at + 1 :]
     shown = items[: int(limit)]
+    ids = [item["id"] for item in shown] or [None]
     page = {"object": "list", "data": shown, "has_more": len(shown) < len(items)}
-    ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {}
-    return _json({**page, "first_id": None, "last_id": None, **ends})
+    return json_response({**page, "first_id": ids[0], "last_id": ids[-1]})
 
 
 def _tenant(request: web.Request) -> str:
@@ -133,7 +126,3 @@ def _not_found(id: str) -> BalancerError:
 
 def _bad(field: str, reason: str) -> BalancerError:
     return BalancerError(HTTPStatus.BAD_REQUEST, f"{field}: {reason}", param=field)
-
-
-def _json(document: dict[str, Any]) -> web.Response:
-    return web.Response(body=orjson.dumps(document), content_type="application/json")

@@ -18,9 +18,10 @@ from http import HTTPStatus
 from typing import Any
 
 import aiohttp
-import orjson
 from aiohttp import web
 
+from sgl_ext import pin_mirror
+from sgl_ext.balancer.admin.json_io import json_response, read_json
 from sgl_ext.balancer.conversations.conversation_store import ConversationStore
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.worker import Worker
@@ -33,9 +34,6 @@ from sgl_ext.requests.session import OWNER_HEADER
 from sgl_ext.requests.system_text import strip_request
 from sgl_ext.settings.checks import is_worker_url
 
-WORKERS_PATH = "/sgl_ext/workers"
-EXPLAIN_PATH = "/sgl_ext/explain"
-DIVERGENCES_PATH = "/sgl_ext/divergences"
 ROUTER = web.AppKey("router", Router)
 STRIP = web.AppKey("strip", HeaderStrip)
 DIVERGENCES: web.AppKey[Callable[[], dict[str, Any] | None]] = web.AppKey("divergences")
@@ -43,9 +41,19 @@ SESSION = web.AppKey("session", aiohttp.ClientSession)
 CONVERSATIONS = web.AppKey("conversations", ConversationStore)
 
 
+def add_routes(app: web.Application) -> None:
+    add = app.router.add_route
+    add("GET", "/sgl_ext/workers", show_workers)
+    add("POST", "/sgl_ext/workers", add_worker)
+    add("DELETE", "/sgl_ext/workers", drain_worker)
+    add("GET", "/sgl_ext/divergences", show_divergences)
+    add("GET", pin_mirror.PATH, show_pins)
+    add("POST", "/sgl_ext/explain/{path:.+}", explain)
+
+
 async def show_workers(request: web.Request) -> web.Response:
     workers = request.app[ROUTER].workers.all
-    return _json(HTTPStatus.OK, {"workers": [_shown(worker) for worker in workers]})
+    return json_response({"workers": [_shown(worker) for worker in workers]})
 
 
 async def add_worker(request: web.Request) -> web.Response:
@@ -57,7 +65,7 @@ async def add_worker(request: web.Request) -> web.Response:
     status = HTTPStatus.OK if workers.find(url) else HTTPStatus.CREATED
     worker = workers.add(url)
     await WorkerProbes(workers, request.app[SESSION]).probe(worker)
-    return _json(status, _shown(worker))
+    return json_response(_shown(worker), status)
 
 
 async def drain_worker(request: web.Request) -> web.Response:
@@ -67,7 +75,7 @@ async def drain_worker(request: web.Request) -> web.Response:
     if worker is None:
         raise BalancerError(HTTPStatus.NOT_FOUND, f"url: no worker is {url!r}")
     workers.drain(worker)
-    return _json(HTTPStatus.ACCEPTED, _shown(worker))
+    return json_response(_shown(worker), HTTPStatus.ACCEPTED)
 
 
 async def show_pins(request: web.Request) -> web.Response:
@@ -75,7 +83,7 @@ async def show_pins(request: web.Request) -> web.Response:
     workers = request.app[ROUTER].workers.all
     owner = request.headers.get(OWNER_HEADER)
     pins = [row | {"worker": w.url} for w in workers for row in w.pins.rows(now_s, owner)]
-    return _json(HTTPStatus.OK, {"pins": pins})
+    return json_response({"pins": pins})
 
 
 async def show_divergences(request: web.Request) -> web.Response:
@@ -83,7 +91,7 @@ async def show_divergences(request: web.Request) -> web.Response:
     if found is None:
         message = "Prompts are not compared: start the balancer with --diagnose or --request-log."
         raise BalancerError(HTTPStatus.NOT_FOUND, message)
-    return _json(HTTPStatus.OK, found)
+    return json_response(found)
 
 
 async def explain(request: web.Request) -> web.Response:
@@ -98,15 +106,7 @@ async def explain(request: web.Request) -> web.Response:
     )
     stripped = strip_request(of_path(path), document, request.app[STRIP])
     routing = router.read(path, hints, stripped.body, request.content_length or 0)
-    return _json(HTTPStatus.OK, {**router.explain(routing), "headers_stripped": stripped.headers})
-
-
-async def read_json(request: web.Request) -> Any:
-    """A request's parsed body. Raises BalancerError 400 if it is not JSON."""
-    try:
-        return orjson.loads(await request.read())
-    except orjson.JSONDecodeError as error:
-        raise BalancerError(HTTPStatus.BAD_REQUEST, f"body: not valid JSON: {error}") from None
+    return json_response({**router.explain(routing), "headers_stripped": stripped.headers})
 
 
 def _shown(worker: Worker) -> dict[str, Any]:
@@ -119,9 +119,3 @@ def _shown(worker: Worker) -> dict[str, Any]:
         "pending_tokens": worker.pending_tokens,
         "publishes_prefixes": worker.publishes,
     }
-
-
-def _json(status: HTTPStatus, document: dict[str, Any]) -> web.Response:
-    return web.Response(
-        status=status.value, body=orjson.dumps(document), content_type="application/json"
-    )
