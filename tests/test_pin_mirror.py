@@ -14,7 +14,7 @@ def pin(prefix: str, **told: Any) -> dict[str, Any]:
     return known | told
 
 
-def test_pins_come_change_and_go() -> None:
+def test_pins_are_added_changed_and_removed() -> None:
     mirror = PinMirror()
     mirror.apply({"pinned": [pin(A), pin(B, tokens=5)]}, 10.0)
     mirror.apply({"unpinned": [B, "unknown"]}, 20.0)
@@ -26,7 +26,7 @@ def test_pins_come_change_and_go() -> None:
     assert len(mirror) == 0
 
 
-def test_a_prefix_given_up_and_pinned_again_is_pinned() -> None:
+def test_a_prefix_that_is_unpinned_and_pinned_again_is_pinned() -> None:
     mirror = PinMirror()
     mirror.apply({"unpinned": [A], "pinned": [pin(A)]}, 0.0)
     assert A in mirror

@@ -1,4 +1,4 @@
-"""A balancer in this process in front of scripted engines, for what real engines do too rarely."""
+"""A balancer in this process in front of scripted engines, for rare cases of real engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad requests and missing engines: a clear answer in the caller's protocol, and it serves on."""
+"""Bad requests and missing engines: a clear error in the protocol of the caller."""
 
 from __future__ import annotations
 
@@ -157,9 +157,7 @@ async def test_engines_that_refuse_a_connection_are_no_engine(start: Start) -> N
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("body", [b"{}", b"{", b"x" * 200])
-async def test_every_answer_names_the_request_once_and_anew(
-    start: Start, path: str, body: bytes
-) -> None:
+async def test_every_answer_has_an_id_of_its_own(start: Start, path: str, body: bytes) -> None:
     client = await start(Engine("a"), max_body_bytes=100)
     name = "request-id" if path.startswith("/v1/messages") else "x-request-id"
     seen = set()
@@ -175,14 +173,14 @@ async def test_every_answer_names_the_request_once_and_anew(
 
 
 @pytest.mark.parametrize("path", ["/v1/messages/nothing", "/v1/models", "/health", "/metrics"])
-async def test_answers_of_the_control_plane_name_the_request_too(start: Start, path: str) -> None:
+async def test_answers_of_the_control_plane_have_an_id_too(start: Start, path: str) -> None:
     client = await start(Engine("a"))
     answer = await client.get(path)
     name = "request-id" if path.startswith("/v1/messages") else "x-request-id"
     assert len(answer.headers.getall(name)) == 1
 
 
-async def test_a_name_that_the_engine_gave_stays(start: Start) -> None:
+async def test_an_id_that_the_engine_gave_is_passed_on(start: Start) -> None:
     async def named(_: Any) -> Any:
         from aiohttp import web
 
@@ -195,7 +193,7 @@ async def test_a_name_that_the_engine_gave_stays(start: Start) -> None:
         assert answer.headers.getall("request-id") == ["req_engine"]
 
 
-async def test_a_stream_names_the_request(start: Start) -> None:
+async def test_a_stream_has_an_id(start: Start) -> None:
     async def stream(request: Any) -> Any:
         from aiohttp import web
 
@@ -210,7 +208,7 @@ async def test_a_stream_names_the_request(start: Start) -> None:
     assert answer.headers["x-request-id"].startswith("req_")
 
 
-def test_a_rate_limit_is_told_so_that_clients_come_again() -> None:
+def test_a_rate_limit_makes_clients_retry() -> None:
     error = BalancerError(HTTPStatus.TOO_MANY_REQUESTS, "Too many tokens a minute.", 7)
     for path, kind in (("/v1/messages", "rate_limit_error"), ("/v1/responses", "rate_limit_error")):
         status, reason, lines, body = error_response(path, error)
@@ -221,7 +219,7 @@ def test_a_rate_limit_is_told_so_that_clients_come_again() -> None:
     assert b"x-should-retry" not in error_response("/", BalancerError(error.status, "Later."))[2]
 
 
-def test_processes_that_were_forked_give_other_names() -> None:
+def test_forked_processes_give_different_ids() -> None:
     mine, ours = new_request_id(), multiprocessing.get_context("fork").Queue()
     child = multiprocessing.get_context("fork").Process(target=lambda: ours.put(new_request_id()))
     with warnings.catch_warnings(action="ignore"):  # of forking beside threads

@@ -1,4 +1,4 @@
-"""Requests that are turned away come again: the real Python SDKs do it by themselves."""
+"""Rejected requests are retried: the real Python SDKs do it by themselves."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def _respond(client: Any) -> Any:
         (_gpt, _respond, RESPONSE, "InternalServerError"),
     ],
 )
-async def test_a_sdk_comes_again_by_itself_and_is_answered(
+async def test_an_sdk_retries_by_itself_and_is_answered(
     start: Start,
     monkeypatch: pytest.MonkeyPatch,
     sdk: Callable[[str], Any],

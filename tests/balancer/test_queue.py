@@ -1,4 +1,4 @@
-"""The queue over real connections: thousands wait for a slow engine, and half of them leave."""
+"""The queue over real connections: thousands wait for a slow engine, and half disconnect."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def clients() -> Iterator[list[Client]]:
         client.transport.abort()
 
 
-async def test_thousands_wait_half_leave_and_the_rest_are_answered(
+async def test_thousands_wait_half_disconnect_and_the_rest_are_answered(
     serve: Serve, clients: list[Client]
 ) -> None:
     before = exchanges()

@@ -1,4 +1,4 @@
-"""Routing over HTTP: requests follow the engines' own word, failures are kept from clients."""
+"""Routing over HTTP: requests follow the prefix events, and clients do not see failures."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ async def test_a_gap_in_the_events_is_healed_by_a_snapshot(start: Start) -> None
     assert f'sgl_ext_prefix_event_faults_total{{fault="gap",worker="{engine.url}"}} 1.0' in page
 
 
-async def test_malformed_events_are_counted_and_the_balancer_serves_on(start: Start) -> None:
+async def test_malformed_events_are_counted_and_the_balancer_goes_on(start: Start) -> None:
     good = [snapshot(1, body("Hello"))]
     engine = telling("a", [b'{"seq": "x"}\n'], [b"\x00\xff\n"], good)
     client = await start(engine)
@@ -163,16 +163,14 @@ async def test_pins_are_shown_with_their_engine_and_forgotten_with_it(start: Sta
     await until(shows_none)
 
 
-async def test_only_what_is_placed_can_be_explained(start: Start) -> None:
+async def test_only_placed_paths_can_be_explained(start: Start) -> None:
     client = await start(Engine("a"))
     assert (await client.post("/sgl_ext/explain/v1/models", json={})).status == 404
     assert (await client.post("/sgl_ext/explain" + CHAT, data=b"{")).status == 400
 
 
 @pytest.mark.parametrize("raw", [b"[]", b"7", b'{"messages": 5}', b'{"messages": [[], null, 3]}'])
-async def test_a_body_of_no_known_structure_is_the_engine_s_to_judge(
-    start: Start, raw: bytes
-) -> None:
+async def test_a_body_of_unknown_structure_is_left_to_the_engine(start: Start, raw: bytes) -> None:
     async def refuse(_: web.Request) -> web.StreamResponse:
         return web.json_response({"error": "engine says no"}, status=400)
 
@@ -219,7 +217,7 @@ async def test_an_unknown_worker_cannot_be_drained(start: Start) -> None:
     assert answer.status == 404
 
 
-async def test_requests_wait_for_room_and_are_served_in_order(start: Start) -> None:
+async def test_requests_wait_for_capacity_and_are_served_in_order(start: Start) -> None:
     gate = asyncio.Event()
     order: list[str] = []
 
@@ -239,7 +237,7 @@ async def test_requests_wait_for_room_and_are_served_in_order(start: Start) -> N
     assert order == ["0", "1", "2", "3"]
 
 
-async def test_a_full_queue_is_said_with_a_time_to_come_back(start: Start) -> None:
+async def test_a_full_queue_rejects_with_retry_after(start: Start) -> None:
     gate = asyncio.Event()
 
     client = await start(Engine("a", held_back(gate)), max_in_flight=1, queue_limit=1)
@@ -252,7 +250,7 @@ async def test_a_full_queue_is_said_with_a_time_to_come_back(start: Start) -> No
     assert await asyncio.gather(*tasks) == ["a", "a"]
 
 
-async def test_the_more_important_are_let_in_first(start: Start) -> None:
+async def test_more_important_requests_are_placed_first(start: Start) -> None:
     gate, order = asyncio.Event(), []
 
     async def slow(request: web.Request) -> web.StreamResponse:
@@ -274,7 +272,7 @@ async def test_the_more_important_are_let_in_first(start: Start) -> None:
     assert order[4] == "batch"
 
 
-async def test_a_full_queue_turns_away_the_least_important(start: Start) -> None:
+async def test_a_full_queue_rejects_the_least_important(start: Start) -> None:
     gate = asyncio.Event()
 
     client = await start(Engine("a", held_back(gate)), max_in_flight=1, queue_limit=1)
@@ -289,7 +287,7 @@ async def test_a_full_queue_turns_away_the_least_important(start: Start) -> None
     assert await asyncio.gather(first, person) == ["a", "a"]
 
 
-async def test_one_who_waits_too_long_is_told_so(start: Start) -> None:
+async def test_a_request_that_waits_too_long_is_rejected(start: Start) -> None:
     gate = asyncio.Event()
 
     client = await start(Engine("a", held_back(gate)), max_in_flight=1, queue_timeout_s=0.1)
@@ -301,7 +299,7 @@ async def test_one_who_waits_too_long_is_told_so(start: Start) -> None:
     assert await first == "a"
 
 
-async def test_one_who_leaves_the_queue_is_not_sent_on(start: Start) -> None:
+async def test_a_request_whose_client_disconnects_is_not_sent(start: Start) -> None:
     gate = asyncio.Event()
     engine = Engine("a")
 
@@ -329,7 +327,7 @@ async def shown(client: ClientSession, line: str) -> bool:
     return line in (await (await client.get("/metrics")).text()).splitlines()
 
 
-async def test_an_engine_s_report_holds_requests_and_releases_them(
+async def test_requests_wait_and_go_on_by_an_engines_report(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "_SWEEP_S", 60)
@@ -349,7 +347,7 @@ async def test_an_engine_s_report_holds_requests_and_releases_them(
         assert await shown(client, line)
 
 
-async def test_what_an_engine_reported_outlives_a_broken_connection_but_not_two(
+async def test_a_report_outlives_one_broken_connection(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "_SWEEP_S", 60)
@@ -391,7 +389,7 @@ async def test_sub_agents_wait_for_the_prefix_that_the_first_one_computes(start:
     assert sorted(seen) == ["Find 0", "Find 1", "Find 2"]
 
 
-async def test_sub_agents_go_on_when_the_engine_says_that_the_prefix_is_computed(
+async def test_sub_agents_go_on_when_the_engine_reports_the_prefix(
     start: Start,
 ) -> None:
     gate, seen = asyncio.Event(), []
@@ -426,7 +424,7 @@ async def test_an_engine_that_is_full_is_passed_over_for_another(start: Start) -
     assert {await served_by(client, body(f"{n}", system=f"{n}" * 99)) for n in range(6)} == {"free"}
 
 
-async def test_the_last_engine_s_own_refusal_is_passed_on(start: Start) -> None:
+async def test_the_last_engines_own_503_is_passed_on(start: Start) -> None:
     async def full(_: web.Request) -> web.StreamResponse:
         return web.json_response({"error": "queue is full"}, status=503)
 
@@ -447,7 +445,7 @@ async def test_a_client_s_mistakes_never_open_the_breaker(start: Start) -> None:
     assert "} 1.0" not in next(line for line in page.splitlines() if "breaker_open{" in line)
 
 
-async def test_an_engine_that_keeps_failing_is_left_alone_while_it_is_sick(
+async def test_an_engine_that_keeps_failing_gets_no_requests(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_probes, "PROBE_INTERVAL_S", 0.02)
@@ -482,7 +480,7 @@ async def test_an_engine_that_keeps_failing_is_left_alone_while_it_is_sick(
     assert len(bad.seen) > before
 
 
-async def test_no_client_can_have_a_well_engine_shut_out(
+async def test_no_client_can_shut_out_a_healthy_engine(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_probes, "PROBE_INTERVAL_S", 0.02)
@@ -505,7 +503,7 @@ async def test_no_client_can_have_a_well_engine_shut_out(
     assert f'sgl_ext_worker_breaker_open{{worker="{engine.url}"}} 0.0' in page
 
 
-async def test_what_was_predicted_is_compared_with_what_the_engine_found(
+async def test_predicted_tokens_are_compared_with_reported_ones(
     start: Start, tmp_path: Any
 ) -> None:
     async def answer(_: web.Request) -> web.StreamResponse:
@@ -535,7 +533,7 @@ async def test_what_was_predicted_is_compared_with_what_the_engine_found(
     assert "Hello" not in line, "a log of requests holds none of their words"
 
 
-async def test_a_streams_usage_is_read_when_its_end_comes_alone(start: Start) -> None:
+async def test_usage_is_read_when_the_end_of_a_stream_arrives_alone(start: Start) -> None:
     async def answer(request: web.Request) -> web.StreamResponse:
         stream = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await stream.prepare(request)
@@ -554,7 +552,7 @@ async def test_a_streams_usage_is_read_when_its_end_comes_alone(start: Start) ->
     assert f'sgl_ext_reported_cached_tokens_total{{worker="{engine.url}"}} 7.0' in page
 
 
-async def test_retries_stop_when_their_budget_is_spent(start: Start) -> None:
+async def test_retries_stop_when_the_budget_is_empty(start: Start) -> None:
     async def hang_up(request: web.Request) -> web.StreamResponse:
         assert request.transport is not None
         request.transport.close()
@@ -567,7 +565,9 @@ async def test_retries_stop_when_their_budget_is_spent(start: Start) -> None:
     assert "sgl_ext_retries_total" in page
 
 
-async def test_what_runs_on_an_engine_that_takes_no_more_connections_runs_on(start: Start) -> None:
+async def test_running_requests_continue_on_an_engine_that_refuses_connections(
+    start: Start,
+) -> None:
     gate = asyncio.Event()
 
     async def stream(request: web.Request) -> web.StreamResponse:
@@ -591,7 +591,7 @@ async def test_what_runs_on_an_engine_that_takes_no_more_connections_runs_on(sta
         assert await answer.content.read() == b"data: two\n\n"
 
 
-async def test_an_engine_whose_scheduler_hangs_is_found_out_and_its_requests_go_elsewhere(
+async def test_a_hanging_scheduler_is_detected_and_its_requests_go_elsewhere(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_state, "STALL_S", 0.3)

@@ -61,7 +61,7 @@ def turns(setting: Setting, *tenants: str) -> list[str]:
     return [attempt.routing.tenant for attempt in log]
 
 
-def test_the_ceiling_is_the_tenants() -> None:
+def test_the_ceiling_is_that_of_the_tenant() -> None:
     setting = Setting(tenants=TENANTS)
     found = {
         (tenant, said): routing(setting, tenant, said).priority
@@ -84,13 +84,13 @@ def test_a_tenant_of_weight_three_has_three_of_four_turns() -> None:
         assert Counter(found[begin : begin + 4]) == {"people": 3, "another": 1}
 
 
-def test_without_a_weight_tenants_have_turns_alike() -> None:
+def test_tenants_without_a_weight_have_equal_turns() -> None:
     setting = Setting(worker_limit=1)
     found = turns(setting, *["another"] * 12, *["people"] * 12)
     assert Counter(found[:8]) == {"people": 4, "another": 4}
 
 
-async def test_what_is_configured_holds_for_who_comes_in_by_http(start: Start) -> None:
+async def test_the_configuration_applies_over_http(start: Start) -> None:
     gate, order = asyncio.Event(), []
 
     async def slow(request: web.Request) -> web.StreamResponse:

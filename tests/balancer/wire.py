@@ -1,4 +1,4 @@
-"""Bare clients and workers for a balancer: what they write is what is sent."""
+"""Raw clients and workers for a balancer: their bytes are sent unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Expectations: believed while their request runs, and a moment longer, then forgotten."""
+"""In-flight prefixes: they last while their request runs and a moment longer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def depths(expected: InFlightPrefixes, hashes: list[int]) -> dict[int, int]:
     return {worker: depth for worker, (depth, _) in expected.deepest(hashes).items()}
 
 
-def test_what_was_sent_is_expected_while_the_request_runs() -> None:
+def test_a_prefix_is_in_flight_while_its_request_runs() -> None:
     expected = InFlightPrefixes(confirm_s=5)
     expected.expect(WORKER, [1, 2])
     assert depths(expected, [1, 2, 3]) == {WORKER: 2}
@@ -23,7 +23,7 @@ def test_what_was_sent_is_expected_while_the_request_runs() -> None:
     assert depths(expected, [1, 2]) == {WORKER: 2}
 
 
-def test_what_is_never_confirmed_is_forgotten() -> None:
+def test_an_unconfirmed_prefix_is_forgotten() -> None:
     expected = InFlightPrefixes(confirm_s=5)
     sent = expected.expect(WORKER, [1, 2])
     expected.end(sent, now_s=10)
@@ -34,7 +34,7 @@ def test_what_is_never_confirmed_is_forgotten() -> None:
     assert len(expected) == 0
 
 
-def test_one_that_is_believed_for_long_does_not_keep_others_alive() -> None:
+def test_a_long_lived_prefix_does_not_delay_the_expiry_of_others() -> None:
     expected = InFlightPrefixes(confirm_s=5)
     expected.end(expected.expect(OTHER, [7]), now_s=0, confirm_s=600)
     expected.end(expected.expect(WORKER, [1]), now_s=0)
@@ -42,7 +42,7 @@ def test_one_that_is_believed_for_long_does_not_keep_others_alive() -> None:
     assert depths(expected, [1, 7]) == {OTHER: 2}
 
 
-def test_a_later_request_takes_over() -> None:
+def test_a_later_request_replaces_an_earlier_one() -> None:
     expected = InFlightPrefixes(confirm_s=5)
     first = expected.expect(WORKER, [1])
     expected.expect(WORKER, [1, 2])
@@ -51,7 +51,7 @@ def test_a_later_request_takes_over() -> None:
     assert depths(expected, [1, 2]) == {WORKER: 2}
 
 
-def test_each_worker_has_expectations_of_its_own() -> None:
+def test_each_worker_has_its_own_prefixes() -> None:
     expected = InFlightPrefixes(confirm_s=5)
     expected.expect(WORKER, [1, 2])
     mine = expected.expect(OTHER, [1])
@@ -62,7 +62,7 @@ def test_each_worker_has_expectations_of_its_own() -> None:
     assert len(expected) == 0
 
 
-def test_a_segment_that_the_worker_has_evicted_is_not_expected_any_more() -> None:
+def test_an_evicted_segment_is_no_longer_in_flight() -> None:
     expected = InFlightPrefixes(confirm_s=5)
     sent = expected.expect(WORKER, [1, 2])
     expected.forget_segment(WORKER, 2)

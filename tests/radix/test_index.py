@@ -1,4 +1,4 @@
-"""The contract of a prefix index, which a naive one passes too, and what it may cost."""
+"""The contract of a prefix index, which a naive one passes too, and its cost."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def test_an_unknown_prompt_and_an_empty_one_match_nowhere(pictured: Any) -> None
     assert pictured.matches([]) == []
 
 
-def test_holding(pictured: Any) -> None:
+def test_holds_is_about_one_worker_and_segment(pictured: Any) -> None:
     assert pictured.holds(1, E)
     assert not pictured.holds(0, E)
     assert not pictured.holds(0, X)
     assert len(pictured) == 6
 
 
-def test_an_orphan_is_refused(pictured: Any) -> None:
+def test_an_orphan_is_rejected(pictured: Any) -> None:
     before = list(pictured.snapshot(0))
     assert not pictured.store(0, D, E, 9)  # the parent is held, but by another worker
     assert not pictured.store(0, X, Y, 9)
@@ -63,7 +63,7 @@ def test_an_orphan_is_refused(pictured: Any) -> None:
     assert pictured.matches([A, C, D, E])[0] == Match(0b010, 4, 4000)
 
 
-def test_a_second_parent_is_refused(pictured: Any) -> None:
+def test_a_second_parent_is_rejected(pictured: Any) -> None:
     assert not pictured.store(1, A, E, 9)
     assert not pictured.store(1, None, E, 9)
     assert not pictured.store(1, E, A, 9)  # this would be a circle
@@ -76,7 +76,7 @@ def test_a_repeated_store_renews_the_tokens(pictured: Any) -> None:
     assert len(pictured) == 6
 
 
-def test_a_removal_takes_all_below_from_this_worker_only(pictured: Any) -> None:
+def test_a_removal_includes_everything_below_for_that_worker_only(pictured: Any) -> None:
     assert pictured.remove(1, C) == 3
     assert pictured.matches([A, C, D, E]) == [Match(0b001, 2, 2000), Match(0b110, 1, 1000)]
     assert len(pictured) == 4  # nobody is left at D and E
@@ -184,7 +184,7 @@ def test_a_chain_does_not_push_itself_out(make_index: Make) -> None:
     assert index.forgotten == 0
 
 
-def test_odd_numbers_are_refused_or_kept(make_index: Make) -> None:
+def test_odd_numbers_are_rejected_or_stored(make_index: Make) -> None:
     index = make_index()
     for worker in (-1, MAX_WORKERS, 2**80):
         assert not index.store(worker, None, A, 1)
@@ -200,7 +200,7 @@ def test_odd_numbers_are_refused_or_kept(make_index: Make) -> None:
 
 
 @pytest.mark.parametrize("limit", [0, -1])
-def test_an_index_has_room_for_something(limit: int) -> None:
+def test_an_index_needs_a_positive_limit(limit: int) -> None:
     with pytest.raises(ValueError, match="limit_segments"):
         PrefixIndex(limit)
 

@@ -1,4 +1,4 @@
-"""Whatever is asked of it, in whatever order, the index answers as the naive one does."""
+"""Under any sequence of calls the index answers as the naive one does."""
 
 from __future__ import annotations
 
@@ -111,10 +111,10 @@ def test_it_agrees_with_the_naive_index(naive_index: Any) -> None:
     run(naive_index, limit=100, examples=40)
 
 
-def test_it_agrees_when_there_is_little_room(naive_index: Any) -> None:
+def test_it_agrees_with_a_small_limit(naive_index: Any) -> None:
     """What is forgotten, and in which order, is the same."""
     run(naive_index, limit=5, examples=60)
 
 
-def test_it_agrees_when_there_is_room_for_one(naive_index: Any) -> None:
+def test_it_agrees_with_a_limit_of_one(naive_index: Any) -> None:
     run(naive_index, limit=1, examples=10)

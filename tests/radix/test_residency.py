@@ -1,4 +1,4 @@
-"""What an engine holds, against a small tree of tokens that splits and evicts as SGLang's does."""
+"""Residency, against a small tree of tokens that splits and evicts as the one of SGLang does."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_only_whole_pages_are_claimed_and_a_last_page_in_part_is_no_obstacle() -
     assert {s: t for s, _, t in held.snapshot()} == {A: 48, B: 96}
 
 
-def test_of_less_than_a_page_nothing_is_held() -> None:
+def test_less_than_a_page_is_not_held() -> None:
     held = Residency(page=16, slack=15)
     held.add([A], [50], key=range(15), resident=0, node=1, had=0)
     assert (len(held), held.changed) == (0, False)
@@ -219,7 +219,7 @@ def test_a_prompts_end_is_known_and_an_answer_behind_it_does_not_move_it() -> No
     assert engine.tokens() == {A: 40, B: 70, C: 100}
 
 
-def test_what_is_evicted_is_removed_from_its_topmost_and_the_rest_stays() -> None:
+def test_an_eviction_removes_the_topmost_lost_segment_and_keeps_the_rest() -> None:
     engine = Engine()
     shared = prompt((1, 40))
     engine.run([A, B, C], [100, 200, 300], (*shared, *prompt((2, 60))))
@@ -249,7 +249,7 @@ def test_an_eviction_below_the_last_segment_removes_nothing() -> None:
     assert engine.hear().removed == [A]
 
 
-def test_a_clear_is_told_before_what_came_after() -> None:
+def test_a_clear_comes_before_later_changes() -> None:
     engine = Engine()
     engine.run([A], [1], prompt((1, 5)))
     engine.hear()
@@ -295,7 +295,7 @@ def test_only_leaves_that_lost_their_node_are_matched_and_a_match_takes_steps() 
     assert [segment for segment, *_ in held.snapshot()] == [2]
 
 
-def test_nothing_is_measured_while_an_eviction_is_not_looked_into() -> None:
+def test_nothing_is_measured_before_evictions_are_checked() -> None:
     engine = Engine()
     engine.run([A, B], [100, 200], prompt((1, 40)))
     engine.evict(0, steps=0)
@@ -354,7 +354,7 @@ STEPS = st.lists(
 
 
 @given(STEPS, st.sampled_from([1, 4]))
-def test_what_is_told_is_what_is_resident(steps: list[tuple[object, ...]], page: int) -> None:
+def test_the_claims_equal_the_resident_tokens(steps: list[tuple[object, ...]], page: int) -> None:
     engine = Engine(page=page)
     seen: dict[int, set[Said]] = {}
 

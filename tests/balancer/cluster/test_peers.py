@@ -1,4 +1,4 @@
-"""Balancers of one port: they agree on sessions, loads and workers without a common memory."""
+"""Peers: they agree on sessions, loads and workers without shared memory."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def pair() -> list[Process]:
     return processes
 
 
-def test_they_agree_on_a_session(pair: list[Process]) -> None:
+def test_peers_agree_on_a_session(pair: list[Process]) -> None:
     one, two = pair
     for number in range(8):
         first = one.fly(f"Task {number}")
@@ -87,7 +87,7 @@ def test_they_agree_on_a_session(pair: list[Process]) -> None:
         assert (second.worker.url, second.placement.reason) == (first.worker.url, "home")
 
 
-def test_they_know_what_the_other_sent(pair: list[Process]) -> None:
+def test_peers_expect_each_others_prefixes(pair: list[Process]) -> None:
     one, two = pair
     attempt = one.fly("Task")
     held = {
@@ -96,7 +96,7 @@ def test_they_know_what_the_other_sent(pair: list[Process]) -> None:
     assert held[attempt.worker.url] > 2000
 
 
-def test_they_know_each_other_s_load(pair: list[Process]) -> None:
+def test_peers_know_each_others_load(pair: list[Process]) -> None:
     one, two = pair
     attempt = one.fly("Task")
     there = two.named(attempt.worker.url)
@@ -107,7 +107,7 @@ def test_they_know_each_other_s_load(pair: list[Process]) -> None:
     assert there.peer_load == Load()
 
 
-def test_what_ends_at_one_is_told_at_once_to_those_who_wait_at_the_other(
+def test_the_end_of_a_request_frees_capacity_at_its_peers_at_once(
     pair: list[Process],
 ) -> None:
     one, two = pair
@@ -119,7 +119,7 @@ def test_what_ends_at_one_is_told_at_once_to_those_who_wait_at_the_other(
     assert opened == [Load()]
 
 
-def test_what_a_dead_process_said_is_forgotten(pair: list[Process]) -> None:
+def test_the_state_of_a_dead_process_is_forgotten(pair: list[Process]) -> None:
     one, two = pair
     attempt = one.fly("Task")
     Process.now_s += SILENT_S + 1
@@ -127,7 +127,7 @@ def test_what_a_dead_process_said_is_forgotten(pair: list[Process]) -> None:
     assert two.named(attempt.worker.url).peer_load == Load()
 
 
-def test_a_worker_that_one_is_told_of_joins_all(pair: list[Process]) -> None:
+def test_a_worker_that_joins_one_peer_joins_all(pair: list[Process]) -> None:
     one, two = pair
     one.workers.add("http://c")
     one.workers.drain(one.named(A))
@@ -138,7 +138,7 @@ def test_a_worker_that_one_is_told_of_joins_all(pair: list[Process]) -> None:
     assert one.workers.find("http://c") is not None, "an older table takes nothing back"
 
 
-def test_a_process_that_begins_anew_learns_the_table(pair: list[Process]) -> None:
+def test_a_restarted_process_learns_the_table(pair: list[Process]) -> None:
     one, two = pair
     one.workers.add("http://c")
     two.workers.changed_s = 0.0
@@ -148,7 +148,7 @@ def test_a_process_that_begins_anew_learns_the_table(pair: list[Process]) -> Non
 
 
 @given(st.binary(max_size=80), st.booleans())
-def test_no_message_breaks_the_reader(data: bytes, signed: bool) -> None:
+def test_no_message_breaks_a_peer(data: bytes, signed: bool) -> None:
     processes: list[Process] = []
     wires = [Wire(number, processes) for number in range(2)]
     process = Process(0, wires)

@@ -1,4 +1,4 @@
-"""Several balancer processes on one port, as processes: one service to whoever uses it."""
+"""Several balancer processes on one port serve as one."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def counted(url: str) -> float:
     return sum(float(line.removeprefix(name)) for line in page.splitlines() if name in line)
 
 
-def test_they_serve_as_one_and_count_as_one(balancer: tuple[str, subprocess.Popen[bytes]]) -> None:
+def test_processes_serve_and_count_as_one(balancer: tuple[str, subprocess.Popen[bytes]]) -> None:
     url, _ = balancer
     for _ in range(30):
         answer = requests.post(url + "/v1/chat/completions", json=BODY, timeout=10)
@@ -120,7 +120,7 @@ def test_a_worker_that_joins_one_joins_all(balancer: tuple[str, subprocess.Popen
     until(known)
 
 
-def test_what_one_keeps_all_know(balancer: tuple[str, subprocess.Popen[bytes]]) -> None:
+def test_all_processes_share_one_store(balancer: tuple[str, subprocess.Popen[bytes]]) -> None:
     url, _ = balancer
     blocks = [{"id": "rules", "layer": "stable", "content": "Be brief."}]
     kept = requests.post(url + "/v1/contexts", json={"blocks": blocks}, timeout=10).json()
@@ -130,7 +130,7 @@ def test_what_one_keeps_all_know(balancer: tuple[str, subprocess.Popen[bytes]]) 
     assert all(status(url, path) == 404 for _ in range(12))
 
 
-def test_what_a_tenant_may_and_has_is_the_same_at_all(tmp_path: Path) -> None:
+def test_a_tenant_has_one_allowance_in_all_processes(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     path.write_text(f"[tenants.slow]\nrequests_per_minute = {COUNT}\n")
     (alice, _), (bob, name), (slow, _) = (
@@ -166,7 +166,7 @@ def test_what_a_tenant_may_and_has_is_the_same_at_all(tmp_path: Path) -> None:
         assert seen(context, alice) == {200}
 
 
-def test_one_that_is_killed_is_replaced(balancer: tuple[str, subprocess.Popen[bytes]]) -> None:
+def test_a_killed_process_is_replaced(balancer: tuple[str, subprocess.Popen[bytes]]) -> None:
     url, running = balancer
     group = psutil.Process(running.pid)
     killed = group.children()[0]
@@ -176,7 +176,7 @@ def test_one_that_is_killed_is_replaced(balancer: tuple[str, subprocess.Popen[by
     until(lambda: all(status(url) == 200 for _ in range(20)))
 
 
-def test_none_outlives_the_first(balancer: tuple[str, subprocess.Popen[bytes]]) -> None:
+def test_no_process_outlives_the_first(balancer: tuple[str, subprocess.Popen[bytes]]) -> None:
     _, running = balancer
     children = psutil.Process(running.pid).children()
     running.kill()
@@ -184,7 +184,7 @@ def test_none_outlives_the_first(balancer: tuple[str, subprocess.Popen[bytes]]) 
     assert not alive
 
 
-def test_they_end_together(balancer: tuple[str, subprocess.Popen[bytes]]) -> None:
+def test_processes_end_together(balancer: tuple[str, subprocess.Popen[bytes]]) -> None:
     url, running = balancer
     children = psutil.Process(running.pid).children()
     running.send_signal(signal.SIGTERM)
@@ -193,7 +193,7 @@ def test_they_end_together(balancer: tuple[str, subprocess.Popen[bytes]]) -> Non
     assert status(url) == 0
 
 
-def test_a_store_that_cannot_be_ends_them_with_a_reason(tmp_path: Path) -> None:
+def test_an_unusable_store_ends_them_with_a_reason(tmp_path: Path) -> None:
     command = ["-m", "sgl_ext.balancer.serve", "--processes", "2", "--store", str(tmp_path)]
     ended = subprocess.run(
         [sys.executable, *command], capture_output=True, text=True, timeout=30, check=False

@@ -1,4 +1,4 @@
-"""A client's connection on the wire: framing, order, limits, and how it ends."""
+"""A client connection on the wire: framing, order, limits, and its end."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ async def test_connection_close_is_obeyed(serve: Serve, connect: Connect) -> Non
     assert await wire.rest() == b""
 
 
-async def test_a_client_that_expects_it_is_told_to_go_on(serve: Serve, connect: Connect) -> None:
+async def test_a_client_that_expects_it_gets_100_continue(serve: Serve, connect: Connect) -> None:
     wire = await connect(await serve(Raw()))
     head, _, body = request(b"[1]", b"Expect: 100-continue").partition(b"\r\n\r\n")
     wire.writer.write(head + b"\r\n\r\n")
@@ -152,7 +152,7 @@ async def test_a_chunked_and_a_compressed_body_reach_the_worker_plain(
         (b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", b"400"),
     ],
 )
-async def test_what_is_no_request_is_answered_and_ends_the_connection(
+async def test_malformed_bytes_are_answered_and_end_the_connection(
     serve: Serve, connect: Connect, data: bytes, status: bytes
 ) -> None:
     balancer = await serve(Raw())
@@ -165,7 +165,7 @@ async def test_what_is_no_request_is_answered_and_ends_the_connection(
     assert (await other.ask(request()))[1] == b"{}"
 
 
-async def test_a_refusal_reaches_a_client_that_is_still_sending(
+async def test_a_rejection_reaches_a_client_that_is_still_sending(
     serve: Serve, connect: Connect
 ) -> None:
     wire = await connect(await serve(Raw(), max_body_bytes=100))
@@ -177,7 +177,7 @@ async def test_a_refusal_reaches_a_client_that_is_still_sending(
     assert (await wire.answer())[0].startswith(b"HTTP/1.1 415")
 
 
-async def test_a_refused_body_is_skipped_and_the_connection_goes_on(
+async def test_a_rejected_body_is_skipped_and_the_connection_continues(
     serve: Serve, connect: Connect
 ) -> None:
     wire = await connect(await serve(Raw(), max_body_bytes=100))
@@ -236,7 +236,7 @@ async def test_bytes_that_trickle_do_not_prolong_a_head(serve: Serve, connect: C
     assert connection.deadline == due
 
 
-async def test_every_head_has_its_own_time(serve: Serve, connect: Connect) -> None:
+async def test_every_head_has_its_own_deadline(serve: Serve, connect: Connect) -> None:
     balancer = await serve(Raw())
     stop_clock(balancer)
     wire = await connect(balancer)
@@ -249,7 +249,7 @@ async def test_every_head_has_its_own_time(serve: Serve, connect: Connect) -> No
         assert connection.deadline == balancer.now + IDLE_S
 
 
-async def test_what_is_sent_ahead_is_bounded(serve: Serve, connect: Connect) -> None:
+async def test_pipelined_bytes_are_bounded(serve: Serve, connect: Connect) -> None:
     worker = Raw([b""])
     balancer = await serve(worker)
     wire = await connect(balancer)
@@ -259,7 +259,7 @@ async def test_what_is_sent_ahead_is_bounded(serve: Serve, connect: Connect) -> 
     assert len(connection._reader.ahead) < 200_000
 
 
-async def test_a_client_that_lingers_is_let_go(serve: Serve, connect: Connect) -> None:
+async def test_a_lingering_close_ends(serve: Serve, connect: Connect) -> None:
     balancer = await serve(Raw())
     wire = await connect(balancer)
     await wire.ask(b"nonsense\r\n\r\n")
@@ -284,7 +284,7 @@ async def test_a_slow_reader_does_not_fill_the_memory(serve: Serve, connect: Con
     assert (await wire.stream())[1].count(b"data: ") == events
 
 
-async def test_a_client_that_leaves_closes_the_workers_connection(
+async def test_a_disconnected_client_closes_the_workers_connection(
     serve: Serve, connect: Connect
 ) -> None:
     worker = Raw(sse(b"data: 1\n\n", end=b""))
@@ -297,7 +297,7 @@ async def test_a_client_that_leaves_closes_the_workers_connection(
     assert balancer._services.workers.all[0].in_flight == 0
 
 
-async def test_a_client_that_leaves_before_an_answer_closes_it_too(
+async def test_a_client_that_disconnects_before_an_answer_closes_it_too(
     serve: Serve, connect: Connect
 ) -> None:
     worker = Raw([b""])
@@ -310,7 +310,7 @@ async def test_a_client_that_leaves_before_an_answer_closes_it_too(
 
 
 @pytest.mark.parametrize("sent", [len(request()), 40])
-async def test_a_client_that_closes_its_half_is_gone(
+async def test_a_client_that_closes_its_half_is_disconnected(
     serve: Serve, connect: Connect, sent: int
 ) -> None:
     balancer = await serve(Raw([b""]))

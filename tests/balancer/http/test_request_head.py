@@ -1,4 +1,4 @@
-"""Heads: what is read from one, and that nothing ambiguous is ever read as a request."""
+"""Request heads: how they are parsed, and that no ambiguous head is accepted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def head_of(*lines: bytes, start: bytes = b"POST /v1/messages?beta=true HTTP/1.1
     return b"\r\n".join([start, *lines, b"", b""])
 
 
-def test_a_head_says_what_was_asked() -> None:
+def test_a_head_is_parsed() -> None:
     head, length = parse_head(
         head_of(
             b"Host: here",
@@ -48,13 +48,13 @@ def test_a_head_says_what_was_asked() -> None:
         (b"GET / HTTP/1.0", b"Connection: keep-alive, close", False),
     ],
 )
-def test_keep_alive_is_the_versions_default_and_the_headers_word(
+def test_keep_alive_follows_the_version_and_the_header(
     start: bytes, line: bytes, keeps: bool
 ) -> None:
     assert parse_head(head_of(line, start=start))[0].keep_alive is keeps
 
 
-def test_workers_are_not_told_what_is_of_this_connection_or_secret() -> None:
+def test_workers_do_not_get_connection_headers_or_keys() -> None:
     head, _ = parse_head(
         head_of(
             b"Host: here",
@@ -105,7 +105,7 @@ def test_workers_are_not_told_what_is_of_this_connection_or_secret() -> None:
         (b"\xc3\xa9: x",),
     ],
 )
-def test_what_two_parsers_may_read_differently_is_400(lines: tuple[bytes, ...]) -> None:
+def test_ambiguous_heads_are_400(lines: tuple[bytes, ...]) -> None:
     with pytest.raises(BalancerError) as caught:
         parse_head(head_of(*lines))
     assert caught.value.status == 400
@@ -130,13 +130,13 @@ def test_what_two_parsers_may_read_differently_is_400(lines: tuple[bytes, ...]) 
         b"",
     ],
 )
-def test_what_is_no_request_line_is_400(start: bytes) -> None:
+def test_a_malformed_request_line_is_400(start: bytes) -> None:
     with pytest.raises(BalancerError) as caught:
         parse_head(head_of(start=start))
     assert caught.value.status == 400
 
 
-def test_chunked_is_http_1_1s_own() -> None:
+def test_chunked_is_only_for_http_1_1() -> None:
     assert parse_head(head_of(b"Transfer-Encoding: Chunked"))[0].chunked
     with pytest.raises(BalancerError):
         parse_head(head_of(b"Transfer-Encoding: chunked", start=b"POST / HTTP/1.0"))
@@ -154,7 +154,7 @@ def test_an_absolute_url_is_its_path(target: bytes, wanted: bytes) -> None:
     assert parse_head(head_of(start=b"GET " + target + b" HTTP/1.1"))[0].target == wanted
 
 
-def test_an_offer_to_upgrade_is_declined() -> None:
+def test_an_upgrade_is_declined() -> None:
     lines = (b"Upgrade: h2c", b"Connection: Upgrade", b"Content-Length: 3")
     head, length = parse_head(head_of(*lines))
     assert length == 3
@@ -188,7 +188,7 @@ LINES = st.sampled_from(
 
 
 @given(st.lists(st.lists(LINES, max_size=4), max_size=12))
-def test_a_head_that_is_remembered_says_what_a_new_one_says(heads: list[list[bytes]]) -> None:
+def test_a_cached_head_equals_a_parsed_one(heads: list[list[bytes]]) -> None:
     def admit(head: RequestHead) -> None:
         if b"x-api-key" not in head.fields:
             raise BalancerError(401, "no")  # type: ignore[arg-type]
@@ -199,14 +199,14 @@ def test_a_head_that_is_remembered_says_what_a_new_one_says(heads: list[list[byt
         assert told(remembering, raw) == told(RequestHeadCache(admit), raw)
 
 
-def test_what_was_remembered_is_bounded() -> None:
+def test_the_cache_of_request_heads_is_bounded() -> None:
     heads = RequestHeadCache(lambda head: None)
     for number in range(5000):
         heads.read(head_of(b"a: %d" % number))
     assert len(heads._cached) <= 1024
 
 
-def test_a_refused_head_is_judged_again() -> None:
+def test_a_rejected_head_is_not_cached() -> None:
     routing = []
 
     def admit(head: RequestHead) -> None:

@@ -1,4 +1,4 @@
-"""The reader: however the bytes come, the requests are the same, and no bytes break it."""
+"""The reader: the requests do not depend on how the bytes arrive, and no bytes break it."""
 
 from __future__ import annotations
 
@@ -147,7 +147,9 @@ PARTS = st.sampled_from(
 
 
 @given(st.lists(PARTS | st.binary(max_size=60), max_size=12), st.data())
-def test_garbage_is_refused_and_never_more(parts: list[bytes], data: st.DataObject) -> None:
+def test_garbage_is_rejected_and_nothing_worse_happens(
+    parts: list[bytes], data: st.DataObject
+) -> None:
     stream = b"".join(parts)
     cuts = data.draw(st.lists(st.integers(0, len(stream)), max_size=8))
     edges = [0, *sorted(cuts), len(stream)]
@@ -170,7 +172,7 @@ def test_a_long_head_in_one_piece_is_431() -> None:
 
 
 @pytest.mark.parametrize("size", [LIMIT, LIMIT + 1])
-def test_a_body_is_kept_up_to_the_limit(size: int) -> None:
+def test_a_body_is_read_up_to_the_limit(size: int) -> None:
     (fact,) = facts(read_all(reader(), [post(b"/", b"x" * size)]))
     assert fact == (
         b"/",
@@ -189,7 +191,7 @@ def test_a_body_far_over_the_limit_is_not_awaited() -> None:
     assert not request.keep_alive
 
 
-def test_no_room_is_made_for_a_body_that_is_refused() -> None:
+def test_no_memory_is_allocated_for_a_rejected_body() -> None:
     source = reader(limit=1 << 40)
     feed(source, b"POST /refused HTTP/1.1\r\nContent-Length: 900000\r\n\r\n")
     assert source.next() is None
@@ -226,12 +228,12 @@ def test_a_chunked_body_over_the_limit_ends_the_connection() -> None:
         b"5" + b";" + b"x" * 5000,
     ],
 )
-def test_what_is_no_chunk_is_400_and_ends_the_connection(body: bytes) -> None:
+def test_a_malformed_chunk_is_400_and_ends_the_connection(body: bytes) -> None:
     head = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
     assert facts(read_all(reader(), [head + body])) == [(b"/", b"", 400, False)]
 
 
-def test_what_stands_beside_chunks_is_bounded() -> None:
+def test_extensions_and_trailers_are_bounded() -> None:
     head = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
     extensions = b"".join(b"1;%b\r\nx\r\n" % (b"e" * 4000) for _ in range(20))
     trailers = b"0\r\n" + b"t: 1\r\n" * 20_000
@@ -273,7 +275,7 @@ CHUNKS = st.sampled_from(
 
 
 @given(st.lists(CHUNKS | st.binary(max_size=4), max_size=6).map(b"".join))
-def test_chunks_are_never_read_more_freely_than_by_llhttp(data: bytes) -> None:
+def test_chunks_are_read_no_more_leniently_than_by_llhttp(data: bytes) -> None:
     ours, left = ChunkedBody(LIMIT), bytearray(data)
     oracle = _Oracle(data)
     try:
@@ -316,7 +318,7 @@ def test_bare_deflate_is_decoded_too() -> None:
         (b"zstd", b"x", 415),
     ],
 )
-def test_what_cannot_be_decoded_is_refused_and_the_next_is_read(
+def test_an_undecodable_body_is_rejected_and_the_next_request_is_read(
     encoding: bytes, body: bytes, status: int
 ) -> None:
     data = post(b"/a", body, b"Content-Encoding: " + encoding) + post(b"/b", b"")
@@ -326,7 +328,7 @@ def test_what_cannot_be_decoded_is_refused_and_the_next_is_read(
     ]
 
 
-def test_who_expects_to_be_told_to_go_on_is_told_once() -> None:
+def test_100_continue_is_due_once() -> None:
     source = reader()
     feed(source, b"POST / HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 4\r\n\r\n")
     assert source.next() is None
@@ -337,7 +339,7 @@ def test_who_expects_to_be_told_to_go_on_is_told_once() -> None:
     assert request.body == b"body"
 
 
-def test_who_expects_and_is_refused_is_not_awaited() -> None:
+def test_the_body_of_a_rejected_request_that_expects_100_continue_is_not_read() -> None:
     source = reader()
     feed(source, b"POST /refused HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 4\r\n\r\n")
     request = source.next()

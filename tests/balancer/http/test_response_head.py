@@ -1,4 +1,4 @@
-"""Heads of answers that are remembered: only for exactly such an answer, and saying the same."""
+"""Cached response heads: only for exactly such a response, and equal to a parsed head."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def known() -> ResponseHeadCache:
     return heads
 
 
-def test_a_head_is_passed_on_without_what_is_of_its_connection() -> None:
+def test_a_head_is_passed_on_without_connection_headers() -> None:
     head = ResponseHead(200, b"OK", FIELDS)
     assert head.lines == b"content-type: text/event-stream; x\r\nx-a: 1\r\n"
     assert head.streams
 
 
-def test_an_answer_with_another_length_is_known() -> None:
+def test_a_head_with_another_length_is_cached() -> None:
     found = known().read(HEAD + b"10\r\n\r\n0123456789")
     assert found is not None
     assert (found[0].status, found[1]) == (200, b"0123456789")
@@ -41,11 +41,11 @@ def test_an_answer_with_another_length_is_known() -> None:
         b"",
     ],
 )
-def test_any_other_answer_is_not(data: bytes) -> None:
+def test_any_other_head_is_not_cached(data: bytes) -> None:
     assert known().read(data) is None
 
 
-def test_an_interim_answer_is_not_remembered_as_the_real_one() -> None:
+def test_an_interim_head_is_not_cached_as_the_final_one() -> None:
     heads = ResponseHeadCache()
     interim = b"HTTP/1.1 103 Hints\r\nContent-Length: 40\r\n\r\n"
     data = interim + b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nab"
@@ -54,7 +54,7 @@ def test_an_interim_answer_is_not_remembered_as_the_real_one() -> None:
     assert heads.read(data) is None
 
 
-def test_what_is_remembered_is_bounded() -> None:
+def test_the_cache_of_response_heads_is_bounded() -> None:
     heads = ResponseHeadCache()
     for number in range(1000):
         data = b"HTTP/1.1 200 OK\r\ndate: %d\r\ncontent-length: 0\r\n\r\n" % number

@@ -1,4 +1,4 @@
-"""However a stream is cut up, only whole events go on, and all of it does in the end."""
+"""However a stream is split, only whole events are passed on, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PARTS = st.lists(
 
 
 @given(st.lists(PARTS.map(b"".join).filter(bool), max_size=8))
-def test_only_whole_events_go_on_and_nothing_is_lost(pieces: list[bytes]) -> None:
+def test_only_whole_events_are_passed_on_and_nothing_is_lost(pieces: list[bytes]) -> None:
     events = WholeEvents()
     out = b""
     for number, piece in enumerate(pieces):

@@ -1,4 +1,4 @@
-"""A worker's connection on the wire: what answers are taken, kept, retried and refused."""
+"""A worker connection on the wire: which responses are accepted, retried and rejected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.balancer.wire import Raw, answer, chunked, connected, request, runnin
 JSON = b"content-type: application/json\r\n"
 
 
-async def test_an_answer_comes_as_the_worker_gave_it(serve: Serve, connect: Connect) -> None:
+async def test_an_answer_is_passed_on_unchanged(serve: Serve, connect: Connect) -> None:
     head = b"HTTP/1.1 418 Teapot\r\nX-A: 1\r\nx-a: 2\r\nKeep-Alive: 5\r\nTrailer: x-t\r\n"
     worker = Raw([head + b"content-length: 3\r\n\r\nabc"])
     head, body = await (await connect(await serve(worker))).ask(request())
@@ -108,7 +108,7 @@ async def test_a_stream_that_breaks_ends_in_an_error_event(
     assert events[2:] == [b""]
 
 
-async def test_a_kept_connection_that_the_worker_closes_is_not_its_fault(
+async def test_an_idle_connection_that_the_worker_closes_is_not_its_fault(
     serve: Serve, connect: Connect
 ) -> None:
     worker = Raw(answer_twice(b"1"), [None], answer_twice(b"2"))
@@ -124,13 +124,15 @@ def answer_twice(body: bytes) -> list[bytes | None]:
     return [answer(body)]
 
 
-async def test_a_fresh_connection_that_the_worker_closes_is(serve: Serve, connect: Connect) -> None:
+async def test_a_new_connection_that_the_worker_closes_is_its_fault(
+    serve: Serve, connect: Connect
+) -> None:
     worker = Raw([None], [None], [None])
     wire = await connect(await serve(worker))
     assert (await wire.ask(request()))[0].startswith(b"HTTP/1.1 502")
 
 
-async def test_a_connection_is_kept_only_for_a_while(serve: Serve, connect: Connect) -> None:
+async def test_an_idle_connection_is_closed_after_a_while(serve: Serve, connect: Connect) -> None:
     worker = Raw()
     balancer = await serve(worker)
     wire = await connect(balancer)
@@ -145,7 +147,7 @@ async def test_a_connection_is_kept_only_for_a_while(serve: Serve, connect: Conn
     assert worker.connections == 2
 
 
-async def test_a_worker_that_speaks_unasked_is_not_believed(serve: Serve, connect: Connect) -> None:
+async def test_bytes_without_a_request_end_the_connection(serve: Serve, connect: Connect) -> None:
     worker = Raw([answer(b"1"), answer(b"unasked")])
     wire = await connect(await serve(worker))
     assert (await wire.ask(request()))[1] == b"1"
@@ -229,7 +231,7 @@ def test_any_bytes_from_a_worker_are_an_answer_or_an_error(
     uvloop.run(run())
 
 
-async def test_events_wait_for_no_one(serve: Serve, connect: Connect) -> None:
+async def test_events_are_passed_on_at_once(serve: Serve, connect: Connect) -> None:
     """Each event is with the client before the worker makes the next."""
     go_on = asyncio.Event()
 
@@ -253,7 +255,7 @@ async def test_events_wait_for_no_one(serve: Serve, connect: Connect) -> None:
     assert await wire.reader.readuntil(b"0\r\n\r\n")
 
 
-async def test_nothing_is_left_of_an_exchange(serve: Serve, connect: Connect) -> None:
+async def test_an_exchange_leaves_no_references(serve: Serve, connect: Connect) -> None:
     worker = Raw(sse(b"data: 1\n\n"), [b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n", None])
     balancer = await serve(worker)
     wire = await connect(balancer)

@@ -1,4 +1,4 @@
-"""One request's way through: what arrives, what comes back, and what a lost side leaves."""
+"""The life of a request: what arrives, what returns, and what happens when a side is lost."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def cut_after_one_event(request: web.Request) -> web.StreamResponse:
     return response
 
 
-async def test_a_request_arrives_as_it_was_sent(start: Start) -> None:
+async def test_a_request_arrives_unchanged(start: Start) -> None:
     engine = Engine("a")
     client = await start(engine)
     body = b'{ "messages": [ ],  "model":"m" }'
@@ -85,7 +85,7 @@ async def test_an_engine_learns_from_the_balancer_alone_how_long_a_request_waite
     assert [0 < float(value) < 20 for value in queued.getall(QUEUED_HEADER)] == [True]
 
 
-async def test_events_arrive_as_they_are_made(start: Start) -> None:
+async def test_events_arrive_one_by_one(start: Start) -> None:
     go_on = asyncio.Event()
 
     async def slow(request: web.Request) -> web.StreamResponse:
@@ -158,14 +158,14 @@ async def test_a_cut_stream_ends_in_the_protocols_error_event_and_is_not_replaye
     assert sum(len(engine.seen) for engine in engines) == 1
 
 
-async def test_every_engine_failing_is_an_error_and_not_silence(start: Start) -> None:
+async def test_a_failure_of_every_engine_is_an_error(start: Start) -> None:
     client = await start(Engine("a", cut_before_an_answer), Engine("b", cut_before_an_answer))
     answer = await client.post("/v1/messages", json={})
     assert answer.status == 502
     assert (await answer.json())["error"]["type"] == "api_error"
 
 
-async def test_a_client_that_leaves_cancels_the_engines_work(start: Start) -> None:
+async def test_a_disconnected_client_cancels_the_engines_work(start: Start) -> None:
     cancelled = asyncio.Event()
 
     async def endless(request: web.Request) -> web.StreamResponse:
@@ -229,7 +229,7 @@ async def test_a_flush_reaches_every_engine(start: Start) -> None:
     assert [engine.seen[0][0] for engine in engines] == ["/flush_cache?timeout=3"] * 2
 
 
-async def test_a_fan_out_that_fails_somewhere_says_where(start: Start) -> None:
+async def test_a_failed_fan_out_names_the_engine(start: Start) -> None:
     client = await start(Engine("a"), Engine("b", cut_before_an_answer))
     answer = await client.post("/start_profile")
     assert answer.status == 502

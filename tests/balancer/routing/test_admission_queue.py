@@ -1,4 +1,4 @@
-"""The door: who is held, for how long, and what lets them in."""
+"""The admission queue: which requests wait, for how long, and when they are placed."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def landed(held: Held, caller: QueuedRequest) -> None:
     held.router.attempts.succeed(caller.attempt)
 
 
-def test_requests_are_held_while_no_engine_has_room_and_released_as_one_ends() -> None:
+def test_requests_wait_without_capacity_and_are_placed_as_one_ends() -> None:
     held = Held()
     running = held.fill()
     assert len(running) == 6, "two run on each of two engines, and one is ahead"
@@ -97,7 +97,7 @@ def test_requests_are_held_while_no_engine_has_room_and_released_as_one_ends() -
     assert (second.attempt, len(held.admission_queue)) == (None, 1)
 
 
-def test_an_engine_that_says_it_queues_is_sent_nothing_until_it_says_that_it_does_not() -> None:
+def test_an_engine_that_reports_a_queue_is_sent_nothing() -> None:
     held = Held(max_running=100)
     for worker in held.workers.all:
         held.report(worker, max_running=100, queued=50)
@@ -108,7 +108,7 @@ def test_an_engine_that_says_it_queues_is_sent_nothing_until_it_says_that_it_doe
     assert caller.attempt.worker is held.workers.all[0]
 
 
-def test_an_engine_s_memory_is_not_sent_more_than_it_holds() -> None:
+def test_requests_sent_to_an_engine_fit_its_memory() -> None:
     held = Held(max_running=100)
     for worker in held.workers.all:
         held.report(worker, max_running=100, capacity_tokens=1000)
@@ -118,7 +118,7 @@ def test_an_engine_s_memory_is_not_sent_more_than_it_holds() -> None:
     assert long[2].attempt is not None
 
 
-def test_what_is_too_long_stands_first_after_a_while_and_goes_as_soon_as_it_fits() -> None:
+def test_a_long_prompt_is_not_passed_after_a_while_and_is_placed_once_it_fits() -> None:
     held = Held(max_running=100)
     for worker in held.workers.all:
         held.report(worker, max_running=100, capacity_tokens=1000)
@@ -136,7 +136,7 @@ def test_what_is_too_long_stands_first_after_a_while_and_goes_as_soon_as_it_fits
     assert short.attempt is not None
 
 
-def test_a_prompt_that_fits_no_engine_is_not_held_for_ever() -> None:
+def test_a_prompt_that_fits_no_engine_is_placed() -> None:
     held = Held()
     for worker in held.workers.all:
         held.report(worker, capacity_tokens=1000)
@@ -144,7 +144,7 @@ def test_a_prompt_that_fits_no_engine_is_not_held_for_ever() -> None:
     assert sum(worker.running.tokens for worker in held.workers.all) == 0
 
 
-def test_who_could_preempt_passes_those_who_wait() -> None:
+def test_a_request_that_could_preempt_passes_the_queue() -> None:
     held = Held()
     held.fill()
     usual = held.come()
@@ -162,7 +162,7 @@ def test_the_threshold_is_the_engines() -> None:
     assert held.come(priority=3).attempt is not None
 
 
-def test_an_engine_that_reports_nothing_is_sent_what_the_limit_allows() -> None:
+def test_an_engine_without_reports_is_sent_requests_up_to_the_limit() -> None:
     held = Held(worker_limit=20)
     held.fill()
     waiting = held.come()
@@ -174,7 +174,7 @@ def test_an_engine_that_reports_nothing_is_sent_what_the_limit_allows() -> None:
     assert [worker.in_flight for worker in held.workers.all] == [20, 20]
 
 
-def test_what_a_worker_reported_is_forgotten_when_it_goes() -> None:
+def test_a_workers_report_is_forgotten_when_it_leaves() -> None:
     held = Held()
     worker = held.workers.all[0]
     held.workers.mark(worker, ready=False)
@@ -182,7 +182,7 @@ def test_what_a_worker_reported_is_forgotten_when_it_goes() -> None:
     assert worker.total_pending_tokens(held.clock.now_s) == 0
 
 
-def test_what_needs_no_scheduler_is_not_held() -> None:
+def test_requests_that_no_scheduler_runs_do_not_wait() -> None:
     held = Held()
     held.fill()
     waiting = [held.come(priority=1) for _ in range(40)]
@@ -192,7 +192,7 @@ def test_what_needs_no_scheduler_is_not_held() -> None:
     assert not any(caller.attempt for caller in waiting)
 
 
-def test_the_load_of_other_balancers_takes_room() -> None:
+def test_the_load_of_peers_takes_capacity() -> None:
     held = Held()
     for worker in held.workers.all:
         worker.peer_load = Load(3, 3, 0)
@@ -219,7 +219,7 @@ def homed(held: Held) -> tuple[Worker, RoutingRequest, list[QueuedRequest]]:
     return home, held.ask("Hello", "Hi.", "Go on"), there
 
 
-def test_a_session_waits_for_its_home_a_while_and_lets_others_by() -> None:
+def test_a_session_waits_for_its_home_a_while_and_others_pass() -> None:
     held = Held()
     home, turn, there = homed(held)
     waiting, other = held.come(turn), held.come()
@@ -234,7 +234,7 @@ def test_a_session_waits_for_its_home_a_while_and_lets_others_by() -> None:
     assert (waiting.attempt.worker, waiting.attempt.placement.reason) == (home, "home")
 
 
-def test_after_a_while_a_session_goes_where_there_is_room() -> None:
+def test_after_a_while_a_session_goes_to_any_worker_with_capacity() -> None:
     held = Held()
     home, turn, _ = homed(held)
     waiting = held.come(turn)
@@ -257,7 +257,7 @@ def test_a_session_with_little_at_home_does_not_wait_for_it() -> None:
     assert turn.attempt.worker is not home
 
 
-def test_one_whose_time_is_over_or_whose_queue_is_full_is_told_when_to_come_back() -> None:
+def test_a_timeout_and_a_full_queue_reject_with_retry_after() -> None:
     held = Held(limit=2)
     held.fill()
     one, two, three = held.come(), held.come(), held.come(priority=1)
@@ -270,7 +270,7 @@ def test_one_whose_time_is_over_or_whose_queue_is_full_is_told_when_to_come_back
     assert len(held.admission_queue) == 0
 
 
-def test_a_long_queue_is_put_in_order_for_several_that_come_at_once(
+def test_the_excess_of_a_long_queue_is_rejected_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sizes = []
@@ -292,7 +292,7 @@ def test_a_long_queue_is_put_in_order_for_several_that_come_at_once(
     assert len([caller for caller in callers if caller.error is not None]) == 360
 
 
-def test_the_door_keeps_nothing_of_those_who_leave() -> None:
+def test_removed_requests_are_not_referenced() -> None:
     held = Held()
     running = held.fill()
     routing = held.ask("Hello", system="x")
@@ -311,7 +311,7 @@ def test_the_door_keeps_nothing_of_those_who_leave() -> None:
     assert len(held.admission_queue) == 0
 
 
-def test_ten_thousand_wait_and_half_of_them_leave() -> None:
+def test_ten_thousand_wait_and_half_are_removed() -> None:
     held = Held(limit=10_000)
     running = held.fill()
     routing = [held.ask("Hello", system=f"{n}") for n in range(50)]
@@ -337,7 +337,7 @@ def test_ten_thousand_wait_and_half_of_them_leave() -> None:
     assert [worker.running.requests for worker in held.workers.all] == [0, 0]
 
 
-def test_what_waited_is_told_by_band_of_priority() -> None:
+def test_waiting_times_are_counted_by_band_of_priority() -> None:
     held = Held()
     running = held.fill()
     aged, person = held.come(), held.come(priority=7)
@@ -358,5 +358,5 @@ def test_what_waited_is_told_by_band_of_priority() -> None:
     ("priority", "label"),
     [(-1000, "-1"), (-1, "-1"), (0, "0"), (1, "1"), (9, "1"), (10, "10"), (1000, "10")],
 )
-def test_bands(priority: int, label: str) -> None:
+def test_the_band_of_a_priority_is_its_lowest(priority: int, label: str) -> None:
     assert band(priority) == label

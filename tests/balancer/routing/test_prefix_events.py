@@ -1,4 +1,4 @@
-"""An engine's events: applied in order, or dropped and counted; never a broken index."""
+"""Prefix events: applied in order, or dropped and counted; the index never breaks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Fed:
         return list(self.index.snapshot(WORKER))
 
 
-def test_a_snapshot_replaces_what_was_known_of_the_worker_alone() -> None:
+def test_a_snapshot_replaces_only_that_workers_segments() -> None:
     fed = Fed()
     fed.index.store(WORKER, None, 9, 10)
     fed.index.store(OTHER, None, 9, 10)
@@ -53,7 +53,7 @@ def test_a_snapshot_replaces_what_was_known_of_the_worker_alone() -> None:
     assert fed.index.holds(OTHER, 9)
 
 
-def test_events_follow_the_engine() -> None:
+def test_events_change_the_index() -> None:
     fed = Fed()
     fed.feed.apply(snapshot((1, None, 100), (2, 1, 200)), NOW)
     fed.feed.apply(line(2, stored=[[name(3), name(2), 300]]), NOW)
@@ -63,7 +63,7 @@ def test_events_follow_the_engine() -> None:
     assert fed.held() == []
 
 
-def test_a_flush_ends_what_was_expected_of_the_worker() -> None:
+def test_a_flush_drops_the_workers_in_flight_prefixes() -> None:
     fed = Fed()
     fed.feed.apply(snapshot(), NOW)
     fed.expected.expect(WORKER, [7])
@@ -71,7 +71,7 @@ def test_a_flush_ends_what_was_expected_of_the_worker() -> None:
     assert len(fed.expected) == 0
 
 
-def test_a_first_snapshot_leaves_what_is_on_its_way() -> None:
+def test_a_first_snapshot_keeps_in_flight_prefixes() -> None:
     fed = Fed()
     fed.expected.expect(WORKER, [7])
     fed.feed.apply(snapshot(), NOW)
@@ -79,7 +79,7 @@ def test_a_first_snapshot_leaves_what_is_on_its_way() -> None:
 
 
 @pytest.mark.parametrize("seq", [3, 100])
-def test_a_gap_asks_for_a_snapshot(seq: int) -> None:
+def test_a_gap_breaks_the_stream(seq: int) -> None:
     fed = Fed()
     fed.feed.apply(snapshot((1, None, 100)), NOW)
     with pytest.raises(EventStreamBroken) as broken:
@@ -88,7 +88,7 @@ def test_a_gap_asks_for_a_snapshot(seq: int) -> None:
     assert fed.index.holds(WORKER, 1)
 
 
-def test_a_feed_must_begin_with_a_snapshot() -> None:
+def test_a_stream_must_begin_with_a_snapshot() -> None:
     with pytest.raises(EventStreamBroken):
         Fed().feed.apply(line(1, stored=[[name(1), None, 1]]), NOW)
 
@@ -108,7 +108,7 @@ def test_a_segment_whose_parent_is_not_held_is_counted() -> None:
     assert (fed.feed.orphans, fed.held()) == (1, [])
 
 
-def test_what_was_confirmed_and_then_evicted_is_not_expected_any_more() -> None:
+def test_a_confirmed_and_evicted_segment_is_not_in_flight() -> None:
     fed = Fed()
     fed.feed.apply(snapshot(), NOW)
     sent = fed.expected.expect(WORKER, [1, 2])
@@ -119,7 +119,7 @@ def test_what_was_confirmed_and_then_evicted_is_not_expected_any_more() -> None:
     assert fed.expected.expire(5) == 0, "it was confirmed"
 
 
-def test_the_load_is_kept() -> None:
+def test_the_load_is_read() -> None:
     fed = Fed()
     fed.feed.apply(snapshot(), NOW)
     fed.feed.apply(line(2, load={"running": 3, "pending_tokens": 700}), NOW)
@@ -184,7 +184,7 @@ junk = st.binary(max_size=20) | st.recursive(
 
 
 @given(st.lists(events.map(orjson.dumps) | junk, max_size=30))
-def test_nothing_an_engine_says_breaks_the_index(lines: list[bytes]) -> None:
+def test_no_events_break_the_index(lines: list[bytes]) -> None:
     fed = Fed()
     fed.index.store(OTHER, None, 99, 1)
     for raw in lines:
@@ -221,7 +221,7 @@ def test_pins_are_followed() -> None:
         {"pinned": 7},
     ],
 )
-def test_pins_that_cannot_be_are_malformed(told: dict[str, Any]) -> None:
+def test_impossible_pins_are_malformed(told: dict[str, Any]) -> None:
     fed = Fed()
     with pytest.raises(EventStreamBroken, match="malformed"):
         fed.feed.apply(line(1, snapshot=True, **told), NOW)

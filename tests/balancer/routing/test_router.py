@@ -103,7 +103,7 @@ def test_sub_agents_follow_the_one_whose_prefill_runs(setting: Setting) -> None:
     assert setting.fly(setting.ask("Find d")).follows is None
 
 
-def test_what_the_engine_says_it_has_computed_is_waited_for_no_longer(setting: Setting) -> None:
+def test_followers_go_on_when_the_engine_reports_the_prefix(setting: Setting) -> None:
     lead = setting.fly(setting.ask("Find a"))
     setting.fly(setting.ask("Find b"))
     woken: list[str] = []
@@ -117,7 +117,7 @@ def test_what_the_engine_says_it_has_computed_is_waited_for_no_longer(setting: S
     assert lead.worker.decoding == 1
 
 
-def test_nobody_waits_on_an_engine_that_does_not_say_what_it_has_computed(setting: Setting) -> None:
+def test_no_request_waits_for_a_prefix_on_an_engine_without_events(setting: Setting) -> None:
     for worker in setting.workers.all:
         worker.publishes = False
     setting.fly(setting.ask("Find a"))
@@ -143,7 +143,7 @@ def test_new_sessions_of_one_harness_spread_as_they_add_up(setting: Setting) -> 
     assert used == {A, B}
 
 
-def test_what_an_engine_never_confirms_is_not_believed_for_long(setting: Setting) -> None:
+def test_an_unconfirmed_prefix_is_forgotten_soon(setting: Setting) -> None:
     attempt = setting.fly(setting.ask("Hello"))
     setting.router.attempts.prefill_done(attempt)
     setting.router.attempts.succeed(attempt)
@@ -162,7 +162,7 @@ def test_an_engine_without_events_is_believed_longer(setting: Setting) -> None:
     assert setting.held_tokens(attempt) > 0
 
 
-def test_load_is_counted_and_given_back_however_a_flight_ends(setting: Setting) -> None:
+def test_load_is_released_however_an_attempt_ends(setting: Setting) -> None:
     attempts = [setting.fly(setting.ask(f"Task {n}", system=f"{n}" * 9000)) for n in range(4)]
     assert sum(worker.pending_tokens for worker in setting.workers.all) > 8000
     setting.router.attempts.prefill_done(attempts[0])
@@ -187,7 +187,9 @@ def test_a_dead_worker_is_not_picked_again_by_affinity(setting: Setting) -> None
     assert setting.held_tokens(first) == 0
 
 
-def test_a_worker_that_failed_its_trial_is_left_out_until_one_is_well(setting: Setting) -> None:
+def test_a_worker_that_failed_its_trial_gets_no_requests_until_one_succeeds(
+    setting: Setting,
+) -> None:
     def where() -> set[str]:
         tasks = [setting.ask(f"Task {n}", system=f"{n}" * 9) for n in range(8)]
         return {setting.fly(task).worker.url for task in tasks}
@@ -219,7 +221,7 @@ def test_a_returning_worker_takes_up_work_slowly(setting: Setting) -> None:
     assert second.worker is back
 
 
-def test_there_is_no_place_when_all_are_full() -> None:
+def test_no_attempt_begins_when_all_workers_are_full() -> None:
     setting = Setting(worker_limit=1)
     setting.fly(setting.ask("a"))
     setting.fly(setting.ask("b"))
@@ -238,7 +240,7 @@ def test_a_retry_goes_elsewhere_if_it_can(setting: Setting) -> None:
     assert again is not None
 
 
-def test_an_engine_s_own_account_adds_what_others_sent_it(setting: Setting) -> None:
+def test_an_engines_own_account_adds_the_work_of_others(setting: Setting) -> None:
     worker = setting.workers.all[0]
     worker.apply_load({"pending_tokens": 5000}, now_s=10.0)
     assert worker.total_pending_tokens(10.0) == 0, "it may be older than what has finished since"
@@ -249,7 +251,7 @@ def test_an_engine_s_own_account_adds_what_others_sent_it(setting: Setting) -> N
     assert worker.total_pending_tokens(13.0) == 0, "pinned tokens are no load"
 
 
-def test_a_prompt_that_the_engine_has_computed_is_pending_no_more(setting: Setting) -> None:
+def test_a_computed_prompt_is_no_longer_pending(setting: Setting) -> None:
     attempt = setting.fly(setting.ask("Write a book", system="9" * 40_000))
     worker, now_s = attempt.worker, setting.clock.now_s
     assert worker.total_pending_tokens(now_s) > 9_000
@@ -258,14 +260,14 @@ def test_a_prompt_that_the_engine_has_computed_is_pending_no_more(setting: Setti
     assert worker.total_pending_tokens(now_s + SETTLED_S) == 0, "no answer yet, but it decodes"
 
 
-def test_two_clients_that_open_alike_are_two_sessions_if_they_say_so(setting: Setting) -> None:
+def test_session_headers_separate_equal_conversations(setting: Setting) -> None:
     one = setting.ask("Hello", **{"x-claude-code-session-id": "1"})
     two = setting.ask("Hello", **{"x-claude-code-session-id": "2"})
     assert one.session != two.session
     assert one.chain == two.chain
 
 
-def test_tools_in_any_order_are_one_prefix_for_those_who_ask_for_it() -> None:
+def test_tools_in_any_order_are_one_prefix_with_sort_tools() -> None:
     tools = [{"name": "b"}, {"name": "a"}]
     turn = [{"role": "user", "content": "Hello"}]
     for sort_tools in (False, True):
@@ -286,7 +288,7 @@ def test_slots_are_used_again(setting: Setting) -> None:
     assert setting.workers.add("http://c") is joined
 
 
-def test_what_is_prefilled_ahead_goes_home_and_is_no_load(setting: Setting) -> None:
+def test_prefill_ahead_goes_home_and_is_no_load(setting: Setting) -> None:
     first = setting.fly(setting.ask("Hello"))
     setting.router.attempts.prefill_done(first)
     setting.confirm(first)

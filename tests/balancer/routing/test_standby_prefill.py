@@ -1,4 +1,4 @@
-"""A session on a strained engine is computed on an idle one as well, which nobody waits for."""
+"""A session on a strained engine is prefilled on an idle one as well."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def test_a_strained_sessions_prompt_goes_to_an_idle_engine_once(start: Sta
     await both
 
 
-async def test_an_engine_with_room_keeps_its_sessions_to_itself(start: Start) -> None:
+async def test_an_engine_with_capacity_needs_no_standby(start: Start) -> None:
     gate = asyncio.Event()
     gate.set()
     engines = Gated("a", gate), Gated("b", gate)
