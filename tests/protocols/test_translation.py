@@ -1,4 +1,4 @@
-"""What clients send, in the words that SGLang knows."""
+"""Bodies that clients send become bodies that SGLang accepts."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def messages(model: Model = TEXT_ONLY, **fields: Any) -> tuple[dict[str, Any], d
 
 
 def history(*blocks: Any, role: str = "assistant", model: Model = TEXT_ONLY) -> Any:
-    body, told = messages(model, messages=[USER, {"role": role, "content": list(blocks)}])
-    return body["messages"][1]["content"], told
+    body, counts = messages(model, messages=[USER, {"role": role, "content": list(blocks)}])
+    return body["messages"][1]["content"], counts
 
 
 def text(words: str) -> dict[str, str]:
@@ -41,17 +41,17 @@ def text(words: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("path", [MESSAGES, CHAT, RESPONSES, "/generate"])
 @pytest.mark.parametrize("body", [{}, {"tools": [], "messages": [], "input": []}, [1], "x", None])
-def test_what_needs_nothing_is_handed_back_as_it_is(path: str, body: Any) -> None:
+def test_a_body_that_needs_no_translation_is_the_same_object(path: str, body: Any) -> None:
     translated = translate(of_path(path), body, TEXT_ONLY)
     assert translated.body is body
     assert not translated.counts
 
 
-def test_thinking_is_left_out_only_where_a_model_cannot_be_asked_for_it() -> None:
+def test_thinking_is_left_out_only_if_the_engine_has_no_reasoning_parser() -> None:
     asked = {"type": "enabled", "budget_tokens": 2048}
-    body, told = messages(Model(thinks=False), thinking=asked)
+    body, counts = messages(Model(thinks=False), thinking=asked)
     assert "thinking" not in body
-    assert told == {"thinking": 1}
+    assert counts == {"thinking": 1}
     assert messages(Model(), thinking=asked)[0]["thinking"] is asked
     off = {"type": "disabled"}
     assert messages(Model(thinks=False), thinking=off) == (messages(thinking=off)[0], {})
@@ -69,18 +69,18 @@ def test_thinking_is_left_out_only_where_a_model_cannot_be_asked_for_it() -> Non
     ],
 )
 def test_tools_that_run_at_anthropic_are_left_out(kind: str, what: str) -> None:
-    body, told = messages(tools=[READ, {"type": kind, "name": "x", "max_uses": 8}])
+    body, counts = messages(tools=[READ, {"type": kind, "name": "x", "max_uses": 8}])
     assert body["tools"] == [READ]
-    assert told == {what: 1}
+    assert counts == {what: 1}
 
 
-def test_deferred_tools_are_offered_where_nobody_can_search_for_them() -> None:
+def test_deferred_tools_are_offered_because_no_server_searches_for_them() -> None:
     deferred = {**READ, "defer_loading": True}
     assert messages(tools=[deferred])[0]["tools"] == [deferred]
     search = {"type": "tool_search_tool_bm25_20251119", "name": "tool_search_tool_bm25"}
-    body, told = messages(tools=[search, deferred])
+    body, counts = messages(tools=[search, deferred])
     assert body["tools"] == [READ]
-    assert told == {"tool_search_tool": 1, "defer_loading": 1}
+    assert counts == {"tool_search_tool": 1, "defer_loading": 1}
 
 
 @pytest.mark.parametrize(
@@ -112,9 +112,9 @@ def test_deferred_tools_are_offered_where_nobody_can_search_for_them() -> None:
         ),
     ],
 )
-def test_tools_that_the_client_runs_are_plain_tools(tool: Any, properties: set[str]) -> None:
+def test_tools_that_the_client_runs_become_custom_tools(tool: Any, properties: set[str]) -> None:
     mark = {"type": "ephemeral"}
-    body, told = messages(tools=[{**tool, "cache_control": mark}])
+    body, counts = messages(tools=[{**tool, "cache_control": mark}])
     (plain,) = body["tools"]
     assert plain["name"] == tool["name"]
     assert plain["description"]
@@ -122,7 +122,7 @@ def test_tools_that_the_client_runs_are_plain_tools(tool: Any, properties: set[s
     assert "type" not in plain
     assert plain["input_schema"]["properties"].keys() == properties
     assert set(plain["input_schema"]["required"]) <= properties
-    assert told == {tool["type"].rsplit("_", 1)[0] + "_tool": 1}
+    assert counts == {tool["type"].rsplit("_", 1)[0] + "_tool": 1}
 
 
 @pytest.mark.parametrize(
@@ -173,16 +173,14 @@ def test_tools_that_the_client_runs_are_plain_tools(tool: Any, properties: set[s
         ({"type": "compaction", "content": "So far."}, "So far.", "compaction"),
     ],
 )
-def test_blocks_that_no_engine_knows_are_told_in_their_place(
-    block: Any, words: str, what: str
-) -> None:
-    content, told = history(text("before"), block, text("behind"))
+def test_unknown_blocks_are_replaced_by_texts(block: Any, words: str, what: str) -> None:
+    content, counts = history(text("before"), block, text("behind"))
     assert content == [text("before"), text(words), text("behind")]
-    assert told == {what: 1}
+    assert counts == {what: 1}
     result = {"type": "tool_result", "tool_use_id": "t", "content": [block]}
-    content, told = history(result, role="user")
+    content, counts = history(result, role="user")
     assert content[0]["content"] == [text(words)]
-    assert told == {what: 1}
+    assert counts == {what: 1}
 
 
 def test_an_image_stays_for_a_model_that_sees() -> None:
@@ -192,40 +190,40 @@ def test_an_image_stays_for_a_model_that_sees() -> None:
     assert history(stored, model=Model())[1] == {"image": 1}
 
 
-def test_encrypted_thoughts_are_left_out_and_plain_ones_stay() -> None:
+def test_encrypted_thinking_is_left_out_and_plain_thinking_stays() -> None:
     thought = {"type": "thinking", "thinking": "Well.", "signature": "s"}
-    content, told = history(thought, {"type": "redacted_thinking", "data": "x"}, text("a"))
+    content, counts = history(thought, {"type": "redacted_thinking", "data": "x"}, text("a"))
     assert content == [thought, text("a")]
-    assert told == {"redacted_thinking": 1}
+    assert counts == {"redacted_thinking": 1}
 
 
 @pytest.mark.parametrize(
     ("given_input", "told_input"),
     [('{"a": 1}', {"a": 1}), ("", {}), ("[", {"input": "["}), (None, {}), ([1], {"input": [1]})],
 )
-def test_a_call_in_the_history_has_an_object_for_its_input(
+def test_the_input_of_a_call_in_the_history_becomes_an_object(
     given_input: Any, told_input: Any
 ) -> None:
-    content, told = history({"type": "tool_use", "id": "t", "name": "n", "input": given_input})
+    content, counts = history({"type": "tool_use", "id": "t", "name": "n", "input": given_input})
     assert content[0]["input"] == told_input
-    assert told == {"tool_use_input": 1}
+    assert counts == {"tool_use_input": 1}
 
 
-def test_an_older_name_of_the_output_format_counts() -> None:
+def test_the_older_name_of_the_output_format_is_accepted() -> None:
     form = {"type": "json_schema", "schema": {"const": 1}}
-    body, told = messages(output_format=form, output_config={"effort": "low"})
+    body, counts = messages(output_format=form, output_config={"effort": "low"})
     assert body["output_config"] == {"format": form, "effort": "low"}
     assert "output_format" not in body
-    assert told == {"output_format": 1}
+    assert counts == {"output_format": 1}
 
 
-def test_what_is_for_anthropics_servers_is_counted() -> None:
+def test_fields_for_anthropics_servers_are_counted() -> None:
     sent = {"context_management": {"edits": [1]}, "mcp_servers": [1], "container": "c"}
     assert messages(**sent)[1] == dict.fromkeys(sent, 1)
     assert messages(context_management={}, mcp_servers=[])[1] == {}
 
 
-def test_later_instructions_stay_in_place_for_a_template_that_takes_none_there() -> None:
+def test_later_instructions_become_reminders_at_the_same_place() -> None:
     strict = Model(takes_system_anywhere=False)
     said = [
         {"role": "system", "content": "first"},
@@ -237,7 +235,7 @@ def test_later_instructions_stay_in_place_for_a_template_that_takes_none_there()
         {"role": "assistant", "content": "ok"},
         {"role": "system", "content": "D"},
     ]
-    body, told = messages(strict, messages=said)
+    body, counts = messages(strict, messages=said)
     assert [m["role"] for m in body["messages"]] == [
         *("system", "user", "assistant", "user", "assistant", "user")
     ]
@@ -246,7 +244,7 @@ def test_later_instructions_stay_in_place_for_a_template_that_takes_none_there()
     assert last[0]["type"] == "tool_result"
     assert last[1] == text("<system-reminder>\nC\n</system-reminder>")
     assert body["messages"][5]["content"] == [text("<system-reminder>\nD\n</system-reminder>")]
-    assert told == {"system_message": 3}
+    assert counts == {"system_message": 3}
     assert messages(Model(), messages=said)[0]["messages"] is said
     for path, field in ((CHAT, "messages"), (RESPONSES, "input")):
         late = [USER, {"role": "developer", "content": "C"}]
@@ -264,14 +262,14 @@ def responses(model: Model = TEXT_ONLY, **fields: Any) -> tuple[dict[str, Any], 
     return translated.body, dict(translated.counts)
 
 
-def test_a_phase_parts_no_turn_of_a_model_that_knows_none() -> None:
+def test_a_phase_is_left_out_for_a_model_without_phases() -> None:
     said = {"role": "assistant", "phase": "commentary", "content": "I look."}
-    body, told = responses(input=[USER, said])
+    body, counts = responses(input=[USER, said])
     assert body["input"] == [USER, {"role": "assistant", "content": "I look."}]
-    assert told == {"phase": 1}
-    body, told = responses(Model(has_phases=True), input=[USER, said])
+    assert counts == {"phase": 1}
+    body, counts = responses(Model(has_phases=True), input=[USER, said])
     assert body["input"][1] is said
-    assert not told
+    assert not counts
 
 
 SPAWN = {"type": "function", "name": "spawn", "description": "Spawns.", "parameters": SCHEMA}
@@ -283,15 +281,15 @@ AGENTS = {
 }
 
 
-def test_tools_of_a_namespace_stand_for_themselves() -> None:
-    body, told = responses(tools=[AGENTS], tool_choice={**SPAWN, "namespace": "agents"})
+def test_tools_of_a_namespace_become_flat_tools() -> None:
+    body, counts = responses(tools=[AGENTS], tool_choice={**SPAWN, "namespace": "agents"})
     assert [(tool["type"], tool["name"]) for tool in body["tools"]] == [
         ("function", "agents__spawn"),
         ("custom", "agents__tell"),
     ]
     assert body["tools"][0]["description"] == "Namespace agents: Sub-agents.\n\nSpawns."
     assert body["tool_choice"]["name"] == "agents__spawn"
-    assert told == {"namespace_tool": 1}
+    assert counts == {"namespace_tool": 1}
     assert namespaced_names({"tools": [AGENTS]}) == {
         "agents__spawn": {"namespace": "agents", "name": "spawn"},
         "agents__tell": {"namespace": "agents", "name": "tell"},
@@ -301,10 +299,10 @@ def test_tools_of_a_namespace_stand_for_themselves() -> None:
     assert item == {"type": "function_call", "call_id": "c", "name": "agents__spawn"}
 
 
-def test_namespaces_stay_where_the_engine_knows_them() -> None:
-    body, told = responses(Model(takes_namespaces=True), tools=[AGENTS])
+def test_namespaces_stay_if_the_engine_renders_them() -> None:
+    body, counts = responses(Model(takes_namespaces=True), tools=[AGENTS])
     assert body["tools"] == [AGENTS]
-    assert told == {}
+    assert counts == {}
 
 
 @pytest.mark.parametrize(
@@ -320,19 +318,19 @@ def test_namespaces_stay_where_the_engine_knows_them() -> None:
         ({"type": "soothsayer"}, "unknown_tool"),
     ],
 )
-def test_other_tools_of_openais_are_left_out(tool: Any, what: str) -> None:
-    body, told = responses(tools=[SPAWN, tool])
+def test_openais_other_tools_are_left_out(tool: Any, what: str) -> None:
+    body, counts = responses(tools=[SPAWN, tool])
     assert body["tools"] == [SPAWN]
-    assert told == {what: 1}
+    assert counts == {what: 1}
 
 
-def test_allowed_tools_are_the_tools() -> None:
+def test_only_allowed_tools_are_offered() -> None:
     other = {**SPAWN, "name": "other"}
     named = {"type": "function", "name": "other"}
     choice = {"type": "allowed_tools", "mode": "required", "tools": [named]}
-    body, told = responses(tools=[SPAWN, other], tool_choice=choice)
+    body, counts = responses(tools=[SPAWN, other], tool_choice=choice)
     assert (body["tools"], body["tool_choice"]) == ([other], "required")
-    assert told == {"allowed_tools": 1}
+    assert counts == {"allowed_tools": 1}
     tools = [{"type": "function", "function": {"name": name}} for name in ("a", "b")]
     allowed = {"mode": "auto", "tools": tools[1:]}
     body = translate(
@@ -402,16 +400,16 @@ def test_allowed_tools_are_the_tools() -> None:
         ),
     ],
 )
-def test_items_that_no_engine_knows_are_told_or_left_out(
+def test_unknown_items_are_replaced_by_texts_or_left_out(
     item: Any, becomes: Any, what: str
 ) -> None:
-    body, told = responses(input=[USER, item, USER])
+    body, counts = responses(input=[USER, item, USER])
     assert body["input"] == [USER, *([] if becomes is None else [becomes]), USER]
-    assert told == {what: 1}
+    assert counts == {what: 1}
 
 
-def test_fields_that_sglang_knows_no_value_for_are_left_out() -> None:
-    body, told = responses(
+def test_values_that_sglang_does_not_know_are_left_out() -> None:
+    body, counts = responses(
         include=["reasoning.encrypted_content", "web_search_call.action.sources"],
         service_tier="fast",
         reasoning={"effort": "low", "summary": "none"},
@@ -424,10 +422,10 @@ def test_fields_that_sglang_knows_no_value_for_are_left_out() -> None:
         "include": ["reasoning.encrypted_content"],
         "reasoning": {"effort": "low"},
     }
-    assert told == {"include": 1, "service_tier": 1, "reasoning_summary": 1}
+    assert counts == {"include": 1, "service_tier": 1, "reasoning_summary": 1}
 
 
-def test_chat_parts_and_tools_that_sglang_refuses() -> None:
+def test_chat_parts_and_tools_that_sglang_rejects_are_rewritten() -> None:
     parts = [
         {"type": "image_url", "image_url": {"url": "data:"}},
         {"type": "file", "file": {"filename": "a.pdf"}},
@@ -479,7 +477,7 @@ MODELS = st.builds(Model, *[st.booleans()] * 5)
 @example(
     MESSAGES, {"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, Model()
 )
-def test_whatever_a_body_holds_it_is_translated_once_and_left_as_it_was(
+def test_translation_is_idempotent_and_does_not_modify_the_body(
     path: str, body: dict[str, Any], model: Model
 ) -> None:
     sent = orjson.dumps(body)
@@ -490,7 +488,7 @@ def test_whatever_a_body_holds_it_is_translated_once_and_left_as_it_was(
     assert namespaced_names(translated.body) == {} or path != RESPONSES or model.takes_namespaces
 
 
-def test_a_body_as_deep_as_json_goes_and_as_long_is_translated() -> None:
+def test_deeply_nested_and_long_bodies_are_translated() -> None:
     deep: Any = orjson.loads(b"[" * 1000 + b"]" * 1000)
     call = {"type": "server_tool_use", "name": "n", "input": deep}
     blocks = [call, {"type": "web_search_tool_result", "content": deep}]

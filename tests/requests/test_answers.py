@@ -1,4 +1,4 @@
-"""An answer's bytes as the turn that its client sends back, whole or streamed as SGLang does."""
+"""Answers, whole or streamed as SGLang streams them, are read as the turn that is sent back."""
 
 from __future__ import annotations
 
@@ -331,7 +331,9 @@ WANTED: list[tuple[str, str, list[Json]]] = [
 
 
 @pytest.mark.parametrize(("path", "kind", "items"), WANTED)
-def test_what_is_sent_back_of_an_answer(path: str, kind: str, items: list[Json]) -> None:
+def test_an_answer_is_read_as_the_items_that_its_client_appends(
+    path: str, kind: str, items: list[Json]
+) -> None:
     said = KINDS[kind]
     for answer in both(path, said):
         assert answer == items
@@ -355,7 +357,7 @@ def sayings(draw: st.DrawFn) -> Said:
 
 
 @given(st.sampled_from(PATHS), sayings(), st.integers(1, 9), st.sampled_from(["\n", "\r\n"]))
-def test_a_stream_is_the_same_turn_as_the_whole_answer(
+def test_a_stream_gives_the_same_items_as_the_whole_answer(
     path: str, said: Said, size: int, end: str
 ) -> None:
     answer = read_answer(of_path(path), json.dumps(whole(path, said)).encode(), False)
@@ -377,7 +379,7 @@ def test_a_cut_answer_is_none_wherever_it_is_cut(path: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_what_comes_behind_the_end_of_a_stream_does_not_matter(path: str) -> None:
+def test_data_after_the_end_of_a_stream_is_ignored(path: str) -> None:
     data = streamed(path, KINDS["text"])
     assert read_answer(of_path(path), data + b"data: {oops\n\n", True) == read_answer(
         of_path(path), data, True
@@ -458,7 +460,9 @@ UNCERTAIN: list[tuple[str, str, Change]] = [
 
 
 @pytest.mark.parametrize(("path", "kind", "change"), UNCERTAIN)
-def test_what_a_client_may_not_go_on_from_is_none(path: str, kind: str, change: Change) -> None:
+def test_an_answer_from_which_a_client_may_not_continue_is_none(
+    path: str, kind: str, change: Change
+) -> None:
     answer = whole(path, KINDS[kind])
     assert read_answer(of_path(path), json.dumps(answer).encode(), False) is not None
     change(answer)
@@ -502,11 +506,13 @@ ERROR = 'data: {"error": {"object": "error", "message": "out of memory", "code":
         (RESPONSES, "text", '"status": "completed", "usage"', '"status": "failed", "usage"'),
     ],
 )
-def test_what_is_not_certain_in_a_stream_is_none(path: str, kind: str, old: str, new: str) -> None:
+def test_a_stream_with_an_uncertain_continuation_is_none(
+    path: str, kind: str, old: str, new: str
+) -> None:
     assert read_answer(of_path(path), in_stream(path, kind, old, new), True) is None
 
 
-def test_a_custom_tools_call_and_a_namespace_are_kept_as_they_are() -> None:
+def test_a_custom_tools_call_and_a_namespace_stay_unchanged() -> None:
     call = {
         "type": "custom_tool_call",
         "id": "ctc_1",
@@ -527,14 +533,14 @@ def test_a_blank_text_between_thinking_and_calls_is_not_sent_back() -> None:
         assert answer == [{"role": "assistant", "content": [THOUGHT, USED]}]
 
 
-def test_a_text_that_a_block_starts_with_is_part_of_it() -> None:
+def test_the_text_at_the_start_of_a_block_is_part_of_it() -> None:
     empty, begun = '{"type": "text", "text": ""}', '{"type": "text", "text": "Oh. "}'
     answer = read_answer(of_path(MESSAGES), in_stream(MESSAGES, "text", empty, begun), True)
     assert answer is not None
     assert answer == [{"role": "assistant", "content": [text_block("Oh. Hello. ")]}]
 
 
-def test_a_chunk_behind_the_finish_reason_does_not_take_it_back() -> None:
+def test_a_chunk_after_the_finish_reason_does_not_reset_it() -> None:
     later = 'data: {"choices": [{"index": 0, "delta": {}, "finish_reason": null}]}\n\n'
     data = in_stream(CHAT, "text", "data: [DONE]", later + "data: [DONE]")
     assert read_answer(of_path(CHAT), data, True) == next(both(CHAT, KINDS["text"]))
@@ -545,7 +551,7 @@ def test_a_stop_sequence_ends_an_answer_too() -> None:
     assert read_answer(of_path(MESSAGES), data, True) == next(both(MESSAGES, KINDS["text"]))
 
 
-def test_a_signature_is_kept_and_an_empty_one_is_not() -> None:
+def test_a_signature_is_sent_back_and_an_empty_one_is_not() -> None:
     for signature, kept in (("c2ln", {"signature": "c2ln"}), ("", {})):
         delta = {"type": "signature_delta", "signature": signature}
         event = {"type": "content_block_delta", "index": 0, "delta": delta}
@@ -558,7 +564,7 @@ def test_a_signature_is_kept_and_an_empty_one_is_not() -> None:
         assert answer[0]["content"][0] == THOUGHT | kept
 
 
-def test_empty_reasoning_that_a_template_replays_is_kept_and_is_no_thinking() -> None:
+def test_empty_reasoning_is_sent_back() -> None:
     answer = whole(CHAT, KINDS["text"])
     answer["choices"][0]["message"]["reasoning_content"] = ""
     found = read_answer(of_path(CHAT), json.dumps(answer).encode(), False)
@@ -566,7 +572,7 @@ def test_empty_reasoning_that_a_template_replays_is_kept_and_is_no_thinking() ->
     assert found[0]["reasoning_content"] == ""
 
 
-def test_only_generating_paths_and_no_huge_answers_are_read() -> None:
+def test_answers_of_other_paths_and_huge_answers_are_not_read() -> None:
     data = json.dumps(whole(CHAT, KINDS["text"])).encode()
     full = data + b" " * (LIMIT_BYTES - len(data))
     assert read_answer(of_path(CHAT), full, False) is not None
@@ -638,7 +644,7 @@ def as_events(documents: list[Any]) -> bytes:
 
 
 @given(st.sampled_from(PATHS), st.lists(values, max_size=6), st.binary())
-def test_no_bytes_break_it(path: str, documents: list[Any], data: bytes) -> None:
+def test_no_bytes_make_the_reader_raise(path: str, documents: list[Any], data: bytes) -> None:
     for is_stream in (False, True):
         read_answer(of_path(path), data, is_stream)
         read_answer(of_path(path), b"data: " + data + b"\n\ndata: [DONE]\n\n", is_stream)
@@ -648,7 +654,9 @@ def test_no_bytes_break_it(path: str, documents: list[Any], data: bytes) -> None
 
 
 @given(st.sampled_from(PATHS), st.sampled_from(sorted(KINDS)), st.data())
-def test_no_damage_to_a_real_answer_breaks_it(path: str, kind: str, data: st.DataObject) -> None:
+def test_no_damage_to_a_real_answer_makes_the_reader_raise(
+    path: str, kind: str, data: st.DataObject
+) -> None:
     for is_stream, good in ((True, streamed(path, KINDS[kind])), (False, b"")):
         good = good or json.dumps(whole(path, KINDS[kind])).encode()
         at = data.draw(st.lists(st.integers(0, len(good) - 1), min_size=1, max_size=4))

@@ -1,4 +1,4 @@
-"""Breakpoints: in templates of many kinds, a marked block ends where its text does."""
+"""In templates of many kinds, a marked block ends where its text ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sgl_ext.requests.breakpoints import Located, locate, shared_chars
 
 jinja2 = pytest.importorskip("jinja2")
 
-# Like Qwen's: tools in the system turn behind its text, thoughts dropped before the last user's
+# Like Qwen's: tools in the system turn after its text, thinking dropped before the last user's
 # turn, tool results in a user's turn.
 CHATML = """\
 {%- if messages[0].role == 'system' or tools %}<|im_start|>system
@@ -243,7 +243,7 @@ def without_tools(body: dict[str, Any]) -> dict[str, Any]:
 
 @every_template
 @pytest.mark.parametrize(("place", "last_words", "next_words"), TEXTS)
-def test_a_text_ends_behind_its_last_words(
+def test_a_text_ends_after_its_last_words(
     template: str, place: Any, last_words: str, next_words: str
 ):
     body, longer = without_tools(BODY), without_tools(LONGER)
@@ -271,7 +271,7 @@ def test_all_texts_are_found_in_one_rendering(template: str):
 
 
 @every_template
-def test_thoughts_that_a_template_drops_do_not_move_an_end(template: str):
+def test_thinking_that_a_template_drops_does_not_move_an_end(template: str):
     render = Renderer(template)
     for size in (2, 3, 5):
         body = BODY | {"messages": BODY["messages"][:size]}
@@ -280,7 +280,7 @@ def test_thoughts_that_a_template_drops_do_not_move_an_end(template: str):
         assert located.text[: located.ends[0]].endswith("Looking.")
 
 
-def test_thoughts_in_a_text_that_a_template_cuts_out_do_not_move_an_end():
+def test_thinking_that_a_template_cuts_out_of_a_text_does_not_move_an_end():
     answer = {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nIt is in f.\n"}
     body = {
         "messages": [{"role": "user", "content": "Hi"}, answer, {"role": "user", "content": "?"}]
@@ -308,7 +308,7 @@ def test_a_tool_ends_before_the_next_begins(template: str):
             assert render(LONGER).startswith(prefix)
 
 
-def test_a_tool_of_openais_form_ends_where_its_text_does():
+def test_a_tool_in_openais_form_ends_where_its_text_ends():
     tools = chat_body(BODY)[1]
 
     def strict(body: Any) -> str | None:
@@ -319,13 +319,13 @@ def test_a_tool_of_openais_form_ends_where_its_text_does():
     assert located.text[: located.ends[0]].endswith(f"{tojson(tools[1])}\n")
 
 
-def test_an_only_tool_ends_where_its_text_does():
+def test_a_single_tool_ends_where_its_text_ends():
     body = BODY | {"tools": BODY["tools"][:1]}
     located = located_in(body, [("tools", 0)], Renderer("tools first"))
     assert located.text[: located.ends[0]].endswith('"string"}}}}}')
 
 
-def test_a_mark_on_the_system_prompt_covers_tools_that_are_rendered_behind_it():
+def test_a_mark_on_the_system_prompt_covers_tools_that_are_rendered_after_it():
     render = Renderer("chatml")
     places = [("system", 0), ("system", 1), ("tools", 2)]
     first, last, tools = located_in(BODY, places, render).ends
@@ -384,7 +384,7 @@ def test_a_call_at_the_end_of_the_prompt_ends_before_what_may_follow(template: s
     assert render({"messages": answered}).startswith(prefix)
 
 
-def test_a_call_is_found_by_a_cut_where_a_template_takes_no_more_of_them():
+def test_a_call_is_found_by_a_cut_if_a_template_rejects_a_further_call():
     render = Renderer("trimming")
 
     def strict(body: Any) -> str | None:
@@ -399,7 +399,7 @@ def test_a_call_is_found_by_a_cut_where_a_template_takes_no_more_of_them():
 
 
 @pytest.mark.parametrize("content", [None, "Looking. ", [text("Looking.")]])
-def test_a_chat_message_ends_behind_its_calls(content: Any):
+def test_a_chat_message_ends_after_its_calls(content: Any):
     call = {"type": "function", "function": {"name": "Read", "arguments": '{"path": "a.py"}'}}
     messages = [
         text_message("user", "Hi"),
@@ -412,7 +412,7 @@ def test_a_chat_message_ends_behind_its_calls(content: Any):
 
 @every_template
 @pytest.mark.parametrize("content", [[text("See:"), IMAGE], [IMAGE], "", [], None, " "])
-def test_a_result_without_a_text_at_its_end(template: str, content: Any):
+def test_a_result_that_does_not_end_with_a_text_has_an_end(template: str, content: Any):
     messages = [*BODY["messages"][:2], {"role": "user", "content": [result(content)]}]
     body = {"messages": messages}
     render = Renderer(template)
@@ -427,7 +427,7 @@ def test_a_result_without_a_text_at_its_end(template: str, content: Any):
 
 
 @every_template
-def test_an_image_ends_before_the_text_behind_it(template: str):
+def test_an_image_ends_before_the_text_after_it(template: str):
     messages = [{"role": "user", "content": [text("See:"), IMAGE, text("What is it?")]}]
     located = located_in({"messages": messages}, [("messages", 0, 1)], Renderer(template))
     assert located.text[: located.ends[0]].endswith("See:<img>")
@@ -444,14 +444,14 @@ def test_a_blank_text_gets_no_marker_in_the_prompt():
     assert located.text[: located.ends[1]].endswith("Bye")
 
 
-def test_an_image_at_the_end_of_the_prompt_ends_where_it_does():
+def test_an_image_at_the_end_of_the_prompt_has_an_end():
     messages = [{"role": "user", "content": [text("See:"), IMAGE]}]
     for place in (("messages", 0, 1), ("messages", 0)):
         located = located_in({"messages": messages}, [place], Renderer("chatml"))
         assert located.text[: located.ends[0]].endswith("See:<img>")
 
 
-def test_what_is_not_rendered_has_no_end():
+def test_a_block_that_is_not_rendered_has_no_end():
     body = BODY | {"messages": [*BODY["messages"], {"role": "user", "content": "x"}]}
 
     def blind(body: Any) -> str:
@@ -461,7 +461,7 @@ def test_what_is_not_rendered_has_no_end():
     assert located_in(body, places, blind).ends == (None,) * 4
 
 
-def test_what_is_rendered_twice_has_no_end():
+def test_a_block_that_is_rendered_twice_has_no_end():
     def twice(body: Any) -> str:
         return body["messages"][0]["content"] + "|" + body["messages"][0]["content"]
 
@@ -469,7 +469,7 @@ def test_what_is_rendered_twice_has_no_end():
     assert located_in(body, [("messages", 0)], twice) == Located("Hi|Hi", (None,))
 
 
-def test_nothing_is_found_where_nothing_can_be_rendered():
+def test_a_body_that_cannot_be_rendered_has_no_ends():
     def broken(body: Any) -> str:
         raise RuntimeError("no template")
 
@@ -494,7 +494,7 @@ def test_a_template_that_breaks_a_marker_yields_no_text():
         ("messages", 0, 0, 0),
     ],
 )
-def test_a_place_that_is_not_there_has_no_end(place: Any):
+def test_a_place_outside_the_body_has_no_end(place: Any):
     located = located_in(BODY, [place, ("messages", 4)], Renderer("chatml"))
     assert located.ends[0] is None
     assert located.ends[1] is not None
@@ -516,7 +516,7 @@ def test_odd_bodies_and_places_raise_nothing():
 
 
 @given(st.text(max_size=30), st.text(max_size=30), st.text(max_size=30))
-def test_shared_chars_are_all_that_two_texts_begin_with(shared: str, left: str, right: str):
+def test_shared_chars_is_the_length_of_the_common_prefix(shared: str, left: str, right: str):
     count = shared_chars(shared + left, shared + right)
     assert count >= len(shared)
     assert (shared + left)[:count] == (shared + right)[:count]

@@ -1,4 +1,4 @@
-"""Marks: what clients ask to be kept is read as they mean it, and refused as Anthropic refuses."""
+"""Cache marks of every protocol are read, and malformed ones rejected as Anthropic rejects them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def one(control: Any) -> Marks:
     return read({"messages": [user(text("Hi", cache_control=control))]})
 
 
-def test_marks_of_anthropic_stand_in_prompt_order_with_their_places():
+def test_anthropics_marks_are_in_prompt_order_with_their_places():
     body = {
         "messages": [
             {"role": "user", "content": "Hi"},
@@ -116,11 +116,11 @@ def test_a_mark_inside_a_tool_result_is_at_the_place_of_the_result():
         ({"tools": [{"name": "a"}, {"name": "b"}]}, ("tools", 1)),
     ],
 )
-def test_a_mark_at_the_root_is_on_the_last_block_that_can_take_it(body: Any, place: Any):
+def test_a_mark_at_the_root_is_on_the_last_block_that_can_have_one(body: Any, place: Any):
     assert read(body | {"cache_control": HOUR}) == Marks((Mark(place, 3600.0),))
 
 
-def test_a_mark_at_the_root_of_an_empty_prompt_is_on_nothing():
+def test_a_mark_at_the_root_of_an_empty_prompt_is_ignored():
     assert read({"messages": [], "cache_control": MARK}) is NO_MARKS
 
 
@@ -153,7 +153,7 @@ def test_a_ttl_is_seconds_or_has_a_unit_and_is_clamped(ttl: Any, seconds: float)
         *(0, -1, True, False, math.nan, math.inf, -math.inf, 10**400, [], ["5m"], {}),
     ],
 )
-def test_a_bad_ttl_is_refused_with_its_field(ttl: Any):
+def test_a_bad_ttl_is_rejected_with_its_field(ttl: Any):
     marks = one({"type": "ephemeral", "ttl": ttl})
     assert marks == Marks(error=marks.error)
     assert marks.error == (
@@ -165,7 +165,7 @@ def test_a_bad_ttl_is_refused_with_its_field(ttl: Any):
 @pytest.mark.parametrize(
     "control", ["ephemeral", 1, True, [], {}, {"type": "persistent"}, {"ttl": "5m"}, {"type": []}]
 )
-def test_what_is_no_mark_is_refused_with_its_field(control: Any):
+def test_a_malformed_mark_is_rejected_with_its_field(control: Any):
     wanted = "must be an object whose `type` is 'ephemeral'"
     assert one(control).error == f"messages.0.content.0.cache_control: {wanted}"
     inner = {"type": "tool_result", "content": [text("a", cache_control=control)]}
@@ -191,14 +191,14 @@ def test_null_is_no_mark():
 
 
 @pytest.mark.parametrize("kind", ["thinking", "redacted_thinking"])
-def test_a_thought_takes_no_mark(kind: str):
+def test_thinking_cannot_be_marked(kind: str):
     thought = {"type": kind, kind: "a", "cache_control": MARK}
     body = {"messages": [user(text("a")), {"role": "assistant", "content": [thought]}]}
     field = f"messages.1.content.0.{kind}.cache_control"
     assert read(body).error == f"{field}: Extra inputs are not permitted"
 
 
-def test_an_empty_text_takes_no_mark():
+def test_an_empty_text_cannot_be_marked():
     refusal = "cache_control cannot be set for empty text blocks"
     block = text("", cache_control=MARK)
     assert read({"system": [text("a"), block]}).error == f"system.1: {refusal}"
@@ -232,7 +232,7 @@ def test_a_longer_ttl_must_not_come_after_a_shorter_one():
     assert read(body | {"cache_control": HOUR}).error == refusal("cache_control", "1h", "400")
 
 
-def test_the_rule_on_order_is_about_each_earlier_mark():
+def test_the_rule_on_order_compares_with_each_earlier_mark():
     asked = [{"type": "ephemeral", "ttl": ttl} for ttl in ("1h", "5m", "30m")]
     blocks = [text(control["ttl"], cache_control=control) for control in asked]
     assert "ttl='30m' cache_control block must not" in read({"messages": [user(*blocks)]}).error
@@ -269,7 +269,7 @@ def test_marks_of_chat_completions():
     )
 
 
-def test_what_chat_completions_cannot_use_is_counted_and_not_refused():
+def test_malformed_marks_of_chat_completions_are_counted_and_ignored():
     blocks = [text(str(k), cache_control=MARK) for k in range(6)]
     marks = read({"messages": [user(text("", cache_control=MARK), *blocks)]}, CHAT)
     assert [mark.place[2] for mark in marks.blocks] == [1, 2, 3, 4]
@@ -284,7 +284,7 @@ def test_what_chat_completions_cannot_use_is_counted_and_not_refused():
     assert read({"prompt_cache_retention": ["24h"]}, CHAT) == Marks(ignored=1)
 
 
-def test_the_whole_prompt_of_chat_completions_by_the_root():
+def test_a_mark_at_the_root_of_chat_completions_is_on_the_whole_prompt():
     assert read({"messages": [user(text("a"))], "cache_control": HOUR}, CHAT) == Marks(
         whole_ttl_s=3600.0
     )
@@ -300,12 +300,12 @@ def test_retention_is_for_the_whole_prompt(path: str):
 
 
 @pytest.mark.parametrize("path", OPENAI[1:])
-def test_other_protocols_have_no_cache_control_of_others(path: str):
+def test_protocols_without_marks_on_blocks_ignore_cache_control(path: str):
     body = {"input": [user(text("a", cache_control=MARK))], "cache_control": MARK}
     assert read(body, path) is NO_MARKS
 
 
-def test_retention_is_no_word_of_anthropics():
+def test_anthropics_protocol_ignores_openais_retention():
     assert read({"prompt_cache_retention": "24h"}) is NO_MARKS
 
 
@@ -322,7 +322,7 @@ def test_our_own_field_is_read_on_every_path(path: str):
         assert marks.error.startswith(field)
 
 
-def test_the_longest_wish_for_the_whole_prompt_wins():
+def test_the_longest_ttl_for_the_whole_prompt_counts():
     body = {"nvext": {"cache_control": MARK}, "prompt_cache_retention": "24h"}
     assert read(body, CHAT).whole_ttl_s == 7200
     body = {"nvext": {"cache_control": HOUR}, "prompt_cache_retention": "in_memory"}
@@ -341,13 +341,13 @@ def test_a_request_can_ask_not_to_be_kept(path: str):
 
 
 @pytest.mark.parametrize("path", EVERY)
-def test_a_request_without_marks_is_kept_as_the_server_says(path: str):
+def test_a_request_without_marks_has_the_servers_ttl(path: str):
     body = {"messages": [user(text("a"))], "nvext": {"priority": 1}}
     assert read(body, path) is NO_MARKS
     assert read(body, path, TtlLimits(1, 10, unmarked_s=60)) == Marks(whole_ttl_s=60)
 
 
-def test_a_marked_request_is_not_kept_as_one_without():
+def test_a_marked_request_does_not_have_the_ttl_of_an_unmarked_one():
     body = {"messages": [user(text("a", cache_control=MARK))]}
     limits = TtlLimits(1, 10, unmarked_s=60)
     assert read(body, MESSAGES, limits).whole_ttl_s == 0

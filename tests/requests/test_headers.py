@@ -1,4 +1,4 @@
-"""The strip of one text: what goes, and above all what stays."""
+"""The strip removes leading headers from a text, and nothing else."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STRIP = HeaderStrip()
         f"x-anthropic-billing-header: cch=; cc_is_subagent=true;\n{S}",
     ],
 )
-def test_a_leading_header_goes(text: str) -> None:
+def test_a_leading_header_is_removed(text: str) -> None:
     assert STRIP.strip(text).text == S
 
 
@@ -47,7 +47,7 @@ def test_a_leading_header_goes(text: str) -> None:
         (f"{HEADER}\n  {S}", f"  {S}"),
     ],
 )
-def test_text_behind_a_header_stays_byte_for_byte(text: str, left: str) -> None:
+def test_text_after_a_header_stays_byte_for_byte(text: str, left: str) -> None:
     assert STRIP.strip(text).text == left
 
 
@@ -64,11 +64,11 @@ def test_text_behind_a_header_stays_byte_for_byte(text: str, left: str) -> None:
         "y-anthropic-billing-header: cc_version=1;",
     ],
 )
-def test_what_is_no_leading_header_is_the_same_object(text: str) -> None:
+def test_a_text_without_a_leading_header_is_the_same_object(text: str) -> None:
     assert STRIP.strip(text).text is text
 
 
-def test_the_fields_come_out_and_later_headers_win() -> None:
+def test_fields_are_returned_and_those_of_later_headers_count() -> None:
     text = "X-Anthropic-Billing-Header: a=1; b=2;\nx-anthropic-billing-header: b=3\n"
     assert STRIP.strip(text) == ("", 2, {"a": "1", "b": "3"})
 
@@ -80,12 +80,12 @@ def test_added_names_are_stripped_and_no_names_strip_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "two words", "x:", "-x", "x\n"])
-def test_a_bad_name_is_refused_by_name(name: str) -> None:
+def test_a_bad_header_name_is_rejected_by_name(name: str) -> None:
     with pytest.raises(ValueError, match="not a header name"):
         HeaderStrip([name])
 
 
-def test_mentions_are_counted_wherever_they_stand() -> None:
+def test_mentions_are_counted_anywhere() -> None:
     assert STRIP.mentions(f"{HEADER} .. {HEADER.upper()}".encode()) == 2
 
 

@@ -1,4 +1,4 @@
-"""Requests whose last turn is made up: what is before it is as it will be sent."""
+"""A request with a made-up last turn begins like the request that its client will send."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def called(call: str) -> Json:
     return {"id": call, "type": "function", "function": {"name": "read", "arguments": "{}"}}
 
 
-def told(call: str, content: str = "result") -> Json:
+def result(call: str, content: str = "result") -> Json:
     return {"role": "tool", "tool_call_id": call, "content": content}
 
 
@@ -88,7 +88,10 @@ ANSWERED: list[tuple[str, list[Json], tuple[str, ...], list[Json]]] = [
         CHAT,
         [assistant("", reasoning_content="Hm.", tool_calls=[called("a")])],
         ("a",),
-        [assistant("", reasoning_content="Hm.", tool_calls=[called("a")]), told("a", FIRST)],
+        [
+            assistant("", reasoning_content="Hm.", tool_calls=[called("a")]),
+            result("a", FIRST),
+        ],
     ),
     (
         CHAT,
@@ -96,8 +99,8 @@ ANSWERED: list[tuple[str, list[Json], tuple[str, ...], list[Json]]] = [
         ("b", "a"),
         [
             assistant("", tool_calls=[called("b"), called("a")]),
-            told("b", FIRST),
-            told("a", SECOND),
+            result("b", FIRST),
+            result("a", SECOND),
         ],
     ),
     (RESPONSES, [SAID], (), [SAID, user(FIRST)]),
@@ -133,7 +136,7 @@ def items_of(turn: Turn) -> list[Json]:
 
 
 @pytest.mark.parametrize(("path", "items", "calls", "wanted"), ANSWERED)
-def test_the_answer_and_something_in_the_next_turns_place_are_added(
+def test_the_answer_and_a_made_up_turn_are_appended(
     path: str, items: list[Json], calls: tuple[str, ...], wanted: list[Json]
 ) -> None:
     turn = next_turn(of_path(path), asked(path, USER), items, NONCE)
@@ -151,7 +154,7 @@ CONVERSATIONS = {
     ],
     RESPONSES: [{"role": "developer", "content": "Be."}, user("Go."), function("x")],
 }
-RESULT = {MESSAGES: user([gave("x")]), CHAT: told("x"), RESPONSES: put_out("x")}
+RESULT = {MESSAGES: user([gave("x")]), CHAT: result("x"), RESPONSES: put_out("x")}
 settings = st.fixed_dictionaries(
     {},
     optional={
@@ -167,7 +170,7 @@ settings = st.fixed_dictionaries(
 
 
 @given(st.sampled_from(ANSWERED), settings, st.integers(1, 12))
-def test_no_body_is_changed_and_each_nonce_stands_in_it_once(
+def test_no_body_is_modified_and_each_nonce_occurs_once(
     case: tuple[str, list[Json], tuple[str, ...], list[Json]], others: Json, count: int
 ) -> None:
     path, answer, _, _ = case
@@ -201,7 +204,7 @@ def test_no_body_is_changed_and_each_nonce_stands_in_it_once(
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_what_is_converted_answers_nobody_and_keeps_nothing(path: str) -> None:
+def test_a_made_up_request_neither_streams_nor_stores(path: str) -> None:
     asking = {"stream": True, "stream_options": {}, "background": True, "store": True, "n": 2}
     body = asked(path, USER, tools=[{"name": "read"}], **asking)
     for turn in (
@@ -234,7 +237,7 @@ def test_what_is_converted_answers_nobody_and_keeps_nothing(path: str) -> None:
         (RESPONSES, [REASONING, SAID, USER], True),
     ],
 )
-def test_thinking_goes_back_if_the_client_sent_it_back_so_far(
+def test_thinking_is_sent_back_if_the_client_did_so_before(
     path: str, history: list[Json], is_kept: bool
 ) -> None:
     items = {
@@ -248,7 +251,7 @@ def test_thinking_goes_back_if_the_client_sent_it_back_so_far(
     assert items_of(turn) == [USER, *history, *(items if is_kept else without), user(FIRST)]
 
 
-def test_a_text_as_input_is_a_users_turn() -> None:
+def test_an_input_text_is_a_users_turn() -> None:
     turn = next_turn(of_path(RESPONSES), {"input": "Go."}, [SAID], NONCE)
     assert turn is not None
     assert items_of(turn) == [user("Go."), SAID, user(FIRST)]
@@ -268,7 +271,7 @@ UNREADABLE: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("path", "body"), UNREADABLE)
-def test_a_body_whose_turns_are_not_all_there_is_none(path: str, body: Any) -> None:
+def test_a_body_that_refers_to_stored_turns_has_no_next_turn(path: str, body: Any) -> None:
     assert next_turn(of_path(path), body, [SAID], NONCE) is None
     assert partial_turn(of_path(path), body, NONCE) is None
 
@@ -278,17 +281,17 @@ def test_a_body_whose_turns_are_not_all_there_is_none(path: str, body: Any) -> N
     [
         (CHAT, [USER, "Go."]),
         (MESSAGES, [user(["Go."])]),
-        (CHAT, [assistant("", tool_calls=[{**called("a"), "id": ["a"]}]), told("a")]),
+        (CHAT, [assistant("", tool_calls=[{**called("a"), "id": ["a"]}]), result("a")]),
         (CHAT, [assistant("", tool_calls=[{"function": {}}])]),
         (RESPONSES, [{"type": "function_call"}]),
     ],
 )
-def test_turns_that_cannot_be_read_are_none(path: str, items: list[Any]) -> None:
+def test_a_body_with_malformed_turns_has_no_next_turn(path: str, items: list[Any]) -> None:
     assert partial_turn(of_path(path), asked(path, *items), NONCE) is None
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_an_answer_that_goes_on_in_its_requests_last_turn_is_none(path: str) -> None:
+def test_a_request_that_ends_with_its_assistant_has_no_next_turn(path: str) -> None:
     answer = [SAID]
     for begun in (assistant("I", prefix=True), SAID):
         assert next_turn(of_path(path), asked(path, USER, begun), answer, NONCE) is None
@@ -296,7 +299,7 @@ def test_an_answer_that_goes_on_in_its_requests_last_turn_is_none(path: str) -> 
 
 
 SYSTEM = {"role": "system", "content": "Mind the gap."}
-# (path, the request's items, those it gets behind them; None if it is as it was)
+# (path, the request's items, the items appended to them; None if the request stays unchanged)
 PARTIAL: list[tuple[str, list[Json], list[Json] | None]] = [
     (MESSAGES, [USER], None),
     (MESSAGES, [USER, SYSTEM], None),
@@ -315,12 +318,16 @@ PARTIAL: list[tuple[str, list[Json], list[Json] | None]] = [
     (CHAT, [SYSTEM], [user(FIRST)]),
     (CHAT, [USER, assistant("Hi.")], [user(FIRST)]),
     (CHAT, [USER, assistant("Hi.", tool_calls=None)], [user(FIRST)]),
-    (CHAT, [USER, assistant(None, tool_calls=[called("a")])], [told("a", FIRST)]),
-    (CHAT, [USER, assistant(None, tool_calls=[called("a")]), told("a")], None),
+    (CHAT, [USER, assistant(None, tool_calls=[called("a")])], [result("a", FIRST)]),
+    (CHAT, [USER, assistant(None, tool_calls=[called("a")]), result("a")], None),
     (
         CHAT,
-        [USER, assistant("", tool_calls=[called("a"), called("b"), called("c")]), told("b")],
-        [told("a", FIRST), told("c", SECOND)],
+        [
+            USER,
+            assistant("", tool_calls=[called("a"), called("b"), called("c")]),
+            result("b"),
+        ],
+        [result("a", FIRST), result("c", SECOND)],
     ),
     (CHAT, [USER, assistant("", tool_calls=[called("a")]), user("Stop.")], None),
     (RESPONSES, [USER], None),
@@ -343,7 +350,7 @@ PARTIAL: list[tuple[str, list[Json], list[Json] | None]] = [
 
 
 @pytest.mark.parametrize(("path", "items", "added"), PARTIAL)
-def test_a_request_that_is_not_complete_yet_gets_what_it_lacks(
+def test_an_incomplete_request_is_completed(
     path: str, items: list[Json], added: list[Json] | None
 ) -> None:
     turn = partial_turn(of_path(path), asked(path, *items), NONCE)
@@ -352,7 +359,7 @@ def test_a_request_that_is_not_complete_yet_gets_what_it_lacks(
     assert bool(turn.nonces) == (added is not None)
 
 
-def test_a_missing_result_joins_those_that_are_there() -> None:
+def test_a_missing_result_joins_the_existing_results() -> None:
     there = {**gave("b"), **MARK}
     calls = assistant([used("a"), used("b"), used("c")])
     body = asked(MESSAGES, USER, calls, user([there]))
@@ -362,7 +369,7 @@ def test_a_missing_result_joins_those_that_are_there() -> None:
     assert body["messages"][-1] == user([there])
 
 
-def test_what_codex_sends_back_is_the_guessed_conversation_up_to_the_result() -> None:
+def test_the_guess_for_codex_equals_what_it_sends_up_to_the_result() -> None:
     heard = {"type": "message", "id": "msg_1", **user([{"type": "input_text", "text": "Go."}])}
     sent_back = [
         {**REASONING, "id": "rs_0", "encrypted_content": None},

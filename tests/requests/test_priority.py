@@ -1,4 +1,4 @@
-"""How important a request is, as its client says; and what no client may say."""
+"""Priority and related hints are read from headers and bodies, and limited by the ceiling."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def hinted(**hints: Any) -> dict[str, Any]:
         ({OURS: "-99999999"}, {}, -LIMIT),
     ],
 )
-def test_who_says_it_and_who_wins(headers: dict[str, str], body: Any, priority: int) -> None:
+def test_the_sources_of_priority_have_an_order(
+    headers: dict[str, str], body: Any, priority: int
+) -> None:
     found = read_importance(headers, body)
     assert (found.priority, found.error, found.ignored) == (priority, "", 0)
 
@@ -63,19 +65,19 @@ def test_who_says_it_and_who_wins(headers: dict[str, str], body: Any, priority: 
         ({OURS: "-9999"}, {}, -LIMIT, -LIMIT, False),
     ],
 )
-def test_nobody_is_above_the_ceiling_and_who_asks_to_be_is_told_apart(
+def test_priority_is_clamped_to_the_ceiling_and_the_clamp_is_reported(
     headers: dict[str, str], body: Any, ceiling: int, priority: int, is_clamped: bool
 ) -> None:
     found = read_importance(headers, body, ceiling)
     assert (found.priority, found.is_clamped, found.error) == (priority, is_clamped, "")
 
 
-def test_an_expected_output_is_read_beside_it() -> None:
+def test_an_expected_output_length_is_read() -> None:
     assert read_importance({}, hinted(osl=300)) == Importance(0, 300)
 
 
 @pytest.mark.parametrize("value", [True, False, None])
-def test_whether_to_prefill_ahead_is_read_beside_it(value: bool | None) -> None:
+def test_the_hint_to_prefill_ahead_is_read(value: bool | None) -> None:
     hints = hinted(speculative_prefill=value, priority=3)
     assert read_importance({}, hints) == Importance(3, speculative_prefill=value)
     assert read_importance({OURS: "5"}, hints).speculative_prefill is value
@@ -90,13 +92,13 @@ def test_prefilling_ahead_is_true_or_false(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", ["high", "5", 1.5, float("nan"), True, [], {}])
-def test_another_type_in_our_own_field_is_named(value: Any) -> None:
+def test_a_wrong_type_in_our_own_field_is_an_error_that_names_it(value: Any) -> None:
     assert "nvext.agent_hints.priority" in read_importance({}, hinted(priority=value)).error
     assert "nvext.agent_hints.osl" in read_importance({}, hinted(osl=value)).error
 
 
 @pytest.mark.parametrize("value", ["5", 1.5, 5.0, float("nan"), True, [], {}, -(2.0**64)])
-def test_another_type_in_a_field_of_sglangs_says_nothing_and_is_counted(value: Any) -> None:
+def test_a_wrong_type_in_sglangs_field_is_ignored_and_counted(value: Any) -> None:
     assert read_importance({}, {"priority": value}) == Importance(ignored=1)
     assert read_importance({OURS: "3"}, {"priority": value}) == Importance(3, ignored=1)
     assert read_importance({}, {"priority": value} | hinted(priority=4)) == Importance(4, ignored=1)
@@ -109,7 +111,7 @@ def test_a_whole_number_of_any_size_is_a_priority_in_sglangs_field_too() -> None
 
 
 @pytest.mark.parametrize("value", ["high", "5", 1.5, float("nan"), True])
-def test_neither_place_makes_up_for_the_other_being_malformed(value: Any) -> None:
+def test_a_valid_source_does_not_excuse_a_malformed_one(value: Any) -> None:
     header = {OURS: "high" if value == "5" else str(value)}
     assert OURS in read_importance(header, hinted(priority=5)).error
     assert OURS in read_importance(header, {"priority": 5}).error
@@ -119,14 +121,14 @@ def test_neither_place_makes_up_for_the_other_being_malformed(value: Any) -> Non
         )
 
 
-def test_what_else_is_malformed_in_our_own_names_is_named() -> None:
+def test_other_malformed_fields_of_our_own_are_named() -> None:
     assert "nvext.agent_hints" in read_importance({}, {"nvext": {"agent_hints": 5}}).error
     assert "osl" in read_importance({}, hinted(osl=-1)).error
     for text in ("high", "1.5", "nan", "1" * 30):
         assert OURS in read_importance({OURS: text}, {}).error
 
 
-def test_hints_of_other_vocabularies_that_say_nothing_are_counted() -> None:
+def test_unknown_values_of_other_vendors_hints_are_counted() -> None:
     assert read_importance({DYNAMO: "high"}, {}) == Importance(ignored=1)
     assert read_importance({}, {"service_tier": "gold"}) == Importance(ignored=1)
 

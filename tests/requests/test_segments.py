@@ -1,4 +1,4 @@
-"""Chains: requests share the hashes of what they share, however it is written, and no more."""
+"""Two requests share exactly the hashes of their common prefix, whatever form it is written in."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def shuffled(value: Any, order: random.Random) -> Any:
     return [shuffled(item, order) for item in value] if isinstance(value, list) else value
 
 
-def test_a_request_is_cut_behind_tools_system_blocks_and_messages() -> None:
+def test_a_request_is_cut_after_tools_system_blocks_and_messages() -> None:
     found = chain(BODY)
     assert len(found.hashes) == len(found.ends) == 1 + 2 + 3
     assert list(found.ends) == sorted(set(found.ends))
@@ -136,14 +136,14 @@ def test_cache_control_and_ids_make_no_difference() -> None:
     assert chain(other) == chain(BODY)
 
 
-def test_an_id_that_a_tool_is_given_is_part_of_the_prompt() -> None:
+def test_an_id_in_a_tools_input_is_part_of_the_prompt() -> None:
     other = copy.deepcopy(BODY)
     other["messages"][1]["content"][1]["input"]["id"] = 2
     assert shared_hashes(chain(other), chain(BODY)) == 4
 
 
 @given(bodies, turns)
-def test_a_longer_conversation_goes_on_with_the_same_chain(
+def test_a_longer_conversation_continues_the_same_chain(
     body: dict[str, Any], turn: dict[str, Any]
 ) -> None:
     before = chain(body)
@@ -154,7 +154,7 @@ def test_a_longer_conversation_goes_on_with_the_same_chain(
 
 
 @pytest.mark.parametrize("index", range(3))
-def test_chains_part_at_the_first_message_that_differs(index: int) -> None:
+def test_chains_diverge_at_the_first_message_that_differs(index: int) -> None:
     other = copy.deepcopy(BODY)
     other["messages"][index]["content"] = "Something else."
     assert shared_hashes(chain(other), chain(BODY)) == 3 + index
@@ -166,7 +166,7 @@ def test_a_role_is_part_of_the_prompt() -> None:
     assert shared_hashes(chain(other), chain(BODY)) == 3
 
 
-def test_blocks_are_not_confused_with_one_block_of_their_joined_text() -> None:
+def test_two_blocks_differ_from_one_block_of_their_joined_text() -> None:
     def of(content: Any) -> Chain:
         return chain({"messages": [{"role": "user", "content": content}]})
 
@@ -222,7 +222,7 @@ def test_nothing_is_shared_across_tenants() -> None:
     assert shared_hashes(chain(BODY, salt=b"tenant"), chain(BODY)) == 0
 
 
-def test_responses_and_chat_know_their_session_by_the_first_user_message() -> None:
+def test_the_first_user_message_identifies_a_session_of_responses_and_chat() -> None:
     chat = {
         "messages": [
             {"role": "system", "content": "s"},
@@ -254,7 +254,7 @@ def test_raw_prompts_and_token_ids_have_chains_and_batches_have_none() -> None:
 
 
 @given(anything, st.sampled_from(PATHS))
-def test_no_body_breaks_the_reader(value: Any, path: str) -> None:
+def test_no_body_makes_the_reader_raise(value: Any, path: str) -> None:
     for body in (value, dict.fromkeys(("messages", "input", "system", "tools", "prompt"), value)):
         found = chain(body, path)
         assert len(found.hashes) == len(found.ends)

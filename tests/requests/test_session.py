@@ -1,4 +1,4 @@
-"""Whose a conversation is: those of two cache groups never meet."""
+"""A session belongs to one cache group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BODY = {"messages": [{"role": "user", "content": "Hello"}], "prompt_cache_key": 
 GROUP = "x-sgl-ext-cache-group"
 
 
-def test_groups_have_no_segment_in_common_and_one_has_the_same_again() -> None:
+def test_cache_groups_share_no_segment() -> None:
     chains = [
         read_chain(of_path(CHAT), BODY, salt=salt_of(headers))
         for headers in ({}, {GROUP: ""}, {GROUP: "a"}, {GROUP: "b"}, {GROUP: "a"})
@@ -25,7 +25,7 @@ def test_groups_have_no_segment_in_common_and_one_has_the_same_again() -> None:
 
 
 @pytest.mark.parametrize("chain", [Chain(), read_chain(of_path(CHAT), BODY)])
-def test_what_a_client_calls_a_conversation_is_its_groups(chain: Chain) -> None:
+def test_equal_session_ids_of_different_groups_are_different_sessions(chain: Chain) -> None:
     stated = {"x-session-id": "s"}
     keys = [
         session_key(stated | headers, BODY, chain)
@@ -40,6 +40,6 @@ def test_what_a_client_calls_a_conversation_is_its_groups(chain: Chain) -> None:
     )
 
 
-def test_the_group_is_read_off_the_head_even_if_it_has_no_name() -> None:
+def test_an_empty_cache_group_is_a_group() -> None:
     assert hints_of({b"x-sgl-ext-cache-group": b""}) == {GROUP: ""}
     assert salt_of({GROUP: ""}) != salt_of({})

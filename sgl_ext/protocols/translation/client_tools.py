@@ -20,7 +20,7 @@ _ZOOM = 20251124
 
 _BASH: _Description = (
     "Run a command in a bash session that persists between calls. `command`: the command. "
-    "`restart`: true to start the session anew.",
+    "`restart`: true to restart the session.",
     {"command": _TEXT, "restart": {"type": "boolean"}},
     (),
 )
@@ -69,8 +69,8 @@ def plain_tool(tool: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
     description, properties, required = described
     schema = {"type": "object", "properties": properties, "required": list(required)}
     plain = {"name": tool.get("name") or family, "description": description}
-    kept = {key: tool[key] for key in tool.keys() & {"cache_control", "defer_loading"}}
-    return family, {**plain, "input_schema": schema, **kept}
+    others = {key: tool[key] for key in tool.keys() & {"cache_control", "defer_loading"}}
+    return family, {**plain, "input_schema": schema, **others}
 
 
 def _editor(version: int) -> _Description:
@@ -80,7 +80,7 @@ def _editor(version: int) -> _Description:
     description = (
         "View and edit text files. `view` shows a file, or its lines in `view_range`, or a "
         "folder. `create` writes `file_text` to `path`. `str_replace` puts `new_str` in the one "
-        f"place where `old_str` stands. `insert` puts `{inserted}` behind line `insert_line`."
+        f"place where `old_str` stands. `insert` puts `{inserted}` after line `insert_line`."
     )
     properties = {
         "command": {"type": "string", "enum": commands if not undo else [*commands, "undo_edit"]},
