@@ -73,7 +73,7 @@ _SLOTS = 8
 _LIMITS = ("--max-running-requests", str(_SLOTS), "--max-total-tokens", "8192")
 _BESIEGERS = 6 * _SLOTS  # so many that some always wait
 _COUNTERS = (
-    "sgl_ext_preempted_total",
+    "sgl_ext_preempted_requests_total",
     "sgl_ext_recomputed_tokens_total",
     "sglang:num_retracted_requests_total",
     "sglang:num_retracted_output_tokens_total",

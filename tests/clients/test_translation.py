@@ -19,7 +19,7 @@ FUNCTION = {"type": "function", "name": "spawn", "parameters": SCHEMA}
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
 PDF = {"type": "base64", "media_type": "application/pdf", "data": "AA=="}
 OFF = {"type": "disabled"}
-COUNTED = "sgl_ext_translated_total"
+COUNTED = "sgl_ext_translated_parts_total"
 
 
 def message(node: Node, **fields: Any) -> dict[str, Any]:

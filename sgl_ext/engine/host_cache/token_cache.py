@@ -59,7 +59,7 @@ class TokenCache:
         """SGLang tokenizes from now on."""
         self.is_off = True
         self._pieces.clear()
-        counter("token_cache_off").labels(why).inc()
+        counter("token_cache_disabled").labels(why).inc()
         _logger.warning("sgl-ext: the token cache is off: its tokens are not SGLang's (%s)", why)
 
     def serves(self, tokenizer: Any, options: dict[str, Any] | None) -> bool:
@@ -127,7 +127,7 @@ def make_token_cache(tokenizer: Any, limit_bytes: int) -> TokenCache | None:
     if not limit_bytes:
         return None
     if not getattr(tokenizer, "is_fast", False):
-        counter("token_cache_off").labels("slow").inc()
+        counter("token_cache_disabled").labels("slow").inc()
         _logger.warning("sgl-ext: the token cache is off: this tokenizer is not a fast one")
         return None
     cache = TokenCache(tokenizer, unwrap(sglang_api.parallel_prompt_encode), limit_bytes)

@@ -52,7 +52,7 @@ class Subscriber:
         self._some.set()
         if self._bytes > self._limit and not self.slow:
             self.slow = True
-            counter("event_subscribers_slow").inc()
+            counter("slow_event_subscribers").inc()
             self.ended.set()
 
     async def take(self) -> list[bytes]:

@@ -65,7 +65,7 @@ def _strip(extension: HttpExtension, path: str, body: Any, raw_body: bytes) -> A
     left = extension.strip.mentions(raw_body) - stripped.headers
     if stripped.headers or left > 0:
         counter("headers_stripped").labels(path).inc(stripped.headers)
-        counter("headers_left").labels(path).inc(max(left, 0))
+        counter("headers_not_stripped").labels(path).inc(max(left, 0))
     return with_sorted_tools(stripped.body) if extension.settings.sort_tools else stripped.body
 
 
@@ -75,7 +75,7 @@ def _read_context(extension: HttpExtension, request: Any, path: str, body: Any) 
     marks = _read_marks(extension, path, body)
     chain = read_chain(of_path(path), body, salt=salt_of(headers))
     if len(chain.hashes) > MAX_SEGMENTS:
-        counter("chains_left_out").inc()
+        counter("long_chains_ignored").inc()
         chain = Chain()
     return RequestContext(
         path,

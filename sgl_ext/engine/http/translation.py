@@ -50,7 +50,7 @@ def for_sglang(request: Any, context: RequestContext) -> Any:
     serving = None if app is None else getattr(app.state, name, None)
     translated = translate(protocol, context.body, model_of(serving))
     for what, times in translated.counts.items():
-        counter("translated").labels(context.path, what).inc(times)
+        counter("translated_parts").labels(context.path, what).inc(times)
     return translated.body
 
 

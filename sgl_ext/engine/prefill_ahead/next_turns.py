@@ -149,7 +149,7 @@ class NextTurns:
             tokens
         )
         if is_right:
-            counter("prefilled_ahead_seconds_saved").inc(guess.job.computed_s if tokens else 0.0)
+            counter("prefilled_ahead_saved_seconds").inc(guess.job.computed_s if tokens else 0.0)
 
     def _note_growth(self, name: str, context: RequestContext) -> None:
         """Notes whether a conversation grows: its turn begins with all of the turn before."""

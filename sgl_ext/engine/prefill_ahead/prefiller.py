@@ -147,12 +147,12 @@ class Prefiller:
                 return self._finish(job, "failed")
         reason, cached = rejected or (None, meta["cached_tokens"])
         if reason is Rejection.BUSY:
-            counter("prefill_ahead_slices_refused").labels(reason).inc()
+            counter("prefill_ahead_slices_rejected").labels(reason).inc()
             await asyncio.sleep(_POLL_S)
             return
         self._note_cached(job, cached)
         if reason is Rejection.MEMORY:
-            counter("prefill_ahead_slices_refused").labels(reason).inc()
+            counter("prefill_ahead_slices_rejected").labels(reason).inc()
             return self._finish(job, "memory")
         if reason is not Rejection.TOO_LONG:
             job.reached_tokens = max(job.reached_tokens, job.end)

@@ -71,7 +71,7 @@ class EventPublisher:
         self._has_waited = False
         self._load: dict[str, int] = {}
         self._load_due_s = 0.0
-        self._counted = {"event_sweeps_deferred": 0, "events_forgotten": 0}
+        self._counted = {"event_sweeps_deferred": 0, "event_branches_dropped": 0}
 
     def publish(self, plan: NextBatchPlan, now_s: float) -> None:
         """Publishes what changed since the last iteration. `plan` is what the scheduler runs next.
@@ -114,7 +114,7 @@ class EventPublisher:
             if cache.pins.changed:
                 lines = _with(lines, pin_changes(cache.pins))
         self._count("event_sweeps_deferred", residency.deferred)
-        self._count("events_forgotten", residency.forgotten)
+        self._count("event_branches_dropped", residency.forgotten)
         return lines
 
     def _snapshot(self) -> list[dict[str, Any]]:

@@ -117,7 +117,7 @@ class PinKeeper:
             # A model that also caches states may be able to use less than what is in the tree.
             tokens, node = self._cache.match_until(req, tokens)
             if not tokens:
-                self._count("pins_refused", "nothing to lock")
+                self._count("pins_rejected", "nothing to lock")
                 return
         grant = self.pins.grant(
             space,
@@ -130,7 +130,7 @@ class PinKeeper:
         )
         self._drop(grant.released, "displaced")
         if grant.pin is None:
-            self._count("pins_refused", grant.reason)
+            self._count("pins_rejected", grant.reason)
             return
         if grant.is_new:
             segment = _segment_before(hints, tokens, len(req.origin_input_ids))

@@ -78,7 +78,7 @@ def _release(extension: SchedulerExtension, adder: PrefillAdder, indices: list[i
     gone = set(indices)
     for count, index in enumerate(sorted(gone), start=1):
         one = batch.reqs[index]
-        extension.count("preempted")
+        extension.count("preempted_requests")
         extension.count("preempted_tokens", len(one.output_ids))
         state_of(one).times_preempted += 1
         adder.memory_budget.total_offset -= adder._get_running_request_total_token_offset(one)

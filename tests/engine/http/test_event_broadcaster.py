@@ -141,7 +141,7 @@ async def test_a_slow_subscriber_is_dropped_and_counted() -> None:
     broadcaster = EventBroadcaster(buffer_bytes=200)
     stalled, good = Reader(broadcaster, stalled=True), Reader(broadcaster)
     await good.have(1)
-    with counted("event_subscribers_slow", 1):
+    with counted("slow_event_subscribers", 1):
         for _ in range(4):
             broadcaster.apply(line(load=LOAD, removed=[A]))
             await asyncio.sleep(0)

@@ -127,12 +127,12 @@ async def test_a_priority_is_clamped_to_the_tenant_s_and_counted(
 async def test_a_chain_that_is_too_long_is_left_out() -> None:
     count = request_hook.MAX_SEGMENTS + 1
     messages = [{"role": "user", "content": "a"}] * count
-    before = counter("chains_left_out")._value.get()
+    before = counter("long_chains_ignored")._value.get()
     await request_hook.read_body(Request.json, Request({"messages": messages}))
     context = current()
     assert context is not None
     assert context.chain == Chain()
-    assert counter("chains_left_out")._value.get() == before + 1
+    assert counter("long_chains_ignored")._value.get() == before + 1
 
 
 async def test_of_two_tenant_headers_the_last_counts() -> None:
@@ -185,7 +185,7 @@ async def test_a_body_that_is_no_object_is_rejected(document: Any) -> None:
 async def test_the_body_for_sglang_is_translated_and_the_context_has_it_as_sent() -> None:
     tools = [{"type": "web_search_20250305", "name": "web_search"}]
     document = {"messages": [{"role": "user", "content": "a"}], "tools": tools}
-    counted = counter("translated").labels("/v1/messages", "web_search_tool")._value
+    counted = counter("translated_parts").labels("/v1/messages", "web_search_tool")._value
     before = counted.get()
     assert (await request_hook.read_body(Request.json, Request(document)))["tools"] == []
     assert counted.get() - before == 1

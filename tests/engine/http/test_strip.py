@@ -76,9 +76,9 @@ def test_a_header_elsewhere_reaches_the_model_and_is_counted(node: Node) -> None
     plain: dict[str, Any] = {"system": S, "messages": [{"role": "user", "content": "explain"}]}
     echo = {**plain, "messages": [{"role": "user", "content": f"{HEADER}\nexplain"}]}
     stripped = node.metric("sgl_ext_headers_stripped_total")
-    left = node.metric("sgl_ext_headers_left_total")
+    left = node.metric("sgl_ext_headers_not_stripped_total")
     assert tokens(node, "/v1/messages", echo)[0] > tokens(node, "/v1/messages", plain)[0] + 20
-    assert node.metric("sgl_ext_headers_left_total") == left + 1
+    assert node.metric("sgl_ext_headers_not_stripped_total") == left + 1
     assert node.metric("sgl_ext_headers_stripped_total") == stripped
     tokens(node, "/v1/messages", {**plain, "system": [text(HEADER), text(S)]})
     assert node.metric("sgl_ext_headers_stripped_total") == stripped + 1

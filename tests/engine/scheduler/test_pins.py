@@ -242,7 +242,7 @@ def test_a_request_that_needs_the_room_gets_it_from_as_few_pins_as_do(engine: Pi
     assert usage["input_tokens"] > free + 100
     assert len(engine.has_pinned(5)) == 5
     assert engine.counted("sgl_ext_pins_ended_total{") == ended + 1
-    assert engine.counted('sgl_ext_pins_ended_total{why="pressure"}') >= 1
+    assert engine.counted('sgl_ext_pins_ended_total{reason="pressure"}') >= 1
     assert engine.read(first) < 20, "it was the least valuable"
     for body in others:
         assert engine.read(body) > 400
@@ -276,7 +276,7 @@ def test_answers_that_outgrow_the_memory_cost_pins_and_are_not_retracted(engine:
     for _ in range(6):
         engine.usage(marked(440))
     engine.has_pinned(6, tokens=6 * 500)
-    pressure = engine.counted('sgl_ext_pins_ended_total{why="pressure"}')
+    pressure = engine.counted('sgl_ext_pins_ended_total{reason="pressure"}')
     # Two that fit as they are estimated, and do not as they come.
     size = int((POOL - engine.watch.load["pinned_tokens"]) * 0.54)
     sampling = {"max_new_tokens": size, "min_new_tokens": size}
@@ -287,7 +287,7 @@ def test_answers_that_outgrow_the_memory_cost_pins_and_are_not_retracted(engine:
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(answer, range(2))) == [size, size]
-    assert engine.counted('sgl_ext_pins_ended_total{why="pressure"}') > pressure
+    assert engine.counted('sgl_ext_pins_ended_total{reason="pressure"}') > pressure
     assert len(engine.pins()) > 3
     assert engine.counted("sglang:num_retracted_requests_total") == 0
 
@@ -501,11 +501,11 @@ def test_a_malformed_mark_is_refused_as_anthropic_does(engine: Pinning, what: st
 
 @only_default
 def test_a_prefix_beyond_the_budget_is_answered_and_not_pinned(engine: Pinning) -> None:
-    refused = engine.counted("sgl_ext_pins_refused_total{")
+    refused = engine.counted("sgl_ext_pins_rejected_total{")
     words = 1000 * 0.95 * POOL / engine.tokens(text(1000))
     usage = engine.usage(marked(int(words)))
     assert BUDGET * POOL < usage["cache_creation_input_tokens"] < POOL
-    assert engine.counted("sgl_ext_pins_refused_total{") == refused + 1
+    assert engine.counted("sgl_ext_pins_rejected_total{") == refused + 1
     assert engine.pins() == []
 
 

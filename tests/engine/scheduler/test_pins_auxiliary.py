@@ -189,7 +189,7 @@ def test_a_pinned_prompt_outlasts_a_flood_and_its_twin_does_not(model: Model) ->
 
 def test_a_mark_where_no_state_is_kept_pins_what_is_of_use_or_is_refused(model: Model) -> None:
     """A window or state is kept where a chunk ends, and a prompt."""
-    refused = counter("pins_refused").labels("nothing to lock")
+    refused = counter("pins_rejected").labels("nothing to lock")
     before = refused._value.get()
     ids = prompt(150)
     model.serve(ids, 30, 100, WHOLE_PROMPT)

@@ -498,7 +498,7 @@ def test_for_a_much_more_important_one_memory_is_taken_and_no_answer_changes(
     with ThreadPoolExecutor(BATCH) as pool:
         undisturbed = list(pool.map(lambda prompt: memory.generate(0, prompt, 400), prompts))
     memory.flush()
-    assert memory.counted("sgl_ext_preempted_total") == 0
+    assert memory.counted("sgl_ext_preempted_requests_total") == 0
     for priority, is_enough in ((THRESHOLD // 2, False), (THRESHOLD, True)):
         with Answers(memory) as answers:
             batch = [answers.send("batch", 0, prompt, 400) for prompt in prompts]
@@ -507,7 +507,7 @@ def test_for_a_much_more_important_one_memory_is_taken_and_no_answer_changes(
             assert (answers.order == ["interactive"]) == is_enough
             assert [answer.result() for answer in batch] == undisturbed
         assert len(answers.order) == BATCH + 1
-        assert (memory.counted("sgl_ext_preempted_total") > 0) == is_enough
+        assert (memory.counted("sgl_ext_preempted_requests_total") > 0) == is_enough
         assert (memory.counted("sgl_ext_preempted_tokens_total") > 0) == is_enough
         memory.flush()
 
