@@ -21,14 +21,13 @@ from sgl_ext.engine import http_server, sglang_api, startup
 from sgl_ext.engine.core import shared_prefixes
 from sgl_ext.engine.host_cache import shortcuts
 from sgl_ext.engine.http import (
+    anthropic_answers,
     cache_hooks,
     generation_hook,
     pin_placement,
     request_hook,
-    stop_reasons,
     tool_calls,
     translation,
-    usage,
 )
 from sgl_ext.engine.scheduler import (
     admission,
@@ -97,12 +96,16 @@ HOOKS = (
         "AROUND",
         shortcuts.compile_template,
     ),
-    Hook(f"{_ANTHROPIC}.AnthropicServing._handle_non_streaming", "AROUND", usage.complete_answer),
-    Hook(f"{_ANTHROPIC}._wrap_sse_event", "AROUND", usage.complete_event),
+    Hook(
+        f"{_ANTHROPIC}.AnthropicServing._handle_non_streaming",
+        "AROUND",
+        anthropic_answers.complete_answer,
+    ),
+    Hook(f"{_ANTHROPIC}._wrap_sse_event", "AROUND", anthropic_answers.complete_event),
     Hook(
         f"{_ANTHROPIC}.AnthropicServing._convert_response",
         "AROUND",
-        stop_reasons.note_finish_reason,
+        anthropic_answers.note_finish_reason,
     ),
     Hook(
         f"{_ANTHROPIC}.AnthropicServing._convert_to_chat_completion_request",
@@ -117,7 +120,7 @@ HOOKS = (
     ),
     Hook(f"{_CALLS}.parse_stream_chunk", "AROUND", tool_calls.hold_space),
     Hook(f"{_CALLS}.parse_stream_end", "AROUND", tool_calls.release_space),
-    Hook(f"{_CHAT}._generate_chat_stream", "AROUND", stop_reasons.watch_stream),
+    Hook(f"{_CHAT}._generate_chat_stream", "AROUND", anthropic_answers.watch_stream),
     Hook(f"{_RESPONSES}.create_responses", "AROUND", translation.name_namespaces),
     Hook(
         "sglang.srt.entrypoints.openai.protocol.ResponsesRequest.to_sampling_params",

@@ -9,17 +9,17 @@ comes to, in each protocol, and a body that SGLang rejects is rejected in SGLang
 from __future__ import annotations
 
 import asyncio
-import contextvars
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import orjson
 
 from sgl_ext.engine.core.request_context import RequestContext, enter
 from sgl_ext.engine.sglang_http_types import GenerateReqInput
 
-_LEFT_OUT = (b"content-length", b"content-type", b"content-encoding", b"transfer-encoding")
+_LEFT_OUT = (b"host", b"content-length", b"content-type", b"content-encoding", b"transfer-encoding")
 
 Headers = Iterable[tuple[bytes, bytes]]
 
@@ -52,44 +52,15 @@ class DryRun:
 async def convert(app: Any, path: str, headers: Headers, body: Any) -> DryRun:
     """What a body, posted to a path of the application, comes to."""
     dry_run = DryRun()
-    task_context = contextvars.copy_context()
-    task_context.run(enter, RequestContext(dry_run=dry_run))
-    data = orjson.dumps(body)
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
-        "root_path": "",
-        "query_string": b"",
-        "headers": [
-            *((name, value) for name, value in headers if name.lower() not in _LEFT_OUT),
-            (b"content-type", b"application/json"),
-            (b"content-length", b"%d" % len(data)),
-        ],
-        "client": None,
-        "server": None,
-        "state": {},
-        "app": app,
-    }
-    unread = [{"type": "http.request", "body": data, "more_body": False}]
-    ended = asyncio.Event()
+    sent = [(name, value) for name, value in headers if name.lower() not in _LEFT_OUT]
+    sent.append((b"content-type", b"application/json"))
 
-    async def receive() -> dict[str, Any]:
-        if unread:
-            return unread.pop()
-        await ended.wait()
-        return {"type": "http.disconnect"}
+    async def post() -> None:
+        enter(RequestContext(dry_run=dry_run))
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
+            answer = await client.post(path, headers=sent, content=orjson.dumps(body))
+        dry_run.status, dry_run.answer = answer.status_code, answer.content
 
-    async def send(message: dict[str, Any]) -> None:
-        if message["type"] == "http.response.start":
-            dry_run.status = message["status"]
-        else:
-            dry_run.answer += message.get("body", b"")
-
-    await asyncio.create_task(app(scope, receive, send), context=task_context)
-    ended.set()
+    await asyncio.create_task(post())  # a task has context variables of its own
     return dry_run

@@ -28,33 +28,13 @@ EncodeMany = Callable[[Sequence[str]], list[list[int]]]
 # What may tokenize differently at the edge of a piece: blanks of all kinds, a letter that composes
 # with the one before, a joiner, half a word or number, bytes that are no letter, what normalizers
 # rewrite.
+# fmt: off
 _EDGES = (
-    "",
-    " ",
-    "  ",
-    "\n",
-    " \n\n\t ",
-    "a",
-    " a",
-    "a ",
-    "'s",
-    "12",
-    "3456",
-    "\u0301e",
-    "e\u0301",
-    "\u200d\U0001f469",
-    "\ufb01",
-    "\u00a0x",
-    "\u3000",
-    "\u2581",
-    "\u2581a",
-    "<",
-    "<|",
-    "|>",
-    "\x00",
-    "\ufffd",
-    "Z\u0327",
+    "", " ", "  ", "\n", " \n\n\t ", "a", " a", "a ", "'s", "12", "3456", "\u0301e", "e\u0301",
+    "\u200d\U0001f469", "\ufb01", "\u00a0x", "\u3000", "\u2581", "\u2581a", "<", "<|", "|>",
+    "\x00", "\ufffd", "Z\u0327",
 )
+# fmt: on
 _MOST_SAMPLED = 256
 # Of a shorter prompt, looking up its pieces is as quick.
 _LONG_TOKENS = 1_000

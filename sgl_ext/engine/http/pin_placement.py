@@ -44,15 +44,15 @@ def place_pins(
     It may run in a thread that has no context variables, so it enters the context again.
     """
     raw_request = args[0] if args else kw.get("raw_request")
-    context = context_of(raw_request)
-    with entered(context or RequestContext(group=group_of(None, raw_request))):
-        with _allowing_array(is_array_allowed(chat, request)):
-            converted = original(chat, request, *args, **kw)
-        if context is not None and not context.are_hints_sent:
-            if converted[0].require_reasoning:
-                context.is_answer_reusable = not _drops_thinking(chat)
-            if context.marks.blocks:
-                _place_pins(chat, context, converted[0])
+    context = context_of(raw_request) or RequestContext(group=group_of(None, raw_request))
+    with entered(context):
+        context.is_array_allowed = is_array_allowed(chat, request)
+        converted = original(chat, request, *args, **kw)
+        context.is_array_allowed = False
+        if not context.are_hints_sent and converted[0].require_reasoning:
+            context.is_answer_reusable = not _drops_thinking(chat)
+        if not context.are_hints_sent and context.marks.blocks:
+            _place_pins(chat, context, converted[0])
     restore_list(chat, converted[0])
     return converted
 
@@ -178,14 +178,3 @@ def _collecting() -> Iterator[list[str]]:
         yield rendered
     finally:
         context.renderings = None
-
-
-@contextmanager
-def _allowing_array(is_allowed: bool) -> Iterator[None]:
-    context = current()
-    assert context is not None
-    context.is_array_allowed = is_allowed
-    try:
-        yield
-    finally:
-        context.is_array_allowed = False

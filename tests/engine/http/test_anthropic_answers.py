@@ -11,7 +11,7 @@ import pytest
 from fastapi import HTTPException
 
 from sgl_ext.engine.core.request_context import RequestContext, enter
-from sgl_ext.engine.http.stop_reasons import note_finish_reason, watch_stream, with_stop_reason
+from sgl_ext.engine.http.anthropic_answers import note_finish_reason, watch_stream, with_stop_reason
 
 
 def enter_request(path: str = "/v1/messages") -> RequestContext:

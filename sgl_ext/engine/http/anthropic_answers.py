@@ -1,12 +1,13 @@
-"""Stop reasons on /v1/messages, where SGLang answers `end_turn` for each that it has no word for.
+"""Completes SGLang's answers on /v1/messages: stop reasons and usage.
 
-A matched stop sequence is named, and a filtered answer is a refusal. An aborted answer is an
-error, so that no client takes half an answer for a whole one.
+SGLang answers `end_turn` for each stop reason that it has no word for. Here a matched stop sequence
+is named, and a filtered answer is a refusal. An aborted answer is an error, so that no client takes
+half an answer for a whole one. SGLang's usage lacks what the request's marks wrote to the cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -15,6 +16,7 @@ import orjson
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import RequestContext, current
 from sgl_ext.protocols.anthropic import ANTHROPIC
+from sgl_ext.requests.usage import with_cache_creation
 
 ABORTED = "The answer was aborted before it was complete."
 _FINISH_REASON = '"finish_reason":"'
@@ -85,3 +87,33 @@ def with_stop_reason(document: dict[str, Any]) -> dict[str, Any]:
     if context.finish_reason == "stop" and isinstance(sequences, list) and matched in sequences:
         return document | {"stop_reason": "stop_sequence", "stop_sequence": matched}
     return document
+
+
+async def complete_answer(original: Callable[..., Awaitable[Any]], *args: Any, **kw: Any) -> Any:
+    """Around `AnthropicServing._handle_non_streaming`."""
+    answer = await original(*args, **kw)
+    if answer.status_code != 200:
+        return answer
+    document = with_stop_reason(orjson.loads(answer.body))
+    document["usage"] = _completed_usage(document["usage"])
+    return type(answer)(content=document)
+
+
+def complete_event(original: Callable[[str, str], str], data: str, event_type: str) -> str:
+    """Around `_wrap_sse_event`, which writes the events of Anthropic's streams."""
+    if event_type == "message_start":
+        document = orjson.loads(data)
+        document["message"]["usage"] = _completed_usage(document["message"]["usage"])
+        data = orjson.dumps(document).decode()
+    elif event_type == "message_delta":
+        document = orjson.loads(data)
+        document["delta"] = with_stop_reason(document["delta"])
+        data = orjson.dumps(document).decode()
+    return original(data, event_type)
+
+
+def _completed_usage(usage: dict[str, Any]) -> dict[str, Any]:
+    context = current()
+    prompt = (usage.get("input_tokens") or 0) + (usage.get("cache_read_input_tokens") or 0)
+    pins = () if context is None else context.pins
+    return with_cache_creation(usage, [(prompt if t < 0 else t, ttl_s) for t, ttl_s in pins])
