@@ -60,20 +60,6 @@ class DownstreamConnection(asyncio.BufferedProtocol):
     paused: the client does not read as fast as the response arrives.
     """
 
-    __slots__ = (
-        "_exchange",
-        "_in_head",
-        "_lingering",
-        "_reader",
-        "_reading_paused",
-        "_request",
-        "_server",
-        "_starting",
-        "_transport",
-        "deadline",
-        "paused",
-    )
-
     def __init__(self, server: Server) -> None:
         self._server = server
         self._reader = server.reader()

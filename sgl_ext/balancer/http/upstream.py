@@ -43,27 +43,6 @@ class UpstreamConnection(asyncio.Protocol):
     sweeps: how many sweeps it has been idle.
     """
 
-    __slots__ = (
-        "_bodiless",
-        "_complete",
-        "_framed",
-        "_head",
-        "_head_bytes",
-        "_headers",
-        "_in_head",
-        "_parser",
-        "_paused",
-        "_pieces",
-        "_pool",
-        "_reason",
-        "_receiver",
-        "_transport",
-        "_usable",
-        "heard",
-        "reused",
-        "sweeps",
-    )
-
     def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool
         self._parser = httptools.HttpResponseParser(self)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from scheduler.retry_budget import RetryBudget
 from sgl_ext.balancer.access.rate_limits import RateLimits
 from sgl_ext.balancer.conversations.conversation_store import ConversationStore
@@ -19,34 +21,26 @@ from sgl_ext.protocols.request_ids import id_line, new_request_id
 from sgl_ext.requests.headers import HeaderStrip
 
 
+@dataclass(eq=False)
 class Services:
     """The router, the admission queue, the connections to workers and the rest.
 
     control: the connections to the control plane.
     """
 
-    def __init__(
-        self,
-        router: Router,
-        admission_queue: AdmissionQueue,
-        request_log: RequestLog,
-        metrics: Metrics,
-        strip: HeaderStrip,
-        control: ConnectionPool,
-        rate_limits: RateLimits,
-        conversations: ConversationStore,
-    ) -> None:
-        self.router = router
-        self.workers = router.workers
-        self.admission_queue = admission_queue
-        self.request_log = request_log
+    router: Router
+    admission_queue: AdmissionQueue
+    request_log: RequestLog
+    metrics: Metrics
+    strip: HeaderStrip
+    control: ConnectionPool
+    rate_limits: RateLimits
+    conversations: ConversationStore
+
+    def __post_init__(self) -> None:
+        self.workers = self.router.workers
         self.retries = RetryBudget()
-        self.metrics = metrics
-        self.strip = strip
-        self.control = control
-        self.rate_limits = rate_limits
-        self.conversations = conversations
-        self.standby_prefill = StandbyPrefill(router, metrics, self.pool)
+        self.standby_prefill = StandbyPrefill(self.router, self.metrics, self.pool)
         self._pools: dict[Worker, ConnectionPool] = {}
         self.workers.on_leave(self._drop_pool)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from radix.in_flight_prefixes import InFlightPrefix
 from scheduler.placement import Placement
@@ -36,6 +36,7 @@ class RoutingRequest:
 NO_ROUTING = RoutingRequest(Chain(), None, 0, 0, runs=False)
 
 
+@dataclass(slots=True, eq=False)
 class Attempt:
     """One attempt to serve a request on one worker.
 
@@ -47,31 +48,15 @@ class Attempt:
     abandon: called with a reason when the worker will not answer.
     """
 
-    __slots__ = (
-        "abandon",
-        "decoding",
-        "expected_tokens",
-        "followers",
-        "follows",
-        "in_flight_prefix",
-        "placement",
-        "predicted_tokens",
-        "routing",
-        "running_tokens",
-        "uncached_tokens",
-        "worker",
-    )
-
-    def __init__(self, routing: RoutingRequest, worker: Worker, placement: Placement) -> None:
-        self.routing = routing
-        self.worker = worker
-        self.placement = placement
-        self.predicted_tokens = 0
-        self.expected_tokens = 0
-        self.uncached_tokens = 0
-        self.running_tokens = 0
-        self.decoding = False
-        self.in_flight_prefix: InFlightPrefix | None = None
-        self.follows: Attempt | None = None
-        self.followers: list[Callable[[], None]] = []
-        self.abandon: Callable[[str], None] = lambda reason: None
+    routing: RoutingRequest
+    worker: Worker
+    placement: Placement
+    predicted_tokens: int = 0
+    expected_tokens: int = 0
+    uncached_tokens: int = 0
+    running_tokens: int = 0
+    decoding: bool = False
+    in_flight_prefix: InFlightPrefix | None = None
+    follows: Attempt | None = None
+    followers: list[Callable[[], None]] = field(default_factory=list)
+    abandon: Callable[[str], None] = lambda reason: None
