@@ -67,7 +67,7 @@ async def serve(settings: LaunchSettings, found: hardware.Hardware, console: Con
         await _unless_stopped(wait_until_ready(settings, engines, balancer, console), stop)
         if stop.is_set():
             return
-        console.print(summary(settings, engines))
+        console.print(summary(settings, engines, balancer.url))
         workers = WorkerList(balancer.url, read_api_key(settings.balancer.api_key))
         keepers = [asyncio.create_task(keep_running(balancer, console))]
         keepers += [asyncio.create_task(keep_running(e, console, workers)) for e in engines]

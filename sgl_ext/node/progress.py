@@ -63,9 +63,8 @@ class StartProgress:
         self._shown = stages
 
 
-def summary(settings: LaunchSettings, engines: Sequence[Child]) -> Panel:
+def summary(settings: LaunchSettings, engines: Sequence[Child], address: str) -> Panel:
     """The panel that stays on the screen once a node has started."""
-    address = f"http://{settings.balancer.host}:{settings.balancer.port}"
     key = "YOUR_KEY" if settings.balancer.api_key or settings.balancer.keys else "any"
     model = settings.model_name
     table = Table.grid(padding=(0, 2))
