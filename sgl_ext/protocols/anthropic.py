@@ -9,7 +9,7 @@ import orjson
 
 from sgl_ext.protocols.translation.anthropic import translate
 from sgl_ext.requests.answers import as_object, as_text, parsed, require
-from sgl_ext.requests.cache_marks import UNMARKABLE
+from sgl_ext.requests.cache_marks import UNMARKABLE, control_of
 from sgl_ext.requests.next_turn import result_ids
 from sgl_ext.requests.protocol import (
     Conversation,
@@ -53,14 +53,14 @@ def _find_marks(body: Json) -> Iterator[FoundMark]:
     """The marks in prompt order; the root's is last."""
     for kind in ("tools", "system"):
         for k, block in enumerate(listed(body.get(kind))):
-            if (control := _control(block)) is not None:
+            if (control := control_of(block)) is not None:
                 restricted = None if kind == "tools" else block
                 yield FoundMark((kind, k), f"{kind}.{k}", restricted, control)
     for i, message in enumerate(listed(body.get("messages"))):
         content = message.get("content") if isinstance(message, dict) else None
         if isinstance(content, list):
             yield from _marks_in(content, i)
-    if (control := _control(body)) is not None:
+    if (control := control_of(body)) is not None:
         yield FoundMark(_last_place(body), "", None, control)
 
 
@@ -73,14 +73,10 @@ def _marks_in(content: list[Any], i: int) -> Iterator[FoundMark]:
         inner = block.get("content")
         if isinstance(inner, list) and block.get("type") == "tool_result":
             for k, part in enumerate(inner):
-                if (control := _control(part)) is not None:
+                if (control := control_of(part)) is not None:
                     yield FoundMark(("messages", i, j), f"{field}.content.{k}", part, control)
         if (control := block.get("cache_control")) is not None:
             yield FoundMark(("messages", i, j), field, block, control)
-
-
-def _control(holder: Any) -> Any:
-    return holder.get("cache_control") if isinstance(holder, dict) else None
 
 
 def _last_place(body: Json) -> Place:

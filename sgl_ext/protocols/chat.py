@@ -8,6 +8,7 @@ from typing import Any
 from sgl_ext.protocols.errors import OPENAI_ERRORS
 from sgl_ext.protocols.translation.chat import translate
 from sgl_ext.requests.answers import as_text, parsed, require
+from sgl_ext.requests.cache_marks import control_of
 from sgl_ext.requests.protocol import (
     INSTRUCTION_ROLES,
     Conversation,
@@ -33,21 +34,17 @@ def _find_marks(body: Json) -> Iterator[FoundMark]:
     """The marks on tools, parts and messages in prompt order; a message's mark is at its end."""
     for k, tool in enumerate(listed(body.get("tools"))):
         inner = tool.get("function") if isinstance(tool, dict) else None
-        controls = (_control(tool), _control(inner))
+        controls = (control_of(tool), control_of(inner))
         if (control := next((c for c in controls if c is not None), None)) is not None:
             yield FoundMark(("tools", k), f"tools.{k}", None, control)
     for i, message in enumerate(listed(body.get("messages"))):
         if not isinstance(message, dict):
             continue
         for j, part in enumerate(listed(message.get("content"))):
-            if (control := _control(part)) is not None:
+            if (control := control_of(part)) is not None:
                 yield FoundMark(("messages", i, j), f"messages.{i}.content.{j}", part, control)
         if (control := message.get("cache_control")) is not None:
             yield FoundMark(("messages", i), f"messages.{i}", message, control)
-
-
-def _control(holder: Any) -> Any:
-    return holder.get("cache_control") if isinstance(holder, dict) else None
 
 
 def _join(events: Iterable[bytes]) -> Json:

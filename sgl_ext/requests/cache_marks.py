@@ -129,6 +129,11 @@ def count_marks(protocol: Protocol, body: Any) -> int:
     return 0 if find is None or not isinstance(body, dict) else sum(1 for _ in find(body))
 
 
+def control_of(holder: Any) -> Any:
+    """The `cache_control` of a block, tool or body; None if it has none."""
+    return holder.get("cache_control") if isinstance(holder, dict) else None
+
+
 def _granted(marks: list[_Requested], limits: TtlLimits) -> tuple[Mark, ...]:
     ttls: dict[Place, float] = {}
     for mark in marks:
@@ -138,8 +143,7 @@ def _granted(marks: list[_Requested], limits: TtlLimits) -> tuple[Mark, ...]:
 
 def _read_own(body: Json, limits: TtlLimits) -> tuple[bool, float]:
     """Whether the request may be kept, and the whole prompt's TTL, as `nvext` states them."""
-    nvext = body.get("nvext")
-    control = nvext.get("cache_control") if isinstance(nvext, dict) else None
+    control = control_of(body.get("nvext"))
     if control is None:
         return True, 0.0
     if isinstance(control, dict) and control.get("type") == "none":
