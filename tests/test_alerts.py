@@ -77,7 +77,7 @@ def test_every_metric_exists() -> None:
         assert f'"{name}"' in source, name
 
 
-def test_the_pages_of_a_node_have_them(node: Node) -> None:
+def test_the_metrics_pages_of_a_node_have_every_metric(node: Node) -> None:
     body = {"model": "m", "max_tokens": 2, "messages": [{"role": "user", "content": "Count."}]}
     assert node.post("/v1/chat/completions", body).status_code == 200
     urls = (node.url, node.engines[0])
@@ -88,7 +88,7 @@ def test_the_pages_of_a_node_have_them(node: Node) -> None:
     assert {name for name in used() if name.startswith("sglang:")} <= engine
 
 
-def test_every_rule_is_whole() -> None:
+def test_every_rule_is_well_formed() -> None:
     seen = set()
     for rule in rules():
         assert set(rule) <= {"record", "alert", "expr", "for", "labels", "annotations"}
@@ -114,7 +114,7 @@ def is_balanced(expression: str) -> bool:
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not on PATH")
-def test_promtool_agrees() -> None:
+def test_promtool_accepts_the_rules() -> None:
     done = subprocess.run(
         ["promtool", "check", "rules", str(PATH)], capture_output=True, text=True, check=False
     )

@@ -17,7 +17,7 @@ PEOPLE = Tenant("people", 200, 3.0)
 TENANTS = Tenants((PEOPLE, Tenant("batch", -5)), max_priority=50)
 
 
-def test_who_is_named_has_its_own_and_all_others_the_same() -> None:
+def test_configured_tenants_have_their_settings_and_others_the_defaults() -> None:
     assert TENANTS.of("people") is PEOPLE
     assert TENANTS.of("another") == Tenant("another", 50, 1.0)
     assert TENANTS.of("") == Tenant("", 50, 1.0)
@@ -25,7 +25,7 @@ def test_who_is_named_has_its_own_and_all_others_the_same() -> None:
     assert Tenants().of("x") == Tenant("x", LIMIT)
 
 
-def test_a_request_is_of_the_tenant_that_its_header_names() -> None:
+def test_the_header_names_the_tenant_of_a_request() -> None:
     assert TENANTS.asking({"x-tenant-id": "people"}) is PEOPLE
     assert TENANTS.asking({}) == TENANTS.of("")
 
@@ -41,7 +41,7 @@ def test_a_tenant_shares_its_cache_with_its_group() -> None:
             balancer_settings(["--tenant", f"a:pin_share={share}"])
 
 
-def test_tenants_are_kept_apart_where_they_have_keys_unless_told_otherwise(tmp_path: Path) -> None:
+def test_tenants_with_keys_are_isolated_by_default(tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.touch()
     for isolation, alone, with_keys in (
@@ -56,7 +56,7 @@ def test_tenants_are_kept_apart_where_they_have_keys_unless_told_otherwise(tmp_p
         balancer_settings(["--tenant-isolation", "maybe"])
 
 
-def test_a_node_whose_tenants_have_keys_has_one_of_its_own(
+def test_the_launcher_creates_its_own_key_if_tenants_have_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SGL_EXT_OPERATOR_KEY", raising=False)

@@ -20,7 +20,7 @@ from typing import Any
 import orjson
 
 from sgl_ext.doctor.findings import Findings
-from sgl_ext.doctor.report import as_text, with_advice
+from sgl_ext.doctor.report import add_advice, as_text
 from sgl_ext.settings.checks import read_api_key
 from sgl_ext.settings.schema import SettingsError
 
@@ -54,12 +54,12 @@ def main(argv: Sequence[str]) -> int:
     except (DoctorError, SettingsError) as error:
         print(f"sgl-ext doctor: {error}", file=sys.stderr)
         return 2
-    shown = with_advice(document)
+    add_advice(document)
     if flags.json:
-        print(orjson.dumps(shown, option=orjson.OPT_INDENT_2).decode())
+        print(orjson.dumps(document, option=orjson.OPT_INDENT_2).decode())
     else:
-        print(as_text(shown), end="")
-    return int(any(harness["findings"] for harness in shown["harnesses"]))
+        print(as_text(document), end="")
+    return int(any(harness["findings"] for harness in document["harnesses"]))
 
 
 def read_log(path: str) -> dict[str, Any]:

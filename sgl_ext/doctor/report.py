@@ -13,25 +13,16 @@ _HEAD = ("tokens", "share", "times", "where", "between", "what")
 _BETWEEN = {"session": "turns", "fleet": "sessions"}
 
 
-def with_advice(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The findings, each with its meaning and advice."""
-    return {
-        "harnesses": [
-            entry
-            | {
-                "findings": [
-                    row
-                    | {"means": meaning(row["kind"]), "advice": advice(row["kind"], row["part"])}
-                    for row in entry["findings"]
-                ]
-            }
-            for entry in document["harnesses"]
-        ]
-    }
+def add_advice(document: Mapping[str, Any]) -> None:
+    """Adds the meaning and the advice to each finding of a document."""
+    for entry in document["harnesses"]:
+        for row in entry["findings"]:
+            row["means"] = meaning(row["kind"])
+            row["advice"] = advice(row["kind"], row["part"])
 
 
 def as_text(document: Mapping[str, Any]) -> str:
-    """The report: for each harness and model a table and the advice."""
+    """The report: for each harness and model a table and the advice that `add_advice` added."""
     harnesses = document["harnesses"]
     if not harnesses:
         return "There are no prompts yet.\n"
@@ -52,7 +43,7 @@ def _of_harness(entry: Mapping[str, Any]) -> str:
     lines = [title, *_table(rows), "  What to do:"]
     places_by_advice: dict[str, list[str]] = {}
     for row in entry["findings"]:
-        places = places_by_advice.setdefault(advice(row["kind"], row["part"]), [])
+        places = places_by_advice.setdefault(row["advice"], [])
         if row["where"] not in places:
             places.append(row["where"])
     for what, places in places_by_advice.items():

@@ -81,7 +81,7 @@ def test_ends_are_those_of_the_chain(path: str, body: dict[str, Any]) -> None:
 
 
 @given(st.sampled_from(sorted(PATHS)), bodies)
-def test_the_head_ends_where_the_chain_says(path: str, body: dict[str, Any]) -> None:
+def test_the_head_ends_where_the_chains_head_ends(path: str, body: dict[str, Any]) -> None:
     chain, blocks = read_chain(of_path(path), body), read_blocks(of_path(path), body)
     head = [block for block in blocks if block.in_head]
     ends = (0, *chain.ends)
@@ -89,7 +89,7 @@ def test_the_head_ends_where_the_chain_says(path: str, body: dict[str, Any]) -> 
     assert ends[chain.head_segments] == (head[-1].end + closes if head else 0)
 
 
-def test_labels_say_where_a_client_finds_its_own_words() -> None:
+def test_labels_are_places_in_the_body() -> None:
     assert labels(MESSAGES, messages(1)) == [
         *(f"tools[{n}]" for n in range(6)),
         "system[0]",
@@ -111,5 +111,5 @@ def test_labels_say_where_a_client_finds_its_own_words() -> None:
 
 
 @pytest.mark.parametrize("body", [None, [], {"messages": 3}, {"tools": [{1: 2}]}, {"input": {}}])
-def test_what_cannot_be_read_has_no_blocks(body: Any) -> None:
+def test_a_malformed_body_has_no_blocks(body: Any) -> None:
     assert all(read_blocks(of_path(path), body) == [] for path in PATHS)

@@ -40,7 +40,9 @@ bodies = st.builds(
 
 
 @given(bodies, bodies)
-def test_the_place_told_is_the_first_that_differs(old: dict[str, Any], new: dict[str, Any]) -> None:
+def test_the_reported_place_is_the_first_that_differs(
+    old: dict[str, Any], new: dict[str, Any]
+) -> None:
     left, right = read_blocks(of_path(MESSAGES), old), read_blocks(of_path(MESSAGES), new)
     found = compare(left, right)
     whole = [b"".join(block.frame + block.text for block in blocks) for blocks in (left, right)]
@@ -62,7 +64,7 @@ def test_the_place_told_is_the_first_that_differs(old: dict[str, Any], new: dict
 
 
 @given(st.integers(0, 4), st.integers(0, 4))
-def test_a_conversation_that_grows_agrees_with_itself(few: int, more: int) -> None:
+def test_a_growing_conversation_does_not_diverge(few: int, more: int) -> None:
     assert agrees(messages(few), messages(more))
 
 
@@ -159,12 +161,14 @@ def test_other_tools_are_found(tools: Any, block: str) -> None:
         ("Folder: /home/anna\n", "Folder: /home/bert\n", "unknown"),
     ],
 )
-def test_a_header_that_could_be_stripped_is_told_from_text(old: str, new: str, kind: str) -> None:
+def test_a_header_that_could_be_stripped_is_a_kind_of_its_own(
+    old: str, new: str, kind: str
+) -> None:
     left, right = (messages(1, system=system(text, SYSTEM)) for text in (old, new))
     assert difference(left, right).kind == kind
 
 
-def test_what_is_lost_is_what_recurs_behind_it() -> None:
+def test_lost_bytes_are_those_that_recur_after_the_difference() -> None:
     left, right = (messages(3, system=system(f"It is 12:00:0{n}.", SYSTEM)) for n in range(2))
     found = difference(left, right)
     texts = [block.text for block in read_blocks(of_path(MESSAGES), right)]
@@ -173,7 +177,7 @@ def test_what_is_lost_is_what_recurs_behind_it() -> None:
     assert found.is_same_conversation
 
 
-def test_the_same_first_call_makes_no_conversation_the_same() -> None:
+def test_an_equal_first_call_does_not_make_conversations_equal() -> None:
     one, other = (messages(messages=turns(2, first, first)) for first in ("Do this", "Do that"))
     assert not difference(one, other).is_same_conversation
 
@@ -195,7 +199,7 @@ def test_an_earlier_message_that_changed_is_rewritten_and_one_that_is_gone_trunc
     assert difference(messages(3), without).kind == "truncated"
 
 
-def test_another_agent_is_not_the_same() -> None:
+def test_another_agent_is_recognized() -> None:
     other = messages(0, system=system("You name conversations. " * 30), tools=[])
     assert not difference(messages(), other).is_same_agent
     moved = messages(0, system=system("You are an agent.", SYSTEM + "\nFolder: /home/anna"))

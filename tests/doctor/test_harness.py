@@ -24,7 +24,7 @@ from sgl_ext.doctor.harness import harness_of
         ({}, {}, "unknown"),
     ],
 )
-def test_a_harness_is_told_by_its_head(
+def test_a_harness_is_recognized_by_its_headers(
     headers: dict[str, str], billing: dict[str, str], harness: str
 ) -> None:
     raw = {name.encode(): value.encode() for name, value in headers.items()}

@@ -39,7 +39,9 @@ def test_findings_are_ranked_by_tokens_lost(
     assert "sdk, model m: 1 prompt, 100 tokens\n  No prompt diverges" in shown
 
 
-def test_no_prompts_are_no_finding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_prompts_there_are_no_findings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([log_of(tmp_path)]) == 0
     assert "no prompts yet" in capsys.readouterr().out
 
@@ -47,7 +49,7 @@ def test_no_prompts_are_no_finding(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     "text", [b"not json\n", b'{"route": "/v1/messages"}\n', b"[1]\n", b"\xff\n"]
 )
-def test_what_is_no_request_log_is_refused(
+def test_a_file_that_is_no_request_log_is_rejected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: bytes
 ) -> None:
     assert main([log_of(tmp_path, text)]) == 2
@@ -56,7 +58,7 @@ def test_what_is_no_request_log_is_refused(
     assert "1 lines could not be read" in capsys.readouterr().err
 
 
-def test_a_line_that_is_half_a_divergence_is_not_counted(
+def test_a_line_with_a_malformed_divergence_is_not_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([log_of(tmp_path, line({"kind": "clock"}), line(3), line())]) == 0
@@ -64,7 +66,7 @@ def test_a_line_that_is_half_a_divergence_is_not_counted(
 
 
 @pytest.mark.parametrize("argv", [[], ["a", "--url", "http://b"], ["--what"]])
-def test_bad_usage_is_said(argv: list[str]) -> None:
+def test_wrong_arguments_are_an_error(argv: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(argv)
     assert ended.value.code == 2
@@ -79,14 +81,16 @@ def test_bad_usage_is_said(argv: list[str]) -> None:
         ["--url", "http://127.0.0.1:1", "--api-key", "sk-secret"],
     ],
 )
-def test_what_cannot_be_had_is_said(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreadable_source_is_an_error(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(argv) == 2
     told = capsys.readouterr().err
     assert told.startswith("sgl-ext doctor: ")
     assert "sk-secret" not in told
 
 
-def test_processes_add_up_and_stay_within_bounds() -> None:
+def test_findings_of_processes_are_merged_within_bounds() -> None:
     findings = Findings()
     for number in range(5000):
         found = FOUND | {"part": "system", "block": f"b{number}"}

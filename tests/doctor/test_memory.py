@@ -48,14 +48,16 @@ def clock(count: int, second: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("session", ["s", None])
-def test_a_conversation_that_grows_is_never_read_again(session: str | None) -> None:
+def test_a_growing_conversation_is_never_parsed_again(session: str | None) -> None:
     watch = Watch()
     assert all(watch.sees(messages(count), session) is None for count in range(10))
     assert watch.reads == 0
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=30), st.booleans())
-def test_interleaved_conversations_are_clean(steps: list[tuple[int, bool]], stated: bool) -> None:
+def test_interleaved_conversations_do_not_diverge(
+    steps: list[tuple[int, bool]], stated: bool
+) -> None:
     """Each grows, or repeats its last prompt."""
     watch, counts = Watch(), [0] * 4
     for which, grows in steps:
@@ -64,20 +66,20 @@ def test_interleaved_conversations_are_clean(steps: list[tuple[int, bool]], stat
         assert watch.sees(body, f"s{which % 2}" if stated else None) is None
 
 
-def test_a_clock_in_the_instructions_is_told_every_turn() -> None:
+def test_a_clock_in_the_instructions_is_reported_in_every_turn() -> None:
     watch = Watch()
     assert watch.sees(clock(0, 0)) is None
     for count in range(1, 6):
         assert parts_at(watch.sees(clock(count, count))) == ("session", "clock", "system[1]")
 
 
-def test_it_is_told_without_a_session_too() -> None:
+def test_a_clock_is_reported_without_a_session_too() -> None:
     watch = Watch()
     assert watch.sees(clock(1, 0), None) is None
     assert parts_at(watch.sees(clock(2, 1), None)) == ("session", "clock", "system[1]")
 
 
-def test_a_fleet_whose_sessions_begin_differently_is_told() -> None:
+def test_sessions_of_a_fleet_that_begin_differently_are_reported() -> None:
     watch = Watch()
     assert watch.sees(messages(), "a") is None
     shuffled = messages(tools=TOOLS[::-1])
@@ -98,7 +100,7 @@ def test_another_agent_of_the_session_is_another_prompt() -> None:
     assert watch.sees(messages(4)) is None
 
 
-def test_history_that_changed_is_told_and_a_branch_is_not() -> None:
+def test_changed_history_is_reported_and_a_branch_is_not() -> None:
     watch = Watch()
     for count in range(4):
         assert watch.sees(messages(count)) is None
@@ -115,7 +117,7 @@ def test_history_that_changed_is_told_and_a_branch_is_not() -> None:
     assert watch.sees(messages(2)) is None, "went back to where it was"
 
 
-def test_a_clock_in_the_first_message_is_told() -> None:
+def test_a_clock_in_the_first_message_is_reported() -> None:
     watch = Watch()
     bodies = [messages(messages=turns(n, first=f"It is 12:00:0{n}. Find it.")) for n in range(4)]
     assert watch.sees(bodies[0]) is None

@@ -1,4 +1,8 @@
-"""Snapshots that the processes of one balancer share through files."""
+"""Snapshots that the processes of one balancer share through files.
+
+prometheus_client has a multiprocess mode, but only for its own counters, which are too slow for
+every request (see `counters`).
+"""
 
 from __future__ import annotations
 

@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 # Clients separate caches by these fields: prompts that differ in them are not compared.
 _CACHE_FIELDS = frozenset({"lora_path", "cache_salt", "extra_key"})
+_LOGGED = ("part", "block", "byte", "bytes", "kind")
 _MAX_MODEL_CHARS = 100
 # Comparisons may take this share of the process's time, and at most this long at once.
 _TIME_SHARE = 0.1
@@ -65,7 +66,7 @@ class DivergenceDetector:
         self._budget_s = _MAX_BURST_S
         self._strip = strip
         self._metrics = metrics
-        self._prepare: Callable[[Any], Any] = with_sorted_tools if sort_tools else _unchanged
+        self._sort_tools = sort_tools
         self._memory = PromptMemory(self._read, limit_bytes)
         self.findings = Findings()
 
@@ -103,16 +104,8 @@ class DivergenceDetector:
             return PromptDiagnosis(harness, model, None)
         difference = found.difference
         tokens = difference.lost_bytes * routing.prompt_tokens // max(routing.chain.ends[-1], 1)
-        divergence = {
-            "scope": found.scope,
-            "part": difference.part,
-            "block": difference.block,
-            "byte": difference.byte,
-            "bytes": difference.bytes,
-            "kind": difference.kind,
-            "tokens": tokens,
-        }
-        return PromptDiagnosis(harness, model, divergence)
+        logged = {key: getattr(difference, key) for key in _LOGGED}
+        return PromptDiagnosis(harness, model, {"scope": found.scope, **logged, "tokens": tokens})
 
     def _compare(self, prompt: Prompt) -> Divergence | None:
         now_s = self._clock()
@@ -138,8 +131,4 @@ class DivergenceDetector:
             raise _Busy
         protocol = of_path(path)
         body = strip_request(protocol, orjson.loads(raw), self._strip).body
-        return read_blocks(protocol, self._prepare(body))
-
-
-def _unchanged(body: Any) -> Any:
-    return body
+        return read_blocks(protocol, with_sorted_tools(body) if self._sort_tools else body)

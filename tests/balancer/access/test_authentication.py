@@ -66,7 +66,7 @@ def told(engine: Engine) -> tuple[Any, ...]:
     return tuple(headers.get(name) for name in _WHOSE)
 
 
-async def test_a_request_is_of_the_tenant_whose_key_it_has(start: Start, some_keys: Keys) -> None:
+async def test_the_key_decides_the_tenant(start: Start, some_keys: Keys) -> None:
     engine = Engine("a")
     client = await start(engine, **some_keys.config)
     for path in (MESSAGES, CHAT):
@@ -80,7 +80,7 @@ async def test_a_request_is_of_the_tenant_whose_key_it_has(start: Start, some_ke
     assert told(engine) == ("bob", "bob", "bob")
 
 
-async def test_without_a_good_key_nothing_is_done(start: Start, some_keys: Keys) -> None:
+async def test_a_request_without_a_valid_key_is_401(start: Start, some_keys: Keys) -> None:
     engine = Engine("a")
     client = await start(engine, **some_keys.config)
     bad = ({}, bearer(""), bearer("no"), bearer(some_keys.alice[:-1]), {"x-api-key": "\u017f"})
@@ -95,7 +95,7 @@ async def test_without_a_good_key_nothing_is_done(start: Start, some_keys: Keys)
     assert engine.seen == []
 
 
-async def test_only_operators_and_admins_speak_for_others(start: Start, some_keys: Keys) -> None:
+async def test_only_operators_and_admins_may_name_a_tenant(start: Start, some_keys: Keys) -> None:
     engine = Engine("a")
     groups = (Tenant("bob", 100, cache_group="team"), Tenant("carol", 100, cache_group="team"))
     client = await start(engine, **some_keys.config, tenants=groups)
@@ -125,7 +125,9 @@ ADMINISTRATION = [
 ]
 
 
-async def test_administration_is_for_operators_and_admins(start: Start, some_keys: Keys) -> None:
+async def test_administration_needs_an_operators_or_admins_key(
+    start: Start, some_keys: Keys
+) -> None:
     engine = Engine("a")
     client = await start(engine, **some_keys.config)
     for method, path in ADMINISTRATION:
@@ -142,7 +144,7 @@ async def test_administration_is_for_operators_and_admins(start: Start, some_key
     "path",
     ["/v1/l%6fads", "/%66lush_cache", "//flush_cache", "/v1/../flush_cache", "/v1/.", "/new_admin"],
 )
-async def test_what_is_not_for_tenants_is_not_found_in_disguise(
+async def test_disguised_spellings_of_forbidden_paths_are_404(
     serve: Serve, connect: Connect, some_keys: Keys, path: str
 ) -> None:
     engine = Raw()
@@ -156,7 +158,7 @@ async def test_what_is_not_for_tenants_is_not_found_in_disguise(
     assert engine.requests == []
 
 
-async def test_tenants_may_ask_for_what_is_theirs(start: Start, some_keys: Keys) -> None:
+async def test_tenants_may_request_their_own_paths(start: Start, some_keys: Keys) -> None:
     engine = Engine("a")
     client = await start(engine, **some_keys.config)
     for method, path in (
@@ -172,9 +174,7 @@ async def test_tenants_may_ask_for_what_is_theirs(start: Start, some_keys: Keys)
             assert told(engine) in (("alice", "alice", "alice"), ("alice", None, "alice")), path
 
 
-async def test_what_the_balancer_shows_of_pins_is_the_callers(
-    start: Start, some_keys: Keys
-) -> None:
+async def test_a_tenant_sees_only_its_own_pins(start: Start, some_keys: Keys) -> None:
     engine = Engine("a")
     lines: asyncio.Queue[bytes] = asyncio.Queue()
     engine.events.append(lines)
@@ -199,7 +199,7 @@ async def test_what_the_balancer_shows_of_pins_is_the_callers(
     assert await shown(some_keys.alice, **{"x-sgl-ext-owner": "bob"}) == ["alice"]
 
 
-async def test_without_keys_the_name_is_believed_and_isolation_goes_by_it(start: Start) -> None:
+async def test_without_keys_the_tenant_header_is_trusted_for_isolation(start: Start) -> None:
     engine = Engine("a")
     client = await start(engine)
     assert await status(client, "POST", CHAT, **{"x-tenant-id": "bob"}) == 200
@@ -212,14 +212,14 @@ async def test_without_keys_the_name_is_believed_and_isolation_goes_by_it(start:
     assert told(other) == (None, "", None)
 
 
-async def test_isolation_can_be_off_though_there_are_keys(start: Start, some_keys: Keys) -> None:
+async def test_isolation_can_be_off_with_keys(start: Start, some_keys: Keys) -> None:
     engine = Engine("a")
     client = await start(engine, **some_keys.config, tenant_isolation="off")
     assert await status(client, "POST", CHAT, **bearer(some_keys.alice), **FORGED) == 200
     assert told(engine) == ("alice", None, "alice")
 
 
-async def test_keys_come_and_go_without_a_restart(
+async def test_a_changed_key_file_applies_without_a_restart(
     serve: Serve, some_keys: Keys, caplog: pytest.LogCaptureFixture
 ) -> None:
     balancer = await serve(Raw(), **some_keys.config)
@@ -252,7 +252,7 @@ async def test_keys_come_and_go_without_a_restart(
     assert not any(key in line for line in said for key in (some_keys.alice, carol))
 
 
-def test_a_broken_file_at_the_start_is_an_error(tmp_path: Path) -> None:
+def test_a_malformed_key_file_at_the_start_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(KeysError):
         KeyFileReloader(tmp_path / "none", Metrics())
     (tmp_path / "keys").write_text("")

@@ -55,7 +55,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_requests_over_the_limit_are_told_when_to_come_again(folder: Path) -> None:
+def test_requests_over_the_limit_are_rejected_with_a_time_to_retry(folder: Path) -> None:
     setting = Setting(folder, "[tenants.a]\nrequests_per_minute = 2")
     assert [setting.retry_after_s() for _ in range(3)] == [0, 0, 30]
     setting.clock.now_s += 29.5
@@ -65,7 +65,7 @@ def test_requests_over_the_limit_are_told_when_to_come_again(folder: Path) -> No
     assert [setting.retry_after_s(tenant="b") for _ in range(9)] == [0] * 9
 
 
-def test_tokens_are_charged_at_the_door_and_corrected_at_the_end(folder: Path) -> None:
+def test_tokens_are_charged_on_arrival_and_corrected_at_the_end(folder: Path) -> None:
     setting = Setting(folder, "[tenants.a]\ntokens_per_minute = 600")
     charge = setting.limits.admit("a", 600)
     assert charge == Charge("a", 600)
@@ -83,7 +83,7 @@ def test_tokens_are_charged_at_the_door_and_corrected_at_the_end(folder: Path) -
     assert setting.retry_after_s(0) == 0  # what computes nothing costs none
 
 
-def test_one_that_is_refused_by_one_limit_is_not_charged_by_the_other(folder: Path) -> None:
+def test_a_request_rejected_by_one_limit_is_not_charged_to_the_other(folder: Path) -> None:
     setting = Setting(folder, "[tenants.a]\nrequests_per_minute = 2\ntokens_per_minute = 60")
     assert setting.retry_after_s(60) == 0
     assert setting.retry_after_s(60) == 60
@@ -96,7 +96,7 @@ def test_processes_share_a_limit(folder: Path) -> None:
     assert [setting.retry_after_s() for _ in range(2)] == [0, 60]
 
 
-def test_a_new_limit_holds_from_the_next_reading_on(folder: Path) -> None:
+def test_a_changed_limit_applies_after_the_reload(folder: Path) -> None:
     setting = Setting(folder, "[tenants.a]\nrequests_per_minute = 1")
     assert [setting.retry_after_s() for _ in range(2)] == [0, 60]
     setting.path.write_text("[tenants.a]\nrequests_per_minute = 10")
@@ -104,7 +104,7 @@ def test_a_new_limit_holds_from_the_next_reading_on(folder: Path) -> None:
     assert [setting.retry_after_s() for _ in range(10)] == [0] * 9 + [6]
 
 
-def test_only_tenants_of_the_file_are_counted(folder: Path) -> None:
+def test_only_tenants_in_the_key_file_are_counted(folder: Path) -> None:
     setting = Setting(folder, "[tenants.a]\nrequests_per_minute = 1")
     for tenant in ("a", "a", "", "whoever"):
         setting.retry_after_s(7, tenant)
@@ -138,7 +138,7 @@ class Tenant:
 @pytest.mark.parametrize(
     ("path", "kind"), [(MESSAGES, "rate_limit_error"), (CHAT, "rate_limit_error")]
 )
-async def test_who_is_over_a_limit_is_told_in_its_protocol(
+async def test_a_rate_limit_error_has_the_shape_of_its_protocol(
     start: Start, folder: Path, path: str, kind: str
 ) -> None:
     tenant, engine = Tenant(folder, "requests_per_minute = 1"), Engine("e")
@@ -167,7 +167,7 @@ async def silent(_: web.Request) -> web.StreamResponse:
     ("answer", "most"),
     [(cheap, 50), (refusing, 50), (silent, 1)],
 )
-async def test_what_an_answer_cost_is_what_counts(
+async def test_the_real_cost_of_an_answer_is_charged(
     start: Start, folder: Path, answer: Any, most: int
 ) -> None:
     tenant = Tenant(folder, "tokens_per_minute = 600")
@@ -177,13 +177,15 @@ async def test_what_an_answer_cost_is_what_counts(
     assert statuses.count(429) == (0 if most == 50 else 9)
 
 
-async def test_what_the_balancer_refuses_itself_costs_nothing(start: Start, folder: Path) -> None:
+async def test_requests_that_the_balancer_rejects_cost_nothing(start: Start, folder: Path) -> None:
     tenant = Tenant(folder, "tokens_per_minute = 600")
     client = await start(**tenant.config)
     assert {(await tenant.asks(client, words=400))[0] for _ in range(5)} == {503}
 
 
-async def test_a_streams_cost_is_told_by_its_ends(serve: Serve, folder: Path) -> None:
+async def test_a_streams_cost_is_read_from_its_first_and_last_event(
+    serve: Serve, folder: Path
+) -> None:
     tenant = Tenant(folder, "tokens_per_minute = 600")
     start = (
         b'event: message_start\ndata: {"message":{"usage":{"input_tokens":4,'

@@ -62,7 +62,7 @@ def registered(*blocks: dict[str, Any]) -> tuple[Block, ...]:
     return read_blocks({"blocks": list(blocks or BLOCKS)})
 
 
-def test_equal_content_has_an_equal_id_and_all_else_another() -> None:
+def test_the_id_depends_on_every_part_of_the_content() -> None:
     id = context_id(registered())
     assert id == context_id(read_blocks(json.loads(json.dumps({"blocks": BLOCKS}))))
     others = []
@@ -110,7 +110,7 @@ def test_a_hash_is_of_the_text_or_of_the_tools_as_compact_json() -> None:
         ({"layer": "runtime", "kind": "tools"}, "blocks.0.layer: tools cannot be 'runtime'"),
     ],
 )
-def test_what_cannot_be_a_context_is_named(changes: dict[str, Any], message: str) -> None:
+def test_an_invalid_block_is_rejected_by_field(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(MalformedContext) as raised:
         registered({**BLOCKS[0], **changes}, BLOCKS[2])
     assert str(raised.value).startswith(message)
@@ -127,19 +127,19 @@ def test_what_cannot_be_a_context_is_named(changes: dict[str, Any], message: str
         ({"blocks": [{**BLOCKS[0], "content": "x" * (17 << 20)}]}, "blocks: larger than"),
     ],
 )
-def test_a_registration_is_bounded(document: Any, message: str) -> None:
+def test_an_invalid_or_oversized_registration_is_rejected(document: Any, message: str) -> None:
     with pytest.raises(MalformedContext, match=message):
         read_blocks(document)
 
 
-def test_tools_come_first_so_their_layer_may_not_be_the_shorter() -> None:
+def test_tools_may_not_be_in_a_later_layer_than_texts() -> None:
     tools = {**BLOCKS[1], "layer": "project"}
     with pytest.raises(MalformedContext, match=r"blocks\.0\.layer: 'stable' may not follow"):
         registered(BLOCKS[0], tools)
     assert [block.id for block in registered()] == ["tools", "rules", "notes", "now"]
 
 
-def test_messages_have_it_in_tools_and_system() -> None:
+def test_messages_get_the_content_in_tools_and_system() -> None:
     own = {"name": "write", "input_schema": {}}
     body = {"model": "m", "system": "Own.", "tools": [own], "messages": [], "context_id": "c"}
     found, left_out = expand("/v1/messages", body, registered(), {"now": "It is noon."})
@@ -152,7 +152,7 @@ def test_messages_have_it_in_tools_and_system() -> None:
     }
 
 
-def test_chat_completions_have_it_in_tools_and_the_first_message() -> None:
+def test_chat_completions_get_the_content_in_tools_and_the_first_message() -> None:
     user = {"role": "user", "content": "Hello"}
     parts = [text("Be brief.", "1h"), text("# Notes", "5m")]
     alone, _ = expand("/v1/chat/completions", {"messages": [user]}, registered(), None)
@@ -164,7 +164,7 @@ def test_chat_completions_have_it_in_tools_and_the_first_message() -> None:
         assert found["messages"] == [{"role": role, "content": [*parts, text("Own.")]}, user]
 
 
-def test_responses_have_it_in_tools_and_instructions() -> None:
+def test_responses_get_the_content_in_tools_and_instructions() -> None:
     body = {"input": "Hello", "instructions": "Own.", "nvext": {"context_id": "c"}}
     found, _ = expand("/v1/responses", body, registered(), {"now": "Noon."})
     said = [{"type": "input_text", "text": each} for each in ("Noon.", "Hello")]
@@ -247,7 +247,7 @@ def test_a_tool_takes_the_form_of_the_protocol(path: str, form: dict[str, Any]) 
         (["5m"] * 4, [None, None, None], 2),
     ],
 )
-def test_marks_are_put_where_the_requests_own_do_not_hold_as_long(
+def test_layers_are_marked_unless_the_requests_own_marks_hold_as_long(
     marks: list[str], wanted: list[str | None], left_out: int
 ) -> None:
     body = {
@@ -270,7 +270,7 @@ def test_marks_are_put_where_the_requests_own_do_not_hold_as_long(
         ("1h", [None, "1h", "1h", "5m"], 0),
     ],
 )
-def test_marks_on_the_requests_own_tools_do_not_hold_the_texts_and_bound_their_marks(
+def test_marks_on_the_requests_own_tools_limit_the_marks_on_texts(
     ttl: str, wanted: list[str | None], left_out: int
 ) -> None:
     own = {"name": "own", "input_schema": {}, "cache_control": {"type": "ephemeral", "ttl": ttl}}
@@ -283,7 +283,7 @@ def test_marks_on_the_requests_own_tools_do_not_hold_the_texts_and_bound_their_m
     assert not read_marks(of_path("/v1/messages"), found, TtlLimits(0, 1e9)).error
 
 
-def test_what_a_request_says_of_runtime_blocks_is_checked() -> None:
+def test_malformed_runtime_texts_are_rejected() -> None:
     for texts, message in (
         ([], "context_blocks: must be an object"),
         ({"rules": "x"}, "context_blocks.rules: the context has no such 'runtime' block"),
@@ -293,7 +293,7 @@ def test_what_a_request_says_of_runtime_blocks_is_checked() -> None:
             expand("/v1/messages", {}, registered(), texts)
 
 
-def test_a_request_may_name_it_in_nvext() -> None:
+def test_a_request_may_name_a_context_in_nvext() -> None:
     assert named({"messages": []}) is None
     assert named({"nvext": {"context_id": "a", "context_blocks": {}}}) == ("a", {})
     assert named({"context_id": "b", "nvext": {"context_id": "a"}}) == ("b", None)
@@ -337,7 +337,7 @@ def unmarked(value: Any) -> Any:
 
 
 @given(some_blocks(), st.none() | texts | st.lists(texts, max_size=2), st.booleans())
-def test_the_whole_request_is_the_one_that_has_the_content_in_place(
+def test_the_expanded_request_equals_one_with_the_content_in_place(
     blocks: list[dict[str, Any]], own: Any, has_tool: bool
 ) -> None:
     """And its marks are in Anthropic's order, no more than allowed, behind what was registered."""
@@ -373,7 +373,9 @@ def test_the_whole_request_is_the_one_that_has_the_content_in_place(
 
 
 @given(some_blocks(), st.none() | texts)
-def test_so_it_is_in_openais_protocols(blocks: list[dict[str, Any]], own: str | None) -> None:
+def test_the_expanded_request_equals_one_in_openais_protocols_too(
+    blocks: list[dict[str, Any]], own: str | None
+) -> None:
     said = [block["content"] for block in blocks if block["kind"] != "tools"]
     offered = [tool for block in blocks if block["kind"] == "tools" for tool in block["content"]]
     functions = [

@@ -84,7 +84,9 @@ async def ask(client: ClientSession, body: dict[str, Any], tenant: str = "") -> 
     return answer.status, await answer.json(content_type=None)
 
 
-async def test_a_turn_that_continues_another_is_the_whole_conversation(start: Start) -> None:
+async def test_a_turn_that_continues_another_is_sent_as_the_whole_conversation(
+    start: Start,
+) -> None:
     engine = Answering(THOUGHT, CALL)
     client = await start(engine.engine())
     first = {"input": "One", "instructions": "Of the first.", "tools": []}
@@ -102,7 +104,7 @@ async def test_a_turn_that_continues_another_is_the_whole_conversation(start: St
 
 
 @pytest.mark.parametrize("status", ["completed", "incomplete"])
-async def test_a_streamed_answer_is_kept_and_says_what_it_continues(
+async def test_a_streamed_answer_is_stored_and_names_the_response_it_continues(
     start: Start, status: str
 ) -> None:
     engine = Answering(status=status)
@@ -120,7 +122,9 @@ async def test_a_streamed_answer_is_kept_and_says_what_it_continues(
     assert len(engine.bodies[2]["input"]) == 5
 
 
-async def test_any_engine_answers_and_a_restarted_balancer(start: Start, tmp_path: Path) -> None:
+async def test_any_engine_and_a_restarted_balancer_can_continue_a_conversation(
+    start: Start, tmp_path: Path
+) -> None:
     first, second = Answering(), Answering()
     store = str(tmp_path / "store.sqlite")
     before = await start(first.engine(), store=store)
@@ -134,7 +138,7 @@ async def test_any_engine_answers_and_a_restarted_balancer(start: Start, tmp_pat
     assert len(first.bodies[1]["input"]) == 5
 
 
-async def test_what_is_not_to_be_stored_or_not_complete_is_unknown(start: Start) -> None:
+async def test_responses_that_are_not_stored_or_incomplete_are_unknown(start: Start) -> None:
     engine = Answering()
     client = await start(engine.engine())
     await ask(client, {"input": "One", "store": False})
@@ -156,7 +160,7 @@ async def test_what_is_not_to_be_stored_or_not_complete_is_unknown(start: Start)
     assert len(engine.bodies) == 3
 
 
-async def test_a_turn_that_is_not_stored_can_continue_one_that_is(start: Start) -> None:
+async def test_a_turn_that_is_not_stored_can_continue_a_stored_one(start: Start) -> None:
     engine = Answering()
     client = await start(engine.engine())
     await ask(client, {"input": "One"})
@@ -183,7 +187,7 @@ async def test_the_next_turn_may_be_prefilled_by_id(start: Start) -> None:
     assert engine.bodies[1] == whole
 
 
-async def test_a_tenants_responses_are_its_own(start: Start) -> None:
+async def test_a_tenant_cannot_read_another_tenants_responses(start: Start) -> None:
     engine = Answering()
     client = await start(engine.engine())
     await ask(client, {"input": "One"}, tenant="a")
@@ -198,7 +202,7 @@ async def test_a_tenants_responses_are_its_own(start: Start) -> None:
     assert (await client.get(f"{PATH}/{id}", headers={"x-tenant-id": "a"})).status == 404
 
 
-async def test_a_stored_response_is_shown_as_it_was_answered(start: Start) -> None:
+async def test_a_stored_response_is_returned_unchanged(start: Start) -> None:
     engine = Answering(THOUGHT, said("Hi"))
     client = await start(engine.engine())
     await ask(client, {"input": "One"})
@@ -242,9 +246,7 @@ async def test_an_engines_own_response_is_still_found(start: Start) -> None:
 
 
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
-async def test_what_an_engine_does_in_the_background_is_its_tenants(
-    start: Start, is_streamed: bool
-) -> None:
+async def test_background_responses_belong_to_their_tenant(start: Start, is_streamed: bool) -> None:
     engine = Answering(status="in_progress")
     reached = []
 
@@ -268,7 +270,7 @@ async def test_what_an_engine_does_in_the_background_is_its_tenants(
             assert reached.pop() == (method, path)
 
 
-async def test_with_no_store_ids_go_to_the_engines(start: Start) -> None:
+async def test_without_a_store_ids_go_to_the_engines(start: Start) -> None:
     engine = Answering()
     client = await start(engine.engine(), store_limit_bytes=0)
     await ask(client, {"input": "One"})
@@ -280,7 +282,7 @@ async def test_with_no_store_ids_go_to_the_engines(start: Start) -> None:
     assert answer.status == 404
 
 
-async def test_malformed_input_is_the_engines_to_refuse(start: Start) -> None:
+async def test_malformed_input_goes_to_the_engine(start: Start) -> None:
     engine = Answering()
     client = await start(engine.engine())
     for body in ([], 7, {"input": 7}, {"input": {"role": "user"}}):
@@ -308,7 +310,7 @@ async def register(client: ClientSession, tenant: str = "") -> dict[str, Any]:
     return document
 
 
-async def test_a_context_is_registered_shown_and_let_go(start: Start) -> None:
+async def test_a_context_is_registered_shown_and_deleted(start: Start) -> None:
     client = await start(Engine("a"))
     found = await register(client)
     assert found["object"] == "context"
@@ -334,7 +336,7 @@ async def test_a_context_is_registered_shown_and_let_go(start: Start) -> None:
     assert (await client.delete(path)).status == 404
 
 
-async def test_a_request_that_names_it_is_the_whole_request_and_goes_where_that_goes(
+async def test_a_request_that_names_a_context_is_placed_like_the_expanded_request(
     start: Start,
 ) -> None:
     engine = Engine("a")
@@ -394,7 +396,7 @@ async def test_an_unknown_context_is_404_that_says_to_register_it_again(
         ("/v1/prefill", {}, "context_id: requests to /v1/prefill cannot name a context"),
     ],
 )
-async def test_what_a_request_says_wrongly_of_contexts_is_named(
+async def test_malformed_context_fields_of_a_request_are_named(
     start: Start, path: str, body: dict[str, Any], message: str
 ) -> None:
     client = await start(Engine("a"))
@@ -405,7 +407,7 @@ async def test_what_a_request_says_wrongly_of_contexts_is_named(
     assert (await answer.json())["error"]["message"].startswith(message)
 
 
-async def test_a_bad_registration_is_400_that_names_the_block(start: Start) -> None:
+async def test_an_invalid_registration_is_400_and_names_the_block(start: Start) -> None:
     client = await start(Engine("a"))
     block = {**BLOCKS[1], "hash": "0" * 64}
     answer = await client.post("/v1/contexts", json={"blocks": [block]})
@@ -414,7 +416,7 @@ async def test_a_bad_registration_is_400_that_names_the_block(start: Start) -> N
     assert (await client.post("/v1/contexts", data=b"{")).status == 400
 
 
-async def test_a_context_goes_before_a_conversation_that_is_continued(start: Start) -> None:
+async def test_a_context_is_inserted_ahead_of_a_continued_conversation(start: Start) -> None:
     engine = Answering()
     client = await start(engine.engine())
     id = (await register(client))["context_id"]
@@ -447,7 +449,7 @@ def one_turn(store: ConversationStore, body: dict[str, Any], id: str) -> Any:
     return whole
 
 
-def test_a_conversation_lives_from_its_last_use_on(tmp_path: Path) -> None:
+def test_a_conversation_expires_a_ttl_after_its_last_use(tmp_path: Path) -> None:
     clock, metrics = Clock(), Metrics()
     store = ConversationStore(
         DocumentStore(str(tmp_path / "store"), 1 << 20), metrics, 60.0, 1 << 20, clock
@@ -464,7 +466,7 @@ def test_a_conversation_lives_from_its_last_use_on(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_disk_that_fails_costs_the_next_turn_and_not_this_one() -> None:
+def test_a_failing_disk_does_not_fail_the_request() -> None:
     class Failing(DocumentStore):
         def put(self, *_: Any) -> int | None:
             raise sqlite3.OperationalError("database or disk is full")

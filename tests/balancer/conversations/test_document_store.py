@@ -48,7 +48,7 @@ def turn(id: str, continues: str | None = None, size: int = 10) -> Document:
     return Document(id, id.encode() * size, b"about " + id.encode(), continues)
 
 
-def test_what_one_process_keeps_another_finds_and_a_restart_too(opened: Open) -> None:
+def test_documents_are_found_by_other_processes_and_after_a_restart(opened: Open) -> None:
     first, second = opened(), opened()
     assert first.put("a", turn("r1"), 60.0, now=100.0) == 0
     found = second.get("a", "r1", now=100.0)
@@ -58,7 +58,7 @@ def test_what_one_process_keeps_another_finds_and_a_restart_too(opened: Open) ->
     assert opened().get("a", "r1", now=159.9) == found
 
 
-def test_it_is_its_owners_alone(opened: Open) -> None:
+def test_owners_cannot_read_or_delete_each_others_documents(opened: Open) -> None:
     store = opened()
     store.put("a", turn("r1"), 60.0, now=0.0)
     assert store.get("b", "r1", now=0.0) is None
@@ -70,7 +70,7 @@ def test_it_is_its_owners_alone(opened: Open) -> None:
     assert store.chain("b", "r2", 0.0, _MIB) == [b"r1", b"r2" * 10]
 
 
-def test_a_chain_is_its_turns_from_the_first_and_all_of_them_or_none(opened: Open) -> None:
+def test_a_chain_is_complete_or_unknown(opened: Open) -> None:
     store = opened()
     for id, continues in (("r1", None), ("r2", "r1"), ("r3", "r2"), ("other", "r1")):
         store.put("a", turn(id, continues), 60.0, now=0.0)
@@ -81,7 +81,7 @@ def test_a_chain_is_its_turns_from_the_first_and_all_of_them_or_none(opened: Ope
     assert store.chain("a", "other", 0.0, _MIB) == [b"r1" * 10, b"other" * 10]
 
 
-def test_turns_that_continue_each_other_in_a_circle_are_not_known(opened: Open) -> None:
+def test_a_circular_chain_is_unknown(opened: Open) -> None:
     store = opened()
     store.put("a", turn("r1"), 60.0, now=0.0)
     store.put("a", turn("r2", "r1"), 60.0, now=0.0)
@@ -89,7 +89,7 @@ def test_turns_that_continue_each_other_in_a_circle_are_not_known(opened: Open) 
     assert store.chain("a", "r2", 0.0, _MIB) is None
 
 
-def test_a_chain_that_is_too_long_to_be_sent_is_not_read(opened: Open) -> None:
+def test_a_chain_over_the_size_limit_is_not_read(opened: Open) -> None:
     store = opened()
     store.put("a", turn("r1"), 60.0, now=0.0)
     store.put("a", turn("r2", "r1"), 60.0, now=0.0)
@@ -98,7 +98,7 @@ def test_a_chain_that_is_too_long_to_be_sent_is_not_read(opened: Open) -> None:
         store.chain("a", "r2", 0.0, 39)
 
 
-def test_a_use_renews_all_that_is_continued(opened: Open) -> None:
+def test_a_use_renews_the_whole_chain(opened: Open) -> None:
     store = opened()
     store.put("a", turn("r1"), 60.0, now=0.0)
     store.put("a", turn("r2", "r1"), 60.0, now=50.0)
@@ -107,7 +107,7 @@ def test_a_use_renews_all_that_is_continued(opened: Open) -> None:
     assert store.chain("a", "r2", 119.0, _MIB) is None
 
 
-def test_what_has_expired_is_unknown_at_once_and_swept_later(opened: Open) -> None:
+def test_an_expired_document_is_unknown_before_it_is_swept(opened: Open) -> None:
     store = opened()
     for number in range(100):
         store.put("a", turn(f"r{number}"), 10.0, now=0.0)
@@ -120,7 +120,7 @@ def test_what_has_expired_is_unknown_at_once_and_swept_later(opened: Open) -> No
     assert store.get("a", "kept", now=10.0) is not None
 
 
-def test_beyond_the_limit_the_longest_unused_goes(opened: Open) -> None:
+def test_beyond_the_limit_the_least_recently_used_is_evicted(opened: Open) -> None:
     store = opened(limit_bytes=_MIB)
     for number in range(4):
         store.put("a", turn(f"r{number}", size=100_000), 1e6, now=float(number))
@@ -141,7 +141,7 @@ def test_the_file_stays_within_its_limit(opened: Open, tmp_path: Path) -> None:
     assert store.get("a", "r199", now=200.0) is not None
 
 
-def test_what_is_larger_than_all_is_not_kept_and_nothing_goes_for_it(opened: Open) -> None:
+def test_a_document_larger_than_the_store_evicts_nothing(opened: Open) -> None:
     store = opened(limit_bytes=_MIB)
     store.put("a", turn("r1"), 60.0, now=0.0)
     assert store.put("a", Document("large", b"x" * (_MIB + 1), b""), 60.0, now=0.0) is None
@@ -150,7 +150,7 @@ def test_what_is_larger_than_all_is_not_kept_and_nothing_goes_for_it(opened: Ope
     assert store.get("a", "r1", now=0.0) is not None
 
 
-def test_a_full_disk_fails_a_write_and_leaves_what_is_there(opened: Open) -> None:
+def test_a_full_disk_fails_a_write_and_keeps_the_other_documents(opened: Open) -> None:
     store = opened(limit_bytes=64 * _MIB)
     store.put("a", turn("r1"), 60.0, now=0.0)
     store._db.execute("PRAGMA max_page_count = 100")
@@ -162,14 +162,14 @@ def test_a_full_disk_fails_a_write_and_leaves_what_is_there(opened: Open) -> Non
     assert store.get("a", "small", now=0.0) is not None
 
 
-def test_nobody_else_may_read_it(opened: Open, tmp_path: Path) -> None:
+def test_only_the_owner_can_read_the_files(opened: Open, tmp_path: Path) -> None:
     opened().put("a", turn("r1"), 60.0, now=0.0)
     modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "kept").iterdir()}
     assert modes == dict.fromkeys(("store.sqlite", "store.sqlite-wal", "store.sqlite-shm"), 0o600)
 
 
 @pytest.mark.parametrize("garbage", [b"not a database, but long enough for one" * 100])
-def test_a_file_that_is_no_store_stops_the_start(tmp_path: Path, garbage: bytes) -> None:
+def test_a_file_of_another_program_stops_the_start(tmp_path: Path, garbage: bytes) -> None:
     path = tmp_path / "store.sqlite"
     path.write_bytes(garbage)
     with pytest.raises(StoreUnusable, match=r"store=.*store.sqlite.*not a database"):
@@ -183,7 +183,7 @@ def test_a_file_that_is_no_store_stops_the_start(tmp_path: Path, garbage: bytes)
         check_store(str(tmp_path), _MIB)
 
 
-def test_a_store_that_is_damaged_inside_stops_the_start(opened: Open, tmp_path: Path) -> None:
+def test_a_corrupt_store_stops_the_start(opened: Open, tmp_path: Path) -> None:
     store = opened()
     for number in range(50):
         store.put("a", turn(f"r{number}", size=5000), 60.0, now=0.0)
@@ -197,7 +197,7 @@ def test_a_store_that_is_damaged_inside_stops_the_start(opened: Open, tmp_path: 
         check_store(str(path), _MIB)
 
 
-def test_the_launcher_stops_for_it_before_an_engine_starts(tmp_path: Path) -> None:
+def test_the_launcher_checks_the_store_before_it_starts_engines(tmp_path: Path) -> None:
     (tmp_path / "store.sqlite").write_bytes(b"not a database, but long enough for one" * 100)
     config = LaunchSettings(
         model_path="m", log_dir=str(tmp_path), balancer=BalancerSettings(port=free_port())

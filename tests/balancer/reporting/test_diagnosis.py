@@ -73,7 +73,7 @@ def billed(count: int, turn: int) -> dict[str, Any]:
         (billed, "header", "system[0]", "--strip-header NAME"),
     ],
 )
-async def test_the_doctor_names_what_is_planted(
+async def test_the_doctor_names_a_planted_divergence(
     start: Start,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -124,7 +124,7 @@ async def test_sessions_that_do_not_begin_alike_are_named(
     assert "sessions" in capsys.readouterr().out
 
 
-async def test_a_clean_trace_has_nothing_to_tell(
+async def test_a_trace_without_divergence_has_no_findings(
     start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = tmp_path / "requests.log"
@@ -145,7 +145,7 @@ async def test_a_clean_trace_has_nothing_to_tell(
         assert "No prompt diverges" in capsys.readouterr().out
 
 
-async def test_nothing_of_a_prompt_a_key_or_a_header_is_logged(
+async def test_no_text_of_a_prompt_key_or_header_is_logged(
     start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     log = tmp_path / "requests.log"
@@ -165,7 +165,7 @@ async def test_nothing_of_a_prompt_a_key_or_a_header_is_logged(
             assert secret not in text.replace(url, "")
 
 
-async def test_a_prompt_that_cannot_be_compared_is_answered_all_the_same(
+async def test_a_prompt_that_cannot_be_compared_is_still_answered(
     start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: Any) -> None:
@@ -181,7 +181,7 @@ async def test_a_prompt_that_cannot_be_compared_is_answered_all_the_same(
     assert SECRET not in caplog.text
 
 
-async def test_comparing_takes_a_bounded_share_of_the_time() -> None:
+async def test_comparisons_take_a_bounded_share_of_the_time() -> None:
     now_s = [0.0]
 
     def clock_of_a_slow_machine() -> float:
@@ -204,7 +204,7 @@ async def test_comparing_takes_a_bounded_share_of_the_time() -> None:
     assert metrics.prompts_not_compared.counts[("busy",)] > 16
 
 
-async def test_a_prompt_too_long_to_be_read_again_is_not_compared(
+async def test_a_very_long_prompt_is_not_compared(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(diagnosis, "_MAX_BODY_BYTES", 20_000)
@@ -216,7 +216,7 @@ async def test_a_prompt_too_long_to_be_read_again_is_not_compared(
     assert "sgl_ext_diverged_prompts_total{" not in page
 
 
-async def test_a_cached_share_can_be_told_of_the_metrics(start: Start) -> None:
+async def test_the_cached_share_can_be_computed_from_the_metrics(start: Start) -> None:
     engine = Engine("a", answer)
     client = await start(engine)
     await ask(client, messages(), "s1")
@@ -225,7 +225,7 @@ async def test_a_cached_share_can_be_told_of_the_metrics(start: Start) -> None:
     assert f'sgl_ext_reported_cached_tokens_total{{worker="{engine.url}"}} 900.0' in page
 
 
-async def test_a_balancer_that_does_not_look_says_so(
+async def test_without_diagnosis_divergences_are_404(
     start: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
     client = await start(Engine("a", answer))

@@ -47,7 +47,7 @@ def owners(queue: list[Any]) -> list[str]:
     return [state_of(one).hints.owner for one in queue]  # type: ignore[union-attr]
 
 
-def test_a_tenant_of_weight_three_has_three_of_four_turns() -> None:
+def test_a_tenant_of_weight_three_gets_three_of_four_turns() -> None:
     queue = [request(owner) for owner in ("other", "people") for _ in range(12)]
     turns = owners(ordered(queue, Tenant("people", 0, 3)))
     for begin in range(0, 16, 4):

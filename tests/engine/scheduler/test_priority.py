@@ -381,7 +381,7 @@ def test_each_tenant_has_its_ceiling_and_who_asks_for_more_is_answered_and_count
     assert clamped() == before + 4
 
 
-def test_a_tenant_of_weight_three_has_three_of_four_turns(slots: Serving) -> None:
+def test_a_tenant_of_weight_three_gets_three_of_four_turns(slots: Serving) -> None:
     order: list[str] = []
 
     def send(tenant: str) -> None:
