@@ -21,7 +21,7 @@ TENANTS = Tenants((Tenant("people", 200, 3.0), Tenant("batch", -5)), max_priorit
 
 
 class QueuedRequest:
-    """One that notes its flight in a common log."""
+    """A request that records its attempt in a common log."""
 
     def __init__(self, routing: RoutingRequest, log: list[Attempt]) -> None:
         self.routing = routing
@@ -38,17 +38,17 @@ class QueuedRequest:
 def routing(
     setting: Setting, tenant: str, priority: str = "0", text: str = "Hello"
 ) -> RoutingRequest:
-    return setting.ask(text, **{"x-tenant-id": tenant, "x-sgl-ext-priority": priority})
+    return setting.read(text, **{"x-tenant-id": tenant, "x-sgl-ext-priority": priority})
 
 
 def turns(setting: Setting, *tenants: str) -> list[str]:
-    """Of requests that wait in this order, by tenant, in which order they are let in."""
+    """The tenants of requests that wait in this order, in the order in which they are placed."""
     log: list[Attempt] = []
     admission_queue = AdmissionQueue(
         setting.router, setting.metrics, 100, 60.0, clock=setting.clock
     )
     for worker in setting.workers.all:
-        assert admission_queue.place(QueuedRequest(setting.ask(worker.url), log))
+        assert admission_queue.place(QueuedRequest(setting.read(worker.url), log))
     running = log.copy()
     log.clear()
     for number, tenant in enumerate(tenants):
@@ -73,8 +73,8 @@ def test_the_ceiling_is_that_of_the_tenant() -> None:
         **{("batch", "60"): -5, ("batch", "201"): -5, ("batch", "-6"): -6},
         **{("another", "60"): 50, ("another", "201"): 50, ("another", "-6"): -6},
     }
-    assert setting.ask("Hello").priority == 0
-    assert setting.ask("Hello", **{"x-tenant-id": "batch"}).priority == -5
+    assert setting.read("Hello").priority == 0
+    assert setting.read("Hello", **{"x-tenant-id": "batch"}).priority == -5
 
 
 def test_a_tenant_of_weight_three_has_three_of_four_turns() -> None:

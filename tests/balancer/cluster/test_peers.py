@@ -20,7 +20,7 @@ SECRET = b"0123456789abcdef"
 
 
 class Wire:
-    """A socket's place: what is sent is taken in by whoever has the address, at once."""
+    """In place of a socket: a sent message reaches the process with the address at once."""
 
     def __init__(self, number: int, all_of_them: list[Process]) -> None:
         self._number = number
@@ -31,7 +31,7 @@ class Wire:
 
     def sendto(self, data: bytes, address: tuple[str, int]) -> None:
         if address[1] < len(self._all):
-            self._all[address[1]].siblings.receive(data, self.getsockname())
+            self._all[address[1]].peers.receive(data, self.getsockname())
 
 
 class Process:
@@ -47,20 +47,20 @@ class Process:
             worker.publishes = True
         self.router = Router(self.workers, self.metrics, clock=self.clock)
         group = PeerGroup(number, SECRET, tuple(wires))  # type: ignore[arg-type]
-        self.siblings = Peers(group, self.router, self.metrics, self.clock)
-        self.siblings.load_changed = self.siblings.send_state  # type: ignore[method-assign]
-        self.router.attempts._on_end[:] = [self.siblings.send_state]
+        self.peers = Peers(group, self.router, self.metrics, self.clock)
+        self.peers.load_changed = self.peers.send_state  # type: ignore[method-assign]
+        self.router.attempts._on_end[:] = [self.peers.send_state]
 
     def clock(self) -> float:
         return Process.now_s
 
-    def ask(self, *texts: str) -> RoutingRequest:
+    def read(self, *texts: str) -> RoutingRequest:
         roles = ("user", "assistant")
         turns = [{"role": roles[n % 2], "content": text} for n, text in enumerate(texts)]
         return self.router.read("/v1/messages", {}, {"system": "S" * 9000, "messages": turns}, 0)
 
-    def fly(self, *texts: str) -> Attempt:
-        attempt = self.router.place(self.ask(*texts), set())
+    def place(self, *texts: str) -> Attempt:
+        attempt = self.router.place(self.read(*texts), set())
         assert attempt is not None
         return attempt
 
@@ -82,23 +82,23 @@ def pair() -> list[Process]:
 def test_peers_agree_on_a_session(pair: list[Process]) -> None:
     one, two = pair
     for number in range(8):
-        first = one.fly(f"Task {number}")
-        second = two.fly(f"Task {number}", "Done.", "Go on")
+        first = one.place(f"Task {number}")
+        second = two.place(f"Task {number}", "Done.", "Go on")
         assert (second.worker.url, second.placement.reason) == (first.worker.url, "home")
 
 
 def test_peers_expect_each_others_prefixes(pair: list[Process]) -> None:
     one, two = pair
-    attempt = one.fly("Task")
+    attempt = one.place("Task")
     held = {
-        row["name"]: row["held_tokens"] for row in two.router.explain(two.ask("Task"))["workers"]
+        row["name"]: row["held_tokens"] for row in two.router.explain(two.read("Task"))["workers"]
     }
     assert held[attempt.worker.url] > 2000
 
 
 def test_peers_know_each_others_load(pair: list[Process]) -> None:
     one, two = pair
-    attempt = one.fly("Task")
+    attempt = one.place("Task")
     there = two.named(attempt.worker.url)
     assert there.peer_load == Load(1, 0, attempt.uncached_tokens)
     assert there.total_pending_tokens(Process.now_s) == attempt.uncached_tokens > 2000
@@ -111,7 +111,7 @@ def test_the_end_of_a_request_frees_capacity_at_its_peers_at_once(
     pair: list[Process],
 ) -> None:
     one, two = pair
-    attempt = one.fly("Task")
+    attempt = one.place("Task")
     opened: list[Load] = []
     there = two.named(attempt.worker.url)
     two.router.on_capacity(lambda: opened.append(there.peer_load))
@@ -121,9 +121,9 @@ def test_the_end_of_a_request_frees_capacity_at_its_peers_at_once(
 
 def test_the_state_of_a_dead_process_is_forgotten(pair: list[Process]) -> None:
     one, two = pair
-    attempt = one.fly("Task")
+    attempt = one.place("Task")
     Process.now_s += SILENT_S + 1
-    two.siblings.send_state()
+    two.peers.send_state()
     assert two.named(attempt.worker.url).peer_load == Load()
 
 
@@ -131,10 +131,10 @@ def test_a_worker_that_joins_one_peer_joins_all(pair: list[Process]) -> None:
     one, two = pair
     one.workers.add("http://c")
     one.workers.drain(one.named(A))
-    one.siblings.send_state()
+    one.peers.send_state()
     assert two.workers.find("http://c") is not None
     assert two.named(A).draining
-    two.siblings.send_state()
+    two.peers.send_state()
     assert one.workers.find("http://c") is not None, "an older table takes nothing back"
 
 
@@ -142,8 +142,8 @@ def test_a_restarted_process_learns_the_table(pair: list[Process]) -> None:
     one, two = pair
     one.workers.add("http://c")
     two.workers.changed_s = 0.0
-    one.siblings.send_state()
-    two.siblings.send_state()
+    one.peers.send_state()
+    two.peers.send_state()
     assert two.workers.find("http://c") is not None
 
 
@@ -153,5 +153,5 @@ def test_no_message_breaks_a_peer(data: bytes, signed: bool) -> None:
     wires = [Wire(number, processes) for number in range(2)]
     process = Process(0, wires)
     with pytest.raises((ValueError, KeyError, TypeError, AttributeError)):
-        process.siblings.receive(SECRET + data if signed else data, ("", 1))
+        process.peers.receive(SECRET + data if signed else data, ("", 1))
     assert [worker.peer_load for worker in process.workers.all] == [Load(), Load()]

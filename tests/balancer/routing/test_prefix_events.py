@@ -31,99 +31,99 @@ def snapshot(*stored: tuple[int, int | None, int], seq: int = 1) -> bytes:
     return line(seq, snapshot=True, cleared=True, stored=named)
 
 
-class Fed:
+class Mirrored:
     """A feed with its index."""
 
     def __init__(self) -> None:
         self.index = PrefixIndex()
         self.expected = InFlightPrefixes(confirm_s=5)
         self.pins = PinMirror()
-        self.feed = PrefixEventReader(WORKER, self.index, self.expected, self.pins)
+        self.reader = PrefixEventReader(WORKER, self.index, self.expected, self.pins)
 
     def held(self) -> list[tuple[int | None, int, int]]:
         return list(self.index.snapshot(WORKER))
 
 
 def test_a_snapshot_replaces_only_that_workers_segments() -> None:
-    fed = Fed()
-    fed.index.store(WORKER, None, 9, 10)
-    fed.index.store(OTHER, None, 9, 10)
-    fed.feed.apply(snapshot((1, None, 100), (2, 1, 200)), NOW)
-    assert fed.held() == [(None, 1, 100), (1, 2, 200)]
-    assert fed.index.holds(OTHER, 9)
+    mirrored = Mirrored()
+    mirrored.index.store(WORKER, None, 9, 10)
+    mirrored.index.store(OTHER, None, 9, 10)
+    mirrored.reader.apply(snapshot((1, None, 100), (2, 1, 200)), NOW)
+    assert mirrored.held() == [(None, 1, 100), (1, 2, 200)]
+    assert mirrored.index.holds(OTHER, 9)
 
 
 def test_events_change_the_index() -> None:
-    fed = Fed()
-    fed.feed.apply(snapshot((1, None, 100), (2, 1, 200)), NOW)
-    fed.feed.apply(line(2, stored=[[name(3), name(2), 300]]), NOW)
-    fed.feed.apply(line(3, removed=[name(2)]), NOW)
-    assert fed.held() == [(None, 1, 100)], "what stands below goes too"
-    fed.feed.apply(line(4, cleared=True), NOW)
-    assert fed.held() == []
+    mirrored = Mirrored()
+    mirrored.reader.apply(snapshot((1, None, 100), (2, 1, 200)), NOW)
+    mirrored.reader.apply(line(2, stored=[[name(3), name(2), 300]]), NOW)
+    mirrored.reader.apply(line(3, removed=[name(2)]), NOW)
+    assert mirrored.held() == [(None, 1, 100)], "and what is below it"
+    mirrored.reader.apply(line(4, cleared=True), NOW)
+    assert mirrored.held() == []
 
 
 def test_a_flush_drops_the_workers_in_flight_prefixes() -> None:
-    fed = Fed()
-    fed.feed.apply(snapshot(), NOW)
-    fed.expected.expect(WORKER, [7])
-    fed.feed.apply(line(2, cleared=True), NOW)
-    assert len(fed.expected) == 0
+    mirrored = Mirrored()
+    mirrored.reader.apply(snapshot(), NOW)
+    mirrored.expected.expect(WORKER, [7])
+    mirrored.reader.apply(line(2, cleared=True), NOW)
+    assert len(mirrored.expected) == 0
 
 
 def test_a_first_snapshot_keeps_in_flight_prefixes() -> None:
-    fed = Fed()
-    fed.expected.expect(WORKER, [7])
-    fed.feed.apply(snapshot(), NOW)
-    assert len(fed.expected) == 1
+    mirrored = Mirrored()
+    mirrored.expected.expect(WORKER, [7])
+    mirrored.reader.apply(snapshot(), NOW)
+    assert len(mirrored.expected) == 1
 
 
 @pytest.mark.parametrize("seq", [3, 100])
 def test_a_gap_breaks_the_stream(seq: int) -> None:
-    fed = Fed()
-    fed.feed.apply(snapshot((1, None, 100)), NOW)
+    mirrored = Mirrored()
+    mirrored.reader.apply(snapshot((1, None, 100)), NOW)
     with pytest.raises(EventStreamBroken) as broken:
-        fed.feed.apply(line(seq, removed=[name(1)]), NOW)
+        mirrored.reader.apply(line(seq, removed=[name(1)]), NOW)
     assert broken.value.fault is Fault.GAP
-    assert fed.index.holds(WORKER, 1)
+    assert mirrored.index.holds(WORKER, 1)
 
 
 def test_a_stream_must_begin_with_a_snapshot() -> None:
     with pytest.raises(EventStreamBroken):
-        Fed().feed.apply(line(1, stored=[[name(1), None, 1]]), NOW)
+        Mirrored().reader.apply(line(1, stored=[[name(1), None, 1]]), NOW)
 
 
 def test_a_repeated_line_is_dropped_and_counted() -> None:
-    fed = Fed()
-    fed.feed.apply(snapshot((1, None, 100), seq=4), NOW)
-    fed.feed.apply(line(4, removed=[name(1)]), NOW)
-    fed.feed.apply(line(2, removed=[name(1)]), NOW)
-    assert (fed.feed.repeated, fed.index.holds(WORKER, 1)) == (2, True)
+    mirrored = Mirrored()
+    mirrored.reader.apply(snapshot((1, None, 100), seq=4), NOW)
+    mirrored.reader.apply(line(4, removed=[name(1)]), NOW)
+    mirrored.reader.apply(line(2, removed=[name(1)]), NOW)
+    assert (mirrored.reader.repeated, mirrored.index.holds(WORKER, 1)) == (2, True)
 
 
 def test_a_segment_whose_parent_is_not_held_is_counted() -> None:
-    fed = Fed()
-    fed.feed.apply(snapshot(), NOW)
-    fed.feed.apply(line(2, stored=[[name(2), name(1), 5]]), NOW)
-    assert (fed.feed.orphans, fed.held()) == (1, [])
+    mirrored = Mirrored()
+    mirrored.reader.apply(snapshot(), NOW)
+    mirrored.reader.apply(line(2, stored=[[name(2), name(1), 5]]), NOW)
+    assert (mirrored.reader.orphans, mirrored.held()) == (1, [])
 
 
 def test_a_confirmed_and_evicted_segment_is_not_in_flight() -> None:
-    fed = Fed()
-    fed.feed.apply(snapshot(), NOW)
-    sent = fed.expected.expect(WORKER, [1, 2])
-    fed.feed.apply(line(2, stored=[[name(1), None, 100], [name(2), name(1), 200]]), NOW)
-    fed.feed.apply(line(3, removed=[name(1)]), NOW)
-    assert fed.expected.deepest([1, 2]) == {}
-    fed.expected.end(sent, now_s=0)
-    assert fed.expected.expire(5) == 0, "it was confirmed"
+    mirrored = Mirrored()
+    mirrored.reader.apply(snapshot(), NOW)
+    sent = mirrored.expected.expect(WORKER, [1, 2])
+    mirrored.reader.apply(line(2, stored=[[name(1), None, 100], [name(2), name(1), 200]]), NOW)
+    mirrored.reader.apply(line(3, removed=[name(1)]), NOW)
+    assert mirrored.expected.deepest([1, 2]) == {}
+    mirrored.expected.end(sent, now_s=0)
+    assert mirrored.expected.expire(5) == 0, "it was confirmed"
 
 
 def test_the_load_is_read() -> None:
-    fed = Fed()
-    fed.feed.apply(snapshot(), NOW)
-    fed.feed.apply(line(2, load={"running": 3, "pending_tokens": 700}), NOW)
-    assert fed.feed.load == {"running": 3, "pending_tokens": 700}
+    mirrored = Mirrored()
+    mirrored.reader.apply(snapshot(), NOW)
+    mirrored.reader.apply(line(2, load={"running": 3, "pending_tokens": 700}), NOW)
+    assert mirrored.reader.load == {"running": 3, "pending_tokens": 700}
 
 
 @pytest.mark.parametrize(
@@ -153,12 +153,12 @@ def test_the_load_is_read() -> None:
     ],
 )
 def test_a_malformed_line_changes_nothing(raw: bytes) -> None:
-    fed = Fed()
-    fed.feed.apply(snapshot((1, None, 100)), NOW)
+    mirrored = Mirrored()
+    mirrored.reader.apply(snapshot((1, None, 100)), NOW)
     with pytest.raises(EventStreamBroken) as broken:
-        fed.feed.apply(raw, NOW)
+        mirrored.reader.apply(raw, NOW)
     assert broken.value.fault is Fault.MALFORMED
-    assert fed.held() == [(None, 1, 100)]
+    assert mirrored.held() == [(None, 1, 100)]
 
 
 names = st.integers(0, 6).map(name)
@@ -185,27 +185,29 @@ junk = st.binary(max_size=20) | st.recursive(
 
 @given(st.lists(events.map(orjson.dumps) | junk, max_size=30))
 def test_no_events_break_the_index(lines: list[bytes]) -> None:
-    fed = Fed()
-    fed.index.store(OTHER, None, 99, 1)
+    mirrored = Mirrored()
+    mirrored.index.store(OTHER, None, 99, 1)
     for raw in lines:
         try:
-            fed.feed.apply(raw, NOW)
+            mirrored.reader.apply(raw, NOW)
         except EventStreamBroken:
-            fed.feed = PrefixEventReader(WORKER, fed.index, fed.expected, fed.pins)
-        fed.index.check()
-        assert fed.index.holds(OTHER, 99), "a worker speaks for itself alone"
+            mirrored.reader = PrefixEventReader(
+                WORKER, mirrored.index, mirrored.expected, mirrored.pins
+            )
+        mirrored.index.check()
+        assert mirrored.index.holds(OTHER, 99), "a worker speaks for itself alone"
 
 
 PIN = {"prefix": name(1), "segment": name(2), "tokens": 100, "left_s": 9.5, "session": "s"}
 
 
 def test_pins_are_followed() -> None:
-    fed = Fed()
-    fed.feed.apply(snapshot(), NOW)
-    fed.feed.apply(line(2, pinned=[PIN]), NOW)
-    assert fed.pins.rows(NOW) == [PIN]
-    fed.feed.apply(line(3, unpinned=[name(1)]), NOW)
-    assert fed.pins.rows(NOW) == []
+    mirrored = Mirrored()
+    mirrored.reader.apply(snapshot(), NOW)
+    mirrored.reader.apply(line(2, pinned=[PIN]), NOW)
+    assert mirrored.pins.rows(NOW) == [PIN]
+    mirrored.reader.apply(line(3, unpinned=[name(1)]), NOW)
+    assert mirrored.pins.rows(NOW) == []
 
 
 @pytest.mark.parametrize(
@@ -222,6 +224,6 @@ def test_pins_are_followed() -> None:
     ],
 )
 def test_impossible_pins_are_malformed(told: dict[str, Any]) -> None:
-    fed = Fed()
+    mirrored = Mirrored()
     with pytest.raises(EventStreamBroken, match="malformed"):
-        fed.feed.apply(line(1, snapshot=True, **told), NOW)
+        mirrored.reader.apply(line(1, snapshot=True, **told), NOW)
