@@ -82,9 +82,8 @@ def _marks_in(content: list[Any], i: int) -> Iterator[FoundMark]:
 def _last_place(body: Json) -> Place:
     """The place of the last block that can have a mark; () if there is none."""
     messages = listed(body.get("messages"))
-    for i in range(len(messages) - 1, -1, -1):
-        message = messages[i]
-        content = message.get("content") if isinstance(message, dict) else None
+    for i in reversed(range(len(messages))):
+        content = messages[i].get("content") if isinstance(messages[i], dict) else None
         if (found := _last_in(content)) is not None:
             return ("messages", i, *found)
     if (found := _last_in(body.get("system"))) is not None:
@@ -98,13 +97,13 @@ def _last_in(content: Any) -> tuple[int, ...] | None:
     if isinstance(content, str):
         return () if content else None
     blocks = listed(content)
-    for j in range(len(blocks) - 1, -1, -1):
-        block = blocks[j]
-        if not isinstance(block, dict) or block.get("type") in UNMARKABLE:
-            continue
-        if block.get("type") != "text" or block.get("text") != "":
-            return (j,)
-    return None
+    return next(((j,) for j in reversed(range(len(blocks))) if _can_have_mark(blocks[j])), None)
+
+
+def _can_have_mark(block: Any) -> bool:
+    if not isinstance(block, dict) or block.get("type") in UNMARKABLE:
+        return False
+    return block.get("type") != "text" or block.get("text") != ""
 
 
 # Answers
@@ -213,13 +212,7 @@ _ERROR_TYPES = {
 }
 
 
-def _error_body(
-    status: int,
-    message: str,
-    request_id: str = "",
-    code: str | None = None,
-    param: str | None = None,
-) -> bytes:
+def _error_body(status: int, message: str, request_id: str = "", *_: str | None) -> bytes:
     kind = _ERROR_TYPES.get(status, "api_error")
     error: Json = {"type": "error", "error": {"type": kind, "message": message}}
     return orjson.dumps(error | {"request_id": request_id} if request_id else error)
