@@ -70,14 +70,14 @@ class FrontEnd:
             openai = import_module("sglang.srt.entrypoints.openai.serving_chat")
             messages = import_module("sglang.srt.entrypoints.anthropic.serving")
             protocol = import_module("sglang.srt.entrypoints.openai.protocol")
-            asked = import_module("sglang.srt.entrypoints.anthropic.protocol")
+            anthropic = import_module("sglang.srt.entrypoints.anthropic.protocol")
         for kind in (
             protocol.ChatCompletionMessageGenericParam,
             protocol.ChatCompletionMessageUserParam,
         ):
             original = kind.model_dump
             monkeypatch.setattr(kind, "model_dump", self._dump_by(original))
-        self._request = asked.AnthropicMessagesRequest
+        self._request = anthropic.AnthropicMessagesRequest
         self._convert = messages.AnthropicServing._convert_to_chat_completion_request
         chat = openai.OpenAIServingChat.__new__(openai.OpenAIServingChat)
         usual: dict[str, Any] = {
@@ -236,8 +236,8 @@ def test_another_request_in_the_same_context_is_converted_by_sglang(
     cache.recall(orjson.loads(body_of(TURN)), context)
     completion = cache.convert(front_end._convert, front_end._serving, other, context)
     assert [message.content for message in completion.messages] == ["three", "two", "one"]
-    asked = front_end.completion(body_of(TURN))
-    assert [message.content for message in asked.messages] == ["one", "two", "three"]
+    completion = front_end.completion(body_of(TURN))
+    assert [message.content for message in completion.messages] == ["one", "two", "three"]
 
 
 @pytest.mark.parametrize("body", [None, [], {"messages": None}, {"messages": [None, 7, {}]}])

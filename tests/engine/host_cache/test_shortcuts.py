@@ -77,11 +77,11 @@ def emptied(value: Any) -> None:
 
 @given(st.dictionaries(st.text(max_size=3), json, max_size=4))
 def test_a_copy_of_a_message_is_deep(value: dict[str, Any]) -> None:
-    message, kept = Message(copy.deepcopy(value)), copy.deepcopy(value)
+    message, original = Message(copy.deepcopy(value)), copy.deepcopy(value)
     copied = copy.deepcopy([message])[0]
-    assert copied == kept
+    assert copied == original
     emptied(copied)
-    assert message == kept
+    assert message == original
 
 
 TEMPLATE = """
@@ -119,14 +119,14 @@ def compiled(source: str, *, quick: bool) -> Any:
     )
 )
 def test_a_template_renders_the_same(messages: list[dict[str, Any]]) -> None:
-    told = []
+    rendered = []
     for quick in (False, True):
         try:
             given_ones = [Message(one) for one in messages] if quick else messages
-            told.append(compiled(TEMPLATE, quick=quick).render(messages=given_ones))
+            rendered.append(compiled(TEMPLATE, quick=quick).render(messages=given_ones))
         except Exception as error:
-            told.append(repr(error))
-    assert told[0] == told[1]
+            rendered.append(repr(error))
+    assert rendered[0] == rendered[1]
 
 
 CPU_MODELS = Path(sgl_ext_cpu.__file__).parent
@@ -149,8 +149,8 @@ def test_templates_of_real_models_structure_render_the_same(file: Path) -> None:
     ]
     tools = [{"type": "function", "function": edit}]
     for length in range(1, len(chat) + 1):
-        asked = {"tools": tools, "add_generation_prompt": True, "messages": chat[:length]}
-        plain, quick = (compiled(file.read_text(), quick=q).render(asked) for q in (False, True))
+        values = {"tools": tools, "add_generation_prompt": True, "messages": chat[:length]}
+        plain, quick = (compiled(file.read_text(), quick=q).render(values) for q in (False, True))
         assert plain == quick
     assert "a.py" in quick
 
@@ -169,11 +169,11 @@ def test_templates_of_real_models_structure_render_the_same(file: Path) -> None:
 )
 def test_the_sandbox_holds(source: str) -> None:
     messages: list[dict[str, str]] = [{"role": "user"}]
-    told = []
+    rendered = []
     for quick in (False, True):
         try:
-            told.append(compiled(source, quick=quick).render(messages=messages))
+            rendered.append(compiled(source, quick=quick).render(messages=messages))
         except Exception as error:
-            told.append(repr(error))
-    assert told[0] == told[1]
-    assert "_Namespace__attrs" not in told[1]
+            rendered.append(repr(error))
+    assert rendered[0] == rendered[1]
+    assert "_Namespace__attrs" not in rendered[1]

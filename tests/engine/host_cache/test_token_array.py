@@ -18,7 +18,7 @@ from sgl_ext.engine.http.cache_hooks import encode_prompt
 from sgl_ext.engine.http.extension import HttpExtension
 
 IDS = list(range(40, 60))
-ASKED = {"max_new_tokens": 1, "n": 1}
+SAMPLING = {"max_new_tokens": 1, "n": 1}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -47,9 +47,9 @@ def request_of(**changed: Any) -> Any:
     return SimpleNamespace(**{"continue_final_message": False, **changed})
 
 
-def converted(chat: Any, request: Any, ids: Any, asked: Any = ASKED) -> Any:
+def converted(chat: Any, request: Any, ids: Any, sampling: Any = SAMPLING) -> Any:
     """The ids that SGLang gets."""
-    made = SimpleNamespace(input_ids=ids, sampling_params=asked, require_reasoning=False)
+    made = SimpleNamespace(input_ids=ids, sampling_params=sampling, require_reasoning=False)
     restore_list(chat, made)
     return made.input_ids
 
@@ -89,24 +89,24 @@ def test_an_array_is_passed_on_uncopied() -> None:
 
 
 @pytest.mark.parametrize(
-    ("chat", "asked"),
+    ("chat", "sampling"),
     [
         ({}, {"n": 2}),
         ({}, {"n": None}),
         ({}, {"beam_width": 4}),
-        ({}, [ASKED]),
+        ({}, [SAMPLING]),
         ({}, None),
-        ({"request_logger": SimpleNamespace(log_requests=True)}, ASKED),
-        ({"dump_requests_folder": "/tmp/dumps"}, ASKED),
-        ({"crash_dump_folder": "/tmp/dumps"}, ASKED),
+        ({"request_logger": SimpleNamespace(log_requests=True)}, SAMPLING),
+        ({"dump_requests_folder": "/tmp/dumps"}, SAMPLING),
+        ({"crash_dump_folder": "/tmp/dumps"}, SAMPLING),
         (
             {"request_metrics_exporter_manager": SimpleNamespace(exporter_enabled=lambda: True)},
-            ASKED,
+            SAMPLING,
         ),
     ],
 )
-def test_ids_that_are_not_only_sent_become_a_list(chat: dict[str, Any], asked: Any) -> None:
-    ids = converted(chat_of(**chat), request_of(), array("q", IDS), asked)
+def test_ids_that_are_not_only_sent_become_a_list(chat: dict[str, Any], sampling: Any) -> None:
+    ids = converted(chat_of(**chat), request_of(), array("q", IDS), sampling)
     assert type(ids) is list
     assert ids == IDS
 
@@ -121,7 +121,7 @@ def test_sglang_makes_the_same_request_from_an_array() -> None:
 
     made = []
     for ids in (IDS, array("q", IDS)):
-        request = GenerateReqInput(rid="one", input_ids=ids, sampling_params=dict(ASKED))
+        request = GenerateReqInput(rid="one", input_ids=ids, sampling_params=dict(SAMPLING))
         request.normalize_batch_and_arguments()
         assert array("q", request.input_ids) == array("q", IDS)
         request.input_ids = None
@@ -136,16 +136,16 @@ def test_a_converted_prompt_is_the_cache_s_own_array(
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
 
-    def whole(tokenizer: Any, text: str, asked: Any = None) -> list[int]:
-        return list(tokenizer.encode(text, **(asked or {})))
+    def whole(tokenizer: Any, text: str, sampling: Any = None) -> list[int]:
+        return list(tokenizer.encode(text, **(sampling or {})))
 
     text = "<|im_start|>user\nHello there<|im_end|>\n" * 100
     extension.token_cache = TokenCache(tokenizer, whole, 1 << 20)
 
     def convert(chat: Any, request: Any) -> tuple[Any, Any]:
         ids = encode_prompt(whole, tokenizer, text)
-        asked = {"n": request.n}
-        made = SimpleNamespace(input_ids=ids, sampling_params=asked, require_reasoning=False)
+        sampling = {"n": request.n}
+        made = SimpleNamespace(input_ids=ids, sampling_params=sampling, require_reasoning=False)
         return made, request
 
     right = whole(tokenizer, text)
@@ -162,9 +162,9 @@ def test_one_answer_several_and_a_continued_one_have_the_same_prompt(node: Node)
     said = [{"role": "user", "content": "Say where it is. " * 20}]
     body = {"model": "m", "max_tokens": 2, "temperature": 0, "messages": said}
 
-    def ids(**asked: Any) -> list[list[int]]:
+    def ids(**sampling: Any) -> list[list[int]]:
         answer = node.post(
-            "/v1/chat/completions", {**body, "return_prompt_token_ids": True, **asked}
+            "/v1/chat/completions", {**body, "return_prompt_token_ids": True, **sampling}
         )
         assert answer.status_code == 200, answer.text
         return [choice["prompt_token_ids"] for choice in answer.json()["choices"]]

@@ -23,8 +23,8 @@ def tokenizer(tiny_model: Path) -> Any:
     return AutoTokenizer.from_pretrained(tiny_model)
 
 
-def whole(tokenizer: Any, text: str, asked: dict[str, Any] | None = None) -> list[int]:
-    return list(tokenizer.encode(text, **(asked or {})))
+def whole(tokenizer: Any, text: str, options: dict[str, Any] | None = None) -> list[int]:
+    return list(tokenizer.encode(text, **(options or {})))
 
 
 @pytest.fixture
@@ -38,8 +38,8 @@ def test_a_prompt_has_the_tokens_that_sglang_makes(cache: TokenCache, tokenizer:
     cache.prove()
     assert not cache.is_off
     for text in (TURN, TURN * 3, TURN + "and on", "", "no token of its own"):
-        for asked in (None, {}, PLAIN):
-            assert encode_prompt(whole, tokenizer, text, asked) == whole(tokenizer, text)
+        for options in (None, {}, PLAIN):
+            assert encode_prompt(whole, tokenizer, text, options) == whole(tokenizer, text)
 
 
 def test_a_known_prompt_is_not_tokenized_again(cache: TokenCache, tokenizer: Any) -> None:
@@ -58,12 +58,12 @@ def test_cache_groups_do_not_share_tokens(cache: TokenCache, tokenizer: Any) -> 
     assert new == [new[0], 2 * new[0], 3 * new[0], 3 * new[0]]
 
 
-@pytest.mark.parametrize("asked", [{"truncation": True, "max_length": 3}, {"padding": True}])
+@pytest.mark.parametrize("options", [{"truncation": True, "max_length": 3}, {"padding": True}])
 def test_options_beyond_encoding_are_left_to_sglang(
-    cache: TokenCache, tokenizer: Any, asked: dict[str, Any]
+    cache: TokenCache, tokenizer: Any, options: dict[str, Any]
 ) -> None:
-    given = encode_prompt(whole, tokenizer, TURN, asked)
-    assert given == whole(tokenizer, TURN, asked)
+    given = encode_prompt(whole, tokenizer, TURN, options)
+    assert given == whole(tokenizer, TURN, options)
     assert cache.new_tokens == 0
 
 
@@ -87,7 +87,7 @@ def test_a_wrong_token_found_while_serving_turns_it_off(cache: TokenCache, token
 def test_a_tokenizer_that_fails_the_proof_is_left_to_sglang(
     tokenizer: Any, extension: HttpExtension
 ) -> None:
-    def contextual(tokenizer: Any, text: str, asked: Any = None) -> list[int]:
+    def contextual(tokenizer: Any, text: str, options: Any = None) -> list[int]:
         return [*whole(tokenizer, text), len(text) % 7]
 
     made = TokenCache(tokenizer, contextual, 1 << 20)

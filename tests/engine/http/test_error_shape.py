@@ -88,12 +88,12 @@ def test_each_protocol_has_its_shape() -> None:
 def test_a_full_context_is_worded_as_harnesses_expect(message: str, words: str) -> None:
     error = EngineError(400, message)
     assert orjson.loads(shaped("/v1/messages", error, ""))["error"]["message"].startswith(words)
-    told = orjson.loads(shaped("/v1/chat/completions", error, ""))["error"]
-    assert (told["code"], told["message"]) == ("context_length_exceeded", message)
+    found = orjson.loads(shaped("/v1/chat/completions", error, ""))["error"]
+    assert (found["code"], found["message"]) == ("context_length_exceeded", message)
 
 
 @pytest.mark.parametrize(
-    ("status", "message", "told"),
+    ("status", "message", "expected"),
     [
         (400, TRACE, "1 validation error:\n  {'type': 'missing', 'loc': ('body', 'tools')}"),
         (
@@ -108,8 +108,8 @@ def test_a_full_context_is_worded_as_harnesses_expect(message: str, words: str) 
         (503, "The request queue is full.", None),
     ],
 )
-def test_nothing_of_the_server_is_exposed(status: int, message: str, told: str | None) -> None:
-    assert scrubbed(status, message) == (message if told is None else told)
+def test_nothing_of_the_server_is_exposed(status: int, message: str, expected: str | None) -> None:
+    assert scrubbed(status, message) == (message if expected is None else expected)
     assert len(scrubbed(400, "x" * 5000)) == 1000
 
 
@@ -223,14 +223,14 @@ STREAMS: dict[str, Sequence[bytes]] = {
 
 
 def test_errors_have_one_request_id_and_their_own_status(client: TestClient) -> None:
-    for body, status, told in (
+    for body, status, expected in (
         ({"n": 0}, 503, "The queue is full."),
         ({"n": 1}, 500, "Internal server error"),
         ({"n": [], "m": 1}, 400, "body: a field has a value of a type that it cannot have"),
     ):
         answer = client.post("/v1/messages", json=body)
         assert answer.status_code == status
-        assert answer.json()["error"]["message"].startswith(told)
+        assert answer.json()["error"]["message"].startswith(expected)
         assert answer.headers.get_list("request-id") == [answer.json()["request_id"]]
         answer = client.post("/v1/chat/completions", json=body)
         assert answer.status_code == status

@@ -130,8 +130,8 @@ async def test_a_long_snapshot_is_split_and_loses_no_event_sent_meanwhile() -> N
     broadcaster.apply(line(stored=[[A, None, 2]], removed=[B]))
     await reader.have(5)
     assert [line["seq"] for line in reader.lines] == [0, 1, 2, 3, 4]
-    told = [segment for line in reader.lines[:4] for segment, *_ in line.get("stored", ())]
-    assert sorted(told) == segments
+    stored = [segment for line in reader.lines[:4] for segment, *_ in line.get("stored", ())]
+    assert sorted(stored) == segments
     assert reader.lines[4]["stored"] == [[A, None, 2]]
     broadcaster.close()
     await reader.task
@@ -255,8 +255,8 @@ def test_pins_are_published_and_sent_again_like_segments() -> None:
     sender = EventPublisher(Scheduler(), cache, pipe)
     pin(cache)
     sender.publish(plan(1), now_s=0.0)
-    (told,) = pipe.take()
-    (row,) = told["pinned"]
+    (event,) = pipe.take()
+    (row,) = event["pinned"]
     assert row == {
         "prefix": row["prefix"],
         "segment": A,
@@ -267,7 +267,7 @@ def test_pins_are_published_and_sent_again_like_segments() -> None:
         "owner": "o",
         "session": "s",
     }
-    assert told["load"]["pinned_tokens"] == 10
+    assert event["load"]["pinned_tokens"] == 10
     pipe.room = 0
     with counted("event_lines_dropped", 1):
         sender.publish(plan(2), now_s=1.0)
@@ -313,9 +313,9 @@ def test_a_short_prefill_is_not_delayed_and_the_next_iteration_publishes() -> No
     sender.publish(plan(0, prefill=1, tokens=20), now_s=0.0)
     assert pipe.take() == []
     sender.publish(plan(0, prefill=1, tokens=20), now_s=0.01)
-    (told,) = pipe.take()
-    assert told["stored"] == [[A, None, 5]]
-    assert (told["load"]["running"], told["load"]["pending_tokens"]) == (1, 20)
+    (event,) = pipe.take()
+    assert event["stored"] == [[A, None, 5]]
+    assert (event["load"]["running"], event["load"]["pending_tokens"]) == (1, 20)
 
 
 def test_a_chunk_is_pending_once() -> None:
@@ -368,8 +368,8 @@ def test_a_clear_and_stored_segments_go_in_one_line() -> None:
     cache.residency.clear()
     add(cache, 0xA)
     sender.publish(plan(1), now_s=0.0)
-    (told,) = pipe.take()
-    assert (told["cleared"], told["stored"]) == (True, [[A, None, 5]])
+    (event,) = pipe.take()
+    assert (event["cleared"], event["stored"]) == (True, [[A, None, 5]])
 
 
 def test_many_segments_go_in_lines_of_a_bounded_length(monkeypatch: pytest.MonkeyPatch) -> None:

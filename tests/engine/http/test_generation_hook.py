@@ -40,11 +40,11 @@ def context_of(chain: Chain = CHAIN, **more: Any) -> RequestContext:
     return RequestContext("/v1/messages", {}, chain, NO_MARKS, **more)
 
 
-def in_a_request(*generations: SimpleNamespace, kept: Chain = CHAIN, **more: Any) -> None:
+def in_a_request(*generations: SimpleNamespace, chain: Chain = CHAIN, **more: Any) -> None:
     """What the hook does in one HTTP request's context."""
 
     def run() -> None:
-        enter(context_of(kept, **more))
+        enter(context_of(chain, **more))
         for generation in generations:
             send_hints(None, generation)
 
@@ -123,7 +123,7 @@ def test_a_request_s_own_priority_is_replaced(generation: SimpleNamespace) -> No
 
 def test_a_tenants_name_is_carried_also_without_a_chain() -> None:
     generation = request()
-    in_a_request(generation, kept=Chain(), owner="a")
+    in_a_request(generation, chain=Chain(), owner="a")
     found = decode_hints(generation.kv_hints)
     assert found is not None
     assert (found.owner, *found.hashes, *found.pins) == ("a",)
@@ -131,7 +131,7 @@ def test_a_tenants_name_is_carried_also_without_a_chain() -> None:
 
 def test_a_wait_in_the_balancer_is_carried_also_without_a_chain() -> None:
     generation = request()
-    in_a_request(generation, kept=Chain(), queued_s=12.5)
+    in_a_request(generation, chain=Chain(), queued_s=12.5)
     found = decode_hints(generation.kv_hints)
     assert found is not None
     assert found.queued_s == 12.5
@@ -139,7 +139,7 @@ def test_a_wait_in_the_balancer_is_carried_also_without_a_chain() -> None:
 
 def test_an_empty_chain_is_not_carried() -> None:
     generation = request()
-    in_a_request(generation, kept=Chain())
+    in_a_request(generation, chain=Chain())
     assert generation.kv_hints is None
 
 
@@ -147,7 +147,7 @@ def test_pins_and_their_owner_are_carried_also_without_a_chain() -> None:
     generation = request()
     pins = ((7, 300.0), (WHOLE_PROMPT, 30.0))
     before_s = time.monotonic()
-    in_a_request(generation, kept=Chain(), pins=pins, owner="a", session="s", is_last=True)
+    in_a_request(generation, chain=Chain(), pins=pins, owner="a", session="s", is_last=True)
     found = decode_hints(generation.kv_hints)
     assert found is not None
     assert (found.pins, found.owner, found.session) == (pins, "a", "s")

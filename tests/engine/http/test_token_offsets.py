@@ -156,11 +156,11 @@ def test_results_do_not_depend_on_earlier_prompts(
     used = Counted(tokenizer)
     for tail in _TAILS:
         used.offsets.remember_tail(tail)
-    for block, behind in ends:
+    for block, after in ends:
         fresh = Counted(tokenizer)
         for tail in _TAILS:
             fresh.offsets.remember_tail(tail)
-        for prompt in (used.prompt(f"It says: {block}{behind}"), used.prompt(behind)):
+        for prompt in (used.prompt(f"It says: {block}{after}"), used.prompt(after)):
             said = f"It says: {block}"
             assert used.offsets.by_tail(said, prompt) == fresh.offsets.by_tail(said, prompt)
 
@@ -210,10 +210,10 @@ def test_token_offsets_are_thread_safe() -> None:
 )
 def test_a_last_block_is_found_whatever_token_it_ends_in(counted: Counted, last: str) -> None:
     """A token may contain the end of a block and the beginning of the text after it."""
-    behind = "\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    counted.offsets.remember_tail(behind)
+    tail = "\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    counted.offsets.remember_tail(tail)
     text = f"<|im_start|>user\n<tool_response>\nIt says: {last}"
-    prompt = counted.prompt(text + behind)
+    prompt = counted.prompt(text + tail)
     found = counted.offsets.by_tail(f"It says: {last}", prompt)
     assert found is not None
     assert text.startswith(counted.tokenizer.decode(prompt.ids[:found]))

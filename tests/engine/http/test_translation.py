@@ -46,11 +46,11 @@ async def test_calls_are_answered_by_the_names_that_the_client_gave(
     raw = SimpleNamespace(state=SimpleNamespace())
     put_on(raw, RequestContext(body={"tools": TOOLS}))
 
-    async def create(_: Any, asked: Any, __: Any) -> Any:
-        return asked
+    async def create(_: Any, created: Any, __: Any) -> Any:
+        return created
 
-    asked = await name_namespaces(create, front_end(tool_call_parser=parser), request, raw)
-    names = asked._tool_state.names
+    created = await name_namespaces(create, front_end(tool_call_parser=parser), request, raw)
+    names = created._tool_state.names
     assert bool(names) is is_named
     item = serving.OpenAIServingResponses._make_tool_call_item("agents__spawn", "{}", set(), names)
     named = {"namespace": "agents", "name": "spawn"} if is_named else {"name": "agents__spawn"}
@@ -76,9 +76,9 @@ def test_thinking_and_text_of_an_answer_are_one_text_in_the_next_turn() -> None:
 
     said = turn("assistant", part("text", "<think>\nHm.\n</think>\n\n"), part("text", "I look."))
     seen = turn("assistant", part("text", "a"), part("image_url"))
-    asked = turn("user", part("text", "a"), part("text", "b"))
-    chat = SimpleNamespace(messages=[asked, said, seen])
+    question = turn("user", part("text", "a"), part("text", "b"))
+    chat = SimpleNamespace(messages=[question, said, seen])
     serving: Any = None
     assert convert_messages(lambda *_: chat, serving, None) is chat
     assert said.content == "<think>\nHm.\n</think>\n\nI look."
-    assert len(seen.content) == len(asked.content) == 2
+    assert len(seen.content) == len(question.content) == 2

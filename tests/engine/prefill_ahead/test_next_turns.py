@@ -71,13 +71,13 @@ def turns(policy: str = "auto") -> NextTurns:
     return made
 
 
-def context_of(*hashes: int, asked: bool | None = None, **fields: Any) -> RequestContext:
+def context_of(*hashes: int, hint: bool | None = None, **fields: Any) -> RequestContext:
     return RequestContext(
         "/v1/messages",
         {},
         Chain(hashes=hashes, ends=tuple(range(1, len(hashes) + 1))),
         Marks(),
-        Importance(speculative_prefill=asked),
+        Importance(speculative_prefill=hint),
         conversation=7,
         **fields,
     )
@@ -102,7 +102,7 @@ def test_a_repeated_request_is_no_growth() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "asked", "wanted"),
+    ("policy", "hint", "wanted"),
     [
         ("auto", True, True),
         ("auto", None, False),
@@ -111,15 +111,15 @@ def test_a_repeated_request_is_no_growth() -> None:
         ("off", True, False),
     ],
 )
-def test_a_hinted_turn_is_guessed(policy: str, asked: bool | None, wanted: bool) -> None:
-    assert turns(policy).wants(context_of(1, asked=asked)) is wanted
+def test_a_hinted_turn_is_guessed(policy: str, hint: bool | None, wanted: bool) -> None:
+    assert turns(policy).wants(context_of(1, hint=hint)) is wanted
 
 
 def test_a_growing_conversation_that_opts_out_is_not_guessed() -> None:
     seen = turns()
     seen.compare(context_of(1), NO_REQUEST)
     seen.compare(context_of(1, 2), NO_REQUEST)
-    assert not seen.wants(context_of(1, 2, asked=False))
+    assert not seen.wants(context_of(1, 2, hint=False))
     assert not seen.wants(context_of(1, 2, is_last=True))
     only_asked = turns("hinted")
     only_asked.compare(context_of(1), NO_REQUEST)

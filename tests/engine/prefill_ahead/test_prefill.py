@@ -69,8 +69,8 @@ class Serving:
     def prefill(self, body: Any, **options: Any) -> dict[str, Any]:
         answer = self.post(PREFILL, body, **options)
         assert answer.ok, answer.text
-        told: dict[str, Any] = answer.json()
-        return told
+        result: dict[str, Any] = answer.json()
+        return result
 
     def holds(self, path: str, body: Any) -> bool:
         """Whether the engine's events say that all of a prompt is in its cache."""
@@ -185,13 +185,13 @@ BODIES: dict[str, Callable[[], dict[str, Any]]] = {
 @pytest.mark.parametrize("path", BODIES)
 def test_a_prompt_is_in_the_cache_before_its_request_comes(engine: Serving, path: str) -> None:
     body = BODIES[path]()
-    told = engine.prefill(body)
-    assert told["complete"], told
-    assert told["cached_tokens"] < SLACK
-    assert told["prefilled_tokens"] >= told["prompt_tokens"] - told["cached_tokens"] - SLACK
-    assert told["segments"] > 0
+    answer = engine.prefill(body)
+    assert answer["complete"], answer
+    assert answer["cached_tokens"] < SLACK
+    assert answer["prefilled_tokens"] >= answer["prompt_tokens"] - answer["cached_tokens"] - SLACK
+    assert answer["segments"] > 0
     tokens, cached = engine.usage(path, body)
-    assert told["prompt_tokens"] <= tokens
+    assert answer["prompt_tokens"] <= tokens
     assert cached >= tokens - SLACK
 
 
@@ -199,24 +199,24 @@ def test_cached_tokens_are_not_computed_again(engine: Serving) -> None:
     body = BODIES[MESSAGES]()
     engine.prefill(body)
     before = engine.counted("prefilled_ahead_tokens")
-    told = engine.prefill(body)
-    assert told["complete"]
-    assert told["prefilled_tokens"] == 0
-    assert told["cached_tokens"] >= told["prompt_tokens"] - SLACK
+    answer = engine.prefill(body)
+    assert answer["complete"]
+    assert answer["prefilled_tokens"] == 0
+    assert answer["cached_tokens"] >= answer["prompt_tokens"] - SLACK
     assert engine.counted("prefilled_ahead_tokens") == before
 
 
 def test_results_of_tools_are_prefilled_as_they_appear(engine: Serving) -> None:
     calls = [{"type": "tool_use", "id": name, "name": "read", "input": {}} for name in "ab"]
     results = [{"type": "tool_result", "tool_use_id": name, "content": text(300)} for name in "ab"]
-    asked = [user(300), {"role": "assistant", "content": calls}]
-    first = engine.prefill({**ONE, "messages": asked})
+    messages = [user(300), {"role": "assistant", "content": calls}]
+    first = engine.prefill({**ONE, "messages": messages})
     assert first["complete"]
-    some = [*asked, {"role": "user", "content": results[:1]}]
+    some = [*messages, {"role": "user", "content": results[:1]}]
     second = engine.prefill({**ONE, "messages": some})
     assert second["cached_tokens"] >= first["prompt_tokens"] - SLACK
     assert second["prefilled_tokens"] > 250
-    body = {**ONE, "messages": [*asked, {"role": "user", "content": results}]}
+    body = {**ONE, "messages": [*messages, {"role": "user", "content": results}]}
     engine.prefill(body)
     tokens, cached = engine.usage(MESSAGES, body)
     assert cached >= tokens - SLACK
@@ -226,8 +226,8 @@ def test_a_mark_pins_the_prefilled_prompt(engine: Serving) -> None:
     marked = {"type": "text", "text": text(400), "cache_control": {"type": "ephemeral"}}
     body = {**ONE, "messages": [{"role": "user", "content": [marked]}]}
     for _ in range(2):  # the second time nothing is computed
-        told = engine.prefill(body, headers={"x-sgl-ext-session-id": "session"})
-        assert told["complete"]
+        answer = engine.prefill(body, headers={"x-sgl-ext-session-id": "session"})
+        assert answer["complete"]
         until(lambda: len(requests.get(f"{engine.url}/v1/pins", timeout=60).json()["pins"]) == 1)
         until(lambda: engine.watch.load["pinned_tokens"] > 380)
     engine.flush()
@@ -239,7 +239,7 @@ def test_a_client_need_not_wait(engine: Serving) -> None:
     answer = engine.post(PREFILL, body, params={"wait": "false"})
     assert (answer.status_code, answer.json()) == (202, {"queued": True})
     until(lambda: engine.counted("prefilled_ahead_tokens") > before + 500)
-    until(lambda: engine.holds(CHAT, body))  # which is told with the last slice
+    until(lambda: engine.holds(CHAT, body))  # the last slice sends the hints
     until(engine.is_level)
     tokens, cached = engine.usage(CHAT, body)
     assert cached >= tokens - SLACK
@@ -256,13 +256,13 @@ def test_nothing_is_prefilled_while_anything_runs(engine: Serving) -> None:
 
 
 def test_prefill_ahead_evicts_nothing(engine: Serving) -> None:
-    kept = [{**ONE, "messages": [user(900)]} for _ in range(3)]
-    for body in kept:
+    bodies = [{**ONE, "messages": [user(900)]} for _ in range(3)]
+    for body in bodies:
         engine.usage(MESSAGES, body)
     until(engine.is_level)
-    told = engine.prefill({**ONE, "messages": [user(1500)]})
-    assert (told["complete"], told["why"]) == (False, "memory")
-    for body in kept:
+    answer = engine.prefill({**ONE, "messages": [user(1500)]})
+    assert (answer["complete"], answer["why"]) == (False, "memory")
+    for body in bodies:
         tokens, cached = engine.usage(MESSAGES, body)
         assert cached >= tokens - SLACK
 
@@ -276,8 +276,8 @@ def turns(thought: str) -> list[dict[str, Any]]:
     ]
 
 
-def ask(engine: Serving, asked: list[dict[str, Any]], session: str, **fields: Any) -> Any:
-    body = {"model": "tiny", "max_tokens": 32, "messages": asked, **fields}
+def ask(engine: Serving, messages: list[dict[str, Any]], session: str, **fields: Any) -> Any:
+    body = {"model": "tiny", "max_tokens": 32, "messages": messages, **fields}
     answer = engine.post(CHAT, body, headers={"x-sgl-ext-session-id": session})
     assert answer.ok, answer.text
     return answer.json()
@@ -295,15 +295,15 @@ def test_a_next_turn_is_warm_if_the_request_hints_so(
     engine: Serving, fields: dict[str, Any], is_warm: bool
 ) -> None:
     session = f"session {next(_names)}"
-    asked = turns(text(30))
+    messages = turns(text(30))
     before = engine.counted("prefilled_ahead_tokens")
-    answer = ask(engine, asked, session, regex="[a-z]{6,9}", **fields)
+    answer = ask(engine, messages, session, regex="[a-z]{6,9}", **fields)
     content = answer["choices"][0]["message"]["content"] or ""
     if is_warm:
         until(lambda: engine.counted("prefilled_ahead_tokens") > before + 600)
         until(engine.is_level)
     guessed = engine.counted("next_turns_guessed", result="right")
-    following = [*asked, {"role": "assistant", "content": content}, user(20)]
+    following = [*messages, {"role": "assistant", "content": content}, user(20)]
     tokens, cached = cached_of(ask(engine, following, session))
     if is_warm:
         assert cached >= tokens - 20 * 8 - SLACK

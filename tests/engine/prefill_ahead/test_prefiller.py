@@ -102,9 +102,9 @@ async def test_slices_grow_to_take_a_fixed_time(
 
     def slow(request: Any) -> dict[str, Any]:
         before = tree.cached
-        told = tree(request)
+        meta = tree(request)
         clock.now_s += (tree.cached - before) / 4000  # so that 50 ms are 200 tokens
-        return told
+        return meta
 
     monkeypatch.setattr(time, "monotonic", lambda: clock.now_s)
     manager = Manager(slow)
