@@ -16,9 +16,11 @@ are parsed again, so a conversation that only grows costs almost nothing.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import groupby
 from typing import NamedTuple
 
 from cachetools import FIFOCache, LRUCache
@@ -35,12 +37,13 @@ _HEADS = 256
 _BRANCHES = 8
 _ENDS = 64
 _CANDIDATES = 4
-# The memory of a record without its body: a hash and an offset for each segment, and objects.
+# The memory of a prompt without its body: a hash and an offset for each segment, and objects.
 _SEGMENT_BYTES = 88
-_RECORD_BYTES = 512
+_PROMPT_BYTES = 512
 
 
-class Prompt(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
     """A request to compare.
 
     group: prompts of a group should begin alike: tenant, harness, model and cache salts.
@@ -56,6 +59,10 @@ class Prompt(NamedTuple):
     chain: Chain
     body: bytes | bytearray
 
+    @property
+    def size_bytes(self) -> int:
+        return len(self.body) + len(self.chain.hashes) * _SEGMENT_BYTES + _PROMPT_BYTES
+
 
 class Divergence(NamedTuple):
     """A prompt that diverges from an earlier one; scope is SESSION or FLEET."""
@@ -65,25 +72,20 @@ class Divergence(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Record:
-    prompt: Prompt
-    size_bytes: int
-
-
 class _Thread:
-    """A conversation: the latest prompt of each branch, and the last hashes of all prompts."""
+    """A conversation: the latest prompt of each branch, and where all its prompts ended.
 
-    __slots__ = ("branches", "ends")
+    ends: the canonical bytes of prompts, by their last hashes.
+    """
 
-    def __init__(self) -> None:
-        self.branches: list[_Record] = []
-        self.ends: FIFOCache[int, int] = FIFOCache(_ENDS)
+    branches: list[Prompt] = field(default_factory=list)
+    ends: FIFOCache[int, int] = field(default_factory=lambda: FIFOCache(_ENDS))
 
 
 class PromptMemory:
-    """Bounded by bytes; the conversation that was silent longest goes first.
+    """Bounded by bytes; the least recently active conversation is dropped first.
 
-    read: a body's blocks, as the engine will see them; empty if it cannot be read.
+    read: the blocks of a body for a path, as the engine gets them; empty if it is malformed.
     """
 
     def __init__(
@@ -119,13 +121,11 @@ class PromptMemory:
                 self._keep(thread, prompt, before)
         return found
 
-    def _diverged(
-        self, thread: _Thread, prompt: Prompt
-    ) -> tuple[Divergence | None, _Record | None]:
+    def _diverged(self, thread: _Thread, prompt: Prompt) -> tuple[Divergence | None, Prompt | None]:
         """Where a prompt diverges from its conversation, and the branch that it continues."""
-        nearest = max(thread.branches, key=lambda r: _shared(r.prompt.chain, prompt.chain))
+        nearest = max(thread.branches, key=lambda old: _shared(old.chain, prompt.chain))
         new = self._read(prompt.path, prompt.body)
-        difference = compare(self._read_again(nearest), new)
+        difference = compare(self._read(nearest.path, nearest.body), new)
         if difference is None:
             return None, nearest
         held = (thread.ends.get(segment, 0) for segment in prompt.chain.hashes)
@@ -148,30 +148,30 @@ class PromptMemory:
         if is_known and _turns_after(new, 0) == 0:
             return None
         found, nearest = None, None
-        for scope, records in ((SESSION, own), (FLEET, fleet)):
-            for record in records:
-                difference = compare(self._read_again(record), new)
+        for scope, prompts in ((SESSION, own), (FLEET, fleet)):
+            for old in prompts:
+                difference = compare(self._read(old.path, old.body), new)
                 if difference is None:
-                    if record.prompt.chain.hashes[0] == prompt.chain.hashes[0]:
+                    if old.chain.hashes[0] == prompt.chain.hashes[0]:
                         return None
                 elif _is_the_same(difference) and (
                     found is None or difference.lost_bytes > found.difference.lost_bytes
                 ):
                     reach = SESSION if difference.is_same_conversation else scope
-                    found, nearest = Divergence(reach, difference), record
+                    found, nearest = Divergence(reach, difference), old
             if found is not None:
                 break
         if found is not None and nearest is not None and found.difference.is_same_conversation:
             # The conversation continues with this prompt, not from its earlier state.
-            self._forget(nearest.prompt.thread)
+            self._forget(nearest.thread)
         return found
 
     def _forget(self, thread: int | None) -> None:
         if thread is not None and (gone := self._threads.pop(thread, None)) is not None:
-            self.size_bytes -= sum(record.size_bytes for record in gone.branches)
+            self.size_bytes -= sum(prompt.size_bytes for prompt in gone.branches)
 
-    def _candidates(self, scope: Hashable) -> list[_Record]:
-        """The latest prompts of conversations of a session, or of a group, latest first."""
+    def _candidates(self, scope: Hashable) -> list[Prompt]:
+        """The last prompts of the conversations of a session or a group, the latest first."""
         threads = [self._threads.get(key) for key in self._scopes.get(scope, ())]
         return [thread.branches[-1] for thread in threads if thread and thread.branches][::-1]
 
@@ -183,64 +183,45 @@ class PromptMemory:
             if prompt.thread not in threads:
                 threads.append(prompt.thread)
 
-    def _keep(self, thread: _Thread, prompt: Prompt, before: _Record | None) -> None:
-        """Remembers a prompt, in the place of the one it grew from; forgets what is too much."""
-        segments = len(prompt.chain.hashes)
-        size = len(prompt.body) + segments * _SEGMENT_BYTES + _RECORD_BYTES
+    def _keep(self, thread: _Thread, prompt: Prompt, before: Prompt | None) -> None:
+        """Remembers a prompt, in place of `before` if it continues that; drops what is too much."""
         branches = thread.branches
-        if before is None:
-            if len(branches) >= _BRANCHES:
-                self.size_bytes -= branches.pop(0).size_bytes
-            branches.append(_Record(prompt, size))
-        else:
-            self.size_bytes -= before.size_bytes
-            before.prompt, before.size_bytes = prompt, size
-            if branches[-1] is not before:
-                branches.remove(before)
-                branches.append(before)
-        self.size_bytes += size
+        if before is not None:
+            branches.remove(before)
+        elif len(branches) >= _BRANCHES:
+            before = branches.pop(0)
+        branches.append(prompt)
+        self.size_bytes += prompt.size_bytes - (before.size_bytes if before is not None else 0)
         thread.ends[prompt.chain.hashes[-1]] = prompt.chain.ends[-1]
         while self.size_bytes > self._limit_bytes or len(self._threads) > _LIMIT_THREADS:
             self._forget(next(iter(self._threads)))
 
-    def _read_again(self, record: _Record) -> list[Block]:
-        return self._read(record.prompt.path, record.prompt.body)
 
-
-def _grown_from(thread: _Thread, chain: Chain) -> _Record | None:
+def _grown_from(thread: _Thread, chain: Chain) -> Prompt | None:
     """The branch whose prompt this one begins with."""
     hashes = chain.hashes
-    for record in reversed(thread.branches):
-        old = record.prompt.chain.hashes
+    for prompt in reversed(thread.branches):
+        old = prompt.chain.hashes
         if len(old) <= len(hashes) and hashes[len(old) - 1] == old[-1]:
-            return record
+            return prompt
     return None
 
 
 def _shared(left: Chain, right: Chain) -> int:
-    """How many segments two chains begin with alike."""
-    low, high = 0, min(len(left.hashes), len(right.hashes))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if left.hashes[middle - 1] == right.hashes[middle - 1]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    """The number of segments at the beginning that two chains share."""
+    ours, theirs = left.hashes, right.hashes
+    shortest = min(len(ours), len(theirs))
+    return bisect_left(range(shortest), True, key=lambda number: ours[number] != theirs[number])
 
 
 def _turns_after(blocks: Sequence[Block], end_bytes: int) -> int:
-    """How many turns of the model stand behind that offset."""
-    turns, last = 0, ""
-    for block in blocks:
-        if block.end > end_bytes:
-            turns += block.part == ASSISTANT and last != ASSISTANT
-            last = block.part
-    return turns
+    """The number of the model's turns after this offset."""
+    parts = (block.part for block in blocks if block.end > end_bytes)
+    return sum(part == ASSISTANT for part, _ in groupby(parts))
 
 
 def _is_the_same(difference: Difference) -> bool:
-    """Whether a prompt is an earlier one with a change in it, and not another one."""
+    """Whether a prompt is an earlier one with a change in it, not an unrelated one."""
     if 2 * difference.lost_bytes < difference.rest_bytes or not difference.lost_bytes:
         return False
     in_head = difference.part != "messages"
