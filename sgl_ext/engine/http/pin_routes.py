@@ -54,5 +54,5 @@ def pin_routes(pins: PinMirror, outbox: Outbox) -> list[Route]:
 
 
 def _error(status: HTTPStatus, message: str) -> JSONResponse:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return JSONResponse({"error": {"message": message, "type": kind}}, status)
+    """An error; the error middleware gives it its protocol's shape."""
+    return JSONResponse({"error": {"message": message}}, status)

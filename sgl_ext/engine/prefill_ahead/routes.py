@@ -69,15 +69,12 @@ class PrefillRequests:
             return _error(HTTPStatus.BAD_REQUEST, f"the body is not JSON: {error}")
         waits = request.query_params.get("wait", "true")
         if waits not in ("true", "false"):
-            return _error(
-                HTTPStatus.BAD_REQUEST, f"wait: must be true or false, not {waits[:40]!r}"
-            )
+            message = f"wait: must be true or false, not {waits[:40]!r}"
+            return _error(HTTPStatus.BAD_REQUEST, message)
         headers = dict(request.headers.items())
         protocol = detect(headers, request.query_params.get("protocol"), body)
         if protocol is None:
-            message = (
-                "protocol: neither messages, chat nor responses; give one of these as protocol"
-            )
+            message = "protocol: must be messages, chat or responses, as the body leaves it open"
             return _error(HTTPStatus.BAD_REQUEST, message)
         if len(self._tasks) >= MOST_WAITING:
             message = f"{len(self._tasks)} prompts are waiting to be prefilled"
@@ -187,7 +184,7 @@ async def _disconnected(request: Request) -> None:
 
 
 def _error(status: HTTPStatus, message: str) -> JSONResponse:
-    busy = status == HTTPStatus.TOO_MANY_REQUESTS
-    kind = "rate_limit_error" if busy else "invalid_request_error"
-    headers = {"retry-after": str(_RETRY_AFTER_S)} if busy else None
-    return JSONResponse({"error": {"message": message, "type": kind}}, status, headers)
+    """An error; the error middleware gives it its protocol's shape."""
+    is_busy = status == HTTPStatus.TOO_MANY_REQUESTS
+    headers = {"retry-after": str(_RETRY_AFTER_S)} if is_busy else None
+    return JSONResponse({"error": {"message": message}}, status, headers)
