@@ -118,7 +118,7 @@ def _mark(
     ends: dict[str, _Json],
     tools: list[_Json],
 ) -> int:
-    """Marks the ends of the layers, and returns how many marks there was no room for.
+    """Marks the ends of the layers, and returns how many marks did not fit.
 
     The last tool is marked, too: a template may write it after the texts, and then the mark at
     the end of its layer does not reach it. A mark of the request's own that comes later and
@@ -127,23 +127,23 @@ def _mark(
     """
     own = read_marks(protocol, body, _ANY_TTL)
     on_tools = [mark.ttl_s for mark in own.blocks if mark.place[0] == "tools"]
-    behind = [mark.ttl_s for mark in own.blocks if mark.place[0] != "tools"]
-    held_s = max([own.whole_ttl_s, *behind])
+    after_tools = [mark.ttl_s for mark in own.blocks if mark.place[0] != "tools"]
+    held_s = max([own.whole_ttl_s, *after_tools])
     is_strict = protocol.marks is not None and protocol.marks.is_strict
     longest_s = min(on_tools, default=math.inf) if is_strict else math.inf
     wanted = [(LAYERS[layer], end) for layer, end in ends.items()]
     if tools and all(end is not tools[-1] for end in ends.values()):
         layer = [block.layer for block in blocks if block.kind == "tools"][-1]
         wanted.append((LAYERS[layer], tools[-1]))
-    room = LIMIT_MARKS - count_marks(protocol, body)
+    free = LIMIT_MARKS - count_marks(protocol, body)
     left_out = 0
     for ttl_s, end in wanted:
         is_text = end.get("type") == "text"
         if max([held_s, *([] if is_text else on_tools)]) >= ttl_s:
             continue
-        if room > 0 and (ttl_s <= longest_s or not is_text):
+        if free > 0 and (ttl_s <= longest_s or not is_text):
             end["cache_control"] = {"type": "ephemeral", "ttl": _duration(ttl_s)}
-            room -= 1
+            free -= 1
         else:
             left_out += 1
     return left_out
