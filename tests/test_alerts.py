@@ -1,4 +1,4 @@
-"""The rules for Prometheus name only metrics that there are, in expressions that can be read."""
+"""The Prometheus rules name only existing metrics, in well-formed expressions."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ TOOLS = [
 
 
 def turns(count: int, first: str = "Find the bug.", task: str = "it") -> list[dict[str, Any]]:
-    """A user's words, and `count` turns of the model with a tool's result behind each."""
+    """A user's words, and `count` turns of the model each followed by a tool's result."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": first}]
     for number in range(count):
         call = {"type": "tool_use", "id": f"t{number}", "name": "Read", "input": {"n": number}}

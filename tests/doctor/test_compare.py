@@ -1,4 +1,4 @@
-"""Comparing: the first byte that differs is found, and what differs there is told by its look."""
+"""The first byte that differs between prompts, and the kind of the difference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: what it reads, what it refuses, and its exit codes."""
+"""The command line: sources, errors and exit codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may ask for what, and as whom: keys of tenants, in front of engines that say what came."""
+"""What each kind of key permits, and which tenant the engines get."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def status(client: ClientSession, method: str, path: str, **headers: str) 
 
 
 def told(engine: Engine) -> tuple[Any, ...]:
-    """What the engine's last request said of whose it is: each header once, or not at all."""
+    """The tenant headers of the engine's last request."""
     headers = engine.seen[-1][2]
     assert all(len(headers.getall(name, [])) <= 1 for name in _WHOSE)
     return tuple(headers.get(name) for name in _WHOSE)
@@ -225,7 +225,7 @@ async def test_a_changed_key_file_applies_without_a_restart(
     balancer = await serve(Raw(), **some_keys.config)
     alice, operator = bearer(some_keys.alice), bearer(some_keys.operator)
     async with ClientSession(f"http://127.0.0.1:{balancer.port}") as client:
-        assert await status(client, "POST", CHAT, **alice) == 200  # its head is kept
+        assert await status(client, "POST", CHAT, **alice) == 200  # its head is cached
         carol, _ = keys.add_key(some_keys.path, "carol")
         assert await status(client, "POST", CHAT, **bearer(carol)) == 401
         balancer.sweep(balancer.now)

@@ -1,4 +1,4 @@
-"""Requests and tokens a minute: refused at the door, and made good by what answers cost."""
+"""Limits of requests and tokens: charges on arrival, and their correction by the real cost."""
 
 from __future__ import annotations
 
@@ -78,7 +78,9 @@ def test_tokens_are_charged_on_arrival_and_corrected_at_the_end(folder: Path) ->
     setting.limits.settle(charge, 1210)  # a long answer is owed
     assert setting.retry_after_s(1) == 62
     setting.clock.now_s += 200
-    setting.limits.settle(setting.limits.admit("a", 600), None)  # what is not known stays
+    setting.limits.settle(
+        setting.limits.admit("a", 600), None
+    )  # an unknown cost leaves the estimate
     assert setting.retry_after_s(10) == 1
     assert setting.retry_after_s(0) == 0  # what computes nothing costs none
 

@@ -1,4 +1,4 @@
-"""Contexts: what may be registered, and that a request which names one is the whole request."""
+"""Contexts: which blocks are valid, and the requests that they expand to."""
 
 from __future__ import annotations
 
@@ -340,7 +340,7 @@ def unmarked(value: Any) -> Any:
 def test_the_expanded_request_equals_one_with_the_content_in_place(
     blocks: list[dict[str, Any]], own: Any, has_tool: bool
 ) -> None:
-    """And its marks are in Anthropic's order, no more than allowed, behind what was registered."""
+    """Its marks are at the ends of the layers and on the last tool, in Anthropic's order."""
     said = [block["content"] for block in blocks if block["kind"] != "tools"]
     offered = [tool for block in blocks if block["kind"] == "tools" for tool in block["content"]]
     own_tools = [{"name": "own", "input_schema": {}}] if has_tool else []

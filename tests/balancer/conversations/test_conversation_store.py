@@ -1,4 +1,4 @@
-"""Stored responses and contexts at the balancer: what an engine gets, and what clients are told."""
+"""Stored responses and contexts: the requests that engines get, and the answers to clients."""
 
 from __future__ import annotations
 

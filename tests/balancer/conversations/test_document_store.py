@@ -1,4 +1,4 @@
-"""The store: what survives, what goes first, and what stops the start."""
+"""The document store: persistence, eviction, chains, and files that stop the start."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_a_document_larger_than_the_store_evicts_nothing(opened: Open) -> None:
     store = opened(limit_bytes=_MIB)
     store.put("a", turn("r1"), 60.0, now=0.0)
     assert store.put("a", Document("large", b"x" * (_MIB + 1), b""), 60.0, now=0.0) is None
-    # It alone would do, but not with what the file needs besides.
+    # It fits alone, but not together with the pages that the file always needs.
     assert store.put("a", Document("large", b"x" * (_MIB - 100), b""), 60.0, now=0.0) is None
     assert store.get("a", "r1", now=0.0) is not None
 

@@ -1,4 +1,4 @@
-"""Stored responses and contexts on real engines: the same prompt, read from the same cache."""
+"""Stored responses and contexts on real engines: equal prompts, which share the cache."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def model(node: Node) -> str:
 
 
 def text(words: int) -> str:
-    """A text that nobody sent before."""
+    """A text that no test has sent before."""
     number = next(_fresh)
     source = random.Random(number)
-    return f"Kept {number}: " + " ".join(source.choice(_WORDS) for _ in range(words))
+    return f"Text {number}: " + " ".join(source.choice(_WORDS) for _ in range(words))
 
 
 def read(usage: Any) -> tuple[int, int]:
@@ -47,7 +47,7 @@ def read(usage: Any) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("effort", ["none", "low"])
-def test_a_turn_by_id_is_the_turn_with_the_conversation_in_it(
+def test_a_turn_by_id_has_the_prompt_of_the_whole_conversation(
     gpt: openai.OpenAI, model: str, effort: str
 ) -> None:
     usual: dict[str, Any] = {
@@ -86,16 +86,14 @@ def test_a_turn_by_id_is_the_turn_with_the_conversation_in_it(
         gpt.responses.retrieve(last.id)
 
 
-def test_a_response_that_is_not_known_is_openais_bad_request(
-    gpt: openai.OpenAI, model: str
-) -> None:
+def test_an_unknown_response_is_openais_bad_request(gpt: openai.OpenAI, model: str) -> None:
     with pytest.raises(openai.BadRequestError, match="'resp_1' not found") as raised:
         gpt.responses.create(model=model, input="Hello", previous_response_id="resp_1")
     assert raised.value.code == "previous_response_not_found"
     assert raised.value.param == "previous_response_id"
 
 
-def test_a_context_is_the_content_in_its_place(node: Node, model: str) -> None:
+def test_a_context_has_the_prompt_of_its_content(node: Node, model: str) -> None:
     rules, notes = text(300), text(200)
     blocks = [
         {"id": "tools", "kind": "tools", "layer": "stable", "content": [_TOOL]},
@@ -143,7 +141,7 @@ def test_a_context_is_pinned_by_its_layers_and_prefilled_by_its_name(node: Node)
         {"id": "notes", "layer": "project", "content": project},
     ]
     id = node.post("/v1/contexts", {"blocks": blocks}).json()["context_id"]
-    session = f"kept-{next(_fresh)}"
+    session = f"context-{next(_fresh)}"
     body = {"model": "tiny", "max_tokens": 1, "context_id": id, "messages": []}
     headers = {"x-sgl-ext-session-id": session, "anthropic-version": "2023-06-01"}
     warmed = node.post("/v1/prefill", body, headers=headers)
