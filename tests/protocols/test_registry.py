@@ -31,6 +31,7 @@ def test_each_path_belongs_to_one_protocol() -> None:
     listed = [path for protocol in PROTOCOLS for path in protocol.paths]
     assert len(listed) == len(set(listed))
     assert all(path in of_path(path).paths for path in PATHS)
+    assert of_path("/invocations") is of_path("/v1/chat/completions")
     assert of_path("/v1/embeddings") is UNKNOWN
 
 
