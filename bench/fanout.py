@@ -14,7 +14,6 @@ them on a GPU of 80 GB. TTFTs are of all requests of all rounds, and ratios medi
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -33,10 +32,9 @@ from sgl_ext_cpu.node import Node, local_model, running_node
 
 from bench.lib.pin_figures import ratio, spread
 from bench.lib.priority_load import GENERATE, Request, fitted
+from bench.lib.script import Size, parser_of, require, run
 from bench.lib.stock_engine import stock_engine
 
-_AGENTS = 8
-_PREFIX_TOKENS = 20_000
 _OWN_TOKENS = 50
 _ANSWER_TOKENS = 8
 _FLAGS = ("--sleep-on-idle", "--chunked-prefill-size", "8192", "--max-total-tokens", "196608")
@@ -45,8 +43,22 @@ _COUNTER = "sgl_ext_prefixes_awaited_total"
 
 
 @dataclass(frozen=True)
+class Plan:
+    """How many rounds, requests at once, and tokens of their common prefix."""
+
+    rounds: int
+    agents: int = 8
+    prefix_tokens: int = 20_000
+
+
+PLANS: dict[Size, Plan] = {"full": Plan(7), "quick": Plan(2), "smallest": Plan(1, 4, 3_000)}
+
+
+@dataclass(frozen=True)
 class Answer:
-    """One request as its client saw it."""
+    """One request as its client saw it. `sent_s` is a time of the monotonic clock."""
+
+    sent_s: float
 
     prompt_tokens: int
     cached_tokens: int
@@ -86,10 +98,10 @@ async def ask(http: aiohttp.ClientSession, url: str, text: str) -> Answer:
     told = json.loads(event)
     meta = told["meta_info"]
     ids = tuple(told["output_ids"])
-    return Answer(meta["prompt_tokens"], meta["cached_tokens"], ttft_ms, ids)
+    return Answer(started, meta["prompt_tokens"], meta["cached_tokens"], ttft_ms, ids)
 
 
-async def measure(nodes: Mapping[str, Node], rounds: int) -> dict[str, Any]:
+async def measure(nodes: Mapping[str, Node], plan: Plan) -> dict[str, Any]:
     """Runs both arms on engines that run, and returns the figures."""
     texts = fitted(nodes["ours"])
     seen: dict[str, list[Burst]] = {name: [] for name in nodes}
@@ -97,15 +109,29 @@ async def measure(nodes: Mapping[str, Node], rounds: int) -> dict[str, Any]:
     async with aiohttp.ClientSession(timeout=timeout) as http:
         for node in nodes.values():  # what only a first request has to wait for
             await ask(http, node.engines[0], texts.fresh("Warm-up", 500))
-        for number in range(rounds):
-            prefix = texts.fresh(f"Round {number}", _PREFIX_TOKENS)
-            sent = [f"{prefix} {texts.fresh(f'Agent {n}', _OWN_TOKENS)}" for n in range(_AGENTS)]
+        for number in range(plan.rounds):
+            prefix = texts.fresh(f"Round {number}", plan.prefix_tokens)
+            sent = [
+                f"{prefix} {texts.fresh(f'Agent {n}', _OWN_TOKENS)}" for n in range(plan.agents)
+            ]
             for name in list(nodes)[:: 1 if number % 2 else -1]:
                 url = nodes[name].engines[0]
                 answers = await asyncio.gather(*(ask(http, url, text) for text in sent))
                 alone = await ask(http, url, prefix)
                 seen[name].append(Burst(alone.prompt_tokens, tuple(answers)))
+                check(seen[name][-1], plan)
     return figures(seen) | {"awaited": nodes["ours"].metric(_COUNTER)}
+
+
+def check(burst: Burst, plan: Plan) -> None:
+    """The requests were at the engine at once, their prefix was as long as planned, and cold."""
+    first_answered_s = min(answer.sent_s + answer.ttft_ms / 1000 for answer in burst.answers)
+    last_sent_s = max(answer.sent_s for answer in burst.answers)
+    require(last_sent_s < first_answered_s, "all requests are sent before one is answered")
+    tokens = burst.prefix_tokens
+    require(tokens > 0.8 * plan.prefix_tokens, "the prefix is as long as planned", tokens=tokens)
+    over_ideal = burst.prefilled_over_ideal
+    require(over_ideal > 0.9, "the common prefix is cold", prefilled_over_ideal=over_ideal)
 
 
 def figures(seen: Mapping[str, Sequence[Burst]]) -> dict[str, Any]:
@@ -125,6 +151,7 @@ def figures(seen: Mapping[str, Sequence[Burst]]) -> dict[str, Any]:
         for ours, stock in zip(seen["ours"], seen["stock"], strict=True)
         for one, other in zip(ours.answers, stock.answers, strict=True)
     )
+    require(differing == 0, "both arms give the same answers", differing=differing)
     return {
         "prefilled_over_ideal": arms["ours"]["prefilled_over_ideal"],
         "ttft_p50_vs_stock": ratio(middles["ours"], middles["stock"]),
@@ -134,9 +161,7 @@ def figures(seen: Mapping[str, Sequence[Burst]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds, within five minutes")
-    rounds = 2 if parser.parse_args().quick else 7
+    plan = PLANS[parser_of(__doc__).parse_args().size]
     # The other core is for clients and tokenizers: two threads that wait for each other lose more.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     model = local_model("tiny")
@@ -150,8 +175,7 @@ def main() -> None:
             for name, start in _ARMS.items()
         }
         nodes = {name: node.result() for name, node in starting.items()}
-        found = asyncio.run(measure(nodes, rounds))
-    print(json.dumps({"bench": "fanout", **found}))
+        run("fanout", lambda: asyncio.run(measure(nodes, plan)))
 
 
 if __name__ == "__main__":

@@ -15,20 +15,21 @@ alternates. Figures are TTFTs; what is reported are medians.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import requests
 from sgl_ext_cpu.node import Node, local_model, running_node
 
-PROMPT_TOKENS = 52_000
+from bench.lib.script import Size, parser_of, require, run
+
 _WARM_ARMS = ("stable", "stripped")
 _NAMES = {"varying": "x-unstripped-billing-header", "stripped": "x-anthropic-billing-header"}
 
@@ -41,48 +42,67 @@ class Arm:
     cached_tokens: list[int] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Plan:
+    """How many rounds, pairs of warm requests in each, and tokens of a prompt."""
+
+    rounds: int
+    pairs: int = 16
+    prompt_tokens: int = 52_000
+
+
+PLANS: dict[Size, Plan] = {"full": Plan(15), "quick": Plan(3), "smallest": Plan(1, 2, 2_000)}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--model", type=Path, help="a model directory (default: the local bench one)"
     )
     parser.add_argument("--rounds", type=int)
     options = parser.parse_args()
-    rounds = options.rounds or (3 if options.quick else 15)
-    model = options.model or local_model("bench")
+    plan = PLANS[options.size]
+    if options.rounds:
+        plan = replace(plan, rounds=options.rounds)
+    model = options.model or local_model("tiny" if options.size == "smallest" else "bench")
     with (
         tempfile.TemporaryDirectory(prefix="sgl-ext-bench-") as folder,
         running_node(model, Path(folder)) as node,
     ):
-        print(json.dumps(measure(node, rounds)))
+        run("header_strip", partial(measure, node, plan))
 
 
-def measure(node: Node, rounds: int) -> dict[str, Any]:
+def measure(node: Node, plan: Plan) -> dict[str, Any]:
     """Runs the arms on a running node and returns the bench's figures."""
-    document = fitted_document(node)
+    document = fitted_document(node, plan.prompt_tokens)
     arms = {name: Arm() for name in ("varying", *_WARM_ARMS)}
-    warm = ask(node, "stable", document, "warm-up")
-    prompt_tokens = sum(tokens_of(warm))
-    a_round = ("varying", *(*_WARM_ARMS, *_WARM_ARMS[::-1]) * 8)
-    for number, name in enumerate(a_round * rounds):
+    prompt_tokens = usage_of(ask(node, "stable", document, "warm-up")).prompt_tokens
+    is_fitted = abs(prompt_tokens - plan.prompt_tokens) <= 0.1 * plan.prompt_tokens
+    require(is_fitted, "a prompt has the tokens of the plan", prompt_tokens=prompt_tokens)
+    a_round = ("varying", *(*_WARM_ARMS, *_WARM_ARMS[::-1]) * (plan.pairs // 2))
+    for number, name in enumerate(a_round * plan.rounds):
         started = time.perf_counter()
         events = stream(node, name, document, f"Question {number}: what now?")
         usage = next(events)
         arms[name].ttft_ms.append((time.perf_counter() - started) * 1000)
         for _ in events:
             pass
-        arms[name].cached_tokens.append(usage.get("cache_read_input_tokens") or 0)
+        arms[name].cached_tokens.append(usage_of(usage).cached_tokens)
+    for name in _WARM_ARMS:
+        least = min(arms[name].cached_tokens)
+        require(least > 0.9 * prompt_tokens, "a warm arm finds its prefix cached", least=least)
+    most = max(arms["varying"].cached_tokens)
+    require(most < 0.1 * prompt_tokens, "the varying arm finds nothing cached", most=most)
+    check_equal_token_ids(node, document)
     ms = {name: statistics.median(arm.ttft_ms) for name, arm in arms.items()}
     return {
-        "bench": "header_strip",
         "prompt_tokens": prompt_tokens,
-        "rounds": rounds,
+        "rounds": plan.rounds,
         **{f"{name}_ms": round(value, 1) for name, value in ms.items()},
         "stripped_over_stable": round(ms["stripped"] / ms["stable"], 3),
         "varying_over_stripped": round(ms["varying"] / ms["stripped"], 2),
         "cached_tokens": {n: int(statistics.median(a.cached_tokens)) for n, a in arms.items()},
-        "equal_token_ids": equal_token_ids(node, document),
+        "equal_token_ids": True,
     }
 
 
@@ -139,23 +159,32 @@ def stream(node: Node, arm: str, document: str, question: str) -> Iterator[dict[
             yield event["message"]["usage"] if event["type"] == "message_start" else {}
 
 
-def tokens_of(usage: dict[str, Any]) -> tuple[int, int]:
-    """New and cached prompt tokens of an answer."""
-    return usage["input_tokens"], usage.get("cache_read_input_tokens") or 0
+class Usage(NamedTuple):
+    """An answer's prompt tokens, and those of them that were cached."""
+
+    prompt_tokens: int
+    cached_tokens: int
 
 
-def fitted_document(node: Node) -> str:
-    """Text at hand, cut so that a whole prompt is about PROMPT_TOKENS long on this model."""
+def usage_of(usage: dict[str, Any]) -> Usage:
+    """An Anthropic usage, whose `input_tokens` are neither read from the cache nor put there."""
+    cached = usage.get("cache_read_input_tokens") or 0
+    created = usage.get("cache_creation_input_tokens") or 0
+    return Usage(usage["input_tokens"] + created + cached, cached)
+
+
+def fitted_document(node: Node, prompt_tokens: int) -> str:
+    """Text at hand, cut so that a whole prompt has about so many tokens on this model."""
     sources = sorted(Path(json.__file__).parent.parent.glob("*.py"))
-    text = "\n".join(path.read_text(errors="replace") for path in sources)[: PROMPT_TOKENS * 8]
+    text = "\n".join(path.read_text(errors="replace") for path in sources)[: prompt_tokens * 8]
     body = request_body("stable", text, "?")
     counted = node.post("/v1/messages/count_tokens", body)
     counted.raise_for_status()
-    return text[: int(len(text) * PROMPT_TOKENS / counted.json()["input_tokens"])]
+    return text[: int(len(text) * prompt_tokens / counted.json()["input_tokens"])]
 
 
-def equal_token_ids(node: Node, document: str) -> bool:
-    """Whether the engine makes the same token ids of a prompt with the header and without."""
+def check_equal_token_ids(node: Node, document: str) -> None:
+    """A prompt must have the same token ids with the header and without it."""
 
     def token_ids(system: list[dict[str, Any]]) -> list[int]:
         body = {
@@ -173,11 +202,16 @@ def equal_token_ids(node: Node, document: str) -> bool:
         return ids
 
     plain, headed = (request_body(arm, document, "?")["system"] for arm in ("stable", "stripped"))
-    same_ids = token_ids(plain) == token_ids(headed)
-    # And through /v1/messages: asked again behind a header, all but the last token is cached.
-    whole = sum(tokens_of(ask(node, "stable", document, "equal?")))
-    new, cached = tokens_of(ask(node, "stripped", document, "equal?"))
-    return same_ids and (new, cached) == (1, whole - 1)
+    require(token_ids(plain) == token_ids(headed), "the strip leaves the token ids as they were")
+    # And through /v1/messages: with the header, all but the last token is cached.
+    plain_tokens = usage_of(ask(node, "stable", document, "equal?")).prompt_tokens
+    usage = usage_of(ask(node, "stripped", document, "equal?"))
+    require(
+        usage == (plain_tokens, plain_tokens - 1),
+        "a stripped prompt finds all of the plain one cached",
+        plain_tokens=plain_tokens,
+        usage=usage,
+    )
 
 
 if __name__ == "__main__":

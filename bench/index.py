@@ -17,7 +17,6 @@ Dynamo is installed on first use into an environment of its own; where it cannot
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -25,11 +24,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench.lib.index_side import BLOCK_TOKENS, BLOCKS
 from bench.lib.other_routers import install_package
+from bench.lib.script import Size, parser_of, require, run
 
 DYNAMO = "ai-dynamo-runtime"
 DYNAMO_VERSION = "1.6.1"
@@ -44,25 +45,29 @@ Cells = dict[str, dict[str, Figures]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds, Dynamo in fewer sizes")
-    options = parser.parse_args()
-    peer = install_dynamo()
-    ours: Cells = {str(segments): {} for segments in SEGMENTS}
-    dynamo: Cells = {str(segments): {} for segments in SEGMENTS}
-    for workers in WORKERS:
-        sides = [Side("ours", Path(sys.executable), segments) for segments in SEGMENTS]
+    size: Size = parser_of(__doc__).parse_args().size
+    run("index", partial(compare, size))
+
+
+def compare(size: Size) -> dict[str, Any]:
+    """Both indexes at all sizes; ours alone, and small, in the smallest form."""
+    is_smallest = size == "smallest"
+    peer = None if is_smallest else install_dynamo()
+    sizes, all_workers = (SEGMENTS[:1], WORKERS[:1]) if is_smallest else (SEGMENTS, WORKERS)
+    rounds = {"full": 15, "quick": 5, "smallest": 1}[size]
+    ours: Cells = {str(segments): {} for segments in sizes}
+    dynamo: Cells = {str(segments): {} for segments in sizes}
+    for workers in all_workers:
+        sides = [Side("ours", Path(sys.executable), segments) for segments in sizes]
         if peer:
-            few = options.quick and workers != WORKERS[-1]
-            sides += [
-                Side("dynamo", peer, segments) for segments in SEGMENTS[: -1 if few else None]
-            ]
-        measured = measure(sides, workers, rounds=5 if options.quick else 15)
+            few = size == "quick" and workers != all_workers[-1]
+            sides += [Side("dynamo", peer, segments) for segments in sizes[: -1 if few else None]]
+        measured = measure(sides, workers, rounds)
         for side, figures in measured.items():
             cells = ours if side.name == "ours" else dynamo
             cells[str(side.segments)][str(workers)] = figures
             print(side.name, side.segments, workers, figures, file=sys.stderr, flush=True)
-    print(json.dumps(report(ours, dynamo if peer else None)))
+    return report(ours, dynamo if peer else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +82,7 @@ class Side:
 def measure(sides: list[Side], workers: int, rounds: int) -> dict[Side, Figures]:
     """Fills one side after the other, then times lookups on each in turn, `rounds` times.
 
-    Raises RuntimeError if two sides of a size do not find the same.
+    Two sides of a size must find the same.
     """
     filled: dict[Side, Figures] = {}
     timed: dict[Side, list[dict[str, Any]]] = {side: [] for side in sides}
@@ -90,8 +95,8 @@ def measure(sides: list[Side], workers: int, rounds: int) -> dict[Side, Figures]
             for side in sides if number % 2 else reversed(sides):
                 timed[side].append(_ask(running[side], number))
             digests = {(side.segments, timed[side][-1].pop("digest")) for side in sides}
-            if len(digests) > len({side.segments for side in sides}):
-                raise RuntimeError(f"{workers} workers: the answers differ: {digests}")
+            is_same = len(digests) == len({side.segments for side in sides})
+            require(is_same, "both indexes find the same", workers=workers, digests=digests)
     # The first round warms up.
     return {side: {**filled[side], **_medians(timed[side][1:])} for side in sides}
 
@@ -127,11 +132,12 @@ def install_dynamo() -> Path | None:
 
 def report(ours: Cells, dynamo: Cells | None) -> dict[str, Any]:
     """All figures, those of the most segments and workers first."""
-    most = str(WORKERS[-1])
-    large = ours[str(SEGMENTS[-1])][most]
+    fewest, *_, largest = *ours, *ours
+    most = list(ours[largest])[-1]
+    large = ours[largest][most]
     ratios: dict[str, float] = {}
     if dynamo:
-        peer = dynamo[str(SEGMENTS[-1])][most]
+        peer = dynamo[largest][most]
         walk_us = peer["lookup_us"] - peer["empty_us"]
         ratios["dynamo_lookup_over_ours"] = peer["lookup_us"] / large["lookup_us"]
         ratios["dynamo_lookup_less_empty_over_ours"] = walk_us / large["lookup_us"]
@@ -140,7 +146,7 @@ def report(ours: Cells, dynamo: Cells | None) -> dict[str, Any]:
         "lookup_us_largest": large["lookup_us"],
         "lookups_per_s_largest": large["lookups_per_s"],
         "bytes_per_segment": large["bytes_per_segment"],
-        "lookup_growth": large["lookup_us"] / ours[str(SEGMENTS[0])][most]["lookup_us"],
+        "lookup_growth": large["lookup_us"] / ours[fewest][most]["lookup_us"],
         **ratios,
         "ours": _summary(ours),
         "dynamo": {"version": DYNAMO_VERSION, **_summary(dynamo)} if dynamo else None,
@@ -148,7 +154,7 @@ def report(ours: Cells, dynamo: Cells | None) -> dict[str, Any]:
 
 
 def _summary(cells: Cells) -> dict[str, Any]:
-    largest = cells[str(SEGMENTS[-1])][str(WORKERS[-1])]
+    largest = list(list(cells.values())[-1].values())[-1]
     bytes_per_token = largest["bytes_per_segment"] / (BLOCKS * BLOCK_TOKENS)
     return {**largest, "bytes_per_prompt_token": bytes_per_token, "sizes": cells}
 

@@ -20,9 +20,7 @@ for again while new requests are held back.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import os
 import signal
 import tempfile
@@ -40,8 +38,9 @@ from bench.lib.misroute.events import Diary
 from bench.lib.misroute.figures import Done, counted, figures
 from bench.lib.misroute.judge import LAG_S, read_log
 from bench.lib.misroute.load import Load
+from bench.lib.script import Size, parser_of, require, run
 
-_ENGINE_FLAGS = ("--max-total-tokens", "16384", "--chunked-prefill-size", "2048")
+_ENGINE_FLAGS = ("--chunked-prefill-size", "2048")
 _RETURN_S = 240.0
 _LOOK_S = 0.05
 _IDLE_S = 4
@@ -60,9 +59,14 @@ class Plan:
     flush_every_s: float = 6
     kills: int = 3
     returned_s: float = 30
+    pool_tokens: int = 16_384
 
 
-QUICK = Plan(2, 28, 2.5, 40, 3, 5, 1, 15)
+PLANS: dict[Size, Plan] = {
+    "full": Plan(),
+    "quick": Plan(2, 28, 2.5, 40, 3, 5, 1, 15),
+    "smallest": Plan(2, 10, 0.5, 5, 1, 2, 1, 3, 8_192),
+}
 
 
 class Trial:
@@ -167,19 +171,25 @@ async def measure(node: Node, plan: Plan, log: Path, model: str) -> dict[str, An
         await trial.run()
         async with http.get(f"{node.url}/metrics") as answer:
             page = await answer.text()
-    return figures(trial.done, trial.diary, load.sent, read_log(log, load.sent), page)
+    found = figures(trial.done, trial.diary, load.sent, read_log(log, load.sent), page)
+    require(found["requests"] > 0, "requests are answered and judged")
+    require(found["evicted_tokens"] > 0, "what sessions share does not fit the engines' caches")
+    require(found["event_lines"] > 0, "this process hears the engines' events")
+    heard_ms = min(trial.done.flush_lags_ms)
+    require(heard_ms > -60_000, "every flush is among the events that engines send")
+    require(found["requests_after_return"] > 0, "an engine that returns is sent requests again")
+    return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="two engines, within five minutes")
-    plan = QUICK if parser.parse_args().quick else Plan()
+    plan = PLANS[parser_of(__doc__).parse_args().size]
     model = local_model("tiny")
     with tempfile.TemporaryDirectory(prefix="sgl-ext-bench-") as folder:
         log = Path(folder) / "requests.jsonl"
         flags = ("--instances", str(plan.instances), "--request-log", str(log), *_ENGINE_FLAGS)
-        with running_node(model, Path(folder), *flags) as node:
-            print(json.dumps(asyncio.run(measure(node, plan, log, model.name))))
+        pool = ("--max-total-tokens", str(plan.pool_tokens))
+        with running_node(model, Path(folder), *flags, *pool) as node:
+            run("misroute", lambda: asyncio.run(measure(node, plan, log, model.name)))
 
 
 if __name__ == "__main__":

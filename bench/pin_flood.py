@@ -31,7 +31,6 @@ if its TTFT is above 1.5 times that of the same in the arm without pins.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import statistics
@@ -49,15 +48,14 @@ from sgl_ext_cpu.node import Node, local_model, running_node
 from bench.lib.misroute.figures import counted
 from bench.lib.pin_figures import Part, Seen, arm_figures, comparison, left_by
 from bench.lib.pin_load import MESSAGES, Answer, Conversation, Flooded, Texts, ask, flood, single
+from bench.lib.script import Size, parser_of, require, run
 from bench.lib.stock_engine import stock_engine
 
-PREFIX_TOKENS = 9_500
-POOL_TOKENS = 32_768
 _CONNECTIONS = 6
 _LEAD_S = 0.3
 # Deleting pins waits for an idle scheduler to wake: both sides of a pair rest for longer.
 _SETTLE_S = 1.5
-_FLAGS = ("--max-total-tokens", str(POOL_TOKENS), "--chunked-prefill-size", "2048")
+_FLAGS = ("--chunked-prefill-size", "2048")
 _ARMS = {
     "pinned": (running_node, ("--pin-budget", "0.3334")),
     "unpinned": (running_node, ("--pin-budget", "0.3334")),
@@ -75,11 +73,16 @@ class Plan:
     shared_pools: float = 0.5
     pairs: int = 16
     probes: int = 5
-    ttl: str = "5m"
-    ttl_s: float = 300
+    ttl_s: int = 300
+    prefix_tokens: int = 9_500
+    pool_tokens: int = 32_768
 
 
-QUICK = Plan(4, 0.8, 0.28, 6, 2, "40s", 40)
+PLANS: dict[Size, Plan] = {
+    "full": Plan(),
+    "quick": Plan(4, 0.8, 0.28, 6, 2, 40),
+    "smallest": Plan(3, 0.8, 0.28, 2, 2, 20, 2_400, 8_192),
+}
 
 
 class Arm:
@@ -183,14 +186,18 @@ class Trial:
             for arm in self._in_turn(number):
                 await arm.part(alone, shared)
         every_s = [b - a for a, b in zip(pinned.turned_s, pinned.turned_s[1:], strict=False)]
+        slowest_s = round(max(every_s), 1)
+        require(slowest_s < plan.ttl_s, "turns come within the TTL", slowest_s=slowest_s)
         for arm in self._arms.values():
             arm.seen.retracted = sum(
                 (await arm.counted("sglang:num_retracted_requests_total")).values()
             )
         held = (await pinned.load())["pinned_tokens"]
+        require(held > 0, "the flooded engine has pins")
         ended = await pinned.counted("sgl_ext_pins_ended_total")
         await asyncio.sleep(max(0.0, pinned.turned_s[-1] + plan.ttl_s + 2 - time.monotonic()))
         after = (await pinned.load())["pinned_tokens"]
+        require(after == 0, "an idle engine ends its pins when their TTL does", pinned=after)
         await self._after_ttl()
         await self._price()
         await self._probe()
@@ -215,13 +222,13 @@ class Trial:
 
     async def _probe(self) -> None:
         for number in range(self._plan.probes):
-            text = self._texts.fresh(f"Probe {number}", int(_PROBE_POOLS * POOL_TOKENS))
+            text = self._texts.fresh(f"Probe {number}", int(_PROBE_POOLS * self._plan.pool_tokens))
             pair = [self._arms["pinned"], self._arms["unpinned"]]
             for arm in pair[:: -1 if number % 2 else 1]:
                 await arm.probe(text)
 
     def _flood(self, name: str, pools: float) -> list[str]:
-        return self._texts.flood(name, int(pools * POOL_TOKENS))
+        return self._texts.flood(name, int(pools * self._plan.pool_tokens))
 
     def _in_turn(self, number: int) -> list[Arm]:
         arms = list(self._arms.values())
@@ -232,12 +239,15 @@ class Trial:
 async def measure(nodes: Mapping[str, Node], plan: Plan) -> dict[str, Any]:
     """Runs the arms on running nodes and returns the bench's figures."""
     texts = Texts()
-    system = fitted(texts, nodes["pinned"])
+    system = fitted(texts, nodes["pinned"], plan.prefix_tokens)
     timeout = aiohttp.ClientTimeout(total=300)
     async with aiohttp.ClientSession(timeout=timeout) as http:
-        told: dict[str, dict[str, Any]] = {"pinned": {"ttl": plan.ttl}, "priority": {"priority": 1}}
+        marks: dict[str, dict[str, Any]] = {
+            "pinned": {"ttl": f"{plan.ttl_s}s"},
+            "priority": {"priority": 1},
+        }
         arms = {
-            name: Arm(node, Conversation(system, texts, **told.get(name, {})), http)
+            name: Arm(node, Conversation(system, texts, **marks.get(name, {})), http)
             for name, node in nodes.items()
         }
         found = await Trial(arms, texts, plan).run()
@@ -246,23 +256,28 @@ async def measure(nodes: Mapping[str, Node], plan: Plan) -> dict[str, Any]:
     left = left_by(pinned.turns)
     figures = {name: arm_figures(each, left) for name, each in seen.items()}
     floods = [flooded for part in pinned.parts for flooded in (part.alone, part.shared)]
+    least = min(part.alone.tokens + part.shared.tokens for part in pinned.parts)
+    require(least >= plan.pool_tokens, "each flood is larger than the cache", tokens=least)
+    found_unpinned = figures["unpinned"]["cached_share"]
+    require(found_unpinned < 0.1, "a flood evicts what is not pinned", cached_share=found_unpinned)
+    aborted = sum(each.aborted for each in seen.values())
+    require(aborted == 0, "every request is answered whole", aborted=aborted)
     return {
-        "bench": "pin_flood",
-        "pool_tokens": POOL_TOKENS,
+        "pool_tokens": plan.pool_tokens,
         "prefix_tokens": left[0],
         "turns": plan.turns,
         "flood_requests": sum(len(flooded.answers) for flooded in floods),
-        "flood_over_pool": round(sum(flooded.tokens for flooded in floods) / POOL_TOKENS, 1),
+        "flood_over_pool": round(sum(flooded.tokens for flooded in floods) / plan.pool_tokens, 1),
         "pinned_cached_share": figures["pinned"]["cached_share"],
         **comparison(pinned, seen["unpinned"]),
-        "aborted": sum(each.aborted for each in seen.values()),
+        "aborted": aborted,
         **found,
         "arms": figures,
     }
 
 
-def fitted(texts: Texts, node: Node) -> str:
-    """Tells the texts how long words are in tokens, and cuts a prefix to PREFIX_TOKENS."""
+def fitted(texts: Texts, node: Node, prefix_tokens: int) -> str:
+    """Measures how many tokens a word has, and returns a text of so many tokens."""
 
     def tokens(text: str) -> int:
         counted = node.post(f"{MESSAGES}/count_tokens", single(text))
@@ -271,22 +286,21 @@ def fitted(texts: Texts, node: Node) -> str:
 
     words = 4000
     texts.fit(tokens(texts.words("a sample", words)), words)
-    start = texts.source[: PREFIX_TOKENS * 8]
-    return start[: int(len(start) * PREFIX_TOKENS / tokens(start))]
+    start = texts.source[: prefix_tokens * 8]
+    return start[: int(len(start) * prefix_tokens / tokens(start))]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer turns, within five minutes")
-    plan = QUICK if parser.parse_args().quick else Plan()
+    plan = PLANS[parser_of(__doc__).parse_args().size]
+    pool = ("--max-total-tokens", str(plan.pool_tokens))
     model = local_model("tiny")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sgl-ext-bench-")))
         nodes = {
-            name: stack.enter_context(start(model, folder / name, *_FLAGS, *flags))
+            name: stack.enter_context(start(model, folder / name, *pool, *_FLAGS, *flags))
             for name, (start, flags) in _ARMS.items()
         }
-        print(json.dumps(asyncio.run(measure(nodes, plan))))
+        run("pin_flood", lambda: asyncio.run(measure(nodes, plan)))
 
 
 if __name__ == "__main__":

@@ -34,15 +34,15 @@ none, and what its priorities make of a siege is shown beside.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,8 @@ from sgl_ext_cpu.node import Node, local_model, running_node
 
 from bench.lib.pin_load import Texts
 from bench.lib.priority_figures import comparison, siege_figures
-from bench.lib.priority_load import Answer, Load, Request, fitted, play, siege
+from bench.lib.priority_load import BATCH, Answer, Load, Request, fitted, play, siege
+from bench.lib.script import Size, parser_of, require, run
 from bench.lib.stock_engine import stock_engine
 from scheduler.order import bound_s
 from sgl_ext.settings.schema import EngineSettings
@@ -70,7 +71,8 @@ _ARMS = {
     "ours": (running_node, ()),
 }
 _SLOTS = 8
-_LIMITS = ("--max-running-requests", str(_SLOTS), "--max-total-tokens", "8192")
+_POOL_TOKENS = 8192
+_LIMITS = ("--max-running-requests", str(_SLOTS), "--max-total-tokens", str(_POOL_TOKENS))
 _BESIEGERS = 6 * _SLOTS  # so many that some always wait
 _COUNTERS = (
     "sgl_ext_preempted_requests_total",
@@ -84,6 +86,10 @@ _LOADS = {
     "slots": Load(16, (300, 400), (300, 8), (0.5, 1.5, 2.5, 3.5)),
     "memory": Load(12, (400, 1000), (1500, 8), (2.0, 5.0, 8.0)),
 }
+_SMALLEST_LOADS = {
+    "slots": Load(12, (60, 60), (60, 8), (0.1, 0.2, 0.3)),
+    "memory": Load(10, (400, 900), (1500, 8), (0.5, 1.0)),
+}
 
 
 @dataclass(frozen=True)
@@ -92,9 +98,14 @@ class Plan:
 
     rounds: int = 9
     siege_s: float = bound_s(0, 10, _AGING_S) + 20
+    loads: Mapping[str, Load] = field(default_factory=lambda: _LOADS)
 
 
-QUICK = Plan(2, 0)
+PLANS: dict[Size, Plan] = {
+    "full": Plan(),
+    "quick": Plan(2, 0),
+    "smallest": Plan(1, 0, _SMALLEST_LOADS),
+}
 
 
 async def measure(nodes: Mapping[str, Node], load: Load, plan: Plan) -> dict[str, Any]:
@@ -109,11 +120,29 @@ async def measure(nodes: Mapping[str, Node], load: Load, plan: Plan) -> dict[str
             requests = load.requests(texts, f"Round {number}")
             for name in _in_turn(nodes, number):
                 seen[name].append(await play(http, nodes[name].engines[0], requests))
+    for answers in (each for rounds in seen.values() for each in rounds):
+        failed = sum(answer.ended_s is None for answer in answers)
+        require(not failed, "every request is answered whole", failed=failed)
+    sent = [answer.request for answer in seen["fcfs"][0] if answer.request.priority == BATCH]
+    tokens = sum(load.batch_tokens[0] + request.answer_tokens for request in sent)
+    is_past = len(sent) > _SLOTS or tokens > _POOL_TOKENS
+    require(is_past, "the batch alone is more than the engine holds", tokens=tokens)
+    beside = min(sent_beside_batch(answers) for answers in seen["fcfs"])
+    require(beside > 0, "interactive requests come while the batch runs")
     counted = {
         name: {one: value - before[name][one] for one, value in _counters(node).items()}
         for name, node in nodes.items()
     }
-    return comparison(seen, counted, _AGING_S)
+    found = comparison(seen, counted, _AGING_S)
+    differing = found["outputs_differing"]
+    require(found["outputs_identical"], "answers equal those of SGLang", differing=differing)
+    return found
+
+
+def sent_beside_batch(answers: Sequence[Answer]) -> int:
+    """How many interactive requests were sent while a batch request had still to be answered."""
+    ends = [answer.ended_s or 0.0 for answer in answers if answer.request.priority == BATCH]
+    return sum(answer.sent_s < max(ends) for answer in answers if answer.request.priority != BATCH)
 
 
 async def besiege(nodes: Mapping[str, Node], load: Load, span_s: float) -> dict[str, Any]:
@@ -168,25 +197,27 @@ def running(model: Path, folder: Path) -> Iterator[Mapping[str, Node]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds, within five minutes")
-    plan = QUICK if parser.parse_args().quick else Plan()
+    plan = PLANS[parser_of(__doc__).parse_args().size]
     # The other core is for clients and tokenizers: two threads that wait for each other lose more.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     model = local_model("tiny")
-    found: dict[str, Any] = {}
     with (
         tempfile.TemporaryDirectory(prefix="sgl-ext-bench-") as folder,
         running(model, Path(folder)) as nodes,
     ):
-        for name, load in _LOADS.items():
-            found[name] = asyncio.run(measure(nodes, load, plan))
-            print(json.dumps({name: found[name]}), flush=True)
-        if plan.siege_s:
-            found["siege"] = asyncio.run(besiege(nodes, _LOADS["slots"], plan.siege_s))
-    told = [found["slots"], found["memory"], found.get("siege", {}).get("ours", {})]
-    starved = sum(one.get("starved", 0) for one in told)
-    print(json.dumps({"bench": "priority", **found, "starved": starved}))
+        run("priority", partial(measure_all, nodes, plan))
+
+
+def measure_all(nodes: Mapping[str, Node], plan: Plan) -> dict[str, Any]:
+    """The figures of each load, and of the siege."""
+    found: dict[str, Any] = {}
+    for name, load in plan.loads.items():
+        found[name] = asyncio.run(measure(nodes, load, plan))
+        print(json.dumps({name: found[name]}), flush=True)
+    if plan.siege_s:
+        found["siege"] = asyncio.run(besiege(nodes, plan.loads["slots"], plan.siege_s))
+    ours = [found["slots"], found["memory"], found.get("siege", {}).get("ours", {})]
+    return {**found, "starved": sum(one.get("starved", 0) for one in ours)}
 
 
 if __name__ == "__main__":

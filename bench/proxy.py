@@ -20,17 +20,15 @@ the worker too: see `direct`.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +38,7 @@ from sgl_ext_cpu.node import free_port, is_healthy, running_balancer, running_pr
 
 from bench.lib.load import run_load
 from bench.lib.other_routers import nginx_on_path, running_peer
+from bench.lib.script import Size, parser_of, require, run
 
 SIZES = {"2kb": 2_000, "200kb": 200_000}
 _SESSIONS = 16
@@ -70,24 +69,46 @@ class Figures:
     streamed_cpu_us: list[float] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Plan:
+    """How many rounds, small requests in each, and which proxies."""
+
+    rounds: int
+    requests: int
+    proxies: tuple[str, ...] = ("ours", *_PEERS)
+
+
+PLANS: dict[Size, Plan] = {
+    "full": Plan(6, 2000),
+    "quick": Plan(2, 1000),
+    "smallest": Plan(1, 64, ("ours",)),
+}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds and requests")
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int)
-    parser.add_argument("--only", nargs="*", default=["ours", *_PEERS], help="these proxies")
+    parser.add_argument("--only", nargs="*", help="these proxies")
     options = parser.parse_args()
-    rounds = options.rounds or (2 if options.quick else 6)
+    plan = PLANS[options.size]
+    if options.rounds:
+        plan = replace(plan, rounds=options.rounds)
+    run("proxy", partial(compare, plan, options.only or plan.proxies))
+
+
+def compare(plan: Plan, names: Sequence[str]) -> dict[str, Any]:
+    """The figures of the worker and of these proxies in front of it."""
     os.sched_setaffinity(0, _OTHER_CORE)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         worker = stack.enter_context(_running_responder(folder))
         proxies = [Proxy("direct", _port(worker), None)]
-        for name in options.only:
+        for name in names:
             proxy = _started(stack, name, worker, folder)
             if proxy is not None:
                 proxies.append(proxy)
-        figures = _measure(proxies, rounds, scale=1 if options.quick else 2)
-    print(json.dumps(_report(figures, options.only)))
+        figures = _measure(proxies, plan)
+    return _report(figures, names)
 
 
 def _started(stack: ExitStack, name: str, worker: str, folder: Path) -> Proxy | None:
@@ -120,13 +141,13 @@ def _running_responder(folder: Path) -> Iterator[str]:
         yield url
 
 
-def _measure(proxies: list[Proxy], rounds: int, scale: int) -> dict[tuple[str, str], Figures]:
+def _measure(proxies: list[Proxy], plan: Plan) -> dict[tuple[str, str], Figures]:
     figures: dict[tuple[str, str], Figures] = defaultdict(Figures)
     for size, target in SIZES.items():
         whole = [_request(session, target, stream=False) for session in range(_SESSIONS)]
         streamed = [_request(session, target, stream=True) for session in range(_SESSIONS)]
-        many = (4000 if target < 10_000 else 1000) * scale // 4
-        for number in range(-1, rounds):
+        many = plan.requests if target < 10_000 else plan.requests // 4
+        for number in range(-1, plan.rounds):
             turn = (number + 1) % len(proxies)
             for proxy in proxies[turn:] + proxies[:turn]:
                 seen = _visit(proxy, whole, streamed, many)
@@ -143,16 +164,15 @@ def _visit(proxy: Proxy, whole: list[bytes], streamed: list[bytes], many: int) -
     figures.first_event_s = alone_streamed.first_byte_s
     figures.rps, figures.cpu_us = _saturate(proxy, whole, many)
     figures.streamed_rps, figures.streamed_cpu_us = _saturate(proxy, streamed, many // 2)
-    if alone.failed or alone_streamed.failed:
-        raise RuntimeError(f"{proxy.name} failed requests")
+    failed = alone.failed + alone_streamed.failed
+    require(not failed, "every request is answered", proxy=proxy.name, failed=failed)
     return figures
 
 
 def _saturate(proxy: Proxy, prepared: list[bytes], count: int) -> tuple[list[float], list[float]]:
     before = _cpu_s(proxy.pid)
     load = run_load(proxy.port, prepared, count, connections=_CONNECTIONS)
-    if load.failed:
-        raise RuntimeError(f"{proxy.name} failed {load.failed} of {count} requests")
+    require(not load.failed, "every request is answered", proxy=proxy.name, failed=load.failed)
     return [count / load.span_s], [(_cpu_s(proxy.pid) - before) / count * 1e6]
 
 
@@ -203,7 +223,7 @@ def _tool(number: int) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _report(figures: dict[tuple[str, str], Figures], names: list[str]) -> dict[str, Any]:
+def _report(figures: dict[tuple[str, str], Figures], names: Sequence[str]) -> dict[str, Any]:
     report: dict[str, Any] = {"added_p50_ms_200kb": None}
     for name in ("direct", *names):
         sizes: dict[str, Any] = {}

@@ -22,13 +22,13 @@ through ours and in turn.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from bench.lib.script import parser_of, run
 from bench.sim.engine import EngineConfig
 from bench.trace.run import POLICIES, Setup, ideal_ratio, measure
 from bench.trace.swarm import TraceConfig
@@ -82,19 +82,32 @@ def compare(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one setting, in five minutes")
+    parser = parser_of(__doc__)
     parser.add_argument("--real", action="store_true", help="two real CPU engines instead")
     options = parser.parse_args()
     if options.real:
         from bench.trace.real_engines import measure_real
 
-        print(json.dumps(measure_real()))
-        return
-    make = quick_setup if options.quick else full_setup
+        run("routing", measure_real)
+    elif options.size == "smallest":
+        run("routing", measure_smallest)
+    else:
+        run("routing", partial(measure_all, is_quick=options.size == "quick"))
+
+
+def measure_smallest() -> dict[str, Any]:
+    """Our router alone, for some seconds on two small engines."""
+    trace = TraceConfig(sessions=4, scale=0.1, pace=40, ramp_s=1)
+    engine = _engine(scale=0.1, decode_s=0.0001, capacity_tokens=20_000)
+    setup = Setup(trace, engine, workers=2, limit_s=3)
+    return {"workers": setup.workers, **compare(setup, ("ours",))}
+
+
+def measure_all(*, is_quick: bool) -> dict[str, Any]:
+    """All routers on all traces."""
+    make = quick_setup if is_quick else full_setup
     setup = make()
     found: dict[str, Any] = {
-        "bench": "routing",
         "workers": setup.workers,
         "sessions": setup.trace.sessions,
         "ideal_cached_ratio": round(ideal_ratio(setup.trace), 4),
@@ -104,11 +117,11 @@ def main() -> None:
     for variant, policies in (("no_sharing", POLICIES), ("one_harness", _COLLAPSING)):
         for policy, figures in compare(make(variant), policies).items():
             found[policy][variant] = figures
-    if not options.quick:
+    if not is_quick:
         for field, figures in further_cases().items():
             for policy, values in figures.items():
                 found[policy][field] = values
-    print(json.dumps(found))
+    return found
 
 
 def further_cases() -> dict[str, dict[str, dict[str, Any]]]:

@@ -34,7 +34,6 @@ prefilled behind that is among them. `naive` has the same of that arm, against o
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -47,12 +46,22 @@ import requests
 from sgl_ext_cpu.node import Node, local_model, running_node
 
 from bench.lib.priority_load import fitted
-from bench.lib.speculative_figures import comparison
+from bench.lib.script import Size, parser_of, require, run
+from bench.lib.speculative_figures import COMPUTED, comparison
 from bench.lib.speculative_load import ARMS, Load, Round, Stage, Voice
 
 _FLAGS = ("--sleep-on-idle", "--tool-call-parser", "pythonic")
 _PREFIX = "sgl_ext_"
 _COUNTED = (f"{_PREFIX}prefill", f"{_PREFIX}next_turns")
+PLANS: dict[Size, tuple[int, Load]] = {
+    "full": (9, Load()),
+    "quick": (2, Load()),
+    "smallest": (
+        1,
+        Load(people=2, turns=3, result=300, pause_s=(1.0, 1.0), tool_s=(0.1, 0.2), start_s=0.1),
+    ),
+}
+"""Rounds and their load."""
 
 
 async def measure(node: Node, voice: Voice, load: Load, rounds: int) -> dict[str, Any]:
@@ -74,7 +83,14 @@ async def measure(node: Node, voice: Voice, load: Load, rounds: int) -> dict[str
                 node.flush()
                 one.counted = {k: v - before.get(k, 0) for k, v in counters(url).items()}
                 seen[name].append(one)
-    return comparison(seen)
+    found = comparison(seen)
+    failed = {name: arm["failed"] for name, arm in found["arms"].items()}
+    require(not any(failed.values()), "every request is answered whole", failed=failed)
+    ahead = found["prefilled_ahead_tokens"]
+    require(ahead > 0, "the engine prefills turns ahead where the client asks for it")
+    counted = found["arms"]["off"]["counters"].get(COMPUTED, 0)
+    require(counted == 0, "nothing is prefilled ahead where no client asks", tokens=counted)
+    return found
 
 
 def counters(url: str) -> dict[str, float]:
@@ -102,9 +118,8 @@ def template_without_switch(model: Path, path: Path) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds, within five minutes")
-    rounds = 2 if parser.parse_args().quick else 9
+    size: Size = parser_of(__doc__).parse_args().size
+    rounds, load = PLANS[size]
     # The other core is for clients and tokenizers: two threads that wait for each other lose more.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from tokenizers import Tokenizer  # as local_model: only with an engine
@@ -115,8 +130,7 @@ def main() -> None:
         template = template_without_switch(model, Path(folder) / "template.jinja")
         flags = (*_FLAGS, "--chat-template", str(template))
         with running_node(model, Path(folder) / "node", *flags) as node:
-            found = asyncio.run(measure(node, voice, Load(), rounds))
-    print(json.dumps({"bench": "speculative_prefill", **found}))
+            run("speculative_prefill", lambda: asyncio.run(measure(node, voice, load, rounds)))
 
 
 if __name__ == "__main__":

@@ -17,12 +17,13 @@ it is 0.5.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
 import tempfile
 import time
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -30,54 +31,82 @@ from typing import Any
 import requests
 from sgl_ext_cpu.node import Node, local_model, running_node
 
-from bench.header_strip import Arm
+from bench.header_strip import Arm, usage_of
+from bench.lib.script import Size, parser_of, require, run
 from sgl_ext import keys
 
-PREFIX_WORDS = 4_000
+CHANCE_TOKENS = 64
+"""More than two prompts have in common by their template and by chance."""
 _ARMS = ("a_cold", "a_warm", "b_on_a", "b_cold")
 _WORDS = ("the", "agent", "reads", "a", "file", "and", "writes", "what", "it", "found")
 
 
+@dataclass(frozen=True)
+class Plan:
+    """How many rounds, and words of a prefix."""
+
+    rounds: int
+    prefix_words: int = 4_000
+
+
+PLANS: dict[Size, Plan] = {"full": Plan(120), "quick": Plan(30), "smallest": Plan(2, 600)}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--model", type=Path, help="a model directory (default: the local bench one)"
     )
     parser.add_argument("--rounds", type=int)
     options = parser.parse_args()
-    rounds = options.rounds or (30 if options.quick else 120)
-    model = options.model or local_model("bench")
-    isolated, shared = (probe(model, rounds, isolation) for isolation in ("auto", "off"))
-    print(json.dumps({"bench": "tenant_probe", "rounds": rounds, **isolated, "peer": shared}))
+    plan = PLANS[options.size]
+    if options.rounds:
+        plan = replace(plan, rounds=options.rounds)
+    model = options.model or local_model("tiny" if options.size == "smallest" else "bench")
+    run("tenant_probe", partial(compare, model, plan))
 
 
-def probe(model: Path, rounds: int, isolation: str) -> dict[str, Any]:
+def compare(model: Path, plan: Plan) -> dict[str, Any]:
+    """The figures of a node that isolates tenants and of its peer, which does not."""
+    isolated, shared = (probe(model, plan, isolation) for isolation in ("auto", "off"))
+    seen = isolated["cached_tokens_b_on_a"]
+    require(seen < CHANCE_TOKENS, "an isolated tenant finds nothing of the other's", cached=seen)
+    seen, least = shared["cached_tokens_b_on_a"], 0.9 * shared["prompt_tokens"]
+    require(seen > least, "without isolation a tenant finds the other's prefix", cached=seen)
+    return {"rounds": plan.rounds, **isolated, "peer": shared}
+
+
+def probe(model: Path, plan: Plan, isolation: str) -> dict[str, Any]:
     """The figures of a node with this isolation of tenants."""
     with tempfile.TemporaryDirectory(prefix="sgl-ext-bench-") as folder:
         path = Path(folder) / "keys.toml"
         a, b = (keys.add_key(path, tenant)[0] for tenant in ("a", "b"))
         flags = ("--keys", str(path), "--tenant-isolation", isolation)
         with running_node(model, Path(folder) / "logs", *flags) as node:
-            return {"isolation": isolation, **measure(node, a, b, rounds)}
+            return {"isolation": isolation, **measure(node, a, b, plan)}
 
 
-def measure(node: Node, a: str, b: str, rounds: int) -> dict[str, Any]:
+def measure(node: Node, a: str, b: str, plan: Plan) -> dict[str, Any]:
     """Runs the rounds with the keys of two tenants, and returns their figures."""
     arms = {name: Arm() for name in _ARMS}
     for key in (a, b):  # what is slow once is not for a tenant to bear
-        ask(node, key, prefix("warm-up"))
-    for number in range(rounds):
-        of_a, unseen = prefix(f"a {number}"), prefix(f"b {number}")
+        ask(node, key, prefix("warm-up", plan.prefix_words))
+    for number in range(plan.rounds):
+        of_a, unseen = (prefix(f"{who} {number}", plan.prefix_words) for who in "ab")
         asked = [("a_cold", a, of_a), ("a_warm", a, of_a)]
         probes = [("b_on_a", b, of_a), ("b_cold", b, unseen)]
         for name, key, text in asked + (probes if number % 2 else probes[::-1]):
             ttft_ms, usage = ask(node, key, text)
             arms[name].ttft_ms.append(ttft_ms)
-            arms[name].cached_tokens.append(usage.get("cache_read_input_tokens") or 0)
+            arms[name].cached_tokens.append(usage_of(usage).cached_tokens)
+    prompt_tokens = usage_of(usage).prompt_tokens
+    warm = min(arms["a_warm"].cached_tokens)
+    require(warm > 0.9 * prompt_tokens, "a tenant finds its own prefix cached", cached=warm)
+    cold = max(arms["a_cold"].cached_tokens + arms["b_cold"].cached_tokens)
+    require(cold < CHANCE_TOKENS, "a cold prefix is not cached", cached=cold)
     a_cold, a_warm, b_on_a, b_cold = (arms[name].ttft_ms for name in _ARMS)
     return {
-        "prompt_tokens": usage["input_tokens"] + arms[name].cached_tokens[-1],
+        "prompt_tokens": prompt_tokens,
         "b_on_a_over_cold": median_ratio(b_on_a, b_cold),
         "warm_over_cold": median_ratio(a_warm, a_cold),
         "b_on_a_is_faster": round(share_of_faster(b_on_a, b_cold), 3),
@@ -97,9 +126,9 @@ def share_of_faster(of: list[float], than: list[float]) -> float:
     return sum(x < y for x, y in pairs) / len(pairs)
 
 
-def prefix(seed: str) -> str:
-    """A text of its own, as long as every other: the same words in another order."""
-    words = list(_WORDS) * (PREFIX_WORDS // len(_WORDS))
+def prefix(seed: str, count: int) -> str:
+    """A text of so many words, in an order that the seed decides."""
+    words = list(_WORDS) * (count // len(_WORDS))
     random.Random(seed).shuffle(words)
     return " ".join(words)
 

@@ -60,7 +60,7 @@ def node(start_node: StartNode, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 # Every test that starts a real SGLang process does it through one of these fixtures.
-STARTS_ENGINES = {"nursery", "start_node"}
+STARTS_ENGINES = {"nursery", "start_node", "bench_with_engines"}
 # Tests that share one of these run in the same process, so that it is started once.
 SHARED_NODES = ("node", "scripted")
 
@@ -74,7 +74,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.engine)
         if config.pluginmanager.hasplugin("xdist"):
             shared = [name for name in SHARED_NODES if name in fixtures]
-            item.add_marker(pytest.mark.xdist_group(shared[0] if shared else str(item.path)))
+            alone = item.nodeid if "bench_with_engines" in fixtures else str(item.path)
+            item.add_marker(pytest.mark.xdist_group(shared[0] if shared else alone))
     if hasattr(config, "workerinput"):
         # The longest groups first, so that both processes end at about the same time.
         items.sort(key=_order)

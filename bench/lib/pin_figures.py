@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench.lib.pin_load import Answer, Flooded
+from bench.lib.script import require
 
 _LONGEST_WAIT = 1.5
 
@@ -50,13 +51,10 @@ class Seen:
 
 
 def left_by(turns: Sequence[Answer]) -> list[int]:
-    """The tokens that each turn left to the next, as far as it had them marked.
-
-    Raises RuntimeError if the last mark was not at the last message.
-    """
+    """The tokens that each turn left to the next: those up to its last mark."""
     left = [turn.marked_tokens for turn in turns]
-    if any(turn.marked_tokens < 0.99 * turn.prompt_tokens for turn in turns):
-        raise RuntimeError(f"the marks end before the last message: {list(turns)}")
+    is_marked = all(turn.marked_tokens >= 0.99 * turn.prompt_tokens for turn in turns)
+    require(is_marked, "the last mark is in the last message", turns=list(turns))
     return left
 
 

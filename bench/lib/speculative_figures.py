@@ -12,7 +12,7 @@ from bench.lib.pin_figures import ratio, spread
 from bench.lib.pin_load import Answer
 from bench.lib.speculative_load import Round, Turn
 
-_COMPUTED, _USED = "prefilled_ahead_tokens_total", "prefilled_ahead_tokens_used_total"
+COMPUTED, _USED = "prefilled_ahead_tokens_total", "prefilled_ahead_tokens_used_total"
 
 Rounds = Sequence[Round]
 
@@ -79,7 +79,7 @@ def comparison(seen: Mapping[str, Rounds]) -> dict[str, Any]:
     }
     rates = {name: list(map(others_per_s, rounds)) for name, rounds in seen.items()}
     off, ours, naive = (arms[name] for name in ("off", "ours", "naive"))
-    computed, used = (ours["counters"].get(name, 0) for name in (_COMPUTED, _USED))
+    computed, used = (ours["counters"].get(name, 0) for name in (COMPUTED, _USED))
     return {
         "ttft_p50_ratio": ratio(middles["off"], middles["ours"]),
         "ttft_p50_ours_over_off": ratio(middles["ours"], middles["off"]),

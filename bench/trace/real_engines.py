@@ -26,7 +26,7 @@ _COUNTER = "sglang:uncached_prompt_tokens_histogram_sum"
 
 def measure_real() -> dict[str, Any]:
     """Both policies' figures. Raises RuntimeError if a call failed."""
-    found: dict[str, Any] = {"bench": "routing", "workers": 2, "engines": "real"}
+    found: dict[str, Any] = {"workers": 2, "engines": "real"}
     with (
         tempfile.TemporaryDirectory(prefix="sgl-ext-bench-") as folder,
         running_node(local_model("tiny"), Path(folder), "--instances", "2") as node,

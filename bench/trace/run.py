@@ -18,6 +18,7 @@ import requests
 from sgl_ext_cpu.node import ROOT, free_port, is_healthy, running_balancer, running_process
 
 from bench.lib.other_routers import running_peer
+from bench.lib.script import require
 from bench.sim.engine import EngineConfig
 from bench.trace.calls import Call, compile_calls, ideal_of
 from bench.trace.load_generator import Outcome
@@ -46,7 +47,7 @@ class Setup:
 
 
 def measure(policy: str, setup: Setup, *, header: bool) -> dict[str, Any]:
-    """One policy's figures on one trace. Raises RuntimeError if anything failed.
+    """One policy's figures on one trace, on which every call must succeed.
 
     `header`: whether each call names its session.
     """
@@ -63,8 +64,8 @@ def measure(policy: str, setup: Setup, *, header: bool) -> dict[str, Any]:
 
 def figures(outcome: Outcome, ideal: float | None) -> dict[str, Any]:
     """What a run came to; `ideal` is the best cached ratio of the calls that were made."""
-    if outcome.errors:
-        raise RuntimeError(f"{len(outcome.errors)} calls failed, the first: {outcome.errors[0]}")
+    errors = outcome.errors
+    require(not errors, "every call is answered", failed=len(errors), first=errors[:1])
     cached = outcome.cached_tokens / outcome.prompt_tokens
     written = outcome.prompt_tokens - outcome.cached_tokens + outcome.output_tokens
     cuts = statistics.quantiles(outcome.ttft_ms, n=100, method="inclusive")

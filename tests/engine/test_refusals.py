@@ -32,7 +32,8 @@ def failed_start(nursery: Nursery, tiny_model: Path, tmp_path: Path) -> Start:
     """Starts an engine that is expected to refuse, and returns how it ended."""
 
     def start(*flags: str, **environ: str) -> FailedStart:
-        command = ["--model-path", str(tiny_model), "--port", str(free_port()), *flags]
+        command = ["--model-path", str(tiny_model), *flags]
+        command += ["--port", str(free_port()), "--max-total-tokens", "4096"]
         log = tmp_path / "engine.log"
         server = nursery.start(command, log, "sgl_ext.engine.serve", {**os.environ, **environ})
         try:

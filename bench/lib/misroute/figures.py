@@ -56,7 +56,6 @@ def figures(
         faults[re.findall(r'fault="(\w+)"', labels)[0]] += int(value)
     back_s = [at + down for (at, _), down in zip(done.kills, done.down_s, strict=True)]
     return {
-        "bench": "misroute",
         **summary(whole),
         "flushes": done.flushes,
         "kills": len(done.kills),

@@ -1,0 +1,69 @@
+"""Every bench runs in its smallest form, holds its invariants and ends in one JSON object."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+from sgl_ext_cpu.node import FORKING, ROOT
+
+from bench.lib.script import require, run
+
+WITHOUT_ENGINES = ("index", "proxy", "routing")
+WITH_ENGINES = (
+    *("fanout", "header_strip", "misroute", "pin_flood", "priority", "speculative_prefill"),
+    "tenant_probe",
+)
+
+Bench = Callable[[str], dict[str, object]]
+
+
+def run_smallest(name: str) -> dict[str, object]:
+    done = subprocess.run(
+        [sys.executable, "-m", f"bench.{name}", "--smallest"],
+        cwd=ROOT,
+        env={**os.environ, **FORKING},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    figures: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    return figures
+
+
+@pytest.fixture
+def bench_with_engines() -> Bench:
+    return run_smallest
+
+
+@pytest.mark.parametrize("name", WITHOUT_ENGINES)
+def test_a_bench_without_engines_holds_its_invariants(name: str) -> None:
+    assert run_smallest(name)["bench"] == name
+
+
+@pytest.mark.parametrize("name", WITH_ENGINES)
+def test_a_bench_of_engines_holds_its_invariants(name: str, bench_with_engines: Bench) -> None:
+    assert bench_with_engines(name)["bench"] == name
+
+
+def test_no_bench_is_left_out() -> None:
+    scripts = {path.stem for path in (ROOT / "bench").glob("*.py")} - {"__init__"}
+    assert scripts - {"warm_turn"} == {*WITHOUT_ENGINES, *WITH_ENGINES}
+
+
+def test_a_broken_invariant_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    def measure() -> dict[str, object]:
+        require(False, "a flood is larger than the cache", tokens=7)
+        return {}
+
+    with pytest.raises(SystemExit) as ended:
+        run("name", measure)
+    assert ended.value.code == (
+        "bench.name: broken invariant: a flood is larger than the cache (tokens=7)"
+    )
+    assert capsys.readouterr().out == ""
