@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sized
 from itertools import count
 from typing import Any
 
@@ -63,6 +63,25 @@ async def until(true: Callable[[], Awaitable[bool]]) -> None:
     async with asyncio.timeout(20):
         while not await true():  # noqa: ASYNC110 - what is waited for happens in a server
             await asyncio.sleep(0.01)
+
+
+async def until_count(of: Sized, count: int) -> None:
+    """Returns once so many requests have reached their engine."""
+
+    async def reached() -> bool:
+        return len(of) == count
+
+    await until(reached)
+
+
+async def until_queued(client: ClientSession, count: int) -> None:
+    """Returns once so many requests are in the balancer's admission queue."""
+
+    async def queued() -> bool:
+        page = await (await client.get("/metrics")).text()
+        return f"\nsgl_ext_queued_requests {count}.0" in page
+
+    await until(queued)
 
 
 async def is_gone(client: ClientSession, engine: Engine) -> bool:
@@ -230,7 +249,8 @@ async def test_requests_wait_for_capacity_and_are_served_in_order(start: Start) 
     waiting = []
     for number in range(4):
         waiting.append(asyncio.create_task(served_by(client, body(f"{number}"))))
-        await asyncio.sleep(0.02)
+        await until_count(order, 1)
+        await until_queued(client, number)
     assert order == ["0"]
     gate.set()
     assert await asyncio.gather(*waiting) == ["a"] * 4
@@ -242,7 +262,7 @@ async def test_a_full_queue_rejects_with_retry_after(start: Start) -> None:
 
     client = await start(Engine("a", held_back(gate)), max_in_flight=1, queue_limit=1)
     tasks = [asyncio.create_task(served_by(client, body(f"{n}"))) for n in range(2)]
-    await asyncio.sleep(0.05)
+    await until_queued(client, 1)
     answer = await client.post("/v1/messages", json=body("third"))
     assert (answer.status, answer.headers["retry-after"]) == (529, "5")
     assert (await answer.json())["error"]["type"] == "overloaded_error"
@@ -260,11 +280,12 @@ async def test_more_important_requests_are_placed_first(start: Start) -> None:
 
     client = await start(Engine("a", slow), max_in_flight=1)
     waiting = [asyncio.create_task(served_by(client, body("first")))]
-    for name, priority in (("usual", "0"), ("batch", "-5"), ("person", "10"), ("another", "0")):
-        await asyncio.sleep(0.03)
+    await until_count(order, 1)
+    others = (("usual", "0"), ("batch", "-5"), ("person", "10"), ("another", "0"))
+    for number, (name, priority) in enumerate(others):
         headers = {"x-sgl-ext-priority": priority}
         waiting.append(asyncio.create_task(served_by(client, body(name), headers=headers)))
-    await asyncio.sleep(0.05)
+        await until_queued(client, number + 1)
     gate.set()
     await asyncio.gather(*waiting)
     assert order[:2] == ["first", "person"]
@@ -275,11 +296,12 @@ async def test_more_important_requests_are_placed_first(start: Start) -> None:
 async def test_a_full_queue_rejects_the_least_important(start: Start) -> None:
     gate = asyncio.Event()
 
-    client = await start(Engine("a", held_back(gate)), max_in_flight=1, queue_limit=1)
+    engine = Engine("a", held_back(gate))
+    client = await start(engine, max_in_flight=1, queue_limit=1)
     first = asyncio.create_task(served_by(client, body("first")))
-    await asyncio.sleep(0.05)
+    await until_count(engine.seen, 1)
     usual = asyncio.create_task(client.post(CHAT, json=body("usual")))
-    await asyncio.sleep(0.05)
+    await until_queued(client, 1)
     headers = {"x-sgl-ext-priority": "10"}
     person = asyncio.create_task(served_by(client, body("person"), headers=headers))
     assert (await usual).status == 503
@@ -290,9 +312,10 @@ async def test_a_full_queue_rejects_the_least_important(start: Start) -> None:
 async def test_a_request_that_waits_too_long_is_rejected(start: Start) -> None:
     gate = asyncio.Event()
 
-    client = await start(Engine("a", held_back(gate)), max_in_flight=1, queue_timeout_s=0.1)
+    engine = Engine("a", held_back(gate))
+    client = await start(engine, max_in_flight=1, queue_timeout_s=0.1)
     first = asyncio.create_task(served_by(client, body("first")))
-    await asyncio.sleep(0.05)
+    await until_count(engine.seen, 1)
     answer = await client.post(CHAT, json=body("second"))
     assert answer.status == 503
     gate.set()
@@ -301,16 +324,14 @@ async def test_a_request_that_waits_too_long_is_rejected(start: Start) -> None:
 
 async def test_a_request_whose_client_disconnects_is_not_sent(start: Start) -> None:
     gate = asyncio.Event()
-    engine = Engine("a")
-
     engine = Engine("a", held_back(gate))
     client = await start(engine, max_in_flight=1)
     first = asyncio.create_task(served_by(client, body("first")))
-    await asyncio.sleep(0.05)
+    await until_count(engine.seen, 1)
     impatient = asyncio.create_task(client.post(CHAT, json=body("second")))
-    await asyncio.sleep(0.05)
+    await until_queued(client, 1)
     impatient.cancel()
-    await asyncio.sleep(0.05)
+    await until_queued(client, 0)
     gate.set()
     assert await first == "a"
     assert await served_by(client, body("third")) == "a"
@@ -382,11 +403,14 @@ async def test_sub_agents_wait_for_the_prefix_that_the_first_one_computes(start:
     tasks = []
     for number in range(3):
         tasks.append(asyncio.create_task(served_by(client, body(f"Find {number}"))))
-        await asyncio.sleep(0.03)
-    assert seen == ["Find 0"]
+        await until_count(seen, 1)
+    # By the time that a later request is at an engine, these had their chance.
+    tasks.append(asyncio.create_task(served_by(client, body("Another", system="Be brief."))))
+    await until_count(seen, 2)
+    assert seen == ["Find 0", "Another"]
     gate.set()
     await asyncio.gather(*tasks)
-    assert sorted(seen) == ["Find 0", "Find 1", "Find 2"]
+    assert sorted(seen) == ["Another", "Find 0", "Find 1", "Find 2"]
 
 
 async def test_sub_agents_go_on_when_the_engine_reports_the_prefix(
@@ -405,7 +429,7 @@ async def test_sub_agents_go_on_when_the_engine_reports_the_prefix(
     tasks = []
     for number in range(2):
         tasks.append(asyncio.create_task(served_by(client, body(f"Find {number}"))))
-        await asyncio.sleep(0.03)
+        await until_count(seen, 1)
     engine.events[0].put_nowait(event(2, body("Find 0")))
 
     async def both() -> bool:

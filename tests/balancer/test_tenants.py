@@ -15,7 +15,7 @@ from sgl_ext.settings.schema import Tenant
 from sgl_ext.tenants import Tenants
 from tests.balancer.conftest import Engine, Start
 from tests.balancer.routing.test_router import Setting
-from tests.balancer.test_routing import body, served_by
+from tests.balancer.test_routing import body, served_by, until_count, until_queued
 
 TENANTS = Tenants((Tenant("people", 200, 3.0), Tenant("batch", -5)), max_priority=50)
 
@@ -101,11 +101,11 @@ async def test_the_configuration_applies_over_http(start: Start) -> None:
     tenants = (Tenant("people", 200), Tenant("batch", -5))
     client = await start(Engine("a", slow), max_in_flight=1, max_priority=50, tenants=tenants)
     waiting = [asyncio.create_task(served_by(client, body("first")))]
-    for tenant in ("batch", "another", "people"):
-        await asyncio.sleep(0.03)
+    await until_count(order, 1)
+    for number, tenant in enumerate(("batch", "another", "people")):
         headers = {"x-tenant-id": tenant, "x-sgl-ext-priority": "60"}
         waiting.append(asyncio.create_task(served_by(client, body(tenant), headers=headers)))
-    await asyncio.sleep(0.05)
+        await until_queued(client, number + 1)
     gate.set()
     await asyncio.gather(*waiting)
     assert order == ["first", "people", "another", "batch"]

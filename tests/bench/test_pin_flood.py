@@ -8,6 +8,7 @@ import pytest
 
 from bench.lib.pin_figures import Part, Seen, arm_figures, cached_share, comparison, left_by, waited
 from bench.lib.pin_load import Answer, Conversation, Flooded, Texts, take
+from bench.lib.script import InvariantBroken
 
 
 def turn(prompt: int, cached: int, ttft_ms: float = 300.0) -> Answer:
@@ -28,7 +29,7 @@ def test_what_is_found_is_counted_up_to_the_last_mark() -> None:
 
 
 def test_marks_that_were_not_found_are_no_hits() -> None:
-    with pytest.raises(RuntimeError, match="marks end before"):
+    with pytest.raises(InvariantBroken, match="last mark"):
         left_by([Answer(10_000, 0, 500)])
 
 

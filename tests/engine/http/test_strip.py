@@ -6,7 +6,6 @@ answered just before, all of it but the last token is read from the cache.
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ import requests
 from sgl_ext_cpu.node import Node
 
 from tests.requests.test_system_text import CASES, HEADER, S, text
+from tests.waiting import until
 
 LEFT = {
     "/v1/messages": {"max_tokens": 1, "messages": [{"role": "user", "content": "hello"}]},
@@ -89,9 +89,9 @@ def test_an_engine_stops_work_when_its_client_disconnects(node: Node) -> None:
     body["messages"] = [{"role": "user", "content": "go on"}]
     with node.post("/v1/messages", body, stream=True) as answer:
         assert next(answer.iter_lines())
-    for _ in range(240):
+
+    def is_idle() -> bool:
         loads = [requests.get(f"{url}/v1/loads", timeout=30).json() for url in node.engines]
-        if not any(rank["num_running_reqs"] for load in loads for rank in load["loads"]):
-            return
-        time.sleep(0.25)
-    pytest.fail("the engine went on")
+        return not any(rank["num_running_reqs"] for load in loads for rank in load["loads"])
+
+    until(is_idle, 60)

