@@ -15,6 +15,7 @@ from sgl_ext.protocols.errors import BalancerError
 # One worker, chosen by the prefix of the prompt. The body is JSON. All protocols' paths, and:
 EMBEDDING = ("/v1/embeddings", "/v1/classify", "/encode", "/classify")
 PARSING = ("/parse_function_call", "/separate_reasoning")
+SYSTEM_ONE = "/v1/systemone"
 TOKENIZING = ("/v1/tokenize", "/v1/detokenize", "/tokenize", "/detokenize")
 PLACED = (
     *registry.PATHS,
@@ -24,7 +25,7 @@ PLACED = (
     "/v1/score",
     "/v1/rerank",
     "/v1/decisions",
-    "/v1/systemone",
+    SYSTEM_ONE,
     "/api/show",
 )
 # Of these paths, an engine answers without its scheduler: any worker will do, however busy.

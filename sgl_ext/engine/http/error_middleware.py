@@ -30,9 +30,8 @@ from sgl_ext.protocols.errors import OPENAI_ERRORS
 from sgl_ext.protocols.native import GENERATE, OLLAMA_GENERATE
 from sgl_ext.protocols.registry import errors_of
 from sgl_ext.protocols.request_ids import id_line, new_request_id
-from sgl_ext.protocols.routes import EMBEDDING, PARSING
+from sgl_ext.protocols.routes import EMBEDDING, PARSING, SYSTEM_ONE
 
-_OWN_SHAPE = "/v1/systemone"  # SGLang documents another shape there
 _WRONG_TYPE = "body: a field has a value of a type that it cannot have"
 _WRONG_VALUE = "body: a field has a value that nothing can be made of"
 _GENERATES = "This model generates text. It neither embeds nor classifies."
@@ -44,7 +43,8 @@ _REPLACED_HEADERS = (b"content-length", b"content-type", b"transfer-encoding")
 
 def is_shaped(path: str) -> bool:
     """Whether errors on a path have the shape of a protocol; native ones keep SGLang's."""
-    return path.startswith("/v1/") and not path.startswith(_OWN_SHAPE)
+    # SGLang documents a shape of its own for SYSTEM_ONE.
+    return path.startswith("/v1/") and not path.startswith(SYSTEM_ONE)
 
 
 class ErrorMiddleware:
