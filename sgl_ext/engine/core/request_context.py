@@ -105,12 +105,6 @@ def current() -> RequestContext | None:
     return _current.get()
 
 
-def current_group() -> str | None:
-    """The cache group of the request that this task works on."""
-    context = _current.get()
-    return None if context is None else context.group
-
-
 def current_dry_run() -> DryRun | None:
     """The dry run that this task is part of."""
     context = _current.get()

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from threading import Lock
 from typing import NamedTuple
 
@@ -58,19 +57,6 @@ class _Known(NamedTuple):
     digest: int
 
 
-@dataclass(slots=True)
-class _Tail:
-    """What a template wrote after a prompt's last block.
-
-    size: about how many tokens it has.
-    decided: the last tokens of a prompt, and whether they are this tail. Another prompt that ends
-        with the same tokens needs no decoding.
-    """
-
-    size: int
-    decided: tuple[array[int], bool] | None = None
-
-
 class TokenOffsets:
     """Ends of blocks in prompts of one tokenizer and template. It is thread-safe.
 
@@ -81,7 +67,7 @@ class TokenOffsets:
         self._encode = encode
         self._decode = decode
         self._known: LRUCache[int, _Known] = LRUCache(limit)
-        self._tails: FIFOCache[str, _Tail] = FIFOCache(_LIMIT_TAILS)
+        self._tails: FIFOCache[str, int] = FIFOCache(_LIMIT_TAILS)  # with their lengths in tokens
         self._lock = Lock()
 
     def recall(self, key: int, prompt: Prompt) -> int | None:
@@ -102,30 +88,20 @@ class TokenOffsets:
         shown = text.rstrip()[-_SHOWN_CHARS:]
         with self._lock:
             tails = list(self._tails.items()) if shown else []
-        for tail, known in tails:
-            tokens = self._tokens_of(tail, known, prompt)
-            if tokens is None:
-                continue
-            shown_by = self._decode(prompt.ids[max(0, tokens - _SHOWN_TOKENS) :].tolist())
-            if shown_by.endswith(tail) and shown_by[: -len(tail)].rstrip().endswith(shown):
-                return tokens
+        longest = max((size for _, size in tails), default=0)
+        end = self._decode(prompt.ids[-longest - _SHOWN_TOKENS :].tolist()) if tails else ""
+        for tail, size in tails:
+            if end.endswith(tail) and end[: -len(tail)].rstrip().endswith(shown):
+                return self._tokens_before(tail, size, prompt)
         return None
 
-    def _tokens_of(self, tail: str, known: _Tail, prompt: Prompt) -> int | None:
-        """How many tokens end before the tail, if the prompt ends with it."""
-        if known.decided is not None:
-            last, is_end = known.decided
-            if len(last) < len(prompt) and prompt.ids[-len(last) :] == last:
-                return len(prompt) - len(last) if is_end else None
-        for taken in range(
-            max(1, known.size - _STRADDLING_TOKENS), known.size + _STRADDLING_TOKENS
-        ):
-            last = prompt.ids[-taken:]
-            written = self._decode(last.tolist()) if taken < len(prompt) else ""
-            if len(written) >= len(tail):
-                is_end = written.endswith(tail)
-                known.decided = last, is_end
-                return len(prompt) - taken if is_end else None
+    def _tokens_before(self, tail: str, size: int, prompt: Prompt) -> int | None:
+        """How many tokens end before the tail, with which the prompt ends."""
+        if self._decode(prompt.ids[-size:].tolist()) == tail:
+            return len(prompt) - size
+        for taken in range(max(1, size - _STRADDLING_TOKENS), size + _STRADDLING_TOKENS):
+            if self._decode(prompt.ids[-taken:].tolist()).endswith(tail):
+                return len(prompt) - taken
         return None
 
     def remember_tail(self, tail: str) -> None:
@@ -133,7 +109,7 @@ class TokenOffsets:
         size = len(self._encode(tail)) if 0 < len(tail) <= _LIMIT_TAIL_CHARS else 0
         if size:
             with self._lock:
-                self._tails.setdefault(tail, _Tail(size))
+                self._tails.setdefault(tail, size)
 
     def count(self, text: str, ends: Sequence[int], prompt: Prompt) -> list[int]:
         """For each place in the prompt's `text`, ascending, how many tokens end before it."""
