@@ -28,7 +28,7 @@ SETTINGS = {
         ["--chunked-prefill-size", "100", "--enable-mixed-chunk"],
         {},
     ),
-    "two ranks": (["--tp", "2"], {"SGLANG_CPU_OMP_THREADS_BIND": "0|0"}),
+    "two ranks": (["--tp", "2"], {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}),
 }
 
 pytestmark = pytest.mark.parametrize(

@@ -55,10 +55,12 @@ class Kind(NamedTuple):
 
 KINDS = {
     "default": Kind(),
-    "python core": Kind(environ=(("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", "python"),)),
-    "pages": Kind(("--page-size", "16"), page=16),
     "two ranks": Kind(("--tp-size", "2"), (("SGLANG_CPU_OMP_THREADS_BIND", "0|1"),)),
+    "pages": Kind(("--page-size", "16"), page=16),
+    "python core": Kind(environ=(("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", "python"),)),
 }
+# The first two kinds: pytest runs tests of one kind together by their number.
+default_and_two_ranks = pytest.mark.parametrize("engine", ["default", "two ranks"], indirect=True)
 only_default = pytest.mark.parametrize("engine", ["default"], indirect=True)
 
 
@@ -216,6 +218,7 @@ def test_a_marked_prefix_outlasts_a_flood_and_an_unmarked_one_does_not(engine: P
     assert [each["hits"] for each in engine.pins()] == [1]
 
 
+@default_and_two_ranks
 def test_time_ends_a_pin_of_an_idle_engine_and_a_read_renews_it(engine: Pinning) -> None:
     body = marked(60, ttl="4s")
     engine.usage(body)
@@ -292,6 +295,7 @@ def test_answers_that_outgrow_the_memory_cost_pins_and_are_not_retracted(engine:
     assert engine.counted("sglang:num_retracted_requests_total") == 0
 
 
+@default_and_two_ranks
 def test_a_flush_ends_pins_and_an_idle_engine_that_has_some_misses_no_memory(
     engine: Pinning,
 ) -> None:
@@ -306,6 +310,7 @@ def test_a_flush_ends_pins_and_an_idle_engine_that_has_some_misses_no_memory(
     engine.has_pinned(1)
 
 
+@default_and_two_ranks
 def test_pins_are_given_up_by_prefix_and_by_session(engine: Pinning) -> None:
     engine.usage(asked([block(50, "1h")], turn(block(50, ""))), headers=SESSION)
     engine.usage(marked(50))
