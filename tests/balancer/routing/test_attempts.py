@@ -1,0 +1,89 @@
+"""Attempts: followers of a prefix, in-flight prefixes, and the load of a worker."""
+
+from __future__ import annotations
+
+import pytest
+
+from sgl_ext.balancer.routing.attempts import UNCONFIRMED_S
+from sgl_ext.balancer.routing.prefixes import CONFIRM_S
+from tests.balancer.routing.test_router import Setting
+
+
+@pytest.fixture
+def setting() -> Setting:
+    return Setting()
+
+
+def test_sub_agents_follow_the_one_whose_prefill_runs(setting: Setting) -> None:
+    lead = setting.place(setting.read("Find a"))
+    second, third = setting.place(setting.read("Find b")), setting.place(setting.read("Find c"))
+    assert second.worker is third.worker is lead.worker
+    assert second.follows is third.follows is lead
+    resumed: list[str] = []
+    lead.followers.append(lambda: resumed.append("second"))
+    setting.router.attempts.prefill_done(lead)
+    assert resumed == ["second"]
+    assert setting.place(setting.read("Find d")).follows is None
+
+
+def test_followers_go_on_when_the_engine_reports_the_prefix(setting: Setting) -> None:
+    lead = setting.place(setting.read("Find a"))
+    setting.place(setting.read("Find b"))
+    resumed: list[str] = []
+    lead.followers.append(lambda: resumed.append("follower"))
+    setting.router.attempts.confirm(lead.worker)
+    assert resumed == []
+    setting.confirm(lead)
+    setting.router.attempts.confirm(lead.worker)
+    assert (resumed, lead.worker.decoding) == (["follower"], 1)
+    setting.router.attempts.prefill_done(lead)
+    assert lead.worker.decoding == 1
+
+
+def test_no_request_waits_for_a_prefix_on_an_engine_without_events(setting: Setting) -> None:
+    for worker in setting.workers.all:
+        worker.publishes = False
+    setting.place(setting.read("Find a"))
+    assert setting.place(setting.read("Find b")).follows is None
+
+
+def test_followers_are_woken_when_the_leader_fails(setting: Setting) -> None:
+    lead = setting.place(setting.read("Find a"))
+    setting.place(setting.read("Find b"))
+    resumed: list[str] = []
+    lead.followers.append(lambda: resumed.append("follower"))
+    setting.router.attempts.fail(lead, by_worker=True)
+    assert resumed == ["follower"]
+
+
+def test_an_unconfirmed_prefix_is_forgotten_soon(setting: Setting) -> None:
+    attempt = setting.place(setting.read("Hello"))
+    setting.router.attempts.prefill_done(attempt)
+    setting.router.attempts.succeed(attempt)
+    assert setting.held_tokens(attempt) > 0
+    setting.clock.now_s += CONFIRM_S
+    setting.place(setting.read("Else", system="Other"))
+    assert setting.held_tokens(attempt) == 0
+
+
+def test_an_engine_without_events_is_believed_longer(setting: Setting) -> None:
+    attempt = setting.place(setting.read("Hello"))
+    attempt.worker.publishes = False
+    setting.router.attempts.succeed(attempt)
+    setting.clock.now_s += UNCONFIRMED_S - 1
+    setting.place(setting.read("Else", system="Other"))
+    assert setting.held_tokens(attempt) > 0
+
+
+def test_load_is_released_however_an_attempt_ends(setting: Setting) -> None:
+    attempts = [setting.place(setting.read(f"Task {n}", system=f"{n}" * 9000)) for n in range(4)]
+    assert sum(worker.pending_tokens for worker in setting.workers.all) > 8000
+    setting.router.attempts.prefill_done(attempts[0])
+    assert attempts[0].worker.decoding == 1
+    setting.router.attempts.succeed(attempts[0])
+    setting.router.attempts.fail(attempts[1], by_worker=True)
+    setting.router.attempts.fail(attempts[2], by_worker=False)
+    setting.router.attempts.prefill_done(attempts[3])
+    setting.router.attempts.fail(attempts[3], by_worker=True)
+    loads = [(w.in_flight, w.pending_tokens, w.decoding) for w in setting.workers.all]
+    assert loads == [(0, 0, 0)] * 2

@@ -1,0 +1,21 @@
+"""The table of workers."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.balancer.routing.test_router import Setting
+
+
+@pytest.fixture
+def setting() -> Setting:
+    return Setting()
+
+
+def test_slots_are_used_again(setting: Setting) -> None:
+    gone = setting.workers.all[0]
+    setting.workers.drain(gone)
+    setting.workers.remove_drained()
+    joined = setting.workers.add("http://c")
+    assert joined.slot == gone.slot
+    assert setting.workers.add("http://c") is joined
