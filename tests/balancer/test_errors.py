@@ -163,12 +163,12 @@ async def test_every_answer_has_an_id_of_its_own(start: Start, path: str, body: 
     seen = set()
     for _ in range(2):
         answer = await client.post(path, data=body, headers=JSON)
-        (told,) = answer.headers.getall(name)
-        assert told.startswith("req_")
+        (request_id,) = answer.headers.getall(name)
+        assert request_id.startswith("req_")
         document = await answer.json()
         if path.startswith("/v1/messages") and answer.status != 200:
-            assert document["request_id"] == told
-        seen.add(told)
+            assert document["request_id"] == request_id
+        seen.add(request_id)
     assert len(seen) == 2
 
 

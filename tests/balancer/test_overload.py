@@ -100,7 +100,7 @@ async def test_an_sdk_retries_by_itself_and_is_answered(
         got = await ask(harness)
 
     assert got._request_id.startswith("req_")
-    assert waits == [5.0], "as long as it was told to wait"
+    assert waits == [5.0], "the time in Retry-After"
     assert len(engine.seen) == 2
 
 

@@ -79,7 +79,7 @@ def test_a_repeated_store_renews_the_tokens(pictured: Any) -> None:
 def test_a_removal_includes_everything_below_for_that_worker_only(pictured: Any) -> None:
     assert pictured.remove(1, C) == 3
     assert pictured.matches([A, C, D, E]) == [Match(0b001, 2, 2000), Match(0b110, 1, 1000)]
-    assert len(pictured) == 4  # nobody is left at D and E
+    assert len(pictured) == 4  # no worker is left at D and E
     assert pictured.remove(1, C) == 0
     assert pictured.remove(0, X) == 0
     assert pictured.remove(2, A) == 3

@@ -90,7 +90,7 @@ class Engine:
     def __init__(self, **options: int) -> None:
         self.tree = TokenTree()
         self.held = Residency(**options)
-        self.told: dict[int, tuple[int | None, int]] = {}
+        self.published: dict[int, tuple[int | None, int]] = {}
 
     def run(
         self,
@@ -115,17 +115,19 @@ class Engine:
         """Applies what is published, as a subscriber does."""
         changes = self.held.take()
         if changes.cleared:
-            self.told.clear()
+            self.published.clear()
         for segment in changes.removed:
             self._forget(segment)
         for segment, parent, tokens in changes.stored:
-            assert parent is None or parent in self.told, "a child was told before its parent"
-            self.told[segment] = (parent, tokens)
+            assert parent is None or parent in self.published, (
+                "a child was published before its parent"
+            )
+            self.published[segment] = (parent, tokens)
         return changes
 
     def _forget(self, segment: int) -> None:
-        self.told.pop(segment, None)
-        for below in [s for s, (parent, _) in self.told.items() if parent == segment]:
+        self.published.pop(segment, None)
+        for below in [s for s, (parent, _) in self.published.items() if parent == segment]:
             self._forget(below)
 
     def tokens(self) -> dict[int, int]:
@@ -156,7 +158,7 @@ def test_where_a_chain_forks_the_tokens_shared_are_measured(fork: int) -> None:
     assert engine.tokens()[B] == fork
     assert engine.tokens()[A] == min(20, fork)
     engine.hear()
-    assert engine.told[B] == (A, fork)
+    assert engine.published[B] == (A, fork)
 
 
 def test_a_measured_end_is_lowered_by_later_forks_and_never_raised() -> None:
@@ -256,7 +258,7 @@ def test_a_clear_comes_before_later_changes() -> None:
     engine.held.clear()
     engine.held.add([B], [1], key=(1, 2), resident=2, node=1, had=0)
     assert engine.hear() == Changes(True, [], [(B, None, 2)])
-    assert engine.told == {B: (None, 2)}
+    assert engine.published == {B: (None, 2)}
     engine.held.evicted()
     engine.held.clear()
     assert engine.held.settled
@@ -381,4 +383,4 @@ def test_the_claims_equal_the_resident_tokens(steps: list[tuple[object, ...]], p
         for segment, tokens in engine.tokens().items():
             assert tokens <= resident(segment)
     engine.hear()
-    assert engine.told == {s: (parent, tokens) for s, parent, tokens in engine.held.snapshot()}
+    assert engine.published == {s: (parent, tokens) for s, parent, tokens in engine.held.snapshot()}

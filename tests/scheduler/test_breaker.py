@@ -26,7 +26,7 @@ def test_failures_in_a_row_cause_a_trial() -> None:
     breaker = Breaker()
     for _ in range(2):
         fail(breaker, FAILURES - 1)
-        assert not breaker.wants_trial(0), "a success in between starts the count anew"
+        assert not breaker.wants_trial(0), "a success in between resets the count"
         breaker.succeeded()
     fail(breaker, FAILURES)
     assert breaker.wants_trial(0)

@@ -13,8 +13,8 @@ def decided(**changed: int) -> Rejection | None:
     usual = {
         "is_idle": 1, "new_tokens": 100, "page": 1, "slice_tokens": 256, "free_tokens": 500
     }  # fmt: skip
-    told = usual | changed
-    return rejection(**told | {"is_idle": bool(told["is_idle"])})
+    arguments = usual | changed
+    return rejection(**arguments | {"is_idle": bool(arguments["is_idle"])})
 
 
 @pytest.mark.parametrize(

@@ -119,8 +119,8 @@ async def test_a_client_that_expects_it_gets_100_continue(serve: Serve, connect:
     wire = await connect(await serve(Raw()))
     head, _, body = request(b"[1]", b"Expect: 100-continue").partition(b"\r\n\r\n")
     wire.writer.write(head + b"\r\n\r\n")
-    told = await wire.reader.readuntil(b"\r\n\r\n")
-    assert told == b"HTTP/1.1 100 Continue\r\n\r\n"
+    interim = await wire.reader.readuntil(b"\r\n\r\n")
+    assert interim == b"HTTP/1.1 100 Continue\r\n\r\n"
     assert (await wire.ask(body))[1] == b"{}"
 
 

@@ -161,7 +161,7 @@ def test_an_upgrade_is_declined() -> None:
     assert head.upstream_lines == b""
 
 
-def told(heads: RequestHeadCache, raw: bytes) -> object:
+def outcome(heads: RequestHeadCache, raw: bytes) -> object:
     try:
         head, length = heads.read(raw)
     except BalancerError as error:
@@ -196,7 +196,7 @@ def test_a_cached_head_equals_a_parsed_one(heads: list[list[bytes]]) -> None:
     remembering = RequestHeadCache(admit)
     for lines in heads:
         raw = head_of(*lines)
-        assert told(remembering, raw) == told(RequestHeadCache(admit), raw)
+        assert outcome(remembering, raw) == outcome(RequestHeadCache(admit), raw)
 
 
 def test_the_cache_of_request_heads_is_bounded() -> None:
@@ -221,5 +221,5 @@ def test_a_rejected_head_is_not_cached() -> None:
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_head_or_400(data: bytes) -> None:
-    fact = told(RequestHeadCache(lambda head: None), b"GET /" + data + b"\r\n\r\n")
+    fact = outcome(RequestHeadCache(lambda head: None), b"GET /" + data + b"\r\n\r\n")
     assert isinstance(fact, tuple) or fact == 400

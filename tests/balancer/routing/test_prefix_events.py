@@ -223,7 +223,7 @@ def test_pins_are_followed() -> None:
         {"pinned": 7},
     ],
 )
-def test_impossible_pins_are_malformed(told: dict[str, Any]) -> None:
+def test_impossible_pins_are_malformed(event: dict[str, Any]) -> None:
     mirrored = Mirrored()
     with pytest.raises(EventStreamBroken, match="malformed"):
-        mirrored.reader.apply(line(1, snapshot=True, **told), NOW)
+        mirrored.reader.apply(line(1, snapshot=True, **event), NOW)
