@@ -211,7 +211,7 @@ def test_pins_are_followed() -> None:
 
 
 @pytest.mark.parametrize(
-    "told",
+    "event",
     [
         {"unpinned": ["x"]},
         {"pinned": [PIN | {"prefix": 5}]},
