@@ -156,7 +156,8 @@ def engine(
 
 @pytest.fixture
 def watch(engine: Engine) -> Iterator[Watch]:
-    engine.post("/flush_cache", {})
+    # An engine rejects a flush while it finishes a request, whose answer may have been sent.
+    until(lambda: requests.post(f"{engine.url}/flush_cache", timeout=60).ok)
     watch = Watch(engine)
     watch.settle()
     yield watch
