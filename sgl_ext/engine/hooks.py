@@ -1,9 +1,8 @@
-"""The one table of every SGLang symbol that the plugin changes, and the proof that it did.
+"""Every SGLang symbol that the extension changes, in one table, and the check that it did.
 
-SGLang only logs a hook that fails to apply. Here each process of an engine
-applies the hooks of its role, looks at every symbol again, and stops the start
-if one is not ours. A process that passed leaves a receipt; the main process
-counts them before it serves.
+SGLang only logs a hook that fails to apply. Here each process of an engine applies the hooks of its
+role, looks at every symbol again, and stops the start if one is not changed. Each process that
+passes acknowledges it, and the main process counts the acknowledgements before it serves.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from sgl_ext.engine.scheduler import (
 
 
 class Role(StrEnum):
-    """What a process of an engine is for."""
+    """The part that a process has in an engine."""
 
     MAIN = "main"
     SCHEDULER = "scheduler"
@@ -65,9 +64,11 @@ _CALLS = "sglang.srt.function_call.function_call_parser.FunctionCallParser"
 _ANTHROPIC = "sglang.srt.entrypoints.anthropic.serving"
 
 HOOKS = (
-    Hook("sglang.srt.server_args.prepare_server_args", "AFTER", startup.refuse_unsupported),
+    Hook("sglang.srt.server_args.prepare_server_args", "AFTER", startup.reject_unsupported),
     Hook(
-        "sglang.srt.entrypoints.engine.Engine._launch_subprocesses", "AFTER", startup.await_receipts
+        "sglang.srt.entrypoints.engine.Engine._launch_subprocesses",
+        "AFTER",
+        startup.await_acknowledgements,
     ),
     Hook("sglang.srt.entrypoints.http_server.ORJSONRequest.json", "AROUND", request_hook.read_body),
     Hook(
@@ -214,7 +215,8 @@ SHARING_HOOKS = (
         (Role.SCHEDULER,),
     ),
 )
-"""Those of an engine whose cache groups share prefixes, besides: keys are made often."""
+"""Further hooks of an engine whose cache groups share prefixes. Others go without: keys are made
+often."""
 
 _ENTRY_POINTS = {
     "run_scheduler_process": Role.SCHEDULER,
@@ -224,7 +226,7 @@ _ENTRY_POINTS = {
 
 
 def current_role() -> Role:
-    """This process's role, read off the SGLang entry point that is loading plugins."""
+    """This process's role, by the SGLang entry point on the stack that loads plugins."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if role := _ENTRY_POINTS.get(frame.f_code.co_name):
@@ -249,7 +251,7 @@ def apply_hooks(role: Role, hooks: tuple[Hook, ...] = HOOKS) -> list[str]:
 
 
 def _is_hooked(symbol: str) -> bool:
-    """Whether what stands at `symbol` now is a wrapper that the registry put there."""
+    """Whether `symbol` now is a wrapper that the registry made."""
     try:
         found = pkgutil.resolve_name(symbol)
     except (ImportError, AttributeError):

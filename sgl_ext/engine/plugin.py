@@ -1,8 +1,8 @@
-"""The entry point of SGLang's plugin group: runs once in every process of an engine.
+"""The entry point of SGLang's plugin group, which runs once in every process of an engine.
 
-SGLang swallows a plugin's exceptions and serves without it. A plugin that is
-half there is worse than none, so every failure here ends the process, naming
-what is missing and the SGLang version.
+SGLang only logs a plugin's exceptions and serves without it. Half an extension is worse than none,
+so every failure here ends the process with a message that names what is missing and the SGLang
+version.
 """
 
 from __future__ import annotations
@@ -10,7 +10,13 @@ from __future__ import annotations
 import gc
 from importlib.metadata import version
 
-from sgl_ext.engine import sglang_api, sglang_check, sglang_http_types, sglang_types
+from sgl_ext.engine import (
+    sglang_api,
+    sglang_check,
+    sglang_http_types,
+    sglang_scheduler_types,
+    sglang_types,
+)
 
 _active = False
 
@@ -23,7 +29,7 @@ def activate() -> None:
     except Exception as error:
         raise SystemExit(f"sgl-ext: cannot extend SGLang {version('sglang')}: {error}") from error
     _active = True
-    # SGLang is imported, and what there is now stays: no collection need look at it again.
+    # SGLang's modules stay until the process ends, so garbage collections may skip them.
     gc.freeze()
 
 
@@ -52,8 +58,8 @@ def _activate() -> None:
     if role is Role.MAIN:
         sglang_check.verify(sglang_api.HTTP_PROCESS, [sglang_http_types])
     if role is Role.SCHEDULER:
-        sglang_check.verify(sglang_api.SCHEDULER_PROCESS, [sglang_types])
-    acknowledgements.leave(role, applied)
+        sglang_check.verify(sglang_api.SCHEDULER_PROCESS, [sglang_types, sglang_scheduler_types])
+    acknowledgements.acknowledge(role, applied)
 
 
 def _register_cache() -> None:

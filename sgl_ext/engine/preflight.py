@@ -1,4 +1,4 @@
-"""What can be refused before SGLang is imported, which takes it many seconds."""
+"""Checks before SGLang is imported, which takes many seconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CACHE_BACKEND = "sgl_ext"
 
 
 def check_environment(environ: Mapping[str, str] = os.environ) -> None:
-    """Raises RuntimeError or ValueError naming what the plugin cannot work with."""
+    """Raises RuntimeError or ValueError that names what the plugin cannot work with."""
     try:
         installed = version("sglang")
     except PackageNotFoundError:

@@ -1,7 +1,7 @@
 """One engine: `python -m sgl_ext.engine.serve` takes SGLang's own flags and serves with the plugin.
 
-It is `sglang serve` plus two certainties: the plugin is active or nothing
-starts, and the engine ends when whoever started it is gone.
+It is `sglang serve` with two guarantees: nothing starts unless the plugin is active, and the engine
+ends when the process that started it ends.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _OWN_CACHE = {
 }
 
 if __name__ in ("__main__", "__mp_main__"):  # a server, or a child of one
-    # What is imported stays, and what a request is made of is gone with it, mostly: by Python's own
-    # figures garbage is looked for during a fifth of a start, and many times in every turn.
+    # Imported modules stay, and a request leaves few reference cycles. With Python's defaults, the
+    # collector takes a fifth of a start, and runs many times for each request.
     gc.set_threshold(100_000, 20, 100)
 
 
 def main(argv: list[str]) -> None:
-    """Serves until told to stop. Raises SystemExit on bad flags or a missing hook."""
+    """Serves until it is stopped. Raises SystemExit on bad flags or a missing hook."""
     try:
         check_environment()
     except (RuntimeError, ValueError) as error:
@@ -59,10 +59,11 @@ def main(argv: list[str]) -> None:
 
 
 def cache_flags(argv: Sequence[str]) -> tuple[str, ...]:
-    """What selects our radix cache: nothing if `argv` selects one, or what SGLang pairs with none.
+    """The flags that select the extension's radix cache.
 
-    Such an engine serves as it would without us: it pins nothing and tells of no prefixes.
-    Our cache ranks what it stores, which counts under the `priority` policy of eviction only.
+    None if `argv` selects a cache, or a feature that SGLang combines with its own caches only. Such
+    an engine pins nothing and publishes no prefixes. The extension's cache gives prefixes an
+    eviction priority, which only SGLang's eviction policy `priority` reads.
     """
     given = _named(argv)
     if given & _OWN_CACHE:
@@ -72,9 +73,9 @@ def cache_flags(argv: Sequence[str]) -> tuple[str, ...]:
 
 
 def priority_flags(argv: Sequence[str]) -> tuple[str, ...]:
-    """What turns priority scheduling on; nothing if `argv` has another policy of its own.
+    """The flags that turn priority scheduling on; none if `argv` sets a policy of its own.
 
-    The threshold is of SGLang's own preemption, for a slot, which wants it exceeded.
+    SGLang preempts for a slot only if the difference exceeds the threshold, so it is one less.
     """
     if _named(argv) & _OWN_SCHEDULING:
         return ()
@@ -84,7 +85,7 @@ def priority_flags(argv: Sequence[str]) -> tuple[str, ...]:
 
 
 def _named(argv: Sequence[str]) -> set[str]:
-    """The flags of a command line, without what some have behind an equals sign."""
+    """The names of the flags in a command line."""
     return {flag.partition("=")[0] for flag in argv}
 
 

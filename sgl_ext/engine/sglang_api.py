@@ -5,7 +5,7 @@ before most of SGLang may be imported, and hooks replace symbols after this modu
 A symbol is therefore looked up each time, and is never cached here.
 
 Dotted paths of hooks stand in `sgl_ext.engine.hooks`. The objects behind these symbols have types
-in `sgl_ext.engine.sglang_types` and `sgl_ext.engine.sglang_http_types`.
+in `sgl_ext.engine.sglang_types` and its neighbours for the scheduler and for HTTP.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ _SYMBOLS = {
 
 if TYPE_CHECKING:
     from sgl_ext.engine import sglang_http_types as http_types
+    from sgl_ext.engine import sglang_scheduler_types as scheduler_types
     from sgl_ext.engine import sglang_types as types
 
     HookRegistry: Any
@@ -100,7 +101,7 @@ if TYPE_CHECKING:
     decode_kv_hints_envelope: Callable[[Any], http_types.KvHintsEnvelope]
 
     AbortReq: Callable[..., Any]
-    AddReqResult: types.AddReqResult
+    AddReqResult: scheduler_types.AddReqResult
     CLIP_MAX_NEW_TOKENS: int
     release_req: Callable[..., None]
     RadixKey: Callable[..., types.RadixKey]
@@ -111,9 +112,9 @@ if TYPE_CHECKING:
     register_radix_cache_backend: Callable[[str, Callable[[Any], types.TreeCache]], None]
     create_unified_radix_cache: Callable[..., types.TreeCache]
     default_radix_cache_factory: Callable[[types.TreeCacheBuildContext], types.TreeCache]
-    get_memory: Callable[[], types.Memory]
-    get_parallel: Callable[[], types.ParallelContext]
-    get_schedule: Callable[[], types.Schedule]
+    get_memory: Callable[[], scheduler_types.Memory]
+    get_parallel: Callable[[], scheduler_types.ParallelContext]
+    get_schedule: Callable[[], scheduler_types.Schedule]
 else:
 
     def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Hooks on an engine's start: refuse what the plugin cannot serve, and wait for every process."""
+"""Hooks on an engine's start: reject unsupported flags, and wait until each process is hooked."""
 
 from __future__ import annotations
 
@@ -7,33 +7,34 @@ from typing import Any
 
 from sgl_ext.engine.core import acknowledgements
 from sgl_ext.engine.preflight import CACHE_BACKEND
+from sgl_ext.engine.sglang_http_types import ServerArgs
 from sgl_ext.settings.schema import EngineSettings
 
 _DETOKENIZER_TIMEOUT_S = 120.0
 
 
-def refuse_unsupported(server_args: Any, *_: Any) -> None:
-    """After argument parsing: stops the start on what the hooks do not reach."""
-    refused = {
+def reject_unsupported(server_args: ServerArgs, *_: Any) -> None:
+    """After argument parsing: stops the start if hooks would not see every request."""
+    rejected = {
         "--tokenizer-worker-num": server_args.tokenizer_worker_num > 1,
         "--grpc-port": server_args.grpc_port is not None,
         "--grpc-mode": server_args.grpc_mode,
         "--smg-grpc-mode": server_args.smg_grpc_mode,
         "--encoder-only": server_args.encoder_only,
     }
-    if asked := [flag for flag, on in refused.items() if on]:
+    if given := [flag for flag, on in rejected.items() if on]:
         raise SystemExit(
-            f"sgl-ext: {', '.join(asked)}: the extension's request hooks run in SGLang's one "
-            "Python HTTP process, and this would serve requests past them; leave it out"
+            f"sgl-ext: {', '.join(given)}: the extension hooks SGLang's single "
+            "Python HTTP process, and with this flag requests would bypass it; leave it out"
         )
 
     if EngineSettings.from_environment().shared_prefixes:
-        _refuse_unshared(server_args)
+        _reject_unshareable(server_args)
 
 
-def _refuse_unshared(server_args: Any) -> None:
-    """What has no prefixes to share, or keys of its own making, or hashes of 32 bits a token."""
-    refused = {
+def _reject_unshareable(server_args: ServerArgs) -> None:
+    """Stops the start if the cache has no prefixes, own keys, or hashes with 32 bits a token."""
+    rejected = {
         "--disable-radix-cache": server_args.disable_radix_cache,
         "--radix-cache-backend": server_args.radix_cache_backend != CACHE_BACKEND,
         "--enable-hierarchical-cache": server_args.enable_hierarchical_cache,
@@ -44,17 +45,17 @@ def _refuse_unshared(server_args: Any) -> None:
         "--skip-tokenizer-init": server_args.skip_tokenizer_init,
         "--nnodes": server_args.nnodes > 1,
     }
-    if asked := [flag for flag, on in refused.items() if on]:
+    if given := [flag for flag, on in rejected.items() if on]:
         raise SystemExit(
-            f"sgl-ext: {', '.join(asked)}: cannot be with --shared-prefixes; leave one out"
+            f"sgl-ext: {', '.join(given)}: cannot be combined with --shared-prefixes; leave one out"
         )
 
 
-def await_receipts(launched: Any, *_: Any, **__: Any) -> None:
+def await_acknowledgements(launched: Any, *_: Any, **__: Any) -> None:
     """After an engine's processes are up: stops the start unless each has verified its hooks.
 
-    A scheduler reports ready only after it loaded plugins, so its receipt is
-    there by now or never; a detokenizer reports nothing and may still be importing.
+    A scheduler reports that it is ready only after it loaded plugins, so its acknowledgement must
+    exist by now. A detokenizer reports nothing, and may still import modules.
     """
     _, _, _, scheduler_init_result, *_ = launched
     if acknowledgements.count()["scheduler"] < len(scheduler_init_result.scheduler_infos):

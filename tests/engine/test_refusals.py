@@ -84,17 +84,17 @@ def test_a_scheduler_without_the_plugin_stops_the_start(
     assert "--radix-cache-backend='sgl_ext' is not registered" in ended.output
 
 
-def test_a_scheduler_that_left_no_receipt_stops_the_start(
+def test_a_scheduler_that_acknowledged_nothing_stops_the_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("SGL_EXT_RECEIPTS", str(tmp_path))
-    acknowledgements.leave("detokenizer", [])
-    acknowledgements.leave("scheduler", [])
+    monkeypatch.setenv("SGL_EXT_ENGINE_FOLDER", str(tmp_path))
+    acknowledgements.acknowledge("detokenizer", [])
+    acknowledgements.acknowledge("scheduler", [])
     schedulers = SimpleNamespace(scheduler_infos=[{}])
-    startup.await_receipts((None, None, None, schedulers))
+    startup.await_acknowledgements((None, None, None, schedulers))
     schedulers.scheduler_infos.append({})
     with pytest.raises(SystemExit, match="not loaded in a scheduler"):
-        startup.await_receipts((None, None, None, schedulers))
+        startup.await_acknowledgements((None, None, None, schedulers))
 
 
 def test_several_tokenizer_workers_are_refused_by_name(failed_start: Start) -> None:
@@ -143,7 +143,7 @@ def test_front_ends_that_the_hooks_do_not_reach_are_refused(
 ) -> None:
     plain = {"tokenizer_worker_num": 1, "grpc_port": None, "grpc_mode": False}
     arguments = SimpleNamespace(**plain, smg_grpc_mode=False, encoder_only=False)
-    startup.refuse_unsupported(arguments)
+    startup.reject_unsupported(arguments)
     setattr(arguments, argument, value)
     with pytest.raises(SystemExit, match=flag):
-        startup.refuse_unsupported(arguments)
+        startup.reject_unsupported(arguments)

@@ -1,4 +1,4 @@
-"""Receipts: a small file from each process of an engine that its hooks are in place."""
+"""Startup acknowledgements: each process of an engine writes a file once its hooks are verified."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from pathlib import Path
 
 import orjson
 
-_VARIABLE = "SGL_EXT_RECEIPTS"
+_VARIABLE = "SGL_EXT_ENGINE_FOLDER"
 
 
 def open_folder() -> None:
-    """Makes a fresh folder for this engine, known to its children through the environment."""
-    os.environ[_VARIABLE] = tempfile.mkdtemp(prefix="sgl-ext-receipts-")
+    """Makes a new folder for this engine. Its child processes find it by the environment."""
+    os.environ[_VARIABLE] = tempfile.mkdtemp(prefix="sgl-ext-engine-")
 
 
 def folder() -> Path:
-    """This engine's own folder; nobody else on the machine can read it, or guess its name."""
+    """The engine's folder. Other users of the machine cannot read it, and its name is secret."""
     return Path(os.environ[_VARIABLE])
 
 
-def leave(role: str, symbols: Sequence[str]) -> None:
+def acknowledge(role: str, symbols: Sequence[str]) -> None:
     """Records that this process has applied and verified `symbols`."""
     path = folder() / f"{role}-{os.getpid()}.json"
     partial = path.with_suffix(".partial")
@@ -32,5 +32,5 @@ def leave(role: str, symbols: Sequence[str]) -> None:
 
 
 def count() -> Counter[str]:
-    """How many processes of each role have left a receipt."""
+    """How many processes of each role have acknowledged."""
     return Counter(path.name.rsplit("-", 1)[0] for path in folder().glob("*.json"))

@@ -9,17 +9,17 @@ from sgl_ext.engine.core import acknowledgements
 
 
 def events_address() -> str:
-    """Where the scheduler sends prefix events to."""
+    """The address that the scheduler sends prefix events to."""
     return f"ipc://{acknowledgements.folder() / 'events'}"
 
 
 def orders_address() -> str:
-    """Where the HTTP process sends orders to."""
+    """The address that the HTTP process sends orders to."""
     return f"ipc://{acknowledgements.folder() / 'orders'}"
 
 
 class Outbox:
-    """The HTTP process's end."""
+    """Sends orders from the HTTP process to the scheduler."""
 
     def __init__(self) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
@@ -27,5 +27,5 @@ class Outbox:
         self._socket.connect(orders_address())
 
     def unpin(self, prefixes: list[str]) -> None:
-        """Asks for pins to be given up; they are within a second or two."""
+        """Orders that these pins are given up, which takes a second or two."""
         self._socket.send(orjson.dumps(prefixes), zmq.NOBLOCK)

@@ -1,4 +1,4 @@
-"""Prefix events as the objects of the stream's lines, without their numbers."""
+"""Prefix events as lines of the event stream, without their sequence numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LINE_SEGMENTS = 1000
 
 
 def lines_of(changes: Changes) -> list[dict[str, Any]]:
-    """Changes as lines of the stream, without their numbers."""
+    """Changes as lines of the stream, without sequence numbers."""
     lines = list(stored_lines(changes.stored)) or [{}]
     first: dict[str, Any] = {"cleared": True} if changes.cleared else {}
     if changes.removed:
@@ -22,7 +22,7 @@ def lines_of(changes: Changes) -> list[dict[str, Any]]:
 
 
 def stored_lines(stored: Iterable[Stored]) -> Iterator[dict[str, Any]]:
-    """What is stored, as lines of a bounded length."""
+    """Stored segments, as lines of at most LINE_SEGMENTS each."""
     left = iter(stored)
     while some := list(islice(left, LINE_SEGMENTS)):
         yield {
@@ -34,7 +34,7 @@ def stored_lines(stored: Iterable[Stored]) -> Iterator[dict[str, Any]]:
 
 
 def pin_row(pin: Any, now_s: float) -> dict[str, Any]:
-    """A pin as others see it. `left_s` is how long it lasts unless it is read again."""
+    """A pin as it is published. `left_s`: how long it lasts unless a request reads it."""
     segment = pin.label.segment
     return {
         "prefix": pin.prefix,

@@ -1,20 +1,23 @@
-"""Prefixes that the operator has all cache groups share, in a tree whose name spaces are whole.
+"""Prefixes that all cache groups share, in a tree where each group has a name space of its own.
 
-A group's requests have a name space of their own in SGLang's tree, by their salt
-(`sgl_ext.engine.core.isolation`). One that begins as a listed prompt does goes into the common
-space instead, and there the first token behind what is listed is its group's alone:
+A group's requests have their own name space in SGLang's tree, by their salt
+(`sgl_ext.engine.core.isolation`). A request that begins like a prompt that the operator listed goes
+into the common name space instead. There, the first token after the listed prefix is replaced by
+one that belongs to the group:
 
     listed          t0 t1 t2 t3
-    group "a"       t0 t1 t2 | t4' t5 t6        t4' stands for t4 and "a"
-    group "b"       t0 t1 t2 | t4" t5 t6        t4" for t4 and "b"
+    group "a"       t0 t1 t2 | t4' t5 t6        t4' encodes t4 and "a"
+    group "b"       t0 t1 t2 | t4" t5 t6        t4" encodes t4 and "b"
 
-A tree is walked from its root, so nothing behind the bar is anybody else's. How much of a prompt
-is listed follows from its tokens alone, so two prompts of one group that go on alike behind it
-have the bar at one place. The tree sees keys only: what a model computes is of the tokens.
+A lookup walks the tree from its root, so a group never reaches the tokens of another group after
+the bar. The length of the listed prefix follows from a prompt's tokens alone, so two prompts of a
+group that continue alike have the bar in the same place. Only the tree's keys change: the model
+computes the original tokens.
 
-Whoever makes a key of a request gives its salt, so the salt says where the bar is, and
-`RadixKey.__init__` is the one place that reads it. A salt that begins with this engine's secret
-is of no client: what a client sends stands behind its group, and the secret it cannot know.
+Each key of a request is made with the request's salt, so the salt states where the bar is, and
+`RadixKey.__init__` is the only place that reads it. A salt that begins with this engine's secret is
+never a client's: a client's own salt is written after its group, and clients do not know the
+secret.
 """
 
 from __future__ import annotations
@@ -35,9 +38,9 @@ from sgl_ext.engine.core.isolation import is_whole_group
 from sgl_ext.engine.core.slices import is_slice
 
 ALL = sys.maxsize
-"""In place of a number of tokens: however many there are."""
+"""In place of a number of tokens: all of them."""
 _MARK = "sgl_ext-shared-"
-# What makes of equal tokens other keys and values, or comes to stand where tokens are.
+# With one of these, equal tokens do not mean equal keys and values.
 _MORE_THAN_TOKENS = (
     "input_embeds",
     "mm_inputs",
@@ -52,17 +55,17 @@ _MORE_THAN_TOKENS = (
 
 
 class Prefixes:
-    """What is listed, as tokens, for each adapter (None: the model itself)."""
+    """The listed prompts as tokens, for each adapter (None: the model itself)."""
 
     def __init__(self) -> None:
         self._listed: dict[str | None, list[array[int]]] = {}
 
     def add(self, ids: Sequence[int], adapter: str | None = None) -> None:
-        """Lists one more."""
+        """Lists a prompt."""
         self._listed.setdefault(adapter, []).append(array("q", ids))
 
     def shared(self, ids: array[int], adapter: str | None = None) -> int:
-        """With how many listed tokens a prompt begins."""
+        """The length of the longest listed prefix of a prompt, in tokens."""
         most = 0
         for prefix in self._listed.get(adapter, ()):
             if prefix[most : most + 1] == ids[most : most + 1]:  # or it shares no more
@@ -72,14 +75,14 @@ class Prefixes:
 
 @cache
 def prefixes() -> Prefixes:
-    """Those of this engine, in its HTTP process."""
+    """The listed prefixes of this engine, in its HTTP process."""
     return Prefixes()
 
 
 def share(tokenized: Any, _: Any, asked: Any, *__: Any, **___: Any) -> None:
-    """After `TokenizerManager._create_tokenized_object`: puts a group's request that begins with
-    listed tokens behind these. Not one with a salt or key of the client's own, nor one that is
-    of more than tokens: what it computes is not what others would."""
+    """After `TokenizerManager._create_tokenized_object`: gives a group's request that begins with
+    a listed prefix the salt that shares it. Not a request with its own salt or key, nor one with
+    more than tokens: it computes something else."""
     salt = getattr(tokenized, "cache_salt", None)
     if salt is None or not is_whole_group(salt):
         return
@@ -97,7 +100,7 @@ def share(tokenized: Any, _: Any, asked: Any, *__: Any, **___: Any) -> None:
 
 
 def common_tokens(one: array[int], other: array[int]) -> int:
-    """With how many of the same tokens two prompts begin."""
+    """The length of the common prefix of two prompts, in tokens."""
     length = min(len(one), len(other))
     differs = _view(one, length) != _view(other, length)
     first = int(differs.argmax()) if length else 0
@@ -110,12 +113,12 @@ def shared_salt(salt: str, tokens: int) -> str:
 
 
 def group_salt(salt: str) -> str | None:
-    """The salt that a shared prompt's group gave it; None: it is none."""
+    """The group's salt within the salt of a shared prompt; None if the prompt is not shared."""
     return _read(salt)[1] if _is_shared(salt) else None
 
 
 def tokens_in_common(one: str | None, other: str | None) -> int:
-    """How far two prompts with these salts are in one name space, if their tokens are equal."""
+    """How many tokens two prompts with these salts share, if their tokens are equal."""
     if one == other:
         return ALL
     (one_tokens, one_group), (other_tokens, other_group) = _reach(one), _reach(other)
@@ -132,12 +135,12 @@ def make_key(
     limit: int | None = None,
     cache_salt: str | None = None,
 ) -> None:
-    """Around `RadixKey.__init__`: a key whose salt says that it is shared is made as told above."""
+    """Around `RadixKey.__init__`: replaces the token after the bar if the salt states one."""
     if cache_salt is not None and _is_shared(cache_salt):
         tokens, own = _read(cache_salt)
         cache_salt = None
         if tokens < len(token_ids):
-            token_ids = token_ids[:]  # the request's own, and not to be changed
+            token_ids = token_ids[:]  # a copy: the request keeps its tokens
             token_ids[tokens] = _groups_own(token_ids[tokens], own)
     original(key, token_ids, extra_key, is_bigram, limit, cache_salt)
 
@@ -153,7 +156,7 @@ def _is_shared(salt: str) -> bool:
 
 
 def _reach(salt: str | None) -> tuple[int, str | None]:
-    """Up to which token a prompt is in the common space, and whose of it from there on."""
+    """How many tokens of a prompt are in the common name space, and the group of the rest."""
     if salt is None:
         return ALL, None
     return _read(salt) if _is_shared(salt) else (0, None)
@@ -166,8 +169,8 @@ def _read(salt: str) -> tuple[int, str]:
 
 
 def _groups_own(token: int, salt: str) -> int:
-    """What stands for a token of one group: no token of a model, picture or client is negative
-    there, and without the secret nobody can look for a second one that comes to the same."""
+    """The token of one group in place of `token`. It is negative, as no token of a model or a
+    picture is; without the secret nobody can compute another one that is equal."""
     told = b"%d:%b" % (token, salt.encode("utf-8", "surrogatepass"))
     secret = _prefix().encode()[-64:]
     digest = blake2b(told, digest_size=8, key=secret).digest()

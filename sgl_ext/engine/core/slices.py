@@ -1,4 +1,4 @@
-"""Slices of prompts prefilled ahead: requests whose names no client can make up."""
+"""Slices of prompts that are prefilled ahead: requests with names that no client can forge."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ _MARK = "sgl_ext-ahead-"
 
 @cache
 def _prefix() -> str:
-    # No client knows the folder's name, so none can name a request like this.
+    # No client knows the folder's name, so no client can forge this prefix.
     return f"{_MARK}{acknowledgements.folder().name}-"
 
 
 def slice_name(*, is_guess: bool, is_forced: bool) -> str:
-    """A name that makes a request a slice. is_guess: nobody asked for it. is_forced: it runs
-    though all of it is cached, to be noted or pinned."""
+    """A new name for a slice.
+
+    is_guess: the extension guessed the prompt; no client asked for it.
+    is_forced: it runs even if all of it is cached, so that its hints are recorded.
+    """
     return f"{_prefix()}{'g' if is_guess else 'a'}{'f' if is_forced else '-'}{uuid4().hex}"
 
 
 def is_slice_name(name: Any) -> bool:
     """Whether a request of this name is a slice."""
-    # Of every request this is asked often, and of hardly any more than the first.
+    # The cheap check comes first: most requests are no slices, and this is called often.
     return isinstance(name, str) and name.startswith(_MARK) and name.startswith(_prefix())
 
 
@@ -36,7 +39,7 @@ def is_slice(request: Any) -> bool:
 
 
 def is_guess(request: Any) -> bool:
-    """Whether it is a slice that nobody asked for."""
+    """Whether a request is a slice of a guessed prompt."""
     return is_slice(request) and request.rid[len(_prefix())] == "g"
 
 
@@ -47,5 +50,5 @@ def read_refusal(message: str) -> tuple[Rejection, int] | None:
 
 
 def is_forced(request: Any) -> bool:
-    """Whether it is a slice that runs even though all of it is cached."""
+    """Whether a request is a slice that runs even if all of it is cached."""
     return is_slice(request) and request.rid[len(_prefix()) + 1] == "f"

@@ -16,7 +16,8 @@ from sgl_ext.engine.core.slices import is_slice
 from sgl_ext.engine.scheduler import preemption, priority, single_flight
 from sgl_ext.engine.scheduler.extension import extension_of
 from sgl_ext.engine.scheduler.pin_keeper import PinKeeper
-from sgl_ext.engine.sglang_types import AddReqResult, PrefillAdder, Req
+from sgl_ext.engine.sglang_scheduler_types import AddReqResult, PrefillAdder
+from sgl_ext.engine.sglang_types import Req
 
 
 def add_one(

@@ -17,7 +17,7 @@ from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.event_lines import lines_of, pin_row, stored_lines
 from sgl_ext.engine.core.slices import is_slice
 from sgl_ext.engine.scheduler.pin_keeper import PinKeeper
-from sgl_ext.engine.sglang_types import NextBatchPlan, Scheduler
+from sgl_ext.engine.sglang_scheduler_types import NextBatchPlan, Scheduler
 
 _SWEEP_STEPS = 2000  # at most about 1 ms
 _LOAD_INTERVAL_S = 0.1

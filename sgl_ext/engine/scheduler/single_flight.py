@@ -20,7 +20,8 @@ from collections.abc import Iterator
 from sgl_ext.engine.core.shared_prefixes import common_tokens, tokens_in_common
 from sgl_ext.engine.scheduler.extension import SchedulerExtension
 from sgl_ext.engine.scheduler.request_state import state_of
-from sgl_ext.engine.sglang_types import PrefillAdder, Req, TreeCache
+from sgl_ext.engine.sglang_scheduler_types import PrefillAdder
+from sgl_ext.engine.sglang_types import Req, TreeCache
 
 # A shorter prefix does not pay for another pass through the queue.
 FOLLOW_TOKENS = 512

@@ -16,7 +16,8 @@ from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.slices import is_forced, is_slice
 from sgl_ext.engine.scheduler.extension import ExtendedCache, SchedulerExtension
 from sgl_ext.engine.scheduler.request_state import state_of
-from sgl_ext.engine.sglang_types import Req, Scheduler, TreeCache
+from sgl_ext.engine.sglang_scheduler_types import Scheduler
+from sgl_ext.engine.sglang_types import Req, TreeCache
 
 
 def slices_last(extension: SchedulerExtension, requests: list[Any]) -> list[Any]:

@@ -60,7 +60,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             remembered.cache_clear()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SGL_EXT_RECEIPTS", str(tmp_path_factory.mktemp("receipts")))
+        patch.setenv("SGL_EXT_ENGINE_FOLDER", str(tmp_path_factory.mktemp("engine")))
         patch.setattr(kind, "__init__", hooked)
         forget()
         yield
@@ -507,6 +507,6 @@ def test_what_cannot_be_with_shared_prefixes_is_refused_by_name() -> None:
         ("nnodes", 2),
     ):
         with pytest.raises(
-            SystemExit, match=f"--{flag.replace('_', '-')}: cannot be with --shared-prefixes"
+            SystemExit, match=f"--{flag.replace('_', '-')}: cannot be combined with --shared-prefixes"
         ):
             startup._refuse_unshared(flags(**{flag: value}))
