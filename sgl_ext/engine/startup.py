@@ -29,10 +29,10 @@ def reject_unsupported(server_args: ServerArgs, *_: Any) -> None:
         )
 
     if EngineSettings.from_environment().shared_prefixes:
-        _reject_unshareable(server_args)
+        reject_unshareable(server_args)
 
 
-def _reject_unshareable(server_args: ServerArgs) -> None:
+def reject_unshareable(server_args: ServerArgs) -> None:
     """Stops the start if the cache has no prefixes, own keys, or hashes with 32 bits a token."""
     rejected = {
         "--disable-radix-cache": server_args.disable_radix_cache,

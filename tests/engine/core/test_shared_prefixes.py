@@ -493,8 +493,8 @@ def flags(**more: Any) -> Any:
     return SimpleNamespace(**(off | usual | {"nnodes": 1} | more))
 
 
-def test_what_cannot_be_with_shared_prefixes_is_refused_by_name() -> None:
-    startup._refuse_unshared(flags())
+def test_flags_that_do_not_work_with_shared_prefixes_are_rejected_by_name() -> None:
+    startup.reject_unshareable(flags())
     for flag, value in (
         ("disable_radix_cache", True),
         ("radix_cache_backend", None),
@@ -506,7 +506,6 @@ def test_what_cannot_be_with_shared_prefixes_is_refused_by_name() -> None:
         ("skip_tokenizer_init", True),
         ("nnodes", 2),
     ):
-        with pytest.raises(
-            SystemExit, match=f"--{flag.replace('_', '-')}: cannot be combined with --shared-prefixes"
-        ):
-            startup._refuse_unshared(flags(**{flag: value}))
+        message = f"--{flag.replace('_', '-')}: cannot be combined with --shared-prefixes"
+        with pytest.raises(SystemExit, match=message):
+            startup.reject_unshareable(flags(**{flag: value}))
