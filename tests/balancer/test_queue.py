@@ -18,8 +18,8 @@ from tests.balancer.wire import Raw, answer, request, until
 
 MAX_RUNNING = 64
 AHEAD = MAX_RUNNING // 8
-LIMIT = 5_120
-CLIENTS = 5_700
+LIMIT = 1_280
+CLIENTS = 1_500
 
 
 class Slow(Raw):
@@ -102,7 +102,7 @@ def clients() -> Iterator[list[Client]]:
         client.transport.abort()
 
 
-async def test_thousands_wait_half_disconnect_and_the_rest_are_answered(
+async def test_many_wait_half_disconnect_and_the_rest_are_answered(
     serve: Serve, clients: list[Client]
 ) -> None:
     before = exchanges()
