@@ -1,15 +1,15 @@
-"""What do sub-agents that begin at once, with the same cold prompt, cost and wait for?
+"""What do sub-agents that start at the same time, with the same cold prefix, compute and wait for?
 
-Eight requests with a common prefix of 20K tokens that nobody has sent before, and a few words
-of their own, are sent together to one engine. Arms:
+Eight requests go to one engine at the same time. They share a prefix of 20K tokens that is not
+cached, and each ends in a few words of its own. Arms:
 
-    stock   SGLang as it is, without the plugin
-    ours    our engine, asked directly as the other is
+    stock   SGLang without the plugin
+    ours    our engine, without the balancer, as stock
 
-A round is both arms, one after the other, with the same texts; the order alternates.
-`prefilled_over_ideal` is what was computed over what has to be: the prefix once, as long as an
-engine says that it is, and of each request what is its own. Chunks are as long as SGLang makes
-them on a GPU of 80 GB. TTFTs are of all requests of all rounds, and ratios medians over rounds.
+A round sends the same texts to both arms, one after the other, in alternating order.
+`prefilled_over_ideal` is the computed tokens over the least that must be computed: the prefix
+once, and the end of each request. Chunks have the size that SGLang chooses on a GPU of 80 GB.
+TTFTs are of all requests of all rounds. Ratios are medians over rounds.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Burst:
-    """What came of one round on one engine."""
+    """The answers of one round on one engine."""
 
     prefix_tokens: int
     answers: tuple[Answer, ...]
@@ -95,9 +95,9 @@ async def ask(http: aiohttp.ClientSession, url: str, text: str) -> Answer:
             if line.startswith(b"data: {"):
                 ttft_ms = ttft_ms or (time.perf_counter() - started) * 1000
                 event = line[6:]
-    told = json.loads(event)
-    meta = told["meta_info"]
-    ids = tuple(told["output_ids"])
+    answer = json.loads(event)
+    meta = answer["meta_info"]
+    ids = tuple(answer["output_ids"])
     return Answer(started, meta["prompt_tokens"], meta["cached_tokens"], ttft_ms, ids)
 
 
@@ -107,7 +107,7 @@ async def measure(nodes: Mapping[str, Node], plan: Plan) -> dict[str, Any]:
     seen: dict[str, list[Burst]] = {name: [] for name in nodes}
     timeout = aiohttp.ClientTimeout(total=600)
     async with aiohttp.ClientSession(timeout=timeout) as http:
-        for node in nodes.values():  # what only a first request has to wait for
+        for node in nodes.values():  # warm-up
             await ask(http, node.engines[0], texts.fresh("Warm-up", 500))
         for number in range(plan.rounds):
             prefix = texts.fresh(f"Round {number}", plan.prefix_tokens)
@@ -162,7 +162,7 @@ def figures(seen: Mapping[str, Sequence[Burst]]) -> dict[str, Any]:
 
 def main() -> None:
     plan = PLANS[parser_of(__doc__).parse_args().size]
-    # The other core is for clients and tokenizers: two threads that wait for each other lose more.
+    # One core computes; clients and tokenizers need the other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     model = local_model("tiny")
     with (

@@ -1,16 +1,15 @@
-"""What does a session header at token 0 cost, and does the strip give it all back?
+"""What does a session header at token 0 cost, and does the strip avoid that cost?
 
-Three arms through `/v1/messages` on one real engine, in Claude Code's block
-shape, the same long prefix and a fresh short question in each:
+One real engine. Requests in Claude Code's shape go to `/v1/messages`. All have the same long
+prefix, and each has a short question of its own. Arms:
 
     stable    no header
-    varying   a header line that changes each request, not stripped
-    stripped  the same line under the name that is stripped
+    varying   a header line that changes with each request and is not stripped
+    stripped  the same line under the name that the engine strips
 
-The varying arm carries its line under a name the engine was not told to strip,
-which is what an engine without the strip makes of it. A round is one varying
-request, which prefills everything, then pairs of the other two, whose order
-alternates. Figures are TTFTs; what is reported are medians.
+The varying arm's line has a name that the engine does not strip. A round is one varying
+request, which computes its whole prompt, then pairs of the other two arms in alternating
+order. The times are medians of TTFTs.
 """
 
 from __future__ import annotations

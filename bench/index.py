@@ -1,18 +1,17 @@
-"""What does it cost to ask who holds a prefix, and does that stay flat as the index grows?
+"""What does a lookup in the prefix index cost, and does the cost stay flat as the index grows?
 
-The same prompts go into our index, as segments of about 1,024 tokens, and into the
-`RadixTree` of Dynamo's KV router, as blocks of 64: chains of 130 segments, at 10^4 to
-10^6 segments and 8 to 1,024 workers (see `bench.lib.index_side`). Each index is in a
-process of its own; for a number of workers, rounds of lookups go around all of them,
-and what is reported are medians over the rounds. Both must find the same. Bytes are
-growth of the process's resident memory.
+The same prompts are in our index, as segments of about 1,024 tokens, and in the `RadixTree` of
+Dynamo's KV router, as blocks of 64: chains of 130 segments, at 10^4 to 10^6 segments and 8 to
+1,024 workers (see `bench.lib.index_side`). Each index has a process of its own. For each number
+of workers, rounds of lookups visit all indexes in turn, and the figures are medians over rounds.
+Both indexes must find the same workers. Bytes are the growth of a process's resident memory.
 
-Dynamo's lookup is its Python binding's, which hands each call to a thread; `empty_us` is
-what that costs without a prompt, and one of the ratios leaves it out.
+Dynamo's lookup is that of its Python binding, which passes each call to a thread. `empty_us` is
+the cost of a call without a prompt; one of the ratios subtracts it.
 
-Dynamo is installed on first use into an environment of its own; where it cannot be had,
-`dynamo` is null and why is on stderr. `--quick` runs fewer rounds, and fills Dynamo at
-10^6 segments for the most workers only, as that takes a minute and 2 GB each time.
+Dynamo is installed into an environment of its own when first needed. If that fails, `dynamo` is
+null and stderr says why. `--quick` runs fewer rounds, and fills Dynamo with 10^6 segments for
+the most workers only: that takes a minute and 2 GB each time.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
-"""How often is a request routed to a worker for a prefix that it no longer holds?
+"""How often is a request routed to a worker for a prefix that the worker no longer holds?
 
-Real engines with small caches behind the launcher, and conversations that share a system
-prompt and grow (bench/lib/misroute/load.py). Meanwhile, phase by phase:
+Real engines with small caches, and conversations that share a system prompt and grow
+(bench/lib/misroute/load.py). Phases:
 
-    pressure    more conversations than the caches hold, so the engines evict all the time
+    pressure    more conversations than fit the caches, so the engines evict all the time
     flush_all   every engine is flushed, through the balancer
-    flush_one   one engine is flushed by itself; the balancer hears of it by its events only
+    flush_one   one engine is flushed directly; only its events tell the balancer
     kill        kill -9 of one engine's process group; the launcher starts it again
-    returned    it is ready again
+    returned    that engine is ready again
 
-The request log's predictions are compared with what the engines reported, and with their
-events, to which this process listens too (bench/lib/misroute/judge.py says how).
-`misrouted_share` leaves out what happened within a second of the news or in the engine's
-own queue; `mispredicted_share` leaves out nothing. `lost_before_first_byte` counts requests
-that failed though nothing of their answer was sent; `cut_after_first_byte` streams that the
-killed engine left. SGLang flushes when it is idle: a flush that has waited in vain is asked
-for again while new requests are held back.
+The request log's predictions are compared with what the engines reported, and with the engines'
+events, which this process reads too (bench/lib/misroute/judge.py). `misrouted_share` leaves out
+changes within a second of a request's arrival and changes while it waited in the engine's own
+queue; `mispredicted_share` leaves out nothing. `lost_before_first_byte` counts requests that
+failed before any of their answer was sent; `cut_after_first_byte` counts streams that a killed
+engine cut. SGLang flushes only when it is idle: a flush that was refused is sent again while new
+requests are held back.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Trial:
         self.done.down_s.append(round(time.time() - killed_s, 1))
 
     async def _until(self, engine: str, holds: Callable[[dict[str, Any]], bool]) -> None:
-        """Waits until something holds of the balancer's view of an engine."""
+        """Waits until the balancer's view of an engine meets a condition."""
         deadline = time.monotonic() + _RETURN_S
         while time.monotonic() < deadline:
             async with self._http.get(f"{self._node.url}/sgl_ext/workers") as answer:
@@ -146,7 +146,7 @@ class Trial:
             if any(holds(worker) for worker in workers if worker["url"] == engine):
                 return
             await asyncio.sleep(_LOOK_S)
-        raise RuntimeError(f"{engine} did not get there in {_RETURN_S:g} s")
+        raise RuntimeError(f"{engine} did not reach that state in {_RETURN_S:g} s")
 
     async def _evicted(self, engine: str) -> float:
         async with self._http.get(f"{engine}/metrics") as answer:
@@ -154,13 +154,13 @@ class Trial:
 
 
 def engine_group(launcher: int, engine: str) -> int:
-    """The process group that the launcher's engine at this URL leads, and nobody else is in."""
+    """The process group of the launcher's engine at this URL."""
     port = engine.rpartition(":")[2]
     for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
         words = Path(f"/proc/{child}/cmdline").read_text().split("\0")
         if ("--port", port) in pairwise(words) and os.getpgid(int(child)) == int(child):
             return int(child)
-    raise RuntimeError(f"{engine} is no child of the launcher")
+    raise RuntimeError(f"{engine} is not a child of the launcher")
 
 
 async def measure(node: Node, plan: Plan, log: Path, model: str) -> dict[str, Any]:

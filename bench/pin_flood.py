@@ -1,32 +1,31 @@
-"""Does a pinned prefix outlive a flood of many times the memory, and what does that cost the flood?
+"""Does a pinned prefix survive a flood larger than the cache, and what does the flood pay for it?
 
-An agent's conversation, a prefix of some ten thousand tokens and a short message more each
-turn, on real engines with small caches, one an arm:
+An agent's conversation has a system prompt of about 9,500 tokens and one more short message
+each turn. Each arm is a real engine with a small cache:
 
-    pinned    its system prompt and last message carry `cache_control`, through `/v1/messages`
+    pinned    the system prompt and the last message carry `cache_control`, `/v1/messages`
     unpinned  the same without marks
-    priority  no marks; SGLang without the plugin and with its own `--radix-eviction-policy
-              priority`, and the turns are sent with a higher `priority`, through
-              `/v1/chat/completions`, which takes one
+    priority  no marks; SGLang without the plugin, with `--radix-eviction-policy priority`, and
+              turns with a higher `priority`, through `/v1/chat/completions`
 
-The first two are behind a launcher and balancer of their own. The third is asked directly:
-our cache ranks by what it knows, and takes no heed of a request's own priority.
+The first two arms have a launcher and a balancer of their own. Requests of the third go directly
+to its engine, because our cache ignores a request's own priority when it evicts.
 
-Between two turns comes a flood of prompts that nobody sends again, more of them than the
-cache holds. So many are sent at once that they fit beside the pins: a pin holds against the
-cache pressure of other prefixes, never against a request that runs. A round is, arm by arm,
-a flood alone and then one with a turn in it. One engine works at a time, the order of the
-arms rotates, and all arms get the same prompts.
+Between two turns comes a flood: prompts that are sent once and are together larger than the
+cache. Few enough run at once to fit beside the pins: a pin holds against the cache pressure of
+other prefixes, never against a live request. In a round, each arm gets a flood alone and then a
+flood with one turn in it. One engine works at a time, the order of the arms rotates, and all
+arms get the same prompts.
 
-What pins cost a flood is measured on one engine, as two engines differ by more than that for
-no reason: floods in close pairs, one while the prefix is pinned and one after its pins were
-deleted, now this first and now that. `flood_throughput_ratio` is the median of their ratios.
+The throughput that pins cost is measured on one engine, because two engines differ by more than
+that: pairs of floods, one with the prefix pinned and one after its pins were deleted, in
+alternating order. `flood_throughput_ratio` is the median of their ratios.
 
-`cached_share`: of the tokens that a turn left, up to its last mark, what the next one found.
-At the end the TTL runs out, in an idle engine: `pinned_tokens_after_ttl`. One more flood and
-turn say who lets go of the prefix then: `cached_share_after_ttl`. And probes: with the
-prefix pinned anew, a request that needs nearly all memory is sent, and has waited on a pin
-if its TTFT is above 1.5 times that of the same in the arm without pins.
+`cached_share` is the share of the tokens up to a turn's last mark that the next turn finds
+cached. At the end the TTL runs out in an idle engine: `pinned_tokens_after_ttl`. One more flood
+and turn show which arms still have the prefix: `cached_share_after_ttl`. Last come probes: with
+the prefix pinned again, a request that needs nearly all memory is sent. It counts as having
+waited on a pin if its TTFT is over 1.5 times that of the same request in the arm without pins.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ from bench.lib.stock_engine import stock_engine
 
 _CONNECTIONS = 6
 _LEAD_S = 0.3
-# Deleting pins waits for an idle scheduler to wake: both sides of a pair rest for longer.
+# A sleeping scheduler deletes pins when it wakes: both sides of a pair wait longer than that.
 _SETTLE_S = 1.5
 _FLAGS = ("--chunked-prefill-size", "2048")
 _ARMS = {
@@ -96,13 +95,13 @@ class Arm:
         self._http = http
 
     async def turn(self) -> Answer:
-        """The conversation's next turn."""
+        """Sends the conversation's next turn."""
         body = self._conversation.ask()
         self.turned_s.append(time.monotonic())
         return self._noted(await ask(self._http, self.node.url, self._conversation.path, body))
 
     async def flood(self, prompts: list[str]) -> Flooded:
-        """Sends these prompts, so many at once, until all are answered."""
+        """Sends these prompts until all are answered."""
         flooded = await flood(self._http, self.node.url, prompts, _CONNECTIONS)
         for answer in flooded.answers:
             self._noted(answer)
@@ -119,7 +118,7 @@ class Arm:
         self.seen.parts.append(Part(first, second, time.perf_counter() - started))
 
     async def pair(self, with_pins: list[str], without: list[str], *, pins_first: bool) -> None:
-        """A flood beside the conversation's pins and one without any, one right after the other."""
+        """A flood beside the conversation's pins and a flood without pins, one after the other."""
         ratio = 1.0
         for is_pinned in (True, False) if pins_first else (False, True):
             await self.turn()
@@ -141,20 +140,20 @@ class Arm:
                 answer.raise_for_status()
 
     async def probe(self, text: str) -> None:
-        """A turn, whose marks pin all it has, and a request that needs nearly all memory."""
+        """A turn, whose marks pin its whole prompt, and a request that needs nearly all memory."""
         await self.turn()
         body = single(text, answer_tokens=1)
         answer = self._noted(await ask(self._http, self.node.url, MESSAGES, body))
         self.seen.probes.append(answer.ttft_ms)
 
     async def load(self) -> dict[str, int]:
-        """What the engine's events say of its load, first of all."""
+        """The first load that the engine's events report."""
         url = f"{self.node.engines[0]}/sgl_ext/events"
         async with self._http.get(url) as events:
             async for line in events.content:
                 if load := json.loads(line).get("load"):
                     return dict(load)
-        raise RuntimeError(f"{url} does not tell of its load")
+        raise RuntimeError(f"{url} reports no load")
 
     async def counted(self, name: str) -> dict[str, int]:
         """A counter of the engine's, by its labels."""
@@ -176,7 +175,7 @@ class Trial:
         self._plan = plan
 
     async def run(self) -> dict[str, Any]:
-        """All of it, and the bench's figures."""
+        """Runs all parts and returns their figures."""
         plan, pinned = self._plan, self._arms["pinned"]
         for arm in self._in_turn(0):
             arm.seen.turns.append(await arm.turn())

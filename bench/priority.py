@@ -1,35 +1,32 @@
-"""How long does a person wait at an engine that is driven past its capacity by batch work?
+"""How long does a person wait at an engine that batch work drives past its capacity?
 
-Of the requests, 80 % are batch: priority 0, long answers, all at once and more than fit. And
-20 % are interactive: priority 10, short answers, one by one while the batch runs. Arms:
+80 % of the requests are batch: priority 0, long answers, all sent at once, more than fit. 20 %
+are interactive: priority 10, short answers, sent one by one while the batch runs. Arms:
 
-    fcfs            SGLang as it is, without the plugin
-    stock_priority  the same with `--enable-priority-scheduling --default-priority-value 0`, and
-                    a threshold of 9: it preempts, for a slot only, where priorities differ by
-                    more than that
-    ours            our engine, asked directly as the others are
+    fcfs            SGLang without the plugin
+    stock_priority  the same with `--enable-priority-scheduling --default-priority-value 0` and
+                    a preemption threshold of 9; it preempts only to free a slot
+    ours            our engine, without the balancer, as the others
 
-on the same engines twice: under `slots` requests are so small that slots run out, under
-`memory` so large that the key-value cache does. All arms get the same requests, with the
-priority in the body.
-A round is, arm by arm, all of them until the last is answered. One engine works at a time and
-the order of the arms rotates. The throughput of the batch is its tokens over the time until
-all of it is done, and ratios are medians over rounds.
+There are two loads: in `slots`, small requests use up the slots; in `memory`, large requests
+use up the key-value cache. All arms get the same requests, with the priority in the body. In a
+round, each arm serves all of them. One engine works at a time, and the order of the arms
+rotates. The throughput of the batch is its tokens over the time until all of it is answered.
+Ratios are medians over rounds.
 
-`preemptions` are counted by the requests themselves, whoever made them give up: our engine,
-SGLang's preemption for a slot, or its retraction when decoding runs out of memory. What they
-had been answered with by then is `answered_tokens`: SGLang computes all of it again, ours what
-was evicted meanwhile, which it counts: `recomputed_tokens`. `counters` are the engines' own,
-where SGLang has one of retractions but none of preemptions.
+`preemptions` is how often requests lost their slot or memory: by our engine, by SGLang's
+preemption for a slot, or by its retraction when decoding runs out of memory.
+`answered_tokens` is the output they had by then. SGLang computes all of it again; our engine
+only what was evicted in the meantime: `recomputed_tokens`. `counters` are the engines' own.
 
-`outputs_identical`: all of ours are as FCFS gave them, which preempts nobody.
+`outputs_identical`: our answers equal those of FCFS, which preempts no request.
 
-A batch request is starved if its first token comes later than both: the bound of aging
-after it was sent, (10 - 0 + 1) * aging_s, and the end of what was sent by then: the last answer
-to an interactive one, the last first token of the batch. Rounds end long before, so without
-`--quick` there is a siege as well: more interactive requests than fit, without a pause and for
-longer than the bound, beside two of the batch. The bound is ours; SGLang has
-none, and what its priorities make of a siege is shown beside.
+A batch request is starved if its first token comes later than both the bound of aging after it
+was sent, (10 - 0 + 1) * aging_s, and the end of all work that was sent by then: the last
+interactive answer, and the last first token of the batch. Rounds end long before that bound. So
+without `--quick` there is a siege too: more interactive requests than fit, without a pause and
+for longer than the bound, beside two batch requests. Only our engine has that bound; the result
+of SGLang's priorities is reported for comparison.
 """
 
 from __future__ import annotations
@@ -73,7 +70,7 @@ _ARMS = {
 _SLOTS = 8
 _POOL_TOKENS = 8192
 _LIMITS = ("--max-running-requests", str(_SLOTS), "--max-total-tokens", str(_POOL_TOKENS))
-_BESIEGERS = 6 * _SLOTS  # so many that some always wait
+_BESIEGERS = 6 * _SLOTS  # enough that some always wait
 _COUNTERS = (
     "sgl_ext_preempted_requests_total",
     "sgl_ext_recomputed_tokens_total",
@@ -114,7 +111,7 @@ async def measure(nodes: Mapping[str, Node], load: Load, plan: Plan) -> dict[str
     seen: dict[str, list[list[Answer]]] = {name: [] for name in nodes}
     before = {name: _counters(node) for name, node in nodes.items()}
     async with _clients() as http:
-        for name, node in nodes.items():  # what only a first request has to wait for
+        for name, node in nodes.items():  # warm-up
             await play(http, node.engines[0], load.requests(texts, f"Warm-up of {name}")[-2:])
         for number in range(plan.rounds):
             requests = load.requests(texts, f"Round {number}")
@@ -146,7 +143,7 @@ def sent_beside_batch(answers: Sequence[Answer]) -> int:
 
 
 async def besiege(nodes: Mapping[str, Node], load: Load, span_s: float) -> dict[str, Any]:
-    """What becomes of the batch while interactive requests alone are more than fit."""
+    """The batch's figures while interactive requests alone are more than fit."""
     texts = fitted(nodes["fcfs"])
     async with _clients() as http:
         return {
@@ -198,7 +195,7 @@ def running(model: Path, folder: Path) -> Iterator[Mapping[str, Node]]:
 
 def main() -> None:
     plan = PLANS[parser_of(__doc__).parse_args().size]
-    # The other core is for clients and tokenizers: two threads that wait for each other lose more.
+    # One core computes; clients and tokenizers need the other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     model = local_model("tiny")
     with (

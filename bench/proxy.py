@@ -1,21 +1,18 @@
-"""What does the balancer add to a request, beside other proxies that do less or the same?
+"""What does the balancer add to a request's time, compared with other proxies?
 
-    python -m bench.proxy [--quick]
-
-One worker that answers at once, and in front of it one proxy after the other,
-pinned to a core of its own; the worker and the load generator share another.
-Rounds are interleaved: each visits every proxy, and the worker itself
-(`direct`), in an order that turns. Bodies are an agent's: tools, a long system
-prompt, a history; 16 sessions take turns. Reported, for 2 KB and 200 KB:
+One worker answers at once. Proxies stand in front of it one at a time, each pinned to a core of
+its own; the worker and the load generator share another core. A round visits every proxy, and
+the worker itself (`direct`), in an order that rotates. Bodies are those of an agent: tools, a
+long system prompt, a history, 16 sessions in turn. Reported for bodies of 2 KB and 200 KB:
 
     added_p50_ms         median time of a whole answer less that of `direct`, one connection
-    added_ttft_p50_ms    the same for a streamed answer's first event
-    rps                  whole answers a second, many connections
-    cpu_us_per_request   the proxy's CPU time (user and system) meanwhile
+    added_ttft_p50_ms    the same for the first event of a streamed answer
+    rps                  whole answers per second, many connections
+    cpu_us_per_request   the proxy's CPU time (user and system) for each of them
     streamed_rps, streamed_cpu_us_per_request   the same for answers of ten events
 
-A proxy that cannot be had is null. `rps` is bounded by the load generator and
-the worker too: see `direct`.
+A proxy that is not available is null. The load generator and the worker limit `rps` too: see
+`direct`.
 """
 
 from __future__ import annotations

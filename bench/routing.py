@@ -1,23 +1,23 @@
-"""How much of the ideal cache reuse, and which TTFT, does each router get on the same workers?
+"""How much of the possible cache reuse does each router get from the same workers, and which TTFT?
 
-A swarm's trace (bench/trace/swarm.py) is sent as a closed loop through each router, a real
-process, to the same simulated engines (bench/sim/engine.py), which start anew for each run.
-Ours has engines with the plugin, which strip a billing header and publish what they
-hold; the others have stock engines. `vllm_router` is given the session header that its
-policy needs; nobody else is, unless the field says so.
+The trace of a swarm of agents (bench/trace/swarm.py) goes as a closed loop through each router,
+a real process, to simulated engines (bench/sim/engine.py) that are started for each run. The
+engines of `ours` have the plugin: they strip a billing header and publish prefix events. The
+other routers have stock engines. Only `vllm_router` gets the session header, which its policy
+needs; other fields say where all routers get it.
 
     ours            python -m sgl_ext.balancer.serve
     round_robin     smg --policy round_robin
-    least_loaded    smg --policy power_of_two, by its own requests under way
+    least_loaded    smg --policy power_of_two, by its own requests in flight
     sglang_router   its default, cache_aware
     smg             its default, cache_aware
     vllm_router     sticky_least_loaded
 
-`share_of_ideal` compares with one worker with an infinite cache, over the calls that
-were made: calls stop at a run's limit, and a slow router makes fewer. `read_write`
-counts answers as written. `load_max_over_mean` is of seconds of prefill. `--quick` has
-prompts and prefill speed halved. `--real` sends a small trace to two real CPU engines,
-through ours and in turn.
+`share_of_ideal` compares with one worker that has an infinite cache, over the calls that were
+made: calls stop at a run's time limit, so a slow router makes fewer. `read_write` counts output
+tokens as written. `load_max_over_mean` is of seconds of prefill. `--quick` halves prompts and
+prefill speed. `--real` sends a small trace to two real CPU engines: all to one of them, through
+our balancer, and in rotation.
 """
 
 from __future__ import annotations

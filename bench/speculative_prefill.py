@@ -1,35 +1,32 @@
-"""What does a person's next turn wait for, if the engine prefilled it while the person thought?
+"""How much sooner does a person's next turn start if the engine prefills it ahead?
 
-Ten people talk to agents for five turns each, all at once, on one real engine. A turn: the
-person writes, the model thinks and calls a tool, that takes 1.5 to 4.5 s, its result of 1,300
-tokens is sent back, the model thinks and answers. The person thinks about it for 1 to 5 s and
-writes again. The template keeps thinking within a turn and drops it once the person has
-written: so the turn before reads otherwise from its first thought on, and that is not what the
-cache has of it. Arms:
+Ten people talk to agents for five turns each, at the same time, on one real engine. In a turn
+the person writes, the model thinks and calls a tool, the tool takes 1.5 to 4.5 s, its result of
+1,300 tokens is sent back, and the model thinks and answers. The person thinks for 1 to 5 s and
+writes again. The template keeps thinking within a turn and drops it when the person has written
+again. So the next prompt differs from the cached one from the turn's first thought on. Arms:
 
     off     the client marks no request
     ours    it marks each with `nvext.agent_hints.speculative_prefill`
-    naive   it sends what it can know of the next turn after each answer, as a client can who
-            knows nothing of the engine: its messages, without tools, for one token
+    naive   after each answer it sends the part of the next turn that it knows, as any client
+            can: the messages, without tools, for one token
 
-all on the same engine, where `off` and `naive` refuse what the engine would guess unasked. A
-round is each arm, in an order that rotates, with the cache empty: the same texts, sizes and
-pauses but for one word. All that the model says is its own, in a form that a grammar gives it
-(`bench.lib.speculative_load`). Unrelated clients send short prompts beside it, one at a time each
-and with pauses, so the engine idles now and then.
+All arms use the same engine. In `off` and `naive`, requests forbid the engine to prefill ahead
+unmarked. A round is each arm, in an order that rotates, with an empty cache: the same texts,
+sizes and pauses, except for one word. The model's output follows a grammar
+(`bench.lib.speculative_load`). Other clients send short prompts, one at a time with pauses, so
+the engine is idle now and then.
 
-TTFTs are of the requests with which a person writes, from the second turn on; what a tool gave
-is new to any arm. Of each such prompt, all before the person's new message is certain while the
-person thinks: `next_prefix_cached_share` is how much of that was cached when the request came,
-the median, and `_p10` what one in ten is below. An arm that does nothing finds most of a long
-conversation cached as well; `cold_tokens_p50` is what it does not find.
+TTFTs are of the requests with which a person writes, from the second turn on. The part of such
+a prompt before the new message is known while the person thinks. `next_prefix_cached_share` is
+how much of that part was cached when the request came (median), and `_p10` the 10th percentile.
+Without prefill most of a long conversation is cached too; `cold_tokens_p50` is the rest.
 
-`ttft_p50_ratio` is off / ours: how many times sooner ours is, more is better.
-`ttft_p50_ours_over_off` is the same turned round: less is better. The `others_` ratios are ours
-/ off, of the unrelated requests: the p99 of all rounds, and answers a second. But for that p99,
-a ratio is the median of the rounds' own. `wasted_tokens` were computed ahead and used by no
-next turn, as the engine counts them; nobody says that a turn is their last, so what is
-prefilled behind that is among them. `naive` has the same of that arm, against off.
+`ttft_p50_ratio` is off / ours: more is better. `ttft_p50_ours_over_off` is its inverse. The
+`others_` ratios are ours / off for the other clients' requests: p99 over all rounds, and answers
+per second. All ratios but that p99 are medians of the rounds' ratios. `wasted_tokens` were
+computed ahead and used by no next turn, by the engine's count; they include what is prefilled
+after a person's last turn. `naive` has the same figures for that arm, against off.
 """
 
 from __future__ import annotations
@@ -73,7 +70,7 @@ async def measure(node: Node, voice: Voice, load: Load, rounds: int) -> dict[str
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
         stage = Stage(http, url, texts, voice)
         few = Load(people=1, turns=2, pause_s=(0.5, 0.5), tool_s=(0.1, 0.1), start_s=0)
-        for name in ARMS:  # what only a first request has to wait for
+        for name in ARMS:  # warm-up
             await stage.play(few, name, "Warm-up")
         for number in range(rounds):
             for name in _in_turn(number):
@@ -120,7 +117,7 @@ def template_without_switch(model: Path, path: Path) -> Path:
 def main() -> None:
     size: Size = parser_of(__doc__).parse_args().size
     rounds, load = PLANS[size]
-    # The other core is for clients and tokenizers: two threads that wait for each other lose more.
+    # One core computes; clients and tokenizers need the other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from tokenizers import Tokenizer  # as local_model: only with an engine
 

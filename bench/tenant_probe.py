@@ -1,18 +1,17 @@
-"""Can one tenant tell by the time to its first token whether another has sent a prefix?
+"""Does the time to the first token show a tenant that another tenant has sent a prefix?
 
-On one real engine behind a balancer with keys, a round is four prompts of the same length, each
-with a question of its own behind a long prefix:
+One real engine and a balancer with keys. A round is four prompts of the same length, each with
+a long prefix and then a question of its own:
 
-    a_cold   tenant A, a prefix that nobody has sent
-    a_warm   A once more, on the same prefix: what a cache hit looks like
-    b_on_a   tenant B, on that prefix of A's
-    b_cold   B, a prefix that nobody has sent
+    a_cold   tenant A sends a new prefix
+    a_warm   A sends it again: a cache hit
+    b_on_a   tenant B sends A's prefix
+    b_cold   B sends a new prefix
 
-The last two take turns in which comes first. The peer is SGLang's own behaviour, one name space
-for all: a second node with `--tenant-isolation off`, in the same run. Figures are TTFTs; what is
-reported are medians, of ratios within a round, and how often an attacker's guess would be right:
-the share of all pairs of B's requests in which that on A's prefix was the faster one. By chance
-it is 0.5.
+The last two alternate in order. The peer shares one cache between all tenants, as SGLang does:
+a second node with `--tenant-isolation off`, in the same run. Reported are median TTFTs, medians
+of ratios within a round, and how often an attacker would guess right: the share of all pairs of
+B's requests in which the one on A's prefix was faster. Chance is 0.5.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from bench.lib.script import Size, parser_of, require, run
 from sgl_ext import keys
 
 CHANCE_TOKENS = 64
-"""More than two prompts have in common by their template and by chance."""
+"""Two unrelated prompts share fewer tokens than this, by their template and by chance."""
 _ARMS = ("a_cold", "a_warm", "b_on_a", "b_cold")
 _WORDS = ("the", "agent", "reads", "a", "file", "and", "writes", "what", "it", "found")
 
@@ -89,13 +88,13 @@ def probe(model: Path, plan: Plan, isolation: str) -> dict[str, Any]:
 def measure(node: Node, a: str, b: str, plan: Plan) -> dict[str, Any]:
     """Runs the rounds with the keys of two tenants, and returns their figures."""
     arms = {name: Arm() for name in _ARMS}
-    for key in (a, b):  # what is slow once is not for a tenant to bear
+    for key in (a, b):  # warm-up
         ask(node, key, prefix("warm-up", plan.prefix_words))
     for number in range(plan.rounds):
         of_a, unseen = (prefix(f"{who} {number}", plan.prefix_words) for who in "ab")
-        asked = [("a_cold", a, of_a), ("a_warm", a, of_a)]
+        first = [("a_cold", a, of_a), ("a_warm", a, of_a)]
         probes = [("b_on_a", b, of_a), ("b_cold", b, unseen)]
-        for name, key, text in asked + (probes if number % 2 else probes[::-1]):
+        for name, key, text in first + (probes if number % 2 else probes[::-1]):
             ttft_ms, usage = ask(node, key, text)
             arms[name].ttft_ms.append(ttft_ms)
             arms[name].cached_tokens.append(usage_of(usage).cached_tokens)
@@ -121,7 +120,7 @@ def median_ratio(of: list[float], to: list[float]) -> float:
 
 
 def share_of_faster(of: list[float], than: list[float]) -> float:
-    """Of all pairs, in how many the first is less: the area under an attacker's ROC curve."""
+    """The share of all pairs in which the first is less: the area under the ROC curve."""
     pairs = list(product(of, than))
     return sum(x < y for x, y in pairs) / len(pairs)
 

@@ -8,7 +8,7 @@ make the same prompts from the same seeds, so their digests must be equal. It im
 nothing but the standard library before it knows its side, for Dynamo lives in another
 environment.
 
-A session's prompt is a chain of OWN_SEGMENTS behind one of a few harnesses' heads,
+A session's prompt is a chain of OWN_SEGMENTS after the head of one of a few harnesses,
 and lives on one worker; one in ten also left a part of itself on another. What is
 looked up is a next turn: a session's beginning of any length, and two new segments;
 one in ten is the first turn of a new session. Hashing is not timed, on either side.

@@ -1,4 +1,4 @@
-"""Other routers, installed on demand at one version each and run as a user would.
+"""Other routers, each installed at one version when first needed, and run as a user would.
 
 Each lives in a virtual environment of its own under `.models/peers/`, made
 once a checkout. `nginx` is the system's, if it is on PATH.
@@ -46,7 +46,7 @@ _ROUTERS = {
 def install(name: str) -> Path:
     """The Python of the environment that holds this router: `sglang-router`, `smg`, `vllm-router`.
 
-    Raises RuntimeError with the installer's own words if it cannot be had.
+    Raises RuntimeError with the installer's output if that fails.
     """
     return install_package(name, _ROUTERS[name].version)
 
@@ -54,7 +54,7 @@ def install(name: str) -> Path:
 def install_package(name: str, version: str) -> Path:
     """The Python of an environment of its own that holds a package, made once a checkout.
 
-    Raises RuntimeError with the installer's own words if it cannot be had.
+    Raises RuntimeError with the installer's output if that fails.
     """
     folder = _CACHE / f"{name}-{version}"
     python = folder / "bin" / "python"
@@ -85,10 +85,10 @@ def running_peer(
 ) -> Iterator[RunningServer]:
     """A router (or `nginx`) in front of the workers, ready once every worker is.
 
-    `flags` come behind the pinned ones and so win over them; `cores` pins the
-    process. It ends with the context. Raises RuntimeError with its log if it
-    does not come up. A router asks its workers for `/health`, `/model_info`,
-    `/server_info` and `/v1/models`: they must answer those, and 404 elsewhere.
+    `flags` come after the pinned ones, so they win; `cores` pins the process. It ends with the
+    context. A router gets `/health`, `/model_info`, `/server_info` and `/v1/models` from its
+    workers: they must answer those, and 404 elsewhere. Raises RuntimeError with its log if it
+    does not come up.
     """
     port = port or free_port()
     url = f"http://127.0.0.1:{port}"

@@ -1,4 +1,4 @@
-"""What a run of bench/pin_flood found, as figures."""
+"""The figures of a run of bench/pin_flood."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Part:
 
 @dataclass
 class Seen:
-    """What one arm saw.
+    """What one arm measured.
 
-    turns: the conversation's, up to the last under the flood; `late` is that behind its TTL.
+    turns: the conversation's, up to the last under the flood; `late` is the turn after its TTL.
     price: the rate of a flood beside pins over that of one without, pair by pair.
     probes: TTFTs in milliseconds.
     """
@@ -59,7 +59,7 @@ def left_by(turns: Sequence[Answer]) -> list[int]:
 
 
 def cached_share(turns: Sequence[Answer], left: Sequence[int]) -> float:
-    """Of the tokens that a turn left, how many the next one found. Its own are not counted."""
+    """The share of the tokens left by a turn that the next one found cached."""
     found = [min(turn.cached_tokens, had) for turn, had in zip(turns[1:], left, strict=False)]
     return sum(found) / sum(left[: len(found)])
 
@@ -86,19 +86,19 @@ def spread(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def ratio(ones: Sequence[float], others: Sequence[float]) -> float:
-    """The median of the ratios of what was measured in pairs."""
+    """The median of the ratios of paired values."""
     pairs = zip(ones, others, strict=True)
     return round(statistics.median(one / other for one, other in pairs), 3)
 
 
 def waited(probes: Sequence[float], without_pins: Sequence[float]) -> int:
-    """How many probes took longer than their cold prefill does, by their pairs without pins."""
+    """How many probes took over 1.5 times as long as their pairs without pins."""
     pairs = zip(probes, without_pins, strict=True)
     return sum(one > _LONGEST_WAIT * other for one, other in pairs)
 
 
 def comparison(pinned: Seen, unpinned: Seen) -> dict[str, Any]:
-    """What the pins cost, by pairs of one round each."""
+    """What the pins cost: ratios of paired values."""
 
     def alone(seen: Seen) -> list[float]:
         return [part.alone_per_s for part in seen.parts]

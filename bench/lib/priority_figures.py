@@ -1,4 +1,4 @@
-"""What a run of bench/priority found, as figures."""
+"""The figures of a run of bench/priority."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Answer:
     """One request as its client saw it. Moments are from the start of its round.
 
     first_s: when its first token came; None if none did. ended_s: when it was answered whole.
-    preempted: how often it had to give up its slot or its memory, whoever made it.
+    preempted: how often it lost its slot or its memory.
     answered_tokens: those it had been answered with at these moments.
     """
 
@@ -88,7 +88,7 @@ class Load:
     offsets_s: when the interactive ones come, while the batch runs.
 
     Answers of the batch are half as long to half as long again: as long as each other, they
-    would all end at once, and whoever disturbed one would be charged with idle slots.
+    would all end at once, and an arm that delays one would be charged with idle slots.
     """
 
     batch: int

@@ -1,4 +1,4 @@
-"""What a run of bench/speculative_prefill found, as figures."""
+"""The figures of a run of bench/speculative_prefill."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ Rounds = Sequence[Round]
 
 
 def later(rounds: Rounds) -> list[Turn]:
-    """The whole turns that have one before them: what is asked for again begins there."""
+    """The turns that are answered whole and follow another turn."""
     return [turn for one in rounds for turn in one.turns if turn.number > 1 and turn.seen.is_whole]
 
 
 def cached_share(turn: Turn) -> float:
-    """How much of what could be known of a turn's prompt was cached when it came."""
+    """The cached share of the part of a turn's prompt that was known before it came."""
     return min(turn.seen.cached_tokens, turn.certain_tokens) / turn.certain_tokens
 
 
 def counted(rounds: Rounds) -> dict[str, float]:
-    """The engine's counters over all rounds, without those that stood still."""
+    """The engine's counters over all rounds, without those that did not change."""
     total: Counter[str] = Counter()
     for one in rounds:
         total.update(one.counted)
@@ -71,7 +71,7 @@ def others_per_s(one: Round) -> float:
 
 
 def comparison(seen: Mapping[str, Rounds]) -> dict[str, Any]:
-    """Ours against nothing, and against what a client can do by itself. Rounds are pairs."""
+    """Ours against no prefill ahead, and against what a client can do. Rounds are pairs."""
     arms = {name: arm_figures(rounds) for name, rounds in seen.items()}
     middles = {
         name: [statistics.median(turn.seen.ttft_ms for turn in later([one])) for one in rounds]

@@ -131,7 +131,7 @@ class Engine:
         return events
 
     def next_at(self) -> float:
-        """When something happens next if nobody submits; infinity if nothing will."""
+        """The time of the next event if no request is submitted; infinity if there is none."""
         if self._batch:
             return self._batch_ends
         if self._running:

@@ -20,7 +20,7 @@ LOAD_S = 0.1
 
 
 class Publisher:
-    """Tells its followers what an engine holds, and how loaded it is."""
+    """Sends its subscribers what an engine holds, and its load."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -31,7 +31,7 @@ class Publisher:
         self._load_waits = False
 
     def changed(self) -> None:
-        """Something may have changed; it goes out soon."""
+        """Schedules a line, if anything changed."""
         if not self._scheduled:
             self._scheduled = True
             asyncio.get_running_loop().call_later(PUBLISH_S, self._publish)
@@ -39,7 +39,7 @@ class Publisher:
     async def follow(self) -> AsyncIterator[bytes]:
         """Lines without end."""
         queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        # What is stored but not told yet is in the snapshot; its removal must be told then.
+        # The snapshot has segments that no line has sent yet, so their removal must be sent.
         self._publish()
         held = _stored(self._engine.segments.snapshot())
         queue.put_nowait({"snapshot": True, "cleared": True, "stored": held, "load": self._now()})

@@ -6,7 +6,7 @@ is a position here:
 
     tools, system texts, messages, then the opening of the assistant's turn
 
-The answer is appended behind that opening, and the next turn, which carries it as
+The answer is appended after that opening, and the next turn, which carries it as
 an assistant's message, begins with all of it.
 """
 

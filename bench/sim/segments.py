@@ -1,7 +1,7 @@
 """Which segments a simulated engine holds: the map from its blocks to the router's names.
 
 A segment is held as long as the last full block before its end is. The feed notes
-what changed since it was last read, as the engine's event stream tells it.
+what changed since it was last read, as the engine's event stream reports it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Simulated engines behind SGLang's HTTP API: a port each, all in one process.
+"""Simulated engines with SGLang's HTTP API: a port each, all in one process.
 
     python -m bench.sim.server --port 30001 --port 30002 --plugin
 

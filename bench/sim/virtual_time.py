@@ -1,7 +1,7 @@
 """A trace on simulated engines in virtual time: thousands of requests a second of ours.
 
 A policy is called for each request, `policy(call, engines, now) -> worker`, and may
-have any of these methods, which tell it what a router learns:
+have any of these methods, through which it learns what a router learns:
 
     begin(call, worker, now)        right after it placed the call
     first_byte(call, worker, now)   the first token

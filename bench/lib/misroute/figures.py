@@ -1,4 +1,4 @@
-"""What a run of bench/misroute found, as figures: in all, and phase by phase."""
+"""The figures of a run of bench/misroute: in total, and phase by phase."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def counted(page: str, name: str) -> dict[str, float]:
 def figures(
     done: Done, diary: Diary, requests: Sequence[Sent], lines: Sequence[Line], page: str
 ) -> dict[str, Any]:
-    """The bench's figures, in all and by phase. `page` is of the balancer's metrics."""
+    """The bench's figures, in total and by phase. `page` is the balancer's `/metrics`."""
     judge = Judge(diary, done.kills)
     phases: defaultdict[str, Counter[str]] = defaultdict(Counter)
     bare = judge.without_events(lines)
@@ -81,7 +81,7 @@ def figures(
 
 
 def summary(counts: Counter[str]) -> dict[str, Any]:
-    """Shares and counts of one phase, or of all."""
+    """Shares and counts of one phase, or of all phases."""
     requests = max(counts["requests"], 1)
     return {
         "requests": counts["requests"],

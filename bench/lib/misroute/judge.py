@@ -1,24 +1,24 @@
-"""Which requests were routed for a prefix that their worker no longer held, and whose fault it is.
+"""Which requests were routed for a prefix that their worker no longer held, and why.
 
 A request is mispredicted if the worker read fewer tokens from its cache than the balancer
-had counted on, by more than TOLERANCE_TOKENS and a tenth. It is then
+predicted, by more than TOLERANCE_TOKENS and a tenth. It is then one of:
 
     evicted in the queue   its worker withdrew some of the prefix after the request had arrived
-                           here and before it was computed there: nobody could have known
-    within the lag         ... in the last LAG_S before it arrived: the news was on its way
+                           here and before it was computed there: no balancer could have known
+    within the lag         the same in the last LAG_S before it arrived: the event was on its way
     misrouted              otherwise: the balancer had had the time to know better ("stale"), or
-                           the engine never took its word back ("unwithdrawn")
+                           the engine never withdrew the prefix ("unwithdrawn")
 
-It is computed when its worker says that it holds the prompt, or at its first byte if that
-comes before. The balancer counts on what an engine has told and on what requests sent there
-before should have left; both are judged.
+A request is computed when its worker's events say that it holds the prompt, or at its first byte
+if that is earlier. The balancer predicts from engines' events and from the requests that it sent
+there; both are judged.
 
-A request that had to be sent again, though no engine was killed within the lag of its
-arrival, was routed to a dead worker and is misrouted too.
+A request that had to be sent again, though no engine was killed within the lag of its arrival,
+was routed to a dead worker and is misrouted too.
 
-Without events: the same requests on the same workers, as an index would have predicted that
-remembers what each worker was sent, and forgets a worker that died and nothing else. It is
-a lower bound, as such a balancer would also have sent sessions back to what was evicted.
+Without events: the same requests on the same workers, as predicted by an index that remembers
+what each worker was sent, and forgets only workers that died. It is a lower bound: such a
+balancer would also have sent sessions back to prefixes that were evicted.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Judge:
         return lags
 
     def _was_told(self, line: Line) -> bool:
-        """Whether the engine had taken its word back, and not given it again, when it was asked."""
+        """Whether the engine had withdrawn the prefix, and not stored it again, by then."""
         before = [
             at
             for at in self._diary.withdrawn(line.worker, line.sent.chain.hashes)

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[3]
 _START_TIMEOUT_S = 600.0
 
 FORKING = {"SGL_EXT_CPU_FORK": "1"}
-"""Variables with which an engine starts in two thirds of the time; see docs/cpu.md."""
+"""The variable with which an engine forks its processes, and starts in two thirds of the time."""
 
 
 @dataclass(frozen=True)
