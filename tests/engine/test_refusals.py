@@ -97,7 +97,7 @@ def test_a_scheduler_that_acknowledged_nothing_stops_the_start(
         startup.await_acknowledgements((None, None, None, schedulers))
 
 
-def test_several_tokenizer_workers_are_refused_by_name(failed_start: Start) -> None:
+def test_several_tokenizer_workers_are_rejected_by_name(failed_start: Start) -> None:
     ended = failed_start("--tokenizer-worker-num", "2")
     assert ended.status != 0
     assert "--tokenizer-worker-num" in ended.output
@@ -113,7 +113,7 @@ def test_several_tokenizer_workers_are_refused_by_name(failed_start: Start) -> N
         ("SGL_EXT_SETTINGS", '{"strip_headers": ["two words"]}'),
     ],
 )
-def test_an_environment_that_cannot_be_is_refused_by_name(
+def test_an_unusable_environment_is_rejected_by_name(
     failed_start: Start, name: str, value: str
 ) -> None:
     ended = failed_start(**{name: value})
@@ -122,7 +122,7 @@ def test_an_environment_that_cannot_be_is_refused_by_name(
     assert "Traceback" not in ended.output
 
 
-def test_another_sglang_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_sglang_version_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "version", lambda _: "0.5.24")
     with pytest.raises(RuntimeError, match=r"0\.5\.23 alone, and this is 0\.5\.24"):
         preflight.check_environment({})
@@ -138,7 +138,7 @@ def test_another_sglang_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         ("encoder_only", True, "--encoder-only"),
     ],
 )
-def test_front_ends_that_the_hooks_do_not_reach_are_refused(
+def test_front_ends_that_bypass_the_hooks_are_rejected(
     argument: str, value: object, flag: str
 ) -> None:
     plain = {"tokenizer_worker_num": 1, "grpc_port": None, "grpc_mode": False}

@@ -17,7 +17,7 @@ def test_our_cache_is_selected(argv: list[str]) -> None:
     assert cache_flags(argv) == ours
 
 
-def test_another_policy_of_eviction_is_kept() -> None:
+def test_an_eviction_policy_of_the_operator_stays() -> None:
     argv = ["--radix-eviction-policy", "lfu"]
     assert cache_flags(argv) == ("--radix-cache-backend", "sgl_ext")
 

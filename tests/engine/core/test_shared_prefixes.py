@@ -142,7 +142,7 @@ def common(one: list[int], other: list[int]) -> int:
     lists=st.lists(TEXT, min_size=1, max_size=3),
     asked=st.lists(st.tuples(st.sampled_from([None, *GROUPS]), TEXT), max_size=7),
 )
-def test_two_groups_share_what_is_listed_and_nothing_behind_it(
+def test_two_groups_share_listed_prefixes_and_nothing_after_them(
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
     page: int,
@@ -302,7 +302,7 @@ def test_how_far_two_requests_are_in_one_space() -> None:
         assert reach(salt, one) == reach(one, salt) == reach(salt, None) == reach(salt, "y") == 0
 
 
-def test_who_computes_what_is_listed_is_waited_for_by_all_groups() -> None:
+def test_all_groups_wait_for_a_listed_prefix_that_is_being_computed() -> None:
     ids = array("q", range(3 * FOLLOW_TOKENS))
 
     def asking(salt: str | None) -> Any:
@@ -374,7 +374,7 @@ def served(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 LISTED = list(range(100))
 
 
-def test_a_pin_behind_a_shared_prefix_holds_and_is_charged(served: Served) -> None:
+def test_a_pin_after_a_shared_prefix_holds_and_is_charged(served: Served) -> None:
     mine, theirs = [*LISTED, *range(200, 250)], [*LISTED, *range(200, 250)]
     served.ask("alice", mine, WHOLE_PROMPT)
     assert served.ask("bob", theirs).cached_tokens == 100

@@ -351,7 +351,7 @@ def test_lines_are_counted_and_none_is_lost(engine: Engine, watch: Watch) -> Non
     assert not [name for name in values if "event_lines_dropped" in name or "unreadable" in name]
 
 
-def test_without_a_radix_cache_load_alone_is_told_and_an_open_stream_holds_up_no_end(
+def test_without_a_radix_cache_only_load_is_published_and_an_open_stream_delays_no_shutdown(
     nursery: Nursery, tiny_model: Path, tmp_path: Path
 ) -> None:
     log = tmp_path / "engine.log"

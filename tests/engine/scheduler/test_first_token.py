@@ -129,13 +129,13 @@ def test_the_output_is_sent_before_a_prompt_is_stored_and_all_is_done_before_sgl
     assert serving.log == ["sent", "counted", "stored", "stored", "reported"]
 
 
-def test_what_ends_is_stored_in_its_place_behind_those_before_it() -> None:
+def test_a_request_that_ends_is_stored_in_the_order_of_its_batch() -> None:
     serving = Serving("rust")
     serving.run([GOES_ON, Asked([1, 2, 4], ends=True), GOES_ON])
     assert serving.log == ["counted", *["stored"] * 3, "sent", "reported"]
 
 
-def test_whoever_sends_a_prompt_on_to_another_engine_has_it_stored_first() -> None:
+def test_a_prefill_engine_stores_a_prompt_before_it_sends_it_on() -> None:
     serving = Serving("rust")
     serving.run([GOES_ON], mode="prefill")
     assert serving.log == ["counted", "stored", "sent", "reported"]

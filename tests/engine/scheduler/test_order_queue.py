@@ -59,7 +59,7 @@ def test_without_weights_tenants_have_turns_alike() -> None:
     assert Counter(owners(ordered(queue))[:8]) == {"people": 4, "other": 4}
 
 
-def test_a_weight_takes_nobody_over_a_step() -> None:
+def test_a_weight_moves_no_request_over_a_step() -> None:
     queue = [request("people"), request("other", importance=1)]
     assert owners(ordered(queue, Tenant("people", 0, 1000)))[0] == "other"
 
@@ -98,7 +98,7 @@ class Trying(SimpleNamespace):
         return priority.defer_vain_try(lambda *_: False, self, batch)
 
 
-def test_who_was_refused_is_not_tried_again_until_something_has_changed() -> None:
+def test_a_vain_try_is_not_repeated_until_something_has_changed() -> None:
     scheduler = Trying()
     assert [scheduler.defers() for _ in range(3)] == [False, True, True]
     assert [scheduler.defers(running=2) for _ in range(2)] == [False, True]
@@ -120,7 +120,7 @@ def test_who_was_refused_is_not_tried_again_until_something_has_changed() -> Non
         {"grammar_manager": SimpleNamespace(has_waiting_grammars=lambda: True)},
     ],
 )
-def test_where_more_may_have_changed_all_are_tried(fields: dict[str, Any]) -> None:
+def test_where_more_may_have_changed_every_try_is_made(fields: dict[str, Any]) -> None:
     scheduler = Trying(**fields)
     assert [scheduler.defers() for _ in range(3)] == [False] * 3
 

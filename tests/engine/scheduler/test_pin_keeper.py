@@ -171,7 +171,7 @@ def test_the_same_mark_again_is_one_lock() -> None:
     assert [held.hits for held in keeper.pins] == [4, 0]
 
 
-def test_a_request_that_is_not_to_be_kept_reads_and_pins_nothing() -> None:
+def test_a_request_that_is_not_reusable_reads_and_pins_nothing() -> None:
     cache = Cache()
     keeper = keeper_of(cache)
     pin(keeper, cache, prompt(1, 100), 40)
@@ -199,14 +199,14 @@ def test_time_displacement_deletion_and_an_ended_session_unlock() -> None:
     assert_locked_once(keeper, cache)
 
 
-def test_a_prefix_beyond_the_budget_is_refused_and_not_locked() -> None:
+def test_a_prefix_beyond_the_budget_is_rejected_and_not_locked() -> None:
     cache = Cache()
     keeper = keeper_of(cache, budget=50)
     pin(keeper, cache, prompt(1, 60), 20, WHOLE_PROMPT)
     assert pinned(keeper) == [20]
 
 
-def test_room_is_made_by_as_few_pins_as_do_least_valuable_first() -> None:
+def test_memory_is_freed_by_the_fewest_pins_least_valuable_first() -> None:
     cache = Cache()
     keeper = keeper_of(cache)
     for name in range(1, 6):
@@ -218,7 +218,7 @@ def test_room_is_made_by_as_few_pins_as_do_least_valuable_first() -> None:
     assert_locked_once(keeper, cache)
 
 
-def test_a_pin_that_frees_nothing_is_kept() -> None:
+def test_a_pin_that_frees_nothing_stays() -> None:
     cache = Cache()
     keeper = keeper_of(cache)
     pin(keeper, cache, prompt(1, 100), 40, WHOLE_PROMPT)

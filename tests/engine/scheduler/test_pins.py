@@ -233,7 +233,7 @@ def test_time_ends_a_pin_of_an_idle_engine_and_a_read_renews_it(engine: Pinning)
     assert all(line.get("load", {}).get("running", 0) == 0 for line in engine.watch.lines[lines:])
 
 
-def test_a_request_that_needs_the_room_gets_it_from_as_few_pins_as_do(engine: Pinning) -> None:
+def test_a_request_that_needs_memory_gets_it_from_the_fewest_pins(engine: Pinning) -> None:
     ended = engine.counted("sgl_ext_pins_ended_total{")
     first, *others = [marked(400) for _ in range(6)]
     for body in (first, *others):
@@ -427,7 +427,7 @@ def _function(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 @only_default
-def test_the_mark_of_a_system_prompt_covers_the_tools_behind_it(engine: Pinning) -> None:
+def test_the_mark_of_a_system_prompt_covers_the_tools_after_it(engine: Pinning) -> None:
     body = {**marked(20), "tools": TOOLS}
     engine.usage(body)
     [pin] = engine.has_pinned(1)
@@ -493,7 +493,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 @only_default
 @pytest.mark.parametrize("what", REFUSED)
-def test_a_malformed_mark_is_refused_as_anthropic_does(engine: Pinning, what: str) -> None:
+def test_a_malformed_mark_is_rejected_as_anthropic_does(engine: Pinning, what: str) -> None:
     refused = engine.send(REFUSED[what])
     assert refused.status_code == 400
     told = refused.json()

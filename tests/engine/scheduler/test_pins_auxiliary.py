@@ -187,7 +187,7 @@ def test_a_pinned_prompt_outlasts_a_flood_and_its_twin_does_not(model: Model) ->
     model.assert_nothing_lost()
 
 
-def test_a_mark_where_no_state_is_kept_pins_what_is_of_use_or_is_refused(model: Model) -> None:
+def test_a_mark_without_a_cached_state_pins_the_usable_prefix_or_is_rejected(model: Model) -> None:
     """A window or state is kept where a chunk ends, and a prompt."""
     refused = counter("pins_rejected").labels("nothing to lock")
     before = refused._value.get()

@@ -362,7 +362,7 @@ def test_any_route_carries_a_priority_and_none_is_above_the_ceiling(
 
 
 @pytest.mark.parametrize("path", ROUTES)
-def test_each_tenant_has_its_ceiling_and_who_asks_for_more_is_answered_and_counted(
+def test_each_tenant_has_its_ceiling_and_requests_for_more_are_answered_and_counted(
     slots: Serving, path: str
 ) -> None:
     def clamped() -> float:
@@ -404,7 +404,7 @@ def test_a_service_tier_is_a_priority(slots: Serving, path: str) -> None:
 
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize("value", ["5", 5.0, True, [5]])
-def test_a_priority_that_is_no_integer_is_refused_by_name(
+def test_a_priority_that_is_no_integer_is_rejected_by_name(
     slots: Serving, path: str, value: Any
 ) -> None:
     refused = slots.post(path, {**ROUTES[path](), "nvext": {"agent_hints": {"priority": value}}})
@@ -455,7 +455,7 @@ def told(path: str, refused: requests.Response) -> str:
 @pytest.mark.parametrize(
     "field", ['"nvext": {"agent_hints": {"priority": NaN}}', '"priority": NaN']
 )
-def test_a_priority_that_is_no_number_is_refused(slots: Serving, path: str, field: str) -> None:
+def test_a_priority_that_is_no_number_is_rejected(slots: Serving, path: str, field: str) -> None:
     body = f'{{"model": "tiny", {field}}}'
     refused = requests.post(
         slots.url + path, data=body, headers={"content-type": "application/json"}, timeout=60

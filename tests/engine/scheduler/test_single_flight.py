@@ -63,7 +63,7 @@ def test_a_cold_prefix_is_computed_once(fresh: Engine, words: int) -> None:
     assert sum(computed) < max(sizes) + AGENTS * SLACK
 
 
-def test_what_lies_behind_a_cached_prefix_is_computed_once_too(fresh: Engine) -> None:
+def test_a_shared_part_after_a_cached_prefix_is_computed_once_too(fresh: Engine) -> None:
     cached = text(500)
     together(fresh, [cached])
     rest = text(500)
@@ -71,7 +71,7 @@ def test_what_lies_behind_a_cached_prefix_is_computed_once_too(fresh: Engine) ->
     assert sum(computed) < max(sizes) - FOLLOW_TOKENS / 2 + AGENTS * SLACK
 
 
-def test_those_that_share_little_do_not_wait(fresh: Engine) -> None:
+def test_requests_that_share_little_do_not_wait(fresh: Engine) -> None:
     before = awaited(fresh)
     prefix = text(50)
     sizes, computed = together(fresh, [f"{prefix} {text(100)}" for _ in range(AGENTS)])
@@ -80,7 +80,7 @@ def test_those_that_share_little_do_not_wait(fresh: Engine) -> None:
     assert min(computed) >= 100  # the last ones may find the prefix, but nothing of their own
 
 
-def test_two_tenants_do_not_share_a_flight(fresh: Engine) -> None:
+def test_two_tenants_do_not_wait_for_each_others_prefixes(fresh: Engine) -> None:
     prompts = shared(500)[:2]
     before = awaited(fresh)
     sizes, computed = together(fresh, prompts, cache_salt=["one", "other"])
