@@ -88,10 +88,8 @@ def compare(old: Sequence[Block], new: Sequence[Block]) -> Difference | None:
 
 
 def _first_difference(old: Sequence[Block], new: Sequence[Block]) -> int | None:
-    for number, (left, right) in enumerate(zip(old, new, strict=False)):
-        if left.text != right.text or left.frame != right.frame:
-            return number
-    return None
+    pairs = enumerate(zip(old, new, strict=False))
+    return next((n for n, (a, b) in pairs if a.text != b.text or a.frame != b.frame), None)
 
 
 def _ends_at(blocks: Sequence[Block], number: int, byte: int) -> bool:
