@@ -9,6 +9,9 @@ that there is no such tool. SGLang drops the call, and in a stream makes text of
 
 White space right before a call belongs to the format and not to the model's words; SGLang's whole
 answers leave it out. In a stream it is held back until the next chunk shows what follows.
+
+SGLang holds back the beginning of a marker until the next chunk, too. Without a next chunk it is
+text; between two calls it belongs to the format.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from sgl_ext.engine import sglang_api
 from sgl_ext.engine.sglang_http_types import FormatDetector
 
 _UNKNOWN_TOOLS = "SGLANG_FORWARD_UNKNOWN_TOOLS"
+_END_BUFFER = "_normal_text_buffer"  # where some parsers hold the beginning of an end marker
 
 
 class _AnyTool(dict[str, int]):
@@ -45,7 +49,10 @@ def parse_chunk(
     words = ""
     begin, buffer = detector.bot_token, detector._buffer
     # In a format without an opening token, arguments may contain what begins a call.
-    splits = len(begin) > 1 and not _is_in_call(detector)
+    parser: Any = detector
+    parser.sgl_ext_uses_base = True
+    is_in_call = _is_in_call(detector)
+    splits = len(begin) > 1 and not is_in_call
     at = (buffer + text).find(begin) if splits else -1
     if at > 0:
         words = (buffer + text)[:at]
@@ -58,8 +65,16 @@ def parse_chunk(
         more = original(detector, "", tools)
         found.calls = [*found.calls, *more.calls]
         found.normal_text += more.normal_text
+    if found.calls and is_in_call and hasattr(detector, _END_BUFFER):
+        setattr(detector, _END_BUFFER, "")
     found.normal_text = words + (found.normal_text or "")
     return found
+
+
+def _held(detector: Any) -> str:
+    """The text that a parser holds back as it may be the beginning of a marker."""
+    is_marker = detector._ends_with_partial_token(detector._buffer, detector.bot_token)
+    return getattr(detector, _END_BUFFER, "") + (detector._buffer if is_marker else "")
 
 
 def _is_in_call(detector: FormatDetector) -> bool:
@@ -83,4 +98,6 @@ def release_space(original: Callable[..., Any], parser: Any) -> Any:
     text, calls = original(parser)
     if calls or getattr(parser, "sgl_ext_called", False):
         return text, calls
+    if not text and hasattr(parser.detector, "sgl_ext_uses_base"):
+        text = _held(parser.detector)
     return getattr(parser, "sgl_ext_space", "") + text, calls

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sgl_ext.engine.http.tool_calls import (
@@ -83,6 +83,7 @@ WHOLE = spoken(SAID, CALLS)
 
 
 @given(st.sets(st.integers(1, len(WHOLE) - 1)))
+@example({165, 167, 262})  # cuts an end marker after its second character
 def test_text_and_calls_arrive_complete_however_the_stream_is_cut(places: set[int]) -> None:
     text, calls = heard(cut(WHOLE, places))
     assert text == SAID.rstrip()
@@ -100,6 +101,9 @@ def test_a_whole_answer_is_the_same() -> None:
 
 
 @given(st.text(max_size=40), st.sets(st.integers(1, 60)))
+@example("a <tool", set())
+@example("a\n</tool", {3})
+@example("<", set())
 def test_an_answer_without_calls_passes_unchanged(text: str, places: set[int]) -> None:
     if "tool_call>" in text:
         return
