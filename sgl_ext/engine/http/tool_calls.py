@@ -48,10 +48,10 @@ def parse_chunk(
         detector._tool_indices = _AnyTool(detector._get_tool_indices(tools))
     words = ""
     begin, buffer = detector.bot_token, detector._buffer
-    # In a format without an opening token, arguments may contain what begins a call.
     parser: Any = detector
     parser.sgl_ext_uses_base = True
     is_in_call = _is_in_call(detector)
+    # In a format without an opening token, arguments may contain what begins a call.
     splits = len(begin) > 1 and not is_in_call
     at = (buffer + text).find(begin) if splits else -1
     if at > 0:
