@@ -165,6 +165,7 @@ def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     monkeypatch.setattr(loaded("sgl_ext.engine.core.ranks"), "is_entry_rank", lambda: True)
     monkeypatch.setenv(*EngineSettings(pin_budget=0.9).to_environment().popitem())
     context = sglang("runtime_context").get_context()
+    sglang("arg_groups.pipeline")  # imported here, where its warnings are no errors
     with context.override_server_args(_mamba_cache_chunk_size=CHUNK):
         yield Model(*request.param.split("-"))
 
