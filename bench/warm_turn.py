@@ -15,12 +15,13 @@ Then chat templates with the structure of real models' render a chat of 400 mess
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from sgl_ext_cpu.node import Node, local_model, running_node
 from bench.lib.pin_figures import ratio
 from bench.lib.pin_load import Texts
 from bench.lib.priority_load import fitted
+from bench.lib.script import Size, parser_of, require, run
 from bench.lib.stock_engine import stock_engine
 from bench.lib.warm.load import Answer, Conversation, ask
 from bench.lib.warm.stages import (
@@ -43,22 +45,43 @@ from bench.lib.warm.stages import (
 )
 from bench.lib.warm.templates import template_times
 
-SIZES = (4_000, 16_000, 52_000, 128_000)
-_COLD_TOKENS = 16_000
 _FIRST_TURNS = 2
 # With overlap, SGLang launches the next step before it has the result of the last one. On a CPU
 # the first token of a turn would wait for that second step.
 _FLAGS = ("--disable-overlap-schedule",)
 
 
+@dataclass(frozen=True)
+class Plan:
+    """Turns of each size, cold turns, and the sizes in tokens."""
+
+    turns: int
+    colds: int
+    sizes: tuple[int, ...] = (4_000, 16_000, 52_000, 128_000)
+    cold_tokens: int = 16_000
+
+
+PLANS: dict[Size, Plan] = {
+    "full": Plan(25, 7),
+    "quick": Plan(9, 3),
+    "smallest": Plan(2, 1, (2_000,), 1_000),
+}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer turns, within five minutes")
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, help="a model directory")
-    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
+    parser.add_argument("--sizes", type=int, nargs="+")
     options = parser.parse_args()
-    turns, colds = (9, 3) if options.quick else (25, 7)
-    model = options.model or local_model("bench")
+    plan = PLANS[options.size]
+    if options.sizes:
+        plan = replace(plan, sizes=tuple(options.sizes))
+    model = options.model or local_model("tiny" if options.size == "smallest" else "bench")
+    run("warm_turn", partial(compare, model, plan))
+
+
+def compare(model: Path, plan: Plan) -> dict[str, Any]:
+    """Starts both arms, and returns the figures of warm and cold turns and of templates."""
     with tempfile.TemporaryDirectory(prefix="sgl-ext-bench-") as name, ExitStack() as stack:
         folder = Path(name)
         watches = {
@@ -75,10 +98,24 @@ def main() -> None:
         for watch in watches.values():
             watch.spans()  # raises if a function to time is missing
         texts = fitted(nodes["ours"])
-        seen = measure(nodes, texts, options.sizes, turns)
-        cold = measure_cold(nodes, texts, colds)
-        result = {"bench": "warm_turn", **figures(watches, seen, cold)}
-    print(json.dumps({**result, "templates_of_400_messages": template_times(turns)}))
+        seen = measure(nodes, texts, plan.sizes, plan.turns)
+        cold = measure_cold(nodes, texts, plan)
+        check(seen, cold)
+        result = figures(watches, seen, cold)
+    return {**result, "templates_of_400_messages": template_times(plan.turns)}
+
+
+def check(seen: Turns, cold: Mapping[str, Sequence[Answer]]) -> None:
+    """Both arms have the same prompts, warm ones are cached, and cold ones are not."""
+    for size, arms in seen.items():
+        sizes = {name: [one.prompt_tokens for one in answers] for name, answers in arms.items()}
+        require(sizes["ours"] == sizes["stock"], "both arms get the same prompts", **sizes)
+        for name, answers in arms.items():
+            least = min(one.cached_tokens / one.prompt_tokens for one in answers)
+            require(least > 0.8, "a warm turn is cached", size=size, arm=name, share=least)
+    for name, turns in cold.items():
+        most = max(one.cached_tokens / one.prompt_tokens for one in turns)
+        require(most < 0.2, "a cold turn is not cached", arm=name, share=most)
 
 
 def measure(nodes: Mapping[str, Node], texts: Texts, sizes: Sequence[int], turns: int) -> Turns:
@@ -100,12 +137,12 @@ def measure(nodes: Mapping[str, Node], texts: Texts, sizes: Sequence[int], turns
     return seen
 
 
-def measure_cold(nodes: Mapping[str, Node], texts: Texts, rounds: int) -> dict[str, list[Answer]]:
+def measure_cold(nodes: Mapping[str, Node], texts: Texts, plan: Plan) -> dict[str, list[Answer]]:
     """Turns without any cached prefix."""
     seen: dict[str, list[Answer]] = {name: [] for name in nodes}
-    for number in range(rounds):
+    for number in range(plan.colds):
         chat = Conversation(f"cold {number}", texts)
-        chat.grow_to(_COLD_TOKENS)
+        chat.grow_to(plan.cold_tokens)
         for name in list(nodes)[:: 1 if number % 2 else -1]:
             seen[name].append(ask(nodes[name], _body(chat)))
     return seen
