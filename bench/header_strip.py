@@ -176,10 +176,15 @@ def fitted_document(node: Node, prompt_tokens: int) -> str:
     """Text at hand, cut so that a whole prompt has about so many tokens on this model."""
     sources = sorted(Path(json.__file__).parent.parent.glob("*.py"))
     text = "\n".join(path.read_text(errors="replace") for path in sources)[: prompt_tokens * 8]
-    body = request_body("stable", text, "?")
-    counted = node.post("/v1/messages/count_tokens", body)
-    counted.raise_for_status()
-    return text[: int(len(text) * prompt_tokens / counted.json()["input_tokens"])]
+
+    def tokens(document: str) -> int:
+        body = request_body("stable", document, "?")
+        counted = node.post("/v1/messages/count_tokens", body)
+        counted.raise_for_status()
+        return int(counted.json()["input_tokens"])
+
+    others = tokens("none")
+    return text[: int(len(text) * (prompt_tokens - others) / (tokens(text) - others))]
 
 
 def check_equal_token_ids(node: Node, document: str) -> None:

@@ -50,7 +50,6 @@ from bench.lib.pin_load import MESSAGES, Answer, Conversation, Flooded, Texts, a
 from bench.lib.script import Size, parser_of, require, run
 from bench.lib.stock_engine import stock_engine
 
-_CONNECTIONS = 6
 _LEAD_S = 0.3
 # A sleeping scheduler deletes pins when it wakes: both sides of a pair wait longer than that.
 _SETTLE_S = 1.5
@@ -75,24 +74,28 @@ class Plan:
     ttl_s: int = 300
     prefix_tokens: int = 9_500
     pool_tokens: int = 32_768
+    connections: int = 6
 
 
 PLANS: dict[Size, Plan] = {
     "full": Plan(),
     "quick": Plan(4, 0.8, 0.28, 6, 2, 40),
-    "smallest": Plan(3, 0.8, 0.28, 2, 2, 20, 2_400, 8_192),
+    "smallest": Plan(3, 1.0, 0.28, 1, 2, 20, 1_800, 8_192, 2),
 }
 
 
 class Arm:
     """One engine with its conversation."""
 
-    def __init__(self, node: Node, conversation: Conversation, http: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, node: Node, conversation: Conversation, http: aiohttp.ClientSession, connections: int
+    ) -> None:
         self.node = node
         self.seen = Seen()
         self.turned_s: list[float] = []
         self._conversation = conversation
         self._http = http
+        self._connections = connections
 
     async def turn(self) -> Answer:
         """Sends the conversation's next turn."""
@@ -102,7 +105,7 @@ class Arm:
 
     async def flood(self, prompts: list[str]) -> Flooded:
         """Sends these prompts until all are answered."""
-        flooded = await flood(self._http, self.node.url, prompts, _CONNECTIONS)
+        flooded = await flood(self._http, self.node.url, prompts, self._connections)
         for answer in flooded.answers:
             self._noted(answer)
         return flooded
@@ -246,7 +249,9 @@ async def measure(nodes: Mapping[str, Node], plan: Plan) -> dict[str, Any]:
             "priority": {"priority": 1},
         }
         arms = {
-            name: Arm(node, Conversation(system, texts, **marks.get(name, {})), http)
+            name: Arm(
+                node, Conversation(system, texts, **marks.get(name, {})), http, plan.connections
+            )
             for name, node in nodes.items()
         }
         found = await Trial(arms, texts, plan).run()
