@@ -24,6 +24,7 @@ from sgl_ext.engine.http import (
     cache_hooks,
     generation_hook,
     pin_placement,
+    rendering,
     request_hook,
     tool_calls,
     translation,
@@ -77,7 +78,7 @@ HOOKS = (
         generation_hook.send_hints,
     ),
     Hook(f"{_CHAT}._convert_to_internal_request", "AROUND", pin_placement.place_pins),
-    Hook(f"{_CHAT}._render_and_encode_chat_template", "AROUND", pin_placement.render_only),
+    Hook(f"{_CHAT}._render_and_encode_chat_template", "AROUND", rendering.render_only),
     Hook(
         "sglang.srt.entrypoints.openai.serving_chat.parallel_prompt_encode",
         "AROUND",

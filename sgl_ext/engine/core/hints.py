@@ -10,11 +10,8 @@ the name of the engine's own folder, which no client knows, so no client can for
 from __future__ import annotations
 
 import time
-from array import array
-from base64 import b64decode, b64encode
-from collections.abc import Callable, Sequence
-from functools import cached_property, partial
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core import acknowledgements
@@ -48,23 +45,6 @@ class Hints(NamedTuple):
     queued_s: float = 0.0
 
 
-class LazyNumbers(Sequence[int]):
-    """Numbers that are decoded at first use, which is after the first token was sent."""
-
-    def __init__(self, decode: Callable[[], Sequence[int]]) -> None:
-        self._decode = decode
-
-    @cached_property
-    def _numbers(self) -> Sequence[int]:
-        return self._decode()
-
-    def __getitem__(self, at: Any) -> Any:
-        return self._numbers[at]
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-
 def attach(request: GenerateReqInput, context: RequestContext) -> None:
     """Adds the hints of `context` to the actions of SGLang's request.
 
@@ -90,24 +70,26 @@ def _secret() -> str:
 
 
 def _encode(context: RequestContext) -> KvHintAction:
+    hints = Hints(
+        hashes=context.chain.hashes,
+        ends=context.chain.ends,
+        pins=context.pins,
+        owner=context.owner,
+        session=context.session,
+        sent_s=time.monotonic(),
+        is_reusable=context.marks.keep,
+        is_last=context.is_last,
+        is_answer_reusable=context.is_answer_reusable,
+        output_tokens=context.importance.output_tokens,
+        priority=context.importance.priority,
+        queued_s=context.queued_s,
+    )
+    packed = b"".join([segment.to_bytes(_HASH_BYTES) for segment in hints.hashes])
     return sglang_api.KvHintAction(
         action_id=_secret(),
         action_type=_ACTION,
         action_version="1",
-        payload={
-            "hashes": _packed(context.chain.hashes),
-            "ends": b64encode(array("Q", context.chain.ends).tobytes()).decode(),
-            "pins": [list(pin) for pin in context.pins],
-            "owner": context.owner,
-            "session": context.session,
-            "sent_s": time.monotonic(),
-            "is_reusable": context.marks.keep,
-            "is_last": context.is_last,
-            "is_answer_reusable": context.is_answer_reusable,
-            "output_tokens": context.importance.output_tokens,
-            "priority": context.importance.priority,
-            "queued_s": context.queued_s,
-        },
+        payload=hints._asdict() | {"hashes": packed.hex()},
     )
 
 
@@ -115,25 +97,11 @@ def decode_hints(envelope: KvHintsEnvelope | None) -> Hints | None:
     """The hints in the `kv_hints` of a scheduler's request, if there are any."""
     for action in envelope.actions if envelope is not None else ():
         if action.action_type == _ACTION and action.action_id == _secret():
-            fields = dict(action.payload)
-            return Hints(
-                hashes=LazyNumbers(partial(_hashes, fields.pop("hashes"))),
-                ends=LazyNumbers(partial(_ends, fields.pop("ends"))),
-                pins=tuple((int(tokens), float(ttl_s)) for tokens, ttl_s in fields.pop("pins")),
-                **fields,
+            hints = Hints(**action.payload)
+            packed = bytes.fromhex(action.payload["hashes"])
+            starts = range(0, len(packed), _HASH_BYTES)
+            return hints._replace(
+                hashes=tuple([int.from_bytes(packed[s : s + _HASH_BYTES]) for s in starts]),
+                pins=tuple((tokens, ttl_s) for tokens, ttl_s in hints.pins),
             )
     return None
-
-
-def _packed(hashes: Sequence[int]) -> str:
-    return b64encode(b"".join([segment.to_bytes(_HASH_BYTES) for segment in hashes])).decode()
-
-
-def _hashes(encoded: str) -> tuple[int, ...]:
-    hashes = b64decode(encoded)
-    starts = range(0, len(hashes), _HASH_BYTES)
-    return tuple(int.from_bytes(hashes[s : s + _HASH_BYTES]) for s in starts)
-
-
-def _ends(encoded: str) -> tuple[int, ...]:
-    return tuple(array("Q", b64decode(encoded)))

@@ -27,7 +27,8 @@ from sgl_ext.tenants import Tenants
 class HttpExtension:
     """The state of one process.
 
-    token_offsets, drops_thinking: of each chat front end, which has one tokenizer and template.
+    chats: the token offsets of each chat front end, which has one tokenizer and template, and
+        whether the template drops thinking.
     token_cache, message_cache, prefill_ahead: None until the server starts, or if they are off.
     """
 
@@ -37,8 +38,7 @@ class HttpExtension:
         self.strip = HeaderStrip(settings.strip_headers)
         self.broadcaster = EventBroadcaster()
         self.schemas = SchemaCache()
-        self.token_offsets: WeakKeyDictionary[ServingChat, TokenOffsets] = WeakKeyDictionary()
-        self.drops_thinking: WeakKeyDictionary[ServingChat, bool] = WeakKeyDictionary()
+        self.chats: WeakKeyDictionary[ServingChat, tuple[TokenOffsets, bool]] = WeakKeyDictionary()
         self.token_cache: TokenCache | None = None
         self.message_cache: MessageCache | None = None
         self.prefill_ahead: PrefillAhead | None = None

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,13 +20,13 @@ import xxhash
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.isolation import group_of
-from sgl_ext.engine.core.request_context import RequestContext, context_of, current, entered
+from sgl_ext.engine.core.request_context import RequestContext, context_of, entered
 from sgl_ext.engine.host_cache.token_array import is_array_allowed, restore_list
 from sgl_ext.engine.http.extension import installed
-from sgl_ext.engine.http.thinking import drops_thinking
-from sgl_ext.engine.http.token_offsets import Prompt, TokenOffsets
+from sgl_ext.engine.http.rendering import collecting, drops_thinking
+from sgl_ext.engine.http.token_offsets import TokenOffsets
 from sgl_ext.engine.http.translation import translated_copy
-from sgl_ext.engine.sglang_http_types import GenerateReqInput, ServingChat
+from sgl_ext.engine.sglang_http_types import ServingChat
 from sgl_ext.protocols.anthropic import ANTHROPIC
 from sgl_ext.requests.breakpoints import locate
 from sgl_ext.requests.places import block_at, is_last, text_of
@@ -49,19 +48,20 @@ def place_pins(
         context.is_array_allowed = is_array_allowed(chat, request)
         converted = original(chat, request, *args, **kw)
         context.is_array_allowed = False
-        if not context.are_hints_sent and converted[0].require_reasoning:
-            context.is_answer_reusable = not _drops_thinking(chat)
-        if not context.are_hints_sent and context.marks.blocks:
-            _place_pins(chat, context, converted[0])
+        if not context.are_hints_sent:
+            if converted[0].require_reasoning:
+                context.is_answer_reusable = not _facts_of(chat)[1]
+            if context.marks.blocks:
+                _place_pins(chat, context, converted[0].input_ids)
     restore_list(chat, converted[0])
     return converted
 
 
-def _place_pins(chat: ServingChat, context: RequestContext, converted: GenerateReqInput) -> None:
+def _place_pins(chat: ServingChat, context: RequestContext, ids: Any) -> None:
     found: list[tuple[int, float]] = []
-    if isinstance(ids := converted.input_ids, (list, array)):
+    if isinstance(ids, (list, array)):
         try:
-            found = _find_ends(chat, context, ids)
+            found = _find_ends(chat, context, ids if isinstance(ids, array) else array("q", ids))
         except Exception:  # templates and tokenizers may raise anything
             _logger.exception("sgl-ext: the ends of marked blocks were not found")
     if missing := len(context.marks.blocks) - len(found):
@@ -69,59 +69,33 @@ def _place_pins(chat: ServingChat, context: RequestContext, converted: GenerateR
     context.pins = (*sorted(found), *context.pins)
 
 
-def render_only(
-    original: Callable[..., Any], chat: ServingChat, messages: Any, **options: Any
-) -> Any:
-    """Around `OpenAIServingChat._render_and_encode_chat_template`: collects a copy's prompt as
-    text, and does not tokenize it."""
-    context = current()
-    rendered = None if context is None else context.renderings
-    if rendered is None:
-        return original(chat, messages, **options)
-    if not (chat._prompt_text_round_trip_is_lossy or chat.template_manager.python_chat_template):
-        rendered.append(
-            chat.tokenizer_manager.tokenizer.apply_chat_template(
-                messages,
-                tokenize=False,
-                add_generation_prompt=options.get("add_generation_prompt", True),
-                tools=options["tools"],
-                return_dict=False,
-                **options["template_kwargs"],
-            )
-        )
-    return [], None
-
-
 def _find_ends(
-    chat: ServingChat, context: RequestContext, ids: Sequence[int]
+    chat: ServingChat, context: RequestContext, ids: array[int]
 ) -> list[tuple[int, float]]:
     """For each marked block whose end is found, the tokens up to there, and its TTL."""
-    marks, body, prompt = context.marks.blocks, context.body, Prompt(ids)
+    marks, body, offsets = context.marks.blocks, context.body, _facts_of(chat)[0]
     places = [mark.place for mark in marks]
-    offsets = _offsets_of(chat)
     keys = [_key(context, place) for place in places]
-    tokens = [offsets.recall(key, prompt) for key in keys]
-    if tokens[-1] is None and is_last(body, places[-1]):
-        tokens[-1] = offsets.by_tail(text_of(body, places[-1]) or "", prompt)
+    known = [offsets.recall(key, ids) for key in keys]
+    tokens = known.copy()
+    last_text = text_of(body, places[-1]) if is_last(body, places[-1]) else None
+    if tokens[-1] is None and last_text:
+        tokens[-1] = offsets.by_tail(last_text, ids)
     if None in tokens:
         located = locate(context.protocol, body, places, partial(_render, chat, context.path))
         ends = sorted({end for end in located.ends if end is not None})
-        counted = dict(zip(ends, offsets.count(located.text, ends, prompt), strict=True))
-        tokens = [counted.get(end) if end is not None else None for end in located.ends]
-        if located.ends[-1] is not None and is_last(body, places[-1]):
-            _remember_tail(offsets, text_of(body, places[-1]), located.text[located.ends[-1] :])
+        counted = dict(zip(ends, offsets.count(located.text, ends, ids), strict=True))
+        tokens = [None if end is None else counted[end] for end in located.ends]
+        # A template that trims a block hides where the text after the block begins.
+        if located.ends[-1] is not None and last_text and last_text == last_text.rstrip():
+            offsets.remember_tail(located.text[located.ends[-1] :])
     found = []
-    for key, end, mark in zip(keys, tokens, marks, strict=True):
+    for key, before, end, mark in zip(keys, known, tokens, marks, strict=True):
         if end:
-            offsets.remember(key, end, prompt)
+            if end != before:
+                offsets.remember(key, end, ids)
             found.append((end, mark.ttl_s))
     return found
-
-
-def _remember_tail(offsets: TokenOffsets, block: str | None, tail: str) -> None:
-    """Remembers what the template wrote after the last block, unless it trimmed the block."""
-    if block and block == block.rstrip():
-        offsets.remember_tail(tail)
 
 
 def _key(context: RequestContext, place: Place) -> int:
@@ -135,46 +109,26 @@ def _key(context: RequestContext, place: Place) -> int:
     return xxhash.xxh3_128_intdigest(orjson.dumps((context.group, place, block, preceding)))
 
 
-def _offsets_of(chat: ServingChat) -> TokenOffsets:
-    known = installed().token_offsets
+def _facts_of(chat: ServingChat) -> tuple[TokenOffsets, bool]:
+    """A front end's token offsets, and whether its template drops thinking."""
+    known = installed().chats
     if chat not in known:
         tokenizer = chat.tokenizer_manager.tokenizer
         encode = partial(tokenizer.encode, add_special_tokens=False)
-        known[chat] = TokenOffsets(encode, tokenizer.decode)
-    return known[chat]
-
-
-def _drops_thinking(chat: ServingChat) -> bool:
-    known = installed().drops_thinking
-    if chat not in known:
-        known[chat] = drops_thinking(chat, _collecting)
+        known[chat] = TokenOffsets(encode, tokenizer.decode), drops_thinking(chat)
     return known[chat]
 
 
 def _render(chat: ServingChat, path: str, body: Any) -> str | None:
     """A body's prompt as text, rendered by SGLang; None if there is no text."""
-    is_multimodal = chat.tokenizer_manager.model_config.is_multimodal
-    with _collecting() as rendered:
-        chat._process_messages(_chat_request(chat, path, body), is_multimodal)
-    return rendered[-1] if rendered else None
-
-
-def _chat_request(chat: ServingChat, path: str, body: Any) -> Any:
     body = translated_copy(chat, path, body)
     if path in ANTHROPIC.paths:
         request = sglang_api.AnthropicMessagesRequest(**body)
-        return sglang_api.AnthropicServing(chat)._convert_to_chat_completion_request(request)
-    return sglang_api.ChatCompletionRequest(**body)
-
-
-@contextmanager
-def _collecting() -> Iterator[list[str]]:
-    """Inside the block, prompts of the current request are collected, and not tokenized."""
-    context = current()
-    assert context is not None
-    rendered: list[str] = []
-    context.renderings = rendered
-    try:
-        yield rendered
-    finally:
-        context.renderings = None
+        chat_request = sglang_api.AnthropicServing(chat)._convert_to_chat_completion_request(
+            request
+        )
+    else:
+        chat_request = sglang_api.ChatCompletionRequest(**body)
+    with collecting() as rendered:
+        chat._process_messages(chat_request, chat.tokenizer_manager.model_config.is_multimodal)
+    return rendered[-1] if rendered else None

@@ -33,25 +33,6 @@ Encode = Callable[[str], list[int]]
 Decode = Callable[[Sequence[int]], str]
 
 
-class Prompt:
-    """A prompt's token ids, which do not change, and hashes of their prefixes."""
-
-    def __init__(self, ids: Sequence[int]) -> None:
-        self.ids = ids if isinstance(ids, array) and ids.typecode == "q" else array("q", ids)
-        self._digests: dict[int, int] = {}
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def digest(self, tokens: int) -> int:
-        """A hash of the first `tokens` ids."""
-        found = self._digests.get(tokens)
-        if found is None:
-            with memoryview(self.ids) as ids, ids[:tokens] as first:
-                found = self._digests[tokens] = xxhash.xxh3_64_intdigest(first)
-        return found
-
-
 class _Known(NamedTuple):
     tokens: int
     digest: int
@@ -70,38 +51,32 @@ class TokenOffsets:
         self._tails: FIFOCache[str, int] = FIFOCache(_LIMIT_TAILS)  # with their lengths in tokens
         self._lock = Lock()
 
-    def recall(self, key: int, prompt: Prompt) -> int | None:
+    def recall(self, key: int, ids: array[int]) -> int | None:
         """The end of the block whose content has the hash `key`, with everything before it."""
         with self._lock:
             known = self._known.get(key)
-            if known is None or known.digest != prompt.digest(known.tokens):
-                return None
-            return known.tokens
+        if known is None or known.digest != _digest(ids, known.tokens):
+            return None
+        return known.tokens
 
-    def remember(self, key: int, tokens: int, prompt: Prompt) -> None:
+    def remember(self, key: int, tokens: int, ids: array[int]) -> None:
         """Stores the end that was found for such a block."""
         with self._lock:
-            self._known[key] = _Known(tokens, prompt.digest(tokens))
+            self._known[key] = _Known(tokens, _digest(ids, tokens))
 
-    def by_tail(self, text: str, prompt: Prompt) -> int | None:
+    def by_tail(self, text: str, ids: array[int]) -> int | None:
         """The end of the prompt's last block, which ends with `text`."""
         shown = text.rstrip()[-_SHOWN_CHARS:]
         with self._lock:
             tails = list(self._tails.items()) if shown else []
         longest = max((size for _, size in tails), default=0)
-        end = self._decode(prompt.ids[-longest - _SHOWN_TOKENS :].tolist()) if tails else ""
+        end = self._decode(ids[-longest - _SHOWN_TOKENS :].tolist()) if tails else ""
         for tail, size in tails:
             if end.endswith(tail) and end[: -len(tail)].rstrip().endswith(shown):
-                return self._tokens_before(tail, size, prompt)
-        return None
-
-    def _tokens_before(self, tail: str, size: int, prompt: Prompt) -> int | None:
-        """How many tokens end before the tail, with which the prompt ends."""
-        if self._decode(prompt.ids[-size:].tolist()) == tail:
-            return len(prompt) - size
-        for taken in range(max(1, size - _STRADDLING_TOKENS), size + _STRADDLING_TOKENS):
-            if self._decode(prompt.ids[-taken:].tolist()).endswith(tail):
-                return len(prompt) - taken
+                for taken in range(max(1, size - _STRADDLING_TOKENS), size + _STRADDLING_TOKENS):
+                    if self._decode(ids[-taken:].tolist()).endswith(tail):
+                        return len(ids) - taken
+                return None
         return None
 
     def remember_tail(self, tail: str) -> None:
@@ -111,21 +86,21 @@ class TokenOffsets:
             with self._lock:
                 self._tails.setdefault(tail, size)
 
-    def count(self, text: str, ends: Sequence[int], prompt: Prompt) -> list[int]:
+    def count(self, text: str, ends: Sequence[int], ids: array[int]) -> list[int]:
         """For each place in the prompt's `text`, ascending, how many tokens end before it."""
         found: list[int] = []
         begin, tokens = 0, 0
         for end in ends:
-            tokens = self._count(text, begin, end, prompt.ids, tokens)
+            tokens = self._count(text, begin, end, ids, tokens)
             found.append(tokens)
             begin = end
         return found
 
-    def _count(self, text: str, begin: int, end: int, ids: Sequence[int], tokens: int) -> int:
+    def _count(self, text: str, begin: int, end: int, ids: array[int], tokens: int) -> int:
         if len(text) - end < end - begin:
             rest = self._encode(text[end:])
             split = len(ids) - len(rest)
-            if split >= tokens and list(ids[split:]) == rest:
+            if split >= tokens and ids[split:].tolist() == rest:
                 return split
         found = 0
         for start, before in ((begin, tokens), (0, 0)):
@@ -137,8 +112,11 @@ class TokenOffsets:
         return found
 
 
+def _digest(ids: array[int], tokens: int) -> int:
+    return xxhash.xxh3_64_intdigest(memoryview(ids)[:tokens])
+
+
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    for place, (left, right) in enumerate(zip(one, other, strict=False)):
-        if left != right:
-            return place
-    return min(len(one), len(other))
+    pairs = enumerate(zip(one, other, strict=False))
+    diverging = (place for place, (left, right) in pairs if left != right)
+    return next(diverging, min(len(one), len(other)))

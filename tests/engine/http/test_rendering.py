@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
 import jinja2
 import pytest
 
-from sgl_ext.engine.http.thinking import drops_thinking
+from sgl_ext.engine.core.request_context import RequestContext, current, entered
+from sgl_ext.engine.http.rendering import drops_thinking
 
 PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 THINKS = "{% for m in messages %}[{{ m.role }}]{{ m.reasoning_content }}{{ m.content }}{% endfor %}"
@@ -27,16 +26,13 @@ class Chat:
 
     def __init__(self, template: str) -> None:
         self.template = jinja2.Template(template)
-        self.rendered: list[str] = []
 
     def _process_messages(self, request: Any, _: bool) -> None:
         messages = [message.model_dump() for message in request.messages]
-        self.rendered.append(self.template.render(messages=messages))
-
-    @contextmanager
-    def collecting(self) -> Iterator[list[str]]:
-        self.rendered = []
-        yield self.rendered
+        context = current()
+        assert context is not None
+        assert context.renderings is not None
+        context.renderings.append(self.template.render(messages=messages))
 
 
 @pytest.mark.parametrize(
@@ -46,4 +42,5 @@ def test_thinking_is_dropped_if_it_is_in_neither_kind_of_turn(template: str, dro
     with warnings.catch_warnings(action="ignore"):  # SGLang's, while it is imported
         import_module("sglang.srt.entrypoints.openai.protocol")
     chat: Any = Chat(template)
-    assert drops_thinking(chat, chat.collecting) is drops
+    with entered(RequestContext()):
+        assert drops_thinking(chat) is drops

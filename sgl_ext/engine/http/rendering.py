@@ -1,0 +1,81 @@
+"""Renders prompts by SGLang without tokenizing them: copies of a request's body, and the chats that
+show whether a template leaves the thinking of earlier answers out.
+
+After a prompt of such a template, the generated answer begins with thinking that no later prompt
+has, so the answer is never read from the cache again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from sgl_ext.engine import sglang_api
+from sgl_ext.engine.core.request_context import current
+from sgl_ext.engine.sglang_http_types import ServingChat
+
+_THOUGHT = "4ab1ce57 was thought"
+_CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+_TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+_ANSWERS: tuple[list[dict[str, Any]], ...] = (
+    [{"content": "Done."}, {"role": "user", "content": "Go on."}],
+    [
+        {"content": "", "tool_calls": [_CALL]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "Seen."},
+    ],
+)
+
+
+def render_only(
+    original: Callable[..., Any], chat: ServingChat, messages: Any, **options: Any
+) -> Any:
+    """Around `OpenAIServingChat._render_and_encode_chat_template`: inside of `collecting`, collects
+    the prompt as text, and does not tokenize it."""
+    context = current()
+    rendered = None if context is None else context.renderings
+    if rendered is None:
+        return original(chat, messages, **options)
+    if not (chat._prompt_text_round_trip_is_lossy or chat.template_manager.python_chat_template):
+        rendered.append(
+            chat.tokenizer_manager.tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                add_generation_prompt=options.get("add_generation_prompt", True),
+                tools=options["tools"],
+                return_dict=False,
+                **options["template_kwargs"],
+            )
+        )
+    return [], None
+
+
+@contextmanager
+def collecting() -> Iterator[list[str]]:
+    """Inside the block, prompts of the current request are collected, and not tokenized."""
+    context = current()
+    assert context is not None
+    rendered: list[str] = []
+    context.renderings = rendered
+    try:
+        yield rendered
+    finally:
+        context.renderings = None
+
+
+def drops_thinking(chat: ServingChat) -> bool:
+    """Whether `chat`'s template leaves thinking out, both before a user's turn and in a loop of
+    tools. False if rendering fails."""
+    return all(_is_dropped(chat, turns) for turns in _ANSWERS)
+
+
+def _is_dropped(chat: ServingChat, turns: list[dict[str, Any]]) -> bool:
+    answer = {"role": "assistant", "reasoning_content": _THOUGHT, **turns[0]}
+    messages = [{"role": "user", "content": "Begin."}, answer, *turns[1:]]
+    try:
+        request = sglang_api.ChatCompletionRequest(model="", messages=messages, tools=[_TOOL])
+        with collecting() as rendered:
+            chat._process_messages(request, False)
+    except Exception:
+        return False  # templates raise errors of all kinds on what they do not know
+    return bool(rendered) and _THOUGHT not in rendered[-1]
