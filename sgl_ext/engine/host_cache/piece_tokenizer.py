@@ -19,7 +19,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from radix.prompt_history import Cut, KnownPrefix, PromptHistory
+from radix.prompt_history import Cut, PromptHistory
 from radix.token_pieces import TokenPieces
 
 Encode = Callable[[str], list[int]]
@@ -80,7 +80,6 @@ class PieceTokenizer:
         self.pieces = TokenPieces(limit_bytes - limit_bytes // 2)
         ahead = len(longest_first[0]) if longest_first else 0
         self.prompts = PromptHistory(limit_bytes // 2, ahead)
-        self.known_tokens = 0
         self.new_tokens = 0
 
     def encode(self, text: str, space: str = "") -> array[int]:
@@ -89,36 +88,36 @@ class PieceTokenizer:
         Raises Inexact.
         """
         known = self.prompts.known_prefix(space, text)
-        tokens = array("q")
+        if known is None:
+            tokens, before, at = array("q"), "", 0
+        else:
+            tokens, before, at = known.ids, known.cut.before, known.cut.chars
         found: list[array[int]] = []
-        cuts: list[tuple[int, int, str]] = []
+        ends: dict[int, tuple[int, str]] = {}  # by how much is found, each cut and its added token
         missing: dict[bytes, _New] = {}
-        before, at = "", 0
-        if known is not None:
-            before, at = known.cut.before, known.cut.chars
-            tokens = known.ids
-            self.known_tokens += len(tokens)
         for match in itertools.chain(self._cut.finditer(text, at), [None]):
             end = len(text) if match is None else match.start()
             if end > at:
                 name = self.pieces.key(space, before, text[at:end])
                 cached = self.pieces.get(name)
                 if cached is None:
-                    new = missing.setdefault(name, _New(before, text[at:end], array("q")))
-                    found.append(new.place)
-                else:
-                    self.known_tokens += len(cached)
-                    found.append(cached)
+                    new = _New(before, text[at:end], array("q"))
+                    cached = missing.setdefault(name, new).place
+                found.append(cached)
             if match is not None:
                 before, at = match.group(), match.end()
                 found.append(self._added[before])
-                cuts.append((len(found), at, before))
+                ends[len(found)] = at, before
         if missing:
             self._fill(missing)
-        for part in found:
+        cuts: list[Cut] = []
+        for count, part in enumerate(found, start=1):
             tokens.extend(part)
+            if count in ends:
+                chars, before = ends[count]
+                cuts.append(Cut(chars, len(tokens), before))
         if len(tokens) >= self._long_tokens:
-            self._cache_prompt(space, text, tokens, found, cuts, known)
+            self.prompts.add(space, text, tokens, cuts[-_CUTS:], known)
         return tokens
 
     def clear(self) -> None:
@@ -134,7 +133,7 @@ class PieceTokenizer:
         except Inexact:
             agree = False
         self.clear()
-        self.known_tokens = self.new_tokens = 0
+        self.new_tokens = 0
         return agree
 
     def differs(self, text: str) -> bool:
@@ -153,27 +152,6 @@ class PieceTokenizer:
             new.place.fromlist(tokens)
             self.pieces.add(name, tokens)
             self.new_tokens += len(tokens)
-
-    def _cache_prompt(
-        self,
-        space: str,
-        text: str,
-        tokens: array[int],
-        found: Sequence[array[int]],
-        cuts: Sequence[tuple[int, int, str]],
-        known: KnownPrefix | None,
-    ) -> None:
-        """Caches the prompt as a whole.
-
-        found: the arrays that its last tokens consist of. cuts: for each place after an added
-        token, how many of those arrays are before it, its place in the text, and the token."""
-        last_cuts, parts, size = list[Cut](), len(found), len(tokens)
-        for count, chars, before in reversed(cuts[-_CUTS:]):
-            size -= sum(map(len, found[count:parts]))
-            parts = count
-            last_cuts.append(Cut(chars, size, before))
-        last_cuts.reverse()
-        self.prompts.add(space, text, tokens, last_cuts, known)
 
     def _samples(self) -> Iterable[str]:
         names = list(self._added)[:_MOST_SAMPLED]

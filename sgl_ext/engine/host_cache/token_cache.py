@@ -40,7 +40,6 @@ class TokenCache:
         }
         self._pieces = PieceTokenizer(added, self._whole, self._many, limit_bytes)
         self._checked_s = time.monotonic()
-        self._counted = (0, 0)
         self.is_off = False
 
     @property
@@ -69,16 +68,21 @@ class TokenCache:
             return False
         if options.keys() - {"add_special_tokens"} or self._has_options():
             return False
-        return not options.get("add_special_tokens", True) or not self._adds()
+        processor = self._backend.post_processor
+        adds = processor is not None and processor.num_special_tokens_to_add(False) > 0
+        return not (adds and options.get("add_special_tokens", True))
 
     def encode(self, text: str, group: str | None = None) -> array[int]:
         """A prompt's tokens. Cache groups do not find each other's pieces."""
+        before = self._pieces.new_tokens
         try:
             tokens = self._pieces.encode(text, "" if group is None else f"g{group}")
         except Inexact:
             self.turn_off("inexact")
             return array("q", self._whole(text))
-        self._count()
+        new = self._pieces.new_tokens - before
+        counter("prompt_tokens_encoded").labels("known").inc(max(len(tokens) - new, 0))
+        counter("prompt_tokens_encoded").labels("new").inc(new)
         if time.monotonic() - self._checked_s >= CHECK_EVERY_S:
             self._checked_s = time.monotonic()
             threading.Thread(target=self.check, args=(text, tokens.tolist()), daemon=True).start()
@@ -100,10 +104,6 @@ class TokenCache:
             or getattr(self._tokenizer, "split_special_tokens", False)
         )
 
-    def _adds(self) -> bool:
-        processor = self._backend.post_processor
-        return processor is not None and processor.num_special_tokens_to_add(False) > 0
-
     def _whole(self, text: str) -> list[int]:
         return list(self._original(self._tokenizer, text, {"add_special_tokens": False}))
 
@@ -113,13 +113,6 @@ class TokenCache:
             return [self._whole(texts[0])]
         encodings = self._backend.encode_batch(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
-
-    def _count(self) -> None:
-        known, new = self._pieces.known_tokens, self._pieces.new_tokens
-        before_known, before_new = self._counted
-        self._counted = (known, new)
-        counter("prompt_tokens_encoded").labels("known").inc(max(known - before_known, 0))
-        counter("prompt_tokens_encoded").labels("new").inc(max(new - before_new, 0))
 
 
 def make_token_cache(tokenizer: Any, limit_bytes: int) -> TokenCache | None:
