@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from radix.residency import Changes, Residency
@@ -356,12 +356,16 @@ STEPS = st.lists(
 
 
 @given(STEPS, st.sampled_from([1, 4]))
+@example(
+    [("run", Said((1,)), 4), ("run", Said((4, 3)), 10), ("run", Said((4,)), 10), ("evict", 8)], 1
+)
 def test_the_claims_equal_the_resident_tokens(steps: list[tuple[object, ...]], page: int) -> None:
     engine = Engine(page=page)
     seen: dict[int, set[Said]] = {}
 
-    def resident(segment: int) -> int:
-        return max(engine.tree.match(said.tokens, 1 << 30)[0] for said in seen[segment])
+    def resident(segment: int) -> list[int]:
+        """How much is resident of each prompt with the segment, the least of them first."""
+        return sorted(engine.tree.match(said.tokens, 1 << 30)[0] for said in seen[segment])
 
     for step in steps:
         before = engine.tokens()
@@ -377,10 +381,12 @@ def test_the_claims_equal_the_resident_tokens(steps: list[tuple[object, ...]], p
             case ("evict", int(choice)):
                 engine.evict(choice)
                 for segment in before.keys() - engine.tokens().keys():
-                    assert before[segment] == 0 or resident(segment) < before[segment]
+                    # Another prompt with the segment may have more: the end of the evicted one
+                    # was claimed, and a claim that is too small costs a cache miss only.
+                    assert before[segment] == 0 or resident(segment)[0] < before[segment]
             case _:
                 engine.hear()
         for segment, tokens in engine.tokens().items():
-            assert tokens <= resident(segment)
+            assert tokens <= resident(segment)[-1]
     engine.hear()
     assert engine.published == {s: (parent, tokens) for s, parent, tokens in engine.held.snapshot()}

@@ -1,0 +1,54 @@
+"""Documents name files that exist, and link to places that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+# Paths in docs/architecture.md begin at these.
+_PACKAGES = ("", "sgl_ext/", "sgl_ext/balancer/", "sgl_ext/engine/")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_path_that_a_page_names_exists(page: Path) -> None:
+    text = page.read_text()
+    named = re.findall(r"`((?:[\w.]+/)+[\w.]*)`", text)
+    firsts = {"sgl_ext", "radix", "scheduler", "tests", "bench", "docs", "launch"}
+    if page.name == "architecture.md":
+        firsts |= {"engine", "balancer", "protocols", "requests"}
+    paths = [path for path in named if path.split("/")[0] in firsts and "NAME" not in path]
+    missing = [path for path in paths if not _exists(path)]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        assert file.exists(), target
+        if anchor and file.suffix == ".md":
+            headings = re.findall(r"^#+ (.+)$", file.read_text(), re.MULTILINE)
+            assert anchor in {_anchor(heading) for heading in headings}, target
+
+
+def test_a_request_passes_no_more_than_forty_files() -> None:
+    """The promise of the walk in docs/architecture.md: a newcomer can read all of it."""
+    text = (ROOT / "docs/architecture.md").read_text()
+    walk = text[text.index("## The life of a request") : text.index("## Detours")]
+    assert 20 < len(set(re.findall(r"`([\w/]+\.py)`", walk))) <= 40
+
+
+def _exists(path: str) -> bool:
+    places = (ROOT / package / path for package in _PACKAGES)
+    return any(place.exists() or place.with_suffix(".py").exists() for place in places)
+
+
+def _anchor(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
