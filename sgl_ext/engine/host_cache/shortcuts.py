@@ -45,11 +45,7 @@ class Message(dict[str, Any]):
     """A message as a dict that is quick to copy."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Message:
-        copied = Message(self)
-        for key, value in self.items():
-            if value is not None and type(value) is not str:
-                copied[key] = _copied(value, memo)
-        return copied
+        return Message({key: _copied(value, memo) for key, value in self.items()})
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:

@@ -9,27 +9,29 @@ an error event      the event is sent in the protocol's shape
 
 from __future__ import annotations
 
+import traceback
 from typing import Any
 
 import orjson
+from starlette.datastructures import Headers, MutableHeaders
 
 from sgl_ext.engine.http.error_shape import (
     INTERNAL,
     EngineError,
     error_of_validation,
+    exposes_internals,
     failed_event,
     native_body,
     read_error,
     scrubbed,
     shaped,
-    without_internals,
 )
 from sgl_ext.protocols.anthropic import ANTHROPIC, status_of_type
 from sgl_ext.protocols.chat import OLLAMA_CHAT
 from sgl_ext.protocols.errors import OPENAI_ERRORS
 from sgl_ext.protocols.native import GENERATE, OLLAMA_GENERATE
 from sgl_ext.protocols.registry import errors_of
-from sgl_ext.protocols.request_ids import id_line, new_request_id
+from sgl_ext.protocols.request_ids import new_request_id
 from sgl_ext.protocols.routes import EMBEDDING, PARSING, SYSTEM_ONE
 
 _WRONG_TYPE = "body: a field has a value of a type that it cannot have"
@@ -38,7 +40,6 @@ _GENERATES = "This model generates text. It neither embeds nor classifies."
 # Their answers depend on the body alone, so what raises an error is in the body.
 _OF_BODY = frozenset((*PARSING, *GENERATE.paths, *OLLAMA_CHAT.paths, *OLLAMA_GENERATE.paths))
 _DETOKENIZE = "/detokenize"  # with any prefix; SGLang answers 500 for tokens that do not exist
-_REPLACED_HEADERS = (b"content-length", b"content-type", b"transfer-encoding")
 
 
 def is_shaped(path: str) -> bool:
@@ -58,8 +59,8 @@ class ErrorMiddleware:
             await self.app(scope, receive, send)
             return
         path = scope["path"]
-        answer = _ShapedAnswer(path, send) if is_shaped(path) else _NativeAnswer(path, send)
-        if path in EMBEDDING and _is_generator(scope):
+        answer = _Answer(path, send)
+        if path in EMBEDDING and _generates(scope["app"]):
             await answer.reject(EngineError(400, _GENERATES))
             return
         try:
@@ -71,131 +72,95 @@ class ErrorMiddleware:
             await answer.reject(EngineError(400, message))
 
 
-class _NativeAnswer:
-    """One answer of a native path on its way out."""
+class _Answer:
+    """One answer on its way out."""
 
     def __init__(self, path: str, send: Any) -> None:
         self._path = path
         self._send = send
-        self._start: Any = None  # the head of an error, while its body is collected
+        self._shape = errors_of(path) if is_shaped(path) else None
+        self._start: Any = None  # the head of an error, or of a stream, that waits
         self._parts: list[bytes] = []
+        self._is_stream = False
+        self._is_over = False
         self.is_begun = False
 
     async def take(self, message: Any) -> None:
         """Takes its next ASGI message."""
+        if self._is_over:
+            return
         if message["type"] == "http.response.start":
             self.is_begun = True
-            self._start = message if message["status"] >= 400 else None
-            if self._start is None:
-                await self._begin(message)
-        elif message["type"] != "http.response.body":
-            await self._send(message)
-        elif self._start is None:
-            await self._take_part(message)
-        else:
-            self._parts.append(message.get("body", b""))
-            if message.get("more_body", False):
+            kind = Headers(raw=message.get("headers", ())).get("content-type", "")
+            self._is_stream = "event-stream" in kind
+            waits = self._is_stream and self._shape is ANTHROPIC.errors
+            if waits or message["status"] >= 400:
+                self._start = message
                 return
-            if self._start["status"] == 500 and self._path.endswith(_DETOKENIZE):
-                await self.reject(EngineError(400, _WRONG_VALUE, "tokens"))
-            else:
-                await self._end_error(self._start, b"".join(self._parts))
-
-    async def reject(self, error: EngineError) -> None:
-        """Answers an error where nothing was answered yet."""
-        start = {"type": "http.response.start", "status": error.status, "headers": []}
-        await self._send_error(start, native_body(error))
-
-    async def _begin(self, start: Any) -> None:
-        await self._send(start)
-
-    async def _take_part(self, message: Any) -> None:
+        elif message["type"] == "http.response.body":
+            if self._start is not None:
+                await self._take_waiting(message)
+                return
+            message = self._reshaped(message)
         await self._send(message)
 
-    async def _end_error(self, start: Any, body: bytes) -> None:
-        clean = without_internals(start["status"], body)
-        if clean is None:
-            await self._send(start)
-            await self._send({"type": "http.response.body", "body": body})
+    async def reject(self, error: EngineError, start: Any = None) -> None:
+        """Answers an error, in place of the answer with the head `start`."""
+        self._is_over = True
+        start = start or {"type": "http.response.start"}
+        headers = MutableHeaders(raw=list(start.get("headers", ())))
+        if self._shape is None:
+            body = native_body(error)
         else:
-            await self._send_error(start, clean)
-
-    async def _send_error(self, start: Any, body: bytes, *more: tuple[bytes, bytes]) -> None:
-        headers = [h for h in start.get("headers", ()) if h[0].lower() not in _REPLACED_HEADERS]
-        headers.append((b"content-type", b"application/json"))
-        headers.append((b"content-length", b"%d" % len(body)))
-        await self._send({**start, "headers": [*headers, *more]})
+            name, value, body = _shaped_with_id(self._path, error)
+            headers.append(name, value)
+        headers["content-type"] = "application/json"
+        headers["content-length"] = str(len(body))
+        del headers["transfer-encoding"]
+        await self._send({**start, "status": error.status, "headers": headers.raw})
         await self._send({"type": "http.response.body", "body": body})
 
-
-class _ShapedAnswer(_NativeAnswer):
-    """One answer of a protocol's path on its way out."""
-
-    def __init__(self, path: str, send: Any) -> None:
-        super().__init__(path, send)
-        self._shape = errors_of(path)
-        self._is_stream = False
-        self._is_over = False
-        self._waiting: Any = None  # the head of a stream that has sent nothing yet
-
-    async def take(self, message: Any) -> None:
-        """Takes its next ASGI message."""
-        if not self._is_over:
-            await super().take(message)
-
-    async def reject(self, error: EngineError) -> None:
-        """Answers an error where nothing was answered yet."""
-        await self._send_shaped({"type": "http.response.start", "headers": []}, error)
-
-    async def _begin(self, start: Any) -> None:
-        kinds = [v for name, v in start.get("headers", ()) if name.lower() == b"content-type"]
-        self._is_stream = any(b"event-stream" in kind for kind in kinds)
-        if self._is_stream and self._shape is ANTHROPIC.errors:
-            self._waiting = start
+    async def _take_waiting(self, message: Any) -> None:
+        """Takes a part of the body while the head waits."""
+        start, data, more = self._start, message.get("body", b""), message.get("more_body", False)
+        status = start["status"]
+        if status < 400 and data.startswith(b"event: error"):
+            await self.reject(_event_error(data), start)
+            return
+        self._parts.append(data)
+        if more and (status >= 400 or data.startswith(b"event: message_start")):
+            return
+        self._start = None
+        body = b"".join(self._parts)
+        if status == 500 and self._path.endswith(_DETOKENIZE):
+            await self.reject(EngineError(400, _WRONG_VALUE, "tokens"))
+        elif status >= 400 and (self._shape is not None or exposes_internals(body)):
+            await self.reject(read_error(status, body), start)
         else:
             await self._send(start)
+            await self._send({**message, "body": body})
 
-    async def _take_part(self, message: Any) -> None:
+    def _reshaped(self, message: Any) -> Any:
+        """A part of an answer, in the protocol's shape if it is the event of an error."""
         data = message.get("body", b"")
-        if self._waiting is not None:
-            if data.startswith(b"event: error"):
-                await self._send_shaped(self._waiting, _event_error(data))
-                return
-            self._parts.append(data)
-            if data.startswith(b"event: message_start") and message.get("more_body", False):
-                return
-            start, self._waiting = self._waiting, None
-            await self._send(start)
-            for part in self._parts[:-1]:
-                await self._send({**message, "body": part, "more_body": True})
-        elif self._is_stream and data.startswith(
-            (b"event: error", b'data: {"error"', b"event: response.failed")
-        ):
-            message = {**message, "body": self._reshaped(data)}
-        await self._send(message)
-
-    def _reshaped(self, data: bytes) -> bytes:
+        if self._shape is None or not self._is_stream:
+            return message
         if data.startswith(b"event: response.failed"):
-            return failed_event(data)
-        if self._shape is ANTHROPIC.errors:
-            return b"event: error\ndata: %b\n\n" % shaped(self._path, _event_error(data), "")
-        if self._shape is OPENAI_ERRORS:
-            document = orjson.loads(data.removeprefix(b"data: "))
-            code = document["error"].get("code")
+            data = failed_event(data)
+        elif self._shape is ANTHROPIC.errors and data.startswith(b"event: error"):
+            data = b"event: error\ndata: %b\n\n" % shaped(self._path, _event_error(data), "")
+        elif self._shape is OPENAI_ERRORS and data.startswith(b'data: {"error"'):
+            text = data.removeprefix(b"data: ")
+            code = orjson.loads(text)["error"].get("code")
             status = code if isinstance(code, int) and 400 <= code < 600 else 500
-            error = read_error(status, orjson.dumps(document))
-            return b"data: %b\n\n" % shaped(self._path, error, "")
-        return data
+            data = b"data: %b\n\n" % shaped(self._path, read_error(status, text), "")
+        return {**message, "body": data}
 
-    async def _end_error(self, start: Any, body: bytes) -> None:
-        await self._send_shaped(start, read_error(start["status"], body))
 
-    async def _send_shaped(self, start: Any, error: EngineError) -> None:
-        self._is_over = True
-        request_id = new_request_id()
-        name, _, value = id_line(self._shape, request_id).strip().partition(b": ")
-        body = shaped(self._path, error, request_id)
-        await self._send_error({**start, "status": error.status}, body, (name, value))
+def _shaped_with_id(path: str, error: EngineError) -> tuple[str, str, bytes]:
+    """The name and value of a new request id's header, and the error's body with this id."""
+    request_id = new_request_id()
+    return errors_of(path).request_id_header, request_id, shaped(path, error, request_id)
 
 
 def _event_error(data: bytes) -> EngineError:
@@ -204,8 +169,8 @@ def _event_error(data: bytes) -> EngineError:
     return EngineError(status, scrubbed(status, error["message"]))
 
 
-def _is_generator(scope: Any) -> bool:
-    chat = getattr(scope["app"].state, "openai_serving_chat", None)
+def _generates(app: Any) -> bool:
+    chat = getattr(app.state, "openai_serving_chat", None)
     return chat is not None and bool(chat.tokenizer_manager.is_generation)
 
 
@@ -214,20 +179,12 @@ def _fault_of_body(path: str, error: Exception) -> str:
     from jinja2 import TemplateError
 
     if is_shaped(path):
-        return _WRONG_TYPE if _is_of_validation(error) else ""
+        # Some of SGLang's validators take a field's type for granted.
+        steps = traceback.walk_tb(error.__traceback__)
+        is_validation = any(f.f_code.co_name == "solve_dependencies" for f, _ in steps)
+        return _WRONG_TYPE if is_validation else ""
     of_values = (ValueError, TypeError, LookupError, OverflowError, TemplateError)
     return _WRONG_VALUE if path in _OF_BODY and isinstance(error, of_values) else ""
-
-
-def _is_of_validation(error: Exception) -> bool:
-    """Whether an error was raised while a body was validated: some of SGLang's validators take
-    a field's type for granted."""
-    step = error.__traceback__
-    while step is not None:
-        if step.tb_frame.f_code.co_name == "solve_dependencies":
-            return True
-        step = step.tb_next
-    return False
 
 
 def install(app: Any) -> None:
@@ -249,9 +206,7 @@ def install(app: Any) -> None:
     async def fail(request: Any, error: Exception) -> Any:
         """Answers errors that the application did not catch. Starlette calls it outside of the
         middleware."""
-        path, request_id = request.url.path, new_request_id()
-        name, _, value = id_line(errors_of(path), request_id).decode().strip().partition(": ")
-        body = shaped(path, EngineError(500, INTERNAL), request_id)
+        name, value, body = _shaped_with_id(request.url.path, EngineError(500, INTERNAL))
         return Response(body, 500, headers={name: value}, media_type="application/json")
 
     app.add_exception_handler(RequestValidationError, reject)

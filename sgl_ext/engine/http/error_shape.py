@@ -89,11 +89,9 @@ def native_body(error: EngineError) -> bytes:
     return orjson.dumps({"error": {"message": error.message}})
 
 
-def without_internals(status: int, body: bytes) -> bytes | None:
-    """A new body for a native path's error that exposes the server's internals; None if this one
-    does not."""
-    text = body.decode("utf-8", "replace")
-    return native_body(read_error(status, body)) if _INTERNALS.search(text) else None
+def exposes_internals(body: bytes) -> bool:
+    """Whether an error's body exposes the server's internals."""
+    return _INTERNALS.search(body.decode("utf-8", "replace")) is not None
 
 
 def shaped(path: str, error: EngineError, request_id: str) -> bytes:
