@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from sgl_ext.doctor.blocks import ASSISTANT, SYSTEM, TOOLS, Block
 from sgl_ext.doctor.clock_or_id import CLOCK, ID, clock_or_id
+from sgl_ext.requests.breakpoints import common_prefix
 from sgl_ext.requests.headers import HeaderStrip
 
 KINDS = (
@@ -64,7 +65,7 @@ def compare(old: Sequence[Block], new: Sequence[Block]) -> Difference | None:
         return None
     left, right = old[first], new[first]
     same_frame = left.frame == right.frame
-    byte = _common_prefix(left.text, right.text) if same_frame else 0
+    byte = common_prefix(left.text, right.text) if same_frame else 0
     if same_frame and (_ends_at(old, first, byte) or _ends_at(new, first, byte)):
         return None
     shown = left if left.part == TOOLS and right.part != TOOLS else right
@@ -141,7 +142,7 @@ def _recurring(old: Sequence[bytes], new: Sequence[bytes]) -> int:
     lines_right = Counter(line for text in right.elements() for line in text.splitlines(True))
     by_lines = _bytes(lines_left & lines_right)
     one, other = next(iter(left)), next(iter(right))
-    prefix = _common_prefix(one, other)
+    prefix = common_prefix(one, other)
     return lost + max(by_lines, prefix + _common_suffix(one[prefix:], other[prefix:]))
 
 
@@ -182,17 +183,5 @@ def _header_bytes(text: bytes) -> int:
     return len(opening.encode()) - len(left.encode())
 
 
-def _common_prefix(left: bytes, right: bytes) -> int:
-    """The length of the common prefix, by bisection, because comparing slices is cheap."""
-    low, high = 0, min(len(left), len(right))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if left[low:middle] == right[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
 def _common_suffix(left: bytes, right: bytes) -> int:
-    return _common_prefix(left[::-1], right[::-1])
+    return common_prefix(left[::-1], right[::-1])

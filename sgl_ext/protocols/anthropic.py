@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -9,8 +10,9 @@ import orjson
 
 from sgl_ext.protocols.translation.anthropic import translate
 from sgl_ext.requests.answers import as_object, as_text, parsed, require
-from sgl_ext.requests.cache_marks import UNMARKABLE, control_of
+from sgl_ext.requests.cache_marks import UNMARKABLE, control_of, marks_in
 from sgl_ext.requests.next_turn import result_ids
+from sgl_ext.requests.places import value_at
 from sgl_ext.requests.protocol import (
     Conversation,
     ErrorShape,
@@ -51,53 +53,28 @@ def _recognizes(headers: Mapping[str, str], body: Json) -> bool:
 
 def _find_marks(body: Json) -> Iterator[FoundMark]:
     """The marks in prompt order; the root's is last."""
-    for kind in ("tools", "system"):
-        for k, block in enumerate(listed(body.get(kind))):
-            if (control := control_of(block)) is not None:
-                restricted = None if kind == "tools" else block
-                yield FoundMark((kind, k), f"{kind}.{k}", restricted, control)
+    yield from marks_in(body.get("tools"), ("tools",), "tools")
+    yield from marks_in(body.get("system"), ("system",), "system")
     for i, message in enumerate(listed(body.get("messages"))):
-        content = message.get("content") if isinstance(message, dict) else None
-        if isinstance(content, list):
-            yield from _marks_in(content, i)
+        if isinstance(message, dict):
+            yield from marks_in(message.get("content"), ("messages", i), f"messages.{i}.content")
     if (control := control_of(body)) is not None:
         yield FoundMark(_last_place(body), "", None, control)
 
 
-def _marks_in(content: list[Any], i: int) -> Iterator[FoundMark]:
-    """The marks of a message's blocks; a mark inside a tool's result counts for that result."""
-    for j, block in enumerate(content):
-        if not isinstance(block, dict):
-            continue
-        field = f"messages.{i}.content.{j}"
-        inner = block.get("content")
-        if isinstance(inner, list) and block.get("type") == "tool_result":
-            for k, part in enumerate(inner):
-                if (control := control_of(part)) is not None:
-                    yield FoundMark(("messages", i, j), f"{field}.content.{k}", part, control)
-        if (control := block.get("cache_control")) is not None:
-            yield FoundMark(("messages", i, j), field, block, control)
-
-
 def _last_place(body: Json) -> Place:
     """The place of the last block that can have a mark; () if there is none."""
-    messages = listed(body.get("messages"))
-    for i in reversed(range(len(messages))):
-        content = messages[i].get("content") if isinstance(messages[i], dict) else None
-        if (found := _last_in(content)) is not None:
-            return ("messages", i, *found)
-    if (found := _last_in(body.get("system"))) is not None:
-        return ("system", *found)
-    tools = listed(body.get("tools"))
-    return ("tools", len(tools) - 1) if tools else ()
-
-
-def _last_in(content: Any) -> tuple[int, ...] | None:
-    """The index of the last block that can have a mark; () for a text, None if there is none."""
-    if isinstance(content, str):
-        return () if content else None
-    blocks = listed(content)
-    return next(((j,) for j in reversed(range(len(blocks))) if _can_have_mark(blocks[j])), None)
+    turns = range(len(listed(body.get("messages"))))
+    paths: list[Place] = [("tools",), ("system",), *(("messages", i, "content") for i in turns)]
+    for path in reversed(paths):
+        content = value_at(body, path)
+        if isinstance(content, str) and content:
+            return path[:2]
+        blocks = listed(content)
+        for j in reversed(range(len(blocks))):
+            if _can_have_mark(blocks[j]):
+                return (*path[:2], j)
+    return ()
 
 
 def _can_have_mark(block: Any) -> bool:
@@ -118,7 +95,7 @@ _DELTAS = {
 
 def _join(events: Iterable[bytes]) -> Json:
     blocks: dict[int, Json] = {}
-    added: dict[int, dict[str, list[str]]] = {}
+    deltas: defaultdict[int, list[Json]] = defaultdict(list)
     end: Json = {}
     for data in events:
         event = parsed(data)
@@ -126,21 +103,22 @@ def _join(events: Iterable[bytes]) -> Json:
         if kind == "content_block_start":
             blocks[event["index"]] = as_object(event["content_block"])
         elif kind == "content_block_delta":
-            key = _DELTAS[event["delta"]["type"]]
-            texts = added.setdefault(event["index"], {})
-            texts.setdefault(key, []).append(event["delta"][key])
+            deltas[event["index"]].append(event["delta"])
         elif kind == "message_delta":
             end |= event["delta"]
         elif kind == "message_stop":
-            require(added.keys() <= blocks.keys())
-            joined = [_joined(block, added.get(index, {})) for index, block in blocks.items()]
-            return {**end, "content": joined}
+            require(deltas.keys() <= blocks.keys())
+            return {**end, "content": [_joined(b, deltas[index]) for index, b in blocks.items()]}
         elif kind == "error":
             break
     raise ValueError("the stream was cut or ended in an error")
 
 
-def _joined(block: Json, added: dict[str, list[str]]) -> Json:
+def _joined(block: Json, deltas: list[Json]) -> Json:
+    added: defaultdict[str, list[str]] = defaultdict(list)
+    for delta in deltas:
+        key = _DELTAS[delta["type"]]
+        added[key].append(delta[key])
     texts = {key: (block.get(key) or "") + "".join(parts) for key, parts in added.items()}
     arguments = texts.pop("partial_json", "")
     return {**block, **texts, **({"input": orjson.loads(arguments)} if arguments else {})}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from sgl_ext.protocols.errors import OPENAI_ERRORS
 from sgl_ext.protocols.translation.chat import translate
 from sgl_ext.requests.answers import as_text, parsed, require
-from sgl_ext.requests.cache_marks import control_of
+from sgl_ext.requests.cache_marks import control_of, marks_in
 from sgl_ext.requests.protocol import (
     INSTRUCTION_ROLES,
     Conversation,
@@ -21,9 +22,6 @@ from sgl_ext.requests.protocol import (
     ToolForm,
     listed,
 )
-
-_Call = tuple[Json, list[str]]
-"""A tool call in a stream: its first delta, and the pieces of its arguments."""
 
 
 def _recognizes(headers: Mapping[str, str], body: Json) -> bool:
@@ -40,21 +38,19 @@ def _find_marks(body: Json) -> Iterator[FoundMark]:
     for i, message in enumerate(listed(body.get("messages"))):
         if not isinstance(message, dict):
             continue
-        for j, part in enumerate(listed(message.get("content"))):
-            if (control := control_of(part)) is not None:
-                yield FoundMark(("messages", i, j), f"messages.{i}.content.{j}", part, control)
+        yield from marks_in(message.get("content"), ("messages", i), f"messages.{i}.content")
         if (control := message.get("cache_control")) is not None:
             yield FoundMark(("messages", i), f"messages.{i}", message, control)
 
 
 def _join(events: Iterable[bytes]) -> Json:
-    texts: dict[str, list[str]] = {}
-    calls: dict[int, _Call] = {}
+    texts: defaultdict[str, list[str]] = defaultdict(list)
+    calls: defaultdict[int, list[Json]] = defaultdict(list)
     reason: Any = None
     for data in events:
         if data == b"[DONE]":
             message: Json = {key: "".join(parts) for key, parts in texts.items()}
-            message["tool_calls"] = [_joined_call(*call) for call in calls.values()]
+            message["tool_calls"] = [_joined_call(deltas) for deltas in calls.values()]
             return {"choices": [{"message": message, "finish_reason": reason}]}
         chunk = parsed(data)
         require(not chunk.get("error"))
@@ -64,22 +60,18 @@ def _join(events: Iterable[bytes]) -> Json:
             delta = choice.get("delta") or {}
             for key in ("content", "reasoning_content", "refusal"):
                 if delta.get(key) is not None:
-                    texts.setdefault(key, []).append(delta[key])
+                    texts[key].append(delta[key])
             for call in delta.get("tool_calls") or ():
-                _add_call(calls, call)
+                calls[call["index"]].append(call)
     raise ValueError("the stream was cut")
 
 
-def _add_call(calls: dict[int, _Call], delta: Json) -> None:
-    """Adds a delta of a call. The first has its id and name, each some of its arguments."""
-    first, arguments = calls.setdefault(delta["index"], (delta, []))
-    require(delta.get("id") in (None, first["id"]))
-    arguments.append(delta["function"].get("arguments") or "")
-
-
-def _joined_call(first: Json, arguments: list[str]) -> Json:
-    function = {**first["function"], "arguments": "".join(arguments)}
-    return {**first, "function": function}
+def _joined_call(deltas: list[Json]) -> Json:
+    """The first delta has the call's id and name, each some of its arguments."""
+    first = deltas[0]
+    require(all(delta.get("id") in (None, first["id"]) for delta in deltas))
+    arguments = "".join(delta["function"].get("arguments") or "" for delta in deltas)
+    return {**first, "function": {**first["function"], "arguments": arguments}}
 
 
 def _read(answer: Json) -> list[Json]:

@@ -6,6 +6,7 @@ no protocol. Anthropic's shape is in `sgl_ext/protocols/anthropic.py`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from http import HTTPStatus
 
 import orjson
@@ -15,27 +16,21 @@ from sgl_ext.requests.protocol import ErrorShape
 _RETRY_AFTER_S = 5
 
 
+@dataclass(eq=False)
 class BalancerError(Exception):
     """A request that the balancer itself answers, with this HTTP status.
 
     code, param: OpenAI's name for the error, and the field that caused it.
     """
 
-    def __init__(
-        self,
-        status: HTTPStatus,
-        message: str,
-        retry_after_s: int | None = None,
-        *,
-        code: str | None = None,
-        param: str | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.retry_after_s = retry_after_s
-        self.code = code
-        self.param = param
+    status: HTTPStatus
+    message: str
+    retry_after_s: int | None = None
+    code: str | None = field(default=None, kw_only=True)
+    param: str | None = field(default=None, kw_only=True)
+
+    def __str__(self) -> str:
+        return self.message
 
 
 def no_engine() -> BalancerError:

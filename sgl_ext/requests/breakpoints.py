@@ -29,7 +29,9 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from itertools import accumulate
+from typing import Any, AnyStr
 
 from sgl_ext.requests.places import (
     Path,
@@ -40,7 +42,7 @@ from sgl_ext.requests.places import (
     text_path,
     value_at,
 )
-from sgl_ext.requests.protocol import Json, Place, Protocol
+from sgl_ext.requests.protocol import Place, Protocol
 
 Render = Callable[[Any], str | None]
 
@@ -82,7 +84,7 @@ class _Search:
         self._body = body
         self._render_body = render
         self._nonce = secrets.token_hex(8)
-        self._tool_ends: dict[int, int | None] = {}
+        self._tool_end = cache(self._find_tool_end)
         self.text = ""
 
     def ends(self, places: Sequence[Place]) -> list[int | None] | None:
@@ -132,10 +134,13 @@ class _Search:
         rendered = self._render(body)
         if rendered is None:
             return None
-        self.text, positions = _without(rendered, re.compile(rf"zq{self._nonce}n(\d+)z"))
+        pieces = re.split(rf"zq{self._nonce}n(\d+)z", rendered)
+        self.text = "".join(pieces[::2])
         if self._nonce in self.text:
             return None
-        once = {number: seen[0] for number, seen in positions.items() if len(seen) == 1}
+        seen = [int(number) for number in pieces[1::2]]
+        positions = zip(seen, accumulate(map(len, pieces[::2])), strict=False)
+        once = {number: at for number, at in positions if seen.count(number) == 1}
         ends = {path: once[number] for number, path in enumerate(numbered) if number in once}
         return ends, once.get(len(numbered))
 
@@ -151,11 +156,6 @@ class _Search:
         except (LookupError, TypeError, ValueError, AttributeError):
             return None
 
-    def _tool_end(self, k: int) -> int | None:
-        if k not in self._tool_ends:
-            self._tool_ends[k] = self._find_tool_end(k)
-        return self._tool_ends[k]
-
     def _find_tool_end(self, k: int) -> int | None:
         form = self._protocol.tool_form
         if form is None:
@@ -167,7 +167,7 @@ class _Search:
         if end is None or k + 1 == len(tools):
             return end
         fewer = self._render({**self._body, "tools": tools[: k + 1]})
-        return None if fewer is None else min(end, shared_chars(self.text, fewer))
+        return None if fewer is None else min(end, common_prefix(self.text, fewer))
 
     def _divergence(self, body: Any) -> int | None:
         """Where the prompt diverges from that of a body to which the marker was added.
@@ -176,7 +176,7 @@ class _Search:
         """
         rendered = self._render(body)
         at = -1 if rendered is None else rendered.find(self._marker(0))
-        return None if rendered is None or at < 0 else min(at, shared_chars(self.text, rendered))
+        return None if rendered is None or at < 0 else min(at, common_prefix(self.text, rendered))
 
     def _end_by_cut(self, place: Place) -> int | None:
         """Where the prompt diverges from that of a body which ends with the block."""
@@ -186,36 +186,20 @@ class _Search:
         if len(place) > 2:
             last = {**last, "content": last["content"][: int(place[2]) + 1]}
         rendered = self._render({**self._body, "messages": [*messages[:i], last]})
-        shared = 0 if rendered is None else shared_chars(self.text, rendered)
+        shared = 0 if rendered is None else common_prefix(self.text, rendered)
         return shared if 0 < shared < len(self.text) else None
 
 
-def shared_chars(left: str, right: str) -> int:
-    """The length of the longest common prefix of two texts."""
+def common_prefix(left: AnyStr, right: AnyStr) -> int:
+    """The length of the common prefix, by bisection, because comparing slices is cheap."""
     low, high = 0, min(len(left), len(right))
-    if left[:high] == right[:high]:
-        return high
-    while high - low > 1:
-        middle = (low + high) // 2
+    while low < high:
+        middle = (low + high + 1) // 2
         if left[low:middle] == right[low:middle]:
             low = middle
         else:
-            high = middle
+            high = middle - 1
     return low
-
-
-def _without(rendered: str, marker: re.Pattern[str]) -> tuple[str, dict[int, list[int]]]:
-    """A text without its markers, and each marker's positions in that text."""
-    parts: list[str] = []
-    positions: dict[int, list[int]] = {}
-    start = size = 0
-    for match in marker.finditer(rendered):
-        parts.append(rendered[start : match.start()])
-        size += match.start() - start
-        positions.setdefault(int(match[1]), []).append(size)
-        start = match.end()
-    parts.append(rendered[start:])
-    return "".join(parts), positions
 
 
 def _after_text(text: str, marker: str) -> str:
@@ -237,7 +221,9 @@ def _with_neighbor(body: Any, place: Place, marker: str) -> Any:
         return edited(body, path, block + marker)
     is_message = path[0] == "messages" and len(path) == 2
     if is_message and block.get("tool_calls"):
-        return edited(body, path, _with_call(block, marker))
+        calls = block["tool_calls"]
+        made_up = {**calls[-1], "function": {"name": marker, "arguments": "{}"}}
+        return edited(body, path, {**block, "tool_calls": [*calls, made_up]})
     kind = block.get("type")
     if is_message or kind in ("tool_result", "search_result"):
         content = block.get("content")
@@ -247,9 +233,3 @@ def _with_neighbor(body: Any, place: Place, marker: str) -> Any:
     blocks = value_at(body, path[:-1])
     k = int(path[-1]) + 1
     return edited(body, path[:-1], [*blocks[:k], neighbor, *blocks[k:]])
-
-
-def _with_call(message: Json, marker: str) -> Json:
-    calls = message["tool_calls"]
-    made_up = {**calls[-1], "function": {"name": marker, "arguments": "{}"}}
-    return {**message, "tool_calls": [*calls, made_up]}

@@ -23,9 +23,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise, starmap
 from typing import Any, NamedTuple
 
-from sgl_ext.requests.protocol import FoundMark, Json, MarkRules, Place, Protocol
+from sgl_ext.requests.protocol import FoundMark, Json, MarkRules, Place, Protocol, listed
 
 LIMIT_MARKS = 4
 DEFAULT_TTL_S = 300.0
@@ -105,22 +106,21 @@ def read_marks(protocol: Protocol, body: Any, limits: TtlLimits) -> Marks:
         return NO_MARKS
     try:
         keep, whole_s = _read_own(body, limits)
-        found = rules.find(body) if rules.find is not None else iter(())
-        if rules.is_strict:
-            requested, ignored = _read_strictly(found), 0
-        else:
-            requested, ignored = _read_leniently(found)
+        requested, ignored = _read_blocks(rules, body)
+        if not rules.is_strict:
             stated_s, malformed = _read_whole(rules, body, limits)
             whole_s, ignored = max(whole_s, stated_s), ignored + malformed
     except _Malformed as error:
         return Marks(error=str(error))
     if not keep:
         return Marks(keep=False, ignored=ignored)
-    if not requested and not whole_s:
-        whole_s = limits.unmarked_s
-    if not requested and not whole_s and not ignored:
-        return NO_MARKS
-    return Marks(_granted(requested, limits), whole_s, ignored=ignored)
+    if not requested:
+        whole_s = whole_s or limits.unmarked_s
+        return Marks((), whole_s, ignored=ignored) if whole_s or ignored else NO_MARKS
+    ttls: dict[Place, float] = {}
+    for mark in requested:
+        ttls[mark.place] = max(limits.granted_s(mark.ttl_s), ttls.get(mark.place, 0.0))
+    return Marks(tuple(starmap(Mark, ttls.items())), whole_s, ignored=ignored)
 
 
 def count_marks(protocol: Protocol, body: Any) -> int:
@@ -134,11 +134,17 @@ def control_of(holder: Any) -> Any:
     return holder.get("cache_control") if isinstance(holder, dict) else None
 
 
-def _granted(marks: list[_Requested], limits: TtlLimits) -> tuple[Mark, ...]:
-    ttls: dict[Place, float] = {}
-    for mark in marks:
-        ttls[mark.place] = max(limits.granted_s(mark.ttl_s), ttls.get(mark.place, 0.0))
-    return tuple(Mark(place, ttl_s) for place, ttl_s in ttls.items())
+def marks_in(blocks: Any, place: Place, field: str) -> Iterator[FoundMark]:
+    """The marks on a list's blocks; a mark inside a tool's result counts for that result."""
+    for j, block in enumerate(listed(blocks)):
+        if not isinstance(block, dict):
+            continue
+        if block.get("type") == "tool_result":
+            for k, part in enumerate(listed(block.get("content"))):
+                if (control := control_of(part)) is not None:
+                    yield FoundMark((*place, j), f"{field}.{j}.content.{k}", part, control)
+        if (control := block.get("cache_control")) is not None:
+            yield FoundMark((*place, j), f"{field}.{j}", block, control)
 
 
 def _read_own(body: Json, limits: TtlLimits) -> tuple[bool, float]:
@@ -169,44 +175,36 @@ def _read_whole(rules: MarkRules, body: Json, limits: TtlLimits) -> tuple[float,
     return ttl_s, malformed
 
 
-def _read_strictly(found: Iterator[FoundMark]) -> list[_Requested]:
-    """By Anthropic's rules; raises at the first rule that is broken."""
-    marks = [_requested(mark) for mark in found]
+def _read_blocks(rules: MarkRules, body: Json) -> tuple[list[_Requested], int]:
+    """The marks on blocks, and how many hints are ignored. Raises at a mark that breaks a rule."""
+    marks: list[_Requested] = []
+    ignored = 0
+    for found in () if rules.find is None else rules.find(body):
+        try:
+            marks.append(_requested(found))
+        except _Malformed:
+            if rules.is_strict:
+                raise
+            ignored += 1
+    if rules.is_strict:
+        _check_by_anthropics_rules(marks)
+    ignored += max(len(marks) - LIMIT_MARKS, 0)
+    return [mark for mark in marks[:LIMIT_MARKS] if mark.place], ignored
+
+
+def _check_by_anthropics_rules(marks: list[_Requested]) -> None:
     if len(marks) > LIMIT_MARKS:
         raise _Malformed(
             f"A maximum of {LIMIT_MARKS} blocks with cache_control may be provided. "
             f"Found {len(marks)}."
         )
-    shortest: _Requested | None = None
-    for mark in marks:
-        if shortest is not None and _ordering_s(mark) > _ordering_s(shortest):
+    for before, mark in pairwise(marks):
+        if (mark.ttl_s or DEFAULT_TTL_S) > (before.ttl_s or DEFAULT_TTL_S):
             raise _Malformed(
                 f"{mark.field}.ttl: a ttl='{mark.spelled}' cache_control block must not come "
-                f"after a ttl='{shortest.spelled}' cache_control block. Note that blocks are "
+                f"after a ttl='{before.spelled}' cache_control block. Note that blocks are "
                 "processed in the following order: `tools`, `system`, `messages`."
             )
-        shortest = mark
-    return [mark for mark in marks if mark.place]
-
-
-def _ordering_s(mark: _Requested) -> float:
-    return DEFAULT_TTL_S if mark.ttl_s is None else mark.ttl_s
-
-
-def _read_leniently(found: Iterator[FoundMark]) -> tuple[list[_Requested], int]:
-    marks: list[_Requested] = []
-    ignored = 0
-    for each in found:
-        try:
-            mark = _requested(each)
-        except _Malformed:
-            ignored += 1
-            continue
-        if len(marks) < LIMIT_MARKS:
-            marks.append(mark)
-        else:
-            ignored += 1
-    return marks, ignored
 
 
 def _requested(found: FoundMark) -> _Requested:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import orjson
+
+from sgl_ext.requests.protocol import Json
 
 Counts = Counter[str]
 """How often each kind of thing was rewritten or left out."""
@@ -37,7 +39,7 @@ def altered(items: list[Any], change: Callable[[Any], Any]) -> list[Any]:
     return [item for item in changed if item is not DROPPED]
 
 
-def edited(holder: dict[str, Any], edits: dict[str, Any]) -> dict[str, Any]:
+def edited(holder: Json, edits: Json) -> Json:
     """A copy with other values, without those that are DROPPED; the same object if none changed."""
     edits = {
         key: value
@@ -49,7 +51,13 @@ def edited(holder: dict[str, Any], edits: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in (holder | edits).items() if value is not DROPPED}
 
 
-def without_nulls(body: dict[str, Any]) -> dict[str, Any]:
+def with_items(holder: Json, key: str, change: Callable[[Any], Any]) -> Json:
+    """A copy with each item of the list at `key` changed; the same object if nothing changed."""
+    items = holder.get(key)
+    return edited(holder, {key: altered(items, change)}) if isinstance(items, list) else holder
+
+
+def without_nulls(body: Json) -> Json:
     """A body without null fields, which mean the same as no field, except to SGLang."""
     if None not in body.values():
         return body
@@ -60,6 +68,16 @@ def kind_of(value: Any) -> str | None:
     """The type of a block, part, item or tool; None if it states none."""
     kind = value.get("type") if isinstance(value, dict) else None
     return kind if isinstance(kind, str) else None
+
+
+def family_of(kind: str, families: Iterable[str]) -> str:
+    """The name in `families` that a type begins with, "unknown" if there is none."""
+    return next((name for name in families if kind.startswith(name)), "unknown")
+
+
+def text_part(text: str, kind: str = "text") -> Json:
+    """A part of a message with this text."""
+    return {"type": kind, "text": text}
 
 
 def as_json(value: Any) -> str:

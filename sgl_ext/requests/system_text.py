@@ -16,7 +16,7 @@ from typing import Any
 
 from sgl_ext.requests.headers import HeaderStrip
 from sgl_ext.requests.protocol import INSTRUCTION_ROLES, Json, Part, Protocol
-from sgl_ext.requests.rewriting import DROPPED, altered
+from sgl_ext.requests.rewriting import DROPPED, altered, edited
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,25 +37,19 @@ def strip_request(protocol: Protocol, body: Any, strip: HeaderStrip) -> Stripped
     if not isinstance(body, dict):
         return Stripped(body)
     visitor = _Visitor(strip)
-    changed = body
+    edits: Json = {}
     for part, name in protocol.prompt:
-        if part is Part.TOOLS or name not in body:
-            continue
-        new = visitor.visit(part, body[name])
-        if new is body[name]:
-            continue
-        changed = dict(changed) if changed is body else changed
-        if new is not DROPPED:
-            changed[name] = new
-        elif part is Part.INSTRUCTIONS:
-            del changed[name]
-        else:
-            changed[name] = []
-    return Stripped(changed, visitor.headers, visitor.fields)
+        if part is not Part.TOOLS and name in body:
+            new = visitor.visit(part, body[name])
+            edits[name] = [] if new is DROPPED and part is not Part.INSTRUCTIONS else new
+    return Stripped(edited(body, edits), visitor.headers, visitor.fields)
 
 
 class _Visitor:
-    """Strips the texts of one body and adds up what it found."""
+    """Strips the texts of one body and adds up what it found.
+
+    Each method returns the same object if nothing changed, and DROPPED if nothing is left.
+    """
 
     def __init__(self, strip: HeaderStrip) -> None:
         self._strip = strip
@@ -63,7 +57,6 @@ class _Visitor:
         self.fields: dict[str, str] = {}
 
     def visit(self, part: Part, value: Any) -> Any:
-        """A field's stripped value: the same object if nothing changed, DROPPED if it is empty."""
         if part is Part.INSTRUCTIONS:
             return self._content(value)
         if part is Part.TEXT:
@@ -72,28 +65,20 @@ class _Visitor:
             return value
         return _each(value, self._instance if part is Part.INSTANCES else self._message)
 
-    def _text(self, value: str) -> Any:
-        text, headers, fields = self._strip.strip(value)
-        if not headers:
-            return value
+    def _content(self, value: Any) -> Any:
+        """A text or a block with a `text`, or a list of them."""
+        return _each(value, self._block) if isinstance(value, list) else self._block(value)
+
+    def _block(self, value: Any) -> Any:
+        return self._text(value) if isinstance(value, str) else _member(value, "text", self._text)
+
+    def _text(self, value: Any) -> Any:
+        text, headers, fields = (
+            self._strip.strip(value) if isinstance(value, str) else (value, 0, {})
+        )
         self.headers += headers
         self.fields.update(fields)
-        return text or DROPPED
-
-    def _content(self, value: Any) -> Any:
-        """A string, or a list of strings and of blocks with a `text`."""
-        if isinstance(value, str):
-            return self._text(value)
-        if isinstance(value, list) and value:
-            return _each(value, self._block)
-        return value
-
-    def _block(self, block: Any) -> Any:
-        if isinstance(block, str):
-            return self._text(block)
-        if isinstance(block, dict) and isinstance(block.get("text"), str):
-            return _member(block, "text", self._text)
-        return block
+        return text if text or not headers else DROPPED
 
     def _message(self, message: Any) -> Any:
         """A message or input item: stripped if it has instructions."""
@@ -109,24 +94,21 @@ class _Visitor:
         return self._prompt(value)
 
     def _prompt(self, value: Any) -> Any:
-        stripped = self._text(value) if isinstance(value, str) else value
+        stripped = self._text(value)
         return "" if stripped is DROPPED else stripped
 
     def _instance(self, instance: Any) -> Any:
-        return _member(instance, "text", self._prompts) if isinstance(instance, dict) else instance
+        return _member(instance, "text", self._prompts)
 
 
 def _each(items: list[Any], visit: Callable[[Any], Any]) -> Any:
-    """`items` with each visited; the same list if none changed, DROPPED if none is left."""
     visited = altered(items, visit)
     return visited if visited is items or visited else DROPPED
 
 
-def _member(holder: Json, key: str, visit: Callable[[Any], Any]) -> Any:
-    """`holder` with one member visited; DROPPED if that leaves nothing of it."""
-    if key not in holder:
+def _member(holder: Any, key: str, visit: Callable[[Any], Any]) -> Any:
+    """`holder` with one member visited."""
+    if not isinstance(holder, dict) or key not in holder:
         return holder
     new = visit(holder[key])
-    if new is holder[key]:
-        return holder
-    return new if new is DROPPED else {**holder, key: new}
+    return new if new is DROPPED else edited(holder, {key: new})

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sgl_ext.protocols.anthropic import ANTHROPIC
 from sgl_ext.protocols.chat import CHAT
-from sgl_ext.requests.breakpoints import Located, locate, shared_chars
+from sgl_ext.requests.breakpoints import Located, common_prefix, locate
 
 jinja2 = pytest.importorskip("jinja2")
 
@@ -516,8 +516,8 @@ def test_odd_bodies_and_places_raise_nothing():
 
 
 @given(st.text(max_size=30), st.text(max_size=30), st.text(max_size=30))
-def test_shared_chars_is_the_length_of_the_common_prefix(shared: str, left: str, right: str):
-    count = shared_chars(shared + left, shared + right)
+def test_common_prefix_is_the_length_of_the_common_prefix(shared: str, left: str, right: str):
+    count = common_prefix(shared + left, shared + right)
     assert count >= len(shared)
     assert (shared + left)[:count] == (shared + right)[:count]
     assert (shared + left)[: count + 1] != (shared + right)[: count + 1] or left == right

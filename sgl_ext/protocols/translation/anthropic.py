@@ -9,18 +9,20 @@ from typing import Any
 import orjson
 
 from sgl_ext.protocols.translation.client_tools import plain_tool
-from sgl_ext.requests.protocol import Model
+from sgl_ext.requests.protocol import Json, Model, listed
 from sgl_ext.requests.rewriting import (
     DROPPED,
     Counts,
-    altered,
     as_json,
     edited,
+    family_of,
     joined_text,
     kind_of,
     not_shown,
     readable,
     reminder,
+    text_part,
+    with_items,
 )
 
 # Fields for Anthropic's own servers. SGLang ignores them.
@@ -45,35 +47,29 @@ _SERVER_CALLS = frozenset({"server_tool_use", "mcp_tool_use"})
 _RESULT = "_tool_result"
 
 
-def translate(body: dict[str, Any], model: Model, counts: Counts) -> dict[str, Any]:
+def translate(body: Json, model: Model, counts: Counts) -> Json:
     """A body in Anthropic's protocol for SGLang."""
-    for field in _IGNORED:
-        if body.get(field):
-            counts[field] += 1
-    edits: dict[str, Any] = {}
-    thinking = body.get("thinking")
-    if kind_of(thinking) in ("enabled", "adaptive") and not model.thinks:
+    counts.update(field for field in _IGNORED if body.get(field))
+    if kind_of(body.get("thinking")) in ("enabled", "adaptive") and not model.thinks:
         counts["thinking"] += 1
-        edits["thinking"] = DROPPED
-    if isinstance(body.get("output_format"), dict):  # the earlier name of output_config.format
+        body = edited(body, {"thinking": DROPPED})
+    if isinstance(form := body.get("output_format"), dict):  # earlier name of output_config.format
         counts["output_format"] += 1
         config = body.get("output_config")
-        config = config if isinstance(config, dict) else {}
-        edits["output_config"] = {"format": body["output_format"], **config}
-        edits["output_format"] = DROPPED
-    if isinstance(body.get("tools"), list):
-        edits["tools"] = _tools(body["tools"], counts)
+        config = {"format": form, **(config if isinstance(config, dict) else {})}
+        body = edited(body, {"output_config": config, "output_format": DROPPED})
     choice = body.get("tool_choice")
     if isinstance(choice, dict) and choice.get("disable_parallel_tool_use", False) is None:
-        edits["tool_choice"] = edited(choice, {"disable_parallel_tool_use": DROPPED})
-    if isinstance(body.get("messages"), list):
-        edits["messages"] = _messages(body["messages"], model, counts)
-    return edited(body, edits)
-
-
-def _tools(tools: list[Any], counts: Counts) -> list[Any]:
-    searched = any((kind_of(tool) or "").startswith("tool_search_tool") for tool in tools)
-    return altered(tools, partial(_tool, is_searched=searched, counts=counts))
+        choice = edited(choice, {"disable_parallel_tool_use": DROPPED})
+        body = edited(body, {"tool_choice": choice})
+    kinds = [kind_of(tool) or "" for tool in listed(body.get("tools"))]
+    searched = any(kind.startswith("tool_search_tool") for kind in kinds)
+    body = with_items(body, "tools", partial(_tool, is_searched=searched, counts=counts))
+    body = with_items(body, "messages", partial(_message, model=model, counts=counts))
+    messages = listed(body.get("messages"))
+    if not model.takes_system_anywhere and any(map(_is_system, messages)):
+        body = edited(body, {"messages": _with_reminders(messages, counts)})
+    return body
 
 
 def _tool(tool: Any, is_searched: bool, counts: Counts) -> Any:
@@ -86,12 +82,12 @@ def _tool(tool: Any, is_searched: bool, counts: Counts) -> Any:
         if plain is not None:
             counts[f"{plain[0]}_tool"] += 1
             return plain[1]
-        family = next((name for name in _SERVER_TOOLS if kind.startswith(name)), "unknown")
+        family = family_of(kind, _SERVER_TOOLS)
         counts[family if family.endswith(("_tool", "_toolset")) else f"{family}_tool"] += 1
         if not isinstance(tool.get("input_schema"), dict):
             return DROPPED
         return edited(tool, {"type": DROPPED})
-    edits: dict[str, Any] = {}
+    edits: Json = {}
     if tool.get("strict", False) is None:
         edits["strict"] = DROPPED
     if is_searched and tool.get("defer_loading"):  # no server here searches for it
@@ -100,20 +96,12 @@ def _tool(tool: Any, is_searched: bool, counts: Counts) -> Any:
     return edited(tool, edits)
 
 
-def _messages(messages: list[Any], model: Model, counts: Counts) -> list[Any]:
-    messages = altered(messages, partial(_message, model=model, counts=counts))
-    if model.takes_system_anywhere or not any(map(_is_system, messages)):
-        return messages
-    return _with_reminders(messages, counts)
-
-
 def _message(message: Any, model: Model, counts: Counts) -> Any:
     if not isinstance(message, dict) or not isinstance(message.get("content"), list):
         return message
     if all(map(_is_plain, message["content"])):  # the usual case: the rest can be skipped
         return message
-    blocks = altered(message["content"], partial(_block, model=model, counts=counts))
-    return edited(message, {"content": blocks})
+    return with_items(message, "content", partial(_block, model=model, counts=counts))
 
 
 def _is_plain(block: Any) -> bool:
@@ -156,13 +144,13 @@ def _with_reminders(messages: list[Any], counts: Counts) -> list[Any]:
     return out
 
 
-def _with_texts(message: dict[str, Any], texts: list[str]) -> dict[str, Any]:
+def _with_texts(message: Json, texts: list[str]) -> Json:
     content = message.get("content")
     if isinstance(content, str):
-        content = [{"type": "text", "text": content}] if content else []
+        content = [text_part(content)] if content else []
     if not isinstance(content, list):
         return message
-    added = [{"type": "text", "text": reminder(text)} for text in texts]
+    added = [text_part(reminder(text)) for text in texts]
     return {**message, "content": [*content, *added]}
 
 
@@ -174,17 +162,13 @@ def _block(block: Any, model: Model, counts: Counts) -> Any:
     if kind == "tool_use":
         return _call(block, counts)
     if kind == "tool_result":
-        content = block.get("content")
-        if isinstance(content, list):
-            content = altered(content, partial(_block, model=model, counts=counts))
-            return edited(block, {"content": content})
-        return block
+        return with_items(block, "content", partial(_block, model=model, counts=counts))
     if kind == "image":
         source = block.get("source")
         if model.sees and kind_of(source) != "file":
             return block
         counts["image"] += 1
-        return _text(not_shown("image"))
+        return text_part(not_shown("image"))
     if kind == "document":
         counts["document"] += 1
         return _document(block, model)
@@ -193,16 +177,16 @@ def _block(block: Any, model: Model, counts: Counts) -> Any:
         return DROPPED
     if kind in _SERVER_CALLS:
         counts["server_tool_use"] += 1
-        return _text(f"[{block.get('name')} was called with {as_json(block.get('input'))}]")
+        return text_part(f"[{block.get('name')} was called with {as_json(block.get('input'))}]")
     if kind.endswith(_RESULT):
         counts["server_tool_result"] += 1
-        return _text(f"[{kind[: -len(_RESULT)]} gave]\n{readable(block.get('content'))}")
+        return text_part(f"[{kind[: -len(_RESULT)]} gave]\n{readable(block.get('content'))}")
     counts["compaction" if kind == "compaction" else "unknown_block"] += 1
     text = readable(block)
-    return _text(text) if text else DROPPED
+    return text_part(text) if text else DROPPED
 
 
-def _call(block: dict[str, Any], counts: Counts) -> dict[str, Any]:
+def _call(block: Json, counts: Counts) -> Json:
     """A call whose input is an object, as the protocol requires."""
     given = block.get("input", {})
     if isinstance(given, dict):
@@ -216,7 +200,7 @@ def _call(block: dict[str, Any], counts: Counts) -> dict[str, Any]:
     return {**block, "input": given}
 
 
-def _document(block: dict[str, Any], model: Model) -> dict[str, Any]:
+def _document(block: Json, model: Model) -> Json:
     """A document's text, or a note that it is not shown."""
     source = block.get("source")
     source = source if isinstance(source, dict) else {}
@@ -228,9 +212,5 @@ def _document(block: dict[str, Any], model: Model) -> dict[str, Any]:
     elif isinstance(content, str | list):
         text = readable(content)
     else:
-        return _text(not_shown("document", title or source.get("url")))
-    return _text("\n".join([*about, text]))
-
-
-def _text(text: str) -> dict[str, Any]:
-    return {"type": "text", "text": text}
+        return text_part(not_shown("document", title or source.get("url")))
+    return text_part("\n".join([*about, text]))

@@ -6,17 +6,20 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from sgl_ext.protocols.translation.chat import allowed_tools, with_reminders
-from sgl_ext.requests.protocol import Model
+from sgl_ext.protocols.translation.chat import with_allowed_tools, with_reminders
+from sgl_ext.requests.next_turn import CALL_OUTPUTS
+from sgl_ext.requests.protocol import Json, Model, listed
 from sgl_ext.requests.rewriting import (
     DROPPED,
     Counts,
-    altered,
     as_json,
     edited,
+    family_of,
     kind_of,
     not_shown,
     readable,
+    text_part,
+    with_items,
     without_nulls,
 )
 
@@ -46,8 +49,6 @@ _SERVER_TOOLS = (
     "web_search",
 )
 _KNOWN_ITEMS = ("message", "reasoning", "item_reference")
-_CALLS = ("function_call", "custom_tool_call")
-_OUTPUTS = ("function_call_output", "custom_tool_call_output")
 # Calls of tools that the client ran, with the field that holds their input.
 _CLIENT_CALLS = {
     "local_shell_call": "action",
@@ -78,40 +79,32 @@ _MEDIA = {
 }
 
 
-def translate(body: dict[str, Any], model: Model, counts: Counts) -> dict[str, Any]:
+def translate(body: Json, model: Model, counts: Counts) -> Json:
     """A response's body for SGLang."""
-    body = without_nulls(body)
-    edits: dict[str, Any] = {}
-    included = body.get("include")
-    if isinstance(included, list):
-        edits["include"] = altered(included, partial(_included, counts=counts))
+    body = with_items(without_nulls(body), "include", partial(_included, counts=counts))
     if isinstance(body.get("service_tier"), str) and body["service_tier"] not in _TIERS:
         counts["service_tier"] += 1
-        edits["service_tier"] = DROPPED
+        body = edited(body, {"service_tier": DROPPED})
     reasoning = body.get("reasoning")
-    reasoning = reasoning if isinstance(reasoning, dict) else {}
-    summary = reasoning.get("summary")
+    summary = reasoning.get("summary") if isinstance(reasoning, dict) else None
     if isinstance(summary, str) and summary not in _SUMMARIES:
         counts["reasoning_summary"] += 1
-        edits["reasoning"] = edited(reasoning, {"summary": DROPPED})
-    if isinstance(body.get("tools"), list):
-        edits["tools"] = _tools(body["tools"], model, counts)
-    edits |= _choice(body.get("tool_choice"), edits.get("tools"), model, counts)
-    if isinstance(body.get("input"), list):
-        items = altered(body["input"], partial(_item, model=model, counts=counts))
-        edits["input"] = items if model.takes_system_anywhere else with_reminders(items, counts)
-    return edited(body, edits)
+        body = edited(body, {"reasoning": edited(body["reasoning"], {"summary": DROPPED})})
+    body = with_items(body, "tools", partial(_tool, model=model, counts=counts))
+    if not model.takes_namespaces:
+        body = _with_flat_tools(body, counts)
+    body = _with_choice(body, model, counts)
+    body = with_items(body, "input", partial(_item, model=model, counts=counts))
+    return body if model.takes_system_anywhere else with_reminders(body, "input", counts)
 
 
 def namespaced_names(body: Any) -> dict[str, dict[str, str]]:
     """The namespace and name of each tool in a namespace, by the flat name that the model uses."""
-    tools = body.get("tools") if isinstance(body, dict) else None
     names: dict[str, dict[str, str]] = {}
-    for tool in tools if isinstance(tools, list) else ():
-        if kind_of(tool) == "namespace" and isinstance(tool.get("name"), str):
-            for member in _members(tool):
-                name = {"namespace": tool["name"], "name": member["name"]}
-                names.setdefault(_flat(tool["name"], member["name"]), name)
+    for tool in listed(body.get("tools")) if isinstance(body, dict) else ():
+        for member in _members(tool):
+            name = {"namespace": tool["name"], "name": member["name"]}
+            names.setdefault(_flat(tool["name"], member["name"]), name)
     return names
 
 
@@ -122,15 +115,15 @@ def _included(name: Any, counts: Counts) -> Any:
     return DROPPED
 
 
-def _tools(tools: list[Any], model: Model, counts: Counts) -> list[Any]:
-    """Tools that SGLang offers. A tool in a namespace is listed under its flat name."""
-    tools = altered(tools, partial(_tool, model=model, counts=counts))
-    if model.takes_namespaces or not any(kind_of(tool) == "namespace" for tool in tools):
-        return tools
+def _with_flat_tools(body: Json, counts: Counts) -> Json:
+    """A request in which tools of a namespace are listed under their flat names."""
+    tools = listed(body.get("tools"))
+    if not any(map(_is_namespace, tools)):
+        return body
     flat: list[Any] = []
     names = {tool.get("name") for tool in tools if kind_of(tool) in _OFFERED}
     for tool in tools:
-        if kind_of(tool) != "namespace" or not isinstance(tool.get("name"), str):
+        if not _is_namespace(tool):
             flat.append(tool)
             continue
         counts["namespace_tool"] += 1
@@ -139,7 +132,7 @@ def _tools(tools: list[Any], model: Model, counts: Counts) -> list[Any]:
             if name not in names:
                 names.add(name)
                 flat.append(_unwrapped(tool, member, name))
-    return flat
+    return edited(body, {"tools": flat})
 
 
 def _tool(tool: Any, model: Model, counts: Counts) -> Any:
@@ -148,14 +141,17 @@ def _tool(tool: Any, model: Model, counts: Counts) -> Any:
         return tool
     if model.runs_tools and kind in _BUILT_IN:
         return tool
-    family = next((name for name in _SERVER_TOOLS if kind.startswith(name)), "unknown")
-    counts[f"{family}_tool"] += 1
+    counts[f"{family_of(kind, _SERVER_TOOLS)}_tool"] += 1
     return DROPPED
 
 
-def _members(namespace: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    listed = namespace.get("tools")
-    for member in listed if isinstance(listed, list) else ():
+def _is_namespace(tool: Any) -> bool:
+    return kind_of(tool) == "namespace" and isinstance(tool.get("name"), str)
+
+
+def _members(tool: Any) -> Iterator[Json]:
+    """The tools of a namespace; none if the tool is no namespace."""
+    for member in listed(tool.get("tools")) if _is_namespace(tool) else ():
         if kind_of(member) in _OFFERED and isinstance(member.get("name"), str) and member["name"]:
             yield member
 
@@ -164,27 +160,29 @@ def _flat(namespace: str, name: str) -> str:
     return f"{namespace}__{name}"
 
 
-def _unwrapped(namespace: dict[str, Any], member: dict[str, Any], name: str) -> dict[str, Any]:
+def _unwrapped(namespace: Json, member: Json, name: str) -> Json:
     about = namespace.get("description")
     own = member.get("description")
-    edits: dict[str, Any] = {"name": name}
+    edits: Json = {"name": name}
     if isinstance(about, str) and about:
         heading = f"Namespace {namespace['name']}: {about}"
         edits["description"] = f"{heading}\n\n{own}" if isinstance(own, str) and own else heading
     return without_nulls(edited(member, edits))
 
 
-def _choice(choice: Any, tools: Any, model: Model, counts: Counts) -> dict[str, Any]:
+def _with_choice(body: Json, model: Model, counts: Counts) -> Json:
+    choice = body.get("tool_choice")
     kind = kind_of(choice)
+    if kind is None:
+        return body
     if kind == "allowed_tools":
-        return allowed_tools(choice, tools, partial(_called, model=model), counts)
-    if kind in _OFFERED and not model.takes_namespaces and "namespace" in choice:
-        return {
-            "tool_choice": edited(choice, {"name": _called(choice, model), "namespace": DROPPED})
-        }
-    if kind is not None and kind not in _OFFERED:
+        return with_allowed_tools(body, choice, partial(_called, model=model), counts)
+    if kind not in _OFFERED:
         counts["tool_choice"] += 1
-    return {}
+    elif not model.takes_namespaces and "namespace" in choice:
+        named = edited(choice, {"name": _called(choice, model), "namespace": DROPPED})
+        return edited(body, {"tool_choice": named})
+    return body
 
 
 def _called(named: Any, model: Model) -> Any:
@@ -202,18 +200,19 @@ def _item(item: Any, model: Model, counts: Counts) -> Any:
     if not isinstance(item, dict):
         return item
     kind = kind_of(item)
+    part = partial(_part, model=model, counts=counts)
     if not model.has_phases and item.get("phase") is not None:
         # It would separate a text from the call after it, though the model wrote both in one turn.
         counts["phase"] += 1
         item = edited(item, {"phase": DROPPED})
     if kind is None or kind in _KNOWN_ITEMS:
-        return _message(item, "content", model, counts) if kind != "reasoning" else item
-    if kind in _CALLS:
+        return with_items(item, "content", part) if kind != "reasoning" else item
+    if kind in CALL_OUTPUTS:
         if model.takes_namespaces or not isinstance(item.get("namespace"), str):
             return item
         return edited(item, {"name": _called(item, model), "namespace": DROPPED})
-    if kind in _OUTPUTS:
-        return _message(item, "output", model, counts)
+    if kind in CALL_OUTPUTS.values():
+        return with_items(item, "output", part)
     call_id = item.get("call_id") or item.get("id")
     if kind in _CLIENT_CALLS:
         counts[kind] += 1
@@ -233,13 +232,6 @@ def _item(item: Any, model: Model, counts: Counts) -> Any:
     return DROPPED
 
 
-def _message(item: dict[str, Any], key: str, model: Model, counts: Counts) -> dict[str, Any]:
-    parts = item.get(key)
-    if not isinstance(parts, list):
-        return item
-    return edited(item, {key: altered(parts, partial(_part, model=model, counts=counts))})
-
-
 def _part(part: Any, model: Model, counts: Counts) -> Any:
     kind = kind_of(part)
     if kind is None or kind in _TEXTS:
@@ -248,13 +240,13 @@ def _part(part: Any, model: Model, counts: Counts) -> Any:
         if model.sees and kind != "computer_screenshot":
             return part
         counts["image" if _MEDIA[kind] == "image" else "media"] += 1
-        return {"type": "input_text", "text": not_shown(_MEDIA[kind])}
+        return text_part(not_shown(_MEDIA[kind]), "input_text")
     if kind == "input_file":
         counts["document"] += 1
-        return {"type": "input_text", "text": not_shown("file", part.get("filename"))}
+        return text_part(not_shown("file", part.get("filename")), "input_text")
     if kind == "refusal":
         counts["refusal"] += 1
-        return {"type": "output_text", "text": str(part.get("refusal"))}
+        return text_part(str(part.get("refusal")), "output_text")
     counts["unknown_part"] += 1
     text = part.get("text")
-    return {"type": "input_text", "text": text} if isinstance(text, str) else DROPPED
+    return text_part(text, "input_text") if isinstance(text, str) else DROPPED
