@@ -65,9 +65,7 @@ def main(argv: Sequence[str]) -> int:
 def read_log(path: str) -> dict[str, Any]:
     """The findings of a request log. Raises DoctorError if it cannot be read."""
     try:
-        if path == "-":
-            return summed(sys.stdin.buffer)
-        with Path(path).open("rb") as lines:
+        with sys.stdin.buffer if path == "-" else Path(path).open("rb") as lines:
             return summed(lines)
     except OSError as error:
         raise DoctorError(f"{path}: {error.strerror}") from None

@@ -6,6 +6,7 @@ requests of the same model and salts have the same blocks exactly if they have t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import orjson
@@ -19,7 +20,7 @@ from sgl_ext.requests.canonical import (
     rest_of_message,
     role_text,
 )
-from sgl_ext.requests.protocol import INSTRUCTION_ROLES, Part, Protocol
+from sgl_ext.requests.protocol import INSTRUCTION_ROLES, Json, Part, Protocol
 
 TOOLS, SYSTEM, USER, ASSISTANT = "tools", "system", "user", "assistant"
 _READ_ERRORS = (TypeError, ValueError, OverflowError, RecursionError, AttributeError)
@@ -56,80 +57,76 @@ def read_blocks(protocol: Protocol, body: Any) -> list[Block]:
     """
     if protocol.turns_field is None or not isinstance(body, dict):
         return []
-    walk = _Walk()
+    blocks: list[Block] = []
+    end = 0
     try:
-        for part, field in protocol.prompt:
-            if part is Part.TOOLS:
-                walk.tools(body)
-            elif part is Part.INSTRUCTIONS:
-                walk.instructions(field, body.get(field))
-            else:
-                walk.messages(field, body.get(field))
+        for label, part, frame, text in _pieces(protocol, body):
+            if part != TOOLS and blocks and blocks[-1].part == TOOLS:
+                frame = b"]" + frame
+            end += len(frame) + len(text)
+            blocks.append(Block(label, part, frame, text, end))
     except _READ_ERRORS:
         return []
-    return walk.blocks
+    return blocks
 
 
-class _Walk:
-    """Collects the blocks of one body in the order of its prompt."""
-
-    def __init__(self) -> None:
-        self.blocks: list[Block] = []
-        self._end = 0
-        self._frame = b""
-        self._in_head = True
-
-    def _add(self, label: str, part: str, frame: bytes, text: bytes) -> None:
-        frame, self._frame = self._frame + frame, b""
-        self._end += len(frame) + len(text)
-        self.blocks.append(Block(label, part, frame, text, self._end))
-
-    def tools(self, body: dict[str, Any]) -> None:
-        frame = b"\xfft["
-        for number, tool in enumerate(offered_tools(body)):
-            shown = rendered(tool) if isinstance(tool, dict) else tool
-            self._add(f"tools[{number}]", TOOLS, frame, orjson.dumps(shown, option=SORTED))
-            frame = b","
-        if frame == b",":
-            self._frame = b"]"
-
-    def instructions(self, label: str, value: Any) -> None:
-        part = SYSTEM if self._in_head else USER
-        for number, block in enumerate(value if isinstance(value, list) else [value]):
-            if block:
-                name = f"{label}[{number}]" if isinstance(value, list) else label
-                self._add(name, part, b"\xffs", block_text(block))
-
-    def messages(self, label: str, messages: Any) -> None:
-        for number, message in enumerate(items_in(messages)):
-            name = f"{label}[{number}]"
-            if not isinstance(message, dict):
-                self._in_head = False
-                self._add(name, USER, b"\xffm", block_text(message))
-            elif message.get("role") in INSTRUCTION_ROLES:
-                self.instructions(f"{name}.content", message.get("content"))
-            else:
-                self._in_head = False
-                self._message(name, message)
-
-    def _message(self, label: str, message: dict[str, Any]) -> None:
-        part = ASSISTANT if _is_model_output(message) else USER
-        content, frame = message.get("content"), role_text(message.get("role"))
-        if isinstance(content, list):
-            for number, block in enumerate(content):
-                text = block_text(block)
-                self._add(f"{label}.content[{number}]", part, frame + b"\xffb", text)
-                frame = b""
-        elif content:
-            self._add(f"{label}.content", part, frame + b"\xffb", block_text(content))
-            frame = b""
-        rest = rest_of_message(message) if len(message) > 2 else b""
-        if rest or frame:
-            name = f"{label}.tool_calls" if "tool_calls" in message else label
-            self._add(name, part, frame + rest[:2], rest[2:])
+_Piece = tuple[str, str, bytes, bytes]
+"""The label, part, frame and text of a block."""
 
 
-def _is_model_output(message: dict[str, Any]) -> bool:
+def _pieces(protocol: Protocol, body: Json) -> Iterator[_Piece]:
+    in_head = True
+    for part, field in protocol.prompt:
+        if part is Part.TOOLS:
+            yield from _tools(body)
+        elif part is Part.INSTRUCTIONS:
+            yield from _instructions(field, body.get(field), in_head)
+        else:
+            for label, message in _labelled(field, items_in(body.get(field))):
+                if not isinstance(message, dict):
+                    in_head = False
+                    yield label, USER, b"\xffm", block_text(message)
+                elif message.get("role") in INSTRUCTION_ROLES:
+                    yield from _instructions(f"{label}.content", message.get("content"), in_head)
+                else:
+                    in_head = False
+                    yield from _message(label, message)
+
+
+def _labelled(label: str, value: Any) -> list[tuple[str, Any]]:
+    """The items of a list, or a single value, each with its label."""
+    if isinstance(value, list):
+        return [(f"{label}[{number}]", item) for number, item in enumerate(value)]
+    return [(label, value)] if value else []
+
+
+def _tools(body: Json) -> Iterator[_Piece]:
+    frame = b"\xfft["
+    for label, tool in _labelled("tools", offered_tools(body)):
+        shown = rendered(tool) if isinstance(tool, dict) else tool
+        yield label, TOOLS, frame, orjson.dumps(shown, option=SORTED)
+        frame = b","
+
+
+def _instructions(label: str, value: Any, in_head: bool) -> Iterator[_Piece]:
+    for name, block in _labelled(label, value):
+        if block:
+            yield name, SYSTEM if in_head else USER, b"\xffs", block_text(block)
+
+
+def _message(label: str, message: Json) -> Iterator[_Piece]:
+    part = ASSISTANT if _is_model_output(message) else USER
+    frame = role_text(message.get("role"))
+    for name, block in _labelled(f"{label}.content", message.get("content")):
+        yield name, part, frame + b"\xffb", block_text(block)
+        frame = b""
+    rest = rest_of_message(message) if len(message) > 2 else b""
+    if rest or frame:
+        name = f"{label}.tool_calls" if "tool_calls" in message else label
+        yield name, part, frame + rest[:2], rest[2:]
+
+
+def _is_model_output(message: Json) -> bool:
     """Whether a message or an input item is output of the model that the client sends back."""
     role, kind = message.get("role"), message.get("type")
     if role is not None:

@@ -42,31 +42,28 @@ _MIXED = ((8, 4), (16, 1))
 
 def clock_or_id(old: bytes, new: bytes, at: int) -> str | None:
     """CLOCK, ID or None for two texts whose first difference is at byte `at`."""
-    if _covers(_UUID, old, at) and _covers(_UUID, new, at):
+    if _around(_UUID, old, at) and _around(_UUID, new, at):
         return ID
     left, right = _word(old, at), _word(new, at)
     if _are_epochs(left, right):
         return CLOCK
-    if _covers(_CLOCK, old, at) and _covers(_CLOCK, new, at):
+    if _around(_CLOCK, old, at) and _around(_CLOCK, new, at):
         return CLOCK
     if _is_id(left) and _is_id(right) and not _DIGITS.isdisjoint(left + right):
         return ID
     return None
 
 
-def _covers(pattern: re.Pattern[bytes], text: bytes, at: int) -> bool:
-    """Whether a match of the pattern contains byte `at`, or ends right before it."""
+def _around(pattern: re.Pattern[bytes], text: bytes, at: int) -> list[bytes]:
+    """The matches of the pattern that contain byte `at`, or end right before it."""
     start = max(at - _AROUND_BYTES, 0)
-    window = text[start : at + _AROUND_BYTES]
-    return any(m.start() <= at - start <= m.end() for m in pattern.finditer(window))
+    matches = pattern.finditer(text[start : at + _AROUND_BYTES])
+    return [match[0] for match in matches if match.start() <= at - start <= match.end()]
 
 
 def _word(text: bytes, at: int) -> bytes:
     """The word of letters and digits around byte `at`."""
-    start = max(at - _AROUND_BYTES, 0)
-    window = text[start : at + _AROUND_BYTES]
-    found = (m for m in _WORD.finditer(window) if m.start() <= at - start <= m.end())
-    return max((m[0] for m in found), key=len, default=b"")
+    return max(_around(_WORD, text, at), key=len, default=b"")
 
 
 def _is_id(word: bytes) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 _LIMIT_AGENTS = 256
 _LIMIT_ROWS = 2048
@@ -16,6 +16,7 @@ OTHER = "other"
 _INDEX = re.compile(r"\[\d+\]")
 Agent = tuple[str, str]
 Row = tuple[str, str, str, str]
+_Key = TypeVar("_Key")
 
 
 class Findings:
@@ -37,34 +38,24 @@ class Findings:
         Raises KeyError or TypeError, and adds nothing, if the divergence is malformed.
         """
         found = None if divergence is None else (_row(divergence), int(divergence["tokens"]))
-        agent = self._add_to_agent((harness, model), 1, prompt_tokens)
+        agent = self._add_prompts((harness, model), 1, prompt_tokens)
         if found is not None:
-            self._add_to_row(agent, found[0], 1, found[1])
+            self._add_row(agent, found[0], 1, found[1])
 
-    def _add_to_agent(self, agent: Agent, prompts: int, tokens: int) -> Agent:
-        if agent not in self._agents and len(self._agents) >= _LIMIT_AGENTS:
-            agent = (OTHER, OTHER)
-        counts = self._agents[agent]
-        counts[0] += prompts
-        counts[1] += tokens
-        return agent
+    def _add_prompts(self, agent: Agent, prompts: int, tokens: int) -> Agent:
+        return _add(self._agents, agent, (OTHER, OTHER), _LIMIT_AGENTS, prompts, tokens)
 
-    def _add_to_row(self, agent: Agent, row: Row, times: int, tokens: int) -> None:
-        key = (agent, row)
-        if key not in self._rows and len(self._rows) >= _LIMIT_ROWS:
-            key = (agent, (OTHER, row[1], row[2], row[3]))
-        counts = self._rows[key]
-        counts[0] += times
-        counts[1] += tokens
+    def _add_row(self, agent: Agent, row: Row, times: int, tokens: int) -> None:
+        _add(self._rows, (agent, row), (agent, (OTHER, *row[1:])), _LIMIT_ROWS, times, tokens)
 
     def merge(self, document: Mapping[str, Any]) -> None:
         """Adds another process's `as_json`. Raises KeyError or TypeError if it is malformed."""
         for entry in document["harnesses"]:
             agent = (str(entry["harness"]), str(entry["model"]))
-            agent = self._add_to_agent(agent, int(entry["prompts"]), int(entry["prompt_tokens"]))
+            agent = self._add_prompts(agent, int(entry["prompts"]), int(entry["prompt_tokens"]))
             for found in entry["findings"]:
                 row = (found["where"], found["kind"], found["scope"], found["part"])
-                self._add_to_row(agent, row, int(found["times"]), int(found["tokens"]))
+                self._add_row(agent, row, int(found["times"]), int(found["tokens"]))
 
     def as_json(self) -> dict[str, Any]:
         """Harnesses and their findings, each list sorted by lost tokens, the most first."""
@@ -86,6 +77,15 @@ class Findings:
             for agent, (prompts, tokens) in self._agents.items()
         ]
         return {"harnesses": sorted(harnesses, key=lambda entry: -entry["lost_tokens"])}
+
+
+def _add(
+    sums: defaultdict[_Key, list[int]], key: _Key, other: _Key, limit: int, *added: int
+) -> _Key:
+    """Adds to the sums of a key, or of `other` if there are too many, and returns that key."""
+    key = key if key in sums or len(sums) < limit else other
+    sums[key] = [old + new for old, new in zip(sums[key], added, strict=True)]
+    return key
 
 
 def _row(divergence: Mapping[str, Any]) -> Row:

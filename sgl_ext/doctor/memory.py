@@ -104,21 +104,20 @@ class PromptMemory:
         """Where a prompt diverges from earlier ones. Remembers the prompt."""
         if prompt.thread is None or not prompt.chain.hashes:
             return None
-        found = None
+        found, before = None, None
         thread = self._threads.get(prompt.thread)
         if thread is None:
             found = self._first_prompt(prompt)
             thread = self._threads[prompt.thread] = _Thread()
             self._enter_scopes(prompt)
-            self._keep(thread, prompt, None)
         else:
             self._threads.move_to_end(prompt.thread)
             before = _grown_from(thread, prompt.chain)
-            if before is not None:
-                self._keep(thread, prompt, before)
-            elif prompt.chain.hashes[-1] not in thread.ends:
+            if before is None:
+                if prompt.chain.hashes[-1] in thread.ends:
+                    return None
                 found, before = self._diverged(thread, prompt)
-                self._keep(thread, prompt, before)
+        self._keep(thread, prompt, before)
         return found
 
     def _diverged(self, thread: _Thread, prompt: Prompt) -> tuple[Divergence | None, Prompt | None]:
@@ -147,24 +146,23 @@ class PromptMemory:
         new = self._read(prompt.path, prompt.body)
         if is_known and _turns_after(new, 0) == 0:
             return None
-        found, nearest = None, None
         for scope, prompts in ((SESSION, own), (FLEET, fleet)):
+            same: list[tuple[Difference, Prompt]] = []
             for old in prompts:
                 difference = compare(self._read(old.path, old.body), new)
                 if difference is None:
                     if old.chain.hashes[0] == prompt.chain.hashes[0]:
                         return None
-                elif _is_the_same(difference) and (
-                    found is None or difference.lost_bytes > found.difference.lost_bytes
-                ):
-                    reach = SESSION if difference.is_same_conversation else scope
-                    found, nearest = Divergence(reach, difference), old
-            if found is not None:
-                break
-        if found is not None and nearest is not None and found.difference.is_same_conversation:
-            # The conversation continues with this prompt, not from its earlier state.
-            self._forget(nearest.thread)
-        return found
+                elif _is_the_same(difference):
+                    same.append((difference, old))
+            if same:
+                difference, nearest = max(same, key=lambda pair: pair[0].lost_bytes)
+                if not difference.is_same_conversation:
+                    return Divergence(scope, difference)
+                # The conversation continues with this prompt, not from its earlier state.
+                self._forget(nearest.thread)
+                return Divergence(SESSION, difference)
+        return None
 
     def _forget(self, thread: int | None) -> None:
         if thread is not None and (gone := self._threads.pop(thread, None)) is not None:

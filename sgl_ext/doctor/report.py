@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -41,11 +42,9 @@ def _of_harness(entry: Mapping[str, Any]) -> str:
     title += f", of them {entry['lost_tokens']:,}{share} computed again"
     rows = [_HEAD, *(_cells(row) for row in entry["findings"])]
     lines = [title, *_table(rows), "  What to do:"]
-    places_by_advice: dict[str, list[str]] = {}
+    places_by_advice: defaultdict[str, dict[str, None]] = defaultdict(dict)
     for row in entry["findings"]:
-        places = places_by_advice.setdefault(row["advice"], [])
-        if row["where"] not in places:
-            places.append(row["where"])
+        places_by_advice[row["advice"]][row["where"]] = None
     for what, places in places_by_advice.items():
         text = f"{_plain(', '.join(places))}: {what}."
         lines += textwrap.wrap(text, _WIDTH, initial_indent="  - ", subsequent_indent="    ")

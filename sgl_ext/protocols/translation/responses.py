@@ -173,7 +173,7 @@ def _unwrapped(namespace: Json, member: Json, name: str) -> Json:
 def _with_choice(body: Json, model: Model, counts: Counts) -> Json:
     choice = body.get("tool_choice")
     kind = kind_of(choice)
-    if kind is None:
+    if choice is None or kind is None:
         return body
     if kind == "allowed_tools":
         return with_allowed_tools(body, choice, partial(_called, model=model), counts)
