@@ -20,7 +20,7 @@ def extend(*_: Any, **__: Any) -> None:
     """Before SGLang's HTTP server runs."""
     extension = HttpExtension(EngineSettings.from_environment())
     install(extension)
-    app = sglang_api.http_app
+    app = sglang_api.app
     app.add_middleware(AnswerMiddleware, extension=extension)
     error_middleware.install(app)
     broadcaster = extension.broadcaster

@@ -43,7 +43,7 @@ def _activate() -> None:
     from sgl_ext.engine.core import acknowledgements
     from sgl_ext.engine.hooks import HOOKS, SHARING_HOOKS, Role, apply_hooks, current_role
     from sgl_ext.engine.http import tool_calls
-    from sgl_ext.engine.preflight import check_environment
+    from sgl_ext.engine.preflight import CACHE_BACKEND, check_environment
     from sgl_ext.settings.schema import EngineSettings
 
     check_environment()
@@ -52,18 +52,15 @@ def _activate() -> None:
     if role is Role.MAIN:
         acknowledgements.open_folder()
     if role is Role.SCHEDULER:
-        _register_cache()
-    hooks = HOOKS + SHARING_HOOKS if EngineSettings.from_environment().shared_prefixes else HOOKS
-    applied = apply_hooks(role, hooks)
+        from sgl_ext.engine.scheduler.radix_cache import make_cache
+
+        sglang_api.register_radix_cache_backend(CACHE_BACKEND, make_cache)
+    hooks = HOOKS.get(role, {})
+    if EngineSettings.from_environment().shared_prefixes:
+        hooks = hooks | SHARING_HOOKS.get(role, {})
+    apply_hooks(role, hooks)
     if role is Role.MAIN:
         sglang_check.verify(sglang_api.HTTP_PROCESS, [sglang_http_types])
     if role is Role.SCHEDULER:
         sglang_check.verify(sglang_api.SCHEDULER_PROCESS, [sglang_types, sglang_scheduler_types])
-    acknowledgements.acknowledge(role, applied)
-
-
-def _register_cache() -> None:
-    from sgl_ext.engine.preflight import CACHE_BACKEND
-    from sgl_ext.engine.scheduler.radix_cache import make_cache
-
-    sglang_api.register_radix_cache_backend(CACHE_BACKEND, make_cache)
+    acknowledgements.acknowledge(role)

@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import dis
 import pkgutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from inspect import unwrap
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 
-def verify(symbols: Mapping[str, str], types: Iterable[ModuleType]) -> None:
+def verify(symbols: Iterable[str], types: Iterable[ModuleType]) -> None:
     """Raises RuntimeError that names what SGLang lacks of these symbols and declared attributes."""
     if lacking := missing(symbols, types):
         raise RuntimeError(f"it has no {', '.join(lacking)}")
 
 
-def missing(symbols: Mapping[str, str], types: Iterable[ModuleType]) -> list[str]:
+def missing(symbols: Iterable[str], types: Iterable[ModuleType]) -> list[str]:
     """What SGLang lacks of these symbols, and of the attributes that these modules declare."""
-    lacking = [path for path in symbols.values() if _resolved(path) is None]
+    lacking = [path for path in symbols if _resolved(path) is None]
     for module in types:
         for path, names in declared(module):
             found = _resolved(path)

@@ -10,31 +10,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
-from sgl_ext.engine.sglang_types import stands_for
+from sgl_ext.engine.sglang_types import ServerArgs, stands_for
 
 _OPENAI = "sglang.srt.entrypoints.openai"
 _MANAGERS = "sglang.srt.managers"
-
-
-@stands_for("sglang.srt.server_args:ServerArgs")
-class ServerArgs(Protocol):
-    chunked_prefill_size: int | None
-    disable_radix_cache: bool
-    disaggregation_mode: str
-    dp_size: int
-    enable_flexkv: bool
-    enable_hierarchical_cache: bool
-    enable_lmcache: bool
-    encoder_only: bool
-    grpc_mode: bool
-    grpc_port: int | None
-    kv_events_config: str | None
-    nnodes: int
-    page_size: int | None
-    radix_cache_backend: str | None
-    skip_tokenizer_init: bool
-    smg_grpc_mode: bool
-    tokenizer_worker_num: int
 
 
 @stands_for("sglang.srt.configs.model_config:ModelConfig")

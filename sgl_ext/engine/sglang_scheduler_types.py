@@ -133,34 +133,3 @@ class Scheduler(Protocol):
 
     def collect_inflight_reqs(self) -> Sequence[Req]: ...
     def abort_request(self, recv_req: Any) -> None: ...
-
-
-@stands_for("sglang.srt.server_args:ServerArgs")
-class ParallelArgs(Protocol):
-    pp_size: int
-
-
-@stands_for("sglang.srt.runtime_context:ParallelContext")
-class ParallelContext(ParallelArgs, Protocol):
-    """What `get_parallel` returns, which reads a part of the server's arguments, too."""
-
-    num_dp_ranks: int
-    tp_rank: int
-    pp_rank: int
-
-
-@stands_for("sglang.srt.server_args:ServerArgs")
-class Schedule(Protocol):
-    """What `get_schedule` returns: a part of the server's arguments."""
-
-    enable_priority_scheduling: bool
-    disable_priority_preemption: bool
-    schedule_low_priority_values_first: bool
-
-
-@stands_for("sglang.srt.server_args:ServerArgs")
-class Memory(Protocol):
-    """What `get_memory` returns: a part of the server's arguments."""
-
-    enable_lmcache: bool
-    enable_flexkv: bool

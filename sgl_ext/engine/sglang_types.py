@@ -27,6 +27,42 @@ def stands_for(path: str) -> Callable[[_Class], _Class]:
     return note
 
 
+@stands_for("sglang.srt.server_args:ServerArgs")
+class ServerArgs(Protocol):
+    """`get_memory` and `get_schedule` return parts of it."""
+
+    chunked_prefill_size: int | None
+    disable_radix_cache: bool
+    disable_priority_preemption: bool
+    disaggregation_mode: str
+    dp_size: int
+    enable_flexkv: bool
+    enable_hierarchical_cache: bool
+    enable_lmcache: bool
+    enable_priority_scheduling: bool
+    encoder_only: bool
+    grpc_mode: bool
+    grpc_port: int | None
+    kv_events_config: str | None
+    nnodes: int
+    page_size: int | None
+    pp_size: int
+    radix_cache_backend: str | None
+    schedule_low_priority_values_first: bool
+    skip_tokenizer_init: bool
+    smg_grpc_mode: bool
+    tokenizer_worker_num: int
+
+
+@stands_for("sglang.srt.runtime_context:ParallelContext")
+class ParallelContext(ServerArgs, Protocol):
+    """What `get_parallel` returns: its own ranks, and a part of the server's arguments."""
+
+    num_dp_ranks: int
+    tp_rank: int
+    pp_rank: int
+
+
 @stands_for(f"{_MANAGERS}.schedule_batch:ReqKvInfo")
 class ReqKvInfo(Protocol):
     cache_inserted_len: int

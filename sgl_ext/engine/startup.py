@@ -7,7 +7,7 @@ from typing import Any
 
 from sgl_ext.engine.core import acknowledgements
 from sgl_ext.engine.preflight import CACHE_BACKEND
-from sgl_ext.engine.sglang_http_types import ServerArgs
+from sgl_ext.engine.sglang_types import ServerArgs
 from sgl_ext.settings.schema import EngineSettings
 
 _DETOKENIZER_TIMEOUT_S = 120.0

@@ -88,8 +88,8 @@ def test_a_scheduler_that_acknowledged_nothing_stops_the_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("SGL_EXT_ENGINE_FOLDER", str(tmp_path))
-    acknowledgements.acknowledge("detokenizer", [])
-    acknowledgements.acknowledge("scheduler", [])
+    acknowledgements.acknowledge("detokenizer")
+    acknowledgements.acknowledge("scheduler")
     schedulers = SimpleNamespace(scheduler_infos=[{}])
     startup.await_acknowledgements((None, None, None, schedulers))
     schedulers.scheduler_infos.append({})

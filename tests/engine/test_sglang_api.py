@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -60,7 +62,7 @@ def test_an_attribute_is_found_wherever_a_class_has_it() -> None:
         def computed(self) -> int: ...
         def serve(self) -> None: ...
 
-    sglang_check.verify({"Server": "an_sglang:Server"}, types_of(Declared))
+    sglang_check.verify(["an_sglang:Server"], types_of(Declared))
 
 
 def test_a_missing_attribute_is_named() -> None:
@@ -74,13 +76,13 @@ def test_a_missing_attribute_is_named() -> None:
         def stop(self) -> None: ...
 
     with pytest.raises(RuntimeError) as raised:
-        sglang_check.verify({}, types_of(Declared))
+        sglang_check.verify([], types_of(Declared))
     names = ("planted", "of_another", "stop")
     assert str(raised.value) == "it has no " + ", ".join(f"an_sglang:Server.{n}" for n in names)
 
 
 def test_a_missing_symbol_is_named() -> None:
-    symbols = {"Server": "an_sglang:Server", "Gone": "an_sglang:Gone", "Lost": "no_sglang:Lost"}
+    symbols = ["an_sglang:Server", "an_sglang:Gone", "no_sglang:Lost"]
     with pytest.raises(RuntimeError, match="it has no an_sglang:Gone, no_sglang:Lost"):
         sglang_check.verify(symbols, [])
 
@@ -90,7 +92,28 @@ def test_the_class_of_an_attribute_is_named_when_it_is_missing() -> None:
     class Declared(Protocol):
         constant: int
 
-    assert sglang_check.missing({}, types_of(Declared)) == ["an_sglang:Gone"]
+    assert sglang_check.missing([], types_of(Declared)) == ["an_sglang:Gone"]
+
+
+def test_every_symbol_that_the_extension_reads_is_declared() -> None:
+    sources = [file.read_text() for file in Path(sglang_api.__file__).parent.rglob("*.py")]
+    nodes = [node for source in sources for node in ast.walk(ast.parse(source))]
+    read = {
+        *(one.attr for one in nodes if isinstance(one, ast.Attribute) and is_api(one.value)),
+        *(
+            alias.name
+            for one in nodes
+            if isinstance(one, ast.ImportFrom) and one.module == sglang_api.__name__
+            for alias in one.names
+        ),
+    }
+    paths = sglang_api.ANY_PROCESS + sglang_api.HTTP_PROCESS + sglang_api.SCHEDULER_PROCESS
+    tables = {"ANY_PROCESS", "HTTP_PROCESS", "SCHEDULER_PROCESS"}
+    assert read - tables == {path.partition(":")[2] for path in paths}
+
+
+def is_api(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "sglang_api"
 
 
 def test_an_undeclared_symbol_cannot_be_imported() -> None:

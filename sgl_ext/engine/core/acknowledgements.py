@@ -5,10 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
-
-import orjson
 
 _VARIABLE = "SGL_EXT_ENGINE_FOLDER"
 
@@ -23,14 +20,11 @@ def folder() -> Path:
     return Path(os.environ[_VARIABLE])
 
 
-def acknowledge(role: str, symbols: Sequence[str]) -> None:
-    """Records that this process has applied and verified `symbols`."""
-    path = folder() / f"{role}-{os.getpid()}.json"
-    partial = path.with_suffix(".partial")
-    partial.write_bytes(orjson.dumps({"role": role, "symbols": list(symbols)}))
-    partial.rename(path)
+def acknowledge(role: str) -> None:
+    """Records that this process has verified its hooks."""
+    (folder() / f"{role}-{os.getpid()}.ack").touch()
 
 
 def count() -> Counter[str]:
     """How many processes of each role have acknowledged."""
-    return Counter(path.name.rsplit("-", 1)[0] for path in folder().glob("*.json"))
+    return Counter(path.name.rsplit("-", 1)[0] for path in folder().glob("*.ack"))

@@ -1,6 +1,6 @@
 """Lists what changed between two versions of SGLang in the symbols that the extension uses.
 
-    python -m sgl_ext.engine.sglang_diff OLD NEW
+    python -m sgl_ext_cpu.sglang_diff OLD NEW
 
 OLD and NEW are folders that contain the package `sglang`, installed or unpacked. Both are read and
 not imported. One line for each change:
@@ -125,9 +125,9 @@ def _targets(node: ast.AST) -> list[str]:
 
 def used() -> Iterator[str]:
     """Every symbol and attribute of SGLang that the extension hooks, calls or reads."""
-    yield from (h.symbol for h in HOOKS + SHARING_HOOKS if h.symbol.startswith("sglang."))
-    for symbols in (sglang_api.ANY_PROCESS, sglang_api.HTTP_PROCESS, sglang_api.SCHEDULER_PROCESS):
-        yield from symbols.values()
+    for hooks in (*HOOKS.values(), *SHARING_HOOKS.values()):
+        yield from (symbol for symbol in hooks if symbol.startswith("sglang."))
+    yield from sglang_api.ANY_PROCESS + sglang_api.HTTP_PROCESS + sglang_api.SCHEDULER_PROCESS
     for module in (sglang_types, sglang_scheduler_types, sglang_http_types):
         for path, names in declared(module):
             yield from (f"{path}.{name}" for name in names)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from sgl_ext.engine.sglang_diff import Source, changes, used
+from sgl_ext_cpu.sglang_diff import Source, changes, used
 
 OLD = """
 from sglang.helpers import help_out
