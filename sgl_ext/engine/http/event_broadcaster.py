@@ -10,8 +10,8 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
-from itertools import islice
+from contextlib import asynccontextmanager, contextmanager, suppress
+from itertools import chain, islice
 from typing import Any
 
 import orjson
@@ -34,15 +34,15 @@ QUIET_S = 20.0
 _logger = logging.getLogger(__name__)
 
 
-class Subscriber:
+class _Subscriber:
     """The lines that are not sent yet to one subscriber."""
 
-    def __init__(self, buffer_bytes: int) -> None:
+    def __init__(self, limit_bytes: int) -> None:
         self.ended = asyncio.Event()
-        self.slow = False
+        self.is_slow = False
         self._lines: list[bytes] = []
         self._bytes = 0
-        self._limit = buffer_bytes
+        self._limit_bytes = limit_bytes
         self._some = asyncio.Event()
 
     def put(self, line: bytes) -> None:
@@ -50,8 +50,8 @@ class Subscriber:
         self._lines.append(line)
         self._bytes += len(line)
         self._some.set()
-        if self._bytes > self._limit and not self.slow:
-            self.slow = True
+        if self._bytes > self._limit_bytes and not self.is_slow:
+            self.is_slow = True
             counter("slow_event_subscribers").inc()
             self.ended.set()
 
@@ -64,23 +64,25 @@ class Subscriber:
 
 
 class EventBroadcaster:
-    """Mirrors what the scheduler's cache holds, and sends its events to all subscribers."""
+    """Mirrors what the scheduler's cache holds, and sends its events to all subscribers.
+
+    on_cleared: called when the cache was emptied.
+    """
 
     def __init__(self, buffer_bytes: int = BUFFER_BYTES) -> None:
         self._mirror = PrefixIndex()
         self._load: dict[str, int] = {}
         self.pins = PinMirror()
-        self._subscribers: set[Subscriber] = set()
-        self._on_cleared: list[Callable[[], None]] = []
+        self.on_cleared: Callable[[], None] = lambda: None
+        self._subscribers: set[_Subscriber] = set()
         self._buffer_bytes = buffer_bytes
 
     def apply(self, line: bytes) -> None:
         """Applies one line of the scheduler, and sends it on. Raises ValueError on a wrong one."""
         event = orjson.loads(line)
         if event.get("cleared"):
-            # A new engine begins with such a line, and has nothing to clear.
-            for action in self._on_cleared if len(self._mirror) else ():
-                action()
+            if len(self._mirror):  # a new engine begins with such a line, and has nothing to clear
+                self.on_cleared()
             self._mirror.clear(0)
         for segment in event.get("removed", ()):
             self._mirror.remove(0, int(segment, 16))
@@ -94,33 +96,25 @@ class EventBroadcaster:
         for subscriber in self._subscribers:
             subscriber.put(line)
 
-    def on_cleared(self, action: Callable[[], None]) -> None:
-        """Calls `action` when the cache was emptied."""
-        self._on_cleared.append(action)
-
-    def snapshot(self) -> Iterator[bytes]:
+    def _snapshot(self) -> Iterator[bytes]:
         """Lines, without their numbers, that describe the present state to a new subscriber."""
         held = [(segment, parent, tokens) for parent, segment, tokens in self._mirror.snapshot(0)]
-        load, lines = self._load, stored_lines(held)
+        first: dict[str, Any] = {"snapshot": True, "cleared": True}
+        if self._load:
+            first["load"] = self._load
         pins = self.pins.rows(time.monotonic())
+        last = [{"pinned": pins}] if pins else []
+        return map(orjson.dumps, chain([first], stored_lines(held), last))
 
-        def render() -> Iterator[bytes]:
-            first: dict[str, Any] = {"snapshot": True, "cleared": True}
-            yield orjson.dumps(first | {"load": load} if load else first)
-            yield from map(orjson.dumps, lines)
-            if pins:
-                yield orjson.dumps({"pinned": pins})
-
-        return render()
-
-    def subscribe(self) -> Subscriber:
-        """A subscriber to all lines from now on, until `unsubscribe`."""
-        subscriber = Subscriber(self._buffer_bytes)
+    @contextmanager
+    def subscribed(self) -> Iterator[tuple[_Subscriber, Iterator[bytes]]]:
+        """A subscriber to all lines until the block ends, and the snapshot before these lines."""
+        subscriber = _Subscriber(self._buffer_bytes)
         self._subscribers.add(subscriber)
-        return subscriber
-
-    def unsubscribe(self, subscriber: Subscriber) -> None:
-        self._subscribers.discard(subscriber)
+        try:
+            yield subscriber, self._snapshot()
+        finally:
+            self._subscribers.discard(subscriber)
 
     def close(self) -> None:
         """Ends all streams: a server that shuts down waits for them."""
@@ -164,43 +158,37 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        subscriber = self._broadcaster.subscribe()
-        tasks = [
-            asyncio.create_task(self._send_lines(subscriber, self._broadcaster.snapshot(), send)),
-            asyncio.create_task(_left(receive)),
-            asyncio.create_task(subscriber.ended.wait()),
-        ]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            self._broadcaster.unsubscribe(subscriber)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        if not subscriber.slow:  # one that does not read does not read an end either
+        with self._broadcaster.subscribed() as (subscriber, snapshot):
+            tasks = [
+                asyncio.create_task(_send_lines(subscriber, snapshot, send)),
+                asyncio.create_task(_left(receive)),
+                asyncio.create_task(subscriber.ended.wait()),
+            ]
+            try:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+        if not subscriber.is_slow:  # one that does not read does not read an end either
             await send({"type": "http.response.body", "body": b""})
 
-    async def _send_lines(
-        self, subscriber: Subscriber, snapshot: Iterator[bytes], send: Send
-    ) -> None:
-        number = 0
-        while lines := list(islice(snapshot, 1)) or await _next(subscriber):
-            body = b"".join(_numbered(number + at, line) for at, line in enumerate(lines))
-            number += len(lines)
-            await send({"type": "http.response.body", "body": body, "more_body": True})
-            await asyncio.sleep(0)
+
+async def _send_lines(subscriber: _Subscriber, snapshot: Iterator[bytes], send: Send) -> None:
+    number = 0
+    while lines := list(islice(snapshot, 1)) or await _next(subscriber):
+        body = b"".join(b'{"seq":%d,%b\n' % (n, line[1:]) for n, line in enumerate(lines, number))
+        number += len(lines)
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+        await asyncio.sleep(0)
 
 
-async def _next(subscriber: Subscriber) -> list[bytes]:
+async def _next(subscriber: _Subscriber) -> list[bytes]:
     """The next lines; after QUIET_S without any, a line that shows that the engine is alive."""
     try:
         return await asyncio.wait_for(subscriber.take(), QUIET_S)
     except TimeoutError:
         return [b'{"alive":true}']
-
-
-def _numbered(number: int, line: bytes) -> bytes:
-    return b'{"seq":%d,%b\n' % (number, line[1:])
 
 
 async def _left(receive: Receive) -> None:

@@ -55,7 +55,7 @@ class HttpExtension:
             yield
             return
         self.prefill_ahead = PrefillAhead(app, manager, self.settings)
-        self.broadcaster.on_cleared(partial(self.prefill_ahead.prefiller.drop_all, "flushed"))
+        self.broadcaster.on_cleared = partial(self.prefill_ahead.prefiller.drop_all, "flushed")
         async with self.prefill_ahead.running(shared):
             yield
 

@@ -13,14 +13,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import time
 from array import array
-from collections import OrderedDict
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import xxhash
-from cachetools import FIFOCache
+from cachetools import FIFOCache, TTLCache
 
 from scheduler.prefill import GuessHistory
 from sgl_ext.engine.core.counters import counter
@@ -45,7 +44,6 @@ class _Guess(NamedTuple):
     length: int
     digest: int
     job: Job
-    made_s: float
 
 
 class _Seen(NamedTuple):
@@ -68,7 +66,7 @@ class NextTurns:
         self._history = GuessHistory()
         self._seen: FIFOCache[str, _Seen] = FIFOCache(16 * MOST_GUESSES)
         self._pending: dict[str, asyncio.Task[None]] = {}
-        self._guesses: OrderedDict[str, _Guess] = OrderedDict()
+        self._guesses: TTLCache[str, _Guess] = TTLCache(MOST_GUESSES, GUESS_TTL_S)
 
     def compare(self, context: RequestContext, request: Any) -> None:
         """Compares the guess for a conversation with the request that came."""
@@ -126,18 +124,16 @@ class NextTurns:
         dry_run.context.pins = ()  # the real request sets its pins
         is_guess = not context.importance.speculative_prefill
         job = Job(name, ids, dry_run.request, dry_run.context, is_guess=is_guess)
-        self._add(name, _Guess(len(ids), _digest(ids), job, time.monotonic()))
+        self._add(name, _Guess(len(ids), _digest(ids), job))
         self._prefiller.put(job)
 
     def _add(self, name: str, guess: _Guess) -> None:
+        expired = self._guesses.expire()
+        if len(self._guesses) >= MOST_GUESSES:
+            expired.append(self._guesses.popitem())
         self._guesses[name] = guess
-        oldest_s = time.monotonic() - GUESS_TTL_S
-        while len(self._guesses) > MOST_GUESSES or self._oldest().made_s < oldest_s:
-            _, expired = self._guesses.popitem(last=False)
-            counter("prefilled_ahead_tokens_wasted").inc(expired.job.prefilled_tokens)
-
-    def _oldest(self) -> _Guess:
-        return next(iter(self._guesses.values()))
+        tokens = sum(old.job.prefilled_tokens for _, old in expired)
+        counter("prefilled_ahead_tokens_wasted").inc(tokens)
 
     def _judge(self, name: str, guess: _Guess, ids: Any) -> None:
         begin = ids[: guess.length] if isinstance(ids, (list, array)) else []
@@ -145,11 +141,11 @@ class NextTurns:
         self._history.note(name, is_right=is_right)
         counter("next_turns_guessed").labels("right" if is_right else "wrong").inc()
         tokens = guess.job.prefilled_tokens
-        counter("prefilled_ahead_tokens_used" if is_right else "prefilled_ahead_tokens_wasted").inc(
-            tokens
-        )
-        if is_right:
-            counter("prefilled_ahead_saved_seconds").inc(guess.job.computed_s if tokens else 0.0)
+        if not is_right:
+            counter("prefilled_ahead_tokens_wasted").inc(tokens)
+            return
+        counter("prefilled_ahead_tokens_used").inc(tokens)
+        counter("prefilled_ahead_saved_seconds").inc(guess.job.computed_s if tokens else 0.0)
 
     def _note_growth(self, name: str, context: RequestContext) -> None:
         """Notes whether a conversation grows: its turn begins with all of the turn before."""
@@ -193,14 +189,9 @@ def _begin_of(word: str, ids: list[int], decode: Callable[[Sequence[int]], str])
     def has(tail: int) -> bool:
         return word in decode(ids[len(ids) - tail :])
 
-    tail = 64
-    while tail < len(ids) and not has(tail):
-        tail *= 2
-    most = min(tail, len(ids))
-    if not has(most):
-        return None
-    least = 0
-    while most - least > 1:
-        middle = (least + most) // 2
-        least, most = (least, middle) if has(middle) else (middle, most)
-    return len(ids) - most
+    most = 64
+    while most < len(ids) and not has(most):
+        most *= 2
+    tails = range(min(most, len(ids)) + 1)
+    tail = bisect_left(tails, True, key=has)
+    return len(ids) - tail if tail in tails else None

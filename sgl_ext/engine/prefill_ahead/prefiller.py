@@ -104,8 +104,16 @@ class Prefiller:
 
     def drop_all(self, reason: str) -> None:
         """Ends all jobs."""
-        for name in list(self._jobs):
-            self.drop(name, reason)
+        for job in list(self._jobs.values()):
+            self._finish(job, reason)
+
+    def drop_session(self, session: str, owner: str | None) -> int:
+        """Ends the jobs of a session, and of this tenant if one is given. How many there were."""
+        ours = [job for job in self._jobs.values() if job.context.session == session]
+        jobs = [job for job in ours if owner in (None, job.context.owner)]
+        for job in jobs:
+            self._finish(job, "deleted")
+        return len(jobs)
 
     async def idle(self) -> None:
         """Returns once the engine serves no real request."""
@@ -117,7 +125,9 @@ class Prefiller:
         while True:
             await self._has_jobs.wait()
             await self.idle()
-            self._drop_late()
+            now_s = time.monotonic()
+            for job in [job for job in self._jobs.values() if job.deadline_s <= now_s]:
+                self._finish(job, "late")
             if self._jobs:
                 job = next(iter(self._jobs.values()))
                 try:
@@ -128,11 +138,6 @@ class Prefiller:
             if not self._jobs:
                 self._has_jobs.clear()
 
-    def _drop_late(self) -> None:
-        now_s = time.monotonic()
-        for job in [job for job in self._jobs.values() if job.deadline_s <= now_s]:
-            self._finish(job, "late")
-
     def _is_busy(self) -> bool:
         return any(not is_slice_name(name) for name in self._manager.rid_to_state)
 
@@ -140,19 +145,21 @@ class Prefiller:
         """Sends a job's next slice, and notes how far the job is."""
         before_s = job.computed_s
         meta = await self._send(job)
-        finish, rejected = meta.get("finish_reason") or {}, None
+        finish = meta.get("finish_reason") or {}
+        reason, cached = None, meta.get("cached_tokens")
         if finish.get("type") == "abort":
-            rejected = read_refusal(finish.get("message") or "")
-            if rejected is None:
-                return self._finish(job, "failed")
-        reason, cached = rejected or (None, meta["cached_tokens"])
-        if reason is Rejection.BUSY:
+            reason, cached = read_refusal(finish.get("message") or "") or (None, None)
+        if cached is None:
+            return self._finish(job, "failed")
+        if reason in (Rejection.BUSY, Rejection.MEMORY):
             counter("prefill_ahead_slices_rejected").labels(reason).inc()
+        if reason is Rejection.BUSY:
             await asyncio.sleep(_POLL_S)
             return
-        self._note_cached(job, cached)
+        if job.cached_tokens is None:
+            job.cached_tokens = cached
+        job.reached_tokens = max(job.reached_tokens, cached)
         if reason is Rejection.MEMORY:
-            counter("prefill_ahead_slices_rejected").labels(reason).inc()
             return self._finish(job, "memory")
         if reason is not Rejection.TOO_LONG:
             job.reached_tokens = max(job.reached_tokens, job.end)
@@ -201,11 +208,6 @@ class Prefiller:
         answers = [answer async for answer in self._manager.generate_request(request, None)]
         meta: dict[str, Any] = answers[-1]["meta_info"]
         return meta
-
-    def _note_cached(self, job: Job, cached: int) -> None:
-        if job.cached_tokens is None:
-            job.cached_tokens = cached
-        job.reached_tokens = max(job.reached_tokens, cached)
 
     def _finish(self, job: Job, reason: str) -> None:
         if job.done.is_set():  # it was dropped while a slice ran

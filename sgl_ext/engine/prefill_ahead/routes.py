@@ -26,8 +26,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from sgl_ext.engine.core.counters import counter
-from sgl_ext.engine.core.dry_run import DryRun, Headers, convert
-from sgl_ext.engine.core.request_context import WHOLE_PROMPT
+from sgl_ext.engine.core.dry_run import Headers, convert
 from sgl_ext.engine.prefill_ahead.next_turns import certain_ids, conversation_name
 from sgl_ext.engine.prefill_ahead.prefiller import DEADLINE_S, Job, Prefiller
 from sgl_ext.engine.sglang_http_types import TokenizerManager
@@ -52,7 +51,6 @@ class PrefillRequests:
         self._prefiller = prefiller
         self._converts = asyncio.Lock()
         self._tasks: set[asyncio.Task[Response]] = set()
-        self._jobs: dict[str, set[Job]] = {}
 
     def routes(self) -> list[Route]:
         """The routes that take them."""
@@ -107,9 +105,7 @@ class PrefillRequests:
         if not session:
             return _error(HTTPStatus.BAD_REQUEST, "session: must be given")
         owner = request.headers.get(OWNER_HEADER)
-        jobs = (j for j in self._jobs.get(session, ()) if owner in (None, j.context.owner))
-        dropped = sum(self._prefiller.drop(job.name, "deleted") for job in list(jobs))
-        return JSONResponse({"deleted": dropped})
+        return JSONResponse({"deleted": self._prefiller.drop_session(session, owner)})
 
     async def _prefill(
         self, protocol: Protocol, headers: Headers, body: Any, begun: list[Job]
@@ -118,33 +114,28 @@ class PrefillRequests:
         `begun`."""
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + DEADLINE_S
-        turn = partial_turn(protocol, body, secrets.token_hex(8)) or Turn(body, ())
         async with self._converts:
             try:
                 await asyncio.wait_for(self._prefiller.idle(), deadline_s - loop.time())
             except TimeoutError:
                 counter("prefills_ahead_dropped").labels("busy").inc()
                 return JSONResponse(_so_far(begun, "busy"))
-            dry_run = await convert(self._app, protocol.path, headers, turn.body)
-        job = job_of(self._manager, dry_run, turn)
+            job = await read_job(self._app, self._manager, protocol, headers, body)
         if isinstance(job, Response):
             return job
         begun.append(job)
         self._prefiller.put(job)
-        session = job.context.session
-        jobs = self._jobs.setdefault(session, set())
-        jobs.add(job)
-        try:
-            await job.done.wait()
-        finally:
-            jobs.discard(job)
-            if not jobs:
-                self._jobs.pop(session, None)
+        await job.done.wait()
         return JSONResponse(_so_far(begun, job.reason))
 
 
-def job_of(manager: TokenizerManager, dry_run: DryRun, turn: Turn) -> Job | Response:
-    """The job that prefills a converted turn, or the error that answers its request."""
+async def read_job(
+    app: Any, manager: TokenizerManager, protocol: Protocol, headers: Headers, body: Any
+) -> Job | Response:
+    """The job that prefills the prompt of a body, as far as it is certain; or the error that
+    answers its request."""
+    turn = partial_turn(protocol, body, secrets.token_hex(8)) or Turn(body, ())
+    dry_run = await convert(app, protocol.path, headers, turn.body)
     if dry_run.request is None:
         counter("prefills_ahead_dropped").labels("refused").inc()
         return Response(dry_run.answer, dry_run.status, media_type="application/json")
@@ -156,9 +147,7 @@ def job_of(manager: TokenizerManager, dry_run: DryRun, turn: Turn) -> Job | Resp
         message = f"the prompt has {len(ids)} tokens, and this engine takes {longest}"
         return _error(HTTPStatus.BAD_REQUEST, message)
     context = dry_run.context
-    context.pins = tuple(
-        pin for pin in context.pins if pin[0] == WHOLE_PROMPT or pin[0] <= len(ids)
-    )
+    context.pins = tuple(pin for pin in context.pins if pin[0] <= len(ids))  # also WHOLE_PROMPT
     name = conversation_name(context) or secrets.token_hex(8)
     return Job(name, ids, dry_run.request, context)
 

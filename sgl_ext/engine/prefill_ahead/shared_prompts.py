@@ -7,20 +7,17 @@ change while it serves.
 
 from __future__ import annotations
 
-import secrets
 from pathlib import Path
 from typing import Any
 
 import orjson
 from starlette.responses import Response
 
-from sgl_ext.engine.core.dry_run import convert
 from sgl_ext.engine.core.shared_prefixes import prefixes
 from sgl_ext.engine.prefill_ahead.prefiller import Job
-from sgl_ext.engine.prefill_ahead.routes import job_of
+from sgl_ext.engine.prefill_ahead.routes import read_job
 from sgl_ext.engine.sglang_http_types import TokenizerManager
 from sgl_ext.protocols.registry import detect
-from sgl_ext.requests.next_turn import Turn, partial_turn
 
 
 async def share_prompts(app: Any, manager: TokenizerManager, path: str | None) -> list[Job]:
@@ -47,8 +44,7 @@ async def _job(app: Any, manager: TokenizerManager, body: Any) -> Job:
     protocol = detect({}, None, body)
     if protocol is None:
         raise ValueError("is a request of no known protocol")
-    turn = partial_turn(protocol, body, secrets.token_hex(8)) or Turn(body, ())
-    job = job_of(manager, await convert(app, protocol.path, (), turn.body), turn)
+    job = await read_job(app, manager, protocol, (), body)
     if isinstance(job, Response):
         raise ValueError(f"was rejected: {bytes(job.body).decode()}")
     if job.request.cache_salt or job.request.extra_key:

@@ -15,7 +15,7 @@ from sgl_ext.engine.core.dry_run import DryRun, Stopped
 from sgl_ext.engine.core.isolation import group_of, isolate, salted
 from sgl_ext.engine.core.request_context import RequestContext, entered
 from sgl_ext.engine.http import generation_hook
-from sgl_ext.engine.prefill_ahead.prefiller import Job
+from sgl_ext.engine.prefill_ahead.prefiller import Job, Prefiller
 from sgl_ext.engine.prefill_ahead.routes import PrefillRequests
 from sgl_ext.requests.cache_marks import NO_MARKS
 from sgl_ext.requests.segments import Chain
@@ -97,11 +97,11 @@ def test_what_a_dry_run_comes_to_is_salted() -> None:
 
 @pytest.mark.parametrize(("owner", "deleted"), [("bob", 0), ("alice", 1), (None, 1)])
 async def test_only_the_owner_s_prefills_are_deleted(owner: str | None, deleted: int) -> None:
-    manager: Any = None
-    prefiller: Any = SimpleNamespace(drop=lambda name, why: True)
-    requests = PrefillRequests(None, manager, prefiller)
-    made: Any = None
-    requests._jobs["s"] = {Job("name", [1], made, context_of(owner="alice", session="s"))}
+    anything: Any = SimpleNamespace(server_args=SimpleNamespace(page_size=1))
+    prefiller = Prefiller(anything, 256)
+    requests = PrefillRequests(None, anything, prefiller)
+    context = context_of(owner="alice", session="s")
+    prefiller.put(Job("name", [1], anything, context))
     headers = [] if owner is None else [(b"x-sgl-ext-owner", owner.encode())]
     scope = {"type": "http", "method": "DELETE", "query_string": b"session=s", "headers": headers}
     answer = await requests.delete(Request(scope))

@@ -21,7 +21,7 @@ from sgl_ext.engine.core.dry_run import DryRun
 from sgl_ext.engine.core.hints import Hints
 from sgl_ext.engine.core.isolation import is_whole_group, isolate, salted
 from sgl_ext.engine.core.request_context import WHOLE_PROMPT, RequestContext
-from sgl_ext.engine.prefill_ahead import shared_prompts
+from sgl_ext.engine.prefill_ahead import routes, shared_prompts
 from sgl_ext.engine.preflight import CACHE_BACKEND
 from sgl_ext.engine.scheduler import single_flight
 from sgl_ext.engine.scheduler.request_state import RequestState
@@ -432,7 +432,7 @@ def list_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Callable[..., An
             conversion.context = RequestContext()
             return conversion
 
-        monkeypatch.setattr(shared_prompts, "convert", convert)
+        monkeypatch.setattr(routes, "convert", convert)
         path = tmp_path / "share.jsonl"
         path.write_bytes(b"\n".join(lines))
         tokenizer = SimpleNamespace(decode=None)
