@@ -7,10 +7,6 @@ workers. There are no requests and no acknowledgements. States are complete, nev
 repeated every second: a lost message is repaired by the next one, and the state of a dead process
 is forgotten.
 
-    {"placed": [worker, session | null, [segment, ...], prompt_tokens, uncached_tokens]}
-    {"state": {worker: [in_flight, decoding, pending_tokens], ...},
-     "table": [changed_s, {worker: draining, ...}]}
-
 A message begins with the group's secret; any other message is counted and dropped.
 """
 
@@ -21,9 +17,8 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-import orjson
+import msgspec
 
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempt import Attempt
@@ -35,6 +30,27 @@ LOAD_S = 0.01
 SILENT_S = 3.0
 _MOST_BYTES = 65_000
 _MOST_SEGMENTS = 1_500
+
+
+class _Placed(msgspec.Struct, tag=True):
+    """Where a request was placed; the hashes are in hexadecimal digits."""
+
+    worker: str
+    session: str | None
+    segments: list[str]
+    prompt_tokens: int
+    uncached_tokens: int
+
+
+class _State(msgspec.Struct, tag=True):
+    """The load that a process puts on each worker, and its table: which workers drain."""
+
+    loads: dict[str, Load]
+    changed_s: float
+    draining: dict[str, bool]
+
+
+_DECODER = msgspec.json.Decoder(_Placed | _State)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +89,8 @@ class Peers:
         self._received: dict[tuple[str, int], tuple[float, dict[str, Load]]] = {}
         self._sent: dict[str, Load] = {}
         self._load_due = False
-        router.attempts.on_begin(self.send_placed)
-        router.attempts.on_end(self.load_changed)
+        router.attempts.on_begin.append(self.send_placed)
+        router.attempts.on_end.append(self.load_changed)
 
     def start(self) -> None:
         """Receives messages from now on."""
@@ -90,17 +106,9 @@ class Peers:
         routing, prefix = attempt.routing, attempt.in_flight_prefix
         segments = () if prefix is None else prefix.segments[:_MOST_SEGMENTS]
         session = None if routing.session is None or routing.is_final else f"{routing.session:x}"
-        self._send(
-            {
-                "placed": [
-                    attempt.worker.url,
-                    session,
-                    [f"{segment:x}" for segment in segments],
-                    routing.prompt_tokens,
-                    attempt.uncached_tokens,
-                ]
-            }
-        )
+        hashes = [f"{segment:x}" for segment in segments]
+        url, tokens = attempt.worker.url, attempt.uncached_tokens
+        self._send(_Placed(url, session, hashes, routing.prompt_tokens, tokens))
         self.load_changed()
 
     def load_changed(self) -> None:
@@ -118,16 +126,15 @@ class Peers:
         """Sends the loads and the table of workers. Call it every STATE_S."""
         workers = self._router.workers
         self._sent = self._loads()
-        table = {worker.url: worker.draining for worker in workers.all}
-        state = {url: tuple(load) for url, load in self._sent.items()}
-        self._send({"state": state, "table": [workers.changed_s, table]})
+        draining = {worker.url: worker.draining for worker in workers.all}
+        self._send(_State(self._sent, workers.changed_s, draining))
         self._forget_silent()
 
     def _loads(self) -> dict[str, Load]:
         return {worker.url: worker.load for worker in self._router.workers.all}
 
-    def _send(self, message: dict[str, Any]) -> None:
-        data = self._group.secret + orjson.dumps(message)
+    def _send(self, message: _Placed | _State) -> None:
+        data = self._group.secret + msgspec.json.encode(message)
         if len(data) > _MOST_BYTES:
             self._metrics.peer_message_faults.counts[("too long",)] += 1
             return
@@ -147,32 +154,28 @@ class Peers:
                 continue
             try:
                 self.receive(data, address)
-            except (ValueError, KeyError, TypeError, AttributeError):
+            except ValueError:
                 self._metrics.peer_message_faults.counts[("unreadable",)] += 1
 
     def receive(self, data: bytes, address: tuple[str, int]) -> None:
-        """Applies a peer's message. Raises ValueError, KeyError, TypeError or AttributeError if it
-        is malformed."""
+        """Applies a peer's message. Raises ValueError if it is malformed."""
         secret = self._group.secret
         if data[: len(secret)] != secret:
             raise ValueError("not from a peer")
-        message = orjson.loads(data[len(secret) :])
-        if "placed" in message:
-            url, session, segments, prompt_tokens, uncached_tokens = message["placed"]
-            worker = self._router.workers.find(url)
+        message = _DECODER.decode(data[len(secret) :])
+        if isinstance(message, _Placed):
+            worker = self._router.workers.find(message.worker)
             if worker is not None:
                 self._router.attempts.record_of_peer(
                     worker,
-                    None if session is None else int(session, 16),
-                    [int(segment, 16) for segment in segments],
-                    prompt_tokens,
-                    uncached_tokens,
+                    None if message.session is None else int(message.session, 16),
+                    [int(segment, 16) for segment in message.segments],
+                    message.prompt_tokens,
+                    message.uncached_tokens,
                 )
             return
-        loads = {url: Load(*map(int, load)) for url, load in message["state"].items()}
-        changed_s, table = message["table"]
-        self._router.workers.adopt(changed_s, table)
-        self._received[address] = (self._clock(), loads)
+        self._router.workers.adopt(message.changed_s, message.draining)
+        self._received[address] = (self._clock(), message.loads)
         self._add_up()
         self._router.capacity_changed()
 

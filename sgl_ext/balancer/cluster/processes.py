@@ -49,7 +49,7 @@ def _socket() -> socket.socket:
 
 class _Supervisor:
     def __init__(self, groups: list[PeerGroup], serve: Serve, folder: Path) -> None:
-        self._families = groups
+        self._groups = groups
         self._serve = serve
         self._folder = folder
         self._running: dict[int, PeerGroup] = {}
@@ -60,7 +60,7 @@ class _Supervisor:
     def run(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
-        for group in self._families:
+        for group in self._groups:
             self._fork(group)
         while self._running:
             pid, status = os.wait()

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from sgl_ext.balancer.metrics.counters import Counter, Histogram
 
@@ -166,44 +162,6 @@ class Metrics:
     def _histogram(self, name: str, help_text: str, label: str) -> Histogram:
         return Histogram(f"sgl_ext_{name}", help_text, label, _SECONDS, self.registry)
 
-    def watch_workers(self, states: Callable[[], dict[str, WorkerSeries]]) -> None:
-        """Adds a gauge for each field of WorkerSeries; `states` returns them by worker URL."""
-        self.registry.register(_WorkerGauges(states))
-
     def render(self) -> bytes:
         """The metrics in Prometheus' text format, version 0.0.4."""
         return generate_latest(self.registry)
-
-
-class WorkerSeries(NamedTuple):
-    """A worker's state at one moment."""
-
-    ready: bool
-    draining: bool
-    breaker_open: bool
-    in_flight: int
-    pending_tokens: int
-    pinned_tokens: int
-
-
-_WORKER_HELP = {
-    "ready": "Whether the worker is ready for requests.",
-    "draining": "Whether the worker drains: it gets no new requests and leaves after its last one.",
-    "breaker_open": "Whether the worker's circuit breaker is open.",
-    "in_flight": "Requests that the worker is answering for this balancer.",
-    "pending_tokens": "Estimate of the prompt tokens that the worker still has to compute.",
-    "pinned_tokens": "Tokens of the prefixes that are pinned in the worker's cache.",
-}
-
-
-class _WorkerGauges(Collector):
-    def __init__(self, states: Callable[[], dict[str, WorkerSeries]]) -> None:
-        self._states = states
-
-    def collect(self) -> Iterable[Metric]:
-        states = self._states()
-        for name, help_text in _WORKER_HELP.items():
-            family = GaugeMetricFamily(f"sgl_ext_worker_{name}", help_text, labels=["worker"])
-            for url, state in states.items():
-                family.add_metric([url], float(getattr(state, name)))
-            yield family

@@ -42,7 +42,7 @@ class Services:
         self.retries = RetryBudget()
         self.standby_prefill = StandbyPrefill(self.router, self.metrics, self.pool)
         self._pools: dict[Worker, ConnectionPool] = {}
-        self.workers.on_leave(self._drop_pool)
+        self.workers.on_leave.append(self._drop_pool)
 
     def pool(self, worker: Worker) -> ConnectionPool:
         """The connections to a worker."""

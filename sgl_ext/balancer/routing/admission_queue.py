@@ -72,7 +72,7 @@ class AdmissionQueue:
             aging_s, self._served, router.tenants.weights
         )
         metrics.queued_requests.set_function(self._queue.__len__)
-        router.on_capacity(self.admit)
+        router.on_capacity.append(self.admit)
 
     def __len__(self) -> int:
         return len(self._queue)

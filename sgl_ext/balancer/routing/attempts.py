@@ -27,23 +27,19 @@ FOLLOW_TOKENS = 512
 
 
 class Attempts:
-    """The attempts of one balancer process."""
+    """The attempts of one balancer process.
+
+    on_begin: called with every attempt that begins.
+    on_end: called after every attempt that ends.
+    """
 
     def __init__(self, prefixes: Prefixes, clock: Callable[[], float]) -> None:
         self.sessions = Sessions(SESSION_LIVE_S)
         self._prefixes = prefixes
         self._clock = clock
         self._computing: dict[InFlightPrefix | None, Attempt] = {}
-        self._on_begin: list[Callable[[Attempt], None]] = []
-        self._on_end: list[Callable[[], None]] = []
-
-    def on_begin(self, action: Callable[[Attempt], None]) -> None:
-        """Calls `action` with every attempt that begins."""
-        self._on_begin.append(action)
-
-    def on_end(self, action: Callable[[], None]) -> None:
-        """Calls `action` after every attempt that ends."""
-        self._on_end.append(action)
+        self.on_begin: list[Callable[[Attempt], None]] = []
+        self.on_end: list[Callable[[], None]] = []
 
     def begin(
         self, routing: RoutingRequest, worker: Worker, placement: Placement, held: HeldPrefix
@@ -60,7 +56,10 @@ class Attempts:
         if not routing.warms:
             attempt.uncached_tokens = max(routing.prompt_tokens - held.expected_tokens, 0)
             attempt.follows = self._followed(worker, held)
-            self._expect(attempt, held)
+            if missing := routing.chain.hashes[held.expected_segments :]:
+                prefix = self._prefixes.in_flight.expect(worker.slot, missing)
+                attempt.in_flight_prefix = prefix
+                self._computing[prefix] = attempt
         if routing.runs:
             tokens = attempt.uncached_tokens + routing.output_tokens
             capacity = worker.capacity
@@ -74,7 +73,7 @@ class Attempts:
                 self.sessions.end(routing.session)
             else:
                 self.sessions.record(routing.session, worker.slot, routing.prompt_tokens, now_s)
-        for action in self._on_begin:
+        for action in self.on_begin:
             action(attempt)
         return attempt
 
@@ -86,14 +85,6 @@ class Attempts:
         if held.expected_tokens - held.tokens < FOLLOW_TOKENS:
             return None
         return self._computing.get(held.in_flight)
-
-    def _expect(self, attempt: Attempt, held: HeldPrefix) -> None:
-        hashes = attempt.routing.chain.hashes
-        if held.expected_segments < len(hashes):
-            attempt.in_flight_prefix = self._prefixes.in_flight.expect(
-                attempt.worker.slot, hashes[held.expected_segments :]
-            )
-            self._computing[attempt.in_flight_prefix] = attempt
 
     def prefill_done(self, attempt: Attempt) -> None:
         """The worker has computed the prompt. A second call changes nothing."""
@@ -114,22 +105,20 @@ class Attempts:
 
     def succeed(self, attempt: Attempt) -> None:
         """The whole answer came, and it is no failure of the worker."""
-        self._end(attempt)
         attempt.worker.breaker.succeeded()
         if attempt.in_flight_prefix is not None:
             confirm_s = None if attempt.worker.publishes else UNCONFIRMED_S
             self._prefixes.in_flight.end(attempt.in_flight_prefix, self._clock(), confirm_s)
-        self._notify_end()
+        self._end(attempt)
 
     def fail(self, attempt: Attempt, *, by_worker: bool, answered: bool = False) -> None:
         """The worker failed, with an error response (`answered`) or without, or the client
         disconnected."""
-        self._end(attempt)
         if by_worker:
             attempt.worker.breaker.failed(self._clock(), answered=answered)
         if attempt.in_flight_prefix is not None:
             self._prefixes.in_flight.drop(attempt.in_flight_prefix)
-        self._notify_end()
+        self._end(attempt)
 
     def _end_prefill(self, attempt: Attempt) -> None:
         attempt.worker.pending_tokens -= attempt.uncached_tokens
@@ -151,9 +140,7 @@ class Attempts:
         if attempt.decoding:
             worker.decoding -= 1
             attempt.decoding = False
-
-    def _notify_end(self) -> None:
-        for action in self._on_end:
+        for action in self.on_end:
             action()
 
     def record_of_peer(

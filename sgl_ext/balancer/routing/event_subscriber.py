@@ -34,7 +34,7 @@ class EventSubscribers:
         self._tasks: dict[Worker, asyncio.Task[None]] = {}
         self._tried: dict[Worker, asyncio.Event] = {}
         self._reporting: set[Worker] = set()
-        router.workers.on_leave(self._restart)
+        router.workers.on_leave.append(self._restart)
 
     def sync(self) -> None:
         """Subscribes to workers that have joined, and unsubscribes from those that have left."""

@@ -30,8 +30,14 @@ class HeldPrefix(NamedTuple):
     in_flight: InFlightPrefix | None = None
 
 
-NOTHING_HELD = HeldPrefix()
-HeldBySlot = dict[int, HeldPrefix]
+_NOTHING = HeldPrefix()
+
+
+class HeldBySlot(dict[int, HeldPrefix]):
+    """What workers hold of a chain, by their slots; a missing worker holds nothing."""
+
+    def __missing__(self, slot: int) -> HeldPrefix:
+        return _NOTHING
 
 
 class Prefixes:
@@ -44,8 +50,8 @@ class Prefixes:
         self._calibrations = 0
 
     def lookup(self, chain: Chain) -> HeldBySlot:
-        """What each worker holds of a chain, by its slot; without the workers that hold nothing."""
-        found: HeldBySlot = {}
+        """What each worker holds of a chain."""
+        found = HeldBySlot()
         for match in self.index.matches(chain.hashes):
             held = HeldPrefix(match.tokens, match.depth, match.tokens, match.depth)
             mask = match.workers
@@ -55,7 +61,7 @@ class Prefixes:
                 mask ^= low
             self._calibrate(chain.ends[match.depth - 1], match.tokens)
         for slot, (depth, in_flight) in self.in_flight.deepest(chain.hashes).items():
-            held = found.get(slot, NOTHING_HELD)
+            held = found[slot]
             if depth > held.segments:
                 begin = chain.ends[held.segments - 1] if held.segments else 0
                 more_tokens = self.estimate_tokens(chain.ends[depth - 1] - begin)

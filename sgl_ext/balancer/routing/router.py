@@ -24,7 +24,7 @@ from scheduler.placement import (
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempt import Attempt, RoutingRequest
 from sgl_ext.balancer.routing.attempts import FOLLOW_TOKENS, Attempts
-from sgl_ext.balancer.routing.prefixes import NOTHING_HELD, HeldBySlot, Prefixes
+from sgl_ext.balancer.routing.prefixes import HeldBySlot, Prefixes
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.balancer.routing.workers import Workers
 from sgl_ext.protocols.registry import of_path
@@ -38,6 +38,7 @@ class Router:
     """Places requests on workers. One a process; not thread-safe.
 
     worker_limit: how many requests may be in flight at a worker in any case.
+    on_capacity: called whenever a worker may have more capacity.
     """
 
     def __init__(
@@ -60,9 +61,9 @@ class Router:
         self._worker_limit = worker_limit
         self._preemption_threshold = preemption_threshold
         self._clock = clock
-        self._on_capacity: list[Callable[[], None]] = []
-        self.attempts.on_end(self.capacity_changed)
-        workers.on_leave(self._forget)
+        self.on_capacity: list[Callable[[], None]] = []
+        self.attempts.on_end.append(self.capacity_changed)
+        workers.on_leave.append(self._forget)
 
     def read(
         self,
@@ -118,12 +119,10 @@ class Router:
         home = self._find_home(request, candidates, held, now_s)
         if home is not None and home in open_workers:
             return self._begin(routing, home, "home", held)
-        if (
-            waits_for_home
-            and home is not None
-            and _tokens_saved_at(home, open_workers, held) >= FOLLOW_TOKENS
-        ):
-            return None
+        if waits_for_home and home is not None:
+            most = max(held[worker.slot].expected_tokens for worker in open_workers)
+            if held[home.slot].expected_tokens - most >= FOLLOW_TOKENS:
+                return None
         placement = place(request, [self._view(w, held, now_s) for w in open_workers])
         assert placement is not None, "some worker has capacity"
         worker = next(w for w in open_workers if w.url == placement.worker)
@@ -147,13 +146,9 @@ class Router:
         """Whether some worker takes requests, even if it has no capacity now."""
         return any(w.is_available for w in self.workers.all if w not in besides)
 
-    def on_capacity(self, action: Callable[[], None]) -> None:
-        """Calls `action` whenever a worker may have more capacity."""
-        self._on_capacity.append(action)
-
     def capacity_changed(self) -> None:
         """An attempt has ended, or an engine or a peer has reported its load."""
-        for action in self._on_capacity:
+        for action in self.on_capacity:
             action()
 
     def views(self, chain: Chain) -> list[tuple[Worker, WorkerView]]:
@@ -213,8 +208,7 @@ class Router:
         self, routing: RoutingRequest, worker: Worker, reason: str, held: HeldBySlot
     ) -> Attempt:
         placement = Placement(worker.url, reason)
-        held_there = held.get(worker.slot, NOTHING_HELD)
-        return self.attempts.begin(routing, worker, placement, held_there)
+        return self.attempts.begin(routing, worker, placement, held[worker.slot])
 
     def _find_home(
         self, request: PlacementRequest, candidates: list[Worker], held: HeldBySlot, now_s: float
@@ -227,8 +221,7 @@ class Router:
                 continue
             pending = worker.total_pending_tokens(now_s)
             least = pending if least is None or pending < least else least
-            if worker.slot in held:
-                most = max(most, held[worker.slot].expected_tokens)
+            most = max(most, held[worker.slot].expected_tokens)
         if home is None:
             return None
         view = self._view(home, held, now_s)
@@ -246,8 +239,8 @@ class Router:
             return True
         tokens = 0
         if held is not None:
-            expected_tokens = held.get(worker.slot, NOTHING_HELD).expected_tokens
-            tokens = max(routing.prompt_tokens - expected_tokens, 0) + routing.output_tokens
+            missing_tokens = routing.prompt_tokens - held[worker.slot].expected_tokens
+            tokens = max(missing_tokens, 0) + routing.output_tokens
         return has_capacity(
             worker.capacity,
             worker.running,
@@ -261,7 +254,7 @@ class Router:
     def _view(self, worker: Worker, held: HeldBySlot, now_s: float) -> WorkerView:
         return WorkerView(
             worker.url,
-            held.get(worker.slot, NOTHING_HELD).expected_tokens,
+            held[worker.slot].expected_tokens,
             worker.total_pending_tokens(now_s),
             worker.decoding + worker.peer_load.decoding,
             worker.recent_prefill.at(now_s),
@@ -284,9 +277,3 @@ class Router:
             slot = max(holders, default=(0, None))[1]
         url = next((w.url for w in self.workers.all if w.slot == slot), None)
         return PlacementRequest(routing.prompt_tokens, routing.prefix, url, last_tokens)
-
-
-def _tokens_saved_at(home: Worker, others: Collection[Worker], held: HeldBySlot) -> int:
-    """The prompt tokens that need not be computed at home and must be at any of the others."""
-    most = max(held.get(worker.slot, NOTHING_HELD).expected_tokens for worker in others)
-    return held.get(home.slot, NOTHING_HELD).expected_tokens - most

@@ -5,13 +5,45 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
 from scheduler.breaker import State
-from sgl_ext.balancer.metrics.registry import Metrics, WorkerSeries
+from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.worker import Worker
 
+# Each metric of a worker: its help text and its value at a time.
+_GAUGES: dict[str, tuple[str, Callable[[Worker, float], int]]] = {
+    "ready": ("Whether the worker is ready for requests.", lambda worker, now_s: worker.ready),
+    "draining": (
+        "Whether the worker drains: it gets no new requests and leaves after its last one.",
+        lambda worker, now_s: worker.draining,
+    ),
+    "breaker_open": (
+        "Whether the worker's circuit breaker is open.",
+        lambda worker, now_s: worker.breaker.state is State.OPEN,
+    ),
+    "in_flight": (
+        "Requests that the worker is answering for this balancer.",
+        lambda worker, now_s: worker.in_flight,
+    ),
+    "pending_tokens": (
+        "Estimate of the prompt tokens that the worker still has to compute.",
+        Worker.total_pending_tokens,
+    ),
+    "pinned_tokens": (
+        "Tokens of the prefixes that are pinned in the worker's cache.",
+        lambda worker, now_s: worker.pinned_tokens,
+    ),
+}
 
-class Workers:
-    """All engines. `changed_s` is when the table last changed, by the clock of this machine."""
+
+class Workers(Collector):
+    """All engines, and their metrics.
+
+    changed_s: when the table last changed, by the clock of this machine.
+    on_leave: called with each worker that is removed or no longer ready.
+    """
 
     def __init__(
         self,
@@ -21,24 +53,19 @@ class Workers:
     ) -> None:
         self.all: list[Worker] = []
         self._clock = clock
-        self._on_leave: list[Callable[[Worker], None]] = []
-        metrics.watch_workers(self._series)
+        self.on_leave: list[Callable[[Worker], None]] = []
+        metrics.registry.register(self)
         for url in urls:
             self.add(url).recovered_s = None
         self.changed_s = 0.0
 
-    def _series(self) -> dict[str, WorkerSeries]:
-        return {
-            worker.url: WorkerSeries(
-                ready=worker.ready,
-                draining=worker.draining,
-                breaker_open=worker.breaker.state is State.OPEN,
-                in_flight=worker.in_flight,
-                pending_tokens=worker.total_pending_tokens(self._clock()),
-                pinned_tokens=worker.pinned_tokens,
-            )
-            for worker in self.all
-        }
+    def collect(self) -> Iterable[Metric]:
+        now_s = self._clock()
+        for name, (help_text, value) in _GAUGES.items():
+            family = GaugeMetricFamily(f"sgl_ext_worker_{name}", help_text, labels=["worker"])
+            for worker in self.all:
+                family.add_metric([worker.url], value(worker, now_s))
+            yield family
 
     @property
     def ready(self) -> list[Worker]:
@@ -83,10 +110,6 @@ class Workers:
             self.all.remove(worker)
             self._left(worker)
 
-    def on_leave(self, action: Callable[[Worker], None]) -> None:
-        """Calls `action` with each worker that is removed or no longer ready."""
-        self._on_leave.append(action)
-
     def mark(self, worker: Worker, *, ready: bool) -> None:
         """Records whether a worker is ready, as a probe or a request found."""
         if ready and not worker.ready:
@@ -99,5 +122,5 @@ class Workers:
         worker.ready = ready
 
     def _left(self, worker: Worker) -> None:
-        for action in self._on_leave:
+        for action in self.on_leave:
             action(worker)
