@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from sgl_ext.protocols.errors import OPENAI_ERRORS
@@ -22,10 +22,6 @@ from sgl_ext.requests.protocol import (
     ToolForm,
     listed,
 )
-
-
-def _recognizes(headers: Mapping[str, str], body: Json) -> bool:
-    return isinstance(body.get("messages"), list)
 
 
 def _find_marks(body: Json) -> Iterator[FoundMark]:
@@ -119,10 +115,6 @@ def _add_texts(body: Json, parts: list[Json]) -> None:
         body["messages"] = [{**first, "content": [*parts, *own]}, *messages[1:]]
 
 
-def _has_form(tool: Json) -> bool:
-    return isinstance(tool.get("function"), dict)
-
-
 def _write_tool(function: Json, schema: Any) -> Json:
     parameters = {} if schema is None else {"parameters": schema}
     return {"type": "function", "function": {**function, **parameters}}
@@ -136,10 +128,10 @@ CHAT = Protocol(
     prompt=_PROMPT,
     marks=MarkRules(_find_marks, root_is_whole=True),
     conversation=Conversation(_join, _read, _add_results),
-    tool_form=ToolForm(_has_form, _write_tool),
+    tool_form=ToolForm(lambda tool: isinstance(tool.get("function"), dict), _write_tool),
     add_texts=_add_texts,
     translate=translate,
-    recognizes=_recognizes,
+    recognizes=lambda headers, body: isinstance(body.get("messages"), list),
 )
 OLLAMA_CHAT = Protocol(
     paths=("/api/chat",), errors=OPENAI_ERRORS, prompt=_PROMPT, marks=MarkRules()

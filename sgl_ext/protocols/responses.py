@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import orjson
@@ -21,10 +21,6 @@ from sgl_ext.requests.protocol import (
     Result,
     ToolForm,
 )
-
-
-def _recognizes(headers: Mapping[str, str], body: Json) -> bool:
-    return body.get("input") is not None or body.get("previous_response_id") is not None
 
 
 def _join(events: Iterable[bytes]) -> Json:
@@ -78,10 +74,6 @@ def _add_texts(body: Json, parts: list[Json]) -> None:
         body["instructions"] = "\n\n".join([*texts, own] if own else texts)
 
 
-def _has_form(tool: Json) -> bool:
-    return tool.get("type") == "function" and "function" not in tool
-
-
 def _write_tool(function: Json, schema: Any) -> Json:
     parameters = {} if schema is None else {"parameters": schema}
     return {"type": "function", **function, **parameters}
@@ -115,8 +107,12 @@ RESPONSES = Protocol(
         overrides={"store": False},
         stored=("previous_response_id", "conversation"),
     ),
-    tool_form=ToolForm(_has_form, _write_tool),
+    tool_form=ToolForm(
+        lambda tool: tool.get("type") == "function" and "function" not in tool, _write_tool
+    ),
     add_texts=_add_texts,
     translate=translate,
-    recognizes=_recognizes,
+    recognizes=lambda headers, body: any(
+        body.get(field) is not None for field in ("input", "previous_response_id")
+    ),
 )

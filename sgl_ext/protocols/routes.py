@@ -74,23 +74,25 @@ class Route(NamedTuple):
     """How requests to a path reach one worker.
 
     label: the path's pattern, so that ids in paths do not become metric labels.
+    method: the only HTTP method of such requests.
     placed: the body decides the worker.
     runs: the worker's scheduler runs the request, so the worker needs capacity for it.
     warms: the request prepares a later one and runs only while the worker is idle.
     """
 
     label: str
-    placed: bool
+    method: str = "POST"
+    placed: bool = False
     runs: bool = False
     warms: bool = False
 
 
 _MODEL = "/v1/models/{model}"
-_TO_ONE: dict[str, dict[str, Route]] = {
-    **{path: {"POST": Route(path, placed=True, runs=path not in NOT_RUN)} for path in PLACED},
-    PREFILL: {"POST": Route(PREFILL, placed=True, warms=True)},
-    **{path: {"GET": Route(path, placed=False)} for path in ANY_GET},
-    **{path: {"POST": Route(path, placed=False)} for path in ANY_POST},
+_TO_ONE = {
+    **{path: Route(path, placed=True, runs=path not in NOT_RUN) for path in PLACED},
+    PREFILL: Route(PREFILL, placed=True, warms=True),
+    **{path: Route(path, "GET") for path in ANY_GET},
+    **{path: Route(path) for path in ANY_POST},
 }
 _KNOWN = {"/", "/health", "/metrics", CONTEXTS, *_TO_ONE, *FANNED_OUT, *FANNED_OUT_GET}
 
@@ -100,18 +102,17 @@ def to_one(method: str, path: str) -> Route | None:
 
     Raises BalancerError 405 for a method that the path does not have.
     """
-    by_method = _TO_ONE.get(path) or _TO_ONE.get(_pattern(path))
-    if by_method is None or (method, path) == ("DELETE", PREFILL):
+    route = _TO_ONE.get(path) or _TO_ONE.get(_pattern(path))
+    if route is None or (method, path) == ("DELETE", PREFILL):
         return None
-    route = by_method.get(method)
-    if route is None:
+    if method != route.method:
         raise BalancerError(HTTPStatus.METHOD_NOT_ALLOWED, f"{method} {path}: Method Not Allowed")
     return route
 
 
 def is_known_to_one(path: str) -> bool:
     """Whether requests to this path go to one worker."""
-    return path in _TO_ONE or _pattern(path) in _TO_ONE
+    return _pattern(path) in _TO_ONE
 
 
 def label_of(path: str) -> str:

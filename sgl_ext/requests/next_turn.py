@@ -33,6 +33,7 @@ CALL_OUTPUTS = {
     "custom_tool_call": "custom_tool_call_output",
 }
 _IGNORED = frozenset({"stream_options", "background"})
+_NOT_CERTAIN = (LookupError, TypeError, ValueError, AttributeError)
 
 
 class Turn(NamedTuple):
@@ -52,13 +53,13 @@ def next_turn(protocol: Protocol, body: Any, answer: Sequence[Json], nonce: str)
     """
     try:
         items = _items(protocol, body)
-        if items is None or (items and _is_assistant(items[-1])):
+        if items and _is_assistant(items[-1]):
             return None
         added = list(answer)
         if not _returns_thinking(items):
             added = [without for item in added if (without := _without_thinking(item))]
         return _turn(protocol, body, items + added, added, nonce)
-    except (LookupError, TypeError, ValueError, AttributeError):
+    except _NOT_CERTAIN:
         return None
 
 
@@ -69,13 +70,11 @@ def partial_turn(protocol: Protocol, body: Any, nonce: str) -> Turn | None:
     """
     try:
         items = _items(protocol, body)
-        if items is None:
-            return None
         start = len(items)
         while start and (_is_assistant(items[start - 1]) or result_ids(items[start - 1])):
             start -= 1
         return _turn(protocol, body, items, items[start:], nonce)
-    except (LookupError, TypeError, ValueError, AttributeError):
+    except _NOT_CERTAIN:
         return None
 
 
@@ -91,15 +90,17 @@ def result_ids(item: Json) -> list[str]:
     return [block["tool_use_id"] for block in blocks]
 
 
-def _items(protocol: Protocol, body: Any) -> list[Json] | None:
-    """A request's turns; None if some are not in the request, or it has no list of turns."""
+def _items(protocol: Protocol, body: Any) -> list[Json]:
+    """A request's turns. Raises if some are not in the request, or it has no list of turns."""
     rules = protocol.conversation
-    if rules is None or not isinstance(body, dict) or any(map(body.get, rules.stored)):
-        return None
-    items = body.get(str(protocol.turns_field))
+    if rules is None or any(map(body.get, rules.stored)):
+        raise ValueError("the turns are not known")
+    items = body.get(protocol.turns_field)
     if isinstance(items, str) and (Part.ITEMS, protocol.turns_field) in protocol.prompt:
         return [{"role": "user", "content": items}] if items else []
-    return items if isinstance(items, list) else None
+    if not isinstance(items, list):
+        raise TypeError("the turns are no list")
+    return items
 
 
 def _is_assistant(item: Json) -> bool:

@@ -20,7 +20,12 @@ from typing import Any
 LIMIT = 1000
 HEADERS = ("x-sgl-ext-priority", "x-dynamo-request-priority")
 _TIERS = {"priority": 10, "flex": -10}
-_KNOWN_TIERS = (None, "auto", "default", "scale", "standard", "standard_only")
+_KNOWN_TIERS = (None, *_TIERS, "auto", "default", "scale", "standard", "standard_only")
+_HINTS = (
+    ("priority", int, "an integer"),
+    ("osl", int, "an integer"),
+    ("speculative_prefill", bool, "true or false"),
+)
 _INTEGER = re.compile(r"[+-]?[0-9]{1,20}")
 
 
@@ -51,49 +56,44 @@ def read_importance(headers: Mapping[str, str], body: Any, ceiling: int = LIMIT)
 
     The ceiling also limits the default priority. `headers` has lower-case names.
     """
-    nvext = body.get("nvext") if isinstance(body, dict) else None
-    stated = next(((n, headers[n]) for n in HEADERS if headers.get(n)), None)
-    tier = body.get("service_tier") if isinstance(body, dict) else None
-    own = body.get("priority") if isinstance(body, dict) else None
-    if stated is None and nvext is None and tier is None and own is None:
+    body = body if isinstance(body, dict) else {}
+    name = next((name for name in HEADERS if headers.get(name)), None)
+    nvext, tier, own = body.get("nvext"), body.get("service_tier"), body.get("priority")
+    if name is None and nvext is None and tier is None and own is None:
         return USUAL if ceiling >= 0 else Importance(max(ceiling, -LIMIT))
     hints = nvext.get("agent_hints") if isinstance(nvext, dict) else None
-    if hints is not None and not isinstance(hints, dict):
-        return Importance(error="nvext.agent_hints: must be an object")
-    hints = hints or {}
-    for name in ("priority", "osl"):
-        if (value := hints.get(name)) is not None and type(value) is not int:
-            return Importance(error=f"nvext.agent_hints.{name}: must be an integer, not {value!r}")
-    ahead = hints.get("speculative_prefill")
-    if ahead is not None and type(ahead) is not bool:
-        return Importance(
-            error=f"nvext.agent_hints.speculative_prefill: must be true or false, not {ahead!r}"
-        )
-    if (expected := hints.get("osl")) is not None and expected < 0:
-        return Importance(error=f"nvext.agent_hints.osl: must not be negative, as {expected} is")
-    ignored = 0
-    if own is not None and type(own) is not int:  # SGLang would reject it, or convert it
-        own, ignored = None, 1
-    priority = hints.get("priority")
-    priority = own if priority is None else priority
-    if stated is not None:
-        name, text = stated
-        if _INTEGER.fullmatch(text.strip()) is not None:
-            priority = int(text)
+    hints = {} if hints is None else hints
+    if error := _error_in(hints):
+        return Importance(error=f"nvext.agent_hints{error}")
+    # SGLang would reject another type than int, or convert it.
+    ignored = (own is not None and type(own) is not int) + (tier not in _KNOWN_TIERS)
+    priorities = [
+        hints.get("priority"),
+        own if type(own) is int else None,
+        _TIERS.get(tier) if isinstance(tier, str) else None,
+    ]
+    if name is not None:
+        if _INTEGER.fullmatch(headers[name].strip()) is not None:
+            priorities.insert(0, int(headers[name]))
         elif name == HEADERS[0]:
-            return Importance(error=f"{name}: must be an integer, not {text[:40]!r}")
+            return Importance(error=f"{name}: must be an integer, not {headers[name][:40]!r}")
         else:
             ignored += 1
-    if isinstance(tier, str) and tier in _TIERS:
-        priority = _TIERS[tier] if priority is None else priority
-    elif tier not in _KNOWN_TIERS:
-        ignored += 1
-    clamped = max(min(priority or 0, LIMIT, ceiling), -LIMIT)
+    priority = next((each for each in priorities if each is not None), None)
     return Importance(
-        clamped,
-        expected,
-        "",
-        ignored,
+        max(min(priority or 0, LIMIT, ceiling), -LIMIT),
+        hints.get("osl"),
+        ignored=ignored,
         is_clamped=priority is not None and priority > ceiling,
-        speculative_prefill=ahead,
+        speculative_prefill=hints.get("speculative_prefill"),
     )
+
+
+def _error_in(hints: Any) -> str:
+    if not isinstance(hints, dict):
+        return ": must be an object"
+    for field, kind, form in _HINTS:
+        if (value := hints.get(field)) is not None and type(value) is not kind:
+            return f".{field}: must be {form}, not {value!r}"
+    expected = hints.get("osl") or 0
+    return f".osl: must not be negative, as {expected} is" if expected < 0 else ""

@@ -175,11 +175,6 @@ class Protocol:
     recognizes: Callable[[Mapping[str, str], Json], bool] = lambda headers, body: False
 
     @property
-    def path(self) -> str:
-        """The path to which its conversations are posted."""
-        return self.paths[0]
-
-    @property
     def turns_field(self) -> str | None:
         """The field that holds the conversation's messages or items; None if there is none."""
         kinds = (Part.MESSAGES, Part.ITEMS)
@@ -188,8 +183,7 @@ class Protocol:
 
 def objects(value: Any) -> list[Json]:
     """The objects in a list; none if it is no list."""
-    listed = value if isinstance(value, list) else []
-    return [each for each in listed if isinstance(each, dict)]
+    return [each for each in listed(value) if isinstance(each, dict)]
 
 
 def listed(value: Any) -> list[Any]:

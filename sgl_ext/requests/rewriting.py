@@ -1,14 +1,28 @@
-"""Copies of parts of a body with other content, and texts in place of content."""
+"""Rewrites bodies that harnesses send, and that SGLang rejects or misreads, into ones it accepts.
+
+    body as sent --> translate --> body for SGLang's own validation and conversion
+                         |
+                         +--> counts of what was rewritten or left out, for a metric
+
+Fields keep their documented meaning as far as an engine can provide it. Tools that run on a
+vendor's servers are left out; tools that the client runs become plain tools; content that the
+model cannot see is replaced by a text that names it. An invalid value stays, and SGLang rejects
+it. A body that needs no change is returned as the same object, and the given body is never
+modified. Translating twice gives the same result as once.
+
+Each protocol's rewriting is in `sgl_ext/protocols/translation/`. The functions here make copies of
+parts of a body with other content, and texts in place of content.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import orjson
 
-from sgl_ext.requests.protocol import Json
+from sgl_ext.requests.protocol import Json, Model, Protocol
 
 Counts = Counter[str]
 """How often each kind of thing was rewritten or left out."""
@@ -29,6 +43,21 @@ _READABLE = (
     "error",
     "content",
 )
+
+
+class Translated(NamedTuple):
+    """A body for SGLang, and how often each kind of thing was rewritten or left out."""
+
+    body: Any
+    counts: Mapping[str, int]
+
+
+def translate(protocol: Protocol, body: Any, model: Model) -> Translated:
+    """The body that SGLang gets for one that a client posted. Never raises."""
+    if protocol.translate is None or not isinstance(body, dict):
+        return Translated(body, {})
+    counts = Counts()
+    return Translated(protocol.translate(body, model, counts), counts)
 
 
 def altered(items: list[Any], change: Callable[[Any], Any]) -> list[Any]:

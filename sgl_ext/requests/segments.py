@@ -79,7 +79,8 @@ def read_chain(protocol: Protocol, body: Any, *, salt: bytes = b"") -> Chain:
     writer = _Writer(body, salt)
     try:
         for part, field in protocol.prompt:
-            _WRITE[part](writer, body, field)
+            value = offered_tools(body) if part is Part.TOOLS else body.get(field)
+            _WRITE[part](writer, value)
     except (TypeError, ValueError, OverflowError, RecursionError, AttributeError):
         return Chain()
     writer.messages_begin()
@@ -136,11 +137,6 @@ class _Writer:
         if self.head_segments is None:
             self.head_segments = len(self.hashes)
 
-    def user_message_ends(self) -> None:
-        """The last segment is the end of a user's message; the first one names the session."""
-        if self.session is None and self.hashes:
-            self.session = self.hashes[-1]
-
 
 def with_sorted_tools(body: Any) -> Any:
     """A body with its tools sorted by name; the same object if there are none.
@@ -159,8 +155,7 @@ def _tool_name(tool: Any) -> str:
     return str((inner if isinstance(inner, dict) else tool).get("name", ""))
 
 
-def _write_tools(writer: _Writer, body: Json, field: str) -> None:
-    tools = offered_tools(body)
+def _write_tools(writer: _Writer, tools: list[Any]) -> None:
     if tools:
         shown = [rendered(tool) if isinstance(tool, dict) else tool for tool in tools]
         writer.segment(b"\xfft" + orjson.dumps(shown, option=SORTED))
@@ -168,27 +163,23 @@ def _write_tools(writer: _Writer, body: Json, field: str) -> None:
         writer.tool_segments = len(writer.hashes)
 
 
-def _write_instructions(writer: _Writer, body: Json, field: str) -> None:
-    _write_blocks(writer, body.get(field))
-
-
-def _write_blocks(writer: _Writer, value: Any) -> None:
+def _write_instructions(writer: _Writer, value: Any) -> None:
     """Instructions: each block is a segment."""
     for block in value if isinstance(value, list) else (value,):
         if block:
             writer.segment(b"\xffs" + block_text(block))
 
 
-def _write_items(writer: _Writer, body: Json, field: str) -> None:
+def _write_items(writer: _Writer, value: Any) -> None:
     """Messages or other items: each is a segment."""
-    for message in items_in(body.get(field)):
+    for message in items_in(value):
         if not isinstance(message, dict):
             writer.messages_begin()
             writer.segment(b"\xffm" + block_text(message))
             continue
         role, content = message.get("role"), message.get("content")
         if role in INSTRUCTION_ROLES:
-            _write_blocks(writer, content)
+            _write_instructions(writer, content)
             continue
         writer.messages_begin()
         parts = [role_text(role)]
@@ -196,13 +187,12 @@ def _write_items(writer: _Writer, body: Json, field: str) -> None:
         if len(message) > 2:
             parts.append(rest_of_message(message))
         writer.segment(b"".join(parts))
-        if role == "user":
-            writer.user_message_ends()
+        if role == "user" and writer.session is None and writer.hashes:
+            writer.session = writer.hashes[-1]
 
 
-def _write_text(writer: _Writer, body: Json, field: str) -> None:
+def _write_text(writer: _Writer, value: Any) -> None:
     """A raw prompt: a text, token ids, or a list of one of them; a batch has no chain."""
-    value = body.get(field)
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
         value = value[0]
     writer.messages_begin()
@@ -212,11 +202,11 @@ def _write_text(writer: _Writer, body: Json, field: str) -> None:
         writer.segment(array("q", value).tobytes())
 
 
-_WRITE: dict[Part, Callable[[_Writer, Json, str], None]] = {
+_WRITE: dict[Part, Callable[[_Writer, Any], None]] = {
     Part.TOOLS: _write_tools,
     Part.INSTRUCTIONS: _write_instructions,
     Part.MESSAGES: _write_items,
     Part.ITEMS: _write_items,
     Part.TEXT: _write_text,
-    Part.INSTANCES: lambda writer, body, field: None,
+    Part.INSTANCES: lambda writer, value: None,
 }

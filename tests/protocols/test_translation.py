@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.protocols.translation.responses import namespaced_names
 from sgl_ext.requests.protocol import Model
-from sgl_ext.requests.translation import translate
+from sgl_ext.requests.rewriting import translate
 
 TEXT_ONLY = Model(sees=False)
 MESSAGES, CHAT, RESPONSES = "/v1/messages", "/v1/chat/completions", "/v1/responses"

@@ -57,7 +57,7 @@ def prepare(services: Services, request: Request) -> Preparation:
     hints, path = hints_of(head.fields), head.path
     protocol = of_path(path)
     if route.warms and (detected := _prefill_protocol(head, document)) is not None:
-        protocol, path = detected, detected.path
+        protocol, path = detected, detected.paths[0]
     tenant = services.router.tenants.asking(hints).name
     expanded, recorder = services.conversations.expand(path, document, tenant)
     if expanded is not document:

@@ -71,7 +71,7 @@ def _as_object(arguments: Any) -> Any:
         return arguments  # SGLang answers an empty input for it
     if isinstance(value, dict):
         return arguments
-    counter("translated_parts").labels(ANTHROPIC.path, "tool_use_input").inc()
+    counter("translated_parts").labels(ANTHROPIC.paths[0], "tool_use_input").inc()
     return "{}" if value is None else orjson.dumps({"input": value}).decode()
 
 

@@ -1,6 +1,6 @@
 """Bodies in the words that SGLang knows, for the model that this engine serves.
 
-`sgl_ext.requests.translation` translates. A request's segments and marks are read from the body as
+`sgl_ext.requests.rewriting` translates. A request's segments and marks are read from the body as
 sent, which the balancer saw, too; SGLang gets the translated body.
 """
 
@@ -19,7 +19,7 @@ from sgl_ext.protocols.registry import of_path
 from sgl_ext.protocols.responses import RESPONSES
 from sgl_ext.protocols.translation.responses import namespaced_names
 from sgl_ext.requests.protocol import Model
-from sgl_ext.requests.translation import translate
+from sgl_ext.requests.rewriting import translate
 
 
 def model_of(serving: ServingChat | None) -> Model:

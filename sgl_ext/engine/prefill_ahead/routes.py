@@ -135,7 +135,7 @@ async def read_job(
     """The job that prefills the prompt of a body, as far as it is certain; or the error that
     answers its request."""
     turn = partial_turn(protocol, body, secrets.token_hex(8)) or Turn(body, ())
-    dry_run = await convert(app, protocol.path, headers, turn.body)
+    dry_run = await convert(app, protocol.paths[0], headers, turn.body)
     if dry_run.request is None:
         counter("prefills_ahead_dropped").labels("refused").inc()
         return Response(dry_run.answer, dry_run.status, media_type="application/json")
