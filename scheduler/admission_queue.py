@@ -16,6 +16,7 @@ that does not wait.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from scheduler.order import Served, Waiting, in_order
@@ -27,6 +28,7 @@ _MOST_EMPTY = 64
 T = TypeVar("T")
 
 
+@dataclass(slots=True, eq=False)
 class Entry(Generic[T]):
     """A queued item.
 
@@ -34,12 +36,9 @@ class Entry(Generic[T]):
     passed_over_s: when it was first in turn and could not be placed; None before that.
     """
 
-    __slots__ = ("item", "passed_over_s", "waiting")
-
-    def __init__(self, item: T, waiting: Waiting) -> None:
-        self.item: T | None = item
-        self.waiting = waiting
-        self.passed_over_s: float | None = None
+    item: T | None
+    waiting: Waiting
+    passed_over_s: float | None = None
 
 
 class OrderedQueue(Generic[T]):
@@ -110,10 +109,3 @@ class OrderedQueue(Generic[T]):
         served = self._served.at(now_s)
         order = in_order(waiting, now_s, self._aging_s, served, self._weights)
         return [entries[position] for position in order]
-
-    def check(self) -> None:
-        """Asserts that each queued item has exactly one entry, and that no other entry has one."""
-        listed = [entry for entry in self._sorted + self._new if entry.item is not None]
-        assert len(listed) == len(self._entries)
-        assert {id(entry) for entry in listed} == {id(e) for e in self._entries.values()}
-        assert all(entry.item is item for item, entry in self._entries.items())

@@ -61,41 +61,31 @@ class InFlight:
     def __init__(self) -> None:
         self.requests = 0
         self.tokens = 0
-        self._requests: dict[int, int] = {}
-        self._tokens: dict[int, int] = {}
+        self._by_priority: dict[int, tuple[int, int]] = {}  # requests and their tokens
 
     def add(self, priority: int, tokens: int) -> None:
         """Counts a request that was sent."""
-        self.requests += 1
-        self.tokens += tokens
-        self._requests[priority] = self._requests.get(priority, 0) + 1
-        self._tokens[priority] = self._tokens.get(priority, 0) + tokens
+        self._count(priority, 1, tokens)
 
     def remove(self, priority: int, tokens: int) -> None:
         """Removes a request that was added with the same arguments."""
-        self.requests -= 1
-        self.tokens -= tokens
-        if self._requests[priority] == 1:
-            del self._requests[priority], self._tokens[priority]
-        else:
-            self._requests[priority] -= 1
-            self._tokens[priority] -= tokens
+        self._count(priority, -1, -tokens)
 
     def above(self, priority: int) -> tuple[int, int]:
         """The number of requests above a priority, and their tokens."""
         requests = tokens = 0
-        for level, count in self._requests.items():
+        for level, (count, their_tokens) in self._by_priority.items():
             if level > priority:
                 requests += count
-                tokens += self._tokens[level]
+                tokens += their_tokens
         return requests, tokens
 
-    def check(self) -> None:
-        """Asserts that the totals are the sums of the priorities."""
-        assert self.requests == sum(self._requests.values())
-        assert self.tokens == sum(self._tokens.values())
-        assert self._requests.keys() == self._tokens.keys()
-        assert all(count > 0 for count in self._requests.values())
+    def _count(self, priority: int, requests: int, tokens: int) -> None:
+        self.requests += requests
+        self.tokens += tokens
+        before, tokens_before = self._by_priority.pop(priority, (0, 0))
+        if before + requests:
+            self._by_priority[priority] = before + requests, tokens_before + tokens
 
 
 def has_capacity(

@@ -79,7 +79,7 @@ def in_order(
     """The positions of all waiting requests in serving order.
 
     served: the tokens that each tenant was given recently; 0 for a missing tenant.
-    weights: each tenant's share relative to the others; 1 for a missing tenant.
+    weights: each tenant's share relative to the others, above 0; 1 for a missing tenant.
     Within a tenant and step the cheapest goes first, then the earliest, then the lowest position.
     """
     steps: dict[int, list[int]] = {}
@@ -88,9 +88,6 @@ def in_order(
         steps.setdefault(reached, []).append(position)
     given = {request.tenant: served.get(request.tenant, 0.0) for request in waiting}
     shares = {tenant: weights.get(tenant, 1.0) for tenant in given}
-    for tenant, weight in shares.items():
-        if not weight > 0:
-            raise ValueError(f"the weight of tenant {tenant!r} is not positive: {weight}")
     order: list[int] = []
     for reached in sorted(steps, reverse=True):
         order += _in_turns(waiting, steps[reached], given, shares)
@@ -133,36 +130,25 @@ def _in_turns(
 class Served:
     """The tokens that each tenant was given, halved every `half_life_s`.
 
-    At most `limit` tenants: beyond it the tenant that was given least is forgotten and counts
-    as one that was given nothing.
+    At most `limit` tenants: beyond it the tenants below one token are forgotten, or else the one
+    that was given least. They count as tenants that were given nothing.
     """
 
     def __init__(self, half_life_s: float = 60.0, limit: int = 1024) -> None:
-        if not 0 < half_life_s < inf:
-            raise ValueError(f"half_life_s is not a positive time: {half_life_s}")
-        if limit < 1:
-            raise ValueError(f"limit is less than 1: {limit}")
         self._span_s = half_life_s / log(2)
         self._limit = limit
         self._sums: dict[str, DecayingSum] = {}
 
-    def __len__(self) -> int:
-        return len(self._sums)
-
     def add(self, tenant: str, tokens: float, now_s: float) -> None:
         """Counts tokens that a tenant was given."""
         if tenant not in self._sums and len(self._sums) >= self._limit:
-            self._make_room(now_s)
+            remaining = self.at(now_s)
+            if len(remaining) == len(self._sums):
+                del remaining[min(remaining, key=lambda tenant: (remaining[tenant], tenant))]
+            self._sums = {tenant: self._sums[tenant] for tenant in remaining}
         self._sums.setdefault(tenant, DecayingSum(self._span_s)).add(tokens, now_s)
 
     def at(self, now_s: float) -> dict[str, float]:
         """Each tenant's tokens at a time, without the tenants below one token."""
         tokens = {tenant: total.at(now_s) for tenant, total in self._sums.items()}
         return {tenant: total for tenant, total in tokens.items() if total >= 1}
-
-    def _make_room(self, now_s: float) -> None:
-        """Forgets the tenants below one token, or the tenant that was given least."""
-        kept = self.at(now_s)
-        if len(kept) == len(self._sums):
-            del kept[min(kept, key=lambda tenant: (kept[tenant], tenant))]
-        self._sums = {tenant: self._sums[tenant] for tenant in kept}

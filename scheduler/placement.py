@@ -73,14 +73,6 @@ class WorkerView(NamedTuple):
     warmth: float = 1.0
 
 
-class OtherWorkers(NamedTuple):
-    """The workers other than a session's own: the most tokens of the prompt that one of them
-    holds, and the fewest tokens that are pending at one of them."""
-
-    held_tokens: int
-    pending_tokens: int
-
-
 class Score(NamedTuple):
     """A worker's cost and its terms, all in tokens."""
 
@@ -105,16 +97,21 @@ class Placement:
     reason: str
 
 
-def stays(request: PlacementRequest, home: WorkerView, others: OtherWorkers) -> str:
+def stays(
+    request: PlacementRequest, home: WorkerView, most_held: int, least_pending: int | None
+) -> str:
     """The reason for placing a known session: "home" if it stays on its worker.
 
     "moved": waiting there costs more than moving. "lost": its cache there is gone.
+    most_held: the most tokens of the prompt that another worker holds.
+    least_pending: the fewest tokens that are pending at another worker; None if there is none.
     """
-    saved = home.held_tokens - others.held_tokens
-    if saved < LOST_SHARE * (request.last_tokens - others.held_tokens):
+    saved = home.held_tokens - most_held
+    if saved < LOST_SHARE * (request.last_tokens - most_held):
         return "lost"
-    ahead = home.pending_tokens - others.pending_tokens
-    return "home" if ahead <= LEAVE * max(saved, 0) else "moved"
+    if least_pending is None or home.pending_tokens - least_pending <= LEAVE * max(saved, 0):
+        return "home"
+    return "moved"
 
 
 def place(request: PlacementRequest, workers: Sequence[WorkerView]) -> Placement | None:
@@ -124,14 +121,16 @@ def place(request: PlacementRequest, workers: Sequence[WorkerView]) -> Placement
     reason = "new"
     home = next((view for view in workers if view.name == request.home), None)
     if home is not None:
-        rest = [view for view in workers if view is not home]
-        most = max((view.held_tokens for view in rest), default=0)
-        least = min((view.pending_tokens for view in rest), default=home.pending_tokens)
-        reason = stays(request, home, OtherWorkers(most, least))
+        others = [view for view in workers if view is not home]
+        most_held = max((view.held_tokens for view in others), default=0)
+        least_pending = min((view.pending_tokens for view in others), default=None)
+        reason = stays(request, home, most_held, least_pending)
         if reason == "home":
             return Placement(home.name, reason)
     scores = score(request, workers, is_new=reason != "moved")
-    chosen = _cheapest(scores, request.prefix)
+    least = min(score.cost for score in scores)
+    ties = [score.name for score in scores if score.cost == least]
+    chosen = max(ties, key=lambda name: (rendezvous(request.prefix, name), name))
     return Placement(chosen, "home" if chosen == request.home else reason)
 
 
@@ -143,24 +142,14 @@ def score(request: PlacementRequest, workers: Sequence[WorkerView], *, is_new: b
 def _score(prompt_tokens: int, view: WorkerView, is_new: bool) -> Score:
     uncached = max(prompt_tokens - view.held_tokens, 0)
     decoding = DECODE_TOKENS * view.decoding
-    recent = _recent(view.recent_tokens) if is_new else 0.0
-    sessions = SESSION_SHARE * view.session_tokens if is_new else 0.0
+    recent = sessions = 0.0
+    if is_new:
+        recent = RECENT * view.recent_tokens**2 / (view.recent_tokens + RECENT_FLOOR)
+        sessions = SESSION_SHARE * view.session_tokens
     cost = view.pending_tokens + COMPUTE * uncached + decoding + recent + sessions
     if view.warmth < 1.0:
         cost = (cost + 1) / max(view.warmth, _LEAST_WARMTH)
     return Score(view.name, cost, view.pending_tokens, uncached, decoding, recent, sessions)
-
-
-def _recent(tokens: float) -> float:
-    return RECENT * tokens * tokens / (tokens + RECENT_FLOOR)
-
-
-def _cheapest(scores: Sequence[Score], prefix: int) -> str:
-    least = min(score.cost for score in scores)
-    names = [score.name for score in scores if score.cost == least]
-    if len(names) == 1:
-        return names[0]
-    return max(names, key=lambda name: (rendezvous(prefix, name), name))
 
 
 def rendezvous(prefix: int, worker: str) -> int:

@@ -145,9 +145,6 @@ class PreemptionHistory:
     def __init__(self, limit: int = 1024) -> None:
         self._last: FIFOCache[str, str] = FIFOCache(limit)
 
-    def __len__(self) -> int:
-        return len(self._last)
-
     def allows(self, preemptor: str, victim: str) -> bool:
         """Whether another request was the last to preempt the victim."""
         return self._last.get(victim) != preemptor

@@ -74,9 +74,6 @@ class GuessHistory:
     def __init__(self, limit: int = 4096) -> None:
         self._right: FIFOCache[str, tuple[bool, ...]] = FIFOCache(limit)
 
-    def __len__(self) -> int:
-        return len(self._right)
-
     def note(self, session: str, *, is_right: bool) -> None:
         """Records whether the next turn was the one guessed."""
         self._right[session] = (*self._right.get(session, ()), is_right)[-self._LATEST :]

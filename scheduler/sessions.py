@@ -27,9 +27,6 @@ class Sessions:
         self._last: OrderedDict[int, _Request] = OrderedDict()
         self._tokens: Counter[int] = Counter()
 
-    def __len__(self) -> int:
-        return len(self._last)
-
     def home(self, session: int) -> tuple[int, int] | None:
         """The worker of a live session and the tokens of its last prompt."""
         found = self._last.get(session)
@@ -65,10 +62,3 @@ class Sessions:
         """Forgets the sessions of a worker that is gone."""
         for session in [key for key, last in self._last.items() if last.worker == worker]:
             self.end(session)
-
-    def check(self) -> None:
-        """Asserts that the totals agree with the sessions."""
-        sums: Counter[int] = Counter()
-        for last in self._last.values():
-            sums[last.worker] += last.tokens
-        assert +sums == +self._tokens

@@ -14,11 +14,9 @@ _MINUTE_S = 60.0
 
 
 class Bucket:
-    """Allows `per_minute` in the long run. It starts full."""
+    """Allows `per_minute`, which is above 0, in the long run. It starts full."""
 
     def __init__(self, per_minute: float, now_s: float) -> None:
-        if per_minute <= 0:
-            raise ValueError(f"per_minute is not positive: {per_minute}")
         self.per_minute = per_minute
         self._level = per_minute
         self._filled_s = now_s

@@ -83,7 +83,6 @@ def test_adding_an_entry_does_not_sort_the_whole_queue(monkeypatch: pytest.Monke
     waits.add(10_000, Waiting(0, 100.5, 0))
     waits.head(32, 100.5)
     assert sorted_in_all[-1] == len(waits), "too many are new"
-    waits.check()
 
 
 comings = st.tuples(st.integers(-1, 2), st.integers(0, 9), st.sampled_from("ab"))
@@ -102,7 +101,6 @@ def test_the_head_is_the_beginning_of_the_whole_order(
             priority, cost, _ = event
             waits.add(number, Waiting(priority, 100.0 + number / 1000, cost))
             number += 1
-        waits.check()
         found = [entry.item for entry in waits.head(most, 100.1)]
         whole = OrderedQueue[int](0.0, Served())
         for entry in waits:

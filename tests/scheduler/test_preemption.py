@@ -237,4 +237,3 @@ def test_the_oldest_preemptions_are_forgotten() -> None:
     feuds.record("a", "1")
     feuds.record("a", "3")
     assert [feuds.allows("a", victim) for victim in "123"] == [False, True, False]
-    assert len(feuds) == 2

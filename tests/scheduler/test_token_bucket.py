@@ -70,8 +70,3 @@ def test_a_new_limit_holds_at_once_and_keeps_the_debt() -> None:
     bucket.resize(120, 0.0)
     assert bucket.wait_s(70, 0.0) == 0
     assert bucket.wait_s(71, 0.0) > 0
-
-
-def test_a_limit_must_be_positive() -> None:
-    with pytest.raises(ValueError, match="not positive"):
-        Bucket(0, 0.0)

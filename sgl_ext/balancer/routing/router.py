@@ -13,7 +13,6 @@ from typing import Any
 
 from scheduler.capacity import has_capacity
 from scheduler.placement import (
-    OtherWorkers,
     Placement,
     PlacementRequest,
     WorkerView,
@@ -225,8 +224,7 @@ class Router:
         if home is None:
             return None
         view = self._view(home, held, now_s)
-        others = OtherWorkers(most, view.pending_tokens if least is None else least)
-        return home if stays(request, view, others) == "home" else None
+        return home if stays(request, view, most, least) == "home" else None
 
     def _has_capacity(
         self, worker: Worker, routing: RoutingRequest, held: HeldBySlot | None = None
