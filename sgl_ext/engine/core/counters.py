@@ -12,82 +12,65 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from prometheus_client import Counter
 
-_COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "headers_stripped": (
-        "Session headers removed from system texts before tokenization.",
-        ("path",),
-    ),
+_COUNTERS: dict[str, tuple[str, ...]] = {
+    "headers_stripped": ("Session headers removed from system texts before tokenization.", "path"),
     "headers_not_stripped": (
         "Session headers left in a body, as they do not begin a system text.",
-        ("path",),
+        "path",
     ),
-    "long_chains_ignored": ("Requests with more segments than are published.", ()),
-    "event_lines": ("Lines of prefix events and load received from the scheduler.", ()),
-    "event_lines_dropped": ("Lines dropped because the socket was full; a snapshot followed.", ()),
-    "event_lines_unreadable": ("Lines that the HTTP process could not apply.", ()),
+    "long_chains_ignored": ("Requests with more segments than are published.",),
+    "event_lines": ("Lines of prefix events and load received from the scheduler.",),
+    "event_lines_dropped": ("Lines dropped because the socket was full; a snapshot followed.",),
+    "event_lines_unreadable": ("Lines that the HTTP process could not apply.",),
     "event_branches_dropped": (
         "Branches dropped from the published residency, for its size limit.",
-        (),
     ),
-    "event_sweeps_deferred": (
-        "Iterations that left evicted segments to find for the next one.",
-        (),
-    ),
-    "slow_event_subscribers": ("Event streams ended because the subscriber read too slowly.", ()),
-    "breakpoints_not_found": ("Marked blocks whose end in the prompt was not found.", ("path",)),
-    "cache_hints_ignored": ("Other vendors' cache hints with unknown values.", ("path",)),
+    "event_sweeps_deferred": ("Iterations that left evicted segments to find for the next one.",),
+    "slow_event_subscribers": ("Event streams ended because the subscriber read too slowly.",),
+    "breakpoints_not_found": ("Marked blocks whose end in the prompt was not found.", "path"),
+    "cache_hints_ignored": ("Other vendors' cache hints with unknown values.", "path"),
     "translated_parts": (
         "Parts of requests that were translated for SGLang, or left out.",
-        (
-            "path",
-            "part",
-        ),
+        "path",
+        "part",
     ),
-    "priority_hints_ignored": ("Other vendors' priority hints with unknown values.", ("path",)),
-    "priority_clamped": ("Requests that asked for more priority than their tenant has.", ("path",)),
+    "priority_hints_ignored": ("Other vendors' priority hints with unknown values.", "path"),
+    "priority_clamped": ("Requests that asked for more priority than their tenant has.", "path"),
     "queued_headers_malformed": (
         "Requests whose time in the balancer's queue was malformed.",
-        ("path",),
+        "path",
     ),
-    "preempted_requests": ("Requests preempted for their slot or their memory.", ()),
-    "preempted_tokens": ("Tokens that preempted requests had generated.", ()),
-    "recomputed_tokens": ("Tokens computed again after a preemption.", ()),
-    "prefills_interrupted": ("Chunked prefills queued again for a more important request.", ()),
-    "promotions": ("Requests admitted at a higher step than their priority, by aging.", ()),
-    "prefixes_awaited": ("Requests that waited for a prefix that another one computed.", ()),
-    "prefills_ahead": ("Prompts taken to be prefilled ahead.", ("kind",)),
-    "prefills_ahead_dropped": (
-        "Prompts dropped before they were prefilled completely.",
-        ("reason",),
-    ),
-    "prefill_ahead_slices_rejected": ("Slices of prompts that could not run at once.", ("reason",)),
-    "prefilled_ahead_tokens": ("Tokens prefilled ahead.", ()),
-    "prefilled_ahead_tokens_used": ("Tokens of right guesses of a next turn.", ()),
-    "prefilled_ahead_tokens_wasted": ("Tokens of guesses whose turn differed or never came.", ()),
-    "prefilled_ahead_saved_seconds": ("Time that prefilling right guesses took.", ()),
-    "next_turns_guessed": ("Turns that came after a guess, by whether it was right.", ("result",)),
-    "next_turns_not_guessed": (
-        "Turns that were not guessed though a guess was wanted.",
-        ("reason",),
-    ),
-    "shared_prefix_requests": ("Requests of cache groups that begin with a shared prefix.", ()),
-    "shared_prefix_tokens": ("Tokens of shared prefixes in requests of cache groups.", ()),
-    "pins_granted": ("Prefixes pinned.", ()),
-    "pins_renewed": ("Marks on prefixes that were pinned already.", ()),
-    "pins_read": ("Pins read by requests.", ()),
-    "pins_rejected": ("Marks that got no pin.", ("reason",)),
+    "preempted_requests": ("Requests preempted for their slot or their memory.",),
+    "preempted_tokens": ("Tokens that preempted requests had generated.",),
+    "recomputed_tokens": ("Tokens computed again after a preemption.",),
+    "prefills_interrupted": ("Chunked prefills queued again for a more important request.",),
+    "promotions": ("Requests admitted at a higher step than their priority, by aging.",),
+    "prefixes_awaited": ("Requests that waited for a prefix that another one computed.",),
+    "prefills_ahead": ("Prompts taken to be prefilled ahead.", "kind"),
+    "prefills_ahead_dropped": ("Prompts dropped before they were prefilled completely.", "reason"),
+    "prefill_ahead_slices_rejected": ("Slices of prompts that could not run at once.", "reason"),
+    "prefilled_ahead_tokens": ("Tokens prefilled ahead.",),
+    "prefilled_ahead_tokens_used": ("Tokens of right guesses of a next turn.",),
+    "prefilled_ahead_tokens_wasted": ("Tokens of guesses whose turn differed or never came.",),
+    "prefilled_ahead_saved_seconds": ("Time that prefilling right guesses took.",),
+    "next_turns_guessed": ("Turns that came after a guess, by whether it was right.", "result"),
+    "next_turns_not_guessed": ("Turns that were not guessed though a guess was wanted.", "reason"),
+    "shared_prefix_requests": ("Requests of cache groups that begin with a shared prefix.",),
+    "shared_prefix_tokens": ("Tokens of shared prefixes in requests of cache groups.",),
+    "pins_granted": ("Prefixes pinned.",),
+    "pins_renewed": ("Marks on prefixes that were pinned already.",),
+    "pins_read": ("Pins read by requests.",),
+    "pins_rejected": ("Marks that got no pin.", "reason"),
     "pins_ended": (
         "Pins that ended: expired, displaced, pressure, ended, deleted, flushed.",
-        ("reason",),
+        "reason",
     ),
-    "prompt_tokens_encoded": (
-        "Prompt tokens, by whether they were tokenized or cached.",
-        ("source",),
-    ),
-    "token_cache_checks": ("Prompts tokenized whole as well, to check the token cache.", ()),
-    "token_cache_disabled": ("Times that the token cache was disabled.", ("reason",)),
-    "messages_converted": ("Messages, by whether they were converted or cached.", ("source",)),
+    "prompt_tokens_encoded": ("Prompt tokens, by whether they were tokenized or cached.", "source"),
+    "token_cache_checks": ("Prompts tokenized whole as well, to check the token cache.",),
+    "token_cache_disabled": ("Times that the token cache was disabled.", "reason"),
+    "messages_converted": ("Messages, by whether they were converted or cached.", "source"),
 }
+"""Each counter's help text, and its labels."""
 
 
 @cache
@@ -99,5 +82,5 @@ def counter(name: str) -> Counter:
     """
     from prometheus_client import Counter
 
-    text, labels = _COUNTERS[name]
+    text, *labels = _COUNTERS[name]
     return Counter(f"sgl_ext_{name}_total", text, labels)

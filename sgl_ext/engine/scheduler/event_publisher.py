@@ -6,12 +6,11 @@ again, a snapshot of everything that is resident is sent.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import orjson
 import zmq
 
-from radix.residency import Residency
 from sgl_ext.engine.core.channels import events_address
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.event_lines import lines_of, pin_row, stored_lines
@@ -19,20 +18,14 @@ from sgl_ext.engine.core.slices import is_slice
 from sgl_ext.engine.scheduler.pin_keeper import PinKeeper
 from sgl_ext.engine.sglang_scheduler_types import NextBatchPlan, Scheduler
 
+if TYPE_CHECKING:
+    from sgl_ext.engine.scheduler.radix_cache import ExtendedRadixCache
+
 _SWEEP_STEPS = 2000  # at most about 1 ms
 _LOAD_INTERVAL_S = 0.1
 # A prefill of at most this length takes about as long as one step of decoding.
 _SHORT_TOKENS = 512
 _LINES_WAITING = 1000
-
-
-class PublishedCache(Protocol):
-    """The part of the extension's radix cache that is published."""
-
-    pins: PinKeeper
-    residency: Residency | None
-
-    def sweep(self, steps: int) -> None: ...
 
 
 class EventChannel:
@@ -61,7 +54,7 @@ class EventPublisher:
     """Publishes one scheduler's segments, pins and load. cache: None publishes the load alone."""
 
     def __init__(
-        self, scheduler: Scheduler, cache: PublishedCache | None, channel: EventChannel
+        self, scheduler: Scheduler, cache: ExtendedRadixCache | None, channel: EventChannel
     ) -> None:
         self._scheduler = scheduler
         self._residency = None if cache is None else cache.residency
@@ -122,7 +115,7 @@ class EventPublisher:
         if cache is None or residency is None:
             return [{"cleared": True}, {"load": self._load}]
         residency.take()
-        cache.pins.take()
+        cache.pins.changed.clear()
         rows = [pin_row(pin, cache.pins.now_s) for pin in cache.pins.pins]
         pinned = [{"pinned": rows}] if rows else []
         stored = stored_lines(residency.snapshot())
@@ -149,13 +142,10 @@ def _with(lines: list[dict[str, Any]], fields: dict[str, Any]) -> list[dict[str,
 
 def pin_changes(pins: PinKeeper) -> dict[str, Any]:
     """The fields of a line for the changes of pins since the last call."""
-    changes = pins.take()
-    fields: dict[str, Any] = {}
-    if changes.unpinned:
-        fields["unpinned"] = sorted(changes.unpinned)
-    if changes.pinned:
-        fields["pinned"] = [pin_row(pin, pins.now_s) for pin in changes.pinned.values()]
-    return fields
+    ended = sorted(prefix for prefix, pin in pins.changed.items() if pin is None)
+    pinned = [pin_row(pin, pins.now_s) for pin in pins.changed.values() if pin is not None]
+    pins.changed.clear()
+    return ({"unpinned": ended} if ended else {}) | ({"pinned": pinned} if pinned else {})
 
 
 def load_of(scheduler: Scheduler, plan: NextBatchPlan, pinned_tokens: int) -> dict[str, int]:

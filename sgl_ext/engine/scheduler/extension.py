@@ -8,31 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from radix.residency import Residency
 from scheduler.order import Served
 from scheduler.preemption import PreemptionHistory
 from sgl_ext.engine.core import ranks
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.scheduler.event_publisher import EventPublisher
 from sgl_ext.engine.scheduler.orders import OrderInbox
-from sgl_ext.engine.scheduler.pin_keeper import PinKeeper
 from sgl_ext.engine.sglang_types import Req, TreeCache
 from sgl_ext.settings.schema import EngineSettings
 from sgl_ext.tenants import Tenants
 
+if TYPE_CHECKING:
+    from sgl_ext.engine.scheduler.radix_cache import ExtendedRadixCache
+
 _ATTRIBUTE = "sgl_ext"
-
-
-class ExtendedCache(Protocol):
-    """What the extension's radix cache has beyond SGLang's."""
-
-    pins: PinKeeper
-    residency: Residency | None
-
-    def sweep(self, steps: int) -> None: ...
-    def evict_first_tokens(self) -> int: ...
 
 
 class SchedulerExtension:
@@ -52,7 +43,7 @@ class SchedulerExtension:
     def __init__(self, cache: TreeCache) -> None:
         self.settings = EngineSettings.from_environment()
         extended: Any = cache if hasattr(cache, "pins") else None
-        self.cache: ExtendedCache | None = extended
+        self.cache: ExtendedRadixCache | None = extended
         self.pins = None if self.cache is None else self.cache.pins
         self.publisher: EventPublisher | None = None
         self.after_output: list[Callable[[], object]] | None = None
@@ -89,3 +80,9 @@ def extension_of(cache: TreeCache) -> SchedulerExtension:
         found = SchedulerExtension(cache)
         setattr(cache, _ATTRIBUTE, found)
     return found
+
+
+def is_plain(cache: TreeCache) -> bool:
+    """Whether a prefix of the cached tokens is usable by itself. With a sliding window or a state
+    it is not."""
+    return not (cache.supports_swa() or cache.supports_mamba())

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from radix.pin import Pin
 from radix.pins import Pins
@@ -29,18 +29,10 @@ from sgl_ext.engine.core.shared_prefixes import group_salt
 from sgl_ext.engine.scheduler.request_state import state_of
 from sgl_ext.engine.sglang_types import Req
 
+if TYPE_CHECKING:
+    from sgl_ext.engine.scheduler.radix_cache import ExtendedRadixCache
+
 _TOKEN_BYTES = 8
-
-
-class LockingCache(Protocol):
-    """The part of the extension's radix cache that pins use."""
-
-    def lock(self, node: Any) -> Any: ...
-    def unlock(self, lock: Any) -> None: ...
-    def match_until(self, req: Req, tokens: int) -> tuple[int, Any]: ...
-    def full_evictable_size(self) -> int: ...
-    def swa_evictable_size(self) -> int: ...
-    def mamba_evictable_size(self) -> int: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -57,24 +49,22 @@ class PinLock:
     is_shared: bool = False
 
 
-@dataclass(slots=True)
-class PinChanges:
-    """The pins that were made, renewed or read, and the names of those that ended."""
-
-    pinned: dict[str, Pin] = field(default_factory=dict)
-    unpinned: set[str] = field(default_factory=set)
-
-
 class PinKeeper:
-    """Keeps `pins` locked in `cache`. Only the entry rank counts and publishes changes."""
+    """Keeps `pins` locked in `cache`. Only the entry rank counts and publishes changes.
 
-    def __init__(self, cache: LockingCache, pins: Pins, page: int, is_entry_rank: bool) -> None:
+    changed: the pins that were made, renewed or read since the last publication, by name; None for
+        one that ended.
+    """
+
+    def __init__(
+        self, cache: ExtendedRadixCache, pins: Pins, page: int, is_entry_rank: bool
+    ) -> None:
         self.pins = pins
         self.now_s = 0.0
+        self.changed: dict[str, Pin | None] = {}
         self._cache = cache
         self._page = page
         self._is_entry_rank = is_entry_rank
-        self._changes = PinChanges()
 
     @property
     def tokens(self) -> int:
@@ -99,7 +89,7 @@ class PinKeeper:
             for pin in self.pins.hit(space, key, self.now_s, req.cached_tokens):
                 pin.label.is_shared |= pin.session != hints.session
                 self._count("pins_read")
-                self._note(pin)
+                self._note(pin.prefix, pin)
         for tokens, ttl_s in hints.pins[state.marks_seen :]:
             end = len(req.origin_input_ids) if tokens == WHOLE_PROMPT else tokens
             end -= end % self._page
@@ -138,7 +128,7 @@ class PinKeeper:
         elif grant.pin.session != hints.session:
             grant.pin.label.is_shared = True
         self._count("pins_granted" if grant.is_new else "pins_renewed")
-        self._note(grant.pin)
+        self._note(grant.pin.prefix, grant.pin)
 
     def end_session(self, hints: Hints) -> None:
         """A client ended its session: gives up the pins that no other session has used."""
@@ -147,11 +137,9 @@ class PinKeeper:
             own = [p for p in pins if p.owner == hints.owner and not p.label.is_shared]
             self.release(own, "ended")
 
-    def release(self, pins: Iterable[Pin], why: str) -> int:
-        """Gives up pins; returns how many there were."""
-        released = [pin for pin in pins if self.pins.release(pin)]
-        self._drop(released, why)
-        return len(released)
+    def release(self, pins: Iterable[Pin], why: str) -> None:
+        """Gives up pins."""
+        self._drop([pin for pin in pins if self.pins.release(pin)], why)
 
     def release_named(self, prefixes: Iterable[str]) -> None:
         """Gives up the pins with these names, if they exist."""
@@ -169,8 +157,7 @@ class PinKeeper:
             if fits():
                 self.release(unlocked, "pressure")
                 return True
-        for pin in unlocked:
-            pin.label.lock = self._cache.lock(pin.label.node)
+        self._lock(unlocked)
         return False
 
     def make_room(self, is_enough: Callable[[], bool]) -> None:
@@ -197,53 +184,43 @@ class PinKeeper:
                 has_freed, useless = False, []
                 for of_node in nodes:
                     before = evictable()
-                    for pin in of_node:
-                        self._cache.unlock(pin.label.lock)
+                    self._unlock(of_node)
                     if evictable() > before:
-                        for pin in of_node:
-                            pin.label.lock = None
                         has_freed = True
                         yield of_node
                     else:
-                        for pin in of_node:
-                            pin.label.lock = self._cache.lock(pin.label.node)
+                        self._lock(of_node)
                         useless.append(of_node)
                 nodes = useless
 
     def _states_evictable_size(self) -> int:
-        return int(self._cache.swa_evictable_size() + self._cache.mamba_evictable_size())
+        return self._cache.swa_evictable_size() + self._cache.mamba_evictable_size()
 
     def forget_all(self) -> None:
         """The tree was emptied, and with it every lock."""
-        for pin in self.pins.clear():
-            self._count("pins_ended", "flushed")
-            self._note_end(pin)
+        self._note_ended(self.pins.clear(), "flushed")
 
-    def take(self) -> PinChanges:
-        """The changes since the last call."""
-        changes, self._changes = self._changes, PinChanges()
-        return changes
+    def _lock(self, pins: Iterable[Pin]) -> None:
+        for pin in pins:
+            pin.label.lock = self._cache.lock(pin.label.node)
 
-    @property
-    def changed(self) -> bool:
-        """Whether `take` would return a change."""
-        return bool(self._changes.pinned or self._changes.unpinned)
-
-    def _drop(self, pins: Iterable[Pin], why: str) -> None:
+    def _unlock(self, pins: Iterable[Pin]) -> None:
         for pin in pins:
             self._cache.unlock(pin.label.lock)
+            pin.label.lock = None
+
+    def _drop(self, pins: list[Pin], why: str) -> None:
+        self._unlock(pins)
+        self._note_ended(pins, why)
+
+    def _note_ended(self, pins: Iterable[Pin], why: str) -> None:
+        for pin in pins:
             self._count("pins_ended", why)
-            self._note_end(pin)
+            self._note(pin.prefix, None)
 
-    def _note(self, pin: Pin) -> None:
+    def _note(self, prefix: str, pin: Pin | None) -> None:
         if self._is_entry_rank:
-            self._changes.pinned[pin.prefix] = pin
-            self._changes.unpinned.discard(pin.prefix)
-
-    def _note_end(self, pin: Pin) -> None:
-        if self._is_entry_rank:
-            self._changes.pinned.pop(pin.prefix, None)
-            self._changes.unpinned.add(pin.prefix)
+            self.changed[prefix] = pin
 
     def _count(self, name: str, *labels: str) -> None:
         if self._is_entry_rank:

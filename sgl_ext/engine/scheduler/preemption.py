@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from scheduler.preemption import Running, victims
 from sgl_ext.engine import sglang_api
-from sgl_ext.engine.scheduler.extension import SchedulerExtension, extension_of
+from sgl_ext.engine.scheduler.extension import SchedulerExtension, extension_of, is_plain
 from sgl_ext.engine.scheduler.priority import applies
 from sgl_ext.engine.scheduler.request_state import state_of
 from sgl_ext.engine.sglang_scheduler_types import PrefillAdder
@@ -92,16 +92,10 @@ def _release(extension: SchedulerExtension, adder: PrefillAdder, indices: list[i
 def _store(cache: TreeCache, req: Req) -> None:
     """Stores a victim's computed tokens in the tree, except those that may still be computed."""
     state_of(req).computed_tokens = req.kv.kv_committed_len
-    if req.skip_radix_cache_insert or req.input_embeds is not None or not _is_plain(cache):
+    if req.skip_radix_cache_insert or req.input_embeds is not None or not is_plain(cache):
         return
     req.refresh_fill_ids()
     cache.checkpoint(req, up_to=min(req.owned_kv_len(), len(req.full_untruncated_fill_ids)))
-
-
-def _is_plain(cache: TreeCache) -> bool:
-    """Whether a prefix of the cached tokens is usable by itself. With a sliding window or a state
-    it is not."""
-    return not (cache.supports_swa() or cache.supports_mamba())
 
 
 def count_recomputed(extension: SchedulerExtension, req: Req) -> None:
@@ -121,7 +115,7 @@ def interrupts(extension: SchedulerExtension, adder: PrefillAdder, req: Req) -> 
     if admission.step > first.priority - extension.settings.preemption_threshold:
         return False
     cache = adder.tree_cache
-    if not (_can_be_interrupted(req) and _is_plain(cache)):
+    if not (_can_be_interrupted(req) and is_plain(cache)):
         return False
     extension.count("prefills_interrupted")
     state_of(req).computed_tokens = req.prefix_len
@@ -159,7 +153,7 @@ def _freed_tokens(adder: PrefillAdder, req: Req) -> int:
     """The memory that a request alone holds, and the memory that is reserved for it."""
     cache, kv = adder.tree_cache, req.kv
     own = kv.kv_allocated_len - kv.cache_protected_len
-    if _is_plain(cache):
+    if is_plain(cache):
         before = cache.full_evictable_size()
         cache.unlock(req.lock)
         own += cache.full_evictable_size() - before

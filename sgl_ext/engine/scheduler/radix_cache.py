@@ -10,30 +10,23 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from operator import add
 from typing import Any, NamedTuple
 
 from radix.pins import Pins
 from radix.residency import Residency
 from scheduler.eviction_priority import EVICT_FIRST, EvictionPriority, eviction_priority
+from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core import ranks
 from sgl_ext.engine.core.hints import Hints
 from sgl_ext.engine.core.slices import is_guess
 from sgl_ext.engine.scheduler import first_token
-from sgl_ext.engine.scheduler.extension import extension_of
+from sgl_ext.engine.scheduler.extension import extension_of, is_plain
 from sgl_ext.engine.scheduler.pin_keeper import PinKeeper
 from sgl_ext.engine.scheduler.request_state import state_of
-from sgl_ext.engine.sglang_api import (
-    ComponentType,
-    EvictParams,
-    MatchPrefixParams,
-    RadixKey,
-    UnifiedRadixCache,
-    create_unified_radix_cache,
-    default_radix_cache_factory,
-    get_memory,
-)
 from sgl_ext.engine.sglang_types import (
     CacheInitParams,
+    EvictParams,
     EvictResult,
     InsertParams,
     InsertResult,
@@ -42,7 +35,6 @@ from sgl_ext.engine.sglang_types import (
     TreeCacheBuildContext,
     TreeCore,
 )
-from sgl_ext.engine.sglang_types import EvictParams as EvictParamsType
 from sgl_ext.settings.schema import EngineSettings
 
 _MOST_EVICTED_FIRST = 4096
@@ -51,11 +43,11 @@ _MOST_EVICTED_FIRST = 4096
 def make_cache(context: TreeCacheBuildContext) -> TreeCache:
     """SGLang's factory of caches: the extension's where it serves the configuration, else SGLang's
     choice."""
-    memory = get_memory()
+    memory = sglang_api.get_memory()
     pure_swa = context.is_hybrid_swa and context.full_tokens_per_layer == 0
     if context.disable_radix_cache or memory.enable_lmcache or memory.enable_flexkv or pure_swa:
-        return default_radix_cache_factory(context)
-    return create_unified_radix_cache(context, cache_class=ExtendedRadixCache)
+        return sglang_api.default_radix_cache_factory(context)
+    return sglang_api.create_unified_radix_cache(context, cache_class=ExtendedRadixCache)
 
 
 class Prompt(NamedTuple):
@@ -79,7 +71,7 @@ class _Store:
     cached_before: int | None = None
 
 
-class ExtendedRadixCache(UnifiedRadixCache):
+class ExtendedRadixCache(sglang_api.UnifiedRadixCache):
     """The unified radix cache.
 
     residency: the resident segments; None on ranks that do not publish them.
@@ -113,7 +105,7 @@ class ExtendedRadixCache(UnifiedRadixCache):
     def _may_wait(self, req: Req) -> bool:
         """Not a request that ends, nor one whose row or state other requests continue."""
         is_alone = req.session is None and req.beam_group is None and not req.finished()
-        return is_alone and not (self.supports_swa() or self.supports_mamba())
+        return is_alone and is_plain(self)
 
     def store(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
         """Stores a request's first `up_to` tokens in the tree, and records what that changed."""
@@ -168,13 +160,14 @@ class ExtendedRadixCache(UnifiedRadixCache):
 
         Splits the node if they end inside one.
         """
-        key = RadixKey(
+        key = sglang_api.RadixKey(
             req.origin_input_ids[:tokens],
             req.extra_key,
             is_bigram=self.tree_core.is_eagle,
             cache_salt=req.cache_salt,
         )
-        found = self.match_prefix(MatchPrefixParams(key=key.page_aligned(self.page_size)))
+        aligned = key.page_aligned(self.page_size)
+        found = self.match_prefix(sglang_api.MatchPrefixParams(key=aligned))
         return found.device_prefix_len, found.last_device_node
 
     def insert(self, params: InsertParams) -> InsertResult:
@@ -191,26 +184,40 @@ class ExtendedRadixCache(UnifiedRadixCache):
             now.cached_before = result.prefix_len
         return result
 
-    def evict(self, params: EvictParamsType) -> EvictResult:
+    def evict(self, params: EvictParams) -> EvictResult:
         return self._evict_with_pins(super().evict, params)
 
-    def evict_for_alloc(self, params: EvictParamsType, **kwargs: Any) -> EvictResult:
+    def evict_for_alloc(self, params: EvictParams, **kwargs: Any) -> EvictResult:
         return self._evict_with_pins(partial(super().evict_for_alloc, **kwargs), params)
 
     def _evict_with_pins(
-        self, evict: Callable[[EvictParamsType], EvictResult], params: EvictParamsType
+        self, evict: Callable[[EvictParams], EvictResult], params: EvictParams
     ) -> EvictResult:
-        """Evicts what is wanted, and gives up pins if that is not enough."""
-        goals = self._goals(params)
+        """Evicts what is wanted, and gives up pins if that is not enough.
+
+        It is enough once each amount is counted as evicted or is free: evicted memory may become
+        free later, and memory may become free without being evicted.
+        """
+        wanted = (params.num_tokens, params.swa_num_tokens, params.mamba_num)
+        goals = list(map(add, self._free(wanted), wanted))
         total = evict(params)
 
-        def missing() -> EvictParamsType | None:
-            return _missing(params, total, [free() - goal for free, goal in goals])
+        def missing() -> list[int]:
+            evicted = (
+                total.num_tokens_evicted,
+                total.swa_num_tokens_evicted,
+                total.mamba_num_evicted,
+            )
+            rows = zip(wanted, evicted, goals, self._free(wanted), strict=True)
+            return [max(0, min(amount - had, goal - free)) for amount, had, goal, free in rows]
 
         def is_enough() -> bool:
-            if (more := missing()) is not None:
-                _add(total, evict(more))
-            return missing() is None
+            if any(amounts := missing()):
+                more = evict(sglang_api.EvictParams(*amounts))
+                total.num_tokens_evicted += more.num_tokens_evicted
+                total.swa_num_tokens_evicted += more.swa_num_tokens_evicted
+                total.mamba_num_evicted += more.mamba_num_evicted
+            return not any(missing())
 
         if len(self.pins.pins):
             self.pins.make_room(is_enough)
@@ -218,14 +225,11 @@ class ExtendedRadixCache(UnifiedRadixCache):
             self.residency.evicted()
         return total
 
-    def _goals(self, params: EvictParamsType) -> list[tuple[Callable[[], int], int]]:
-        """For each kind of memory a function that says what is free, and what shall be free."""
-        kinds = (ComponentType.FULL, ComponentType.SWA, ComponentType.MAMBA)
-        goals: list[tuple[Callable[[], int], int]] = []
-        for kind, wanted in zip(kinds, _amounts(params), strict=True):
-            free = partial(self._component_available_size, kind) if wanted > 0 else int
-            goals.append((free, free() + wanted))
-        return goals
+    def _free(self, wanted: tuple[int, int, int]) -> list[int]:
+        """How much is free of each kind of memory that is wanted; 0 of the others."""
+        types = sglang_api.ComponentType
+        kinds = zip((types.FULL, types.SWA, types.MAMBA), wanted, strict=True)
+        return [self._component_available_size(kind) if amount > 0 else 0 for kind, amount in kinds]
 
     def reset(self) -> None:
         super().reset()
@@ -253,7 +257,7 @@ class _Core:
             return True
 
     def match(self, key: Prompt, tokens: int) -> tuple[int, int]:
-        prompt = RadixKey(key.tokens[:tokens], key.extra_key, cache_salt=key.cache_salt)
+        prompt = sglang_api.RadixKey(key.tokens[:tokens], key.extra_key, cache_salt=key.cache_salt)
         matched, node, _ = self._core.match_full_device_prefix(prompt)
         return matched, node
 
@@ -266,30 +270,3 @@ def _eviction_priority(req: Req, hints: Hints | None) -> EvictionPriority:
     return eviction_priority(
         is_kept=hints.is_reusable, is_last=hints.is_last, is_answer_kept=hints.is_answer_reusable
     )
-
-
-def _amounts(params: EvictParamsType) -> tuple[int, int, int]:
-    return params.num_tokens, params.swa_num_tokens, params.mamba_num
-
-
-def _missing(
-    wanted: EvictParamsType, done: EvictResult, spare: list[int]
-) -> EvictParamsType | None:
-    """What is still to evict, None if nothing.
-
-    That is what was neither counted as evicted nor is free now: evicted memory may become free
-    later, and memory may become free without being evicted. spare: how much more is free than
-    wanted, of each kind.
-    """
-    evicted = (done.num_tokens_evicted, done.swa_num_tokens_evicted, done.mamba_num_evicted)
-    amounts = [
-        max(0, min(asked - had, -over))
-        for asked, had, over in zip(_amounts(wanted), evicted, spare, strict=True)
-    ]
-    return EvictParams(*amounts) if any(amounts) else None
-
-
-def _add(total: EvictResult, more: EvictResult) -> None:
-    total.num_tokens_evicted += more.num_tokens_evicted
-    total.swa_num_tokens_evicted += more.swa_num_tokens_evicted
-    total.mamba_num_evicted += more.mamba_num_evicted

@@ -14,10 +14,10 @@ from typing import Any
 from scheduler.prefill import Rejection, least_tokens, rejection
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.slices import is_forced, is_slice
-from sgl_ext.engine.scheduler.extension import ExtendedCache, SchedulerExtension
+from sgl_ext.engine.scheduler.extension import SchedulerExtension, is_plain
 from sgl_ext.engine.scheduler.request_state import state_of
 from sgl_ext.engine.sglang_scheduler_types import Scheduler
-from sgl_ext.engine.sglang_types import Req, TreeCache
+from sgl_ext.engine.sglang_types import Req
 
 
 def slices_last(extension: SchedulerExtension, requests: list[Any]) -> list[Any]:
@@ -52,26 +52,26 @@ def _decide(
         return Rejection.BUSY, 0
     state.is_slice_checked = True
     tree = scheduler.tree_cache
-    if extension.cache is None or not can_prefill_ahead(tree):
+    if extension.cache is None or not is_plain(tree):
         return Rejection.MEMORY, 0
-    cached = _cached_tokens(tree, req)
+    key = sglang_api.RadixKey(req.origin_input_ids, req.extra_key, cache_salt=req.cache_salt)
+    cached, *_ = tree.tree_core.match_full_device_prefix(key)
     new = len(req.origin_input_ids) - cached
     page = tree.page_size
     chunk = scheduler.chunked_prefill_size
     longest = extension.settings.prefill_ahead_slice_tokens
+    # A slice may use free memory, and memory that no request will read again. The tokens that the
+    # slice continues are none of these.
+    available = scheduler.token_to_kv_pool_allocator.available_size()
+    unread = extension.cache.evict_first_tokens()
     why = rejection(
         is_idle=_is_idle(scheduler, req),
         new_tokens=max(new, least_tokens(page)) if is_forced(req) else new,
         page=page,
         slice_tokens=min(chunk, longest) if chunk and chunk > 0 else longest,
-        free_tokens=_free_tokens(extension.cache, scheduler, cached) - 2 * page,
+        free_tokens=available + max(unread - cached, 0) - 2 * page,
     )
     return why, cached
-
-
-def can_prefill_ahead(tree: TreeCache) -> bool:
-    """Whether a cache has one kind of memory only."""
-    return not (tree.supports_swa() or tree.supports_mamba())
 
 
 def _is_idle(scheduler: Scheduler, req: Req) -> bool:
@@ -81,15 +81,3 @@ def _is_idle(scheduler: Scheduler, req: Req) -> bool:
     if any(other is not req for other in scheduler.waiting_queue):
         return False
     return all(one.finished() for one in scheduler.collect_inflight_reqs())
-
-
-def _cached_tokens(tree: TreeCache, req: Req) -> int:
-    key = sglang_api.RadixKey(req.origin_input_ids, req.extra_key, cache_salt=req.cache_salt)
-    return tree.tree_core.match_full_device_prefix(key)[0]
-
-
-def _free_tokens(cache: ExtendedCache, scheduler: Scheduler, cached: int) -> int:
-    """The memory that a slice may use: what is free, and what no request will read again, except
-    the tokens that the slice itself continues."""
-    available = scheduler.token_to_kv_pool_allocator.available_size()
-    return available + max(cache.evict_first_tokens() - cached, 0)
