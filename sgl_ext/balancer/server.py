@@ -14,9 +14,8 @@ import orjson
 from sgl_ext.balancer.access.authentication import Authentication
 from sgl_ext.balancer.access.key_file_reloader import KeyFileReloader
 from sgl_ext.balancer.access.rate_limits import RateLimits
-from sgl_ext.balancer.admin.app import make_app
-from sgl_ext.balancer.admin.control_plane import ControlPool
-from sgl_ext.balancer.admin.worker_routes import CONVERSATIONS, DIVERGENCES
+from sgl_ext.balancer.admin.app import ControlPool, make_app
+from sgl_ext.balancer.admin.worker_routes import ControlParts
 from sgl_ext.balancer.cluster.peers import PeerGroup, Peers
 from sgl_ext.balancer.conversations.conversation_store import ConversationStore
 from sgl_ext.balancer.conversations.document_store import IN_MEMORY, DocumentStore
@@ -112,10 +111,16 @@ class Balancer:
         self._conversations = ConversationStore(
             self._open_store(), metrics, config.response_ttl_s, config.max_body_bytes
         )
-        app = make_app(router, strip, self._session, metrics, self._metrics_page)
-        app[DIVERGENCES] = self._divergences
-        app[CONVERSATIONS] = self._conversations
-        self._control = ControlPool(app)
+        parts = ControlParts(
+            router,
+            strip,
+            self._session,
+            metrics,
+            self._conversations,
+            self._metrics_page,
+            self._divergences,
+        )
+        self._control = ControlPool(make_app(parts))
         self._services = Services(
             router,
             self._admission_queue,

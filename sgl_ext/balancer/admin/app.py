@@ -6,67 +6,85 @@ one worker never come here.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import socket
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 
-import aiohttp
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from sgl_ext import pin_mirror
 from sgl_ext.balancer.admin import conversation_routes, worker_routes
 from sgl_ext.balancer.admin.fanout import to_all
-from sgl_ext.balancer.admin.json_io import json_response
-from sgl_ext.balancer.admin.worker_routes import ROUTER, SESSION, STRIP
-from sgl_ext.balancer.metrics.registry import Metrics
+from sgl_ext.balancer.admin.worker_routes import PARTS, ControlParts, json_response
+from sgl_ext.balancer.http.connection_pool import ConnectionPool
+from sgl_ext.balancer.http.upstream import UpstreamConnection
 from sgl_ext.balancer.relay.services import error_response
-from sgl_ext.balancer.routing.router import Router
 from sgl_ext.protocols import routes
 from sgl_ext.protocols.errors import BalancerError
-from sgl_ext.requests.headers import HeaderStrip
 
 log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-METRICS = web.AppKey("metrics", Metrics)
-PAGE: web.AppKey[Callable[[], bytes]] = web.AppKey("page")
 _ANY_SIZE = 1 << 62
 
 
-def make_app(
-    router: Router,
-    strip: HeaderStrip,
-    session: aiohttp.ClientSession,
-    metrics: Metrics,
-    page: Callable[[], bytes],
-) -> web.Application:
-    """The application; `page` renders the metrics. The data path limits the sizes of requests."""
+def make_app(parts: ControlParts) -> web.Application:
+    """The application. The data path limits the sizes of requests."""
     app = web.Application(client_max_size=_ANY_SIZE, middlewares=[answer_errors])
-    app[ROUTER] = router
-    app[STRIP] = strip
-    app[METRICS] = metrics
-    app[PAGE] = page
-    app[SESSION] = session
-    add_routes(app)
+    app[PARTS] = parts
+    to_all_workers = [
+        ("DELETE", pin_mirror.PATH),
+        ("DELETE", routes.PREFILL),
+        *(("POST", path) for path in routes.FANNED_OUT),
+        *(("GET", path) for path in (*routes.FANNED_OUT, *routes.FANNED_OUT_GET)),
+    ]
+    app.add_routes(
+        [
+            web.get("/", root),
+            web.get("/health", health),
+            web.route("GET", "/metrics", show_metrics),
+            *worker_routes.ROUTES,
+            *conversation_routes.ROUTES,
+            *(web.route(method, path, to_all) for method, path in to_all_workers),
+        ]
+    )
     return app
 
 
-def add_routes(app: web.Application) -> None:
-    """Adds every path of the control plane."""
-    add = app.router.add_route
-    for method in ("GET", "HEAD"):
-        add(method, "/", root)
-        add(method, "/health", health)
-    add("GET", "/metrics", show_metrics)
-    worker_routes.add_routes(app)
-    conversation_routes.add_routes(app)
-    add("DELETE", pin_mirror.PATH, to_all)
-    add("DELETE", routes.PREFILL, to_all)
-    for path in routes.FANNED_OUT:
-        add("POST", path, to_all)
-    for path in (*routes.FANNED_OUT, *routes.FANNED_OUT_GET):
-        add("GET", path, to_all)
+class ControlPool(ConnectionPool):
+    """Connections to an application in this process, over socket pairs.
+
+    To an exchange the application is a worker like any other, so that one client connection
+    serves both planes with one key check and one set of limits. A socket pair has no address: only
+    the balancer reaches the application. Call `start` before the first request.
+    """
+
+    def __init__(self, app: web.Application) -> None:
+        super().__init__("http://balancer")
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+
+    async def start(self) -> None:
+        """Starts the application."""
+        await self._runner.setup()
+
+    async def stop(self) -> None:
+        """Stops the application and closes its connections."""
+        self.close()
+        await self._runner.cleanup()
+
+    async def _open(self) -> UpstreamConnection:
+        loop = asyncio.get_running_loop()
+        server = self._runner.server
+        assert server is not None, "the application is not running"
+        ours, theirs = socket.socketpair()
+        await loop.connect_accepted_socket(server, theirs)
+        _, connection = await loop.create_unix_connection(
+            lambda: UpstreamConnection(self), sock=ours
+        )
+        return connection
 
 
 async def root(_: web.Request) -> web.Response:
@@ -76,7 +94,7 @@ async def root(_: web.Request) -> web.Response:
 
 async def health(request: web.Request) -> web.Response:
     """200 if at least one engine is ready, 503 otherwise; lists all engines."""
-    workers = request.app[ROUTER].workers
+    workers = request.app[PARTS].router.workers
     status = 200 if workers.ready else 503
     document = {
         "status": "ok" if workers.ready else "no engine is ready",
@@ -90,7 +108,7 @@ async def health(request: web.Request) -> web.Response:
 
 async def show_metrics(request: web.Request) -> web.Response:
     headers = {"content-type": CONTENT_TYPE_PLAIN_0_0_4}
-    return web.Response(body=request.app[PAGE](), headers=headers)
+    return web.Response(body=request.app[PARTS].page(), headers=headers)
 
 
 @web.middleware
@@ -112,7 +130,7 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         status = HTTPStatus.INTERNAL_SERVER_ERROR
         response = _answer(request, BalancerError(status, "Internal error in the balancer."))
     if request.path != "/health":
-        request.app[METRICS].requests.counts[route_of(request), response.status] += 1
+        request.app[PARTS].metrics.requests.counts[route_of(request), response.status] += 1
     return response
 
 

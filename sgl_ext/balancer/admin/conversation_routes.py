@@ -16,47 +16,37 @@ from http import HTTPStatus
 from aiohttp import web
 
 from sgl_ext.balancer.admin.fanout import to_holder
-from sgl_ext.balancer.admin.json_io import json_response, read_json
-from sgl_ext.balancer.admin.worker_routes import CONVERSATIONS, ROUTER
+from sgl_ext.balancer.admin.worker_routes import PARTS, json_response, read_json
+from sgl_ext.balancer.conversations.conversation_store import bad_field
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.protocols.routes import CONTEXTS, RESPONSE
 
 _MAX_LIMIT = 100
 
 
-def add_routes(app: web.Application) -> None:
-    add = app.router.add_route
-    add("POST", CONTEXTS, register)
-    add("GET", f"{CONTEXTS}/{{context}}", show_context)
-    add("DELETE", f"{CONTEXTS}/{{context}}", delete_context)
-    add("GET", RESPONSE, show_response)
-    add("DELETE", RESPONSE, delete_response)
-    add("GET", f"{RESPONSE}/input_items", list_input_items)
-    add("POST", f"{RESPONSE}/cancel", cancel_response)
-
-
 async def register(request: web.Request) -> web.Response:
     document = await read_json(request)
-    return json_response(request.app[CONVERSATIONS].register_context(_tenant(request), document))
+    return json_response(
+        request.app[PARTS].conversations.register_context(_tenant(request), document)
+    )
 
 
 async def show_context(request: web.Request) -> web.Response:
     wanted = request.query.get("content", "false")
     if wanted not in ("true", "false"):
-        message = f"content: must be true or false, not {wanted[:40]!r}"
-        raise BalancerError(HTTPStatus.BAD_REQUEST, message)
-    store, id = request.app[CONVERSATIONS], request.match_info["context"]
+        raise bad_field("content", f"must be true or false, not {wanted[:40]!r}")
+    store, id = request.app[PARTS].conversations, request.match_info["context"]
     return json_response(store.context(_tenant(request), id, with_content=wanted == "true"))
 
 
 async def delete_context(request: web.Request) -> web.Response:
     id = request.match_info["context"]
-    request.app[CONVERSATIONS].delete_context(_tenant(request), id)
+    request.app[PARTS].conversations.delete_context(_tenant(request), id)
     return json_response({"context_id": id, "object": "context.deleted", "deleted": True})
 
 
 async def show_response(request: web.Request) -> web.Response:
-    found = request.app[CONVERSATIONS].response(_tenant(request), _id(request))
+    found = request.app[PARTS].conversations.response(_tenant(request), _id(request))
     if found is not None:
         return json_response(found)
     _require_owner(request)
@@ -73,27 +63,27 @@ async def cancel_response(request: web.Request) -> web.Response:
 
 
 async def delete_response(request: web.Request) -> web.Response:
-    if not request.app[CONVERSATIONS].delete_response(_tenant(request), _id(request)):
+    if not request.app[PARTS].conversations.delete_response(_tenant(request), _id(request)):
         raise _not_found(_id(request))
     return json_response({"id": _id(request), "object": "response.deleted", "deleted": True})
 
 
 async def list_input_items(request: web.Request) -> web.Response:
-    items = request.app[CONVERSATIONS].input_items(_tenant(request), _id(request))
+    items = request.app[PARTS].conversations.input_items(_tenant(request), _id(request))
     if items is None:
         raise _not_found(_id(request))
     order, limit = request.query.get("order", "desc"), request.query.get("limit", "20")
     if order not in ("asc", "desc"):
-        raise _bad("order", "must be asc or desc")
+        raise bad_field("order", "must be asc or desc")
     if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit) <= _MAX_LIMIT:
-        raise _bad("limit", f"must be 1 to {_MAX_LIMIT}")
+        raise bad_field("limit", f"must be 1 to {_MAX_LIMIT}")
     if order == "desc":
         items.reverse()
     after = request.query.get("after")
     if after is not None:
         at = next((k for k, item in enumerate(items) if item["id"] == after), None)
         if at is None:
-            raise _bad("after", "must be the id of an item of this response")
+            raise bad_field("after", "must be the id of an item of this response")
         items = items[at + 1 :]
     shown = items[: int(limit)]
     ids = [item["id"] for item in shown] or [None]
@@ -103,7 +93,7 @@ async def list_input_items(request: web.Request) -> web.Response:
 
 def _tenant(request: web.Request) -> str:
     headers = {name.lower(): value for name, value in request.headers.items()}
-    return request.app[ROUTER].tenants.asking(headers).name
+    return request.app[PARTS].router.tenants.asking(headers).name
 
 
 def _require_owner(request: web.Request) -> None:
@@ -112,7 +102,7 @@ def _require_owner(request: web.Request) -> None:
     Engines show and cancel a response for everybody who knows its id.
     """
     tenant = _tenant(request)
-    if tenant and not request.app[CONVERSATIONS].is_in_background(tenant, _id(request)):
+    if tenant and not request.app[PARTS].conversations.is_in_background(tenant, _id(request)):
         raise _not_found(_id(request))
 
 
@@ -124,5 +114,12 @@ def _not_found(id: str) -> BalancerError:
     return BalancerError(HTTPStatus.NOT_FOUND, f"Response with id '{id}' not found.")
 
 
-def _bad(field: str, reason: str) -> BalancerError:
-    return BalancerError(HTTPStatus.BAD_REQUEST, f"{field}: {reason}", param=field)
+ROUTES = (
+    web.route("POST", CONTEXTS, register),
+    web.route("GET", f"{CONTEXTS}/{{context}}", show_context),
+    web.route("DELETE", f"{CONTEXTS}/{{context}}", delete_context),
+    web.route("GET", RESPONSE, show_response),
+    web.route("DELETE", RESPONSE, delete_response),
+    web.route("GET", f"{RESPONSE}/input_items", list_input_items),
+    web.route("POST", f"{RESPONSE}/cancel", cancel_response),
+)

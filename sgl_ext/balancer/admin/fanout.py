@@ -10,8 +10,7 @@ import aiohttp
 import orjson
 from aiohttp import web
 
-from sgl_ext.balancer.admin.json_io import json_response
-from sgl_ext.balancer.admin.worker_routes import ROUTER, SESSION
+from sgl_ext.balancer.admin.worker_routes import PARTS, json_response
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.protocols.errors import no_engine
 from sgl_ext.requests.session import OWNER_HEADER, TENANT_HEADER
@@ -40,7 +39,7 @@ async def to_holder(request: web.Request) -> web.Response:
 
 
 def _ready(request: web.Request) -> list[Worker]:
-    if workers := request.app[ROUTER].workers.ready:
+    if workers := request.app[PARTS].router.workers.ready:
         return workers
     raise no_engine()
 
@@ -54,7 +53,7 @@ async def _send(worker: Worker, request: web.Request) -> tuple[int, bytes]:
         headers["content-type"] = request.content_type
     url = worker.url + request.path_qs
     try:
-        async with request.app[SESSION].request(
+        async with request.app[PARTS].session.request(
             request.method, url, data=body or None, headers=headers, timeout=_TIMEOUT
         ) as answer:
             return answer.status, await answer.read()

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from sgl_ext.balancer.conversations.contexts import FIELDS, LAYERS, Block, MalformedContext
+from sgl_ext.balancer.conversations.contexts import FIELDS, LAYERS, Block, malformed
 from sgl_ext.requests.cache_marks import LIMIT_MARKS, TtlLimits, count_marks, read_marks
 from sgl_ext.requests.protocol import INSTRUCTION_ROLES, Part, Protocol, ToolForm
 
@@ -35,7 +35,7 @@ def insert_context(
     """A request with the content of its context, and how many cache marks were left out.
 
     texts: the request's texts for runtime blocks, by id. Unchanged values are shared with
-    `body`. Raises MalformedContext.
+    `body`. Raises BalancerError 400.
     """
     form, add_texts = protocol.tool_form, protocol.add_texts
     assert form is not None, "requests can name a context"
@@ -71,13 +71,13 @@ def insert_context(
 def _read_texts(blocks: tuple[Block, ...], texts: Any) -> list[str]:
     """The request's texts for the runtime blocks of a context, in the order of the blocks."""
     if not isinstance(texts, dict):
-        raise MalformedContext("context_blocks: must be an object of texts by block id")
+        raise malformed("context_blocks: must be an object of texts by block id")
     ids = [block.id for block in blocks if block.layer == "runtime"]
     for id, text in texts.items():
         if id not in ids:
-            raise MalformedContext(f"context_blocks.{id}: the context has no such 'runtime' block")
+            raise malformed(f"context_blocks.{id}: the context has no such 'runtime' block")
         if not isinstance(text, str):
-            raise MalformedContext(f"context_blocks.{id}: must be a text")
+            raise malformed(f"context_blocks.{id}: must be a text")
     return [texts[id] for id in ids if texts.get(id)]
 
 

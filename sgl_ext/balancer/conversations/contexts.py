@@ -14,10 +14,13 @@ stored.
 from __future__ import annotations
 
 import hashlib
+from http import HTTPStatus
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import orjson
+
+from sgl_ext.protocols.errors import BalancerError
 
 MAX_BLOCKS = 64
 MAX_BYTES = 16 << 20
@@ -28,10 +31,6 @@ KINDS = ("tools", "system", "document")
 FIELDS = ("context_id", "context_blocks")
 
 _Json = dict[str, Any]
-
-
-class MalformedContext(ValueError):
-    """An invalid context. The message names the field and is meant for the client."""
 
 
 class Block(NamedTuple):
@@ -49,10 +48,10 @@ class Block(NamedTuple):
 
 
 def read_blocks(document: Any) -> tuple[Block, ...]:
-    """The blocks of a registration, in the order of the prompt. Raises MalformedContext."""
+    """The blocks of a registration, in the order of the prompt. Raises BalancerError 400."""
     given = document.get("blocks") if isinstance(document, dict) else None
     if not isinstance(given, list) or not given:
-        raise MalformedContext("blocks: must be a list of blocks")
+        raise malformed("blocks: must be a list of blocks")
     _require(len(given) <= MAX_BLOCKS, f"blocks: more than {MAX_BLOCKS}")
     blocks = [_read_block(f"blocks.{k}", block) for k, block in enumerate(given)]
     ids = [block.id for block in blocks]
@@ -107,24 +106,23 @@ def packed(content: Any) -> bytes:
     return content.encode() if isinstance(content, str) else orjson.dumps(content)
 
 
+def unpacked_blocks(stored: bytes) -> tuple[Block, ...]:
+    """The blocks of a stored context."""
+    return tuple(Block(*block) for block in orjson.loads(stored))
+
+
 def context_id(blocks: tuple[Block, ...]) -> str:
     """The id of a context: a hash of its blocks."""
     identity = [(block.id, block.kind, block.layer, block.hash) for block in blocks]
     return "ctx_" + hashlib.sha256(orjson.dumps(identity)).hexdigest()[:40]
 
 
-def described(blocks: tuple[Block, ...]) -> list[_Json]:
-    """Blocks as clients see them, without their content."""
-    return [
-        {
-            "id": block.id,
-            "kind": block.kind,
-            "layer": block.layer,
-            "hash": block.hash,
-            "pinned_s": LAYERS[block.layer],
-        }
-        for block in blocks
-    ]
+def described(block: Block, *, with_content: bool) -> _Json:
+    """A block as clients see it."""
+    about = {**block._asdict(), "pinned_s": LAYERS[block.layer]}
+    if not with_content:
+        del about["content"]
+    return about
 
 
 def named(body: _Json) -> tuple[Any, Any] | None:
@@ -138,4 +136,9 @@ def named(body: _Json) -> tuple[Any, Any] | None:
 
 def _require(condition: bool, message: str) -> None:
     if not condition:
-        raise MalformedContext(message)
+        raise malformed(message)
+
+
+def malformed(message: str) -> BalancerError:
+    """A context, or a request with one, that is invalid; `message` names the field."""
+    return BalancerError(HTTPStatus.BAD_REQUEST, message)

@@ -20,10 +20,10 @@ import orjson
 
 from sgl_ext.balancer.conversations import contexts, stored_turns
 from sgl_ext.balancer.conversations.context_insertion import insert_context
-from sgl_ext.balancer.conversations.document_store import ChainTooLarge, Document, DocumentStore
-from sgl_ext.balancer.conversations.response_recorder import ResponseRecorder
+from sgl_ext.balancer.conversations.document_store import Document, DocumentStore
+from sgl_ext.balancer.conversations.stored_turns import ResponseRecorder
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.protocols.errors import BalancerError, body_too_large
+from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.protocols.responses import RESPONSES
 
@@ -84,7 +84,7 @@ class ConversationStore:
         whole = body
         if previous is not None:
             if not isinstance(previous, str):
-                raise _bad("previous_response_id", "must be the id of a response")
+                raise bad_field("previous_response_id", "must be the id of a response")
             earlier = self._chain(_RESPONSES, tenant, previous)
             if earlier is None:
                 raise BalancerError(
@@ -103,18 +103,15 @@ class ConversationStore:
 
     def _insert_context(self, path: str, body: _Json, id: Any, texts: Any, tenant: str) -> _Json:
         if not isinstance(id, str):
-            raise _bad("context_id", "must be the id of a context")
+            raise bad_field("context_id", "must be the id of a context")
         protocol = of_path(path)
         if protocol.add_texts is None:
-            raise _bad("context_id", f"requests to {path} cannot name a context")
+            raise bad_field("context_id", f"requests to {path} cannot name a context")
         found = self._chain(_CONTEXTS, tenant, id)
         if found is None:
             raise unknown_context(id)
-        blocks = tuple(contexts.Block(*block) for block in orjson.loads(found[-1]))
-        try:
-            whole, marks_left_out = insert_context(protocol, body, blocks, texts)
-        except contexts.MalformedContext as error:
-            raise BalancerError(HTTPStatus.BAD_REQUEST, str(error)) from None
+        blocks = contexts.unpacked_blocks(found[-1])
+        whole, marks_left_out = insert_context(protocol, body, blocks, texts)
         if marks_left_out:
             self._events.counts[("mark_left_out",)] += marks_left_out
         return whole
@@ -125,7 +122,7 @@ class ConversationStore:
         found = self._query(lambda store: store.chain(owner, id, now, self._limit_bytes))
         self._events.counts[("unknown" if found is None else "found",)] += 1
         if found is not None:
-            self._try(lambda store: store.use(owner, id, now))
+            self._query(lambda store: store.use(owner, id, now), is_required=False)
         return found
 
     # Responses.
@@ -135,12 +132,11 @@ class ConversationStore:
     ) -> None:
         items = stored_turns.packed(entered, response["output"])
         document = Document(response["id"], items, stored_turns.about(response), previous)
-        owner = _owner(_RESPONSES, tenant)
-        self._try(lambda store: self._put(store, owner, document, self._response_ttl_s))
+        self._put(_RESPONSES, tenant, document, self._response_ttl_s, is_required=False)
 
     def _note_background(self, tenant: str, id: str) -> None:
-        owner, note = _owner(_BACKGROUND, tenant), Document(id, b"", b"")
-        self._try(lambda store: self._put(store, owner, note, self._response_ttl_s))
+        note = Document(id, b"", b"")
+        self._put(_BACKGROUND, tenant, note, self._response_ttl_s, is_required=False)
 
     def is_in_background(self, tenant: str, id: str) -> bool:
         """Whether this is a response of the tenant that an engine made in the background."""
@@ -168,14 +164,10 @@ class ConversationStore:
         if self._documents is None:
             message = "Contexts are not available: store_limit_bytes is 0."
             raise BalancerError(HTTPStatus.NOT_FOUND, message)
-        try:
-            blocks = contexts.read_blocks(document)
-        except contexts.MalformedContext as error:
-            raise BalancerError(HTTPStatus.BAD_REQUEST, str(error)) from None
-        id, about = contexts.context_id(blocks), orjson.dumps(contexts.described(blocks))
-        stored = Document(id, orjson.dumps([*map(list, blocks)]), about)
-        owner, ttl_s = _owner(_CONTEXTS, tenant), _CONTEXT_TTL_S[blocks[0].layer]
-        if self._query(lambda store: self._put(store, owner, stored, ttl_s)) is None:
+        blocks = contexts.read_blocks(document)
+        id, ttl_s = contexts.context_id(blocks), _CONTEXT_TTL_S[blocks[0].layer]
+        stored = Document(id, orjson.dumps([*map(list, blocks)]), b"")
+        if self._put(_CONTEXTS, tenant, stored, ttl_s) is None:
             message = "blocks: larger than the whole store (store_limit_bytes)"
             raise BalancerError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)
         return self.context(tenant, id, with_content=False)
@@ -185,10 +177,10 @@ class ConversationStore:
         found = self._get(_CONTEXTS, tenant, id)
         if found is None:
             raise unknown_context(id)
-        blocks: list[_Json] = orjson.loads(found.about)
-        if with_content:
-            for described, block in zip(blocks, orjson.loads(found.items), strict=True):
-                described["content"] = contexts.Block(*block).content
+        blocks = [
+            contexts.described(block, with_content=with_content)
+            for block in contexts.unpacked_blocks(found.items)
+        ]
         about = {"context_id": id, "object": "context", "blocks": blocks}
         return {**about, "expires_at": int(found.expires_s)}
 
@@ -207,35 +199,32 @@ class ConversationStore:
         return bool(self._query(lambda store: store.delete(owner, id, now)))
 
     def _put(
-        self, store: DocumentStore, owner: str, document: Document, ttl_s: float
+        self, kind: str, tenant: str, document: Document, ttl_s: float, *, is_required: bool = True
     ) -> int | None:
-        evicted = store.put(owner, document, ttl_s, self._clock())
-        self._events.counts[("stored" if evicted is not None else "too_large",)] += 1
-        if evicted:
-            self._events.counts[("evicted",)] += evicted
-        return evicted
+        def put(store: DocumentStore) -> int | None:
+            evicted = store.put(_owner(kind, tenant), document, ttl_s, self._clock())
+            self._events.counts[("stored" if evicted is not None else "too_large",)] += 1
+            if evicted:
+                self._events.counts[("evicted",)] += evicted
+            return evicted
 
-    def _query(self, query: Callable[[DocumentStore], _T]) -> _T | None:
+        return self._query(put, is_required=is_required)
+
+    def _query(
+        self, query: Callable[[DocumentStore], _T], *, is_required: bool = True
+    ) -> _T | None:
         """The result of `query`, None without a document store.
 
-        Raises BalancerError 503 if the store fails, and 413 if a chain is too large.
+        Raises BalancerError 503 if the store fails, unless the request does not depend on it.
         """
         try:
             return None if self._documents is None else query(self._documents)
-        except ChainTooLarge:
-            raise body_too_large(self._limit_bytes) from None
         except sqlite3.Error as error:
             self._failed(error)
+            if not is_required:
+                return None
             message = "The store of responses and contexts is unavailable."
             raise BalancerError(HTTPStatus.SERVICE_UNAVAILABLE, message, _RETRY_AFTER_S) from None
-
-    def _try(self, act: Callable[[DocumentStore], object]) -> None:
-        """Does what a request does not depend on. A failure is only counted and logged."""
-        try:
-            if self._documents is not None:
-                act(self._documents)
-        except sqlite3.Error as error:
-            self._failed(error)
 
     def _failed(self, error: Exception) -> None:
         self._events.counts[("failed",)] += 1
@@ -272,5 +261,6 @@ def unknown_context(id: str) -> BalancerError:
     )
 
 
-def _bad(field: str, reason: str) -> BalancerError:
+def bad_field(field: str, reason: str) -> BalancerError:
+    """A field of a request, or a query parameter, that is invalid."""
     return BalancerError(HTTPStatus.BAD_REQUEST, f"{field}: {reason}", param=field)

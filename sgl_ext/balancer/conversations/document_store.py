@@ -18,10 +18,11 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import NamedTuple
+
+from sgl_ext.protocols.errors import body_too_large
 
 IN_MEMORY = ":memory:"
 _FORMAT = 0x5E4E0002  # in the file's header: it is ours, and of this version
@@ -85,10 +86,6 @@ class StoreUnusable(Exception):
     """The store's file cannot be opened, belongs to another program, or is corrupt."""
 
 
-class ChainTooLarge(Exception):
-    """The items of a chain are larger than the caller's limit."""
-
-
 class _TooLarge(Exception):
     """A document does not fit even alone, so none is evicted for it."""
 
@@ -117,7 +114,7 @@ class DocumentStore:
                 Path(path).parent.mkdir(parents=True, exist_ok=True)
                 # Only the owner may read prompts. SQLite gives its other files the same mode.
                 os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-            self._db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None)
+            self._db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level="IMMEDIATE")
         except (OSError, sqlite3.Error) as error:
             raise self._unusable(error) from None
         try:
@@ -136,7 +133,8 @@ class DocumentStore:
         # An automatic checkpoint would wait for the disk on the event loop; `checkpoint` does not.
         self._db.execute("PRAGMA wal_autocheckpoint = 0")
         self._page_bytes = self._number("PRAGMA page_size")
-        with self._writing():
+        with self._db:
+            self._db.execute("BEGIN IMMEDIATE")
             if self._number("PRAGMA application_id") != _FORMAT:
                 if self._number("SELECT count(*) FROM sqlite_master"):
                     raise sqlite3.DatabaseError("it belongs to another program or another version")
@@ -162,7 +160,7 @@ class DocumentStore:
         """
         if len(document.items) + len(document.about) > self._limit_bytes:
             return None
-        with suppress(_TooLarge), self._writing():
+        with suppress(_TooLarge), self._db:
             self._db.execute(_DELETE, (owner, document.id))
             row = (owner, document.id, document.continues, len(document.items))
             number = self._db.execute(
@@ -196,13 +194,14 @@ class DocumentStore:
     def chain(self, owner: str, id: str, now: float, limit_bytes: int) -> list[bytes] | None:
         """The items of a document and of those that it continues, the oldest first.
 
-        None if a document of the chain is missing. Raises ChainTooLarge.
+        None if a document of the chain is missing. Raises BalancerError 413 if the items are
+        larger than `limit_bytes`.
         """
         links = self._links(owner, id, now)
         if not links or links[0].continues is not None:
             return None
         if sum(link.items_bytes for link in links) > limit_bytes:
-            raise ChainTooLarge
+            raise body_too_large(limit_bytes)
         numbers = [link.number for link in links]
         places = ",".join("?" * len(numbers))
         read = f"SELECT number, items FROM content WHERE number IN ({places})"
@@ -217,28 +216,27 @@ class DocumentStore:
         links = self._links(owner, id, now)
         stale = [(now, now, k.number) for k in links if (now - k.used_s) * 100 >= k.ttl_s]
         if stale:
-            with self._writing():
+            with self._db:
                 self._db.executemany(
                     "UPDATE documents SET used_s = ?, expires_s = ? + ttl_s WHERE number = ?", stale
                 )
 
     def delete(self, owner: str, id: str, now: float) -> bool:
         """Deletes a document. False if it is unknown."""
-        with self._writing():
-            known = self.get(owner, id, now) is not None
-            self._db.execute(_DELETE, (owner, id))
-        return known
+        with self._db:
+            found = self._db.execute(f"{_DELETE} AND expires_s > ?", (owner, id, now))
+        return found.rowcount > 0
 
     def sweep(self, now: float) -> int:
         """Deletes some expired documents and returns how many."""
         expired = "SELECT number FROM documents WHERE expires_s <= ? LIMIT ?"
         if self._db.execute(expired, (now, 1)).fetchone() is None:
             return 0
-        with self._writing():
+        with self._db:
             gone = self._db.execute(
                 f"DELETE FROM documents WHERE number IN ({expired})", (now, _SWEEP_BATCH)
-            ).rowcount
-        return int(gone)
+            )
+        return gone.rowcount
 
     def wants_checkpoint(self) -> bool:
         """Whether the write-ahead log is long enough for `checkpoint`."""
@@ -273,19 +271,6 @@ class DocumentStore:
 
     def _number(self, query: str) -> int:
         return int(self._db.execute(query).fetchone()[0])
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """One transaction."""
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-        except BaseException:
-            # SQLite itself rolls back when the disk is full.
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
-            raise
-        self._db.execute("COMMIT")
 
 
 _DELETE = "DELETE FROM documents WHERE owner = ? AND id = ?"

@@ -9,7 +9,7 @@ from urllib.parse import parse_qs
 import orjson
 
 from sgl_ext.balancer.access.rate_limits import Charge
-from sgl_ext.balancer.conversations.response_recorder import ResponseRecorder
+from sgl_ext.balancer.conversations.stored_turns import ResponseRecorder
 from sgl_ext.balancer.http.request_head import RequestHead
 from sgl_ext.balancer.http.request_reader import Request
 from sgl_ext.balancer.relay.services import Services

@@ -15,11 +15,11 @@ from sgl_ext.balancer.conversations.context_insertion import insert_context
 from sgl_ext.balancer.conversations.contexts import (
     MAX_BLOCKS,
     Block,
-    MalformedContext,
     context_id,
     named,
     read_blocks,
 )
+from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.protocols.registry import PATHS, of_path
 from sgl_ext.requests.cache_marks import TtlLimits, read_marks
 
@@ -111,7 +111,7 @@ def test_a_hash_is_of_the_text_or_of_the_tools_as_compact_json() -> None:
     ],
 )
 def test_an_invalid_block_is_rejected_by_field(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(MalformedContext) as raised:
+    with pytest.raises(BalancerError) as raised:
         registered({**BLOCKS[0], **changes}, BLOCKS[2])
     assert str(raised.value).startswith(message)
 
@@ -128,13 +128,13 @@ def test_an_invalid_block_is_rejected_by_field(changes: dict[str, Any], message:
     ],
 )
 def test_an_invalid_or_oversized_registration_is_rejected(document: Any, message: str) -> None:
-    with pytest.raises(MalformedContext, match=message):
+    with pytest.raises(BalancerError, match=message):
         read_blocks(document)
 
 
 def test_tools_may_not_be_in_a_later_layer_than_texts() -> None:
     tools = {**BLOCKS[1], "layer": "project"}
-    with pytest.raises(MalformedContext, match=r"blocks\.0\.layer: 'stable' may not follow"):
+    with pytest.raises(BalancerError, match=r"blocks\.0\.layer: 'stable' may not follow"):
         registered(BLOCKS[0], tools)
     assert [block.id for block in registered()] == ["tools", "rules", "notes", "now"]
 
@@ -289,7 +289,7 @@ def test_malformed_runtime_texts_are_rejected() -> None:
         ({"rules": "x"}, "context_blocks.rules: the context has no such 'runtime' block"),
         ({"now": 1}, "context_blocks.now: must be a text"),
     ):
-        with pytest.raises(MalformedContext, match=message):
+        with pytest.raises(BalancerError, match=message):
             expand("/v1/messages", {}, registered(), texts)
 
 

@@ -16,7 +16,6 @@ from sgl_ext_cpu.node import free_port
 
 from sgl_ext.balancer.conversations.document_store import (
     IN_MEMORY,
-    ChainTooLarge,
     Document,
     DocumentStore,
     StoreUnusable,
@@ -24,6 +23,7 @@ from sgl_ext.balancer.conversations.document_store import (
 )
 from sgl_ext.launch import make_children
 from sgl_ext.node.hardware import Hardware
+from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.settings.schema import BalancerSettings, LaunchSettings
 
 _MIB = 1 << 20
@@ -94,7 +94,7 @@ def test_a_chain_over_the_size_limit_is_not_read(opened: Open) -> None:
     store.put("a", turn("r1"), 60.0, now=0.0)
     store.put("a", turn("r2", "r1"), 60.0, now=0.0)
     assert store.chain("a", "r2", 0.0, 40) is not None
-    with pytest.raises(ChainTooLarge):
+    with pytest.raises(BalancerError, match="larger than"):
         store.chain("a", "r2", 0.0, 39)
 
 
