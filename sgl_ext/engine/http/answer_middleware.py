@@ -21,12 +21,11 @@ class AnswerMiddleware:
         self._extension = extension
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        prefill_ahead = self._extension.prefill_ahead
+        turns = self._extension.next_turns
         has_turns = scope["type"] == "http" and of_path(scope["path"]).conversation is not None
-        if prefill_ahead is None or not has_turns or current_dry_run() is not None:
+        if turns is None or not has_turns or current_dry_run() is not None:
             await self.app(scope, receive, send)
             return
-        turns = prefill_ahead.next_turns
         answer = bytearray()
         is_stream = is_wanted = False
         scope.setdefault("state", {})

@@ -53,14 +53,14 @@ def watch_stream(original: Callable[..., Any], *args: Any, **kw: Any) -> Any:
 
 async def _watched(stream: AsyncIterator[str], context: RequestContext) -> AsyncIterator[str]:
     async for line in stream:
-        if _FINISH_REASON in line and line.startswith("data: {"):
-            for choice in orjson.loads(line[6:]).get("choices") or ():
-                if reason := choice.get("finish_reason"):
-                    context.finish_reason, context.matched_stop = reason, choice.get("matched_stop")
-                    if reason == "abort":
-                        error = {"message": ABORTED, "type": "server_error", "code": 500}
-                        yield f"data: {orjson.dumps({'error': error}).decode()}\n\n"
-                        return
+        is_end = _FINISH_REASON in line and line.startswith("data: {")
+        for choice in orjson.loads(line[6:]).get("choices") or () if is_end else ():
+            if reason := choice.get("finish_reason"):
+                context.finish_reason, context.matched_stop = reason, choice.get("matched_stop")
+                if reason == "abort":
+                    error = {"message": ABORTED, "type": "server_error", "code": 500}
+                    yield f"data: {orjson.dumps({'error': error}).decode()}\n\n"
+                    return
         yield line
 
 
@@ -101,13 +101,12 @@ async def complete_answer(original: Callable[..., Awaitable[Any]], *args: Any, *
 
 def complete_event(original: Callable[[str, str], str], data: str, event_type: str) -> str:
     """Around `_wrap_sse_event`, which writes the events of Anthropic's streams."""
-    if event_type == "message_start":
+    if event_type in ("message_start", "message_delta"):
         document = orjson.loads(data)
-        document["message"]["usage"] = _completed_usage(document["message"]["usage"])
-        data = orjson.dumps(document).decode()
-    elif event_type == "message_delta":
-        document = orjson.loads(data)
-        document["delta"] = with_stop_reason(document["delta"])
+        if event_type == "message_start":
+            document["message"]["usage"] = _completed_usage(document["message"]["usage"])
+        else:
+            document["delta"] = with_stop_reason(document["delta"])
         data = orjson.dumps(document).decode()
     return original(data, event_type)
 

@@ -16,8 +16,8 @@ from sgl_ext.engine.host_cache.shortcuts import SchemaCache
 from sgl_ext.engine.host_cache.token_cache import TokenCache, make_token_cache
 from sgl_ext.engine.http.event_broadcaster import EventBroadcaster
 from sgl_ext.engine.http.token_offsets import TokenOffsets
-from sgl_ext.engine.prefill_ahead.service import PrefillAhead
-from sgl_ext.engine.prefill_ahead.shared_prompts import share_prompts
+from sgl_ext.engine.prefill_ahead.next_turns import NextTurns
+from sgl_ext.engine.prefill_ahead.service import prefilling_ahead
 from sgl_ext.engine.sglang_http_types import ServingChat, TokenizerManager
 from sgl_ext.requests.headers import HeaderStrip
 from sgl_ext.settings.schema import EngineSettings
@@ -29,7 +29,7 @@ class HttpExtension:
 
     chats: the token offsets of each chat front end, which has one tokenizer and template, and
         whether the template drops thinking.
-    token_cache, message_cache, prefill_ahead: None until the server starts, or if they are off.
+    token_cache, message_cache, next_turns: None until the server starts, or if they are off.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -41,7 +41,7 @@ class HttpExtension:
         self.chats: WeakKeyDictionary[ServingChat, tuple[TokenOffsets, bool]] = WeakKeyDictionary()
         self.token_cache: TokenCache | None = None
         self.message_cache: MessageCache | None = None
-        self.prefill_ahead: PrefillAhead | None = None
+        self.next_turns: NextTurns | None = None
 
     @asynccontextmanager
     async def serving(self, app: Any, manager: TokenizerManager) -> AsyncIterator[None]:
@@ -50,13 +50,10 @@ class HttpExtension:
         quarter = limit_bytes // 4
         self.token_cache = make_token_cache(manager.tokenizer, limit_bytes - quarter)
         self.message_cache = MessageCache(quarter) if quarter else None
-        shared = await share_prompts(app, manager, self.settings.shared_prefixes)
-        if not PrefillAhead.is_possible(self.settings, manager):
-            yield
-            return
-        self.prefill_ahead = PrefillAhead(app, manager, self.settings)
-        self.broadcaster.on_cleared = partial(self.prefill_ahead.prefiller.drop_all, "flushed")
-        async with self.prefill_ahead.running(shared):
+        async with prefilling_ahead(app, manager, self.settings) as next_turns:
+            if next_turns is not None:
+                self.next_turns = next_turns
+                self.broadcaster.on_cleared = partial(next_turns.prefiller.drop_all, "flushed")
             yield
 
 

@@ -28,9 +28,9 @@ def send_hints(
         return
     if context.dry_run is not None:
         context.dry_run.stop(request, context)
-    prefill_ahead = installed().prefill_ahead
-    if prefill_ahead is not None and not context.are_hints_sent and not is_slice(request):
-        prefill_ahead.next_turns.compare(context, request)
+    next_turns = installed().next_turns
+    if next_turns is not None and not context.are_hints_sent and not is_slice(request):
+        next_turns.compare(context, request)
     if manager is not None and manager.enable_priority_scheduling and hasattr(request, "priority"):
         request.priority = context.importance.priority
     # The prompt of an SGLang session is longer than what the body says.

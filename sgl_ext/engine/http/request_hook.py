@@ -22,8 +22,8 @@ from sgl_ext.engine.core.request_context import (
 from sgl_ext.engine.http.extension import HttpExtension, installed
 from sgl_ext.engine.http.translation import for_sglang
 from sgl_ext.protocols.registry import of_path
-from sgl_ext.requests.cache_marks import Marks, read_marks
-from sgl_ext.requests.priority import Importance, read_importance
+from sgl_ext.requests.cache_marks import read_marks
+from sgl_ext.requests.priority import read_importance
 from sgl_ext.requests.segments import Chain, read_chain, with_sorted_tools
 from sgl_ext.requests.session import (
     GROUP_HEADER,
@@ -72,7 +72,19 @@ def _strip(extension: HttpExtension, path: str, body: Any, raw_body: bytes) -> A
 def _read_context(extension: HttpExtension, request: Any, path: str, body: Any) -> RequestContext:
     headers = dict(request.headers.items())  # of a repeated name the last, as in the balancer
     tenant = extension.tenants.asking(headers)
-    marks = _read_marks(extension, path, body)
+    marks = read_marks(of_path(path), body, extension.settings.ttl_limits)
+    importance = read_importance(headers, body, tenant.max_priority)
+    for name, times in (
+        ("cache_hints_ignored", marks.ignored),
+        ("priority_hints_ignored", importance.ignored),
+        ("priority_clamped", importance.is_clamped),
+    ):
+        if times:
+            counter(name).labels(path).inc(times)
+    if error := marks.error or importance.error:
+        from fastapi import HTTPException
+
+        raise HTTPException(HTTPStatus.BAD_REQUEST, error)
     chain = read_chain(of_path(path), body, salt=salt_of(headers))
     if len(chain.hashes) > MAX_SEGMENTS:
         counter("long_chains_ignored").inc()
@@ -82,7 +94,7 @@ def _read_context(extension: HttpExtension, request: Any, path: str, body: Any) 
         body,
         chain,
         marks,
-        _read_importance(path, headers, body, tenant.max_priority),
+        importance,
         owner=tenant.name,
         group=headers.get(GROUP_HEADER),
         session=stated_session(headers, body) or "",
@@ -94,24 +106,6 @@ def _read_context(extension: HttpExtension, request: Any, path: str, body: Any) 
     )
 
 
-def _read_marks(extension: HttpExtension, path: str, body: Any) -> Marks:
-    marks = read_marks(of_path(path), body, extension.settings.ttl_limits)
-    if marks.ignored:
-        counter("cache_hints_ignored").labels(path).inc(marks.ignored)
-    _reject(marks.error)
-    return marks
-
-
-def _read_importance(path: str, headers: dict[str, str], body: Any, ceiling: int) -> Importance:
-    importance = read_importance(headers, body, ceiling)
-    if importance.ignored:
-        counter("priority_hints_ignored").labels(path).inc(importance.ignored)
-    if importance.is_clamped:
-        counter("priority_clamped").labels(path).inc()
-    _reject(importance.error)
-    return importance
-
-
 def _read_queued_s(path: str, headers: dict[str, str]) -> float:
     """How long the balancer held the request back, at most MAX_QUEUED_S; 0 if it is malformed."""
     stated = headers.get(QUEUED_HEADER)
@@ -121,10 +115,3 @@ def _read_queued_s(path: str, headers: dict[str, str]) -> float:
         counter("queued_headers_malformed").labels(path).inc()
         return 0.0
     return min(float(stated), MAX_QUEUED_S)
-
-
-def _reject(error: str) -> None:
-    if error:
-        from fastapi import HTTPException
-
-        raise HTTPException(HTTPStatus.BAD_REQUEST, error)

@@ -61,7 +61,7 @@ class NextTurns:
     ) -> None:
         self._app = app
         self._manager = manager
-        self._prefiller = prefiller
+        self.prefiller = prefiller
         self._policy = policy
         self._history = GuessHistory()
         self._seen: FIFOCache[str, _Seen] = FIFOCache(16 * MOST_GUESSES)
@@ -75,7 +75,7 @@ class NextTurns:
             return
         if (pending := self._pending.pop(name, None)) is not None:
             pending.cancel()
-        self._prefiller.drop(name, "came")
+        self.prefiller.drop(name, "came")
         if (guess := self._guesses.pop(name, None)) is not None:
             self._judge(name, guess, getattr(request, "input_ids", None))
         self._note_growth(name, context)
@@ -108,7 +108,7 @@ class NextTurns:
     async def _guess(
         self, name: str, headers: Headers, context: RequestContext, data: bytes, is_stream: bool
     ) -> None:
-        await self._prefiller.idle()  # the conversion would delay real requests
+        await self.prefiller.idle()  # the conversion would delay real requests
         answer = await asyncio.to_thread(read_answer, context.protocol, data, is_stream)
         turn = None
         if answer is not None:
@@ -125,7 +125,7 @@ class NextTurns:
         is_guess = not context.importance.speculative_prefill
         job = Job(name, ids, dry_run.request, dry_run.context, is_guess=is_guess)
         self._add(name, _Guess(len(ids), _digest(ids), job))
-        self._prefiller.put(job)
+        self.prefiller.put(job)
 
     def _add(self, name: str, guess: _Guess) -> None:
         expired = self._guesses.expire()

@@ -117,7 +117,8 @@ class Prefiller:
 
     async def idle(self) -> None:
         """Returns once the engine serves no real request."""
-        while self._is_busy():  # noqa: ASYNC110 - SGLang has no event for the end of a request
+        # SGLang has no event for the end of a request.
+        while any(not is_slice_name(name) for name in self._manager.rid_to_state):  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
 
     async def run(self) -> None:
@@ -137,9 +138,6 @@ class Prefiller:
                     self._finish(job, "failed")
             if not self._jobs:
                 self._has_jobs.clear()
-
-    def _is_busy(self) -> bool:
-        return any(not is_slice_name(name) for name in self._manager.rid_to_state)
 
     async def _advance(self, job: Job) -> None:
         """Sends a job's next slice, and notes how far the job is."""
