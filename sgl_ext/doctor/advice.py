@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_MEANS = {
+MEANINGS = {
     "clock": "a date or time changes",
     "id": "an id or a long number changes",
     "tool_order": "the same tools in another order",
@@ -31,11 +31,6 @@ _DO_IN_MESSAGES = {
     "id": "send messages back with the ids they had",
 }
 _PARTS = {"tools": "the tools", "system": "the instructions", "messages": "the messages"}
-
-
-def meaning(kind: str) -> str:
-    """The meaning of a kind, or its name if it is unknown."""
-    return _MEANS.get(kind, kind)
 
 
 def advice(kind: str, part: str) -> str:

@@ -16,16 +16,6 @@ from sgl_ext.doctor.clock_or_id import CLOCK, ID, clock_or_id
 from sgl_ext.requests.breakpoints import common_prefix
 from sgl_ext.requests.headers import HeaderStrip
 
-KINDS = (
-    "clock",
-    "id",
-    "tool_order",
-    "tools_changed",
-    "rewritten",
-    "truncated",
-    "header",
-    "unknown",
-)
 _HEADER_NAME = re.compile(r"\s*([A-Za-z][A-Za-z0-9]*(?:-[A-Za-z0-9]+)+):")
 _HEADER_BYTES = 1024
 _MIN_RECURRING = 3
@@ -37,7 +27,7 @@ class Difference(NamedTuple):
     block, byte: the block of the later prompt and the byte in it where the prompts diverge. The
         block is the earlier prompt's if it is a tool that the later one lacks.
     bytes: how many bytes of the block differ from there on.
-    kind: one of KINDS.
+    kind: a key of `advice.MEANINGS`.
     part: TOOLS, SYSTEM or "messages".
     at_bytes: the length of the canonical text before the difference.
     lost_bytes: how many bytes after the difference are in both prompts.
@@ -157,7 +147,8 @@ def _kind(old: Sequence[Block], new: Sequence[Block], first: int, byte: int) -> 
         # One tool changed and all others stayed: its text may show a clock or an id.
         one_changed = (ours - theirs).total() == (theirs - ours).total()
         return (one_changed and clock_or_id(left.text, right.text, byte)) or "tools_changed"
-    if left.part == right.part == SYSTEM and _is_in_header(left.text, right.text, byte):
+    headers = (_header_bytes(left.text), _header_bytes(right.text))
+    if left.part == right.part == SYSTEM and byte < min(headers):
         return "header"
     if kind := clock_or_id(left.text, right.text, byte):
         return kind
@@ -169,17 +160,11 @@ def _kind(old: Sequence[Block], new: Sequence[Block], first: int, byte: int) -> 
     return "rewritten"
 
 
-def _is_in_header(old: bytes, new: bytes, byte: int) -> bool:
-    """Whether the texts diverge in a leading header that --strip-header could remove."""
-    return all(byte < _header_bytes(text) for text in (old, new))
-
-
 def _header_bytes(text: bytes) -> int:
+    """The length of a leading header that --strip-header could remove."""
     opening = text[:_HEADER_BYTES].decode("utf-8", "replace")
     name = _HEADER_NAME.match(opening)
-    if name is None:
-        return 0
-    left = HeaderStrip((name[1],)).strip(opening).text
+    left = HeaderStrip((name[1],)).strip(opening).text if name else opening
     return len(opening.encode()) - len(left.encode())
 
 

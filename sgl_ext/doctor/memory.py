@@ -16,7 +16,6 @@ are parsed again, so a conversation that only grows costs almost nothing.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from cachetools import FIFOCache, LRUCache
 
 from sgl_ext.doctor.blocks import ASSISTANT, Block
 from sgl_ext.doctor.compare import Difference, compare
+from sgl_ext.requests.breakpoints import common_prefix
 from sgl_ext.requests.segments import Chain
 
 LIMIT_BYTES = 64 * 1024 * 1024
@@ -122,7 +122,9 @@ class PromptMemory:
 
     def _diverged(self, thread: _Thread, prompt: Prompt) -> tuple[Divergence | None, Prompt | None]:
         """Where a prompt diverges from its conversation, and the branch that it continues."""
-        nearest = max(thread.branches, key=lambda old: _shared(old.chain, prompt.chain))
+        nearest = max(
+            thread.branches, key=lambda old: common_prefix(old.chain.hashes, prompt.chain.hashes)
+        )
         new = self._read(prompt.path, prompt.body)
         difference = compare(self._read(nearest.path, nearest.body), new)
         if difference is None:
@@ -203,13 +205,6 @@ def _grown_from(thread: _Thread, chain: Chain) -> Prompt | None:
         if len(old) <= len(hashes) and hashes[len(old) - 1] == old[-1]:
             return prompt
     return None
-
-
-def _shared(left: Chain, right: Chain) -> int:
-    """The number of segments at the beginning that two chains share."""
-    ours, theirs = left.hashes, right.hashes
-    shortest = min(len(ours), len(theirs))
-    return bisect_left(range(shortest), True, key=lambda number: ours[number] != theirs[number])
 
 
 def _turns_after(blocks: Sequence[Block], end_bytes: int) -> int:

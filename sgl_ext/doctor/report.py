@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sgl_ext.doctor.advice import advice, meaning
+from sgl_ext.doctor.advice import MEANINGS, advice
 
 _WIDTH = 96
 _HEAD = ("tokens", "share", "times", "where", "between", "what")
@@ -18,7 +18,7 @@ def add_advice(document: Mapping[str, Any]) -> None:
     """Adds the meaning and the advice to each finding of a document."""
     for entry in document["harnesses"]:
         for row in entry["findings"]:
-            row["means"] = meaning(row["kind"])
+            row["means"] = MEANINGS.get(row["kind"], row["kind"])
             row["advice"] = advice(row["kind"], row["part"])
 
 
@@ -54,7 +54,7 @@ def _of_harness(entry: Mapping[str, Any]) -> str:
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     between = _BETWEEN.get(row["scope"], row["scope"])
     counts = (f"{row['tokens']:,}", f"{row['share']:.1%}", f"{row['times']:,}")
-    return (*counts, _plain(row["where"]), between, f"{row['kind']}: {meaning(row['kind'])}")
+    return (*counts, _plain(row["where"]), between, f"{row['kind']}: {row['means']}")
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
-from typing import Any, AnyStr
+from typing import Any
 
 from sgl_ext.requests.places import (
     Path,
@@ -190,7 +190,7 @@ class _Search:
         return shared if 0 < shared < len(self.text) else None
 
 
-def common_prefix(left: AnyStr, right: AnyStr) -> int:
+def common_prefix(left: Sequence[Any], right: Sequence[Any]) -> int:
     """The length of the common prefix, by bisection, because comparing slices is cheap."""
     low, high = 0, min(len(left), len(right))
     while low < high:

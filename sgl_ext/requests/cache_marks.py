@@ -24,7 +24,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise, starmap
-from typing import Any, NamedTuple
+from typing import Any
 
 from sgl_ext.requests.protocol import FoundMark, Json, MarkRules, Place, Protocol, listed
 
@@ -86,15 +86,6 @@ class _Malformed(ValueError):
     """A mark that cannot be used; the text is for the client."""
 
 
-class _Requested(NamedTuple):
-    """A well-formed mark; `ttl_s` is None if it states no TTL."""
-
-    place: Place
-    field: str
-    ttl_s: float | None
-    spelled: str
-
-
 def read_marks(protocol: Protocol, body: Any, limits: TtlLimits) -> Marks:
     """The marks of a parsed request body. Never raises.
 
@@ -118,8 +109,8 @@ def read_marks(protocol: Protocol, body: Any, limits: TtlLimits) -> Marks:
         whole_s = whole_s or limits.unmarked_s
         return Marks((), whole_s, ignored=ignored) if whole_s or ignored else NO_MARKS
     ttls: dict[Place, float] = {}
-    for mark in requested:
-        ttls[mark.place] = max(limits.granted_s(mark.ttl_s), ttls.get(mark.place, 0.0))
+    for place, ttl_s in requested:
+        ttls[place] = max(limits.granted_s(ttl_s), ttls.get(place, 0.0))
     return Marks(tuple(starmap(Mark, ttls.items())), whole_s, ignored=ignored)
 
 
@@ -175,13 +166,16 @@ def _read_whole(rules: MarkRules, body: Json, limits: TtlLimits) -> tuple[float,
     return ttl_s, malformed
 
 
-def _read_blocks(rules: MarkRules, body: Json) -> tuple[list[_Requested], int]:
-    """The marks on blocks, and how many hints are ignored. Raises at a mark that breaks a rule."""
-    marks: list[_Requested] = []
+def _read_blocks(rules: MarkRules, body: Json) -> tuple[list[tuple[Place, float | None]], int]:
+    """Places with the TTLs that their marks state, and how many hints are ignored.
+
+    Raises at a mark that breaks a strict protocol's rule.
+    """
+    marks: list[tuple[FoundMark, float | None]] = []
     ignored = 0
     for found in () if rules.find is None else rules.find(body):
         try:
-            marks.append(_requested(found))
+            marks.append((found, _stated_by_block(found)))
         except _Malformed:
             if rules.is_strict:
                 raise
@@ -189,34 +183,37 @@ def _read_blocks(rules: MarkRules, body: Json) -> tuple[list[_Requested], int]:
     if rules.is_strict:
         _check_by_anthropics_rules(marks)
     ignored += max(len(marks) - LIMIT_MARKS, 0)
-    return [mark for mark in marks[:LIMIT_MARKS] if mark.place], ignored
+    return [(found.place, ttl_s) for found, ttl_s in marks[:LIMIT_MARKS] if found.place], ignored
 
 
-def _check_by_anthropics_rules(marks: list[_Requested]) -> None:
+def _check_by_anthropics_rules(marks: list[tuple[FoundMark, float | None]]) -> None:
     if len(marks) > LIMIT_MARKS:
         raise _Malformed(
             f"A maximum of {LIMIT_MARKS} blocks with cache_control may be provided. "
             f"Found {len(marks)}."
         )
-    for before, mark in pairwise(marks):
-        if (mark.ttl_s or DEFAULT_TTL_S) > (before.ttl_s or DEFAULT_TTL_S):
+    for (before, before_s), (mark, ttl_s) in pairwise(marks):
+        if (ttl_s or DEFAULT_TTL_S) > (before_s or DEFAULT_TTL_S):
             raise _Malformed(
-                f"{mark.field}.ttl: a ttl='{mark.spelled}' cache_control block must not come "
-                f"after a ttl='{before.spelled}' cache_control block. Note that blocks are "
-                "processed in the following order: `tools`, `system`, `messages`."
+                f"{_field(mark)}.ttl: a ttl='{mark.control.get('ttl') or '5m'}' cache_control "
+                "block must not come after a "
+                f"ttl='{before.control.get('ttl') or '5m'}' cache_control block. Note that blocks "
+                "are processed in the following order: `tools`, `system`, `messages`."
             )
 
 
-def _requested(found: FoundMark) -> _Requested:
+def _field(mark: FoundMark) -> str:
+    return f"{mark.field}.cache_control".removeprefix(".")
+
+
+def _stated_by_block(found: FoundMark) -> float | None:
     kind = found.block.get("type") if isinstance(found.block, dict) else None
     if kind in UNMARKABLE:
         raise _Malformed(f"{found.field}.{kind}.cache_control: Extra inputs are not permitted")
-    field = f"{found.field}.cache_control" if found.field else "cache_control"
-    ttl_s = _stated_s(field, found.control)
-    if found.field and kind == "text" and found.block.get("text") == "":
+    ttl_s = _stated_s(_field(found), found.control)
+    if kind == "text" and found.block.get("text") == "":
         raise _Malformed(f"{found.field}: cache_control cannot be set for empty text blocks")
-    spelled = "5m" if ttl_s is None else str(found.control["ttl"])
-    return _Requested(found.place, field, ttl_s, spelled)
+    return ttl_s
 
 
 def _stated_s(field: str, control: Any, other_type: str = "") -> float | None:

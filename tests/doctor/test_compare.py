@@ -12,8 +12,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from sgl_ext.doctor.advice import MEANINGS
 from sgl_ext.doctor.blocks import read_blocks
-from sgl_ext.doctor.compare import KINDS, Difference, compare
+from sgl_ext.doctor.compare import Difference, compare
 from sgl_ext.protocols.registry import of_path
 from tests.doctor.prompts import MESSAGES, SYSTEM, TOOLS, messages, system, turns
 
@@ -60,7 +61,7 @@ def test_the_reported_place_is_the_first_that_differs(
     else:
         assert found.byte == 0
     assert 0 <= found.lost_bytes <= found.rest_bytes
-    assert found.kind in KINDS
+    assert found.kind in MEANINGS
 
 
 @given(st.integers(0, 4), st.integers(0, 4))
