@@ -16,7 +16,6 @@ from sgl_ext.requests.canonical import (
     block_text,
     items_in,
     offered_tools,
-    rendered,
     rest_of_message,
     role_text,
 )
@@ -103,8 +102,7 @@ def _labelled(label: str, value: Any) -> list[tuple[str, Any]]:
 def _tools(body: Json) -> Iterator[_Piece]:
     frame = b"\xfft["
     for label, tool in _labelled("tools", offered_tools(body)):
-        shown = rendered(tool) if isinstance(tool, dict) else tool
-        yield label, TOOLS, frame, orjson.dumps(shown, option=SORTED)
+        yield label, TOOLS, frame, orjson.dumps(tool, option=SORTED)
         frame = b","
 
 

@@ -10,6 +10,7 @@ from sgl_ext.protocols.errors import OPENAI_ERRORS
 from sgl_ext.protocols.translation.chat import translate
 from sgl_ext.requests.answers import as_text, parsed, require
 from sgl_ext.requests.cache_marks import control_of, marks_in
+from sgl_ext.requests.places import value_at
 from sgl_ext.requests.protocol import (
     INSTRUCTION_ROLES,
     Conversation,
@@ -26,11 +27,9 @@ from sgl_ext.requests.protocol import (
 
 def _find_marks(body: Json) -> Iterator[FoundMark]:
     """The marks on tools, parts and messages in prompt order; a message's mark is at its end."""
-    for k, tool in enumerate(listed(body.get("tools"))):
-        inner = tool.get("function") if isinstance(tool, dict) else None
-        controls = (control_of(tool), control_of(inner))
-        if (control := next((c for c in controls if c is not None), None)) is not None:
-            yield FoundMark(("tools", k), f"tools.{k}", None, control)
+    tools = listed(body.get("tools"))
+    holders = [t if control_of(t) is not None else value_at(t, ("function",)) for t in tools]
+    yield from marks_in(holders, ("tools",), "tools")
     for i, message in enumerate(listed(body.get("messages"))):
         if not isinstance(message, dict):
             continue

@@ -30,7 +30,7 @@ from sgl_ext.requests.protocol import FoundMark, Json, MarkRules, Place, Protoco
 
 LIMIT_MARKS = 4
 DEFAULT_TTL_S = 300.0
-_DAY_S = 86_400.0
+_RETENTIONS_S = {"in_memory": None, "in-memory": None, "24h": 86_400.0}
 UNMARKABLE = ("thinking", "redacted_thinking")
 _TTL = re.compile(r"([0-9]{1,9})([smh]?)")
 _UNIT_S = {"": 1, "s": 1, "m": 60, "h": 3600}
@@ -157,10 +157,8 @@ def _read_whole(rules: MarkRules, body: Json, limits: TtlLimits) -> tuple[float,
         except _Malformed:
             malformed += 1
     retention = body.get("prompt_cache_retention")
-    if retention in ("in_memory", "in-memory"):
-        ttl_s = max(ttl_s, limits.granted_s(None))
-    elif retention == "24h":
-        ttl_s = max(ttl_s, limits.granted_s(_DAY_S))
+    if isinstance(retention, str) and retention in _RETENTIONS_S:
+        ttl_s = max(ttl_s, limits.granted_s(_RETENTIONS_S[retention]))
     elif retention is not None:
         malformed += 1
     return ttl_s, malformed

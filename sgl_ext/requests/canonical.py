@@ -23,11 +23,11 @@ SORTED = orjson.OPT_SORT_KEYS
 
 
 def offered_tools(body: dict[str, Any]) -> list[Any]:
-    """The tools that reach the prompt."""
+    """The tools that reach the prompt, as they are rendered."""
     tools = body.get("tools")
     choice = body.get("tool_choice")
     unused = choice == "none" or (isinstance(choice, dict) and choice.get("type") == "none")
-    return [] if unused or not isinstance(tools, list) else tools
+    return [] if unused or not isinstance(tools, list) else [rendered(tool) for tool in tools]
 
 
 def items_in(value: Any) -> list[Any]:
@@ -44,13 +44,11 @@ def role_text(role: Any) -> bytes:
 
 def add_content(parts: list[bytes], content: Any) -> None:
     """Adds a text or blocks; a text alone counts as a list of one text block."""
-    if isinstance(content, list):
-        for block in content:
-            parts.append(b"\xffb")
-            parts.append(block_text(block))
-    elif content:
+    if not isinstance(content, list):
+        content = (content,) if content else ()
+    for block in content:
         parts.append(b"\xffb")
-        parts.append(block_text(content))
+        parts.append(block_text(block))
 
 
 def block_text(block: Any) -> bytes:
@@ -65,11 +63,12 @@ def block_text(block: Any) -> bytes:
     if kind == "tool_use":
         return b"\xffu" + orjson.dumps((block.get("name"), block.get("input")), option=SORTED)
     if kind != "tool_result":
-        return _dumped(block)
+        return orjson.dumps(rendered(block), option=SORTED)
     parts = [b"\xffr"]
     add_content(parts, block.get("content"))
     if not block.keys() <= _RESULT_KEYS:
-        parts.append(_dumped({k: v for k, v in block.items() if k != "content"}))
+        others = {k: v for k, v in block.items() if k != "content"}
+        parts.append(orjson.dumps(rendered(others), option=SORTED))
     return b"".join(parts)
 
 
@@ -82,19 +81,15 @@ def rest_of_message(message: dict[str, Any]) -> bytes:
     }
     calls = rest.get("tool_calls")
     if isinstance(calls, list):
-        rest["tool_calls"] = [rendered(call) if isinstance(call, dict) else call for call in calls]
+        rest["tool_calls"] = [rendered(call) for call in calls]
     if rest.get("type") == "message":
         del rest["type"]
     rest = rendered(rest)
     return b"\xffo" + orjson.dumps(rest, option=SORTED) if rest else b""
 
 
-def _dumped(block: dict[str, Any]) -> bytes:
-    return orjson.dumps(rendered(block), option=SORTED)
-
-
-def rendered(block: dict[str, Any]) -> dict[str, Any]:
+def rendered(block: Any) -> Any:
     """A block, tool or message without what does not reach the prompt."""
-    if _NOT_RENDERED.isdisjoint(block):
+    if not isinstance(block, dict) or _NOT_RENDERED.isdisjoint(block):
         return block
     return {key: value for key, value in block.items() if key not in _NOT_RENDERED}

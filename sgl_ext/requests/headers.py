@@ -46,11 +46,11 @@ class HeaderStrip:
     """
 
     def __init__(self, names: Iterable[str] = (BILLING_HEADER,)) -> None:
-        self.names = tuple(dict.fromkeys(name.lower() for name in names))
-        for name in self.names:
+        lower = tuple(dict.fromkeys(name.lower() for name in names))
+        for name in lower:
             if not _NAME.match(name):
                 raise ValueError(f"not a header name: {name!r}")
-        alternatives = "|".join(re.escape(name) for name in self.names) or r"(?!)"
+        alternatives = "|".join(re.escape(name) for name in lower) or r"(?!)"
         field, line_end = r"[A-Za-z0-9_.-]+=[^;\s]*", r"[ \t]*(?:\r\n|\n|\r|\Z)"
         self._header = re.compile(
             rf"\s*(?:{alternatives}):"
@@ -59,7 +59,7 @@ class HeaderStrip:
             re.IGNORECASE,
         )
         self._needles = tuple(
-            cased.encode() for name in self.names for cased in {name, name.upper(), name.title()}
+            cased.encode() for name in lower for cased in {name, name.upper(), name.title()}
         )
 
     def strip(self, text: str) -> StrippedText:

@@ -57,7 +57,8 @@ def next_turn(protocol: Protocol, body: Any, answer: Sequence[Json], nonce: str)
             return None
         added = list(answer)
         if not _returns_thinking(items):
-            added = [without for item in added if (without := _without_thinking(item))]
+            shown = [item for item in added if item.get("type") != "reasoning"]
+            added = [{k: v for k, v in item.items() if k != "reasoning_content"} for item in shown]
         return _turn(protocol, body, items + added, added, nonce)
     except _NOT_CERTAIN:
         return None
@@ -150,9 +151,3 @@ def _returns_thinking(items: list[Json]) -> bool:
         item.get("type") == "reasoning" or isinstance(item.get("reasoning_content"), str)
         for item in turns
     )
-
-
-def _without_thinking(item: Json) -> Json | None:
-    if item.get("type") == "reasoning":
-        return None
-    return {key: value for key, value in item.items() if key != "reasoning_content"}

@@ -34,7 +34,6 @@ from sgl_ext.requests.canonical import (
     block_text,
     items_in,
     offered_tools,
-    rendered,
     rest_of_message,
     role_text,
 )
@@ -157,8 +156,7 @@ def _tool_name(tool: Any) -> str:
 
 def _write_tools(writer: _Writer, tools: list[Any]) -> None:
     if tools:
-        shown = [rendered(tool) if isinstance(tool, dict) else tool for tool in tools]
-        writer.segment(b"\xfft" + orjson.dumps(shown, option=SORTED))
+        writer.segment(b"\xfft" + orjson.dumps(tools, option=SORTED))
         writer.tools = len(tools)
         writer.tool_segments = len(writer.hashes)
 

@@ -74,10 +74,7 @@ def _counts(data: bytes) -> _Counts:
 
 
 def _first_of_each(data: bytes) -> _Counts:
-    counts: _Counts = {}
-    for name, number in _COUNT.findall(data):
-        counts.setdefault(name, int(number))
-    return counts
+    return {name: int(number) for name, number in reversed(_COUNT.findall(data))}
 
 
 def _prompt(counts: _Counts) -> int | None:
@@ -109,20 +106,15 @@ def with_cache_creation(
     """
     read = usage.get("cache_read_input_tokens") or 0
     prompt = (usage.get("input_tokens") or 0) + read
-    reached, short, long = read, 0, 0
+    reached = read
+    by_ttl = {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0}
     for tokens, ttl_s in marked:
         written = max(min(tokens, prompt) - reached, 0)
         reached += written
-        if ttl_s > _SHORT_TTL_S:
-            long += written
-        else:
-            short += written
+        by_ttl[f"ephemeral_{'1h' if ttl_s > _SHORT_TTL_S else '5m'}_input_tokens"] += written
     return usage | {
         "input_tokens": prompt - reached,
-        "cache_creation_input_tokens": short + long,
+        "cache_creation_input_tokens": reached - read,
         "cache_read_input_tokens": read,
-        "cache_creation": {
-            "ephemeral_5m_input_tokens": short,
-            "ephemeral_1h_input_tokens": long,
-        },
+        "cache_creation": by_ttl,
     }
