@@ -19,13 +19,13 @@ from sgl_ext.balancer.admin.worker_routes import ControlParts
 from sgl_ext.balancer.cluster.peers import PeerGroup, Peers
 from sgl_ext.balancer.conversations.conversation_store import ConversationStore
 from sgl_ext.balancer.conversations.document_store import IN_MEMORY, DocumentStore
-from sgl_ext.balancer.http.downstream import DownstreamConnection
+from sgl_ext.balancer.http.downstream import DownstreamConnection, RawResponse
 from sgl_ext.balancer.http.request_head import RequestHeadCache
 from sgl_ext.balancer.http.request_reader import Request, RequestReader
 from sgl_ext.balancer.metrics.across_processes import SharedSnapshots
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.relay.exchange import Exchange
-from sgl_ext.balancer.relay.services import Services, error_response
+from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.reporting.diagnosis import DivergenceDetector
 from sgl_ext.balancer.reporting.request_log import RequestLog
 from sgl_ext.balancer.routing.admission_queue import AdmissionQueue
@@ -197,11 +197,8 @@ class Balancer:
     def exchange(self, connection: DownstreamConnection, request: Request) -> Exchange:
         return Exchange(self._services, connection, request)
 
-    def error_response(self, error: BalancerError, path: str) -> tuple[int, bytes, bytes, bytes]:
-        """The response to bytes that are no request; `path` is "" unless the head was read."""
-        response = error_response(path, error)
-        self._services.count(path, response[0])
-        return response
+    def error_response(self, error: BalancerError, path: str) -> RawResponse:
+        return self._services.error_response(error, path)
 
     # What happens once a second.
 

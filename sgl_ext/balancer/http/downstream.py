@@ -30,6 +30,10 @@ _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _NO_BODY = (204, 304)
 
 
+# Status, reason, header lines without framing, and body.
+RawResponse = tuple[int, bytes, bytes, bytes]
+
+
 class RunningExchange(Protocol):
     """The exchange, as its connection uses it."""
 
@@ -48,9 +52,7 @@ class Server(Protocol):
     def left(self, connection: DownstreamConnection) -> None: ...
     def reader(self) -> RequestReader: ...
     def exchange(self, connection: DownstreamConnection, request: Request) -> RunningExchange: ...
-    def error_response(
-        self, error: BalancerError, path: str
-    ) -> tuple[int, bytes, bytes, bytes]: ...
+    def error_response(self, error: BalancerError, path: str) -> RawResponse: ...
 
 
 class DownstreamConnection(asyncio.BufferedProtocol):

@@ -26,7 +26,7 @@ from sgl_ext.balancer.http.upstream import UpstreamConnection
 from sgl_ext.balancer.metrics.registry import band
 from sgl_ext.balancer.relay.preparation import NOT_PREPARED, prepare
 from sgl_ext.balancer.relay.response import Response
-from sgl_ext.balancer.relay.services import Services, error_response
+from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.reporting.request_log import AnsweredRequest
 from sgl_ext.balancer.routing.attempt import NO_ROUTING, Attempt
 from sgl_ext.balancer.routing.worker import Worker
@@ -34,7 +34,7 @@ from sgl_ext.protocols.errors import BalancerError, no_engine
 from sgl_ext.protocols.registry import errors_of
 from sgl_ext.protocols.request_ids import id_line, new_request_id
 from sgl_ext.requests.session import QUEUED_HEADER
-from sgl_ext.requests.usage import read_usage
+from sgl_ext.requests.usage import Usage
 
 log = logging.getLogger(__name__)
 
@@ -161,11 +161,9 @@ class Exchange:
 
     def response_head(self, head: ResponseHead) -> None:
         """Takes the response's head."""
-        response = self._response
-        response.status, response.reason, response.streams = head.status, head.reason, head.streams
-        response.lines = head.lines
+        self._response.head, self._response.lines = head, head.lines
         if not head.is_named:
-            response.lines += id_line(errors_of(self._head.path), self._id())
+            self._response.lines += id_line(errors_of(self._head.path), self._id())
 
     def response_data(self, data: bytes) -> None:
         """Relays whole events of a stream; any other body is collected."""
@@ -176,23 +174,24 @@ class Exchange:
         """Ends the stream, sends the collected body, or retries an engine's own 503."""
         self._connection = None
         response = self._response
-        if response.streams:
-            if rest := response.rest():
-                self._relay(rest)
+        head, body = response.head, response.rest()
+        if head.streams:
+            if body:
+                self._relay(body)
             if self._stage is Stage.BEFORE_FIRST_BYTE:
                 self._start_stream(b"")
             self._finish(Outcome.ANSWERED)
             self._client.end_stream()
-        elif response.status == HTTPStatus.SERVICE_UNAVAILABLE and self._may_go_elsewhere():
+        elif head.status == HTTPStatus.SERVICE_UNAVAILABLE and self._may_go_elsewhere():
             self._retry("status 503")
         else:
-            body, recorder = response.body(), self._preparation.recorder
-            if recorder is not None and response.status == HTTPStatus.OK:
+            recorder = self._preparation.recorder
+            if recorder is not None and head.status == HTTPStatus.OK:
                 body = recorder.record_body(body)
-            response.first_data = response.last_data = body
+            response.sent(body)
             self._first_byte()
             self._finish(Outcome.ANSWERED)
-            self._client.answer(response.status, response.reason, response.lines, body)
+            self._client.answer(head.status, head.reason, response.lines, body)
 
     def resume(self) -> None:
         """The client reads again."""
@@ -211,8 +210,8 @@ class Exchange:
             self._connection.pause()
 
     def _start_stream(self, data: bytes) -> None:
-        response = self._response
-        self._client.start_stream(response.status, response.reason, response.lines, data)
+        head = self._response.head
+        self._client.start_stream(head.status, head.reason, self._response.lines, data)
         self._first_byte()
 
     def _first_byte(self) -> None:
@@ -296,23 +295,26 @@ class Exchange:
     # Finish.
 
     def _finish(self, outcome: Outcome) -> None:
-        tokens = self._computed_tokens(outcome)
-        self._services.rate_limits.settle(self._preparation.charge, tokens)
+        status, usage = self._response.head.status, None
+        if outcome is Outcome.ANSWERED and self._attempt is not None:
+            usage = self._response.usage()
+        cost = None if usage is None else usage.computed_tokens
+        if not self._attempts or status >= HTTPStatus.BAD_REQUEST:
+            cost = 0
+        self._services.rate_limits.settle(self._preparation.charge, cost)
         self._stage = Stage.ENDED
-        self._release(outcome)
+        self._release(outcome, usage)
         route = self._head.route
         if route is not None and outcome is not Outcome.CLIENT_GONE:
-            self._services.metrics.requests.counts[route.label, self._response.status] += 1
+            self._services.metrics.requests.counts[route.label, status] += 1
 
     def _answer_error(self, error: BalancerError) -> None:
         self._services.rate_limits.settle(self._preparation.charge, 0)
         self._release(Outcome.FAILED)
         self._stage = Stage.ENDED
-        response = error_response(self._head.path, error, self._id())
-        self._services.count(self._head.path, response[0])
-        self._client.answer(*response)
+        self._client.answer(*self._services.error_response(error, self._head.path, self._id()))
 
-    def _release(self, outcome: Outcome) -> None:
+    def _release(self, outcome: Outcome, usage: Usage | None = None) -> None:
         """Ends the attempt, or leaves the admission queue."""
         services = self._services
         attempt, self._attempt = self._attempt, None
@@ -322,38 +324,22 @@ class Exchange:
             by_worker = outcome is Outcome.FAILED
             services.router.attempts.fail(attempt, by_worker=by_worker)
         else:
-            if self._response.status < HTTPStatus.INTERNAL_SERVER_ERROR:
+            if self._response.head.status < HTTPStatus.INTERNAL_SERVER_ERROR:
                 services.router.attempts.succeed(attempt)
             else:
                 services.router.attempts.fail(attempt, by_worker=True, answered=True)
-            services.request_log.record(self._answered(), attempt)
-
-    def _answered(self) -> AnsweredRequest:
-        response, route = self._response, self._head.route
-        return AnsweredRequest(
-            "" if route is None else route.label,
-            response.status,
-            self._attempts,
-            self._queued_s,
-            self._ttft_s,
-            time.perf_counter() - self._arrived_s,
-            self.routing,
-            self._preparation.diagnosis,
-            response.first_data,
-            response.last_data,
-        )
-
-    def _computed_tokens(self, outcome: Outcome) -> int | None:
-        """The tokens that the request cost; None if unknown."""
-        if self._preparation.charge is None:
-            return None
-        response = self._response
-        if not self._attempts or response.status >= HTTPStatus.BAD_REQUEST:
-            return 0
-        if outcome is not Outcome.ANSWERED:
-            return None
-        usage = read_usage(response.first_data, response.last_data)
-        return None if usage is None else usage.computed_tokens
+            answered = AnsweredRequest(
+                attempt,
+                "" if self._head.route is None else self._head.route.label,
+                self._response.head.status,
+                self._attempts,
+                self._queued_s,
+                self._ttft_s,
+                time.perf_counter() - self._arrived_s,
+                usage,
+                self._preparation.diagnosis,
+            )
+            services.request_log.record(answered)
 
     def _id(self) -> str:
         """The request's id for the client and the log, unless the worker names it."""

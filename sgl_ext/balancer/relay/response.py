@@ -2,54 +2,61 @@
 
 from __future__ import annotations
 
-from sgl_ext.balancer.http.sse import WholeEvents
+from sgl_ext.balancer.http.response_head import ResponseHead
+from sgl_ext.requests.usage import Usage, read_usage
 
 # The last events of OpenAI's and of Anthropic's streams, which carry no content.
 _DONE = b"data: [DONE]\n\n"
 _STOP = b"event: message_stop\n"
+_EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
+_NO_HEAD = ResponseHead(0, b"", [])
 
 
 class Response:
     """The response to one attempt.
 
-    first_data, last_data: the ends of the body as the client got it: the first and the last
-        events with content of a stream, or the whole body twice.
+    lines: the header lines for the client.
+    events_sent: how many events of a stream were sent to the client.
     """
 
     def __init__(self) -> None:
-        self.status = 0
-        self.reason = b""
+        self.head = _NO_HEAD
         self.lines = b""
-        self.streams = False
-        self.first_data = b""
-        self.last_data = b""
         self.events_sent = 0
-        self._pieces: list[bytes] = []
-        self._events: WholeEvents | None = None
+        self._first_data = b""
+        self._last_data = b""
+        self._collected = bytearray()
 
     def take(self, data: bytes) -> bytes:
-        """Takes a part of the body. Returns the whole events that can be sent now."""
-        if not self.streams:
-            self._pieces.append(data)
+        """Takes a part of the body. Returns the whole events that can be sent now, so that a stream
+        that is cut ends with a complete event."""
+        collected = self._collected
+        if not self.head.streams:
+            collected += data
             return b""
-        if self._events is None:
-            if data.endswith(b"\n\n"):
-                return data
-            self._events = WholeEvents()
-        return self._events.take(data)
+        if not collected and data.endswith(b"\n\n"):
+            return data
+        searched = max(0, len(collected) - 3)
+        collected += data
+        at, mark = max((collected.rfind(mark, searched), mark) for mark in _EVENT_ENDS)
+        if at < 0:
+            return b""
+        whole = bytes(collected[: at + len(mark)])
+        del collected[: at + len(mark)]
+        return whole
 
     def rest(self) -> bytes:
-        """What follows the last whole event of a stream that has ended."""
-        return b"" if self._events is None else self._events.rest()
-
-    def body(self) -> bytes:
-        """The collected body of a response that does not stream."""
-        return self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        """The collected body, or what follows the last whole event of a stream that has ended."""
+        return bytes(self._collected)
 
     def sent(self, data: bytes) -> None:
-        """Records events that are sent to the client."""
-        if not self.first_data:
-            self.first_data = data
+        """Records events, or a whole body, that are sent to the client."""
+        if not self._first_data:
+            self._first_data = data
         if data != _DONE and not data.startswith(_STOP):
-            self.last_data = data
+            self._last_data = data
         self.events_sent += data.count(b"\n\n")
+
+    def usage(self) -> Usage | None:
+        """The usage that the client was sent; None if it states none."""
+        return read_usage(self._first_data, self._last_data)

@@ -8,6 +8,7 @@ from scheduler.retry_budget import RetryBudget
 from sgl_ext.balancer.access.rate_limits import RateLimits
 from sgl_ext.balancer.conversations.conversation_store import ConversationStore
 from sgl_ext.balancer.http.connection_pool import ConnectionPool
+from sgl_ext.balancer.http.downstream import RawResponse
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.reporting.request_log import RequestLog
 from sgl_ext.balancer.routing.admission_queue import AdmissionQueue
@@ -55,10 +56,12 @@ class Services:
         """Every connection pool."""
         return [self.control, *self._pools.values()]
 
-    def count(self, path: str, status: int) -> None:
-        """Counts a response that the balancer itself made. Health checks are not counted."""
+    def error_response(self, error: BalancerError, path: str, request_id: str = "") -> RawResponse:
+        """A counted `error_response`. Health checks are not counted."""
+        response = error_response(path, error, request_id)
         if path != "/health":
-            self.metrics.requests.counts[routes.label_of(path), int(status)] += 1
+            self.metrics.requests.counts[routes.label_of(path), response[0]] += 1
+        return response
 
     def _drop_pool(self, worker: Worker) -> None:
         """Closes the idle connections to a worker that is gone. Its running requests may still
@@ -69,10 +72,8 @@ class Services:
                 del self._pools[worker]
 
 
-def error_response(
-    path: str, error: BalancerError, request_id: str = ""
-) -> tuple[int, bytes, bytes, bytes]:
-    """An error in the protocol of a path: status, reason, header lines and body."""
+def error_response(path: str, error: BalancerError, request_id: str = "") -> RawResponse:
+    """An error in the protocol of a path, "" for bytes that are no request."""
     shape, request_id = errors_of(path), request_id or new_request_id()
     status, reason = wire_status(shape, error.status)
     lines = b"content-type: application/json\r\n" + id_line(shape, request_id)

@@ -26,26 +26,25 @@ import orjson
 
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.reporting.diagnosis import DivergenceDetector, PromptDiagnosis
-from sgl_ext.balancer.routing.attempt import Attempt, RoutingRequest
+from sgl_ext.balancer.routing.attempt import Attempt
 from sgl_ext.requests.segments import Chain
-from sgl_ext.requests.usage import read_usage
+from sgl_ext.requests.usage import Usage
 
 _BUFFER_BYTES = 64 * 1024
 
 
 class AnsweredRequest(NamedTuple):
-    """A request whose response is complete."""
+    """A request whose response is complete; `attempt` was its last."""
 
+    attempt: Attempt
     route: str
     status: int
     attempts: int
     queued_s: float
     ttft_s: float
     total_s: float
-    routing: RoutingRequest
+    usage: Usage | None
     diagnosis: PromptDiagnosis | None
-    first_data: bytes
-    last_data: bytes
 
 
 class RequestLog:
@@ -64,24 +63,20 @@ class RequestLog:
             log.parent.mkdir(parents=True, exist_ok=True)
             self._log = log.open("ab", buffering=_BUFFER_BYTES)
 
-    def record(self, request: AnsweredRequest, attempt: Attempt) -> None:
-        """Records a request that `attempt` has just completed."""
-        metrics, worker = self._metrics, attempt.worker.url
-        usage = read_usage(request.first_data, request.last_data)
-        reported = None if usage is None else usage.cached_tokens
-        if usage is not None and reported is not None:
-            metrics.prompt_tokens.counts[(worker,)] += (
-                usage.prompt_tokens or request.routing.prompt_tokens
-            )
+    def record(self, request: AnsweredRequest) -> None:
+        """Counts and writes a request."""
+        metrics, attempt, usage = self._metrics, request.attempt, request.usage
+        worker, prompt_tokens = attempt.worker.url, attempt.routing.prompt_tokens
+        if usage is not None and usage.cached_tokens is not None:
+            error_tokens = abs(attempt.predicted_tokens - usage.cached_tokens)
+            metrics.prompt_tokens.counts[(worker,)] += usage.prompt_tokens or prompt_tokens
             metrics.predicted_tokens.counts[(worker,)] += attempt.predicted_tokens
-            metrics.reported_tokens.counts[(worker,)] += reported
-            metrics.prediction_error_tokens.observe(
-                worker, abs(attempt.predicted_tokens - reported)
-            )
+            metrics.reported_tokens.counts[(worker,)] += usage.cached_tokens
+            metrics.prediction_error_tokens.observe(worker, error_tokens)
         if request.diagnosis is not None:
-            self._add_finding(request.diagnosis, request.routing.prompt_tokens)
+            self._add_finding(request.diagnosis, prompt_tokens)
         if self._log is not None:
-            self._log.write(self._line(request, attempt, reported))
+            self._log.write(_line(request))
 
     def _add_finding(self, found: PromptDiagnosis, prompt_tokens: int) -> None:
         assert self.detector is not None, "a prompt was compared"
@@ -92,34 +87,6 @@ class RequestLog:
             self._metrics.diverged_prompts.counts[found.harness, kind] += 1
             self._metrics.diverged_tokens.counts[found.harness, kind] += tokens
 
-    def _line(self, request: AnsweredRequest, attempt: Attempt, reported: int | None) -> bytes:
-        routing, found = request.routing, request.diagnosis
-        record: dict[str, Any] = {
-            "time": round(time.time(), 3),
-            "route": request.route,
-            "status": request.status,
-            "worker": attempt.worker.url,
-            "reason": attempt.placement.reason,
-            "tenant": routing.tenant,
-            "harness": None if found is None else found.harness,
-            "model": None if found is None else found.model,
-            "session": None if routing.session is None else f"{routing.session:032x}",
-            "prefix_hash": _hash_at(routing.chain, routing.chain.head_segments),
-            "tools_hash": _hash_at(routing.chain, routing.chain.tool_segments),
-            "tools_count": routing.chain.tools,
-            "segments": len(routing.chain.hashes),
-            "prompt_tokens": routing.prompt_tokens,
-            "predicted_tokens": attempt.predicted_tokens,
-            "expected_tokens": attempt.expected_tokens,
-            "reported_tokens": reported,
-            "queue_ms": round(request.queued_s * 1000, 3),
-            "ttft_ms": round(request.ttft_s * 1000, 3),
-            "total_ms": round(request.total_s * 1000, 3),
-            "attempts": request.attempts,
-            "divergence": None if found is None else found.divergence,
-        }
-        return orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
-
     def flush(self) -> None:
         """Makes the lines that were written visible to readers."""
         if self._log is not None:
@@ -128,6 +95,35 @@ class RequestLog:
     def close(self) -> None:
         if self._log is not None:
             self._log.close()
+
+
+def _line(request: AnsweredRequest) -> bytes:
+    attempt, routing, found = request.attempt, request.attempt.routing, request.diagnosis
+    record: dict[str, Any] = {
+        "time": round(time.time(), 3),
+        "route": request.route,
+        "status": request.status,
+        "worker": attempt.worker.url,
+        "reason": attempt.placement.reason,
+        "tenant": routing.tenant,
+        "harness": None if found is None else found.harness,
+        "model": None if found is None else found.model,
+        "session": None if routing.session is None else f"{routing.session:032x}",
+        "prefix_hash": _hash_at(routing.chain, routing.chain.head_segments),
+        "tools_hash": _hash_at(routing.chain, routing.chain.tool_segments),
+        "tools_count": routing.chain.tools,
+        "segments": len(routing.chain.hashes),
+        "prompt_tokens": routing.prompt_tokens,
+        "predicted_tokens": attempt.predicted_tokens,
+        "expected_tokens": attempt.expected_tokens,
+        "reported_tokens": None if request.usage is None else request.usage.cached_tokens,
+        "queue_ms": round(request.queued_s * 1000, 3),
+        "ttft_ms": round(request.ttft_s * 1000, 3),
+        "total_ms": round(request.total_s * 1000, 3),
+        "attempts": request.attempts,
+        "divergence": None if found is None else found.divergence,
+    }
+    return orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
 
 
 def _hash_at(chain: Chain, segments: int) -> str | None:

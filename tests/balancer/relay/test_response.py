@@ -5,16 +5,23 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_ext.balancer.http.sse import WholeEvents
+from sgl_ext.balancer.http.response_head import ResponseHead
+from sgl_ext.balancer.relay.response import Response
 
 PARTS = st.lists(
     st.sampled_from([b"data: 1", b"\n", b"\r\n", b"\n\n", b"\r\n\r\n", b"x", b"\r"]), max_size=12
 )
 
 
+def stream() -> Response:
+    response = Response()
+    response.head = ResponseHead(200, b"OK", [(b"content-type", b"text/event-stream")])
+    return response
+
+
 @given(st.lists(PARTS.map(b"".join).filter(bool), max_size=8))
 def test_only_whole_events_are_passed_on_and_nothing_is_lost(pieces: list[bytes]) -> None:
-    events = WholeEvents()
+    events = stream()
     out = b""
     for number, piece in enumerate(pieces):
         whole = events.take(piece)
@@ -28,4 +35,4 @@ def test_only_whole_events_are_passed_on_and_nothing_is_lost(pieces: list[bytes]
 
 def test_an_event_in_one_piece_is_not_copied() -> None:
     piece = b"data: 1\n\n"
-    assert WholeEvents().take(piece) is piece
+    assert stream().take(piece) is piece
