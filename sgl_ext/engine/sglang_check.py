@@ -9,6 +9,7 @@ import dis
 import pkgutil
 from collections.abc import Iterable, Iterator
 from inspect import unwrap
+from itertools import pairwise
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -71,11 +72,9 @@ def _sets(code: CodeType, name: str) -> bool:
     """Whether a method's code assigns to `self.name`."""
     if name not in code.co_names:
         return False
-    before: Any = None
-    for step in dis.get_instructions(code):
+    for before, step in pairwise(dis.get_instructions(code)):
         if step.opname == "STORE_ATTR" and step.argval == name:
-            loaded = before if isinstance(before, tuple) else (before,)
+            loaded = before.argval if isinstance(before.argval, tuple) else (before.argval,)
             if loaded[-1] == "self":
                 return True
-        before = step.argval
     return False

@@ -15,26 +15,25 @@ _DETOKENIZER_TIMEOUT_S = 120.0
 
 def reject_unsupported(server_args: ServerArgs, *_: Any) -> None:
     """After argument parsing: stops the start if hooks would not see every request."""
-    rejected = {
+    flags = {
         "--tokenizer-worker-num": server_args.tokenizer_worker_num > 1,
         "--grpc-port": server_args.grpc_port is not None,
         "--grpc-mode": server_args.grpc_mode,
         "--smg-grpc-mode": server_args.smg_grpc_mode,
         "--encoder-only": server_args.encoder_only,
     }
-    if given := [flag for flag, on in rejected.items() if on]:
-        raise SystemExit(
-            f"sgl-ext: {', '.join(given)}: the extension hooks SGLang's single "
-            "Python HTTP process, and with this flag requests would bypass it; leave it out"
-        )
-
+    _reject(
+        flags,
+        "the extension hooks SGLang's single Python HTTP process, and with this flag requests "
+        "would bypass it; leave it out",
+    )
     if EngineSettings.from_environment().shared_prefixes:
         reject_unshareable(server_args)
 
 
 def reject_unshareable(server_args: ServerArgs) -> None:
     """Stops the start if the cache has no prefixes, own keys, or hashes with 32 bits a token."""
-    rejected = {
+    flags = {
         "--disable-radix-cache": server_args.disable_radix_cache,
         "--radix-cache-backend": server_args.radix_cache_backend != CACHE_BACKEND,
         "--enable-hierarchical-cache": server_args.enable_hierarchical_cache,
@@ -45,10 +44,12 @@ def reject_unshareable(server_args: ServerArgs) -> None:
         "--skip-tokenizer-init": server_args.skip_tokenizer_init,
         "--nnodes": server_args.nnodes > 1,
     }
-    if given := [flag for flag, on in rejected.items() if on]:
-        raise SystemExit(
-            f"sgl-ext: {', '.join(given)}: cannot be combined with --shared-prefixes; leave one out"
-        )
+    _reject(flags, "cannot be combined with --shared-prefixes; leave one out")
+
+
+def _reject(flags: dict[str, bool], why: str) -> None:
+    if given := [flag for flag, is_set in flags.items() if is_set]:
+        raise SystemExit(f"sgl-ext: {', '.join(given)}: {why}")
 
 
 def await_acknowledgements(launched: Any, *_: Any, **__: Any) -> None:

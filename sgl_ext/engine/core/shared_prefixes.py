@@ -170,10 +170,10 @@ def _read(salt: str) -> tuple[int, str]:
 
 def _groups_own(token: int, salt: str) -> int:
     """The token of one group in place of `token`. It is negative, as no token of a model or a
-    picture is; without the secret nobody can compute another one that is equal."""
-    told = b"%d:%b" % (token, salt.encode("utf-8", "surrogatepass"))
+    picture is; no client without the secret can compute an equal one."""
+    text = b"%d:%b" % (token, salt.encode("utf-8", "surrogatepass"))
     secret = _prefix().encode()[-64:]
-    digest = blake2b(told, digest_size=8, key=secret).digest()
+    digest = blake2b(text, digest_size=8, key=secret).digest()
     return -1 - (int.from_bytes(digest) >> 1)
 
 

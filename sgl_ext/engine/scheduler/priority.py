@@ -72,7 +72,9 @@ def _conditions(
     pins, queue = extension.pins, scheduler.waiting_queue
     if pins is None or not queue or not scheduler.enable_priority_preemption:
         return None
-    if running_batch.is_empty() or _take_prefix_awaited(extension):
+    # A prefix that a request waited for in the last try may be cached by now.
+    awaited, extension.is_prefix_awaited = extension.is_prefix_awaited, False
+    if awaited or running_batch.is_empty():
         return None
     if scheduler.chunked_req is not None or scheduler.grammar_manager.has_waiting_grammars():
         return None
@@ -81,12 +83,6 @@ def _conditions(
     if scheduler.enable_lora or scheduler.prefill_delayer or scheduler.min_free_slots_delayer:
         return None
     return len(queue), queue[-1].rid, running_batch.batch_size(), pins.now_s
-
-
-def _take_prefix_awaited(extension: SchedulerExtension) -> bool:
-    """Whether a request waited for a prefix in the last try: the prefix may be cached by now."""
-    awaited, extension.is_prefix_awaited = extension.is_prefix_awaited, False
-    return awaited
 
 
 def record_admission(extension: SchedulerExtension, req: Req) -> None:
