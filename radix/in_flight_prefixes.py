@@ -2,7 +2,7 @@
 
 A worker reports what it holds only after it has computed it. Until then the balancer goes by its
 own decisions: an in-flight prefix belongs to one request and covers the segments that its worker
-does not hold yet. It lasts while the request runs. After that the worker has `confirm_s` to report
+does not hold yet. It lasts while the request runs. After that the worker has some seconds to report
 the segments, and then the prefix is forgotten. So a worker that never reports is believed for one
 request at a time only.
 
@@ -31,10 +31,9 @@ class InFlightPrefix:
 
 
 class InFlightPrefixes:
-    """All in-flight prefixes, found by segment. `confirm_s`: how long one outlives its request."""
+    """All in-flight prefixes, found by segment."""
 
-    def __init__(self, confirm_s: float) -> None:
-        self._confirm_s = confirm_s
+    def __init__(self) -> None:
         self._by_segment: dict[int, dict[int, InFlightPrefix]] = {}
         self._ended: list[tuple[float, int, InFlightPrefix]] = []  # a heap, by expiry
         self._order = count()
@@ -50,32 +49,33 @@ class InFlightPrefixes:
             self._by_segment.setdefault(segment, {})[worker] = prefix
         return prefix
 
-    def end(self, prefix: InFlightPrefix, now_s: float, confirm_s: float | None = None) -> None:
-        """The request has succeeded. Its worker has `confirm_s` from now on to confirm."""
+    def end(self, prefix: InFlightPrefix, until_s: float) -> None:
+        """The request has succeeded. Its worker has until `until_s` to confirm."""
         prefix.computed = True
-        until_s = now_s + (self._confirm_s if confirm_s is None else confirm_s)
         heapq.heappush(self._ended, (until_s, next(self._order), prefix))
 
-    def drop(self, prefix: InFlightPrefix) -> None:
-        """Drops a prefix, because its request failed or its time has passed."""
+    def drop(self, prefix: InFlightPrefix) -> bool:
+        """Drops a prefix, because its request failed or its time has passed.
+
+        Returns whether any of its segments was not confirmed.
+        """
+        is_unconfirmed = False
         for segment in prefix.segments:
             workers = self._by_segment.get(segment)
             if workers is not None and workers.get(prefix.worker) is prefix:
+                is_unconfirmed = True
                 del workers[prefix.worker]
                 if not workers:
                     del self._by_segment[segment]
         prefix.segments = ()
+        return is_unconfirmed
 
     def expire(self, now_s: float) -> int:
         """Drops prefixes that were not confirmed in time; returns the number of their requests."""
         dropped = 0
         while self._ended and self._ended[0][0] <= now_s:
             _, _, prefix = heapq.heappop(self._ended)
-            dropped += any(
-                self._by_segment.get(segment, {}).get(prefix.worker) is prefix
-                for segment in prefix.segments
-            )
-            self.drop(prefix)
+            dropped += self.drop(prefix)
         return dropped
 
     def confirm(self, worker: int, segment: int) -> None:
@@ -86,18 +86,14 @@ class InFlightPrefixes:
 
     def forget_worker(self, worker: int) -> None:
         """Drops a worker's prefixes, because it restarted or emptied its cache."""
-        mine = {
-            id(found): found
-            for workers in self._by_segment.values()
-            if (found := workers.get(worker)) is not None
-        }
-        for prefix in mine.values():
+        found = (workers.get(worker) for workers in self._by_segment.values())
+        for prefix in {prefix for prefix in found if prefix is not None}:
             self.drop(prefix)
 
     def forget_segment(self, worker: int, segment: int) -> None:
         """The worker no longer holds the segment: a computed prefix with it is dropped."""
-        workers = self._by_segment.get(segment)
-        if workers is not None and (found := workers.get(worker)) is not None and found.computed:
+        found = self._by_segment.get(segment, {}).get(worker)
+        if found is not None and found.computed:
             self.drop(found)
 
     def deepest(self, hashes: Sequence[int]) -> dict[int, tuple[int, InFlightPrefix]]:

@@ -162,8 +162,7 @@ class PrefixIndex:
 
     def remove(self, worker: int, segment: int) -> int:
         """Removes a worker from `segment` and everything below it; returns how many it lost."""
-        row = self._rows.get(segment, _NONE)
-        return self._take(_bit(worker), [row])
+        return self._take(_bit(worker), [self._rows.get(segment, _NONE)])
 
     def clear(self, worker: int) -> int:
         """Removes a worker from all segments; returns how many it lost."""
@@ -188,7 +187,7 @@ class PrefixIndex:
         assert len(rows) <= self.limit_segments
         assert len(rows) + len(self._free) + 1 == len(mask)
         assert mask[_NONE] == 0
-        order = list(self._in_order())
+        order = list(_follow(self._newer, self._newer[_NONE]))
         place = {row: index for index, row in enumerate(order)}
         assert sorted(order) == sorted(rows.values())
         assert not set(order) & set(self._free)
@@ -201,7 +200,7 @@ class PrefixIndex:
                 assert mask[row] & ~mask[above] == 0
                 assert place[row] < place[above]
         tail = order[place[self._tip] :] if self._tip != _NONE else []
-        assert tail == list(self._lineage(self._tip))
+        assert tail == list(_follow(parent, self._tip))
         assert sorted(self._rows_held(-1, self._children(_NONE))) == sorted(order)
 
     # Workers and masks
@@ -237,15 +236,7 @@ class PrefixIndex:
     # The tree
 
     def _children(self, row: int) -> Iterator[int]:
-        child = self._child[row]
-        while child != _NONE:
-            yield child
-            child = self._right[child]
-
-    def _lineage(self, row: int) -> Iterator[int]:
-        while row != _NONE:
-            yield row
-            row = self._parent[row]
+        return _follow(self._right, self._child[row])
 
     def _add(self, segment: int, parent: int) -> int:
         """Adds a leaf without workers below `parent`, the tip. The leaf becomes the tip."""
@@ -255,11 +246,11 @@ class PrefixIndex:
         else:
             row = len(self._segment)
             self._segment.append(segment)
+            self._mask.append(0)
             for column in (self._parent, self._child, self._left, self._right):
                 column.append(_NONE)
             for column in (self._older, self._newer, self._tokens):
                 column.append(_NONE)
-            self._mask.append(0)
         self._rows[segment] = row
         self._parent[row] = parent
         sibling = self._child[parent]
@@ -289,12 +280,6 @@ class PrefixIndex:
 
     # The order
 
-    def _in_order(self) -> Iterator[int]:
-        row = self._newer[_NONE]
-        while row != _NONE:
-            yield row
-            row = self._newer[row]
-
     def _use(self, row: int) -> None:
         """Moves `row`, the new tip, and its ancestors to the young end, each before its parent."""
         parent, newer = self._parent, self._newer
@@ -321,6 +306,13 @@ class PrefixIndex:
         before = self._older[after]
         self._newer[before], self._older[oldest] = oldest, before
         self._newer[newest], self._older[after] = after, newest
+
+
+def _follow(column: Sequence[int], row: int) -> Iterator[int]:
+    """A row, and the rows that a column leads to from there."""
+    while row != _NONE:
+        yield row
+        row = column[row]
 
 
 def _bit(worker: int) -> int:

@@ -25,6 +25,7 @@ segments without children are the leaves.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -137,7 +138,8 @@ class Residency:
             return
         # A tree that had all of the tokens, or only those of this request, shows no fork.
         shared = had if had < resident and (own < had or not own) else None
-        depth = self._depth(hashes)
+        # How many segments are held. Bisection works, as their ancestors are held too.
+        depth = bisect_left(hashes, True, key=lambda segment: segment not in self._segments)
         known = self._segments[hashes[depth - 1]].tokens if depth else 0
         begin = ends[depth - 1] if depth else 0
         rest, width = max(0, len(key) - known), max(1, ends[-1] - begin)
@@ -223,17 +225,6 @@ class Residency:
         """All segments, parents first."""
         for segment, entry in self._segments.items():
             yield segment, entry.parent, entry.tokens
-
-    def _depth(self, hashes: Sequence[int]) -> int:
-        """How many segments of a chain are held. Bisection works, as ancestors are held too."""
-        low, high = 0, len(hashes)
-        while low < high:
-            middle = (low + high) // 2
-            if hashes[middle] in self._segments:
-                low = middle + 1
-            else:
-                high = middle
-        return low
 
     def _measure(self, path: Sequence[int], shared: int, most: int) -> None:
         """Applies a measurement: the chains that share `path` share `shared` tokens."""

@@ -20,15 +20,12 @@ ENTRY_BYTES = 700
 _DIGEST_BYTES = 16
 
 
-class TokenPieces:
-    """Token ids by piece, within `limit_bytes`; least recently used evicted first. Thread-safe."""
+class TokenPieces(ByteLRU["array[int]"]):
+    """Token ids by the key of their piece, within `limit_bytes`."""
 
     def __init__(self, limit_bytes: int) -> None:
+        super().__init__(limit_bytes, ENTRY_BYTES)
         self._hash_key = secrets.token_bytes(32)
-        self._pieces: ByteLRU[array[int]] = ByteLRU(limit_bytes, ENTRY_BYTES)
-
-    def __len__(self) -> int:
-        return len(self._pieces)
 
     def key(self, *texts: str) -> bytes:
         """The key of a piece that consists of these texts."""
@@ -38,20 +35,8 @@ class TokenPieces:
             digest.update(len(data).to_bytes(8, "little") + data)
         return digest.digest()
 
-    def get(self, key: bytes) -> array[int] | None:
-        """A piece's token ids, or None."""
-        return self._pieces.get(key)
-
-    def add(self, key: bytes, ids: Sequence[int]) -> None:
+    def add_ids(self, key: bytes, ids: Sequence[int]) -> None:
         """Adds a piece's token ids, unless they alone exceed the bound."""
         added = array("q", ids)
         # Between arrays of many lengths, the allocator leaves up to a quarter unused.
-        self._pieces.add(key, added, len(added) * added.itemsize * 5 // 4)
-
-    def clear(self) -> None:
-        """Removes all pieces."""
-        self._pieces.clear()
-
-    def check(self) -> None:
-        """Asserts that the bytes are counted correctly and within the bound."""
-        self._pieces.check()
+        self.add(key, added, len(added) * added.itemsize * 5 // 4)

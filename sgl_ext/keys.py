@@ -41,20 +41,15 @@ def add_key(path: Path, tenant: str, note: str = "") -> tuple[str, str]:
     fields |= {"note": note} if note else {}
     created = datetime.now(UTC).replace(microsecond=0)
     table = tomlkit.dumps({"keys": {name: {**fields, "created": created}}})
-    with _locked(path):
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-        parse_keys(text)
-        if text:
-            table = f"{text}\n{table}" if text.endswith("\n") else f"{text}\n\n{table}"
-        _write(path, table)
+    with _locked(path) as text:
+        between = "\n" if text.endswith("\n") else "\n\n" if text else ""
+        _write(path, text + between + table)
     return key, name
 
 
 def revoke_key(path: Path, name: str) -> None:
     """Removes the key of this name from a file. Raises KeysError if the file has none."""
-    with _locked(path):
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-        parse_keys(text)
+    with _locked(path) as text:
         document = tomlkit.parse(text)
         if name not in document.get("keys", {}):
             raise KeysError("there is no key of this name")
@@ -93,12 +88,14 @@ def _tables(container: Container, *path: str) -> Iterator[tuple[list[str], Conta
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Keeps other runs of these commands from changing the files of this folder meanwhile."""
+def _locked(path: Path) -> Iterator[str]:
+    """The text of a valid file, "" if there is none. Other runs of these commands wait."""
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
-        yield
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        parse_keys(text)
+        yield text
     finally:
         os.close(folder)
 

@@ -15,9 +15,6 @@ class PinMirror:
     def __init__(self) -> None:
         self._pins: dict[str, tuple[dict[str, Any], float]] = {}  # rows and their deadlines
 
-    def __len__(self) -> int:
-        return len(self._pins)
-
     def __contains__(self, prefix: str) -> bool:
         return prefix in self._pins
 
@@ -40,7 +37,7 @@ class PinMirror:
         return [
             row | {"left_s": round(max(end_s - now_s, 0.0), 3)}
             for row, end_s in self._pins.values()
-            if owner is None or row.get("owner") == owner
+            if owner in (None, row.get("owner"))
         ]
 
     def tokens_of(self, segments: Sequence[int]) -> int:
@@ -51,10 +48,9 @@ class PinMirror:
 
     def named(self, prefix: str | None, session: str | None, owner: str | None = None) -> list[str]:
         """The prefixes of the pins with this prefix, session and owner; None matches any."""
+        wanted = {"prefix": prefix, "session": session, "owner": owner}.items()
         return [
-            row["prefix"]
-            for row, _ in self._pins.values()
-            if prefix in (None, row["prefix"])
-            and session in (None, row["session"])
-            and (owner is None or row.get("owner") == owner)
+            name
+            for name, (row, _) in self._pins.items()
+            if all(value in (None, row.get(key)) for key, value in wanted)
         ]

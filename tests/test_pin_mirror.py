@@ -23,7 +23,7 @@ def test_pins_are_added_changed_and_removed() -> None:
     assert mirror.rows(110.0) == [pin(A, hits=1)]
     assert mirror.rows(999.0)[0]["left_s"] == 0, "its end is still to be told"
     mirror.apply({"cleared": True}, 120.0)
-    assert len(mirror) == 0
+    assert mirror.rows(120.0) == []
 
 
 def test_a_prefix_that_is_unpinned_and_pinned_again_is_pinned() -> None:

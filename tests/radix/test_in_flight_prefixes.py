@@ -15,7 +15,7 @@ def depths(expected: InFlightPrefixes, hashes: list[int]) -> dict[int, int]:
 
 
 def test_a_prefix_is_in_flight_while_its_request_runs() -> None:
-    expected = InFlightPrefixes(confirm_s=5)
+    expected = InFlightPrefixes()
     expected.expect(WORKER, [1, 2])
     assert depths(expected, [1, 2, 3]) == {WORKER: 2}
     assert depths(expected, [1, 9]) == {WORKER: 1}
@@ -24,9 +24,9 @@ def test_a_prefix_is_in_flight_while_its_request_runs() -> None:
 
 
 def test_an_unconfirmed_prefix_is_forgotten() -> None:
-    expected = InFlightPrefixes(confirm_s=5)
+    expected = InFlightPrefixes()
     sent = expected.expect(WORKER, [1, 2])
-    expected.end(sent, now_s=10)
+    expected.end(sent, until_s=15)
     assert expected.expire(14.9) == 0
     assert depths(expected, [1, 2]) == {WORKER: 2}
     assert expected.expire(15) == 1
@@ -35,24 +35,24 @@ def test_an_unconfirmed_prefix_is_forgotten() -> None:
 
 
 def test_a_long_lived_prefix_does_not_delay_the_expiry_of_others() -> None:
-    expected = InFlightPrefixes(confirm_s=5)
-    expected.end(expected.expect(OTHER, [7]), now_s=0, confirm_s=600)
-    expected.end(expected.expect(WORKER, [1]), now_s=0)
+    expected = InFlightPrefixes()
+    expected.end(expected.expect(OTHER, [7]), until_s=600)
+    expected.end(expected.expect(WORKER, [1]), until_s=5)
     assert expected.expire(5) == 1
     assert depths(expected, [1, 7]) == {OTHER: 2}
 
 
 def test_a_later_request_replaces_an_earlier_one() -> None:
-    expected = InFlightPrefixes(confirm_s=5)
+    expected = InFlightPrefixes()
     first = expected.expect(WORKER, [1])
     expected.expect(WORKER, [1, 2])
-    expected.end(first, now_s=0)
+    expected.end(first, until_s=5)
     expected.expire(5)
     assert depths(expected, [1, 2]) == {WORKER: 2}
 
 
 def test_each_worker_has_its_own_prefixes() -> None:
-    expected = InFlightPrefixes(confirm_s=5)
+    expected = InFlightPrefixes()
     expected.expect(WORKER, [1, 2])
     mine = expected.expect(OTHER, [1])
     assert depths(expected, [1, 2]) == {WORKER: 2, OTHER: 1}
@@ -63,11 +63,11 @@ def test_each_worker_has_its_own_prefixes() -> None:
 
 
 def test_an_evicted_segment_is_no_longer_in_flight() -> None:
-    expected = InFlightPrefixes(confirm_s=5)
+    expected = InFlightPrefixes()
     sent = expected.expect(WORKER, [1, 2])
     expected.forget_segment(WORKER, 2)
     assert depths(expected, [1, 2]) == {WORKER: 2}, "its request still runs and will bring it back"
-    expected.end(sent, now_s=0)
+    expected.end(sent, until_s=5)
     expected.forget_segment(WORKER, 2)
     assert len(expected) == 0
 
@@ -84,13 +84,13 @@ def test_an_evicted_segment_is_no_longer_in_flight() -> None:
     )
 )
 def test_no_order_of_calls_breaks_the_table(steps: list[tuple[str, int, int, int]]) -> None:
-    expected = InFlightPrefixes(confirm_s=3)
+    expected = InFlightPrefixes()
     made: list[InFlightPrefix] = []
     for now_s, (step, worker, first, length) in enumerate(steps):
         if step == "expect":
             made.append(expected.expect(worker, range(first, first + length)))
         elif step == "end" and made:
-            expected.end(made[first % len(made)], now_s)
+            expected.end(made[first % len(made)], now_s + 3)
         elif step == "drop" and made:
             expected.drop(made[first % len(made)])
         elif step == "forget":

@@ -29,13 +29,13 @@ FILLED = {
     "a million pieces": """
 made = TokenPieces(limit)
 for number in range(1_000_000):
-    made.add(made.key("<|im_start|>", str(number)), ids[: number % 40])
+    made.add_ids(made.key("<|im_start|>", str(number)), ids[: number % 40])
 """,
     "pieces of all lengths": """
 made = TokenPieces(limit)
 for number in range(100_000):
     length = min(int(20 * draw.paretovariate(0.7)), len(ids))
-    made.add(made.key("<|im_start|>", str(number)), ids[:length])
+    made.add_ids(made.key("<|im_start|>", str(number)), ids[:length])
 """,
     "prompts": """
 made = PromptHistory(limit, 12)

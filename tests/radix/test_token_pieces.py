@@ -12,7 +12,7 @@ def test_an_added_piece_is_found() -> None:
     pieces = TokenPieces(10_000)
     key = pieces.key("<a>", "some text")
     assert pieces.get(key) is None
-    pieces.add(key, [1, 2, 70_000])
+    pieces.add_ids(key, [1, 2, 70_000])
     found = pieces.get(pieces.key("<a>", "some text"))
     assert found is not None
     assert list(found) == [1, 2, 70_000]
@@ -37,17 +37,17 @@ def test_the_least_recently_used_piece_is_evicted() -> None:
     pieces = TokenPieces(3 * (ENTRY_BYTES + 20))
     keys = [pieces.key(str(n)) for n in range(4)]
     for key in keys[:3]:
-        pieces.add(key, [1, 2])
+        pieces.add_ids(key, [1, 2])
     pieces.get(keys[0])
-    pieces.add(keys[3], [1, 2])
+    pieces.add_ids(keys[3], [1, 2])
     assert [pieces.get(key) is not None for key in keys] == [True, False, True, True]
 
 
 def test_a_piece_over_the_bound_evicts_nothing() -> None:
     pieces = TokenPieces(2_000)
     small, large = pieces.key("small"), pieces.key("large")
-    pieces.add(small, [1])
-    pieces.add(large, range(1_000))
+    pieces.add_ids(small, [1])
+    pieces.add_ids(large, range(1_000))
     assert pieces.get(large) is None
     assert pieces.get(small) is not None
 
@@ -56,5 +56,5 @@ def test_a_piece_over_the_bound_evicts_nothing() -> None:
 def test_the_bound_holds(added: list[tuple[int, int]]) -> None:
     pieces = TokenPieces(4_000)
     for number, length in added:
-        pieces.add(pieces.key(str(number)), range(length))
+        pieces.add_ids(pieces.key(str(number)), range(length))
         pieces.check()

@@ -18,6 +18,8 @@ from sgl_ext.balancer.routing.prefixes import HeldPrefix, Prefixes
 from sgl_ext.balancer.routing.worker import Worker
 
 SESSION_LIVE_S = 60.0
+# How long an engine has to report a prefix that it has computed.
+CONFIRM_S = 5.0
 # An engine without prefix events is assumed to hold what it was sent for this long.
 UNCONFIRMED_S = 600.0
 # Peers do not report when a request ends, so its prefix is expected for this long.
@@ -107,8 +109,8 @@ class Attempts:
         """The whole answer came, and it is no failure of the worker."""
         attempt.worker.breaker.succeeded()
         if attempt.in_flight_prefix is not None:
-            confirm_s = None if attempt.worker.publishes else UNCONFIRMED_S
-            self._prefixes.in_flight.end(attempt.in_flight_prefix, self._clock(), confirm_s)
+            confirm_s = CONFIRM_S if attempt.worker.publishes else UNCONFIRMED_S
+            self._prefixes.in_flight.end(attempt.in_flight_prefix, self._clock() + confirm_s)
         self._end(attempt)
 
     def fail(self, attempt: Attempt, *, by_worker: bool, answered: bool = False) -> None:
@@ -156,6 +158,6 @@ class Attempts:
         worker.recent_prefill.add(uncached_tokens, now_s)
         if segments:
             prefix = self._prefixes.in_flight.expect(worker.slot, segments)
-            self._prefixes.in_flight.end(prefix, now_s, PEER_PREFIX_S)
+            self._prefixes.in_flight.end(prefix, now_s + PEER_PREFIX_S)
         if session is not None:
             self.sessions.record(session, worker.slot, prompt_tokens, now_s)

@@ -9,7 +9,6 @@ from radix.index import PrefixIndex
 from sgl_ext.requests.segments import Chain
 
 LIMIT_SEGMENTS = 1_000_000
-CONFIRM_S = 5.0
 _BYTES_PER_TOKEN = 4.0
 _CALIBRATE_FROM_TOKENS = 256
 _CALIBRATION = 0.05
@@ -45,7 +44,7 @@ class Prefixes:
 
     def __init__(self) -> None:
         self.index = PrefixIndex(LIMIT_SEGMENTS)
-        self.in_flight = InFlightPrefixes(CONFIRM_S)
+        self.in_flight = InFlightPrefixes()
         self._bytes_per_token = _BYTES_PER_TOKEN
         self._calibrations = 0
 

@@ -150,7 +150,7 @@ class PieceTokenizer:
                     raise Inexact(new.before)
                 tokens = tokens[1:]
             new.place.fromlist(tokens)
-            self.pieces.add(name, tokens)
+            self.pieces.add_ids(name, tokens)
             self.new_tokens += len(tokens)
 
     def _samples(self) -> Iterable[str]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sgl_ext.balancer.routing.attempts import UNCONFIRMED_S
-from sgl_ext.balancer.routing.prefixes import CONFIRM_S
+from sgl_ext.balancer.routing.attempts import CONFIRM_S, UNCONFIRMED_S
 from tests.balancer.routing.test_router import Setting
 
 

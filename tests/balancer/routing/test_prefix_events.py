@@ -36,7 +36,7 @@ class Mirrored:
 
     def __init__(self) -> None:
         self.index = PrefixIndex()
-        self.expected = InFlightPrefixes(confirm_s=5)
+        self.expected = InFlightPrefixes()
         self.pins = PinMirror()
         self.reader = PrefixEventReader(WORKER, self.index, self.expected, self.pins)
 
@@ -115,7 +115,7 @@ def test_a_confirmed_and_evicted_segment_is_not_in_flight() -> None:
     mirrored.reader.apply(line(2, stored=[[name(1), None, 100], [name(2), name(1), 200]]), NOW)
     mirrored.reader.apply(line(3, removed=[name(1)]), NOW)
     assert mirrored.expected.deepest([1, 2]) == {}
-    mirrored.expected.end(sent, now_s=0)
+    mirrored.expected.end(sent, until_s=5)
     assert mirrored.expected.expire(5) == 0, "it was confirmed"
 
 
