@@ -42,17 +42,12 @@ Key = tuple[str | None, bytes]
 Convert = Callable[[Any, Any], Any]
 
 
-class _Entry(NamedTuple):
-    message: Any
-    converted: tuple[Any, ...]
-
-
-class _Sent(NamedTuple):
-    """A message of a request, as pydantic's object, and its entry if it is known."""
+class _Message(NamedTuple):
+    """A message as pydantic's object, and the messages that it was converted to, if it was."""
 
     message: Any
     key: Key
-    entry: _Entry | None
+    converted: tuple[Any, ...] | None = None
 
 
 class FrozenMessage(Message):
@@ -66,14 +61,9 @@ class MessageCache:
     """Results for messages, within so many bytes."""
 
     def __init__(self, limit_bytes: int) -> None:
-        self._entries: ByteLRU[_Entry] = ByteLRU(limit_bytes, _ENTRY_BYTES)
+        self._known: ByteLRU[_Message] = ByteLRU(limit_bytes, _ENTRY_BYTES)
         self._dicts: dict[int, tuple[weakref.ref[Any], FrozenMessage]] = {}
         self._validate: Callable[[Any], Any] = sglang_api.AnthropicMessage.model_validate
-
-    @property
-    def dicts(self) -> int:
-        """How many messages have a dict for templates."""
-        return len(self._dicts)
 
     def recall(self, body: Any, context: RequestContext) -> Any:
         """A body for SGLang with its messages as pydantic's objects, if all of them are valid."""
@@ -88,10 +78,9 @@ class MessageCache:
         context.cached_messages = sent
         return {**body, "messages": [one.message for one in sent]}
 
-    def _find(self, message: Any, group: str | None) -> _Sent:
+    def _find(self, message: Any, group: str | None) -> _Message:
         key = group, marshal.dumps(message, _MARSHAL_VERSION)
-        entry = self._entries.get(key)
-        return _Sent(self._validate(message) if entry is None else entry.message, key, entry)
+        return self._known.get(key) or _Message(self._validate(message), key)
 
     def convert(
         self, original: Convert, serving: AnthropicServing, request: Any, context: RequestContext
@@ -108,36 +97,35 @@ class MessageCache:
         return original(serving, request)
 
     def _convert(
-        self, original: Convert, serving: AnthropicServing, request: Any, sent: tuple[_Sent, ...]
+        self, original: Convert, serving: AnthropicServing, request: Any, sent: tuple[_Message, ...]
     ) -> Any:
         *earlier, last = sent
         converted: list[Any] = []
         for one in earlier:
-            entry = one.entry
-            if entry is None:
+            if one.converted is None:
                 alone = type(request).model_construct(
                     model=request.model, max_tokens=request.max_tokens, messages=[one.message]
                 )
-                entry = self._add(one, original(serving, alone).messages)
-            converted += entry.converted
+                converted += self._add(one, original(serving, alone).messages)
+            else:
+                converted += one.converted
         chat = original(serving, request.model_copy(update={"messages": [last.message]}))
         begin = 1 if chat.messages and chat.messages[0].role == _SYSTEM else 0
-        if last.entry is None:
+        if last.converted is None:
             self._add(last, chat.messages[begin:])
         chat.messages[begin:begin] = converted
-        new = sum(one.entry is None for one in sent)
+        new = sum(one.converted is None for one in sent)
         counter("messages_converted").labels("known").inc(len(sent) - new)
         counter("messages_converted").labels("new").inc(new)
         return chat
 
-    def _add(self, sent: _Sent, converted: list[Any]) -> _Entry:
-        entry = _Entry(sent.message, tuple(converted))
+    def _add(self, sent: _Message, converted: list[Any]) -> list[Any]:
         for message in converted:
             self._add_dict(message)
         calls = any(getattr(message, "tool_calls", None) for message in converted)
-        copies = _COPIES_WITH_CALLS if calls else _COPIES
-        self._entries.add(sent.key, entry, len(sent.key[1]) * copies)
-        return entry
+        size_bytes = len(sent.key[1]) * (_COPIES_WITH_CALLS if calls else _COPIES)
+        self._known.add(sent.key, sent._replace(converted=tuple(converted)), size_bytes)
+        return converted
 
     def _add_dict(self, message: Any) -> None:
         written = FrozenMessage(message.model_dump())
@@ -156,7 +144,7 @@ class MessageCache:
         return None if found is None else found[1]
 
 
-def _are_apart(serving: AnthropicServing, request: Any, sent: tuple[_Sent, ...]) -> bool:
+def _are_apart(serving: AnthropicServing, request: Any, sent: tuple[_Message, ...]) -> bool:
     """Whether this is the request that was sent, and each message is converted by itself."""
     messages, chat = request.messages, serving.openai_serving_chat
     if len(sent) < 2 or len(sent) != len(messages):

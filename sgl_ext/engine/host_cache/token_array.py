@@ -13,38 +13,29 @@ from array import array
 from typing import Any
 
 from sgl_ext.engine import sglang_api
-from sgl_ext.engine.sglang_http_types import GenerateReqInput, ServingChat, TokenizerManager
+from sgl_ext.engine.sglang_http_types import GenerateReqInput, ServingChat
 
 
 def is_array_allowed(chat: ServingChat, request: Any) -> bool:
     """Whether the ids may be an array while SGLang converts a request: it is one text prompt."""
-    manager = chat.tokenizer_manager
+    manager, calls = chat.tokenizer_manager, chat.tool_call_parser
+    call_parser = sglang_api.FunctionCallParser.ToolCallParserEnum.get(calls)
     return not (
         manager.model_config.is_multimodal
         or manager.mm_processor is not None
         or request.continue_final_message  # SGLang adds the answer's beginning to the list
-        or _is_decoded_by_parser(chat)
+        # These parsers decode the prompt's ids.
+        or isinstance(chat._reasoning_detector, sglang_api.ResponseTemplateReasoningDetector)
+        or issubclass(call_parser or object, sglang_api.ResponseTemplateToolDetector)
     )
 
 
 def restore_list(chat: ServingChat, converted: GenerateReqInput) -> None:
     """Makes the converted request's ids a list if SGLang does more with them than send them."""
-    if type(converted.input_ids) is array and not _is_only_sent(chat.tokenizer_manager, converted):
-        converted.input_ids = converted.input_ids.tolist()
-
-
-def _is_decoded_by_parser(chat: ServingChat) -> bool:
-    """Whether a parser of the chat decodes the prompt's ids."""
-    reasoning, calls = chat._reasoning_detector, chat.tool_call_parser
-    parser = sglang_api.FunctionCallParser.ToolCallParserEnum.get(calls)
-    return isinstance(reasoning, sglang_api.ResponseTemplateReasoningDetector) or (
-        parser is not None and issubclass(parser, sglang_api.ResponseTemplateToolDetector)
-    )
-
-
-def _is_only_sent(manager: TokenizerManager, converted: GenerateReqInput) -> bool:
-    sampling = converted.sampling_params
-    return (
+    if type(converted.input_ids) is not array:
+        return
+    manager, sampling = chat.tokenizer_manager, converted.sampling_params
+    is_only_sent = (
         isinstance(sampling, dict)
         and sampling.get("n", 1) == 1
         and (sampling.get("beam_width") or 1) == 1
@@ -53,3 +44,5 @@ def _is_only_sent(manager: TokenizerManager, converted: GenerateReqInput) -> boo
         and not manager.crash_dump_folder
         and not manager.request_metrics_exporter_manager.exporter_enabled()
     )
+    if not is_only_sent:
+        converted.input_ids = converted.input_ids.tolist()

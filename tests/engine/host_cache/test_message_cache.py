@@ -203,11 +203,11 @@ def test_cache_groups_do_not_share_messages(front_end: FrontEnd) -> None:
 
 def test_dicts_are_dropped_with_their_messages(front_end: FrontEnd, cache: MessageCache) -> None:
     front_end.completion(body_of(TURN))
-    assert cache.dicts == 3
+    assert len(cache._dicts) == 3
     large = {"role": "user", "content": "x" * 207_000}  # evicts all others
     front_end.completion(body_of([large, TURN[1]]))
     gc.collect()
-    assert cache.dicts == 2
+    assert len(cache._dicts) == 2
 
 
 def test_a_model_with_its_own_encoding_is_left_out() -> None:
