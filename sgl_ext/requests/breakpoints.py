@@ -125,12 +125,10 @@ class _Search:
         Returns the markers' positions, without those that appear never or twice.
         """
         body = self._body
-        numbered = list(paths)
-        for number, path in enumerate(numbered):
-            body = edited(body, path, _after_text(value_at(body, path), self._marker(number)))
-        if first is not None:
-            marker = self._marker(len(numbered))
-            body = edited(body, first, _before_text(value_at(body, first), marker))
+        marked = [(path, True) for path in paths] + ([] if first is None else [(first, False)])
+        for number, (path, at_end) in enumerate(marked):
+            text = _with_marker(value_at(body, path), self._marker(number), at_end)
+            body = edited(body, path, text)
         rendered = self._render(body)
         if rendered is None:
             return None
@@ -141,8 +139,8 @@ class _Search:
         seen = [int(number) for number in pieces[1::2]]
         positions = zip(seen, accumulate(map(len, pieces[::2])), strict=False)
         once = {number: at for number, at in positions if seen.count(number) == 1}
-        ends = {path: once[number] for number, path in enumerate(numbered) if number in once}
-        return ends, once.get(len(numbered))
+        ends = {path: once[n] for n, (path, at_end) in enumerate(marked) if at_end and n in once}
+        return ends, once.get(len(marked) - 1) if first is not None else None
 
     def _end_by_neighbor(self, place: Place) -> int | None:
         """The end of a tool or of a block without text; None if there is no such block."""
@@ -202,14 +200,10 @@ def common_prefix(left: Sequence[Any], right: Sequence[Any]) -> int:
     return low
 
 
-def _after_text(text: str, marker: str) -> str:
-    size = len(text.rstrip())
-    return text[:size] + marker + text[size:]
-
-
-def _before_text(text: str, marker: str) -> str:
-    size = len(text) - len(text.lstrip())
-    return text[:size] + marker + text[size:]
+def _with_marker(text: str, marker: str, at_end: bool) -> str:
+    """A text with a marker after its last character, or before its first, that is no space."""
+    at = len(text.rstrip()) if at_end else len(text) - len(text.lstrip())
+    return text[:at] + marker + text[at:]
 
 
 def _with_neighbor(body: Any, place: Place, marker: str) -> Any:

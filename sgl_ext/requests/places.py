@@ -17,12 +17,8 @@ def block_at(body: Any, place: Place) -> Any:
 
 def text_of(body: Any, place: Place) -> str | None:
     """The text with which the block at `place` ends, None if it does not end with one."""
-    try:
-        path = text_path(body, place)
-    except (LookupError, TypeError, ValueError, AttributeError):
-        return None
-    found = None if path is None else value_at(body, path)
-    return found if isinstance(found, str) else None
+    path = text_path(body, place)
+    return None if path is None else str(value_at(body, path))
 
 
 def is_last(body: Any, place: Place) -> bool:

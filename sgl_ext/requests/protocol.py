@@ -140,9 +140,6 @@ class Model:
     has_phases: bool = False
 
 
-Translate = Callable[[Json, Model, Counter[str]], Json]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Protocol:
     """One protocol.
@@ -171,7 +168,7 @@ class Protocol:
     conversation: Conversation | None = None
     tool_form: ToolForm | None = None
     add_texts: Callable[[Json, list[Json]], None] | None = None
-    translate: Translate | None = None
+    translate: Callable[[Json, Model, Counter[str]], Json] | None = None
     recognizes: Callable[[Mapping[str, str], Json], bool] = lambda headers, body: False
 
     @property

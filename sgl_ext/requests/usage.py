@@ -78,10 +78,8 @@ def _first_of_each(data: bytes) -> _Counts:
 
 
 def _prompt(counts: _Counts) -> int | None:
-    if b"prompt_tokens" in counts:
-        return counts[b"prompt_tokens"]
-    if b"input_tokens" not in counts:
-        return None
+    if b"prompt_tokens" in counts or b"input_tokens" not in counts:
+        return counts.get(b"prompt_tokens")
     beside = (b"cache_read_input_tokens", b"cache_creation_input_tokens")
     return counts[b"input_tokens"] + sum(counts.get(name, 0) for name in beside)
 
