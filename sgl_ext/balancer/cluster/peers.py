@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import msgspec
 
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.routing.attempt import Attempt
+from sgl_ext.balancer.routing.attempts import Attempt
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.worker import Load
 

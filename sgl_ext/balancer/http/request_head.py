@@ -13,7 +13,7 @@ well-formed Content-Length line mean the same except for the length.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from http import HTTPStatus
 
 import httptools
@@ -49,8 +49,7 @@ _NOT_UPSTREAM = HOP_BY_HOP | {
     b"x-api-key",
     QUEUED_HEADER.encode(),
 }
-_VERSIONS = {b" HTTP/1.1": True, b" HTTP/1.0": False}
-_LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ([0-9]{1,15})\r\n")
+LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ([0-9]{1,15})\r\n")
 _MAX_CACHED = 1024
 
 
@@ -79,6 +78,18 @@ class RequestHead:
         self.tenant = ""
         self.route: Route | None = None
         self.rejection: BalancerError | None = None
+        self.is_complete = False
+
+    # The parser calls these.
+
+    def on_url(self, target: bytes) -> None:
+        self.target = target
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.append((name.lower(), value.rstrip(b" \t")))
+
+    def on_headers_complete(self) -> None:
+        self.is_complete = True
 
     def connection_names(self) -> frozenset[bytes]:
         """The headers that the Connection header names, which are of this connection too."""
@@ -93,8 +104,7 @@ class RequestHead:
         self.headers = theirs + added
         self.fields = dict(self.headers)
         dropped = _NOT_UPSTREAM | self.connection_names()
-        passed = [header for header in theirs if header[0] not in dropped]
-        self.upstream_lines = _lines(passed + added)
+        self.upstream_lines = header_lines(theirs, dropped) + header_lines(added, ())
 
 
 class RequestHeadCache:
@@ -113,7 +123,7 @@ class RequestHeadCache:
 
         Raises BalancerError 400, naming the fault, if it is malformed.
         """
-        match = _LENGTH.search(raw)
+        match = LENGTH.search(raw)
         if match is None:
             key, length = raw, 0
         else:
@@ -136,28 +146,10 @@ class RequestHeadCache:
         return head, length
 
 
-class _ParsedHead:
-    """The parser's callbacks."""
-
-    def __init__(self) -> None:
-        self.target = b""
-        self.headers: list[tuple[bytes, bytes]] = []
-        self.complete = False
-
-    def on_url(self, target: bytes) -> None:
-        self.target = target
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self.headers.append((name.lower(), value.rstrip(b" \t")))
-
-    def on_headers_complete(self) -> None:
-        self.complete = True
-
-
 def parse_head(raw: bytes) -> tuple[RequestHead, int]:
     """As `RequestHeadCache.read`, without the cache."""
-    parsed = _ParsedHead()
-    parser = httptools.HttpRequestParser(parsed)
+    head = RequestHead()
+    parser = httptools.HttpRequestParser(head)
     try:
         parser.feed_data(raw)
     except httptools.HttpParserUpgrade:
@@ -165,26 +157,19 @@ def parse_head(raw: bytes) -> tuple[RequestHead, int]:
         pass
     except httptools.HttpParserError as error:
         raise _bad(str(error)) from None
-    if not parsed.complete:
+    if not head.is_complete:
         raise _bad("the head is cut")
     line_end = raw.index(b"\r\n")
-    version = _VERSIONS.get(raw[line_end - 9 : line_end])
-    if version is None:
+    version = raw[line_end - 9 : line_end]
+    if version not in (b" HTTP/1.1", b" HTTP/1.0"):
         raise _bad("the version must be HTTP/1.1 or HTTP/1.0")
-    head = RequestHead()
-    head.http_1_1 = version
+    head.http_1_1 = version == b" HTTP/1.1"
     head.method = parser.get_method().decode("ascii")
-    head.target = _origin_form(parsed.target)
+    head.target = _origin_form(head.target)
     head.path = head.target.partition(b"?")[0].decode("ascii")
-    length = int(dict(parsed.headers).get(b"content-length", 0))
-    head.headers = [header for header in parsed.headers if header[0] != b"content-length"]
-    head.fields = dict(head.headers)
-    _read_fields(head)
-    return head, length
-
-
-def _read_fields(head: RequestHead) -> None:
-    fields = head.fields
+    length = int(dict(head.headers).get(b"content-length", 0))
+    head.headers = [header for header in head.headers if header[0] != b"content-length"]
+    head.fields = fields = dict(head.headers)
     coding = fields.get(b"transfer-encoding")
     if coding is not None:
         if coding.lower() != b"chunked" or not head.http_1_1:
@@ -199,11 +184,13 @@ def _read_fields(head: RequestHead) -> None:
         head.http_1_1 or b"keep-alive" in connection_names
     )
     dropped = _NOT_UPSTREAM | connection_names
-    head.upstream_lines = _lines([h for h in head.headers if h[0] not in dropped])
+    head.upstream_lines = header_lines(head.headers, dropped)
+    return head, length
 
 
-def _lines(headers: list[tuple[bytes, bytes]]) -> bytes:
-    return b"".join([b"%b: %b\r\n" % header for header in headers])
+def header_lines(headers: list[tuple[bytes, bytes]], dropped: Collection[bytes]) -> bytes:
+    """Headers as they are sent, without the dropped names."""
+    return b"".join([b"%b: %b\r\n" % header for header in headers if header[0] not in dropped])
 
 
 def _origin_form(target: bytes) -> bytes:

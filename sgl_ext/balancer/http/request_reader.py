@@ -16,6 +16,7 @@ of later requests wait in `ahead`; the caller stops reading when there are many.
 from __future__ import annotations
 
 import zlib
+from dataclasses import dataclass
 from http import HTTPStatus
 
 from sgl_ext.balancer.http.chunked import ChunkedBody
@@ -30,6 +31,7 @@ _WINDOW = {b"gzip": 31, b"x-gzip": 31, b"deflate": zlib.MAX_WBITS}
 _SCRATCH = memoryview(bytearray(16 * 1024))
 
 
+@dataclass(slots=True, eq=False)
 class Request:
     """One request.
 
@@ -38,15 +40,12 @@ class Request:
     keep_alive: whether the client wants the connection to continue.
     """
 
-    __slots__ = ("body", "head", "keep_alive", "length", "rejection", "unread")
-
-    def __init__(self, head: RequestHead, length: int) -> None:
-        self.head = head
-        self.length = length
-        self.body: bytes | bytearray = b""
-        self.keep_alive = head.keep_alive
-        self.rejection = head.rejection
-        self.unread = False
+    head: RequestHead
+    length: int
+    keep_alive: bool
+    rejection: BalancerError | None
+    body: bytes | bytearray = b""
+    unread: bool = False
 
 
 class RequestReader:
@@ -133,7 +132,7 @@ class RequestReader:
         del ahead[:end]
         self._sent_continue = False
         self._missing = length
-        self._request = request = Request(head, length)
+        self._request = request = Request(head, length, head.keep_alive, head.rejection)
         if request.rejection is not None:
             self._reject(request, request.rejection)
         else:

@@ -7,12 +7,9 @@ digits of the length, after the parser has found such a response to be well-form
 
 from __future__ import annotations
 
-import re
-
-from sgl_ext.balancer.http.request_head import HOP_BY_HOP
+from sgl_ext.balancer.http.request_head import HOP_BY_HOP, LENGTH, header_lines
 from sgl_ext.protocols.request_ids import NAMES
 
-_LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ([0-9]{1,15})\r\n")
 _MAX_CACHED = 256
 
 
@@ -35,9 +32,7 @@ class ResponseHead:
                 self.streams = value.startswith(b"text/event-stream")
             elif name in NAMES:
                 self.is_named = True
-        self.lines = b"".join(
-            [b"%b: %b\r\n" % header for header in headers if header[0] not in HOP_BY_HOP]
-        )
+        self.lines = header_lines(headers, HOP_BY_HOP)
 
 
 class ResponseHeadCache:
@@ -69,7 +64,7 @@ def _split(data: bytes) -> tuple[bytes, int] | None:
     """The head without the digits of its length, and where the body begins; None if the length
     is not that of the data."""
     end = data.find(b"\r\n\r\n") + 4
-    match = _LENGTH.search(data, 0, end) if end >= 4 else None
+    match = LENGTH.search(data, 0, end) if end >= 4 else None
     if match is None or int(match[1]) != len(data) - end:
         return None
     start, stop = match.span(1)

@@ -53,30 +53,27 @@ class SharedSnapshots:
 class _Merged(Collector):
     """The metrics of pages in Prometheus' text format: counters and histograms are summed."""
 
-    def __init__(self) -> None:
-        self._families: dict[str, Metric] = {}
-        self._samples: defaultdict[str, dict[Hashable, Sample]] = defaultdict(dict)
-
-    def add(self, page: str) -> None:
-        for family in text_string_to_metric_families(page):
-            self._families.setdefault(family.name, family)
-            samples = self._samples[family.name]
-            join = sum if family.type != "gauge" or family.name in _SUMMED_GAUGES else max
-            for sample in family.samples:
-                key = (sample.name, *sorted(sample.labels.items()))
-                if (known := samples.get(key)) is not None:
-                    sample = sample._replace(value=join((known.value, sample.value)))
-                samples[key] = sample
+    def __init__(self, pages: Iterable[bytes]) -> None:
+        self._pages = pages
 
     def collect(self) -> Iterable[Metric]:
-        for name, family in self._families.items():
-            family.samples = list(self._samples[name].values())
+        families: dict[str, Metric] = {}
+        samples: defaultdict[str, dict[Hashable, Sample]] = defaultdict(dict)
+        for page in self._pages:
+            for family in text_string_to_metric_families(page.decode()):
+                families.setdefault(family.name, family)
+                known = samples[family.name]
+                join = sum if family.type != "gauge" or family.name in _SUMMED_GAUGES else max
+                for sample in family.samples:
+                    key = (sample.name, *sorted(sample.labels.items()))
+                    if key in known:
+                        sample = sample._replace(value=join((known[key].value, sample.value)))
+                    known[key] = sample
+        for name, family in families.items():
+            family.samples = list(samples[name].values())
             yield family
 
 
 def merge_pages(pages: Iterable[bytes]) -> bytes:
     """One page of metrics for several processes' pages."""
-    merged = _Merged()
-    for page in pages:
-        merged.add(page.decode())
-    return generate_latest(merged)
+    return generate_latest(_Merged(pages))

@@ -28,7 +28,7 @@ from sgl_ext.balancer.relay.preparation import NOT_PREPARED, prepare
 from sgl_ext.balancer.relay.response import Response
 from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.reporting.request_log import AnsweredRequest
-from sgl_ext.balancer.routing.attempt import NO_ROUTING, Attempt
+from sgl_ext.balancer.routing.attempts import NO_ROUTING, Attempt
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.protocols.errors import BalancerError, no_engine
 from sgl_ext.protocols.registry import errors_of

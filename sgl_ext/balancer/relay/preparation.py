@@ -14,7 +14,7 @@ from sgl_ext.balancer.http.request_head import RequestHead
 from sgl_ext.balancer.http.request_reader import Request
 from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.reporting.diagnosis import PromptDiagnosis
-from sgl_ext.balancer.routing.attempt import NO_ROUTING, RoutingRequest
+from sgl_ext.balancer.routing.attempts import NO_ROUTING, RoutingRequest
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.protocols.registry import detect, of_path, with_name
 from sgl_ext.requests.protocol import Protocol

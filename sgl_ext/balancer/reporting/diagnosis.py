@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.routing.attempt import RoutingRequest
+from sgl_ext.balancer.routing.attempts import RoutingRequest
 from sgl_ext.doctor.blocks import Block, read_blocks
 from sgl_ext.doctor.findings import Findings
 from sgl_ext.doctor.harness import harness_of

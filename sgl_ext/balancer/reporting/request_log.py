@@ -26,7 +26,7 @@ import orjson
 
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.reporting.diagnosis import DivergenceDetector, PromptDiagnosis
-from sgl_ext.balancer.routing.attempt import Attempt
+from sgl_ext.balancer.routing.attempts import Attempt
 from sgl_ext.requests.segments import Chain
 from sgl_ext.requests.usage import Usage
 

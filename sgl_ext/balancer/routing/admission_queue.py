@@ -23,7 +23,7 @@ from typing import Protocol
 from scheduler.admission_queue import Entry, OrderedQueue
 from scheduler.order import Served, Waiting, step
 from sgl_ext.balancer.metrics.registry import Metrics, band
-from sgl_ext.balancer.routing.attempt import Attempt, RoutingRequest
+from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.protocols.errors import BalancerError, no_engine

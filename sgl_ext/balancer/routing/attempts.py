@@ -1,4 +1,4 @@
-"""Accounts of the attempts in flight: the load and the prefixes that they bring to their workers.
+"""Attempts to serve requests on workers, and the load and the prefixes that they bring there.
 
     begin --> prefill_done --> succeed or fail
 
@@ -9,13 +9,14 @@ worker, and its prefix is expected there. Attempts that follow it wait until its
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from radix.in_flight_prefixes import InFlightPrefix
 from scheduler.placement import Placement
 from scheduler.sessions import Sessions
-from sgl_ext.balancer.routing.attempt import Attempt, RoutingRequest
 from sgl_ext.balancer.routing.prefixes import HeldPrefix, Prefixes
 from sgl_ext.balancer.routing.worker import Worker
+from sgl_ext.requests.segments import Chain
 
 SESSION_LIVE_S = 60.0
 # How long an engine has to report a prefix that it has computed.
@@ -26,6 +27,57 @@ UNCONFIRMED_S = 600.0
 PEER_PREFIX_S = 30.0
 # Waiting for a shared prefix that is being computed pays from this length on.
 FOLLOW_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingRequest:
+    """What routing needs to know of a request.
+
+    prefix: breaks ties; equal for requests that share a beginning.
+    runs: whether the engine's scheduler runs it, so that it needs capacity there.
+    warms: whether it is prefilled ahead, when the engine is idle: it is no load, and no request
+        waits for its prefix.
+    """
+
+    chain: Chain
+    session: int | None
+    prefix: int
+    prompt_tokens: int
+    is_final: bool = False
+    priority: int = 0
+    output_tokens: int = 0
+    tenant: str = ""
+    runs: bool = True
+    warms: bool = False
+
+
+NO_ROUTING = RoutingRequest(Chain(), None, 0, 0, runs=False)
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One attempt to serve a request on one worker.
+
+    predicted_tokens: prompt tokens that the worker held when the attempt began.
+    expected_tokens: the same, with those that it was about to hold.
+    uncached_tokens: prompt tokens that the worker still has to compute for it.
+    running_tokens: what the attempt counts with in the worker's `running`.
+    follows: the attempt that computes a prefix this one waits for; `followers` wait for this one.
+    abandon: called with a reason when the worker will not answer.
+    """
+
+    routing: RoutingRequest
+    worker: Worker
+    placement: Placement
+    predicted_tokens: int = 0
+    expected_tokens: int = 0
+    uncached_tokens: int = 0
+    running_tokens: int = 0
+    decoding: bool = False
+    in_flight_prefix: InFlightPrefix | None = None
+    follows: Attempt | None = None
+    followers: list[Callable[[], None]] = field(default_factory=list)
+    abandon: Callable[[str], None] = lambda reason: None
 
 
 class Attempts:

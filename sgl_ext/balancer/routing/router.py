@@ -21,8 +21,7 @@ from scheduler.placement import (
     stays,
 )
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.routing.attempt import Attempt, RoutingRequest
-from sgl_ext.balancer.routing.attempts import FOLLOW_TOKENS, Attempts
+from sgl_ext.balancer.routing.attempts import FOLLOW_TOKENS, Attempt, Attempts, RoutingRequest
 from sgl_ext.balancer.routing.prefixes import HeldBySlot, Prefixes
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.balancer.routing.workers import Workers

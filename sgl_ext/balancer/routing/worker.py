@@ -11,7 +11,7 @@ from scheduler.placement import RECENT_S
 from sgl_ext.pin_mirror import PinMirror
 
 if TYPE_CHECKING:
-    from sgl_ext.balancer.routing.attempt import Attempt
+    from sgl_ext.balancer.routing.attempts import Attempt
 
 SLOW_START_S = 20.0
 # A working engine sends events several times a second; a busy one that sends none is probed.

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sgl_ext.balancer.cluster.peers import SILENT_S, PeerGroup, Peers
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.routing.attempt import Attempt, RoutingRequest
+from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.worker import Load
 from sgl_ext.balancer.routing.workers import Workers

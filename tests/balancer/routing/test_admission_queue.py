@@ -11,7 +11,7 @@ import pytest
 from scheduler import admission_queue
 from sgl_ext.balancer.metrics.registry import band
 from sgl_ext.balancer.routing.admission_queue import HOME_WAIT_S, AdmissionQueue
-from sgl_ext.balancer.routing.attempt import NO_ROUTING, Attempt, RoutingRequest
+from sgl_ext.balancer.routing.attempts import NO_ROUTING, Attempt, RoutingRequest
 from sgl_ext.balancer.routing.worker import Load, Worker
 from sgl_ext.protocols.errors import BalancerError
 from tests.balancer.routing.test_router import Setting
