@@ -147,8 +147,9 @@ def _kind(old: Sequence[Block], new: Sequence[Block], first: int, byte: int) -> 
         # One tool changed and all others stayed: its text may show a clock or an id.
         one_changed = (ours - theirs).total() == (theirs - ours).total()
         return (one_changed and clock_or_id(left.text, right.text, byte)) or "tools_changed"
-    headers = (_header_bytes(left.text), _header_bytes(right.text))
-    if left.part == right.part == SYSTEM and byte < min(headers):
+    if left.part == right.part == SYSTEM and all(
+        byte < _header_bytes(text) for text in (left.text, right.text)
+    ):
         return "header"
     if kind := clock_or_id(left.text, right.text, byte):
         return kind

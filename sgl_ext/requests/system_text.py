@@ -66,8 +66,8 @@ class _Visitor:
         return _each(value, self._instance if part is Part.INSTANCES else self._message)
 
     def _content(self, value: Any) -> Any:
-        """A text or a block with a `text`, or a list of them."""
-        return _each(value, self._block) if isinstance(value, list) else self._block(value)
+        """A text, or a list of texts and of blocks with a `text`."""
+        return _each(value, self._block) if isinstance(value, list) else self._text(value)
 
     def _block(self, value: Any) -> Any:
         return self._text(value) if isinstance(value, str) else _member(value, "text", self._text)

@@ -75,6 +75,7 @@ CASES = [
 UNTOUCHED = [
     ("/v1/messages", {"system": S, "messages": [ECHO, RESULT]}),
     ("/v1/messages", anthropic([text(f"{S}\n{HEADER}\n")])),
+    ("/v1/messages", {"system": text(HEADER), "messages": [USER]}),
     ("/v1/chat/completions", {"messages": [ECHO, {"role": "tool", "content": HEADER}]}),
     ("/v1/chat/completions", {"messages": [{"role": "assistant", "content": HEADER}]}),
     ("/v1/responses", {"input": HEADER}),
