@@ -22,7 +22,7 @@ from sgl_ext.balancer.conversations.document_store import IN_MEMORY, DocumentSto
 from sgl_ext.balancer.http.downstream import DownstreamConnection, RawResponse
 from sgl_ext.balancer.http.request_head import RequestHeadCache
 from sgl_ext.balancer.http.request_reader import Request, RequestReader
-from sgl_ext.balancer.metrics.across_processes import SharedSnapshots
+from sgl_ext.balancer.metrics.across_processes import SharedSnapshots, merge_pages
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.relay.exchange import Exchange
 from sgl_ext.balancer.relay.services import Services
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 _SWEEP_S = 1.0
 _BACKLOG = 1024
-_FINDINGS = ".found"
+_METRICS, _FINDINGS = ".prom", ".found"
 # How long the start waits for the engines to report what they hold.
 _FIRST_REPORT_S = 2.0
 
@@ -224,7 +224,7 @@ class Balancer:
         if self._peers is not None:
             self._peers.send_state()
         if self._snapshots is not None:
-            self._snapshots.write(self._metrics.render())
+            self._snapshots.write(self._metrics.render(), _METRICS)
             if self._detector is not None:
                 findings = orjson.dumps(self._detector.findings.as_json())
                 self._snapshots.write(findings, _FINDINGS)
@@ -245,4 +245,6 @@ class Balancer:
 
     def _metrics_page(self) -> bytes:
         page = self._metrics.render()
-        return page if self._snapshots is None else self._snapshots.metrics_page(page)
+        if self._snapshots is None:
+            return page
+        return merge_pages([page, *self._snapshots.read_others(_METRICS)])

@@ -17,8 +17,7 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from sgl_ext import pin_mirror
 from sgl_ext.balancer.admin import conversation_routes, worker_routes
-from sgl_ext.balancer.admin.fanout import to_all
-from sgl_ext.balancer.admin.worker_routes import PARTS, ControlParts, json_response
+from sgl_ext.balancer.admin.worker_routes import PARTS, ControlParts, json_response, to_all
 from sgl_ext.balancer.http.connection_pool import ConnectionPool
 from sgl_ext.balancer.http.upstream import UpstreamConnection
 from sgl_ext.balancer.relay.services import error_response

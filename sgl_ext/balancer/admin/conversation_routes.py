@@ -15,9 +15,9 @@ from http import HTTPStatus
 
 from aiohttp import web
 
-from sgl_ext.balancer.admin.fanout import to_holder
-from sgl_ext.balancer.admin.worker_routes import PARTS, json_response, read_json
+from sgl_ext.balancer.admin.worker_routes import PARTS, json_response, to_holder
 from sgl_ext.balancer.conversations.conversation_store import bad_field
+from sgl_ext.balancer.relay.preparation import parse_json
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.protocols.routes import CONTEXTS, RESPONSE
 
@@ -25,7 +25,7 @@ _MAX_LIMIT = 100
 
 
 async def register(request: web.Request) -> web.Response:
-    document = await read_json(request)
+    document = parse_json(await request.read())
     return json_response(
         request.app[PARTS].conversations.register_context(_tenant(request), document)
     )

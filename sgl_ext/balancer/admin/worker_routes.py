@@ -1,4 +1,4 @@
-"""Administration: adds and drains workers, and explains placements.
+"""Administration: adds and drains workers, explains placements, and sends requests to all workers.
 
 GET    /sgl_ext/workers                         every worker and its state
 POST   /sgl_ext/workers  {"url": "http://..."}  adds a worker, or ends its draining
@@ -25,14 +25,15 @@ from aiohttp import web
 from sgl_ext import pin_mirror
 from sgl_ext.balancer.conversations.conversation_store import ConversationStore
 from sgl_ext.balancer.metrics.registry import Metrics
+from sgl_ext.balancer.relay.preparation import parse_json
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.balancer.routing.worker_probes import WorkerProbes
 from sgl_ext.protocols import routes
-from sgl_ext.protocols.errors import BalancerError
+from sgl_ext.protocols.errors import BalancerError, no_engine
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.headers import HeaderStrip
-from sgl_ext.requests.session import OWNER_HEADER
+from sgl_ext.requests.session import OWNER_HEADER, TENANT_HEADER
 from sgl_ext.requests.system_text import strip_request
 from sgl_ext.settings.checks import is_worker_url
 
@@ -55,6 +56,8 @@ class ControlParts:
 
 
 PARTS = web.AppKey("parts", ControlParts)
+_TIMEOUT = aiohttp.ClientTimeout(total=120)
+_FORWARDED_HEADERS = (TENANT_HEADER, OWNER_HEADER)
 
 
 async def show_workers(request: web.Request) -> web.Response:
@@ -63,7 +66,7 @@ async def show_workers(request: web.Request) -> web.Response:
 
 
 async def add_worker(request: web.Request) -> web.Response:
-    document = await read_json(request)
+    document = parse_json(await request.read())
     url = document.get("url") if isinstance(document, dict) else None
     workers = request.app[PARTS].router.workers
     if not isinstance(url, str) or not is_worker_url(url):
@@ -104,7 +107,7 @@ async def explain(request: web.Request) -> web.Response:
     path = "/" + request.match_info["path"]
     if path not in routes.PLACED:
         raise BalancerError(HTTPStatus.NOT_FOUND, f"{path}: requests to this path are not placed")
-    document = await read_json(request)
+    document = parse_json(await request.read())
     router = request.app[PARTS].router
     hints = {name.lower(): value for name, value in request.headers.items()}
     document, _ = request.app[PARTS].conversations.expand(
@@ -115,12 +118,54 @@ async def explain(request: web.Request) -> web.Response:
     return json_response({**router.explain(routing), "headers_stripped": stripped.headers})
 
 
-async def read_json(request: web.Request) -> Any:
-    """A request's parsed body. Raises BalancerError 400 if it is not JSON."""
+async def to_all(request: web.Request) -> web.Response:
+    """Sends the request to every ready worker. The status is the highest of theirs."""
+    workers = _ready(request)
+    answers = await asyncio.gather(*(_send(worker, request) for worker in workers))
+    texts = zip(workers, (text for _, text in answers), strict=True)
+    document = {worker.url: _decoded(text) for worker, text in texts}
+    return json_response(document, max(status for status, _ in answers))
+
+
+async def to_holder(request: web.Request) -> web.Response:
+    """Tries one worker after another, and returns the first answer that is not 404."""
+    status, text = HTTPStatus.NOT_FOUND.value, b""
+    for worker in _ready(request):
+        status, text = await _send(worker, request)
+        if status != HTTPStatus.NOT_FOUND:
+            break
+    return web.Response(status=status, body=text, content_type="application/json")
+
+
+def _ready(request: web.Request) -> list[Worker]:
+    if workers := request.app[PARTS].router.workers.ready:
+        return workers
+    raise no_engine()
+
+
+async def _send(worker: Worker, request: web.Request) -> tuple[int, bytes]:
+    body = await request.read()
+    headers = {
+        name: request.headers[name] for name in _FORWARDED_HEADERS if name in request.headers
+    }
+    if body:
+        headers["content-type"] = request.content_type
+    url = worker.url + request.path_qs
     try:
-        return orjson.loads(await request.read())
-    except orjson.JSONDecodeError as error:
-        raise BalancerError(HTTPStatus.BAD_REQUEST, f"body: not valid JSON: {error}") from None
+        async with request.app[PARTS].session.request(
+            request.method, url, data=body or None, headers=headers, timeout=_TIMEOUT
+        ) as answer:
+            return answer.status, await answer.read()
+    except (aiohttp.ClientError, TimeoutError) as error:
+        message = orjson.dumps({"error": f"no answer: {type(error).__name__}"})
+        return HTTPStatus.BAD_GATEWAY.value, message
+
+
+def _decoded(text: bytes) -> Any:
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return text.decode("utf-8", "replace").strip()
 
 
 def json_response(document: Any, status: int = HTTPStatus.OK) -> web.Response:

@@ -128,7 +128,11 @@ class Peers:
         self._sent = self._loads()
         draining = {worker.url: worker.draining for worker in workers.all}
         self._send(_State(self._sent, workers.changed_s, draining))
-        self._forget_silent()
+        now_s = self._clock()
+        for address, (received_s, _) in tuple(self._received.items()):
+            if now_s - received_s > SILENT_S:
+                del self._received[address]
+                self._add_up()
 
     def _loads(self) -> dict[str, Load]:
         return {worker.url: worker.load for worker in self._router.workers.all}
@@ -178,14 +182,6 @@ class Peers:
         self._received[address] = (self._clock(), message.loads)
         self._add_up()
         self._router.capacity_changed()
-
-    def _forget_silent(self) -> None:
-        now_s = self._clock()
-        silent = [a for a, (at_s, _) in self._received.items() if now_s - at_s > SILENT_S]
-        for address in silent:
-            del self._received[address]
-        if silent:
-            self._add_up()
 
     def _add_up(self) -> None:
         for worker in self._router.workers.all:

@@ -17,7 +17,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-_METRICS = ".prom"
 # The other gauges have the same value in every process.
 _SUMMED_GAUGES = ("sgl_ext_worker_in_flight", "sgl_ext_queued_requests")
 
@@ -29,7 +28,7 @@ class SharedSnapshots:
         self._folder = folder
         self._number = process_number
 
-    def write(self, snapshot: bytes, suffix: str = _METRICS) -> None:
+    def write(self, snapshot: bytes, suffix: str) -> None:
         """Replaces this process's snapshot in one step."""
         path = self._folder / f"{self._number}{suffix}"
         partial = path.with_suffix(".partial")
@@ -44,10 +43,6 @@ class SharedSnapshots:
                 with suppress(OSError):
                     snapshots.append(path.read_bytes())
         return snapshots
-
-    def metrics_page(self, own: bytes) -> bytes:
-        """The metrics of all processes; `own` is the page of this one."""
-        return merge_pages([own, *self.read_others(_METRICS)])
 
 
 class _Merged(Collector):

@@ -182,7 +182,11 @@ class Exchange:
                 self._start_stream(b"")
             self._finish(Outcome.ANSWERED)
             self._client.end_stream()
-        elif head.status == HTTPStatus.SERVICE_UNAVAILABLE and self._may_go_elsewhere():
+        elif (
+            head.status == HTTPStatus.SERVICE_UNAVAILABLE
+            and 0 < self._attempts < MAX_ATTEMPTS
+            and self._services.router.any_available(besides=self.tried)
+        ):
             self._retry("status 503")
         else:
             recorder = self._preparation.recorder
@@ -276,11 +280,6 @@ class Exchange:
             self.rejected(no_engine())
         else:
             self._place()
-
-    def _may_go_elsewhere(self) -> bool:
-        if self._attempt is None or self._attempts >= MAX_ATTEMPTS:
-            return False
-        return self._services.router.any_available(besides=self.tried)
 
     def _cut(self, reason: str) -> None:
         """Ends a stream that cannot go on in its protocol's error event."""

@@ -49,11 +49,7 @@ def prepare(services: Services, request: Request) -> Preparation:
     route = head.route
     if route is None or not route.placed:
         return NOT_PREPARED
-    try:
-        document = orjson.loads(request.body)
-    except orjson.JSONDecodeError as error:
-        message = f"body: not valid JSON: {error}"
-        raise BalancerError(HTTPStatus.BAD_REQUEST, message) from None
+    document = parse_json(request.body)
     hints, path = hints_of(head.fields), head.path
     protocol = of_path(path)
     if route.warms and (detected := _prefill_protocol(head, document)) is not None:
@@ -76,6 +72,14 @@ def prepare(services: Services, request: Request) -> Preparation:
             )
     charge = services.rate_limits.admit(head.tenant, routing.prompt_tokens)
     return Preparation(routing, recorder if route.runs else None, diagnosis, charge)
+
+
+def parse_json(body: bytes | bytearray) -> Any:
+    """The document of a body. Raises BalancerError 400 if it is not JSON."""
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise BalancerError(HTTPStatus.BAD_REQUEST, f"body: not valid JSON: {error}") from None
 
 
 def _prefill_protocol(head: RequestHead, document: Any) -> Protocol | None:

@@ -5,11 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
 import aiohttp
 
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.routing.prefix_events import EventStreamBroken, Fault, PrefixEventReader
+from sgl_ext.balancer.routing.prefix_events import (
+    Event,
+    EventStreamBroken,
+    Fault,
+    PrefixEventReader,
+)
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.worker import Worker
 
@@ -49,11 +55,10 @@ class EventSubscribers:
 
     async def wait_until_tried(self, timeout_s: float) -> None:
         """Waits until each worker has sent its snapshot or failed to, for at most `timeout_s`."""
-        waiting = [asyncio.create_task(tried.wait()) for tried in self._tried.values()]
-        if waiting:
-            _, late = await asyncio.wait(waiting, timeout=timeout_s)
-            for task in late:
-                task.cancel()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                for tried in tuple(self._tried.values()):
+                    await tried.wait()
 
     def _restart(self, worker: Worker) -> None:
         """Ends a subscription, because the router has forgotten what the worker holds. `sync`
@@ -99,13 +104,13 @@ class EventSubscribers:
             reader = PrefixEventReader(worker.slot, prefixes.index, prefixes.in_flight, worker.pins)
             async for line in _lines(response.content):
                 now_s = asyncio.get_running_loop().time()
-                reader.apply(line, now_s)
+                event = reader.apply(line, now_s)
                 self._tried[worker].set()
-                self._note(worker, reader, now_s)
+                self._note(worker, event, reader, now_s)
         return _RECONNECT_S
 
-    def _note(self, worker: Worker, reader: PrefixEventReader, now_s: float) -> None:
-        if reader.from_scheduler:
+    def _note(self, worker: Worker, event: Event, reader: PrefixEventReader, now_s: float) -> None:
+        if not event.alive:
             worker.last_heard_s = now_s
             self._router.attempts.confirm(worker)
         self._metrics.prefix_events.counts[(worker.url,)] += 1
@@ -113,9 +118,8 @@ class EventSubscribers:
             if count:
                 self._metrics.prefix_event_faults.counts[worker.url, str(fault)] += count
         reader.orphans = reader.repeated = 0
-        if reader.load is not None:
-            worker.apply_load(reader.load, now_s)
-            reader.load = None
+        if event.load is not None:
+            worker.apply_load(event.load, now_s)
             self._reporting.add(worker)
             self._router.capacity_changed()
 

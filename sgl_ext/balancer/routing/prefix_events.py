@@ -30,7 +30,9 @@ class _Pin(msgspec.Struct):
     session: str
 
 
-class _Event(msgspec.Struct):
+class Event(msgspec.Struct):
+    """One line. `alive`: the engine's HTTP process sent it, and not its scheduler."""
+
     seq: _Count
     snapshot: Any = None
     cleared: Any = None
@@ -42,7 +44,7 @@ class _Event(msgspec.Struct):
     load: dict[str, _Count] | None = None
 
 
-_DECODER = msgspec.json.Decoder(_Event)
+_DECODER = msgspec.json.Decoder(Event)
 
 
 class Fault(StrEnum):
@@ -65,8 +67,6 @@ class EventStreamBroken(Exception):
 class PrefixEventReader:
     """Applies the events of one connection to one worker, in order.
 
-    from_scheduler: whether the engine's scheduler, and not its HTTP process, sent the last line.
-    load: the last reported load.
     orphans, repeated: how many segments and lines were not applied.
     """
 
@@ -80,11 +80,9 @@ class PrefixEventReader:
         self._seq: int | None = None
         self.orphans = 0
         self.repeated = 0
-        self.load: dict[str, int] | None = None
-        self.from_scheduler = False
 
-    def apply(self, line: bytes, now_s: float) -> None:
-        """Applies one line, received at `now_s`.
+    def apply(self, line: bytes, now_s: float) -> Event:
+        """Applies one line, received at `now_s`. The load that it reports is left to the caller.
 
         Raises EventStreamBroken if it is malformed or if lines before it are missing.
         """
@@ -94,11 +92,10 @@ class PrefixEventReader:
                 raise EventStreamBroken(Fault.GAP)
         elif event.seq <= self._seq:
             self.repeated += 1
-            return
+            return Event(event.seq, alive=True)
         elif event.seq != self._seq + 1:
             raise EventStreamBroken(Fault.GAP)
         self._seq = event.seq
-        self.from_scheduler = not event.alive
         if event.cleared:
             self._index.clear(self._worker)
             if not event.snapshot:
@@ -115,11 +112,10 @@ class PrefixEventReader:
             else:
                 self.orphans += 1
         self._pins.apply(msgspec.structs.asdict(event), now_s)
-        if event.load is not None:
-            self.load = event.load
+        return event
 
 
-def _parse(line: bytes) -> _Event:
+def _parse(line: bytes) -> Event:
     """Decodes a line. Raises EventStreamBroken if a field has the wrong type."""
     try:
         event = _DECODER.decode(line)

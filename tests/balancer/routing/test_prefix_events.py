@@ -122,8 +122,8 @@ def test_a_confirmed_and_evicted_segment_is_not_in_flight() -> None:
 def test_the_load_is_read() -> None:
     mirrored = Mirrored()
     mirrored.reader.apply(snapshot(), NOW)
-    mirrored.reader.apply(line(2, load={"running": 3, "pending_tokens": 700}), NOW)
-    assert mirrored.reader.load == {"running": 3, "pending_tokens": 700}
+    event = mirrored.reader.apply(line(2, load={"running": 3, "pending_tokens": 700}), NOW)
+    assert event.load == {"running": 3, "pending_tokens": 700}
 
 
 @pytest.mark.parametrize(
