@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -28,6 +28,7 @@ class Stopped(ValueError):
     """Ends a dry run where its generation would begin."""
 
 
+@dataclass
 class DryRun:
     """What a body comes to.
 
@@ -36,11 +37,10 @@ class DryRun:
     status, answer: of the rejection.
     """
 
-    def __init__(self) -> None:
-        self.request: GenerateReqInput | None = None
-        self.context = RequestContext()
-        self.status = 0
-        self.answer = b""
+    request: GenerateReqInput | None = None
+    context: RequestContext = field(default_factory=RequestContext)
+    status: int = 0
+    answer: bytes = b""
 
     def stop(self, request: GenerateReqInput, context: RequestContext) -> None:
         """Notes the first request that would be generated from. Raises Stopped."""

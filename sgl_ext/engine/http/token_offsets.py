@@ -15,7 +15,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from threading import Lock
-from typing import NamedTuple
 
 import xxhash
 from cachetools import FIFOCache, LRUCache
@@ -33,11 +32,6 @@ Encode = Callable[[str], list[int]]
 Decode = Callable[[Sequence[int]], str]
 
 
-class _Known(NamedTuple):
-    tokens: int
-    digest: int
-
-
 class TokenOffsets:
     """Ends of blocks in prompts of one tokenizer and template. It is thread-safe.
 
@@ -47,22 +41,20 @@ class TokenOffsets:
     def __init__(self, encode: Encode, decode: Decode, limit: int = _LIMIT_KNOWN) -> None:
         self._encode = encode
         self._decode = decode
-        self._known: LRUCache[int, _Known] = LRUCache(limit)
+        self._known: LRUCache[int, tuple[int, int]] = LRUCache(limit)  # tokens, and their digest
         self._tails: FIFOCache[str, int] = FIFOCache(_LIMIT_TAILS)  # with their lengths in tokens
         self._lock = Lock()
 
     def recall(self, key: int, ids: array[int]) -> int | None:
         """The end of the block whose content has the hash `key`, with everything before it."""
         with self._lock:
-            known = self._known.get(key)
-        if known is None or known.digest != _digest(ids, known.tokens):
-            return None
-        return known.tokens
+            tokens, digest = self._known.get(key, (None, 0))
+        return None if tokens is None or digest != _digest(ids, tokens) else tokens
 
     def remember(self, key: int, tokens: int, ids: array[int]) -> None:
         """Stores the end that was found for such a block."""
         with self._lock:
-            self._known[key] = _Known(tokens, _digest(ids, tokens))
+            self._known[key] = tokens, _digest(ids, tokens)
 
     def by_tail(self, text: str, ids: array[int]) -> int | None:
         """The end of the prompt's last block, which ends with `text`."""

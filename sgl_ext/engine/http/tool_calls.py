@@ -50,8 +50,8 @@ def parse_chunk(
     begin, buffer = detector.bot_token, detector._buffer
     parser: Any = detector
     parser.sgl_ext_uses_base = True
-    is_in_call = _is_in_call(detector)
-    # In a format without an opening token, arguments may contain what begins a call.
+    is_in_call = bool(detector.current_tool_name_sent or detector.current_tool_id > 0)
+    # Arguments may contain what begins a call: in a call, and in a format without an opening token.
     splits = len(begin) > 1 and not is_in_call
     at = (buffer + text).find(begin) if splits else -1
     if at > 0:
@@ -71,17 +71,6 @@ def parse_chunk(
     return found
 
 
-def _held(detector: Any) -> str:
-    """The text that a parser holds back as it may be the beginning of a marker."""
-    is_marker = detector._ends_with_partial_token(detector._buffer, detector.bot_token)
-    return getattr(detector, _END_BUFFER, "") + (detector._buffer if is_marker else "")
-
-
-def _is_in_call(detector: FormatDetector) -> bool:
-    """Whether a call has begun, in whose arguments another one may seem to begin."""
-    return bool(detector.current_tool_name_sent or detector.current_tool_id > 0)
-
-
 def hold_space(original: Callable[..., Any], parser: Any, chunk: str) -> Any:
     """Around `FunctionCallParser.parse_stream_chunk`."""
     text, calls = original(parser, chunk)
@@ -98,6 +87,8 @@ def release_space(original: Callable[..., Any], parser: Any) -> Any:
     text, calls = original(parser)
     if calls or getattr(parser, "sgl_ext_called", False):
         return text, calls
-    if not text and hasattr(parser.detector, "sgl_ext_uses_base"):
-        text = _held(parser.detector)
+    detector = parser.detector
+    if not text and hasattr(detector, "sgl_ext_uses_base"):  # what it holds back is no marker
+        is_marker = detector._ends_with_partial_token(detector._buffer, detector.bot_token)
+        text = getattr(detector, _END_BUFFER, "") + (detector._buffer if is_marker else "")
     return getattr(parser, "sgl_ext_space", "") + text, calls
