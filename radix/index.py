@@ -64,15 +64,12 @@ class Match(NamedTuple):
 class PrefixIndex:
     """The segments that workers hold.
 
-    Beyond `limit_segments` the least recently used is forgotten, which `forgotten` counts. A
-    segment is any int. Impossible input is rejected, changes nothing and raises nothing.
+    Beyond `limit_segments`, at least 1, the least recently used is forgotten. A segment is any
+    int. Impossible input is rejected, changes nothing and raises nothing.
     """
 
     def __init__(self, limit_segments: int = 1_000_000) -> None:
-        if limit_segments < 1:
-            raise ValueError(f"limit_segments must be at least 1, not {limit_segments}")
         self.limit_segments = limit_segments
-        self.forgotten = 0
         self._rows: dict[int, int] = {}
         self._free: list[int] = []
         self._tip = _NONE
@@ -154,7 +151,6 @@ class PrefixIndex:
                 if self._newer[_NONE] == above:
                     return False
                 self._drop(self._newer[_NONE])
-                self.forgotten += 1
             row = self._add(segment, above)
         self._tokens[row] = tokens
         self._set_mask(row, self._mask[row] | bit)

@@ -107,10 +107,6 @@ class PinTree:
         elif not node.children:
             del self._roots[node.space]
 
-    def trial(self) -> Trial:
-        """A trial of removals. It is valid until the tree changes."""
-        return Trial(self, self._nodes)
-
     def _charge(self, owner: str, tokens: int) -> None:
         self.tokens += tokens
         charge = self._charges.pop(owner, 0) + tokens
@@ -176,12 +172,12 @@ class PinTree:
 
 
 class Trial:
-    """What a tree would hold without some of its pins. The tree itself does not change."""
+    """What a tree would hold without some of its pins. It is valid until the tree changes."""
 
-    def __init__(self, tree: PinTree, nodes: dict[int, _Node]) -> None:
+    def __init__(self, tree: PinTree) -> None:
         self.tokens = tree.tokens
         self._tree = tree
-        self._nodes = nodes
+        self._nodes = tree._nodes
         self._uses: dict[_Node, int] = {}  # where they differ from the tree's
         self._freed: dict[str, int] = {}  # by owner
 

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from radix.pin import BUDGET, EMPTY, LESS_VALUABLE, OWNER_SHARE, Pin, ReleaseOrder
-from radix.pin_tree import TOKEN_BYTES, PinTree
+from radix.pin_tree import TOKEN_BYTES, PinTree, Trial
 
 
 class Grant(NamedTuple):
@@ -220,7 +220,7 @@ class Pins:
         before = self._order[: bisect_left(self._order, new.release_order)]
         # The new pin needs all tokens of the pins on its path.
         less_valuable = [self._pins[number] for *_, number in before if number not in path]
-        trial, tried = self._tree.trial(), dict[int, Pin]()
+        trial, tried = Trial(self._tree), dict[int, Pin]()
 
         def is_within_share() -> bool:
             return share >= budget or trial.tokens_of(new.owner) <= share

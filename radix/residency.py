@@ -159,8 +159,8 @@ class Residency:
                 break
             self._store(hashes[index], parent, min(tokens, resident), index == len(hashes) - 1)
             parent = hashes[index]
-        if parent is not None:
-            self._touch(parent, node, key)
+        if parent is not None and not self._segments[parent].children:
+            self._add_leaf(parent, self._drop_leaf(parent) or _Leaf(node, key))
         while len(self._leaves) > 1 and (
             len(self._segments) > self._limit_segments or self._key_tokens > self._limit_tokens
         ):
@@ -251,12 +251,10 @@ class Residency:
         self._segments[segment] = _Segment(parent, tokens - tokens % self._page, measured)
         self._changed.setdefault(segment, parent)
 
-    def _touch(self, segment: int, node: int, key: Sized) -> None:
-        """Marks a chain that ends in `segment` as used, if it is a leaf."""
-        if self._segments[segment].children == 0:
-            leaf = self._drop_leaf(segment) or _Leaf(node, key)
-            self._leaves[segment] = leaf
-            self._key_tokens += len(leaf.key)
+    def _add_leaf(self, segment: int, leaf: _Leaf) -> None:
+        """Adds a leaf as the most recently used."""
+        self._leaves[segment] = leaf
+        self._key_tokens += len(leaf.key)
 
     def _drop_leaf(self, segment: int) -> _Leaf | None:
         leaf = self._leaves.pop(segment, None)
@@ -274,8 +272,7 @@ class Residency:
             if entry.children:
                 return
             if 0 < entry.tokens <= resident:
-                self._leaves[current] = _Leaf(node, leaf.key)
-                self._key_tokens += len(leaf.key)
+                self._add_leaf(current, _Leaf(node, leaf.key))
                 return
             del self._segments[current]
             self._changed.setdefault(current, entry.parent)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Generic, TypeVar
 
 from scheduler.order import Served, Waiting, in_order
@@ -81,21 +82,11 @@ class OrderedQueue(Generic[T]):
         """The first entries in order, at most `limit`."""
         if now_s - self._sorted_s >= SORTED_FOR_S or len(self._new) > MOST_NEW:
             return self.sort(now_s)[:limit]
-        head: list[Entry[T]] = []
-        empty = 0
-        for entry in self._sorted:
-            if entry.item is None:
-                empty += 1
-            else:
-                head.append(entry)
-                if len(head) == limit:
-                    break
-        if empty > _MOST_EMPTY:
+        if len(self._sorted) > len(self._entries) + _MOST_EMPTY:
             self._sorted = [entry for entry in self._sorted if entry.item is not None]
         self._new = [entry for entry in self._new if entry.item is not None]
-        if not self._new:
-            return head
-        return self._in_order(head + self._new, now_s)[:limit]
+        head = list(islice((entry for entry in self._sorted if entry.item is not None), limit))
+        return self._in_order(head + self._new, now_s)[:limit] if self._new else head
 
     def sort(self, now_s: float) -> Sequence[Entry[T]]:
         """All entries in order."""

@@ -25,7 +25,7 @@ from sgl_ext.key_file import new_key
 from sgl_ext.node import hardware
 from sgl_ext.node.child import Child
 from sgl_ext.node.ports import free_ports, require_free
-from sgl_ext.node.progress import StartProgress, summary
+from sgl_ext.node.progress import start_progress, summary
 from sgl_ext.node.worker_list import WorkerList
 from sgl_ext.settings.checks import read_api_key
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
@@ -99,8 +99,7 @@ def make_children(settings: LaunchSettings, found: hardware.Hardware) -> tuple[l
     check_store(store, balancer.store_limit_bytes)
     engines = []
     for index, port in enumerate(free_ports(balancer.port + 1, settings.instances)):
-        command = hardware.engine_command(settings, port)
-        command += [*hardware.platform_flags(found), *settings.engine_args]
+        command = hardware.engine_command(settings, found, port)
         environment = hardware.engine_environment(settings, found, index)
         engines.append(_child(f"engine-{index}", command, environment, logs, f"127.0.0.1:{port}"))
     balancer = replace(balancer, store=store, workers=tuple(engine.url for engine in engines))
@@ -118,7 +117,7 @@ async def wait_until_ready(
     deadline = time.monotonic() + limit_s
     waiting = {engine.url: engine for engine in engines}
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
-        with StartProgress(console, engines) as progress:
+        with start_progress(console, engines) as show:
             while waiting:
                 for child in (balancer, *engines):
                     if child.exit_code is not None:
@@ -129,7 +128,7 @@ async def wait_until_ready(
                 await asyncio.sleep(_POLL_S)
                 for url in await _ready_workers(session, balancer):
                     waiting.pop(url, None)
-                progress.show(ready={e.name for e in engines if e.url not in waiting})
+                show({engine.name for engine in engines if engine.url not in waiting})
 
 
 async def keep_running(child: Child, console: Console, workers: WorkerList | None = None) -> None:

@@ -9,12 +9,7 @@ from pathlib import Path
 
 from sgl_ext_cpu.node import ROOT, Node, free_port, is_healthy, running_process
 
-from sgl_ext.node.hardware import (
-    engine_command,
-    engine_environment,
-    find_hardware,
-    platform_flags,
-)
+from sgl_ext.node.hardware import engine_command, engine_environment, find_hardware
 from sgl_ext.settings.sources import launch_settings
 
 
@@ -31,12 +26,12 @@ def stock_engine(
         ["--config", str(ROOT / "launch/cpu.toml"), "--model-path", str(model), *flags]
     )
     found, port = find_hardware(), free_port()
-    command = engine_command(config, port)
+    command = engine_command(config, found, port)
     command[command.index("-m") + 1] = "sglang.launch_server"
     own = engine_environment(config, found, 0) | {"SGLANG_PLUGINS": "none"}
     url = f"http://127.0.0.1:{port}"
     with running_process(
-        [*command, *platform_flags(found), *config.engine_args],
+        command,
         log_dir / "engine.log",
         partial(is_healthy, url),
         environment={**own, **(environment or {})},

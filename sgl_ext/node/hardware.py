@@ -59,15 +59,17 @@ def check_capacity(settings: LaunchSettings, hardware: Hardware) -> None:
         )
 
 
-def engine_command(settings: LaunchSettings, port: int) -> list[str]:
-    """The command line of one engine. SGLang's flags from the user come after it and win."""
+def engine_command(settings: LaunchSettings, hardware: Hardware, port: int) -> list[str]:
+    """The command line of one engine. SGLang's flags from the user come last and win."""
     command = [sys.executable, "-m", "sgl_ext.engine.serve", "--model-path", settings.model_path]
     command += ["--served-model-name", settings.model_name]
     command += ["--host", "127.0.0.1", "--port", str(port)]
     command += ["--enable-cache-report", "--enable-metrics", "--log-level-http", "warning"]
     if settings.tp > 1:
         command += ["--tp-size", str(settings.tp)]
-    return command
+    if hardware.platform == CPU_PLATFORM:
+        command += _CPU_DEFAULTS
+    return [*command, *settings.engine_args]
 
 
 def engine_environment(settings: LaunchSettings, hardware: Hardware, index: int) -> dict[str, str]:
@@ -94,11 +96,6 @@ def _cores_of(settings: LaunchSettings, index: int) -> dict[str, str]:
         return {**waiting, "OMP_NUM_THREADS": str(each)}
     firsts = (rank * each % cores for rank in range(index * settings.tp, (index + 1) * settings.tp))
     return {**waiting, _RANK_CORES: "|".join(f"{first}-{first + each - 1}" for first in firsts)}
-
-
-def platform_flags(hardware: Hardware) -> tuple[str, ...]:
-    """SGLang flags that a platform needs; the user's own flags win over them."""
-    return _CPU_DEFAULTS if hardware.platform == CPU_PLATFORM else ()
 
 
 def _visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:

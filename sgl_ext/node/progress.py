@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 from rich.console import Console
 from rich.live import Live
@@ -24,43 +25,35 @@ _STAGES = (
 )
 
 
-def stage_of(child: Child) -> str:
+@contextmanager
+def start_progress(
+    console: Console, children: Sequence[Child]
+) -> Iterator[Callable[[set[str]], None]]:
+    """Gives a function that shows each child's stage, "ready" for those whose names it gets.
+
+    On a terminal they are shown live, elsewhere as a line for each change.
+    """
+    shown: dict[str, str] = {}
+    with Live(console=console, transient=True) if console.is_terminal else nullcontext() as live:
+
+        def show(ready: set[str]) -> None:
+            table = Table.grid(padding=(0, 2))
+            for child in children:
+                stage = "ready" if child.name in ready else _stage_of(child)
+                table.add_row(child.name, stage)
+                if live is None and shown.get(child.name) != stage:
+                    console.print(f"{child.name}: {stage}", highlight=False)
+                shown[child.name] = stage
+            if live is not None:
+                live.update(table)
+
+        yield show
+
+
+def _stage_of(child: Child) -> str:
     """The latest stage in a child's log."""
     text = "\n".join(child.last_lines(400))
     return next((stage for mark, stage in _STAGES if mark in text), "importing")
-
-
-class StartProgress:
-    """Shows each engine's stage: live on a terminal, elsewhere as a line for each change."""
-
-    def __init__(self, console: Console, children: Sequence[Child]) -> None:
-        self._console = console
-        self._children = children
-        self._live = Live(console=console, transient=True) if console.is_terminal else None
-        self._shown: dict[str, str] = {}
-
-    def __enter__(self) -> StartProgress:
-        if self._live:
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._live:
-            self._live.stop()
-
-    def show(self, ready: set[str]) -> None:
-        """Shows the current stage of each child."""
-        stages = {c.name: "ready" if c.name in ready else stage_of(c) for c in self._children}
-        if self._live:
-            table = Table.grid(padding=(0, 2))
-            for name, stage in stages.items():
-                table.add_row(name, stage)
-            self._live.update(table)
-            return
-        for name, stage in stages.items():
-            if self._shown.get(name) != stage:
-                self._console.print(f"{name}: {stage}", highlight=False)
-        self._shown = stages
 
 
 def summary(settings: LaunchSettings, engines: Sequence[Child], address: str) -> Panel:

@@ -83,6 +83,7 @@ def test_an_engine_gets_its_settings() -> None:
 def test_a_local_model_goes_by_its_folders_name(tmp_path: Path) -> None:
     assert LaunchSettings(model_path=str(tmp_path)).model_name == tmp_path.name
     assert LaunchSettings(model_path="Qwen/Qwen3-32B").model_name == "Qwen/Qwen3-32B"
-    command = hardware.engine_command(LaunchSettings(model_path=str(tmp_path), tp=2), 5)
+    config = LaunchSettings(model_path=str(tmp_path), tp=2)
+    command = hardware.engine_command(config, Hardware(()), 5)
     assert command[command.index("--served-model-name") + 1] == tmp_path.name
     assert command[command.index("--tp-size") + 1] == "2"

@@ -15,7 +15,6 @@ class NaiveIndex:
 
     def __init__(self, limit_segments: int = 1_000_000) -> None:
         self.limit = limit_segments
-        self.forgotten = 0
         self.holders: dict[int, set[int]] = {}
         self.parents: dict[int, int | None] = {}
         self.tokens: dict[int, int] = {}
@@ -54,7 +53,6 @@ class NaiveIndex:
             if not others:
                 return False
             self._drop(others[0])
-            self.forgotten += 1
         self.parents[segment] = parent
         self.tokens[segment] = tokens
         self.holders.setdefault(segment, set()).add(worker)

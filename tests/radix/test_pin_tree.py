@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radix.pin_tree import PinTree
+from radix.pin_tree import PinTree, Trial
 
 Tokens = tuple[int, ...]
 Prefixes = dict[tuple[Hashable, Tokens], str]
@@ -106,7 +106,7 @@ def test_a_trial_counts_the_tokens_that_removals_would_leave(
     for pin, (space, tokens, owner) in enumerate(steps):
         tree.insert(space, key(tokens), pin, owner)
         model.insert(space, tokens, pin, owner)
-    trial, left_out = tree.trial(), set[int]()
+    trial, left_out = Trial(tree), set[int]()
     for choice in choices:
         pin = choice % len(steps)
         (trial.restore if pin in left_out else trial.remove)(pin)
