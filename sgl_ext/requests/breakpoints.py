@@ -29,7 +29,6 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -84,7 +83,7 @@ class _Search:
         self._body = body
         self._render_body = render
         self._nonce = secrets.token_hex(8)
-        self._tool_end = cache(self._find_tool_end)
+        self._tool_ends: dict[int, int | None] = {}
         self.text = ""
 
     def ends(self, places: Sequence[Place]) -> list[int | None] | None:
@@ -110,12 +109,12 @@ class _Search:
     def _marker(self, number: int) -> str:
         return f"zq{self._nonce}n{number}z"
 
-    def _render(self, body: Any) -> str | None:
+    def _render(self, body: Any) -> str:
+        """The rendered body; "" if it cannot be rendered."""
         try:
-            text = self._render_body(body)
+            return self._render_body(body) or ""
         except Exception:
-            return None
-        return text if isinstance(text, str) else None
+            return ""
 
     def _mark(
         self, paths: Iterable[Path], first: Path | None
@@ -130,7 +129,7 @@ class _Search:
             text = _with_marker(value_at(body, path), self._marker(number), at_end)
             body = edited(body, path, text)
         rendered = self._render(body)
-        if rendered is None:
+        if not rendered:
             return None
         pieces = re.split(rf"zq{self._nonce}n(\d+)z", rendered)
         self.text = "".join(pieces[::2])
@@ -154,6 +153,11 @@ class _Search:
         except (LookupError, TypeError, ValueError, AttributeError):
             return None
 
+    def _tool_end(self, k: int) -> int | None:
+        if k not in self._tool_ends:
+            self._tool_ends[k] = self._find_tool_end(k)
+        return self._tool_ends[k]
+
     def _find_tool_end(self, k: int) -> int | None:
         form = self._protocol.tool_form
         if form is None:
@@ -165,7 +169,7 @@ class _Search:
         if end is None or k + 1 == len(tools):
             return end
         fewer = self._render({**self._body, "tools": tools[: k + 1]})
-        return None if fewer is None else min(end, common_prefix(self.text, fewer))
+        return min(end, common_prefix(self.text, fewer)) or None
 
     def _divergence(self, body: Any) -> int | None:
         """Where the prompt diverges from that of a body to which the marker was added.
@@ -173,8 +177,8 @@ class _Search:
         None if the body cannot be rendered, or its prompt lacks the marker.
         """
         rendered = self._render(body)
-        at = -1 if rendered is None else rendered.find(self._marker(0))
-        return None if rendered is None or at < 0 else min(at, common_prefix(self.text, rendered))
+        at = rendered.find(self._marker(0))
+        return None if at < 0 else min(at, common_prefix(self.text, rendered))
 
     def _end_by_cut(self, place: Place) -> int | None:
         """Where the prompt diverges from that of a body which ends with the block."""
@@ -184,7 +188,7 @@ class _Search:
         if len(place) > 2:
             last = {**last, "content": last["content"][: int(place[2]) + 1]}
         rendered = self._render({**self._body, "messages": [*messages[:i], last]})
-        shared = 0 if rendered is None else common_prefix(self.text, rendered)
+        shared = common_prefix(self.text, rendered)
         return shared if 0 < shared < len(self.text) else None
 
 

@@ -124,7 +124,7 @@ class ErrorShape:
 class Model:
     """What the model that an engine serves can take.
 
-    thinks: it can be asked to think: the engine has a reasoning parser.
+    thinks: it can think before it answers: the engine has a reasoning parser.
     sees: it takes images, or other media.
     takes_system_anywhere: its template accepts system messages between other messages.
     takes_namespaces: the engine renders tools that are grouped in a namespace.
