@@ -39,6 +39,7 @@ _WRONG_VALUE = "body: a field has a value that nothing can be made of"
 _GENERATES = "This model generates text. It neither embeds nor classifies."
 # Their answers depend on the body alone, so what raises an error is in the body.
 _OF_BODY = frozenset((*PARSING, *GENERATE.paths, *OLLAMA_CHAT.paths, *OLLAMA_GENERATE.paths))
+_ERROR_EVENTS = (b"event: error", b'data: {"error"', b"event: response.failed")
 _DETOKENIZE = "/detokenize"  # with any prefix; SGLang answers 500 for tokens that do not exist
 
 
@@ -101,7 +102,9 @@ class _Answer:
             if self._start is not None:
                 await self._take_waiting(message)
                 return
-            message = self._reshaped(message)
+            data = message.get("body", b"")
+            if self._is_stream and data.startswith(_ERROR_EVENTS):
+                message = {**message, "body": self._reshaped(data)}
         await self._send(message)
 
     async def reject(self, error: EngineError, start: Any = None) -> None:
@@ -140,21 +143,18 @@ class _Answer:
             await self._send(start)
             await self._send({**message, "body": body})
 
-    def _reshaped(self, message: Any) -> Any:
-        """A part of an answer, in the protocol's shape if it is the event of an error."""
-        data = message.get("body", b"")
-        if self._shape is None or not self._is_stream:
-            return message
-        if data.startswith(b"event: response.failed"):
-            data = failed_event(data)
-        elif self._shape is ANTHROPIC.errors and data.startswith(b"event: error"):
-            data = b"event: error\ndata: %b\n\n" % shaped(self._path, _event_error(data), "")
-        elif self._shape is OPENAI_ERRORS and data.startswith(b'data: {"error"'):
+    def _reshaped(self, data: bytes) -> bytes:
+        """An event that says that a stream failed, in the protocol's shape."""
+        if self._shape is not None and data.startswith(b"event: response.failed"):
+            return failed_event(data)
+        if self._shape is ANTHROPIC.errors and data.startswith(b"event: error"):
+            return b"event: error\ndata: %b\n\n" % shaped(self._path, _event_error(data), "")
+        if self._shape is OPENAI_ERRORS and data.startswith(b"data: "):
             text = data.removeprefix(b"data: ")
             code = orjson.loads(text)["error"].get("code")
             status = code if isinstance(code, int) and 400 <= code < 600 else 500
-            data = b"data: %b\n\n" % shaped(self._path, read_error(status, text), "")
-        return {**message, "body": data}
+            return b"data: %b\n\n" % shaped(self._path, read_error(status, text), "")
+        return data
 
 
 def _shaped_with_id(path: str, error: EngineError) -> tuple[str, str, bytes]:
