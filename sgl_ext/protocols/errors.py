@@ -40,6 +40,11 @@ def no_engine() -> BalancerError:
     )
 
 
+def internal_error() -> BalancerError:
+    """A failure inside the balancer; its log has the reason."""
+    return BalancerError(HTTPStatus.INTERNAL_SERVER_ERROR, "Internal error in the balancer.")
+
+
 def body_too_large(limit_bytes: int) -> BalancerError:
     """A body over the limit."""
     message = f"body: larger than {limit_bytes} bytes"

@@ -22,7 +22,7 @@ from sgl_ext.balancer.http.connection_pool import ConnectionPool
 from sgl_ext.balancer.http.upstream import UpstreamConnection
 from sgl_ext.balancer.relay.services import error_response
 from sgl_ext.protocols import routes
-from sgl_ext.protocols.errors import BalancerError
+from sgl_ext.protocols.errors import BalancerError, internal_error
 
 log = logging.getLogger(__name__)
 
@@ -126,8 +126,7 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         response = _answer(request, BalancerError(status, message))
     except Exception:
         log.exception("a request failed inside the balancer")
-        status = HTTPStatus.INTERNAL_SERVER_ERROR
-        response = _answer(request, BalancerError(status, "Internal error in the balancer."))
+        response = _answer(request, internal_error())
     if request.path != "/health":
         request.app[PARTS].metrics.requests.counts[route_of(request), response.status] += 1
     return response

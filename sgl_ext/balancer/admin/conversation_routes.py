@@ -15,7 +15,7 @@ from http import HTTPStatus
 
 from aiohttp import web
 
-from sgl_ext.balancer.admin.worker_routes import PARTS, json_response, to_holder
+from sgl_ext.balancer.admin.worker_routes import PARTS, hints_in, json_response, to_holder
 from sgl_ext.balancer.conversations.conversation_store import bad_field
 from sgl_ext.balancer.relay.preparation import parse_json
 from sgl_ext.protocols.errors import BalancerError
@@ -92,8 +92,7 @@ async def list_input_items(request: web.Request) -> web.Response:
 
 
 def _tenant(request: web.Request) -> str:
-    headers = {name.lower(): value for name, value in request.headers.items()}
-    return request.app[PARTS].router.tenants.asking(headers).name
+    return request.app[PARTS].router.tenants.asking(hints_in(request)).name
 
 
 def _require_owner(request: web.Request) -> None:

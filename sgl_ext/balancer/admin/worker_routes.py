@@ -108,12 +108,10 @@ async def explain(request: web.Request) -> web.Response:
     if path not in routes.PLACED:
         raise BalancerError(HTTPStatus.NOT_FOUND, f"{path}: requests to this path are not placed")
     document = parse_json(await request.read())
-    router = request.app[PARTS].router
-    hints = {name.lower(): value for name, value in request.headers.items()}
-    document, _ = request.app[PARTS].conversations.expand(
-        path, document, router.tenants.asking(hints).name
-    )
-    stripped = strip_request(of_path(path), document, request.app[PARTS].strip)
+    parts, hints = request.app[PARTS], hints_in(request)
+    router, tenant = parts.router, parts.router.tenants.asking(hints).name
+    document, _ = parts.conversations.expand(path, document, tenant)
+    stripped = strip_request(of_path(path), document, parts.strip)
     routing = router.read(path, hints, stripped.body, request.content_length or 0)
     return json_response({**router.explain(routing), "headers_stripped": stripped.headers})
 
@@ -166,6 +164,11 @@ def _decoded(text: bytes) -> Any:
         return orjson.loads(text)
     except orjson.JSONDecodeError:
         return text.decode("utf-8", "replace").strip()
+
+
+def hints_in(request: web.Request) -> dict[str, str]:
+    """The headers of a request, with lower-case names."""
+    return {name.lower(): value for name, value in request.headers.items()}
 
 
 def json_response(document: Any, status: int = HTTPStatus.OK) -> web.Response:

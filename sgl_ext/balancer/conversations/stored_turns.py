@@ -105,14 +105,10 @@ class ResponseRecorder:
 
     def record_events(self, data: bytes) -> bytes:
         """Takes whole events of a stream. The response is stored before its last event is sent."""
-        return _LIFECYCLE.sub(lambda match: match[1] + self._record(match[2], "response"), data)
+        return _LIFECYCLE.sub(lambda match: match[1] + self.record(match[2], "response"), data)
 
-    def record_body(self, body: bytes) -> bytes:
-        """Takes the whole body of an answer."""
-        return self._record(body)
-
-    def _record(self, data: bytes, key: str = "") -> bytes:
-        """Takes the JSON of a response, or of an object that has it at `key`."""
+    def record(self, data: bytes, key: str = "") -> bytes:
+        """Takes a whole body: the JSON of a response, or of an object that has it at `key`."""
         try:
             document = orjson.loads(data)
         except orjson.JSONDecodeError:

@@ -30,7 +30,7 @@ from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.reporting.request_log import AnsweredRequest
 from sgl_ext.balancer.routing.attempts import NO_ROUTING, Attempt
 from sgl_ext.balancer.routing.worker import Worker
-from sgl_ext.protocols.errors import BalancerError, no_engine
+from sgl_ext.protocols.errors import BalancerError, internal_error, no_engine
 from sgl_ext.protocols.registry import errors_of
 from sgl_ext.protocols.request_ids import id_line, new_request_id
 from sgl_ext.requests.session import QUEUED_HEADER
@@ -97,7 +97,7 @@ class Exchange:
             self._answer_error(error)
         except Exception:
             log.exception("a request failed inside the balancer")
-            self._answer_error(_internal_error())
+            self._answer_error(internal_error())
 
     def _place(self) -> None:
         if self._head.route is None:  # for the control plane
@@ -191,7 +191,7 @@ class Exchange:
         else:
             recorder = self._preparation.recorder
             if recorder is not None and head.status == HTTPStatus.OK:
-                body = recorder.record_body(body)
+                body = recorder.record(body)
             response.sent(body)
             self._first_byte()
             self._finish(Outcome.ANSWERED)
@@ -272,7 +272,7 @@ class Exchange:
         self._release(Outcome.FAILED)
         self._response = Response()
         if self._head.route is None:
-            self._answer_error(_internal_error())
+            self._answer_error(internal_error())
         elif self._attempts >= MAX_ATTEMPTS:
             self.rejected(no_engine())
         elif not self._services.retries.spend():
@@ -345,7 +345,3 @@ class Exchange:
         if not self._request_id:
             self._request_id = new_request_id()
         return self._request_id
-
-
-def _internal_error() -> BalancerError:
-    return BalancerError(HTTPStatus.INTERNAL_SERVER_ERROR, "Internal error in the balancer.")

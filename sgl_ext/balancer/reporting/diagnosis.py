@@ -50,7 +50,7 @@ class PromptDiagnosis(NamedTuple):
 
 
 class DivergenceDetector:
-    """Remembers recent prompts within `limit_bytes`. The request log fills `findings`."""
+    """Remembers recent prompts. The request log fills `findings`."""
 
     def __init__(
         self,
@@ -58,7 +58,6 @@ class DivergenceDetector:
         metrics: Metrics,
         *,
         sort_tools: bool = False,
-        limit_bytes: int = LIMIT_BYTES,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._clock = clock
@@ -67,7 +66,7 @@ class DivergenceDetector:
         self._strip = strip
         self._metrics = metrics
         self._sort_tools = sort_tools
-        self._memory = PromptMemory(self._read, limit_bytes)
+        self._memory = PromptMemory(self._read, LIMIT_BYTES)
         self.findings = Findings()
 
     def diagnose(

@@ -443,7 +443,7 @@ def counts(metrics: Metrics) -> dict[str, int]:
 def one_turn(store: ConversationStore, body: dict[str, Any], id: str) -> Any:
     whole, recorder = store.expand(PATH, body, "")
     assert recorder is not None
-    recorder.record_body(
+    recorder.record(
         orjson.dumps({"id": id, "object": "response", "status": "completed", "output": []})
     )
     return whole
@@ -481,6 +481,6 @@ def test_a_failing_disk_does_not_fail_the_request() -> None:
     )
     _, recorder = store.expand(PATH, {"input": "One"}, "")
     assert recorder is not None
-    assert recorder.record_body(answer) == answer
+    assert recorder.record(answer) == answer
     assert counts(metrics) == {"failed": 1}
     store.close()
