@@ -11,8 +11,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from sgl_ext.balancer.access.authentication import Authentication
-from sgl_ext.balancer.access.key_file_reloader import KeyFileReloader
+from sgl_ext.balancer.access.authentication import Authentication, KeyFileReloader
 from sgl_ext.balancer.access.rate_limits import RateLimits
 from sgl_ext.balancer.admin.app import ControlPool, make_app
 from sgl_ext.balancer.admin.worker_routes import ControlParts

@@ -17,7 +17,7 @@ from http import HTTPStatus
 from typing import NamedTuple
 
 from scheduler.token_bucket import Bucket
-from sgl_ext.balancer.access.key_file_reloader import KeyFileReloader
+from sgl_ext.balancer.access.authentication import KeyFileReloader
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.protocols.errors import BalancerError
 

@@ -1,7 +1,7 @@
 """Snapshots that the processes of one balancer share through files.
 
 prometheus_client has a multiprocess mode, but only for its own counters, which are too slow for
-every request (see `counters`).
+every request (see `registry`).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import ClientSession
 
 from sgl_ext import keys
-from sgl_ext.balancer.access.key_file_reloader import KeyFileReloader
+from sgl_ext.balancer.access.authentication import KeyFileReloader
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.key_file import KeysError
 from sgl_ext.protocols import routes

@@ -9,7 +9,7 @@ import pytest
 from aiohttp import ClientSession, web
 
 from sgl_ext import keys
-from sgl_ext.balancer.access.key_file_reloader import KeyFileReloader
+from sgl_ext.balancer.access.authentication import KeyFileReloader
 from sgl_ext.balancer.access.rate_limits import Charge, RateLimits
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.protocols.errors import BalancerError
