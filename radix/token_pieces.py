@@ -1,8 +1,8 @@
 """Token ids of pieces of text, in an LRU cache bounded by bytes.
 
-A piece's key is a hash of its text, and the ids found by it stand for that text in a prompt, so
-nobody who writes prompts may be able to make two texts with one hash. BLAKE2 (RFC 7693) with a
-random key for each process ensures that; a hash that is only fast would not.
+A piece's key is a hash of its text, and the ids that it finds replace that text in a prompt. So a
+client must not be able to make two texts with the same hash. BLAKE2 (RFC 7693) with a random key
+for each process ensures that; a hash that is only fast would not.
 """
 
 from __future__ import annotations
