@@ -51,7 +51,7 @@ class _Message(NamedTuple):
 
 
 class FrozenMessage(Message):
-    """A message as a dict that nobody changes."""
+    """A message as a dict that no code changes, so a copy of it is the dict itself."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FrozenMessage:
         return self
