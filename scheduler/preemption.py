@@ -24,6 +24,7 @@ single exchange within a class loses less, though exchanging two at once might.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -63,42 +64,35 @@ def victims(
     or if no set frees enough: no request is preempted in vain. Positions only decide between
     requests that are equal otherwise.
     """
-    classes: dict[int, list[int]] = {}
-    for position, one in enumerate(running):
-        is_safe = one.times_preempted > 0 and now_s - one.admitted_s < grace_s
-        if (
-            one.priority <= priority - threshold
-            and one.times_preempted < most_times
-            and not is_safe
-        ):
-            classes.setdefault(one.priority, []).append(position)
-    usable = [position for positions in classes.values() for position in positions]
+    usable = [
+        position
+        for position, one in enumerate(running)
+        if one.priority <= priority - threshold
+        and one.times_preempted < most_times
+        and (not one.times_preempted or now_s - one.admitted_s >= grace_s)
+    ]
     spare_tokens = sum(running[position].frees_tokens for position in usable) - needed_tokens
     spare_victims = len(usable) - slots
     if spare_tokens < 0 or spare_victims < 0:
         return []
     # Begin with all; from the highest class down, leave out as many as possible.
     chosen: list[int] = []
-    left_out: dict[int, list[int]] = {}
-    for level in sorted(classes, reverse=True):
-        by_size = sorted(classes[level], key=lambda position: _by_size(running, position))
-        spared = 0
-        for position in by_size:
-            frees_tokens = running[position].frees_tokens
-            if frees_tokens > spare_tokens or spare_victims < 1:
-                break
-            spare_tokens -= frees_tokens
+    left_out: defaultdict[int, list[int]] = defaultdict(list)
+    for position in sorted(usable, key=lambda position: _by_size(running, position)):
+        one = running[position]
+        if one.frees_tokens <= spare_tokens and spare_victims > 0:
+            spare_tokens -= one.frees_tokens
             spare_victims -= 1
-            spared += 1
-        left_out[level] = by_size[:spared]
-        chosen += by_size[spared:]
+            left_out[one.priority].append(position)
+        else:
+            chosen.append(position)
     return sorted(_exchanged(running, chosen, left_out, spare_tokens))
 
 
 def _exchanged(
     running: Sequence[Running],
     chosen: list[int],
-    left_out: dict[int, list[int]],
+    left_out: defaultdict[int, list[int]],
     spare_tokens: int,
 ) -> list[int]:
     """Exchanges victims within their class until no single exchange loses less work.
@@ -113,21 +107,22 @@ def _exchanged(
     for position in sorted(chosen, key=lambda position: _by_loss(running, position), reverse=True):
         one = running[position]
         others = left_out[one.priority]
-        for index, instead in enumerate(others):
-            other = running[instead]
-            is_less = other.lost_tokens < one.lost_tokens
-            if is_less and one.frees_tokens - other.frees_tokens <= spare_tokens:
-                spare_tokens -= one.frees_tokens - other.frees_tokens
-                position = others.pop(index)
+        for other in others:
+            more_tokens = one.frees_tokens - running[other].frees_tokens
+            if running[other].lost_tokens < one.lost_tokens and more_tokens <= spare_tokens:
+                spare_tokens -= more_tokens
+                others.remove(other)
+                position = other
                 break
         exchanged.append(position)
     return exchanged
 
 
 def _by_size(running: Sequence[Running], position: int) -> tuple[float, ...]:
-    """The order of leaving out: frees least, then loses most, then runs longest."""
+    """The order of leaving out: the highest class, frees least, loses most, runs longest."""
     one = running[position]
-    return one.frees_tokens, -one.lost_tokens, one.admitted_s, -one.times_preempted, -position
+    order = -one.priority, one.frees_tokens, -one.lost_tokens, one.admitted_s
+    return *order, -one.times_preempted, -position
 
 
 def _by_loss(running: Sequence[Running], position: int) -> tuple[float, ...]:
