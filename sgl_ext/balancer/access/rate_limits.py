@@ -79,7 +79,9 @@ class RateLimits:
             wait_s = bucket.wait_s(cost, now_s)
             if wait_s > 0:
                 self._limited.counts[tenant, kind] += 1
-                raise _rate_limited(kind, limit, wait_s)
+                message = f"This tenant's limit of {limit:g} {kind} per minute is reached."
+                retry_after_s = max(math.ceil(wait_s), 1)
+                raise BalancerError(HTTPStatus.TOO_MANY_REQUESTS, message, retry_after_s)
             buckets.append((bucket, cost))
         for bucket, cost in buckets:
             bucket.take(cost, now_s)
@@ -104,8 +106,3 @@ class RateLimits:
         elif bucket.per_minute != share:
             bucket.resize(share, now_s)
         return bucket
-
-
-def _rate_limited(kind: str, limit: float, wait_s: float) -> BalancerError:
-    message = f"This tenant's limit of {limit:g} {kind} per minute is reached."
-    return BalancerError(HTTPStatus.TOO_MANY_REQUESTS, message, max(math.ceil(wait_s), 1))

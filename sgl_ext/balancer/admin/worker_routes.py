@@ -120,8 +120,7 @@ async def to_all(request: web.Request) -> web.Response:
     """Sends the request to every ready worker. The status is the highest of theirs."""
     workers = _ready(request)
     answers = await asyncio.gather(*(_send(worker, request) for worker in workers))
-    texts = zip(workers, (text for _, text in answers), strict=True)
-    document = {worker.url: _decoded(text) for worker, text in texts}
+    document = {w.url: _decoded(text) for w, (_, text) in zip(workers, answers, strict=True)}
     return json_response(document, max(status for status, _ in answers))
 
 

@@ -133,13 +133,12 @@ class RequestReader:
         self._sent_continue = False
         self._missing = length
         self._request = request = Request(head, length, head.keep_alive, head.rejection)
-        if request.rejection is not None:
-            self._reject(request, request.rejection)
-        else:
-            try:
-                self._start_body(request)
-            except BalancerError as error:
-                self._reject(request, error)
+        try:
+            if request.rejection is not None:
+                raise request.rejection
+            self._start_body(request)
+        except BalancerError as error:
+            self._reject(request, error)
         return request
 
     def _start_body(self, request: Request) -> None:

@@ -34,7 +34,6 @@ from sgl_ext.protocols.errors import BalancerError, internal_error, no_engine
 from sgl_ext.protocols.registry import errors_of
 from sgl_ext.protocols.request_ids import id_line, new_request_id
 from sgl_ext.requests.session import QUEUED_HEADER
-from sgl_ext.requests.usage import Usage
 
 log = logging.getLogger(__name__)
 
@@ -48,14 +47,6 @@ class Stage(Enum):
     BEFORE_FIRST_BYTE = "nothing was sent to the client; it may be retried"
     RELAYING = "a part of the response was sent to the client"
     ENDED = "the response is complete, or the client is gone"
-
-
-class Outcome(Enum):
-    """How an attempt ended."""
-
-    ANSWERED = "answered"
-    FAILED = "the worker failed"
-    CLIENT_GONE = "the client disconnected"
 
 
 class Exchange:
@@ -180,7 +171,7 @@ class Exchange:
                 self._relay(body)
             if self._stage is Stage.BEFORE_FIRST_BYTE:
                 self._start_stream(b"")
-            self._finish(Outcome.ANSWERED)
+            self._complete()
             self._client.end_stream()
         elif (
             head.status == HTTPStatus.SERVICE_UNAVAILABLE
@@ -194,7 +185,7 @@ class Exchange:
                 body = recorder.record(body)
             response.sent(body)
             self._first_byte()
-            self._finish(Outcome.ANSWERED)
+            self._complete()
             self._client.answer(head.status, head.reason, response.lines, body)
 
     def resume(self) -> None:
@@ -265,11 +256,11 @@ class Exchange:
         self._services.metrics.client_disconnects.inc()
         if self._connection is not None:
             self._connection.abort()
-        self._finish(Outcome.CLIENT_GONE)
+        self._end_early(by_worker=False)
 
     def _retry(self, reason: str) -> None:
         log.warning("%s failed before it answered %s: %s", self._pool.url, self._id(), reason)
-        self._release(Outcome.FAILED)
+        self._release(by_worker=True)
         self._response = Response()
         if self._head.route is None:
             self._answer_error(internal_error())
@@ -288,49 +279,27 @@ class Exchange:
         message = "The engine stopped in the middle of its answer."
         shape = errors_of(self._head.path)
         self._client.write(shape.event(message, self._response.events_sent, self._id()))
-        self._finish(Outcome.FAILED)
+        self._end_early(by_worker=True)
+        self._count()
         self._client.end_stream()
 
     # Finish.
 
-    def _finish(self, outcome: Outcome) -> None:
+    def _complete(self) -> None:
+        """The whole response came."""
+        self._stage = Stage.ENDED
         status, usage = self._response.head.status, None
-        if outcome is Outcome.ANSWERED and self._attempt is not None:
-            usage = self._response.usage()
-        cost = None if usage is None else usage.computed_tokens
-        if not self._attempts or status >= HTTPStatus.BAD_REQUEST:
-            cost = 0
-        self._services.rate_limits.settle(self._preparation.charge, cost)
-        self._stage = Stage.ENDED
-        self._release(outcome, usage)
-        route = self._head.route
-        if route is not None and outcome is not Outcome.CLIENT_GONE:
-            self._services.metrics.requests.counts[route.label, status] += 1
-
-    def _answer_error(self, error: BalancerError) -> None:
-        self._services.rate_limits.settle(self._preparation.charge, 0)
-        self._release(Outcome.FAILED)
-        self._stage = Stage.ENDED
-        self._client.answer(*self._services.error_response(error, self._head.path, self._id()))
-
-    def _release(self, outcome: Outcome, usage: Usage | None = None) -> None:
-        """Ends the attempt, or leaves the admission queue."""
-        services = self._services
         attempt, self._attempt = self._attempt, None
-        if attempt is None:
-            services.admission_queue.remove(self)
-        elif outcome is not Outcome.ANSWERED:
-            by_worker = outcome is Outcome.FAILED
-            services.router.attempts.fail(attempt, by_worker=by_worker)
-        else:
-            if self._response.head.status < HTTPStatus.INTERNAL_SERVER_ERROR:
-                services.router.attempts.succeed(attempt)
+        if attempt is not None:
+            usage = self._response.usage()
+            if status < HTTPStatus.INTERNAL_SERVER_ERROR:
+                self._services.router.attempts.succeed(attempt)
             else:
-                services.router.attempts.fail(attempt, by_worker=True, answered=True)
+                self._services.router.attempts.fail(attempt, by_worker=True, answered=True)
             answered = AnsweredRequest(
                 attempt,
                 "" if self._head.route is None else self._head.route.label,
-                self._response.head.status,
+                status,
                 self._attempts,
                 self._queued_s,
                 self._ttft_s,
@@ -338,7 +307,38 @@ class Exchange:
                 usage,
                 self._preparation.diagnosis,
             )
-            services.request_log.record(answered)
+            self._services.request_log.record(answered)
+        self._settle(None if usage is None else usage.computed_tokens)
+        self._count()
+
+    def _end_early(self, *, by_worker: bool, cost: int | None = None) -> None:
+        """The worker or the client ended the response before it was complete."""
+        self._settle(cost)
+        self._stage = Stage.ENDED
+        self._release(by_worker=by_worker)
+
+    def _answer_error(self, error: BalancerError) -> None:
+        self._end_early(by_worker=True, cost=0)
+        self._client.answer(*self._services.error_response(error, self._head.path, self._id()))
+
+    def _release(self, *, by_worker: bool) -> None:
+        """Ends an attempt that failed, or leaves the admission queue."""
+        attempt, self._attempt = self._attempt, None
+        if attempt is None:
+            self._services.admission_queue.remove(self)
+        else:
+            self._services.router.attempts.fail(attempt, by_worker=by_worker)
+
+    def _settle(self, cost: int | None) -> None:
+        """Settles the charge by the computed tokens, None if they are unknown."""
+        if not self._attempts or self._response.head.status >= HTTPStatus.BAD_REQUEST:
+            cost = 0
+        self._services.rate_limits.settle(self._preparation.charge, cost)
+
+    def _count(self) -> None:
+        if self._head.route is not None:
+            status = self._response.head.status
+            self._services.metrics.requests.counts[self._head.route.label, status] += 1
 
     def _id(self) -> str:
         """The request's id for the client and the log, unless the worker names it."""
