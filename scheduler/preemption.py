@@ -78,7 +78,9 @@ def victims(
     # Begin with all; from the highest class down, leave out as many as possible.
     chosen: list[int] = []
     left_out: defaultdict[int, list[int]] = defaultdict(list)
-    for position in sorted(usable, key=lambda position: _by_size(running, position)):
+    usable.sort(key=lambda position: _by_size(running, position))
+    usable.sort(key=lambda position: running[position].priority, reverse=True)
+    for position in usable:
         one = running[position]
         if one.frees_tokens <= spare_tokens and spare_victims > 0:
             spare_tokens -= one.frees_tokens
@@ -119,10 +121,9 @@ def _exchanged(
 
 
 def _by_size(running: Sequence[Running], position: int) -> tuple[float, ...]:
-    """The order of leaving out: the highest class, frees least, loses most, runs longest."""
+    """The order of leaving out in a class: frees least, then loses most, then runs longest."""
     one = running[position]
-    order = -one.priority, one.frees_tokens, -one.lost_tokens, one.admitted_s
-    return *order, -one.times_preempted, -position
+    return one.frees_tokens, -one.lost_tokens, one.admitted_s, -one.times_preempted, -position
 
 
 def _by_loss(running: Sequence[Running], position: int) -> tuple[float, ...]:
