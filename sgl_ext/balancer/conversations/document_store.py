@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -84,10 +84,6 @@ class _Link(NamedTuple):
 
 class StoreUnusable(Exception):
     """The store's file cannot be opened, belongs to another program, or is corrupt."""
-
-
-class _TooLarge(Exception):
-    """A document does not fit even alone, so none is evicted for it."""
 
 
 def check_store(path: str | None, limit_bytes: int) -> None:
@@ -160,7 +156,7 @@ class DocumentStore:
         """
         if len(document.items) + len(document.about) > self._limit_bytes:
             return None
-        with suppress(_TooLarge), self._db:
+        with self._db:
             self._db.execute(_DELETE, (owner, document.id))
             row = (owner, document.id, document.continues, len(document.items))
             number = self._db.execute(
@@ -175,11 +171,11 @@ class DocumentStore:
             evicted = 0
             while self._used_bytes() > self._limit_bytes:
                 gone = self._db.execute(_EVICT, (number, _EVICTION_BATCH)).rowcount
-                if not gone:
-                    raise _TooLarge
+                if not gone:  # it does not fit even alone, so none is evicted for it
+                    self._db.rollback()
+                    return None
                 evicted += gone
-            return evicted
-        return None
+        return evicted
 
     def get(self, owner: str, id: str, now: float) -> Document | None:
         """The document of this id. This does not count as a use."""
