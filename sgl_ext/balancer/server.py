@@ -14,7 +14,7 @@ import orjson
 from sgl_ext.balancer.access.authentication import Authentication, KeyFileReloader
 from sgl_ext.balancer.access.rate_limits import RateLimits
 from sgl_ext.balancer.admin.app import ControlPool, make_app
-from sgl_ext.balancer.admin.worker_routes import ControlParts
+from sgl_ext.balancer.admin.worker_routes import ControlServices
 from sgl_ext.balancer.cluster.peers import PeerGroup, Peers
 from sgl_ext.balancer.conversations.conversation_store import ConversationStore
 from sgl_ext.balancer.conversations.document_store import IN_MEMORY, DocumentStore
@@ -110,7 +110,7 @@ class Balancer:
         self._conversations = ConversationStore(
             self._open_store(), metrics, config.response_ttl_s, config.max_body_bytes
         )
-        parts = ControlParts(
+        control = ControlServices(
             router,
             strip,
             self._session,
@@ -119,7 +119,7 @@ class Balancer:
             self._metrics_page,
             self._divergences,
         )
-        self._control = ControlPool(make_app(parts))
+        self._control = ControlPool(make_app(control))
         self._services = Services(
             router,
             self._admission_queue,

@@ -17,7 +17,7 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from sgl_ext import pin_mirror
 from sgl_ext.balancer.admin import conversation_routes, worker_routes
-from sgl_ext.balancer.admin.worker_routes import PARTS, ControlParts, json_response, to_all
+from sgl_ext.balancer.admin.worker_routes import SERVICES, ControlServices, json_response, to_all
 from sgl_ext.balancer.http.connection_pool import ConnectionPool
 from sgl_ext.balancer.http.upstream import UpstreamConnection
 from sgl_ext.balancer.relay.services import error_response
@@ -30,10 +30,10 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _ANY_SIZE = 1 << 62
 
 
-def make_app(parts: ControlParts) -> web.Application:
+def make_app(services: ControlServices) -> web.Application:
     """The application. The data path limits the sizes of requests."""
     app = web.Application(client_max_size=_ANY_SIZE, middlewares=[answer_errors])
-    app[PARTS] = parts
+    app[SERVICES] = services
     to_all_workers = [
         ("DELETE", pin_mirror.PATH),
         ("DELETE", routes.PREFILL),
@@ -93,7 +93,7 @@ async def root(_: web.Request) -> web.Response:
 
 async def health(request: web.Request) -> web.Response:
     """200 if at least one engine is ready, 503 otherwise; lists all engines."""
-    workers = request.app[PARTS].router.workers
+    workers = request.app[SERVICES].router.workers
     status = 200 if workers.ready else 503
     document = {
         "status": "ok" if workers.ready else "no engine is ready",
@@ -107,7 +107,7 @@ async def health(request: web.Request) -> web.Response:
 
 async def show_metrics(request: web.Request) -> web.Response:
     headers = {"content-type": CONTENT_TYPE_PLAIN_0_0_4}
-    return web.Response(body=request.app[PARTS].page(), headers=headers)
+    return web.Response(body=request.app[SERVICES].page(), headers=headers)
 
 
 @web.middleware
@@ -128,7 +128,7 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         log.exception("a request failed inside the balancer")
         response = _answer(request, internal_error())
     if request.path != "/health":
-        request.app[PARTS].metrics.requests.counts[route_of(request), response.status] += 1
+        request.app[SERVICES].metrics.requests.counts[route_of(request), response.status] += 1
     return response
 
 

@@ -15,7 +15,7 @@ from http import HTTPStatus
 
 from aiohttp import web
 
-from sgl_ext.balancer.admin.worker_routes import PARTS, hints_in, json_response, to_holder
+from sgl_ext.balancer.admin.worker_routes import SERVICES, hints_in, json_response, to_holder
 from sgl_ext.balancer.conversations.conversation_store import bad_field
 from sgl_ext.balancer.relay.preparation import parse_json
 from sgl_ext.protocols.errors import BalancerError
@@ -27,7 +27,7 @@ _MAX_LIMIT = 100
 async def register(request: web.Request) -> web.Response:
     document = parse_json(await request.read())
     return json_response(
-        request.app[PARTS].conversations.register_context(_tenant(request), document)
+        request.app[SERVICES].conversations.register_context(_tenant(request), document)
     )
 
 
@@ -35,18 +35,18 @@ async def show_context(request: web.Request) -> web.Response:
     wanted = request.query.get("content", "false")
     if wanted not in ("true", "false"):
         raise bad_field("content", f"must be true or false, not {wanted[:40]!r}")
-    store, id = request.app[PARTS].conversations, request.match_info["context"]
+    store, id = request.app[SERVICES].conversations, request.match_info["context"]
     return json_response(store.context(_tenant(request), id, with_content=wanted == "true"))
 
 
 async def delete_context(request: web.Request) -> web.Response:
     id = request.match_info["context"]
-    request.app[PARTS].conversations.delete_context(_tenant(request), id)
+    request.app[SERVICES].conversations.delete_context(_tenant(request), id)
     return json_response({"context_id": id, "object": "context.deleted", "deleted": True})
 
 
 async def show_response(request: web.Request) -> web.Response:
-    found = request.app[PARTS].conversations.response(_tenant(request), _id(request))
+    found = request.app[SERVICES].conversations.response(_tenant(request), _id(request))
     if found is not None:
         return json_response(found)
     _require_owner(request)
@@ -63,13 +63,13 @@ async def cancel_response(request: web.Request) -> web.Response:
 
 
 async def delete_response(request: web.Request) -> web.Response:
-    if not request.app[PARTS].conversations.delete_response(_tenant(request), _id(request)):
+    if not request.app[SERVICES].conversations.delete_response(_tenant(request), _id(request)):
         raise _not_found(_id(request))
     return json_response({"id": _id(request), "object": "response.deleted", "deleted": True})
 
 
 async def list_input_items(request: web.Request) -> web.Response:
-    items = request.app[PARTS].conversations.input_items(_tenant(request), _id(request))
+    items = request.app[SERVICES].conversations.input_items(_tenant(request), _id(request))
     if items is None:
         raise _not_found(_id(request))
     order, limit = request.query.get("order", "desc"), request.query.get("limit", "20")
@@ -92,7 +92,7 @@ async def list_input_items(request: web.Request) -> web.Response:
 
 
 def _tenant(request: web.Request) -> str:
-    return request.app[PARTS].router.tenants.asking(hints_in(request)).name
+    return request.app[SERVICES].router.tenants.asking(hints_in(request)).name
 
 
 def _require_owner(request: web.Request) -> None:
@@ -101,7 +101,7 @@ def _require_owner(request: web.Request) -> None:
     Engines show and cancel a response for everybody who knows its id.
     """
     tenant = _tenant(request)
-    if tenant and not request.app[PARTS].conversations.is_in_background(tenant, _id(request)):
+    if tenant and not request.app[SERVICES].conversations.is_in_background(tenant, _id(request)):
         raise _not_found(_id(request))
 
 

@@ -39,7 +39,7 @@ from sgl_ext.settings.checks import is_worker_url
 
 
 @dataclass(frozen=True)
-class ControlParts:
+class ControlServices:
     """What the control plane uses of the balancer.
 
     page: renders the metrics of all processes.
@@ -55,31 +55,31 @@ class ControlParts:
     divergences: Callable[[], dict[str, Any] | None]
 
 
-PARTS = web.AppKey("parts", ControlParts)
+SERVICES = web.AppKey("services", ControlServices)
 _TIMEOUT = aiohttp.ClientTimeout(total=120)
 _FORWARDED_HEADERS = (TENANT_HEADER, OWNER_HEADER)
 
 
 async def show_workers(request: web.Request) -> web.Response:
-    workers = request.app[PARTS].router.workers.all
+    workers = request.app[SERVICES].router.workers.all
     return json_response({"workers": [_shown(worker) for worker in workers]})
 
 
 async def add_worker(request: web.Request) -> web.Response:
     document = parse_json(await request.read())
     url = document.get("url") if isinstance(document, dict) else None
-    workers = request.app[PARTS].router.workers
+    workers = request.app[SERVICES].router.workers
     if not isinstance(url, str) or not is_worker_url(url):
         raise BalancerError(HTTPStatus.BAD_REQUEST, f"url: must be http://HOST:PORT, not {url!r}")
     status = HTTPStatus.OK if workers.find(url) else HTTPStatus.CREATED
     worker = workers.add(url)
-    await WorkerProbes(workers, request.app[PARTS].session).probe(worker)
+    await WorkerProbes(workers, request.app[SERVICES].session).probe(worker)
     return json_response(_shown(worker), status)
 
 
 async def drain_worker(request: web.Request) -> web.Response:
     url = request.query.get("url", "")
-    workers = request.app[PARTS].router.workers
+    workers = request.app[SERVICES].router.workers
     worker = workers.find(url)
     if worker is None:
         raise BalancerError(HTTPStatus.NOT_FOUND, f"url: no worker is {url!r}")
@@ -89,14 +89,14 @@ async def drain_worker(request: web.Request) -> web.Response:
 
 async def show_pins(request: web.Request) -> web.Response:
     now_s = asyncio.get_running_loop().time()
-    workers = request.app[PARTS].router.workers.all
+    workers = request.app[SERVICES].router.workers.all
     owner = request.headers.get(OWNER_HEADER)
     pins = [row | {"worker": w.url} for w in workers for row in w.pins.rows(now_s, owner)]
     return json_response({"pins": pins})
 
 
 async def show_divergences(request: web.Request) -> web.Response:
-    found = request.app[PARTS].divergences()
+    found = request.app[SERVICES].divergences()
     if found is None:
         message = "Prompts are not compared: start the balancer with --diagnose or --request-log."
         raise BalancerError(HTTPStatus.NOT_FOUND, message)
@@ -108,10 +108,10 @@ async def explain(request: web.Request) -> web.Response:
     if path not in routes.PLACED:
         raise BalancerError(HTTPStatus.NOT_FOUND, f"{path}: requests to this path are not placed")
     document = parse_json(await request.read())
-    parts, hints = request.app[PARTS], hints_in(request)
-    router, tenant = parts.router, parts.router.tenants.asking(hints).name
-    document, _ = parts.conversations.expand(path, document, tenant)
-    stripped = strip_request(of_path(path), document, parts.strip)
+    services, hints = request.app[SERVICES], hints_in(request)
+    router, tenant = services.router, services.router.tenants.asking(hints).name
+    document, _ = services.conversations.expand(path, document, tenant)
+    stripped = strip_request(of_path(path), document, services.strip)
     routing = router.read(path, hints, stripped.body, request.content_length or 0)
     return json_response({**router.explain(routing), "headers_stripped": stripped.headers})
 
@@ -135,7 +135,7 @@ async def to_holder(request: web.Request) -> web.Response:
 
 
 def _ready(request: web.Request) -> list[Worker]:
-    if workers := request.app[PARTS].router.workers.ready:
+    if workers := request.app[SERVICES].router.workers.ready:
         return workers
     raise no_engine()
 
@@ -149,7 +149,7 @@ async def _send(worker: Worker, request: web.Request) -> tuple[int, bytes]:
         headers["content-type"] = request.content_type
     url = worker.url + request.path_qs
     try:
-        async with request.app[PARTS].session.request(
+        async with request.app[SERVICES].session.request(
             request.method, url, data=body or None, headers=headers, timeout=_TIMEOUT
         ) as answer:
             return answer.status, await answer.read()
