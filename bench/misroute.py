@@ -65,7 +65,7 @@ class Plan:
 PLANS: dict[Size, Plan] = {
     "full": Plan(),
     "quick": Plan(2, 28, 2.5, 40, 3, 5, 1, 15),
-    "smallest": Plan(2, 10, 0.5, 5, 1, 2, 1, 3, 8_192),
+    "smallest": Plan(2, 10, 0.5, 4, 1, 1, 1, 2, 8_192),
 }
 
 

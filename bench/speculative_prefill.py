@@ -55,7 +55,7 @@ PLANS: dict[Size, tuple[int, Load]] = {
     "quick": (2, Load()),
     "smallest": (
         1,
-        Load(people=2, turns=3, result=300, pause_s=(1.0, 1.0), tool_s=(0.1, 0.2), start_s=0.1),
+        Load(people=2, turns=2, result=300, pause_s=(1.0, 1.0), tool_s=(0.1, 0.2), start_s=0.1),
     ),
 }
 """Rounds and their load."""

@@ -48,7 +48,7 @@ class Plan:
     prefix_words: int = 4_000
 
 
-PLANS: dict[Size, Plan] = {"full": Plan(120), "quick": Plan(30), "smallest": Plan(2, 600)}
+PLANS: dict[Size, Plan] = {"full": Plan(120), "quick": Plan(30), "smallest": Plan(1, 600)}
 
 
 def main() -> None:

@@ -6,10 +6,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 from sgl_ext_cpu.node import FORKING, ROOT
+from sgl_ext_cpu.nursery import Nursery
 
 from bench.lib.script import require, run
 
@@ -22,13 +23,11 @@ WITH_ENGINES = (
 Bench = Callable[[str], dict[str, object]]
 
 
-def run_smallest(name: str) -> dict[str, object]:
-    # bench/warm_turn times each process of an engine, so they may not be forked.
-    environment = {} if name == "warm_turn" else FORKING
+def run_smallest(name: str, environment: Mapping[str, str] | None = None) -> dict[str, object]:
     done = subprocess.run(
         [sys.executable, "-m", f"bench.{name}", "--smallest"],
         cwd=ROOT,
-        env={**os.environ, **environment},
+        env={**os.environ, **(environment or {})},
         capture_output=True,
         text=True,
         check=False,
@@ -39,8 +38,11 @@ def run_smallest(name: str) -> dict[str, object]:
 
 
 @pytest.fixture
-def bench_with_engines() -> Bench:
-    return run_smallest
+def bench_with_engines(nursery: Nursery) -> Bench:
+    # bench/warm_turn times the functions of modules that its engines import themselves.
+    return lambda name: run_smallest(
+        name, FORKING if name == "warm_turn" else {**FORKING, **nursery.environment}
+    )
 
 
 @pytest.mark.parametrize("name", WITHOUT_ENGINES)

@@ -20,7 +20,7 @@ from sgl_ext_cpu.node import Node
 from sgl_ext.protocols import routes
 from tests.clients.test_fuzz import problem
 
-_TRIES = 6
+_TRIES = 3
 _SLOW = {"/v1/chat/completions", "/v1/completions", "/invocations", "/vertex_generate"}
 _LONG = {"/api/chat", "/api/generate"}
 _HEADERS = {"content-type": "application/json"}

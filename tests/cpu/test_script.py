@@ -12,7 +12,7 @@ import pytest
 from sgl_ext_cpu.script import Answer, Call, Script, ScriptError, read_script
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from tests.cpu.conftest import Engine, running_engine
+from tests.cpu.conftest import FLAGS, Engine, running_engine
 from tests.waiting import until
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ def test_a_bad_script_stops_the_start(nursery: Nursery, tiny: Path, tmp_path: Pa
     script = written_to(tmp_path, '{"after": "a", "text": 1}')
     log = tmp_path / "log"
     environment = {"SGLANG_PLUGINS": "none", "SGL_EXT_CPU_SCRIPT": str(script)}
-    server = nursery.start(["--model-path", str(tiny)], log=log, environment=environment)
+    server = nursery.start(["--model-path", str(tiny), *FLAGS], log=log, environment=environment)
     try:
         until(lambda: not server.running())
     finally:

@@ -16,6 +16,10 @@ their own, and a variable that SGLang reads at import must be in the nursery's o
 
 The nursery reads orders from its standard input, a line of JSON each, and answers each with a
 line. When standard input closes, it ends every server and then itself.
+
+A launcher starts its engines itself. With `Nursery.environment` in its environment, each engine's
+interpreter sends its command to the nursery's socket (`from_nursery/sitecustomize.py`), and the
+nursery forks the engine.
 """
 
 from __future__ import annotations
@@ -25,13 +29,16 @@ import gc
 import json
 import os
 import runpy
+import select
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 PRELOAD = (
     "sglang.launch_server",
@@ -76,13 +83,23 @@ class Nursery:
     def __init__(
         self, environment: Mapping[str, str] | None = None, modules: Sequence[str] = ()
     ) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, *modules],
-            env={**os.environ, "SGLANG_PLATFORM": "sgl_ext_cpu", **(environment or {})},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self._folder = tempfile.TemporaryDirectory(prefix="nursery-")
+        path = os.path.join(self._folder.name, "socket")
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(path)
+            listener.listen()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(listener.fileno()), *modules],
+                env={**os.environ, "SGLANG_PLATFORM": "sgl_ext_cpu", **(environment or {})},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                pass_fds=[listener.fileno()],
+            )
+        hook = str(Path(__file__).with_name("from_nursery"))
+        paths = filter(None, (hook, os.environ.get("PYTHONPATH")))
+        self.environment = {"SGL_EXT_CPU_NURSERY": path, "PYTHONPATH": os.pathsep.join(paths)}
+        """The variables with which engines of launchers, too, are forked from this nursery."""
 
     def start(
         self,
@@ -117,7 +134,7 @@ class Nursery:
     def close(self) -> None:
         """End every server and the nursery. Can be called again."""
         with self._process:  # closes both pipes and waits
-            pass
+            self._folder.cleanup()
 
     def __enter__(self) -> Nursery:
         return self
@@ -131,8 +148,9 @@ class Nursery:
         self.close()
 
 
-def main(modules: Sequence[str]) -> None:
+def main(listener_number: int, modules: Sequence[str]) -> None:
     """Import everything, then follow orders until standard input closes."""
+    listener = socket.socket(fileno=listener_number)
     orders, answers = sys.stdin, os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # Output of an import must not look like an answer.
     gc.disable()  # Imported modules are never garbage.
@@ -140,8 +158,16 @@ def main(modules: Sequence[str]) -> None:
         __import__(module)
     gc.freeze()
     servers: set[int] = set()
+    supervisors: set[int] = set()
     try:
-        for line in iter(orders.readline, ""):
+        while True:
+            ready, _, _ = select.select([orders.fileno(), listener.fileno()], [], [])
+            if listener.fileno() in ready:
+                supervisors = {one for one in supervisors if os.waitpid(one, os.WNOHANG)[0] == 0}
+                supervisors.add(_fork_supervisor(listener, orders, answers))
+                continue
+            if not (line := orders.readline()):
+                break
             order = json.loads(line)
             answer: int | bool | None = True
             if "start" in order:
@@ -165,16 +191,71 @@ def _fork(order: dict[str, Any], orders: TextIO, answers: TextIO) -> int:
     child = os.fork()
     if child:
         return child
+    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(log, answers.fileno())
+    os.environ.update(order["environment"])
+    _become_server(order, (empty, log, log))
+
+
+def _fork_supervisor(listener: socket.socket, orders: TextIO, answers: TextIO) -> int:
+    """Fork a process that serves one interpreter that stands in for a server."""
+    client, _ = listener.accept()
+    child = os.fork()
+    if child:
+        client.close()
+        return child
+    try:
+        listener.close()
+        empty = os.open(os.devnull, os.O_RDWR)
+        os.dup2(empty, orders.fileno())
+        os.dup2(empty, answers.fileno())
+        _supervise(client)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def _supervise(client: socket.socket) -> None:
+    """Start the server that the client orders, pass signals on, and end both together."""
+    prefix, streams, _, _ = socket.recv_fds(client, 4, 3)
+    order = json.loads(client.recv(int.from_bytes(prefix, "big"), socket.MSG_WAITALL))
+    server = os.fork()
+    if not server:
+        client.close()
+        os.chdir(order["folder"])
+        os.environ.clear()
+        os.environ.update(order["environment"])
+        _become_server(order, streams)
+    for stream in streams:
+        os.close(stream)
+    ending = os.pidfd_open(server)
+    while True:
+        ready, _, _ = select.select([client.fileno(), ending], [], [])
+        if ending in ready:
+            break
+        signals = client.recv(16)
+        for number in signals or bytes([signal.SIGKILL]):
+            os.kill(server, number)
+        if not signals:
+            break
+    _, status = os.waitpid(server, 0)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server, signal.SIGKILL)
+    with contextlib.suppress(OSError):
+        client.sendall(os.waitstatus_to_exitcode(status).to_bytes(4, "big", signed=True))
+
+
+def _become_server(order: dict[str, Any], streams: Sequence[int]) -> NoReturn:
+    """Run the server in this forked process, with these standard streams, and exit."""
     status = 1
     try:
         os.setsid()
-        log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        empty = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(empty, orders.fileno())
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.dup2(log, answers.fileno())
-        os.environ.update(order["environment"])
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
         # A new interpreter would do the same with the variable.
         sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
         gc.enable()
@@ -231,4 +312,4 @@ def _end(server: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(int(sys.argv[1]), sys.argv[2:])

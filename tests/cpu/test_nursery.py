@@ -1,0 +1,50 @@
+"""A server that a launcher starts is forked from the nursery, and ends as if it were its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from sgl_ext_cpu.node import FORKING, free_port, is_healthy
+
+from tests.cpu.conftest import FLAGS
+from tests.waiting import until
+
+if TYPE_CHECKING:
+    from sgl_ext_cpu.nursery import Nursery
+
+
+def started(nursery: Nursery, model: Path, *flags: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
+    return subprocess.Popen(
+        [*command, *FLAGS, *flags],
+        env={**os.environ, **FORKING, **nursery.environment, "SGLANG_PLUGINS": "none"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_a_server_that_cannot_start_ends_with_its_own_status_and_message(
+    nursery: Nursery, tiny: Path
+) -> None:
+    server = started(nursery, tiny, "--no-such-flag", "7")
+    output, _ = server.communicate()
+    assert server.returncode == 2
+    assert "unrecognized arguments: --no-such-flag 7" in output
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_ends_the_server(nursery: Nursery, tiny: Path, number: signal.Signals) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    server = started(nursery, tiny, "--port", str(port))
+    until(lambda: is_healthy(url))
+    server.send_signal(number)
+    server.communicate()  # its output ends when no process of the server is left
+    assert not is_healthy(url)
