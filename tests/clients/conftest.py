@@ -18,7 +18,7 @@ import anthropic
 import openai
 import pytest
 import requests
-from sgl_ext_cpu.node import FORKING, ROOT, Node, StartNode
+from sgl_ext_cpu.node import ROOT, Node, StartNode
 
 from sgl_ext import keys
 from tests.clients import scripts
@@ -107,7 +107,7 @@ def scripted(
     ]
     script = folder / "script.jsonl"
     script.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    environment = {**FORKING, "SGL_EXT_CPU_SCRIPT": str(script)}
+    environment = {"SGL_EXT_CPU_SCRIPT": str(script)}
     flags = ("--instances", "2", "--keys", str(keys_file))
     with start_node(folder / "logs", *flags, environment=environment) as started:
         yield started

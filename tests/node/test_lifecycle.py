@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import requests
-from sgl_ext_cpu.node import ROOT, Node, StartNode
+from sgl_ext_cpu.node import FORKING, ROOT, Node, StartNode
 
 from tests.waiting import until
 
@@ -29,14 +29,15 @@ ENDLESS = {
 @pytest.fixture
 def own_node(start_node: StartNode, tmp_path: Path) -> Iterator[Node]:
     """One engine behind a balancer, for a test that breaks it."""
-    with start_node(tmp_path, "--drain-s", "5", environment={}) as started:
+    with start_node(tmp_path, "--drain-s", "5", from_nursery=False) as started:
         yield started
 
 
 @pytest.fixture
 def forking_node(start_node: StartNode, tmp_path: Path) -> Iterator[Node]:
     """The same, with an engine that is soon back."""
-    with start_node(tmp_path, "--drain-s", "5") as started:
+    options = {"environment": FORKING, "from_nursery": False}
+    with start_node(tmp_path, "--drain-s", "5", **options) as started:
         yield started
 
 
