@@ -43,8 +43,8 @@ def is_guess(request: Any) -> bool:
     return is_slice(request) and request.rid[len(_prefix())] == "g"
 
 
-def read_refusal(message: str) -> tuple[Rejection, int] | None:
-    """What a refusal's message says: why, and how many tokens of the slice are cached."""
+def read_rejection(message: str) -> tuple[Rejection, int] | None:
+    """The reason in a rejection's message, and how many tokens of the slice are cached."""
     why, _, cached = message.partition(" ")
     return (Rejection(why), int(cached)) if why in set(Rejection) and cached.isdigit() else None
 

@@ -21,7 +21,7 @@ from scheduler.prefill import Rejection, slice_end
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import RequestContext, enter
-from sgl_ext.engine.core.slices import is_slice_name, read_refusal, slice_name
+from sgl_ext.engine.core.slices import is_slice_name, read_rejection, slice_name
 from sgl_ext.engine.sglang_http_types import GenerateReqInput, TokenizerManager
 from sgl_ext.requests.priority import LIMIT, Importance
 
@@ -146,7 +146,7 @@ class Prefiller:
         finish = meta.get("finish_reason") or {}
         reason, cached = None, meta.get("cached_tokens")
         if finish.get("type") == "abort":
-            reason, cached = read_refusal(finish.get("message") or "") or (None, None)
+            reason, cached = read_rejection(finish.get("message") or "") or (None, None)
         if cached is None:
             return self._finish(job, "failed")
         if reason in (Rejection.BUSY, Rejection.MEMORY):
