@@ -14,8 +14,7 @@ TORCH := $(if $(UV_FIND_LINKS),,--torch-backend=cpu)
 GPU := $(shell command -v nvidia-smi)
 
 MODEL ?= .models/tiny
-# More than there are cores, as most of the time a test waits for an engine.
-TEST_PROCESSES ?= 3
+TEST_PROCESSES ?= 2
 CONFIG ?= $(if $(GPU),launch/gpu.toml,launch/cpu.toml)
 BENCHES := $(patsubst bench/%.py,%,$(filter-out bench/__init__.py,$(wildcard bench/*.py)))
 
