@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -72,7 +73,7 @@ class Engine:
                 with urllib.request.urlopen(self._address + "/health"):
                     return
             except (urllib.error.URLError, ConnectionError):
-                continue
+                time.sleep(0.05)  # leaves the cores to the server that starts
         pytest.fail(f"the server ended:\n{self.log.read_text()[-4000:]}")
 
 
