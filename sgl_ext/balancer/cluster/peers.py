@@ -83,6 +83,7 @@ class Peers:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._group = group
+        self._addresses = group.others
         self._router = router
         self._metrics = metrics
         self._clock = clock
@@ -142,7 +143,7 @@ class Peers:
         if len(data) > _MOST_BYTES:
             self._metrics.peer_message_faults.counts[("too long",)] += 1
             return
-        for address in self._group.others:
+        for address in self._addresses:
             try:
                 self._group.mine.sendto(data, address)
             except OSError:

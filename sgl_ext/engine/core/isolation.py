@@ -1,6 +1,6 @@
 """In the HTTP process: cache groups, as SGLang's own name spaces of the radix cache.
 
-Where tenants are kept apart, the balancer names a request's cache group. SGLang separates prefixes
+With tenant isolation, the balancer names each request's cache group. SGLang separates prefixes
 by `extra_key` (to which it adds the adapter) and by `cache_salt`. The group goes into the salt:
 its length, its name, and then what the client sent.
 
