@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 import urllib.error
 import urllib.request
@@ -19,6 +18,7 @@ pytest.importorskip("sgl_ext_cpu", reason="the sgl-ext-cpu distribution is not i
 pytest.importorskip("sglang", reason="sglang is not installed")
 
 from sgl_ext_cpu.model import make_model
+from sgl_ext_cpu.node import free_port
 from sgl_ext_cpu.nursery import Nursery, Server
 
 FLAGS = (
@@ -105,9 +105,7 @@ def running_engine(
     environment: Mapping[str, str],
 ) -> Iterator[Engine]:
     """A server that answers, with these flags and variables; its log goes to the folder."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     log = folder / "log"
     server = nursery.start(
         ["--model-path", os.fspath(model), "--port", str(port), *FLAGS, *flags],
