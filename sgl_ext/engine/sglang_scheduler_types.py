@@ -8,6 +8,7 @@ See `sgl_ext.engine.sglang_types`, which has those of requests and of the radix 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from sgl_ext.engine.sglang_types import KvAllocator, Req, TreeCache, stands_for
@@ -59,6 +60,9 @@ class PrefillAdder(Protocol):
     @property
     def rem_total_tokens(self) -> int: ...
     def _get_running_request_total_token_offset(self, req: Req) -> int: ...
+    def _lock_node(
+        self, last_node: Any, *, lock_host: bool = False
+    ) -> AbstractContextManager[None]: ...
 
 
 @stands_for(f"{_MANAGERS}.schedule_policy:AddReqResult")

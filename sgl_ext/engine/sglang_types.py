@@ -97,6 +97,7 @@ class Req(Protocol):
     kv: ReqKvInfo
     lock: Any
     last_node: Any
+    best_match_node: Any
     kv_hints: Any
     to_finish: Any
     sampling_params: SamplingParams
@@ -104,6 +105,7 @@ class Req(Protocol):
     def finished(self) -> bool: ...
     def refresh_fill_ids(self) -> None: ...
     def owned_kv_len(self) -> int: ...
+    def needs_host_load_back(self) -> bool: ...
 
 
 @stands_for(f"{_CACHE}.unified_cache.unified_tree_core_interface:UnifiedTreeCoreInterface")

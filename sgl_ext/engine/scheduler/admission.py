@@ -44,7 +44,7 @@ def add_one(
     if result is results.NO_TOKEN and not is_added:
         is_added = _fits_without_pins(extension.pins, adder, req, fits)
     if result is results.NO_TOKEN and not is_added:
-        is_added = preemption.preempt(extension, adder, req) and fits()
+        is_added = preemption.preempt_for_memory(extension, adder, req) and fits()
     if not is_added:
         is_passed = result is results.NO_TOKEN and priority.may_be_passed(extension, adder, req)
         return results.CONTINUE if is_passed else result

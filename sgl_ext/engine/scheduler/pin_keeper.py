@@ -65,6 +65,7 @@ class PinKeeper:
         self._cache = cache
         self._page = page
         self._is_entry_rank = is_entry_rank
+        self._is_admitting = False
 
     @property
     def tokens(self) -> int:
@@ -148,21 +149,30 @@ class PinKeeper:
 
     def admit(self, req: Req, fits: Callable[[], bool]) -> bool:
         """Whether `fits` becomes true with fewer pins. If it does, those pins are given up; if it
-        does not, all pins stay."""
+        does not, all pins stay, except for those that `fits` evicted."""
         own = self.pins.prefixes_of(_space(req), _key(req))
         others = [pin for pin in self.pins.in_order() if pin not in own]
         unlocked: list[Pin] = []
         for freed in self._unlock_in_turn(others):
             unlocked += freed
-            if fits():
+            self._is_admitting = True
+            try:
+                is_admitted = fits()
+            finally:
+                self._is_admitting = False
+            if is_admitted:
                 self.release(unlocked, "pressure")
                 return True
-        self._lock(unlocked)
+        evicted = [pin for pin in unlocked if self._cache.is_evicted(pin.label.node)]
+        self.release(evicted, "pressure")
+        self._lock(pin for pin in unlocked if pin not in evicted)
         return False
 
     def make_room(self, is_enough: Callable[[], bool]) -> None:
-        """Gives up pins, the least valuable first, until there is enough or none frees memory."""
-        if is_enough():
+        """Gives up pins, the least valuable first, until there is enough or none frees memory.
+
+        None within `admit`, which gives them up itself."""
+        if is_enough() or self._is_admitting:
             return
         for freed in self._unlock_in_turn(self.pins.in_order()):
             self.release(freed, "pressure")

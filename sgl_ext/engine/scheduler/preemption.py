@@ -27,6 +27,20 @@ def preempt_for_slot(original: Callable[..., bool], adder: PrefillAdder, req: Re
     return preempt(extension, adder, req, slots=1)
 
 
+def preempt_for_memory(extension: SchedulerExtension, adder: PrefillAdder, req: Req) -> bool:
+    """Whether running requests were preempted for a request whose prefix was just matched.
+
+    Releasing a victim evicts, so what was matched is locked meanwhile, on the host too. It also
+    must not count as memory that the request could take, nor does it in SGLang's own check.
+    """
+    if not applies(req):
+        return False
+    on_host = req.needs_host_load_back()
+    node = req.best_match_node if on_host else req.last_node
+    with adder._lock_node(node, lock_host=on_host):
+        return preempt(extension, adder, req)
+
+
 def preempt(extension: SchedulerExtension, adder: PrefillAdder, req: Req, slots: int = 0) -> bool:
     """Whether running requests were preempted to give `req` the memory that it lacks, and as many
     slots."""

@@ -155,6 +155,10 @@ class ExtendedRadixCache(sglang_api.UnifiedRadixCache):
         self._evicted_first = deque(resident, maxlen=_MOST_EVICTED_FIRST)
         return min(sum(tokens for _, tokens in resident), self.full_evictable_size())
 
+    def is_evicted(self, node: Any) -> bool:
+        """Whether a node is no longer in device memory."""
+        return _Core(self.tree_core).evicted(node)
+
     def match_until(self, req: Req, tokens: int) -> tuple[int, Any]:
         """How many of a prompt's first `tokens` a request could use, and the node they end at.
 

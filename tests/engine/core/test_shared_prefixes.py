@@ -112,6 +112,12 @@ class Tree:
         params = sglang("mem_cache.base_prefix_cache").InsertParams
         self.cache.insert(params(key=key, value=self._value(len(key))))
 
+    def insert_owned(self, ids: list[int]) -> None:
+        """Inserts tokens in memory that was allocated for them."""
+        value = sglang("mem_cache.allocation").alloc_token_slots(self.cache, len(ids))
+        params = sglang("mem_cache.base_prefix_cache").InsertParams
+        self.cache.insert(params(key=self.key(ids, None), value=value))
+
     def matched(self, ids: list[int], salt: str | None) -> int:
         params = sglang("mem_cache.base_prefix_cache").MatchPrefixParams
         return int(self.cache.match_prefix(params(key=self.key(ids, salt))).device_prefix_len)

@@ -62,6 +62,9 @@ class Cache:
     def evict(self) -> None:
         self.held &= self.locked()
 
+    def is_evicted(self, node: int) -> bool:
+        return self._nodes[node] not in self.held
+
     def add(self, req: Any) -> None:
         tokens = tuple(req.origin_input_ids)
         self.held |= {tokens[: n + 1] for n in range(len(tokens))}
@@ -267,6 +270,30 @@ def test_a_request_is_not_admitted_at_the_price_of_what_it_reads() -> None:
     pin(keeper, cache, prompt(1, 100), 50, WHOLE_PROMPT)
     assert not keeper.admit(prompt(1, 200), lambda: cache.full_evictable_size() > 0)
     assert pinned(keeper) == [50, 100]
+
+
+@pytest.mark.parametrize("tries", [1, 2, 3])
+def test_a_try_that_evicts_and_fails_ends_the_pins_that_it_evicted_and_no_other(
+    tries: int,
+) -> None:
+    """With HiCache a try brings tokens back from the host, for which it evicts."""
+    cache = Cache()
+    keeper = keeper_of(cache)
+    for name in (1, 2, 3):
+        pin(keeper, cache, prompt(name, 100 * name), WHOLE_PROMPT)
+    seen = []
+
+    def evicts() -> bool:
+        seen.append(len(cache.locks))
+        if len(seen) <= tries:
+            cache.evict()
+            keeper.make_room(lambda: False)  # as the cache does after an eviction
+        return False
+
+    assert not keeper.admit(prompt(4, 10), evicts)
+    assert seen == [2, 1, 0]
+    assert len(keeper.pins) == 3 - tries
+    assert_locked_once(keeper, cache)
 
 
 def test_a_flush_forgets_pins_and_unlocks_none() -> None:
