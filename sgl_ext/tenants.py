@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from sgl_ext.requests.priority import LIMIT
 from sgl_ext.requests.session import TENANT_HEADER
-from sgl_ext.settings.schema import Tenant
+from sgl_ext.settings.schema import ANY_ADAPTER, Tenant
 
 
 class Tenants:
@@ -25,8 +25,10 @@ class Tenants:
         self.weights: Mapping[str, float] = {tenant.name: tenant.weight for tenant in named}
 
     def of(self, name: str) -> Tenant:
-        """The tenant of this name; `max_priority` and weight 1 apply if it is not configured."""
-        return self._named.get(name) or Tenant(name, self._max_priority)
+        """The tenant of this name; `max_priority` and weight 1 apply if it is not configured. Then
+        it may use no LoRA adapter, and clients that name no tenant may use every one."""
+        usual = Tenant(name, self._max_priority, adapters="" if name else ANY_ADAPTER)
+        return self._named.get(name) or usual
 
     def asking(self, headers: Mapping[str, str]) -> Tenant:
         """The tenant of a request with these headers, whose names are in lower case."""

@@ -20,7 +20,7 @@ TENANTS = Tenants((PEOPLE, Tenant("batch", -5)), max_priority=50)
 def test_configured_tenants_have_their_settings_and_others_the_defaults() -> None:
     assert TENANTS.of("people") is PEOPLE
     assert TENANTS.of("another") == Tenant("another", 50, 1.0)
-    assert TENANTS.of("") == Tenant("", 50, 1.0)
+    assert TENANTS.of("") == Tenant("", 50, 1.0, adapters="*")
     assert TENANTS.weights == {"people": 3.0, "batch": 1.0}
     assert Tenants().of("x") == Tenant("x", LIMIT)
 

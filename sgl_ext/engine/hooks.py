@@ -28,7 +28,14 @@ from sgl_ext.engine.http import (
     tool_calls,
     translation,
 )
-from sgl_ext.engine.scheduler import admission, first_token, iteration, preemption, priority
+from sgl_ext.engine.scheduler import (
+    admission,
+    first_token,
+    iteration,
+    preemption,
+    priority,
+    rendezvous,
+)
 
 Hook = tuple[str, Callable[..., Any]]
 """How a symbol is changed, as SGLang's `HookType` names it, and the function that changes it."""
@@ -104,6 +111,7 @@ _SCHEDULER_HOOKS: dict[str, Hook] = {
     f"{_POLICY}.PrefillAdder.preempt_to_schedule": ("AROUND", preemption.preempt_for_slot),
     f"{_POLICY}.PrefillAdder.add_one_req": ("AROUND", admission.add_one),
     f"{_POLICY}.PrefillAdder.add_chunked_req": ("AROUND", admission.add_chunk),
+    "torch.distributed.rendezvous._create_c10d_store": ("AROUND", rendezvous.listen_on_loopback),
 }
 HOOKS = {Role.MAIN: _MAIN_HOOKS, Role.SCHEDULER: _SCHEDULER_HOOKS}
 

@@ -12,6 +12,7 @@ from sgl_ext.engine.http import error_middleware
 from sgl_ext.engine.http.answer_middleware import AnswerMiddleware
 from sgl_ext.engine.http.event_broadcaster import event_route
 from sgl_ext.engine.http.extension import HttpExtension, install, installed
+from sgl_ext.engine.http.flush_route import flush_route
 from sgl_ext.engine.http.pin_routes import pin_routes
 from sgl_ext.settings.schema import EngineSettings
 
@@ -24,7 +25,8 @@ def extend(*_: Any, **__: Any) -> None:
     app.add_middleware(AnswerMiddleware, extension=extension)
     error_middleware.install(app)
     broadcaster = extension.broadcaster
-    app.router.routes[:0] = [event_route(broadcaster), *pin_routes(broadcaster.pins, Outbox())]
+    pins = pin_routes(broadcaster.pins, Outbox())
+    app.router.routes[:0] = [event_route(broadcaster), flush_route(), *pins]
     original = app.router.lifespan_context
 
     @asynccontextmanager

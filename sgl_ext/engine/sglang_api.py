@@ -30,6 +30,7 @@ HTTP_PROCESS = (
     "sglang.launch_server:run_server",
     "sglang.srt.server_args:prepare_server_args",
     "sglang.srt.utils:kill_process_tree",
+    "sglang.srt.utils.auth:AuthLevel",
     "sglang.srt.environ:envs",
     "sglang.srt.entrypoints.http_server:app",
     "sglang.srt.entrypoints.http_server:get_global_state",

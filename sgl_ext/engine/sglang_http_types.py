@@ -31,6 +31,12 @@ class RequestMetricsExporterManager(Protocol):
     def exporter_enabled(self) -> bool: ...
 
 
+@stands_for(f"{_MANAGERS}.io_struct:FlushCacheReqOutput")
+class FlushCacheReqOutput(Protocol):
+    success: bool
+    message: str
+
+
 @stands_for(f"{_MANAGERS}.tokenizer_manager:TokenizerManager")
 class TokenizerManager(Protocol):
     server_args: ServerArgs
@@ -39,6 +45,7 @@ class TokenizerManager(Protocol):
     mm_processor: Any
     is_generation: bool
     max_req_input_len: int
+    enable_lora: bool
     enable_priority_scheduling: bool
     rid_to_state: dict[str, Any]
     request_logger: RequestLogger
@@ -47,6 +54,7 @@ class TokenizerManager(Protocol):
     request_metrics_exporter_manager: RequestMetricsExporterManager
 
     def generate_request(self, obj: Any, request: Any) -> AsyncIterator[dict[str, Any]]: ...
+    async def flush_cache(self, timeout_s: float | None = None) -> FlushCacheReqOutput: ...
 
 
 @stands_for("sglang.srt.entrypoints.http_server:_GlobalState")

@@ -75,8 +75,8 @@ def read_chain(protocol: Protocol, body: Any, *, salt: bytes = b"") -> Chain:
     """
     if not protocol.generates or not isinstance(body, dict):
         return Chain()
-    writer = _Writer(body, salt)
     try:
+        writer = _Writer(body, salt)
         for part, field in protocol.prompt:
             value = offered_tools(body) if part is Part.TOOLS else body.get(field)
             _WRITE[part](writer, value)

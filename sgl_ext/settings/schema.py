@@ -23,6 +23,8 @@ from sgl_ext.requests.session import TENANT_NAME
 
 VARIABLE = "SGL_EXT_SETTINGS"
 """The environment variable in which the launcher hands a child its settings, as JSON."""
+ANY_ADAPTER = "*"
+"""Given as a tenant's adapters: it may use every one."""
 IN_MEMORY = ":memory:"
 """Given as `store`: responses and contexts are lost when the balancer ends."""
 _MIB = 1 << 20
@@ -74,6 +76,9 @@ SecretSource = Annotated[
 TenantName = Annotated[
     str, Meta(pattern=TENANT_NAME.pattern), form("a name in printable ASCII", "NAME")
 ]
+Adapters = Annotated[
+    str, Meta(pattern=r"^[!-~]*( [!-~]+)*\Z"), form("names, separated by a blank", "NAMES")
+]
 GroupName = Annotated[
     str,
     Meta(pattern=r"^[A-Za-z0-9._-]{0,64}\Z"),
@@ -105,6 +110,9 @@ class Tenant(Struct, frozen=True):
     weight: Annotated[Weight, "Share of turns among requests of the same priority."] = 1.0
     cache_group: Annotated[GroupName, "Tenants that share cached prefixes; its name if empty."] = ""
     pin_share: Annotated[Share | None, "Share of the pin budget, if not pin-owner-share."] = None
+    adapters: Annotated[
+        Adapters, f"LoRA adapters that its requests may name; {ANY_ADAPTER!r}: every one."
+    ] = ""
 
     @property
     def group(self) -> str:

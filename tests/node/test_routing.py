@@ -69,9 +69,7 @@ def test_an_engine_flushed_behind_the_balancer_s_back_is_found_out(node: Node) -
     asked(node, request)
     until(lambda: max(held(node, request)) > 0)
     for engine in node.engines:
-        requests.post(
-            f"{engine}/flush_cache", params={"timeout": 30}, timeout=60
-        ).raise_for_status()
+        requests.post(f"{engine}/flush_cache", timeout=60).raise_for_status()
     until(lambda: max(held(node, request)) == 0)
 
 

@@ -9,7 +9,7 @@ from uuid import uuid4
 from scheduler.prefill import Rejection
 from sgl_ext.engine.core import acknowledgements
 
-_MARK = "sgl_ext-ahead-"
+_MARK = "~sgl_ext-ahead-"
 
 
 @cache

@@ -108,7 +108,10 @@ def error_of_validation(errors: Sequence[Any]) -> EngineError:
     found: dict[str, str] = {}
     for error in errors:
         names = [str(step) for step in error.get("loc", ()) if _is_field(step)]
-        found.setdefault(".".join(names) or "body", str(error.get("msg", "")).strip())
+        what = str(error.get("msg", "")).strip()
+        if error.get("type") == "json_invalid":  # then the place is a byte of the body
+            names, what = [], f"{what}: {error.get('ctx', {}).get('error', '')}"
+        found.setdefault(".".join(names) or "body", what)
     shown = [f"{field}: {what}" for field, what in list(found.items())[:_SHOWN]]
     if len(found) > _SHOWN:
         shown.append(f"and {len(found) - _SHOWN} more")

@@ -8,6 +8,7 @@ from sgl_ext.engine.core import hints
 from sgl_ext.engine.core.isolation import group_of, isolate
 from sgl_ext.engine.core.request_context import current
 from sgl_ext.engine.core.slices import is_slice
+from sgl_ext.engine.core.tenancy import check_adapters, name_request
 from sgl_ext.engine.http.extension import installed
 from sgl_ext.engine.sglang_http_types import TokenizerManager
 
@@ -15,8 +16,8 @@ from sgl_ext.engine.sglang_http_types import TokenizerManager
 def send_hints(
     manager: TokenizerManager | None, request: Any, raw_request: Any = None, *_: Any, **__: Any
 ) -> None:
-    """Before `TokenizerManager.generate_request`: isolates the request in its cache group, sets
-    its priority, and adds its hints. Ends a dry run.
+    """Before `TokenizerManager.generate_request`: isolates the request in its cache group and its
+    tenant's names, sets its priority, and adds its hints. Ends a dry run.
 
     Of one HTTP request the first generation takes the hints: later ones (a tool loop inside the
     engine) have another prompt. `request` is one of several classes, embeddings among them.
@@ -26,6 +27,10 @@ def send_hints(
         isolate(manager, request, group_of(context, raw_request))
     if context is None:
         return
+    if not is_slice(request):
+        name_request(request, context)
+        if manager is not None and manager.enable_lora:
+            check_adapters(request, installed().tenants.of(context.owner))
     if context.dry_run is not None:
         context.dry_run.stop(request, context)
     next_turns = installed().next_turns

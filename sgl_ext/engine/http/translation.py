@@ -18,6 +18,7 @@ from sgl_ext.engine.sglang_http_types import AnthropicServing, ServingChat
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.protocols.responses import RESPONSES
 from sgl_ext.protocols.translation.responses import namespaced_names
+from sgl_ext.requests.nesting import LIMIT_LEVELS, deep_field
 from sgl_ext.requests.protocol import Model
 from sgl_ext.requests.rewriting import translate
 
@@ -45,6 +46,11 @@ def for_sglang(request: Any, context: RequestContext) -> Any:
         from fastapi import HTTPException
 
         raise HTTPException(HTTPStatus.BAD_REQUEST, "body: must be a JSON object")
+    if protocol.translate is not None and (field := deep_field(protocol, context.body)):
+        from fastapi import HTTPException
+
+        message = f"{field}: nested deeper than {LIMIT_LEVELS} levels"
+        raise HTTPException(HTTPStatus.BAD_REQUEST, message)
     app = getattr(request, "scope", {}).get("app")
     name = "openai_serving_responses" if protocol is RESPONSES else "openai_serving_chat"
     serving = None if app is None else getattr(app.state, name, None)

@@ -34,7 +34,7 @@ from sgl_ext.protocols.registry import detect
 from sgl_ext.protocols.routes import PREFILL
 from sgl_ext.requests.next_turn import Turn, partial_turn
 from sgl_ext.requests.protocol import Protocol
-from sgl_ext.requests.session import OWNER_HEADER
+from sgl_ext.requests.session import OWNER_HEADER, TENANT_HEADER
 
 WAIT_S = 30.0
 MOST_WAITING = 64
@@ -50,7 +50,7 @@ class PrefillRequests:
         self._manager = manager
         self._prefiller = prefiller
         self._converts = asyncio.Lock()
-        self._tasks: set[asyncio.Task[Response]] = set()
+        self._owners: dict[asyncio.Task[Response], str] = {}
 
     def routes(self) -> list[Route]:
         """The routes that take them."""
@@ -74,13 +74,14 @@ class PrefillRequests:
         if protocol is None:
             message = "protocol: must be messages, chat or responses, as the body leaves it open"
             return _error(HTTPStatus.BAD_REQUEST, message)
-        if len(self._tasks) >= MOST_WAITING:
-            message = f"{len(self._tasks)} prompts are waiting to be prefilled"
+        owner = headers.get(TENANT_HEADER, "")
+        if self._is_full(owner):
+            message = f"{len(self._owners)} prompts are waiting to be prefilled"
             return _error(HTTPStatus.TOO_MANY_REQUESTS, message)
         begun: list[Job] = []
         task = asyncio.create_task(self._prefill(protocol, request.headers.raw, body, begun))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._owners[task] = owner
+        task.add_done_callback(self._owners.pop)
         if waits == "false":
             return JSONResponse({"queued": True}, HTTPStatus.ACCEPTED)
         gone = asyncio.create_task(_disconnected(request))
@@ -89,6 +90,12 @@ class PrefillRequests:
         finally:
             gone.cancel()
         return task.result() if task.done() else JSONResponse(_so_far(begun, "busy"))
+
+    def _is_full(self, owner: str) -> bool:
+        """Whether a tenant has as many prompts waiting as there is room left for. So however many
+        one sends, another finds room."""
+        waiting = list(self._owners.values())
+        return waiting.count(owner) >= MOST_WAITING - len(waiting)
 
     async def warm_up(self, bodies: Sequence[Any]) -> None:
         """Prefills the prompts of request bodies, one after the other."""

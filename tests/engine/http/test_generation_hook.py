@@ -111,7 +111,7 @@ def test_an_sglang_session_carries_no_hints() -> None:
     ],
 )
 def test_a_request_s_own_priority_is_replaced(generation: SimpleNamespace) -> None:
-    manager = SimpleNamespace(enable_priority_scheduling=True)
+    manager = SimpleNamespace(enable_priority_scheduling=True, enable_lora=False)
 
     def run() -> None:
         enter(context_of(importance=Importance(5)))

@@ -115,7 +115,7 @@ class Serving:
 
     def flush(self) -> None:
         requests.delete(f"{self.url}/v1/pins", params={"session": "session"}, timeout=60)
-        until(lambda: requests.post(f"{self.url}/flush_cache", timeout=60).ok)
+        requests.post(f"{self.url}/flush_cache", timeout=60).raise_for_status()
 
     def assert_sound(self) -> None:
         assert self._engine.server.running()
@@ -350,7 +350,7 @@ def test_too_many_prefills_are_rejected_and_delay_no_request(engine: Serving) ->
         answers = list(pool.map(send, range(3 * MOST_WAITING)))
         engine.usage(MESSAGES, BODIES[MESSAGES]())
     refused = [answer for answer in answers if answer.status_code == 429]
-    assert len(refused) == 2 * MOST_WAITING
+    assert len(refused) == 3 * MOST_WAITING - MOST_WAITING // 2, "the rest is for other tenants"
     assert {answer.status_code for answer in answers} == {202, 429}
     assert all(int(answer.headers["retry-after"]) > 0 for answer in refused)
     until(lambda: engine.post(PREFILL, body, params={"wait": "false"}).status_code == 202)

@@ -14,7 +14,7 @@ from sgl_ext.engine.core.dry_run import DryRun
 from sgl_ext.engine.core.request_context import RequestContext
 from sgl_ext.engine.prefill_ahead import routes
 from sgl_ext.engine.prefill_ahead.prefiller import Job
-from sgl_ext.engine.prefill_ahead.routes import PrefillRequests
+from sgl_ext.engine.prefill_ahead.routes import MOST_WAITING, PrefillRequests
 from sgl_ext.requests.segments import Chain
 
 BODY = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
@@ -30,7 +30,7 @@ class Halfway:
         job.cached_tokens, job.reached_tokens, job.prefilled_tokens = 100, 600, 500
 
 
-def posted(body: Any) -> Request:
+def posted(body: Any, tenant: str = "", query: bytes = b"protocol=chat") -> Request:
     data = json.dumps(body).encode()
 
     async def receive() -> dict[str, Any]:
@@ -40,8 +40,8 @@ def posted(body: Any) -> Request:
             return {"type": "http.request", "body": sent, "more_body": False}
         return await forever()
 
-    scope = {"type": "http", "method": "POST", "path": "/v1/prefill", "headers": []}
-    return Request(scope | {"query_string": b"protocol=chat"}, receive)
+    scope = {"type": "http", "method": "POST", "path": "/v1/prefill", "query_string": query}
+    return Request(scope | {"headers": [(b"x-tenant-id", tenant.encode())]}, receive)
 
 
 async def forever() -> dict[str, Any]:
@@ -74,3 +74,20 @@ async def test_a_call_that_waited_long_is_answered_with_what_was_reached(
         "complete": False,
         "why": "busy",
     }
+
+
+async def test_however_many_prompts_a_tenant_sends_another_finds_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def convert(*_: Any) -> DryRun:
+        return await forever()  # type: ignore[return-value]
+
+    monkeypatch.setattr(routes, "convert", convert)
+    requests = PrefillRequests(None, SimpleNamespace(), Halfway())  # type: ignore[arg-type]
+
+    async def admitted(tenant: str) -> int:
+        query = b"protocol=chat&wait=false"
+        calls = [posted(BODY, tenant, query) for _ in range(2 * MOST_WAITING)]
+        return [(await requests.post(call)).status_code for call in calls].count(202)
+
+    assert [await admitted(tenant) for tenant in "abcab"] == [32, 16, 8, 0, 0]

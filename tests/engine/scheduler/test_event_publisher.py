@@ -156,8 +156,7 @@ def engine(
 
 @pytest.fixture
 def watch(engine: Engine) -> Iterator[Watch]:
-    # An engine rejects a flush while it finishes a request, whose answer may have been sent.
-    until(lambda: requests.post(f"{engine.url}/flush_cache", timeout=60).ok)
+    engine.post("/flush_cache", {})
     watch = Watch(engine)
     watch.settle()
     yield watch

@@ -134,7 +134,7 @@ class Pinning:
         return load["running"] == 0 and load["used_tokens"] == load["pinned_tokens"]
 
     def flush(self) -> None:
-        until(lambda: requests.post(f"{self.url}/flush_cache", timeout=60).ok)
+        requests.post(f"{self.url}/flush_cache", timeout=60).raise_for_status()
 
     def assert_sound(self) -> None:
         assert self._engine.server.running()

@@ -93,7 +93,7 @@ class Serving:
         return load["running"] == load["queued"] == load["used_tokens"] == 0
 
     def flush(self) -> None:
-        until(lambda: requests.post(f"{self.url}/flush_cache", timeout=60).ok)
+        requests.post(f"{self.url}/flush_cache", timeout=60).raise_for_status()
 
     @contextmanager
     def held(self, number: int, priority: int, tokens: int = 1500) -> Iterator[list[str]]:

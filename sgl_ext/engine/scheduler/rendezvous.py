@@ -1,0 +1,55 @@
+"""The ranks of an engine on one node meet on the loopback address.
+
+Torch's store listens on all interfaces, whatever address it is given, and does what any connection
+says. So an engine on one node gives the store a socket that listens on that address alone.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from ipaddress import ip_address
+from typing import Any
+
+from sgl_ext.engine import sglang_api
+
+_EVERY_INTERFACE = ("", "0.0.0.0", "::")
+
+
+def listen_on_loopback(
+    original: Callable[..., Any],
+    hostname: str,
+    port: int,
+    rank: int,
+    world_size: int,
+    timeout: timedelta,
+    use_libuv: bool = True,
+) -> Any:
+    """Around torch's `_create_c10d_store`."""
+    address = "127.0.0.1" if hostname in (*_EVERY_INTERFACE, "localhost") else hostname
+    is_ours = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+    if not is_ours or sglang_api.get_parallel().nnodes > 1 or not _is_loopback(address):
+        return original(hostname, port, rank, world_size, timeout, use_libuv)
+    from torch.distributed import TCPStore
+
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, port), family=family, backlog=2048)
+    return TCPStore(
+        address,
+        port,
+        world_size,
+        is_master=True,
+        timeout=timeout,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
+        use_libuv=use_libuv,
+    )
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ip_address(address).is_loopback
+    except ValueError:
+        return False

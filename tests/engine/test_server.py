@@ -1,0 +1,87 @@
+"""What the operator of an engine relies on: who can reach it, a flush under load, a dead child."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from ipaddress import ip_address
+from pathlib import Path
+
+import psutil
+import pytest
+import requests
+from sgl_ext_cpu.nursery import Nursery
+
+from tests.engine.scheduler.test_event_publisher import Engine, running_engine
+from tests.waiting import until
+
+ENDLESS = {"text": "go on", "sampling_params": {"max_new_tokens": 100_000, "ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("server") / "engine.log"
+
+
+@pytest.fixture(scope="module")
+def engine(nursery: Nursery, tiny_model: Path, log: Path) -> Iterator[Engine]:
+    with running_engine(nursery, tiny_model, log, "--max-total-tokens", "200000") as started:
+        yield started
+
+
+def processes_of(engine: Engine) -> list[psutil.Process]:
+    first = psutil.Process(engine.server.pid)
+    return [first, *first.children(recursive=True)]
+
+
+def test_an_engine_of_one_node_listens_on_loopback_alone(engine: Engine) -> None:
+    listening = {
+        connection.laddr.ip
+        for process in processes_of(engine)
+        for connection in process.net_connections()
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert listening
+    assert all(ip_address(address).is_loopback for address in listening), listening
+
+
+def test_a_flush_under_load_is_409_and_names_what_is_pending(engine: Engine) -> None:
+    flush = f"{engine.url}/flush_cache"
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(engine.post, "/generate", {**ENDLESS, "rid": "endless"})
+        until(
+            lambda: (
+                requests.get(f"{engine.url}/v1/loads", timeout=60).json()["loads"][0][
+                    "num_running_reqs"
+                ]
+                == 1
+            )
+        )
+        refused = requests.post(flush, params={"timeout": 0}, timeout=60)
+        requests.post(f"{engine.url}/abort_request", json={"rid": "endless"}, timeout=60)
+    assert refused.status_code == 409
+    error = refused.json()["error"]
+    assert (error["pending"], error["requests"]) == (1, ["endless"])
+    assert "1 requests are pending" in error["message"]
+    assert requests.post(flush, timeout=60).ok
+
+
+@pytest.mark.parametrize("timeout", ["-1", "61", "nan", "soon"])
+def test_a_flush_waits_no_longer_than_its_limit(engine: Engine, timeout: str) -> None:
+    refused = requests.post(f"{engine.url}/flush_cache", params={"timeout": timeout}, timeout=60)
+    assert refused.status_code == 400
+    assert "timeout" in refused.json()["error"]["message"]
+
+
+def test_an_engine_whose_detokenizer_dies_ends_without_dumping_its_memory(
+    engine: Engine, log: Path
+) -> None:
+    """A dump keeps it from ending, and from answering, for 65 s."""
+    folders = Path(tempfile.gettempdir())
+    acknowledged = {path.stem for path in folders.glob("sgl-ext-engine-*/detokenizer-*.ack")}
+    (detokenizer,) = [p for p in processes_of(engine) if f"detokenizer-{p.pid}" in acknowledged]
+    detokenizer.kill()
+    until(lambda: not engine.server.running())
+    assert "It usually means one child failed" in log.read_text()
+    assert "crash diagnostics" not in log.read_text()
