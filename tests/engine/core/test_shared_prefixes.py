@@ -118,9 +118,15 @@ class Tree:
         params = sglang("mem_cache.base_prefix_cache").InsertParams
         self.cache.insert(params(key=self.key(ids, None), value=value))
 
-    def matched(self, ids: list[int], salt: str | None) -> int:
+    def match(self, ids: list[int], salt: str | None) -> Any:
         params = sglang("mem_cache.base_prefix_cache").MatchPrefixParams
-        return int(self.cache.match_prefix(params(key=self.key(ids, salt))).device_prefix_len)
+        return self.cache.match_prefix(params(key=self.key(ids, salt)))
+
+    def matched(self, ids: list[int], salt: str | None) -> int:
+        return int(self.match(ids, salt).device_prefix_len)
+
+    def evict(self, tokens: int) -> None:
+        self.cache.evict(sglang("mem_cache.base_prefix_cache").EvictParams(tokens))
 
 
 KINDS = ("simple", "rust", "python")
@@ -360,9 +366,6 @@ class Served(Tree):
         source = random.Random(1)
         for _ in range(3 * TOKENS // 100):
             self.ask("flood", [source.randrange(1000, 1 << 20) for _ in range(100)])
-
-    def evict(self, tokens: int) -> None:
-        self.cache.evict(sglang("mem_cache.base_prefix_cache").EvictParams(tokens))
 
 
 @pytest.fixture(params=["rust", "python"])

@@ -59,9 +59,21 @@ def running_batch(tree: Tree, *requests: Any) -> Any:
     return batch
 
 
-def adder_of(tree: Tree, batch: Any) -> Any:
+def victims_of(tree: Tree) -> list[Any]:
+    """Two requests that share out the memory that is free."""
+    held = tree.memory.available_size() // 2
+    ids = (range(1000 * number, 1000 * number + held) for number in (1, 2))
+    return [request_of(f"victim {one.start}", RUNNING, one) for one in ids]
+
+
+def admit(tree: Tree, batch: Any, waiting: Any) -> None:
+    """Admits a request at the cost of one that runs."""
     kind = sglang("managers.schedule_policy").PrefillAdder
-    return kind(tree.page, tree.cache, tree.memory, batch, 0.0, TOKENS, TOKENS)
+    adder = kind(tree.page, tree.cache, tree.memory, batch, 0.0, TOKENS, TOKENS)
+    given = {"has_chunked_req": False, "truncation_align_size": None}
+    admission.add_one(kind.add_one_req, adder, waiting, **given)
+    assert adder.can_run_list == [waiting]
+    assert len(adder.preempt_list) == 1
 
 
 @pytest.mark.parametrize("new", [PREFIX - 100, PREFIX + 20])
@@ -69,21 +81,45 @@ def test_a_preemption_evicts_nothing_of_what_the_request_matched(tree: Tree, new
     """The victims' tokens are stored later than the match, so recency alone would evict it. Nor
     does what it matched count as memory that it could take."""
     tree.insert_owned(list(range(PREFIX)))
-    held = (TOKENS - PREFIX) // 2
-    victims = [
-        request_of(f"victim {number}", RUNNING, range(1000 * number, 1000 * number + held))
-        for number in (1, 2)
-    ]
-    batch = running_batch(tree, *victims)
+    batch = running_batch(tree, *victims_of(tree))
     assert tree.memory.available_size() == 0
     waiting = request_of("waiting", WAITING, range(PREFIX + new))
     waiting.init_next_round_input(tree.cache)
     assert waiting.prefix_len == PREFIX
-    adder = adder_of(tree, batch)
-    add = type(adder).add_one_req
-    admission.add_one(add, adder, waiting, has_chunked_req=False, truncation_align_size=None)
-    assert adder.can_run_list == [waiting]
-    assert len(adder.preempt_list) == 1
+    admit(tree, batch, waiting)
     assert len(tree.cache.prefix_device_indices(waiting)) == PREFIX
     tree.cache.unlock(waiting.lock)
     tree.cache.sanity_check()
+
+
+@pytest.mark.parametrize("tree", ["python"], indirect=True)  # the other hides its nodes
+def test_a_preemption_leaves_what_the_request_matched_on_the_device_and_on_the_host(
+    tree: Tree,
+) -> None:
+    """With HiCache an evicted node stays in the tree without its memory on the device. Its lock
+    would succeed, and the request would read the memory of another."""
+    core = tree.cache.tree_core
+    core.set_hicache_enabled()
+    full = loaded("sglang.srt.mem_cache.unified_cache.component_type").ComponentType.FULL
+    on_host = 100
+    tree.insert_owned(list(range(PREFIX + on_host)))
+    assert tree.matched(list(range(PREFIX)), None) == PREFIX  # splits the node
+    node = core.node_by_id(tree.match(list(range(PREFIX + on_host)), None).last_device_node)
+    for one in (node, node.parent):
+        one.component_data[full].host_value = one.component_data[full].value.clone()
+    tree.evict(on_host)
+    batch = running_batch(tree, *victims_of(tree))
+    waiting = request_of("waiting", WAITING, range(PREFIX + on_host + 20))
+    waiting.init_next_round_input(tree.cache)
+    assert (waiting.prefix_len, waiting.host_hit_length) == (PREFIX, on_host)
+    release = batch.release_req
+
+    def release_req(index: int, remaining: int) -> None:
+        release(index, remaining)
+        tree.cache.evict_host(TOKENS)
+
+    batch.release_req = release_req
+    admit(tree, batch, waiting)
+    assert len(tree.cache.prefix_device_indices(waiting)) == PREFIX
+    assert core.node_by_id(node.id) is node
+    tree.cache.unlock(waiting.lock)
