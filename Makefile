@@ -15,10 +15,11 @@ GPU := $(shell command -v nvidia-smi)
 
 MODEL ?= .models/tiny
 TEST_PROCESSES ?= 2
+AUDIT_URL ?= https://api.osv.dev/v1/querybatch
 CONFIG ?= $(if $(GPU),launch/gpu.toml,launch/cpu.toml)
 BENCHES := $(patsubst bench/%.py,%,$(filter-out bench/__init__.py,$(wildcard bench/*.py)))
 
-.PHONY: setup serve check test pure lint bench clean
+.PHONY: setup serve check test pure lint audit constraints bench clean
 
 setup: $(READY)
 
@@ -36,7 +37,7 @@ serve: setup
 	$(if $(filter .models/%,$(MODEL)),$(PYTHON) -m sgl_ext_cpu.model $(MODEL) >/dev/null)
 	$(PYTHON) -m sgl_ext.launch --config $(CONFIG) --model-path $(MODEL)
 
-# All but the tests that start SGLang, in about a minute.
+# All but the tests that start SGLang or take long, in about a minute.
 check: setup
 	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint pure
 
@@ -44,13 +45,23 @@ test: setup
 	$(PYTHON) -m pytest -n $(TEST_PROCESSES)
 
 pure: setup
-	$(PYTHON) -m pytest -n $(TEST_PROCESSES) -m "not engine"
+	$(PYTHON) -m pytest -n $(TEST_PROCESSES) -m "not engine and not long"
 
 lint: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+	$(MAKE) --no-print-directory audit
+
+# Names known vulnerabilities of installed packages; never fails. `AUDIT_URL=` leaves it out.
+audit: setup
+	$(PYTHON) -m launch.audit '$(AUDIT_URL)'
+
+# What a release is installed with, beside SGLang: exact versions, with hashes.
+constraints: setup
+	env -u UV_FIND_LINKS $(UV) pip compile pyproject.toml --quiet --upgrade --universal --python-version 3.11 \
+		--generate-hashes --no-annotate --no-header --output-file launch/constraints.txt
 
 bench: setup
 	for name in $(BENCHES); do $(PYTHON) -m bench.$$name --quick || exit 1; done
