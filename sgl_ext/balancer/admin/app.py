@@ -19,6 +19,7 @@ from sgl_ext import pin_mirror
 from sgl_ext.balancer.admin import conversation_routes, worker_routes
 from sgl_ext.balancer.admin.worker_routes import SERVICES, ControlServices, json_response, to_all
 from sgl_ext.balancer.http.connection_pool import ConnectionPool
+from sgl_ext.balancer.http.request_reader import MAX_HEAD_BYTES
 from sgl_ext.balancer.http.upstream import UpstreamConnection
 from sgl_ext.balancer.relay.services import error_response
 from sgl_ext.protocols import routes
@@ -63,7 +64,15 @@ class ControlPool(ConnectionPool):
 
     def __init__(self, app: web.Application) -> None:
         super().__init__("http://balancer")
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        self._runner = web.AppRunner(
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            # The data path has limited the whole head.
+            max_line_size=MAX_HEAD_BYTES,
+            max_field_size=MAX_HEAD_BYTES,
+            max_headers=MAX_HEAD_BYTES,
+        )
 
     async def start(self) -> None:
         """Starts the application."""
