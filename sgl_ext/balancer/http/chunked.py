@@ -4,7 +4,7 @@
 
 The HTTP parser does not report where the body ends, and the next request may follow it at once.
 So the balancer reads chunks itself. Extensions and trailers are dropped, and their size is
-limited.
+limited. A trailer about the framing is an error.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from sgl_ext.protocols.errors import BalancerError, body_too_large
 
 MAX_EXTRA_BYTES = 64 * 1024
 _MAX_LINE = 4096
-_TRAILER = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e\x80-\xff]*")
+_TRAILER = re.compile(
+    rb"(?!(?i:content-length|transfer-encoding):)[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e\x80-\xff]*"
+)
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,16})((?:;[\t\x20-\x7e\x80-\xff]*)?)")
 
 
@@ -80,7 +82,7 @@ class ChunkedBody:
         if line is None:
             return False
         if line and not _TRAILER.fullmatch(line):
-            raise _bad("a trailer is no header line")
+            raise _bad("a trailer is no header line, or about the framing")
         self._count_extra(len(line))
         self._complete = not line
         return True

@@ -17,6 +17,7 @@ from http import HTTPStatus
 from typing import Protocol, cast
 
 from sgl_ext.balancer.http.request_reader import Request, RequestReader
+from sgl_ext.balancer.http.response_head import NO_BODY
 from sgl_ext.protocols.errors import BalancerError
 
 IDLE_S = 75.0
@@ -27,7 +28,6 @@ UNREAD_S = 120.0
 LINGER_S = 2.0
 _MAX_AHEAD_BYTES = 64 * 1024
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-_NO_BODY = (204, 304)
 
 
 # Status, reason, header lines without framing, and body.
@@ -87,9 +87,9 @@ class DownstreamConnection(asyncio.BufferedProtocol):
         request = self._request
         assert request is not None
         end = self._connection_line(request)
-        if request.head.method == "HEAD" or status in _NO_BODY:
+        if request.head.method == "HEAD" or status in NO_BODY:
             # A response to HEAD states the length that the body of a GET would have.
-            if body and status not in _NO_BODY:
+            if body and status not in NO_BODY:
                 end = b"content-length: %d\r\n%b" % (len(body), end)
             self._transport.write(b"HTTP/1.1 %d %b\r\n%b%b" % (status, reason, lines, end))
         else:

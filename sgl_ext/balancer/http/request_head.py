@@ -3,7 +3,8 @@
 llhttp parses it strictly: CRLF and not LF, no folded lines, no length beside a transfer coding and
 no second length. Rules are added here so that an engine can never see another request than the
 balancer did: only HTTP/1.0 and 1.1, no transfer coding but `chunked` and that only in HTTP/1.1,
-and a target that is a path.
+a target that is a path without a fragment, one Host and one Content-Type, and no header that is
+read here but, as one of the connection, not sent on.
 
 A client's heads are nearly equal; only the length of the body changes. So parsed heads are cached
 by their bytes without the digits of the length. Two heads that differ only in the digits of one
@@ -56,7 +57,8 @@ _MAX_CACHED = 1024
 class RequestHead:
     """A request's head, without the body's length.
 
-    headers: in order, with lower-case names. fields: the same, the last of each name.
+    headers: in order, with lower-case names, without those that the Connection header names.
+    fields: the same, the last of each name.
     target: the path and query as they arrived.
     upstream_lines: the header lines for the worker.
     tenant: the tenant that authentication found; "" otherwise.
@@ -91,11 +93,6 @@ class RequestHead:
     def on_headers_complete(self) -> None:
         self.is_complete = True
 
-    def connection_names(self) -> frozenset[bytes]:
-        """The headers that the Connection header names, which are of this connection too."""
-        values = [value.lower() for name, value in self.headers if name == b"connection"]
-        return frozenset(token.strip() for value in values for token in value.split(b","))
-
     def set_headers(self, headers: Mapping[str, str | None]) -> None:
         """Replaces headers, whatever the client sent; None removes one."""
         ours = {name.encode(): value for name, value in headers.items()}
@@ -103,8 +100,7 @@ class RequestHead:
         added = [(n, v.encode("latin-1")) for n, v in ours.items() if v is not None]
         self.headers = theirs + added
         self.fields = dict(self.headers)
-        dropped = _NOT_UPSTREAM | self.connection_names()
-        self.upstream_lines = header_lines(theirs, dropped) + header_lines(added, ())
+        self.upstream_lines = header_lines(theirs, _NOT_UPSTREAM) + header_lines(added, ())
 
 
 class RequestHeadCache:
@@ -112,7 +108,7 @@ class RequestHeadCache:
 
     def __init__(self, admit: Callable[[RequestHead], None]) -> None:
         self._admit = admit
-        self._cached: dict[bytes, RequestHead] = {}
+        self._cached: dict[bytes | tuple[bytes], RequestHead] = {}
 
     def clear(self) -> None:
         """Empties the cache, so that every head is admitted again."""
@@ -124,8 +120,10 @@ class RequestHeadCache:
         Raises BalancerError 400, naming the fault, if it is malformed.
         """
         match = LENGTH.search(raw)
+        key: bytes | tuple[bytes]
         if match is None:
-            key, length = raw, 0
+            # Not bytes: with an empty length it would be the key of one with digits.
+            key, length = (raw,), 0
         else:
             start, end = match.span(1)
             key, length = raw[:start] + raw[end:], int(match[1])
@@ -148,6 +146,8 @@ class RequestHeadCache:
 
 def parse_head(raw: bytes) -> tuple[RequestHead, int]:
     """As `RequestHeadCache.read`, without the cache."""
+    if raw.startswith((b"\r", b"\n")):  # the parser would skip it
+        raise _bad("a line end that is not CRLF")
     head = RequestHead()
     parser = httptools.HttpRequestParser(head)
     try:
@@ -159,33 +159,48 @@ def parse_head(raw: bytes) -> tuple[RequestHead, int]:
         raise _bad(str(error)) from None
     if not head.is_complete:
         raise _bad("the head is cut")
-    line_end = raw.index(b"\r\n")
-    version = raw[line_end - 9 : line_end]
-    if version not in (b" HTTP/1.1", b" HTTP/1.0"):
-        raise _bad("the version must be HTTP/1.1 or HTTP/1.0")
-    head.http_1_1 = version == b" HTTP/1.1"
+    start = b"%b %b HTTP/1." % (parser.get_method(), head.target)
+    version = raw[: raw.index(b"\r\n")].removeprefix(start)
+    if version not in (b"1", b"0"):
+        raise _bad("the first line must be a method, a target, and HTTP/1.1 or HTTP/1.0")
+    head.http_1_1 = version == b"1"
     head.method = parser.get_method().decode("ascii")
     head.target = _origin_form(head.target)
     head.path = head.target.partition(b"?")[0].decode("ascii")
     length = int(dict(head.headers).get(b"content-length", 0))
-    head.headers = [header for header in head.headers if header[0] != b"content-length"]
-    head.fields = fields = dict(head.headers)
-    coding = fields.get(b"transfer-encoding")
+    coding = transfer_coding(head.headers)
     if coding is not None:
-        if coding.lower() != b"chunked" or not head.http_1_1:
+        if coding != b"chunked" or not head.http_1_1:
             raise _bad("transfer-encoding: only chunked, and only in HTTP/1.1")
         head.chunked = True
+    names = [name for name, _ in head.headers]
+    for once in (b"host", b"content-type"):  # servers differ in which of two they read
+        if names.count(once) > 1:
+            raise _bad(f"{once.decode()}: given twice")
+    options = connection_options(head.headers)
+    head.keep_alive = b"close" not in options and (head.http_1_1 or b"keep-alive" in options)
+    unread = options - {b"connection", b"host"} | {b"content-length"}
+    head.headers = [header for header in head.headers if header[0] not in unread]
+    head.fields = fields = dict(head.headers)
     expected = fields.get(b"expect", b"").lower()
     head.expects_continue = head.http_1_1 and expected == b"100-continue"
     media_type = fields.get(b"content-type", b"application/octet-stream").partition(b";")[0]
     head.content_type = media_type.strip().lower().decode("latin-1")
-    connection_names = head.connection_names()
-    head.keep_alive = b"close" not in connection_names and (
-        head.http_1_1 or b"keep-alive" in connection_names
-    )
-    dropped = _NOT_UPSTREAM | connection_names
-    head.upstream_lines = header_lines(head.headers, dropped)
+    head.upstream_lines = header_lines(head.headers, _NOT_UPSTREAM)
     return head, length
+
+
+def connection_options(headers: list[tuple[bytes, bytes]]) -> frozenset[bytes]:
+    """What Connection headers state: `close`, `keep-alive`, and names of headers that are of the
+    connection, too."""
+    values = [value.lower() for name, value in headers if name == b"connection"]
+    return frozenset(token.strip() for value in values for token in value.split(b","))
+
+
+def transfer_coding(headers: list[tuple[bytes, bytes]]) -> bytes | None:
+    """All transfer codings, in lower case; None if there are none."""
+    values = [value.lower() for name, value in headers if name == b"transfer-encoding"]
+    return b", ".join(values) if values else None
 
 
 def header_lines(headers: list[tuple[bytes, bytes]], dropped: Collection[bytes]) -> bytes:
@@ -195,6 +210,8 @@ def header_lines(headers: list[tuple[bytes, bytes]], dropped: Collection[bytes])
 
 def _origin_form(target: bytes) -> bytes:
     """A target as path and query. Every server must accept an absolute URL, too."""
+    if b"#" in target:
+        raise _bad("the target has a fragment")
     if target.startswith(b"/"):
         return target
     if target.lower().startswith(b"http://"):

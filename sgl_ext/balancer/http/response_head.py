@@ -7,9 +7,16 @@ digits of the length, after the parser has found such a response to be well-form
 
 from __future__ import annotations
 
-from sgl_ext.balancer.http.request_head import HOP_BY_HOP, LENGTH, header_lines
+from sgl_ext.balancer.http.request_head import (
+    HOP_BY_HOP,
+    LENGTH,
+    connection_options,
+    header_lines,
+)
 from sgl_ext.protocols.request_ids import NAMES
 
+NO_BODY = (204, 304)
+"""Statuses of responses that have no body, whatever their length says."""
 _MAX_CACHED = 256
 
 
@@ -32,7 +39,7 @@ class ResponseHead:
                 self.streams = value.startswith(b"text/event-stream")
             elif name in NAMES:
                 self.is_named = True
-        self.lines = header_lines(headers, HOP_BY_HOP)
+        self.lines = header_lines(headers, HOP_BY_HOP | connection_options(headers))
 
 
 class ResponseHeadCache:
@@ -53,7 +60,7 @@ class ResponseHeadCache:
     def add(self, data: bytes, head: ResponseHead) -> None:
         """Caches the head of a complete, well-formed response that keeps the connection open.
         A head with a request id is not cached, as it never comes again."""
-        found = None if head.is_named else _split(data)
+        found = None if head.is_named or head.status in NO_BODY else _split(data)
         if found is not None and data.startswith(b"HTTP/1.1 %d " % head.status):
             if len(self._cached) >= _MAX_CACHED:
                 self._cached.clear()

@@ -8,16 +8,19 @@ the worker is not to blame.
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import TYPE_CHECKING, Protocol, cast
 
 import httptools
 
+from sgl_ext.balancer.http.request_head import transfer_coding
 from sgl_ext.balancer.http.response_head import ResponseHead
 
 if TYPE_CHECKING:
     from sgl_ext.balancer.http.connection_pool import ConnectionPool
 
 _MAX_HEAD_BYTES = 256 * 1024
+_REASON = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
 
 
 class MalformedResponse(Exception):
@@ -156,27 +159,31 @@ class UpstreamConnection(asyncio.Protocol):
 
     # The parser calls these.
 
-    def on_status(self, reason: bytes) -> None:
+    def on_message_begin(self) -> None:
         if self._complete:
             raise MalformedResponse("more than one response")
-        self._reason = reason
+
+    def on_status(self, reason: bytes) -> None:
+        self._reason += reason
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_head:
             self._headers.append((name.lower(), value.rstrip(b" \t")))
+        elif name.lower() in (b"content-length", b"transfer-encoding"):
+            raise MalformedResponse("a trailer about the framing")
 
     def on_headers_complete(self) -> None:
-        status = self._parser.get_status_code()
+        status, coding = self._parser.get_status_code(), transfer_coding(self._headers)
+        if coding not in (None, b"chunked"):
+            raise MalformedResponse("a transfer coding that is not chunked")
+        if not _REASON.fullmatch(self._reason):
+            raise MalformedResponse("a control character in its reason")
         if status < 200:
             if status < 100 or status == 101:
                 raise MalformedResponse(f"status {status}")
             return
         self._in_head = False
-        fields = dict(self._headers)
-        coding = fields.get(b"transfer-encoding")
-        if coding is not None and coding.lower() != b"chunked":
-            raise MalformedResponse("a transfer coding that is not chunked")
-        self._framed = coding is not None or b"content-length" in fields
+        self._framed = coding is not None or b"content-length" in dict(self._headers)
         self._head = ResponseHead(status, self._reason, self._headers)
         if self._receiver is not None:
             self._receiver.response_head(self._head)
@@ -192,10 +199,12 @@ class UpstreamConnection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self._in_head:
             # An interim response: the final one follows.
+            self._reason = b""
             self._headers.clear()
             return
         self._complete = True
-        self._usable = self._usable and self._parser.should_keep_alive()
+        is_1_1 = self._parser.get_http_version() == "1.1"
+        self._usable = self._usable and is_1_1 and self._parser.should_keep_alive()
 
     def _end(self, clean: bool) -> None:
         """The response is complete. The connection is used again if its state allows."""

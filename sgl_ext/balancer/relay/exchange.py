@@ -166,11 +166,9 @@ class Exchange:
         self._connection = None
         response = self._response
         head, body = response.head, response.rest()
-        if head.streams:
+        if head.streams and (body or self._stage is Stage.RELAYING):
             if body:
                 self._relay(body)
-            if self._stage is Stage.BEFORE_FIRST_BYTE:
-                self._start_stream(b"")
             self._complete()
             self._client.end_stream()
         elif (

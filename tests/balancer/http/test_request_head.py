@@ -75,6 +75,16 @@ def test_workers_do_not_get_connection_headers_or_keys() -> None:
     assert head.upstream_lines == b"anthropic-beta: x\r\n"
 
 
+def test_a_header_that_is_not_sent_on_is_not_read_either() -> None:
+    lines = (b"Host: here", b"X-Tenant-Id: a", b"Connection: close, X-Tenant-ID, host", b"A: b")
+    head, _ = parse_head(head_of(*lines))
+    assert head.upstream_lines == b"a: b\r\n"
+    assert b"x-tenant-id" not in head.fields
+    assert b"x-tenant-id" not in dict(head.headers)
+    assert head.fields[b"host"] == b"here"
+    assert not head.keep_alive
+
+
 @pytest.mark.parametrize(
     "lines",
     [
@@ -90,6 +100,7 @@ def test_workers_do_not_get_connection_headers_or_keys() -> None:
         (b"Content-Length: 5", b"Transfer-Encoding: chunked"),
         (b"Transfer-Encoding: chunked", b"Content-Length: 5"),
         (b"Transfer-Encoding: chunked", b"Transfer-Encoding: chunked"),
+        (b"Transfer-Encoding: gzip", b"Transfer-Encoding: chunked"),
         (b"Transfer-Encoding: gzip, chunked",),
         (b"Transfer-Encoding: chunked, identity",),
         (b"Transfer-Encoding: xchunked",),
@@ -103,6 +114,8 @@ def test_workers_do_not_get_connection_headers_or_keys() -> None:
         (b": empty",),
         (b"no colon",),
         (b"\xc3\xa9: x",),
+        (b"Host: a", b"Host: b"),
+        (b"Content-Type: text/plain", b"Content-Type: application/json"),
     ],
 )
 def test_ambiguous_heads_are_400(lines: tuple[bytes, ...]) -> None:
@@ -127,6 +140,13 @@ def test_ambiguous_heads_are_400(lines: tuple[bytes, ...]) -> None:
         b"GET https://here/ HTTP/1.1",
         b"GET /\xc3\xa9 HTTP/1.1",
         b"GET / x HTTP/1.1",
+        b"GET  / HTTP/1.1",
+        b"GET http://he\nre:1?c HTTP/1.1",
+        b"GET /  HTTP/1.1",
+        b"\nGET / HTTP/1.1",
+        b"\rGET / HTTP/1.1",
+        b"GET /v1/loads#x HTTP/1.1",
+        b"GET http://here/v1/loads#x HTTP/1.1",
         b"",
     ],
 )
@@ -178,6 +198,7 @@ LINES = st.sampled_from(
         b"CONTENT-LENGTH: 4",
         b"Content-Length:5",
         b"Content-Length: 00",
+        b"Content-Length: ",
         b"Transfer-Encoding: chunked",
         b"X: content-length: 7",
         b"Connection: close",
@@ -204,6 +225,13 @@ def test_the_cache_of_request_heads_is_bounded() -> None:
     for number in range(5000):
         heads.read(head_of(b"a: %d" % number))
     assert len(heads._cached) <= 1024
+
+
+def test_an_empty_length_is_not_that_of_a_cached_head() -> None:
+    heads = RequestHeadCache(lambda head: None)
+    heads.read(head_of(b"Content-Length: 5"))
+    with pytest.raises(BalancerError):
+        heads.read(head_of(b"Content-Length: "))
 
 
 def test_a_rejected_head_is_not_cached() -> None:

@@ -224,6 +224,8 @@ def test_a_chunked_body_over_the_limit_ends_the_connection() -> None:
         b"0\r\nno colon\r\n\r\n",
         b"0\r\na: b\nc: d\r\n\r\n",
         b"0\r\n\x00: b\r\n\r\n",
+        b"0\r\nContent-Length: 5\r\n\r\n",
+        b"0\r\nTransfer-encoding: chunked\r\n\r\n",
         b"11111111111111111\r\n",
         b"5" + b";" + b"x" * 5000,
     ],

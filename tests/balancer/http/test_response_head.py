@@ -54,6 +54,24 @@ def test_an_interim_head_is_not_cached_as_the_final_one() -> None:
     assert heads.read(data) is None
 
 
+def test_headers_that_the_connection_header_names_are_not_passed_on() -> None:
+    fields = [
+        (b"connection", b"close, X-A"),
+        (b"x-a", b"1"),
+        (b"connection", b"x-c"),
+        (b"x-c", b""),
+    ]
+    assert ResponseHead(200, b"OK", [*fields, (b"x-b", b"2")]).lines == b"x-b: 2\r\n"
+
+
+@pytest.mark.parametrize("status", [204, 304])
+def test_the_head_of_a_response_without_a_body_is_not_cached(status: int) -> None:
+    heads = ResponseHeadCache()
+    data = b"HTTP/1.1 %d -\r\ncontent-length: 0\r\n\r\n" % status
+    heads.add(data, ResponseHead(status, b"-", []))
+    assert heads.read(data.replace(b"0\r\n", b"3\r\n") + b"abc") is None
+
+
 def test_the_cache_of_response_heads_is_bounded() -> None:
     heads = ResponseHeadCache()
     for number in range(1000):

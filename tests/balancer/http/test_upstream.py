@@ -66,6 +66,37 @@ async def test_an_answer_without_a_body_has_no_length(serve: Serve, connect: Con
     assert (await wire.ask(request()))[1] == b"{}"
 
 
+@pytest.mark.parametrize("status", [b"204 Nothing", b"304 Same"])
+@pytest.mark.parametrize("framing", [b"content-length: 0\r\n", b"transfer-encoding: chunked\r\n"])
+async def test_a_stream_without_a_body_is_only_a_head(
+    serve: Serve, connect: Connect, status: bytes, framing: bytes
+) -> None:
+    head = b"HTTP/1.1 %b\r\ncontent-type: text/event-stream\r\n%b\r\n" % (status, framing)
+    wire = await connect(await serve(Raw([head])))
+    wire.writer.write(request())
+    head = await wire.reader.readuntil(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 " + status)
+    assert b"transfer-encoding" not in head
+    assert (await wire.ask(request()))[0].startswith(b"HTTP/1.1 200")
+
+
+async def test_a_reason_in_two_parts_is_passed_on_whole(serve: Serve, connect: Connect) -> None:
+    worker = Raw([b"HTTP/1.1 418 Tea", b"pot\r\ncontent-length: 0\r\n\r\n"])
+    assert (await (await connect(await serve(worker))).ask(request()))[0].startswith(
+        b"HTTP/1.1 418 Teapot\r\n"
+    )
+
+
+async def test_a_connection_with_bytes_after_an_answer_is_not_used_again(
+    serve: Serve, connect: Connect
+) -> None:
+    worker = Raw([b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}HTT"])
+    wire = await connect(await serve(worker))
+    for _ in range(2):
+        assert (await wire.ask(request()))[1] == b"{}"
+    assert (worker.connections, len(worker.requests)) == (2, 2)
+
+
 MALFORMED = [
     [b"nonsense\r\n\r\n"],
     [b"HTTP/1.1 abc\r\n\r\n"],
@@ -74,6 +105,12 @@ MALFORMED = [
     [b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\ncontent-length: 4\r\n\r\nabc"],
     [b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\ntransfer-encoding: chunked\r\n\r\nabc"],
     [b"HTTP/1.1 200 OK\r\ntransfer-encoding: gzip\r\n\r\nabc", None],
+    [
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: gzip\r\ntransfer-encoding: chunked\r\n\r\n",
+        b"0\r\n\r\n",
+    ],
+    [b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n0\r\ncontent-length: 3\r\n\r\n"],
+    [b"HTTP/1.1 200 O\x00K\r\ncontent-length: 0\r\n\r\n"],
     [b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n"],
     [b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nabc", None],
     [b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n", None],
