@@ -42,17 +42,21 @@ def role_text(role: Any) -> bytes:
     return _ROLES.get(role) or b"\xffm" + str(role).encode()
 
 
-def add_content(parts: list[bytes], content: Any) -> None:
+def add_content(parts: list[bytes], content: Any, *, in_result: bool = False) -> None:
     """Adds a text or blocks; a text alone counts as a list of one text block."""
     if not isinstance(content, list):
         content = (content,) if content else ()
     for block in content:
         parts.append(b"\xffb")
-        parts.append(block_text(block))
+        parts.append(block_text(block, in_result=in_result))
 
 
-def block_text(block: Any) -> bytes:
-    """One block of content; a text block is its text."""
+def block_text(block: Any, *, in_result: bool = False) -> bytes:
+    """One block of content; a text block is its text.
+
+    in_result: the block is inside a tool's result. A result inside it is read as any other block:
+        how deep calls can go differs between the balancer and an engine.
+    """
     if isinstance(block, str):
         return block.encode("utf-8", "surrogatepass")
     if not isinstance(block, dict):
@@ -62,10 +66,10 @@ def block_text(block: Any) -> bytes:
         return text.encode("utf-8", "surrogatepass")
     if kind == "tool_use":
         return b"\xffu" + orjson.dumps((block.get("name"), block.get("input")), option=SORTED)
-    if kind != "tool_result":
+    if kind != "tool_result" or in_result:
         return orjson.dumps(rendered(block), option=SORTED)
     parts = [b"\xffr"]
-    add_content(parts, block.get("content"))
+    add_content(parts, block.get("content"), in_result=True)
     if not block.keys() <= _RESULT_KEYS:
         others = {k: v for k, v in block.items() if k != "content"}
         parts.append(orjson.dumps(rendered(others), option=SORTED))

@@ -13,6 +13,7 @@ tenant's ceiling.
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -94,6 +95,6 @@ def _error_in(hints: Any) -> str:
         return ": must be an object"
     for field, kind, form in _HINTS:
         if (value := hints.get(field)) is not None and type(value) is not kind:
-            return f".{field}: must be {form}, not {value!r}"
+            return f".{field}: must be {form}, not {reprlib.repr(value)}"
     expected = hints.get("osl") or 0
     return f".osl: must not be negative, as {expected} is" if expected < 0 else ""

@@ -107,7 +107,11 @@ class _Writer:
         self._hash = xxhash.xxh3_128(salt)
         for key in _SALTS:
             value = body.get(key)
-            self._hash.update(b"\xff" if value is None else b"\xff" + str(value).encode())
+            self._hash.update(b"\xff")
+            if isinstance(value, str):
+                self._hash.update(value.encode("utf-8", "surrogatepass"))
+            elif value is not None:
+                self._hash.update(b"\xff" + orjson.dumps(value))
 
     def segment(self, text: bytes) -> None:
         """Adds a text that ends where a segment ends; a long one is cut into several segments."""

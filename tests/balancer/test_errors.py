@@ -47,6 +47,21 @@ async def test_malformed_json_is_400_and_names_the_body(start: Start, path: str)
 
 
 @pytest.mark.parametrize("path", PATHS)
+async def test_a_field_that_decides_in_the_balancer_must_have_its_type(
+    start: Start, path: str
+) -> None:
+    engine = Engine("a")
+    client = await start(engine)
+    answer = await client.post(path, json={"store": "no"})
+    assert answer.status == 400
+    document = await answer.json()
+    assert "store: must be true or false" in message_of(path, document, "invalid_request_error")
+    assert document["error"].get("param", "store") == "store"
+    assert engine.seen == []
+    assert (await client.post(path, json={"store": False})).status == 200
+
+
+@pytest.mark.parametrize("path", PATHS)
 async def test_a_wrong_content_type_is_415_and_named(start: Start, path: str) -> None:
     client = await start(Engine("a"))
     answer = await client.post(path, data=b"{}", headers={"content-type": "text/plain"})

@@ -164,6 +164,12 @@ _RAW = {
     "surrogate": rb'{"model": "m", "messages": [{"role": "user", "content": "\ud800"}]}',
     "number": b'{"model": "m", "max_tokens": ' + b"9" * 400 + b', "messages": []}',
     "nan": b'{"model": "m", "temperature": NaN, "messages": []}',
+    "infinity": b'{"model": "m", "top_p": -Infinity, "messages": []}',
+    "byte order mark": b'\xef\xbb\xbf{"model": "m", "messages": []}',
+    "two documents": b'{"model": "m", "messages": []}{}',
+    "deep model": b'{"model": ' + b"[" * 1010 + b"]" * 1010 + b', "messages": []}',
+    "deep salt": b'{"cache_salt": ' + b"[" * 600 + b"]" * 600 + b', "messages": []}',
+    "deep hint": b'{"nvext": {"agent_hints": {"osl": ' + b"[" * 990 + b"]" * 990 + b"}}}",
     "list": b"[1]",
     "null": b"null",
     "nothing": b"",
@@ -177,6 +183,33 @@ def test_no_malformed_json_is_an_error_of_the_server(node: Node, path: str) -> N
         answer = requests.post(node.url + path, data=data, headers=headers, timeout=60)
         assert 400 <= answer.status_code < 500, (name, answer.text)
         assert not problem(path, answer), name
+
+
+def test_of_a_field_given_twice_the_node_takes_the_last(node: Node, served_model: str) -> None:
+    message = '{"role": "user", "content": "a"}'
+    body = (
+        f'{{"model": "other", "model": "{served_model}", "stream": true, "stream": false,'
+        f'"max_tokens": 50, "max_tokens": 3, "ignore_eos": true, "messages": [{message}],'
+        f'"temperature": 5, "temperature": 0}}'
+    )
+    headers = {"content-type": "application/json"}
+    answer = requests.post(
+        f"{node.url}/v1/chat/completions", data=body, headers=headers, timeout=60
+    )
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] == 3
+
+
+def test_results_inside_results_are_no_error_of_the_server(node: Node, served_model: str) -> None:
+    result: Any = "x"
+    for _ in range(430):
+        result = [{"type": "tool_result", "tool_use_id": "t", "content": result}]
+    call = {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f"}]}
+    messages = [{"role": "user", "content": "a"}, call, {"role": "user", "content": result}]
+    body = {"model": served_model, "max_tokens": 1, "messages": messages}
+    answer = node.post("/v1/messages", body)
+    assert answer.status_code < 500, answer.text
+    assert not problem("/v1/messages", answer)
 
 
 def test_lists_of_different_lengths_are_no_error_of_the_server(node: Node) -> None:

@@ -7,7 +7,7 @@ import pytest
 from tests.fuzz.http import run
 
 CASES = 100_000
-_ALWAYS = 30_000
+_ALWAYS = 25_000
 
 
 def test_what_the_balancer_accepts_h11_understands_alike() -> None:

@@ -17,6 +17,7 @@ from sgl_ext.balancer.reporting.diagnosis import PromptDiagnosis
 from sgl_ext.balancer.routing.attempts import NO_ROUTING, RoutingRequest
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.protocols.registry import detect, of_path, with_name
+from sgl_ext.requests.field_types import find_wrong_type
 from sgl_ext.requests.protocol import Protocol
 from sgl_ext.requests.session import hints_of
 from sgl_ext.requests.system_text import strip_request
@@ -50,6 +51,8 @@ def prepare(services: Services, request: Request) -> Preparation:
     if route is None or not route.placed:
         return NOT_PREPARED
     document = parse_json(request.body)
+    if (wrong := find_wrong_type(document)) is not None:
+        raise BalancerError(HTTPStatus.BAD_REQUEST, wrong.message, param=wrong.field)
     hints, path = hints_of(head.fields), head.path
     protocol = of_path(path)
     if route.warms and (detected := _prefill_protocol(head, document)) is not None:
@@ -85,6 +88,6 @@ def parse_json(body: bytes | bytearray) -> Any:
 def _prefill_protocol(head: RequestHead, document: Any) -> Protocol | None:
     """The protocol of the body of /v1/prefill, by the rules of the engine."""
     query = head.target.partition(b"?")[2].decode("latin-1")
-    named = parse_qs(query).get("protocol")
+    named = parse_qs(query, keep_blank_values=True).get("protocol")
     headers = {name.decode("latin-1"): "" for name in head.fields}
     return detect(headers, named[-1] if named else None, document)

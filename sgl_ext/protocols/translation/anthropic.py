@@ -154,15 +154,19 @@ def _with_texts(message: Json, texts: list[str]) -> Json:
     return {**message, "content": [*content, *added]}
 
 
-def _block(block: Any, model: Model, counts: Counts) -> Any:
-    """A block that SGLang can render; DROPPED if it has no content for the model."""
+def _block(block: Any, model: Model, counts: Counts, *, in_result: bool = False) -> Any:
+    """A block that SGLang can render; DROPPED if it has no content for the model.
+
+    A result inside a tool's result is unknown to the protocol, however deep.
+    """
     kind = kind_of(block)
     if kind is None or kind in _KNOWN_BLOCKS:
         return block
     if kind == "tool_use":
         return _call(block, counts)
-    if kind == "tool_result":
-        return with_items(block, "content", partial(_block, model=model, counts=counts))
+    if kind == "tool_result" and not in_result:
+        inside = partial(_block, model=model, counts=counts, in_result=True)
+        return with_items(block, "content", inside)
     if kind == "image":
         source = block.get("source")
         if model.sees and kind_of(source) != "file":

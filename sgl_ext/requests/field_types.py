@@ -1,0 +1,46 @@
+"""The types of fields that decide in the balancer as well as in an engine.
+
+SGLang's models take more than these types: "no" and 0 for false, "5" and 5.0 for 5. What the
+balancer decides by such a value could differ from what the engine does, for example store a
+response that the client wants forgotten. So a value of another type is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+_FORMS = {bool: "true or false", int: "an integer", str: "a text"}
+FIELDS: Mapping[str, type] = {
+    "model": str,
+    "stream": bool,
+    "store": bool,
+    "background": bool,
+    "max_tokens": int,
+    "max_completion_tokens": int,
+    "max_output_tokens": int,
+    "n": int,
+}
+STREAM_OPTIONS: Mapping[str, type] = {"include_usage": bool}
+
+
+class WrongType(NamedTuple):
+    """A field with a value of another type, and what it must be."""
+
+    field: str
+    message: str
+
+
+def find_wrong_type(body: Any) -> WrongType | None:
+    """The first field of a parsed body whose type is wrong. A field may be left out or null."""
+    if not isinstance(body, dict):
+        return None
+    options = body.get("stream_options")
+    inner = options if isinstance(options, dict) else {}
+    for holder, prefix, fields in ((body, "", FIELDS), (inner, "stream_options.", STREAM_OPTIONS)):
+        for name, kind in fields.items():
+            value = holder.get(name)
+            if value is not None and type(value) is not kind:
+                field = prefix + name
+                return WrongType(field, f"{field}: must be {_FORMS[kind]}")
+    return None

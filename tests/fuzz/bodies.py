@@ -1,0 +1,171 @@
+"""Differential fuzzing of what the balancer and an engine read in one request with a body.
+
+    python -m tests.fuzz.bodies --cases 1000000
+
+The balancer prepares a request as it does for a client. What it would send is received by h11,
+parsed as SGLang parses a body, and read by the engine's request hook. Where neither refuses it,
+both must have the same segments, session, priority, expected output, tenant and last turn; and
+each field that decides in the balancer must have the value that SGLang's models would take.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Coroutine
+from contextlib import suppress
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import h11
+import orjson
+from fastapi import HTTPException
+from starlette.requests import Request as StarletteRequest
+
+from sgl_ext.balancer.access.authentication import Authentication
+from sgl_ext.balancer.access.rate_limits import RateLimits
+from sgl_ext.balancer.conversations.conversation_store import ConversationStore
+from sgl_ext.balancer.http.connection_pool import ConnectionPool
+from sgl_ext.balancer.http.request_head import RequestHeadCache
+from sgl_ext.balancer.http.request_reader import Request, RequestReader
+from sgl_ext.balancer.metrics.registry import Metrics
+from sgl_ext.balancer.relay.exchange import Exchange
+from sgl_ext.balancer.relay.preparation import Preparation, prepare
+from sgl_ext.balancer.routing.router import Router
+from sgl_ext.balancer.routing.workers import Workers
+from sgl_ext.engine.core.request_context import RequestContext, context_of
+from sgl_ext.engine.http import request_hook
+from sgl_ext.protocols.errors import BalancerError
+from sgl_ext.requests.headers import HeaderStrip
+from sgl_ext.settings.schema import EngineSettings
+from sgl_ext.tenants import Tenants
+from tests.fuzz import documents
+from tests.fuzz.command import main
+from tests.fuzz.oracle import Difference, equal, events, oracle
+
+_LIMIT_BODY = 1 << 20
+# A request reaches an engine's hook below many calls of its server's.
+_ENGINE_S_FRAMES = 100
+_POOL = ConnectionPool("http://engine:1")
+
+
+def run(first: int, cases: int, stop: bool = True) -> Counter[str]:
+    """Runs cases by number and counts them. Needs an installed extension of an engine.
+
+    Raises Difference, naming the case and its bytes, at the first difference, unless not `stop`.
+    """
+    return asyncio.run(_run(first, cases, stop))
+
+
+async def _run(first: int, cases: int, stop: bool) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    services = _services()
+    admits = [Authentication(None, isolates=isolates).admit for isolates in (False, True)]
+    heads = [RequestHeadCache(admit) for admit in admits]
+    for number in range(first, first + cases):
+        raw = documents.request(Random(number))
+        try:
+            counts[await _check(raw, heads[number % 2], services)] += 1
+        except Difference as difference:
+            message = f"case {number}: {difference}\n{raw!r}"
+            if stop:
+                raise Difference(message) from None
+            counts["differences"] += 1
+            print(message)
+    return counts
+
+
+async def _check(raw: bytes, heads: RequestHeadCache, services: Any) -> str:
+    """Compares what the two read. Returns who refused the request, or "read"."""
+    reader = RequestReader(heads, _LIMIT_BODY)
+    reader.ahead += raw
+    try:
+        request = reader.next()
+        if request is None or request.rejection is not None:
+            return "refused by its head"
+        preparation = prepare(services, request)
+    except BalancerError as error:
+        equal("status", int(error.status), 400)
+        return "refused by the balancer"
+    try:
+        context = await _engine_reads(_forwarded(request))
+    except HTTPException as error:
+        equal("status", error.status_code, 400)
+        return "refused by the engine"
+    except orjson.JSONDecodeError as error:
+        raise Difference(f"only the engine finds malformed JSON: {error}") from None
+    _compare(preparation, context)
+    return "read"
+
+
+def _compare(preparation: Preparation, context: RequestContext) -> None:
+    routing = preparation.routing
+    equal("segments", routing.chain.hashes, context.chain.hashes)
+    equal("ends of segments", list(routing.chain.ends), list(context.chain.ends))
+    equal("session", routing.session, context.conversation)
+    equal("priority", routing.priority, context.importance.priority)
+    equal("output", routing.output_tokens, context.importance.output_tokens or 0)
+    equal("tenant", routing.tenant, context.owner)
+    equal("last turn", routing.is_final, context.is_last)
+
+
+def _forwarded(request: Request) -> bytes:
+    """What the balancer would send to an engine."""
+    sent: list[bytes] = []
+    services: Any = SimpleNamespace(control=_POOL)
+    connection: Any = SimpleNamespace(
+        send=lambda _, head, body, method: sent.extend((head, bytes(body)))
+    )
+    client: Any = None
+    Exchange(services, client, request).connected(connection)
+    return b"".join(sent)
+
+
+async def _engine_reads(data: bytes) -> RequestContext:
+    """The engine's context of a request; its body is parsed as SGLang's ORJSONRequest does."""
+    head, body = events(oracle(h11.SERVER, data), h11.Request)
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body}
+
+    async def parse(request: StarletteRequest) -> Any:
+        return orjson.loads(await request.body())
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": head.target.decode(),
+        "query_string": b"",
+        "headers": [(bytes(name), bytes(value)) for name, value in head.headers],
+    }
+    request = StarletteRequest(scope, receive)
+    _deeper(_ENGINE_S_FRAMES, request_hook.read_body(parse, request))
+    context = context_of(request)
+    assert context is not None
+    return context
+
+
+def _deeper(frames: int, coroutine: Coroutine[Any, Any, Any]) -> None:
+    """Runs a coroutine that waits for nothing with so much less stack left."""
+    if frames:
+        return _deeper(frames - 1, coroutine)
+    with suppress(StopIteration):
+        coroutine.send(None)
+
+
+def _services() -> Any:
+    metrics = Metrics()
+    tenants = Tenants((), EngineSettings().max_priority)
+    return SimpleNamespace(
+        router=Router(Workers((), metrics), metrics, tenants=tenants),
+        conversations=ConversationStore(None, metrics, 60.0, _LIMIT_BODY),
+        rate_limits=RateLimits(None, metrics),
+        request_log=SimpleNamespace(detector=None),
+        strip=HeaderStrip(),
+        metrics=metrics,
+    )
+
+
+if __name__ == "__main__":
+    main(run, __doc__)

@@ -1,0 +1,44 @@
+"""Fields that decide in the balancer have one type, as SGLang's models take more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sgl_ext.requests.field_types import FIELDS, find_wrong_type
+
+_WRONG: dict[type, list[Any]] = {
+    bool: [0, 1, 1.0, "true", "no", [], {}],
+    int: [True, "5", 5.0, 1e30, [5], {}],
+    str: [5, True, ["m"], [[[]]], {}],
+}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_field_of_another_type_is_named(field: str) -> None:
+    for value in _WRONG[FIELDS[field]]:
+        wrong = find_wrong_type({"messages": [], field: value})
+        assert wrong is not None
+        assert wrong.field == field
+        assert wrong.message.startswith(f"{field}: must be ")
+
+
+def test_an_inner_field_is_named_by_its_path() -> None:
+    wrong = find_wrong_type({"stream_options": {"include_usage": "yes"}})
+    assert wrong == (
+        "stream_options.include_usage",
+        "stream_options.include_usage: must be true or false",
+    )
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(None, [], "x", {}, {"stream_options": 5}, {"messages": "left to the engine"}),
+        {"model": "m", "stream": False, "max_tokens": 5, "stream_options": {"include_usage": True}},
+        dict.fromkeys([*FIELDS, "stream_options"]),
+    ],
+)
+def test_other_bodies_pass(body: Any) -> None:
+    assert find_wrong_type(body) is None
