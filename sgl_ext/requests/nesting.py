@@ -27,11 +27,18 @@ def deep_field(protocol: Protocol, body: Any) -> str | None:
     if not isinstance(body, dict):
         return None
     for name, value in body.items():
-        if isinstance(value, (dict, list)) and name != protocol.turns_field:
-            for _ in range(_AROUND):
-                value = (value,)
-            try:
-                orjson.dumps(value)
-            except TypeError:
-                return str(name)
+        is_nested = isinstance(value, (dict, list)) and name != protocol.turns_field
+        if is_nested and is_deep(value):
+            return str(name)
     return None
+
+
+def is_deep(value: Any) -> bool:
+    """Whether a parsed value has more than LIMIT_LEVELS levels."""
+    for _ in range(_AROUND):
+        value = (value,)
+    try:
+        orjson.dumps(value)
+    except TypeError:
+        return True
+    return False

@@ -26,6 +26,7 @@ from starlette.requests import Request as StarletteRequest
 from sgl_ext.balancer.access.authentication import Authentication
 from sgl_ext.balancer.access.rate_limits import RateLimits
 from sgl_ext.balancer.conversations.conversation_store import ConversationStore
+from sgl_ext.balancer.conversations.document_store import IN_MEMORY, DocumentStore
 from sgl_ext.balancer.http.connection_pool import ConnectionPool
 from sgl_ext.balancer.http.request_head import RequestHeadCache
 from sgl_ext.balancer.http.request_reader import Request, RequestReader
@@ -86,7 +87,7 @@ async def _check(raw: bytes, heads: RequestHeadCache, services: Any) -> str:
             return "refused by its head"
         preparation = prepare(services, request)
     except BalancerError as error:
-        equal("status", int(error.status), 400)
+        equal("status", int(error.status) in (400, 404), True)
         return "refused by the balancer"
     try:
         context = await _engine_reads(_forwarded(request))
@@ -154,12 +155,24 @@ def _deeper(frames: int, coroutine: Coroutine[Any, Any, Any]) -> None:
         coroutine.send(None)
 
 
+def _conversations(metrics: Metrics) -> ConversationStore:
+    """A store with the context and the response that the requests name."""
+    found = DocumentStore(IN_MEMORY, 1 << 20)
+    store = ConversationStore(found, metrics, 1e9, _LIMIT_BODY)
+    for tenant in documents.TENANTS:
+        described = store.register_context(tenant, documents.CONTEXT)
+        assert described["context_id"] == documents.CONTEXT_ID
+        response = {"id": documents.RESPONSE_ID, "output": [{"type": "message"}]}
+        store._store_response(tenant, None, b'[{"role":"user","content":"earlier"}]', response)
+    return store
+
+
 def _services() -> Any:
     metrics = Metrics()
     tenants = Tenants((), EngineSettings().max_priority)
     return SimpleNamespace(
         router=Router(Workers((), metrics), metrics, tenants=tenants),
-        conversations=ConversationStore(None, metrics, 60.0, _LIMIT_BODY),
+        conversations=_conversations(metrics),
         rate_limits=RateLimits(None, metrics),
         request_log=SimpleNamespace(detector=None),
         strip=HeaderStrip(),

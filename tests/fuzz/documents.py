@@ -9,6 +9,16 @@ from typing import Any
 
 _MARK = {"type": "ephemeral", "ttl": "1h"}
 _TOOL: dict[str, Any] = {"name": "f", "description": "d", "input_schema": {"type": "object"}}
+TENANTS = ("", "t", "u", "\xe9")
+CONTEXT = {
+    "blocks": [
+        {"id": "tools", "kind": "tools", "layer": "stable", "content": [_TOOL]},
+        {"id": "rules", "layer": "project", "content": "Rules."},
+        {"id": "now", "layer": "runtime"},
+    ]
+}
+CONTEXT_ID = "ctx_4be8cfb6f722fa77cf84933f79c0770ad4c7d5ec"
+RESPONSE_ID = "resp_1"
 _COMMON: dict[str, Any] = {
     "model": "m",
     "stream": True,
@@ -61,6 +71,12 @@ _BODIES: dict[str, dict[str, Any]] = {
         "priority": 3,
     },
 }
+_NAMING: list[dict[str, Any]] = [
+    {"context_id": CONTEXT_ID, "context_blocks": {"now": "Noon."}},
+    {"nvext": {"context_id": CONTEXT_ID, "agent_hints": {"priority": 2}}},
+    {"previous_response_id": RESPONSE_ID, "store": True},
+    {"previous_response_id": RESPONSE_ID, "context_id": CONTEXT_ID},
+]
 _VALUES: list[Any] = [
     *(None, True, False, 0, 1, -1, 2**63, 2**64 - 1, -(2**63), 0.5, 5.0, 1e300, "", "5", "true"),
     *([], {}, [[]], [None], {"type": 5}, "\u0000", "\ud7ff", "x" * 5000, [{"role": "user"}]),
@@ -98,6 +114,8 @@ _MEMBER = re.compile(r'"[a-z_]+": ')
 def request(chance: Random) -> bytes:
     """One request with a body, most of them mutated."""
     path, body = chance.choice(tuple(_BODIES.items()))
+    if chance.random() < 0.3:
+        body = {**body, **chance.choice(_NAMING)}
     if chance.random() < 0.6:
         body = _altered(chance, body)
     data = json.dumps(body)

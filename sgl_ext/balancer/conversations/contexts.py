@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from sgl_ext.protocols.errors import BalancerError
+from sgl_ext.requests.nesting import is_deep
 
 MAX_BLOCKS = 64
 MAX_BYTES = 16 << 20
@@ -76,7 +77,8 @@ def _read_block(at: str, block: Any) -> Block:
     id, layer, kind = block.get("id"), block.get("layer"), block.get("kind", "system")
     is_id = isinstance(id, str) and 0 < len(id) <= MAX_ID_CHARS
     _require(is_id, f"{at}.id: must be a string of 1 to {MAX_ID_CHARS} characters")
-    _require(layer in LAYERS, f"{at}.layer: must be one of {', '.join(LAYERS)}")
+    is_layer = isinstance(layer, str) and layer in LAYERS
+    _require(is_layer, f"{at}.layer: must be one of {', '.join(LAYERS)}")
     _require(kind in KINDS, f"{at}.kind: must be one of {', '.join(KINDS)}")
     content, stated = block.get("content"), block.get("hash")
     if layer == "runtime":
@@ -88,6 +90,7 @@ def _read_block(at: str, block: Any) -> Block:
         listed = isinstance(content, list) and len(content) > 0
         valid = listed and all(isinstance(tool, dict) for tool in content)
         _require(valid, f"{at}.content: must be a list of tools")
+        _require(not is_deep(content), f"{at}.content: is nested too deeply")
     else:
         valid = isinstance(content, str) and content.strip() != ""
         _require(valid, f"{at}.content: must be a text")

@@ -96,7 +96,11 @@ class ConversationStore:
             whole = stored_turns.continued(body, earlier, own)
         if body.get("store") is False:
             return whole, None if previous is None else ResponseRecorder(previous, None)
-        store = partial(self._store_response, tenant, previous, orjson.dumps(own))
+        try:
+            entered = orjson.dumps(own)
+        except TypeError:
+            raise bad_field("input", "is nested too deeply") from None
+        store = partial(self._store_response, tenant, previous, entered)
         in_background = body.get("background") is True
         note = partial(self._note_background, tenant) if in_background else None
         return whole, ResponseRecorder(previous, store, note)

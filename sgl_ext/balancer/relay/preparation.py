@@ -61,7 +61,10 @@ def prepare(services: Services, request: Request) -> Preparation:
     expanded, recorder = services.conversations.expand(path, document, tenant)
     if expanded is not document:
         document = with_name(protocol, expanded) if route.warms else expanded
-        request.body = orjson.dumps(document)
+        try:
+            request.body = orjson.dumps(document)
+        except TypeError:
+            raise BalancerError(HTTPStatus.BAD_REQUEST, "body: is nested too deeply") from None
     stripped = strip_request(protocol, document, services.strip)
     if stripped.headers:
         services.metrics.stripped_headers.inc(stripped.headers)

@@ -484,3 +484,34 @@ def test_a_failing_disk_does_not_fail_the_request() -> None:
     assert recorder.record(answer) == answer
     assert counts(metrics) == {"failed": 1}
     store.close()
+
+
+def nested(levels: int) -> Any:
+    value: Any = "x"
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        (PATH, {"input": [user("a") | {"content": nested(300)}]}, "input"),
+        ("/v1/messages", {"context_id": "", "metadata": nested(300), "messages": []}, "body"),
+        ("/v1/contexts", {"blocks": [{**BLOCKS[0], "content": [{"a": nested(300)}]}]}, "blocks.0"),
+        ("/v1/contexts", {"blocks": [{**BLOCKS[0], "layer": []}]}, "blocks.0.layer"),
+    ],
+    ids=["input", "body", "context", "layer"],
+)
+async def test_what_cannot_be_written_again_is_400_and_named(
+    start: Start, path: str, body: dict[str, Any], field: str
+) -> None:
+    engine = Engine("a")
+    client = await start(engine)
+    if "context_id" in body:
+        body["context_id"] = (await register(client))["context_id"]
+        body["context_blocks"] = {"now": "Noon."}
+    answer = await client.post(path, json=body)
+    assert answer.status == 400
+    assert (await answer.json())["error"]["message"].startswith(field)
+    assert engine.seen == []
