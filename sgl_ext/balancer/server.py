@@ -41,7 +41,6 @@ from sgl_ext.tenants import Tenants
 
 log = logging.getLogger(__name__)
 
-_SWEEP_S = 1.0
 _BACKLOG = 1024
 _METRICS, _FINDINGS = ".prom", ".found"
 # How long the start waits for the engines to report what they hold.
@@ -52,10 +51,17 @@ class Balancer:
     """One balancer process. It serves between `start` and `stop`."""
 
     def __init__(
-        self, config: BalancerSettings, group: PeerGroup | None = None, folder: Path | None = None
+        self,
+        config: BalancerSettings,
+        group: PeerGroup | None = None,
+        folder: Path | None = None,
+        interval_s: float = 1.0,
     ) -> None:
-        """group, folder: the other processes of this balancer, and a folder that they share."""
+        """group, folder: the other processes of this balancer, and a folder that they share.
+        interval_s: the time between two sweeps, and between two probes of a worker.
+        """
         self._config = config
+        self._interval_s = interval_s
         self._group = group
         self._folder = folder
         self._snapshots = (
@@ -89,7 +95,7 @@ class Balancer:
         self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
         strip = HeaderStrip(config.strip_headers)
         workers = Workers(config.workers, metrics)
-        probes = WorkerProbes(workers, self._session)
+        probes = WorkerProbes(workers, self._session, self._interval_s)
         router = Router(
             workers,
             metrics,
@@ -199,11 +205,11 @@ class Balancer:
     def error_response(self, error: BalancerError, path: str) -> RawResponse:
         return self._services.error_response(error, path)
 
-    # What happens once a second.
+    # What happens once every interval.
 
     async def _sweep_forever(self) -> None:
         while True:
-            await asyncio.sleep(_SWEEP_S)
+            await asyncio.sleep(self._interval_s)
             self.sweep(asyncio.get_running_loop().time())
 
     def sweep(self, now: float) -> None:

@@ -14,22 +14,23 @@ from sgl_ext.balancer.routing.workers import Workers
 
 log = logging.getLogger(__name__)
 
-PROBE_INTERVAL_S = 1.0
 _PROBE_TIMEOUT = aiohttp.ClientTimeout(total=10)
 _GENERATE_TIMEOUT = aiohttp.ClientTimeout(total=30)
 
 
 class WorkerProbes:
-    """Probes every worker once a second, each in a task of its own."""
+    """Probes every worker once an interval, each in a task of its own."""
 
     def __init__(
         self,
         workers: Workers,
         session: aiohttp.ClientSession,
+        interval_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._workers = workers
         self._session = session
+        self._interval_s = interval_s
         self._clock = clock
 
     async def probe_all(self) -> None:
@@ -45,7 +46,7 @@ class WorkerProbes:
                 for worker in self._workers.all:
                     if worker not in running:
                         running[worker] = asyncio.create_task(self._probe_safely(worker))
-                await asyncio.sleep(PROBE_INTERVAL_S)
+                await asyncio.sleep(self._interval_s)
         finally:
             for task in running.values():
                 task.cancel()
