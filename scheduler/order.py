@@ -60,15 +60,6 @@ def step(priority: int, waited_s: float, aging_s: float) -> int:
     return priority + floor(waited_s / aging_s)
 
 
-def bound_s(priority: int, highest: int, aging_s: float) -> float:
-    """How much later a request must arrive so that it never overtakes one of `priority`,
-    if no priority is above `highest`. inf: it always may."""
-    steps = max(highest - priority + 1, 0)
-    if steps == 0:
-        return 0.0
-    return steps * aging_s if aging_s > 0 else inf
-
-
 def in_order(
     waiting: Sequence[Waiting],
     now_s: float,

@@ -47,18 +47,14 @@ def is_strained(prompt_tokens: int, home: WorkerLoad) -> bool:
     return home.pending_tokens >= LONG_WAIT * prompt_tokens
 
 
-def choose_standby(
-    prompt_tokens: int, prefix: int, home: WorkerLoad, others: Sequence[WorkerLoad]
-) -> str | None:
-    """The standby for a session on `home`; None if none is needed or no worker is idle.
+def choose_standby(prompt_tokens: int, prefix: int, others: Sequence[WorkerLoad]) -> str | None:
+    """The standby for a session whose worker is strained; None if one of the `others` holds the
+    prompt, or none is idle.
 
     It is the idle worker that holds most of the prompt; ties are broken as in placement.
     """
-    if not is_strained(prompt_tokens, home):
-        return None
     if any(prompt_tokens - other.held_tokens < LEAST_TOKENS for other in others):
         return None
     idle = [other for other in others if other.is_idle]
-    if not idle:
-        return None
-    return max(idle, key=lambda o: (o.held_tokens, rendezvous(prefix, o.name), o.name)).name
+    idle.sort(key=lambda o: (o.held_tokens, rendezvous(prefix, o.name), o.name))
+    return idle[-1].name if idle else None

@@ -14,7 +14,6 @@ import orjson
 from sgl_ext.balancer.access.authentication import Authentication, KeyFileReloader
 from sgl_ext.balancer.access.rate_limits import RateLimits
 from sgl_ext.balancer.admin.app import ControlPool, make_app
-from sgl_ext.balancer.admin.worker_routes import ControlServices
 from sgl_ext.balancer.cluster.peers import PeerGroup, Peers
 from sgl_ext.balancer.conversations.conversation_store import ConversationStore
 from sgl_ext.balancer.conversations.document_store import IN_MEMORY, DocumentStore
@@ -116,26 +115,19 @@ class Balancer:
         self._conversations = ConversationStore(
             self._open_store(), metrics, config.response_ttl_s, config.max_body_bytes
         )
-        control = ControlServices(
-            router,
-            strip,
-            self._session,
-            metrics,
-            self._conversations,
-            self._metrics_page,
-            self._divergences,
-        )
-        self._control = ControlPool(make_app(control))
         self._services = Services(
             router,
             self._admission_queue,
             self._request_log,
             metrics,
             strip,
-            self._control,
             RateLimits(self._key_file, metrics, config.processes),
             self._conversations,
+            self._session,
+            self._metrics_page,
+            self._divergences,
         )
+        self._services.control = self._control = ControlPool(make_app(self._services))
         self._peers = None if self._group is None else Peers(self._group, router, metrics)
         if self._peers is not None:
             self._peers.start()

@@ -24,7 +24,7 @@ BUSY = standing(running=1.0)
 
 
 def spare(home: WorkerLoad, *others: WorkerLoad) -> str | None:
-    return choose_standby(PROMPT, 7, home, others)
+    return choose_standby(PROMPT, 7, others) if is_strained(PROMPT, home) else None
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_no_standby_is_chosen_while_another_worker_holds_the_prompt() -> None:
 
 def test_a_short_prompt_is_not_worth_it() -> None:
     idle = standing("idle", held=0, is_idle=True)
-    assert choose_standby(1_000, 7, standing(held=1_000, running=1.0), [idle]) is None
+    assert choose_standby(1_000, 7, [idle]) is None
 
 
 def test_every_balancer_chooses_the_same_of_equal_workers() -> None:

@@ -17,10 +17,10 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from sgl_ext import pin_mirror
 from sgl_ext.balancer.admin import conversation_routes, worker_routes
-from sgl_ext.balancer.admin.worker_routes import SERVICES, ControlServices, json_response, to_all
+from sgl_ext.balancer.admin.worker_routes import SERVICES, json_response, to_all
 from sgl_ext.balancer.http.connection_pool import ConnectionPool
 from sgl_ext.balancer.http.upstream import UpstreamConnection
-from sgl_ext.balancer.relay.services import error_response
+from sgl_ext.balancer.relay.services import Services, error_response
 from sgl_ext.protocols import routes
 from sgl_ext.protocols.errors import BalancerError, internal_error
 
@@ -30,7 +30,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _ANY_SIZE = 1 << 62
 
 
-def make_app(services: ControlServices) -> web.Application:
+def make_app(services: Services) -> web.Application:
     """The application. The data path limits the sizes of requests."""
     app = web.Application(client_max_size=_ANY_SIZE, middlewares=[answer_errors])
     app[SERVICES] = services

@@ -212,18 +212,15 @@ class Router:
         self, request: PlacementRequest, candidates: list[Worker], held: HeldBySlot, now_s: float
     ) -> Worker | None:
         """The worker that the request's session stays on, without a view of every worker."""
-        home, most, least = None, 0, None
-        for worker in candidates:
-            if worker.url == request.home:
-                home = worker
-                continue
-            pending = worker.total_pending_tokens(now_s)
-            least = pending if least is None or pending < least else least
-            most = max(most, held[worker.slot].expected_tokens)
+        home = next((w for w in candidates if w.url == request.home), None)
         if home is None:
             return None
-        view = self._view(home, held, now_s)
-        return home if stays(request, view, most, least) == "home" else None
+        others = [
+            (held[w.slot].expected_tokens, w.total_pending_tokens(now_s))
+            for w in candidates
+            if w is not home
+        ]
+        return home if stays(request, self._view(home, held, now_s), others) == "home" else None
 
     def _has_capacity(
         self, worker: Worker, routing: RoutingRequest, held: HeldBySlot | None = None

@@ -6,17 +6,17 @@ while the worker is idle. No client waits for it, and if it fails only the head 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from http import HTTPStatus
 
+import aiohttp
 from cachetools import TTLCache
 
 from scheduler.standby import WorkerLoad, choose_standby, is_strained
-from sgl_ext.balancer.http.connection_pool import ConnectionPool
 from sgl_ext.balancer.http.request_head import RequestHead
-from sgl_ext.balancer.http.response_head import ResponseHead
-from sgl_ext.balancer.http.upstream import UpstreamConnection
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempts import Attempt
 from sgl_ext.balancer.routing.router import Router
@@ -27,22 +27,24 @@ from sgl_ext.protocols.routes import PREFILL
 # How long a session is not considered again.
 REPEAT_S = 30.0
 _MOST_SESSIONS = 10_000
+_TIMEOUT = aiohttp.ClientTimeout(total=30)
 
 
 class StandbyPrefill:
-    """Considers the sessions whose requests are placed. `pool` returns a worker's connections."""
+    """Considers the sessions whose requests are placed."""
 
     def __init__(
         self,
         router: Router,
         metrics: Metrics,
-        pool: Callable[[Worker], ConnectionPool],
+        session: aiohttp.ClientSession,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._router = router
         self._metrics = metrics
-        self._pool = pool
+        self._session = session
         self._clock = clock
+        self._sending: set[asyncio.Task[None]] = set()
         self._sent: TTLCache[int, None] = TTLCache(_MOST_SESSIONS, REPEAT_S, clock)
 
     def consider(self, attempt: Attempt, head: RequestHead, body: bytes | bytearray) -> None:
@@ -59,20 +61,19 @@ class StandbyPrefill:
         if standby is None:
             return
         self._sent[routing.session] = None
-        target = b"%b?wait=false&protocol=%b" % (PREFILL.encode(), protocol.name.encode())
-        pool = self._pool(standby)
-        pool.lease(_PrefillRequest(pool, target, head.upstream_lines, bytes(body), self._metrics))
+        url = f"{standby.url}{PREFILL}?wait=false&protocol={protocol.name}"
+        task = asyncio.create_task(self._send(url, head.upstream_lines, bytes(body)))
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
 
     def _choose(self, attempt: Attempt) -> Worker | None:
         routing = attempt.routing
         loads = {
             worker: self._load_of(worker, view.held_tokens, attempt)
             for worker, view in self._router.views(routing.chain)
+            if worker is not attempt.worker
         }
-        home = loads.pop(attempt.worker, None)
-        if home is None:
-            return None
-        name = choose_standby(routing.prompt_tokens, routing.prefix, home, list(loads.values()))
+        name = choose_standby(routing.prompt_tokens, routing.prefix, list(loads.values()))
         return next((worker for worker in loads if worker.url == name), None)
 
     def _load_of(self, worker: Worker, held_tokens: int, attempt: Attempt) -> WorkerLoad:
@@ -86,36 +87,12 @@ class StandbyPrefill:
         is_idle = in_flight == 0 and not pending
         return WorkerLoad(worker.url, held_tokens, pending, running, is_idle)
 
-
-class _PrefillRequest:
-    """A request that the balancer sends for itself: only the status of its response matters."""
-
-    def __init__(
-        self, pool: ConnectionPool, target: bytes, lines: bytes, body: bytes, metrics: Metrics
-    ) -> None:
-        self._head = pool.request_line("POST", target) + lines
-        self._head += b"content-length: %d\r\n\r\n" % len(body)
-        self._body = body
-        self._metrics = metrics
-        self._status = 0
-
-    def connected(self, connection: UpstreamConnection) -> None:
-        connection.send(self, self._head, self._body, "POST")
-
-    def connect_failed(self, reason: str) -> None:
-        self._count("failed")
-
-    def response_head(self, head: ResponseHead) -> None:
-        self._status = head.status
-
-    def response_data(self, data: bytes) -> None:
-        """The body is not needed."""
-
-    def response_end(self) -> None:
-        self._count("accepted" if self._status == HTTPStatus.ACCEPTED else "rejected")
-
-    def upstream_lost(self, reason: str) -> None:
-        self._count("failed")
-
-    def _count(self, result: str) -> None:
+    async def _send(self, url: str, lines: bytes, body: bytes) -> None:
+        headers = dict(line.split(": ", 1) for line in lines.decode("latin-1").split("\r\n")[:-1])
+        result = "failed"
+        with suppress(aiohttp.ClientError, TimeoutError):
+            async with self._session.post(
+                url, data=body, headers=headers, timeout=_TIMEOUT
+            ) as answer:
+                result = "accepted" if answer.status == HTTPStatus.ACCEPTED else "rejected"
         self._metrics.standby_prefills.counts[(result,)] += 1
