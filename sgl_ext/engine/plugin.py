@@ -43,7 +43,7 @@ def _activate() -> None:
     from sgl_ext.engine.core import acknowledgements
     from sgl_ext.engine.hooks import HOOKS, SHARING_HOOKS, Role, apply_hooks, current_role
     from sgl_ext.engine.http import tool_calls
-    from sgl_ext.engine.preflight import CACHE_BACKEND, check_environment
+    from sgl_ext.engine.startup import CACHE_BACKEND, check_environment
     from sgl_ext.settings.schema import EngineSettings
 
     check_environment()

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.plugin import require_active
-from sgl_ext.engine.preflight import CACHE_BACKEND, check_environment
+from sgl_ext.engine.startup import CACHE_BACKEND, check_environment
 from sgl_ext.node.lifeline import end_with_parent
 from sgl_ext.settings.schema import EngineSettings
 

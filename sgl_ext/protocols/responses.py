@@ -94,11 +94,7 @@ RESPONSES = Protocol(
     name="responses",
     paths=("/v1/responses",),
     errors=ErrorShape(openai_body, _error_event),
-    prompt=(
-        (Part.TOOLS, "tools"),
-        (Part.INSTRUCTIONS, "instructions"),
-        (Part.ITEMS, "input"),
-    ),
+    prompt=((Part.TOOLS, "tools"), (Part.INSTRUCTIONS, "instructions"), (Part.ITEMS, "input")),
     marks=MarkRules(),
     conversation=Conversation(
         _join,

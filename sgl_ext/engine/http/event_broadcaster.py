@@ -10,16 +10,13 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from itertools import chain, islice
 from typing import Any
 
 import orjson
 import zmq
 import zmq.asyncio
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from radix.index import PrefixIndex
@@ -74,7 +71,7 @@ class EventBroadcaster:
         self._load: dict[str, int] = {}
         self.pins = PinMirror()
         self.on_cleared: Callable[[], None] = lambda: None
-        self._subscribers: set[_Subscriber] = set()
+        self.subscribers: set[_Subscriber] = set()
         self._buffer_bytes = buffer_bytes
 
     def apply(self, line: bytes) -> None:
@@ -93,7 +90,7 @@ class EventBroadcaster:
         self._load = event.get("load", self._load)
         self.pins.apply(event, time.monotonic())
         counter("event_lines").inc()
-        for subscriber in self._subscribers:
+        for subscriber in self.subscribers:
             subscriber.put(line)
 
     def _snapshot(self) -> Iterator[bytes]:
@@ -106,19 +103,15 @@ class EventBroadcaster:
         last = [{"pinned": pins}] if pins else []
         return map(orjson.dumps, chain([first], stored_lines(held), last))
 
-    @contextmanager
-    def subscribed(self) -> Iterator[tuple[_Subscriber, Iterator[bytes]]]:
-        """A subscriber to all lines until the block ends, and the snapshot before these lines."""
+    def subscribe(self) -> tuple[_Subscriber, Iterator[bytes]]:
+        """A new subscriber to all lines from now on, and the snapshot before these lines."""
         subscriber = _Subscriber(self._buffer_bytes)
-        self._subscribers.add(subscriber)
-        try:
-            yield subscriber, self._snapshot()
-        finally:
-            self._subscribers.discard(subscriber)
+        self.subscribers.add(subscriber)
+        return subscriber, self._snapshot()
 
     def close(self) -> None:
         """Ends all streams: a server that shuts down waits for them."""
-        for subscriber in self._subscribers:
+        for subscriber in self.subscribers:
             subscriber.ended.set()
 
     @asynccontextmanager
@@ -146,30 +139,29 @@ class EventBroadcaster:
                 _logger.exception("sgl-ext: a line of prefix events could not be applied")
 
 
-class EventStream(Response):
-    """A response that ends when its subscriber leaves or is dropped, or when the server ends."""
-
-    media_type = "application/x-ndjson"
+class EventStream:
+    """An ASGI application whose answers end when their subscriber leaves or is dropped, or when
+    the server ends."""
 
     def __init__(self, broadcaster: EventBroadcaster) -> None:
-        super().__init__()
-        del self.headers["content-length"]
         self._broadcaster = broadcaster
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        with self._broadcaster.subscribed() as (subscriber, snapshot):
-            tasks = [
-                asyncio.create_task(_send_lines(subscriber, snapshot, send)),
-                asyncio.create_task(_left(receive)),
-                asyncio.create_task(subscriber.ended.wait()),
-            ]
-            try:
-                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+        headers = [(b"content-type", b"application/x-ndjson")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        subscriber, snapshot = self._broadcaster.subscribe()
+        tasks = [
+            asyncio.create_task(_send_lines(subscriber, snapshot, send)),
+            asyncio.create_task(_left(receive)),
+            asyncio.create_task(subscriber.ended.wait()),
+        ]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._broadcaster.subscribers.discard(subscriber)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         if not subscriber.is_slow:  # one that does not read does not read an end either
             await send({"type": "http.response.body", "body": b""})
 
@@ -194,12 +186,3 @@ async def _next(subscriber: _Subscriber) -> list[bytes]:
 async def _left(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def event_route(broadcaster: EventBroadcaster) -> Route:
-    """The route of the stream."""
-
-    async def stream(_: Request) -> Response:
-        return EventStream(broadcaster)
-
-    return Route(PATH, stream, methods=["GET"])

@@ -47,10 +47,7 @@ def pin_routes(pins: PinMirror, outbox: Outbox) -> list[Route]:
             await asyncio.sleep(_POLL_S)
         return _error(HTTPStatus.GATEWAY_TIMEOUT, "the scheduler did not delete them in time")
 
-    return [
-        Route(PATH, show, methods=["GET"]),
-        Route(PATH, delete, methods=["DELETE"]),
-    ]
+    return [Route(PATH, show, methods=["GET"]), Route(PATH, delete, methods=["DELETE"])]
 
 
 def _error(status: HTTPStatus, message: str) -> JSONResponse:

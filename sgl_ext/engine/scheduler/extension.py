@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from scheduler.order import Served
 from scheduler.preemption import PreemptionHistory
 from sgl_ext.engine.core import ranks
+from sgl_ext.engine.core.channels import Inbox
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.scheduler.event_publisher import EventPublisher
-from sgl_ext.engine.scheduler.orders import OrderInbox
 from sgl_ext.engine.sglang_types import Req, TreeCache
 from sgl_ext.settings.schema import EngineSettings
 from sgl_ext.tenants import Tenants
@@ -60,8 +60,8 @@ class SchedulerExtension:
         return ranks.is_entry_rank()
 
     @cached_property
-    def orders(self) -> OrderInbox:
-        return OrderInbox()
+    def orders(self) -> Inbox:
+        return Inbox()
 
     @cached_property
     def weights(self) -> Mapping[str, float]:

@@ -26,14 +26,7 @@ from sgl_ext.requests.rewriting import (
 )
 
 # Fields for Anthropic's own servers. SGLang ignores them.
-_IGNORED = (
-    "betas",
-    "container",
-    "context_management",
-    "inference_geo",
-    "mcp_servers",
-    "speed",
-)
+_IGNORED = ("betas", "container", "context_management", "inference_geo", "mcp_servers", "speed")
 _SERVER_TOOLS = (
     "web_search",
     "web_fetch",

@@ -21,11 +21,11 @@ from sgl_ext.engine.core.dry_run import DryRun
 from sgl_ext.engine.core.hints import Hints
 from sgl_ext.engine.core.isolation import is_whole_group, isolate, salted
 from sgl_ext.engine.core.request_context import WHOLE_PROMPT, RequestContext
-from sgl_ext.engine.prefill_ahead import routes, shared_prompts
-from sgl_ext.engine.preflight import CACHE_BACKEND
+from sgl_ext.engine.prefill_ahead import routes, service
 from sgl_ext.engine.scheduler import single_flight
 from sgl_ext.engine.scheduler.request_state import RequestState
 from sgl_ext.engine.scheduler.single_flight import FOLLOW_TOKENS
+from sgl_ext.engine.startup import CACHE_BACKEND
 from sgl_ext.settings.schema import EngineSettings
 
 TOKENS = 1000
@@ -417,7 +417,7 @@ def test_a_pin_is_renewed_by_the_next_turn_though_more_of_it_is_shared(served: S
 def list_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Callable[..., Any]:
     """Lists a file's prompts, of which SGLang makes as told: tokens, or a refusal."""
     prefixes = shared_prefixes.Prefixes()
-    monkeypatch.setattr(shared_prompts, "prefixes", lambda: prefixes)
+    monkeypatch.setattr(service, "prefixes", lambda: prefixes)
 
     async def run(*lines: bytes, made: Any = (), **fields: Any) -> Any:
         async def convert(*_: Any) -> DryRun:
@@ -437,7 +437,7 @@ def list_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Callable[..., An
         path.write_bytes(b"\n".join(lines))
         tokenizer = SimpleNamespace(decode=None)
         manager = SimpleNamespace(tokenizer=tokenizer, max_req_input_len=5)
-        jobs = await shared_prompts.share_prompts(None, manager, str(path))
+        jobs = await service.share_prompts(None, manager, str(path))
         return jobs, prefixes
 
     return run
@@ -450,7 +450,7 @@ async def test_each_line_is_listed_and_is_to_be_prefilled(list_all: Any) -> None
     jobs, prefixes = await list_all(GOOD, GOOD, made=[1, 2, 3])
     assert [job.ids for job in jobs] == [[1, 2, 3]] * 2
     assert prefixes.shared(array("q", [1, 2, 9])) == 2
-    assert await shared_prompts.share_prompts(None, None, None) == []
+    assert await service.share_prompts(None, None, None) == []
 
 
 @pytest.mark.parametrize(
