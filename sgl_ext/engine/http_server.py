@@ -24,9 +24,8 @@ from sgl_ext.settings.schema import EngineSettings
 
 def extend(*_: Any, **__: Any) -> None:
     """Before SGLang's HTTP server runs."""
-    extension = HttpExtension(EngineSettings.from_environment())
+    extension, app = HttpExtension(EngineSettings.from_environment()), sglang_api.app
     install(extension)
-    app = sglang_api.app
     app.add_middleware(AnswerMiddleware, extension=extension)
     error_middleware.install(app)
     broadcaster = extension.broadcaster

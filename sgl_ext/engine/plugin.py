@@ -10,13 +10,7 @@ from __future__ import annotations
 import gc
 from importlib.metadata import version
 
-from sgl_ext.engine import (
-    sglang_api,
-    sglang_check,
-    sglang_http_types,
-    sglang_scheduler_types,
-    sglang_types,
-)
+from sgl_ext.engine import sglang_api, sglang_check, sglang_http_types, sglang_types
 
 _active = False
 
@@ -62,5 +56,5 @@ def _activate() -> None:
     if role is Role.MAIN:
         sglang_check.verify(sglang_api.HTTP_PROCESS, [sglang_http_types])
     if role is Role.SCHEDULER:
-        sglang_check.verify(sglang_api.SCHEDULER_PROCESS, [sglang_types, sglang_scheduler_types])
+        sglang_check.verify(sglang_api.SCHEDULER_PROCESS, [sglang_types])
     acknowledgements.acknowledge(role)

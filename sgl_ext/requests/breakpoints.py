@@ -68,11 +68,9 @@ def locate(protocol: Protocol, body: Any, places: Sequence[Place], render: Rende
     """
     nothing = Located("", (None,) * len(places))
     try:
-        search = _Search(protocol, body, render)
-        ends = search.ends(places)
+        return _Search(protocol, body, render).locate(places) or nothing
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError):
         return nothing
-    return nothing if ends is None else Located(search.text, tuple(ends))
 
 
 class _Search:
@@ -86,8 +84,8 @@ class _Search:
         self._tool_ends: dict[int, int | None] = {}
         self.text = ""
 
-    def ends(self, places: Sequence[Place]) -> list[int | None] | None:
-        """The ends of blocks; None if the body cannot be rendered."""
+    def locate(self, places: Sequence[Place]) -> Located | None:
+        """The prompt and the ends of blocks; None if the body cannot be rendered."""
         paths = [text_path(self._body, place) for place in places]
         instructions = text_path(self._body, last_instruction(self._body))
         tools = value_at(self._body, ("tools",))
@@ -104,7 +102,7 @@ class _Search:
                 last = self._tool_end(len(tools) - 1)
                 end = last if last is not None and end < last <= conversation_start else end
             located.append(end)
-        return located
+        return Located(self.text, tuple(located))
 
     def _marker(self, number: int) -> str:
         return f"zq{self._nonce}n{number}z"

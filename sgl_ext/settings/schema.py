@@ -171,12 +171,8 @@ class EngineSettings(RequestSettings, frozen=True, kw_only=True):
         "also those of conversations that grow. See prefill.md.",
     ] = "auto"
     prefill_ahead_slice_tokens: Annotated[Count, "Longest slice of a prefill ahead."] = 2048
-    warmup_requests: Annotated[File | None, "Request bodies to prefill at start: prefill.md."] = (
-        None
-    )
-    shared_prefixes: Annotated[File | None, "Prompts that isolated tenants share: tenants.md."] = (
-        None
-    )
+    warmup_requests: Annotated[File | None, "Requests to prefill at start: prefill.md."] = None
+    shared_prefixes: Annotated[File | None, "Prompts that tenants share: tenants.md."] = None
     token_cache_bytes: Annotated[
         Amount, "Memory for cached token ids and converted messages; 0: none."
     ] = 256 * _MIB

@@ -85,9 +85,10 @@ class RequestContext:
 _current: ContextVar[RequestContext | None] = ContextVar("sgl_ext_request", default=None)
 
 
-def enter(context: RequestContext) -> None:
-    """Makes `context` the current one, for this task and the tasks that it starts."""
-    _current.set(context)
+enter = _current.set
+"""Makes a context the current one, for this task and the tasks that it starts."""
+current = _current.get
+"""The context of the request that this task works on; None outside of requests."""
 
 
 @contextmanager
@@ -98,11 +99,6 @@ def entered(context: RequestContext) -> Iterator[None]:
         yield
     finally:
         _current.reset(token)
-
-
-def current() -> RequestContext | None:
-    """The context of the request that this task works on; None outside of requests."""
-    return _current.get()
 
 
 def current_dry_run() -> DryRun | None:

@@ -70,7 +70,7 @@ class EventBroadcaster:
         self._mirror = PrefixIndex()
         self._load: dict[str, int] = {}
         self.pins = PinMirror()
-        self.on_cleared: Callable[[], None] = lambda: None
+        self.on_cleared: Callable[[], object] = lambda: None
         self.subscribers: set[_Subscriber] = set()
         self._buffer_bytes = buffer_bytes
 

@@ -29,7 +29,7 @@ from sgl_ext.engine.http.translation import translated_copy
 from sgl_ext.engine.sglang_http_types import ServingChat
 from sgl_ext.protocols.anthropic import ANTHROPIC
 from sgl_ext.requests.breakpoints import locate
-from sgl_ext.requests.places import block_at, is_last, text_of
+from sgl_ext.requests.places import last_text, path_of, value_at
 from sgl_ext.requests.protocol import Place
 
 _logger = logging.getLogger(__name__)
@@ -78,16 +78,16 @@ def _find_ends(
     keys = [_key(context, place) for place in places]
     known = [offsets.recall(key, ids) for key in keys]
     tokens = known.copy()
-    last_text = text_of(body, places[-1]) if is_last(body, places[-1]) else None
-    if tokens[-1] is None and last_text:
-        tokens[-1] = offsets.by_tail(last_text, ids)
+    last = last_text(body, places[-1])
+    if tokens[-1] is None and last:
+        tokens[-1] = offsets.by_tail(last, ids)
     if None in tokens:
         located = locate(context.protocol, body, places, partial(_render, chat, context.path))
         ends = sorted({end for end in located.ends if end is not None})
         counted = dict(zip(ends, offsets.count(located.text, ends, ids), strict=True))
         tokens = [None if end is None else counted[end] for end in located.ends]
         # A template that trims a block hides where the text after the block begins.
-        if located.ends[-1] is not None and last_text and last_text == last_text.rstrip():
+        if located.ends[-1] is not None and last and last == last.rstrip():
             offsets.remember_tail(located.text[located.ends[-1] :])
     found = []
     for key, before, end, mark in zip(keys, known, tokens, marks, strict=True):
@@ -102,7 +102,7 @@ def _key(context: RequestContext, place: Place) -> int:
     """A hash of a block's content, place and cache group. It is the same in the next turn, in which
     marks have moved on."""
     body, session = context.body, context.chain.session
-    block = block_at(body, place)
+    block = value_at(body, path_of(place))
     if isinstance(block, dict):
         block = {key: value for key, value in block.items() if key != "cache_control"}
     preceding = f"{session}" if place[0] == "messages" else body.get("system")

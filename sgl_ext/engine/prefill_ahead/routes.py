@@ -105,7 +105,11 @@ class PrefillRequests:
         if not session:
             return _error(HTTPStatus.BAD_REQUEST, "session: must be given")
         owner = request.headers.get(OWNER_HEADER)
-        return JSONResponse({"deleted": self._prefiller.drop_session(session, owner)})
+
+        def is_meant(job: Job) -> bool:
+            return job.context.session == session and owner in (None, job.context.owner)
+
+        return JSONResponse({"deleted": self._prefiller.drop_all("deleted", is_meant)})
 
     async def _prefill(
         self, protocol: Protocol, headers: Headers, body: Any, begun: list[Job]

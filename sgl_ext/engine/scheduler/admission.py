@@ -14,10 +14,9 @@ from typing import Any
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.slices import is_slice
 from sgl_ext.engine.scheduler import preemption, priority, single_flight
-from sgl_ext.engine.scheduler.extension import extension_of
 from sgl_ext.engine.scheduler.pin_keeper import PinKeeper
-from sgl_ext.engine.sglang_scheduler_types import AddReqResult, PrefillAdder
-from sgl_ext.engine.sglang_types import Req
+from sgl_ext.engine.scheduler.state import extension_of
+from sgl_ext.engine.sglang_types import AddReqResult, PrefillAdder, Req
 
 
 def add_one(

@@ -16,7 +16,7 @@ from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.event_lines import lines_of, pin_row, stored_lines
 from sgl_ext.engine.core.slices import is_slice
 from sgl_ext.engine.scheduler.pin_keeper import PinKeeper
-from sgl_ext.engine.sglang_scheduler_types import NextBatchPlan, Scheduler
+from sgl_ext.engine.sglang_types import NextBatchPlan, Scheduler
 
 if TYPE_CHECKING:
     from sgl_ext.engine.scheduler.radix_cache import ExtendedRadixCache
@@ -36,10 +36,6 @@ class EventChannel:
         self._socket.set_hwm(_LINES_WAITING)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(events_address())
-
-    def is_writable(self) -> bool:
-        """Whether a line could be sent now."""
-        return bool(self._socket.poll(0, zmq.POLLOUT))
 
     def send(self, line: dict[str, Any]) -> bool:
         """Whether the line was sent."""
@@ -84,7 +80,7 @@ class EventPublisher:
                 self._load = load
                 lines = _with(lines, {"load": load})
         if self._needs_snapshot:
-            if not self._channel.is_writable():
+            if not self._channel.send({"cleared": True}):
                 return
             lines = self._snapshot()
         for line in lines:
@@ -111,15 +107,16 @@ class EventPublisher:
         return lines
 
     def _snapshot(self) -> list[dict[str, Any]]:
+        """Everything that there is, as lines for a receiver that was cleared."""
         cache, residency = self._cache, self._residency
         if cache is None or residency is None:
-            return [{"cleared": True}, {"load": self._load}]
+            return [{"load": self._load}]
         residency.take()
         cache.pins.changed.clear()
         rows = [pin_row(pin, cache.pins.now_s) for pin in cache.pins.pins]
         pinned = [{"pinned": rows}] if rows else []
         stored = stored_lines(residency.snapshot())
-        return [{"cleared": True}, *stored, *pinned, {"load": self._load}]
+        return [*stored, *pinned, {"load": self._load}]
 
     def _count(self, name: str, total: int) -> None:
         if total != self._counted[name]:

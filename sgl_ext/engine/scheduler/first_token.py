@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sgl_ext.engine.scheduler.extension import SchedulerExtension, extension_of
-from sgl_ext.engine.sglang_scheduler_types import OutputStreamer, ScheduleBatch, Scheduler
+from sgl_ext.engine.scheduler.state import SchedulerExtension, extension_of
+from sgl_ext.engine.sglang_types import OutputStreamer, ScheduleBatch, Scheduler
 
 
 def defer(extension: SchedulerExtension, action: Callable[[], object]) -> bool:

@@ -15,8 +15,8 @@ from typing import Any
 
 from sgl_ext.engine.scheduler import slice_gate
 from sgl_ext.engine.scheduler.event_publisher import EventChannel, EventPublisher
-from sgl_ext.engine.scheduler.extension import extension_of
-from sgl_ext.engine.sglang_scheduler_types import NextBatchPlan, Scheduler
+from sgl_ext.engine.scheduler.state import extension_of
+from sgl_ext.engine.sglang_types import NextBatchPlan, Scheduler
 
 TICK_S = 1.0
 _logger = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.hints import Hints
 from sgl_ext.engine.core.request_context import WHOLE_PROMPT
 from sgl_ext.engine.core.shared_prefixes import group_salt
-from sgl_ext.engine.scheduler.request_state import state_of
+from sgl_ext.engine.scheduler.state import state_of
 from sgl_ext.engine.sglang_types import Req
 
 if TYPE_CHECKING:

@@ -12,11 +12,9 @@ from collections.abc import Callable
 
 from scheduler.preemption import Running, victims
 from sgl_ext.engine import sglang_api
-from sgl_ext.engine.scheduler.extension import SchedulerExtension, extension_of, is_plain
 from sgl_ext.engine.scheduler.priority import applies
-from sgl_ext.engine.scheduler.request_state import state_of
-from sgl_ext.engine.sglang_scheduler_types import PrefillAdder
-from sgl_ext.engine.sglang_types import Req, TreeCache
+from sgl_ext.engine.scheduler.state import SchedulerExtension, extension_of, is_plain, state_of
+from sgl_ext.engine.sglang_types import PrefillAdder, Req, TreeCache
 
 
 def preempt_for_slot(original: Callable[..., bool], adder: PrefillAdder, req: Req) -> bool:

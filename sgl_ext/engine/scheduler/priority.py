@@ -13,15 +13,15 @@ from typing import Any
 
 from scheduler.order import Waiting, in_order, step
 from sgl_ext.engine import sglang_api
-from sgl_ext.engine.scheduler.extension import SchedulerExtension, extension_of
-from sgl_ext.engine.scheduler.request_state import Admission, state_of
-from sgl_ext.engine.sglang_scheduler_types import (
+from sgl_ext.engine.scheduler.state import Admission, SchedulerExtension, extension_of, state_of
+from sgl_ext.engine.sglang_types import (
     PrefillAdder,
+    Req,
     ScheduleBatch,
     SchedulePolicy,
     Scheduler,
+    TreeCache,
 )
-from sgl_ext.engine.sglang_types import Req, TreeCache
 
 # In one scheduling pass at most so many requests that do not fit are passed: each try costs time.
 _MOST_PASSED = 4

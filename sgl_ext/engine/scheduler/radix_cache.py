@@ -21,9 +21,8 @@ from sgl_ext.engine.core import ranks
 from sgl_ext.engine.core.hints import Hints
 from sgl_ext.engine.core.slices import is_guess
 from sgl_ext.engine.scheduler import first_token
-from sgl_ext.engine.scheduler.extension import extension_of, is_plain
 from sgl_ext.engine.scheduler.pin_keeper import PinKeeper
-from sgl_ext.engine.scheduler.request_state import state_of
+from sgl_ext.engine.scheduler.state import extension_of, is_plain, state_of
 from sgl_ext.engine.sglang_types import (
     CacheInitParams,
     EvictParams,

@@ -18,10 +18,8 @@ from array import array
 from collections.abc import Iterator
 
 from sgl_ext.engine.core.shared_prefixes import common_tokens, tokens_in_common
-from sgl_ext.engine.scheduler.extension import SchedulerExtension
-from sgl_ext.engine.scheduler.request_state import state_of
-from sgl_ext.engine.sglang_scheduler_types import PrefillAdder
-from sgl_ext.engine.sglang_types import Req, TreeCache
+from sgl_ext.engine.scheduler.state import SchedulerExtension, state_of
+from sgl_ext.engine.sglang_types import PrefillAdder, Req, TreeCache
 
 # A shorter prefix does not pay for another pass through the queue.
 FOLLOW_TOKENS = 512

@@ -23,8 +23,8 @@ from sgl_ext.engine.core.isolation import is_whole_group, isolate, salted
 from sgl_ext.engine.core.request_context import WHOLE_PROMPT, RequestContext
 from sgl_ext.engine.prefill_ahead import routes, service
 from sgl_ext.engine.scheduler import single_flight
-from sgl_ext.engine.scheduler.request_state import RequestState
 from sgl_ext.engine.scheduler.single_flight import FOLLOW_TOKENS
+from sgl_ext.engine.scheduler.state import RequestState
 from sgl_ext.engine.startup import CACHE_BACKEND
 from sgl_ext.settings.schema import EngineSettings
 

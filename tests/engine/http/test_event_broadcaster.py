@@ -172,9 +172,6 @@ class Pipe:
         self.lines: list[dict[str, Any]] = []
         self.room = 1 << 30
 
-    def is_writable(self) -> bool:
-        return self.room > 0
-
     def send(self, line: dict[str, Any]) -> bool:
         if not self.room:
             return False

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sgl_ext.engine.core.hints import Hints
 from sgl_ext.engine.core.request_context import WHOLE_PROMPT
 from sgl_ext.engine.scheduler import first_token
-from sgl_ext.engine.scheduler.request_state import RequestState
+from sgl_ext.engine.scheduler.state import RequestState
 from sgl_ext.settings.schema import EngineSettings
 from tests.engine.core.test_shared_prefixes import TOKENS, Tree, loaded, sglang
 

@@ -20,7 +20,7 @@ import pytest
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.hints import Hints
 from sgl_ext.engine.core.request_context import WHOLE_PROMPT
-from sgl_ext.engine.scheduler.request_state import RequestState
+from sgl_ext.engine.scheduler.state import RequestState
 from sgl_ext.settings.schema import EngineSettings
 
 TOKENS, WINDOWED, SLOTS = 1200, 400, 24
