@@ -13,8 +13,7 @@ the prompt.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Mapping
 
 from scheduler.placement import rendezvous
 
@@ -24,37 +23,26 @@ LONG_WAIT = 0.5
 LEAST_TOKENS = 1024
 
 
-class WorkerLoad(NamedTuple):
-    """A worker as a session's request sees it.
+def is_strained(prompt_tokens: int, pending_tokens: int, running: float | None) -> bool:
+    """Whether a session's worker may be unable to take the next turn soon.
 
-    held_tokens: tokens of the request's prompt that it holds or is about to hold.
     pending_tokens: tokens that it still has to prefill for other requests.
     running: the share of its request slots in use, 1 if it queues, None if unknown.
-    is_idle: nothing runs there.
     """
-
-    name: str
-    held_tokens: int
-    pending_tokens: int
-    running: float | None
-    is_idle: bool
+    is_full = running is not None and running >= FULL
+    return is_full or pending_tokens >= LONG_WAIT * prompt_tokens
 
 
-def is_strained(prompt_tokens: int, home: WorkerLoad) -> bool:
-    """Whether a session's worker may be unable to take the next turn soon."""
-    if home.running is not None and home.running >= FULL:
-        return True
-    return home.pending_tokens >= LONG_WAIT * prompt_tokens
-
-
-def choose_standby(prompt_tokens: int, prefix: int, others: Sequence[WorkerLoad]) -> str | None:
-    """The standby for a session whose worker is strained; None if one of the `others` holds the
-    prompt, or none is idle.
+def choose_standby(
+    prompt_tokens: int, prefix: int, held_tokens: Mapping[str, int], idle: Collection[str]
+) -> str | None:
+    """The standby for a session whose worker is strained; None if another worker holds the
+    prompt or none is idle.
 
     It is the idle worker that holds most of the prompt; ties are broken as in placement.
+    held_tokens: how much of the prompt each other worker holds or is about to hold.
+    idle: those of them where nothing runs.
     """
-    if any(prompt_tokens - other.held_tokens < LEAST_TOKENS for other in others):
+    if any(prompt_tokens - held < LEAST_TOKENS for held in held_tokens.values()):
         return None
-    idle = [other for other in others if other.is_idle]
-    idle.sort(key=lambda o: (o.held_tokens, rendezvous(prefix, o.name), o.name))
-    return idle[-1].name if idle else None
+    return max(idle, key=lambda w: (held_tokens[w], rendezvous(prefix, w), w), default=None)

@@ -29,8 +29,7 @@ from sgl_ext.balancer.reporting.request_log import RequestLog
 from sgl_ext.balancer.routing.admission_queue import AdmissionQueue
 from sgl_ext.balancer.routing.event_subscriber import EventSubscribers
 from sgl_ext.balancer.routing.router import Router
-from sgl_ext.balancer.routing.worker_probes import WorkerProbes
-from sgl_ext.balancer.routing.workers import Workers
+from sgl_ext.balancer.routing.workers import WorkerProbes, Workers
 from sgl_ext.doctor.findings import merged
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.requests.headers import HeaderStrip

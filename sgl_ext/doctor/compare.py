@@ -27,7 +27,7 @@ class Difference(NamedTuple):
     block, byte: the block of the later prompt and the byte in it where the prompts diverge. The
         block is the earlier prompt's if it is a tool that the later one lacks.
     bytes: how many bytes of the block differ from there on.
-    kind: a key of `advice.MEANINGS`.
+    kind: a key of `report.MEANINGS`.
     part: TOOLS, SYSTEM or "messages".
     at_bytes: the length of the canonical text before the difference.
     lost_bytes: how many bytes after the difference are in both prompts.

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import ClientSession, ClientTimeout, web
 
 from sgl_ext.balancer.routing import worker as worker_state
-from sgl_ext.balancer.routing import worker_probes
+from sgl_ext.balancer.routing import workers
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.segments import read_chain
 from tests.balancer.conftest import Engine, Start
@@ -605,7 +605,7 @@ async def test_a_hanging_scheduler_is_detected_and_its_requests_go_elsewhere(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_state, "STALL_S", 0.3)
-    monkeypatch.setattr(worker_probes, "_GENERATE_TIMEOUT", ClientTimeout(total=0.5))
+    monkeypatch.setattr(workers, "_GENERATE_TIMEOUT", ClientTimeout(total=0.5))
     hangs = asyncio.Event()
 
     async def answer(request: web.Request) -> web.StreamResponse:

@@ -24,7 +24,7 @@ from sgl_ext import pin_mirror
 from sgl_ext.balancer.relay.preparation import parse_json
 from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.routing.worker import Worker
-from sgl_ext.balancer.routing.worker_probes import WorkerProbes
+from sgl_ext.balancer.routing.workers import WorkerProbes
 from sgl_ext.protocols import routes
 from sgl_ext.protocols.errors import BalancerError, no_engine
 from sgl_ext.protocols.registry import of_path
