@@ -78,7 +78,7 @@ class Balancer:
             read_api_key(config.api_key),
             self._key_file,
             self._tenants,
-            isolates=config.isolates_tenants,
+            config.isolates_tenants,
         )
         self._heads = RequestHeadCache(authentication.admit)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import NamedTuple
 
@@ -29,32 +30,29 @@ class Charge(NamedTuple):
     tokens: int
 
 
+@dataclass(eq=False)
 class RateLimits:
     """The limits of a key file, shared by `processes`. Without a key file there are none."""
 
-    def __init__(
-        self,
-        key_file: KeyFileReloader | None,
-        metrics: Metrics,
-        processes: int = 1,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._key_file = key_file
-        self._processes = processes
-        self._clock = clock
+    key_file: KeyFileReloader | None
+    metrics: Metrics
+    processes: int = 1
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._buckets: dict[tuple[str, str], Bucket] = {}
-        if key_file is None:
+        if self.key_file is None:
             return
-        self._requests = metrics.counter(
+        self._requests = self.metrics.counter(
             "tenant_requests", "Requests admitted within the tenant's rate limits.", "tenant"
         )
-        self._limited = metrics.counter(
+        self._limited = self.metrics.counter(
             "tenant_rate_limited",
             "Requests rejected because the tenant was over a rate limit.",
             "tenant",
             "limit",
         )
-        self._tokens = metrics.counter(
+        self._tokens = self.metrics.counter(
             "tenant_tokens",
             "Tokens charged to the tenant: prompt tokens that were computed, and output tokens.",
             "tenant",
@@ -65,9 +63,9 @@ class RateLimits:
 
         Raises BalancerError 429 if the tenant is over a limit.
         """
-        if self._key_file is None or tenant not in self._key_file.keys.tenants:
+        if self.key_file is None or tenant not in self.key_file.keys.tenants:
             return None
-        allowance, now_s = self._key_file.keys.allowance(tenant), self._clock()
+        allowance, now_s = self.key_file.keys.allowance(tenant), self.clock()
         buckets = []
         for kind, limit, cost in (
             ("requests", allowance.requests_per_minute, 1),
@@ -96,10 +94,10 @@ class RateLimits:
         self._tokens.counts[(charge.tenant,)] += cost
         bucket = self._buckets.get((charge.tenant, "tokens"))
         if bucket is not None:
-            bucket.take(cost - charge.tokens, self._clock())
+            bucket.take(cost - charge.tokens, self.clock())
 
     def _bucket(self, tenant: str, kind: str, limit: float, now_s: float) -> Bucket:
-        share = limit / self._processes
+        share = limit / self.processes
         bucket = self._buckets.get((tenant, kind))
         if bucket is None:
             bucket = self._buckets[tenant, kind] = Bucket(share, now_s)

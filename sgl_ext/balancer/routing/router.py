@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from scheduler.capacity import has_capacity
@@ -32,6 +33,7 @@ from sgl_ext.requests.session import is_final, salt_of, session_key
 from sgl_ext.tenants import Tenants
 
 
+@dataclass(eq=False)
 class Router:
     """Places requests on workers. One a process; not thread-safe.
 
@@ -39,29 +41,20 @@ class Router:
     on_capacity: called whenever a worker may have more capacity.
     """
 
-    def __init__(
-        self,
-        workers: Workers,
-        metrics: Metrics,
-        worker_limit: int = 1024,
-        *,
-        sort_tools: bool = False,
-        tenants: Tenants | None = None,
-        preemption_threshold: int = 10,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.workers = workers
+    workers: Workers
+    metrics: Metrics
+    worker_limit: int = 1024
+    sort_tools: bool = False
+    tenants: Tenants = field(default_factory=Tenants)
+    preemption_threshold: int = 10
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self.prefixes = Prefixes()
-        self.attempts = Attempts(self.prefixes, clock)
-        self.sort_tools = sort_tools
-        self.tenants = Tenants() if tenants is None else tenants
-        self._metrics = metrics
-        self._worker_limit = worker_limit
-        self._preemption_threshold = preemption_threshold
-        self._clock = clock
+        self.attempts = Attempts(self.prefixes, self.clock)
         self.on_capacity: list[Callable[[], None]] = []
         self.attempts.on_end.append(self.capacity_changed)
-        workers.on_leave.append(self._forget)
+        self.workers.on_leave.append(self._forget)
 
     def read(
         self,
@@ -102,9 +95,9 @@ class Router:
         None if no worker has capacity, or if the worker that its session stays on has none and
         the request `waits_for_home`.
         """
-        now_s = self._clock()
+        now_s = self.clock()
         if unconfirmed := self.prefixes.in_flight.expire(now_s):
-            self._metrics.unconfirmed_prefixes.inc(unconfirmed)
+            self.metrics.unconfirmed_prefixes.inc(unconfirmed)
         self.attempts.sessions.expire(now_s)
         candidates = self._candidates(tried)
         if not any(self._has_capacity(w, routing) for w in candidates):
@@ -151,14 +144,14 @@ class Router:
 
     def views(self, chain: Chain) -> list[tuple[Worker, WorkerView]]:
         """The available workers, each with its view for a prompt."""
-        now_s = self._clock()
+        now_s = self.clock()
         held = self.prefixes.lookup(chain)
         available = [w for w in self.workers.all if w.is_available]
         return [(worker, self._view(worker, held, now_s)) for worker in available]
 
     def explain(self, routing: RoutingRequest) -> dict[str, Any]:
         """What this request would cost on each worker, and where it would go. Changes nothing."""
-        now_s = self._clock()
+        now_s = self.clock()
         held = self.prefixes.lookup(routing.chain)
         workers = self.workers.all
         views = [self._view(worker, held, now_s) for worker in workers]
@@ -227,7 +220,7 @@ class Router:
     ) -> bool:
         """Whether a worker has capacity for a request; without `held`, for one of no tokens."""
         peers = worker.peer_load
-        if worker.in_flight + peers.in_flight >= self._worker_limit:
+        if worker.in_flight + peers.in_flight >= self.worker_limit:
             return False
         if worker.capacity is None or not routing.runs:
             return True
@@ -240,7 +233,7 @@ class Router:
             worker.running,
             routing.priority,
             tokens,
-            self._preemption_threshold,
+            self.preemption_threshold,
             peers.in_flight,
             peers.pending_tokens,
         )
