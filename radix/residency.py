@@ -23,8 +23,6 @@ Invariants, asserted by `check`: a segment's parent is held; `children` counts i
 segments without children are the leaves.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass

@@ -26,8 +26,6 @@ after it. A request that arrives later than that has waited P - p + 1 full aging
 step is at most P + n - (P - p + 1) = p + n - 1 when the step of the first request is p + n.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heapreplace
 from math import floor, inf, log

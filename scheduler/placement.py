@@ -22,8 +22,6 @@ Ties go to the highest rendezvous score of the prefix (Thaler and Ravishankar, 1
 balancers that see the same loads choose the same worker without a message.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ the next turn would move. One standby is enough, so none is chosen while another
 the prompt.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 
 from scheduler.placement import rendezvous

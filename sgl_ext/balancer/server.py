@@ -1,7 +1,5 @@
 """The balancer: builds its parts, listens for clients, and sweeps once a second."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from contextlib import suppress

@@ -6,8 +6,6 @@
 Exit code 0: no prompt diverges. 1: prompts diverge. 2: the log or the balancer cannot be read.
 """
 
-from __future__ import annotations
-
 import argparse
 import http.client
 import sys

@@ -4,8 +4,6 @@ The lost text follows the difference in the later prompt and is in the earlier o
 cached and is computed again. New text would have been computed in any case.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence

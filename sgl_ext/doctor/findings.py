@@ -3,8 +3,6 @@
 The balancer and the reader of its request log use the same sums.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping

@@ -14,8 +14,6 @@ Chained hashes decide the first two cases with one or two lookups. Only for the 
 are parsed again, so a conversation that only grows costs almost nothing.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field

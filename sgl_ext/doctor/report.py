@@ -1,7 +1,5 @@
 """The findings as text for people and as JSON for programs, with the advice on each kind."""
 
-from __future__ import annotations
-
 import textwrap
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

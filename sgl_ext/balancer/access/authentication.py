@@ -12,8 +12,6 @@ dropped. Only operators and admins may name a tenant there, as a proxy that auth
 callers itself does. Without a key file the balancer trusts `x-tenant-id`.
 """
 
-from __future__ import annotations
-
 import hmac
 import logging
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ Each of several balancer processes enforces an equal share of every limit, becau
 spreads the connections over them.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Requests come through the data path, which has checked their keys and their size
 one worker never come here.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import socket

@@ -10,8 +10,6 @@ POST   /sgl_ext/explain/v1/messages             where this request would go, and
                                                 whose requests are placed
 """
 
-from __future__ import annotations
-
 import asyncio
 from http import HTTPStatus
 from typing import Any

@@ -10,8 +10,6 @@ is forgotten.
 A message begins with the group's secret; any other message is counted and dropped.
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import time

@@ -16,8 +16,6 @@ each layer gets a cache mark, unless the request's own marks hold it as long; /v
 has no marks inside a prompt, so its whole prompt is pinned.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

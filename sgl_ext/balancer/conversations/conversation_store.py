@@ -5,8 +5,6 @@
 Each tenant has its own: an id of another tenant is as unknown as one that does not exist.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import sqlite3

@@ -7,8 +7,6 @@ itself, and finds the prefix in its cache. `instructions` and `tools` are never 
 OpenAI's API.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

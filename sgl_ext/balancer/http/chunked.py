@@ -7,8 +7,6 @@ So the balancer reads chunks itself. Extensions and trailers are dropped, and th
 limited.
 """
 
-from __future__ import annotations
-
 import re
 from http import HTTPStatus
 

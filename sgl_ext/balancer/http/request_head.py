@@ -10,8 +10,6 @@ by their bytes without the digits of the length. Two heads that differ only in t
 well-formed Content-Length line mean the same except for the length.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Mapping
 from http import HTTPStatus

@@ -5,8 +5,6 @@ ten of them. With prometheus_client's own that takes 18 us (1.6 us for a labelle
 for a histogram), with these 1 us.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence

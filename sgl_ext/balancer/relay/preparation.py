@@ -1,7 +1,5 @@
 """Reads a request's body before it is placed: what it names, how to route it, and its charge."""
 
-from __future__ import annotations
-
 from http import HTTPStatus
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs

@@ -1,7 +1,5 @@
 """The parts of the balancer that all exchanges and the control plane use."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

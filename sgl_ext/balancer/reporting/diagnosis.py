@@ -3,8 +3,6 @@
 Only positions, sizes and kinds of differences leave this process, never a prompt's text.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Mapping

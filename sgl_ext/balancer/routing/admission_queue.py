@@ -13,8 +13,6 @@ somewhere all the time, and a request that took the first free slot would leave 
 Two seconds are the time to compute 40,000 tokens again at 20,000 tokens/s.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Subscriptions to the engines' prefix events: one connection to each, reopened if it ends."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncIterator

@@ -4,8 +4,6 @@ A malformed line changes nothing. After it, or after a gap, the subscriber must 
 begin with a snapshot.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from enum import StrEnum

@@ -1,7 +1,5 @@
 """What workers hold of a prompt: the prefixes they reported, and those they will hold soon."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from radix.in_flight_prefixes import InFlightPrefix, InFlightPrefixes

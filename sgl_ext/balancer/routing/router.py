@@ -5,8 +5,6 @@
 `read` runs once for a request, `place` once for each attempt.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ The same body goes to that worker's `/v1/prefill`, which responds at once and co
 while the worker is idle. No client waits for it, and if it fails only the head start is lost.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from contextlib import suppress

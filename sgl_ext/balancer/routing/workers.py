@@ -1,7 +1,5 @@
 """The table of workers: which engines there are, which have left, and which a probe finds ready."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
