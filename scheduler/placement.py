@@ -121,20 +121,16 @@ def place(request: PlacementRequest, workers: Sequence[WorkerView]) -> Placement
         reason = stays(request, home, others)
         if reason == "home":
             return Placement(home.name, reason)
-    scores = score(request, workers, is_new=reason != "moved")
+    scores = [score(request, view, is_new=reason != "moved") for view in workers]
     least = min(score.cost for score in scores)
     ties = [score.name for score in scores if score.cost == least]
     chosen = max(ties, key=lambda name: (rendezvous(request.prefix, name), name))
     return Placement(chosen, "home" if chosen == request.home else reason)
 
 
-def score(request: PlacementRequest, workers: Sequence[WorkerView], *, is_new: bool) -> list[Score]:
-    """The request's cost on each worker. `is_new`: with the terms of a new session."""
-    return [_score(request.prompt_tokens, view, is_new) for view in workers]
-
-
-def _score(prompt_tokens: int, view: WorkerView, is_new: bool) -> Score:
-    uncached = max(prompt_tokens - view.held_tokens, 0)
+def score(request: PlacementRequest, view: WorkerView, *, is_new: bool) -> Score:
+    """The request's cost on a worker. `is_new`: with the terms of a new session."""
+    uncached = max(request.prompt_tokens - view.held_tokens, 0)
     decoding = DECODE_TOKENS * view.decoding
     recent = sessions = 0.0
     if is_new:

@@ -157,7 +157,7 @@ class Router:
         placement = place(
             request, [v for v, w in zip(views, workers, strict=True) if w.is_available]
         )
-        scores = score(request, views, is_new=request.home is None)
+        scores = [score(request, view, is_new=request.home is None) for view in views]
         return {
             "segments": len(routing.chain.hashes),
             "tools": routing.chain.tools,
