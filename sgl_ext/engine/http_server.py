@@ -11,7 +11,7 @@ from starlette.datastructures import Headers
 from starlette.routing import Route
 
 from sgl_ext.engine import sglang_api
-from sgl_ext.engine.core.channels import Outbox
+from sgl_ext.engine.core.folder import Outbox
 from sgl_ext.engine.core.request_context import context_in, current_dry_run
 from sgl_ext.engine.http import error_middleware
 from sgl_ext.engine.http.event_broadcaster import PATH, EventStream

@@ -34,7 +34,7 @@ def require_active() -> None:
 
 
 def _activate() -> None:
-    from sgl_ext.engine.core import acknowledgements
+    from sgl_ext.engine.core.folder import acknowledge, open_folder
     from sgl_ext.engine.hooks import HOOKS, SHARING_HOOKS, Role, apply_hooks, current_role
     from sgl_ext.engine.http import tool_calls
     from sgl_ext.engine.startup import CACHE_BACKEND, check_environment
@@ -44,7 +44,7 @@ def _activate() -> None:
     tool_calls.forward_unknown_tools()
     role = current_role()
     if role is Role.MAIN:
-        acknowledgements.open_folder()
+        open_folder()
     if role is Role.SCHEDULER:
         from sgl_ext.engine.scheduler.radix_cache import make_cache
 
@@ -57,4 +57,4 @@ def _activate() -> None:
         sglang_check.verify(sglang_api.HTTP_PROCESS, [sglang_http_types])
     if role is Role.SCHEDULER:
         sglang_check.verify(sglang_api.SCHEDULER_PROCESS, [sglang_types])
-    acknowledgements.acknowledge(role)
+    acknowledge(role)

@@ -12,6 +12,8 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
+Original = Callable[..., Any]
+"""A function of SGLang's, as a hook around it gets it."""
 _Class = TypeVar("_Class", bound=type)
 _MANAGERS = "sglang.srt.managers"
 _CACHE = "sglang.srt.mem_cache"

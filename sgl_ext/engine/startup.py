@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from sgl_ext.engine.core import acknowledgements
+from sgl_ext.engine.core.folder import acknowledged
 from sgl_ext.engine.sglang_types import ServerArgs
 from sgl_ext.settings.schema import EngineSettings
 
@@ -86,10 +86,10 @@ def await_acknowledgements(launched: Any, *_: Any, **__: Any) -> None:
     exist by now. A detokenizer reports nothing, and may still import modules.
     """
     _, _, _, scheduler_init_result, *_ = launched
-    if acknowledgements.count()["scheduler"] < len(scheduler_init_result.scheduler_infos):
+    if acknowledged()["scheduler"] < len(scheduler_init_result.scheduler_infos):
         raise SystemExit("sgl-ext: the plugin was not loaded in a scheduler process")
     deadline = time.monotonic() + _DETOKENIZER_TIMEOUT_S
-    while not acknowledgements.count()["detokenizer"]:
+    while not acknowledged()["detokenizer"]:
         if time.monotonic() > deadline:
             raise SystemExit("sgl-ext: the plugin was not loaded in the detokenizer process")
         time.sleep(0.05)

@@ -13,7 +13,7 @@ from sgl_ext_cpu.node import free_port
 from sgl_ext_cpu.nursery import Nursery
 
 from sgl_ext.engine import startup
-from sgl_ext.engine.core import acknowledgements
+from sgl_ext.engine.core.folder import acknowledge
 from tests.waiting import until
 
 
@@ -88,8 +88,8 @@ def test_a_scheduler_that_acknowledged_nothing_stops_the_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("SGL_EXT_ENGINE_FOLDER", str(tmp_path))
-    acknowledgements.acknowledge("detokenizer")
-    acknowledgements.acknowledge("scheduler")
+    acknowledge("detokenizer")
+    acknowledge("scheduler")
     schedulers = SimpleNamespace(scheduler_infos=[{}])
     startup.await_acknowledgements((None, None, None, schedulers))
     schedulers.scheduler_infos.append({})

@@ -10,6 +10,7 @@ from typing import Any
 from sgl_ext.engine.core.request_context import current
 from sgl_ext.engine.host_cache.shortcuts import Message
 from sgl_ext.engine.http.extension import installed
+from sgl_ext.engine.sglang_types import Original
 
 
 def encode_prompt(
@@ -28,16 +29,14 @@ def encode_prompt(
     return tokens if is_array_allowed else tokens.tolist()
 
 
-def dump_message(original: Callable[..., Any], message: Any, **options: Any) -> Message:
+def dump_message(original: Original, message: Any, **options: Any) -> Message:
     """Around `model_dump` of the messages of chat completions."""
     cache = None if options else installed().message_cache
     known = None if cache is None else cache.dict_of(message)
     return Message(original(message, **options)) if known is None else known
 
 
-def check_schema(
-    original: Callable[..., None], validator: Any, schema: Any, **options: Any
-) -> None:
+def check_schema(original: Original, validator: Any, schema: Any, **options: Any) -> None:
     """Around `Draft202012Validator.check_schema`: raises SchemaError as it does."""
     if options:
         original(validator, schema, **options)

@@ -20,9 +20,9 @@ import zmq.asyncio
 from starlette.types import Receive, Scope, Send
 
 from radix.index import PrefixIndex
-from sgl_ext.engine.core.channels import events_address
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.event_lines import stored_lines
+from sgl_ext.engine.core.folder import events_address
 from sgl_ext.pin_mirror import PinMirror
 
 PATH = "/sgl_ext/events"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -27,6 +26,7 @@ from sgl_ext.engine.http.rendering import collecting, drops_thinking
 from sgl_ext.engine.http.token_offsets import TokenOffsets
 from sgl_ext.engine.http.translation import translated_copy
 from sgl_ext.engine.sglang_http_types import ServingChat
+from sgl_ext.engine.sglang_types import Original
 from sgl_ext.protocols.anthropic import ANTHROPIC
 from sgl_ext.requests.breakpoints import locate
 from sgl_ext.requests.places import last_text, path_of, value_at
@@ -35,9 +35,7 @@ from sgl_ext.requests.protocol import Place
 _logger = logging.getLogger(__name__)
 
 
-def place_pins(
-    original: Callable[..., Any], chat: ServingChat, request: Any, *args: Any, **kw: Any
-) -> Any:
+def place_pins(original: Original, chat: ServingChat, request: Any, *args: Any, **kw: Any) -> Any:
     """Around `OpenAIServingChat._convert_to_internal_request`: finds where marked blocks end.
 
     It may run in a thread that has no context variables, so it enters the context again.

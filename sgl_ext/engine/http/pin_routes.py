@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from sgl_ext.engine.core.channels import Outbox
+from sgl_ext.engine.core.folder import Outbox
 from sgl_ext.pin_mirror import PATH, PinMirror
 from sgl_ext.requests.session import OWNER_HEADER
 

@@ -64,19 +64,18 @@ class PrefillRequests:
         try:
             body = orjson.loads(await request.body())
         except orjson.JSONDecodeError as error:
-            return _error(HTTPStatus.BAD_REQUEST, f"the body is not JSON: {error}")
+            return _error(f"the body is not JSON: {error}")
         waits = request.query_params.get("wait", "true")
         if waits not in ("true", "false"):
-            message = f"wait: must be true or false, not {waits[:40]!r}"
-            return _error(HTTPStatus.BAD_REQUEST, message)
+            return _error(f"wait: must be true or false, not {waits[:40]!r}")
         headers = dict(request.headers.items())
         protocol = detect(headers, request.query_params.get("protocol"), body)
         if protocol is None:
-            message = "protocol: must be messages, chat or responses, as the body leaves it open"
-            return _error(HTTPStatus.BAD_REQUEST, message)
+            names = "messages, chat or responses"
+            return _error(f"protocol: must be {names}, as the body leaves it open")
         if len(self._tasks) >= MOST_WAITING:
-            message = f"{len(self._tasks)} prompts are waiting to be prefilled"
-            return _error(HTTPStatus.TOO_MANY_REQUESTS, message)
+            what = f"{len(self._tasks)} prompts are waiting to be prefilled"
+            return _error(what, HTTPStatus.TOO_MANY_REQUESTS)
         begun: list[Job] = []
         task = asyncio.create_task(self._prefill(protocol, request.headers.raw, body, begun))
         self._tasks.add(task)
@@ -103,7 +102,7 @@ class PrefillRequests:
         """Answers DELETE."""
         session = request.query_params.get("session")
         if not session:
-            return _error(HTTPStatus.BAD_REQUEST, "session: must be given")
+            return _error("session: must be given")
         owner = request.headers.get(OWNER_HEADER)
 
         def is_meant(job: Job) -> bool:
@@ -145,11 +144,10 @@ async def read_job(
         return Response(dry_run.answer, dry_run.status, media_type="application/json")
     ids = certain_ids(dry_run.request, turn, manager.tokenizer.decode)
     if ids is None:
-        return _error(HTTPStatus.BAD_REQUEST, "the prompt is not of text alone")
+        return _error("the prompt is not of text alone")
     longest = manager.max_req_input_len
     if len(ids) > longest:
-        message = f"the prompt has {len(ids)} tokens, and this engine takes {longest}"
-        return _error(HTTPStatus.BAD_REQUEST, message)
+        return _error(f"the prompt has {len(ids)} tokens, and this engine takes {longest}")
     context = dry_run.context
     context.pins = tuple(pin for pin in context.pins if pin[0] <= len(ids))  # also WHOLE_PROMPT
     name = conversation_name(context) or secrets.token_hex(8)
@@ -176,7 +174,7 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _error(status: HTTPStatus, message: str) -> JSONResponse:
+def _error(message: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> JSONResponse:
     """An error; the error middleware gives it its protocol's shape."""
     is_busy = status == HTTPStatus.TOO_MANY_REQUESTS
     headers = {"retry-after": str(_RETRY_AFTER_S)} if is_busy else None

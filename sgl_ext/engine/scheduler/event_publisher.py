@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import zmq
 
-from sgl_ext.engine.core.channels import events_address
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.event_lines import lines_of, pin_row, stored_lines
+from sgl_ext.engine.core.folder import events_address
 from sgl_ext.engine.core.slices import is_slice
 from sgl_ext.engine.scheduler.pin_keeper import PinKeeper
 from sgl_ext.engine.sglang_types import NextBatchPlan, Scheduler

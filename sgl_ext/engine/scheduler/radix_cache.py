@@ -17,10 +17,9 @@ from radix.pins import Pins
 from radix.residency import Residency
 from scheduler.eviction_priority import EVICT_FIRST, EvictionPriority, eviction_priority
 from sgl_ext.engine import sglang_api
-from sgl_ext.engine.core import ranks
 from sgl_ext.engine.core.hints import Hints
 from sgl_ext.engine.core.slices import is_guess
-from sgl_ext.engine.scheduler import first_token
+from sgl_ext.engine.scheduler import first_token, state
 from sgl_ext.engine.scheduler.pin_keeper import PinKeeper
 from sgl_ext.engine.scheduler.state import extension_of, is_plain, state_of
 from sgl_ext.engine.sglang_types import (
@@ -79,7 +78,7 @@ class ExtendedRadixCache(sglang_api.UnifiedRadixCache):
 
     def __init__(self, params: CacheInitParams) -> None:
         # `UnifiedRadixCache.__init__` ends with a call of `reset`.
-        is_entry_rank = ranks.is_entry_rank()
+        is_entry_rank = state.is_entry_rank()
         slack = params.page_size - 1 + bool(params.is_eagle)
         self.residency = Residency(page=params.page_size, slack=slack) if is_entry_rank else None
         self._store_now: _Store | None = None

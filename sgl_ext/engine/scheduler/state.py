@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from scheduler.order import Served
 from scheduler.preemption import PreemptionHistory
-from sgl_ext.engine.core import ranks
-from sgl_ext.engine.core.channels import Inbox
+from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.counters import counter
+from sgl_ext.engine.core.folder import Inbox
 from sgl_ext.engine.core.hints import Hints, decode_hints
 from sgl_ext.engine.sglang_types import Req, TreeCache
 from sgl_ext.settings.schema import EngineSettings
@@ -60,7 +60,7 @@ class SchedulerExtension:
 
     @cached_property
     def is_entry_rank(self) -> bool:
-        return ranks.is_entry_rank()
+        return is_entry_rank()
 
     @cached_property
     def orders(self) -> Inbox:
@@ -74,6 +74,16 @@ class SchedulerExtension:
         """Counts, once for an engine, what every rank of it does."""
         if amount and self.is_entry_rank:
             counter(name).inc(amount)
+
+
+def is_entry_rank() -> bool:
+    """Whether this is the rank that counts and publishes for its engine: the first one.
+
+    With replicas or data-parallel attention, one address stands for several trees: no rank of such
+    an engine publishes.
+    """
+    parallel = sglang_api.get_parallel()
+    return bool(parallel.num_dp_ranks == 1 and parallel.tp_rank == 0 and parallel.pp_rank == 0)
 
 
 def extension_of(cache: TreeCache) -> SchedulerExtension:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from sgl_ext.engine import startup
 from sgl_ext.engine.core import counters, shared_prefixes
 from sgl_ext.engine.core.dry_run import DryRun
+from sgl_ext.engine.core.folder import secret
 from sgl_ext.engine.core.hints import Hints
 from sgl_ext.engine.core.isolation import is_whole_group, isolate, salted
 from sgl_ext.engine.core.request_context import WHOLE_PROMPT, RequestContext
@@ -53,7 +54,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
     def forget() -> None:
         for remembered in (
-            shared_prefixes._prefix,
+            secret,
             shared_prefixes._read,
             shared_prefixes.prefixes,
         ):
@@ -150,7 +151,7 @@ def test_two_groups_share_listed_prefixes_and_nothing_after_them(
     lists: list[list[int]],
     asked: list[tuple[str | None, list[int]]],
 ) -> None:
-    monkeypatch.setattr(loaded("sgl_ext.engine.core.ranks"), "is_entry_rank", lambda: False)
+    monkeypatch.setattr(loaded("sgl_ext.engine.scheduler.state"), "is_entry_rank", lambda: False)
     tree, prefixes = Tree(kind, page, is_eagle), shared_prefixes.Prefixes()
     for ids in lists:
         prefixes.add(ids)
@@ -362,7 +363,7 @@ class Served(Tree):
 @pytest.fixture(params=["rust", "python"])
 def served(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     """The first 100 numbers are listed."""
-    monkeypatch.setattr(loaded("sgl_ext.engine.core.ranks"), "is_entry_rank", lambda: True)
+    monkeypatch.setattr(loaded("sgl_ext.engine.scheduler.state"), "is_entry_rank", lambda: True)
     monkeypatch.setenv(*EngineSettings(pin_budget=0.9).to_environment().popitem())
     prefixes = shared_prefixes.Prefixes()
     prefixes.add(list(range(100)))

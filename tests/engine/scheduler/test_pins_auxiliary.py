@@ -162,7 +162,7 @@ def prompt(tokens: int) -> list[int]:
 
 @pytest.fixture(params=["swa-rust", "swa-python", "mamba-rust", "mamba-python"])
 def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
-    monkeypatch.setattr(loaded("sgl_ext.engine.core.ranks"), "is_entry_rank", lambda: True)
+    monkeypatch.setattr(loaded("sgl_ext.engine.scheduler.state"), "is_entry_rank", lambda: True)
     monkeypatch.setenv(*EngineSettings(pin_budget=0.9).to_environment().popitem())
     context = sglang("runtime_context").get_context()
     sglang("arg_groups.pipeline")  # imported here, where its warnings are no errors
