@@ -14,7 +14,7 @@ from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.folder import Outbox
 from sgl_ext.engine.core.request_context import context_in, current_dry_run
 from sgl_ext.engine.http import error_middleware
-from sgl_ext.engine.http.event_broadcaster import PATH, EventStream
+from sgl_ext.engine.http.event_broadcaster import PATH
 from sgl_ext.engine.http.extension import HttpExtension, install, installed
 from sgl_ext.engine.http.pin_routes import pin_routes
 from sgl_ext.protocols.registry import of_path
@@ -29,7 +29,7 @@ def extend(*_: Any, **__: Any) -> None:
     app.add_middleware(AnswerMiddleware, extension=extension)
     error_middleware.install(app)
     broadcaster = extension.broadcaster
-    events = Route(PATH, EventStream(broadcaster), methods=["GET"])
+    events = Route(PATH, broadcaster, methods=["GET"])
     app.router.routes[:0] = [events, *pin_routes(broadcaster.pins, Outbox())]
     original = app.router.lifespan_context
 

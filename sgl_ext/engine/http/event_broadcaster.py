@@ -71,7 +71,7 @@ class EventBroadcaster:
         self._load: dict[str, int] = {}
         self.pins = PinMirror()
         self.on_cleared: Callable[[], object] = lambda: None
-        self.subscribers: set[_Subscriber] = set()
+        self._subscribers: set[_Subscriber] = set()
         self._buffer_bytes = buffer_bytes
 
     def apply(self, line: bytes) -> None:
@@ -90,7 +90,7 @@ class EventBroadcaster:
         self._load = event.get("load", self._load)
         self.pins.apply(event, time.monotonic())
         counter("event_lines").inc()
-        for subscriber in self.subscribers:
+        for subscriber in self._subscribers:
             subscriber.put(line)
 
     def _snapshot(self) -> Iterator[bytes]:
@@ -103,15 +103,31 @@ class EventBroadcaster:
         last = [{"pinned": pins}] if pins else []
         return map(orjson.dumps, chain([first], stored_lines(held), last))
 
-    def subscribe(self) -> tuple[_Subscriber, Iterator[bytes]]:
-        """A new subscriber to all lines from now on, and the snapshot before these lines."""
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI application of the stream, which ends when its subscriber leaves or is dropped,
+        or when the server ends."""
+        headers = [(b"content-type", b"application/x-ndjson")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         subscriber = _Subscriber(self._buffer_bytes)
-        self.subscribers.add(subscriber)
-        return subscriber, self._snapshot()
+        self._subscribers.add(subscriber)
+        tasks = [
+            asyncio.create_task(_send_lines(subscriber, self._snapshot(), send)),
+            asyncio.create_task(_left(receive)),
+            asyncio.create_task(subscriber.ended.wait()),
+        ]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._subscribers.discard(subscriber)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        if not subscriber.is_slow:  # one that does not read does not read an end either
+            await send({"type": "http.response.body", "body": b""})
 
     def close(self) -> None:
         """Ends all streams: a server that shuts down waits for them."""
-        for subscriber in self.subscribers:
+        for subscriber in self._subscribers:
             subscriber.ended.set()
 
     @asynccontextmanager
@@ -137,33 +153,6 @@ class EventBroadcaster:
                 # The next snapshot may lack it, which costs a cache miss.
                 counter("event_lines_unreadable").inc()
                 _logger.exception("sgl-ext: a line of prefix events could not be applied")
-
-
-class EventStream:
-    """An ASGI application whose answers end when their subscriber leaves or is dropped, or when
-    the server ends."""
-
-    def __init__(self, broadcaster: EventBroadcaster) -> None:
-        self._broadcaster = broadcaster
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = [(b"content-type", b"application/x-ndjson")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        subscriber, snapshot = self._broadcaster.subscribe()
-        tasks = [
-            asyncio.create_task(_send_lines(subscriber, snapshot, send)),
-            asyncio.create_task(_left(receive)),
-            asyncio.create_task(subscriber.ended.wait()),
-        ]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            self._broadcaster.subscribers.discard(subscriber)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        if not subscriber.is_slow:  # one that does not read does not read an end either
-            await send({"type": "http.response.body", "body": b""})
 
 
 async def _send_lines(subscriber: _Subscriber, snapshot: Iterator[bytes], send: Send) -> None:

@@ -19,6 +19,8 @@ from threading import Lock
 import xxhash
 from cachetools import FIFOCache, LRUCache
 
+from sgl_ext.requests.breakpoints import common_prefix
+
 # A place may lie inside a token. Then the text before it ends in at most so many other tokens.
 _STRADDLING_TOKENS = 8
 _LIMIT_KNOWN = 65_536
@@ -97,7 +99,7 @@ class TokenOffsets:
         found = 0
         for start, before in ((begin, tokens), (0, 0)):
             between = self._encode(text[start:end])
-            common = _common(between, ids[before : before + len(between)])
+            common = common_prefix(between, ids[before : before + len(between)].tolist())
             found = max(found, before + common)
             if len(between) - common <= _STRADDLING_TOKENS:
                 break  # else `begin` lay within a token
@@ -106,9 +108,3 @@ class TokenOffsets:
 
 def _digest(ids: array[int], tokens: int) -> int:
     return xxhash.xxh3_64_intdigest(memoryview(ids)[:tokens])
-
-
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    pairs = enumerate(zip(one, other, strict=False))
-    diverging = (place for place, (left, right) in pairs if left != right)
-    return next(diverging, min(len(one), len(other)))
