@@ -73,10 +73,7 @@ class Balancer:
             None if config.keys is None else KeyFileReloader(Path(config.keys), self._metrics)
         )
         authentication = Authentication(
-            read_api_key(config.api_key),
-            self._key_file,
-            self._tenants,
-            config.isolates_tenants,
+            read_api_key(config.api_key), self._key_file, self._tenants, config.isolates_tenants
         )
         self._heads = RequestHeadCache(authentication.admit)
 

@@ -25,11 +25,7 @@ class Findings:
         self._rows: defaultdict[tuple[Agent, Row], list[int]] = defaultdict(lambda: [0, 0])
 
     def add(
-        self,
-        harness: str,
-        model: str,
-        prompt_tokens: int,
-        divergence: Mapping[str, Any] | None,
+        self, harness: str, model: str, prompt_tokens: int, divergence: Mapping[str, Any] | None
     ) -> None:
         """Adds a prompt and the `divergence` of its line in the request log.
 

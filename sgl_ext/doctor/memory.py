@@ -87,9 +87,7 @@ class PromptMemory:
     """
 
     def __init__(
-        self,
-        read: Callable[[str, bytes | bytearray], list[Block]],
-        limit_bytes: int = LIMIT_BYTES,
+        self, read: Callable[[str, bytes | bytearray], list[Block]], limit_bytes: int = LIMIT_BYTES
     ) -> None:
         self._read = read
         self._limit_bytes = limit_bytes

@@ -119,9 +119,7 @@ class Metrics:
             "priority",
         )
         self.queued_requests = Gauge(
-            "sgl_ext_queued_requests",
-            "Requests in the admission queue.",
-            registry=self.registry,
+            "sgl_ext_queued_requests", "Requests in the admission queue.", registry=self.registry
         )
         self.promotions = counter(
             "promotions",

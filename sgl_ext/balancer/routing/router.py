@@ -11,14 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scheduler.capacity import has_capacity
-from scheduler.placement import (
-    Placement,
-    PlacementRequest,
-    WorkerView,
-    place,
-    score,
-    stays,
-)
+from scheduler.placement import Placement, PlacementRequest, WorkerView, place, score, stays
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempts import FOLLOW_TOKENS, Attempt, Attempts, RoutingRequest
 from sgl_ext.balancer.routing.prefixes import HeldBySlot, Prefixes

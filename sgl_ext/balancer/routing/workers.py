@@ -52,10 +52,7 @@ class Workers(Collector):
     """
 
     def __init__(
-        self,
-        urls: Iterable[str],
-        metrics: Metrics,
-        clock: Callable[[], float] = time.monotonic,
+        self, urls: Iterable[str], metrics: Metrics, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.all: list[Worker] = []
         self._clock = clock
