@@ -126,7 +126,7 @@ class Balancer:
         if self._peers is not None:
             self._peers.start()
         await self._control.start()
-        await probes.probe_all()
+        await asyncio.gather(*map(probes.probe, workers.all))
         self._subscribers.sync()
         await self._subscribers.wait_until_tried(_FIRST_REPORT_S)
         self._tasks = [

@@ -126,7 +126,10 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         log.exception("a request failed inside the balancer")
         response = _answer(request, internal_error())
     if request.path != "/health":
-        request.app[SERVICES].metrics.requests.counts[route_of(request), response.status] += 1
+        resource = request.match_info.route.resource
+        # The route's pattern: ids in a path must not become labels.
+        route = "unknown" if resource is None else resource.canonical
+        request.app[SERVICES].metrics.requests.counts[route, response.status] += 1
     return response
 
 
@@ -134,9 +137,3 @@ def _answer(request: web.Request, error: BalancerError) -> web.Response:
     status, reason, lines, body = error_response(request.path, error)
     headers = dict(line.split(": ", 1) for line in lines.decode().splitlines())
     return web.Response(status=status, reason=reason.decode(), body=body, headers=headers)
-
-
-def route_of(request: web.Request) -> str:
-    """The route's pattern: ids in a path must not become labels."""
-    resource = request.match_info.route.resource
-    return resource.canonical if resource is not None else "unknown"

@@ -100,15 +100,17 @@ class Router:
         request = self._placement_request(routing, held)
         home = self._find_home(request, candidates, held, now_s)
         if home is not None and home in open_workers:
-            return self._begin(routing, home, "home", held)
+            return self.attempts.begin(routing, home, Placement(home.url, "home"), held[home.slot])
         if waits_for_home and home is not None:
             most = max(held[worker.slot].expected_tokens for worker in open_workers)
             if held[home.slot].expected_tokens - most >= FOLLOW_TOKENS:
                 return None
         placement = place(request, [self._view(w, held, now_s) for w in open_workers])
         assert placement is not None, "some worker has capacity"
+        if home is not None:
+            placement = Placement(placement.worker, "moved")
         worker = next(w for w in open_workers if w.url == placement.worker)
-        return self._begin(routing, worker, placement.reason if home is None else "moved", held)
+        return self.attempts.begin(routing, worker, placement, held[worker.slot])
 
     def has_capacity_for(
         self, routing: RoutingRequest, tried: set[Worker], *, at_home: bool = False
@@ -185,12 +187,6 @@ class Router:
         """The available workers, without those tried if there are others."""
         candidates = [w for w in self.workers.all if w.is_available]
         return [w for w in candidates if w not in tried] or candidates
-
-    def _begin(
-        self, routing: RoutingRequest, worker: Worker, reason: str, held: HeldBySlot
-    ) -> Attempt:
-        placement = Placement(worker.url, reason)
-        return self.attempts.begin(routing, worker, placement, held[worker.slot])
 
     def _find_home(
         self, request: PlacementRequest, candidates: list[Worker], held: HeldBySlot, now_s: float

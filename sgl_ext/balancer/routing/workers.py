@@ -137,10 +137,6 @@ class WorkerProbes:
     session: aiohttp.ClientSession
     interval_s: float = 1.0
 
-    async def probe_all(self) -> None:
-        """Probes every worker once."""
-        await asyncio.gather(*(self.probe(worker) for worker in self.workers.all))
-
     async def run(self) -> None:
         """Probes until cancelled. A slow worker delays no other; a failed probe is logged."""
         running: dict[Worker, asyncio.Task[None]] = {}
