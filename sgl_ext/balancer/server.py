@@ -30,7 +30,7 @@ from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.workers import WorkerProbes, Workers
 from sgl_ext.doctor.findings import merged
 from sgl_ext.protocols.errors import BalancerError
-from sgl_ext.requests.headers import HeaderStrip
+from sgl_ext.requests.strip import HeaderStrip
 from sgl_ext.settings.checks import read_api_key
 from sgl_ext.settings.schema import BalancerSettings
 from sgl_ext.tenants import Tenants

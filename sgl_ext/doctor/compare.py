@@ -12,7 +12,7 @@ from typing import NamedTuple
 from sgl_ext.doctor.blocks import ASSISTANT, SYSTEM, TOOLS, Block
 from sgl_ext.doctor.clock_or_id import CLOCK, ID, clock_or_id
 from sgl_ext.requests.breakpoints import common_prefix
-from sgl_ext.requests.headers import HeaderStrip
+from sgl_ext.requests.strip import HeaderStrip
 
 _HEADER_NAME = re.compile(r"\s*([A-Za-z][A-Za-z0-9]*(?:-[A-Za-z0-9]+)+):")
 _HEADER_BYTES = 1024

@@ -17,9 +17,9 @@ import msgspec
 from msgspec import Meta, Struct
 
 from sgl_ext.requests.cache_marks import TtlLimits
-from sgl_ext.requests.headers import BILLING_HEADER
 from sgl_ext.requests.priority import LIMIT
 from sgl_ext.requests.session import TENANT_NAME
+from sgl_ext.requests.strip import BILLING_HEADER
 
 VARIABLE = "SGL_EXT_SETTINGS"
 """The environment variable in which the launcher hands a child its settings, as JSON."""

@@ -27,7 +27,7 @@ from sgl_ext.protocols import routes
 from sgl_ext.protocols.errors import BalancerError, no_engine
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.session import OWNER_HEADER, TENANT_HEADER
-from sgl_ext.requests.system_text import strip_request
+from sgl_ext.requests.strip import strip_request
 from sgl_ext.settings.checks import is_worker_url
 
 SERVICES = web.AppKey("services", Services)

@@ -17,7 +17,7 @@ from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.protocols.registry import detect, of_path, with_name
 from sgl_ext.requests.protocol import Protocol
 from sgl_ext.requests.session import hints_of
-from sgl_ext.requests.system_text import strip_request
+from sgl_ext.requests.strip import strip_request
 
 
 class Preparation(NamedTuple):

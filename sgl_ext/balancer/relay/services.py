@@ -21,7 +21,7 @@ from sgl_ext.protocols import routes
 from sgl_ext.protocols.errors import BalancerError, retry_headers, wire_status
 from sgl_ext.protocols.registry import errors_of
 from sgl_ext.protocols.request_ids import id_line, new_request_id
-from sgl_ext.requests.headers import HeaderStrip
+from sgl_ext.requests.strip import HeaderStrip
 
 
 @dataclass(eq=False)

@@ -18,10 +18,9 @@ from sgl_ext.doctor.findings import Findings
 from sgl_ext.doctor.harness import harness_of
 from sgl_ext.doctor.memory import LIMIT_BYTES, Divergence, Prompt, PromptMemory
 from sgl_ext.protocols.registry import of_path
-from sgl_ext.requests.headers import HeaderStrip
 from sgl_ext.requests.segments import with_sorted_tools
 from sgl_ext.requests.session import stated_session
-from sgl_ext.requests.system_text import Stripped, strip_request
+from sgl_ext.requests.strip import HeaderStrip, Stripped, strip_request
 
 log = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from sgl_ext.requests.session import (
     session_key,
     stated_session,
 )
-from sgl_ext.requests.system_text import strip_request
+from sgl_ext.requests.strip import strip_request
 
 MAX_SEGMENTS = 16_384
 MAX_QUEUED_S = 3600.0

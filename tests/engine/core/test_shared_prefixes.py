@@ -22,7 +22,7 @@ from sgl_ext.engine.core.folder import secret
 from sgl_ext.engine.core.hints import Hints
 from sgl_ext.engine.core.isolation import is_whole_group, isolate, salted
 from sgl_ext.engine.core.request_context import WHOLE_PROMPT, RequestContext
-from sgl_ext.engine.prefill_ahead import routes, service
+from sgl_ext.engine.prefill_ahead import service
 from sgl_ext.engine.scheduler import single_flight
 from sgl_ext.engine.scheduler.single_flight import FOLLOW_TOKENS
 from sgl_ext.engine.scheduler.state import RequestState
@@ -433,7 +433,7 @@ def list_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Callable[..., An
             conversion.context = RequestContext()
             return conversion
 
-        monkeypatch.setattr(routes, "convert", convert)
+        monkeypatch.setattr(service, "convert", convert)
         path = tmp_path / "share.jsonl"
         path.write_bytes(b"\n".join(lines))
         tokenizer = SimpleNamespace(decode=None)
