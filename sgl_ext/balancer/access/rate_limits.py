@@ -42,18 +42,15 @@ class RateLimits:
         if self.key_file is None:
             return
         self._requests = self.metrics.counter(
-            "tenant_requests", "Requests admitted within the tenant's rate limits.", "tenant"
+            "tenant_requests{tenant}", "Requests admitted within the tenant's rate limits."
         )
         self._limited = self.metrics.counter(
-            "tenant_rate_limited",
+            "tenant_rate_limited{tenant,limit}",
             "Requests rejected because the tenant was over a rate limit.",
-            "tenant",
-            "limit",
         )
         self._tokens = self.metrics.counter(
-            "tenant_tokens",
+            "tenant_tokens{tenant}",
             "Tokens charged to the tenant: prompt tokens that were computed, and output tokens.",
-            "tenant",
         )
 
     def admit(self, tenant: str, tokens: int) -> Charge | None:
