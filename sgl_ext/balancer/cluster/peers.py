@@ -65,11 +65,6 @@ class PeerGroup:
         """This process's socket."""
         return self.sockets[self.number]
 
-    @property
-    def others(self) -> list[tuple[str, int]]:
-        """The addresses of the other processes."""
-        return [s.getsockname() for n, s in enumerate(self.sockets) if n != self.number]
-
 
 @dataclass(eq=False)
 class Peers:
@@ -81,7 +76,8 @@ class Peers:
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        self._addresses = self.group.others
+        others = [s for s in self.group.sockets if s is not self.group.mine]
+        self._addresses = [s.getsockname() for s in others]
         self._received: TTLCache[tuple[str, int], dict[str, Load]] = TTLCache(
             len(self.group.sockets), SILENT_S, self.clock
         )

@@ -56,11 +56,7 @@ class Fault(StrEnum):
 
 
 class EventStreamBroken(Exception):
-    """The stream cannot continue: connect again and begin with a snapshot."""
-
-    def __init__(self, fault: Fault) -> None:
-        super().__init__(fault)
-        self.fault = fault
+    """The stream cannot continue: connect again and begin with a snapshot. Its text is a Fault."""
 
 
 @dataclass(slots=True, eq=False)
