@@ -4,8 +4,6 @@ The main path: read the settings, start every process, wait until all are ready,
 running, and on Ctrl-C or SIGTERM let running requests finish before the processes end.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -5,8 +5,6 @@ role, looks at every symbol again, and stops the start if one is not changed. Ea
 passes acknowledges it, and the main process counts the acknowledgements before it serves.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import pkgutil
 import sys

@@ -1,7 +1,5 @@
 """Puts the extension into SGLang's HTTP server: middleware, routes, and what runs beside it."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from http import HTTPStatus

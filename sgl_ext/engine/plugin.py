@@ -5,8 +5,6 @@ so every failure here ends the process with a message that names what is missing
 version.
 """
 
-from __future__ import annotations
-
 import gc
 from importlib.metadata import version
 

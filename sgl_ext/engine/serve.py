@@ -4,8 +4,6 @@ It is `sglang serve` with two guarantees: nothing starts unless the plugin is ac
 ends when the process that started it ends.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

@@ -8,8 +8,6 @@ Dotted paths of hooks stand in `sgl_ext.engine.hooks`. The objects behind these 
 in `sgl_ext.engine.sglang_types`, or in its neighbour for HTTP.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from importlib import import_module

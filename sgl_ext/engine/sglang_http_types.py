@@ -5,8 +5,6 @@ See `sgl_ext.engine.sglang_types`, which has those of the scheduler.
 
 # mypy: disable-error-code="empty-body"
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
 

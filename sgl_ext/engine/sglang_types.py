@@ -6,8 +6,6 @@ class that `stands_for` names (`sgl_ext.engine.sglang_check`).
 
 # mypy: disable-error-code="empty-body"
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
@@ -89,9 +87,9 @@ class Req(Protocol):
     input_embeds: Any
     extra_key: str | None
     cache_salt: str | None
-    origin_input_ids: array[int]
-    output_ids: array[int]
-    full_untruncated_fill_ids: array[int]
+    origin_input_ids: "array[int]"
+    output_ids: "array[int]"
+    full_untruncated_fill_ids: "array[int]"
     prefix_len: int
     extend_end: int | None
     num_matched_prefix_tokens: int
@@ -112,13 +110,13 @@ class Req(Protocol):
 class TreeCore(Protocol):
     is_eagle: bool
 
-    def match_full_device_prefix(self, key: RadixKey) -> tuple[int, int, int]: ...
+    def match_full_device_prefix(self, key: "RadixKey") -> tuple[int, int, int]: ...
     def is_full_device_evicted(self, node_id: int) -> bool: ...
 
 
 @stands_for(f"{_CACHE}.radix_cache:RadixKey")
 class RadixKey(Protocol):
-    def page_aligned(self, page_size: int) -> RadixKey: ...
+    def page_aligned(self, page_size: int) -> "RadixKey": ...
 
 
 @stands_for(f"{_CACHE}.base_prefix_cache:MatchResult")
@@ -174,9 +172,9 @@ class TreeCacheBuildContext(Protocol):
 
 @stands_for(f"{_CACHE}.unified_cache.component_type:ComponentType")
 class ComponentType(Protocol):
-    FULL: ComponentType
-    SWA: ComponentType
-    MAMBA: ComponentType
+    FULL: "ComponentType"
+    SWA: "ComponentType"
+    MAMBA: "ComponentType"
 
 
 @stands_for(f"{_CACHE}.unified_radix_cache:UnifiedRadixCache")
@@ -253,9 +251,9 @@ class PrefillAdder(Protocol):
 
 @stands_for(f"{_MANAGERS}.schedule_policy:AddReqResult")
 class AddReqResult(Protocol):
-    CONTINUE: AddReqResult
-    NO_TOKEN: AddReqResult
-    OTHER: AddReqResult
+    CONTINUE: "AddReqResult"
+    NO_TOKEN: "AddReqResult"
+    OTHER: "AddReqResult"
 
 
 @stands_for(f"{_MANAGERS}.schedule_policy:SchedulePolicy")

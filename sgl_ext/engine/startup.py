@@ -1,8 +1,6 @@
 """Checks at an engine's start: of the environment before SGLang is imported, which takes many
 seconds; then, as hooks, of the flags and of the hooks of each process."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Mapping

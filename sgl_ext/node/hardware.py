@@ -1,7 +1,5 @@
 """Finds the hardware for engines, and makes the command line and environment of each."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

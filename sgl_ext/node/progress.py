@@ -1,7 +1,5 @@
 """What the launcher prints: the progress of each engine, then how to connect a client."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 

@@ -1,7 +1,5 @@
 """Anthropic's protocol: `/v1/messages`."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any

@@ -4,8 +4,6 @@
 no protocol. Anthropic's shape is in `sgl_ext/protocols/anthropic.py`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from http import HTTPStatus
 

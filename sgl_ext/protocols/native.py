@@ -1,7 +1,5 @@
 """Raw prompts: OpenAI's completions, SGLang's own paths, and Ollama's and Vertex AI's."""
 
-from __future__ import annotations
-
 import os
 
 from sgl_ext.protocols.errors import OPENAI_ERRORS

@@ -1,7 +1,5 @@
 """OpenAI's responses: `/v1/responses`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

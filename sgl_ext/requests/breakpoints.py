@@ -23,8 +23,6 @@ In Anthropic's order tools precede the system prompt. So a block that ends with 
 includes the tools, even if the template writes them after it.
 """
 
-from __future__ import annotations
-
 import re
 import secrets
 from collections.abc import Callable, Iterable, Sequence

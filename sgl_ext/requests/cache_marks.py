@@ -18,8 +18,6 @@ limits after Anthropic's rules were checked, so whether a request is valid does 
 limits. For the same reason a mark without a TTL counts as '5m' in the rule on order.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Access to the blocks of a body by place. No function modifies a body: edits make copies."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from sgl_ext.requests.protocol import INSTRUCTION_ROLES, Place

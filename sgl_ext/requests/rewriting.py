@@ -14,8 +14,6 @@ Each protocol's rewriting is in `sgl_ext/protocols/translation/`. The functions 
 parts of a body with other content, and texts in place of content.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple

@@ -27,8 +27,6 @@ object is returned. A block whose text becomes empty is removed, and so is a mes
 without any block left: the prompt is then that of a request which never had the header.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple

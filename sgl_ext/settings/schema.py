@@ -6,8 +6,6 @@ A field's class decides which process reads it and which table of the TOML file 
 Times are at most a year, as a range must end somewhere.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@ SGLang collects that page in prometheus_client's multiprocess mode, which export
 samples, so none has to be turned off.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -59,7 +57,7 @@ _COUNTERS: dict[str, tuple[str, ...]] = {
 
 
 @cache
-def counter(name: str) -> Counter:
+def counter(name: str) -> "Counter":
     """The counter `sgl_ext_<name>_total`. Raises KeyError if the table does not have it.
 
     It is made at its first use, because prometheus_client may be imported only after SGLang has

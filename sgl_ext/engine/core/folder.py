@@ -4,8 +4,6 @@ Other users of the machine cannot read it, and no client knows its name. In it a
 process that has verified its hooks, and the sockets between the HTTP process and the scheduler.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections import Counter

@@ -7,8 +7,6 @@ SGLang carries `kv_hints` from one process to the other and reads none of them. 
 the name of the engine's own folder, which no client knows, so no client can forge an action.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from typing import NamedTuple

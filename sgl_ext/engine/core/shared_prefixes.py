@@ -20,8 +20,6 @@ never a client's: a client's own salt is written after its group, and clients do
 secret.
 """
 
-from __future__ import annotations
-
 import sys
 from array import array
 from collections.abc import Callable, Sequence
@@ -64,7 +62,7 @@ class Prefixes:
         """Lists a prompt."""
         self._listed.setdefault(adapter, []).append(array("q", ids))
 
-    def shared(self, ids: array[int], adapter: str | None = None) -> int:
+    def shared(self, ids: "array[int]", adapter: str | None = None) -> int:
         """The length of the longest listed prefix of a prompt, in tokens."""
         most = 0
         for prefix in self._listed.get(adapter, ()):
@@ -99,7 +97,7 @@ def share(tokenized: Any, _: Any, asked: Any, *__: Any, **___: Any) -> None:
         counter("shared_prefix_tokens").inc(tokens)
 
 
-def common_tokens(one: array[int], other: array[int]) -> int:
+def common_tokens(one: "array[int]", other: "array[int]") -> int:
     """The length of the common prefix of two prompts, in tokens."""
     length = min(len(one), len(other))
     differs = _view(one, length) != _view(other, length)
@@ -129,7 +127,7 @@ def tokens_in_common(one: str | None, other: str | None) -> int:
 def make_key(
     original: Callable[..., None],
     key: Any,
-    token_ids: array[int],
+    token_ids: "array[int]",
     extra_key: str | None = None,
     is_bigram: bool = False,
     limit: int | None = None,
@@ -170,5 +168,5 @@ def _groups_own(token: int, salt: str) -> int:
     return -1 - (int.from_bytes(digest) >> 1)
 
 
-def _view(tokens: array[int], length: int) -> NDArray[np.int64]:
+def _view(tokens: "array[int]", length: int) -> NDArray[np.int64]:
     return np.frombuffer(tokens, dtype=np.int64, count=length)

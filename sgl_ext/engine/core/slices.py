@@ -1,7 +1,5 @@
 """Slices of prompts that are prefilled ahead: requests with names that no client can forge."""
 
-from __future__ import annotations
-
 from typing import Any
 from uuid import uuid4
 

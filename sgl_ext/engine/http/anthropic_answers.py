@@ -5,8 +5,6 @@ is named, and a filtered answer is a refusal. An aborted answer is an error, so 
 half an answer for a whole one. SGLang's usage lacks what the request's marks wrote to the cache.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable
 from http import HTTPStatus
 from typing import Any

@@ -1,7 +1,5 @@
 """Hooks that let SGLang use the host caches: of tokens, messages and schemas."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +16,7 @@ def encode_prompt(
     tokenizer: Any,
     text: Any,
     encode_kwargs: dict[str, Any] | None = None,
-) -> list[int] | array[int]:
+) -> "list[int] | array[int]":
     """Around `parallel_prompt_encode` of SGLang's chat: tokenizes new pieces only."""
     cache = installed().token_cache
     if cache is None or not isinstance(text, str) or not cache.serves(tokenizer, encode_kwargs):

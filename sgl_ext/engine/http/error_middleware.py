@@ -7,8 +7,6 @@ an error event      the event is sent in the protocol's shape
                     content. So the head waits for the second event, and becomes an error's head
 """
 
-from __future__ import annotations
-
 import traceback
 from typing import Any
 

@@ -5,8 +5,6 @@ the server's files. An error that a harness acts upon is worded as its vendor wo
 and Codex compact the conversation when a prompt is too long.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The HTTP process mirrors the scheduler's cache from its events, so it serves a n
 snapshot without the scheduler. Lines are numbered for each connection.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -3,8 +3,6 @@
 SGLang calls our hooks as plain functions, so they reach this object through `installed()`.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial

@@ -6,8 +6,6 @@ the markers in); the tokens are counted in the real prompt's ids. That happens o
 are new in their place: an agent's next turn finds its earlier ones known.
 """
 
-from __future__ import annotations
-
 import logging
 from array import array
 from functools import partial
@@ -68,7 +66,7 @@ def _place_pins(chat: ServingChat, context: RequestContext, ids: Any) -> None:
 
 
 def _find_ends(
-    chat: ServingChat, context: RequestContext, ids: array[int]
+    chat: ServingChat, context: RequestContext, ids: "array[int]"
 ) -> list[tuple[int, float]]:
     """For each marked block whose end is found, the tokens up to there, and its TTL."""
     marks, body, offsets = context.marks.blocks, context.body, _facts_of(chat)[0]

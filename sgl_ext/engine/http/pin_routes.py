@@ -7,8 +7,6 @@ DELETE  ?prefix=HASH or ?session=ID   {"deleted": how many}
 A request with `x-sgl-ext-owner` sees and deletes only the pins of that tenant.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from http import HTTPStatus

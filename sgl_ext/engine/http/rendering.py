@@ -5,8 +5,6 @@ After a prompt of such a template, the generated answer begins with thinking tha
 has, so the answer is never read from the cache again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -4,8 +4,6 @@ SGLang parses every JSON body in `ORJSONRequest.json`, before validation and bef
 conversion, so one hook serves all protocols.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus

@@ -14,8 +14,6 @@ SGLang holds back the beginning of a marker until the next chunk, too. Without a
 text; between two calls it belongs to the format.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -4,8 +4,6 @@
 sent, which the balancer saw, too; SGLang gets the translated body.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from http import HTTPStatus
 from typing import Any

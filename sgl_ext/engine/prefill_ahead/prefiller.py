@@ -7,8 +7,6 @@ too long, the rejection says how much is cached, and the next slice begins there
 undoes nothing: what was computed is in the cache.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import logging

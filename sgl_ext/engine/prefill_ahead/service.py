@@ -13,8 +13,6 @@ all tokens are in the cache, when the job is dropped, or after WAIT_S with what 
 the job goes on. `cached_tokens` were in the cache before.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import secrets

@@ -6,8 +6,6 @@ a much more important request takes it from them. If a request still does not fi
 queued after it may pass, for a limited time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ Nothing here waits. A line is dropped if the socket is full. As soon as the sock
 again, a snapshot of everything that is resident is sent.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -50,7 +48,7 @@ class EventPublisher:
     """Publishes one scheduler's segments, pins and load. cache: None publishes the load alone."""
 
     def __init__(
-        self, scheduler: Scheduler, cache: ExtendedRadixCache | None, channel: EventChannel
+        self, scheduler: Scheduler, cache: "ExtendedRadixCache | None", channel: EventChannel
     ) -> None:
         self._scheduler = scheduler
         self._residency = None if cache is None else cache.residency

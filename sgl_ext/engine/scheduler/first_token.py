@@ -6,8 +6,6 @@ residency and its pins. Here both wait until the output is sent. They then run i
 order, before anything else changes the tree, and on all ranks alike.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

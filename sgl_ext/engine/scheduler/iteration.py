@@ -5,8 +5,6 @@ broadcasts its clock together with the requests: a tick a second while there are
 at once when the HTTP process wants a prefix to be unpinned.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable

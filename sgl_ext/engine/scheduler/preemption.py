@@ -6,8 +6,6 @@ it, but its computed tokens stay in the tree, where they can be evicted like any
 are there, the victim continues where it was.
 """
 
-from __future__ import annotations
-
 from scheduler.preemption import Running, victims
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.scheduler.priority import applies

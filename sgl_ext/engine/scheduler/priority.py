@@ -6,8 +6,6 @@ waits are measured by the requests' timestamps and the entry rank's clock
 (`sgl_ext.engine.scheduler.iteration`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from scheduler.order import Waiting, in_order, step

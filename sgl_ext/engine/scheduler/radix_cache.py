@@ -3,8 +3,6 @@
 Thin: it reports what happens in the tree to `radix.residency` and to the pins, which decide.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections import deque
 from collections.abc import Callable
@@ -51,7 +49,7 @@ def make_cache(context: TreeCacheBuildContext) -> TreeCache:
 class Prompt(NamedTuple):
     """A prompt's tokens and their name space in the tree."""
 
-    tokens: array[int]
+    tokens: "array[int]"
     extra_key: str | None
     cache_salt: str | None
 

@@ -12,8 +12,6 @@ computes the same tokens and is ahead already, so waiting costs no more than com
 end and a request has few leaders, so waiting ends, too.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Iterator
 
@@ -60,7 +58,7 @@ def _computing(adder: PrefillAdder) -> Iterator[Req]:
         yield from (one for one in adder.running_batch.reqs if not one.output_ids)
 
 
-def leads(leader: Req, req: Req, start: int, probe: array[int]) -> bool:
+def leads(leader: Req, req: Req, start: int, probe: "array[int]") -> bool:
     """Whether `leader` will soon cache the tokens of `req` from `start` on.
 
     probe: the first FOLLOW_TOKENS of them.

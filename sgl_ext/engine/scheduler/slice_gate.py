@@ -7,8 +7,6 @@ never waits, never shares a batch, and delays a request by no more than its own 
 decide alike, so nothing is read here that differs between ranks.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from scheduler.prefill import Rejection, least_tokens, rejection

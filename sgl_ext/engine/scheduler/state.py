@@ -5,8 +5,6 @@ SGLang passes hooks a scheduler, its queue policy, an adder of requests or a str
 All of them have the scheduler's `tree_cache`, so hooks find the state there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property

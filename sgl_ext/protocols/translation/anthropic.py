@@ -1,7 +1,5 @@
 """Rewrites bodies of `/v1/messages`, as Claude Code and Anthropic's SDKs send them."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from functools import partial
 from typing import Any
