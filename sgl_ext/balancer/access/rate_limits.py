@@ -96,6 +96,5 @@ class RateLimits:
         bucket = self._buckets.get((tenant, kind))
         if bucket is None:
             bucket = self._buckets[tenant, kind] = Bucket(share, now_s)
-        elif bucket.per_minute != share:
-            bucket.resize(share, now_s)
+        bucket.resize(share, now_s)
         return bucket

@@ -98,9 +98,7 @@ class Attempts:
     ) -> Attempt:
         """Begins an attempt on a worker, which holds `held` of the prompt."""
         now_s = self._clock()
-        attempt = Attempt(routing, worker, placement)
-        attempt.predicted_tokens = held.tokens
-        attempt.expected_tokens = held.expected_tokens
+        attempt = Attempt(routing, worker, placement, held.tokens, held.expected_tokens)
         if not worker.in_flight:
             worker.last_heard_s = now_s
         worker.in_flight += 1
