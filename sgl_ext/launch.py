@@ -163,11 +163,8 @@ async def keep_running(child: Child, console: Console, workers: WorkerList | Non
         if workers is not None:
             await workers.change("DELETE", params={"url": child.url})
         backoff = shortest if time.monotonic() - started > longest else backoff
-        console.print(
-            f"{child.name} ended with exit code {code} and restarts in {backoff:g} s. "
-            f"Its log: {child.log}",
-            highlight=False,
-        )
+        what = f"{child.name} ended with exit code {code} and restarts in {backoff:g} s"
+        console.print(f"{what}. Its log: {child.log}", highlight=False)
         await asyncio.sleep(backoff)
         backoff = min(backoff * 2, longest)
         await child.start()

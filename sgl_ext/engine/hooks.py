@@ -51,6 +51,7 @@ _ANTHROPIC = f"{_ENTRY}.anthropic.serving"
 _MESSAGES = f"{_ANTHROPIC}.AnthropicServing"
 _OPENAI = f"{_ENTRY}.openai"
 _PROTOCOL = f"{_OPENAI}.protocol"
+_MESSAGE = f"{_PROTOCOL}.ChatCompletionMessage"
 _CHAT = f"{_OPENAI}.serving_chat.OpenAIServingChat"
 _RESPONSES = f"{_OPENAI}.serving_responses.OpenAIServingResponses"
 _CALLS = "sglang.srt.function_call"
@@ -75,11 +76,8 @@ _MAIN_HOOKS: dict[str, Hook] = {
     # Caches
     f"{_OPENAI}.serving_chat.parallel_prompt_encode": ("AROUND", cache_hooks.encode_prompt),
     "jsonschema.Draft202012Validator.check_schema": ("AROUND", cache_hooks.check_schema),
-    f"{_PROTOCOL}.ChatCompletionMessageGenericParam.model_dump": (
-        "AROUND",
-        cache_hooks.dump_message,
-    ),
-    f"{_PROTOCOL}.ChatCompletionMessageUserParam.model_dump": ("AROUND", cache_hooks.dump_message),
+    f"{_MESSAGE}GenericParam.model_dump": ("AROUND", cache_hooks.dump_message),
+    f"{_MESSAGE}UserParam.model_dump": ("AROUND", cache_hooks.dump_message),
     f"{_TEMPLATES}._compile_jinja_template": ("AROUND", shortcuts.compile_template),
     # Answers
     f"{_MESSAGES}._handle_non_streaming": ("AROUND", anthropic_answers.complete_answer),

@@ -23,13 +23,11 @@ _DETOKENIZER_TIMEOUT_S = 120.0
 def check_environment(environ: Mapping[str, str] = os.environ) -> None:
     """Raises RuntimeError or ValueError that names what the plugin cannot work with."""
     try:
-        installed = version("sglang")
+        found = version("sglang")
     except PackageNotFoundError:
         raise RuntimeError("SGLang is not installed: pip install 'sgl-ext[engine]'") from None
-    if installed != SUPPORTED_SGLANG:
-        raise RuntimeError(
-            f"it is made for SGLang {SUPPORTED_SGLANG} alone, and this is {installed}"
-        )
+    if found != SUPPORTED_SGLANG:
+        raise RuntimeError(f"it is made for SGLang {SUPPORTED_SGLANG} alone, and this is {found}")
     if environ.get("SGLANG_RUST_SERVER", "").lower() not in _OFF:
         raise RuntimeError("SGLANG_RUST_SERVER is set, and its front end has no hooks: unset it")
     allowed = environ.get("SGLANG_PLUGINS", "")

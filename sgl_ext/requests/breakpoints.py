@@ -26,9 +26,8 @@ includes the tools, even if the template writes them after it.
 import re
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from sgl_ext.requests.places import (
     Path,
@@ -44,8 +43,7 @@ from sgl_ext.requests.protocol import Place, Protocol
 Render = Callable[[Any], str | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Located:
+class Located(NamedTuple):
     """A rendered prompt and the ends of its marked blocks.
 
     text: the prompt; "" if it cannot be rendered.

@@ -22,7 +22,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise, starmap
-from typing import Any
+from typing import Any, NamedTuple
 
 from sgl_ext.requests.protocol import FoundMark, Json, MarkRules, Place, Protocol, listed
 
@@ -51,8 +51,7 @@ class TtlLimits:
         return float(min(max(requested_s, self.min_s), self.max_s))
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
+class Mark(NamedTuple):
     """Everything up to the end of the block at `place` is to be kept for `ttl_s`."""
 
     place: Place

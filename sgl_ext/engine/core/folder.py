@@ -42,13 +42,10 @@ def acknowledged() -> Counter[str]:
     return Counter(path.name.rsplit("-", 1)[0] for path in folder().glob("*.ack"))
 
 
-def events_address() -> str:
-    """The address that the scheduler sends prefix events to."""
-    return f"ipc://{folder() / 'events'}"
-
-
-def _orders_address() -> str:
-    return f"ipc://{folder() / 'orders'}"
+def address(name: str) -> str:
+    """The address of one of the engine's sockets: the scheduler sends "events", and the HTTP
+    process sends "orders"."""
+    return f"ipc://{folder() / name}"
 
 
 class Outbox:
@@ -57,7 +54,7 @@ class Outbox:
     def __init__(self) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(_orders_address())
+        self._socket.connect(address("orders"))
 
     def unpin(self, prefixes: list[str]) -> None:
         """Orders that these pins are given up, which takes a second or two."""
@@ -69,7 +66,7 @@ class Inbox:
 
     def __init__(self) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
-        self._socket.bind(_orders_address())
+        self._socket.bind(address("orders"))
 
     def take(self) -> tuple[str, ...]:
         """The prefixes to unpin that came since the last call."""

@@ -7,8 +7,7 @@ and Codex compact the conversation when a prompt is too long.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -36,8 +35,7 @@ _NO_MEMORY = "exceeds the KV memory budget"
 INTERNAL = "Internal server error"
 
 
-@dataclass(frozen=True, slots=True)
-class EngineError:
+class EngineError(NamedTuple):
     """An error that the engine answers. The message exposes nothing of the server."""
 
     status: int

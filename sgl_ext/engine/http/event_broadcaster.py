@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from radix.index import PrefixIndex
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.event_lines import stored_lines
-from sgl_ext.engine.core.folder import events_address
+from sgl_ext.engine.core.folder import address
 from sgl_ext.pin_mirror import PinMirror
 
 PATH = "/sgl_ext/events"
@@ -132,7 +132,7 @@ class EventBroadcaster:
     async def listening(self) -> AsyncIterator[None]:
         """Applies the scheduler's lines while the block runs."""
         socket = zmq.asyncio.Context.instance().socket(zmq.PULL)
-        socket.bind(events_address())
+        socket.bind(address("events"))
         reader = asyncio.create_task(self._read(socket))
         try:
             yield

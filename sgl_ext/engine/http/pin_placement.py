@@ -22,13 +22,14 @@ from sgl_ext.engine.host_cache.token_array import is_array_allowed, restore_list
 from sgl_ext.engine.http.extension import installed
 from sgl_ext.engine.http.rendering import collecting, drops_thinking
 from sgl_ext.engine.http.token_offsets import TokenOffsets
-from sgl_ext.engine.http.translation import translated_copy
+from sgl_ext.engine.http.translation import model_of
 from sgl_ext.engine.sglang_http_types import ServingChat
 from sgl_ext.engine.sglang_types import Original
 from sgl_ext.protocols.anthropic import ANTHROPIC
 from sgl_ext.requests.breakpoints import locate
 from sgl_ext.requests.places import last_text, path_of, value_at
-from sgl_ext.requests.protocol import Place
+from sgl_ext.requests.protocol import Place, Protocol
+from sgl_ext.requests.rewriting import translate
 
 _logger = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ def _find_ends(
     if tokens[-1] is None and last:
         tokens[-1] = offsets.by_tail(last, ids)
     if None in tokens:
-        located = locate(context.protocol, body, places, partial(_render, chat, context.path))
+        located = locate(context.protocol, body, places, partial(_render, chat, context.protocol))
         ends = sorted({end for end in located.ends if end is not None})
         counted = dict(zip(ends, offsets.count(located.text, ends, ids), strict=True))
         tokens = [None if end is None else counted[end] for end in located.ends]
@@ -115,14 +116,12 @@ def _facts_of(chat: ServingChat) -> tuple[TokenOffsets, bool]:
     return known[chat]
 
 
-def _render(chat: ServingChat, path: str, body: Any) -> str | None:
+def _render(chat: ServingChat, protocol: Protocol, body: Any) -> str | None:
     """A body's prompt as text, rendered by SGLang; None if there is no text."""
-    body = translated_copy(chat, path, body)
-    if path in ANTHROPIC.paths:
-        request = sglang_api.AnthropicMessagesRequest(**body)
-        chat_request = sglang_api.AnthropicServing(chat)._convert_to_chat_completion_request(
-            request
-        )
+    body = translate(protocol, body, model_of(chat)).body
+    if protocol is ANTHROPIC:
+        serving, request = sglang_api.AnthropicServing(chat), sglang_api.AnthropicMessagesRequest
+        chat_request = serving._convert_to_chat_completion_request(request(**body))
     else:
         chat_request = sglang_api.ChatCompletionRequest(**body)
     with collecting() as rendered:

@@ -14,7 +14,6 @@ from sgl_ext.engine.core.request_context import RequestContext, context_of, curr
 from sgl_ext.engine.http.extension import installed
 from sgl_ext.engine.sglang_http_types import AnthropicServing, ServingChat
 from sgl_ext.engine.sglang_types import Original
-from sgl_ext.protocols.registry import of_path
 from sgl_ext.protocols.responses import RESPONSES
 from sgl_ext.protocols.translation.responses import namespaced_names
 from sgl_ext.requests.protocol import Model
@@ -51,11 +50,6 @@ def for_sglang(request: Any, context: RequestContext) -> Any:
     for what, times in translated.counts.items():
         counter("translated_parts").labels(context.path, what).inc(times)
     return translated.body
-
-
-def translated_copy(chat: ServingChat, path: str, body: Any) -> Any:
-    """The same for an altered copy of a body, which `chat` renders; not counted."""
-    return translate(of_path(path), body, model_of(chat)).body
 
 
 async def name_namespaces(

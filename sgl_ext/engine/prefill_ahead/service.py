@@ -103,8 +103,7 @@ class PrefillRequests:
         waits = request.query_params.get("wait", "true")
         if waits not in ("true", "false"):
             return _error(f"wait: must be true or false, not {waits[:40]!r}")
-        headers = dict(request.headers.items())
-        protocol = detect(headers, request.query_params.get("protocol"), body)
+        protocol = detect(dict(request.headers.items()), request.query_params.get("protocol"), body)
         if protocol is None:
             names = "messages, chat or responses"
             return _error(f"protocol: must be {names}, as the body leaves it open")

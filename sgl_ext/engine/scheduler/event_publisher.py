@@ -11,7 +11,7 @@ import zmq
 
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.event_lines import lines_of, pin_row, stored_lines
-from sgl_ext.engine.core.folder import events_address
+from sgl_ext.engine.core.folder import address
 from sgl_ext.engine.core.slices import is_slice
 from sgl_ext.engine.scheduler.pin_keeper import PinKeeper
 from sgl_ext.engine.sglang_types import NextBatchPlan, Scheduler
@@ -33,7 +33,7 @@ class EventChannel:
         self._socket = zmq.Context().socket(zmq.PUSH)
         self._socket.set_hwm(_LINES_WAITING)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(events_address())
+        self._socket.connect(address("events"))
 
     def send(self, line: dict[str, Any]) -> bool:
         """Whether the line was sent."""
@@ -51,7 +51,6 @@ class EventPublisher:
         self, scheduler: Scheduler, cache: "ExtendedRadixCache | None", channel: EventChannel
     ) -> None:
         self._scheduler = scheduler
-        self._residency = None if cache is None else cache.residency
         self._cache = cache
         self._channel = channel
         self._needs_snapshot = False
@@ -89,8 +88,8 @@ class EventPublisher:
         self._needs_snapshot = False
 
     def _changes(self, is_idle: bool) -> list[dict[str, Any]]:
-        cache, residency = self._cache, self._residency
-        if cache is None or residency is None:
+        cache = self._cache
+        if cache is None or (residency := cache.residency) is None:
             return []
         # No request waits for an idle scheduler, which may now sleep for a second.
         cache.sweep(1 << 60 if is_idle else _SWEEP_STEPS)
@@ -106,8 +105,8 @@ class EventPublisher:
 
     def _snapshot(self) -> list[dict[str, Any]]:
         """Everything that there is, as lines for a receiver that was cleared."""
-        cache, residency = self._cache, self._residency
-        if cache is None or residency is None:
+        cache = self._cache
+        if cache is None or (residency := cache.residency) is None:
             return [{"load": self._load}]
         residency.take()
         cache.pins.changed.clear()
