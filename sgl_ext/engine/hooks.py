@@ -15,7 +15,7 @@ from typing import Any
 
 from sgl_ext.engine import http_server, sglang_api, startup
 from sgl_ext.engine.core import shared_prefixes
-from sgl_ext.engine.host_cache import shortcuts
+from sgl_ext.engine.host_cache import chat_templates
 from sgl_ext.engine.http import (
     anthropic_answers,
     cache_hooks,
@@ -78,7 +78,7 @@ _MAIN_HOOKS: dict[str, Hook] = {
     "jsonschema.Draft202012Validator.check_schema": ("AROUND", cache_hooks.check_schema),
     f"{_MESSAGE}GenericParam.model_dump": ("AROUND", cache_hooks.dump_message),
     f"{_MESSAGE}UserParam.model_dump": ("AROUND", cache_hooks.dump_message),
-    f"{_TEMPLATES}._compile_jinja_template": ("AROUND", shortcuts.compile_template),
+    f"{_TEMPLATES}._compile_jinja_template": ("AROUND", chat_templates.compile_template),
     # Answers
     f"{_MESSAGES}._handle_non_streaming": ("AROUND", anthropic_answers.complete_answer),
     f"{_ANTHROPIC}._wrap_sse_event": ("AROUND", anthropic_answers.complete_event),
