@@ -60,9 +60,17 @@ def _contents(body: Json) -> Iterator[tuple[Place, str, Any]]:
 def _find_marks(body: Json) -> Iterator[FoundMark]:
     """The marks in prompt order; the root's is last."""
     for place, field, content in _contents(body):
-        yield from marks_in(content, place, field)
+        if any(map(_may_hold_mark, listed(content))):
+            yield from marks_in(content, place, field)
     if (control := control_of(body)) is not None:
         yield FoundMark(_last_place(body), "", None, control)
+
+
+def _may_hold_mark(block: Any) -> bool:
+    """False for most blocks: those with neither a mark nor parts."""
+    return isinstance(block, dict) and (
+        "cache_control" in block or type(block.get("content")) is list
+    )
 
 
 def _last_place(body: Json) -> Place:

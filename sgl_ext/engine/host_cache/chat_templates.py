@@ -11,8 +11,6 @@ Each place asks the sandbox if the value has another class. So what is rendered,
 forbidden, are equal in all cases.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +20,8 @@ from jinja2.compiler import CodeGenerator, Frame
 from jinja2.runtime import LoopContext
 from jinja2.utils import Namespace
 
+from sgl_ext.engine.sglang_types import Original
+
 _OF_DICTS = frozenset(dir(dict))
 _OF_LOOPS = frozenset(name for name in dir(LoopContext) if not name.startswith("_"))
 # The sandbox formats by itself.
@@ -29,7 +29,7 @@ _OF_TEXTS = frozenset(name for name in dir(str) if name[0] != "_") - {"format", 
 _PLAIN = (str, bool, int)
 
 
-def compile_template(original: Callable[..., Any], source: str) -> Any:
+def compile_template(original: Original, source: str) -> Any:
     """Around the compilation of chat templates, which caches what it compiled."""
     environment = original(source).environment
     known = vars(environment)

@@ -1,7 +1,5 @@
 """Chat templates render the same with quick code, and the sandbox holds."""
 
-from __future__ import annotations
-
 from functools import cache
 from inspect import unwrap
 from pathlib import Path
