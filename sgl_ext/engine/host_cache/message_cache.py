@@ -48,7 +48,9 @@ Convert = Callable[[Any, Any], Any]
 class _Message(NamedTuple):
     """A message as pydantic's object, and the messages that it was converted to, if it was.
 
-    key: its cache group and a quick hash of its content, which tells apart what it can."""
+    key: its cache group, and a quick hash of its content. Other content may have the same hash, so
+        a message is found only if its content is the same, too.
+    """
 
     message: Any
     key: Key
