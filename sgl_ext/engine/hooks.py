@@ -65,6 +65,7 @@ _MAIN_HOOKS: dict[str, Hook] = {
     f"{_ENTRY}.engine.Engine._launch_subprocesses": ("AFTER", startup.await_acknowledgements),
     f"{_ENTRY}.http_server._setup_and_run_http_server": ("BEFORE", http_server.extend),
     "uvicorn.server.Server.shutdown": ("BEFORE", http_server.end_streams),
+    f"{_TOKENIZER}.sigterm_watchdog": ("AROUND", http_server.await_sigterm),
     # Requests
     f"{_ENTRY}.http_server.ORJSONRequest.json": ("AROUND", request_hook.read_body),
     f"{_TOKENIZER}.generate_request": ("BEFORE", generation_hook.send_hints),

@@ -1,6 +1,7 @@
 """Puts the extension into SGLang's HTTP server: middleware, routes, and what runs beside it."""
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Any
@@ -15,9 +16,12 @@ from sgl_ext.engine.http import error_middleware
 from sgl_ext.engine.http.event_broadcaster import PATH
 from sgl_ext.engine.http.extension import HttpExtension, install, installed
 from sgl_ext.engine.http.pin_routes import pin_routes
+from sgl_ext.engine.sglang_http_types import TokenizerManager
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.answers import LIMIT_BYTES
 from sgl_ext.settings.schema import EngineSettings
+
+_SIGTERM_POLL_S = 0.2
 
 
 def extend(*_: Any, **__: Any) -> None:
@@ -81,3 +85,12 @@ class AnswerMiddleware:
                     turns.predict(scope["headers"], context, bytes(answer), is_stream)
 
         await self.app(scope, receive, collect)
+
+
+async def await_sigterm(
+    original: Callable[[TokenizerManager], Awaitable[None]], manager: TokenizerManager
+) -> None:
+    """Ends an idle engine soon after SIGTERM: SGLang looks for it every 5 s only."""
+    while not manager.gracefully_exit:  # noqa: ASYNC110 - a signal handler of SGLang's sets it
+        await asyncio.sleep(_SIGTERM_POLL_S)
+    await original(manager)

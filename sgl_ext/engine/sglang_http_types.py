@@ -38,6 +38,7 @@ class TokenizerManager(Protocol):
     is_generation: bool
     max_req_input_len: int
     enable_priority_scheduling: bool
+    gracefully_exit: bool
     rid_to_state: dict[str, Any]
     request_logger: RequestLogger
     dump_requests_folder: str
