@@ -48,10 +48,9 @@ from sgl_ext_cpu.node import Node, local_model, running_node
 
 from bench.lib.pin_load import Texts
 from bench.lib.priority_figures import comparison, siege_figures
-from bench.lib.priority_load import BATCH, Answer, Load, Request, fitted, play, siege
+from bench.lib.priority_load import BATCH, INTERACTIVE, Answer, Load, Request, fitted, play, siege
 from bench.lib.script import Size, parser_of, require, run
 from bench.lib.stock_engine import stock_engine
-from scheduler.order import bound_s
 from sgl_ext.settings.schema import EngineSettings
 
 _AGING_S = EngineSettings().aging_s
@@ -94,7 +93,7 @@ class Plan:
     """How much of everything. siege_s: past the bound of aging; 0: none."""
 
     rounds: int = 9
-    siege_s: float = bound_s(0, 10, _AGING_S) + 20
+    siege_s: float = (INTERACTIVE - BATCH + 1) * _AGING_S + 20
     loads: Mapping[str, Load] = field(default_factory=lambda: _LOADS)
 
 

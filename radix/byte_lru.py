@@ -1,7 +1,5 @@
 """An LRU cache bounded by bytes."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Hashable
 from threading import Lock

@@ -10,8 +10,6 @@ Invariants: a prefix is listed under those of its segments that are not confirme
 after it was dropped; every listed segment has a prefix.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -37,8 +37,6 @@ tenth more memory. The one pause left is the resizing of the dictionary: tens of
 in a million stores.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple

@@ -10,8 +10,6 @@ valuable until now, so it displaces pins of its priority that were never read, o
 for longer than their reads justify, and never one in use.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -17,8 +17,6 @@ or one whose edge is charged to another owner; a space without pins has no root;
 tokens and charges are those of the edges.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Set
 from dataclasses import dataclass, field
 
@@ -31,10 +29,10 @@ class _Node:
 
     edge: bytes
     owner: str
-    parent: _Node | None
+    parent: "_Node | None"
     space: Hashable
     pin: int | None = None
-    children: dict[bytes, _Node] = field(default_factory=dict)  # by their first page
+    children: "dict[bytes, _Node]" = field(default_factory=dict)  # by their first page
 
     @property
     def tokens(self) -> int:

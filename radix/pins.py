@@ -20,8 +20,6 @@ within its share; every pin is in the tree and in the release order; no deadline
 soonest one that is known.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections.abc import Container, Hashable, Iterator, Mapping
 from math import inf

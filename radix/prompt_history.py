@@ -9,8 +9,6 @@ ids before it do not depend on the text after it, once `lookahead` further chara
                                                     ^ resume here: the last cut they share
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 from array import array
@@ -41,7 +39,7 @@ class _Prompt:
 
     group: str
     parts: tuple[str, ...]
-    ids: array[int]
+    ids: "array[int]"
     cuts: tuple[Cut, ...]
     size_bytes: int
 
@@ -67,7 +65,7 @@ class KnownPrefix(NamedTuple):
     """
 
     cut: Cut
-    ids: array[int]
+    ids: "array[int]"
     number: int
     cuts: int
 
@@ -104,7 +102,7 @@ class PromptHistory:
         self,
         group: str,
         text: str,
-        ids: array[int],
+        ids: "array[int]",
         cuts: Sequence[Cut],
         continued: KnownPrefix | None = None,
     ) -> None:
@@ -145,7 +143,7 @@ class PromptHistory:
         return removed
 
     def _continue(
-        self, before: _Prompt, shared: int, text: str, ids: array[int], new: Sequence[Cut]
+        self, before: _Prompt, shared: int, text: str, ids: "array[int]", new: Sequence[Cut]
     ) -> _Prompt | None:
         """The prompt that continues `before` after its first `shared` cuts; None if it has no cuts.
 

@@ -23,8 +23,6 @@ Invariants, asserted by `check`: a segment's parent is held; `children` counts i
 segments without children are the leaves.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
@@ -70,6 +68,7 @@ class _Leaf(NamedTuple):
     key: Sized
 
 
+@dataclass(eq=False, kw_only=True)
 class Residency:
     """The segments that an engine holds.
 
@@ -80,20 +79,14 @@ class Residency:
     forgotten: how many branches were forgotten. deferred: how many sweeps ran out of steps.
     """
 
-    def __init__(
-        self,
-        *,
-        page: int = 1,
-        slack: int = 0,
-        limit_segments: int = 500_000,
-        limit_tokens: int = 32_000_000,
-    ) -> None:
+    page: int = 1
+    slack: int = 0
+    limit_segments: int = 500_000
+    limit_tokens: int = 32_000_000
+
+    def __post_init__(self) -> None:
         self.forgotten = 0
         self.deferred = 0
-        self._page = page
-        self._slack = slack
-        self._limit_segments = limit_segments
-        self._limit_tokens = limit_tokens
         self._segments: dict[int, _Segment] = {}
         self._leaves: dict[int, _Leaf] = {}  # the least recently used first
         self._key_tokens = 0
@@ -155,14 +148,14 @@ class Residency:
         parent = hashes[depth - 1] if depth else None
         for index in range(depth, len(hashes)):
             tokens = offset(index)
-            if tokens > resident + self._slack:
+            if tokens > resident + self.slack:
                 break
             self._store(hashes[index], parent, min(tokens, resident), index == len(hashes) - 1)
             parent = hashes[index]
         if parent is not None and not self._segments[parent].children:
             self._add_leaf(parent, self._drop_leaf(parent) or _Leaf(node, key))
         while len(self._leaves) > 1 and (
-            len(self._segments) > self._limit_segments or self._key_tokens > self._limit_tokens
+            len(self._segments) > self.limit_segments or self._key_tokens > self.limit_tokens
         ):
             self.forgotten += 1
             self._shrink(next(iter(self._leaves)), 0, 0)
@@ -239,7 +232,7 @@ class Residency:
 
     def _correct(self, segment: int, tokens: int) -> None:
         entry = self._segments[segment]
-        tokens -= tokens % self._page
+        tokens -= tokens % self.page
         if tokens != entry.tokens:
             entry.tokens = tokens
             self._changed.setdefault(segment, entry.parent)
@@ -248,7 +241,7 @@ class Residency:
         if parent is not None:
             self._segments[parent].children += 1
             self._drop_leaf(parent)
-        self._segments[segment] = _Segment(parent, tokens - tokens % self._page, measured)
+        self._segments[segment] = _Segment(parent, tokens - tokens % self.page, measured)
         self._changed.setdefault(segment, parent)
 
     def _add_leaf(self, segment: int, leaf: _Leaf) -> None:
@@ -288,6 +281,6 @@ class Residency:
                 children[entry.parent] += 1  # a KeyError: the parent is not held
         for segment, entry in self._segments.items():
             assert entry.children == children[segment], f"{segment:x} miscounts its children"
-            assert entry.tokens % self._page == 0, f"{segment:x} ends inside a page"
+            assert entry.tokens % self.page == 0, f"{segment:x} ends inside a page"
         assert self._leaves.keys() == {s for s, count in children.items() if not count}
         assert self._key_tokens == sum(len(leaf.key) for leaf in self._leaves.values())

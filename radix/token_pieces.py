@@ -5,8 +5,6 @@ client must not be able to make two texts with the same hash. BLAKE2 (RFC 7693) 
 for each process ensures that; a hash that is only fast would not.
 """
 
-from __future__ import annotations
-
 import hashlib
 import secrets
 from array import array

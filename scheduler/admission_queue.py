@@ -13,8 +13,6 @@ A removed entry stays in its list, without its item, until then: the queue refer
 that does not wait.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice

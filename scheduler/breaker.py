@@ -13,8 +13,6 @@ the worker out for others. A worker that breaks connections without a response g
 until a trial, so that it wastes none. A client's own mistake is no failure of the worker.
 """
 
-from __future__ import annotations
-
 from enum import StrEnum
 
 FAILURES = 5

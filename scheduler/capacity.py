@@ -28,8 +28,6 @@ once, or the size is wrong: images are counted by their bytes.
 Wherever a request has capacity, a request of a higher priority has capacity too.
 """
 
-from __future__ import annotations
-
 # One request is sent ahead for each so many that can run at once.
 _AHEAD = 8
 

@@ -1,7 +1,5 @@
 """A sum in which each amount counts less the longer ago it was added."""
 
-from __future__ import annotations
-
 import math
 
 

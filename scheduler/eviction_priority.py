@@ -11,8 +11,6 @@ it. So the low priority is only for what no later request will read:
 All else is equal: recency alone decides between system prompts, tool results and turns.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 EVICT_FIRST = 0

@@ -26,8 +26,6 @@ after it. A request that arrives later than that has waited P - p + 1 full aging
 step is at most P + n - (P - p + 1) = p + n - 1 when the step of the first request is p + n.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heapreplace
 from math import floor, inf, log
@@ -58,15 +56,6 @@ def step(priority: int, waited_s: float, aging_s: float) -> int:
     if waited_s <= 0 or not 0 < aging_s < inf:
         return priority
     return priority + floor(waited_s / aging_s)
-
-
-def bound_s(priority: int, highest: int, aging_s: float) -> float:
-    """How much later a request must arrive so that it never overtakes one of `priority`,
-    if no priority is above `highest`. inf: it always may."""
-    steps = max(highest - priority + 1, 0)
-    if steps == 0:
-        return 0.0
-    return steps * aging_s if aging_s > 0 else inf
 
 
 def in_order(

@@ -22,8 +22,7 @@ Ties go to the highest rendezvous score of the prefix (Thaler and Ravishankar, 1
 balancers that see the same loads choose the same worker without a message.
 """
 
-from __future__ import annotations
-
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -97,21 +96,18 @@ class Placement:
     reason: str
 
 
-def stays(
-    request: PlacementRequest, home: WorkerView, most_held: int, least_pending: int | None
-) -> str:
+def stays(request: PlacementRequest, home: WorkerView, others: Sequence[tuple[int, int]]) -> str:
     """The reason for placing a known session: "home" if it stays on its worker.
 
     "moved": waiting there costs more than moving. "lost": its cache there is gone.
-    most_held: the most tokens of the prompt that another worker holds.
-    least_pending: the fewest tokens that are pending at another worker; None if there is none.
+    others: of every other worker the tokens of the prompt that it holds, and its pending tokens.
     """
+    most_held = max((held for held, _ in others), default=0)
     saved = home.held_tokens - most_held
     if saved < LOST_SHARE * (request.last_tokens - most_held):
         return "lost"
-    if least_pending is None or home.pending_tokens - least_pending <= LEAVE * max(saved, 0):
-        return "home"
-    return "moved"
+    longer = home.pending_tokens - min((pending for _, pending in others), default=math.inf)
+    return "home" if longer <= LEAVE * max(saved, 0) else "moved"
 
 
 def place(request: PlacementRequest, workers: Sequence[WorkerView]) -> Placement | None:
@@ -121,26 +117,20 @@ def place(request: PlacementRequest, workers: Sequence[WorkerView]) -> Placement
     reason = "new"
     home = next((view for view in workers if view.name == request.home), None)
     if home is not None:
-        others = [view for view in workers if view is not home]
-        most_held = max((view.held_tokens for view in others), default=0)
-        least_pending = min((view.pending_tokens for view in others), default=None)
-        reason = stays(request, home, most_held, least_pending)
+        others = [(v.held_tokens, v.pending_tokens) for v in workers if v is not home]
+        reason = stays(request, home, others)
         if reason == "home":
             return Placement(home.name, reason)
-    scores = score(request, workers, is_new=reason != "moved")
+    scores = [score(request, view, is_new=reason != "moved") for view in workers]
     least = min(score.cost for score in scores)
     ties = [score.name for score in scores if score.cost == least]
     chosen = max(ties, key=lambda name: (rendezvous(request.prefix, name), name))
     return Placement(chosen, "home" if chosen == request.home else reason)
 
 
-def score(request: PlacementRequest, workers: Sequence[WorkerView], *, is_new: bool) -> list[Score]:
-    """The request's cost on each worker. `is_new`: with the terms of a new session."""
-    return [_score(request.prompt_tokens, view, is_new) for view in workers]
-
-
-def _score(prompt_tokens: int, view: WorkerView, is_new: bool) -> Score:
-    uncached = max(prompt_tokens - view.held_tokens, 0)
+def score(request: PlacementRequest, view: WorkerView, *, is_new: bool) -> Score:
+    """The request's cost on a worker. `is_new`: with the terms of a new session."""
+    uncached = max(request.prompt_tokens - view.held_tokens, 0)
     decoding = DECODE_TOKENS * view.decoding
     recent = sessions = 0.0
     if is_new:

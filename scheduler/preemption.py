@@ -22,8 +22,6 @@ least, if the set still frees enough. A single victim is thus the best one. In a
 single exchange within a class loses less, though exchanging two at once might.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple

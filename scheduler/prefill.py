@@ -13,8 +13,6 @@ cached tokens in a rejection decide the next slice.
 Whether to guess a session's next turn depends on how often its earlier guesses were right.
 """
 
-from __future__ import annotations
-
 from enum import StrEnum
 
 from cachetools import FIFOCache

@@ -5,8 +5,6 @@ retry takes one. It starts with `reserve` tokens, so that a quiet node may retry
 `limit`.
 """
 
-from __future__ import annotations
-
 
 class RetryBudget:
     """The retries that are allowed now."""

@@ -6,8 +6,6 @@ requests, predict the work and the memory that it will need, even while all of t
 tools or wait for a person.
 """
 
-from __future__ import annotations
-
 from collections import Counter, OrderedDict
 from typing import NamedTuple
 

@@ -11,10 +11,7 @@ the next turn would move. One standby is enough, so none is chosen while another
 the prompt.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Mapping
 
 from scheduler.placement import rendezvous
 
@@ -24,41 +21,26 @@ LONG_WAIT = 0.5
 LEAST_TOKENS = 1024
 
 
-class WorkerLoad(NamedTuple):
-    """A worker as a session's request sees it.
+def is_strained(prompt_tokens: int, pending_tokens: int, running: float | None) -> bool:
+    """Whether a session's worker may be unable to take the next turn soon.
 
-    held_tokens: tokens of the request's prompt that it holds or is about to hold.
     pending_tokens: tokens that it still has to prefill for other requests.
     running: the share of its request slots in use, 1 if it queues, None if unknown.
-    is_idle: nothing runs there.
     """
-
-    name: str
-    held_tokens: int
-    pending_tokens: int
-    running: float | None
-    is_idle: bool
-
-
-def is_strained(prompt_tokens: int, home: WorkerLoad) -> bool:
-    """Whether a session's worker may be unable to take the next turn soon."""
-    if home.running is not None and home.running >= FULL:
-        return True
-    return home.pending_tokens >= LONG_WAIT * prompt_tokens
+    is_full = running is not None and running >= FULL
+    return is_full or pending_tokens >= LONG_WAIT * prompt_tokens
 
 
 def choose_standby(
-    prompt_tokens: int, prefix: int, home: WorkerLoad, others: Sequence[WorkerLoad]
+    prompt_tokens: int, prefix: int, held_tokens: Mapping[str, int], idle: Collection[str]
 ) -> str | None:
-    """The standby for a session on `home`; None if none is needed or no worker is idle.
+    """The standby for a session whose worker is strained; None if another worker holds the
+    prompt or none is idle.
 
     It is the idle worker that holds most of the prompt; ties are broken as in placement.
+    held_tokens: how much of the prompt each other worker holds or is about to hold.
+    idle: those of them where nothing runs.
     """
-    if not is_strained(prompt_tokens, home):
+    if any(prompt_tokens - held < LEAST_TOKENS for held in held_tokens.values()):
         return None
-    if any(prompt_tokens - other.held_tokens < LEAST_TOKENS for other in others):
-        return None
-    idle = [other for other in others if other.is_idle]
-    if not idle:
-        return None
-    return max(idle, key=lambda o: (o.held_tokens, rendezvous(prefix, o.name), o.name)).name
+    return max(idle, key=lambda w: (held_tokens[w], rendezvous(prefix, w), w), default=None)

@@ -8,8 +8,6 @@ estimate with `take`: a negative cost puts tokens back.
 `now_s` is passed in and must not decrease.
 """
 
-from __future__ import annotations
-
 _MINUTE_S = 60.0
 
 

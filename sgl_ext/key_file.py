@@ -17,8 +17,6 @@ its hash, so the time of a lookup reveals nothing about the characters of any ke
 No message shows a value of the file, because somebody may have put a key there.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import secrets

@@ -7,8 +7,6 @@
 The file's comments and the order of its tables stay as they are.
 """
 
-from __future__ import annotations
-
 import argparse
 import fcntl
 import os

@@ -4,8 +4,6 @@ The main path: read the settings, start every process, wait until all are ready,
 running, and on Ctrl-C or SIGTERM let running requests finish before the processes end.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -26,7 +24,6 @@ from sgl_ext.node import hardware
 from sgl_ext.node.child import Child
 from sgl_ext.node.ports import free_ports, require_free
 from sgl_ext.node.progress import start_progress, summary
-from sgl_ext.node.worker_list import WorkerList
 from sgl_ext.settings.checks import read_api_key
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
 from sgl_ext.settings.sources import launch_settings
@@ -41,6 +38,28 @@ _STORE = "store.sqlite"
 
 class StartError(Exception):
     """A process did not start. The message is for the person who started the node."""
+
+
+class WorkerList:
+    """The balancer's list of workers, changed through its admin API."""
+
+    def __init__(self, balancer_url: str, key: str | None) -> None:
+        self._url = f"{balancer_url}/sgl_ext/workers"
+        self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
+
+    async def change(self, method: str, **what: Any) -> None:
+        """Adds (POST) or removes (DELETE) an engine: the balancer sends requests to a new one as
+        soon as it is ready, and nothing more to one that has ended.
+
+        Errors are ignored: a balancer that does not answer is restarting. It starts with all
+        engines on its list, and its own probes find those that do not answer.
+        """
+        with suppress(aiohttp.ClientError, TimeoutError):
+            async with (
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=15)) as session,
+                session.request(method, self._url, headers=self._headers, **what),
+            ):
+                pass
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -142,18 +161,15 @@ async def keep_running(child: Child, console: Console, workers: WorkerList | Non
         started = time.monotonic()
         code = await child.wait()
         if workers is not None:
-            await workers.remove(child.url)
+            await workers.change("DELETE", params={"url": child.url})
         backoff = shortest if time.monotonic() - started > longest else backoff
-        console.print(
-            f"{child.name} ended with exit code {code} and restarts in {backoff:g} s. "
-            f"Its log: {child.log}",
-            highlight=False,
-        )
+        what = f"{child.name} ended with exit code {code} and restarts in {backoff:g} s"
+        console.print(f"{what}. Its log: {child.log}", highlight=False)
         await asyncio.sleep(backoff)
         backoff = min(backoff * 2, longest)
         await child.start()
         if workers is not None:
-            await workers.add(child.url)
+            await workers.change("POST", json={"url": child.url})
 
 
 async def drain(drain_s: float, engines: list[Child], balancer: Child, console: Console) -> None:

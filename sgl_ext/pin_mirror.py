@@ -1,7 +1,5 @@
 """One engine's pins as its events report them. Its HTTP process and the balancer mirror them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

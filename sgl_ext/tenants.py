@@ -4,8 +4,6 @@
 key. Without them the header is trusted, and a proxy has to set it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from sgl_ext.requests.priority import LIMIT

@@ -8,7 +8,6 @@ from typing import Any
 
 from bench.lib.pin_figures import ratio, spread
 from bench.lib.priority_load import BATCH, INTERACTIVE, Answer
-from scheduler.order import bound_s
 
 Rounds = Sequence[Sequence[Answer]]
 
@@ -32,11 +31,11 @@ def rate(answers: Sequence[Answer]) -> float:
 def starved(answers: Sequence[Answer], aging_s: float) -> int:
     """How many batch requests waited for their first token past the bound of aging.
 
-    Those that come `bound_s` after one never overtake it. So its first token is due by then, or
+    Those that come `patience_s` after one never overtake it. So its first token is due by then, or
     else when of all that had come before every interactive one was answered and every other
     one of the batch has begun.
     """
-    patience_s = bound_s(BATCH, INTERACTIVE, aging_s)
+    patience_s = (INTERACTIVE - BATCH + 1) * aging_s
     found = 0
     for one in of(answers, BATCH):
         bound = one.sent_s + patience_s

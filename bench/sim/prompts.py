@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 import xxhash
 
-from sgl_ext.requests.headers import BILLING_HEADER
+from sgl_ext.requests.strip import BILLING_HEADER
 
 BYTES_PER_TOKEN = 4
 BLOCK_TOKENS = 64

@@ -1,7 +1,5 @@
 """The balancer's process: `python -m sgl_ext.balancer.serve --worker http://HOST:PORT ...`."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import logging

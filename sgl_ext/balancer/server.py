@@ -1,7 +1,5 @@
 """The balancer: builds its parts, listens for clients, and sweeps once a second."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from contextlib import suppress
@@ -14,7 +12,6 @@ import orjson
 from sgl_ext.balancer.access.authentication import Authentication, KeyFileReloader
 from sgl_ext.balancer.access.rate_limits import RateLimits
 from sgl_ext.balancer.admin.app import ControlPool, make_app
-from sgl_ext.balancer.admin.worker_routes import ControlServices
 from sgl_ext.balancer.cluster.peers import PeerGroup, Peers
 from sgl_ext.balancer.conversations.conversation_store import ConversationStore
 from sgl_ext.balancer.conversations.document_store import IN_MEMORY, DocumentStore
@@ -30,18 +27,16 @@ from sgl_ext.balancer.reporting.request_log import RequestLog
 from sgl_ext.balancer.routing.admission_queue import AdmissionQueue
 from sgl_ext.balancer.routing.event_subscriber import EventSubscribers
 from sgl_ext.balancer.routing.router import Router
-from sgl_ext.balancer.routing.worker_probes import WorkerProbes
-from sgl_ext.balancer.routing.workers import Workers
+from sgl_ext.balancer.routing.workers import WorkerProbes, Workers
 from sgl_ext.doctor.findings import merged
 from sgl_ext.protocols.errors import BalancerError
-from sgl_ext.requests.headers import HeaderStrip
+from sgl_ext.requests.strip import HeaderStrip
 from sgl_ext.settings.checks import read_api_key
 from sgl_ext.settings.schema import BalancerSettings
 from sgl_ext.tenants import Tenants
 
 log = logging.getLogger(__name__)
 
-_SWEEP_S = 1.0
 _BACKLOG = 1024
 _METRICS, _FINDINGS = ".prom", ".found"
 # How long the start waits for the engines to report what they hold.
@@ -52,10 +47,17 @@ class Balancer:
     """One balancer process. It serves between `start` and `stop`."""
 
     def __init__(
-        self, config: BalancerSettings, group: PeerGroup | None = None, folder: Path | None = None
+        self,
+        config: BalancerSettings,
+        group: PeerGroup | None = None,
+        folder: Path | None = None,
+        interval_s: float = 1.0,
     ) -> None:
-        """group, folder: the other processes of this balancer, and a folder that they share."""
+        """group, folder: the other processes of this balancer, and a folder that they share.
+        interval_s: the time between two sweeps, and between two probes of a worker.
+        """
         self._config = config
+        self._interval_s = interval_s
         self._group = group
         self._folder = folder
         self._snapshots = (
@@ -71,10 +73,7 @@ class Balancer:
             None if config.keys is None else KeyFileReloader(Path(config.keys), self._metrics)
         )
         authentication = Authentication(
-            read_api_key(config.api_key),
-            self._key_file,
-            self._tenants,
-            isolates=config.isolates_tenants,
+            read_api_key(config.api_key), self._key_file, self._tenants, config.isolates_tenants
         )
         self._heads = RequestHeadCache(authentication.admit)
 
@@ -89,7 +88,7 @@ class Balancer:
         self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
         strip = HeaderStrip(config.strip_headers)
         workers = Workers(config.workers, metrics)
-        probes = WorkerProbes(workers, self._session)
+        probes = WorkerProbes(workers, self._session, self._interval_s)
         router = Router(
             workers,
             metrics,
@@ -110,31 +109,24 @@ class Balancer:
         self._conversations = ConversationStore(
             self._open_store(), metrics, config.response_ttl_s, config.max_body_bytes
         )
-        control = ControlServices(
-            router,
-            strip,
-            self._session,
-            metrics,
-            self._conversations,
-            self._metrics_page,
-            self._divergences,
-        )
-        self._control = ControlPool(make_app(control))
         self._services = Services(
             router,
             self._admission_queue,
             self._request_log,
             metrics,
             strip,
-            self._control,
             RateLimits(self._key_file, metrics, config.processes),
             self._conversations,
+            self._session,
+            self._metrics_page,
+            self._divergences,
         )
+        self._services.control = self._control = ControlPool(make_app(self._services))
         self._peers = None if self._group is None else Peers(self._group, router, metrics)
         if self._peers is not None:
             self._peers.start()
         await self._control.start()
-        await probes.probe_all()
+        await asyncio.gather(*map(probes.probe, workers.all))
         self._subscribers.sync()
         await self._subscribers.wait_until_tried(_FIRST_REPORT_S)
         self._tasks = [
@@ -199,11 +191,11 @@ class Balancer:
     def error_response(self, error: BalancerError, path: str) -> RawResponse:
         return self._services.error_response(error, path)
 
-    # What happens once a second.
+    # What happens once every interval.
 
     async def _sweep_forever(self) -> None:
         while True:
-            await asyncio.sleep(_SWEEP_S)
+            await asyncio.sleep(self._interval_s)
             self.sweep(asyncio.get_running_loop().time())
 
     def sweep(self, now: float) -> None:

@@ -6,8 +6,6 @@
 Exit code 0: no prompt diverges. 1: prompts diverge. 2: the log or the balancer cannot be read.
 """
 
-from __future__ import annotations
-
 import argparse
 import http.client
 import sys
@@ -19,7 +17,7 @@ from typing import Any
 
 import orjson
 
-from sgl_ext.doctor.findings import Findings
+from sgl_ext.doctor.findings import Findings, merged
 from sgl_ext.doctor.report import add_advice, as_text
 from sgl_ext.settings.checks import read_api_key
 from sgl_ext.settings.schema import SettingsError
@@ -98,10 +96,7 @@ def fetch(url: str, key: str | None) -> dict[str, Any]:
     try:
         request = urllib.request.Request(url.rstrip("/") + _PATH, headers=headers)
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
-            document = orjson.loads(answer.read())
-            findings = Findings()
-            findings.merge(document)
-            return findings.as_json()
+            return merged([orjson.loads(answer.read())])
     except urllib.error.HTTPError as error:
         with error:
             raise DoctorError(f"{url}: {error.code}: {_message(error.read())}") from None

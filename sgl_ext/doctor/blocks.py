@@ -4,8 +4,6 @@ The blocks and their frames, joined, are the canonical text that `read_chain` ha
 requests of the same model and salts have the same blocks exactly if they have the same chain.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 

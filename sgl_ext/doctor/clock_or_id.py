@@ -4,8 +4,6 @@ The words around the first byte that differs decide: the difference is a clock i
 date or a time, and an id if both are in a UUID, a hexadecimal or a long number.
 """
 
-from __future__ import annotations
-
 import re
 
 CLOCK, ID = "clock", "id"

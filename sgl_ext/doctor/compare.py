@@ -4,8 +4,6 @@ The lost text follows the difference in the later prompt and is in the earlier o
 cached and is computed again. New text would have been computed in any case.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -14,7 +12,7 @@ from typing import NamedTuple
 from sgl_ext.doctor.blocks import ASSISTANT, SYSTEM, TOOLS, Block
 from sgl_ext.doctor.clock_or_id import CLOCK, ID, clock_or_id
 from sgl_ext.requests.breakpoints import common_prefix
-from sgl_ext.requests.headers import HeaderStrip
+from sgl_ext.requests.strip import HeaderStrip
 
 _HEADER_NAME = re.compile(r"\s*([A-Za-z][A-Za-z0-9]*(?:-[A-Za-z0-9]+)+):")
 _HEADER_BYTES = 1024
@@ -27,7 +25,7 @@ class Difference(NamedTuple):
     block, byte: the block of the later prompt and the byte in it where the prompts diverge. The
         block is the earlier prompt's if it is a tool that the later one lacks.
     bytes: how many bytes of the block differ from there on.
-    kind: a key of `advice.MEANINGS`.
+    kind: a key of `report.MEANINGS`.
     part: TOOLS, SYSTEM or "messages".
     at_bytes: the length of the canonical text before the difference.
     lost_bytes: how many bytes after the difference are in both prompts.

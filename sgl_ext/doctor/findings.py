@@ -3,8 +3,6 @@
 The balancer and the reader of its request log use the same sums.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -27,11 +25,7 @@ class Findings:
         self._rows: defaultdict[tuple[Agent, Row], list[int]] = defaultdict(lambda: [0, 0])
 
     def add(
-        self,
-        harness: str,
-        model: str,
-        prompt_tokens: int,
-        divergence: Mapping[str, Any] | None,
+        self, harness: str, model: str, prompt_tokens: int, divergence: Mapping[str, Any] | None
     ) -> None:
         """Adds a prompt and the `divergence` of its line in the request log.
 

@@ -1,7 +1,5 @@
 """Which harness sent a request, by its headers and its stripped header line."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 CLAUDE_CODE, CODEX, OPENCODE, SDK, UNKNOWN = "claude-code", "codex", "opencode", "sdk", "unknown"

@@ -14,8 +14,6 @@ Chained hashes decide the first two cases with one or two lookups. Only for the 
 are parsed again, so a conversation that only grows costs almost nothing.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -89,9 +87,7 @@ class PromptMemory:
     """
 
     def __init__(
-        self,
-        read: Callable[[str, bytes | bytearray], list[Block]],
-        limit_bytes: int = LIMIT_BYTES,
+        self, read: Callable[[str, bytes | bytearray], list[Block]], limit_bytes: int = LIMIT_BYTES
     ) -> None:
         self._read = read
         self._limit_bytes = limit_bytes

@@ -5,8 +5,6 @@ role, looks at every symbol again, and stops the start if one is not changed. Ea
 passes acknowledges it, and the main process counts the acknowledgements before it serves.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import pkgutil
 import sys
@@ -17,7 +15,7 @@ from typing import Any
 
 from sgl_ext.engine import http_server, sglang_api, startup
 from sgl_ext.engine.core import shared_prefixes
-from sgl_ext.engine.host_cache import shortcuts
+from sgl_ext.engine.host_cache import chat_templates
 from sgl_ext.engine.http import (
     anthropic_answers,
     cache_hooks,
@@ -60,6 +58,7 @@ _ANTHROPIC = f"{_ENTRY}.anthropic.serving"
 _MESSAGES = f"{_ANTHROPIC}.AnthropicServing"
 _OPENAI = f"{_ENTRY}.openai"
 _PROTOCOL = f"{_OPENAI}.protocol"
+_MESSAGE = f"{_PROTOCOL}.ChatCompletionMessage"
 _CHAT = f"{_OPENAI}.serving_chat.OpenAIServingChat"
 _RESPONSES = f"{_OPENAI}.serving_responses.OpenAIServingResponses"
 _CALLS = "sglang.srt.function_call"
@@ -73,6 +72,7 @@ _MAIN_HOOKS: dict[str, Hook] = {
     f"{_ENTRY}.engine.Engine._launch_subprocesses": ("AFTER", startup.await_acknowledgements),
     f"{_ENTRY}.http_server._setup_and_run_http_server": ("BEFORE", http_server.extend),
     "uvicorn.server.Server.shutdown": ("BEFORE", http_server.end_streams),
+    f"{_TOKENIZER}.sigterm_watchdog": ("AROUND", http_server.await_sigterm),
     # Requests
     f"{_ENTRY}.http_server.ORJSONRequest.json": ("AROUND", request_hook.read_body),
     f"{_TOKENIZER}.generate_request": ("BEFORE", generation_hook.send_hints),
@@ -84,12 +84,9 @@ _MAIN_HOOKS: dict[str, Hook] = {
     # Caches
     f"{_OPENAI}.serving_chat.parallel_prompt_encode": ("AROUND", cache_hooks.encode_prompt),
     "jsonschema.Draft202012Validator.check_schema": ("AROUND", cache_hooks.check_schema),
-    f"{_PROTOCOL}.ChatCompletionMessageGenericParam.model_dump": (
-        "AROUND",
-        cache_hooks.dump_message,
-    ),
-    f"{_PROTOCOL}.ChatCompletionMessageUserParam.model_dump": ("AROUND", cache_hooks.dump_message),
-    f"{_TEMPLATES}._compile_jinja_template": ("AROUND", shortcuts.compile_template),
+    f"{_MESSAGE}GenericParam.model_dump": ("AROUND", cache_hooks.dump_message),
+    f"{_MESSAGE}UserParam.model_dump": ("AROUND", cache_hooks.dump_message),
+    f"{_TEMPLATES}._compile_jinja_template": ("AROUND", chat_templates.compile_template),
     # Answers
     f"{_MESSAGES}._handle_non_streaming": ("AROUND", anthropic_answers.complete_answer),
     f"{_ANTHROPIC}._wrap_sse_event": ("AROUND", anthropic_answers.complete_event),

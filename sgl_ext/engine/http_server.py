@@ -1,32 +1,40 @@
 """Puts the extension into SGLang's HTTP server: middleware, routes, and what runs beside it."""
 
-from __future__ import annotations
-
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from http import HTTPStatus
 from typing import Any
 
+from starlette.datastructures import Headers
+from starlette.routing import Route
+
 from sgl_ext.engine import sglang_api
-from sgl_ext.engine.core.channels import Outbox
+from sgl_ext.engine.core.folder import Outbox
+from sgl_ext.engine.core.request_context import context_in, current_dry_run
 from sgl_ext.engine.http import error_middleware
-from sgl_ext.engine.http.answer_middleware import AnswerMiddleware
-from sgl_ext.engine.http.event_broadcaster import event_route
+from sgl_ext.engine.http.event_broadcaster import PATH
 from sgl_ext.engine.http.extension import HttpExtension, install, installed
 from sgl_ext.engine.http.flush_route import flush_route
 from sgl_ext.engine.http.pin_routes import pin_routes
+from sgl_ext.engine.sglang_http_types import TokenizerManager
+from sgl_ext.protocols.registry import of_path
+from sgl_ext.requests.answers import LIMIT_BYTES
 from sgl_ext.settings.schema import EngineSettings
+
+_SIGTERM_POLL_S = 0.2
 
 
 def extend(*_: Any, **__: Any) -> None:
     """Before SGLang's HTTP server runs."""
-    extension = HttpExtension(EngineSettings.from_environment())
+    extension, app = HttpExtension(EngineSettings.from_environment()), sglang_api.app
     install(extension)
-    app = sglang_api.app
     app.add_middleware(AnswerMiddleware, extension=extension)
     error_middleware.install(app)
     broadcaster = extension.broadcaster
+    events = Route(PATH, broadcaster, methods=["GET"])
     pins = pin_routes(broadcaster.pins, Outbox())
-    app.router.routes[:0] = [event_route(broadcaster), flush_route(), *pins]
+    app.router.routes[:0] = [events, flush_route(), *pins]
     original = app.router.lifespan_context
 
     @asynccontextmanager
@@ -42,3 +50,49 @@ def extend(*_: Any, **__: Any) -> None:
 def end_streams(*_: Any, **__: Any) -> None:
     """Before uvicorn's shutdown, which waits until every response has ended."""
     installed().broadcaster.close()
+
+
+class AnswerMiddleware:
+    """An ASGI application around another. It collects the answers whose next turn should be
+    prefilled ahead, and changes nothing of them."""
+
+    def __init__(self, app: Any, extension: HttpExtension) -> None:
+        self.app = app
+        self._extension = extension
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        turns = self._extension.next_turns
+        has_turns = scope["type"] == "http" and of_path(scope["path"]).conversation is not None
+        if turns is None or not has_turns or current_dry_run() is not None:
+            await self.app(scope, receive, send)
+            return
+        answer = bytearray()
+        is_stream = is_wanted = False
+        scope.setdefault("state", {})
+
+        async def collect(message: Any) -> None:
+            nonlocal is_stream, is_wanted
+            await send(message)
+            context = context_in(scope)
+            if context is None:
+                return
+            if message["type"] == "http.response.start":
+                kind = Headers(raw=message["headers"]).get("content-type", "")
+                is_stream = "event-stream" in kind
+                is_wanted = message["status"] == HTTPStatus.OK and turns.wants(context)
+            elif is_wanted:
+                answer.extend(message.get("body", b""))
+                is_wanted = len(answer) <= LIMIT_BYTES
+                if is_wanted and not message.get("more_body", False):
+                    turns.predict(scope["headers"], context, bytes(answer), is_stream)
+
+        await self.app(scope, receive, collect)
+
+
+async def await_sigterm(
+    original: Callable[[TokenizerManager], Awaitable[None]], manager: TokenizerManager
+) -> None:
+    """Ends an idle engine soon after SIGTERM: SGLang looks for it every 5 s only."""
+    while not manager.gracefully_exit:  # noqa: ASYNC110 - a signal handler of SGLang's sets it
+        await asyncio.sleep(_SIGTERM_POLL_S)
+    await original(manager)

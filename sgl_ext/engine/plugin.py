@@ -5,18 +5,10 @@ so every failure here ends the process with a message that names what is missing
 version.
 """
 
-from __future__ import annotations
-
 import gc
 from importlib.metadata import version
 
-from sgl_ext.engine import (
-    sglang_api,
-    sglang_check,
-    sglang_http_types,
-    sglang_scheduler_types,
-    sglang_types,
-)
+from sgl_ext.engine import sglang_api, sglang_check, sglang_http_types, sglang_types
 
 _active = False
 
@@ -40,17 +32,17 @@ def require_active() -> None:
 
 
 def _activate() -> None:
-    from sgl_ext.engine.core import acknowledgements
+    from sgl_ext.engine.core.folder import acknowledge, open_folder
     from sgl_ext.engine.hooks import HOOKS, SHARING_HOOKS, Role, apply_hooks, current_role
     from sgl_ext.engine.http import tool_calls
-    from sgl_ext.engine.preflight import CACHE_BACKEND, check_environment
+    from sgl_ext.engine.startup import CACHE_BACKEND, check_environment
     from sgl_ext.settings.schema import EngineSettings
 
     check_environment()
     tool_calls.forward_unknown_tools()
     role = current_role()
     if role is Role.MAIN:
-        acknowledgements.open_folder()
+        open_folder()
     if role is Role.SCHEDULER:
         from sgl_ext.engine.scheduler.radix_cache import make_cache
 
@@ -62,5 +54,5 @@ def _activate() -> None:
     if role is Role.MAIN:
         sglang_check.verify(sglang_api.HTTP_PROCESS, [sglang_http_types])
     if role is Role.SCHEDULER:
-        sglang_check.verify(sglang_api.SCHEDULER_PROCESS, [sglang_types, sglang_scheduler_types])
-    acknowledgements.acknowledge(role)
+        sglang_check.verify(sglang_api.SCHEDULER_PROCESS, [sglang_types])
+    acknowledge(role)

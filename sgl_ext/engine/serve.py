@@ -4,8 +4,6 @@ It is `sglang serve` with two guarantees: nothing starts unless the plugin is ac
 ends when the process that started it ends.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import sys
@@ -13,7 +11,7 @@ from collections.abc import Sequence
 
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.plugin import require_active
-from sgl_ext.engine.preflight import CACHE_BACKEND, check_environment
+from sgl_ext.engine.startup import CACHE_BACKEND, check_environment
 from sgl_ext.node.lifeline import end_with_parent
 from sgl_ext.settings.schema import EngineSettings
 

@@ -5,10 +5,8 @@ before most of SGLang may be imported, and hooks replace symbols after this modu
 A symbol is therefore looked up each time, and is never cached here.
 
 Dotted paths of hooks stand in `sgl_ext.engine.hooks`. The objects behind these symbols have types
-in `sgl_ext.engine.sglang_types` and its neighbours for the scheduler and for HTTP.
+in `sgl_ext.engine.sglang_types`, or in its neighbour for HTTP.
 """
-
-from __future__ import annotations
 
 import sys
 from collections.abc import Callable
@@ -71,7 +69,6 @@ _MODULES = {name: module for module, name in _PATHS}
 
 if TYPE_CHECKING:  # the other symbols are Any
     from sgl_ext.engine import sglang_http_types as http_types
-    from sgl_ext.engine import sglang_scheduler_types as scheduler_types
     from sgl_ext.engine import sglang_types as types
 
     get_global_state: Callable[[], http_types.GlobalState]
@@ -81,7 +78,7 @@ if TYPE_CHECKING:  # the other symbols are Any
     KvHintsEnvelope: Callable[..., http_types.KvHintsEnvelope]
     decode_kv_hints_envelope: Callable[[Any], http_types.KvHintsEnvelope]
 
-    AddReqResult: scheduler_types.AddReqResult
+    AddReqResult: types.AddReqResult
     RadixKey: Callable[..., types.RadixKey]
     EvictParams: Callable[..., types.EvictParams]
     ComponentType: types.ComponentType

@@ -3,8 +3,6 @@
 Hooks verify themselves (`sgl_ext.engine.hooks`). This is about what the extension calls and reads.
 """
 
-from __future__ import annotations
-
 import dis
 import pkgutil
 from collections.abc import Iterable, Iterator

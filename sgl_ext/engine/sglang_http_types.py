@@ -5,8 +5,6 @@ See `sgl_ext.engine.sglang_types`, which has those of the scheduler.
 
 # mypy: disable-error-code="empty-body"
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
@@ -47,6 +45,7 @@ class TokenizerManager(Protocol):
     max_req_input_len: int
     enable_lora: bool
     enable_priority_scheduling: bool
+    gracefully_exit: bool
     rid_to_state: dict[str, Any]
     request_logger: RequestLogger
     dump_requests_folder: str

@@ -1,16 +1,39 @@
-"""Hooks on an engine's start: reject unsupported flags, and wait until each process is hooked."""
+"""Checks at an engine's start: of the environment before SGLang is imported, which takes many
+seconds; then, as hooks, of the flags and of the hooks of each process."""
 
-from __future__ import annotations
-
+import os
 import time
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from sgl_ext.engine.core import acknowledgements
-from sgl_ext.engine.preflight import CACHE_BACKEND
+from sgl_ext.engine.core.folder import acknowledged
 from sgl_ext.engine.sglang_types import ServerArgs
 from sgl_ext.settings.schema import EngineSettings
 
+SUPPORTED_SGLANG = "0.5.23"
+PLUGIN = "sgl_ext"
+_OFF = ("", "0", "false", "no", "off", "n", "f")
+
+CACHE_BACKEND = "sgl_ext"
+"""The name under which `--radix-cache-backend` selects our cache."""
 _DETOKENIZER_TIMEOUT_S = 120.0
+
+
+def check_environment(environ: Mapping[str, str] = os.environ) -> None:
+    """Raises RuntimeError or ValueError that names what the plugin cannot work with."""
+    try:
+        found = version("sglang")
+    except PackageNotFoundError:
+        raise RuntimeError("SGLang is not installed: pip install 'sgl-ext[engine]'") from None
+    if found != SUPPORTED_SGLANG:
+        raise RuntimeError(f"it is made for SGLang {SUPPORTED_SGLANG} alone, and this is {found}")
+    if environ.get("SGLANG_RUST_SERVER", "").lower() not in _OFF:
+        raise RuntimeError("SGLANG_RUST_SERVER is set, and its front end has no hooks: unset it")
+    allowed = environ.get("SGLANG_PLUGINS", "")
+    if allowed.strip() and PLUGIN not in (name.strip() for name in allowed.split(",")):
+        raise RuntimeError(f"SGLANG_PLUGINS={allowed!r} leaves out {PLUGIN!r}")
+    EngineSettings.from_environment(environ)
 
 
 def reject_unsupported(server_args: ServerArgs, *_: Any) -> None:
@@ -59,10 +82,10 @@ def await_acknowledgements(launched: Any, *_: Any, **__: Any) -> None:
     exist by now. A detokenizer reports nothing, and may still import modules.
     """
     _, _, _, scheduler_init_result, *_ = launched
-    if acknowledgements.count()["scheduler"] < len(scheduler_init_result.scheduler_infos):
+    if acknowledged()["scheduler"] < len(scheduler_init_result.scheduler_infos):
         raise SystemExit("sgl-ext: the plugin was not loaded in a scheduler process")
     deadline = time.monotonic() + _DETOKENIZER_TIMEOUT_S
-    while not acknowledgements.count()["detokenizer"]:
+    while not acknowledged()["detokenizer"]:
         if time.monotonic() > deadline:
             raise SystemExit("sgl-ext: the plugin was not loaded in the detokenizer process")
         time.sleep(0.05)

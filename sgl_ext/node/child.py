@@ -1,7 +1,5 @@
 """A child process that has its own log and process group, and ends with the launcher."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

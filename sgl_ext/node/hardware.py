@@ -1,14 +1,12 @@
 """Finds the hardware for engines, and makes the command line and environment of each."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib.metadata import entry_points
+from typing import NamedTuple
 
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
 
@@ -24,8 +22,7 @@ _CPU_DEFAULTS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Hardware:
+class Hardware(NamedTuple):
     """The devices for engines: CUDA device ids, or the name of an SGLang platform."""
 
     gpus: tuple[str, ...]
@@ -44,9 +41,7 @@ def find_hardware(environ: Mapping[str, str] = os.environ) -> Hardware:
         return Hardware(gpus)
     if CPU_PLATFORM in entry_points(group="sglang.srt.platforms").names:
         return Hardware((), CPU_PLATFORM)
-    raise SettingsError(
-        "no GPU found, and the CPU platform is not installed: pip install ./launch/cpu"
-    )
+    raise SettingsError("no GPU found, and no CPU platform is installed: pip install ./launch/cpu")
 
 
 def check_capacity(settings: LaunchSettings, hardware: Hardware) -> None:
@@ -105,8 +100,6 @@ def _visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
     nvidia_smi = shutil.which("nvidia-smi")
     if nvidia_smi is None:
         return ()
-    listed = subprocess.run(
-        [nvidia_smi, "-L"], capture_output=True, text=True, timeout=60, check=False
-    )
+    listed = subprocess.run([nvidia_smi, "-L"], capture_output=True, text=True, timeout=60)
     lines = [line for line in listed.stdout.splitlines() if line.startswith("GPU ")]
     return tuple(str(index) for index in range(len(lines)))

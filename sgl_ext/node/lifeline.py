@@ -4,8 +4,6 @@ The launcher gives each child one end of a pipe as standard input and never writ
 the launcher ends, the system closes the other end, and the child's read returns.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -1,7 +1,5 @@
 """What the launcher prints: the progress of each engine, then how to connect a client."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
@@ -65,13 +63,8 @@ def summary(settings: LaunchSettings, engines: Sequence[Child], address: str) ->
     table.add_row("model", model)
     table.add_row("engines", "  ".join(engine.url for engine in engines))
     table.add_row("logs", settings.log_dir)
-    table.add_row(
-        "Claude Code",
-        f"ANTHROPIC_BASE_URL={address} ANTHROPIC_API_KEY={key} claude --model {model}",
-    )
-    table.add_row(
-        "Codex",
-        f'model = "{model}" and a model provider with '
-        f'base_url = "{address}/v1" and wire_api = "responses"',
-    )
+    claude = f"ANTHROPIC_BASE_URL={address} ANTHROPIC_API_KEY={key} claude --model {model}"
+    table.add_row("Claude Code", claude)
+    provider = f'base_url = "{address}/v1" and wire_api = "responses"'
+    table.add_row("Codex", f'model = "{model}" and a model provider with {provider}')
     return Panel(table, title="sgl-ext is serving", title_align="left", expand=False)

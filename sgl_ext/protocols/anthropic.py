@@ -1,7 +1,5 @@
 """Anthropic's protocol: `/v1/messages`."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -12,7 +10,6 @@ from sgl_ext.protocols.translation.anthropic import translate
 from sgl_ext.requests.answers import as_object, as_text, parsed, require
 from sgl_ext.requests.cache_marks import UNMARKABLE, control_of, marks_in
 from sgl_ext.requests.next_turn import result_ids
-from sgl_ext.requests.places import value_at
 from sgl_ext.requests.protocol import (
     Conversation,
     ErrorShape,
@@ -51,30 +48,41 @@ def _recognizes(headers: Mapping[str, str], body: Json) -> bool:
 # marks the last block that can have a mark.
 
 
-def _find_marks(body: Json) -> Iterator[FoundMark]:
-    """The marks in prompt order; the root's is last."""
-    yield from marks_in(body.get("tools"), ("tools",), "tools")
-    yield from marks_in(body.get("system"), ("system",), "system")
+def _contents(body: Json) -> Iterator[tuple[Place, str, Any]]:
+    """Each text or list of blocks in prompt order, after its place and its field's name."""
+    yield ("tools",), "tools", body.get("tools")
+    yield ("system",), "system", body.get("system")
     for i, message in enumerate(listed(body.get("messages"))):
         if isinstance(message, dict):
-            yield from marks_in(message.get("content"), ("messages", i), f"messages.{i}.content")
+            yield ("messages", i), f"messages.{i}.content", message.get("content")
+
+
+def _find_marks(body: Json) -> Iterator[FoundMark]:
+    """The marks in prompt order; the root's is last."""
+    for place, field, content in _contents(body):
+        if any(map(_may_hold_mark, listed(content))):
+            yield from marks_in(content, place, field)
     if (control := control_of(body)) is not None:
         yield FoundMark(_last_place(body), "", None, control)
 
 
+def _may_hold_mark(block: Any) -> bool:
+    """False for most blocks: those with neither a mark nor parts."""
+    return isinstance(block, dict) and (
+        "cache_control" in block or type(block.get("content")) is list
+    )
+
+
 def _last_place(body: Json) -> Place:
     """The place of the last block that can have a mark; () if there is none."""
-    turns = range(len(listed(body.get("messages"))))
-    paths: list[Place] = [("tools",), ("system",), *(("messages", i, "content") for i in turns)]
-    for path in reversed(paths):
-        content = value_at(body, path)
+    last: Place = ()
+    for place, _, content in _contents(body):
         if isinstance(content, str) and content:
-            return path[:2]
-        blocks = listed(content)
-        for j in reversed(range(len(blocks))):
-            if _can_have_mark(blocks[j]):
-                return (*path[:2], j)
-    return ()
+            last = place
+        for j, block in enumerate(listed(content)):
+            if _can_have_mark(block):
+                last = (*place, j)
+    return last
 
 
 def _can_have_mark(block: Any) -> bool:
@@ -210,11 +218,7 @@ ANTHROPIC = Protocol(
     paths=("/v1/messages",),
     # Clients retry a 529, which HTTP itself does not define.
     errors=ErrorShape(_error_body, _error_event, "request-id", (529, b"Overloaded")),
-    prompt=(
-        (Part.TOOLS, "tools"),
-        (Part.INSTRUCTIONS, "system"),
-        (Part.MESSAGES, "messages"),
-    ),
+    prompt=((Part.TOOLS, "tools"), (Part.INSTRUCTIONS, "system"), (Part.MESSAGES, "messages")),
     marks=MarkRules(_find_marks, is_strict=True),
     conversation=Conversation(_join, _read, _add_results, required={"max_tokens": 1}),
     tool_form=_TOOL_FORM,

@@ -1,7 +1,5 @@
 """OpenAI's chat completions: `/v1/chat/completions`, and Ollama's `/api/chat`."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any

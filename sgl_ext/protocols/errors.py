@@ -4,8 +4,6 @@
 no protocol. Anthropic's shape is in `sgl_ext/protocols/anthropic.py`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
@@ -35,9 +33,7 @@ class BalancerError(Exception):
 
 def no_engine() -> BalancerError:
     """No engine takes requests now; the client may retry in a moment."""
-    return BalancerError(
-        HTTPStatus.SERVICE_UNAVAILABLE, "No engine is ready.", retry_after_s=_RETRY_AFTER_S
-    )
+    return BalancerError(HTTPStatus.SERVICE_UNAVAILABLE, "No engine is ready.", _RETRY_AFTER_S)
 
 
 def internal_error() -> BalancerError:

@@ -1,30 +1,18 @@
 """Raw prompts: OpenAI's completions, SGLang's own paths, and Ollama's and Vertex AI's."""
 
-from __future__ import annotations
-
 import os
 
 from sgl_ext.protocols.errors import OPENAI_ERRORS
 from sgl_ext.requests.protocol import MarkRules, Part, Protocol
 
-COMPLETIONS = Protocol(
-    paths=("/v1/completions",),
-    errors=OPENAI_ERRORS,
-    prompt=((Part.TEXT, "prompt"),),
-    marks=MarkRules(),
-)
-GENERATE = Protocol(
-    paths=("/generate",),
-    errors=OPENAI_ERRORS,
-    prompt=((Part.TEXT, "text"), (Part.TEXT, "input_ids")),
-    marks=MarkRules(),
-)
-OLLAMA_GENERATE = Protocol(
-    paths=("/api/generate",),
-    errors=OPENAI_ERRORS,
-    prompt=((Part.INSTRUCTIONS, "system"), (Part.TEXT, "prompt")),
-    marks=MarkRules(),
-)
+
+def _raw(path: str, *prompt: tuple[Part, str]) -> Protocol:
+    return Protocol(paths=(path,), errors=OPENAI_ERRORS, prompt=prompt, marks=MarkRules())
+
+
+COMPLETIONS = _raw("/v1/completions", (Part.TEXT, "prompt"))
+GENERATE = _raw("/generate", (Part.TEXT, "text"), (Part.TEXT, "input_ids"))
+OLLAMA_GENERATE = _raw("/api/generate", (Part.INSTRUCTIONS, "system"), (Part.TEXT, "prompt"))
 VERTEX = Protocol(
     paths=(os.environ.get("AIP_PREDICT_ROUTE", "/vertex_generate"),),
     errors=OPENAI_ERRORS,

@@ -1,7 +1,5 @@
 """Every protocol that requests may speak, by URL path and by name."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 A random prefix for the process and a counter are as unique as a random id, and cost less.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import secrets

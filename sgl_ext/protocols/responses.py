@@ -1,7 +1,5 @@
 """OpenAI's responses: `/v1/responses`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 
@@ -94,11 +92,7 @@ RESPONSES = Protocol(
     name="responses",
     paths=("/v1/responses",),
     errors=ErrorShape(openai_body, _error_event),
-    prompt=(
-        (Part.TOOLS, "tools"),
-        (Part.INSTRUCTIONS, "instructions"),
-        (Part.ITEMS, "input"),
-    ),
+    prompt=((Part.TOOLS, "tools"), (Part.INSTRUCTIONS, "instructions"), (Part.ITEMS, "input")),
     marks=MarkRules(),
     conversation=Conversation(
         _join,

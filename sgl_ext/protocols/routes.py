@@ -4,8 +4,6 @@ A path that is not here is answered 404: a command to an engine's administration
 one engine of many by accident.
 """
 
-from __future__ import annotations
-
 from http import HTTPStatus
 from typing import NamedTuple
 

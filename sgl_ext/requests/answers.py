@@ -10,8 +10,6 @@ choices, or the work of a server-side tool gives None. The turn contains only wh
 prompt, and what pairs calls with their results.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, cast
 

@@ -23,14 +23,11 @@ In Anthropic's order tools precede the system prompt. So a block that ends with 
 includes the tools, even if the template writes them after it.
 """
 
-from __future__ import annotations
-
 import re
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from sgl_ext.requests.places import (
     Path,
@@ -46,8 +43,7 @@ from sgl_ext.requests.protocol import Place, Protocol
 Render = Callable[[Any], str | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Located:
+class Located(NamedTuple):
     """A rendered prompt and the ends of its marked blocks.
 
     text: the prompt; "" if it cannot be rendered.
@@ -68,11 +64,9 @@ def locate(protocol: Protocol, body: Any, places: Sequence[Place], render: Rende
     """
     nothing = Located("", (None,) * len(places))
     try:
-        search = _Search(protocol, body, render)
-        ends = search.ends(places)
+        return _Search(protocol, body, render).locate(places) or nothing
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError):
         return nothing
-    return nothing if ends is None else Located(search.text, tuple(ends))
 
 
 class _Search:
@@ -86,8 +80,8 @@ class _Search:
         self._tool_ends: dict[int, int | None] = {}
         self.text = ""
 
-    def ends(self, places: Sequence[Place]) -> list[int | None] | None:
-        """The ends of blocks; None if the body cannot be rendered."""
+    def locate(self, places: Sequence[Place]) -> Located | None:
+        """The prompt and the ends of blocks; None if the body cannot be rendered."""
         paths = [text_path(self._body, place) for place in places]
         instructions = text_path(self._body, last_instruction(self._body))
         tools = value_at(self._body, ("tools",))
@@ -104,7 +98,7 @@ class _Search:
                 last = self._tool_end(len(tools) - 1)
                 end = last if last is not None and end < last <= conversation_start else end
             located.append(end)
-        return located
+        return Located(self.text, tuple(located))
 
     def _marker(self, number: int) -> str:
         return f"zq{self._nonce}n{number}z"

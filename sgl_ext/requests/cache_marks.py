@@ -18,13 +18,11 @@ limits after Anthropic's rules were checked, so whether a request is valid does 
 limits. For the same reason a mark without a TTL counts as '5m' in the rule on order.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise, starmap
-from typing import Any
+from typing import Any, NamedTuple
 
 from sgl_ext.requests.protocol import FoundMark, Json, MarkRules, Place, Protocol, listed
 
@@ -53,8 +51,7 @@ class TtlLimits:
         return float(min(max(requested_s, self.min_s), self.max_s))
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
+class Mark(NamedTuple):
     """Everything up to the end of the block at `place` is to be kept for `ttl_s`."""
 
     place: Place

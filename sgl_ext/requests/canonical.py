@@ -5,8 +5,6 @@ tool calls, and whether a text stands alone or in a list of text blocks. Parts a
 by the byte 0xFF, which no UTF-8 text contains.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import orjson

@@ -13,8 +13,6 @@ The made-up turn is a result for each call that has none, else a user's text: af
 client can send only their results. Results that are there stay unchanged.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

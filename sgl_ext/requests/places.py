@@ -1,7 +1,5 @@
 """Access to the blocks of a body by place. No function modifies a body: edits make copies."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from sgl_ext.requests.protocol import INSTRUCTION_ROLES, Place
@@ -10,23 +8,16 @@ Path = tuple[str | int, ...]
 """The keys and indices that lead to a value in a body."""
 
 
-def block_at(body: Any, place: Place) -> Any:
-    """The block at `place`; None if there is none."""
-    return value_at(body, path_of(place))
-
-
-def text_of(body: Any, place: Place) -> str | None:
-    """The text with which the block at `place` ends, None if it does not end with one."""
-    path = text_path(body, place)
-    return None if path is None else str(value_at(body, path))
-
-
-def is_last(body: Any, place: Place) -> bool:
-    """Whether the block at `place` is the last one of the body."""
+def last_text(body: Any, place: Place) -> str | None:
+    """The text with which the block at `place` ends; None if it does not end with one, or if it is
+    not the last block of the body."""
     messages = body.get("messages")
     if place[0] != "messages" or place[1] != len(messages) - 1:
-        return False
-    return len(place) == 2 or place[2] == len(messages[-1]["content"]) - 1
+        return None
+    if len(place) > 2 and place[2] != len(messages[-1]["content"]) - 1:
+        return None
+    path = text_path(body, place)
+    return None if path is None else str(value_at(body, path))
 
 
 def path_of(place: Place) -> Path:

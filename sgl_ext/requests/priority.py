@@ -10,8 +10,6 @@ Higher is more important, and the default is 0. Values are clamped to -LIMIT..LI
 tenant's ceiling.
 """
 
-from __future__ import annotations
-
 import re
 import reprlib
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ Readers in this package take a `Protocol` and a parsed body. The instances are i
 instance for a URL path. docs/adding-a-protocol.md shows how to add one.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -14,8 +14,7 @@ Each protocol's rewriting is in `sgl_ext/protocols/translation/`. The functions 
 parts of a body with other content, and texts in place of content.
 """
 
-from __future__ import annotations
-
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -63,7 +62,7 @@ def translate(protocol: Protocol, body: Any, model: Model) -> Translated:
 def altered(items: list[Any], change: Callable[[Any], Any]) -> list[Any]:
     """A list with each item changed, without those that are DROPPED; the same list if unchanged."""
     changed = [change(item) for item in items]
-    if all(new is old for new, old in zip(changed, items, strict=True)):
+    if all(map(operator.is_, changed, items)):
         return items
     return [item for item in changed if item is not DROPPED]
 

@@ -18,8 +18,6 @@ continues, and the caller's salt (its cache group) come first: nothing is shared
 wrong guess of what a template renders costs a cache miss and nothing else.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

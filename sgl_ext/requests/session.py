@@ -1,7 +1,5 @@
 """The conversation and the tenant that a request belongs to."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

@@ -11,8 +11,6 @@
 Generated text cannot be mistaken for counts: JSON escapes the quotation marks inside it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple

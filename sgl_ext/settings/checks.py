@@ -1,7 +1,5 @@
 """Rules for settings that no single field's range can state: relations, files and secrets."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The fields of a settings class, as flags, files and documentation show them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple, get_type_hints

@@ -6,8 +6,6 @@ A field's class decides which process reads it and which table of the TOML file 
 Times are at most a year, as a range must end somewhere.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,9 +15,9 @@ import msgspec
 from msgspec import Meta, Struct
 
 from sgl_ext.requests.cache_marks import TtlLimits
-from sgl_ext.requests.headers import BILLING_HEADER
 from sgl_ext.requests.priority import LIMIT
 from sgl_ext.requests.session import TENANT_NAME
+from sgl_ext.requests.strip import BILLING_HEADER
 
 VARIABLE = "SGL_EXT_SETTINGS"
 """The environment variable in which the launcher hands a child its settings, as JSON."""
@@ -179,12 +177,8 @@ class EngineSettings(RequestSettings, frozen=True, kw_only=True):
         "also those of conversations that grow. See prefill.md.",
     ] = "auto"
     prefill_ahead_slice_tokens: Annotated[Count, "Longest slice of a prefill ahead."] = 2048
-    warmup_requests: Annotated[File | None, "Request bodies to prefill at start: prefill.md."] = (
-        None
-    )
-    shared_prefixes: Annotated[File | None, "Prompts that isolated tenants share: tenants.md."] = (
-        None
-    )
+    warmup_requests: Annotated[File | None, "Requests to prefill at start: prefill.md."] = None
+    shared_prefixes: Annotated[File | None, "Prompts that tenants share: tenants.md."] = None
     token_cache_bytes: Annotated[
         Amount, "Memory for cached token ids and converted messages; 0: none."
     ] = 256 * _MIB

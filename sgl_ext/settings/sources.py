@@ -4,8 +4,6 @@ A flag wins over the file. A list's flag adds to the file's list, which `--no-..
 argparse and msgspec take 64 ms to import; tyro takes 151, cyclopts 155 and pydantic-settings 350.
 """
 
-from __future__ import annotations
-
 import argparse
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence

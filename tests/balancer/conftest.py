@@ -99,7 +99,7 @@ async def start() -> AsyncIterator[Start]:
     """Starts engines and a balancer over them; returns a client of the balancer."""
     async with AsyncExitStack() as stack:
 
-        async def begin(*engines: Engine, **config: Any) -> ClientSession:
+        async def begin(*engines: Engine, interval_s: float = 0.02, **config: Any) -> ClientSession:
             urls = []
             for engine in engines:
                 app = web.Application(client_max_size=1 << 30)
@@ -107,7 +107,8 @@ async def start() -> AsyncIterator[Start]:
                 engine.server = server = TestServer(app, handler_cancellation=True)
                 await stack.enter_async_context(server)
                 urls.append(engine.url)
-            balancer = Balancer(BalancerSettings(workers=tuple(urls), port=0, drain_s=0, **config))
+            settings = BalancerSettings(workers=tuple(urls), port=0, drain_s=0, **config)
+            balancer = Balancer(settings, interval_s=interval_s)
             await balancer.start()
             stack.push_async_callback(balancer.stop)
             url = f"http://127.0.0.1:{balancer.port}"

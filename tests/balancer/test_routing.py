@@ -11,9 +11,8 @@ import orjson
 import pytest
 from aiohttp import ClientSession, ClientTimeout, web
 
-from sgl_ext.balancer import server
 from sgl_ext.balancer.routing import worker as worker_state
-from sgl_ext.balancer.routing import worker_probes
+from sgl_ext.balancer.routing import workers
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.segments import read_chain
 from tests.balancer.conftest import Engine, Start
@@ -348,12 +347,9 @@ async def shown(client: ClientSession, line: str) -> bool:
     return line in (await (await client.get("/metrics")).text()).splitlines()
 
 
-async def test_requests_wait_and_go_on_by_an_engines_report(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server, "_SWEEP_S", 60)
+async def test_requests_wait_and_go_on_by_an_engines_report(start: Start) -> None:
     engine = telling("a", [loaded(1, 5, snapshot=True, cleared=True)])
-    client = await start(engine)
+    client = await start(engine, interval_s=60)
     headers = {"x-sgl-ext-priority": "3"}
     task = asyncio.create_task(served_by(client, body("Hello"), headers=headers))
     await until(lambda: shown(client, "sgl_ext_queued_requests 1.0"))
@@ -368,13 +364,10 @@ async def test_requests_wait_and_go_on_by_an_engines_report(
         assert await shown(client, line)
 
 
-async def test_a_report_outlives_one_broken_connection(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server, "_SWEEP_S", 60)
+async def test_a_report_outlives_one_broken_connection(start: Start) -> None:
     full, broken = loaded(1, 5, snapshot=True, cleared=True), b"broken\n"
     engine = telling("a", [full, broken], [full, broken], [broken], [])
-    client = await start(engine)
+    client = await start(engine, interval_s=60)
     task = asyncio.create_task(served_by(client, body("Hello")))
 
     async def faults(count: int) -> bool:
@@ -469,10 +462,7 @@ async def test_a_client_s_mistakes_never_open_the_breaker(start: Start) -> None:
     assert "} 1.0" not in next(line for line in page.splitlines() if "breaker_open{" in line)
 
 
-async def test_an_engine_that_keeps_failing_gets_no_requests(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker_probes, "PROBE_INTERVAL_S", 0.02)
+async def test_an_engine_that_keeps_failing_gets_no_requests(start: Start) -> None:
     is_sick = True
 
     async def answer(_: web.Request) -> web.StreamResponse:
@@ -504,11 +494,7 @@ async def test_an_engine_that_keeps_failing_gets_no_requests(
     assert len(bad.seen) > before
 
 
-async def test_no_client_can_shut_out_a_healthy_engine(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker_probes, "PROBE_INTERVAL_S", 0.02)
-
+async def test_no_client_can_shut_out_a_healthy_engine(start: Start) -> None:
     async def answer(request: web.Request) -> web.StreamResponse:
         trips_it = "bomb" in await request.text()
         return web.json_response({"engine": "a"}, status=500 if trips_it else 200)
@@ -619,7 +605,7 @@ async def test_a_hanging_scheduler_is_detected_and_its_requests_go_elsewhere(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_state, "STALL_S", 0.3)
-    monkeypatch.setattr(worker_probes, "_GENERATE_TIMEOUT", ClientTimeout(total=0.5))
+    monkeypatch.setattr(workers, "_GENERATE_TIMEOUT", ClientTimeout(total=0.5))
     hangs = asyncio.Event()
 
     async def answer(request: web.Request) -> web.StreamResponse:

@@ -1,4 +1,4 @@
-"""What the CPU tests share: a made model, and one server per set of flags."""
+"""What the CPU tests share: one server per set of flags."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import pytest
 pytest.importorskip("sgl_ext_cpu", reason="the sgl-ext-cpu distribution is not installed")
 pytest.importorskip("sglang", reason="sglang is not installed")
 
-from sgl_ext_cpu.model import make_model
 from sgl_ext_cpu.node import free_port
 from sgl_ext_cpu.nursery import Nursery, Server
 
@@ -77,22 +76,18 @@ class Engine:
         pytest.fail(f"the server ended:\n{self.log.read_text()[-4000:]}")
 
 
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model's directory."""
-    return make_model(tmp_path_factory.mktemp("models") / "tiny", "tiny")
-
-
 @pytest.fixture(scope="module")
 def engine(
     request: pytest.FixtureRequest,
     nursery: Nursery,
-    tiny: Path,
+    tiny_model: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Engine]:
     """A server with the flags and environment the test's parameter gives."""
     flags, environment = request.param
-    with running_engine(nursery, tiny, tmp_path_factory.mktemp("engine"), flags, environment) as it:
+    with running_engine(
+        nursery, tiny_model, tmp_path_factory.mktemp("engine"), flags, environment
+    ) as it:
         yield it
 
 

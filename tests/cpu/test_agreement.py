@@ -52,8 +52,8 @@ class Reference:
 
 
 @pytest.fixture(scope="module")
-def reference(tiny: Path) -> Reference:
-    return Reference(tiny)
+def reference(tiny_model: Path) -> Reference:
+    return Reference(tiny_model)
 
 
 @pytest.fixture(autouse=True)

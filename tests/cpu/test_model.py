@@ -25,8 +25,8 @@ CALL = {"type": "function", "function": {"name": "read_file", "arguments": {"pat
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tiny: Path) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(tiny)
+def tokenizer(tiny_model: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(tiny_model)
 
 
 def render(tokenizer: PreTrainedTokenizerBase, *messages: dict[str, Any], **options: Any) -> str:
@@ -52,22 +52,22 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in directory.iterdir()}
 
 
-def test_a_second_call_changes_nothing(tiny: Path) -> None:
-    before = {file: file.stat().st_mtime_ns for file in tiny.iterdir()}
-    assert make_model(tiny, "tiny") == tiny
-    assert {file: file.stat().st_mtime_ns for file in tiny.iterdir()} == before
+def test_a_second_call_changes_nothing(tiny_model: Path) -> None:
+    before = {file: file.stat().st_mtime_ns for file in tiny_model.iterdir()}
+    assert make_model(tiny_model, "tiny") == tiny_model
+    assert {file: file.stat().st_mtime_ns for file in tiny_model.iterdir()} == before
 
 
-def test_the_seed_decides_the_weights_and_nothing_else(tiny: Path, tmp_path: Path) -> None:
+def test_the_seed_decides_the_weights_and_nothing_else(tiny_model: Path, tmp_path: Path) -> None:
     again = contents(make_model(tmp_path / "again", "tiny"))
-    assert again == contents(tiny)
+    assert again == contents(tiny_model)
     other = contents(make_model(tmp_path / "other", "tiny", seed=1))
     assert {name for name in other if other[name] != again[name]} == {MARKER, "model.safetensors"}
 
 
-def test_another_model_is_not_overwritten(tiny: Path) -> None:
+def test_another_model_is_not_overwritten(tiny_model: Path) -> None:
     with pytest.raises(FileExistsError, match="'seed': 5"):
-        make_model(tiny, "tiny", seed=5)
+        make_model(tiny_model, "tiny", seed=5)
 
 
 def test_foreign_files_are_not_overwritten(tmp_path: Path) -> None:
@@ -113,11 +113,11 @@ def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_configuration_of_8b_has_no_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_model: Path
 ) -> None:
     from tokenizers import Tokenizer
 
-    trained = Tokenizer.from_file(str(tiny / "tokenizer.json"))
+    trained = Tokenizer.from_file(str(tiny_model / "tokenizer.json"))
     monkeypatch.setattr(model.text, "train", lambda vocabulary: trained)
     made = make_model(tmp_path / "8b", "8b-config")
     config = AutoConfig.from_pretrained(made)
@@ -125,8 +125,8 @@ def test_the_configuration_of_8b_has_no_weights(
     assert not list(made.glob("*.safetensors"))
 
 
-def test_long_prompts_fit(tiny: Path) -> None:
-    config = AutoConfig.from_pretrained(tiny)
+def test_long_prompts_fit(tiny_model: Path) -> None:
+    config = AutoConfig.from_pretrained(tiny_model)
     assert config.architectures == ["Qwen3ForCausalLM"]
     assert config.max_position_embeddings >= 262_144
 
@@ -148,9 +148,9 @@ def test_special_tokens_are_one_token(tokenizer: PreTrainedTokenizerBase, text: 
     assert shown == ("" if text in model.text.CONTROL else text)
 
 
-def test_only_words_are_spoken(tiny: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_only_words_are_spoken(tiny_model: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Their text is split into the same tokens again, and no end of turn is among them."""
-    rows = load_file(tiny / "model.safetensors")["lm_head.weight"].abs().sum(dim=1)
+    rows = load_file(tiny_model / "model.safetensors")["lm_head.weight"].abs().sum(dim=1)
     spoken = rows.nonzero().flatten().tolist()
     assert len(spoken) > 1000
     assert tokenizer.eos_token_id not in spoken

@@ -31,19 +31,21 @@ def started(nursery: Nursery, model: Path, *flags: str) -> subprocess.Popen[str]
 
 
 def test_a_server_that_cannot_start_ends_with_its_own_status_and_message(
-    nursery: Nursery, tiny: Path
+    nursery: Nursery, tiny_model: Path
 ) -> None:
-    server = started(nursery, tiny, "--no-such-flag", "7")
+    server = started(nursery, tiny_model, "--no-such-flag", "7")
     output, _ = server.communicate()
     assert server.returncode == 2
     assert "unrecognized arguments: --no-such-flag 7" in output
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_signal_ends_the_server(nursery: Nursery, tiny: Path, number: signal.Signals) -> None:
+def test_a_signal_ends_the_server(
+    nursery: Nursery, tiny_model: Path, number: signal.Signals
+) -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    server = started(nursery, tiny, "--port", str(port))
+    server = started(nursery, tiny_model, "--port", str(port))
     until(lambda: is_healthy(url))
     server.send_signal(number)
     server.communicate()  # its output ends when no process of the server is left

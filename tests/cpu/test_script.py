@@ -40,8 +40,8 @@ RESULT = {"role": "tool", "content": "ok"}
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tiny: Path) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(tiny)
+def tokenizer(tiny_model: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(tiny_model)
 
 
 def render(
@@ -183,11 +183,11 @@ CROWDED = (
 
 @pytest.fixture(scope="module")
 def crowded(
-    nursery: Nursery, tiny: Path, tmp_path_factory: pytest.TempPathFactory
+    nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:
     folder = tmp_path_factory.mktemp("scripted")
     environment = {"SGL_EXT_CPU_SCRIPT": str(written_to(folder, *LINES))}
-    with running_engine(nursery, tiny, folder, CROWDED, environment) as engine:
+    with running_engine(nursery, tiny_model, folder, CROWDED, environment) as engine:
         yield engine
 
 
@@ -218,11 +218,13 @@ def test_no_client_brings_code(crowded: Engine) -> None:
         crowded.post("/generate", {"text": "Hello", "custom_logit_processor": "code"})
 
 
-def test_a_bad_script_stops_the_start(nursery: Nursery, tiny: Path, tmp_path: Path) -> None:
+def test_a_bad_script_stops_the_start(nursery: Nursery, tiny_model: Path, tmp_path: Path) -> None:
     script = written_to(tmp_path, '{"after": "a", "text": 1}')
     log = tmp_path / "log"
     environment = {"SGLANG_PLUGINS": "none", "SGL_EXT_CPU_SCRIPT": str(script)}
-    server = nursery.start(["--model-path", str(tiny), *FLAGS], log=log, environment=environment)
+    server = nursery.start(
+        ["--model-path", str(tiny_model), *FLAGS], log=log, environment=environment
+    )
     try:
         until(lambda: not server.running())
     finally:

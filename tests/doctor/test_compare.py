@@ -12,9 +12,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sgl_ext.doctor.advice import MEANINGS
 from sgl_ext.doctor.blocks import read_blocks
 from sgl_ext.doctor.compare import Difference, compare
+from sgl_ext.doctor.report import MEANINGS
 from sgl_ext.protocols.registry import of_path
 from tests.doctor.prompts import MESSAGES, SYSTEM, TOOLS, messages, system, turns
 

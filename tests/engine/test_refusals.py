@@ -12,8 +12,8 @@ import pytest
 from sgl_ext_cpu.node import free_port
 from sgl_ext_cpu.nursery import Nursery
 
-from sgl_ext.engine import preflight, startup
-from sgl_ext.engine.core import acknowledgements
+from sgl_ext.engine import startup
+from sgl_ext.engine.core.folder import acknowledge
 from tests.waiting import until
 
 
@@ -88,8 +88,8 @@ def test_a_scheduler_that_acknowledged_nothing_stops_the_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("SGL_EXT_ENGINE_FOLDER", str(tmp_path))
-    acknowledgements.acknowledge("detokenizer")
-    acknowledgements.acknowledge("scheduler")
+    acknowledge("detokenizer")
+    acknowledge("scheduler")
     schedulers = SimpleNamespace(scheduler_infos=[{}])
     startup.await_acknowledgements((None, None, None, schedulers))
     schedulers.scheduler_infos.append({})
@@ -123,9 +123,9 @@ def test_an_unusable_environment_is_rejected_by_name(
 
 
 def test_another_sglang_version_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "version", lambda _: "0.5.24")
+    monkeypatch.setattr(startup, "version", lambda _: "0.5.24")
     with pytest.raises(RuntimeError, match=r"0\.5\.23 alone, and this is 0\.5\.24"):
-        preflight.check_environment({})
+        startup.check_environment({})
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ from sgl_ext.balancer.routing.workers import Workers
 from sgl_ext.engine.core.request_context import RequestContext, context_of
 from sgl_ext.engine.http import request_hook
 from sgl_ext.protocols.errors import BalancerError
-from sgl_ext.requests.headers import HeaderStrip
+from sgl_ext.requests.strip import HeaderStrip
 from sgl_ext.settings.schema import EngineSettings
 from sgl_ext.tenants import Tenants
 from tests.fuzz import documents
@@ -62,7 +62,7 @@ def run(first: int, cases: int, stop: bool = True) -> Counter[str]:
 async def _run(first: int, cases: int, stop: bool) -> Counter[str]:
     counts: Counter[str] = Counter()
     services = _services()
-    admits = [Authentication(None, isolates=isolates).admit for isolates in (False, True)]
+    admits = [Authentication(None, None, Tenants(), isolates).admit for isolates in (False, True)]
     heads = [RequestHeadCache(admit) for admit in admits]
     for number in range(first, first + cases):
         raw = documents.request(Random(number))

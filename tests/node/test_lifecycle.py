@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import requests
-from sgl_ext_cpu.node import FORKING, ROOT, Node, StartNode
+from sgl_ext_cpu.node import ROOT, Node, StartNode
 
 from tests.waiting import until
 
@@ -29,15 +29,7 @@ ENDLESS = {
 @pytest.fixture
 def own_node(start_node: StartNode, tmp_path: Path) -> Iterator[Node]:
     """One engine behind a balancer, for a test that breaks it."""
-    with start_node(tmp_path, "--drain-s", "5", from_nursery=False) as started:
-        yield started
-
-
-@pytest.fixture
-def forking_node(start_node: StartNode, tmp_path: Path) -> Iterator[Node]:
-    """The same, with an engine that is soon back."""
-    options = {"environment": FORKING, "from_nursery": False}
-    with start_node(tmp_path, "--drain-s", "5", **options) as started:
+    with start_node(tmp_path, "--drain-s", "5") as started:
         yield started
 
 
@@ -62,13 +54,13 @@ def refuses(url: str) -> bool:
 
 
 def test_a_killed_engine_ends_its_streams_with_an_error_event_and_comes_back(
-    forking_node: Node, tmp_path: Path
+    own_node: Node, tmp_path: Path
 ) -> None:
     paths = ("/v1/messages", "/v1/chat/completions")
-    launcher = psutil.Process(forking_node.process.pid)
+    launcher = psutil.Process(own_node.process.pid)
     (engine,) = (p for p in launcher.children() if "sgl_ext.engine.serve" in p.cmdline())
     with ExitStack() as stack:
-        streams = {path: stack.enter_context(open_stream(forking_node, path)) for path in paths}
+        streams = {path: stack.enter_context(open_stream(own_node, path)) for path in paths}
         engine.kill()
         last = {path: [line for line in lines if line][-2:] for path, lines in streams.items()}
     assert last["/v1/messages"][0] == b"event: error"
@@ -76,20 +68,26 @@ def test_a_killed_engine_ends_its_streams_with_an_error_event_and_comes_back(
     assert last["/v1/chat/completions"][-1].startswith(b'data: {"error":')
 
     # Until the balancer has heard of it, a request may still reach the dying engine.
-    until(lambda: requests.get(f"{forking_node.url}/health", timeout=30).status_code == 503)
-    answer = forking_node.post("/v1/messages", {**ENDLESS, "stream": False})
+    until(lambda: requests.get(f"{own_node.url}/health", timeout=30).status_code == 503)
+    answer = own_node.post("/v1/messages", {**ENDLESS, "stream": False})
     assert answer.status_code == 529
     assert answer.json()["error"]["type"] == "overloaded_error"
 
-    until(lambda: requests.get(f"{forking_node.url}/health", timeout=30).status_code == 200)
-    assert forking_node.post("/v1/messages", {**ENDLESS, "stream": False, "max_tokens": 2}).ok
+    until(lambda: requests.get(f"{own_node.url}/health", timeout=30).status_code == 200)
+    assert own_node.post("/v1/messages", {**ENDLESS, "stream": False, "max_tokens": 2}).ok
     assert "restarts in" in (tmp_path / "launch.out").read_text()
 
-    # And when the launcher itself is killed, its children notice.
-    children = launcher.children(recursive=True)
-    assert len(children) >= 4
-    forking_node.process.kill()
-    _, alive = psutil.wait_procs(children, timeout=60)
+
+def test_processes_that_a_node_starts_end_when_its_launcher_is_killed(
+    start_node: StartNode, tmp_path: Path
+) -> None:
+    """Here nothing is forked: these are the processes that a user's node has."""
+    with start_node(tmp_path, from_nursery=False) as node:
+        assert node.post("/v1/messages", {**ENDLESS, "stream": False, "max_tokens": 2}).ok
+        children = psutil.Process(node.process.pid).children(recursive=True)
+        assert len(children) >= 4
+        node.process.kill()
+        _, alive = psutil.wait_procs(children, timeout=60)
     assert alive == []
 
 

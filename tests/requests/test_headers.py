@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_ext.requests.headers import HeaderStrip
+from sgl_ext.requests.strip import HeaderStrip
 
 HEADER = "x-anthropic-billing-header: cc_version=2.1.197.3af; cc_entrypoint=sdk-cli;"
 S = "You are a coding agent."

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_ext.protocols.registry import of_path
-from sgl_ext.requests.headers import HeaderStrip
-from sgl_ext.requests.system_text import strip_request
+from sgl_ext.requests.strip import HeaderStrip, strip_request
 
 HEADER = "x-anthropic-billing-header: cc_version=2.1.197.3af; cc_entrypoint=sdk-cli;"
 S = "You are a coding agent."

@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 from sgl_ext.protocols.registry import PATHS, detect, of_path
 from sgl_ext.requests.breakpoints import locate
 from sgl_ext.requests.cache_marks import TtlLimits, read_marks
-from sgl_ext.requests.headers import HeaderStrip
 from sgl_ext.requests.next_turn import partial_turn
 from sgl_ext.requests.priority import read_importance
 from sgl_ext.requests.protocol import Model
 from sgl_ext.requests.rewriting import translate
 from sgl_ext.requests.segments import read_chain, with_sorted_tools
 from sgl_ext.requests.session import session_key, stated_session
-from sgl_ext.requests.system_text import strip_request
+from sgl_ext.requests.strip import HeaderStrip, strip_request
 
 FIELDS = st.sampled_from(
     [

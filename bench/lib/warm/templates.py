@@ -1,7 +1,7 @@
 """How long chat templates of real models' structure take to render a long chat.
 
-SGLang renders the whole chat in each turn, in Jinja's sandbox. Ours does, too, with quicker
-look-ups of attributes (`sgl_ext/engine/host_cache/shortcuts.py`).
+SGLang renders the whole chat in each turn, in Jinja's sandbox. Ours does, too, with quicker code
+(`sgl_ext/engine/host_cache/chat_templates.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import sgl_ext_cpu
 from transformers.utils import chat_template_utils
 
-from sgl_ext.engine.host_cache.shortcuts import compile_template
+from sgl_ext.engine.host_cache.chat_templates import compile_template
 
 _FOLDER = Path(sgl_ext_cpu.__file__).parent
 _MESSAGES = 400

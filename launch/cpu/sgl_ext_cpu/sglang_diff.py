@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
-from sgl_ext.engine import sglang_api, sglang_http_types, sglang_scheduler_types, sglang_types
+from sgl_ext.engine import sglang_api, sglang_http_types, sglang_types
 from sgl_ext.engine.hooks import HOOKS, SHARING_HOOKS
 from sgl_ext.engine.sglang_check import declared
 
@@ -128,7 +128,7 @@ def used() -> Iterator[str]:
     for hooks in (*HOOKS.values(), *SHARING_HOOKS.values()):
         yield from (symbol for symbol in hooks if symbol.startswith("sglang."))
     yield from sglang_api.ANY_PROCESS + sglang_api.HTTP_PROCESS + sglang_api.SCHEDULER_PROCESS
-    for module in (sglang_types, sglang_scheduler_types, sglang_http_types):
+    for module in (sglang_types, sglang_http_types):
         for path, names in declared(module):
             yield from (f"{path}.{name}" for name in names)
 

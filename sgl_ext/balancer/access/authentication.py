@@ -12,10 +12,9 @@ dropped. Only operators and admins may name a tenant there, as a proxy that auth
 callers itself does. Without a key file the balancer trusts `x-tenant-id`.
 """
 
-from __future__ import annotations
-
 import hmac
 import logging
+from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 
@@ -76,6 +75,7 @@ class KeyFileReloader:
         return True
 
 
+@dataclass(frozen=True, repr=False)  # which would show the key
 class Authentication:
     """Checks requests by their heads.
 
@@ -84,25 +84,17 @@ class Authentication:
     isolates: whether the engines get each tenant's cache group, so that groups share no prefixes.
     """
 
-    def __init__(
-        self,
-        key: str | None,
-        key_file: KeyFileReloader | None = None,
-        tenants: Tenants | None = None,
-        *,
-        isolates: bool = False,
-    ) -> None:
-        self._key = None if key is None else key.encode()
-        self._key_file = key_file
-        self._tenants = Tenants() if tenants is None else tenants
-        self._isolates = isolates
+    key: str | None
+    key_file: KeyFileReloader | None
+    tenants: Tenants
+    isolates: bool
 
     def admit(self, head: RequestHead) -> None:
         """Sets the head's route and tenant. Raises BalancerError 400, 401, 403, 404, 405 or 415."""
-        is_guarded = self._key is not None or self._key_file is not None
+        is_guarded = self.key is not None or self.key_file is not None
         if is_guarded and (head.method, head.path) not in _PUBLIC:
             self._identify(head)
-        elif self._isolates:
+        elif self.isolates:
             self._set_tenant(head, _stated_tenant(head))
         head.route = route = routes.to_one(head.method, head.path)
         if route is not None and route.placed and head.content_type != "application/json":
@@ -113,14 +105,14 @@ class Authentication:
 
     def _identify(self, head: RequestHead) -> None:
         key = _key_of(head.fields)
-        is_operator = self._key is not None and hmac.compare_digest(key, self._key)
-        if self._key_file is None:
+        is_operator = self.key is not None and hmac.compare_digest(key, self.key.encode())
+        if self.key_file is None:
             if not is_operator:
                 raise _unauthorized()
-            if self._isolates:
+            if self.isolates:
                 self._set_tenant(head, _stated_tenant(head))
             return
-        keys = self._key_file.keys
+        keys = self.key_file.keys
         tenant = "" if is_operator else keys.tenant_of(key)
         if tenant is None:
             raise _unauthorized()
@@ -132,7 +124,7 @@ class Authentication:
 
     def _set_tenant(self, head: RequestHead, tenant: str, owner: str | None = None) -> None:
         """Replaces the headers about the tenant that the engine gets."""
-        group = self._tenants.of(tenant).group if self._isolates else None
+        group = self.tenants.of(tenant).group if self.isolates else None
         head.tenant = tenant
         head.set_headers({TENANT_HEADER: tenant or None, GROUP_HEADER: group, OWNER_HEADER: owner})
 

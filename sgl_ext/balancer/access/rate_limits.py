@@ -8,11 +8,10 @@ Each of several balancer processes enforces an equal share of every limit, becau
 spreads the connections over them.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import NamedTuple
 
@@ -29,35 +28,29 @@ class Charge(NamedTuple):
     tokens: int
 
 
+@dataclass(eq=False)
 class RateLimits:
     """The limits of a key file, shared by `processes`. Without a key file there are none."""
 
-    def __init__(
-        self,
-        key_file: KeyFileReloader | None,
-        metrics: Metrics,
-        processes: int = 1,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._key_file = key_file
-        self._processes = processes
-        self._clock = clock
+    key_file: KeyFileReloader | None
+    metrics: Metrics
+    processes: int = 1
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._buckets: dict[tuple[str, str], Bucket] = {}
-        if key_file is None:
+        if self.key_file is None:
             return
-        self._requests = metrics.counter(
-            "tenant_requests", "Requests admitted within the tenant's rate limits.", "tenant"
+        self._requests = self.metrics.counter(
+            "tenant_requests{tenant}", "Requests admitted within the tenant's rate limits."
         )
-        self._limited = metrics.counter(
-            "tenant_rate_limited",
+        self._limited = self.metrics.counter(
+            "tenant_rate_limited{tenant,limit}",
             "Requests rejected because the tenant was over a rate limit.",
-            "tenant",
-            "limit",
         )
-        self._tokens = metrics.counter(
-            "tenant_tokens",
+        self._tokens = self.metrics.counter(
+            "tenant_tokens{tenant}",
             "Tokens charged to the tenant: prompt tokens that were computed, and output tokens.",
-            "tenant",
         )
 
     def admit(self, tenant: str, tokens: int) -> Charge | None:
@@ -65,9 +58,9 @@ class RateLimits:
 
         Raises BalancerError 429 if the tenant is over a limit.
         """
-        if self._key_file is None or tenant not in self._key_file.keys.tenants:
+        if self.key_file is None or tenant not in self.key_file.keys.tenants:
             return None
-        allowance, now_s = self._key_file.keys.allowance(tenant), self._clock()
+        allowance, now_s = self.key_file.keys.allowance(tenant), self.clock()
         buckets = []
         for kind, limit, cost in (
             ("requests", allowance.requests_per_minute, 1),
@@ -96,13 +89,12 @@ class RateLimits:
         self._tokens.counts[(charge.tenant,)] += cost
         bucket = self._buckets.get((charge.tenant, "tokens"))
         if bucket is not None:
-            bucket.take(cost - charge.tokens, self._clock())
+            bucket.take(cost - charge.tokens, self.clock())
 
     def _bucket(self, tenant: str, kind: str, limit: float, now_s: float) -> Bucket:
-        share = limit / self._processes
+        share = limit / self.processes
         bucket = self._buckets.get((tenant, kind))
         if bucket is None:
             bucket = self._buckets[tenant, kind] = Bucket(share, now_s)
-        elif bucket.per_minute != share:
-            bucket.resize(share, now_s)
+        bucket.resize(share, now_s)
         return bucket

@@ -4,8 +4,6 @@ Requests come through the data path, which has checked their keys and their size
 one worker never come here.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import socket
@@ -17,11 +15,11 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from sgl_ext import pin_mirror
 from sgl_ext.balancer.admin import conversation_routes, worker_routes
-from sgl_ext.balancer.admin.worker_routes import SERVICES, ControlServices, json_response, to_all
+from sgl_ext.balancer.admin.worker_routes import SERVICES, json_response, to_all
 from sgl_ext.balancer.http.connection_pool import ConnectionPool
 from sgl_ext.balancer.http.request_reader import MAX_HEAD_BYTES
 from sgl_ext.balancer.http.upstream import UpstreamConnection
-from sgl_ext.balancer.relay.services import error_response
+from sgl_ext.balancer.relay.services import Services, error_response
 from sgl_ext.protocols import routes
 from sgl_ext.protocols.errors import BalancerError, internal_error
 
@@ -31,7 +29,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _ANY_SIZE = 1 << 62
 
 
-def make_app(services: ControlServices) -> web.Application:
+def make_app(services: Services) -> web.Application:
     """The application. The data path limits the sizes of requests."""
     app = web.Application(client_max_size=_ANY_SIZE, middlewares=[answer_errors])
     app[SERVICES] = services
@@ -137,7 +135,10 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         log.exception("a request failed inside the balancer")
         response = _answer(request, internal_error())
     if request.path != "/health":
-        request.app[SERVICES].metrics.requests.counts[route_of(request), response.status] += 1
+        resource = request.match_info.route.resource
+        # The route's pattern: ids in a path must not become labels.
+        route = "unknown" if resource is None else resource.canonical
+        request.app[SERVICES].metrics.requests.counts[route, response.status] += 1
     return response
 
 
@@ -145,9 +146,3 @@ def _answer(request: web.Request, error: BalancerError) -> web.Response:
     status, reason, lines, body = error_response(request.path, error)
     headers = dict(line.split(": ", 1) for line in lines.decode().splitlines())
     return web.Response(status=status, reason=reason.decode(), body=body, headers=headers)
-
-
-def route_of(request: web.Request) -> str:
-    """The route's pattern: ids in a path must not become labels."""
-    resource = request.match_info.route.resource
-    return resource.canonical if resource is not None else "unknown"

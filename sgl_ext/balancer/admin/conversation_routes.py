@@ -9,8 +9,6 @@ POST   /v1/responses/{id}/cancel         only a response of an engine
 GET    /v1/responses/{id}/input_items    ?order=asc|desc (desc), ?limit=1..100 (20), ?after=ID
 """
 
-from __future__ import annotations
-
 from http import HTTPStatus
 
 from aiohttp import web

@@ -10,11 +10,7 @@ POST   /sgl_ext/explain/v1/messages             where this request would go, and
                                                 whose requests are placed
 """
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
@@ -23,39 +19,18 @@ import orjson
 from aiohttp import web
 
 from sgl_ext import pin_mirror
-from sgl_ext.balancer.conversations.conversation_store import ConversationStore
-from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.relay.preparation import parse_json
-from sgl_ext.balancer.routing.router import Router
+from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.routing.worker import Worker
-from sgl_ext.balancer.routing.worker_probes import WorkerProbes
+from sgl_ext.balancer.routing.workers import WorkerProbes
 from sgl_ext.protocols import routes
 from sgl_ext.protocols.errors import BalancerError, no_engine
 from sgl_ext.protocols.registry import of_path
-from sgl_ext.requests.headers import HeaderStrip
 from sgl_ext.requests.session import OWNER_HEADER, TENANT_HEADER
-from sgl_ext.requests.system_text import strip_request
+from sgl_ext.requests.strip import strip_request
 from sgl_ext.settings.checks import is_worker_url
 
-
-@dataclass(frozen=True)
-class ControlServices:
-    """What the control plane uses of the balancer.
-
-    page: renders the metrics of all processes.
-    divergences: the findings of all processes; None if prompts are not compared.
-    """
-
-    router: Router
-    strip: HeaderStrip
-    session: aiohttp.ClientSession
-    metrics: Metrics
-    conversations: ConversationStore
-    page: Callable[[], bytes]
-    divergences: Callable[[], dict[str, Any] | None]
-
-
-SERVICES = web.AppKey("services", ControlServices)
+SERVICES = web.AppKey("services", Services)
 _TIMEOUT = aiohttp.ClientTimeout(total=120)
 _FORWARDED_HEADERS = (TENANT_HEADER, OWNER_HEADER)
 

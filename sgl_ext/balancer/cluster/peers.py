@@ -10,8 +10,6 @@ is forgotten.
 A message begins with the group's secret; any other message is counted and dropped.
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import time
@@ -19,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
+from cachetools import TTLCache
 
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempts import Attempt
@@ -66,41 +65,35 @@ class PeerGroup:
         """This process's socket."""
         return self.sockets[self.number]
 
-    @property
-    def others(self) -> list[tuple[str, int]]:
-        """The addresses of the other processes."""
-        return [s.getsockname() for n, s in enumerate(self.sockets) if n != self.number]
 
-
+@dataclass(eq=False)
 class Peers:
     """Sends this process's placements and state to its peers, and applies theirs."""
 
-    def __init__(
-        self,
-        group: PeerGroup,
-        router: Router,
-        metrics: Metrics,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._group = group
-        self._addresses = group.others
-        self._router = router
-        self._metrics = metrics
-        self._clock = clock
-        self._received: dict[tuple[str, int], tuple[float, dict[str, Load]]] = {}
+    group: PeerGroup
+    router: Router
+    metrics: Metrics
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        others = [s for s in self.group.sockets if s is not self.group.mine]
+        self._addresses = [s.getsockname() for s in others]
+        self._received: TTLCache[tuple[str, int], dict[str, Load]] = TTLCache(
+            len(self.group.sockets), SILENT_S, self.clock
+        )
         self._sent: dict[str, Load] = {}
         self._load_due = False
-        router.attempts.on_begin.append(self.send_placed)
-        router.attempts.on_end.append(self.load_changed)
+        self.router.attempts.on_begin.append(self.send_placed)
+        self.router.attempts.on_end.append(self.load_changed)
 
     def start(self) -> None:
         """Receives messages from now on."""
-        self._group.mine.setblocking(False)
-        asyncio.get_running_loop().add_reader(self._group.mine, self._read)
+        self.group.mine.setblocking(False)
+        asyncio.get_running_loop().add_reader(self.group.mine, self._read)
         self.send_state()
 
     def stop(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._group.mine)
+        asyncio.get_running_loop().remove_reader(self.group.mine)
 
     def send_placed(self, attempt: Attempt) -> None:
         """Sends where a request goes."""
@@ -125,34 +118,30 @@ class Peers:
 
     def send_state(self) -> None:
         """Sends the loads and the table of workers. Call it every STATE_S."""
-        workers = self._router.workers
+        workers = self.router.workers
         self._sent = self._loads()
         draining = {worker.url: worker.draining for worker in workers.all}
         self._send(_State(self._sent, workers.changed_s, draining))
-        now_s = self._clock()
-        for address, (received_s, _) in tuple(self._received.items()):
-            if now_s - received_s > SILENT_S:
-                del self._received[address]
-                self._add_up()
+        self._add_up()
 
     def _loads(self) -> dict[str, Load]:
-        return {worker.url: worker.load for worker in self._router.workers.all}
+        return {worker.url: worker.load for worker in self.router.workers.all}
 
     def _send(self, message: _Placed | _State) -> None:
-        data = self._group.secret + msgspec.json.encode(message)
+        data = self.group.secret + msgspec.json.encode(message)
         if len(data) > _MOST_BYTES:
-            self._metrics.peer_message_faults.counts[("too long",)] += 1
+            self.metrics.peer_message_faults.counts[("too long",)] += 1
             return
         for address in self._addresses:
             try:
-                self._group.mine.sendto(data, address)
+                self.group.mine.sendto(data, address)
             except OSError:
-                self._metrics.peer_message_faults.counts[("not sent",)] += 1
+                self.metrics.peer_message_faults.counts[("not sent",)] += 1
 
     def _read(self) -> None:
         while True:
             try:
-                data, address = self._group.mine.recvfrom(_MOST_BYTES)
+                data, address = self.group.mine.recvfrom(_MOST_BYTES)
             except BlockingIOError:
                 return
             except OSError:
@@ -160,18 +149,18 @@ class Peers:
             try:
                 self.receive(data, address)
             except ValueError:
-                self._metrics.peer_message_faults.counts[("unreadable",)] += 1
+                self.metrics.peer_message_faults.counts[("unreadable",)] += 1
 
     def receive(self, data: bytes, address: tuple[str, int]) -> None:
         """Applies a peer's message. Raises ValueError if it is malformed."""
-        secret = self._group.secret
+        secret = self.group.secret
         if data[: len(secret)] != secret:
             raise ValueError("not from a peer")
         message = _DECODER.decode(data[len(secret) :])
         if isinstance(message, _Placed):
-            worker = self._router.workers.find(message.worker)
+            worker = self.router.workers.find(message.worker)
             if worker is not None:
-                self._router.attempts.record_of_peer(
+                self.router.attempts.record_of_peer(
                     worker,
                     None if message.session is None else int(message.session, 16),
                     [int(segment, 16) for segment in message.segments],
@@ -179,12 +168,12 @@ class Peers:
                     message.uncached_tokens,
                 )
             return
-        self._router.workers.adopt(message.changed_s, message.draining)
-        self._received[address] = (self._clock(), message.loads)
+        self.router.workers.adopt(message.changed_s, message.draining)
+        self._received[address] = message.loads
         self._add_up()
-        self._router.capacity_changed()
+        self.router.capacity_changed()
 
     def _add_up(self) -> None:
-        for worker in self._router.workers.all:
-            loads = [loads.get(worker.url, Load()) for _, loads in self._received.values()]
+        for worker in self.router.workers.all:
+            loads = [loads.get(worker.url, Load()) for loads in self._received.values()]
             worker.peer_load = Load(*map(sum, zip(*loads, strict=True))) if loads else Load()

@@ -5,8 +5,6 @@ itself. The kernel spreads connections over all processes that listen on the por
 dies is forked again with the same socket.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import secrets

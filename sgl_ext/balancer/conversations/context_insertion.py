@@ -16,8 +16,6 @@ each layer gets a cache mark, unless the request's own marks hold it as long; /v
 has no marks inside a prompt, so its whole prompt is pinned.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -95,7 +93,8 @@ def _add_runtime(protocol: Protocol, body: _Json, texts: list[str]) -> None:
     if not texts or not isinstance(messages, list):
         return
     parts = [{"type": kind, "text": text} for text in texts]
-    at = next((k for k, message in enumerate(messages) if not _instructs(message)), len(messages))
+    roles = (m.get("role") if isinstance(m, dict) else None for m in messages)
+    at = next((k for k, role in enumerate(roles) if role not in INSTRUCTION_ROLES), len(messages))
     first = messages[at] if at < len(messages) else None
     if not isinstance(first, dict) or first.get("role") != "user":
         body[field] = [*messages[:at], {"role": "user", "content": parts}, *messages[at:]]
@@ -105,10 +104,6 @@ def _add_runtime(protocol: Protocol, body: _Json, texts: list[str]) -> None:
         own = [{"type": kind, "text": own}] if own else []
     if isinstance(own, list):  # anything else is left for the engine to reject
         body[field] = [*messages[:at], {**first, "content": [*parts, *own]}, *messages[at + 1 :]]
-
-
-def _instructs(message: Any) -> bool:
-    return isinstance(message, dict) and message.get("role") in INSTRUCTION_ROLES
 
 
 def _mark(

@@ -11,8 +11,6 @@ no content of its own: each request may bring a text for it in `context_blocks`,
 stored.
 """
 
-from __future__ import annotations
-
 import hashlib
 from http import HTTPStatus
 from itertools import pairwise

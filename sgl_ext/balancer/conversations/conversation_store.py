@@ -5,13 +5,12 @@
 Each tenant has its own: an id of another tenant is as unknown as one that does not exist.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import sqlite3
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from typing import Any, TypeVar
@@ -38,6 +37,7 @@ _Json = dict[str, Any]
 _T = TypeVar("_T")
 
 
+@dataclass(slots=True)
 class ConversationStore:
     """Without a document store nothing is stored, and ids of responses pass to the engines.
 
@@ -46,19 +46,11 @@ class ConversationStore:
     clock: seconds since the epoch.
     """
 
-    def __init__(
-        self,
-        documents: DocumentStore | None,
-        metrics: Metrics,
-        response_ttl_s: float,
-        limit_bytes: int,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._documents = documents
-        self._events = metrics.store_events
-        self._response_ttl_s = response_ttl_s
-        self._limit_bytes = limit_bytes
-        self._clock = clock
+    documents: DocumentStore | None
+    metrics: Metrics
+    response_ttl_s: float
+    limit_bytes: int
+    clock: Callable[[], float] = time.time
 
     # Requests.
 
@@ -71,7 +63,7 @@ class ConversationStore:
         if not isinstance(body, dict):
             return body, None
         recorder = None
-        if path in RESPONSES.paths and self._documents is not None:
+        if path in RESPONSES.paths and self.documents is not None:
             body, recorder = self._continue(body, tenant)
         if (named := contexts.named(body)) is not None:
             body = self._insert_context(path, body, *named, tenant)
@@ -117,14 +109,14 @@ class ConversationStore:
         blocks = contexts.unpacked_blocks(found[-1])
         whole, marks_left_out = insert_context(protocol, body, blocks, texts)
         if marks_left_out:
-            self._events.counts[("mark_left_out",)] += marks_left_out
+            self.metrics.store_events.counts[("mark_left_out",)] += marks_left_out
         return whole
 
     def _chain(self, kind: str, tenant: str, id: str) -> list[bytes] | None:
         """The items of a document and of those that it continues; all of them count as used."""
-        owner, now = _owner(kind, tenant), self._clock()
-        found = self._query(lambda store: store.chain(owner, id, now, self._limit_bytes))
-        self._events.counts[("unknown" if found is None else "found",)] += 1
+        owner, now = _owner(kind, tenant), self.clock()
+        found = self._query(lambda store: store.chain(owner, id, now, self.limit_bytes))
+        self.metrics.store_events.counts[("unknown" if found is None else "found",)] += 1
         if found is not None:
             self._query(lambda store: store.use(owner, id, now), is_required=False)
         return found
@@ -136,11 +128,11 @@ class ConversationStore:
     ) -> None:
         items = stored_turns.packed(entered, response["output"])
         document = Document(response["id"], items, stored_turns.about(response), previous)
-        self._put(_RESPONSES, tenant, document, self._response_ttl_s, is_required=False)
+        self._put(_RESPONSES, tenant, document, self.response_ttl_s, is_required=False)
 
     def _note_background(self, tenant: str, id: str) -> None:
         note = Document(id, b"", b"")
-        self._put(_BACKGROUND, tenant, note, self._response_ttl_s, is_required=False)
+        self._put(_BACKGROUND, tenant, note, self.response_ttl_s, is_required=False)
 
     def is_in_background(self, tenant: str, id: str) -> bool:
         """Whether this is a response of the tenant that an engine made in the background."""
@@ -153,8 +145,8 @@ class ConversationStore:
 
     def input_items(self, tenant: str, id: str) -> list[_Json] | None:
         """All items that a response was made from, None if it is not stored."""
-        owner, now = _owner(_RESPONSES, tenant), self._clock()
-        found = self._query(lambda store: store.chain(owner, id, now, self._limit_bytes))
+        owner, now = _owner(_RESPONSES, tenant), self.clock()
+        found = self._query(lambda store: store.chain(owner, id, now, self.limit_bytes))
         return None if found is None else stored_turns.listed(id, found)
 
     def delete_response(self, tenant: str, id: str) -> bool:
@@ -165,7 +157,7 @@ class ConversationStore:
 
     def register_context(self, tenant: str, document: Any) -> _Json:
         """Stores a context and describes it. Raises BalancerError if it is invalid or too large."""
-        if self._documents is None:
+        if self.documents is None:
             message = "Contexts are not available: store_limit_bytes is 0."
             raise BalancerError(HTTPStatus.NOT_FOUND, message)
         blocks = contexts.read_blocks(document)
@@ -196,20 +188,22 @@ class ConversationStore:
     # The document store, which may fail.
 
     def _get(self, kind: str, tenant: str, id: str) -> Document | None:
-        return self._query(lambda store: store.get(_owner(kind, tenant), id, self._clock()))
+        return self._query(lambda store: store.get(_owner(kind, tenant), id, self.clock()))
 
     def _delete(self, kind: str, tenant: str, id: str) -> bool:
-        owner, now = _owner(kind, tenant), self._clock()
+        owner, now = _owner(kind, tenant), self.clock()
         return bool(self._query(lambda store: store.delete(owner, id, now)))
 
     def _put(
         self, kind: str, tenant: str, document: Document, ttl_s: float, *, is_required: bool = True
     ) -> int | None:
         def put(store: DocumentStore) -> int | None:
-            evicted = store.put(_owner(kind, tenant), document, ttl_s, self._clock())
-            self._events.counts[("stored" if evicted is not None else "too_large",)] += 1
+            evicted = store.put(_owner(kind, tenant), document, ttl_s, self.clock())
+            self.metrics.store_events.counts[
+                ("stored" if evicted is not None else "too_large",)
+            ] += 1
             if evicted:
-                self._events.counts[("evicted",)] += evicted
+                self.metrics.store_events.counts[("evicted",)] += evicted
             return evicted
 
         return self._query(put, is_required=is_required)
@@ -222,7 +216,7 @@ class ConversationStore:
         Raises BalancerError 503 if the store fails, unless the request does not depend on it.
         """
         try:
-            return None if self._documents is None else query(self._documents)
+            return None if self.documents is None else query(self.documents)
         except sqlite3.Error as error:
             self._failed(error)
             if not is_required:
@@ -231,23 +225,23 @@ class ConversationStore:
             raise BalancerError(HTTPStatus.SERVICE_UNAVAILABLE, message, _RETRY_AFTER_S) from None
 
     def _failed(self, error: Exception) -> None:
-        self._events.counts[("failed",)] += 1
+        self.metrics.store_events.counts[("failed",)] += 1
         log.warning("the store failed: %s", error)
 
     async def sweep_forever(self) -> None:
         """Deletes expired documents and checkpoints the write-ahead log."""
-        while (store := self._documents) is not None:
+        while (store := self.documents) is not None:
             await asyncio.sleep(_SWEEP_S)
             try:
-                self._events.counts[("expired",)] += store.sweep(self._clock())
+                self.metrics.store_events.counts[("expired",)] += store.sweep(self.clock())
                 if store.wants_checkpoint():
                     await asyncio.to_thread(store.checkpoint)
             except (sqlite3.Error, OSError) as error:
                 self._failed(error)
 
     def close(self) -> None:
-        if self._documents is not None:
-            self._documents.close()
+        if self.documents is not None:
+            self.documents.close()
 
 
 def _owner(kind: str, tenant: str) -> str:

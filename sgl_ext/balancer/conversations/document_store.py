@@ -13,8 +13,6 @@ With a write-ahead log processes can read while one writes. The log is not synce
 after a power failure the file is consistent but may lack the last seconds.
 """
 
-from __future__ import annotations
-
 import os
 import sqlite3
 import time

@@ -7,10 +7,9 @@ itself, and finds the prefix in its cache. `instructions` and `tools` are never 
 OpenAI's API.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -85,6 +84,7 @@ def _listed(item: Any, id: str) -> _Json:
     return shown
 
 
+@dataclass(slots=True)
 class ResponseRecorder:
     """Stores the response of one request, and returns the answer as it goes to the client.
 
@@ -93,15 +93,9 @@ class ResponseRecorder:
     note_background: gets the id of a response that an engine starts in the background.
     """
 
-    def __init__(
-        self,
-        previous: str | None,
-        store: Callable[[_Json], None] | None,
-        note_background: Callable[[str], None] | None = None,
-    ) -> None:
-        self._previous = previous
-        self._store = store
-        self._note_background = note_background
+    previous: str | None
+    store: Callable[[_Json], None] | None
+    note_background: Callable[[str], None] | None = None
 
     def record_events(self, data: bytes) -> bytes:
         """Takes whole events of a stream. The response is stored before its last event is sent."""
@@ -116,14 +110,14 @@ class ResponseRecorder:
         response = document[key] if isinstance(document, dict) and key in document else document
         if not isinstance(response, dict) or response.get("object") != "response":
             return data
-        if self._previous is not None:
-            response["previous_response_id"] = self._previous
-        if self._store is not None and _is_complete(response):
-            self._store(response)
-        elif self._note_background is not None and isinstance(response.get("id"), str):
-            self._note_background(response["id"])
-            self._note_background = None
-        return data if self._previous is None else orjson.dumps(document)
+        if self.previous is not None:
+            response["previous_response_id"] = self.previous
+        if self.store is not None and _is_complete(response):
+            self.store(response)
+        elif self.note_background is not None and isinstance(response.get("id"), str):
+            self.note_background(response["id"])
+            self.note_background = None
+        return data if self.previous is None else orjson.dumps(document)
 
 
 def _is_complete(response: _Json) -> bool:

@@ -7,8 +7,6 @@ So the balancer reads chunks itself. Extensions and trailers are dropped, and th
 limited. A trailer about the framing is an error.
 """
 
-from __future__ import annotations
-
 import re
 from http import HTTPStatus
 
@@ -64,10 +62,6 @@ class ChunkedBody:
         del data[: len(piece)]
         if self._left:
             return False
-        self._read = self._chunk_end
-        return True
-
-    def _chunk_end(self, data: bytearray) -> bool:
         end = bytes(data[:2])
         if not b"\r\n".startswith(end):
             raise _bad("a chunk is longer than its size")

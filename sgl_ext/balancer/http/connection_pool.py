@@ -1,7 +1,5 @@
 """The connections to one worker, used again while they are idle."""
 
-from __future__ import annotations
-
 import asyncio
 from urllib.parse import urlsplit
 

@@ -11,8 +11,6 @@ by their bytes without the digits of the length. Two heads that differ only in t
 well-formed Content-Length line mean the same except for the length.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Mapping
 from http import HTTPStatus
@@ -26,18 +24,8 @@ from sgl_ext.requests.session import QUEUED_HEADER
 # Headers of one connection and not of the message (RFC 9110, section 7.6.1), and the length,
 # which is stated again by the framing of the next connection.
 HOP_BY_HOP = frozenset(
-    {
-        b"connection",
-        b"content-length",
-        b"keep-alive",
-        b"proxy-authenticate",
-        b"proxy-authorization",
-        b"proxy-connection",
-        b"te",
-        b"trailer",
-        b"transfer-encoding",
-        b"upgrade",
-    }
+    b"connection content-length keep-alive proxy-authenticate proxy-authorization "
+    b"proxy-connection te trailer transfer-encoding upgrade".split()
 )
 # Bodies are decoded here, responses must stay readable here, the key is for the balancer alone,
 # and only the balancer sets its internal headers.

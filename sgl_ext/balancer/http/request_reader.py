@@ -13,8 +13,6 @@ rejected at its head, before any of its body is stored; the rest of the body is 
 of later requests wait in `ahead`; the caller stops reading when there are many.
 """
 
-from __future__ import annotations
-
 import zlib
 from dataclasses import dataclass
 from http import HTTPStatus

@@ -5,8 +5,6 @@ the heads of complete responses are cached as those of requests are: by their by
 digits of the length, after the parser has found such a response to be well-formed.
 """
 
-from __future__ import annotations
-
 from sgl_ext.balancer.http.request_head import (
     HOP_BY_HOP,
     LENGTH,

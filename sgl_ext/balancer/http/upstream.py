@@ -5,8 +5,6 @@ whether it was used before and whether any of the response has arrived; the exch
 the worker is not to blame.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 from typing import TYPE_CHECKING, Protocol, cast
@@ -30,7 +28,7 @@ class MalformedResponse(Exception):
 class ResponseReceiver(Protocol):
     """Gets a response, in this order: connected, head, data, end; or a failure at any point."""
 
-    def connected(self, connection: UpstreamConnection) -> None: ...
+    def connected(self, connection: "UpstreamConnection") -> None: ...
     def connect_failed(self, reason: str) -> None: ...
     def response_head(self, head: ResponseHead) -> None: ...
     def response_data(self, data: bytes) -> None: ...
@@ -46,7 +44,7 @@ class UpstreamConnection(asyncio.Protocol):
     sweeps: how many sweeps it has been idle.
     """
 
-    def __init__(self, pool: ConnectionPool) -> None:
+    def __init__(self, pool: "ConnectionPool") -> None:
         self._pool = pool
         self._parser = httptools.HttpResponseParser(self)
         self._receiver: ResponseReceiver | None = None

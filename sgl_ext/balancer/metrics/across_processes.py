@@ -4,8 +4,6 @@ prometheus_client has a multiprocess mode, but only for its own counters, which 
 every request (see `registry`).
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from contextlib import suppress

@@ -5,8 +5,7 @@ ten of them. With prometheus_client's own that takes 18 us (1.6 us for a labelle
 for a histogram), with these 1 us.
 """
 
-from __future__ import annotations
-
+import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -93,37 +92,29 @@ class Metrics:
         self.registry = CollectorRegistry()
         counter, histogram = self.counter, self._histogram
         self.requests = counter(
-            "requests",
+            "requests{path,status}",
             "Requests that were answered, by path and HTTP status. Health checks are not counted.",
-            "path",
-            "status",
         )
         self.ttft_s = histogram(
-            "ttft_seconds",
+            "ttft_seconds{path}",
             "Time from a request's arrival to the first byte of its answer, by path.",
-            "path",
         )
         self.priority_ttft_s = histogram(
-            "priority_ttft_seconds",
+            "priority_ttft_seconds{priority}",
             "Time from a request's arrival to the first byte of its answer, "
             "by the lowest priority of its band.",
-            "priority",
         )
         self.queue_s = histogram(
-            "queue_seconds",
+            "queue_seconds{reason}",
             "Time that requests waited before they were sent to a worker, "
             "for capacity or for a prefix that another request computes.",
-            "reason",
         )
         self.priority_queue_s = histogram(
-            "priority_queue_seconds",
+            "priority_queue_seconds{priority}",
             "Time that requests waited for capacity, by the lowest priority of their band.",
-            "priority",
         )
         self.queued_requests = Gauge(
-            "sgl_ext_queued_requests",
-            "Requests in the admission queue.",
-            registry=self.registry,
+            "sgl_ext_queued_requests", "Requests in the admission queue.", registry=self.registry
         )
         self.promotions = counter(
             "promotions",
@@ -134,7 +125,7 @@ class Metrics:
             "Requests that were rejected because the queue was full or they waited too long.",
         )
         self.placements = counter(
-            "placements", "Requests sent to a worker, by the reason for its choice.", "reason"
+            "placements{reason}", "Requests sent to a worker, by the reason for its choice."
         )
         self.retries = counter(
             "retries", "Requests sent to another worker because an earlier one failed."
@@ -152,80 +143,69 @@ class Metrics:
             "stripped_headers", "Session headers found at the beginning of prompts."
         )
         self.standby_prefills = counter(
-            "standby_prefills",
+            "standby_prefills{result}",
             "Prompts sent ahead to a second worker because their session's worker was busy.",
-            "result",
         )
         self.store_events = counter(
-            "store_events",
+            "store_events{event}",
             "Reads, writes, evictions and failures of the store of responses and contexts.",
-            "event",
         )
         self.prompt_tokens = counter(
-            "prompt_tokens",
+            "prompt_tokens{worker}",
             "Prompt tokens of the requests whose worker reported its cached tokens.",
-            "worker",
         )
         self.reported_tokens = counter(
-            "reported_cached_tokens",
+            "reported_cached_tokens{worker}",
             "Prompt tokens that workers reported as read from their cache.",
-            "worker",
         )
         self.predicted_tokens = counter(
-            "predicted_cached_tokens",
+            "predicted_cached_tokens{worker}",
             "Prompt tokens that the balancer predicted to be cached, "
             "for the requests whose worker reported its cached tokens.",
-            "worker",
         )
-        self.prediction_error_tokens = Histogram(
-            "sgl_ext_prediction_error_tokens",
+        self.prediction_error_tokens = histogram(
+            "prediction_error_tokens{worker}",
             "Difference between the predicted and the reported cached tokens of a request.",
-            "worker",
             _TOKENS,
-            self.registry,
         )
         self.diverged_prompts = counter(
-            "diverged_prompts",
+            "diverged_prompts{harness,kind}",
             "Prompts that did not begin like an earlier prompt of their session or fleet.",
-            "harness",
-            "kind",
         )
         self.diverged_tokens = counter(
-            "diverged_tokens",
+            "diverged_tokens{harness,kind}",
             "Estimate of the prompt tokens that had to be computed again because prompts diverged.",
-            "harness",
-            "kind",
         )
         self.prompts_not_compared = counter(
-            "prompts_not_compared",
+            "prompts_not_compared{reason}",
             "Prompts that were not compared with earlier ones, by the reason.",
-            "reason",
         )
         self.prefix_events = counter(
-            "prefix_events", "Prefix events received from engines.", "worker"
+            "prefix_events{worker}", "Prefix events received from engines."
         )
         self.prefix_event_faults = counter(
-            "prefix_event_faults",
+            "prefix_event_faults{worker,fault}",
             "Prefix events from engines that could not be applied to the index.",
-            "worker",
-            "fault",
         )
         self.unconfirmed_prefixes = counter(
             "unconfirmed_prefixes",
             "Requests after which the engine never reported that it holds their prefix.",
         )
         self.peer_message_faults = counter(
-            "peer_message_faults",
+            "peer_message_faults{fault}",
             "Messages between the balancer's processes that were lost or unreadable.",
-            "fault",
         )
 
-    def counter(self, name: str, help_text: str, *labels: str) -> Counter:
-        """Adds the counter `sgl_ext_NAME_total`."""
+    def counter(self, name: str, help_text: str) -> Counter:
+        """Adds the counter `sgl_ext_NAME_total`. `name`: NAME or NAME{LABEL,LABEL}."""
+        name, *labels = re.findall(r"\w+", name)
         return Counter(f"sgl_ext_{name}", help_text, labels, self.registry)
 
-    def _histogram(self, name: str, help_text: str, label: str) -> Histogram:
-        return Histogram(f"sgl_ext_{name}", help_text, label, _SECONDS, self.registry)
+    def _histogram(
+        self, name: str, help_text: str, bounds: Sequence[float] = _SECONDS
+    ) -> Histogram:
+        name, label = re.findall(r"\w+", name)
+        return Histogram(f"sgl_ext_{name}", help_text, label, bounds, self.registry)
 
     def render(self) -> bytes:
         """The metrics in Prometheus' text format, version 0.0.4."""

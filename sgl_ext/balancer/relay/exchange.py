@@ -12,8 +12,6 @@ After that byte it is not replayed, and a cut stream ends in the protocol's erro
 client disconnects, the connection to the worker is closed, and the engine aborts.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from enum import Enum

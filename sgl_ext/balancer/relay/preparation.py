@@ -1,7 +1,5 @@
 """Reads a request's body before it is placed: what it names, how to route it, and its charge."""
 
-from __future__ import annotations
-
 from http import HTTPStatus
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs
@@ -20,7 +18,7 @@ from sgl_ext.protocols.registry import detect, of_path, with_name
 from sgl_ext.requests.field_types import find_wrong_type
 from sgl_ext.requests.protocol import Protocol
 from sgl_ext.requests.session import hints_of
-from sgl_ext.requests.system_text import strip_request
+from sgl_ext.requests.strip import strip_request
 
 
 class Preparation(NamedTuple):

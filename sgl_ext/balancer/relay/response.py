@@ -1,7 +1,5 @@
 """A worker's response as it arrives: a stream in whole events, or a body collected to its end."""
 
-from __future__ import annotations
-
 from sgl_ext.balancer.http.response_head import ResponseHead
 from sgl_ext.requests.usage import Usage, read_usage
 

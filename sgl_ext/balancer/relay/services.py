@@ -1,8 +1,10 @@
-"""The parts of the balancer that all exchanges use."""
+"""The parts of the balancer that all exchanges and the control plane use."""
 
-from __future__ import annotations
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
-from dataclasses import dataclass
+import aiohttp
 
 from scheduler.retry_budget import RetryBudget
 from sgl_ext.balancer.access.rate_limits import RateLimits
@@ -19,14 +21,17 @@ from sgl_ext.protocols import routes
 from sgl_ext.protocols.errors import BalancerError, retry_headers, wire_status
 from sgl_ext.protocols.registry import errors_of
 from sgl_ext.protocols.request_ids import id_line, new_request_id
-from sgl_ext.requests.headers import HeaderStrip
+from sgl_ext.requests.strip import HeaderStrip
 
 
 @dataclass(eq=False)
 class Services:
     """The router, the admission queue, the connections to workers and the rest.
 
-    control: the connections to the control plane.
+    session: for the balancer's own requests to workers.
+    page: renders the metrics of all processes.
+    divergences: the findings of all processes; None if prompts are not compared.
+    control: the connections to the control plane, which is made after this.
     """
 
     router: Router
@@ -34,14 +39,17 @@ class Services:
     request_log: RequestLog
     metrics: Metrics
     strip: HeaderStrip
-    control: ConnectionPool
     rate_limits: RateLimits
     conversations: ConversationStore
+    session: aiohttp.ClientSession
+    page: Callable[[], bytes]
+    divergences: Callable[[], dict[str, Any] | None]
+    control: ConnectionPool = field(init=False)
 
     def __post_init__(self) -> None:
         self.workers = self.router.workers
         self.retries = RetryBudget()
-        self.standby_prefill = StandbyPrefill(self.router, self.metrics, self.pool)
+        self.standby_prefill = StandbyPrefill(self.router, self.metrics, self.session)
         self._pools: dict[Worker, ConnectionPool] = {}
         self.workers.on_leave.append(self._drop_pool)
 

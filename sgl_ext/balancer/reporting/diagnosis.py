@@ -3,11 +3,10 @@
 Only positions, sizes and kinds of differences leave this process, never a prompt's text.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import orjson
@@ -19,10 +18,9 @@ from sgl_ext.doctor.findings import Findings
 from sgl_ext.doctor.harness import harness_of
 from sgl_ext.doctor.memory import LIMIT_BYTES, Divergence, Prompt, PromptMemory
 from sgl_ext.protocols.registry import of_path
-from sgl_ext.requests.headers import HeaderStrip
 from sgl_ext.requests.segments import with_sorted_tools
 from sgl_ext.requests.session import stated_session
-from sgl_ext.requests.system_text import Stripped, strip_request
+from sgl_ext.requests.strip import HeaderStrip, Stripped, strip_request
 
 log = logging.getLogger(__name__)
 
@@ -49,23 +47,18 @@ class PromptDiagnosis(NamedTuple):
     divergence: dict[str, Any] | None
 
 
+@dataclass(eq=False)
 class DivergenceDetector:
     """Remembers recent prompts. The request log fills `findings`."""
 
-    def __init__(
-        self,
-        strip: HeaderStrip,
-        metrics: Metrics,
-        *,
-        sort_tools: bool = False,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._clock = clock
-        self._compared_s = clock()
+    strip: HeaderStrip
+    metrics: Metrics
+    sort_tools: bool = False
+    clock: Callable[[], float] = time.perf_counter
+
+    def __post_init__(self) -> None:
+        self._compared_s = self.clock()
         self._budget_s = _MAX_BURST_S
-        self._strip = strip
-        self._metrics = metrics
-        self._sort_tools = sort_tools
         self._memory = PromptMemory(self._read, LIMIT_BYTES)
         self.findings = Findings()
 
@@ -90,7 +83,7 @@ class DivergenceDetector:
         if of_path(path).turns_field is None or body.get("previous_response_id") is not None:
             return PromptDiagnosis(harness, model, None)
         if len(raw) > _MAX_BODY_BYTES:
-            self._metrics.prompts_not_compared.counts[("long",)] += 1
+            self.metrics.prompts_not_compared.counts[("long",)] += 1
             return PromptDiagnosis(harness, model, None)
         cache_fields = (
             "" if _CACHE_FIELDS.isdisjoint(body) else str([body.get(key) for key in _CACHE_FIELDS])
@@ -107,20 +100,20 @@ class DivergenceDetector:
         return PromptDiagnosis(harness, model, {"scope": found.scope, **logged, "tokens": tokens})
 
     def _compare(self, prompt: Prompt) -> Divergence | None:
-        now_s = self._clock()
+        now_s = self.clock()
         self._budget_s = min(
             self._budget_s + _TIME_SHARE * (now_s - self._compared_s), _MAX_BURST_S
         )
         try:
             return self._memory.compare(prompt)
         except _Busy:
-            self._metrics.prompts_not_compared.counts[("busy",)] += 1
+            self.metrics.prompts_not_compared.counts[("busy",)] += 1
         except Exception as error:
             # The error's text might quote the prompt.
             log.error("a prompt could not be compared with earlier ones: %s", type(error).__name__)
-            self._metrics.prompts_not_compared.counts[("error",)] += 1
+            self.metrics.prompts_not_compared.counts[("error",)] += 1
         finally:
-            self._compared_s = self._clock()
+            self._compared_s = self.clock()
             self._budget_s -= self._compared_s - now_s
         return None
 
@@ -129,5 +122,5 @@ class DivergenceDetector:
         if self._budget_s <= 0:
             raise _Busy
         protocol = of_path(path)
-        body = strip_request(protocol, orjson.loads(raw), self._strip).body
-        return read_blocks(protocol, with_sorted_tools(body) if self._sort_tools else body)
+        body = strip_request(protocol, orjson.loads(raw), self.strip).body
+        return read_blocks(protocol, with_sorted_tools(body) if self.sort_tools else body)

@@ -16,8 +16,6 @@ is null unless the prompt diverges from an earlier one (docs/doctor.md).
 Sessions and prefixes are hashes. No text of a prompt is written.
 """
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple

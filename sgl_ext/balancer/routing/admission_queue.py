@@ -13,10 +13,9 @@ somewhere all the time, and a request that took the first free slot would leave 
 Two seconds are the time to compute 40,000 tokens again at 20,000 tokens/s.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Protocol
 
@@ -49,30 +48,24 @@ class QueuedRequest(Protocol):
     def rejected(self, error: BalancerError) -> None: ...
 
 
+@dataclass(eq=False)
 class AdmissionQueue:
     """Holds about `limit` requests at most, and none for longer than `timeout_s`."""
 
-    def __init__(
-        self,
-        router: Router,
-        metrics: Metrics,
-        limit: int,
-        timeout_s: float,
-        aging_s: float = 0.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._router = router
-        self._metrics = metrics
-        self._limit = limit
-        self._timeout_s = timeout_s
-        self._aging_s = aging_s
-        self._clock = clock
+    router: Router
+    metrics: Metrics
+    limit: int
+    timeout_s: float
+    aging_s: float = 0.0
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._served = Served()
         self._queue: OrderedQueue[QueuedRequest] = OrderedQueue(
-            aging_s, self._served, router.tenants.weights
+            self.aging_s, self._served, self.router.tenants.weights
         )
-        metrics.queued_requests.set_function(self._queue.__len__)
-        router.on_capacity.append(self.admit)
+        self.metrics.queued_requests.set_function(self._queue.__len__)
+        self.router.on_capacity.append(self.admit)
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -81,18 +74,18 @@ class AdmissionQueue:
         """Places or rejects a request now, or queues it. False if it is queued."""
         routing = request.routing
         if not (self._queue and routing.runs):
-            attempt = self._router.place(routing, request.tried, waits_for_home=True)
+            attempt = self.router.place(routing, request.tried, waits_for_home=True)
             if attempt is not None:
                 request.placed(attempt)
                 return True
-        if not self._router.any_available():
+        if not self.router.any_available():
             request.rejected(no_engine())
             return True
-        now_s = self._clock()
+        now_s = self.clock()
         self._queue.add(request, Waiting(routing.priority, now_s, _cost(routing), routing.tenant))
-        if self._router.has_capacity_for(routing, request.tried):
+        if self.router.has_capacity_for(routing, request.tried):
             self.admit()
-        if len(self._queue) > self._limit + self._limit // _OVERFLOW:
+        if len(self._queue) > self.limit + self.limit // _OVERFLOW:
             self._reject_excess(now_s)
         return request not in self._queue
 
@@ -109,10 +102,10 @@ class AdmissionQueue:
         """Rejects requests that have waited too long, and all if no worker is left. Call it
         periodically."""
         self.admit()
-        now_s = self._clock()
-        if len(self._queue) > self._limit:
+        now_s = self.clock()
+        if len(self._queue) > self.limit:
             self._reject_excess(now_s)
-        is_futile = bool(self._queue) and not self._router.any_available()
+        is_futile = bool(self._queue) and not self.router.any_available()
         for entry in self._queue:
             request = entry.item
             if request is None:
@@ -120,12 +113,12 @@ class AdmissionQueue:
             if is_futile:
                 self._queue.remove(request)
                 request.rejected(no_engine())
-            elif entry.waiting.arrived_s + self._timeout_s <= now_s:
-                self._reject(request, f"None had capacity for {self._timeout_s:g} s.")
+            elif entry.waiting.arrived_s + self.timeout_s <= now_s:
+                self._reject(request, f"None had capacity for {self.timeout_s:g} s.")
 
     def _admit_head(self) -> bool:
         """Places requests from the head of the queue; whether any was placed."""
-        now_s = self._clock()
+        now_s = self.clock()
         any_placed, passed_over = False, 0
         full_for: float = float("-inf")  # no worker has capacity for this priority or a lower one
         for entry in self._queue.head(_MOST_TRIED, now_s):
@@ -136,17 +129,17 @@ class AdmissionQueue:
             takes_any_worker = routing.runs and not request.tried
             if takes_any_worker and routing.priority <= full_for:
                 continue
-            if not self._router.has_capacity_for(routing, request.tried):
+            if not self.router.has_capacity_for(routing, request.tried):
                 full_for = routing.priority if takes_any_worker else full_for
                 continue
             if entry.passed_over_s is None:
                 entry.passed_over_s = now_s
-            elif now_s - entry.passed_over_s < HOME_WAIT_S and not self._router.has_capacity_for(
+            elif now_s - entry.passed_over_s < HOME_WAIT_S and not self.router.has_capacity_for(
                 routing, request.tried, at_home=True
             ):
                 continue
             may_be_passed = now_s - entry.passed_over_s < HOME_WAIT_S
-            attempt = self._router.place(routing, request.tried, waits_for_home=may_be_passed)
+            attempt = self.router.place(routing, request.tried, waits_for_home=may_be_passed)
             if attempt is not None:
                 self._placed(entry, request, attempt, now_s)
                 any_placed = True
@@ -162,19 +155,19 @@ class AdmissionQueue:
         self._queue.remove(request)
         routing, waited_s = request.routing, now_s - entry.waiting.arrived_s
         self._served.add(routing.tenant, _cost(routing), now_s)
-        self._metrics.priority_queue_s.observe(band(routing.priority), waited_s)
-        if step(routing.priority, waited_s, self._aging_s) > routing.priority:
-            self._metrics.promotions.inc()
+        self.metrics.priority_queue_s.observe(band(routing.priority), waited_s)
+        if step(routing.priority, waited_s, self.aging_s) > routing.priority:
+            self.metrics.promotions.inc()
         request.placed(attempt)
 
     def _reject_excess(self, now_s: float) -> None:
-        for entry in self._queue.sort(now_s)[self._limit :]:
+        for entry in self._queue.sort(now_s)[self.limit :]:
             if (request := entry.item) is not None:
-                self._reject(request, f"{self._limit} requests wait already.")
+                self._reject(request, f"{self.limit} requests wait already.")
 
     def _reject(self, request: QueuedRequest, why: str) -> None:
         self._queue.remove(request)
-        self._metrics.requests_rejected.inc()
+        self.metrics.requests_rejected.inc()
         message = f"All engines are busy. {why}"
         request.rejected(BalancerError(HTTPStatus.SERVICE_UNAVAILABLE, message, _RETRY_AFTER_S))
 

@@ -6,8 +6,6 @@
 worker, and its prefix is expected there. Attempts that follow it wait until its prefill is done.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -75,7 +73,7 @@ class Attempt:
     running_tokens: int = 0
     decoding: bool = False
     in_flight_prefix: InFlightPrefix | None = None
-    follows: Attempt | None = None
+    follows: "Attempt | None" = None
     followers: list[Callable[[], None]] = field(default_factory=list)
     abandon: Callable[[str], None] = lambda reason: None
 
@@ -100,9 +98,7 @@ class Attempts:
     ) -> Attempt:
         """Begins an attempt on a worker, which holds `held` of the prompt."""
         now_s = self._clock()
-        attempt = Attempt(routing, worker, placement)
-        attempt.predicted_tokens = held.tokens
-        attempt.expected_tokens = held.expected_tokens
+        attempt = Attempt(routing, worker, placement, held.tokens, held.expected_tokens)
         if not worker.in_flight:
             worker.last_heard_s = now_s
         worker.in_flight += 1

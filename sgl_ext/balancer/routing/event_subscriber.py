@@ -1,7 +1,5 @@
 """Subscriptions to the engines' prefix events: one connection to each, reopened if it ends."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncIterator
@@ -80,8 +78,8 @@ class EventSubscribers:
             try:
                 pause_s = await self._receive(worker)
             except EventStreamBroken as broken:
-                self._metrics.prefix_event_faults.counts[worker.url, str(broken.fault)] += 1
-                log.warning("%s: prefix events: %s; reconnecting", worker.url, broken.fault)
+                self._metrics.prefix_event_faults.counts[worker.url, str(broken)] += 1
+                log.warning("%s: prefix events: %s; reconnecting", worker.url, broken)
             except (aiohttp.ClientError, TimeoutError):
                 pass
             except Exception:

@@ -4,9 +4,8 @@ A malformed line changes nothing. After it, or after a gap, the subscriber must 
 begin with a snapshot.
 """
 
-from __future__ import annotations
-
 import re
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -57,29 +56,23 @@ class Fault(StrEnum):
 
 
 class EventStreamBroken(Exception):
-    """The stream cannot continue: connect again and begin with a snapshot."""
-
-    def __init__(self, fault: Fault) -> None:
-        super().__init__(fault)
-        self.fault = fault
+    """The stream cannot continue: connect again and begin with a snapshot. Its text is a Fault."""
 
 
+@dataclass(slots=True, eq=False)
 class PrefixEventReader:
     """Applies the events of one connection to one worker, in order.
 
     orphans, repeated: how many segments and lines were not applied.
     """
 
-    def __init__(
-        self, worker: int, index: PrefixIndex, in_flight: InFlightPrefixes, pins: PinMirror
-    ) -> None:
-        self._worker = worker
-        self._pins = pins
-        self._index = index
-        self._in_flight = in_flight
-        self._seq: int | None = None
-        self.orphans = 0
-        self.repeated = 0
+    worker: int
+    index: PrefixIndex
+    in_flight: InFlightPrefixes
+    pins: PinMirror
+    orphans: int = 0
+    repeated: int = 0
+    _seq: int | None = None
 
     def apply(self, line: bytes, now_s: float) -> Event:
         """Applies one line, received at `now_s`. The load that it reports is left to the caller.
@@ -97,21 +90,21 @@ class PrefixEventReader:
             raise EventStreamBroken(Fault.GAP)
         self._seq = event.seq
         if event.cleared:
-            self._index.clear(self._worker)
+            self.index.clear(self.worker)
             if not event.snapshot:
-                self._in_flight.forget_worker(self._worker)
+                self.in_flight.forget_worker(self.worker)
         for segment in event.removed:
             number = int(segment, 16)
-            self._index.remove(self._worker, number)
-            self._in_flight.forget_segment(self._worker, number)
+            self.index.remove(self.worker, number)
+            self.in_flight.forget_segment(self.worker, number)
         for segment, parent, tokens in event.stored:
             above = None if parent is None else int(parent, 16)
             number = int(segment, 16)
-            if self._index.store(self._worker, above, number, tokens):
-                self._in_flight.confirm(self._worker, number)
+            if self.index.store(self.worker, above, number, tokens):
+                self.in_flight.confirm(self.worker, number)
             else:
                 self.orphans += 1
-        self._pins.apply(msgspec.structs.asdict(event), now_s)
+        self.pins.apply(msgspec.structs.asdict(event), now_s)
         return event
 
 

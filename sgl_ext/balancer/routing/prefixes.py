@@ -1,7 +1,6 @@
 """What workers hold of a prompt: the prefixes they reported, and those they will hold soon."""
 
-from __future__ import annotations
-
+from collections import defaultdict
 from typing import NamedTuple
 
 from radix.in_flight_prefixes import InFlightPrefix, InFlightPrefixes
@@ -32,11 +31,8 @@ class HeldPrefix(NamedTuple):
 _NOTHING = HeldPrefix()
 
 
-class HeldBySlot(dict[int, HeldPrefix]):
-    """What workers hold of a chain, by their slots; a missing worker holds nothing."""
-
-    def __missing__(self, slot: int) -> HeldPrefix:
-        return _NOTHING
+HeldBySlot = defaultdict[int, HeldPrefix]
+"""What workers hold of a chain, by their slots; a missing worker holds nothing."""
 
 
 class Prefixes:
@@ -50,7 +46,7 @@ class Prefixes:
 
     def lookup(self, chain: Chain) -> HeldBySlot:
         """What each worker holds of a chain."""
-        found = HeldBySlot()
+        found = HeldBySlot(lambda: _NOTHING)
         for match in self.index.matches(chain.hashes):
             held = HeldPrefix(match.tokens, match.depth, match.tokens, match.depth)
             mask = match.workers

@@ -5,21 +5,13 @@
 `read` runs once for a request, `place` once for each attempt.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from scheduler.capacity import has_capacity
-from scheduler.placement import (
-    Placement,
-    PlacementRequest,
-    WorkerView,
-    place,
-    score,
-    stays,
-)
+from scheduler.placement import Placement, PlacementRequest, WorkerView, place, score, stays
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempts import FOLLOW_TOKENS, Attempt, Attempts, RoutingRequest
 from sgl_ext.balancer.routing.prefixes import HeldBySlot, Prefixes
@@ -32,6 +24,7 @@ from sgl_ext.requests.session import is_final, salt_of, session_key
 from sgl_ext.tenants import Tenants
 
 
+@dataclass(eq=False)
 class Router:
     """Places requests on workers. One a process; not thread-safe.
 
@@ -39,29 +32,20 @@ class Router:
     on_capacity: called whenever a worker may have more capacity.
     """
 
-    def __init__(
-        self,
-        workers: Workers,
-        metrics: Metrics,
-        worker_limit: int = 1024,
-        *,
-        sort_tools: bool = False,
-        tenants: Tenants | None = None,
-        preemption_threshold: int = 10,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.workers = workers
+    workers: Workers
+    metrics: Metrics
+    worker_limit: int = 1024
+    sort_tools: bool = False
+    tenants: Tenants = field(default_factory=Tenants)
+    preemption_threshold: int = 10
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self.prefixes = Prefixes()
-        self.attempts = Attempts(self.prefixes, clock)
-        self.sort_tools = sort_tools
-        self.tenants = Tenants() if tenants is None else tenants
-        self._metrics = metrics
-        self._worker_limit = worker_limit
-        self._preemption_threshold = preemption_threshold
-        self._clock = clock
+        self.attempts = Attempts(self.prefixes, self.clock)
         self.on_capacity: list[Callable[[], None]] = []
         self.attempts.on_end.append(self.capacity_changed)
-        workers.on_leave.append(self._forget)
+        self.workers.on_leave.append(self._forget)
 
     def read(
         self,
@@ -102,9 +86,9 @@ class Router:
         None if no worker has capacity, or if the worker that its session stays on has none and
         the request `waits_for_home`.
         """
-        now_s = self._clock()
+        now_s = self.clock()
         if unconfirmed := self.prefixes.in_flight.expire(now_s):
-            self._metrics.unconfirmed_prefixes.inc(unconfirmed)
+            self.metrics.unconfirmed_prefixes.inc(unconfirmed)
         self.attempts.sessions.expire(now_s)
         candidates = self._candidates(tried)
         if not any(self._has_capacity(w, routing) for w in candidates):
@@ -116,15 +100,17 @@ class Router:
         request = self._placement_request(routing, held)
         home = self._find_home(request, candidates, held, now_s)
         if home is not None and home in open_workers:
-            return self._begin(routing, home, "home", held)
+            return self.attempts.begin(routing, home, Placement(home.url, "home"), held[home.slot])
         if waits_for_home and home is not None:
             most = max(held[worker.slot].expected_tokens for worker in open_workers)
             if held[home.slot].expected_tokens - most >= FOLLOW_TOKENS:
                 return None
         placement = place(request, [self._view(w, held, now_s) for w in open_workers])
         assert placement is not None, "some worker has capacity"
+        if home is not None:
+            placement = Placement(placement.worker, "moved")
         worker = next(w for w in open_workers if w.url == placement.worker)
-        return self._begin(routing, worker, placement.reason if home is None else "moved", held)
+        return self.attempts.begin(routing, worker, placement, held[worker.slot])
 
     def has_capacity_for(
         self, routing: RoutingRequest, tried: set[Worker], *, at_home: bool = False
@@ -151,14 +137,14 @@ class Router:
 
     def views(self, chain: Chain) -> list[tuple[Worker, WorkerView]]:
         """The available workers, each with its view for a prompt."""
-        now_s = self._clock()
+        now_s = self.clock()
         held = self.prefixes.lookup(chain)
         available = [w for w in self.workers.all if w.is_available]
         return [(worker, self._view(worker, held, now_s)) for worker in available]
 
     def explain(self, routing: RoutingRequest) -> dict[str, Any]:
         """What this request would cost on each worker, and where it would go. Changes nothing."""
-        now_s = self._clock()
+        now_s = self.clock()
         held = self.prefixes.lookup(routing.chain)
         workers = self.workers.all
         views = [self._view(worker, held, now_s) for worker in workers]
@@ -166,7 +152,7 @@ class Router:
         placement = place(
             request, [v for v, w in zip(views, workers, strict=True) if w.is_available]
         )
-        scores = score(request, views, is_new=request.home is None)
+        scores = [score(request, view, is_new=request.home is None) for view in views]
         return {
             "segments": len(routing.chain.hashes),
             "tools": routing.chain.tools,
@@ -202,35 +188,26 @@ class Router:
         candidates = [w for w in self.workers.all if w.is_available]
         return [w for w in candidates if w not in tried] or candidates
 
-    def _begin(
-        self, routing: RoutingRequest, worker: Worker, reason: str, held: HeldBySlot
-    ) -> Attempt:
-        placement = Placement(worker.url, reason)
-        return self.attempts.begin(routing, worker, placement, held[worker.slot])
-
     def _find_home(
         self, request: PlacementRequest, candidates: list[Worker], held: HeldBySlot, now_s: float
     ) -> Worker | None:
         """The worker that the request's session stays on, without a view of every worker."""
-        home, most, least = None, 0, None
-        for worker in candidates:
-            if worker.url == request.home:
-                home = worker
-                continue
-            pending = worker.total_pending_tokens(now_s)
-            least = pending if least is None or pending < least else least
-            most = max(most, held[worker.slot].expected_tokens)
+        home = next((w for w in candidates if w.url == request.home), None)
         if home is None:
             return None
-        view = self._view(home, held, now_s)
-        return home if stays(request, view, most, least) == "home" else None
+        others = [
+            (held[w.slot].expected_tokens, w.total_pending_tokens(now_s))
+            for w in candidates
+            if w is not home
+        ]
+        return home if stays(request, self._view(home, held, now_s), others) == "home" else None
 
     def _has_capacity(
         self, worker: Worker, routing: RoutingRequest, held: HeldBySlot | None = None
     ) -> bool:
         """Whether a worker has capacity for a request; without `held`, for one of no tokens."""
         peers = worker.peer_load
-        if worker.in_flight + peers.in_flight >= self._worker_limit:
+        if worker.in_flight + peers.in_flight >= self.worker_limit:
             return False
         if worker.capacity is None or not routing.runs:
             return True
@@ -243,7 +220,7 @@ class Router:
             worker.running,
             routing.priority,
             tokens,
-            self._preemption_threshold,
+            self.preemption_threshold,
             peers.in_flight,
             peers.pending_tokens,
         )

@@ -1,7 +1,5 @@
 """One engine as the balancer sees it: its state, its load and its capacity."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, NamedTuple
 
 from scheduler.breaker import Breaker

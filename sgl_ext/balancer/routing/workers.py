@@ -1,10 +1,12 @@
-"""The table of workers: which engines there are, and which of them have left."""
+"""The table of workers: which engines there are, which have left, and which a probe finds ready."""
 
-from __future__ import annotations
-
+import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
+import aiohttp
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -12,6 +14,10 @@ from scheduler.breaker import State
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.worker import Worker
 
+log = logging.getLogger(__name__)
+
+_PROBE_TIMEOUT = aiohttp.ClientTimeout(total=10)
+_GENERATE_TIMEOUT = aiohttp.ClientTimeout(total=30)
 # Each metric of a worker: its help text and its value at a time.
 _GAUGES: dict[str, tuple[str, Callable[[Worker, float], int]]] = {
     "ready": ("Whether the worker is ready for requests.", lambda worker, now_s: worker.ready),
@@ -46,10 +52,7 @@ class Workers(Collector):
     """
 
     def __init__(
-        self,
-        urls: Iterable[str],
-        metrics: Metrics,
-        clock: Callable[[], float] = time.monotonic,
+        self, urls: Iterable[str], metrics: Metrics, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.all: list[Worker] = []
         self._clock = clock
@@ -124,3 +127,76 @@ class Workers(Collector):
     def _left(self, worker: Worker) -> None:
         for action in self.on_leave:
             action(worker)
+
+
+@dataclass(frozen=True, eq=False)
+class WorkerProbes:
+    """Probes every worker once an interval, each in a task of its own."""
+
+    workers: Workers
+    session: aiohttp.ClientSession
+    interval_s: float = 1.0
+
+    async def run(self) -> None:
+        """Probes until cancelled. A slow worker delays no other; a failed probe is logged."""
+        running: dict[Worker, asyncio.Task[None]] = {}
+        try:
+            while True:
+                running = {worker: task for worker, task in running.items() if not task.done()}
+                for worker in self.workers.all:
+                    if worker not in running:
+                        running[worker] = asyncio.create_task(self._probe_safely(worker))
+                await asyncio.sleep(self.interval_s)
+        finally:
+            for task in running.values():
+                task.cancel()
+
+    async def probe(self, worker: Worker) -> None:
+        """Asks a worker if it is ready. A worker that has stalled, or whose requests keep
+        failing, must also generate a token."""
+        if worker.is_hung or worker.has_stalled(time.monotonic()):
+            await self._probe_scheduler(worker)
+        elif worker.ready and worker.breaker.wants_trial(time.monotonic()):
+            await self._try_breaker(worker)
+        if worker.is_hung:
+            return
+        ready = await self._is_ok(f"{worker.url}/ready", _PROBE_TIMEOUT)
+        self.workers.mark(worker, ready=ready)
+
+    async def _probe_safely(self, worker: Worker) -> None:
+        try:
+            await self.probe(worker)
+        except Exception:
+            log.exception("%s: the probe failed", worker.url)
+
+    async def _try_breaker(self, worker: Worker) -> None:
+        took_requests = worker.breaker.takes_requests
+        if await self._generates(worker):
+            worker.breaker.succeeded()
+        else:
+            worker.breaker.trial_failed(time.monotonic())
+        if took_requests is not worker.breaker.takes_requests:
+            state = "gets no requests, it keeps failing" if took_requests else "works again"
+            log.warning("%s %s", worker.url, state)
+
+    async def _probe_scheduler(self, worker: Worker) -> None:
+        generates = await self._generates(worker)
+        worker.last_heard_s = time.monotonic()
+        if generates is not worker.is_hung:
+            return
+        worker.is_hung = not generates
+        log.warning("%s %s", worker.url, "hangs" if worker.is_hung else "works again")
+        if worker.is_hung:
+            self.workers.mark(worker, ready=False)
+            for attempt in tuple(worker.attempts):
+                attempt.abandon("the engine hangs")
+
+    async def _generates(self, worker: Worker) -> bool:
+        return await self._is_ok(f"{worker.url}/health_generate", _GENERATE_TIMEOUT)
+
+    async def _is_ok(self, url: str, limit: aiohttp.ClientTimeout) -> bool:
+        try:
+            async with self.session.get(url, timeout=limit) as response:
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False

@@ -4,8 +4,6 @@ SGLang collects that page in prometheus_client's multiprocess mode, which export
 samples, so none has to be turned off.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -14,32 +12,20 @@ if TYPE_CHECKING:
 
 _COUNTERS: dict[str, tuple[str, ...]] = {
     "headers_stripped": ("Session headers removed from system texts before tokenization.", "path"),
-    "headers_not_stripped": (
-        "Session headers left in a body, as they do not begin a system text.",
-        "path",
-    ),
+    "headers_not_stripped": ("Session headers that do not begin a system text; they stay.", "path"),
     "long_chains_ignored": ("Requests with more segments than are published.",),
     "event_lines": ("Lines of prefix events and load received from the scheduler.",),
     "event_lines_dropped": ("Lines dropped because the socket was full; a snapshot followed.",),
     "event_lines_unreadable": ("Lines that the HTTP process could not apply.",),
-    "event_branches_dropped": (
-        "Branches dropped from the published residency, for its size limit.",
-    ),
+    "event_branches_dropped": ("Branches dropped from the published residency, for its size.",),
     "event_sweeps_deferred": ("Iterations that left evicted segments to find for the next one.",),
     "slow_event_subscribers": ("Event streams ended because the subscriber read too slowly.",),
     "breakpoints_not_found": ("Marked blocks whose end in the prompt was not found.", "path"),
     "cache_hints_ignored": ("Other vendors' cache hints with unknown values.", "path"),
-    "translated_parts": (
-        "Parts of requests that were translated for SGLang, or left out.",
-        "path",
-        "part",
-    ),
+    "translated_parts": ("Parts of requests translated for SGLang, or left out.", "path", "part"),
     "priority_hints_ignored": ("Other vendors' priority hints with unknown values.", "path"),
     "priority_clamped": ("Requests that asked for more priority than their tenant has.", "path"),
-    "queued_headers_malformed": (
-        "Requests whose time in the balancer's queue was malformed.",
-        "path",
-    ),
+    "queued_headers_malformed": ("Requests with a malformed time in the balancer's queue.", "path"),
     "preempted_requests": ("Requests preempted for their slot or their memory.",),
     "preempted_tokens": ("Tokens that preempted requests had generated.",),
     "recomputed_tokens": ("Tokens computed again after a preemption.",),
@@ -61,10 +47,7 @@ _COUNTERS: dict[str, tuple[str, ...]] = {
     "pins_renewed": ("Marks on prefixes that were pinned already.",),
     "pins_read": ("Pins read by requests.",),
     "pins_rejected": ("Marks that got no pin.", "reason"),
-    "pins_ended": (
-        "Pins that ended: expired, displaced, pressure, ended, deleted, flushed.",
-        "reason",
-    ),
+    "pins_ended": ("Ended pins: expired, displaced, pressure, ended, deleted, flushed.", "reason"),
     "prompt_tokens_encoded": ("Prompt tokens, by whether they were tokenized or cached.", "source"),
     "token_cache_checks": ("Prompts tokenized whole as well, to check the token cache.",),
     "token_cache_disabled": ("Times that the token cache was disabled.", "reason"),
@@ -74,7 +57,7 @@ _COUNTERS: dict[str, tuple[str, ...]] = {
 
 
 @cache
-def counter(name: str) -> Counter:
+def counter(name: str) -> "Counter":
     """The counter `sgl_ext_<name>_total`. Raises KeyError if the table does not have it.
 
     It is made at its first use, because prometheus_client may be imported only after SGLang has

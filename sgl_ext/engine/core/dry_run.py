@@ -6,8 +6,6 @@ raised that SGLang answers without a log line. So the result is what a real requ
 comes to, in each protocol, and a body that SGLang rejects is rejected in SGLang's own words.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace

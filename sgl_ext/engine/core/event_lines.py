@@ -1,7 +1,5 @@
 """Prefix events as lines of the event stream, without their sequence numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any

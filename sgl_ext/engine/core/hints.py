@@ -7,14 +7,12 @@ SGLang carries `kv_hints` from one process to the other and reads none of them. 
 the name of the engine's own folder, which no client knows, so no client can forge an action.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from sgl_ext.engine import sglang_api
-from sgl_ext.engine.core import acknowledgements
+from sgl_ext.engine.core.folder import folder
 from sgl_ext.engine.core.request_context import RequestContext
 from sgl_ext.engine.sglang_http_types import GenerateReqInput, KvHintAction, KvHintsEnvelope
 
@@ -65,10 +63,6 @@ def attach(request: GenerateReqInput, context: RequestContext) -> None:
     )
 
 
-def _secret() -> str:
-    return acknowledgements.folder().name
-
-
 def _encode(context: RequestContext) -> KvHintAction:
     hints = Hints(
         hashes=context.chain.hashes,
@@ -86,7 +80,7 @@ def _encode(context: RequestContext) -> KvHintAction:
     )
     packed = b"".join([segment.to_bytes(_HASH_BYTES) for segment in hints.hashes])
     return sglang_api.KvHintAction(
-        action_id=_secret(),
+        action_id=folder().name,
         action_type=_ACTION,
         action_version="1",
         payload=hints._asdict() | {"hashes": packed.hex()},
@@ -96,7 +90,7 @@ def _encode(context: RequestContext) -> KvHintAction:
 def decode_hints(envelope: KvHintsEnvelope | None) -> Hints | None:
     """The hints in the `kv_hints` of a scheduler's request, if there are any."""
     for action in envelope.actions if envelope is not None else ():
-        if action.action_type == _ACTION and action.action_id == _secret():
+        if action.action_type == _ACTION and action.action_id == folder().name:
             hints = Hints(**action.payload)
             packed = bytes.fromhex(action.payload["hashes"])
             starts = range(0, len(packed), _HASH_BYTES)

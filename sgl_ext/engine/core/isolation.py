@@ -12,8 +12,6 @@ So no two groups share a name space, whatever a client puts into any field. SGLa
 requests out of earlier ones, so a salt that already begins with the group stays as it is.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from sgl_ext.engine.core.request_context import RequestContext

@@ -12,8 +12,6 @@ SGLang converts some requests in threads that do not inherit context variables. 
 middleware, the context is also on the request (`put_on`, `context_of`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -74,7 +72,7 @@ class RequestContext:
     cached_messages: tuple[Any, ...] = ()
     is_array_allowed: bool = False
     renderings: list[str] | None = None
-    dry_run: DryRun | None = None
+    dry_run: "DryRun | None" = None
 
     @property
     def protocol(self) -> Protocol:
@@ -85,9 +83,10 @@ class RequestContext:
 _current: ContextVar[RequestContext | None] = ContextVar("sgl_ext_request", default=None)
 
 
-def enter(context: RequestContext) -> None:
-    """Makes `context` the current one, for this task and the tasks that it starts."""
-    _current.set(context)
+enter = _current.set
+"""Makes a context the current one, for this task and the tasks that it starts."""
+current = _current.get
+"""The context of the request that this task works on; None outside of requests."""
 
 
 @contextmanager
@@ -100,12 +99,7 @@ def entered(context: RequestContext) -> Iterator[None]:
         _current.reset(token)
 
 
-def current() -> RequestContext | None:
-    """The context of the request that this task works on; None outside of requests."""
-    return _current.get()
-
-
-def current_dry_run() -> DryRun | None:
+def current_dry_run() -> "DryRun | None":
     """The dry run that this task is part of."""
     context = _current.get()
     return None if context is None else context.dry_run

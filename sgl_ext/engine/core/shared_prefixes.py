@@ -20,8 +20,6 @@ never a client's: a client's own salt is written after its group, and clients do
 secret.
 """
 
-from __future__ import annotations
-
 import sys
 from array import array
 from collections.abc import Callable, Sequence
@@ -32,8 +30,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sgl_ext.engine.core import acknowledgements
 from sgl_ext.engine.core.counters import counter
+from sgl_ext.engine.core.folder import secret
 from sgl_ext.engine.core.isolation import is_whole_group
 from sgl_ext.engine.core.slices import is_slice
 
@@ -64,7 +62,7 @@ class Prefixes:
         """Lists a prompt."""
         self._listed.setdefault(adapter, []).append(array("q", ids))
 
-    def shared(self, ids: array[int], adapter: str | None = None) -> int:
+    def shared(self, ids: "array[int]", adapter: str | None = None) -> int:
         """The length of the longest listed prefix of a prompt, in tokens."""
         most = 0
         for prefix in self._listed.get(adapter, ()):
@@ -99,7 +97,7 @@ def share(tokenized: Any, _: Any, asked: Any, *__: Any, **___: Any) -> None:
         counter("shared_prefix_tokens").inc(tokens)
 
 
-def common_tokens(one: array[int], other: array[int]) -> int:
+def common_tokens(one: "array[int]", other: "array[int]") -> int:
     """The length of the common prefix of two prompts, in tokens."""
     length = min(len(one), len(other))
     differs = _view(one, length) != _view(other, length)
@@ -109,7 +107,7 @@ def common_tokens(one: array[int], other: array[int]) -> int:
 
 def shared_salt(salt: str, tokens: int) -> str:
     """The salt of a group's prompt that shares its first `tokens`."""
-    return f"{_prefix()}{tokens}:{salt}"
+    return f"{secret(_MARK)}{tokens}:{salt}"
 
 
 def group_salt(salt: str) -> str | None:
@@ -129,7 +127,7 @@ def tokens_in_common(one: str | None, other: str | None) -> int:
 def make_key(
     original: Callable[..., None],
     key: Any,
-    token_ids: array[int],
+    token_ids: "array[int]",
     extra_key: str | None = None,
     is_bigram: bool = False,
     limit: int | None = None,
@@ -145,14 +143,8 @@ def make_key(
     original(key, token_ids, extra_key, is_bigram, limit, cache_salt)
 
 
-@cache
-def _prefix() -> str:
-    # No client knows the folder's name.
-    return f"{_MARK}{acknowledgements.folder().name}-"
-
-
 def _is_shared(salt: str) -> bool:
-    return salt.startswith(_MARK) and salt.startswith(_prefix())
+    return salt.startswith(_MARK) and salt.startswith(secret(_MARK))
 
 
 def _reach(salt: str | None) -> tuple[int, str | None]:
@@ -164,7 +156,7 @@ def _reach(salt: str | None) -> tuple[int, str | None]:
 
 @lru_cache(maxsize=4096)
 def _read(salt: str) -> tuple[int, str]:
-    tokens, _, own = salt[len(_prefix()) :].partition(":")
+    tokens, _, own = salt[len(secret(_MARK)) :].partition(":")
     return int(tokens), own
 
 
@@ -172,10 +164,9 @@ def _groups_own(token: int, salt: str) -> int:
     """The token of one group in place of `token`. It is negative, as no token of a model or a
     picture is; no client without the secret can compute an equal one."""
     text = b"%d:%b" % (token, salt.encode("utf-8", "surrogatepass"))
-    secret = _prefix().encode()[-64:]
-    digest = blake2b(text, digest_size=8, key=secret).digest()
+    digest = blake2b(text, digest_size=8, key=secret(_MARK).encode()[-64:]).digest()
     return -1 - (int.from_bytes(digest) >> 1)
 
 
-def _view(tokens: array[int], length: int) -> NDArray[np.int64]:
+def _view(tokens: "array[int]", length: int) -> NDArray[np.int64]:
     return np.frombuffer(tokens, dtype=np.int64, count=length)

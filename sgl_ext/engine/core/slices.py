@@ -1,21 +1,12 @@
 """Slices of prompts that are prefilled ahead: requests with names that no client can forge."""
 
-from __future__ import annotations
-
-from functools import cache
 from typing import Any
 from uuid import uuid4
 
 from scheduler.prefill import Rejection
-from sgl_ext.engine.core import acknowledgements
+from sgl_ext.engine.core.folder import secret
 
 _MARK = "~sgl_ext-ahead-"
-
-
-@cache
-def _prefix() -> str:
-    # No client knows the folder's name, so no client can forge this prefix.
-    return f"{_MARK}{acknowledgements.folder().name}-"
 
 
 def slice_name(*, is_guess: bool, is_forced: bool) -> str:
@@ -24,13 +15,13 @@ def slice_name(*, is_guess: bool, is_forced: bool) -> str:
     is_guess: the extension guessed the prompt; no client asked for it.
     is_forced: it runs even if all of it is cached, so that its hints are recorded.
     """
-    return f"{_prefix()}{'g' if is_guess else 'a'}{'f' if is_forced else '-'}{uuid4().hex}"
+    return f"{secret(_MARK)}{'g' if is_guess else 'a'}{'f' if is_forced else '-'}{uuid4().hex}"
 
 
 def is_slice_name(name: Any) -> bool:
     """Whether a request of this name is a slice."""
     # The cheap check comes first: most requests are no slices, and this is called often.
-    return isinstance(name, str) and name.startswith(_MARK) and name.startswith(_prefix())
+    return isinstance(name, str) and name.startswith(_MARK) and name.startswith(secret(_MARK))
 
 
 def is_slice(request: Any) -> bool:
@@ -40,7 +31,7 @@ def is_slice(request: Any) -> bool:
 
 def is_guess(request: Any) -> bool:
     """Whether a request is a slice of a guessed prompt."""
-    return is_slice(request) and request.rid[len(_prefix())] == "g"
+    return is_slice(request) and request.rid[len(secret(_MARK))] == "g"
 
 
 def read_rejection(message: str) -> tuple[Rejection, int] | None:
@@ -51,4 +42,4 @@ def read_rejection(message: str) -> tuple[Rejection, int] | None:
 
 def is_forced(request: Any) -> bool:
     """Whether a request is a slice that runs even if all of it is cached."""
-    return is_slice(request) and request.rid[len(_prefix()) + 1] == "f"
+    return is_slice(request) and request.rid[len(secret(_MARK)) + 1] == "f"

@@ -18,9 +18,12 @@ from __future__ import annotations
 
 import contextlib
 import marshal
+import operator
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
+
+import xxhash
 
 from radix.byte_lru import ByteLRU
 from sgl_ext.engine import sglang_api
@@ -38,15 +41,20 @@ _COPIES, _COPIES_WITH_CALLS = 5, 10
 _SYSTEM = "system"
 _MARSHAL_VERSION = 2  # writes equal bytes for equal values; types and the order of keys count
 
-Key = tuple[str | None, bytes]
+Key = tuple[str | None, int]
 Convert = Callable[[Any, Any], Any]
 
 
 class _Message(NamedTuple):
-    """A message as pydantic's object, and the messages that it was converted to, if it was."""
+    """A message as pydantic's object, and the messages that it was converted to, if it was.
+
+    key: its cache group, and a quick hash of its content. Other content may have the same hash, so
+        a message is found only if its content is the same, too.
+    """
 
     message: Any
     key: Key
+    content: bytes
     converted: tuple[Any, ...] | None = None
 
 
@@ -79,8 +87,12 @@ class MessageCache:
         return {**body, "messages": [one.message for one in sent]}
 
     def _find(self, message: Any, group: str | None) -> _Message:
-        key = group, marshal.dumps(message, _MARSHAL_VERSION)
-        return self._known.get(key) or _Message(self._validate(message), key)
+        content = marshal.dumps(message, _MARSHAL_VERSION)
+        key = group, xxhash.xxh3_64_intdigest(content)
+        found = self._known.get(key)
+        if found is not None and found.content == content:
+            return found
+        return _Message(self._validate(message), key, content)
 
     def convert(
         self, original: Convert, serving: AnthropicServing, request: Any, context: RequestContext
@@ -123,7 +135,7 @@ class MessageCache:
         for message in converted:
             self._add_dict(message)
         calls = any(getattr(message, "tool_calls", None) for message in converted)
-        size_bytes = len(sent.key[1]) * (_COPIES_WITH_CALLS if calls else _COPIES)
+        size_bytes = len(sent.content) * (_COPIES_WITH_CALLS if calls else _COPIES)
         self._known.add(sent.key, sent._replace(converted=tuple(converted)), size_bytes)
         return converted
 
@@ -151,7 +163,6 @@ def _are_apart(serving: AnthropicServing, request: Any, sent: tuple[_Message, ..
         return False
     if chat.encoding_adapter is not None or chat.chat_encoding_spec is not None:
         return False
-    return all(
-        message.role != _SYSTEM and one.message is message
-        for one, message in zip(sent, messages, strict=True)
-    )
+    if _SYSTEM in [message.role for message in messages]:
+        return False
+    return all(map(operator.is_, [one.message for one in sent], messages))

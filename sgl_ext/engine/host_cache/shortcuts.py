@@ -3,8 +3,6 @@ and per tool of each request. The results are equal in all cases.
 
     tools      a schema that was found valid is not checked again
     messages   a copy of a message of JSON values does not look for cycles and classes
-    templates  an attribute of a dict, a text, a loop or a namespace is looked up without the
-               sandbox's checks where their answers are known
 """
 
 from __future__ import annotations
@@ -57,46 +55,3 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     if kind is list:
         return [_copied(inner, memo) for inner in value]
     return copy.deepcopy(value, memo)
-
-
-def compile_template(original: Callable[..., Any], source: str) -> Any:
-    """Around the compilation of chat templates, which caches what it compiled."""
-    template = original(source)
-    environment = template.environment
-    if "getattr" not in vars(environment):
-        environment.getattr = _quick_getattr(environment)
-    return template
-
-
-def _quick_getattr(environment: Any) -> Callable[[Any, str], Any]:
-    """`environment.getattr` of jinja2's sandbox, with a short way for the most common classes."""
-    from jinja2.runtime import LoopContext
-    from jinja2.utils import Namespace
-
-    sandboxed = environment.getattr
-    of_dicts, of_texts = frozenset(dir(dict)), _public(str) - {"format", "format_map"}
-    of_loops = _public(LoopContext)
-    plain = (str, bool, int, type(None))
-
-    def quick(value: Any, name: str) -> Any:
-        kind = type(value)
-        if kind is dict or kind is Message:
-            if name not in of_dicts:
-                return value[name] if name in value else environment.undefined(obj=value, name=name)
-        elif kind is str:
-            if name in of_texts:
-                return getattr(value, name)
-        elif kind is LoopContext:
-            if name in of_loops:
-                return getattr(value, name)
-        elif kind is Namespace and not name.startswith("_"):
-            found = getattr(value, name, None)
-            if found is not None and type(found) in plain:
-                return found
-        return sandboxed(value, name)
-
-    return quick
-
-
-def _public(kind: type) -> frozenset[str]:
-    return frozenset(name for name in dir(kind) if not name.startswith("_"))

@@ -5,9 +5,7 @@ is named, and a filtered answer is a refusal. An aborted answer is an error, so 
 half an answer for a whole one. SGLang's usage lacks what the request's marks wrote to the cache.
 """
 
-from __future__ import annotations
-
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -15,6 +13,7 @@ import orjson
 
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import RequestContext, current
+from sgl_ext.engine.sglang_types import Original
 from sgl_ext.protocols.anthropic import ANTHROPIC
 from sgl_ext.requests.usage import with_cache_creation
 
@@ -22,7 +21,7 @@ ABORTED = "The answer was aborted before it was complete."
 _FINISH_REASON = '"finish_reason":"'
 
 
-def note_finish_reason(original: Callable[..., Any], serving: Any, response: Any) -> Any:
+def note_finish_reason(original: Original, serving: Any, response: Any) -> Any:
     """Around `AnthropicServing._convert_response`: notes why a whole answer ended.
 
     Arguments of a tool call that are JSON but no object, as in an answer that was cut off, are
@@ -41,7 +40,7 @@ def note_finish_reason(original: Callable[..., Any], serving: Any, response: Any
     return original(serving, response)
 
 
-def watch_stream(original: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+def watch_stream(original: Original, *args: Any, **kw: Any) -> Any:
     """Around `OpenAIServingChat._generate_chat_stream`, which Anthropic's stream is made of: notes
     why the answer ended. Other protocols' streams pass unchanged."""
     stream = original(*args, **kw)
@@ -89,7 +88,7 @@ def with_stop_reason(document: dict[str, Any]) -> dict[str, Any]:
     return document
 
 
-async def complete_answer(original: Callable[..., Awaitable[Any]], *args: Any, **kw: Any) -> Any:
+async def complete_answer(original: Original, *args: Any, **kw: Any) -> Any:
     """Around `AnthropicServing._handle_non_streaming`."""
     answer = await original(*args, **kw)
     if answer.status_code != 200:

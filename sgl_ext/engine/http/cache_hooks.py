@@ -1,7 +1,5 @@
 """Hooks that let SGLang use the host caches: of tokens, messages and schemas."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Callable
 from functools import partial
@@ -10,6 +8,7 @@ from typing import Any
 from sgl_ext.engine.core.request_context import current
 from sgl_ext.engine.host_cache.shortcuts import Message
 from sgl_ext.engine.http.extension import installed
+from sgl_ext.engine.sglang_types import Original
 
 
 def encode_prompt(
@@ -17,7 +16,7 @@ def encode_prompt(
     tokenizer: Any,
     text: Any,
     encode_kwargs: dict[str, Any] | None = None,
-) -> list[int] | array[int]:
+) -> "list[int] | array[int]":
     """Around `parallel_prompt_encode` of SGLang's chat: tokenizes new pieces only."""
     cache = installed().token_cache
     if cache is None or not isinstance(text, str) or not cache.serves(tokenizer, encode_kwargs):
@@ -28,16 +27,14 @@ def encode_prompt(
     return tokens if is_array_allowed else tokens.tolist()
 
 
-def dump_message(original: Callable[..., Any], message: Any, **options: Any) -> Message:
+def dump_message(original: Original, message: Any, **options: Any) -> Message:
     """Around `model_dump` of the messages of chat completions."""
     cache = None if options else installed().message_cache
     known = None if cache is None else cache.dict_of(message)
     return Message(original(message, **options)) if known is None else known
 
 
-def check_schema(
-    original: Callable[..., None], validator: Any, schema: Any, **options: Any
-) -> None:
+def check_schema(original: Original, validator: Any, schema: Any, **options: Any) -> None:
     """Around `Draft202012Validator.check_schema`: raises SchemaError as it does."""
     if options:
         original(validator, schema, **options)

@@ -7,25 +7,14 @@ an error event      the event is sent in the protocol's shape
                     content. So the head waits for the second event, and becomes an error's head
 """
 
-from __future__ import annotations
-
 import traceback
 from typing import Any
 
 import orjson
 from starlette.datastructures import Headers, MutableHeaders
 
-from sgl_ext.engine.http.error_shape import (
-    INTERNAL,
-    EngineError,
-    error_of_validation,
-    exposes_internals,
-    failed_event,
-    native_body,
-    read_error,
-    scrubbed,
-    shaped,
-)
+from sgl_ext.engine.http import error_shape
+from sgl_ext.engine.http.error_shape import INTERNAL, EngineError, scrubbed, shaped
 from sgl_ext.protocols.anthropic import ANTHROPIC, status_of_type
 from sgl_ext.protocols.chat import OLLAMA_CHAT
 from sgl_ext.protocols.errors import OPENAI_ERRORS
@@ -113,7 +102,7 @@ class _Answer:
         start = start or {"type": "http.response.start"}
         headers = MutableHeaders(raw=list(start.get("headers", ())))
         if self._shape is None:
-            body = native_body(error)
+            body = error_shape.native_body(error)
         else:
             name, value, body = _shaped_with_id(self._path, error)
             headers.append(name, value)
@@ -137,8 +126,8 @@ class _Answer:
         body = b"".join(self._parts)
         if status == 500 and self._path.endswith(_DETOKENIZE):
             await self.reject(EngineError(400, _WRONG_VALUE, "tokens"))
-        elif status >= 400 and (self._shape is not None or exposes_internals(body)):
-            await self.reject(read_error(status, body), start)
+        elif status >= 400 and (self._shape is not None or error_shape.exposes_internals(body)):
+            await self.reject(error_shape.read_error(status, body), start)
         else:
             await self._send(start)
             await self._send({**message, "body": body})
@@ -146,14 +135,14 @@ class _Answer:
     def _reshaped(self, data: bytes) -> bytes:
         """An event that says that a stream failed, in the protocol's shape."""
         if self._shape is not None and data.startswith(b"event: response.failed"):
-            return failed_event(data)
+            return error_shape.failed_event(data)
         if self._shape is ANTHROPIC.errors and data.startswith(b"event: error"):
             return b"event: error\ndata: %b\n\n" % shaped(self._path, _event_error(data), "")
         if self._shape is OPENAI_ERRORS and data.startswith(b"data: "):
             text = data.removeprefix(b"data: ")
             code = orjson.loads(text)["error"].get("code")
             status = code if isinstance(code, int) and 400 <= code < 600 else 500
-            return b"data: %b\n\n" % shaped(self._path, read_error(status, text), "")
+            return b"data: %b\n\n" % shaped(self._path, error_shape.read_error(status, text), "")
         return data
 
 
@@ -199,7 +188,7 @@ def install(app: Any) -> None:
         """Answers what is wrong with a body, which the middleware then shapes."""
         if not is_shaped(request.url.path):
             return await sglangs_handler(request, error)
-        found = error_of_validation(error.errors())
+        found = error_shape.error_of_validation(error.errors())
         document = {"error": {"message": found.message, "param": found.param}}
         return JSONResponse(document, found.status)
 

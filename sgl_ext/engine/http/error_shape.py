@@ -5,12 +5,9 @@ the server's files. An error that a harness acts upon is worded as its vendor wo
 and Codex compact the conversation when a prompt is too long.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -38,8 +35,7 @@ _NO_MEMORY = "exceeds the KV memory budget"
 INTERNAL = "Internal server error"
 
 
-@dataclass(frozen=True, slots=True)
-class EngineError:
+class EngineError(NamedTuple):
     """An error that the engine answers. The message exposes nothing of the server."""
 
     status: int
@@ -47,15 +43,9 @@ class EngineError:
     param: str | None = None
 
     @property
-    def is_context(self) -> bool:
-        """Whether prompt and answer together are too long for the model."""
-        found = _TOO_LONG.search(self.message) or _TOO_MUCH.search(self.message)
-        return found is not None or _NO_MEMORY in self.message
-
-    @property
     def code(self) -> str | None:
         """OpenAI's name for it, if it has one."""
-        if self.is_context:
+        if _anthropic_words(self.message) != self.message:
             return "context_length_exceeded"
         return "model_not_found" if self.status == 404 and self.param == "model" else None
 
@@ -138,6 +128,7 @@ def _is_field(step: Any) -> bool:
 
 
 def _anthropic_words(message: str) -> str:
+    """A message in Anthropic's words if prompt and answer together are too long for the model."""
     if found := _TOO_LONG.search(message):
         return f"prompt is too long: {found[1]} tokens > {found[2]} maximum"
     if found := _TOO_MUCH.search(message):

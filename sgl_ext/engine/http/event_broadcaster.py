@@ -4,28 +4,23 @@ The HTTP process mirrors the scheduler's cache from its events, so it serves a n
 snapshot without the scheduler. Lines are numbered for each connection.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from itertools import chain, islice
 from typing import Any
 
 import orjson
 import zmq
 import zmq.asyncio
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from radix.index import PrefixIndex
-from sgl_ext.engine.core.channels import events_address
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.event_lines import stored_lines
+from sgl_ext.engine.core.folder import address
 from sgl_ext.pin_mirror import PinMirror
 
 PATH = "/sgl_ext/events"
@@ -73,7 +68,7 @@ class EventBroadcaster:
         self._mirror = PrefixIndex()
         self._load: dict[str, int] = {}
         self.pins = PinMirror()
-        self.on_cleared: Callable[[], None] = lambda: None
+        self.on_cleared: Callable[[], object] = lambda: None
         self._subscribers: set[_Subscriber] = set()
         self._buffer_bytes = buffer_bytes
 
@@ -106,15 +101,27 @@ class EventBroadcaster:
         last = [{"pinned": pins}] if pins else []
         return map(orjson.dumps, chain([first], stored_lines(held), last))
 
-    @contextmanager
-    def subscribed(self) -> Iterator[tuple[_Subscriber, Iterator[bytes]]]:
-        """A subscriber to all lines until the block ends, and the snapshot before these lines."""
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI application of the stream, which ends when its subscriber leaves or is dropped,
+        or when the server ends."""
+        headers = [(b"content-type", b"application/x-ndjson")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         subscriber = _Subscriber(self._buffer_bytes)
         self._subscribers.add(subscriber)
+        tasks = [
+            asyncio.create_task(_send_lines(subscriber, self._snapshot(), send)),
+            asyncio.create_task(_left(receive)),
+            asyncio.create_task(subscriber.ended.wait()),
+        ]
         try:
-            yield subscriber, self._snapshot()
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._subscribers.discard(subscriber)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        if not subscriber.is_slow:  # one that does not read does not read an end either
+            await send({"type": "http.response.body", "body": b""})
 
     def close(self) -> None:
         """Ends all streams: a server that shuts down waits for them."""
@@ -125,7 +132,7 @@ class EventBroadcaster:
     async def listening(self) -> AsyncIterator[None]:
         """Applies the scheduler's lines while the block runs."""
         socket = zmq.asyncio.Context.instance().socket(zmq.PULL)
-        socket.bind(events_address())
+        socket.bind(address("events"))
         reader = asyncio.create_task(self._read(socket))
         try:
             yield
@@ -144,34 +151,6 @@ class EventBroadcaster:
                 # The next snapshot may lack it, which costs a cache miss.
                 counter("event_lines_unreadable").inc()
                 _logger.exception("sgl-ext: a line of prefix events could not be applied")
-
-
-class EventStream(Response):
-    """A response that ends when its subscriber leaves or is dropped, or when the server ends."""
-
-    media_type = "application/x-ndjson"
-
-    def __init__(self, broadcaster: EventBroadcaster) -> None:
-        super().__init__()
-        del self.headers["content-length"]
-        self._broadcaster = broadcaster
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        with self._broadcaster.subscribed() as (subscriber, snapshot):
-            tasks = [
-                asyncio.create_task(_send_lines(subscriber, snapshot, send)),
-                asyncio.create_task(_left(receive)),
-                asyncio.create_task(subscriber.ended.wait()),
-            ]
-            try:
-                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-        if not subscriber.is_slow:  # one that does not read does not read an end either
-            await send({"type": "http.response.body", "body": b""})
 
 
 async def _send_lines(subscriber: _Subscriber, snapshot: Iterator[bytes], send: Send) -> None:
@@ -194,12 +173,3 @@ async def _next(subscriber: _Subscriber) -> list[bytes]:
 async def _left(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def event_route(broadcaster: EventBroadcaster) -> Route:
-    """The route of the stream."""
-
-    async def stream(_: Request) -> Response:
-        return EventStream(broadcaster)
-
-    return Route(PATH, stream, methods=["GET"])

@@ -3,8 +3,6 @@
 SGLang calls our hooks as plain functions, so they reach this object through `installed()`.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -19,7 +17,7 @@ from sgl_ext.engine.http.token_offsets import TokenOffsets
 from sgl_ext.engine.prefill_ahead.next_turns import NextTurns
 from sgl_ext.engine.prefill_ahead.service import prefilling_ahead
 from sgl_ext.engine.sglang_http_types import ServingChat, TokenizerManager
-from sgl_ext.requests.headers import HeaderStrip
+from sgl_ext.requests.strip import HeaderStrip
 from sgl_ext.settings.schema import EngineSettings
 from sgl_ext.tenants import Tenants
 

@@ -1,7 +1,5 @@
 """The generation hook: every request passes it on its way to the scheduler."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from sgl_ext.engine.core import hints

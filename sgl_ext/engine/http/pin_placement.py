@@ -6,11 +6,8 @@ the markers in); the tokens are counted in the real prompt's ids. That happens o
 are new in their place: an agent's next turn finds its earlier ones known.
 """
 
-from __future__ import annotations
-
 import logging
 from array import array
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,19 +22,19 @@ from sgl_ext.engine.host_cache.token_array import is_array_allowed, restore_list
 from sgl_ext.engine.http.extension import installed
 from sgl_ext.engine.http.rendering import collecting, drops_thinking
 from sgl_ext.engine.http.token_offsets import TokenOffsets
-from sgl_ext.engine.http.translation import translated_copy
+from sgl_ext.engine.http.translation import model_of
 from sgl_ext.engine.sglang_http_types import ServingChat
+from sgl_ext.engine.sglang_types import Original
 from sgl_ext.protocols.anthropic import ANTHROPIC
 from sgl_ext.requests.breakpoints import locate
-from sgl_ext.requests.places import block_at, is_last, text_of
-from sgl_ext.requests.protocol import Place
+from sgl_ext.requests.places import last_text, path_of, value_at
+from sgl_ext.requests.protocol import Place, Protocol
+from sgl_ext.requests.rewriting import translate
 
 _logger = logging.getLogger(__name__)
 
 
-def place_pins(
-    original: Callable[..., Any], chat: ServingChat, request: Any, *args: Any, **kw: Any
-) -> Any:
+def place_pins(original: Original, chat: ServingChat, request: Any, *args: Any, **kw: Any) -> Any:
     """Around `OpenAIServingChat._convert_to_internal_request`: finds where marked blocks end.
 
     It may run in a thread that has no context variables, so it enters the context again.
@@ -70,7 +67,7 @@ def _place_pins(chat: ServingChat, context: RequestContext, ids: Any) -> None:
 
 
 def _find_ends(
-    chat: ServingChat, context: RequestContext, ids: array[int]
+    chat: ServingChat, context: RequestContext, ids: "array[int]"
 ) -> list[tuple[int, float]]:
     """For each marked block whose end is found, the tokens up to there, and its TTL."""
     marks, body, offsets = context.marks.blocks, context.body, _facts_of(chat)[0]
@@ -78,16 +75,16 @@ def _find_ends(
     keys = [_key(context, place) for place in places]
     known = [offsets.recall(key, ids) for key in keys]
     tokens = known.copy()
-    last_text = text_of(body, places[-1]) if is_last(body, places[-1]) else None
-    if tokens[-1] is None and last_text:
-        tokens[-1] = offsets.by_tail(last_text, ids)
+    last = last_text(body, places[-1])
+    if tokens[-1] is None and last:
+        tokens[-1] = offsets.by_tail(last, ids)
     if None in tokens:
-        located = locate(context.protocol, body, places, partial(_render, chat, context.path))
+        located = locate(context.protocol, body, places, partial(_render, chat, context.protocol))
         ends = sorted({end for end in located.ends if end is not None})
         counted = dict(zip(ends, offsets.count(located.text, ends, ids), strict=True))
         tokens = [None if end is None else counted[end] for end in located.ends]
         # A template that trims a block hides where the text after the block begins.
-        if located.ends[-1] is not None and last_text and last_text == last_text.rstrip():
+        if located.ends[-1] is not None and last and last == last.rstrip():
             offsets.remember_tail(located.text[located.ends[-1] :])
     found = []
     for key, before, end, mark in zip(keys, known, tokens, marks, strict=True):
@@ -102,7 +99,7 @@ def _key(context: RequestContext, place: Place) -> int:
     """A hash of a block's content, place and cache group. It is the same in the next turn, in which
     marks have moved on."""
     body, session = context.body, context.chain.session
-    block = block_at(body, place)
+    block = value_at(body, path_of(place))
     if isinstance(block, dict):
         block = {key: value for key, value in block.items() if key != "cache_control"}
     preceding = f"{session}" if place[0] == "messages" else body.get("system")
@@ -119,14 +116,12 @@ def _facts_of(chat: ServingChat) -> tuple[TokenOffsets, bool]:
     return known[chat]
 
 
-def _render(chat: ServingChat, path: str, body: Any) -> str | None:
+def _render(chat: ServingChat, protocol: Protocol, body: Any) -> str | None:
     """A body's prompt as text, rendered by SGLang; None if there is no text."""
-    body = translated_copy(chat, path, body)
-    if path in ANTHROPIC.paths:
-        request = sglang_api.AnthropicMessagesRequest(**body)
-        chat_request = sglang_api.AnthropicServing(chat)._convert_to_chat_completion_request(
-            request
-        )
+    body = translate(protocol, body, model_of(chat)).body
+    if protocol is ANTHROPIC:
+        serving, request = sglang_api.AnthropicServing(chat), sglang_api.AnthropicMessagesRequest
+        chat_request = serving._convert_to_chat_completion_request(request(**body))
     else:
         chat_request = sglang_api.ChatCompletionRequest(**body)
     with collecting() as rendered:

@@ -7,8 +7,6 @@ DELETE  ?prefix=HASH or ?session=ID   {"deleted": how many}
 A request with `x-sgl-ext-owner` sees and deletes only the pins of that tenant.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from http import HTTPStatus
@@ -17,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from sgl_ext.engine.core.channels import Outbox
+from sgl_ext.engine.core.folder import Outbox
 from sgl_ext.pin_mirror import PATH, PinMirror
 from sgl_ext.requests.session import OWNER_HEADER
 
@@ -47,10 +45,7 @@ def pin_routes(pins: PinMirror, outbox: Outbox) -> list[Route]:
             await asyncio.sleep(_POLL_S)
         return _error(HTTPStatus.GATEWAY_TIMEOUT, "the scheduler did not delete them in time")
 
-    return [
-        Route(PATH, show, methods=["GET"]),
-        Route(PATH, delete, methods=["DELETE"]),
-    ]
+    return [Route(PATH, show, methods=["GET"]), Route(PATH, delete, methods=["DELETE"])]
 
 
 def _error(status: HTTPStatus, message: str) -> JSONResponse:

@@ -5,15 +5,14 @@ After a prompt of such a template, the generated answer begins with thinking tha
 has, so the answer is never read from the cache again.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.request_context import current
 from sgl_ext.engine.sglang_http_types import ServingChat
+from sgl_ext.engine.sglang_types import Original
 
 _THOUGHT = "4ab1ce57 was thought"
 _CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
@@ -27,9 +26,7 @@ _ANSWERS: tuple[list[dict[str, Any]], ...] = (
 )
 
 
-def render_only(
-    original: Callable[..., Any], chat: ServingChat, messages: Any, **options: Any
-) -> Any:
+def render_only(original: Original, chat: ServingChat, messages: Any, **options: Any) -> Any:
     """Around `OpenAIServingChat._render_and_encode_chat_template`: inside of `collecting`, collects
     the prompt as text, and does not tokenize it."""
     context = current()

@@ -4,8 +4,6 @@ SGLang parses every JSON body in `ORJSONRequest.json`, before validation and bef
 conversion, so one hook serves all protocols.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
@@ -33,7 +31,7 @@ from sgl_ext.requests.session import (
     session_key,
     stated_session,
 )
-from sgl_ext.requests.system_text import strip_request
+from sgl_ext.requests.strip import strip_request
 
 MAX_SEGMENTS = 16_384
 MAX_QUEUED_S = 3600.0

@@ -10,14 +10,14 @@ Each result is proven against the prompt's own ids. So a stale entry, or a text 
 differently by itself, can fail to find an end, and cannot find a wrong one.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Callable, Sequence
 from threading import Lock
 
 import xxhash
 from cachetools import FIFOCache, LRUCache
+
+from sgl_ext.requests.breakpoints import common_prefix
 
 # A place may lie inside a token. Then the text before it ends in at most so many other tokens.
 _STRADDLING_TOKENS = 8
@@ -45,18 +45,18 @@ class TokenOffsets:
         self._tails: FIFOCache[str, int] = FIFOCache(_LIMIT_TAILS)  # with their lengths in tokens
         self._lock = Lock()
 
-    def recall(self, key: int, ids: array[int]) -> int | None:
+    def recall(self, key: int, ids: "array[int]") -> int | None:
         """The end of the block whose content has the hash `key`, with everything before it."""
         with self._lock:
             tokens, digest = self._known.get(key, (None, 0))
         return None if tokens is None or digest != _digest(ids, tokens) else tokens
 
-    def remember(self, key: int, tokens: int, ids: array[int]) -> None:
+    def remember(self, key: int, tokens: int, ids: "array[int]") -> None:
         """Stores the end that was found for such a block."""
         with self._lock:
             self._known[key] = tokens, _digest(ids, tokens)
 
-    def by_tail(self, text: str, ids: array[int]) -> int | None:
+    def by_tail(self, text: str, ids: "array[int]") -> int | None:
         """The end of the prompt's last block, which ends with `text`."""
         shown = text.rstrip()[-_SHOWN_CHARS:]
         with self._lock:
@@ -78,7 +78,7 @@ class TokenOffsets:
             with self._lock:
                 self._tails.setdefault(tail, size)
 
-    def count(self, text: str, ends: Sequence[int], ids: array[int]) -> list[int]:
+    def count(self, text: str, ends: Sequence[int], ids: "array[int]") -> list[int]:
         """For each place in the prompt's `text`, ascending, how many tokens end before it."""
         found: list[int] = []
         begin, tokens = 0, 0
@@ -88,7 +88,7 @@ class TokenOffsets:
             begin = end
         return found
 
-    def _count(self, text: str, begin: int, end: int, ids: array[int], tokens: int) -> int:
+    def _count(self, text: str, begin: int, end: int, ids: "array[int]", tokens: int) -> int:
         if len(text) - end < end - begin:
             rest = self._encode(text[end:])
             split = len(ids) - len(rest)
@@ -97,18 +97,12 @@ class TokenOffsets:
         found = 0
         for start, before in ((begin, tokens), (0, 0)):
             between = self._encode(text[start:end])
-            common = _common(between, ids[before : before + len(between)])
+            common = common_prefix(between, ids[before : before + len(between)].tolist())
             found = max(found, before + common)
             if len(between) - common <= _STRADDLING_TOKENS:
                 break  # else `begin` lay within a token
         return found
 
 
-def _digest(ids: array[int], tokens: int) -> int:
+def _digest(ids: "array[int]", tokens: int) -> int:
     return xxhash.xxh3_64_intdigest(memoryview(ids)[:tokens])
-
-
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    pairs = enumerate(zip(one, other, strict=False))
-    diverging = (place for place, (left, right) in pairs if left != right)
-    return next(diverging, min(len(one), len(other)))

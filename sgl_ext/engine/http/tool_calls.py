@@ -14,14 +14,12 @@ SGLang holds back the beginning of a marker until the next chunk, too. Without a
 text; between two calls it belongs to the format.
 """
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable
 from typing import Any
 
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.sglang_http_types import FormatDetector
+from sgl_ext.engine.sglang_types import Original
 
 _UNKNOWN_TOOLS = "SGLANG_FORWARD_UNKNOWN_TOOLS"
 _END_BUFFER = "_normal_text_buffer"  # where some parsers hold the beginning of an end marker
@@ -39,9 +37,7 @@ def forward_unknown_tools() -> None:
     os.environ.setdefault(_UNKNOWN_TOOLS, "1")
 
 
-def parse_chunk(
-    original: Callable[..., Any], detector: FormatDetector, text: str, tools: Any
-) -> Any:
+def parse_chunk(original: Original, detector: FormatDetector, text: str, tools: Any) -> Any:
     """Around `BaseFormatDetector.parse_streaming_increment`, which its subclasses call."""
     forwards = sglang_api.envs.SGLANG_FORWARD_UNKNOWN_TOOLS.get
     if not hasattr(detector, "_tool_indices") and forwards():
@@ -71,7 +67,7 @@ def parse_chunk(
     return found
 
 
-def hold_space(original: Callable[..., Any], parser: Any, chunk: str) -> Any:
+def hold_space(original: Original, parser: Any, chunk: str) -> Any:
     """Around `FunctionCallParser.parse_stream_chunk`."""
     text, calls = original(parser, chunk)
     begins = any(call.name for call in calls)
@@ -82,7 +78,7 @@ def hold_space(original: Callable[..., Any], parser: Any, chunk: str) -> Any:
     return words, calls
 
 
-def release_space(original: Callable[..., Any], parser: Any) -> Any:
+def release_space(original: Original, parser: Any) -> Any:
     """Around `FunctionCallParser.parse_stream_end`: no call follows any more."""
     text, calls = original(parser)
     if calls or getattr(parser, "sgl_ext_called", False):

@@ -4,8 +4,6 @@
 sent, which the balancer saw, too; SGLang gets the translated body.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -15,7 +13,7 @@ from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import RequestContext, context_of, current
 from sgl_ext.engine.http.extension import installed
 from sgl_ext.engine.sglang_http_types import AnthropicServing, ServingChat
-from sgl_ext.protocols.registry import of_path
+from sgl_ext.engine.sglang_types import Original
 from sgl_ext.protocols.responses import RESPONSES
 from sgl_ext.protocols.translation.responses import namespaced_names
 from sgl_ext.requests.nesting import LIMIT_LEVELS, deep_field
@@ -60,13 +58,8 @@ def for_sglang(request: Any, context: RequestContext) -> Any:
     return translated.body
 
 
-def translated_copy(chat: ServingChat, path: str, body: Any) -> Any:
-    """The same for an altered copy of a body, which `chat` renders; not counted."""
-    return translate(of_path(path), body, model_of(chat)).body
-
-
 async def name_namespaces(
-    original: Any, serving: ServingChat, request: Any, raw_request: Any = None
+    original: Original, serving: ServingChat, request: Any, raw_request: Any = None
 ) -> Any:
     """Around `OpenAIServingResponses.create_responses`: answers calls of tools in a namespace by
     the names that the client gave, as SGLang does for models that know no namespace."""
@@ -78,7 +71,7 @@ async def name_namespaces(
     return await original(serving, request, raw_request)
 
 
-def convert_messages(original: Any, serving: AnthropicServing, request: Any) -> Any:
+def convert_messages(original: Original, serving: AnthropicServing, request: Any) -> Any:
     """Around `AnthropicServing._convert_to_chat_completion_request`: joins the thinking and text of
     each earlier answer as the model generated them, and converts new messages only.
 
@@ -92,7 +85,7 @@ def convert_messages(original: Any, serving: AnthropicServing, request: Any) -> 
     return cache.convert(convert, serving, request, context)
 
 
-def _joined(original: Any, serving: AnthropicServing, request: Any) -> Any:
+def _joined(original: Original, serving: AnthropicServing, request: Any) -> Any:
     chat = original(serving, request)
     for message in chat.messages:
         parts = message.content if message.role == "assistant" else None
@@ -101,7 +94,7 @@ def _joined(original: Any, serving: AnthropicServing, request: Any) -> Any:
     return chat
 
 
-def keep_budget(original: Any, request: Any, *args: Any, **kw: Any) -> Any:
+def keep_budget(original: Original, request: Any, *args: Any, **kw: Any) -> Any:
     """Around `ResponsesRequest.to_sampling_params`: allows all of `max_output_tokens`.
 
     SGLang subtracts two, for tokens that no engine adds.

@@ -8,8 +8,6 @@ leaves out of earlier turns, such as thinking, is left out here.
 Each guess is compared with the turn that comes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import secrets

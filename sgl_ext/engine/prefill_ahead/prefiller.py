@@ -7,13 +7,12 @@ too long, the rejection says how much is cached, and the next slice begins there
 undoes nothing: what was computed is in the cache.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import logging
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -102,17 +101,11 @@ class Prefiller:
             self._finish(job, reason)
         return job is not None
 
-    def drop_all(self, reason: str) -> None:
-        """Ends all jobs."""
-        for job in list(self._jobs.values()):
-            self._finish(job, reason)
-
-    def drop_session(self, session: str, owner: str | None) -> int:
-        """Ends the jobs of a session, and of this tenant if one is given. How many there were."""
-        ours = [job for job in self._jobs.values() if job.context.session == session]
-        jobs = [job for job in ours if owner in (None, job.context.owner)]
+    def drop_all(self, reason: str, are_meant: Callable[[Job], bool] = lambda _: True) -> int:
+        """Ends all jobs, or those that are meant; how many there were."""
+        jobs = [job for job in self._jobs.values() if are_meant(job)]
         for job in jobs:
-            self._finish(job, "deleted")
+            self._finish(job, reason)
         return len(jobs)
 
     async def idle(self) -> None:
@@ -126,9 +119,7 @@ class Prefiller:
         while True:
             await self._has_jobs.wait()
             await self.idle()
-            now_s = time.monotonic()
-            for job in [job for job in self._jobs.values() if job.deadline_s <= now_s]:
-                self._finish(job, "late")
+            self.drop_all("late", lambda job: job.deadline_s <= time.monotonic())
             if self._jobs:
                 job = next(iter(self._jobs.values()))
                 try:

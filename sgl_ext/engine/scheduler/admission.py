@@ -6,22 +6,19 @@ a much more important request takes it from them. If a request still does not fi
 queued after it may pass, for a limited time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.slices import is_slice
 from sgl_ext.engine.scheduler import preemption, priority, single_flight
-from sgl_ext.engine.scheduler.extension import extension_of
 from sgl_ext.engine.scheduler.pin_keeper import PinKeeper
-from sgl_ext.engine.sglang_scheduler_types import AddReqResult, PrefillAdder
-from sgl_ext.engine.sglang_types import Req
+from sgl_ext.engine.scheduler.state import extension_of
+from sgl_ext.engine.sglang_types import AddReqResult, Original, PrefillAdder, Req
 
 
 def add_one(
-    original: Callable[..., AddReqResult], adder: PrefillAdder, req: Req, *args: Any, **kw: Any
+    original: Original, adder: PrefillAdder, req: Req, *args: Any, **kw: Any
 ) -> AddReqResult:
     """Around `PrefillAdder.add_one_req`: admits a request if it fits without pins, or with the
     memory of less important ones. A request whose prefix is being computed waits for it."""
@@ -53,9 +50,7 @@ def add_one(
     return results.CONTINUE if result is results.NO_TOKEN else result
 
 
-def add_chunk(
-    original: Callable[..., Any], adder: PrefillAdder, req: Req, *args: Any, **kw: Any
-) -> Any:
+def add_chunk(original: Original, adder: PrefillAdder, req: Req, *args: Any, **kw: Any) -> Any:
     """Around `PrefillAdder.add_chunked_req`: pins neither shorten nor delay a chunk, and a much
     more important request goes first."""
     extension = extension_of(adder.tree_cache)

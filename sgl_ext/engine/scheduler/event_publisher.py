@@ -4,19 +4,17 @@ Nothing here waits. A line is dropped if the socket is full. As soon as the sock
 again, a snapshot of everything that is resident is sent.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 import orjson
 import zmq
 
-from sgl_ext.engine.core.channels import events_address
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.event_lines import lines_of, pin_row, stored_lines
+from sgl_ext.engine.core.folder import address
 from sgl_ext.engine.core.slices import is_slice
 from sgl_ext.engine.scheduler.pin_keeper import PinKeeper
-from sgl_ext.engine.sglang_scheduler_types import NextBatchPlan, Scheduler
+from sgl_ext.engine.sglang_types import NextBatchPlan, Scheduler
 
 if TYPE_CHECKING:
     from sgl_ext.engine.scheduler.radix_cache import ExtendedRadixCache
@@ -35,11 +33,7 @@ class EventChannel:
         self._socket = zmq.Context().socket(zmq.PUSH)
         self._socket.set_hwm(_LINES_WAITING)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(events_address())
-
-    def is_writable(self) -> bool:
-        """Whether a line could be sent now."""
-        return bool(self._socket.poll(0, zmq.POLLOUT))
+        self._socket.connect(address("events"))
 
     def send(self, line: dict[str, Any]) -> bool:
         """Whether the line was sent."""
@@ -54,10 +48,9 @@ class EventPublisher:
     """Publishes one scheduler's segments, pins and load. cache: None publishes the load alone."""
 
     def __init__(
-        self, scheduler: Scheduler, cache: ExtendedRadixCache | None, channel: EventChannel
+        self, scheduler: Scheduler, cache: "ExtendedRadixCache | None", channel: EventChannel
     ) -> None:
         self._scheduler = scheduler
-        self._residency = None if cache is None else cache.residency
         self._cache = cache
         self._channel = channel
         self._needs_snapshot = False
@@ -84,7 +77,7 @@ class EventPublisher:
                 self._load = load
                 lines = _with(lines, {"load": load})
         if self._needs_snapshot:
-            if not self._channel.is_writable():
+            if not self._channel.send({"cleared": True}):
                 return
             lines = self._snapshot()
         for line in lines:
@@ -95,8 +88,8 @@ class EventPublisher:
         self._needs_snapshot = False
 
     def _changes(self, is_idle: bool) -> list[dict[str, Any]]:
-        cache, residency = self._cache, self._residency
-        if cache is None or residency is None:
+        cache = self._cache
+        if cache is None or (residency := cache.residency) is None:
             return []
         # No request waits for an idle scheduler, which may now sleep for a second.
         cache.sweep(1 << 60 if is_idle else _SWEEP_STEPS)
@@ -111,15 +104,16 @@ class EventPublisher:
         return lines
 
     def _snapshot(self) -> list[dict[str, Any]]:
-        cache, residency = self._cache, self._residency
-        if cache is None or residency is None:
-            return [{"cleared": True}, {"load": self._load}]
+        """Everything that there is, as lines for a receiver that was cleared."""
+        cache = self._cache
+        if cache is None or (residency := cache.residency) is None:
+            return [{"load": self._load}]
         residency.take()
         cache.pins.changed.clear()
         rows = [pin_row(pin, cache.pins.now_s) for pin in cache.pins.pins]
         pinned = [{"pinned": rows}] if rows else []
         stored = stored_lines(residency.snapshot())
-        return [{"cleared": True}, *stored, *pinned, {"load": self._load}]
+        return [*stored, *pinned, {"load": self._load}]
 
     def _count(self, name: str, total: int) -> None:
         if total != self._counted[name]:

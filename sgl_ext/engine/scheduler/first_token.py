@@ -6,13 +6,11 @@ residency and its pins. Here both wait until the output is sent. They then run i
 order, before anything else changes the tree, and on all ranks alike.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
-from sgl_ext.engine.scheduler.extension import SchedulerExtension, extension_of
-from sgl_ext.engine.sglang_scheduler_types import OutputStreamer, ScheduleBatch, Scheduler
+from sgl_ext.engine.scheduler.state import SchedulerExtension, extension_of
+from sgl_ext.engine.sglang_types import Original, OutputStreamer, ScheduleBatch, Scheduler
 
 
 def defer(extension: SchedulerExtension, action: Callable[[], object]) -> bool:
@@ -36,7 +34,7 @@ def after_output(_: Any, streamer: OutputStreamer, *__: Any, **___: Any) -> None
 
 
 def send_output_first(
-    original: Callable[..., None], scheduler: Scheduler, batch: ScheduleBatch, *args: Any, **kw: Any
+    original: Original, scheduler: Scheduler, batch: ScheduleBatch, *args: Any, **kw: Any
 ) -> None:
     """Around `Scheduler.process_batch_result`."""
     extension = extension_of(scheduler.tree_cache)
@@ -46,9 +44,7 @@ def send_output_first(
     run_deferred(extension)
 
 
-def publish_load_later(
-    original: Callable[..., Any], scheduler: Scheduler, *args: Any, **kw: Any
-) -> Any:
+def publish_load_later(original: Original, scheduler: Scheduler, *args: Any, **kw: Any) -> Any:
     """Around `Scheduler.publish_load_snapshot`, whose result only SGLang's load publisher reads."""
     extension = extension_of(scheduler.tree_cache)
     is_read = scheduler.load_publisher.enable

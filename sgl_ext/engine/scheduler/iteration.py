@@ -5,21 +5,28 @@ broadcasts its clock together with the requests: a tick a second while there are
 at once when the HTTP process wants a prefix to be unpinned.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from sgl_ext.engine.scheduler import slice_gate
 from sgl_ext.engine.scheduler.event_publisher import EventChannel, EventPublisher
-from sgl_ext.engine.scheduler.extension import extension_of
-from sgl_ext.engine.scheduler.orders import Order
-from sgl_ext.engine.sglang_scheduler_types import NextBatchPlan, Scheduler
+from sgl_ext.engine.scheduler.state import extension_of
+from sgl_ext.engine.sglang_types import NextBatchPlan, Scheduler
 
 TICK_S = 1.0
 _logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """An order that all ranks carry out in the same iteration: time goes on to `now_s`, and the
+    pins of the prefixes in `unpin` are given up."""
+
+    now_s: float
+    unpin: tuple[str, ...] = ()
 
 
 def send_orders(aborts: list[Any], scheduler: Scheduler) -> list[Any]:

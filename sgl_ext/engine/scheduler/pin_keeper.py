@@ -13,8 +13,6 @@ A pin holds against the cache pressure of other prefixes, never against a live r
                  are given up until there is enough memory.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -26,7 +24,7 @@ from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.hints import Hints
 from sgl_ext.engine.core.request_context import WHOLE_PROMPT
 from sgl_ext.engine.core.shared_prefixes import group_salt
-from sgl_ext.engine.scheduler.request_state import state_of
+from sgl_ext.engine.scheduler.state import state_of
 from sgl_ext.engine.sglang_types import Req
 
 if TYPE_CHECKING:
@@ -57,7 +55,7 @@ class PinKeeper:
     """
 
     def __init__(
-        self, cache: ExtendedRadixCache, pins: Pins, page: int, is_entry_rank: bool
+        self, cache: "ExtendedRadixCache", pins: Pins, page: int, is_entry_rank: bool
     ) -> None:
         self.pins = pins
         self.now_s = 0.0

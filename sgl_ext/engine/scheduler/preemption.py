@@ -6,24 +6,18 @@ it, but its computed tokens stay in the tree, where they can be evicted like any
 are there, the victim continues where it was.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 from scheduler.preemption import Running, victims
 from sgl_ext.engine import sglang_api
-from sgl_ext.engine.scheduler.extension import SchedulerExtension, extension_of, is_plain
 from sgl_ext.engine.scheduler.priority import applies
-from sgl_ext.engine.scheduler.request_state import state_of
-from sgl_ext.engine.sglang_scheduler_types import PrefillAdder
-from sgl_ext.engine.sglang_types import Req, TreeCache
+from sgl_ext.engine.scheduler.state import SchedulerExtension, extension_of, is_plain, state_of
+from sgl_ext.engine.sglang_types import Original, PrefillAdder, Req, TreeCache
 
 
-def preempt_for_slot(original: Callable[..., bool], adder: PrefillAdder, req: Req) -> bool:
+def preempt_for_slot(original: Original, adder: PrefillAdder, req: Req) -> bool:
     """Around `PrefillAdder.preempt_to_schedule`, which SGLang calls when all slots are taken."""
     extension = extension_of(adder.tree_cache)
     if extension.pins is None or not applies(req):
-        return original(adder, req)
+        return bool(original(adder, req))
     return preempt(extension, adder, req, slots=1)
 
 

@@ -6,22 +6,20 @@ waits are measured by the requests' timestamps and the entry rank's clock
 (`sgl_ext.engine.scheduler.iteration`).
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
 from scheduler.order import Waiting, in_order, step
 from sgl_ext.engine import sglang_api
-from sgl_ext.engine.scheduler.extension import SchedulerExtension, extension_of
-from sgl_ext.engine.scheduler.request_state import Admission, state_of
-from sgl_ext.engine.sglang_scheduler_types import (
+from sgl_ext.engine.scheduler.state import Admission, SchedulerExtension, extension_of, state_of
+from sgl_ext.engine.sglang_types import (
+    Original,
     PrefillAdder,
+    Req,
     ScheduleBatch,
     SchedulePolicy,
     Scheduler,
+    TreeCache,
 )
-from sgl_ext.engine.sglang_types import Req, TreeCache
 
 # In one scheduling pass at most so many requests that do not fit are passed: each try costs time.
 _MOST_PASSED = 4
@@ -30,7 +28,7 @@ _MOST_MATCHED = 128
 
 
 def order_queue(
-    original: Callable[..., None], policy: SchedulePolicy, queue: list[Req], *args: Any, **kw: Any
+    original: Original, policy: SchedulePolicy, queue: list[Req], *args: Any, **kw: Any
 ) -> None:
     """Around `SchedulePolicy.calc_priority`, with which a scheduling pass begins: puts the waiting
     queue in the extension's order."""
@@ -50,9 +48,7 @@ def order_queue(
     extension.first_waiting = queue[0] if queue else None
 
 
-def defer_vain_try(
-    original: Callable[..., bool], scheduler: Scheduler, running_batch: ScheduleBatch
-) -> bool:
+def defer_vain_try(original: Original, scheduler: Scheduler, running_batch: ScheduleBatch) -> bool:
     """Around `Scheduler._should_defer_prefill`. With preemption SGLang tries to admit requests
     before every step of decoding, and each try costs time. After a try that admitted nothing, the
     next one waits until a request comes, leaves or ends, or until the clock goes on."""

@@ -3,8 +3,6 @@
 Thin: it reports what happens in the tree to `radix.residency` and to the pins, which decide.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections import deque
 from collections.abc import Callable
@@ -17,13 +15,11 @@ from radix.pins import Pins
 from radix.residency import Residency
 from scheduler.eviction_priority import EVICT_FIRST, EvictionPriority, eviction_priority
 from sgl_ext.engine import sglang_api
-from sgl_ext.engine.core import ranks
 from sgl_ext.engine.core.hints import Hints
 from sgl_ext.engine.core.slices import is_guess
-from sgl_ext.engine.scheduler import first_token
-from sgl_ext.engine.scheduler.extension import extension_of, is_plain
+from sgl_ext.engine.scheduler import first_token, state
 from sgl_ext.engine.scheduler.pin_keeper import PinKeeper
-from sgl_ext.engine.scheduler.request_state import state_of
+from sgl_ext.engine.scheduler.state import extension_of, is_plain, state_of
 from sgl_ext.engine.sglang_types import (
     CacheInitParams,
     EvictParams,
@@ -53,7 +49,7 @@ def make_cache(context: TreeCacheBuildContext) -> TreeCache:
 class Prompt(NamedTuple):
     """A prompt's tokens and their name space in the tree."""
 
-    tokens: array[int]
+    tokens: "array[int]"
     extra_key: str | None
     cache_salt: str | None
 
@@ -80,7 +76,7 @@ class ExtendedRadixCache(sglang_api.UnifiedRadixCache):
 
     def __init__(self, params: CacheInitParams) -> None:
         # `UnifiedRadixCache.__init__` ends with a call of `reset`.
-        is_entry_rank = ranks.is_entry_rank()
+        is_entry_rank = state.is_entry_rank()
         slack = params.page_size - 1 + bool(params.is_eagle)
         self.residency = Residency(page=params.page_size, slack=slack) if is_entry_rank else None
         self._store_now: _Store | None = None

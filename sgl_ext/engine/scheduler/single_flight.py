@@ -12,16 +12,12 @@ computes the same tokens and is ahead already, so waiting costs no more than com
 end and a request has few leaders, so waiting ends, too.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Iterator
 
 from sgl_ext.engine.core.shared_prefixes import common_tokens, tokens_in_common
-from sgl_ext.engine.scheduler.extension import SchedulerExtension
-from sgl_ext.engine.scheduler.request_state import state_of
-from sgl_ext.engine.sglang_scheduler_types import PrefillAdder
-from sgl_ext.engine.sglang_types import Req, TreeCache
+from sgl_ext.engine.scheduler.state import SchedulerExtension, state_of
+from sgl_ext.engine.sglang_types import PrefillAdder, Req, TreeCache
 
 # A shorter prefix does not pay for another pass through the queue.
 FOLLOW_TOKENS = 512
@@ -62,7 +58,7 @@ def _computing(adder: PrefillAdder) -> Iterator[Req]:
         yield from (one for one in adder.running_batch.reqs if not one.output_ids)
 
 
-def leads(leader: Req, req: Req, start: int, probe: array[int]) -> bool:
+def leads(leader: Req, req: Req, start: int, probe: "array[int]") -> bool:
     """Whether `leader` will soon cache the tokens of `req` from `start` on.
 
     probe: the first FOLLOW_TOKENS of them.

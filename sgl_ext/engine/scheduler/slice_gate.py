@@ -7,17 +7,13 @@ never waits, never shares a batch, and delays a request by no more than its own 
 decide alike, so nothing is read here that differs between ranks.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from scheduler.prefill import Rejection, least_tokens, rejection
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.slices import is_forced, is_slice
-from sgl_ext.engine.scheduler.extension import SchedulerExtension, is_plain
-from sgl_ext.engine.scheduler.request_state import state_of
-from sgl_ext.engine.sglang_scheduler_types import Scheduler
-from sgl_ext.engine.sglang_types import Req
+from sgl_ext.engine.scheduler.state import SchedulerExtension, is_plain, state_of
+from sgl_ext.engine.sglang_types import Req, Scheduler
 
 
 def slices_last(extension: SchedulerExtension, requests: list[Any]) -> list[Any]:

@@ -1,7 +1,5 @@
 """Rewrites bodies of `/v1/messages`, as Claude Code and Anthropic's SDKs send them."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -26,14 +24,7 @@ from sgl_ext.requests.rewriting import (
 )
 
 # Fields for Anthropic's own servers. SGLang ignores them.
-_IGNORED = (
-    "betas",
-    "container",
-    "context_management",
-    "inference_geo",
-    "mcp_servers",
-    "speed",
-)
+_IGNORED = ("betas", "container", "context_management", "inference_geo", "mcp_servers", "speed")
 _SERVER_TOOLS = (
     "web_search",
     "web_fetch",

@@ -1,7 +1,5 @@
 """Rewrites bodies of `/v1/chat/completions`, as OpenAI's SDKs and many harnesses send them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -4,8 +4,6 @@ A request only names such a tool, `{"type": "bash_20250124", "name": "bash"}`, b
 models are trained on it. Any other model needs a description and a schema, as for any tool.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

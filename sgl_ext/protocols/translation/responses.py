@@ -1,7 +1,5 @@
 """Rewrites bodies of `/v1/responses`, as Codex and OpenAI's SDKs send them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import Any

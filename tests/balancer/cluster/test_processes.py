@@ -69,6 +69,13 @@ def balancer() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
         yield started
 
 
+@pytest.fixture(scope="module")
+def shared_url() -> Iterator[str]:
+    """A balancer for tests that do not harm its processes."""
+    with serving() as (url, _):
+        yield url
+
+
 @contextmanager
 def serving(*flags: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """A balancer of several processes before one worker that answers at once."""
@@ -98,36 +105,34 @@ def counted(url: str) -> float:
     return sum(float(line.removeprefix(name)) for line in page.splitlines() if name in line)
 
 
-def test_processes_serve_and_count_as_one(balancer: tuple[str, subprocess.Popen[bytes]]) -> None:
-    url, _ = balancer
+def test_processes_serve_and_count_as_one(shared_url: str) -> None:
     for _ in range(30):
-        answer = requests.post(url + "/v1/chat/completions", json=BODY, timeout=10)
+        answer = requests.post(shared_url + "/v1/chat/completions", json=BODY, timeout=10)
         assert answer.status_code == 200
-    until(lambda: counted(url) == 30)
+    until(lambda: counted(shared_url) == 30)
 
 
-def test_a_worker_that_joins_one_joins_all(balancer: tuple[str, subprocess.Popen[bytes]]) -> None:
-    url, _ = balancer
+def test_a_worker_that_joins_one_joins_all(shared_url: str) -> None:
     joined = f"http://127.0.0.1:{free_port()}"
-    assert (
-        requests.post(url + "/sgl_ext/workers", json={"url": joined}, timeout=10).status_code == 201
-    )
+    answer = requests.post(shared_url + "/sgl_ext/workers", json={"url": joined}, timeout=10)
+    assert answer.status_code == 201
 
     def known() -> bool:
-        pages = [requests.get(url + "/sgl_ext/workers", timeout=10).json() for _ in range(12)]
+        pages = [
+            requests.get(shared_url + "/sgl_ext/workers", timeout=10).json() for _ in range(12)
+        ]
         return all(joined in [worker["url"] for worker in page["workers"]] for page in pages)
 
     until(known)
 
 
-def test_all_processes_share_one_store(balancer: tuple[str, subprocess.Popen[bytes]]) -> None:
-    url, _ = balancer
+def test_all_processes_share_one_store(shared_url: str) -> None:
     blocks = [{"id": "rules", "layer": "stable", "content": "Be brief."}]
-    kept = requests.post(url + "/v1/contexts", json={"blocks": blocks}, timeout=10).json()
+    kept = requests.post(shared_url + "/v1/contexts", json={"blocks": blocks}, timeout=10).json()
     path = f"/v1/contexts/{kept['context_id']}"
-    assert all(status(url, path) == 200 for _ in range(12))
-    assert requests.delete(url + path, timeout=10).status_code == 200
-    assert all(status(url, path) == 404 for _ in range(12))
+    assert all(status(shared_url, path) == 200 for _ in range(12))
+    assert requests.delete(shared_url + path, timeout=10).status_code == 200
+    assert all(status(shared_url, path) == 404 for _ in range(12))
 
 
 def test_a_tenant_has_one_allowance_in_all_processes(tmp_path: Path) -> None:

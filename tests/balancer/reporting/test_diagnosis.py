@@ -17,8 +17,7 @@ from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.workers import Workers
 from sgl_ext.doctor.__main__ import main
 from sgl_ext.protocols.registry import of_path
-from sgl_ext.requests.headers import HeaderStrip
-from sgl_ext.requests.system_text import strip_request
+from sgl_ext.requests.strip import HeaderStrip, strip_request
 from tests.balancer.conftest import Engine, Start
 from tests.doctor.prompts import MESSAGES, SYSTEM, TOOLS, messages, system, turns
 

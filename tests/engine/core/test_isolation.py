@@ -16,7 +16,7 @@ from sgl_ext.engine.core.isolation import group_of, isolate, salted
 from sgl_ext.engine.core.request_context import RequestContext, entered
 from sgl_ext.engine.http import generation_hook
 from sgl_ext.engine.prefill_ahead.prefiller import Job, Prefiller
-from sgl_ext.engine.prefill_ahead.routes import PrefillRequests
+from sgl_ext.engine.prefill_ahead.service import PrefillRequests
 from sgl_ext.requests.cache_marks import NO_MARKS
 from sgl_ext.requests.segments import Chain
 

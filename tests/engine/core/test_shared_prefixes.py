@@ -18,14 +18,15 @@ from hypothesis import strategies as st
 from sgl_ext.engine import startup
 from sgl_ext.engine.core import counters, shared_prefixes
 from sgl_ext.engine.core.dry_run import DryRun
+from sgl_ext.engine.core.folder import secret
 from sgl_ext.engine.core.hints import Hints
 from sgl_ext.engine.core.isolation import is_whole_group, isolate, salted
 from sgl_ext.engine.core.request_context import WHOLE_PROMPT, RequestContext
-from sgl_ext.engine.prefill_ahead import routes, shared_prompts
-from sgl_ext.engine.preflight import CACHE_BACKEND
+from sgl_ext.engine.prefill_ahead import service
 from sgl_ext.engine.scheduler import single_flight
-from sgl_ext.engine.scheduler.request_state import RequestState
 from sgl_ext.engine.scheduler.single_flight import FOLLOW_TOKENS
+from sgl_ext.engine.scheduler.state import RequestState
+from sgl_ext.engine.startup import CACHE_BACKEND
 from sgl_ext.settings.schema import EngineSettings
 
 TOKENS = 1000
@@ -53,7 +54,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
     def forget() -> None:
         for remembered in (
-            shared_prefixes._prefix,
+            secret,
             shared_prefixes._read,
             shared_prefixes.prefixes,
         ):
@@ -162,7 +163,7 @@ def test_two_groups_share_listed_prefixes_and_nothing_after_them(
     lists: list[list[int]],
     asked: list[tuple[str | None, list[int]]],
 ) -> None:
-    monkeypatch.setattr(loaded("sgl_ext.engine.core.ranks"), "is_entry_rank", lambda: False)
+    monkeypatch.setattr(loaded("sgl_ext.engine.scheduler.state"), "is_entry_rank", lambda: False)
     tree, prefixes = Tree(kind, page, is_eagle), shared_prefixes.Prefixes()
     for ids in lists:
         prefixes.add(ids)
@@ -371,7 +372,7 @@ class Served(Tree):
 @pytest.fixture(params=["rust", "python"])
 def served(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     """The first 100 numbers are listed."""
-    monkeypatch.setattr(loaded("sgl_ext.engine.core.ranks"), "is_entry_rank", lambda: True)
+    monkeypatch.setattr(loaded("sgl_ext.engine.scheduler.state"), "is_entry_rank", lambda: True)
     monkeypatch.setenv(*EngineSettings(pin_budget=0.9).to_environment().popitem())
     prefixes = shared_prefixes.Prefixes()
     prefixes.add(list(range(100)))
@@ -426,7 +427,7 @@ def test_a_pin_is_renewed_by_the_next_turn_though_more_of_it_is_shared(served: S
 def list_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Callable[..., Any]:
     """Lists a file's prompts, of which SGLang makes as told: tokens, or a refusal."""
     prefixes = shared_prefixes.Prefixes()
-    monkeypatch.setattr(shared_prompts, "prefixes", lambda: prefixes)
+    monkeypatch.setattr(service, "prefixes", lambda: prefixes)
 
     async def run(*lines: bytes, made: Any = (), **fields: Any) -> Any:
         async def convert(*_: Any) -> DryRun:
@@ -441,12 +442,12 @@ def list_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Callable[..., An
             conversion.context = RequestContext()
             return conversion
 
-        monkeypatch.setattr(routes, "convert", convert)
+        monkeypatch.setattr(service, "convert", convert)
         path = tmp_path / "share.jsonl"
         path.write_bytes(b"\n".join(lines))
         tokenizer = SimpleNamespace(decode=None)
         manager = SimpleNamespace(tokenizer=tokenizer, max_req_input_len=5)
-        jobs = await shared_prompts.share_prompts(None, manager, str(path))
+        jobs = await service.share_prompts(None, manager, str(path))
         return jobs, prefixes
 
     return run
@@ -459,7 +460,7 @@ async def test_each_line_is_listed_and_is_to_be_prefilled(list_all: Any) -> None
     jobs, prefixes = await list_all(GOOD, GOOD, made=[1, 2, 3])
     assert [job.ids for job in jobs] == [[1, 2, 3]] * 2
     assert prefixes.shared(array("q", [1, 2, 9])) == 2
-    assert await shared_prompts.share_prompts(None, None, None) == []
+    assert await service.share_prompts(None, None, None) == []
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgl_ext.engine.core.request_context import RequestContext
+from sgl_ext.engine.host_cache import message_cache
 from sgl_ext.engine.host_cache.message_cache import MessageCache
 from sgl_ext.engine.http.cache_hooks import dump_message
 from sgl_ext.engine.http.extension import HttpExtension, installed
@@ -199,6 +200,15 @@ def test_cache_groups_do_not_share_messages(front_end: FrontEnd) -> None:
     for group in ("b", None):
         other = front_end.completion(body_of(TURN), group).messages
         assert not any(one is two for one, two in zip(first, other, strict=True))
+
+
+def test_messages_with_equal_hashes_are_told_apart(
+    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(message_cache.xxhash, "xxh3_64_intdigest", lambda content: 7)
+    for turn, texts in (TURN, "one two three"), (TURN[::-1], "three two one"):
+        completion = front_end.completion(body_of(turn))
+        assert [message.content for message in completion.messages] == texts.split()
 
 
 def test_dicts_are_dropped_with_their_messages(front_end: FrontEnd, cache: MessageCache) -> None:

@@ -18,7 +18,7 @@ from sgl_ext.engine.core import event_lines
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.hints import Hints
 from sgl_ext.engine.http import event_broadcaster
-from sgl_ext.engine.http.event_broadcaster import EventBroadcaster, EventStream
+from sgl_ext.engine.http.event_broadcaster import EventBroadcaster
 from sgl_ext.engine.scheduler import event_publisher
 from sgl_ext.engine.scheduler.event_publisher import EventPublisher
 from sgl_ext.engine.scheduler.pin_keeper import PinKeeper
@@ -37,9 +37,7 @@ class Reader:
         self.left = asyncio.Event()
         self._stalled = stalled
         self._read = asyncio.Event()
-        self.task = asyncio.create_task(
-            EventStream(broadcaster)({"type": "http"}, self._receive, self._send)
-        )
+        self.task = asyncio.create_task(broadcaster({"type": "http"}, self._receive, self._send))
 
     async def _receive(self) -> dict[str, Any]:
         await self.left.wait()
@@ -171,9 +169,6 @@ class Pipe:
     def __init__(self) -> None:
         self.lines: list[dict[str, Any]] = []
         self.room = 1 << 30
-
-    def is_writable(self) -> bool:
-        return self.room > 0
 
     def send(self, line: dict[str, Any]) -> bool:
         if not self.room:

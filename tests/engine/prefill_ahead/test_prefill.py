@@ -19,7 +19,7 @@ import pytest
 import requests
 from sgl_ext_cpu.nursery import Nursery
 
-from sgl_ext.engine.prefill_ahead.routes import MOST_WAITING
+from sgl_ext.engine.prefill_ahead.service import MOST_WAITING
 from sgl_ext.protocols.routes import PREFILL
 from sgl_ext.settings.schema import EngineSettings
 from tests.engine.scheduler.test_event_publisher import (

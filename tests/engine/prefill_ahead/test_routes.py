@@ -12,9 +12,9 @@ from starlette.requests import Request
 
 from sgl_ext.engine.core.dry_run import DryRun
 from sgl_ext.engine.core.request_context import RequestContext
-from sgl_ext.engine.prefill_ahead import routes
+from sgl_ext.engine.prefill_ahead import service
 from sgl_ext.engine.prefill_ahead.prefiller import Job
-from sgl_ext.engine.prefill_ahead.routes import MOST_WAITING, PrefillRequests
+from sgl_ext.engine.prefill_ahead.service import MOST_WAITING, PrefillRequests
 from sgl_ext.requests.segments import Chain
 
 BODY = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
@@ -59,8 +59,8 @@ async def test_a_call_that_waited_long_is_answered_with_what_was_reached(
         dry_run.context = RequestContext(chain=chain)
         return dry_run
 
-    monkeypatch.setattr(routes, "convert", convert)
-    monkeypatch.setattr(routes, "WAIT_S", 0.5)
+    monkeypatch.setattr(service, "convert", convert)
+    monkeypatch.setattr(service, "WAIT_S", 0.5)
     tokenizer = SimpleNamespace(decode=lambda ids: "")
     manager = SimpleNamespace(max_req_input_len=2000, tokenizer=tokenizer)
     requests = PrefillRequests(None, manager, Halfway())  # type: ignore[arg-type]
@@ -82,7 +82,7 @@ async def test_however_many_prompts_a_tenant_sends_another_finds_room(
     async def convert(*_: Any) -> DryRun:
         return await forever()  # type: ignore[return-value]
 
-    monkeypatch.setattr(routes, "convert", convert)
+    monkeypatch.setattr(service, "convert", convert)
     requests = PrefillRequests(None, SimpleNamespace(), Halfway())  # type: ignore[arg-type]
 
     async def admitted(tenant: str) -> int:

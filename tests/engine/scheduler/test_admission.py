@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sgl_ext.engine.scheduler import admission
-from sgl_ext.engine.scheduler.request_state import Admission, state_of
+from sgl_ext.engine.scheduler.state import Admission, state_of
 from tests.engine.core.test_shared_prefixes import TOKENS, Tree, loaded, sglang
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # SGLang warns while it is imported
@@ -21,7 +21,7 @@ PREFIX = 300
 
 @pytest.fixture(params=["rust", "python"])
 def tree(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tree]:
-    monkeypatch.setattr(loaded("sgl_ext.engine.core.ranks"), "is_entry_rank", lambda: True)
+    monkeypatch.setattr(loaded("sgl_ext.engine.scheduler.state"), "is_entry_rank", lambda: True)
     schedule = {"enable_priority_scheduling": True}
     with sglang("runtime_context").get_context().override_server_args(**schedule):
         yield Tree(request.param)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sgl_ext.engine.core.hints import Hints
 from sgl_ext.engine.core.request_context import WHOLE_PROMPT
 from sgl_ext.engine.scheduler import first_token
-from sgl_ext.engine.scheduler.request_state import RequestState
+from sgl_ext.engine.scheduler.state import RequestState
 from sgl_ext.settings.schema import EngineSettings
 from tests.engine.core.test_shared_prefixes import TOKENS, Tree, loaded, sglang
 
@@ -111,7 +111,7 @@ class Serving(Tree):
 
 @pytest.fixture(autouse=True)
 def _publisher(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[None]:
-    monkeypatch.setattr(loaded("sgl_ext.engine.core.ranks"), "is_entry_rank", lambda: True)
+    monkeypatch.setattr(loaded("sgl_ext.engine.scheduler.state"), "is_entry_rank", lambda: True)
     monkeypatch.setenv("SGL_EXT_ENGINE_FOLDER", str(tmp_path))
     monkeypatch.setenv(*EngineSettings(pin_budget=0.9).to_environment().popitem())
     sglang("arg_groups.pipeline")  # imported here, where its warnings are no errors

@@ -20,7 +20,7 @@ import pytest
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.hints import Hints
 from sgl_ext.engine.core.request_context import WHOLE_PROMPT
-from sgl_ext.engine.scheduler.request_state import RequestState
+from sgl_ext.engine.scheduler.state import RequestState
 from sgl_ext.settings.schema import EngineSettings
 
 TOKENS, WINDOWED, SLOTS = 1200, 400, 24
@@ -162,7 +162,7 @@ def prompt(tokens: int) -> list[int]:
 
 @pytest.fixture(params=["swa-rust", "swa-python", "mamba-rust", "mamba-python"])
 def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
-    monkeypatch.setattr(loaded("sgl_ext.engine.core.ranks"), "is_entry_rank", lambda: True)
+    monkeypatch.setattr(loaded("sgl_ext.engine.scheduler.state"), "is_entry_rank", lambda: True)
     monkeypatch.setenv(*EngineSettings(pin_budget=0.9).to_environment().popitem())
     context = sglang("runtime_context").get_context()
     sglang("arg_groups.pipeline")  # imported here, where its warnings are no errors

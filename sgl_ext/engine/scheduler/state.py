@@ -1,26 +1,27 @@
-"""The extension's state in one scheduler process, as one attribute of its radix cache.
+"""The extension's state in one scheduler process: of the scheduler, as one attribute of its radix
+cache, and of each request, as one attribute of SGLang's.
 
 SGLang passes hooks a scheduler, its queue policy, an adder of requests or a streamer of output.
 All of them have the scheduler's `tree_cache`, so hooks find the state there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from scheduler.order import Served
 from scheduler.preemption import PreemptionHistory
-from sgl_ext.engine.core import ranks
+from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.counters import counter
-from sgl_ext.engine.scheduler.event_publisher import EventPublisher
-from sgl_ext.engine.scheduler.orders import OrderInbox
+from sgl_ext.engine.core.folder import Inbox
+from sgl_ext.engine.core.hints import Hints, decode_hints
 from sgl_ext.engine.sglang_types import Req, TreeCache
 from sgl_ext.settings.schema import EngineSettings
 from sgl_ext.tenants import Tenants
 
 if TYPE_CHECKING:
+    from sgl_ext.engine.scheduler.event_publisher import EventPublisher
     from sgl_ext.engine.scheduler.radix_cache import ExtendedRadixCache
 
 _ATTRIBUTE = "sgl_ext"
@@ -57,11 +58,11 @@ class SchedulerExtension:
 
     @cached_property
     def is_entry_rank(self) -> bool:
-        return ranks.is_entry_rank()
+        return is_entry_rank()
 
     @cached_property
-    def orders(self) -> OrderInbox:
-        return OrderInbox()
+    def orders(self) -> Inbox:
+        return Inbox()
 
     @cached_property
     def weights(self) -> Mapping[str, float]:
@@ -71,6 +72,16 @@ class SchedulerExtension:
         """Counts, once for an engine, what every rank of it does."""
         if amount and self.is_entry_rank:
             counter(name).inc(amount)
+
+
+def is_entry_rank() -> bool:
+    """Whether this is the rank that counts and publishes for its engine: the first one.
+
+    With replicas or data-parallel attention, one address stands for several trees: no rank of such
+    an engine publishes.
+    """
+    parallel = sglang_api.get_parallel()
+    return bool(parallel.num_dp_ranks == 1 and parallel.tp_rank == 0 and parallel.pp_rank == 0)
 
 
 def extension_of(cache: TreeCache) -> SchedulerExtension:
@@ -86,3 +97,55 @@ def is_plain(cache: TreeCache) -> bool:
     """Whether a prefix of the cached tokens is usable by itself. With a sliding window or a state
     it is not."""
     return not (cache.supports_swa() or cache.supports_mamba())
+
+
+class Admission(NamedTuple):
+    """When a request was admitted, and the priority step that it had reached by waiting."""
+
+    step: int
+    at_s: float
+
+
+@dataclass(slots=True)
+class RequestState:
+    """Times are those of the entry rank's clock (`sgl_ext.engine.scheduler.iteration`).
+
+    hints: what the HTTP process sent with the request; None if it sent nothing.
+    first_ordered_s: when the queue was first put in order with this request in it.
+    matched_s: when its cached prefix was last looked up.
+    not_fitting_since_s: when it first did not fit into memory.
+    leaders: the requests that it waited for, as they computed a prefix that it needs.
+    times_preempted, computed_tokens: preemptions of it, and the tokens it had in memory before
+        the last one.
+    marks_seen: how many of its marked prefixes were in the tree; None before its first one.
+    is_slice_checked: whether a prefill slice was allowed or rejected.
+    """
+
+    hints: Hints | None
+    first_ordered_s: float | None = None
+    matched_s: float | None = None
+    not_fitting_since_s: float | None = None
+    admission: Admission | None = None
+    leaders: tuple[str, ...] = ()
+    times_preempted: int = 0
+    computed_tokens: int = 0
+    marks_seen: int | None = None
+    is_slice_checked: bool = False
+
+    def arrived_s(self, now_s: float) -> float:
+        """When the request arrived at the balancer, so that its aging goes on in the engine.
+        Without hints: when it was first put in order."""
+        if self.hints is not None:
+            return self.hints.sent_s - self.hints.queued_s
+        if self.first_ordered_s is None:
+            self.first_ordered_s = now_s
+        return self.first_ordered_s
+
+
+def state_of(req: Req) -> RequestState:
+    """The state of a request, made when it is first needed."""
+    found: RequestState | None = getattr(req, _ATTRIBUTE, None)
+    if found is None:
+        found = RequestState(decode_hints(req.kv_hints))
+        setattr(req, _ATTRIBUTE, found)
+    return found

@@ -1,0 +1,76 @@
+"""The engine's own folder, which its processes find by the environment.
+
+Other users of the machine cannot read it, and no client knows its name. In it are a file for each
+process that has verified its hooks, and the sockets between the HTTP process and the scheduler.
+"""
+
+import os
+import tempfile
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import orjson
+import zmq
+
+_VARIABLE = "SGL_EXT_ENGINE_FOLDER"
+
+
+def open_folder() -> None:
+    """Makes a new folder for this engine. Its child processes find it by the environment."""
+    os.environ[_VARIABLE] = tempfile.mkdtemp(prefix="sgl-ext-engine-")
+
+
+def folder() -> Path:
+    """The engine's folder."""
+    return Path(os.environ[_VARIABLE])
+
+
+@cache
+def secret(mark: str) -> str:
+    """A text that begins with `mark` and that no client can forge, as none knows the folder."""
+    return f"{mark}{folder().name}-"
+
+
+def acknowledge(role: str) -> None:
+    """Records that this process has verified its hooks."""
+    (folder() / f"{role}-{os.getpid()}.ack").touch()
+
+
+def acknowledged() -> Counter[str]:
+    """How many processes of each role have acknowledged."""
+    return Counter(path.name.rsplit("-", 1)[0] for path in folder().glob("*.ack"))
+
+
+def address(name: str) -> str:
+    """The address of one of the engine's sockets: the scheduler sends "events", and the HTTP
+    process sends "orders"."""
+    return f"ipc://{folder() / name}"
+
+
+class Outbox:
+    """Sends orders from the HTTP process to the scheduler."""
+
+    def __init__(self) -> None:
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(address("orders"))
+
+    def unpin(self, prefixes: list[str]) -> None:
+        """Orders that these pins are given up, which takes a second or two."""
+        self._socket.send(orjson.dumps(prefixes), zmq.NOBLOCK)
+
+
+class Inbox:
+    """Receives these orders on the scheduler's entry rank."""
+
+    def __init__(self) -> None:
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
+        self._socket.bind(address("orders"))
+
+    def take(self) -> tuple[str, ...]:
+        """The prefixes to unpin that came since the last call."""
+        names: list[str] = []
+        while self._socket.poll(0):
+            names += orjson.loads(self._socket.recv())
+        return tuple(names)

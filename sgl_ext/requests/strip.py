@@ -1,0 +1,187 @@
+"""The strip: session headers that lead a system text or a raw prompt are removed, everything else
+stays.
+
+A coding agent may begin its system prompt with a line such as
+
+    x-anthropic-billing-header: cc_version=2.1.197.3af; cc_entrypoint=sdk-cli;
+
+whose values change with the session or the request. At token 0 it makes every prefix unique. The
+grammar of what is removed:
+
+    header = *white-space  NAME ":"  1*field  [ *blank line-end ]
+    field  = *blank  key "=" value ";"
+    key    = 1*( letter | digit | "_" | "." | "-" )      value = *( neither ";" nor white space )
+
+The last field of a line may lack its ";" if a blank (or the colon) precedes it and the line ends
+after it. If text follows the fields on the same line, the header ends right after the last ";"
+and the text stays byte for byte, its leading blanks included. Keys and values contain no white
+space, so prose after the fields is not mistaken for a field. A NAME without any field is prose
+too, and stays. Several headers in a row are all removed.
+
+Invariants: `strip(strip(t)) == strip(t)`; a text without a header is returned as the same object;
+the result is always a suffix of the text.
+
+The engine strips before tokenization, and the balancer must read a request as the engine will:
+both call `strip_request`. A body is never changed in place; if nothing is stripped, the same
+object is returned. A block whose text becomes empty is removed, and so is a message or field
+without any block left: the prompt is then that of a request which never had the header.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from sgl_ext.requests.protocol import INSTRUCTION_ROLES, Json, Part, Protocol
+from sgl_ext.requests.rewriting import DROPPED, altered, edited
+
+BILLING_HEADER = "x-anthropic-billing-header"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]*\Z")
+
+
+class StrippedText(NamedTuple):
+    """The rest of a text, the number of headers removed, and their fields (later wins)."""
+
+    text: str
+    headers: int
+    fields: dict[str, str]
+
+
+class HeaderStrip:
+    """Removes leading headers of the given names from a text.
+
+    Names match in any case. Raises ValueError for a name that is not letters, digits and hyphens.
+    """
+
+    def __init__(self, names: Iterable[str] = (BILLING_HEADER,)) -> None:
+        lower = tuple(dict.fromkeys(name.lower() for name in names))
+        for name in lower:
+            if not _NAME.match(name):
+                raise ValueError(f"not a header name: {name!r}")
+        alternatives = "|".join(re.escape(name) for name in lower) or r"(?!)"
+        field, line_end = r"[A-Za-z0-9_.-]+=[^;\s]*", r"[ \t]*(?:\r\n|\n|\r|\Z)"
+        self._header = re.compile(
+            rf"\s*(?:{alternatives}):"
+            rf"(?P<fields>(?:[ \t]*{field};)*(?:(?:(?<=:)|[ \t])[ \t]*{field}(?={line_end}))?)"
+            rf"(?:{line_end})?",
+            re.IGNORECASE,
+        )
+        self._needles = tuple(
+            cased.encode() for name in lower for cased in {name, name.upper(), name.title()}
+        )
+
+    def strip(self, text: str) -> StrippedText:
+        """Removes every header at the beginning of `text`."""
+        start, headers, fields = 0, 0, {}
+        while match := self._header.match(text, start):
+            found = match["fields"]
+            if not found:
+                break
+            for field in found.split(";"):
+                key, separator, value = field.strip().partition("=")
+                if separator:
+                    fields[key] = value
+            headers += 1
+            start = match.end()
+        return StrippedText(text[start:] if start else text, headers, fields)
+
+    def mentions(self, raw: bytes) -> int:
+        """How often a header's name occurs in `raw`, in lower, upper or title case.
+
+        A count for a metric. Names in mixed case are stripped, too, but not counted here: folding
+        the case of a whole body costs more than reading it.
+        """
+        return sum(map(raw.count, self._needles))
+
+
+class Stripped(NamedTuple):
+    """A request body after the strip, the number of headers, and their fields (later wins)."""
+
+    body: Any
+    headers: int
+    fields: dict[str, str]
+
+
+def strip_request(protocol: Protocol, body: Any, strip: HeaderStrip) -> Stripped:
+    """Strips the system texts of a parsed request body.
+
+    A body that is not an object passes unchanged. Never raises on a malformed body: a field
+    without the protocol's structure is left for the engine to reject.
+    """
+    if not isinstance(body, dict):
+        return Stripped(body, 0, {})
+    visitor = _Visitor(strip)
+    edits: Json = {}
+    for part, name in protocol.prompt:
+        if part is not Part.TOOLS and name in body:
+            new = visitor.visit(part, body[name])
+            edits[name] = [] if new is DROPPED and part is not Part.INSTRUCTIONS else new
+    return Stripped(edited(body, edits), visitor.headers, visitor.fields)
+
+
+class _Visitor:
+    """Strips the texts of one body and adds up what it found.
+
+    Each method returns the same object if nothing changed, and DROPPED if nothing is left.
+    """
+
+    def __init__(self, strip: HeaderStrip) -> None:
+        self._strip = strip
+        self.headers = 0
+        self.fields: dict[str, str] = {}
+
+    def visit(self, part: Part, value: Any) -> Any:
+        if part is Part.INSTRUCTIONS:
+            return self._content(value)
+        if part is Part.TEXT:
+            return self._prompts(value)
+        if not isinstance(value, list):
+            return value
+        return _each(value, self._instance if part is Part.INSTANCES else self._message)
+
+    def _content(self, value: Any) -> Any:
+        """A text, or a list of texts and of blocks with a `text`."""
+        return _each(value, self._block) if isinstance(value, list) else self._text(value)
+
+    def _block(self, value: Any) -> Any:
+        return self._text(value) if isinstance(value, str) else _member(value, "text", self._text)
+
+    def _text(self, value: Any) -> Any:
+        text, headers, fields = (
+            self._strip.strip(value) if isinstance(value, str) else (value, 0, {})
+        )
+        self.headers += headers
+        self.fields.update(fields)
+        return text if text or not headers else DROPPED
+
+    def _message(self, message: Any) -> Any:
+        """A message or input item: stripped if it has instructions."""
+        if not isinstance(message, dict) or message.get("role") not in INSTRUCTION_ROLES:
+            return message
+        return _member(message, "content", self._content)
+
+    def _prompts(self, value: Any) -> Any:
+        """A raw prompt, or a batch of them, which keeps its length: an empty prompt stays as ""."""
+        if isinstance(value, list):
+            is_tokens = bool(value) and isinstance(value[0], int)
+            return value if is_tokens else _each(value, self._prompt)
+        return self._prompt(value)
+
+    def _prompt(self, value: Any) -> Any:
+        stripped = self._text(value)
+        return "" if stripped is DROPPED else stripped
+
+    def _instance(self, instance: Any) -> Any:
+        return _member(instance, "text", self._prompts)
+
+
+def _each(items: list[Any], visit: Callable[[Any], Any]) -> Any:
+    visited = altered(items, visit)
+    return visited if visited is items or visited else DROPPED
+
+
+def _member(holder: Any, key: str, visit: Callable[[Any], Any]) -> Any:
+    """`holder` with one member visited."""
+    if not isinstance(holder, dict) or key not in holder:
+        return holder
+    new = visit(holder[key])
+    return new if new is DROPPED else edited(holder, {key: new})
