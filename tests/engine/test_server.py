@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -35,6 +36,11 @@ def processes_of(engine: Engine) -> list[psutil.Process]:
     return [first, *first.children(recursive=True)]
 
 
+def has_running(engine: Engine, number: int) -> bool:
+    loads = requests.get(f"{engine.url}/v1/loads", timeout=60).json()["loads"]
+    return bool(loads[0]["num_running_reqs"] == number)
+
+
 def test_an_engine_of_one_node_listens_on_loopback_alone(engine: Engine) -> None:
     listening = {
         connection.laddr.ip
@@ -50,20 +56,13 @@ def test_a_flush_under_load_is_409_and_names_what_is_pending(engine: Engine) -> 
     flush = f"{engine.url}/flush_cache"
     with ThreadPoolExecutor(1) as pool:
         pool.submit(engine.post, "/generate", {**ENDLESS, "rid": "endless"})
-        until(
-            lambda: (
-                requests.get(f"{engine.url}/v1/loads", timeout=60).json()["loads"][0][
-                    "num_running_reqs"
-                ]
-                == 1
-            )
-        )
+        until(lambda: has_running(engine, 1))
         refused = requests.post(flush, params={"timeout": 0}, timeout=60)
         requests.post(f"{engine.url}/abort_request", json={"rid": "endless"}, timeout=60)
     assert refused.status_code == 409
     error = refused.json()["error"]
     assert (error["pending"], error["requests"]) == (1, ["endless"])
-    assert "1 requests are pending" in error["message"]
+    assert "pending requests: 1" in error["message"]
     assert requests.post(flush, timeout=60).ok
 
 
@@ -72,6 +71,30 @@ def test_a_flush_waits_no_longer_than_its_limit(engine: Engine, timeout: str) ->
     refused = requests.post(f"{engine.url}/flush_cache", params={"timeout": timeout}, timeout=60)
     assert refused.status_code == 400
     assert "timeout" in refused.json()["error"]["message"]
+
+
+def test_a_tenant_neither_takes_nor_aborts_the_names_of_another(engine: Engine) -> None:
+    """SGLang aborts every request whose name begins with that of one whose client left."""
+    generate = f"{engine.url}/generate"
+    sampling = {"max_new_tokens": 400, "ignore_eos": True}
+
+    def ask(tenant: str, rid: str, **more: Any) -> requests.Response:
+        body = {"text": "go on", "rid": rid, "sampling_params": sampling, **more}
+        headers = {"x-tenant-id": tenant} if tenant else None
+        return requests.post(generate, json=body, headers=headers, timeout=60, stream=True)
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(lambda: ask("a", "10").json()["meta_info"])
+        until(lambda: has_running(engine, 1))
+        for name in ("10", "1"):
+            with ask("b", name, stream=True) as answer:
+                assert answer.status_code == 200
+                assert next(answer.iter_lines())
+        meta = first.result()
+    assert (meta["id"], meta["finish_reason"]) == ("~1:a:10", {"type": "length", "length": 400})
+    refused = ask("", "~1:a:10")
+    assert refused.status_code == 400
+    assert "rid" in refused.text
 
 
 def test_an_engine_whose_detokenizer_dies_ends_without_dumping_its_memory(

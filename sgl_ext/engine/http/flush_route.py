@@ -42,7 +42,7 @@ async def flush(request: Request) -> Response:
     names = [str(name) for name in islice(manager.rid_to_state, _MOST_NAMED)]
     pending = len(manager.rid_to_state)
     message = (
-        f"the cache was not flushed within {wait_s:g} s: {pending} requests are pending. "
+        f"the cache was not flushed within {wait_s:g} s; pending requests: {pending}. "
         f"{result.message or 'Wait for them or abort them.'}"
     )
     error = {"message": message, "pending": pending, "requests": names}
