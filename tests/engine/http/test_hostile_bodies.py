@@ -1,0 +1,115 @@
+"""Bodies that no client means: an error that names the field, from an engine and its balancer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import requests
+from sgl_ext_cpu.node import Node
+
+HI = '[{"role": "user", "content": "hi"}]'
+CALL = (
+    '{"role": "assistant", "content": null, "tool_calls": [{"id": "c", "type": "function", '
+    '"function": {"name": "f", "arguments": %s}}]}, '
+    '{"role": "tool", "tool_call_id": "c", "content": "ok"}'
+)
+
+
+def lists(levels: int) -> str:
+    return "[" * levels + "]" * levels
+
+
+def objects(levels: int) -> str:
+    return '{"a": ' * levels + "1" + "}" * levels
+
+
+def messages(more: str, turns: str = HI) -> str:
+    return f'{{"model": "m", "max_tokens": 2, "messages": {turns}, {more}}}'
+
+
+def responses(more: str) -> str:
+    return f'{{"model": "m", "max_output_tokens": 2, "input": "hi", {more}}}'
+
+
+def called(arguments: str) -> str:
+    turns = f"{HI[:-1]}, {CALL % arguments}]"
+    return f'{{"model": "m", "max_tokens": 2, "messages": {turns}}}'
+
+
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+TOOL = '"tools": [{"type": "function", "name": "f", "parameters": %s}]'
+CASES = {
+    "metadata": (RESPONSES, responses(f'"metadata": {{"a": {lists(300)}}}'), "metadata"),
+    "metadata of objects": (RESPONSES, responses(f'"metadata": {objects(900)}'), "metadata"),
+    "a tool": (RESPONSES, responses(TOOL % objects(300)), "tools"),
+    "a streamed answer": (RESPONSES, responses(f'"stream": true, {TOOL % objects(300)}'), "tools"),
+    "an unknown field": (RESPONSES, responses(f'"other": {lists(900)}'), "other"),
+    "a tool for chat": (
+        CHAT,
+        messages(
+            f'"tools": [{{"type": "function", "function": {{"name": "f", '
+            f'"parameters": {lists(900)}}}}}]'
+        ),
+        "tools",
+    ),
+    "a tool for messages": (
+        MESSAGES,
+        messages(f'"tools": [{{"name": "f", "input_schema": {objects(900)}}}]'),
+        "tools",
+    ),
+    **{
+        f"a model for {path}": (path, f'{{"model": {lists(1010)}, {rest}}}', "model")
+        for path, rest in (
+            (CHAT, f'"messages": {HI}'),
+            (MESSAGES, f'"max_tokens": 2, "messages": {HI}'),
+            (RESPONSES, '"input": "hi"'),
+            ("/v1/completions", '"prompt": "hi"'),
+        )
+    },
+    **{
+        f"arguments {text}": (CHAT, called(text), "arguments")
+        for text in ('"1e999"', '"[1e999]"', '"{"')
+    },
+    "more levels than a parser takes": (CHAT, f'{{"model": {lists(100_000)}}}', "body"),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_tracebacks(node: Node) -> Iterator[None]:
+    def count() -> int:
+        logs = node.log_dir.glob("*.log")
+        return sum(log.read_text(errors="replace").count("Traceback") for log in logs)
+
+    before = count()
+    yield
+    assert count() == before, "an error of a client is none of the server"
+
+
+def error_of(path: str, answer: requests.Response) -> dict[str, Any]:
+    document: dict[str, Any] = answer.json()
+    if path == MESSAGES:
+        assert document["type"] == "error"
+    error: dict[str, Any] = document["error"]
+    assert error["type"] == "invalid_request_error"
+    return error
+
+
+@pytest.mark.parametrize("is_balancer", [False, True], ids=["engine", "balancer"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_hostile_body_is_refused_by_the_field(node: Node, case: str, is_balancer: bool) -> None:
+    path, body, field = CASES[case]
+    url = node.url if is_balancer else node.engines[0]
+    headers = {"content-type": "application/json"}
+    answer = requests.post(url + path, data=body, headers=headers, timeout=60)
+    assert answer.status_code == 400, answer.text[-300:]
+    assert field in error_of(path, answer)["message"]
+
+
+@pytest.mark.parametrize("arguments", ['"{\\"a\\": 1e999}"', '"{\\"a\\": NaN}"'])
+def test_arguments_that_are_no_finite_number_are_answered(node: Node, arguments: str) -> None:
+    headers = {"content-type": "application/json"}
+    for url in (node.url, node.engines[0]):
+        answer = requests.post(url + CHAT, data=called(arguments), headers=headers, timeout=60)
+        assert answer.status_code in (200, 400), answer.text
