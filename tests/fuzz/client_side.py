@@ -92,5 +92,7 @@ def _path_of(target: bytes) -> bytes:
         return target
     rest = target[7:]
     ends = [at for at in (rest.find(b"/"), rest.find(b"?")) if at >= 0]
-    path = (rest[min(ends) :] if ends else b"/").removesuffix(b"?")
+    path = rest[min(ends) :] if ends else b"/"
+    if path.find(b"?") == len(path) - 1:  # an empty query
+        path = path[:-1]
     return path if path.startswith(b"/") else b"/" + path
