@@ -17,7 +17,7 @@ from bench.lib.script import require, run
 WITHOUT_ENGINES = ("index", "proxy", "routing")
 WITH_ENGINES = (
     *("fanout", "header_strip", "misroute", "pin_flood", "priority", "speculative_prefill"),
-    *("tenant_probe", "warm_turn"),
+    *("tenant_probe", "warm_turn", "chaos", "soak"),
 )
 
 Bench = Callable[[str], dict[str, object]]

@@ -76,14 +76,18 @@ def local_model(size: str) -> Path:
 
 @contextmanager
 def running_node(
-    model: Path, log_dir: Path, *flags: str, environment: Mapping[str, str] | None = None
+    model: Path,
+    log_dir: Path,
+    *flags: str,
+    environment: Mapping[str, str] | None = None,
+    port: int | None = None,
 ) -> Iterator[Node]:
     """Starts the launcher, yields once it serves, and ends it with SIGTERM.
 
-    `environment` adds to this process's variables.
-    Raises RuntimeError with the launcher's output if it does not come up.
+    `environment` adds to this process's variables. The balancer's port is a free one if none
+    is given. Raises RuntimeError with the launcher's output if it does not come up.
     """
-    port = free_port()
+    port = port or free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "sgl_ext.launch", "--config", str(ROOT / "launch/cpu.toml")]
     command += ["--model-path", str(model), "--port", str(port), "--log-dir", str(log_dir), *flags]

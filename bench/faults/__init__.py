@@ -1,0 +1,1 @@
+"""Faults of a running node, and what shows that it has recovered."""

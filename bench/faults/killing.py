@@ -1,0 +1,112 @@
+"""Faults of processes: killed, or stopped and continued."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import psutil
+
+from bench.agents.mixed_load import Sent
+from bench.faults.effect import Effect, Scene, ended, under_load, until
+from bench.faults.processes import Engine, client_ports
+from bench.lib.script import require
+
+_HANG_S = 20.0
+_AT_WORK_S = 60.0
+
+
+@asynccontextmanager
+async def engine_killed(scene: Scene) -> AsyncIterator[Effect]:
+    """kill -9 of an engine's first process, which serves HTTP."""
+    async with _killed_of_engine(scene, 0, "http") as effect:
+        yield effect
+
+
+@asynccontextmanager
+async def scheduler_killed(scene: Scene) -> AsyncIterator[Effect]:
+    """kill -9 of an engine's scheduler."""
+    async with _killed_of_engine(scene, 1, "scheduler") as effect:
+        yield effect
+
+
+@asynccontextmanager
+async def detokenizer_killed(scene: Scene) -> AsyncIterator[Effect]:
+    """kill -9 of an engine's detokenizer."""
+    async with _killed_of_engine(scene, 0, "detokenizer") as effect:
+        yield effect
+
+
+@asynccontextmanager
+async def _killed_of_engine(scene: Scene, number: int, part: str) -> AsyncIterator[Effect]:
+    engine = scene.target.processes.engines[number]
+    victim: psutil.Process = getattr(engine, part)
+    await _at_work(scene, engine)
+    victim.kill()
+    effect = Effect(time.monotonic(), deaths=_processes(engine))
+    await ended([victim])
+    effect.ended_s = effect.struck_s
+    yield effect
+
+
+@asynccontextmanager
+async def balancer_process_killed(scene: Scene) -> AsyncIterator[Effect]:
+    """kill -9 of one of the balancer's processes. Its own connections die with it."""
+    processes = scene.target.processes
+    port = int(scene.target.url.rpartition(":")[2])
+    victim, *others = processes.balancers
+
+    def has_requests() -> bool:
+        theirs = client_ports(victim, port)
+        return any(sent.reply.port in theirs and sent.relays for sent in scene.load.running)
+
+    await until(has_requests, "load is in flight at the fault")
+    kept = {client for other in others for client in client_ports(other, port)}
+    victim.kill()
+    struck_s = time.monotonic()
+
+    def dies_with(sent: Sent) -> bool:
+        return sent.reply.sent_s <= struck_s and sent.reply.port not in kept
+
+    await ended([victim])
+    yield Effect(struck_s, struck_s, [victim], dies_with)
+
+
+@asynccontextmanager
+async def scheduler_stopped(scene: Scene) -> AsyncIterator[Effect]:
+    """SIGSTOP of a scheduler, and SIGCONT later. The engine goes on taking requests."""
+    engine = scene.target.processes.engines[1]
+    await _at_work(scene, engine)
+    engine.scheduler.suspend()
+    effect = Effect(time.monotonic(), hung_after_s=_HANG_S)
+    try:
+        await asyncio.sleep(scene.stop_s)
+        state = engine.scheduler.status() if engine.scheduler.is_running() else "ended"
+        if state not in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+            effect.deaths = _processes(engine)  # the node may replace what hangs
+            effect.notes["stopped_scheduler"] = state
+        yield effect
+    finally:
+        if engine.scheduler.is_running():
+            engine.scheduler.resume()
+        effect.ended_s = time.monotonic()
+
+
+async def _at_work(scene: Scene, engine: Engine) -> None:
+    """Returns while the engine has several requests."""
+    await under_load(scene)
+    deadline = time.monotonic() + _AT_WORK_S
+    while not _has_requests(await scene.target.workers(scene.http), engine.url):
+        require(time.monotonic() < deadline, "an engine has requests at its fault")
+    require(engine.http.is_running(), "an engine runs until its fault")
+
+
+def _has_requests(workers: list[dict[str, Any]], url: str) -> bool:
+    return any(worker["url"] == url and worker["in_flight"] >= 2 for worker in workers)
+
+
+def _processes(engine: Engine) -> list[psutil.Process]:
+    return [engine.http, engine.scheduler, engine.detokenizer]
