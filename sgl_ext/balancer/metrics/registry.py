@@ -15,6 +15,8 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from sgl_ext import supervision
+
 _TOKENS = (0, 16, 64, 256, 1024, 4096, 16384, 65536)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120)
 # A band of priorities begins at each of these and ends before the next one.
@@ -195,6 +197,11 @@ class Metrics:
             "peer_message_faults{fault}",
             "Messages between the balancer's processes that were lost or unreadable.",
         )
+        self.background_failures = counter("background_failures{task}", supervision.HELP)
+
+    def background_failed(self, task: str) -> None:
+        """Counts an exception of a background task."""
+        self.background_failures.counts[(task,)] += 1
 
     def counter(self, name: str, help_text: str) -> Counter:
         """Adds the counter `sgl_ext_NAME_total`. `name`: NAME or NAME{LABEL,LABEL}."""

@@ -7,6 +7,8 @@ samples, so none has to be turned off.
 from functools import cache
 from typing import TYPE_CHECKING
 
+from sgl_ext import supervision
+
 if TYPE_CHECKING:
     from prometheus_client import Counter
 
@@ -51,6 +53,7 @@ _COUNTERS: dict[str, tuple[str, ...]] = {
     "prompt_tokens_encoded": ("Prompt tokens, by whether they were tokenized or cached.", "source"),
     "token_cache_checks": ("Prompts tokenized whole as well, to check the token cache.",),
     "token_cache_disabled": ("Times that the token cache was disabled.", "reason"),
+    "background_failures": (supervision.HELP, "task"),
     "messages_converted": ("Messages, by whether they were converted or cached.", "source"),
 }
 """Each counter's help text, and its labels."""
@@ -67,3 +70,8 @@ def counter(name: str) -> "Counter":
 
     text, *labels = _COUNTERS[name]
     return Counter(f"sgl_ext_{name}_total", text, labels)
+
+
+def background_failed(task: str) -> None:
+    """Counts an exception of a background task."""
+    counter("background_failures").labels(task).inc()

@@ -1,0 +1,66 @@
+"""Background work that goes on after an exception, which is logged and counted.
+
+`supervise` repeats a step until it is cancelled. A `Guard` is for work that is called by something
+else. Of failures in a row only the first is logged with its traceback, so that a fault that lasts
+does not fill the log; the count of `sgl_ext_background_failures_total{task=}` goes on.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import NoReturn
+
+log = logging.getLogger(__name__)
+
+HELP = "Exceptions of background tasks, which went on after them."
+Failed = Callable[[str], object]
+
+
+class Guard:
+    """A context manager that logs and counts an exception of its block, and suppresses it.
+
+    A cancellation of the task that runs the block passes.
+    """
+
+    def __init__(self, task: str, failed: Failed) -> None:
+        """task: the name of the work, a constant. failed: called with the name, to count."""
+        self._task = task
+        self._failed = failed
+        self._is_failing = False
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> bool:
+        if error is None:
+            if self._is_failing:
+                log.warning("%s works again", self._task)
+            self._is_failing = False
+            return False
+        if isinstance(error, asyncio.CancelledError):
+            # What the block awaited may have been cancelled by another.
+            running = asyncio.current_task()
+            if running is None or running.cancelling():
+                return False
+        elif not isinstance(error, Exception):
+            return False
+        self._failed(self._task)
+        if not self._is_failing:
+            log.error("%s failed and goes on", self._task, exc_info=error)
+        self._is_failing = True
+        return True
+
+
+async def supervise(
+    task: str, failed: Failed, step: Callable[[], Awaitable[object] | None], interval_s: float
+) -> NoReturn:
+    """Calls `step`, a function or a coroutine function, at once and then `interval_s` after it has
+    returned or failed, until cancelled. For the other arguments see `Guard`."""
+    guard = Guard(task, failed)
+    while True:
+        with guard:
+            if (running := step()) is not None:
+                await running
+        await asyncio.sleep(interval_s)
