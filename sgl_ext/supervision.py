@@ -1,15 +1,16 @@
 """Background work that goes on after an exception, which is logged and counted.
 
 `supervise` repeats a step until it is cancelled. A `Guard` is for work that is called by something
-else. Of failures in a row only the first is logged with its traceback, so that a fault that lasts
-does not fill the log; the count of `sgl_ext_background_failures_total{task=}` goes on.
+else, and `count_unhandled` for what has neither. Of failures in a row only the first is logged, so
+that a fault that lasts does not fill the log; `sgl_ext_background_failures_total{task=}` counts
+all.
 """
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,17 @@ class Guard:
             log.error("%s failed and goes on", self._task, exc_info=error)
         self._is_failing = True
         return True
+
+
+def count_unhandled(loop: asyncio.AbstractEventLoop, failed: Failed) -> None:
+    """Counts the exceptions that a loop only logs, of callbacks and of tasks that nobody awaits."""
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if "exception" in context:
+            failed("event_loop")
+        loop.default_exception_handler(context)
+
+    loop.set_exception_handler(handle)
 
 
 async def supervise(

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.requests.strip import HeaderStrip
 from sgl_ext.settings.checks import read_api_key
 from sgl_ext.settings.schema import BalancerSettings
+from sgl_ext.supervision import Guard, count_unhandled, supervise
 from sgl_ext.tenants import Tenants
 
 log = logging.getLogger(__name__)
@@ -85,10 +87,11 @@ class Balancer:
         config, metrics = self._config, self._metrics
         loop = asyncio.get_running_loop()
         self.now = loop.time()
+        count_unhandled(loop, metrics.background_failed)
         self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
         strip = HeaderStrip(config.strip_headers)
         workers = Workers(config.workers, metrics)
-        probes = WorkerProbes(workers, self._session, self._interval_s)
+        probes = WorkerProbes(workers, self._session, metrics.background_failed, self._interval_s)
         router = Router(
             workers,
             metrics,
@@ -125,14 +128,19 @@ class Balancer:
         self._peers = None if self._group is None else Peers(self._group, router, metrics)
         if self._peers is not None:
             self._peers.start()
+        steps = self._sweep_steps()
+        self._steps = [(Guard(name, metrics.background_failed), step) for name, step in steps]
         await self._control.start()
         await asyncio.gather(*map(probes.probe, workers.all))
         self._subscribers.sync()
         await self._subscribers.wait_until_tried(_FIRST_REPORT_S)
         self._tasks = [
-            asyncio.create_task(probes.run()),
-            asyncio.create_task(self._sweep_forever()),
-            asyncio.create_task(self._conversations.sweep_forever()),
+            asyncio.create_task(supervise(name, metrics.background_failed, step, self._interval_s))
+            for name, step in (
+                ("probes", probes.run),
+                ("sweep", lambda: self.sweep(loop.time())),
+                ("store", self._conversations.sweep_forever),
+            )
         ]
         self._server = await loop.create_server(
             lambda: DownstreamConnection(self),
@@ -193,27 +201,45 @@ class Balancer:
 
     # What happens once every interval.
 
-    async def _sweep_forever(self) -> None:
-        while True:
-            await asyncio.sleep(self._interval_s)
-            self.sweep(asyncio.get_running_loop().time())
-
     def sweep(self, now: float) -> None:
-        """Applies timeouts, and reads and writes what is shared. Until the next sweep it is `now`
-        for the deadlines of connections."""
+        """Takes every step, whether the ones before it failed or not. Until the next sweep it is
+        `now` for the deadlines of connections."""
         self.now = now
-        for connection in [c for c in self._connections if c.deadline < now]:
+        for guard, step in self._steps:
+            with guard:
+                step()
+
+    def _sweep_steps(self) -> list[tuple[str, Callable[[], object]]]:
+        """The steps of a sweep: they apply timeouts, and read and write what is shared."""
+        return [
+            ("timeouts", self._time_out),
+            ("connection_pools", self._sweep_pools),
+            ("admission_queue", self._admission_queue.sweep),
+            ("request_log", self._request_log.flush),
+            ("key_file", self._reload_keys),
+            ("workers", self._services.workers.remove_drained),
+            ("subscriptions", self._subscribers.sync),
+            ("peers", self._send_state),
+            ("snapshots", self._write_snapshots),
+        ]
+
+    def _time_out(self) -> None:
+        for connection in [c for c in self._connections if c.deadline < self.now]:
             connection.time_out()
+
+    def _sweep_pools(self) -> None:
         for pool in self._services.pools():
             pool.sweep()
-        self._admission_queue.sweep()
-        self._request_log.flush()
+
+    def _reload_keys(self) -> None:
         if self._key_file is not None and self._key_file.reload_if_changed():
             self._heads.clear()
-        self._services.workers.remove_drained()
-        self._subscribers.sync()
+
+    def _send_state(self) -> None:
         if self._peers is not None:
             self._peers.send_state()
+
+    def _write_snapshots(self) -> None:
         if self._snapshots is not None:
             self._snapshots.write(self._metrics.render(), _METRICS)
             if self._detector is not None:

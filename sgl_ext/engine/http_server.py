@@ -10,6 +10,7 @@ from starlette.datastructures import Headers
 from starlette.routing import Route
 
 from sgl_ext.engine import sglang_api
+from sgl_ext.engine.core.counters import background_failed
 from sgl_ext.engine.core.folder import Outbox
 from sgl_ext.engine.core.request_context import context_in, current_dry_run
 from sgl_ext.engine.http import error_middleware
@@ -21,6 +22,7 @@ from sgl_ext.engine.sglang_http_types import TokenizerManager
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.answers import LIMIT_BYTES
 from sgl_ext.settings.schema import EngineSettings
+from sgl_ext.supervision import count_unhandled
 
 _SIGTERM_POLL_S = 0.2
 
@@ -39,6 +41,7 @@ def extend(*_: Any, **__: Any) -> None:
 
     @asynccontextmanager
     async def lifespan(application: Any) -> AsyncIterator[Any]:
+        count_unhandled(asyncio.get_running_loop(), background_failed)
         async with broadcaster.listening(), original(application) as state:
             manager = sglang_api.get_global_state().tokenizer_manager
             async with extension.serving(application, manager):

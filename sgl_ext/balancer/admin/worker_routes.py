@@ -43,12 +43,13 @@ async def show_workers(request: web.Request) -> web.Response:
 async def add_worker(request: web.Request) -> web.Response:
     document = parse_json(await request.read())
     url = document.get("url") if isinstance(document, dict) else None
-    workers = request.app[SERVICES].router.workers
+    services = request.app[SERVICES]
+    workers = services.workers
     if not isinstance(url, str) or not is_worker_url(url):
         raise BalancerError(HTTPStatus.BAD_REQUEST, f"url: must be http://HOST:PORT, not {url!r}")
     status = HTTPStatus.OK if workers.find(url) else HTTPStatus.CREATED
     worker = workers.add(url)
-    await WorkerProbes(workers, request.app[SERVICES].session).probe(worker)
+    await WorkerProbes(workers, services.session, services.metrics.background_failed).probe(worker)
     return json_response(_shown(worker), status)
 
 

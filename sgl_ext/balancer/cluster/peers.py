@@ -23,6 +23,7 @@ from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempts import Attempt
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.worker import Load
+from sgl_ext.supervision import Guard
 
 STATE_S = 1.0
 LOAD_S = 0.01
@@ -83,6 +84,7 @@ class Peers:
         )
         self._sent: dict[str, Load] = {}
         self._load_due = False
+        self._guard = Guard("peers", self.metrics.background_failed)
         self.router.attempts.on_begin.append(self.send_placed)
         self.router.attempts.on_end.append(self.load_changed)
 
@@ -146,10 +148,11 @@ class Peers:
                 return
             except OSError:
                 continue
-            try:
-                self.receive(data, address)
-            except ValueError:
-                self.metrics.peer_message_faults.counts[("unreadable",)] += 1
+            with self._guard:
+                try:
+                    self.receive(data, address)
+                except ValueError:
+                    self.metrics.peer_message_faults.counts[("unreadable",)] += 1
 
     def receive(self, data: bytes, address: tuple[str, int]) -> None:
         """Applies a peer's message. Raises ValueError if it is malformed."""

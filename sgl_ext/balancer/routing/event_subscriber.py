@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from functools import partial
 
 import aiohttp
 
@@ -16,6 +17,7 @@ from sgl_ext.balancer.routing.prefix_events import (
 )
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.worker import Worker
+from sgl_ext.supervision import Guard, supervise
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +51,10 @@ class EventSubscribers:
             self._reporting.discard(worker)
         for worker in workers - self._tasks.keys():
             self._tried[worker] = asyncio.Event()
-            self._tasks[worker] = asyncio.create_task(self._subscribe(worker))
+            failed = self._metrics.background_failed
+            step = partial(self._subscribe, worker, Guard("prefix_events", failed))
+            task = supervise("subscription", failed, step, _RECONNECT_S)
+            self._tasks[worker] = asyncio.create_task(task)
 
     async def wait_until_tried(self, timeout_s: float) -> None:
         """Waits until each worker has sent its snapshot or failed to, for at most `timeout_s`."""
@@ -71,10 +76,11 @@ class EventSubscribers:
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    async def _subscribe(self, worker: Worker) -> None:
-        while True:
-            pause_s = _RECONNECT_S
-            self._reporting.discard(worker)
+    async def _subscribe(self, worker: Worker, guard: Guard) -> None:
+        """Applies the events of one connection until it ends."""
+        pause_s = 0.0
+        self._reporting.discard(worker)
+        with guard:
             try:
                 pause_s = await self._receive(worker)
             except EventStreamBroken as broken:
@@ -82,17 +88,16 @@ class EventSubscribers:
                 log.warning("%s: prefix events: %s; reconnecting", worker.url, broken)
             except (aiohttp.ClientError, TimeoutError):
                 pass
-            except Exception:
-                log.exception("%s: prefix events", worker.url)
-            if worker not in self._reporting:
-                # One connection may break; a second one without a report ends the engine's report.
-                worker.clear_load()
-                self._router.capacity_changed()
-            self._tried[worker].set()
-            await asyncio.sleep(pause_s)
+        if worker not in self._reporting:
+            # One connection may break; a second one without a report ends the engine's report.
+            worker.clear_load()
+            self._router.capacity_changed()
+        self._tried[worker].set()
+        await asyncio.sleep(pause_s)
 
     async def _receive(self, worker: Worker) -> float:
-        """Applies the events of one connection until it ends; returns the pause before the next."""
+        """Applies the events of one connection until it ends; returns what the pause before the
+        next is longer than usual."""
         url = worker.url + EVENTS_PATH
         async with self._session.get(url, timeout=_TIMEOUT) as response:
             worker.publishes = response.status == 200
@@ -105,7 +110,7 @@ class EventSubscribers:
                 event = reader.apply(line, now_s)
                 self._tried[worker].set()
                 self._note(worker, event, reader, now_s)
-        return _RECONNECT_S
+        return 0.0
 
     def _note(self, worker: Worker, event: Event, reader: PrefixEventReader, now_s: float) -> None:
         if not event.alive:

@@ -21,6 +21,7 @@ from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.protocols.routes import PREFILL
+from sgl_ext.supervision import Guard
 
 # How long a session is not considered again.
 REPEAT_S = 30.0
@@ -37,6 +38,7 @@ class StandbyPrefill:
     session: aiohttp.ClientSession
 
     def __post_init__(self) -> None:
+        self._guard = Guard("standby_prefill", self.metrics.background_failed)
         self._sending: set[asyncio.Task[None]] = set()
         self._sent: TTLCache[int, None] = TTLCache(_MOST_SESSIONS, REPEAT_S)
 
@@ -66,7 +68,7 @@ class StandbyPrefill:
     async def _send(self, url: str, lines: bytes, body: bytes) -> None:
         headers = dict(line.split(": ", 1) for line in lines.decode("latin-1").split("\r\n")[:-1])
         result = "failed"
-        with suppress(aiohttp.ClientError, TimeoutError):
+        with self._guard, suppress(aiohttp.ClientError, TimeoutError):
             async with self.session.post(
                 url, data=body, headers=headers, timeout=_TIMEOUT
             ) as answer:

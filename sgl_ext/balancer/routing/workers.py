@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import aiohttp
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -13,6 +14,7 @@ from prometheus_client.registry import Collector
 from scheduler.breaker import State
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.worker import Worker
+from sgl_ext.supervision import Failed, supervise
 
 log = logging.getLogger(__name__)
 
@@ -131,24 +133,32 @@ class Workers(Collector):
 
 @dataclass(frozen=True, eq=False)
 class WorkerProbes:
-    """Probes every worker once an interval, each in a task of its own."""
+    """Probes every worker once an interval, each in a task of its own: none delays another.
+
+    failed: called with the task's name when a probe raises; the next one is made all the same.
+    """
 
     workers: Workers
     session: aiohttp.ClientSession
+    failed: Failed
     interval_s: float = 1.0
 
     async def run(self) -> None:
-        """Probes until cancelled. A slow worker delays no other; a failed probe is logged."""
-        running: dict[Worker, asyncio.Task[None]] = {}
+        """Probes until cancelled."""
+        probing: dict[Worker, asyncio.Task[None]] = {}
         try:
             while True:
-                running = {worker: task for worker, task in running.items() if not task.done()}
+                for worker in probing.keys() - self.workers.all:
+                    probing.pop(worker).cancel()
                 for worker in self.workers.all:
-                    if worker not in running:
-                        running[worker] = asyncio.create_task(self._probe_safely(worker))
+                    if worker not in probing:
+                        probe = partial(self.probe, worker)
+                        probing[worker] = asyncio.create_task(
+                            supervise("probe", self.failed, probe, self.interval_s)
+                        )
                 await asyncio.sleep(self.interval_s)
         finally:
-            for task in running.values():
+            for task in probing.values():
                 task.cancel()
 
     async def probe(self, worker: Worker) -> None:
@@ -162,12 +172,6 @@ class WorkerProbes:
             return
         ready = await self._is_ok(f"{worker.url}/ready", _PROBE_TIMEOUT)
         self.workers.mark(worker, ready=ready)
-
-    async def _probe_safely(self, worker: Worker) -> None:
-        try:
-            await self.probe(worker)
-        except Exception:
-            log.exception("%s: the probe failed", worker.url)
 
     async def _try_breaker(self, worker: Worker) -> None:
         took_requests = worker.breaker.takes_requests

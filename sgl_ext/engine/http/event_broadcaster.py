@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from itertools import chain, islice
 from typing import Any
 
@@ -18,14 +19,16 @@ import zmq.asyncio
 from starlette.types import Receive, Scope, Send
 
 from radix.index import PrefixIndex
-from sgl_ext.engine.core.counters import counter
+from sgl_ext.engine.core.counters import background_failed, counter
 from sgl_ext.engine.core.event_lines import stored_lines
 from sgl_ext.engine.core.folder import address
 from sgl_ext.pin_mirror import PinMirror
+from sgl_ext.supervision import supervise
 
 PATH = "/sgl_ext/events"
 BUFFER_BYTES = 16 * 2**20
 QUIET_S = 20.0
+_RETRY_S = 1.0
 _logger = logging.getLogger(__name__)
 
 
@@ -133,7 +136,8 @@ class EventBroadcaster:
         """Applies the scheduler's lines while the block runs."""
         socket = zmq.asyncio.Context.instance().socket(zmq.PULL)
         socket.bind(address("events"))
-        reader = asyncio.create_task(self._read(socket))
+        read = partial(self._read, socket)
+        reader = asyncio.create_task(supervise("event_lines", background_failed, read, _RETRY_S))
         try:
             yield
         finally:

@@ -18,7 +18,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from sgl_ext.engine.core.counters import counter
+from sgl_ext.engine.core.counters import background_failed, counter
 from sgl_ext.engine.core.dry_run import Headers, convert
 from sgl_ext.engine.core.shared_prefixes import prefixes
 from sgl_ext.engine.prefill_ahead.next_turns import NextTurns, certain_ids, conversation_name
@@ -40,10 +40,12 @@ from sgl_ext.requests.next_turn import Turn, partial_turn
 from sgl_ext.requests.protocol import Protocol
 from sgl_ext.requests.session import OWNER_HEADER, TENANT_HEADER
 from sgl_ext.settings.schema import EngineSettings
+from sgl_ext.supervision import Guard, supervise
 
 WAIT_S = 30.0
 MOST_WAITING = 64
 _RETRY_AFTER_S = 5
+_RETRY_S = 1.0
 _logger = logging.getLogger(__name__)
 
 
@@ -72,7 +74,7 @@ async def prefilling_ahead(
         Route(PREFILL, requests.delete, methods=["DELETE"]),
     ]
     tasks = [
-        asyncio.create_task(prefiller.run()),
+        asyncio.create_task(supervise("prefill_ahead", background_failed, prefiller.run, _RETRY_S)),
         asyncio.create_task(requests.warm_up(shared, settings.warmup_requests)),
     ]
     try:
@@ -80,8 +82,7 @@ async def prefilling_ahead(
     finally:
         for task in tasks:
             task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class PrefillRequests:
@@ -132,16 +133,25 @@ class PrefillRequests:
 
     async def warm_up(self, shared: Sequence[Job], path: str | None) -> None:
         """Prefills the shared prompts, and then those of a file of requests, one by one."""
+        guard = Guard("warm_up", background_failed)
         for job in shared:  # a job that waits for long is dropped
             job.deadline_s = time.monotonic() + DEADLINE_S
-            self._prefiller.put(job)
-            await job.done.wait()
-        for number, body in enumerate(map(orjson.loads, _lines(path)), start=1):
-            protocol = detect({}, None, body)
-            answer = None if protocol is None else await self._prefill(protocol, (), body, [])
-            if answer is None or answer.status_code != HTTPStatus.OK:
-                why = "unknown protocol" if answer is None else bytes(answer.body).decode()
-                _logger.warning("sgl-ext: warmup request %d was rejected: %s", number, why)
+            with guard:
+                self._prefiller.put(job)
+                await job.done.wait()
+        lines: list[bytes] = []
+        with guard:
+            lines = _lines(path)
+        for number, line in enumerate(lines, start=1):
+            with guard:
+                await self._warm_up(number, orjson.loads(line))
+
+    async def _warm_up(self, number: int, body: Any) -> None:
+        protocol = detect({}, None, body)
+        answer = None if protocol is None else await self._prefill(protocol, (), body, [])
+        if answer is None or answer.status_code != HTTPStatus.OK:
+            why = "unknown protocol" if answer is None else bytes(answer.body).decode()
+            _logger.warning("sgl-ext: warmup request %d was rejected: %s", number, why)
 
     async def delete(self, request: Request) -> Response:
         """Answers DELETE."""
