@@ -121,6 +121,20 @@ def test_a_request_s_own_priority_is_replaced(generation: SimpleNamespace) -> No
     assert generation.priority == 5
 
 
+def test_adapters_are_checked_where_sglang_has_read_them_of_any_protocol() -> None:
+    """All of SGLang's front ends put them there, from `model` or `lora_path`."""
+
+    def send(tenant: str, *, enable_lora: bool = True) -> None:
+        manager = SimpleNamespace(enable_priority_scheduling=False, enable_lora=enable_lora)
+        enter(context_of(owner=tenant))
+        send_hints(manager, SimpleNamespace(lora_path="sql"))
+
+    with pytest.raises(ValueError, match="model: this tenant may not use the adapter 'sql'"):
+        copy_context().run(send, "team")
+    copy_context().run(send, "")
+    copy_context().run(send, "team", enable_lora=False)  # SGLang rejects it
+
+
 def test_a_tenants_name_is_carried_also_without_a_chain() -> None:
     generation = request()
     in_a_request(generation, chain=Chain(), owner="a")
