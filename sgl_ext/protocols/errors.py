@@ -4,6 +4,7 @@
 no protocol. Anthropic's shape is in `sgl_ext/protocols/anthropic.py`.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
@@ -19,6 +20,7 @@ class BalancerError(Exception):
     """A request that the balancer itself answers, with this HTTP status.
 
     code, param: OpenAI's name for the error, and the field that caused it.
+    allow: the methods that the path has, for a 405.
     """
 
     status: HTTPStatus
@@ -26,6 +28,7 @@ class BalancerError(Exception):
     retry_after_s: int | None = None
     code: str | None = field(default=None, kw_only=True)
     param: str | None = field(default=None, kw_only=True)
+    allow: str = field(default="", kw_only=True)
 
     def __str__(self) -> str:
         return self.message
@@ -47,12 +50,21 @@ def body_too_large(limit_bytes: int) -> BalancerError:
     return BalancerError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)
 
 
-def retry_headers(error: BalancerError) -> dict[str, str]:
-    """Headers that say whether to retry. Without them, some clients retry even a 401."""
+def method_not_allowed(method: str, path: str, allowed: Collection[str]) -> BalancerError:
+    """A method that the path does not have."""
+    message = f"{method} {path}: Method Not Allowed"
+    allow = ", ".join(sorted(allowed))
+    return BalancerError(HTTPStatus.METHOD_NOT_ALLOWED, message, allow=allow)
+
+
+def error_headers(error: BalancerError) -> dict[str, str]:
+    """Headers that say whether to retry, and which methods there are. Without the first, some
+    clients retry even a 401."""
     if error.retry_after_s is not None:
         return {"retry-after": str(error.retry_after_s)}
     is_temporary = error.status == HTTPStatus.TOO_MANY_REQUESTS or error.status >= 500
-    return {} if is_temporary else {"x-should-retry": "false"}
+    headers = {} if is_temporary else {"x-should-retry": "false"}
+    return headers | ({"allow": error.allow} if error.allow else {})
 
 
 def wire_status(shape: ErrorShape, status: int) -> tuple[int, bytes]:

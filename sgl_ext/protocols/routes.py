@@ -4,11 +4,10 @@ A path that is not here is answered 404: a command to an engine's administration
 one engine of many by accident.
 """
 
-from http import HTTPStatus
 from typing import NamedTuple
 
 from sgl_ext.protocols import registry
-from sgl_ext.protocols.errors import BalancerError
+from sgl_ext.protocols.errors import method_not_allowed
 
 # One worker, chosen by the prefix of the prompt. The body is JSON. All protocols' paths, and:
 EMBEDDING = ("/v1/embeddings", "/v1/classify", "/encode", "/classify")
@@ -48,7 +47,8 @@ ANY_GET = (
 )
 ANY_POST = ("/v1/audio/transcriptions",)
 
-# Every worker; the answer contains each worker's own answer.
+# Every worker; the answer contains each worker's own answer. An action is a POST: a GET is sent by
+# any page that shows a picture.
 FANNED_OUT = (
     "/flush_cache",
     "/start_profile",
@@ -104,7 +104,7 @@ def to_one(method: str, path: str) -> Route | None:
     if route is None or (method, path) == ("DELETE", PREFILL):
         return None
     if method != route.method:
-        raise BalancerError(HTTPStatus.METHOD_NOT_ALLOWED, f"{method} {path}: Method Not Allowed")
+        raise method_not_allowed(method, path, {route.method})
     return route
 
 

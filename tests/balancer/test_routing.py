@@ -184,7 +184,11 @@ async def test_pins_are_shown_with_their_engine_and_forgotten_with_it(start: Sta
 async def test_only_placed_paths_can_be_explained(start: Start) -> None:
     client = await start(Engine("a"))
     assert (await client.post("/sgl_ext/explain/v1/models", json={})).status == 404
-    assert (await client.post("/sgl_ext/explain" + CHAT, data=b"{")).status == 400
+    assert (
+        await client.post(
+            "/sgl_ext/explain" + CHAT, data=b"{", headers={"content-type": "application/json"}
+        )
+    ).status == 400
 
 
 @pytest.mark.parametrize("raw", [b"[]", b"7", b'{"messages": 5}', b'{"messages": [[], null, 3]}'])

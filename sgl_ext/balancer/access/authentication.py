@@ -9,7 +9,8 @@ There are three kinds of keys:
 
 With a key file, the key decides the tenant of a request, and the client's own `x-tenant-id` is
 dropped. Only operators and admins may name a tenant there, as a proxy that authenticates its
-callers itself does. Without a key file the balancer trusts `x-tenant-id`.
+callers itself does. Without a key file the balancer trusts `x-tenant-id`. Without any key it
+refuses what a web page may have sent (`web_pages.py`).
 """
 
 import hmac
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 
+from sgl_ext.balancer.access.web_pages import refuse_page
 from sgl_ext.balancer.http.request_head import RequestHead
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.key_file import KeyFile, KeysError, read_keys
@@ -96,6 +98,8 @@ class Authentication:
             self._identify(head)
         elif self.isolates:
             self._set_tenant(head, _stated_tenant(head))
+        if not is_guarded:
+            refuse_page(head.fields, is_administrative=_is_local(head.path))
         head.route = route = routes.to_one(head.method, head.path)
         if route is not None and route.placed and head.content_type != "application/json":
             raise BalancerError(
@@ -144,13 +148,22 @@ def _stated_tenant(head: RequestHead) -> str:
     return name
 
 
+def _is_administrative(path: str) -> bool:
+    return path in _ADMINISTRATIVE or path.startswith("/sgl_ext/")
+
+
+def _is_local(path: str) -> bool:
+    """Whether a path is for this machine only without keys: Prometheus may run on another."""
+    return _is_administrative(path) and path != "/metrics"
+
+
 def _require_tenant_path(head: RequestHead) -> None:
     """Raises BalancerError if a tenant may not request the head's path.
 
     A path that is spelled so that an engine might read it as another one is rejected, too.
     """
     path = head.path
-    if path in _ADMINISTRATIVE or path.startswith("/sgl_ext/"):
+    if _is_administrative(path):
         message = f"{head.method} {path}: needs an operator's key"
         raise BalancerError(HTTPStatus.FORBIDDEN, message)
     is_plain = path.startswith("/v1/") and not any(odd in path for odd in ("%", "//", "/."))

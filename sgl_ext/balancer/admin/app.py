@@ -21,7 +21,7 @@ from sgl_ext.balancer.http.request_reader import MAX_HEAD_BYTES
 from sgl_ext.balancer.http.upstream import UpstreamConnection
 from sgl_ext.balancer.relay.services import Services, error_response
 from sgl_ext.protocols import routes
-from sgl_ext.protocols.errors import BalancerError, internal_error
+from sgl_ext.protocols.errors import BalancerError, internal_error, method_not_allowed
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def make_app(services: Services) -> web.Application:
         ("DELETE", pin_mirror.PATH),
         ("DELETE", routes.PREFILL),
         *(("POST", path) for path in routes.FANNED_OUT),
-        *(("GET", path) for path in (*routes.FANNED_OUT, *routes.FANNED_OUT_GET)),
+        *(("GET", path) for path in routes.FANNED_OUT_GET),
     ]
     app.add_routes(
         [
@@ -124,9 +124,18 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
     It counts every request but health checks: one that finds no engine ready did not fail.
     """
     try:
+        if request.can_read_body and request.content_type != "application/json":
+            raise BalancerError(
+                HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+                f"content-type: must be application/json, not {request.content_type!r}",
+            )
         response = await handler(request)
     except BalancerError as error:
         response = _answer(request, error)
+    except web.HTTPMethodNotAllowed as wrong:
+        response = _answer(
+            request, method_not_allowed(request.method, request.path, wrong.allowed_methods)
+        )
     except web.HTTPException as http_error:
         status = HTTPStatus(http_error.status)
         message = f"{request.method} {request.path}: {status.phrase}"

@@ -18,7 +18,7 @@ from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.standby_prefill import StandbyPrefill
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.protocols import routes
-from sgl_ext.protocols.errors import BalancerError, retry_headers, wire_status
+from sgl_ext.protocols.errors import BalancerError, error_headers, wire_status
 from sgl_ext.protocols.registry import errors_of
 from sgl_ext.protocols.request_ids import id_line, new_request_id
 from sgl_ext.requests.strip import HeaderStrip
@@ -85,7 +85,7 @@ def error_response(path: str, error: BalancerError, request_id: str = "") -> Raw
     shape, request_id = errors_of(path), request_id or new_request_id()
     status, reason = wire_status(shape, error.status)
     lines = b"content-type: application/json\r\n" + id_line(shape, request_id)
-    for name, value in retry_headers(error).items():
+    for name, value in error_headers(error).items():
         lines += f"{name}: {value}\r\n".encode()
     body = shape.body(status, error.message, request_id, error.code, error.param)
     return status, reason, lines, body

@@ -413,7 +413,9 @@ async def test_an_invalid_registration_is_400_and_names_the_block(start: Start) 
     answer = await client.post("/v1/contexts", json={"blocks": [block]})
     assert answer.status == 400
     assert "blocks.0.hash: differs from that of the content of block 'rules'" in await answer.text()
-    assert (await client.post("/v1/contexts", data=b"{")).status == 400
+    assert (
+        await client.post("/v1/contexts", data=b"{", headers={"content-type": "application/json"})
+    ).status == 400
 
 
 async def test_a_context_is_inserted_ahead_of_a_continued_conversation(start: Start) -> None:
