@@ -59,9 +59,10 @@ from bench.lib.stock_engine import stock_engine
 FAULTS: Mapping[str, Fault] = {
     fault.__name__: fault
     for fault in (
-        *(engines_kept.flushed, filling.log_full, filling.store_full, filling.store_locked),
-        *(filling.tmp_full, engines_kept.feed_cut, killing.engine_killed),
-        *(killing.balancer_process_killed, killing.scheduler_killed, killing.scheduler_stopped),
+        # The first, for a budget of retries would be small at the start.
+        *(killing.engine_killed, engines_kept.flushed, filling.store_full, filling.store_locked),
+        *(killing.balancer_process_killed, filling.log_full, filling.tmp_full),
+        *(killing.scheduler_killed, engines_kept.feed_cut, killing.scheduler_stopped),
         *(killing.detokenizer_killed, ending.launcher_killed, ending.sighup, ending.sigterm),
     )
 }

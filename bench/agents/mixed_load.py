@@ -21,6 +21,7 @@ from bench.agents.oracle import Oracle
 
 _THINK_S = 0.3
 _LOOK_S = 0.05
+_BACK_OFF_S = 0.5
 _LEAVING = 0.08
 _LEAVES_AFTER_S = (0.02, 0.6)
 
@@ -123,6 +124,8 @@ class MixedLoad:
                 sent = await self._ask(turn, headers, stored, leave_s)
                 if sent.outcome == "forgotten":
                     sent = await self._ask(turn, headers, None, leave_s)
+                if sent.outcome in ("lost", "refused"):
+                    await asyncio.sleep(_BACK_OFF_S)
                 stored = sent.stored_id
 
     async def _ask(

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import psutil
 
@@ -17,6 +16,10 @@ from bench.lib.script import require
 
 _HANG_S = 20.0
 _AT_WORK_S = 60.0
+# So many requests at once that their retries are no small share of all requests.
+_BURST, _BURST_S = 150, 60.0
+_SPREAD_S = 0.5
+_SOME, _MANY = 2, 8
 
 
 @asynccontextmanager
@@ -44,11 +47,15 @@ async def detokenizer_killed(scene: Scene) -> AsyncIterator[Effect]:
 async def _killed_of_engine(scene: Scene, number: int, part: str) -> AsyncIterator[Effect]:
     engine = scene.target.processes.engines[number]
     victim: psutil.Process = getattr(engine, part)
-    await _at_work(scene, engine)
+    burst = asyncio.create_task(scene.load.burst(_BURST, _BURST, _BURST_S))
+    await asyncio.sleep(_SPREAD_S)
+    had = await _at_work(scene, engine, _MANY)
     victim.kill()
     effect = Effect(time.monotonic(), deaths=_processes(engine))
+    effect.notes["engine_had"] = had
     await ended([victim])
     effect.ended_s = effect.struck_s
+    await burst
     yield effect
 
 
@@ -67,11 +74,12 @@ async def balancer_process_killed(scene: Scene) -> AsyncIterator[Effect]:
     kept = {client for other in others for client in client_ports(other, port)}
     victim.kill()
     struck_s = time.monotonic()
+    await ended([victim])
+    gone_s = time.monotonic()  # until then it may have been given connections
 
     def dies_with(sent: Sent) -> bool:
-        return sent.reply.sent_s <= struck_s and sent.reply.port not in kept
+        return sent.reply.sent_s <= gone_s and sent.reply.port not in kept
 
-    await ended([victim])
     yield Effect(struck_s, struck_s, [victim], dies_with)
 
 
@@ -79,7 +87,7 @@ async def balancer_process_killed(scene: Scene) -> AsyncIterator[Effect]:
 async def scheduler_stopped(scene: Scene) -> AsyncIterator[Effect]:
     """SIGSTOP of a scheduler, and SIGCONT later. The engine goes on taking requests."""
     engine = scene.target.processes.engines[1]
-    await _at_work(scene, engine)
+    await _at_work(scene, engine, _SOME)
     engine.scheduler.suspend()
     effect = Effect(time.monotonic(), hung_after_s=_HANG_S)
     try:
@@ -95,17 +103,19 @@ async def scheduler_stopped(scene: Scene) -> AsyncIterator[Effect]:
         effect.ended_s = time.monotonic()
 
 
-async def _at_work(scene: Scene, engine: Engine) -> None:
-    """Returns while the engine has several requests."""
+async def _at_work(scene: Scene, engine: Engine, least: int) -> int:
+    """Returns while the engine has so many requests; how many."""
     await under_load(scene)
     deadline = time.monotonic() + _AT_WORK_S
-    while not _has_requests(await scene.target.workers(scene.http), engine.url):
+    while (found := await _in_flight(scene, engine)) < least:
         require(time.monotonic() < deadline, "an engine has requests at its fault")
     require(engine.http.is_running(), "an engine runs until its fault")
+    return found
 
 
-def _has_requests(workers: list[dict[str, Any]], url: str) -> bool:
-    return any(worker["url"] == url and worker["in_flight"] >= 2 for worker in workers)
+async def _in_flight(scene: Scene, engine: Engine) -> int:
+    workers = await scene.target.workers(scene.http)
+    return max((w["in_flight"] for w in workers if w["url"] == engine.url), default=0)
 
 
 def _processes(engine: Engine) -> list[psutil.Process]:

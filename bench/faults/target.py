@@ -20,8 +20,8 @@ PROCESSES = 2
 POOL_TOKENS = 8000
 _FLAGS = (
     *("--instances", "2", "--processes", str(PROCESSES), "--drain-s", "20"),
-    # Requests wait for slots and memory all the time, and the more important ones preempt.
-    *("--max-total-tokens", str(POOL_TOKENS), "--max-running-requests", "4"),
+    # Requests do not fit the memory all the time, and the more important ones preempt.
+    *("--max-total-tokens", str(POOL_TOKENS), "--max-running-requests", "16"),
     *("--chunked-prefill-size", "1024"),
 )
 _COUNTED = re.compile(rb'^sgl_ext_requests_total\{path="/v1/[^"]*",status="\d+"\} (\S+)', re.M)
