@@ -35,26 +35,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import aiohttp
-from sgl_ext_cpu.node import local_model
 
-from bench.agents.conversations import Conversation
 from bench.agents.mixed_load import MixedLoad
-from bench.agents.oracle import Oracle, ask_stock, from_nursery
 from bench.faults import ending, engines_kept, filling, killing
 from bench.faults.effect import Scene
-from bench.faults.target import Target
+from bench.faults.stage import Stage, set_up
 from bench.faults.trial import Fault, strike
-from bench.lib.pin_load import Texts
 from bench.lib.script import Size, parser_of, require, run
-from bench.lib.stock_engine import stock_engine
 
 FAULTS: Mapping[str, Fault] = {
     fault.__name__: fault
@@ -90,13 +83,12 @@ PLANS: dict[Size, Plan] = {
 }
 
 
-async def measure(
-    target: Target, oracle: Oracle, agents: Sequence[Conversation], plan: Plan
-) -> dict[str, Any]:
+async def measure(stage: Stage, plan: Plan) -> dict[str, Any]:
     """Does all faults to a running node, and returns the figures."""
     found: list[dict[str, Any]] = []
     preempted = 0.0
-    load = MixedLoad(target.url, oracle, agents, limit_s=_LIMIT_S)
+    target, oracle = stage.target, stage.oracle
+    load = MixedLoad(target.url, oracle, stage.agents, limit_s=_LIMIT_S)
     connector = aiohttp.TCPConnector(force_close=True)
     async with aiohttp.ClientSession(connector=connector) as http:
         scene = Scene(target, load, http, plan.hold_s, plan.stop_s)
@@ -130,16 +122,9 @@ def main() -> None:
     plan = PLANS[options.size]
     if options.faults:
         plan = replace(plan, faults=options.faults)
-    model = local_model("tiny")
-    agents = [Conversation(n, plan.turns, model.name, Texts()) for n in range(plan.agents)]
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sgl-ext-bench-")))
-        environment = from_nursery(stack)
-        with stock_engine(model, folder / "stock", environment=environment) as stock:
-            oracle = asyncio.run(ask_stock(stock.url, agents))
-        target = stack.enter_context(closing(Target(model, folder / "node", environment)))
-        target.start()
-        run("chaos", lambda: asyncio.run(measure(target, oracle, agents, plan)))
+        stage = set_up(stack, plan.agents, plan.turns)
+        run("chaos", lambda: asyncio.run(measure(stage, plan)))
 
 
 if __name__ == "__main__":

@@ -14,29 +14,24 @@ from __future__ import annotations
 
 import asyncio
 import json
-import tempfile
 import time
 from collections import Counter
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import psutil
-from sgl_ext_cpu.node import local_model
 
-from bench.agents.conversations import Conversation
 from bench.agents.mixed_load import MixedLoad
-from bench.agents.oracle import Oracle, ask_stock, from_nursery
 from bench.agents.strangers import Strangers
 from bench.faults.growth import Growth
 from bench.faults.processes import NodeProcesses
+from bench.faults.stage import Stage, set_up
 from bench.faults.tables import bounds, over_bound, sizes
 from bench.faults.target import PROCESSES, Target
 from bench.lib.pin_load import Texts
 from bench.lib.script import Size, parser_of, require, run
-from bench.lib.stock_engine import stock_engine
 from sgl_ext.settings.schema import BalancerSettings, EngineSettings
 
 _WARM_UP_SHARE = 0.25
@@ -64,7 +59,7 @@ PLANS: dict[Size, Plan] = {
 class Soak:
     """One run on a running node."""
 
-    def __init__(self, target: Target, oracle: Oracle, load: MixedLoad, plan: Plan) -> None:
+    def __init__(self, target: Target, load: MixedLoad, plan: Plan) -> None:
         span_s = plan.hours * 3600
         self.memory, self.tables = (
             Growth(min(_WARM_UP_S, _WARM_UP_SHARE * span_s)) for _ in range(2)
@@ -110,13 +105,12 @@ def memory_of(processes: NodeProcesses) -> dict[str, float]:
     return found
 
 
-async def measure(
-    target: Target, oracle: Oracle, agents: list[Conversation], plan: Plan
-) -> dict[str, Any]:
+async def measure(stage: Stage, plan: Plan) -> dict[str, Any]:
     """Loads a running node for so long, and returns the figures."""
-    load = MixedLoad(target.url, oracle, agents, _LIMIT_S)
+    target = stage.target
+    load = MixedLoad(target.url, stage.oracle, stage.agents, _LIMIT_S)
     strangers = Strangers(target.url, target.model.name, Texts())
-    soak = Soak(target, oracle, load, plan)
+    soak = Soak(target, load, plan)
     connector = aiohttp.TCPConnector(force_close=True)
     async with aiohttp.ClientSession(connector=connector) as http:
         loading = [asyncio.create_task(each.run()) for each in (load, strangers)]
@@ -150,17 +144,9 @@ def main() -> None:
     plan = PLANS[options.size]
     if options.hours is not None:
         plan = replace(plan, hours=options.hours)
-    model = local_model("tiny")
-    agents = [Conversation(n, plan.turns, model.name, Texts()) for n in range(plan.agents)]
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sgl-ext-bench-")))
-        environment = from_nursery(stack)
-        with stock_engine(model, folder / "stock", environment=environment) as stock:
-            oracle = asyncio.run(ask_stock(stock.url, agents))
-        target = Target(model, folder / "node", environment, has_small_disks=False)
-        stack.enter_context(closing(target))
-        target.start()
-        run("soak", lambda: asyncio.run(measure(target, oracle, agents, plan)))
+        stage = set_up(stack, plan.agents, plan.turns, has_small_disks=False)
+        run("soak", lambda: asyncio.run(measure(stage, plan)))
 
 
 if __name__ == "__main__":
