@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,7 +17,6 @@ import psutil
 
 _SIZE_BYTES = 64 << 20
 _BALLAST = "ballast"
-_NO_LIMIT = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 
 
 class Disk:
@@ -33,7 +31,7 @@ class Disk:
         """Leaves no room. writers: the processes that are limited if it is not mounted."""
         if not self.is_mounted:
             self._limited = writers
-            self._limit(0)
+            self._limit(is_full=True)
             return
         file = os.open(self.path / _BALLAST, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
@@ -49,7 +47,7 @@ class Disk:
         """Makes room again. Can be called twice."""
         if self.is_mounted:
             (self.path / _BALLAST).unlink(missing_ok=True)
-        self._limit(resource.RLIM_INFINITY)
+        self._limit(is_full=False)
         self._limited = ()
 
     def is_full(self) -> bool:
@@ -66,10 +64,11 @@ class Disk:
             probe.unlink(missing_ok=True)
         return False
 
-    def _limit(self, size: int) -> None:
+    def _limit(self, *, is_full: bool) -> None:
         for process in self._limited:
             with suppress(psutil.NoSuchProcess):
-                process.rlimit(psutil.RLIMIT_FSIZE, (size, _NO_LIMIT[1]))
+                _, hard = process.rlimit(psutil.RLIMIT_FSIZE)
+                process.rlimit(psutil.RLIMIT_FSIZE, (0 if is_full else hard, hard))
 
 
 @contextmanager

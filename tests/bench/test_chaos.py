@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from bench.agents.client import Reply, send
 from bench.agents.conversations import Turn
 from bench.agents.judge import CHAT, MESSAGES, RESPONSES, outcome_of, read_answer
 from bench.agents.mixed_load import Sent
+from bench.faults.disk import Disk, disk
 from bench.faults.effect import Effect
 from bench.faults.growth import Growth
 from bench.faults.tables import over_bound
@@ -157,6 +163,45 @@ def test_the_figures_of_a_fault() -> None:
     assert (found["cut_told"], found["torn"], found["died_with_process"]) == (1, 1, 2)
     assert (found["wrong_answers"], found["not_stored"], found["checked"]) == (2, 1, 1)
     assert (found["requests"], found["in_flight"]) == (12, 11)
+
+
+_WRITER = """
+import sys
+for line in sys.stdin:
+    try:
+        open(sys.argv[1], "ab", buffering=0).write(b"x")
+        print("written", flush=True)
+    except OSError:
+        print("refused", flush=True)
+"""
+
+
+def test_a_disk_is_full_for_a_process_without_a_file_system_of_its_own(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _WRITER, str(tmp_path / "file")]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, bufsize=1) as writer:
+        assert writer.stdin is not None
+        assert writer.stdout is not None
+        folder, seen = Disk(tmp_path, is_mounted=False), list[str]()
+        for change in (None, lambda: folder.fill([psutil.Process(writer.pid)]), folder.free):
+            if change is not None:
+                change()
+            writer.stdin.write("\n")
+            seen.append(writer.stdout.readline().strip())
+            assert folder.is_full() is (seen[-1] == "refused")
+    assert seen == ["written", "refused", "written"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a file system")
+def test_a_small_disk_is_filled_and_freed(tmp_path: Path) -> None:
+    with disk(tmp_path / "disk") as made:
+        if not made.is_mounted:
+            pytest.skip("this root may not mount")
+        seen = [made.is_full()]
+        for change in (lambda: made.fill([]), made.free):
+            change()
+            seen.append(made.is_full())
+        assert seen == [False, True, False]
 
 
 def test_a_slope_leaves_out_the_warm_up() -> None:
