@@ -7,8 +7,6 @@ It reports and never fails. If the database does not answer within LIMIT_S, or t
 line says so.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import urllib.request

@@ -5,8 +5,6 @@ balancer decides by such a value could differ from what the engine does, for exa
 response that the client wants forgotten. So a value of another type is an error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
