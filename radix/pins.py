@@ -7,29 +7,31 @@ The cache cannot evict a pinned prefix. So there is a budget for the tokens of a
 prefixes together. If a new pin exceeds it, other pins are released in the order of `radix.pin`,
 except for those on a part of the new prefix and those whose release would not help.
 
-The pins of one owner can use a share of the budget. Beyond that share they displace only each
-other. Tokens that several owners pin are charged to the first of them. Requests without an owner
-count as one owner.
+The pins of one owner can use a share of the budget (`radix.pin_displacement`). Tokens that several
+owners pin are charged to the first of them. Requests without an owner count as one owner.
 
 Each rank of an engine has its own pins, and all ranks must decide the same. So every result
 depends only on the calls and their order. Times are parameters; a time that is earlier than the
 latest one counts as the latest one.
 
-Invariants, asserted by `check`: pinned tokens are within the budget, and each owner's charge is
-within its share; every pin is in the tree and in the release order; no deadline is before the
-soonest one that is known.
+Invariants, asserted by `check`: pinned tokens are within the budget, and each owner's charge and
+number of pins are within its share; every pin is in the tree and in the release order; no deadline
+is before the soonest one that is known.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Container, Hashable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping
+from heapq import heapify, heappop, heappush
 from math import inf
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import xxhash
 
-from radix.pin import BUDGET, EMPTY, LESS_VALUABLE, OWNER_SHARE, Pin, ReleaseOrder
-from radix.pin_tree import TOKEN_BYTES, PinTree, Trial
+from radix.pin import BUDGET, EMPTY, OWNER_SHARE, Pin, ReleaseOrder
+from radix.pin_displacement import PinLimits, choose_released
+from radix.pin_tree import TOKEN_BYTES, PinTree
 
 
 class Grant(NamedTuple):
@@ -49,7 +51,7 @@ class Pins:
     """The pins of one engine, whose prefixes are whole pages of `page` tokens.
 
     budget_tokens: how many tokens all pinned prefixes can have together.
-    owner_share: the part of the budget that one owner can be charged for.
+    owner_share: the part of the budget that one owner can be charged for, and of `limit_pins`.
     owner_shares: the same for single owners, in place of `owner_share`.
     """
 
@@ -62,12 +64,10 @@ class Pins:
         limit_pins: int = 4096,
         page: int = 1,
     ) -> None:
-        self._budget_tokens = budget_tokens
-        self._share_tokens = int(budget_tokens * owner_share)
-        self._shares = {o: int(budget_tokens * share) for o, share in owner_shares.items()}
-        self._limit_pins = limit_pins
+        self._limits = PinLimits(budget_tokens, limit_pins, owner_share, owner_shares)
         self._tree = PinTree(page)
         self._pins: dict[int, Pin] = {}
+        self._counts: Counter[str] = Counter()  # pins, by owner
         self._order: list[ReleaseOrder] = []
         self._last_id = 0
         self._now_s = -inf
@@ -114,13 +114,17 @@ class Pins:
         if path and path[-1].tokens == tokens:
             known = path[-1]
             self._renew(known, now, ttl_s, priority, known.hits)
-            known.owner, known.session = known.owner or owner, known.session or session
+            known.session = known.session or session
+            if not known.owner and self._counts[owner] < self._limits.share_of(owner)[1]:
+                self._count(known.owner, -1)
+                known.owner = owner
+                self._count(owner, 1)
             return Grant(known)
         if not tokens:
             return Grant(None, reason=EMPTY)
-        if tokens > self._budget_tokens:
+        if tokens > self._limits.tokens:
             return Grant(None, reason=BUDGET)
-        if tokens > self._share_of(owner):
+        if tokens > self._limits.share_of(owner)[0]:
             return Grant(None, reason=OWNER_SHARE)
         number, prefix = self._last_id + 1, _hash(space, key)
         pin = Pin(
@@ -128,7 +132,14 @@ class Pins:
         )
         # The pin is in the tree before others are released: tokens it shares do not become free.
         self._tree.insert(space, key, pin.id, owner)
-        released = self._choose_released(pin, {other.id for other in path})
+        released = choose_released(
+            pin,
+            self.in_order,
+            {other.id for other in path},
+            self._tree,
+            self._counts,
+            self._limits,
+        )
         if isinstance(released, str):
             self._tree.remove(pin.id)
             return Grant(None, reason=released)
@@ -136,6 +147,7 @@ class Pins:
         for other in released:
             self._remove(other)
         self._pins[pin.id] = pin
+        self._count(owner, 1)
         insort(self._order, pin.release_order)
         self._soonest_s = min(self._soonest_s, pin.deadline_s)
         return Grant(pin, True, released)
@@ -185,6 +197,22 @@ class Pins:
         """All pins in release order."""
         return [self._pins[number] for _, _, number in self._order]
 
+    def in_turns(self) -> list[Pin]:
+        """All pins in the order in which they give way to other things than pins: always the least
+        valuable one of the owner that has most."""
+        queues: dict[str, list[Pin]] = {}
+        for pin in reversed(self.in_order()):
+            queues.setdefault(pin.owner, []).append(pin)
+        turns = [(-self.tokens_of(owner), owner) for owner in queues]
+        heapify(turns)
+        order: list[Pin] = []
+        while turns:
+            held, owner = heappop(turns)
+            order.append(queues[owner].pop())
+            if queues[owner]:
+                heappush(turns, (held + order[-1].tokens, owner))
+        return order
+
     def pinned(self, space: Hashable, key: bytes) -> Pin | None:
         """The pin on exactly this prefix."""
         path = self.prefixes_of(space, key)
@@ -206,54 +234,15 @@ class Pins:
         pin.deadline_s = now + pin.ttl_s  # never earlier than before, as neither ever decreases
         insort(self._order, pin.release_order)
 
-    def _share_of(self, owner: str) -> int:
-        return self._shares.get(owner, self._share_tokens)
-
-    def _choose_released(self, new: Pin, path: Container[int]) -> list[Pin] | str:
-        """The pins to release for the new one, which is in the tree, or why it is rejected."""
-        share, budget = self._share_of(new.owner), self._budget_tokens
-        is_full = len(self) >= self._limit_pins
-        if self.tokens <= budget and self.tokens_of(new.owner) <= share and not is_full:
-            return []
-        before = self._order[: bisect_left(self._order, new.release_order)]
-        # The new pin needs all tokens of the pins on its path.
-        less_valuable = [self._pins[number] for *_, number in before if number not in path]
-        trial, tried = Trial(self._tree), dict[int, Pin]()
-
-        def is_within_share() -> bool:
-            return share >= budget or trial.tokens_of(new.owner) <= share
-
-        def is_within_budget() -> bool:
-            return trial.tokens <= budget
-
-        own = [pin for pin in less_valuable if pin.owner == new.owner]
-        for candidates, fits, reason in (
-            (own, is_within_share, OWNER_SHARE),
-            (less_valuable, is_within_budget, LESS_VALUABLE),
-        ):
-            for pin in candidates:
-                if fits():
-                    break
-                if pin.id not in tried:
-                    trial.remove(pin.id)
-                    tried[pin.id] = pin
-            if not fits():
-                return reason
-        # Keep those that need not go, the most valuable first: the tokens that their release
-        # frees can be shared, or too few to matter.
-        released: list[Pin] = []
-        for pin in sorted(tried.values(), key=lambda pin: pin.release_order, reverse=True):
-            trial.restore(pin.id)
-            if not (is_within_share() and is_within_budget()):
-                trial.remove(pin.id)
-                released.insert(0, pin)
-        if is_full and not released:
-            return less_valuable[:1] or LESS_VALUABLE
-        return released
+    def _count(self, owner: str, by: int) -> None:
+        self._counts[owner] += by
+        if not self._counts[owner]:
+            del self._counts[owner]
 
     def _remove(self, pin: Pin) -> None:
         self._tree.remove(pin.id)
         self._remove_from_order(pin)
+        self._count(pin.owner, -1)
         del self._pins[pin.id]
 
     def _remove_from_order(self, pin: Pin) -> None:
@@ -262,10 +251,13 @@ class Pins:
     def check(self) -> None:
         """Asserts the invariants."""
         self._tree.check()
-        assert self.tokens <= self._budget_tokens
-        assert len(self) <= self._limit_pins
+        assert self.tokens <= self._limits.tokens
+        assert len(self) <= self._limits.pins
         for owner in {pin.owner for pin in self}:
-            assert self.tokens_of(owner) <= self._share_of(owner)
+            tokens, pins = self._limits.share_of(owner)
+            assert self.tokens_of(owner) <= tokens
+            assert self._counts[owner] <= pins
+        assert self._counts == Counter(pin.owner for pin in self)
         assert self._tree.pins == self._pins.keys()
         for number, pin in self._pins.items():
             assert pin.id == number <= self._last_id

@@ -166,7 +166,10 @@ class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
 
 class EngineSettings(RequestSettings, frozen=True, kw_only=True):
     pin_budget: Annotated[Share, "Share of the KV cache that pins can hold: pins.md."] = 1 / 3
-    pin_owner_share: Annotated[PositiveShare, "Share of the pin budget for one tenant."] = 1.0
+    pin_owner_share: Annotated[
+        PositiveShare,
+        "Most of the pin budget for one tenant; each of several is sure of an equal part: pins.md.",
+    ] = 1.0
     pin_ttl_s: Annotated[TtlSeconds, "Lease of a pin whose request gives no TTL."] = 300.0
     pin_max_ttl_s: Annotated[TtlSeconds, "Longest lease of a pin."] = 3600.0
     pin_unmarked_ttl_s: Annotated[UnmarkedTtl, "Lease for prompts without a mark; 0: no pin."] = 0.0

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from array import array
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -16,6 +17,10 @@ from radix.pin import BUDGET, EMPTY, LESS_VALUABLE, OWNER_SHARE, Pin
 from radix.pins import Grant, Pins
 
 TTL_S = 300.0
+
+Tokens = tuple[int, ...]
+Prefix = tuple[Hashable, Tokens]
+runs = st.lists(st.integers(0, 1), min_size=1, max_size=7).map(tuple)
 
 
 def key(tokens: Sequence[int]) -> bytes:
@@ -282,10 +287,10 @@ def test_an_owner_does_not_displace_others_for_tokens_it_is_charged_for() -> Non
 
 def test_if_share_and_budget_are_full_the_owners_pins_go_first() -> None:
     pins = Pins(budget_tokens=40, owner_share=0.5)
-    asked = [("ben", 3), ("ann", 5), ("ben", 6), ("ann", 10), ("cat", 16)]
+    asked = [("ben", 8), ("ann", 5), ("ben", 9), ("ann", 10), ("cat", 8)]
     made = [pin(pins, n, tokens, now=n, owner=owner) for n, (owner, tokens) in enumerate(asked)]
     assert pins.tokens == 40
-    assert grant(pins, 9, 10, now=9, owner="ann").released == [made[1], made[2]]
+    assert grant(pins, 9, 10, now=9, owner="ann").released == [made[0], made[1]]
 
 
 def test_an_own_pin_stays_if_another_released_for_the_budget_frees_its_share() -> None:
@@ -297,6 +302,74 @@ def test_an_own_pin_stays_if_another_released_for_the_budget_frees_its_share() -
     # Releasing the small pin would be enough for the share, but not for the budget.
     assert pins.grant("", key([0, 1, 0, 0, 0, 0, 0]), TTL_S, 0).released == [large]
     assert small in pins
+
+
+def test_priority_does_not_cross_owners_inside_their_shares() -> None:
+    """4,096 pins of one token, 4% of the budget, displaced all that another tenant had."""
+    pins = Pins(budget_tokens=100_000, owner_share=0.25)
+    kept = [pin(pins, n, 1_000, now=0, owner="ben") for n in range(20)]
+    for n in range(4096):
+        pins.grant("", prompt(100 + n, 1), TTL_S, 1, owner="ann", priority=100)
+    pins.check()
+    assert set(kept) <= set(pins)
+    assert sum(each.owner == "ann" for each in pins) == 1024, "its share of the number"
+
+
+def test_one_long_pin_does_not_displace_another_owner_s_by_default() -> None:
+    pins = Pins(budget_tokens=100)
+    kept = [pin(pins, n, 10, now=0, owner="ben") for n in range(5)]
+    assert grant(pins, 9, 100, now=1, owner="ann", priority=100).reason == LESS_VALUABLE
+    assert grant(pins, 9, 51, now=1, owner="ann", priority=100).reason == LESS_VALUABLE
+    assert grant(pins, 9, 50, now=1, owner="ann", priority=100).released == []
+    assert set(kept) < set(pins)
+
+
+def test_an_owner_gets_its_part_back_from_one_that_used_what_it_left() -> None:
+    pins = Pins(budget_tokens=100, limit_pins=10)
+    theirs = [pin(pins, n, 10, now=n, owner="ann", priority=100) for n in range(10)]
+    for n in range(5):
+        assert grant(pins, 20 + n, 10, now=20, owner="ben").released == [theirs[n]]
+    # Now each has its half, and what is more valuable stays within an owner.
+    assert grant(pins, 30, 10, now=30, owner="ben").released[0].owner == "ben"
+    assert grant(pins, 31, 10, now=40, owner="ann").reason == LESS_VALUABLE
+
+
+def test_under_pressure_the_owner_with_most_gives_way_first() -> None:
+    pins = Pins(budget_tokens=100)
+    large = [pin(pins, n, 20, now=n, owner="ann", priority=100) for n in range(3)]
+    small = [pin(pins, 10 + n, 10, now=9 + n, owner="ben") for n in range(2)]
+    assert pins.in_turns() == [large[0], large[1], large[2], small[0], small[1]]
+    alone = Pins(budget_tokens=100)
+    for n in range(5):
+        pin(alone, n, 10, now=0, priority=-n)
+    assert alone.in_turns() == alone.in_order()
+
+
+asks = st.tuples(st.sampled_from(["ann", "cat"]), runs, st.integers(0, 9), st.integers(0, 5))
+
+
+@given(
+    mine=st.lists(runs, min_size=1, max_size=3, unique=True),
+    theirs=st.lists(asks, max_size=60),
+    share=st.sampled_from([0.25, 0.5, 1.0]),
+    pages=st.booleans(),
+)
+def test_whatever_others_pin_an_owner_within_its_part_keeps_its_pins(
+    mine: list[Tokens], theirs: list[tuple[str, Tokens, int, int]], share: float, pages: bool
+) -> None:
+    """A third of 60 tokens, or its share, and as much of the number of pins."""
+    pins = Pins(budget_tokens=60, owner_share=share, limit_pins=12 if pages else 4096)
+    for tokens in mine:
+        pins.grant("ben", key(tokens), TTL_S, 0, owner="ben")
+    kept = set(pins)
+    assume(pins.tokens_of("ben") <= (15 if share == 0.25 else 20))
+    for owner, tokens, priority, times in theirs:
+        for n in range(times + 1):
+            prefix = key((*tokens, 7, n))
+            pins.grant(owner, prefix, TTL_S, 1, owner=owner, priority=priority)
+            pins.hit(owner, prefix, 1, len(prefix))
+    pins.check()
+    assert kept <= set(pins)
 
 
 def test_requests_without_an_owner_count_as_one_owner() -> None:
@@ -392,13 +465,9 @@ def test_clear_removes_all_pins() -> None:
     pin(pins, 1, 10, now=1e9)
 
 
-Tokens = tuple[int, ...]
-Prefix = tuple[Hashable, Tokens]
-
 SPACES = ("", "lora")
 OWNERS = ("", "ann", "ben")
 spaces = st.sampled_from(SPACES)
-runs = st.lists(st.integers(0, 1), min_size=1, max_size=7).map(tuple)
 
 
 def prefixes(at: Prefix) -> list[Prefix]:
@@ -413,6 +482,7 @@ class Machine(RuleBasedStateMachine):
     )
     def begin(self, budget: int, share: float, limit: int) -> None:
         self.budget, self.share, self.limit = budget, int(budget * share), limit
+        self.most = max(int(limit * share), 1)
         self.options: dict[str, Any] = {
             "budget_tokens": budget,
             "owner_share": share,
@@ -466,45 +536,63 @@ class Machine(RuleBasedStateMachine):
         now = self.pins._now_s
         on_path = {pin for pin in order if self.at[pin] in prefixes(at)}
         below = {pin for pin in order if (pin.priority, pin.valuable_until_s) <= (priority, now)}
-        may_go = [pin for pin in order if pin in below - on_path]
         charged = dict.fromkeys(prefixes(at), owner) | self.charged
+        count = Counter([owner, *(pin.owner for pin in order)])
+        part = min(self.share, self.budget // len(count))
+        part_pins = min(self.most, self.limit // len(count))
 
         def held(gone: set[Pin]) -> set[Prefix]:
             """What would be pinned with the new one and without those."""
             return self.union(set(order) - gone) | set(prefixes(at))
 
+        def is_within_part(of: str, gone: set[Pin]) -> bool:
+            pins = count[of] - sum(pin.owner == of for pin in gone)
+            return self.charge_of(of, held(gone), charged) <= part and pins <= part_pins
+
+        own = {pin for pin in below - on_path if pin.owner == owner}
+        reclaims = is_within_part(owner, own)
+        beyond = {each for each in count if not is_within_part(each, set())} - {owner}
+        may_go = [
+            pin
+            for pin in order
+            if pin in own
+            or (pin.owner in beyond and pin not in on_path and (pin in below or reclaims))
+        ]
+
         if found.pin is None:
             assert found == Grant(None, False, [], found.reason)
             assert {pin: repr(pin) for pin in self.pins.in_order()} == before
-            own = {pin for pin in may_go if pin.owner == owner}
             over_share = self.charge_of(owner, held(own), charged) > self.share
+            over_share |= count[owner] - len(own) > self.most
             if found.reason == BUDGET:
                 assert len(tokens) > self.budget
             elif found.reason == OWNER_SHARE:
                 assert len(tokens) > self.share or over_share
             else:
                 assert found.reason == LESS_VALUABLE
-                full = len(order) >= self.limit and not may_go
-                assert len(held(set(may_go))) > self.budget or full
+                # Of others' pins, those beyond their part may go: how many depends on the order.
+                gone = own if beyond else set(may_go)
+                full = len(order) - len(gone) >= self.limit
+                assert len(held(gone)) > self.budget or full
             return
         released = set(found.released)
         assert found.is_new
         assert released <= set(may_go)
         assert found.released == [pin for pin in may_go if pin in released]
-        full = len(order) >= self.limit
 
         def fits(gone: set[Pin]) -> bool:
             union = held(gone)
             return (
                 len(union) <= self.budget
                 and self.charge_of(owner, union, charged) <= self.share
-                and (not full or bool(gone))
+                and len(order) - len(gone) < self.limit
+                and count[owner] - sum(pin.owner == owner for pin in gone) <= self.most
             )
 
         assert fits(released)
         for kept in released:
             assert not fits(released - {kept}), "more than had to be"
-        if self.share == self.budget and released:
+        if self.share == self.budget and released and len(count) == 1:
             passed = set(may_go[: may_go.index(found.released[-1])])
             last = {found.released[-1]}
             assert not fits(passed), "the first ones would have done"
@@ -557,6 +645,7 @@ class Machine(RuleBasedStateMachine):
         for owner in OWNERS:
             charge = self.charge_of(owner, set(self.charged), self.charged)
             assert self.pins.tokens_of(owner) == charge <= self.share
+            assert sum(pin.owner == owner for pin in self.at) <= self.most
         assert len(self.pins) <= self.limit
         for pin, (space, tokens) in self.at.items():
             assert self.pins.pinned(space, key(tokens)) is pin
@@ -565,6 +654,8 @@ class Machine(RuleBasedStateMachine):
         places = [(pin.priority, pin.valuable_until_s, pin.id) for pin in order]
         assert places == sorted(places)
         assert repr(order) == repr(self.other_rank.in_order()), "ranks differ"
+        assert repr(self.pins.in_turns()) == repr(self.other_rank.in_turns()), "ranks differ"
+        assert set(self.pins.in_turns()) == set(order)
 
     def teardown(self) -> None:
         if hasattr(self, "pins"):

@@ -8,7 +8,8 @@ equal on all ranks.
 A pin holds against the cache pressure of other prefixes, never against a live request:
 
     admission    `admit`: a request that does not fit is tried again with one pin less each time,
-                 the least valuable first, until it fits. If it never fits, all pins stay.
+                 from the owner that has most its least valuable, until it fits. If it never
+                 fits, all pins stay.
     allocation   `make_room`: before decoding requests are retracted or an allocation fails, pins
                  are given up until there is enough memory.
 """
@@ -149,7 +150,7 @@ class PinKeeper:
         """Whether `fits` becomes true with fewer pins. If it does, those pins are given up; if it
         does not, all pins stay, except for those that `fits` evicted."""
         own = self.pins.prefixes_of(_space(req), _key(req))
-        others = [pin for pin in self.pins.in_order() if pin not in own]
+        others = [pin for pin in self.pins.in_turns() if pin not in own]
         unlocked: list[Pin] = []
         for freed in self._unlock_in_turn(others):
             unlocked += freed
@@ -167,12 +168,12 @@ class PinKeeper:
         return False
 
     def make_room(self, is_enough: Callable[[], bool]) -> None:
-        """Gives up pins, the least valuable first, until there is enough or none frees memory.
+        """Gives up pins, as `admit` does, until there is enough or none frees memory.
 
         None within `admit`, which gives them up itself."""
         if is_enough() or self._is_admitting:
             return
-        for freed in self._unlock_in_turn(self.pins.in_order()):
+        for freed in self._unlock_in_turn(self.pins.in_turns()):
             self.release(freed, "pressure")
             if is_enough():
                 return
