@@ -566,17 +566,63 @@ async def test_usage_is_read_when_the_end_of_a_stream_arrives_alone(start: Start
     assert f'sgl_ext_reported_cached_tokens_total{{worker="{engine.url}"}} 7.0' in page
 
 
-async def test_retries_stop_when_the_budget_is_empty(start: Start) -> None:
-    async def hang_up(request: web.Request) -> web.StreamResponse:
+async def test_full_engines_are_retried_as_far_as_the_budget_goes(start: Start) -> None:
+    async def full(request: web.Request) -> web.StreamResponse:
+        status = 503 if request.path == CHAT else 200
+        return web.json_response({"error": "queue is full"}, status=status)
+
+    engines = [Engine("a", full), Engine("b", full)]
+    client = await start(*engines)
+    for number in range(100):
+        answer = await client.post(CHAT, json=body(f"{number}"))
+        assert (answer.status, await answer.json()) == (503, {"error": "queue is full"})
+    sent = [path for engine in engines for path, _, _ in engine.seen if path == CHAT]
+    retries = len(sent) - 100
+    assert 20 < retries <= 31
+    page = await (await client.get("/metrics")).text()
+    assert f"sgl_ext_retries_rejected_total {100 - retries}.0" in page
+
+
+async def test_no_request_is_lost_when_one_of_two_engines_dies(start: Start) -> None:
+    gate = asyncio.Event()
+
+    async def die(request: web.Request) -> web.StreamResponse:
+        await gate.wait()
         assert request.transport is not None
-        request.transport.close()
+        request.transport.abort()
         return web.Response()
 
-    client = await start(Engine("a", hang_up), Engine("b", hang_up))
-    statuses = {(await client.post(CHAT, json=body(f"{n}"))).status for n in range(40)}
-    assert statuses <= {502, 503}
-    page = await (await client.get("/metrics")).text()
-    assert "sgl_ext_retries_total" in page
+    dying, well = Engine("dying", die), Engine("well", held_back(gate))
+    client = await start(dying, well)
+    tasks = [
+        asyncio.create_task(served_by(client, body("Hello", system=f"{number}" * 99)))
+        for number in range(90)
+    ]
+
+    async def all_are_sent() -> bool:
+        return len(dying.seen) + len(well.seen) == 90
+
+    await until(all_are_sent)
+    assert len(dying.seen) > 30
+    gate.set()
+    assert set(await asyncio.gather(*tasks)) == {"a"}
+
+
+async def test_a_request_that_kills_engines_kills_two_at_most(start: Start) -> None:
+    async def die(request: web.Request) -> web.StreamResponse:
+        if b"poison" in await request.read():
+            assert request.transport is not None
+            request.transport.abort()
+        return web.json_response({"engine": "well"})
+
+    engines = [Engine(name, die) for name in "abcd"]
+    client = await start(*engines)
+    answer = await client.post(CHAT, json=body("poison"))
+    assert answer.status == 502
+    message = (await answer.json())["error"]["message"]
+    assert message == "Engines failed 2 times before they answered this request."
+    assert sum(len(engine.seen) for engine in engines) == 2
+    assert await served_by(client, body("Hello")) == "well"
 
 
 async def test_running_requests_continue_on_an_engine_that_refuses_connections(
@@ -628,6 +674,62 @@ async def test_a_hanging_scheduler_is_detected_and_its_requests_go_elsewhere(
     assert "/health_generate" in [path for path, _, _ in stuck.seen]
     hangs.clear()
     await until(lambda: is_ready(client, stuck))
+
+
+async def test_followers_on_a_hanging_engine_go_elsewhere(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some wait for the prefix that another request computes, and were never sent."""
+    monkeypatch.setattr(worker_state, "STALL_S", 0.3)
+    monkeypatch.setattr(workers, "_GENERATE_TIMEOUT", ClientTimeout(total=0.5))
+
+    async def hang(_: web.Request) -> web.StreamResponse:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    stuck, good = telling("stuck", [snapshot()]), telling("good", [snapshot()])
+    stuck.answer = hang
+    client = await start(stuck, good)
+    await client.delete("/sgl_ext/workers", params={"url": good.url})
+    await until(lambda: is_gone(client, good))
+    tasks = [asyncio.create_task(served_by(client, body(f"Find {n}"))) for n in range(6)]
+
+    async def all_are_placed() -> bool:
+        document = await (await client.get("/sgl_ext/workers")).json()
+        return [worker["in_flight"] for worker in document["workers"]] == [6]
+
+    await until(all_are_placed)
+    await client.post("/sgl_ext/workers", json={"url": good.url})
+    async with asyncio.timeout(20):
+        assert set(await asyncio.gather(*tasks)) == {"good"}
+    sent = [path for path, _, _ in stuck.seen].count(CHAT)
+    assert sent == 1, "the followers are not sent to the engine that hangs"
+
+
+async def test_an_engine_that_answers_no_probe_hangs(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "_PROBE_TIMEOUT", ClientTimeout(total=0.1))
+    hangs = asyncio.Event()
+
+    class Silent(Engine):
+        async def handle(self, request: web.Request) -> web.StreamResponse:
+            if hangs.is_set():
+                await asyncio.Event().wait()
+            return await super().handle(request)
+
+    async def begin(_: web.Request) -> web.StreamResponse:
+        hangs.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    silent, good = Silent("silent", begin), Engine("good")
+    client = await start(silent, good)
+    async with asyncio.timeout(20):
+        while not hangs.is_set():
+            text = f"{len(good.seen)}"
+            assert await served_by(client, body(text, system=text * 99)) == "good"
+    assert not await is_ready(client, silent)
 
 
 async def is_ready(client: ClientSession, engine: Engine) -> bool:

@@ -34,23 +34,25 @@ class ConnectionPool:
         """The request line and the Host line of a request to this worker."""
         return b"%b %b%b%b" % (method.encode(), self._base, target, self._host_line)
 
-    def lease(self, receiver: ResponseReceiver) -> None:
-        """Gives the receiver an idle connection, or opens one."""
-        if self._idle:
-            receiver.connected(self._idle.pop())
-        else:
-            self.connect(receiver)
+    def lease(self, receiver: ResponseReceiver) -> asyncio.Task[None] | None:
+        """Gives the receiver an idle connection, or opens one like `connect`."""
+        if not self._idle:
+            return self.connect(receiver)
+        receiver.connected(self._idle.pop())
+        return None
 
     def release(self, connection: UpstreamConnection) -> None:
         """Takes a connection back for the next request."""
         connection.sweeps = 0
         self._idle.append(connection)
 
-    def connect(self, receiver: ResponseReceiver) -> None:
-        """Opens a connection and calls the receiver's `connected` or `connect_failed`."""
+    def connect(self, receiver: ResponseReceiver) -> asyncio.Task[None]:
+        """Opens a connection and calls the receiver's `connected` or `connect_failed`, unless the
+        task is cancelled before that."""
         task = asyncio.get_running_loop().create_task(self._connect(receiver))
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
+        return task
 
     async def _connect(self, receiver: ResponseReceiver) -> None:
         try:

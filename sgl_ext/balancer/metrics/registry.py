@@ -133,7 +133,8 @@ class Metrics:
             "retries", "Requests sent to another worker because an earlier one failed."
         )
         self.retries_rejected = counter(
-            "retries_rejected", "Retries that were not made because the retry budget was empty."
+            "retries_rejected",
+            "Engines' 503 answers that were passed on because the retry budget was empty.",
         )
         self.cut_streams = counter(
             "cut_streams", "Streams that a worker cut after the first byte was sent to the client."

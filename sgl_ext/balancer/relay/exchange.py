@@ -5,16 +5,22 @@ the two connections and never blocks:
 
     begin: prepare -> place -> [wait] -> send -> response_head, response_data ..., response_end
                         ^                                   |
-                        +---- connect_failed, upstream_lost +    until the first byte is sent
+                        +-- connect_failed, upstream_lost, -+    until the first byte is sent
+                            abandon
 
 A request whose worker fails before the first byte of its response was sent is retried elsewhere.
-After that byte it is not replayed, and a cut stream ends in the protocol's error event. When the
-client disconnects, the connection to the worker is closed, and the engine aborts.
+If it had been sent there, it may be the cause: so after MAX_LOST such failures it is not retried.
+The retry budget limits only the retries of requests that an engine answered with 503.
+
+After the first byte a request is not replayed, and a cut stream ends in the protocol's error event.
+When the client disconnects, the connection to the worker is closed, and the engine aborts.
 """
 
+import asyncio
 import logging
 import time
 from enum import Enum
+from functools import partial
 from http import HTTPStatus
 
 from sgl_ext.balancer.http.downstream import DownstreamConnection
@@ -36,6 +42,8 @@ from sgl_ext.requests.session import QUEUED_HEADER
 log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
+# How many engines one request may take along.
+MAX_LOST = 2
 _QUEUED_LINE = b"%b: %%.3f\r\n" % QUEUED_HEADER.encode()
 
 
@@ -60,10 +68,12 @@ class Exchange:
         self._stage = Stage.BEFORE_FIRST_BYTE
         self._pool = services.control
         self._connection: UpstreamConnection | None = None
+        self._connecting: asyncio.Task[None] | None = None
         self._response = Response()
         self._attempt: Attempt | None = None
         self._attempts = 0
-        self._was_accepted = False  # by a worker that failed later
+        self._is_sent = False  # in this attempt
+        self._lost = 0  # attempts that were sent to a worker that failed
         self._wait_reason = ""
         self._queued_s = 0.0
         self._ttft_s = 0.0
@@ -101,6 +111,7 @@ class Exchange:
         services = self._services
         self._attempt = attempt
         attempt.abandon = self.abandon
+        self._is_sent = False
         services.metrics.placements.counts[(attempt.placement.reason,)] += 1
         if self.tried:
             services.metrics.retries.inc()
@@ -109,7 +120,7 @@ class Exchange:
         self._pool = services.pool(attempt.worker)
         if attempt.follows is not None:
             self._wait_reason = "prefix"
-            attempt.follows.followers.append(self._connect)
+            attempt.follows.followers.append(partial(self._go_on, attempt))
         else:
             self._connect()
         if attempt.placement.reason == "home":
@@ -117,25 +128,28 @@ class Exchange:
 
     def rejected(self, error: BalancerError) -> None:
         """No worker takes the request."""
-        if self._was_accepted:
+        if self._lost:
             message = "The engine failed before it answered."
             error = BalancerError(HTTPStatus.BAD_GATEWAY, message)
         self._answer_error(error)
 
+    def _go_on(self, attempt: Attempt) -> None:
+        """The prefix that the attempt follows is computed, or its attempt has ended."""
+        # If the worker hangs, this attempt is abandoned, too.
+        if attempt is self._attempt and not attempt.worker.is_hung:
+            self._connect()
+
     def _connect(self) -> None:
-        if self._stage is Stage.ENDED:
-            return
         if self._wait_reason:
             self._queued_s = time.perf_counter() - self._arrived_s
             self._services.metrics.queue_s.observe(self._wait_reason, self._queued_s)
-        self._pool.lease(self)
+        self._connecting = self._pool.lease(self)
 
     def connected(self, connection: UpstreamConnection) -> None:
         """Sends the request."""
-        if self._stage is Stage.ENDED:
-            self._pool.release(connection)
-            return
+        self._connecting = None
         self._connection = connection
+        self._is_sent = True
         head, body = self._head, self._request.body
         lines = self._pool.request_line(head.method, head.target) + head.upstream_lines
         if self._queued_s:
@@ -173,8 +187,9 @@ class Exchange:
             head.status == HTTPStatus.SERVICE_UNAVAILABLE
             and 0 < self._attempts < MAX_ATTEMPTS
             and self._services.router.any_available(besides=self.tried)
+            and self._has_budget()
         ):
-            self._retry("status 503")
+            self._retry("status 503", answered=True)
         else:
             recorder = self._preparation.recorder
             if recorder is not None and head.status == HTTPStatus.OK:
@@ -222,10 +237,10 @@ class Exchange:
 
     def connect_failed(self, reason: str) -> None:
         """The worker accepts no connections."""
-        if self._stage is Stage.ENDED:
-            return
+        self._connecting = None
         if self._attempt is not None:
             self._services.workers.mark(self._attempt.worker, ready=False)
+        self._lost += self._is_sent  # on a connection that broke before
         self._retry(reason)
 
     def upstream_lost(self, reason: str) -> None:
@@ -235,38 +250,55 @@ class Exchange:
             self._cut(reason)
         elif connection is not None and connection.reused and not connection.heard:
             # The worker closed an idle connection just when it was used, and is not to blame.
-            self._pool.connect(self)
+            self._connecting = self._pool.connect(self)
         else:
-            self._was_accepted = True
+            self._lost += 1
             self._retry(reason)
 
     def abandon(self, reason: str) -> None:
-        """The worker will not answer. An attempt that still connects fails by itself."""
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.abort()
-            self.upstream_lost(reason)
+        """The worker will not answer, whether the request was sent to it, connects or waits for a
+        prefix."""
+        self._disconnect()
+        if self._stage is Stage.RELAYING:
+            self._cut(reason)
+        else:
+            self._lost += self._is_sent
+            self._retry(reason)
 
     def client_gone(self) -> None:
         """The client disconnected."""
         self._services.metrics.client_disconnects.inc()
-        if self._connection is not None:
-            self._connection.abort()
+        self._disconnect()
         self._end_early(by_worker=False)
 
-    def _retry(self, reason: str) -> None:
+    def _disconnect(self) -> None:
+        connection, self._connection = self._connection, None
+        connecting, self._connecting = self._connecting, None
+        if connection is not None:
+            connection.abort()
+        if connecting is not None:
+            connecting.cancel()
+
+    def _has_budget(self) -> bool:
+        has_budget = self._services.retries.spend()
+        if not has_budget:
+            self._services.metrics.retries_rejected.inc()
+        return has_budget
+
+    def _retry(self, reason: str, *, answered: bool = False) -> None:
         log.warning("%s failed before it answered %s: %s", self._pool.url, self._id(), reason)
-        self._release(by_worker=True)
+        self._release(by_worker=True, answered=answered)
         self._response = Response()
+        untried = self._services.router.any_available(besides=self.tried)
         if self._head.route is None:
             self._answer_error(internal_error())
-        elif self._attempts >= MAX_ATTEMPTS:
-            self.rejected(no_engine())
-        elif not self._services.retries.spend():
-            self._services.metrics.retries_rejected.inc()
-            self.rejected(no_engine())
-        else:
+        elif self._lost >= MAX_LOST:
+            message = f"Engines failed {self._lost} times before they answered this request."
+            self._answer_error(BalancerError(HTTPStatus.BAD_GATEWAY, message))
+        elif untried or self._attempts < MAX_ATTEMPTS:
             self._place()
+        else:
+            self.rejected(no_engine())
 
     def _cut(self, reason: str) -> None:
         """Ends a stream that cannot go on in its protocol's error event."""
@@ -317,13 +349,13 @@ class Exchange:
         self._end_early(by_worker=True, cost=0)
         self._client.answer(*self._services.error_response(error, self._head.path, self._id()))
 
-    def _release(self, *, by_worker: bool) -> None:
+    def _release(self, *, by_worker: bool, answered: bool = False) -> None:
         """Ends an attempt that failed, or leaves the admission queue."""
         attempt, self._attempt = self._attempt, None
         if attempt is None:
             self._services.admission_queue.remove(self)
         else:
-            self._services.router.attempts.fail(attempt, by_worker=by_worker)
+            self._services.router.attempts.fail(attempt, by_worker=by_worker, answered=answered)
 
     def _settle(self, cost: int | None) -> None:
         """Settles the charge by the computed tokens, None if they are unknown."""

@@ -37,7 +37,8 @@ class Worker:
     recent_prefill: tokens that it was given to prefill in the last seconds.
     publishes: whether it sends prefix events.
     last_heard_s: when its scheduler last sent an event, or got its first work after being idle.
-    is_hung: it accepts connections, but its scheduler does nothing.
+    is_hung: it accepts connections, but does nothing; it gets no requests.
+    silent_probes: how many probes in a row it has left without an answer.
     recovered_s: when it joined or came back; None if it was there from the start.
     """
 
@@ -59,6 +60,7 @@ class Worker:
         self.pinned_tokens = 0
         self.publishes = False
         self.is_hung = False
+        self.silent_probes = 0
         self.last_heard_s = 0.0
         self.recovered_s: float | None = None
         self._correction = _Correction()
@@ -66,7 +68,8 @@ class Worker:
     @property
     def is_available(self) -> bool:
         """Whether it may be sent a request, if it has capacity."""
-        return self.ready and not self.draining and self.breaker.takes_requests
+        takes_requests = self.breaker.takes_requests and not self.is_hung
+        return self.ready and not self.draining and takes_requests
 
     @property
     def load(self) -> Load:

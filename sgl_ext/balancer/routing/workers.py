@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from http import HTTPStatus
 
 import aiohttp
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -18,7 +19,9 @@ from sgl_ext.supervision import Failed, supervise
 
 log = logging.getLogger(__name__)
 
-_PROBE_TIMEOUT = aiohttp.ClientTimeout(total=10)
+_PROBE_TIMEOUT = aiohttp.ClientTimeout(total=4)
+# So many probes in a row that an engine accepted and left without an answer show that it hangs.
+SILENT_PROBES = 5
 _GENERATE_TIMEOUT = aiohttp.ClientTimeout(total=30)
 # Each metric of a worker: its help text and its value at a time.
 _GAUGES: dict[str, tuple[str, Callable[[Worker, float], int]]] = {
@@ -165,13 +168,23 @@ class WorkerProbes:
         """Asks a worker if it is ready. A worker that has stalled, or whose requests keep
         failing, must also generate a token."""
         if worker.is_hung or worker.has_stalled(time.monotonic()):
-            await self._probe_scheduler(worker)
+            generates = await self._generates(worker)
+            worker.last_heard_s = time.monotonic()
+            self._set_hung(worker, not generates)
         elif worker.ready and worker.breaker.wants_trial(time.monotonic()):
             await self._try_breaker(worker)
         if worker.is_hung:
             return
-        ready = await self._is_ok(f"{worker.url}/ready", _PROBE_TIMEOUT)
-        self.workers.mark(worker, ready=ready)
+        try:
+            status = await self._status(f"{worker.url}/ready", _PROBE_TIMEOUT)
+        except TimeoutError:
+            status = None
+            worker.silent_probes += 1
+        else:
+            worker.silent_probes = 0
+        self.workers.mark(worker, ready=status == HTTPStatus.OK)
+        if worker.silent_probes >= SILENT_PROBES:
+            self._set_hung(worker, True)
 
     async def _try_breaker(self, worker: Worker) -> None:
         took_requests = worker.breaker.takes_requests
@@ -183,24 +196,31 @@ class WorkerProbes:
             state = "gets no requests, it keeps failing" if took_requests else "works again"
             log.warning("%s %s", worker.url, state)
 
-    async def _probe_scheduler(self, worker: Worker) -> None:
-        generates = await self._generates(worker)
-        worker.last_heard_s = time.monotonic()
-        if generates is not worker.is_hung:
-            return
-        worker.is_hung = not generates
-        log.warning("%s %s", worker.url, "hangs" if worker.is_hung else "works again")
-        if worker.is_hung:
+    def _set_hung(self, worker: Worker, is_hung: bool) -> None:
+        if is_hung is not worker.is_hung:
+            log.warning("%s %s", worker.url, "hangs" if is_hung else "works again")
+        worker.is_hung = is_hung
+        worker.silent_probes = 0
+        if is_hung:
             self.workers.mark(worker, ready=False)
+            # Those that a failed abandonment left are abandoned after the next probe.
             for attempt in tuple(worker.attempts):
                 attempt.abandon("the engine hangs")
 
     async def _generates(self, worker: Worker) -> bool:
-        return await self._is_ok(f"{worker.url}/health_generate", _GENERATE_TIMEOUT)
+        try:
+            status = await self._status(f"{worker.url}/health_generate", _GENERATE_TIMEOUT)
+        except TimeoutError:
+            return False
+        return status == HTTPStatus.OK
 
-    async def _is_ok(self, url: str, limit: aiohttp.ClientTimeout) -> bool:
+    async def _status(self, url: str, limit: aiohttp.ClientTimeout) -> int | None:
+        """The status of an answer, None if the connection is refused or breaks. Raises TimeoutError
+        if nothing comes in time."""
         try:
             async with self.session.get(url, timeout=limit) as response:
-                return response.status == 200
-        except (aiohttp.ClientError, TimeoutError):
-            return False
+                return response.status
+        except TimeoutError:  # some of aiohttp's are a ClientError, too
+            raise
+        except aiohttp.ClientError:
+            return None
