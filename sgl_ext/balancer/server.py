@@ -16,6 +16,7 @@ from sgl_ext.balancer.admin.app import ControlPool, make_app
 from sgl_ext.balancer.cluster.peers import PeerGroup, Peers
 from sgl_ext.balancer.conversations.conversation_store import ConversationStore
 from sgl_ext.balancer.conversations.document_store import IN_MEMORY, DocumentStore
+from sgl_ext.balancer.conversations.store_thread import StoreThread
 from sgl_ext.balancer.http.downstream import DownstreamConnection, RawResponse
 from sgl_ext.balancer.http.request_head import RequestHeadCache
 from sgl_ext.balancer.http.request_reader import Request, RequestReader
@@ -139,7 +140,7 @@ class Balancer:
             for name, step in (
                 ("probes", probes.run),
                 ("sweep", lambda: self.sweep(loop.time())),
-                ("store", self._conversations.sweep_forever),
+                ("store", self._conversations.sweep),
             )
         ]
         self._server = await loop.create_server(
@@ -177,7 +178,7 @@ class Balancer:
         await self._control.stop()
         await self._session.close()
         self._request_log.close()
-        self._conversations.close()
+        await self._conversations.close()
 
     # The interface for downstream connections.
 
@@ -246,12 +247,14 @@ class Balancer:
                 findings = orjson.dumps(self._detector.findings.as_json())
                 self._snapshots.write(findings, _FINDINGS)
 
-    def _open_store(self) -> DocumentStore | None:
+    def _open_store(self) -> StoreThread | None:
         """The store that all processes of this balancer share."""
         path, limit_bytes = self._config.store or IN_MEMORY, self._config.store_limit_bytes
         if path == IN_MEMORY and self._folder is not None:
             path = str(self._folder / "store.sqlite")
-        return DocumentStore(path, limit_bytes) if limit_bytes else None
+        if not limit_bytes:
+            return None
+        return StoreThread(DocumentStore(path, limit_bytes), self._metrics)
 
     def _divergences(self) -> dict[str, Any] | None:
         """The findings of all processes; None if prompts are not compared."""

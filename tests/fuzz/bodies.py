@@ -25,14 +25,15 @@ from starlette.requests import Request as StarletteRequest
 
 from sgl_ext.balancer.access.authentication import Authentication
 from sgl_ext.balancer.access.rate_limits import RateLimits
-from sgl_ext.balancer.conversations.conversation_store import ConversationStore
+from sgl_ext.balancer.conversations.conversation_store import ConversationStore, Found
 from sgl_ext.balancer.conversations.document_store import IN_MEMORY, DocumentStore
+from sgl_ext.balancer.conversations.store_thread import StoreThread
 from sgl_ext.balancer.http.connection_pool import ConnectionPool
 from sgl_ext.balancer.http.request_head import RequestHeadCache
 from sgl_ext.balancer.http.request_reader import Request, RequestReader
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.relay.exchange import Exchange
-from sgl_ext.balancer.relay.preparation import Preparation, prepare
+from sgl_ext.balancer.relay.preparation import NOT_PREPARED, Draft, Preparation, parse, prepare
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.workers import Workers
 from sgl_ext.engine.core.request_context import RequestContext, context_of
@@ -61,7 +62,7 @@ def run(first: int, cases: int, stop: bool = True) -> Counter[str]:
 
 async def _run(first: int, cases: int, stop: bool) -> Counter[str]:
     counts: Counter[str] = Counter()
-    services = _services()
+    services = await _services()
     admits = [Authentication(None, None, Tenants(), isolates).admit for isolates in (False, True)]
     heads = [RequestHeadCache(admit) for admit in admits]
     for number in range(first, first + cases):
@@ -85,7 +86,7 @@ async def _check(raw: bytes, heads: RequestHeadCache, services: Any) -> str:
         request = reader.next()
         if request is None or request.rejection is not None:
             return "refused by its head"
-        preparation = prepare(services, request)
+        preparation = await _prepared(services, request)
     except BalancerError as error:
         equal("status", int(error.status) in (400, 404), True)
         return "refused by the balancer"
@@ -123,6 +124,20 @@ def _forwarded(request: Request) -> bytes:
     return b"".join(sent)
 
 
+async def _prepared(services: Any, request: Request) -> Preparation:
+    draft = parse(services, request)
+    if draft is None:
+        return NOT_PREPARED
+    return prepare(services, request, draft, await _find(services, draft))
+
+
+async def _find(services: Any, draft: Draft) -> Found | None:
+    if draft.named is None:
+        return None
+    found: Found = await services.conversations.find(draft.named, draft.tenant)
+    return found
+
+
 async def _engine_reads(data: bytes) -> RequestContext:
     """The engine's context of a request; its body is parsed as SGLang's ORJSONRequest does."""
     head, body = events(oracle(h11.SERVER, data), h11.Request)
@@ -155,24 +170,39 @@ def _deeper(frames: int, coroutine: Coroutine[Any, Any, Any]) -> None:
         coroutine.send(None)
 
 
-def _conversations(metrics: Metrics) -> ConversationStore:
+class _Unthreaded(StoreThread):
+    """Runs queries at once: most cases name something, and a thread takes longer than they do."""
+
+    async def read(self, query: Any) -> Any:
+        return query(self._store)
+
+    async def write(self, query: Any, size_bytes: int = 0) -> Any:
+        return query(self._store)
+
+    async def tidy(self, query: Any) -> Any:
+        return query(self._store)
+
+
+async def _conversations(metrics: Metrics) -> ConversationStore:
     """A store with the context and the response that the requests name."""
-    found = DocumentStore(IN_MEMORY, 1 << 20)
+    found = _Unthreaded(DocumentStore(IN_MEMORY, 1 << 20), metrics)
     store = ConversationStore(found, metrics, 1e9, _LIMIT_BODY)
     for tenant in documents.TENANTS:
-        described = store.register_context(tenant, documents.CONTEXT)
+        described = await store.register_context(tenant, documents.CONTEXT)
         assert described["context_id"] == documents.CONTEXT_ID
         response = {"id": documents.RESPONSE_ID, "output": [{"type": "message"}]}
-        store._store_response(tenant, None, b'[{"role":"user","content":"earlier"}]', response)
+        await store._store_response(
+            tenant, None, b'[{"role":"user","content":"earlier"}]', response
+        )
     return store
 
 
-def _services() -> Any:
+async def _services() -> Any:
     metrics = Metrics()
     tenants = Tenants((), EngineSettings().max_priority)
     return SimpleNamespace(
         router=Router(Workers((), metrics), metrics, tenants=tenants),
-        conversations=_conversations(metrics),
+        conversations=await _conversations(metrics),
         rate_limits=RateLimits(None, metrics),
         request_log=SimpleNamespace(detector=None),
         strip=HeaderStrip(),

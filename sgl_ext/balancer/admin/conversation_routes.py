@@ -25,7 +25,7 @@ _MAX_LIMIT = 100
 async def register(request: web.Request) -> web.Response:
     document = parse_json(await request.read())
     return json_response(
-        request.app[SERVICES].conversations.register_context(_tenant(request), document)
+        await request.app[SERVICES].conversations.register_context(_tenant(request), document)
     )
 
 
@@ -34,20 +34,21 @@ async def show_context(request: web.Request) -> web.Response:
     if wanted not in ("true", "false"):
         raise bad_field("content", f"must be true or false, not {wanted[:40]!r}")
     store, id = request.app[SERVICES].conversations, request.match_info["context"]
-    return json_response(store.context(_tenant(request), id, with_content=wanted == "true"))
+    shown = await store.context(_tenant(request), id, with_content=wanted == "true")
+    return json_response(shown)
 
 
 async def delete_context(request: web.Request) -> web.Response:
     id = request.match_info["context"]
-    request.app[SERVICES].conversations.delete_context(_tenant(request), id)
+    await request.app[SERVICES].conversations.delete_context(_tenant(request), id)
     return json_response({"context_id": id, "object": "context.deleted", "deleted": True})
 
 
 async def show_response(request: web.Request) -> web.Response:
-    found = request.app[SERVICES].conversations.response(_tenant(request), _id(request))
+    found = await request.app[SERVICES].conversations.response(_tenant(request), _id(request))
     if found is not None:
         return json_response(found)
-    _require_owner(request)
+    await _require_owner(request)
     answer = await to_holder(request)
     # Engines without a response store answer 400: for the client that is "not found", too.
     if answer.status in (HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND):
@@ -56,18 +57,19 @@ async def show_response(request: web.Request) -> web.Response:
 
 
 async def cancel_response(request: web.Request) -> web.Response:
-    _require_owner(request)
+    await _require_owner(request)
     return await to_holder(request)
 
 
 async def delete_response(request: web.Request) -> web.Response:
-    if not request.app[SERVICES].conversations.delete_response(_tenant(request), _id(request)):
+    store = request.app[SERVICES].conversations
+    if not await store.delete_response(_tenant(request), _id(request)):
         raise _not_found(_id(request))
     return json_response({"id": _id(request), "object": "response.deleted", "deleted": True})
 
 
 async def list_input_items(request: web.Request) -> web.Response:
-    items = request.app[SERVICES].conversations.input_items(_tenant(request), _id(request))
+    items = await request.app[SERVICES].conversations.input_items(_tenant(request), _id(request))
     if items is None:
         raise _not_found(_id(request))
     order, limit = request.query.get("order", "desc"), request.query.get("limit", "20")
@@ -93,13 +95,13 @@ def _tenant(request: web.Request) -> str:
     return request.app[SERVICES].router.tenants.asking(hints_in(request)).name
 
 
-def _require_owner(request: web.Request) -> None:
+async def _require_owner(request: web.Request) -> None:
     """Raises BalancerError 404 if a tenant requests another tenant's response of an engine.
 
     Engines show and cancel a response for everybody who knows its id.
     """
-    tenant = _tenant(request)
-    if tenant and not request.app[SERVICES].conversations.is_in_background(tenant, _id(request)):
+    tenant, store = _tenant(request), request.app[SERVICES].conversations
+    if tenant and not await store.is_in_background(tenant, _id(request)):
         raise _not_found(_id(request))
 
 

@@ -86,7 +86,10 @@ async def explain(request: web.Request) -> web.Response:
     document = parse_json(await request.read())
     services, hints = request.app[SERVICES], hints_in(request)
     router, tenant = services.router, services.router.tenants.asking(hints).name
-    document, _ = services.conversations.expand(path, document, tenant)
+    store = services.conversations
+    named = store.names(path, document)
+    found = None if named is None else await store.find(named, tenant)
+    document, _ = store.expand(path, document, tenant, found)
     stripped = strip_request(of_path(path), document, services.strip)
     routing = router.read(path, hints, stripped.body, request.content_length or 0)
     return json_response({**router.explain(routing), "headers_stripped": stripped.headers})

@@ -6,35 +6,46 @@ Each tenant has its own: an id of another tenant is as unknown as one that does 
 """
 
 import asyncio
-import logging
-import sqlite3
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import orjson
 
 from sgl_ext.balancer.conversations import contexts, stored_turns
 from sgl_ext.balancer.conversations.context_insertion import insert_context
 from sgl_ext.balancer.conversations.document_store import Document, DocumentStore
+from sgl_ext.balancer.conversations.store_thread import StoreFailed, StoreThread
 from sgl_ext.balancer.conversations.stored_turns import ResponseRecorder
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.protocols.responses import RESPONSES
 
-log = logging.getLogger(__name__)
-
-_SWEEP_S = 1.0
 _RETRY_AFTER_S = 5
 # How long a context lives after its last use, by its longest-lived layer.
 _CONTEXT_TTL_S = {"stable": 86_400.0, "project": 3600.0}
 _RESPONSES, _BACKGROUND, _CONTEXTS = "responses", "background", "contexts"
 _Json = dict[str, Any]
 _T = TypeVar("_T")
+
+
+class Named(NamedTuple):
+    """The ids in a request of what is stored: the response that it continues, and its context."""
+
+    previous: str | None
+    context: str | None
+
+
+class Found(NamedTuple):
+    """The items of what a request names, and of all that it continues; None if unknown."""
+
+    previous: list[bytes] | None = None
+    context: list[bytes] | None = None
 
 
 @dataclass(slots=True)
@@ -46,38 +57,65 @@ class ConversationStore:
     clock: seconds since the epoch.
     """
 
-    documents: DocumentStore | None
+    documents: StoreThread | None
     metrics: Metrics
     response_ttl_s: float
     limit_bytes: int
     clock: Callable[[], float] = time.time
+    _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
     # Requests.
 
-    def expand(self, path: str, body: Any, tenant: str) -> tuple[Any, ResponseRecorder | None]:
+    def names(self, path: str, body: Any) -> Named | None:
+        """What a parsed body names of the store; None without a name. Raises BalancerError 400."""
+        if not isinstance(body, dict):
+            return None
+        previous = None
+        if self._continues(path) and stored_turns.own_items(body) is not None:
+            previous = body.get("previous_response_id")
+        if previous is not None and not isinstance(previous, str):
+            raise bad_field("previous_response_id", "must be the id of a response")
+        context, _ = contexts.named(body) or (None, None)
+        if context is not None and not isinstance(context, str):
+            raise bad_field("context_id", "must be the id of a context")
+        return None if previous is context is None else Named(previous, context)
+
+    async def find(self, named: Named, tenant: str) -> Found:
+        """Reads what a request names; it counts as used. Raises BalancerError 503 if the store
+        cannot be read, 413 above `limit_bytes`."""
+        return Found(
+            await self._chain(_RESPONSES, tenant, named.previous),
+            await self._chain(_CONTEXTS, tenant, named.context),
+        )
+
+    def expand(
+        self, path: str, body: Any, tenant: str, found: Found | None = None
+    ) -> tuple[Any, ResponseRecorder | None]:
         """A parsed body with the content of the ids that it names, and its answer's recorder.
 
-        A body that names none is returned as the same object. Raises BalancerError for an
-        unknown id and for a malformed field.
+        found: what it names. A body that names nothing is returned as the same object. Raises
+        BalancerError for an unknown id and for a malformed field.
         """
         if not isinstance(body, dict):
             return body, None
-        recorder = None
-        if path in RESPONSES.paths and self.documents is not None:
-            body, recorder = self._continue(body, tenant)
+        found, recorder = found or Found(), None
+        if self._continues(path):
+            body, recorder = self._continue(body, tenant, found.previous)
         if (named := contexts.named(body)) is not None:
-            body = self._insert_context(path, body, *named, tenant)
+            body = self._insert_context(path, body, *named, found.context)
         return body, recorder
 
-    def _continue(self, body: _Json, tenant: str) -> tuple[_Json, ResponseRecorder | None]:
+    def _continues(self, path: str) -> bool:
+        return path in RESPONSES.paths and self.documents is not None
+
+    def _continue(
+        self, body: _Json, tenant: str, earlier: list[bytes] | None
+    ) -> tuple[_Json, ResponseRecorder | None]:
         own, previous = stored_turns.own_items(body), body.get("previous_response_id")
         if own is None:
             return body, None
         whole = body
         if previous is not None:
-            if not isinstance(previous, str):
-                raise bad_field("previous_response_id", "must be the id of a response")
-            earlier = self._chain(_RESPONSES, tenant, previous)
             if earlier is None:
                 raise BalancerError(
                     HTTPStatus.BAD_REQUEST,
@@ -97,13 +135,14 @@ class ConversationStore:
         note = partial(self._note_background, tenant) if in_background else None
         return whole, ResponseRecorder(previous, store, note)
 
-    def _insert_context(self, path: str, body: _Json, id: Any, texts: Any, tenant: str) -> _Json:
-        if not isinstance(id, str):
+    def _insert_context(
+        self, path: str, body: _Json, id: Any, texts: Any, found: list[bytes] | None
+    ) -> _Json:
+        if id is None:
             raise bad_field("context_id", "must be the id of a context")
         protocol = of_path(path)
         if protocol.add_texts is None:
             raise bad_field("context_id", f"requests to {path} cannot name a context")
-        found = self._chain(_CONTEXTS, tenant, id)
         if found is None:
             raise unknown_context(id)
         blocks = contexts.unpacked_blocks(found[-1])
@@ -112,50 +151,68 @@ class ConversationStore:
             self.metrics.store_events.counts[("mark_left_out",)] += marks_left_out
         return whole
 
-    def _chain(self, kind: str, tenant: str, id: str) -> list[bytes] | None:
+    async def _chain(self, kind: str, tenant: str, id: str | None) -> list[bytes] | None:
         """The items of a document and of those that it continues; all of them count as used."""
+        if id is None:
+            return None
         owner, now = _owner(kind, tenant), self.clock()
-        found = self._query(lambda store: store.chain(owner, id, now, self.limit_bytes))
+        found = await self._read_chain(owner, id, now)
         self.metrics.store_events.counts[("unknown" if found is None else "found",)] += 1
-        if found is not None:
-            self._query(lambda store: store.use(owner, id, now), is_required=False)
+        if found is not None and self.documents is not None:
+            self._later(self.documents.tidy(lambda store: store.use(owner, id, now)))
+        return found
+
+    async def _read_chain(self, owner: str, id: str, now: float) -> list[bytes] | None:
+        def read(store: DocumentStore) -> list[bytes] | BalancerError | None:
+            try:
+                return store.chain(owner, id, now, self.limit_bytes)
+            except BalancerError as too_large:
+                return too_large
+
+        found: list[bytes] | BalancerError | None = await self._read(read)
+        if isinstance(found, BalancerError):
+            raise found
         return found
 
     # Responses.
 
-    def _store_response(
+    async def _store_response(
         self, tenant: str, previous: str | None, entered: bytes, response: _Json
-    ) -> None:
+    ) -> bool:
+        """False if the response could not be stored."""
         items = stored_turns.packed(entered, response["output"])
         document = Document(response["id"], items, stored_turns.about(response), previous)
-        self._put(_RESPONSES, tenant, document, self.response_ttl_s, is_required=False)
+        try:
+            evicted = await self._put(_RESPONSES, tenant, document, self.response_ttl_s)
+        except BalancerError:
+            return False
+        return evicted is not None
 
-    def _note_background(self, tenant: str, id: str) -> None:
+    def _note_background(self, tenant: str, id: str) -> asyncio.Task[Any]:
         note = Document(id, b"", b"")
-        self._put(_BACKGROUND, tenant, note, self.response_ttl_s, is_required=False)
+        return self._later(self._put(_BACKGROUND, tenant, note, self.response_ttl_s))
 
-    def is_in_background(self, tenant: str, id: str) -> bool:
+    async def is_in_background(self, tenant: str, id: str) -> bool:
         """Whether this is a response of the tenant that an engine made in the background."""
-        return self._get(_BACKGROUND, tenant, id) is not None
+        return await self._get(_BACKGROUND, tenant, id) is not None
 
-    def response(self, tenant: str, id: str) -> _Json | None:
+    async def response(self, tenant: str, id: str) -> _Json | None:
         """A response as the client got it, None if it is not stored."""
-        found = self._get(_RESPONSES, tenant, id)
+        found = await self._get(_RESPONSES, tenant, id)
         return None if found is None else stored_turns.response_of(found.about, found.items)
 
-    def input_items(self, tenant: str, id: str) -> list[_Json] | None:
+    async def input_items(self, tenant: str, id: str) -> list[_Json] | None:
         """All items that a response was made from, None if it is not stored."""
-        owner, now = _owner(_RESPONSES, tenant), self.clock()
-        found = self._query(lambda store: store.chain(owner, id, now, self.limit_bytes))
+        found = await self._read_chain(_owner(_RESPONSES, tenant), id, self.clock())
         return None if found is None else stored_turns.listed(id, found)
 
-    def delete_response(self, tenant: str, id: str) -> bool:
+    async def delete_response(self, tenant: str, id: str) -> bool:
         """Deletes a response, so that those that continue it end, too. False if it is unknown."""
-        return self._delete(_RESPONSES, tenant, id)
+        return await self._delete(_RESPONSES, tenant, id)
 
     # Contexts.
 
-    def register_context(self, tenant: str, document: Any) -> _Json:
+    async def register_context(self, tenant: str, document: Any) -> _Json:
         """Stores a context and describes it. Raises BalancerError if it is invalid or too large."""
         if self.documents is None:
             message = "Contexts are not available: store_limit_bytes is 0."
@@ -163,14 +220,14 @@ class ConversationStore:
         blocks = contexts.read_blocks(document)
         id, ttl_s = contexts.context_id(blocks), _CONTEXT_TTL_S[blocks[0].layer]
         stored = Document(id, orjson.dumps([*map(list, blocks)]), b"")
-        if self._put(_CONTEXTS, tenant, stored, ttl_s) is None:
+        if await self._put(_CONTEXTS, tenant, stored, ttl_s) is None:
             message = "blocks: larger than the whole store (store_limit_bytes)"
             raise BalancerError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)
-        return self.context(tenant, id, with_content=False)
+        return await self.context(tenant, id, with_content=False)
 
-    def context(self, tenant: str, id: str, *, with_content: bool) -> _Json:
+    async def context(self, tenant: str, id: str, *, with_content: bool) -> _Json:
         """Describes a context. Raises BalancerError 404 if it is unknown."""
-        found = self._get(_CONTEXTS, tenant, id)
+        found = await self._get(_CONTEXTS, tenant, id)
         if found is None:
             raise unknown_context(id)
         blocks = [
@@ -180,73 +237,81 @@ class ConversationStore:
         about = {"context_id": id, "object": "context", "blocks": blocks}
         return {**about, "expires_at": int(found.expires_s)}
 
-    def delete_context(self, tenant: str, id: str) -> None:
+    async def delete_context(self, tenant: str, id: str) -> None:
         """Raises BalancerError 404 if the context is unknown."""
-        if not self._delete(_CONTEXTS, tenant, id):
+        if not await self._delete(_CONTEXTS, tenant, id):
             raise unknown_context(id)
 
     # The document store, which may fail.
 
-    def _get(self, kind: str, tenant: str, id: str) -> Document | None:
-        return self._query(lambda store: store.get(_owner(kind, tenant), id, self.clock()))
+    async def _get(self, kind: str, tenant: str, id: str) -> Document | None:
+        now = self.clock()
+        return await self._read(lambda store: store.get(_owner(kind, tenant), id, now))
 
-    def _delete(self, kind: str, tenant: str, id: str) -> bool:
+    async def _delete(self, kind: str, tenant: str, id: str) -> bool:
         owner, now = _owner(kind, tenant), self.clock()
-        return bool(self._query(lambda store: store.delete(owner, id, now)))
+        return bool(await self._write(lambda store: store.delete(owner, id, now)))
 
-    def _put(
-        self, kind: str, tenant: str, document: Document, ttl_s: float, *, is_required: bool = True
-    ) -> int | None:
-        def put(store: DocumentStore) -> int | None:
-            evicted = store.put(_owner(kind, tenant), document, ttl_s, self.clock())
-            self.metrics.store_events.counts[
-                ("stored" if evicted is not None else "too_large",)
-            ] += 1
-            if evicted:
-                self.metrics.store_events.counts[("evicted",)] += evicted
-            return evicted
+    async def _put(self, kind: str, tenant: str, document: Document, ttl_s: float) -> int | None:
+        owner, now, events = _owner(kind, tenant), self.clock(), self.metrics.store_events.counts
+        size_bytes = len(document.items) + len(document.about)
+        evicted = await self._write(
+            lambda store: store.put(owner, document, ttl_s, now), size_bytes
+        )
+        events[("stored" if evicted is not None else "too_large",)] += 1
+        if evicted:
+            events[("evicted",)] += evicted
+        return evicted
 
-        return self._query(put, is_required=is_required)
-
-    def _query(
-        self, query: Callable[[DocumentStore], _T], *, is_required: bool = True
-    ) -> _T | None:
-        """The result of `query`, None without a document store.
-
-        Raises BalancerError 503 if the store fails, unless the request does not depend on it.
-        """
+    async def _read(self, query: Callable[[DocumentStore], _T | None]) -> _T | None:
+        """The result of `query`, None without a document store. Raises BalancerError 503 if the
+        store fails."""
         try:
-            return None if self.documents is None else query(self.documents)
-        except sqlite3.Error as error:
-            self._failed(error)
-            if not is_required:
-                return None
-            message = "The store of responses and contexts is unavailable."
-            raise BalancerError(HTTPStatus.SERVICE_UNAVAILABLE, message, _RETRY_AFTER_S) from None
+            return None if self.documents is None else await self.documents.read(query)
+        except StoreFailed:
+            raise _unavailable() from None
 
-    def _failed(self, error: Exception) -> None:
-        self.metrics.store_events.counts[("failed",)] += 1
-        log.warning("the store failed: %s", error)
+    async def _write(
+        self, query: Callable[[DocumentStore], _T | None], size_bytes: int = 0
+    ) -> _T | None:
+        try:
+            return None if self.documents is None else await self.documents.write(query, size_bytes)
+        except StoreFailed:
+            raise _unavailable() from None
 
-    async def sweep_forever(self) -> None:
-        """Deletes expired documents and checkpoints the write-ahead log."""
-        while (store := self.documents) is not None:
-            await asyncio.sleep(_SWEEP_S)
-            try:
-                self.metrics.store_events.counts[("expired",)] += store.sweep(self.clock())
-                if store.wants_checkpoint():
-                    await asyncio.to_thread(store.checkpoint)
-            except (sqlite3.Error, OSError) as error:
-                self._failed(error)
+    def _later(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Runs what no answer depends on; its failure is counted already."""
 
-    def close(self) -> None:
+        async def run() -> None:
+            with suppress(BalancerError):
+                await work
+
+        task = asyncio.create_task(run())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def sweep(self) -> None:
+        """Deletes expired documents and shortens the write-ahead log. Call it periodically."""
         if self.documents is not None:
-            self.documents.close()
+            now = self.clock()
+            gone = await self.documents.tidy(lambda store: store.sweep(now))
+            self.metrics.store_events.counts[("expired",)] += gone or 0
+            await self.documents.checkpoint()
+
+    async def close(self) -> None:
+        if self.documents is not None:
+            await self.documents.close()
 
 
 def _owner(kind: str, tenant: str) -> str:
     """A document's owner in the document store."""
     return f"{kind} {tenant}"
+
+
+def _unavailable() -> BalancerError:
+    message = "The store of responses and contexts is unavailable."
+    return BalancerError(HTTPStatus.SERVICE_UNAVAILABLE, message, _RETRY_AFTER_S)
 
 
 def unknown_context(id: str) -> BalancerError:

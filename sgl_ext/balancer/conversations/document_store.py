@@ -93,7 +93,8 @@ def check_store(path: str | None, limit_bytes: int) -> None:
 
 
 class DocumentStore:
-    """One process's connection to the file. It must not be used after a fork.
+    """One process's connection to the file. It must not be used after a fork, nor by two threads
+    at once.
 
     Methods raise sqlite3.Error if the disk is full or fails, or if another process has been
     writing for over a second. `now` is in seconds since the epoch.
@@ -103,12 +104,18 @@ class DocumentStore:
         """Opens or creates the file. Raises StoreUnusable with its path."""
         self._path = path
         self._limit_bytes = limit_bytes
+        self._open()
+
+    def _open(self) -> None:
+        path = self._path
         try:
             if path != IN_MEMORY:
-                Path(path).parent.mkdir(parents=True, exist_ok=True)
+                Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 # Only the owner may read prompts. SQLite gives its other files the same mode.
                 os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-            self._db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level="IMMEDIATE")
+            self._db = sqlite3.connect(
+                path, timeout=_BUSY_S, isolation_level="IMMEDIATE", check_same_thread=False
+            )
         except (OSError, sqlite3.Error) as error:
             raise self._unusable(error) from None
         try:
@@ -116,6 +123,22 @@ class DocumentStore:
         except sqlite3.Error as error:
             self.close()
             raise self._unusable(error) from None
+        self._inode = self._inode_now()
+
+    def require_file(self) -> None:
+        """Opens the file again if it was removed or replaced, so that nothing is written to a
+        file without a name. Raises StoreUnusable."""
+        if self._inode != self._inode_now():
+            self.close()
+            self._inode = -1  # until it is open again
+            self._open()
+
+    def _inode_now(self) -> int | None:
+        """The inode of the file at the path; None if there is none."""
+        try:
+            return None if self._path == IN_MEMORY else Path(self._path).stat().st_ino
+        except OSError:
+            return None
 
     def _unusable(self, reason: object) -> StoreUnusable:
         return StoreUnusable(f"store={self._path!r}: cannot be used: {reason}")
@@ -124,7 +147,7 @@ class DocumentStore:
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute("PRAGMA synchronous = NORMAL")
         self._db.execute(f"PRAGMA journal_size_limit = {_LOG_BYTES}")
-        # An automatic checkpoint would wait for the disk on the event loop; `checkpoint` does not.
+        # An automatic one would make queries wait for the disk; see `checkpoint_if_long`.
         self._db.execute("PRAGMA wal_autocheckpoint = 0")
         self._page_bytes = self._number("PRAGMA page_size")
         with self._db:
@@ -154,6 +177,7 @@ class DocumentStore:
         """
         if len(document.items) + len(document.about) > self._limit_bytes:
             return None
+        self._require_room_in_log()
         with self._db:
             self._db.execute(_DELETE, (owner, document.id))
             row = (owner, document.id, document.continues, len(document.items))
@@ -232,12 +256,13 @@ class DocumentStore:
             )
         return gone.rowcount
 
-    def wants_checkpoint(self) -> bool:
-        """Whether the write-ahead log is long enough for `checkpoint`."""
-        return self._path != IN_MEMORY and self._log_bytes() > _LOG_BYTES
+    def checkpoint_if_long(self) -> None:
+        """Moves the write-ahead log into the file if it is long. Any thread may call it, and it
+        waits for the disk."""
+        if self._path != IN_MEMORY and self._log_bytes() > _LOG_BYTES:
+            self._checkpoint()
 
-    def checkpoint(self) -> None:
-        """Moves the write-ahead log into the file. It waits for the disk, call it in a thread."""
+    def _checkpoint(self) -> None:
         with closing(sqlite3.connect(self._path, timeout=_BUSY_S)) as db:
             db.execute(f"PRAGMA journal_size_limit = {_LOG_BYTES}")
             db.execute("PRAGMA synchronous = NORMAL")
@@ -248,6 +273,15 @@ class DocumentStore:
             # The first write to an empty log waits for the disk. This thread makes that write.
             with db:
                 db.execute(f"PRAGMA user_version = {int(time.monotonic())}")
+
+    def _require_room_in_log(self) -> None:
+        """Empties the write-ahead log if it has reached its limit: a burst of large documents
+        fills it before the next `checkpoint_if_long`. Raises sqlite3.OperationalError if a reader
+        prevents that."""
+        if self._log_bytes() > _LOG_LIMIT_BYTES:
+            self._checkpoint()
+            if self._log_bytes() > _LOG_LIMIT_BYTES:
+                raise sqlite3.OperationalError("its write-ahead log is full")
 
     def _log_bytes(self) -> int:
         try:

@@ -8,7 +8,7 @@ OpenAI's API.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ _LIFECYCLE = re.compile(
     rb"^(event: response\.(?:created|queued|in_progress|completed|incomplete|failed)\ndata: )(.*)$",
     re.MULTILINE,
 )
+_LAST = re.compile(rb"^event: response\.(?:completed|incomplete)\n", re.MULTILINE)
 
 
 def own_items(body: _Json) -> list[Any] | None:
@@ -89,35 +90,82 @@ class ResponseRecorder:
     """Stores the response of one request, and returns the answer as it goes to the client.
 
     previous: the id of the response that the request continues, if any.
-    store: stores the complete response; None if the client wants it not to be stored.
+    store: stores the complete response; False if that failed. None if the client wants it not to
+        be stored.
     note_background: gets the id of a response that an engine starts in the background.
     """
 
     previous: str | None
-    store: Callable[[_Json], None] | None
-    note_background: Callable[[str], None] | None = None
+    store: Callable[[_Json], Awaitable[bool]] | None
+    note_background: Callable[[str], Awaitable[object]] | None = None
+    _end: bytes = b""
+
+    @property
+    def holds_end(self) -> bool:
+        """Whether `record_end` has events for the client."""
+        return self._end != b""
 
     def record_events(self, data: bytes) -> bytes:
-        """Takes whole events of a stream. The response is stored before its last event is sent."""
-        return _LIFECYCLE.sub(lambda match: match[1] + self.record(match[2], "response"), data)
+        """Takes whole events of a stream and returns those for the client. The event with the
+        complete response, and what follows it, waits for `record_end`."""
+        if self._end:
+            self._end += data
+            return b""
+        if self.store is not None and (last := _LAST.search(data)) is not None:
+            data, self._end = data[: last.start()], data[last.start() :]
+        return _LIFECYCLE.sub(lambda match: match[1] + self._begun(match[2]), data)
 
-    def record(self, data: bytes, key: str = "") -> bytes:
-        """Takes a whole body: the JSON of a response, or of an object that has it at `key`."""
-        try:
-            document = orjson.loads(data)
-        except orjson.JSONDecodeError:
+    async def record_end(self) -> bytes:
+        """Stores the response of a stream that has ended, and returns its last events."""
+        last = _LIFECYCLE.match(self._end)
+        if last is None:  # its data is in several lines
+            return self._end
+        return last[1] + await self.record(last[2], "response") + self._end[last.end() :]
+
+    async def record(self, data: bytes, key: str = "") -> bytes:
+        """Takes a whole body: the JSON of a response, or of an object that has it at `key`.
+
+        A response that could not be stored has `store: false`.
+        """
+        document, response = _response_in(data, key)
+        if response is None:
             return data
-        response = document[key] if isinstance(document, dict) and key in document else document
-        if not isinstance(response, dict) or response.get("object") != "response":
+        is_changed = self._name_previous(response)
+        if self.store is not None and _is_complete(response):
+            if not await self.store(response):
+                response["store"], is_changed = False, True
+        elif (noting := self._note(response)) is not None:
+            await noting
+        return orjson.dumps(document) if is_changed else data
+
+    def _begun(self, data: bytes) -> bytes:
+        """The data of an event with a response that is not complete."""
+        document, response = _response_in(data, "response")
+        if response is None:
             return data
+        self._note(response)
+        return orjson.dumps(document) if self._name_previous(response) else data
+
+    def _name_previous(self, response: _Json) -> bool:
         if self.previous is not None:
             response["previous_response_id"] = self.previous
-        if self.store is not None and _is_complete(response):
-            self.store(response)
-        elif self.note_background is not None and isinstance(response.get("id"), str):
-            self.note_background(response["id"])
-            self.note_background = None
-        return data if self.previous is None else orjson.dumps(document)
+        return self.previous is not None
+
+    def _note(self, response: _Json) -> Awaitable[object] | None:
+        note, self.note_background = self.note_background, None
+        id = response.get("id")
+        return None if note is None or not isinstance(id, str) else note(id)
+
+
+def _response_in(data: bytes, key: str) -> tuple[Any, _Json | None]:
+    """The JSON of `data`, and the response in it, None if there is none."""
+    try:
+        document = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        return None, None
+    response = document[key] if isinstance(document, dict) and key in document else document
+    is_response = isinstance(response, dict) and response.get("object") == "response"
+    return document, response if is_response else None
 
 
 def _is_complete(response: _Json) -> bool:

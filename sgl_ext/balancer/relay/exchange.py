@@ -19,16 +19,19 @@ When the client disconnects, the connection to the worker is closed, and the eng
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable, Callable, Coroutine
 from enum import Enum
 from functools import partial
 from http import HTTPStatus
+from typing import Any
 
+from sgl_ext.balancer.conversations.conversation_store import Found, Named
 from sgl_ext.balancer.http.downstream import DownstreamConnection
 from sgl_ext.balancer.http.request_reader import Request
 from sgl_ext.balancer.http.response_head import ResponseHead
 from sgl_ext.balancer.http.upstream import UpstreamConnection
 from sgl_ext.balancer.metrics.registry import band
-from sgl_ext.balancer.relay.preparation import NOT_PREPARED, prepare
+from sgl_ext.balancer.relay.preparation import NOT_PREPARED, Draft, parse, prepare
 from sgl_ext.balancer.relay.response import Response
 from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.reporting.request_log import AnsweredRequest
@@ -78,6 +81,7 @@ class Exchange:
         self._queued_s = 0.0
         self._ttft_s = 0.0
         self._request_id = ""
+        self._waiting: asyncio.Task[None] | None = None
         self.routing = NO_ROUTING
         self.tried: set[Worker] = set()
 
@@ -88,15 +92,45 @@ class Exchange:
         try:
             if self._request.rejection is not None:
                 raise self._request.rejection
-            self._preparation = prepare(self._services, self._request)
+            draft = parse(self._services, self._request)
+            if draft is None or draft.named is None:
+                self._prepare(draft)
+            else:
+                self._wait_for(self._find_named(draft, draft.named))
+        except Exception as error:
+            self._failed(error)
+
+    def _prepare(self, draft: Draft | None, found: Found | None = None) -> None:
+        if draft is not None:
+            self._preparation = prepare(self._services, self._request, draft, found)
             self.routing = self._preparation.routing
-            self._services.retries.add_request()
-            self._place()
-        except BalancerError as error:
+        self._services.retries.add_request()
+        self._place()
+
+    def _wait_for(self, work: Coroutine[Any, Any, None]) -> None:
+        """Goes on when the store has answered. An event loop keeps no reference to a task."""
+
+        async def run() -> None:
+            try:
+                await work
+            except Exception as error:
+                self._failed(error)
+
+        self._waiting = asyncio.create_task(run())
+
+    def _failed(self, error: Exception) -> None:
+        if not isinstance(error, BalancerError):
+            log.error("a request failed inside the balancer", exc_info=error)
+            error = internal_error()
+        if self._stage is Stage.BEFORE_FIRST_BYTE:
             self._answer_error(error)
-        except Exception:
-            log.exception("a request failed inside the balancer")
-            self._answer_error(internal_error())
+        elif self._stage is Stage.RELAYING:
+            self._cut("the balancer failed")
+
+    async def _find_named(self, draft: Draft, named: Named) -> None:
+        found = await self._services.conversations.find(named, draft.tenant)
+        if self._stage is not Stage.ENDED:
+            self._prepare(draft, found)
 
     def _place(self) -> None:
         if self._head.route is None:  # for the control plane
@@ -178,11 +212,14 @@ class Exchange:
         self._connection = None
         response = self._response
         head, body = response.head, response.rest()
+        recorder = self._preparation.recorder
         if head.streams and (body or self._stage is Stage.RELAYING):
             if body:
                 self._relay(body)
-            self._complete()
-            self._client.end_stream()
+            if recorder is None or not recorder.holds_end:
+                self._end_stream(b"")
+            else:
+                self._wait_for(self._finish(recorder.record_end(), self._end_stream))
         elif (
             head.status == HTTPStatus.SERVICE_UNAVAILABLE
             and 0 < self._attempts < MAX_ATTEMPTS
@@ -190,14 +227,29 @@ class Exchange:
             and self._has_budget()
         ):
             self._retry("status 503", answered=True)
+        elif recorder is None or head.status != HTTPStatus.OK:
+            self._answer(body)
         else:
-            recorder = self._preparation.recorder
-            if recorder is not None and head.status == HTTPStatus.OK:
-                body = recorder.record(body)
-            response.sent(body)
-            self._first_byte()
-            self._complete()
-            self._client.answer(head.status, head.reason, response.lines, body)
+            self._wait_for(self._finish(recorder.record(body), self._answer))
+
+    async def _finish(self, recorded: Awaitable[bytes], send: Callable[[bytes], None]) -> None:
+        """Sends the end of a response after it was stored."""
+        data = await recorded
+        if self._stage is not Stage.ENDED:
+            send(data)
+
+    def _end_stream(self, last: bytes) -> None:
+        if last:
+            self._send(last)
+        self._complete()
+        self._client.end_stream()
+
+    def _answer(self, body: bytes) -> None:
+        head = self._response.head
+        self._response.sent(body)
+        self._first_byte()
+        self._complete()
+        self._client.answer(head.status, head.reason, self._response.lines, body)
 
     def resume(self) -> None:
         """The client reads again."""
@@ -207,6 +259,10 @@ class Exchange:
     def _relay(self, data: bytes) -> None:
         if self._preparation.recorder is not None:
             data = self._preparation.recorder.record_events(data)
+        if data:
+            self._send(data)
+
+    def _send(self, data: bytes) -> None:
         if self._stage is Stage.BEFORE_FIRST_BYTE:
             self._start_stream(data)
         else:
@@ -258,6 +314,8 @@ class Exchange:
     def abandon(self, reason: str) -> None:
         """The worker will not answer, whether the request was sent to it, connects or waits for a
         prefix."""
+        if self._waiting is not None and not self._waiting.done():
+            return  # it has answered, and the response is being stored
         self._disconnect()
         if self._stage is Stage.RELAYING:
             self._cut(reason)

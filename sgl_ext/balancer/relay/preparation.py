@@ -1,5 +1,6 @@
 """Reads a request's body before it is placed: what it names, how to route it, and its charge."""
 
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs
@@ -7,6 +8,7 @@ from urllib.parse import parse_qs
 import orjson
 
 from sgl_ext.balancer.access.rate_limits import Charge
+from sgl_ext.balancer.conversations.conversation_store import Found, Named
 from sgl_ext.balancer.conversations.stored_turns import ResponseRecorder
 from sgl_ext.balancer.http.request_head import RequestHead
 from sgl_ext.balancer.http.request_reader import Request
@@ -38,16 +40,26 @@ class Preparation(NamedTuple):
 NOT_PREPARED = Preparation(NO_ROUTING, None, None, None)
 
 
-def prepare(services: Services, request: Request) -> Preparation:
-    """Parses a request's body if it decides where the request goes, and charges its tenant.
+class Draft(NamedTuple):
+    """A parsed request. named: what it names of the stored responses and contexts."""
 
-    The content of the ids that the body names is put into `request.body`. Raises BalancerError
-    400 for a malformed body or an unknown id, 429 above a rate limit.
+    document: Any
+    hints: Mapping[str, str]
+    protocol: Protocol
+    path: str
+    tenant: str
+    named: Named | None
+
+
+def parse(services: Services, request: Request) -> Draft | None:
+    """Parses a request's body; None if it does not decide where the request goes.
+
+    Raises BalancerError 400 for a malformed body.
     """
     head = request.head
     route = head.route
     if route is None or not route.placed:
-        return NOT_PREPARED
+        return None
     document = parse_json(request.body)
     if (wrong := find_wrong_type(document)) is not None:
         raise BalancerError(HTTPStatus.BAD_REQUEST, wrong.message, param=wrong.field)
@@ -56,7 +68,22 @@ def prepare(services: Services, request: Request) -> Preparation:
     if route.warms and (detected := _prefill_protocol(head, document)) is not None:
         protocol, path = detected, detected.paths[0]
     tenant = services.router.tenants.asking(hints).name
-    expanded, recorder = services.conversations.expand(path, document, tenant)
+    named = services.conversations.names(path, document)
+    return Draft(document, hints, protocol, path, tenant, named)
+
+
+def prepare(
+    services: Services, request: Request, draft: Draft, found: Found | None = None
+) -> Preparation:
+    """Reads how to route a request, and charges its tenant.
+
+    found: what `draft.named` names. Its content is put into `request.body`. Raises BalancerError
+    400 for a malformed body or an unknown id, 429 above a rate limit.
+    """
+    document, hints, protocol, path, tenant, _ = draft
+    head, route = request.head, request.head.route
+    assert route is not None, "only requests with a route are parsed"
+    expanded, recorder = services.conversations.expand(path, document, tenant, found)
     if expanded is not document:
         document = with_name(protocol, expanded) if route.warms else expanded
         try:
