@@ -102,6 +102,7 @@ def test_an_engine_whose_detokenizer_dies_ends_without_dumping_its_memory(
     """A dump keeps it from ending, and from answering, for 65 s."""
     # SGLang starts it last, and a process that is forked has no title.
     detokenizer = max(processes_of(engine), key=lambda process: process.create_time())
+    engine.ask("Hello")  # from the first request on, a dump is possible
     detokenizer.kill()
     until(lambda: not engine.server.running())
     assert "It usually means one child failed" in log.read_text()
