@@ -13,7 +13,8 @@ A removed entry stays in its list, without its item, until then: the queue refer
 that does not wait.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import islice
 from typing import Generic, TypeVar
@@ -51,6 +52,7 @@ class OrderedQueue(Generic[T]):
         self._served = served
         self._weights = weights
         self._entries: dict[T, Entry[T]] = {}
+        self._tenants: Counter[str] = Counter()  # of the entries
         self._sorted: list[Entry[T]] = []
         self._sorted_s = 0.0
         self._new: list[Entry[T]] = []
@@ -65,9 +67,15 @@ class OrderedQueue(Generic[T]):
     def __contains__(self, item: object) -> bool:
         return item in self._entries
 
+    @property
+    def tenants(self) -> Set[str]:
+        """The tenants of the queued items."""
+        return self._tenants.keys()
+
     def add(self, item: T, waiting: Waiting) -> None:
         """Adds an item that is not in the queue."""
         entry = self._entries[item] = Entry(item, waiting)
+        self._tenants[waiting.tenant] += 1
         self._new.append(entry)
 
     def remove(self, item: T) -> None:
@@ -75,16 +83,25 @@ class OrderedQueue(Generic[T]):
         entry = self._entries.pop(item, None)
         if entry is not None:
             entry.item = None
+            tenant = entry.waiting.tenant
+            self._tenants[tenant] -= 1
+            if not self._tenants[tenant]:
+                del self._tenants[tenant]
 
-    def head(self, limit: int, now_s: float) -> Sequence[Entry[T]]:
-        """The first entries in order, at most `limit`."""
+    def head(self, limit: int, now_s: float, without: Collection[str] = ()) -> Sequence[Entry[T]]:
+        """The first entries in order, at most `limit`, of other tenants than these."""
         if now_s - self._sorted_s >= SORTED_FOR_S or len(self._new) > MOST_NEW:
-            return self.sort(now_s)[:limit]
+            self.sort(now_s)
         if len(self._sorted) > len(self._entries) + _MOST_EMPTY:
             self._sorted = [entry for entry in self._sorted if entry.item is not None]
         self._new = [entry for entry in self._new if entry.item is not None]
-        head = list(islice((entry for entry in self._sorted if entry.item is not None), limit))
-        return self._in_order(head + self._new, now_s)[:limit] if self._new else head
+
+        def is_wanted(entry: Entry[T]) -> bool:
+            return entry.item is not None and entry.waiting.tenant not in without
+
+        head = list(islice(filter(is_wanted, self._sorted), limit))
+        new = [entry for entry in self._new if is_wanted(entry)]
+        return self._in_order(head + new, now_s)[:limit] if new else head
 
     def sort(self, now_s: float) -> Sequence[Entry[T]]:
         """All entries in order."""

@@ -9,23 +9,28 @@ which make up for each other's faults, decide how much that is:
     the engine's   the requests in its own queue: exact, but about 0.1 s old
 
 Our account counts, for each request, the prompt tokens that its worker is not expected to have
-cached and the output that its client expects. Tokens read from the cache and longer outputs take
-memory as well, but we do not know how much. If we have sent an engine too much, it queues, reports
-its queue, and is sent nothing more until that queue is empty.
+cached and the output that its client expects, at most what the context leaves. Tokens read from
+the cache and longer outputs take memory as well, but we do not know how much. If we have sent an
+engine too much, it queues, reports its queue, and is sent nothing more until that queue is empty.
+
+What a client expects is its word. So for a request of one tenant, the tokens of each other tenant
+count as an equal part of the memory at most: with two tenants there as a half, with three as a
+third. Whatever others claim, a tenant's requests fit up to its own part.
 
 The rivals of a request are the requests in flight that it could not preempt: their priority is
 above its own less the threshold. A worker has capacity for a request if
 
     1. it has fewer rivals than it can run at once, plus a few that are sent ahead, so that
        the engine need not wait for a round trip and a tokenization whenever one ends
-    2. the rivals' tokens and its own fit the engine's memory, or it has no rivals
+    2. the rivals' tokens, each tenant's within its part, and its own fit the engine's memory, or
+       it has no rivals
     3. the engine queues no more than those few, or the request could preempt another one
        there: then it is sent in any case, because only the engine knows if preempting pays
 
 A size beyond an engine's whole memory counts as 0. Either the engine will reject the prompt at
 once, or the size is wrong: images are counted by their bytes.
 
-Wherever a request has capacity, a request of a higher priority has capacity too.
+Wherever a request has capacity, one of the same tenant with a higher priority has capacity too.
 """
 
 # One request is sent ahead for each so many that can run at once.
@@ -36,15 +41,19 @@ class Capacity:
     """What an engine reports of itself.
 
     tokens: the size of its KV memory.
+    context: the longest prompt and answer together.
     limit: how many requests may be in flight there.
     queues: whether more requests are queued there than are sent ahead.
     """
 
-    __slots__ = ("limit", "queues", "tokens")
+    __slots__ = ("context", "limit", "queues", "tokens")
 
-    def __init__(self, tokens: int, max_running: int, queued: int = 0) -> None:
+    def __init__(
+        self, tokens: int, max_running: int, queued: int = 0, context: int | None = None
+    ) -> None:
         ahead = max(1, max_running // _AHEAD)
         self.tokens = tokens
+        self.context = min(tokens, context or tokens)
         self.limit = max_running + ahead
         self.queues = queued > ahead
 
@@ -52,38 +61,47 @@ class Capacity:
         """The tokens that a request counts with: 0 if they exceed the whole memory."""
         return tokens if tokens <= self.tokens else 0
 
+    def needed(self, prompt: int, uncached: int, output: int) -> int:
+        """The tokens that a request counts with, of whose prompt so many are not cached."""
+        return self.counted(uncached + min(output, max(self.context - prompt, 0)))
+
 
 class InFlight:
-    """The requests in flight at one worker and their tokens, in total and by priority."""
+    """The requests in flight at one worker and their tokens, in total, by priority and tenant."""
 
     def __init__(self) -> None:
         self.requests = 0
         self.tokens = 0
-        self._by_priority: dict[int, tuple[int, int]] = {}  # requests and their tokens
+        # Requests and their tokens.
+        self._by_kind: dict[tuple[int, str], tuple[int, int]] = {}
 
-    def add(self, priority: int, tokens: int) -> None:
+    def add(self, priority: int, tokens: int, tenant: str = "") -> None:
         """Counts a request that was sent."""
-        self._count(priority, 1, tokens)
+        self._count(priority, 1, tokens, tenant)
 
-    def remove(self, priority: int, tokens: int) -> None:
+    def remove(self, priority: int, tokens: int, tenant: str = "") -> None:
         """Removes a request that was added with the same arguments."""
-        self._count(priority, -1, -tokens)
+        self._count(priority, -1, -tokens, tenant)
 
-    def above(self, priority: int) -> tuple[int, int]:
-        """The number of requests above a priority, and their tokens."""
-        requests = tokens = 0
-        for level, (count, their_tokens) in self._by_priority.items():
+    def above(self, priority: int) -> tuple[int, dict[str, int]]:
+        """The number of requests above a priority, and each tenant's tokens of them; all tenants
+        with requests of any priority are named."""
+        requests = 0
+        tokens: dict[str, int] = {}
+        for (level, tenant), (count, their_tokens) in self._by_kind.items():
+            tokens.setdefault(tenant, 0)
             if level > priority:
                 requests += count
-                tokens += their_tokens
+                tokens[tenant] += their_tokens
         return requests, tokens
 
-    def _count(self, priority: int, requests: int, tokens: int) -> None:
+    def _count(self, priority: int, requests: int, tokens: int, tenant: str) -> None:
         self.requests += requests
         self.tokens += tokens
-        before, tokens_before = self._by_priority.pop(priority, (0, 0))
+        kind = priority, tenant
+        before, tokens_before = self._by_kind.pop(kind, (0, 0))
         if before + requests:
-            self._by_priority[priority] = before + requests, tokens_before + tokens
+            self._by_kind[kind] = before + requests, tokens_before + tokens
 
 
 def has_capacity(
@@ -94,20 +112,25 @@ def has_capacity(
     threshold: int,
     others: int = 0,
     their_tokens: int = 0,
+    tenant: str = "",
 ) -> bool:
     """Whether a worker can run a request of `priority` and `tokens` without queueing it.
 
     threshold: by how much a request's priority must exceed another's to preempt it.
-    others, their_tokens: what other balancers have in flight there; all of it counts as rivals.
+    others, their_tokens: what other balancers have in flight there; all of it counts as rivals,
+        and as one more tenant.
     """
     own = capacity.counted(tokens)
     # Usually everything fits, and rivals need not be counted.
     all_fit = own + here.tokens + their_tokens <= capacity.tokens
     if all_fit and here.requests + others < capacity.limit and not capacity.queues:
         return True
-    rivals, rival_tokens = here.above(priority - threshold)
+    rivals, by_tenant = here.above(priority - threshold)
     if capacity.queues and rivals == here.requests:
         return False
     rivals += others
-    fits = own + rival_tokens + their_tokens <= capacity.tokens
+    own += by_tenant.pop(tenant, 0)
+    rival_tokens = [*by_tenant.values(), *([their_tokens] if others or their_tokens else [])]
+    part = capacity.tokens // (len(rival_tokens) + 1)
+    fits = own + sum(min(tokens, part) for tokens in rival_tokens) <= capacity.tokens
     return rivals < capacity.limit and (fits or not rivals)

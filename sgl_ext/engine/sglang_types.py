@@ -312,6 +312,7 @@ class Scheduler(Protocol):
     chunked_req: Req | None
     chunked_prefill_size: int | None
     max_running_requests: int
+    max_req_len: int
     grammar_manager: GrammarManager
     load_inquirer: LoadInquirer
     load_publisher: LoadPublisher

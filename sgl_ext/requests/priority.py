@@ -1,7 +1,8 @@
 """A request's priority and expected output length, as its client states them.
 
     x-sgl-ext-priority, x-dynamo-request-priority     a header; it overrides the body
-    nvext.agent_hints.priority, .osl                  integers in the body
+    nvext.agent_hints.priority                        an integer in the body
+    nvext.agent_hints.osl                             the expected length of the answer, in tokens
     nvext.agent_hints.speculative_prefill             whether to prefill the next turn ahead
     priority                                          SGLang's own, in the body
     service_tier                                      OpenAI's: "priority" is 10, "flex" is -10
@@ -25,6 +26,7 @@ _HINTS = (
     ("osl", int, "an integer"),
     ("speculative_prefill", bool, "true or false"),
 )
+_OUTPUT_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _INTEGER = re.compile(r"[+-]?[0-9]{1,20}")
 
 
@@ -32,7 +34,8 @@ _INTEGER = re.compile(r"[+-]?[0-9]{1,20}")
 class Importance:
     """A request's priority and related hints.
 
-    output_tokens: the expected length of the answer; None if it is not stated.
+    output_tokens: the expected length of the answer, at most what the request allows; None if it
+        is not stated.
     error: a malformed field of our own, or "".
     ignored: other vendors' hints with unknown values.
     is_clamped: the request asked for more than the ceiling, and got the ceiling.
@@ -81,11 +84,20 @@ def read_importance(headers: Mapping[str, str], body: Any, ceiling: int = LIMIT)
     priority = next((each for each in priorities if each is not None), None)
     return Importance(
         max(min(priority or 0, LIMIT, ceiling), -LIMIT),
-        hints.get("osl"),
+        _expected_output(hints.get("osl"), body),
         ignored=ignored,
         is_clamped=priority is not None and priority > ceiling,
         speculative_prefill=hints.get("speculative_prefill"),
     )
+
+
+def _expected_output(stated: int | None, body: Mapping[str, Any]) -> int | None:
+    if stated is None:
+        return None
+    sampling = body.get("sampling_params")
+    limits = [body.get(field) for field in _OUTPUT_LIMITS]
+    limits.append(sampling.get("max_new_tokens") if isinstance(sampling, dict) else None)
+    return min(stated, *(limit for limit in limits if type(limit) is int and limit >= 0), stated)
 
 
 def _error_in(hints: Any) -> str:

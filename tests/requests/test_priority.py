@@ -146,3 +146,21 @@ def test_no_body_breaks_it(body: dict[str, Any], hints: Any, priority: Any) -> N
         found = read_importance({}, document)
         assert -LIMIT <= found.priority <= LIMIT
         orjson.dumps(found.error)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({}, 262_000),
+        ({"max_tokens": 4}, 4),
+        ({"max_completion_tokens": 5, "max_tokens": 9}, 5),
+        ({"max_output_tokens": 6}, 6),
+        ({"sampling_params": {"max_new_tokens": 7}}, 7),
+        ({"max_tokens": 300_000}, 262_000),
+        ({"max_tokens": None, "sampling_params": [{"max_new_tokens": 1}]}, 262_000),
+    ],
+)
+def test_an_answer_is_not_expected_to_be_longer_than_the_request_allows(
+    body: dict[str, Any], expected: int
+) -> None:
+    assert read_importance({}, body | hinted(osl=262_000)).output_tokens == expected

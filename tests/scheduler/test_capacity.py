@@ -72,6 +72,28 @@ def test_a_size_beyond_an_engines_memory_counts_as_none() -> None:
     assert Capacity(1000, 8).counted(1001) == 0
 
 
+def test_another_tenant_s_claims_leave_a_tenant_its_part() -> None:
+    here, capacity = InFlight(), Capacity(1000, 16)
+    here.add(0, 990, "ann")
+
+    def fits(tokens: int, tenant: str) -> bool:
+        return has_capacity(capacity, here, 0, tokens, THRESHOLD, tenant=tenant)
+
+    assert fits(500, "ben")
+    assert not fits(501, "ben")
+    assert not fits(11, "ann"), "its own claims are its own matter"
+    here.add(0, 400, "cat")
+    assert fits(334, "ben")
+    assert not fits(335, "ben")
+
+
+def test_an_answer_cannot_be_longer_than_the_context_leaves() -> None:
+    capacity = Capacity(100_000, 8, context=32_000)
+    assert capacity.needed(prompt=2_000, uncached=500, output=262_000) == 30_500
+    assert capacity.needed(prompt=40_000, uncached=40_000, output=262_000) == 40_000
+    assert Capacity(100_000, 8).needed(prompt=2_000, uncached=500, output=262_000) == 98_500
+
+
 requests = st.lists(st.tuples(st.integers(-30, 30), st.integers(0, 500)), max_size=12)
 reports = st.tuples(st.integers(1, 2000), st.integers(1, 12), st.integers(0, 4))
 others = st.tuples(st.integers(0, 4), st.integers(0, 500))
@@ -89,7 +111,8 @@ def test_the_totals_are_those_of_the_requests_in_flight(
     assert (here.requests, here.tokens) == (len(them), sum(tokens for _, tokens in them))
     for priority in range(-31, 32, 3):
         above = [tokens for level, tokens in them if level > priority]
-        assert here.above(priority) == (len(above), sum(above))
+        requests, by_tenant = here.above(priority)
+        assert (requests, sum(by_tenant.values())) == (len(above), sum(above))
 
 
 @given(reports, requests, others, st.integers(-30, 30), st.integers(0, 2500))
@@ -120,7 +143,10 @@ def test_capacity_equals_a_plain_reading_of_its_rules(
     rivals = [t for level, t in them if level > priority - THRESHOLD] + [0] * elsewhere[0]
     could_preempt = any(level <= priority - THRESHOLD for level, _ in them)
     own = 0 if tokens > memory else tokens
-    fits = sum(rivals) + elsewhere[1] + own <= memory or not rivals
+    # What others have in flight counts as half of the memory at most, as if one tenant had it.
+    fits = sum(rivals) + min(elsewhere[1], memory // 2) + own <= memory or not rivals
+    all_fit = sum(t for _, t in them) + elsewhere[1] + own <= memory
+    fits = fits or (all_fit and queued <= ahead)
     slots = len(rivals) < max_running + ahead
     expected = slots and fits and (queued <= ahead or could_preempt)
     found = room(Capacity(*report), flying(*them), priority, tokens, elsewhere)

@@ -1,6 +1,7 @@
 """Rate limits: how many requests and tokens a tenant may use in a minute.
 
-On arrival a request is charged with the estimated tokens of its prompt. When its answer is
+On arrival a request is charged with the estimated tokens of its prompt and the output that it
+claims. When its answer is
 complete, the charge is replaced by the real cost: the prompt tokens that were computed and the
 output tokens. If the answer reports no usage, the estimate stays.
 

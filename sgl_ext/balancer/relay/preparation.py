@@ -101,7 +101,9 @@ def prepare(
             diagnosis = services.request_log.detector.diagnose(
                 path, head.fields, hints, stripped, routing, request.body
             )
-    charge = services.rate_limits.admit(head.tenant, routing.prompt_tokens)
+    # What it claims of an engine is charged until its cost is known.
+    claimed_tokens = routing.prompt_tokens + routing.output_tokens
+    charge = services.rate_limits.admit(head.tenant, claimed_tokens)
     return Preparation(routing, recorder if route.runs else None, diagnosis, charge)
 
 

@@ -7,7 +7,10 @@ the cheapest first. If too many requests wait, the last of that order is rejecte
 The first request in order may still find no worker: the worker of its session has no capacity
 while another one has, or its prompt is too long for the free memory. Then later requests may pass
 it for HOME_WAIT_S from its first turn. After that it goes to any worker with capacity, and while
-there is none, only more important requests pass it. Waiting a little for the data rather than
+there is none, only more important requests of its tenant pass it, and those of other tenants, but
+for RESERVE_S: for so long a tenant may hold all others up, once in RESERVE_EVERY_S, so that a
+request larger than the tenant's part of an engine's memory finds room, and nobody is locked out
+by such requests. Waiting a little for the data rather than
 moving it is delay scheduling (Zaharia et al., 2010): where every engine is full, a request ends
 somewhere all the time, and a request that took the first free slot would leave its cache behind.
 Two seconds are the time to compute 40,000 tokens again at 20,000 tokens/s.
@@ -28,7 +31,11 @@ from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.protocols.errors import BalancerError, no_engine
 
 HOME_WAIT_S = 2.0
+RESERVE_S = 10.0
+RESERVE_EVERY_S = 60.0
 _RETRY_AFTER_S = 5
+_ALL = "\n"  # in place of a tenant, whose name is printable: every tenant
+_NONE = float("-inf")
 # How many entries are tried each time that there may be capacity.
 _MOST_TRIED = 32
 # How many of them may be passed over after their prompts were looked up, which takes time.
@@ -61,6 +68,7 @@ class AdmissionQueue:
 
     def __post_init__(self) -> None:
         self._served = Served()
+        self._reserved_s: dict[str, float] = {}  # when a tenant began to hold others up
         self._queue: OrderedQueue[QueuedRequest] = OrderedQueue(
             self.aging_s, self._served, self.router.tenants.weights
         )
@@ -95,7 +103,7 @@ class AdmissionQueue:
 
     def admit(self) -> None:
         """Places the queued requests for which there is capacity."""
-        while self._queue and self._admit_head():
+        while self._queue and self._admit_first():
             pass
 
     def sweep(self) -> None:
@@ -103,6 +111,9 @@ class AdmissionQueue:
         periodically."""
         self.admit()
         now_s = self.clock()
+        for tenant, began_s in tuple(self._reserved_s.items()):
+            if now_s - began_s >= RESERVE_EVERY_S:
+                del self._reserved_s[tenant]
         if len(self._queue) > self.limit:
             self._reject_excess(now_s)
         is_futile = bool(self._queue) and not self.router.any_available()
@@ -116,21 +127,37 @@ class AdmissionQueue:
             elif entry.waiting.arrived_s + self.timeout_s <= now_s:
                 self._reject(request, f"None had capacity for {self.timeout_s:g} s.")
 
-    def _admit_head(self) -> bool:
-        """Places requests from the head of the queue; whether any was placed."""
+    def _admit_first(self) -> bool:
+        """Places requests from the head of the queue; whether any was placed. If none was, it
+        tries those behind the tenants for which no worker has capacity."""
+        full: dict[str, float] = {}
+        tried = -1
+        while len(full) > tried and _ALL not in full and self._queue.tenants - full.keys():
+            tried = len(full)
+            if self._admit_head(full):
+                return True
+        return False
+
+    def _admit_head(self, full: dict[str, float]) -> bool:
+        """Places requests from the head of the queue; whether any was placed.
+
+        full: for each tenant the highest priority for which no worker has capacity, which is added
+            to; its requests are skipped.
+        """
         now_s = self.clock()
         any_placed, passed_over = False, 0
-        full_for: float = float("-inf")  # no worker has capacity for this priority or a lower one
-        for entry in self._queue.head(_MOST_TRIED, now_s):
+        for entry in self._queue.head(_MOST_TRIED, now_s, frozenset(full)):
             request = entry.item
             if request is None:  # removed while others were placed
                 continue
             routing = request.routing
             takes_any_worker = routing.runs and not request.tried
-            if takes_any_worker and routing.priority <= full_for:
+            tenant, priority = routing.tenant, routing.priority
+            if takes_any_worker and any(priority <= full.get(key, _NONE) for key in (tenant, _ALL)):
                 continue
             if not self.router.has_capacity_for(routing, request.tried):
-                full_for = routing.priority if takes_any_worker else full_for
+                if takes_any_worker:
+                    full[tenant] = max(full.get(tenant, _NONE), priority)
                 continue
             if entry.passed_over_s is None:
                 entry.passed_over_s = now_s
@@ -144,10 +171,19 @@ class AdmissionQueue:
                 self._placed(entry, request, attempt, now_s)
                 any_placed = True
             elif takes_any_worker and not may_be_passed:
-                full_for = routing.priority
+                key = _ALL if self._reserves(tenant, now_s) else tenant
+                full[key] = max(full.get(key, _NONE), priority)
             elif (passed_over := passed_over + 1) == _MOST_PASSED_OVER:
+                full[tenant] = max(full.get(tenant, _NONE), priority)
                 break
         return any_placed
+
+    def _reserves(self, tenant: str, now_s: float) -> bool:
+        """Whether a tenant's request that does not fit may hold up those of others."""
+        began_s = self._reserved_s.setdefault(tenant, now_s)
+        if now_s - began_s >= RESERVE_EVERY_S:
+            began_s = self._reserved_s[tenant] = now_s
+        return now_s - began_s < RESERVE_S
 
     def _placed(
         self, entry: Entry[QueuedRequest], request: QueuedRequest, attempt: Attempt, now_s: float

@@ -103,18 +103,24 @@ class Attempts:
             worker.last_heard_s = now_s
         worker.in_flight += 1
         worker.attempts.add(attempt)
+        capacity = worker.capacity
+        uncached_tokens = max(routing.prompt_tokens - held.expected_tokens, 0)
         if not routing.warms:
-            attempt.uncached_tokens = max(routing.prompt_tokens - held.expected_tokens, 0)
+            # Estimated by its bytes, a prompt may be longer than any that the worker takes.
+            longest = uncached_tokens if capacity is None else capacity.context
+            attempt.uncached_tokens = min(uncached_tokens, longest)
             attempt.follows = self._followed(worker, held)
             if missing := routing.chain.hashes[held.expected_segments :]:
                 prefix = self._prefixes.in_flight.expect(worker.slot, missing)
                 attempt.in_flight_prefix = prefix
                 self._computing[prefix] = attempt
         if routing.runs:
-            tokens = attempt.uncached_tokens + routing.output_tokens
-            capacity = worker.capacity
-            attempt.running_tokens = tokens if capacity is None else capacity.counted(tokens)
-            worker.running.add(routing.priority, attempt.running_tokens)
+            attempt.running_tokens = uncached_tokens + routing.output_tokens
+            if capacity is not None:
+                attempt.running_tokens = capacity.needed(
+                    routing.prompt_tokens, uncached_tokens, routing.output_tokens
+                )
+            worker.running.add(routing.priority, attempt.running_tokens, routing.tenant)
         worker.pending_tokens += attempt.uncached_tokens
         worker.recent_prefill.add(attempt.uncached_tokens, now_s)
         self._prefixes.touch(routing.chain, held.segments)
@@ -186,7 +192,8 @@ class Attempts:
         worker.in_flight -= 1
         worker.attempts.discard(attempt)
         if attempt.routing.runs:
-            worker.running.remove(attempt.routing.priority, attempt.running_tokens)
+            routing = attempt.routing
+            worker.running.remove(routing.priority, attempt.running_tokens, routing.tenant)
         if attempt.decoding:
             worker.decoding -= 1
             attempt.decoding = False

@@ -118,7 +118,7 @@ class Router:
         """Whether some worker, or that of the request's session, has capacity if memory suffices.
 
         It does not look the prompt up. If no worker has capacity, none has any for a lower
-        priority.
+        priority of the same tenant.
         """
         candidates = self._candidates(tried)
         if at_home and routing.session is not None:
@@ -213,8 +213,10 @@ class Router:
             return True
         tokens = 0
         if held is not None:
-            missing_tokens = routing.prompt_tokens - held[worker.slot].expected_tokens
-            tokens = max(missing_tokens, 0) + routing.output_tokens
+            missing_tokens = max(routing.prompt_tokens - held[worker.slot].expected_tokens, 0)
+            tokens = worker.capacity.needed(
+                routing.prompt_tokens, missing_tokens, routing.output_tokens
+            )
         return has_capacity(
             worker.capacity,
             worker.running,
@@ -223,6 +225,7 @@ class Router:
             self.preemption_threshold,
             peers.in_flight,
             peers.pending_tokens,
+            routing.tenant,
         )
 
     def _view(self, worker: Worker, held: HeldBySlot, now_s: float) -> WorkerView:

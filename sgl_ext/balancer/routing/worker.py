@@ -94,7 +94,11 @@ class Worker:
         self._correction = _Correction(difference, self._correction.tokens, now_s)
         tokens, max_running = load.get("capacity_tokens", 0), load.get("max_running", 0)
         is_known = tokens > 0 and max_running > 0
-        self.capacity = Capacity(tokens, max_running, load.get("queued", 0)) if is_known else None
+        self.capacity = (
+            Capacity(tokens, max_running, load.get("queued", 0), load.get("context_tokens"))
+            if is_known
+            else None
+        )
 
     def clear_load(self) -> None:
         """Drops the reported load, because the engine reports no longer."""

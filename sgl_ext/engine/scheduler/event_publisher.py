@@ -165,4 +165,5 @@ def load_of(scheduler: Scheduler, plan: NextBatchPlan, pinned_tokens: int) -> di
         "pinned_tokens": pinned_tokens,
         "capacity_tokens": inquirer.max_total_num_tokens,
         "max_running": scheduler.max_running_requests,
+        "context_tokens": scheduler.max_req_len,
     }

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from scheduler import admission_queue
 from sgl_ext.balancer.metrics.registry import band
-from sgl_ext.balancer.routing.admission_queue import HOME_WAIT_S, AdmissionQueue
+from sgl_ext.balancer.routing.admission_queue import HOME_WAIT_S, RESERVE_S, AdmissionQueue
 from sgl_ext.balancer.routing.attempts import NO_ROUTING, Attempt, RoutingRequest
 from sgl_ext.balancer.routing.worker import Load, Worker
 from sgl_ext.protocols.errors import BalancerError
 from tests.balancer.routing.test_router import Setting
+
+ANN = {"x-tenant-id": "ann"}
 
 
 class QueuedRequest:
@@ -360,3 +363,41 @@ def test_waiting_times_are_counted_by_band_of_priority() -> None:
 )
 def test_the_band_of_a_priority_is_its_lowest(priority: int, label: str) -> None:
     assert band(priority) == label
+
+
+def test_a_tenant_that_claims_all_memory_locks_no_other_out() -> None:
+    """Its requests run for long and more of them wait; a small one of another tenant is placed."""
+    queue = Queue(max_running=100)
+    for worker in queue.workers.all:
+        queue.report(worker, max_running=100, capacity_tokens=1000, context_tokens=1000)
+
+    def claim(number: int) -> QueuedRequest:
+        return queue.arrive(replace(queue.read(f"{number}", system=f"{number}", **ANN), **claimed))
+
+    claimed = {"output_tokens": 262_000}
+    claims = [claim(number) for number in range(100)]
+    assert [request.attempt is not None for request in claims[:4]] == [True, True, False, False]
+    for _ in range(100):
+        queue.clock.now_s += RESERVE_S / 50
+        queue.admission_queue.sweep()
+    assert all(request.attempt is None for request in claims[2:])
+    small = queue.arrive(queue.read("x" * 900, system="small", **{"x-tenant-id": "ben"}))
+    queue.admission_queue.sweep()
+    assert small.attempt is not None
+
+
+def test_a_request_beyond_its_tenant_s_part_may_hold_others_up_for_a_while() -> None:
+    queue = Queue(max_running=100)
+    for worker in queue.workers.all:
+        queue.report(worker, max_running=100, capacity_tokens=1000)
+    for number in range(2):
+        queue.arrive(queue.read("x" * 2000, system=f"{number}", **ANN))
+    large = queue.arrive(queue.read("x" * 2900, system="large", **{"x-tenant-id": "ben"}))
+    queue.clock.now_s += HOME_WAIT_S
+    queue.admission_queue.sweep()
+    queue.clock.now_s += HOME_WAIT_S
+    small = queue.arrive(queue.read("small", system="small", **ANN))
+    assert (large.attempt, small.attempt) == (None, None)
+    queue.clock.now_s += RESERVE_S
+    queue.admission_queue.sweep()
+    assert small.attempt is not None

@@ -189,6 +189,7 @@ class Scheduler:
         self.waiting_queue: list[Any] = []
         self.chunked_req: Any = None
         self.max_running_requests = 8
+        self.max_req_len = 64
         self.used = 0
         stats = SimpleNamespace(get_kv_token_stats=lambda: (self.used, 0.0))
         self.load_inquirer = SimpleNamespace(
@@ -285,6 +286,7 @@ def test_changes_are_published_once_and_load_when_it_changed() -> None:
         "pinned_tokens": 0,
         "capacity_tokens": 100,
         "max_running": 8,
+        "context_tokens": 64,
     }
     load = {"running": 1, "queued": 0, **idle}
     assert pipe.take() == [{"stored": [[A, None, 5]], "load": load}]
