@@ -12,6 +12,7 @@ import uvloop
 from sgl_ext.balancer.cluster.peers import PeerGroup
 from sgl_ext.balancer.cluster.processes import run
 from sgl_ext.balancer.conversations.document_store import StoreUnusable, check_store
+from sgl_ext.balancer.reporting.line_file import check_file
 from sgl_ext.balancer.server import Balancer
 from sgl_ext.node.lifeline import end_with_parent
 from sgl_ext.node.ports import require_free
@@ -25,6 +26,8 @@ def main(argv: list[str]) -> None:
     try:
         config = balancer_settings(argv)
         check_store(config.store, config.store_limit_bytes)
+        if config.request_log is not None:
+            check_file(config.request_log)
         if config.processes > 1:
             # With a shared port the kernel would not report that another program uses it.
             require_free(config.host, config.port)

@@ -25,6 +25,7 @@ from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.relay.exchange import Exchange
 from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.reporting.diagnosis import DivergenceDetector
+from sgl_ext.balancer.reporting.line_file import LineFile, check_file
 from sgl_ext.balancer.reporting.request_log import RequestLog
 from sgl_ext.balancer.routing.admission_queue import AdmissionQueue
 from sgl_ext.balancer.routing.event_subscriber import EventSubscribers
@@ -108,8 +109,8 @@ class Balancer:
         self._detector = None
         if config.diagnose or config.request_log is not None:
             self._detector = DivergenceDetector(strip, metrics, sort_tools=config.sort_tools)
-        log_path = None if config.request_log is None else Path(config.request_log)
-        self._request_log = RequestLog(metrics, log_path, self._detector)
+        self._log_lines = None if config.request_log is None else self._open_log(config.request_log)
+        self._request_log = RequestLog(metrics, self._log_lines, self._detector)
         self._conversations = ConversationStore(
             self._open_store(), metrics, config.response_ttl_s, config.max_body_bytes
         )
@@ -141,6 +142,8 @@ class Balancer:
                 ("probes", probes.run),
                 ("sweep", lambda: self.sweep(loop.time())),
                 ("store", self._conversations.sweep),
+                ("request_log", self._write_log),
+                ("snapshots", self._write_snapshots),
             )
         ]
         self._server = await loop.create_server(
@@ -177,7 +180,8 @@ class Balancer:
             pool.close()
         await self._control.stop()
         await self._session.close()
-        self._request_log.close()
+        if self._log_lines is not None:
+            await self._log_lines.close()
         await self._conversations.close()
 
     # The interface for downstream connections.
@@ -216,12 +220,10 @@ class Balancer:
             ("timeouts", self._time_out),
             ("connection_pools", self._sweep_pools),
             ("admission_queue", self._admission_queue.sweep),
-            ("request_log", self._request_log.flush),
             ("key_file", self._reload_keys),
             ("workers", self._services.workers.remove_drained),
             ("subscriptions", self._subscribers.sync),
             ("peers", self._send_state),
-            ("snapshots", self._write_snapshots),
         ]
 
     def _time_out(self) -> None:
@@ -240,12 +242,24 @@ class Balancer:
         if self._peers is not None:
             self._peers.send_state()
 
-    def _write_snapshots(self) -> None:
-        if self._snapshots is not None:
-            self._snapshots.write(self._metrics.render(), _METRICS)
-            if self._detector is not None:
-                findings = orjson.dumps(self._detector.findings.as_json())
-                self._snapshots.write(findings, _FINDINGS)
+    async def _write_log(self) -> None:
+        if self._log_lines is not None:
+            await self._log_lines.write()
+
+    async def _write_snapshots(self) -> None:
+        """Writes what the other processes read, in a thread."""
+        if self._snapshots is None:
+            return
+        write = self._snapshots.write
+        await asyncio.to_thread(write, self._metrics.render(), _METRICS)
+        if self._detector is not None:
+            findings = orjson.dumps(self._detector.findings.as_json())
+            await asyncio.to_thread(write, findings, _FINDINGS)
+
+    def _open_log(self, path: str) -> LineFile:
+        check_file(path)
+        dropped = self._metrics.request_log_dropped_lines
+        return LineFile(Path(path), self._config.request_log_limit_bytes, dropped)
 
     def _open_store(self) -> StoreThread | None:
         """The store that all processes of this balancer share."""

@@ -56,6 +56,7 @@ Priority = Annotated[int, Meta(ge=-LIMIT, le=LIMIT)]
 Weight = Annotated[float, Meta(gt=0, le=1e6)]
 PositiveShare = Annotated[float, Meta(gt=0, le=1)]
 StoreBytes = Annotated[int, Meta(ge=0), form(f"0, or an integer of at least {LEAST_STORE_BYTES}")]
+LogBytes = Annotated[int, Meta(ge=_MIB)]
 Text = Annotated[str, Meta(min_length=1), form("text that is not empty", "TEXT")]
 File = Annotated[str, Meta(min_length=1), form("a path", "FILE")]
 HeaderName = Annotated[
@@ -147,6 +148,9 @@ class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
     queue_timeout_s: Annotated[PositiveSeconds, "Longest wait for capacity."] = 60.0
     drain_s: Annotated[Seconds, "Time for running requests to finish when the node stops."] = 30.0
     request_log: Annotated[File | None, "Log with a line of JSON for each request."] = None
+    request_log_limit_bytes: Annotated[
+        LogBytes, "Largest size of the request log and its predecessor, FILE.1, together."
+    ] = 1 << 30
     diagnose: Annotated[bool, "Find where prompts diverge; a request log does, too."] = False
     store: Annotated[
         File | None,

@@ -198,6 +198,10 @@ class Metrics:
             "peer_message_faults{fault}",
             "Messages between the balancer's processes that were lost or unreadable.",
         )
+        self.request_log_dropped_lines = counter(
+            "request_log_dropped_lines",
+            "Lines of the request log that were dropped because they could not be written in time.",
+        )
         self.background_failures = counter("background_failures{task}", supervision.HELP)
 
     def background_failed(self, task: str) -> None:

@@ -17,18 +17,16 @@ Sessions and prefixes are hashes. No text of a prompt is written.
 """
 
 import time
-from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import orjson
 
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.reporting.diagnosis import DivergenceDetector, PromptDiagnosis
+from sgl_ext.balancer.reporting.line_file import LineFile
 from sgl_ext.balancer.routing.attempts import Attempt
 from sgl_ext.requests.segments import Chain
 from sgl_ext.requests.usage import Usage
-
-_BUFFER_BYTES = 64 * 1024
 
 
 class AnsweredRequest(NamedTuple):
@@ -46,23 +44,20 @@ class AnsweredRequest(NamedTuple):
 
 
 class RequestLog:
-    """Counts every answered request and writes it to the log. Call `flush` periodically.
+    """Counts every answered request and adds it to the log's lines.
 
     detector: compares prompts; its findings are summed here, once their requests are answered.
     """
 
     def __init__(
-        self, metrics: Metrics, log: Path | None, detector: DivergenceDetector | None = None
+        self, metrics: Metrics, lines: LineFile | None, detector: DivergenceDetector | None = None
     ) -> None:
         self._metrics = metrics
+        self._lines = lines
         self.detector = detector
-        self._log: BinaryIO | None = None
-        if log is not None:
-            log.parent.mkdir(parents=True, exist_ok=True)
-            self._log = log.open("ab", buffering=_BUFFER_BYTES)
 
     def record(self, request: AnsweredRequest) -> None:
-        """Counts and writes a request."""
+        """Counts a request and adds its line."""
         metrics, attempt, usage = self._metrics, request.attempt, request.usage
         worker, prompt_tokens = attempt.worker.url, attempt.routing.prompt_tokens
         if usage is not None and usage.cached_tokens is not None:
@@ -73,8 +68,8 @@ class RequestLog:
             metrics.prediction_error_tokens.observe(worker, error_tokens)
         if request.diagnosis is not None:
             self._add_finding(request.diagnosis, prompt_tokens)
-        if self._log is not None:
-            self._log.write(_line(request))
+        if self._lines is not None:
+            self._lines.add(_line(request))
 
     def _add_finding(self, found: PromptDiagnosis, prompt_tokens: int) -> None:
         assert self.detector is not None, "a prompt was compared"
@@ -84,15 +79,6 @@ class RequestLog:
             kind, tokens = divergence["kind"], divergence["tokens"]
             self._metrics.diverged_prompts.counts[found.harness, kind] += 1
             self._metrics.diverged_tokens.counts[found.harness, kind] += tokens
-
-    def flush(self) -> None:
-        """Makes the lines that were written visible to readers."""
-        if self._log is not None:
-            self._log.flush()
-
-    def close(self) -> None:
-        if self._log is not None:
-            self._log.close()
 
 
 def _line(request: AnsweredRequest) -> bytes:

@@ -1,0 +1,129 @@
+"""A file of lines that several processes append to, by a thread: whoever adds a line never waits.
+
+Lines wait in memory, within a bound, until they are written; a write that failed is made again.
+What exceeds the bound is dropped and counted. When the file would grow beyond half of its limit,
+it becomes FILE.1, in place of the one before, and a new file begins.
+"""
+
+import asyncio
+import fcntl
+import logging
+import os
+import stat
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from sgl_ext.balancer.metrics.registry import Counter
+from sgl_ext.settings.schema import SettingsError
+
+log = logging.getLogger(__name__)
+
+BUFFER_BYTES = 8 << 20
+_CLOSE_S = 2.0
+
+
+def check_file(path: str) -> None:
+    """Makes the file. Raises SettingsError if it cannot be written."""
+    try:
+        os.close(open_locked(Path(path)))
+    except OSError as error:
+        raise SettingsError(f"request_log={path!r}: {error.strerror}") from None
+
+
+class LineFile:
+    """The lines of one process. `dropped` counts those that were lost.
+
+    limit_bytes: the largest size of the file and its predecessor together.
+    """
+
+    def __init__(self, path: Path, limit_bytes: int, dropped: Counter) -> None:
+        self._path = path
+        self._file_bytes = limit_bytes // 2
+        self._buffer_bytes = min(BUFFER_BYTES, self._file_bytes)
+        self._dropped = dropped
+        self._lines: list[bytes] = []
+        self._bytes = 0
+        self._writing: asyncio.Future[None] | None = None
+
+    def add(self, line: bytes) -> None:
+        """Adds a line, which ends in a line feed."""
+        if self._bytes + len(line) > self._buffer_bytes:
+            self._dropped.inc()
+        else:
+            self._lines.append(line)
+            self._bytes += len(line)
+
+    async def write(self) -> None:
+        """Writes the lines that wait. Call it periodically. Raises OSError if that fails."""
+        if self._writing is None and self._lines:
+            lines = tuple(self._lines)
+            self._writing = asyncio.ensure_future(asyncio.to_thread(self.append, lines))
+            self._writing.add_done_callback(partial(self._written, lines))
+        if self._writing is not None:
+            # Shielded, so that no line is written twice.
+            await asyncio.shield(self._writing)
+
+    def _written(self, lines: Sequence[bytes], done: asyncio.Future[None]) -> None:
+        self._writing = None
+        if not done.cancelled() and done.exception() is None:
+            del self._lines[: len(lines)]
+            self._bytes -= sum(map(len, lines))
+
+    async def close(self) -> None:
+        """Writes what waits, if that is soon."""
+        with suppress(OSError, TimeoutError):
+            async with asyncio.timeout(_CLOSE_S):
+                while self._lines:
+                    await self.write()
+        if self._lines:
+            log.error("%s: %s lines were lost", self._path, len(self._lines))
+
+    def append(self, lines: Sequence[bytes]) -> None:
+        """Appends lines, all or none. It waits for the disk. Raises OSError."""
+        data = memoryview(b"".join(lines))
+        file = self._open(len(data))
+        try:
+            size = os.fstat(file).st_size
+            try:
+                while data:
+                    data = data[os.write(file, data) :]
+            except OSError:
+                with suppress(OSError):  # what has no size, as /dev/full
+                    os.ftruncate(file, size)
+                raise
+        finally:
+            os.close(file)
+
+    def _open(self, more_bytes: int) -> int:
+        """The file, locked, with room for so many bytes."""
+        while True:
+            file = open_locked(self._path)
+            found = os.fstat(file)
+            if not stat.S_ISREG(found.st_mode) or not found.st_size:
+                return file
+            if found.st_size + more_bytes <= self._file_bytes:
+                return file
+            try:
+                self._path.replace(f"{self._path}.1")
+            finally:
+                os.close(file)
+
+
+def open_locked(path: Path) -> int:
+    """Opens a file to append to it, made if there is none, and locked until it is closed."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    while True:
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            # Another process may have renamed it before this one had the lock.
+            if os.path.samestat(os.fstat(file), path.stat()):
+                return file
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            os.close(file)
+            raise
+        os.close(file)
