@@ -6,6 +6,9 @@ does not hold yet. It lasts while the request runs. After that the worker has so
 the segments, and then the prefix is forgotten. So a worker that never reports is believed for one
 request at a time only.
 
+Beyond `limit_segments` the prefixes that would expire first are dropped early, and while the rest
+still fills the table, a further request covers no segment.
+
 Invariants: a prefix is listed under those of its segments that are not confirmed, and under none
 after it was dropped; every listed segment has a prefix.
 """
@@ -31,7 +34,8 @@ class InFlightPrefix:
 class InFlightPrefixes:
     """All in-flight prefixes, found by segment."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit_segments: int = 1_000_000) -> None:
+        self.limit_segments = limit_segments
         self._by_segment: dict[int, dict[int, InFlightPrefix]] = {}
         self._ended: list[tuple[float, int, InFlightPrefix]] = []  # a heap, by expiry
         self._order = count()
@@ -42,6 +46,11 @@ class InFlightPrefixes:
     def expect(self, worker: int, segments: Sequence[int]) -> InFlightPrefix:
         """Records that `worker` will hold `segments`. It replaces an earlier prefix of the same
         worker and segment."""
+        more = len(segments)
+        while self._ended and len(self._by_segment) + more > self.limit_segments:
+            self.drop(heapq.heappop(self._ended)[2])
+        if len(self._by_segment) + more > self.limit_segments:
+            segments = ()
         prefix = InFlightPrefix(worker, tuple(segments))
         for segment in prefix.segments:
             self._by_segment.setdefault(segment, {})[worker] = prefix
@@ -110,6 +119,7 @@ class InFlightPrefixes:
 
     def check(self) -> None:
         """Asserts the invariants."""
+        assert len(self._by_segment) <= self.limit_segments
         for segment, workers in self._by_segment.items():
             assert workers, "a listed segment without a prefix"
             for worker, prefix in workers.items():

@@ -32,6 +32,8 @@ from sgl_ext.balancer.routing.event_subscriber import EventSubscribers
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.workers import WorkerProbes, Workers
 from sgl_ext.doctor.findings import merged
+from sgl_ext.limits.byte_account import ByteAccount
+from sgl_ext.limits.stall import StallMonitor
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.requests.strip import HeaderStrip
 from sgl_ext.settings.checks import read_api_key
@@ -71,7 +73,11 @@ class Balancer:
         self.now = 0.0
         self._connections: set[DownstreamConnection] = set()
         self._empty = asyncio.Event()
-        self._metrics = Metrics()
+        self._metrics = metrics = Metrics()
+        self.account = ByteAccount(config.account_bytes, metrics.bodies_rejected.inc)
+        metrics.held_bytes.set_function(lambda: self.account.used)
+        metrics.connections.set_function(self._connections.__len__)
+        self._stalls = StallMonitor(metrics.stall_s.observe)
         self._tenants = Tenants(config.tenants, config.max_priority)
         self._key_file = (
             None if config.keys is None else KeyFileReloader(Path(config.keys), self._metrics)
@@ -136,6 +142,7 @@ class Balancer:
         await asyncio.gather(*map(probes.probe, workers.all))
         self._subscribers.sync()
         await self._subscribers.wait_until_tried(_FIRST_REPORT_S)
+        self._stalls.start()
         self._tasks = [
             asyncio.create_task(supervise(name, metrics.background_failed, step, self._interval_s))
             for name, step in (
@@ -170,6 +177,7 @@ class Balancer:
                 await asyncio.wait_for(self._empty.wait(), self._config.drain_s)
         for connection in tuple(self._connections):
             connection.abort()
+        self._stalls.stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -186,9 +194,13 @@ class Balancer:
 
     # The interface for downstream connections.
 
-    def joined(self, connection: DownstreamConnection) -> None:
+    def joined(self, connection: DownstreamConnection) -> bool:
         self._connections.add(connection)
         self._empty.clear()
+        is_served = len(self._connections) <= self._config.max_connections
+        if not is_served:
+            self._metrics.connections_rejected.inc()
+        return is_served
 
     def left(self, connection: DownstreamConnection) -> None:
         self._connections.discard(connection)
@@ -196,7 +208,7 @@ class Balancer:
             self._empty.set()
 
     def reader(self) -> RequestReader:
-        return RequestReader(self._heads, self._config.max_body_bytes)
+        return RequestReader(self._heads, self._config.max_body_bytes, self.account)
 
     def exchange(self, connection: DownstreamConnection, request: Request) -> Exchange:
         return Exchange(self._services, connection, request)

@@ -39,6 +39,18 @@ def no_engine() -> BalancerError:
     return BalancerError(HTTPStatus.SERVICE_UNAVAILABLE, "No engine is ready.", _RETRY_AFTER_S)
 
 
+def no_memory() -> BalancerError:
+    """The byte budget of the process is used up; the client may retry in a moment."""
+    message = "The server holds as many bytes of requests and answers as it may; retry later."
+    return BalancerError(HTTPStatus.SERVICE_UNAVAILABLE, message, _RETRY_AFTER_S)
+
+
+def too_many_connections() -> BalancerError:
+    """The process has as many connections as it may; the client may retry in a moment."""
+    message = "Too many connections; retry later."
+    return BalancerError(HTTPStatus.SERVICE_UNAVAILABLE, message, _RETRY_AFTER_S)
+
+
 def internal_error() -> BalancerError:
     """A failure inside the balancer; its log has the reason."""
     return BalancerError(HTTPStatus.INTERNAL_SERVER_ERROR, "Internal error in the balancer.")

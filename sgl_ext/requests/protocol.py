@@ -175,6 +175,11 @@ class Protocol:
         kinds = (Part.MESSAGES, Part.ITEMS)
         return next((name for part, name in self.prompt if part in kinds), None)
 
+    @property
+    def instruction_fields(self) -> tuple[str, ...]:
+        """The fields with a system prompt."""
+        return tuple(name for part, name in self.prompt if part is Part.INSTRUCTIONS)
+
 
 def objects(value: Any) -> list[Json]:
     """The objects in a list; none if it is no list."""

@@ -198,7 +198,7 @@ def _write_text(writer: _Writer, value: Any) -> None:
     writer.messages_begin()
     if isinstance(value, str):
         writer.segment(b"\xffp" + value.encode("utf-8", "surrogatepass"))
-    elif isinstance(value, list) and value and all(isinstance(token, int) for token in value):
+    elif isinstance(value, list) and value and isinstance(value[0], int):
         writer.segment(array("q", value).tobytes())
 
 

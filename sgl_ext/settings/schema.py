@@ -14,6 +14,7 @@ from typing import Annotated, Literal, Self
 import msgspec
 from msgspec import Meta, Struct
 
+from sgl_ext.limits.bounds import BUDGET_BODIES
 from sgl_ext.requests.cache_marks import TtlLimits
 from sgl_ext.requests.priority import LIMIT
 from sgl_ext.requests.session import TENANT_NAME
@@ -143,6 +144,10 @@ class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
         "Whether tenants share no cached prefix; auto: if keys is set.",
     ] = "auto"
     max_body_bytes: Annotated[Count, "Largest request body."] = 64 * _MIB
+    byte_budget: Annotated[
+        Amount, "Bytes of bodies and answers in a process; 0: four of the largest body. limits.md."
+    ] = 0
+    max_connections: Annotated[Count, "Connections of clients to one process."] = 10_000
     max_in_flight: Annotated[Count, "Requests that one engine gets at the same time."] = 1024
     queue_limit: Annotated[Amount, "Requests that can wait for capacity in an engine."] = 1024
     queue_timeout_s: Annotated[PositiveSeconds, "Longest wait for capacity."] = 60.0
@@ -160,6 +165,11 @@ class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
     store_limit_bytes: Annotated[StoreBytes, "Largest size of the store; 0: no store."] = 1 << 30
     response_ttl_s: Annotated[TtlSeconds, "Time from a response's last use to its end."] = 86_400.0
     workers: Annotated[tuple[WorkerUrl, ...], "An engine to send requests to; repeat."] = ()
+
+    @property
+    def account_bytes(self) -> int:
+        """The byte budget of a process."""
+        return self.byte_budget or BUDGET_BODIES * self.max_body_bytes
 
     @property
     def isolates_tenants(self) -> bool:

@@ -38,6 +38,7 @@ from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.workers import Workers
 from sgl_ext.engine.core.request_context import RequestContext, context_of
 from sgl_ext.engine.http import request_hook
+from sgl_ext.limits.byte_account import ByteAccount
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.requests.strip import HeaderStrip
 from sgl_ext.settings.schema import EngineSettings
@@ -80,7 +81,7 @@ async def _run(first: int, cases: int, stop: bool) -> Counter[str]:
 
 async def _check(raw: bytes, heads: RequestHeadCache, services: Any) -> str:
     """Compares what the two read. Returns who refused the request, or "read"."""
-    reader = RequestReader(heads, _LIMIT_BODY)
+    reader = RequestReader(heads, _LIMIT_BODY, ByteAccount(_LIMIT_BODY))
     reader.ahead += raw
     try:
         request = reader.next()

@@ -11,6 +11,7 @@ from sgl_ext.balancer.http.connection_pool import ConnectionPool
 from sgl_ext.balancer.http.request_head import HOP_BY_HOP, RequestHeadCache
 from sgl_ext.balancer.http.request_reader import Request, RequestReader
 from sgl_ext.balancer.relay.exchange import Exchange
+from sgl_ext.limits.byte_account import ByteAccount
 from sgl_ext.protocols.errors import BalancerError
 from tests.fuzz.oracle import comparable, equal, events, named_by_connection, oracle
 
@@ -20,7 +21,7 @@ _POOL = ConnectionPool("http://engine:1")
 
 def check_requests(stream: bytes, pieces: list[bytes], heads: RequestHeadCache) -> int:
     """Compares what the two read. Returns how many requests the balancer accepted."""
-    accepted = _read(RequestReader(heads, LIMIT_BODY), pieces)
+    accepted = _read(RequestReader(heads, LIMIT_BODY, ByteAccount(1 << 30)), pieces)
     rest = stream
     for request in accepted:
         is_last = request.unread

@@ -18,6 +18,7 @@ from sgl_ext.balancer.http.request_reader import Request, RequestReader
 from sgl_ext.balancer.http.upstream import UpstreamConnection
 from sgl_ext.balancer.relay.exchange import Exchange
 from sgl_ext.balancer.relay.services import error_response
+from sgl_ext.limits.byte_account import ByteAccount
 from sgl_ext.protocols.errors import BalancerError
 from tests.fuzz.oracle import comparable, equal, events, oracle
 
@@ -95,7 +96,7 @@ class _Server:
     left = joined
 
     def reader(self) -> RequestReader:
-        return RequestReader(self._heads, _LIMIT_BODY)
+        return RequestReader(self._heads, _LIMIT_BODY, ByteAccount(_LIMIT_BODY))
 
     def exchange(self, connection: DownstreamConnection, request: Request) -> _Exchange:
         self.exchanges.append(_Exchange(self._services, connection, request))

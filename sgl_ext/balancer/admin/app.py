@@ -17,9 +17,9 @@ from sgl_ext import pin_mirror
 from sgl_ext.balancer.admin import conversation_routes, worker_routes
 from sgl_ext.balancer.admin.worker_routes import SERVICES, json_response, to_all
 from sgl_ext.balancer.http.connection_pool import ConnectionPool
-from sgl_ext.balancer.http.request_reader import MAX_HEAD_BYTES
 from sgl_ext.balancer.http.upstream import UpstreamConnection
 from sgl_ext.balancer.relay.services import Services, error_response
+from sgl_ext.limits.bounds import MAX_HEAD_BYTES
 from sgl_ext.protocols import routes
 from sgl_ext.protocols.errors import BalancerError, internal_error, method_not_allowed
 

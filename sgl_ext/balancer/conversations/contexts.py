@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from sgl_ext.limits.bounds import MAX_TOOLS
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.requests.nesting import is_deep
 
@@ -64,6 +65,8 @@ def read_blocks(document: Any) -> tuple[Block, ...]:
             f"blocks.{k}.layer: {blocks[k].layer!r} may not follow the {blocks[before].layer!r} "
             f"of block {ids[before]!r}; tools come first in a prompt",
         )
+    tools = sum(len(block.content) for block in blocks if block.kind == "tools")
+    _require(tools <= MAX_TOOLS, f"blocks: more than {MAX_TOOLS} tools")
     size = sum(len(packed(block.content)) for block in blocks)
     _require(size <= MAX_BYTES, f"blocks: larger than {MAX_BYTES} bytes")
     _require(any(block.content is not None for block in blocks), "blocks: none of them has content")
@@ -90,7 +93,7 @@ def _read_block(at: str, block: Any) -> Block:
         _require(valid, f"{at}.content: must be a list of tools")
         _require(not is_deep(content), f"{at}.content: is nested too deeply")
     else:
-        valid = isinstance(content, str) and content.strip() != ""
+        valid = isinstance(content, str) and not content.isspace() and content != ""
         _require(valid, f"{at}.content: must be a text")
     found = hashlib.sha256(packed(content)).hexdigest()
     _require(

@@ -16,16 +16,19 @@ from typing import Any, NamedTuple, TypeVar
 
 import orjson
 
+from radix.byte_lru import ByteLRU
 from sgl_ext.balancer.conversations import contexts, stored_turns
 from sgl_ext.balancer.conversations.context_insertion import insert_context
 from sgl_ext.balancer.conversations.document_store import Document, DocumentStore
 from sgl_ext.balancer.conversations.store_thread import StoreFailed, StoreThread
 from sgl_ext.balancer.conversations.stored_turns import ResponseRecorder
 from sgl_ext.balancer.metrics.registry import Metrics
+from sgl_ext.limits.elements import find_many
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.protocols.responses import RESPONSES
 
+_PARSED_BYTES = 64 << 20
 _RETRY_AFTER_S = 5
 # How long a context lives after its last use, by its longest-lived layer.
 _CONTEXT_TTL_S = {"stable": 86_400.0, "project": 3600.0}
@@ -63,6 +66,10 @@ class ConversationStore:
     limit_bytes: int
     clock: Callable[[], float] = time.time
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+    # The id is a hash of the content, so equal ids have equal blocks, whoever registered them.
+    _blocks: ByteLRU[tuple[contexts.Block, ...]] = field(
+        default_factory=lambda: ByteLRU(_PARSED_BYTES)
+    )
 
     # Requests.
 
@@ -123,6 +130,8 @@ class ConversationStore:
                     code="previous_response_not_found",
                     param="previous_response_id",
                 )
+            if (excess := find_many(*earlier)) is not None:
+                raise bad_field("previous_response_id", f"in its conversation, {excess.message}")
             whole = stored_turns.continued(body, earlier, own)
         if body.get("store") is False:
             return whole, None if previous is None else ResponseRecorder(previous, None)
@@ -145,7 +154,10 @@ class ConversationStore:
             raise bad_field("context_id", f"requests to {path} cannot name a context")
         if found is None:
             raise unknown_context(id)
-        blocks = contexts.unpacked_blocks(found[-1])
+        blocks = self._blocks.get(id)
+        if blocks is None:
+            blocks = contexts.unpacked_blocks(found[-1])
+            self._blocks.add(id, blocks, len(found[-1]))
         whole, marks_left_out = insert_context(protocol, body, blocks, texts)
         if marks_left_out:
             self.metrics.store_events.counts[("mark_left_out",)] += marks_left_out

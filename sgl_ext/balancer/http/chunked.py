@@ -21,11 +21,12 @@ _SIZE = re.compile(rb"([0-9A-Fa-f]{1,16})((?:;[\t\x20-\x7e\x80-\xff]*)?)")
 
 
 class ChunkedBody:
-    """Takes bytes as they arrive; `body` is their content."""
+    """Takes bytes as they arrive; `body` is their content, and the caller may remove it."""
 
     def __init__(self, max_bytes: int) -> None:
         self.body = bytearray()
         self._max_bytes = max_bytes
+        self._size = 0
         self._left = 0
         self._extra = 0
         self._complete = False
@@ -50,7 +51,8 @@ class ChunkedBody:
             raise _bad("a chunk's size is not a number")
         self._count_extra(len(match[2]))
         self._left = int(match[1], 16)
-        if len(self.body) + self._left > self._max_bytes:
+        self._size += self._left
+        if self._size > self._max_bytes:
             raise body_too_large(self._max_bytes)
         self._read = self._chunk if self._left else self._trailer
         return True

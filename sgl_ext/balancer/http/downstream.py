@@ -16,15 +16,17 @@ from typing import Protocol, cast
 
 from sgl_ext.balancer.http.request_reader import Request, RequestReader
 from sgl_ext.balancer.http.response_head import NO_BODY
-from sgl_ext.protocols.errors import BalancerError
+from sgl_ext.limits.bounds import (
+    HEAD_S,
+    IDLE_S,
+    LINGER_S,
+    MAX_AHEAD_BYTES,
+    UNREAD_S,
+    body_deadline_s,
+)
+from sgl_ext.limits.byte_account import Hold
+from sgl_ext.protocols.errors import BalancerError, too_many_connections
 
-IDLE_S = 75.0
-HEAD_S = 30.0
-BODY_S = 60.0
-# A client that reads nothing of its response for this long counts as disconnected.
-UNREAD_S = 120.0
-LINGER_S = 2.0
-_MAX_AHEAD_BYTES = 64 * 1024
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -41,12 +43,15 @@ class RunningExchange(Protocol):
 
 
 class Server(Protocol):
-    """The server, as its connections use it. `now` is the time of its last sweep."""
+    """The server, as its connections use it. `now` is the time of its last sweep.
+
+    joined: False if there are too many connections, so that this one must end.
+    """
 
     draining: bool
     now: float
 
-    def joined(self, connection: "DownstreamConnection") -> None: ...
+    def joined(self, connection: "DownstreamConnection") -> bool: ...
     def left(self, connection: "DownstreamConnection") -> None: ...
     def reader(self) -> RequestReader: ...
     def exchange(self, connection: "DownstreamConnection", request: Request) -> RunningExchange: ...
@@ -68,6 +73,8 @@ class DownstreamConnection(asyncio.BufferedProtocol):
         self._exchange: RunningExchange | None = None
         self._starting = False
         self._in_head = False
+        self._body_began_s: float | None = None
+        self._unsent: Hold | None = None
         self._reading_paused = False
         self._lingering = False
         self.paused = False
@@ -136,6 +143,11 @@ class DownstreamConnection(asyncio.BufferedProtocol):
     def _end_exchange(self) -> None:
         request, self._request, self._exchange = self._request, None, None
         assert request is not None
+        if self.paused:  # the client has not read it all
+            request.hold.set(self._transport.get_write_buffer_size())
+            self._unsent = request.hold
+        else:
+            request.hold.release()
         if not request.keep_alive or self._server.draining:
             self._close(linger=request.unread)
         elif self._reader.ahead or self._reading_paused:
@@ -148,8 +160,10 @@ class DownstreamConnection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transport has the same methods, but another base class.
         self._transport = cast(asyncio.Transport, transport)
-        self._server.joined(self)
-        self._await_more()
+        if self._server.joined(self):
+            self._await_more()
+        else:
+            self._reject(too_many_connections())
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._reader.buffer()
@@ -160,7 +174,7 @@ class DownstreamConnection(asyncio.BufferedProtocol):
         self._reader.received(nbytes)
         if self._exchange is None:
             self._start_next()
-        if len(self._reader.ahead) > _MAX_AHEAD_BYTES and not self._reading_paused:
+        if len(self._reader.ahead) > MAX_AHEAD_BYTES and not self._reading_paused:
             self._reading_paused = True
             self._transport.pause_reading()
 
@@ -170,6 +184,11 @@ class DownstreamConnection(asyncio.BufferedProtocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._server.left(self)
         self._lingering = True
+        self._reader.close()
+        self._release_unsent()
+        request, self._request = self._request, None
+        if request is not None:
+            request.hold.release()
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.client_gone()
@@ -180,6 +199,7 @@ class DownstreamConnection(asyncio.BufferedProtocol):
 
     def resume_writing(self) -> None:
         self.paused = False
+        self._release_unsent()
         if self._lingering:
             return
         self.deadline = math.inf
@@ -222,6 +242,7 @@ class DownstreamConnection(asyncio.BufferedProtocol):
                     return
                 self._request = request
                 self._in_head = False
+                self._body_began_s = None
                 self.deadline = math.inf
                 self._exchange = exchange = self._server.exchange(self, request)
                 exchange.begin()
@@ -238,7 +259,9 @@ class DownstreamConnection(asyncio.BufferedProtocol):
             self._transport.resume_reading()
         now = self._server.now
         if self._reader.in_body:
-            self.deadline = now + BODY_S
+            if self._body_began_s is None:
+                self._body_began_s = now
+            self.deadline = self._body_began_s + body_deadline_s(self._reader.arrived_bytes)
         elif not self._reader.ahead:
             self.deadline = now + IDLE_S
         elif not self._in_head:
@@ -251,8 +274,14 @@ class DownstreamConnection(asyncio.BufferedProtocol):
         self._transport.write(b"HTTP/1.1 %d %b\r\n%b%b%b" % (status, reason, lines, framing, body))
         self._close(linger=True)
 
+    def _release_unsent(self) -> None:
+        hold, self._unsent = self._unsent, None
+        if hold is not None:
+            hold.release()
+
     def _close(self, *, linger: bool) -> None:
         self._lingering = True
+        self._reader.close()
         if linger and not self._transport.is_closing():
             self._transport.write_eof()
             self.deadline = self._server.now + LINGER_S

@@ -8,23 +8,31 @@
                        |                                                          ^
                        +--rejected at its head--> skipping its body --------------+
 
-A body of known length is received into the buffer that is then sent to a worker. A request may be
-rejected at its head, before any of its body is stored; the rest of the body is then skipped. Bytes
-of later requests wait in `ahead`; the caller stops reading when there are many.
+A body of known length is received into the buffer that is then sent to a worker. The buffer grows
+with what arrives, whatever length the head states, and every growth needs room in the account of
+the process. A request may be rejected at its head, before any of its body is stored; the rest of
+the body is then skipped. Bytes of later requests wait in `ahead`; the caller stops reading when
+there are many.
 """
 
-import zlib
 from dataclasses import dataclass
 from http import HTTPStatus
 
 from sgl_ext.balancer.http.chunked import ChunkedBody
+from sgl_ext.balancer.http.compressed import ENCODINGS, CompressedBody
 from sgl_ext.balancer.http.request_head import RequestHead, RequestHeadCache
-from sgl_ext.protocols.errors import BalancerError, body_too_large
+from sgl_ext.limits.bounds import (
+    FIRST_BUFFER_BYTES,
+    MAX_BODILESS_BYTES,
+    MAX_HEAD_BYTES,
+    MAX_SKIPPED_BYTES,
+)
+from sgl_ext.limits.byte_account import ByteAccount, Hold
+from sgl_ext.protocols.errors import BalancerError, body_too_large, no_memory
 
-MAX_HEAD_BYTES = 64 * 1024
-# A rejected request with a longer body ends its connection.
-MAX_SKIPPED_BYTES = 1024 * 1024
-_WINDOW = {b"gzip": 31, b"x-gzip": 31, b"deflate": zlib.MAX_WBITS}
+_WITH_BODY = ("POST", "PUT", "PATCH")
+# A head is charged to the account if it is longer than usual.
+_USUAL_HEAD_BYTES = 8 * 1024
 # Shared by all connections: its content is copied before the next read.
 _SCRATCH = memoryview(bytearray(16 * 1024))
 
@@ -36,29 +44,38 @@ class Request:
     rejection: why it cannot be served; its body was dropped.
     unread: the rest of its body was not read, so the connection cannot continue.
     keep_alive: whether the client wants the connection to continue.
+    hold: what it holds of the account; whoever ends the request releases it.
     """
 
     head: RequestHead
     length: int
     keep_alive: bool
     rejection: BalancerError | None
+    hold: Hold
     body: bytes | bytearray = b""
     unread: bool = False
 
 
 class RequestReader:
-    """Reads the requests of one connection."""
+    """Reads the requests of one connection.
 
-    def __init__(self, heads: RequestHeadCache, max_body_bytes: int) -> None:
+    arrived_bytes: what has arrived since the head of the incomplete request.
+    """
+
+    def __init__(self, heads: RequestHeadCache, max_body_bytes: int, account: ByteAccount) -> None:
         self._heads = heads
         self._max_body_bytes = max_body_bytes
+        self._account = account
         self.ahead = bytearray()
+        self.arrived_bytes = 0
+        self._head_hold = account.hold("")
         self._searched = 0
         self._request: Request | None = None
         self._missing = 0
         self._body: bytearray | None = None
         self._view: memoryview | None = None
         self._chunks: ChunkedBody | None = None
+        self._compressed: CompressedBody | None = None
         self._sent_continue = False
 
     @property
@@ -72,16 +89,36 @@ class RequestReader:
         return "" if self._request is None else self._request.head.path
 
     def buffer(self) -> memoryview:
-        """Where the next bytes go, until `received` is called."""
-        return _SCRATCH if self._view is None else self._view
+        """Where the next bytes go, until `received` is called. Then no view of it may be left."""
+        if self._body is None:
+            return _SCRATCH
+        if self._view is None:
+            # It is full. While the caller has a view of it, its size cannot change.
+            size = len(self._body)
+            self._body += bytes(self._growth(self._body))
+            self._view = memoryview(self._body)[size:]
+        return self._view
+
+    def _growth(self, body: bytearray) -> int:
+        """By how much a full buffer grows: it doubles, up to the length of the body."""
+        return min(len(body), self._missing)
 
     def received(self, size: int) -> None:
         """Takes the bytes that were put into the buffer."""
+        self.arrived_bytes += size
         if self._view is None:
             self.ahead += _SCRATCH[:size]
             return
         self._missing -= size
-        self._view = self._view[size:] if self._missing else None
+        self._view = self._view[size:] if size < len(self._view) else None
+
+    def close(self) -> None:
+        """Nothing is read any more: an incomplete request holds nothing. May be called twice."""
+        self._head_hold.release()
+        request, self._request = self._request, None
+        if request is not None:
+            request.hold.release()
+            self._body = self._view = self._chunks = self._compressed = None
 
     def wants_continue(self) -> bool:
         """Whether the client waits for a 100 Continue. True once for each request."""
@@ -124,13 +161,18 @@ class RequestReader:
                 f"The request's head is larger than {MAX_HEAD_BYTES} bytes.",
             )
         if end < 4:
+            if len(ahead) > _USUAL_HEAD_BYTES and not self._head_hold.take_up_to(len(ahead)):
+                raise no_memory()
             return None
+        self._head_hold.release()
         self._searched = 0
         head, length = self._heads.read(bytes(ahead[:end]))
         del ahead[:end]
         self._sent_continue = False
         self._missing = length
-        self._request = request = Request(head, length, head.keep_alive, head.rejection)
+        self.arrived_bytes = 0
+        hold = self._account.hold(head.tenant)
+        self._request = request = Request(head, length, head.keep_alive, head.rejection, hold)
         try:
             if request.rejection is not None:
                 raise request.rejection
@@ -141,70 +183,78 @@ class RequestReader:
 
     def _start_body(self, request: Request) -> None:
         """Prepares for a body. Raises BalancerError if it cannot be accepted."""
-        encoding = request.head.fields.get(b"content-encoding")
-        if encoding is not None and encoding.lower() not in _WINDOW:
-            raise BalancerError(
-                HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
-                f"content-encoding: must be gzip or deflate, not {encoding.decode('latin-1')!r}",
-            )
-        if request.head.chunked:
-            self._chunks = ChunkedBody(self._max_body_bytes)
-            return
-        size = request.length
-        if size > self._max_body_bytes:
-            raise body_too_large(self._max_body_bytes)
+        head, size, limit = request.head, request.length, self._max_body_bytes
+        if head.method not in _WITH_BODY:
+            limit = min(limit, MAX_BODILESS_BYTES)
+        if size > limit:
+            raise body_too_large(limit)
+        encoding = head.fields.get(b"content-encoding")
+        if encoding is not None:
+            if encoding.lower() not in ENCODINGS:
+                given = encoding.decode("latin-1")
+                message = f"content-encoding: must be gzip or deflate, not {given!r}"
+                raise BalancerError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message)
+            self._compressed = CompressedBody(encoding.lower(), limit)
+        if head.chunked:
+            self._chunks = ChunkedBody(limit)
+        elif encoding is None:
+            self._start_buffer(request.hold, size)
+
+    def _start_buffer(self, hold: Hold, size: int) -> None:
+        """Begins a body of known length with what has arrived of it."""
         ahead = self.ahead
-        if len(ahead) <= size:
-            self._body = body = bytearray(size)
-            body[: len(ahead)] = ahead
-            self._missing = size - len(ahead)
-            self._view = memoryview(body)[len(ahead) :] if self._missing else None
-            ahead.clear()
-        else:
-            # The next request follows the body.
+        if len(ahead) >= size:
+            # All is here, and perhaps the next request.
+            _take(hold, size)
             self._body = ahead[:size]
             self._missing = 0
             del ahead[:size]
+            return
+        arrived = len(ahead)
+        capacity = min(size, max(2 * arrived, FIRST_BUFFER_BYTES))
+        _take(hold, capacity)
+        self._body = body = bytearray(capacity)
+        body[:arrived] = ahead
+        self._missing = size - arrived
+        self._view = memoryview(body)[arrived:]
+        ahead.clear()
 
     def _read_body(self, request: Request) -> bool:
         """Gives the request its body. False until it is complete."""
-        if self._chunks is not None:
-            if not self._chunks.take(self.ahead):
-                return False
-            request.body, self._chunks = self._chunks.body, None
-        else:
+        if self._body is not None:
             if self._missing:
+                if self._view is None:
+                    _take(request.hold, len(self._body) + self._growth(self._body))
                 return False
-            assert self._body is not None
             request.body, self._body = self._body, None
-        if request.body and b"content-encoding" in request.head.fields:
-            request.body = self._decoded(request)
-        return True
-
-    def _decoded(self, request: Request) -> bytes:
-        encoding = request.head.fields[b"content-encoding"].lower()
-        window = _WINDOW[encoding]
-        if encoding == b"deflate" and request.body[0] & 0x0F != zlib.DEFLATED:
-            # Some clients send it without the zlib header.
-            window = -window
-        decoder = zlib.decompressobj(wbits=window)
-        try:
-            body = decoder.decompress(request.body, self._max_body_bytes + 1)
-        except zlib.error:
-            message = "body: does not have the form of its content-encoding"
-            raise BalancerError(HTTPStatus.BAD_REQUEST, message) from None
-        if len(body) > self._max_body_bytes:
-            raise body_too_large(self._max_body_bytes)
-        if not decoder.eof or decoder.unused_data:
-            message = "body: its compressed data is incomplete, or other bytes follow it"
-            raise BalancerError(HTTPStatus.BAD_REQUEST, message)
-        return body
+            return True
+        if self._chunks is not None:
+            is_complete = self._chunks.take(self.ahead)
+            body = self._chunks.body
+        else:
+            body = self.ahead[: self._missing]
+            del self.ahead[: len(body)]
+            self._missing -= len(body)
+            is_complete = not self._missing
+        compressed = self._compressed
+        if compressed is not None:
+            compressed.take(body)
+            body.clear()
+            body = compressed.body
+        _take(request.hold, len(body))
+        if is_complete:
+            if compressed is not None:
+                compressed.end()
+            request.body = body
+            self._chunks = self._compressed = None
+        return is_complete
 
     def _reject(self, request: Request, error: BalancerError) -> None:
         """Drops the body. The rest of it is skipped when it arrives, unless it is too long."""
         request.rejection = error
         request.body = b""
-        self._body = self._view = self._chunks = None
+        request.hold.release()
+        self._body = self._view = self._chunks = self._compressed = None
         head = request.head
         if head.chunked or head.expects_continue or self._missing > MAX_SKIPPED_BYTES:
             request.unread = True
@@ -218,3 +268,9 @@ class RequestReader:
         del self.ahead[:skipped]
         self._missing -= skipped
         return not self._missing
+
+
+def _take(hold: Hold, size: int) -> None:
+    """Raises BalancerError 503 if the account has no room."""
+    if not hold.take_up_to(size):
+        raise no_memory()

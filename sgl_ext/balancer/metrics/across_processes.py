@@ -16,7 +16,12 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 # The other gauges have the same value in every process.
-_SUMMED_GAUGES = ("sgl_ext_worker_in_flight", "sgl_ext_queued_requests")
+_SUMMED_GAUGES = (
+    "sgl_ext_worker_in_flight",
+    "sgl_ext_queued_requests",
+    "sgl_ext_held_bytes",
+    "sgl_ext_connections",
+)
 
 
 class SharedSnapshots:

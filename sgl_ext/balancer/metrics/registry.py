@@ -19,6 +19,7 @@ from sgl_ext import supervision
 
 _TOKENS = (0, 16, 64, 256, 1024, 4096, 16384, 65536)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120)
+_STALLS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 # A band of priorities begins at each of these and ends before the next one.
 _BANDS = (0, 1, 10)
 Labels = tuple[object, ...]
@@ -201,6 +202,27 @@ class Metrics:
         self.request_log_dropped_lines = counter(
             "request_log_dropped_lines",
             "Lines of the request log that were dropped because they could not be written in time.",
+        )
+        self.bodies_rejected = counter(
+            "bodies_rejected",
+            "Bodies and heads that were rejected because the byte budget was used up.",
+        )
+        self.held_bytes = Gauge(
+            "sgl_ext_held_bytes",
+            "Bytes of bodies and answers that the byte budget counts now.",
+            registry=self.registry,
+        )
+        self.connections_rejected = counter(
+            "connections_rejected", "Connections that were closed because there were too many."
+        )
+        self.connections = Gauge(
+            "sgl_ext_connections", "Connections of clients that are open now.", registry=self.registry
+        )
+        self.stall_s = histogram(
+            "event_loop_stall_seconds{clock}",
+            "Time that the event loop stood still, by the wall clock, "
+            "and how much of it the loop's own thread computed.",
+            _STALLS_S,
         )
         self.background_failures = counter("background_failures{task}", supervision.HELP)
 

@@ -206,6 +206,8 @@ class Exchange:
         """Relays whole events of a stream; any other body is collected."""
         if data := self._response.take(data):
             self._relay(data)
+        elif not self._hold():
+            self.abandon("the answer is larger than the byte budget")
 
     def response_end(self) -> None:
         """Ends the stream, sends the collected body, or retries an engine's own 503."""
@@ -251,6 +253,10 @@ class Exchange:
         self._complete()
         self._client.answer(head.status, head.reason, self._response.lines, body)
 
+    def _hold(self) -> bool:
+        """Counts what the request and its answer hold. False if no answer may be so large."""
+        return self._request.hold.set(len(self._request.body) + self._response.held_bytes)
+
     def resume(self) -> None:
         """The client reads again."""
         if self._connection is not None:
@@ -280,6 +286,7 @@ class Exchange:
         self._stage = Stage.RELAYING
         # It is not sent again, and a response may take long.
         self._request.body = b""
+        self._hold()
         self._ttft_s = time.perf_counter() - self._arrived_s
         if self._attempt is not None:
             self._services.router.attempts.prefill_done(self._attempt)

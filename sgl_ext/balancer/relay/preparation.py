@@ -15,12 +15,17 @@ from sgl_ext.balancer.http.request_reader import Request
 from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.reporting.diagnosis import PromptDiagnosis
 from sgl_ext.balancer.routing.attempts import NO_ROUTING, RoutingRequest
-from sgl_ext.protocols.errors import BalancerError
+from sgl_ext.limits.bounds import MAX_TOOLS
+from sgl_ext.limits.elements import Excess, find_excess, find_many
+from sgl_ext.protocols.errors import BalancerError, no_memory
 from sgl_ext.protocols.registry import detect, of_path, with_name
 from sgl_ext.requests.field_types import find_wrong_type
 from sgl_ext.requests.protocol import Protocol
 from sgl_ext.requests.session import hints_of
 from sgl_ext.requests.strip import strip_request
+
+# A smaller body cannot have too many of anything.
+_SMALL_BODY_BYTES = 2 * MAX_TOOLS
 
 
 class Preparation(NamedTuple):
@@ -90,6 +95,10 @@ def prepare(
             request.body = orjson.dumps(document)
         except TypeError:
             raise BalancerError(HTTPStatus.BAD_REQUEST, "body: is nested too deeply") from None
+        if not request.hold.take_up_to(len(request.body)):
+            raise no_memory()
+    if len(request.body) > _SMALL_BODY_BYTES:
+        _require_few(find_excess(document, protocol.turns_field, protocol.instruction_fields))
     stripped = strip_request(protocol, document, services.strip)
     if stripped.headers:
         services.metrics.stripped_headers.inc(stripped.headers)
@@ -108,11 +117,17 @@ def prepare(
 
 
 def parse_json(body: bytes | bytearray) -> Any:
-    """The document of a body. Raises BalancerError 400 if it is not JSON."""
+    """The document of a body. Raises BalancerError 400 if it is no JSON, or has too many parts."""
+    _require_few(find_many(body))
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise BalancerError(HTTPStatus.BAD_REQUEST, f"body: not valid JSON: {error}") from None
+
+
+def _require_few(excess: Excess | None) -> None:
+    if excess is not None:
+        raise BalancerError(HTTPStatus.BAD_REQUEST, excess.message, param=excess.field)
 
 
 def _prefill_protocol(head: RequestHead, document: Any) -> Protocol | None:

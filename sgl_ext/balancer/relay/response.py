@@ -43,6 +43,11 @@ class Response:
         del collected[: at + len(mark)]
         return whole
 
+    @property
+    def held_bytes(self) -> int:
+        """The size of what is collected."""
+        return len(self._collected)
+
     def rest(self) -> bytes:
         """The collected body, or what follows the last whole event of a stream that has ended."""
         return bytes(self._collected)

@@ -11,8 +11,9 @@ import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_ext.balancer.http.downstream import BODY_S, HEAD_S, IDLE_S, LINGER_S, DownstreamConnection
+from sgl_ext.balancer.http.downstream import DownstreamConnection
 from sgl_ext.balancer.server import Balancer
+from sgl_ext.limits.bounds import BODY_GRACE_S, HEAD_S, IDLE_S, LINGER_S
 from tests.balancer.conftest import Connect, Serve
 from tests.balancer.wire import PATH, Raw, answer, connected, request, running, sse, until
 
@@ -212,11 +213,11 @@ async def test_a_client_that_is_idle_or_slow_is_timed_out(serve: Serve, connect:
     head.writer.write(b"GET / HT")
     body.writer.write(request(b"{}")[:-1])
     now = balancer.now
-    due = [now + HEAD_S, now + BODY_S, now + IDLE_S]
+    due = [now + HEAD_S, now + BODY_GRACE_S, now + IDLE_S]
     await until(lambda: sorted(c.deadline for c in balancer._connections) == due)
     balancer.sweep(now + HEAD_S + 0.1)
     assert (await head.answer())[0].startswith(b"HTTP/1.1 408")
-    balancer.sweep(now + BODY_S + 0.1)
+    balancer.sweep(now + BODY_GRACE_S + 0.1)
     assert (await body.answer())[0].startswith(b"HTTP/1.1 408")
     balancer.sweep(now + IDLE_S + 0.1)
     assert await idle.rest() == b""

@@ -13,12 +13,9 @@ from hypothesis import strategies as st
 
 from sgl_ext.balancer.http.chunked import ChunkedBody
 from sgl_ext.balancer.http.request_head import RequestHead, RequestHeadCache
-from sgl_ext.balancer.http.request_reader import (
-    MAX_HEAD_BYTES,
-    MAX_SKIPPED_BYTES,
-    Request,
-    RequestReader,
-)
+from sgl_ext.balancer.http.request_reader import Request, RequestReader
+from sgl_ext.limits.bounds import MAX_HEAD_BYTES, MAX_SKIPPED_BYTES
+from sgl_ext.limits.byte_account import ByteAccount
 from sgl_ext.protocols.errors import BalancerError
 
 LIMIT = 100_000
@@ -29,7 +26,7 @@ def reader(limit: int = LIMIT, refused: bytes = b"/refused") -> RequestReader:
         if head.target == refused:
             raise BalancerError(401, "no")  # type: ignore[arg-type]
 
-    return RequestReader(RequestHeadCache(admit), limit)
+    return RequestReader(RequestHeadCache(admit), limit, ByteAccount(2 * limit))
 
 
 def feed(source: RequestReader, data: bytes) -> None:
@@ -39,6 +36,7 @@ def feed(source: RequestReader, data: bytes) -> None:
         size = min(len(buffer), len(data))
         assert size
         buffer[:size] = data[:size]
+        del buffer
         source.received(size)
         data = data[size:]
 

@@ -1,0 +1,64 @@
+"""A compressed body, inflated as it arrives: gzip, or deflate with and without its zlib header.
+
+A few KB can inflate to many MB. So beyond a first MB a body may only be MAX_RATIO times as large
+as what has arrived of it.
+"""
+
+import zlib
+from http import HTTPStatus
+
+from sgl_ext.limits.bounds import FREE_INFLATED_BYTES, MAX_RATIO
+from sgl_ext.protocols.errors import BalancerError, body_too_large
+
+_WINDOW = {b"gzip": 31, b"x-gzip": 31, b"deflate": zlib.MAX_WBITS}
+ENCODINGS = frozenset(_WINDOW)
+
+
+class CompressedBody:
+    """Takes compressed bytes; `body` is what they inflate to."""
+
+    def __init__(self, encoding: bytes, max_bytes: int) -> None:
+        self.body = bytearray()
+        self._encoding = encoding
+        self._max_bytes = max_bytes
+        self._arrived = 0
+        self._decoder: zlib._Decompress | None = None
+
+    def take(self, data: bytes | bytearray) -> None:
+        """Inflates the next bytes.
+
+        Raises BalancerError 400 if they are not compressed so, 413 if they inflate too far.
+        """
+        if not data:
+            return
+        if self._decoder is None:
+            window = _WINDOW[self._encoding]
+            if self._encoding == b"deflate" and data[0] & 0x0F != zlib.DEFLATED:
+                # Some clients send it without the zlib header.
+                window = -window
+            self._decoder = zlib.decompressobj(wbits=window)
+        self._arrived += len(data)
+        allowed = max(FREE_INFLATED_BYTES, MAX_RATIO * self._arrived)
+        room = min(allowed, self._max_bytes) - len(self.body)
+        try:
+            self.body += self._decoder.decompress(data, room + 1)
+        except zlib.error:
+            message = "body: does not have the form of its content-encoding"
+            raise BalancerError(HTTPStatus.BAD_REQUEST, message) from None
+        if len(self.body) > self._max_bytes:
+            raise body_too_large(self._max_bytes)
+        if len(self.body) > allowed:
+            message = f"body: inflates to more than {MAX_RATIO} times its compressed size"
+            raise BalancerError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)
+        if self._decoder.unused_data:
+            raise _incomplete()
+
+    def end(self) -> None:
+        """All bytes were given. Raises BalancerError 400 if some are missing."""
+        if self._decoder is not None and not self._decoder.eof:
+            raise _incomplete()
+
+
+def _incomplete() -> BalancerError:
+    message = "body: its compressed data is incomplete, or other bytes follow it"
+    return BalancerError(HTTPStatus.BAD_REQUEST, message)

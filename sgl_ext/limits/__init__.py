@@ -1,0 +1,1 @@
+"""What a client can make the server spend: bytes, elements, time and concurrency."""

@@ -1,0 +1,47 @@
+"""The fixed bounds of one connection and one request. docs/limits.md lists all bounds.
+
+Those that depend on a node's memory are settings (`sgl_ext/settings/schema.py`).
+"""
+
+_KIB, _MIB = 1 << 10, 1 << 20
+
+# Bytes.
+MAX_HEAD_BYTES = 64 * _KIB
+MAX_AHEAD_BYTES = 64 * _KIB
+"""Of later requests, while an earlier one is answered; then the connection is not read."""
+MAX_BODILESS_BYTES = 8 * _KIB
+"""A body with a method that needs none, such as GET."""
+MAX_SKIPPED_BYTES = _MIB
+"""Of a rejected request's body; with a longer one the connection ends."""
+FIRST_BUFFER_BYTES = 256 * _KIB
+"""A body's buffer at first; it doubles when it is full."""
+MAX_RATIO = 100
+FREE_INFLATED_BYTES = _MIB
+"""A body may inflate to this, and to MAX_RATIO times its compressed size above it."""
+BUDGET_BODIES = 4
+"""How many of the largest bodies the byte budget holds, unless it is set."""
+
+# Elements of a JSON body.
+MAX_ELEMENTS = 200_000
+"""Objects, lists and strings, keys included."""
+MAX_COMMAS = 2_000_000
+"""Hence numbers: a prompt can be a list of token ids."""
+MAX_MESSAGES = 10_000
+MAX_BLOCKS = 20_000
+"""Blocks of content in all messages, and of instructions."""
+MAX_TOOLS = 2_000
+
+# Seconds.
+IDLE_S = 75.0
+HEAD_S = 30.0
+UNREAD_S = 120.0
+"""A client that reads nothing of its answer for this long counts as disconnected."""
+LINGER_S = 2.0
+BODY_GRACE_S = 60.0
+MIN_BODY_BYTES_PER_S = 8 * _KIB
+MAX_BODY_S = 600.0
+
+
+def body_deadline_s(arrived_bytes: int) -> float:
+    """How long after its head a body, of which this much has arrived, may be incomplete."""
+    return min(BODY_GRACE_S + arrived_bytes / MIN_BODY_BYTES_PER_S, MAX_BODY_S)

@@ -1,0 +1,77 @@
+"""The memory of a process for bodies and answers, as one account.
+
+    hold = account.hold(tenant)     of one request; it holds nothing yet
+    hold.take_up_to(size)           False, and nothing changes, if the account has no room
+    hold.set(size)                  what is held now; an answer cannot be refused any more
+    hold.release()                  the request has ended
+
+A tenant with a name holds at most half of the account, so that it cannot lock out the others.
+
+Invariant: `used` is the sum of all holds, so it is 0 when every request has ended.
+"""
+
+from collections.abc import Callable
+
+
+class ByteAccount:
+    """At most `limit_bytes`, except for answers. `rejected` is called for each refusal."""
+
+    def __init__(self, limit_bytes: int, rejected: Callable[[], None] = lambda: None) -> None:
+        self.limit_bytes = limit_bytes
+        self.used = 0
+        self.by_tenant: dict[str, int] = {}
+        self._rejected = rejected
+
+    def hold(self, tenant: str) -> "Hold":
+        """A hold on nothing yet. `tenant` is \"\" for clients that name none."""
+        return Hold(self, tenant)
+
+    def has_room(self, tenant: str, more: int) -> bool:
+        """Whether a request of the tenant may hold `more` bytes than now. A refusal is counted."""
+        limit = self.limit_bytes
+        fits = self.used + more <= limit and (
+            not tenant or self.by_tenant.get(tenant, 0) + more <= limit // 2
+        )
+        if not fits:
+            self._rejected()
+        return fits
+
+    def add(self, tenant: str, more: int) -> None:
+        """Adds to what a tenant's requests hold; `more` may be negative."""
+        self.used += more
+        if tenant:
+            held = self.by_tenant.get(tenant, 0) + more
+            if held:
+                self.by_tenant[tenant] = held
+            else:
+                self.by_tenant.pop(tenant, None)
+
+
+class Hold:
+    """The bytes that one request holds. `size` is their number."""
+
+    __slots__ = ("_account", "_tenant", "size")
+
+    def __init__(self, account: ByteAccount, tenant: str) -> None:
+        self._account = account
+        self._tenant = tenant
+        self.size = 0
+
+    def take_up_to(self, size: int) -> bool:
+        """Holds `size` bytes if the account has room for them, or if they are no more than now."""
+        more = size - self.size
+        if more > 0 and not self._account.has_room(self._tenant, more):
+            return False
+        self.set(size)
+        return True
+
+    def set(self, size: int) -> bool:
+        """Holds `size` bytes. False if that is more than the whole account."""
+        self._account.add(self._tenant, size - self.size)
+        self.size = size
+        return size <= self._account.limit_bytes
+
+    def release(self) -> None:
+        """Holds nothing. A second call changes nothing."""
+        if self.size:
+            self.set(0)
