@@ -13,7 +13,7 @@ MAX_BODILESS_BYTES = 8 * _KIB
 """A body with a method that needs none, such as GET."""
 MAX_SKIPPED_BYTES = _MIB
 """Of a rejected request's body; with a longer one the connection ends."""
-FIRST_BUFFER_BYTES = 256 * _KIB
+FIRST_BUFFER_BYTES = 64 * _KIB
 """A body's buffer at first; it doubles when it is full."""
 MAX_RATIO = 100
 FREE_INFLATED_BYTES = _MIB
@@ -22,12 +22,12 @@ BUDGET_BODIES = 4
 """How many of the largest bodies the byte budget holds, unless it is set."""
 
 # Elements of a JSON body.
-MAX_ELEMENTS = 200_000
+MAX_ELEMENTS = 150_000
 """Objects, lists and strings, keys included."""
-MAX_COMMAS = 2_000_000
+MAX_COMMAS = 1_200_000
 """Hence numbers: a prompt can be a list of token ids."""
 MAX_MESSAGES = 10_000
-MAX_BLOCKS = 20_000
+MAX_BLOCKS = 10_000
 """Blocks of content in all messages, and of instructions."""
 MAX_TOOLS = 2_000
 

@@ -7,6 +7,7 @@ Without a bound, 16 MB of one-letter blocks are four million objects to parse an
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 from sgl_ext.limits.bounds import (
@@ -17,7 +18,7 @@ from sgl_ext.limits.bounds import (
     MAX_TOOLS,
 )
 
-_SLICE = 1 << 20
+_SLICE = 1 << 16
 
 
 class Excess(NamedTuple):
@@ -31,40 +32,51 @@ def find_many(*parts: bytes | bytearray) -> Excess | None:
     """Whether JSON texts have too many elements together. Small ones cannot, and are not read."""
     if sum(map(len, parts)) < MAX_ELEMENTS:
         return None
-    # First a count that takes every sign for structure; most of a prompt is text without any.
-    quotes, commas, lists, objects = (
-        sum(part.count(sign) for part in parts) for sign in (b'"', b",", b"[", b"{")
-    )
-    if quotes // 2 + lists + objects <= MAX_ELEMENTS and commas <= MAX_COMMAS:
+    # A count that takes every sign for structure is fast; most of a prompt is text without any.
+    if _exceeds(map(_signs, _slices(part)) for part in parts) is None:
         return None
+    return _exceeds(_outside_strings(part) for part in parts)
+
+
+def _exceeds(counts: Iterable[Iterable[tuple[int, int]]]) -> Excess | None:
+    """Adds up elements and commas until there are too many."""
     elements = commas = 0
-    for part in parts:
-        for more_elements, more_commas in _outside_strings(part):
-            elements += more_elements
-            commas += more_commas
-            if elements > MAX_ELEMENTS:
-                return Excess("body", f"body: more than {MAX_ELEMENTS} objects, lists and texts")
-            if commas > MAX_COMMAS:
-                return Excess("body", f"body: more than {MAX_COMMAS} values")
+    for more_elements, more_commas in chain.from_iterable(counts):
+        elements += more_elements
+        commas += more_commas
+        if elements > MAX_ELEMENTS:
+            return Excess("body", f"body: more than {MAX_ELEMENTS} objects, lists and texts")
+        if commas > MAX_COMMAS:
+            return Excess("body", f"body: more than {MAX_COMMAS} values")
     return None
+
+
+def _signs(text: bytes | bytearray) -> tuple[int, int]:
+    opened = text.count(b"[") + text.count(b"{")
+    return text.count(b'"') // 2 + opened, text.count(b",")
+
+
+def _slices(text: bytes | bytearray) -> Iterator[bytes | bytearray]:
+    """A JSON text in slices that cut no escape."""
+    begin = 0
+    while begin < len(text):
+        piece = text[begin : begin + _SLICE]
+        if len(piece) == _SLICE and (len(piece) - len(piece.rstrip(b"\\"))) % 2:
+            piece = piece[:-1]
+        begin += len(piece)
+        yield piece
 
 
 def _outside_strings(text: bytes | bytearray) -> Iterator[tuple[int, int]]:
     """The elements and the commas of each slice of a JSON text, without those inside strings."""
-    begin, in_string = 0, False
-    while begin < len(text):
-        end = begin + _SLICE
-        piece = text[begin:end]
-        if end < len(text) and (len(piece) - len(piece.rstrip(b"\\"))) % 2:
-            end, piece = end - 1, piece[:-1]  # the escape is not cut
-        pieces = piece.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+    in_string = False
+    for piece in _slices(text):
+        plain = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
+        yield (plain.count(b'"') + 1) // 2, 0  # before they are split, which takes longer
+        pieces = plain.split(b'"')
         structure = b"".join(pieces[in_string::2])
-        yield (
-            structure.count(b"{") + structure.count(b"[") + len(pieces) // 2,
-            structure.count(b","),
-        )
+        yield structure.count(b"{") + structure.count(b"["), structure.count(b",")
         in_string ^= len(pieces) % 2 == 0
-        begin = end
 
 
 def find_excess(body: Any, turns_field: str | None, instructions: Iterable[str]) -> Excess | None:

@@ -19,8 +19,8 @@ SESSION_HEADERS = (
 )
 FINAL_HEADER = "x-sgl-ext-session-final"
 TENANT_HEADER = "x-tenant-id"
-TENANT_NAME = re.compile(r"^[!-~]([ -~]*[!-~])?\Z")
-"""A name is printable ASCII, as it is the value of a header."""
+TENANT_NAME = re.compile(r"^[!-~]([ -~]{0,254}[!-~])?\Z")
+"""A name is printable ASCII, as it is the value of a header, and short: tables have it as key."""
 # Requests of one group share cached prefixes. The balancer sets it if tenants must not share.
 GROUP_HEADER = "x-sgl-ext-cache-group"
 # The tenant whose pins and sessions a request may see and change. The balancer sets it on every

@@ -93,11 +93,12 @@ class Authentication:
 
     def admit(self, head: RequestHead) -> None:
         """Sets the head's route and tenant. Raises BalancerError 400, 401, 403, 404, 405 or 415."""
+        stated = _stated_tenant(head)
         is_guarded = self.key is not None or self.key_file is not None
         if is_guarded and (head.method, head.path) not in _PUBLIC:
             self._identify(head)
         elif self.isolates:
-            self._set_tenant(head, _stated_tenant(head))
+            self._set_tenant(head, stated)
         if not is_guarded:
             refuse_page(head.fields, is_administrative=_is_local(head.path))
         head.route = route = routes.to_one(head.method, head.path)
@@ -144,7 +145,7 @@ def _stated_tenant(head: RequestHead) -> str:
     """The value of `x-tenant-id`, "" if there is none."""
     name = head.fields.get(_TENANT, b"").decode("latin-1")
     if name and TENANT_NAME.fullmatch(name) is None:
-        raise BalancerError(HTTPStatus.BAD_REQUEST, f"{TENANT_HEADER}: must be printable ASCII")
+        raise BalancerError(HTTPStatus.BAD_REQUEST, f"{TENANT_HEADER}: must be at most 256 characters of printable ASCII")
     return name
 
 

@@ -40,6 +40,8 @@ _NOT_UPSTREAM = HOP_BY_HOP | {
 }
 LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ([0-9]{1,15})\r\n")
 _MAX_CACHED = 1024
+# A longer head is parsed each time, so that the cache stays small.
+_MAX_CACHED_BYTES = 4096
 
 
 class RequestHead:
@@ -125,6 +127,8 @@ class RequestHeadCache:
                 return head, length
             if match is None and length:
                 # The key contains a length whose spelling the pattern does not match.
+                return head, length
+            if len(raw) > _MAX_CACHED_BYTES:
                 return head, length
             if len(self._cached) >= _MAX_CACHED:
                 self._cached.clear()

@@ -95,7 +95,10 @@ class RequestReader:
         if self._view is None:
             # It is full. While the caller has a view of it, its size cannot change.
             size = len(self._body)
-            self._body += bytes(self._growth(self._body))
+            if self._missing < size:
+                self._body += bytes(self._missing)
+            else:
+                self._body *= 2  # without another buffer; what it repeats is overwritten
             self._view = memoryview(self._body)[size:]
         return self._view
 

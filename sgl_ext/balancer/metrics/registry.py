@@ -216,7 +216,9 @@ class Metrics:
             "connections_rejected", "Connections that were closed because there were too many."
         )
         self.connections = Gauge(
-            "sgl_ext_connections", "Connections of clients that are open now.", registry=self.registry
+            "sgl_ext_connections",
+            "Connections of clients that are open now.",
+            registry=self.registry,
         )
         self.stall_s = histogram(
             "event_loop_stall_seconds{clock}",

@@ -26,6 +26,8 @@ from sgl_ext.supervision import Guard
 # How long a session is not considered again.
 REPEAT_S = 30.0
 _MOST_SESSIONS = 10_000
+# Of the bodies that are being sent. They are copies.
+_MOST_SENDING_BYTES = 32 << 20
 _TIMEOUT = aiohttp.ClientTimeout(total=30)
 
 
@@ -40,6 +42,7 @@ class StandbyPrefill:
     def __post_init__(self) -> None:
         self._guard = Guard("standby_prefill", self.metrics.background_failed)
         self._sending: set[asyncio.Task[None]] = set()
+        self._sending_bytes = 0
         self._sent: TTLCache[int, None] = TTLCache(_MOST_SESSIONS, REPEAT_S)
 
     def consider(self, attempt: Attempt, head: RequestHead, body: bytes | bytearray) -> None:
@@ -53,6 +56,9 @@ class StandbyPrefill:
             return
         if routing.session in self._sent:
             return
+        if self._sending_bytes + len(body) > _MOST_SENDING_BYTES:
+            self.metrics.standby_prefills.counts[("too_many",)] += 1
+            return
         others = [(w, view) for w, view in self.router.views(routing.chain) if w is not home]
         held_tokens = {view.name: view.held_tokens for _, view in others}
         idle = [v.name for w, v in others if not v.pending_tokens and not _in_flight(w)]
@@ -63,7 +69,12 @@ class StandbyPrefill:
         url = f"{standby}{PREFILL}?wait=false&protocol={protocol.name}"
         task = asyncio.create_task(self._send(url, head.upstream_lines, bytes(body)))
         self._sending.add(task)
-        task.add_done_callback(self._sending.discard)
+        self._sending_bytes += (size := len(body))
+        task.add_done_callback(lambda task: self._sent_to_end(task, size))
+
+    def _sent_to_end(self, task: asyncio.Task[None], size: int) -> None:
+        self._sending.discard(task)
+        self._sending_bytes -= size
 
     async def _send(self, url: str, lines: bytes, body: bytes) -> None:
         headers = dict(line.split(": ", 1) for line in lines.decode("latin-1").split("\r\n")[:-1])

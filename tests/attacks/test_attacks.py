@@ -1,0 +1,44 @@
+"""Each attack gets its status, and the balancer's memory and event loop stay within bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import requests
+
+from tests.attacks.cases import CASES, Case
+from tests.attacks.target import Target, sample, target
+
+MEMORY_KB = 300 * 1024
+STALL_S = 0.05
+
+
+@pytest.fixture(scope="module")
+def balancer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+    with target(tmp_path_factory.mktemp("attacks") / "log") as attacked:
+        yield attacked
+
+
+@pytest.mark.xdist_group("attacks")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_an_attack_is_answered_within_the_bounds(balancer: Target, case: Case) -> None:
+    data = case.data()
+    stalls = balancer.stalls(STALL_S)
+    before_s = sample(balancer.page(), 'sgl_ext_event_loop_stall_seconds_sum{clock="cpu"}')
+    try:
+        if case.status is None:
+            for connection in [balancer.connect() for _ in range(case.times)]:
+                connection.sendall(data)
+        else:
+            assert {balancer.send(data) for _ in range(case.times)} == {case.status}
+        assert requests.get(f"{balancer.url}/health", timeout=60).status_code == 200
+    finally:
+        balancer.hang_up()
+    assert balancer.stalls(STALL_S) == stalls
+    assert balancer.peak_kb() - balancer.idle_kb <= MEMORY_KB
+
+
+@pytest.mark.xdist_group("attacks")
+def test_nothing_is_held_after_the_attacks(balancer: Target) -> None:
+    assert sample(balancer.page(), "sgl_ext_held_bytes") == 0
