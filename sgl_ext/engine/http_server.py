@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 from starlette.routing import Route
 
 from sgl_ext.engine import sglang_api
-from sgl_ext.engine.core.counters import background_failed
+from sgl_ext.engine.core.counters import background_failed, counter
 from sgl_ext.engine.core.folder import Outbox
 from sgl_ext.engine.core.request_context import context_in, current_dry_run
 from sgl_ext.engine.http import error_middleware
@@ -19,6 +19,7 @@ from sgl_ext.engine.http.extension import HttpExtension, install, installed
 from sgl_ext.engine.http.flush_route import flush_route
 from sgl_ext.engine.http.pin_routes import pin_routes
 from sgl_ext.engine.sglang_http_types import TokenizerManager
+from sgl_ext.limits.stall import StallMonitor
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.answers import LIMIT_BYTES
 from sgl_ext.settings.schema import EngineSettings
@@ -42,12 +43,19 @@ def extend(*_: Any, **__: Any) -> None:
     @asynccontextmanager
     async def lifespan(application: Any) -> AsyncIterator[Any]:
         count_unhandled(asyncio.get_running_loop(), background_failed)
+        stalls = StallMonitor(_count_stall)
+        stalls.start()
         async with broadcaster.listening(), original(application) as state:
             manager = sglang_api.get_global_state().tokenizer_manager
             async with extension.serving(application, manager):
                 yield state
+        stalls.stop()
 
     app.router.lifespan_context = lifespan
+
+
+def _count_stall(clock: str, seconds: float) -> None:
+    counter("event_loop_stall_seconds").labels(clock).inc(seconds)
 
 
 def end_streams(*_: Any, **__: Any) -> None:

@@ -65,6 +65,7 @@ def context_of(tool: bytes, count: int) -> bytes:
 _TEXT = b"All happy families are alike; each unhappy family is unhappy in its own way. "
 _BLOCK = b'{"type":"text","text":"%b"}' % (_TEXT * 50)
 _TURN = b'{"role":"user","content":[%b]}'
+_HEADER = b'"x-anthropic-billing-header: %b"' % (b"a=b; " * 400_000 + b"c")
 _ONE, _EMPTY = b'{"type":"text","text":"x"}', b"{}"
 _RESULT = b'{"role":"user","content":[%b]}' % b",".join([_ONE] * 10_001)
 
@@ -79,7 +80,7 @@ CASES = [
     ),
     Case("a declared body", lambda: declared("POST", MESSAGES, 64 * _MIB), None, times=200),
     Case(
-        "half a declared body",
+        "the first part of a declared body",
         lambda: declared("POST", MESSAGES, 64 * _MIB, b" " * _MIB),
         None,
         times=100,
@@ -137,6 +138,11 @@ CASES = [
     Case("330,000 tools", lambda: post(MESSAGES, tools_of(_EMPTY, 330_000)), 400),
     Case("a context of 330,000 tools", lambda: post(CONTEXTS, context_of(_EMPTY, 330_000)), 400),
     Case("a context of 2,001 tools", lambda: post(CONTEXTS, context_of(_EMPTY, 2001)), 400),
+    Case(
+        "a session header without an end",
+        lambda: post(MESSAGES, system_of(_HEADER, len(_HEADER) + 1)),
+        200,
+    ),
     # What must pass: the longest conversations of real clients, and more.
     Case(
         "400 messages and 1,000 blocks of a million tokens",

@@ -25,7 +25,6 @@ def balancer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
 def test_an_attack_is_answered_within_the_bounds(balancer: Target, case: Case) -> None:
     data = case.data()
     stalls = balancer.stalls(STALL_S)
-    before_s = sample(balancer.page(), 'sgl_ext_event_loop_stall_seconds_sum{clock="cpu"}')
     try:
         if case.status is None:
             for connection in [balancer.connect() for _ in range(case.times)]:

@@ -145,7 +145,8 @@ def _stated_tenant(head: RequestHead) -> str:
     """The value of `x-tenant-id`, "" if there is none."""
     name = head.fields.get(_TENANT, b"").decode("latin-1")
     if name and TENANT_NAME.fullmatch(name) is None:
-        raise BalancerError(HTTPStatus.BAD_REQUEST, f"{TENANT_HEADER}: must be at most 256 characters of printable ASCII")
+        message = f"{TENANT_HEADER}: must be at most 256 characters of printable ASCII"
+        raise BalancerError(HTTPStatus.BAD_REQUEST, message)
     return name
 
 

@@ -53,6 +53,7 @@ _COUNTERS: dict[str, tuple[str, ...]] = {
     "prompt_tokens_encoded": ("Prompt tokens, by whether they were tokenized or cached.", "source"),
     "token_cache_checks": ("Prompts tokenized whole as well, to check the token cache.",),
     "token_cache_disabled": ("Times that the token cache was disabled.", "reason"),
+    "event_loop_stall_seconds": ("Time that the HTTP process's event loop stood still.", "clock"),
     "background_failures": (supervision.HELP, "task"),
     "messages_converted": ("Messages, by whether they were converted or cached.", "source"),
 }

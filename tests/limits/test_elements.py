@@ -1,0 +1,83 @@
+"""Too many elements are found before a body is parsed; text that looks like them is none."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from sgl_ext.limits.bounds import (
+    MAX_BLOCKS,
+    MAX_COMMAS,
+    MAX_ELEMENTS,
+    MAX_MESSAGES,
+    MAX_TOOLS,
+)
+from sgl_ext.limits.elements import find_excess, find_many
+
+
+@pytest.mark.parametrize(
+    ("element", "each"), [(b"[]", 1), (b"{}", 1), (b'"x"', 1), (b'{"a":"b"}', 3), (b"[" * 9, 9)]
+)
+def test_a_body_has_at_most_so_many_elements(element: bytes, each: int) -> None:
+    count = (MAX_ELEMENTS - 1) // each
+    assert find_many(b"[%b]" % b",".join([element] * count)) is None
+    found = find_many(b"[%b]" % b",".join([element] * (count + 2)))
+    assert found is not None
+    assert f"more than {MAX_ELEMENTS}" in found.message
+
+
+def test_a_list_has_at_most_so_many_numbers() -> None:
+    assert find_many(b"[%b]" % b",".join([b"1"] * MAX_COMMAS)) is None
+    found = find_many(b"[%b]" % b",".join([b"1"] * (MAX_COMMAS + 2)))
+    assert found is not None
+    assert f"more than {MAX_COMMAS}" in found.message
+
+
+@pytest.mark.parametrize("text", ["[{,", '"', '\\"', "\\", '\\\\"[,', "\u2028,"])
+def test_signs_inside_a_text_are_no_elements(text: str) -> None:
+    body = json.dumps([text * 400_000, "end"]).encode()
+    assert find_many(body) is None
+    assert find_many(b"[%b]" % b",".join([body, *[b"[]"] * MAX_ELEMENTS])) is not None
+
+
+def test_several_texts_count_together() -> None:
+    half = b"[%b]" % b",".join([b"[]"] * (MAX_ELEMENTS // 2 + 1))
+    assert find_many(half) is None
+    assert find_many(half, half) is not None
+
+
+def blocks(count: int) -> list[dict[str, str]]:
+    return [{"type": "text", "text": "x"}] * count
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "limit"),
+    [
+        ({"tools": [{}] * (MAX_TOOLS + 1)}, "tools", MAX_TOOLS),
+        ({"messages": [{}] * (MAX_MESSAGES + 1)}, "messages", MAX_MESSAGES),
+        ({"system": blocks(MAX_BLOCKS + 1)}, "system", MAX_BLOCKS),
+        (
+            {"messages": [{"role": "user", "content": blocks(MAX_BLOCKS // 2 + 1)}] * 2},
+            "messages",
+            MAX_BLOCKS,
+        ),
+    ],
+)
+def test_a_field_that_has_too_much_is_named_with_its_limit(
+    body: dict[str, Any], field: str, limit: int
+) -> None:
+    found = find_excess(body, "messages", ("system",))
+    assert found is not None
+    assert found.field == field
+    assert found.message.startswith(f"{field}: more than {limit}")
+    less = {name: value[:-1] for name, value in body.items()}
+    assert find_excess(less, "messages", ("system",)) is None
+
+
+def test_a_long_conversation_passes() -> None:
+    turns = [{"role": "user", "content": blocks(3)}] * 400
+    body = {"system": blocks(3), "tools": [{}] * 300, "messages": turns}
+    assert find_excess(body, "messages", ("system",)) is None
+    assert find_many(json.dumps(body).encode()) is None
