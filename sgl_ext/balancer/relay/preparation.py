@@ -74,6 +74,9 @@ def parse(services: Services, request: Request) -> Draft | None:
         protocol, path = detected, detected.paths[0]
     tenant = services.router.tenants.asking(hints).name
     named = services.conversations.names(path, document)
+    # The document stays in memory beside the body while the store is read.
+    if named is not None and not request.hold.take_up_to(2 * len(request.body)):
+        raise no_memory()
     return Draft(document, hints, protocol, path, tenant, named)
 
 
