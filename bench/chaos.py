@@ -86,7 +86,7 @@ PLANS: dict[Size, Plan] = {
 async def measure(stage: Stage, plan: Plan) -> dict[str, Any]:
     """Does all faults to a running node, and returns the figures."""
     found: list[dict[str, Any]] = []
-    preempted = 0.0
+    preempted = counted = 0.0
     target, oracle = stage.target, stage.oracle
     load = MixedLoad(target.url, oracle, stage.agents, limit_s=_LIMIT_S)
     connector = aiohttp.TCPConnector(force_close=True)
@@ -96,7 +96,9 @@ async def measure(stage: Stage, plan: Plan) -> dict[str, Any]:
         for number in range(plan.rounds):
             for name in plan.faults:
                 await asyncio.sleep(plan.between_s)
-                preempted = max(preempted, await target.preemptions(http))
+                before = await target.preemptions(http)
+                preempted += max(0.0, before - counted)
+                counted = before
                 found.append(await strike(scene, name, FAULTS[name], oracle))
                 print(json.dumps({"round": number, **found[-1]}), flush=True)
                 if found[-1]["recovery_s"] is None:

@@ -17,11 +17,11 @@ from bench.faults.disk import disk
 from bench.faults.processes import NodeProcesses, find_processes, have_ended
 
 PROCESSES = 2
-POOL_TOKENS = 8000
+POOL_TOKENS = 6000
 _FLAGS = (
     *("--instances", "2", "--processes", str(PROCESSES), "--drain-s", "20"),
     # Requests do not fit the memory all the time, and the more important ones preempt.
-    *("--max-total-tokens", str(POOL_TOKENS), "--max-running-requests", "16"),
+    *("--max-total-tokens", str(POOL_TOKENS), "--max-running-requests", "12"),
     *("--chunked-prefill-size", "1024"),
 )
 _COUNTED = re.compile(rb'^sgl_ext_requests_total\{path="/v1/[^"]*",status="\d+"\} (\S+)', re.M)
