@@ -59,7 +59,7 @@ FAULTS: Mapping[str, Fault] = {
         *(killing.detokenizer_killed, ending.launcher_killed, ending.sighup, ending.sigterm),
     )
 }
-_LIMIT_S = 90.0
+_LIMIT_S = 150.0
 _SUMS = ("wrong_answers", "lost_before_first_byte", "cut_told", "torn")
 
 
@@ -71,14 +71,14 @@ class Plan:
     agents: int = 12
     turns: int = 6
     hold_s: float = 15
-    stop_s: float = 60
+    stop_s: float = 110
     between_s: float = 10
     faults: Sequence[str] = tuple(FAULTS)
 
 
 PLANS: dict[Size, Plan] = {
     "full": Plan(),
-    "quick": Plan(1, 12, 5, 6, 30, 3),
+    "quick": Plan(1, 12, 5, 6, 110, 3),
     "smallest": Plan(1, 8, 2, 2, 2, 0, ("store_locked", "balancer_process_killed")),
 }
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import subprocess
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 from bench.agents.mixed_load import Sent
 from bench.faults.effect import Effect, Scene, ended, under_load, until
 
 _ENDS_S = 90.0
-_GOES_ON_S = 5.0
+_GOES_ON_S = 1.0
 
 
 @asynccontextmanager
@@ -63,14 +62,11 @@ async def _told_to_stop(scene: Scene, number: signal.Signals) -> AsyncIterator[E
         return is_new and (sent.outcome == "refused" or sent.reply.sent_s > ended_s)
 
     await until(is_drained, "requests under way at a signal end in some way", _ENDS_S)
-    with suppress(subprocess.TimeoutExpired):
-        await asyncio.to_thread(process.wait, _GOES_ON_S)
-    if number is signal.SIGTERM:
+    await asyncio.sleep(_GOES_ON_S)
+    if number is signal.SIGTERM or not await scene.target.serves(scene.http):
         scene.load.open.clear()
-        await until(lambda: process.poll() is not None, "SIGTERM ends the node", _ENDS_S)
+        await until(lambda: process.poll() is not None, "a node that stops ends", _ENDS_S)
     has_ended = process.poll() is not None
-    if has_ended:
-        scene.load.open.clear()
     notes: dict[str, object] = {"ended": has_ended, "exit_status": process.poll()}
     yield Effect(
         struck_s,

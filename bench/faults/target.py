@@ -114,6 +114,14 @@ class Target:
         except (aiohttp.ClientError, TimeoutError):
             return []
 
+    async def serves(self, http: aiohttp.ClientSession) -> bool:
+        """Whether the node takes requests, by its health check."""
+        try:
+            async with http.get(f"{self.url}/health", timeout=_TIMEOUT) as answer:
+                return answer.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
     async def is_whole(self, http: aiohttp.ClientSession) -> bool:
         """Whether every process runs, and every balancer process calls every engine ready."""
         for _ in range(_PAGES):
