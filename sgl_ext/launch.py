@@ -1,7 +1,8 @@
 """`python -m sgl_ext.launch`: N SGLang engines with the extension and one balancer in front.
 
 The main path: read the settings, start every process, wait until all are ready, keep them
-running, and on Ctrl-C or SIGTERM let running requests finish before the processes end.
+running, and on Ctrl-C or SIGTERM let running requests finish before the processes end. A second
+signal ends them at once.
 """
 
 import asyncio
@@ -11,8 +12,9 @@ import sys
 import time
 from collections.abc import Coroutine
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import aiohttp
 from msgspec.structs import replace
@@ -23,13 +25,16 @@ from sgl_ext.key_file import new_key
 from sgl_ext.node import hardware
 from sgl_ext.node.child import Child
 from sgl_ext.node.ports import free_ports, require_free
-from sgl_ext.node.progress import start_progress, summary
+from sgl_ext.node.progress import Terminal, start_progress, summary
 from sgl_ext.settings.checks import read_api_key
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
 from sgl_ext.settings.sources import launch_settings
+from sgl_ext.supervision import supervise
 
 _POLL_S = 0.25
 _ENGINE_STOP_S = 20.0
+_HURRIED_STOP_S = 3.0
+_KEEPER_RETRY_S = 1.0
 _BACKOFF_S = (1.0, 60.0)
 _LAST_LINES = 15
 _OPERATOR_KEY = "SGL_EXT_OPERATOR_KEY"
@@ -64,21 +69,26 @@ class WorkerList:
 
 def main(argv: list[str] | None = None) -> None:
     """Runs a node until SIGTERM or Ctrl-C. Raises SystemExit with the reason of a failure."""
+    # A terminal that closes ends nothing. The node's processes inherit this.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         reject_foreign_packages()
         settings = with_operator_key(launch_settings(sys.argv[1:] if argv is None else argv))
         found = hardware.find_hardware()
         hardware.check_capacity(settings, found)
-        asyncio.run(serve(settings, found, Console()))
+        console = Console(file=cast(IO[str], Terminal(sys.stdout)))
+        asyncio.run(serve(settings, found, console))
     except (SettingsError, StartError, StoreUnusable) as error:
         raise SystemExit(f"sgl-ext: {error}") from None
 
 
 async def serve(settings: LaunchSettings, found: hardware.Hardware, console: Console) -> None:
     """Starts all processes, keeps them running, and stops them."""
-    stop = asyncio.Event()
+    stop, hurry = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        asyncio.get_running_loop().add_signal_handler(
+            number, lambda: (hurry if stop.is_set() else stop).set()
+        )
     engines, balancer = make_children(settings, found)
     try:
         for child in (balancer, *engines):
@@ -88,13 +98,23 @@ async def serve(settings: LaunchSettings, found: hardware.Hardware, console: Con
             return
         console.print(summary(settings, engines, balancer.url))
         workers = WorkerList(balancer.url, read_api_key(settings.balancer.api_key))
-        keepers = [asyncio.create_task(keep_running(balancer, console))]
-        keepers += [asyncio.create_task(keep_running(e, console, workers)) for e in engines]
+        keep = [(balancer, None), *((engine, workers) for engine in engines)]
+        keepers = [
+            asyncio.create_task(
+                supervise(
+                    f"the restart of {child.name}",
+                    lambda task: None,  # the launcher has no metrics; its log has the reason
+                    partial(keep_running, child, console, listed),
+                    _KEEPER_RETRY_S,
+                )
+            )
+            for child, listed in keep
+        ]
         await stop.wait()
         for keeper in keepers:
             keeper.cancel()
     finally:
-        await drain(settings.balancer.drain_s, engines, balancer, console)
+        await drain(settings.balancer.drain_s, engines, balancer, console, hurry)
 
 
 def with_operator_key(settings: LaunchSettings) -> LaunchSettings:
@@ -172,12 +192,25 @@ async def keep_running(child: Child, console: Console, workers: WorkerList | Non
             await workers.change("POST", json={"url": child.url})
 
 
-async def drain(drain_s: float, engines: list[Child], balancer: Child, console: Console) -> None:
-    """Stops the balancer, which lets running requests finish, and then the engines."""
+async def drain(
+    drain_s: float, engines: list[Child], balancer: Child, console: Console, hurry: asyncio.Event
+) -> None:
+    """Stops the balancer, which lets running requests finish unless it has to `hurry`, and then the
+    engines."""
     if balancer.exit_code is None:
-        console.print(f"stopping; running requests have {drain_s:g} s to finish")
-    await balancer.stop(drain_s + 5)
-    await asyncio.gather(*(engine.stop(_ENGINE_STOP_S) for engine in engines))
+        what = f"running requests have {drain_s:g} s to finish; a second signal ends them at once"
+        console.print(f"stopping; {what}", highlight=False)
+    await _unless_stopped(_stop_all(engines, balancer, drain_s + 5, _ENGINE_STOP_S), hurry)
+    if hurry.is_set():
+        console.print("second signal: ending at once", highlight=False)
+        await _stop_all(engines, balancer, _HURRIED_STOP_S, 0)
+
+
+async def _stop_all(
+    engines: list[Child], balancer: Child, balancer_s: float, engine_s: float
+) -> None:
+    await balancer.stop(balancer_s)
+    await asyncio.gather(*(engine.stop(engine_s) for engine in engines))
 
 
 def reject_foreign_packages() -> None:

@@ -21,7 +21,10 @@ from sgl_ext.settings.sources import balancer_settings
 
 
 def main(argv: list[str]) -> None:
-    """Serves until SIGTERM or SIGINT, then lets running requests finish. Raises SystemExit."""
+    """Serves until SIGTERM or SIGINT, then lets running requests finish, unless a second one comes.
+    Raises SystemExit."""
+    # A terminal that closes ends nothing. Keys are read again without a signal.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         config = balancer_settings(argv)
@@ -43,10 +46,17 @@ async def _serve(
     config: BalancerSettings, group: PeerGroup | None = None, folder: Path | None = None
 ) -> None:
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
     balancer = Balancer(config, group, folder)
+
+    def signalled() -> None:
+        if stop.is_set():
+            logging.warning("second signal: ending at once")
+            balancer.hurry()
+        stop.set()
+
+    # In a group only the first process heeds Ctrl-C, which reaches all, and passes it on.
+    for number in (signal.SIGTERM, signal.SIGINT) if group is None else (signal.SIGTERM,):
+        asyncio.get_running_loop().add_signal_handler(number, signalled)
     # Requests create few reference cycles, and collecting them costs a tenth of a request. So the
     # collector skips the objects that exist now, and runs rarely.
     gc.freeze()
@@ -57,7 +67,7 @@ async def _serve(
         raise SystemExit(f"sgl-ext balancer: port={config.port}: {error.strerror}") from None
     logging.info("listening on http://%s:%s", config.host, config.port)
     await stop.wait()
-    logging.info("draining for up to %s s", config.drain_s)
+    logging.info("draining for up to %g s; a second signal ends at once", config.drain_s)
     await balancer.stop()
 
 

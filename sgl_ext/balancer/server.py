@@ -34,7 +34,7 @@ from sgl_ext.balancer.routing.workers import WorkerProbes, Workers
 from sgl_ext.doctor.findings import merged
 from sgl_ext.limits.byte_account import ByteAccount
 from sgl_ext.limits.stall import StallMonitor
-from sgl_ext.protocols.errors import BalancerError
+from sgl_ext.protocols.errors import BalancerError, shutting_down
 from sgl_ext.requests.strip import HeaderStrip
 from sgl_ext.settings.checks import read_api_key
 from sgl_ext.settings.schema import BalancerSettings
@@ -47,6 +47,9 @@ _BACKLOG = 1024
 _METRICS, _FINDINGS = ".prom", ".found"
 # How long the start waits for the engines to report what they hold.
 _FIRST_REPORT_S = 2.0
+# How long clients have to read the error that ends their request.
+_LAST_WORDS_S = 1.0
+_SERVED_WHILE_DRAINING = ("/health", "/metrics")
 
 
 class Balancer:
@@ -73,6 +76,7 @@ class Balancer:
         self.now = 0.0
         self._connections: set[DownstreamConnection] = set()
         self._empty = asyncio.Event()
+        self._drained = asyncio.Event()
         self._metrics = metrics = Metrics()
         self.account = ByteAccount(config.account_bytes, metrics.bodies_rejected.inc)
         metrics.held_bytes.set_function(lambda: self.account.used)
@@ -167,14 +171,21 @@ class Balancer:
         return int(self._server.sockets[0].getsockname()[1])
 
     async def stop(self) -> None:
-        """Stops listening, lets running requests end for up to `drain_s`, then closes all."""
-        self.draining = True
+        """Lets running requests end for up to `drain_s` or until `hurry`, and rejects new ones,
+        which a closed port could not. Then ends what still runs with an error, and closes all.
+        A second call does nothing."""
+        if self.draining:
+            return
+        self.draining = self._services.draining = True
+        self._note_idle()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._drained.wait(), self._config.drain_s)
         self._server.close()
         for connection in tuple(self._connections):
-            connection.close_idle()
+            connection.end()
         if self._connections:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._empty.wait(), self._config.drain_s)
+                await asyncio.wait_for(self._empty.wait(), _LAST_WORDS_S)
         for connection in tuple(self._connections):
             connection.abort()
         self._stalls.stop()
@@ -192,6 +203,14 @@ class Balancer:
             await self._log_lines.close()
         await self._conversations.close()
 
+    def hurry(self) -> None:
+        """Ends a `stop`, now or later, without waiting for running requests."""
+        self._drained.set()
+
+    def _note_idle(self) -> None:
+        if all(connection.is_idle for connection in self._connections):
+            self._drained.set()
+
     # The interface for downstream connections.
 
     def joined(self, connection: DownstreamConnection) -> bool:
@@ -206,11 +225,15 @@ class Balancer:
         self._connections.discard(connection)
         if not self._connections:
             self._empty.set()
+        if self.draining:
+            self._note_idle()
 
     def reader(self) -> RequestReader:
         return RequestReader(self._heads, self._config.max_body_bytes, self.account)
 
     def exchange(self, connection: DownstreamConnection, request: Request) -> Exchange:
+        if self.draining and request.head.path not in _SERVED_WHILE_DRAINING:
+            request.rejection = request.rejection or shutting_down()
         return Exchange(self._services, connection, request)
 
     def error_response(self, error: BalancerError, path: str) -> RawResponse:

@@ -6,6 +6,7 @@ ends when the process that started it ends.
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -44,6 +45,8 @@ if __name__ in ("__main__", "__mp_main__"):  # a server, or a child of one
 
 def main(argv: list[str]) -> None:
     """Serves until it is stopped. Raises SystemExit on bad flags or a missing hook."""
+    # A terminal that closes ends nothing.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     for name in _CRASH_DUMPS:
         os.environ.setdefault(name, "0")
     try:

@@ -51,6 +51,12 @@ def too_many_connections() -> BalancerError:
     return BalancerError(HTTPStatus.SERVICE_UNAVAILABLE, message, _RETRY_AFTER_S)
 
 
+def shutting_down() -> BalancerError:
+    """The balancer drains or ends; another one, or the next, takes the request."""
+    message = "The server is shutting down."
+    return BalancerError(HTTPStatus.SERVICE_UNAVAILABLE, message, _RETRY_AFTER_S)
+
+
 def internal_error() -> BalancerError:
     """A failure inside the balancer; its log has the reason."""
     return BalancerError(HTTPStatus.INTERNAL_SERVER_ERROR, "Internal error in the balancer.")

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from sgl_ext.balancer.reporting.request_log import RequestLog
+from sgl_ext.balancer.routing.admission_queue import AdmissionQueue
 from sgl_ext.balancer.routing.workers import WorkerProbes
 from sgl_ext.balancer.server import Balancer
 from tests.balancer.conftest import Connect, Serve
@@ -23,10 +23,10 @@ async def test_a_step_of_the_sweep_that_fails_stops_neither_the_sweep_nor_other_
     def no_space(_: object) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(RequestLog, "flush", no_space)
+    monkeypatch.setattr(AdmissionQueue, "sweep", no_space)
     balancer = await serve(Raw())
     idle = await connect(balancer)
-    await until(lambda: failures(balancer, "request_log") >= 2)
+    await until(lambda: failures(balancer, "admission_queue") >= 2)
     (connection,) = balancer._connections
     (worker,) = balancer._services.workers.all
     balancer._services.workers.drain(worker)
@@ -43,7 +43,7 @@ async def test_a_probe_that_fails_is_made_again(
 
     balancer = await serve(Raw())
     with monkeypatch.context() as patched:
-        patched.setattr(WorkerProbes, "_is_ok", fail)
+        patched.setattr(WorkerProbes, "_status", fail)
         await until(lambda: failures(balancer, "probe") >= 2)
     (worker,) = balancer._services.workers.all
     worker.ready = False

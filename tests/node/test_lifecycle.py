@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -44,13 +45,8 @@ def open_stream(
         yield lines
 
 
-def refuses(url: str) -> bool:
-    """Whether nobody listens there any more."""
-    try:
-        requests.get(url, timeout=30)
-    except requests.ConnectionError:
-        return True
-    return False
+def health(node: Node) -> int:
+    return requests.get(f"{node.url}/health", timeout=30).status_code
 
 
 def test_a_killed_engine_ends_its_streams_with_an_error_event_and_comes_back(
@@ -95,11 +91,62 @@ def test_sigterm_lets_a_running_answer_finish_and_takes_no_new_one(own_node: Nod
     children = psutil.Process(own_node.process.pid).children(recursive=True)
     with open_stream(own_node, max_tokens=60) as stream:
         own_node.process.send_signal(signal.SIGTERM)
-        until(lambda: refuses(f"{own_node.url}/health"))
+        until(lambda: health(own_node) == 503)
+        answer = own_node.post("/v1/messages", ENDLESS)
+        assert answer.status_code == 529
+        assert answer.headers["retry-after"]
+        assert answer.headers["connection"] == "close"
         assert any(b"message_stop" in line for line in stream)
     assert own_node.process.wait(timeout=60) == 0
     _, alive = psutil.wait_procs(children, timeout=10)
     assert alive == []
+
+
+def test_a_closed_terminal_ends_nothing_and_a_second_ctrl_c_ends_all_at_once(
+    start_node: StartNode, tmp_path: Path
+) -> None:
+    with start_node(tmp_path, "--drain-s", "600") as node:
+        children = psutil.Process(node.process.pid).children(recursive=True)
+        with open_stream(node) as stream:
+            for process in (*children, node.process):
+                process.send_signal(signal.SIGHUP)
+            for _ in range(20):
+                assert next(stream) is not None
+            node.process.send_signal(signal.SIGINT)
+            until(lambda: health(node) == 503)
+            assert node.process.poll() is None
+            node.process.send_signal(signal.SIGINT)
+            last = [line for line in stream if line][-2:]
+        assert last[0] == b"event: error"
+        assert b"The server is shutting down." in last[1]
+        assert node.process.wait(timeout=60) == 0
+        _, alive = psutil.wait_procs(children, timeout=10)
+        assert alive == []
+        assert "second signal: ending at once" in (tmp_path / "launch.out").read_text()
+
+
+@pytest.mark.parametrize("role", ["scheduler", "detokenizer"])
+def test_no_request_is_lost_when_a_process_of_an_engine_is_killed(
+    start_node: StartNode, tmp_path: Path, role: str
+) -> None:
+    def ask(number: int) -> int:
+        text = f"{number} " * 300
+        body = {**ENDLESS, "stream": False, "max_tokens": 200, "system": text}
+        return node.post("/v1/messages", body).status_code
+
+    def workers() -> list[dict[str, int]]:
+        found: list[dict[str, int]] = requests.get(f"{node.url}/health", timeout=30).json()[
+            "workers"
+        ]
+        return found
+
+    with start_node(tmp_path, "--instances", "2") as node, ThreadPoolExecutor(12) as pool:
+        asked = [pool.submit(ask, number) for number in range(12)]
+        until(lambda: all(worker["in_flight"] > 1 for worker in workers()))
+        processes = psutil.Process(node.process.pid).children(recursive=True)
+        next(p for p in processes if role in p.name() or role in " ".join(p.cmdline())).kill()
+        until(lambda: not all(worker["ready"] for worker in workers()))
+        assert {answered.result() for answered in asked} == {200}
 
 
 def test_a_flag_that_sglang_does_not_know_ends_the_start_with_sglangs_own_message(

@@ -99,17 +99,19 @@ async def root(_: web.Request) -> web.Response:
 
 
 async def health(request: web.Request) -> web.Response:
-    """200 if at least one engine is ready, 503 otherwise; lists all engines."""
-    workers = request.app[SERVICES].router.workers
-    status = 200 if workers.ready else 503
+    """200 if at least one engine is ready, 503 otherwise and while draining; lists all engines."""
+    services = request.app[SERVICES]
+    workers = services.workers
+    state = "ok" if workers.ready else "no engine is ready"
+    state = "draining" if services.draining else state
     document = {
-        "status": "ok" if workers.ready else "no engine is ready",
+        "status": state,
         "workers": [
             {"url": w.url, "ready": w.ready, "in_flight": w.in_flight + w.peer_load.in_flight}
             for w in workers.all
         ],
     }
-    return json_response(document, status)
+    return json_response(document, 200 if state == "ok" else 503)
 
 
 async def show_metrics(request: web.Request) -> web.Response:

@@ -27,7 +27,8 @@ Serve = Callable[[PeerGroup, Path], None]
 
 
 def run(count: int, serve: Serve) -> None:
-    """Runs `serve` in `count` processes until SIGTERM or SIGINT, which is passed on to them.
+    """Runs `serve` in `count` processes until SIGTERM or SIGINT, each of which is passed on to them
+    as SIGTERM.
 
     `serve` gets its peer group and a folder that all processes share.
     """
@@ -78,8 +79,8 @@ class _Supervisor:
             return
         code = 1
         try:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
             os.close(self._lifeline[1])
             threading.Thread(target=_exit_with, args=(self._lifeline[0],), daemon=True).start()
             self._serve(group, self._folder)

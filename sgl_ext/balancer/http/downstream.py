@@ -40,6 +40,7 @@ class RunningExchange(Protocol):
     def begin(self) -> None: ...
     def client_gone(self) -> None: ...
     def resume(self) -> None: ...
+    def end(self) -> None: ...
 
 
 class Server(Protocol):
@@ -84,6 +85,11 @@ class DownstreamConnection(asyncio.BufferedProtocol):
     def busy(self) -> bool:
         """Whether an exchange runs."""
         return self._exchange is not None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no exchange runs and no response is left to send."""
+        return self._exchange is None and not self._lingering
 
     # The exchange sends its response through these methods, exactly one for each request.
 
@@ -221,9 +227,11 @@ class DownstreamConnection(asyncio.BufferedProtocol):
         else:
             self._transport.close()
 
-    def close_idle(self) -> None:
-        """Closes the connection unless an exchange runs."""
-        if not self.busy:
+    def end(self) -> None:
+        """Ends the exchange with an error, and closes the connection."""
+        if self._exchange is not None:
+            self._exchange.end()
+        else:
             self._transport.close()
 
     def abort(self) -> None:

@@ -37,7 +37,7 @@ from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.reporting.request_log import AnsweredRequest
 from sgl_ext.balancer.routing.attempts import NO_ROUTING, Attempt
 from sgl_ext.balancer.routing.worker import Worker
-from sgl_ext.protocols.errors import BalancerError, internal_error, no_engine
+from sgl_ext.protocols.errors import BalancerError, internal_error, no_engine, shutting_down
 from sgl_ext.protocols.registry import errors_of
 from sgl_ext.protocols.request_ids import id_line, new_request_id
 from sgl_ext.requests.session import QUEUED_HEADER
@@ -330,6 +330,15 @@ class Exchange:
             self._lost += self._is_sent
             self._retry(reason)
 
+    def end(self) -> None:
+        """The balancer ends, and tells the client so."""
+        self._disconnect()
+        error = shutting_down()
+        if self._stage is Stage.RELAYING:
+            self._cut("the balancer ends", error.message)
+        else:
+            self._answer_error(error)
+
     def client_gone(self) -> None:
         """The client disconnected."""
         self._services.metrics.client_disconnects.inc()
@@ -365,11 +374,12 @@ class Exchange:
         else:
             self.rejected(no_engine())
 
-    def _cut(self, reason: str) -> None:
+    def _cut(
+        self, reason: str, message: str = "The engine stopped in the middle of its answer."
+    ) -> None:
         """Ends a stream that cannot go on in its protocol's error event."""
         self._services.metrics.cut_streams.inc()
-        log.warning("%s cut the stream of %s: %s", self._pool.url, self._id(), reason)
-        message = "The engine stopped in the middle of its answer."
+        log.warning("the stream of %s from %s was cut: %s", self._id(), self._pool.url, reason)
         shape = errors_of(self._head.path)
         self._client.write(shape.event(message, self._response.events_sent, self._id()))
         self._end_early(by_worker=True)

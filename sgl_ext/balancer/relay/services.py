@@ -32,6 +32,7 @@ class Services:
     page: renders the metrics of all processes.
     divergences: the findings of all processes; None if prompts are not compared.
     control: the connections to the control plane, which is made after this.
+    draining: new requests are rejected.
     """
 
     router: Router
@@ -45,6 +46,7 @@ class Services:
     page: Callable[[], bytes]
     divergences: Callable[[], dict[str, Any] | None]
     control: ConnectionPool = field(init=False)
+    draining: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.workers = self.router.workers

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 
 import psutil
 import pytest
@@ -34,7 +34,7 @@ def process(*command: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 class Answers(BaseHTTPRequestHandler):
-    """A worker that is healthy and answers every chat completion at once."""
+    """A worker that is healthy, answers chat completions at once, and others not at all."""
 
     protocol_version = "HTTP/1.1"
 
@@ -43,6 +43,8 @@ class Answers(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["content-length"]))
+        if self.path != "/v1/chat/completions":
+            Event().wait()
         self.answer(200)
 
     def answer(self, status: int) -> None:
@@ -196,6 +198,44 @@ def test_processes_end_together(balancer: tuple[str, subprocess.Popen[bytes]]) -
     assert running.wait(timeout=20) == 0
     assert not any(child.is_running() for child in children)
     assert status(url) == 0
+
+
+def to_all(running: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """What a terminal sends reaches every process."""
+    for child in (*psutil.Process(running.pid).children(), running):
+        child.send_signal(number)
+
+
+def test_a_closed_terminal_ends_no_process(balancer: tuple[str, subprocess.Popen[bytes]]) -> None:
+    url, running = balancer
+    before = psutil.Process(running.pid).children()
+    to_all(running, signal.SIGHUP)
+    assert all(status(url) == 200 for _ in range(20))
+    assert psutil.Process(running.pid).children() == before
+
+
+def test_ctrl_c_drains_and_a_second_one_ends_at_once() -> None:
+    answers: list[requests.Response] = []
+
+    def ask() -> None:
+        answers.append(requests.post(url + "/v1/messages", json=BODY, timeout=60))
+
+    def in_flight() -> int:
+        page = requests.get(url + "/health", timeout=10).json()
+        return sum(worker["in_flight"] for worker in page["workers"])
+
+    with serving("--drain-s", "600") as (url, running):
+        asking = Thread(target=ask)
+        asking.start()
+        until(lambda: in_flight() == 1)
+        to_all(running, signal.SIGINT)
+        until(lambda: {status(url) for _ in range(6)} == {503})
+        assert running.poll() is None
+        assert not answers
+        to_all(running, signal.SIGINT)
+        assert running.wait(timeout=20) == 0
+        asking.join(timeout=20)
+    assert [answer.status_code for answer in answers] == [529]
 
 
 def test_an_unusable_store_ends_them_with_a_reason(tmp_path: Path) -> None:

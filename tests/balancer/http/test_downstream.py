@@ -383,9 +383,10 @@ async def test_a_running_request_ends_before_the_balancer_does(
     busy.writer.write(request())
     await until(lambda: bool(worker.requests))
     stopping = asyncio.create_task(balancer.stop())
-    assert await idle.rest() == b""
+    await until(lambda: balancer.draining)
     go_on.set()
     head, body = await busy.answer()
     assert b"connection: close\r\n" in head
     assert body == b"{}"
+    assert await idle.rest() == b""
     await asyncio.wait_for(stopping, 10)
