@@ -24,12 +24,14 @@ from sgl_ext.balancer.conversations.document_store import StoreUnusable, check_s
 from sgl_ext.key_file import new_key
 from sgl_ext.node import hardware
 from sgl_ext.node.child import Child
+from sgl_ext.node.log_dir import locked, new_log
 from sgl_ext.node.ports import free_ports, require_free
 from sgl_ext.node.progress import Terminal, start_progress, summary
 from sgl_ext.settings.checks import read_api_key
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
 from sgl_ext.settings.sources import launch_settings
 from sgl_ext.supervision import supervise
+from sgl_ext.temporary_folder import ENGINE_FOLDERS, remove_stale
 
 _POLL_S = 0.25
 _ENGINE_STOP_S = 20.0
@@ -77,9 +79,13 @@ def main(argv: list[str] | None = None) -> None:
         found = hardware.find_hardware()
         hardware.check_capacity(settings, found)
         console = Console(file=cast(IO[str], Terminal(sys.stdout)))
-        asyncio.run(serve(settings, found, console))
+        with locked(Path(settings.log_dir)):
+            asyncio.run(serve(settings, found, console))
     except (SettingsError, StartError, StoreUnusable) as error:
         raise SystemExit(f"sgl-ext: {error}") from None
+    finally:
+        # Engines that were killed could not do so.
+        remove_stale(ENGINE_FOLDERS)
 
 
 async def serve(settings: LaunchSettings, found: hardware.Hardware, console: Console) -> None:
@@ -132,7 +138,7 @@ def with_operator_key(settings: LaunchSettings) -> LaunchSettings:
 def make_children(settings: LaunchSettings, found: hardware.Hardware) -> tuple[list[Child], Child]:
     """The node's engines and its balancer, not started yet."""
     logs, balancer = Path(settings.log_dir), settings.balancer
-    logs.mkdir(parents=True, exist_ok=True)
+    logs.mkdir(mode=0o700, parents=True, exist_ok=True)
     require_free(balancer.host, balancer.port)
     store = balancer.store or str(logs / _STORE)
     check_store(store, balancer.store_limit_bytes)
@@ -257,8 +263,7 @@ def _start_error(child: Child, reason: str) -> StartError:
 def _child(
     name: str, command: list[str], environment: dict[str, str], logs: Path, address: str
 ) -> Child:
-    log = logs / f"{name}.log"
-    log.unlink(missing_ok=True)
+    log = new_log(logs / f"{name}.log")
     return Child(name, command, environment, log, f"http://{address}")
 
 

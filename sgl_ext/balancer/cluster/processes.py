@@ -10,7 +10,6 @@ import os
 import secrets
 import signal
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from sgl_ext.balancer.cluster.peers import PeerGroup
+from sgl_ext.temporary_folder import BALANCER_FOLDERS, make_folder
 
 _RESTART_S = 1.0
 _RECEIVE_BYTES = 4 * 1024 * 1024
@@ -35,8 +35,7 @@ def run(count: int, serve: Serve) -> None:
     sockets = tuple(_socket() for _ in range(count))
     secret = secrets.token_bytes(16)
     groups = [PeerGroup(number, secret, sockets) for number in range(count)]
-    with tempfile.TemporaryDirectory(prefix="sgl-ext-balancer-") as folder:
-        _Supervisor(groups, serve, Path(folder)).run()
+    _Supervisor(groups, serve, make_folder(BALANCER_FOLDERS)).run()
 
 
 def _socket() -> socket.socket:

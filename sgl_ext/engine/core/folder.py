@@ -5,7 +5,6 @@ process that has verified its hooks, and the sockets between the HTTP process an
 """
 
 import os
-import tempfile
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -13,12 +12,15 @@ from pathlib import Path
 import orjson
 import zmq
 
+from sgl_ext.temporary_folder import ENGINE_FOLDERS, make_folder
+
 _VARIABLE = "SGL_EXT_ENGINE_FOLDER"
 
 
 def open_folder() -> None:
-    """Makes a new folder for this engine. Its child processes find it by the environment."""
-    os.environ[_VARIABLE] = tempfile.mkdtemp(prefix="sgl-ext-engine-")
+    """Makes a new folder for this engine, which ends with this process. Its child processes find
+    it by the environment."""
+    os.environ[_VARIABLE] = str(make_folder(ENGINE_FOLDERS))
 
 
 def folder() -> Path:

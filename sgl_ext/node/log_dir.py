@@ -1,0 +1,49 @@
+"""The launcher's log directory, which one node uses at a time."""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from sgl_ext.settings.schema import SettingsError
+
+_KEPT = 3
+"""How many earlier logs of a process stay: `engine-0.log.1` is the last one."""
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Makes the directory and holds its lock. The system releases it if this process is killed.
+
+    Raises SettingsError, with the process id of the other node, if another one has it.
+    """
+    at = f"log_dir={str(directory)!r}"
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise SettingsError(f"{at}: {error.strerror}") from None
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(lock, 20, 0).decode() or "unknown"
+            message = f"{at}: in use by another node (process {owner}); each needs its own"
+            raise SettingsError(message) from None
+        with suppress(OSError):  # a full disk: the lock holds without the number
+            os.truncate(lock, 0)
+            os.write(lock, str(os.getpid()).encode())
+        yield
+    finally:
+        os.close(lock)
+
+
+def new_log(path: Path) -> Path:
+    """An empty log that only this user can read. The earlier ones move to `PATH.1` and so on."""
+    for number in range(_KEPT, 0, -1):
+        earlier = Path(f"{path}.{number - 1}") if number > 1 else path
+        with suppress(FileNotFoundError):
+            earlier.replace(f"{path}.{number}")
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
+    return path
