@@ -58,7 +58,7 @@ class ConnectionPool:
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 connection = await self._open()
-        except (OSError, TimeoutError) as error:
+        except Exception as error:  # whatever it is, the request must not wait for ever
             receiver.connect_failed(type(error).__name__)
         else:
             receiver.connected(connection)

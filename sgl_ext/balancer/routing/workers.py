@@ -19,9 +19,9 @@ from sgl_ext.supervision import Failed, supervise
 
 log = logging.getLogger(__name__)
 
-_PROBE_TIMEOUT = aiohttp.ClientTimeout(total=4)
+_PROBE_TIMEOUT = aiohttp.ClientTimeout(total=10)
 # So many probes in a row that an engine accepted and left without an answer show that it hangs.
-SILENT_PROBES = 5
+SILENT_PROBES = 3
 _GENERATE_TIMEOUT = aiohttp.ClientTimeout(total=30)
 # Each metric of a worker: its help text and its value at a time.
 _GAUGES: dict[str, tuple[str, Callable[[Worker, float], int]]] = {

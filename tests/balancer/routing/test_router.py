@@ -187,3 +187,16 @@ def test_prefill_ahead_goes_home_and_is_no_load(setting: Setting) -> None:
     setting.router.attempts.succeed(turn)
     setting.router.attempts.succeed(warming)
     assert first.worker.pending_tokens == first.worker.in_flight == 0
+
+
+def test_no_request_waits_for_a_home_that_hangs_or_goes_there(setting: Setting) -> None:
+    first = setting.place(setting.read("Hello"))
+    setting.router.attempts.prefill_done(first)
+    setting.confirm(first)
+    setting.router.attempts.succeed(first)
+    home = first.worker
+    home.is_hung = True
+    home.ready = True  # a probe from before may end after the one that found the hang
+    second = setting.router.place(setting.read("Hello", "Hi.", "Go on"), set(), waits_for_home=True)
+    assert second is not None
+    assert second.worker is not home
