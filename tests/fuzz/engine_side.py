@@ -84,16 +84,18 @@ class _Server:
         self._services: Any = SimpleNamespace(
             control=pool,
             retries=nothing,
+            router=nothing,
             rate_limits=nothing,
             admission_queue=nothing,
             metrics=nothing,
             error_response=lambda error, path, id: error_response(path, error, id),
         )
 
-    def joined(self, connection: DownstreamConnection) -> None:
-        pass
+    def joined(self, connection: DownstreamConnection) -> bool:
+        return True
 
-    left = joined
+    def left(self, connection: DownstreamConnection) -> None:
+        pass
 
     def reader(self) -> RequestReader:
         return RequestReader(self._heads, _LIMIT_BODY, ByteAccount(_LIMIT_BODY))

@@ -43,7 +43,6 @@ def run(first: int, cases: int, stop: bool = True) -> Counter[str]:
     """
     counts: Counter[str] = Counter()
     heads = RequestHeadCache(lambda head: None)
-    logging.getLogger("sgl_ext").setLevel(logging.CRITICAL)
     for number in range(first, first + cases):
         chance = Random(number)
         is_answer = number % 2
@@ -68,4 +67,5 @@ def run(first: int, cases: int, stop: bool = True) -> Counter[str]:
 
 
 if __name__ == "__main__":
+    logging.getLogger("sgl_ext").setLevel(logging.CRITICAL)
     main(run, __doc__)
