@@ -5,14 +5,15 @@
     messages             "usage": {input_tokens, output_tokens, cache_read_input_tokens,
                          cache_creation_input_tokens}; `input_tokens` excludes the other two. In a
                          stream, the first event counts the prompt and a later one the answer
-    generate             "meta_info": {prompt_tokens, completion_tokens, cached_tokens}
+    generate             "meta_info": {prompt_tokens, completion_tokens, cached_tokens}; a list of
+                         prompts, and several answers to one, have one each
     prefill              {prompt_tokens, cached_tokens, prefilled_tokens}, at the top level
 
 Generated text cannot be mistaken for counts: JSON escapes the quotation marks inside it.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 _WINDOW_BYTES = 4096
@@ -21,6 +22,8 @@ _COUNT = re.compile(
     rb'"(prompt_tokens|input_tokens|completion_tokens|output_tokens|cached_tokens|prefilled_tokens'
     rb'|cache_read_input_tokens|cache_creation_input_tokens)":\s*(\d{1,12})(?=[,}\s])'
 )
+_ITEM = b'"meta_info":'
+_LISTS = (b"[", b'{"predictions":[')
 _SHORT_TTL_S = 300.0
 _Counts = dict[bytes, int]
 
@@ -43,6 +46,8 @@ def read_usage(first: bytes, last: bytes) -> Usage | None:
 
     None if it states no usage.
     """
+    if first is last and last.startswith(_LISTS):
+        return read_items(last.split(_ITEM)[1:])
     end = _counts(last)
     begin = end if first is last else _counts(first)
     prompt = end if _prompt(begin) is None else begin
@@ -54,6 +59,24 @@ def read_usage(first: bytes, last: bytes) -> Usage | None:
         return None if cached is None else Usage(None, cached, None)
     generated = max(_generated(begin), _generated(end))
     return Usage(length, cached, max(length - (cached or 0), 0) + generated)
+
+
+def read_items(items: Iterable[bytes]) -> Usage | None:
+    """The usage of several items together, each of which states its own in `meta_info`."""
+    found = [_usage_of_item(item) for item in items]
+    known = [usage for usage in found if usage is not None]
+    return Usage(*map(sum, zip(*known, strict=True))) if known else None
+
+
+def _usage_of_item(item: bytes) -> tuple[int, int, int] | None:
+    item = item[item.find(_ITEM) :] if _ITEM in item else item
+    counts = _first_of_each(item[:_WINDOW_BYTES])
+    if not _generated(counts) and len(item) > _WINDOW_BYTES:  # behind log probabilities
+        counts = _first_of_each(item)
+    length, cached = _prompt(counts), _cached(counts) or 0
+    if length is None:
+        return None
+    return length, cached, max(length - cached, 0) + _generated(counts)
 
 
 def _counts(data: bytes) -> _Counts:

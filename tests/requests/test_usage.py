@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import orjson
 import pytest
 
@@ -82,3 +84,27 @@ def test_other_streams_state_usage_in_the_last_event_or_not_at_all() -> None:
     assert read_usage(first, first) is None
     assert read_usage(b"", b"") is None
     assert read_usage(first, b'data: {"usage":{"prompt_tokens": 1') is None
+
+
+def item(prompt: int, cached: int, generated: int, text: str = "a") -> dict[str, object]:
+    counts = {"prompt_tokens": prompt, "completion_tokens": generated, "cached_tokens": cached}
+    return {"text": text, "meta_info": {"id": "x", **counts}}
+
+
+@pytest.mark.parametrize("wrap", [lambda items: items, lambda items: {"predictions": items}])
+def test_the_usage_of_a_list_is_that_of_all_its_items(wrap: Callable[[object], object]) -> None:
+    false = '"meta_info":{"prompt_tokens":5'
+    data = orjson.dumps(wrap([item(990_000, 0, 2, false), item(10, 10, 3), item(1, 0, 2)]))
+    assert read_usage(data, data) == Usage(990_011, 10, 990_008)
+
+
+def test_counts_of_an_item_may_stand_behind_its_log_probabilities() -> None:
+    meta = {"prompt_tokens": 100, "logprobs": [[-0.5, 1, None]] * 2000}
+    one = {"text": "", "meta_info": meta | {"completion_tokens": 7, "cached_tokens": 90}}
+    data = orjson.dumps([one, one])
+    assert read_usage(data, data) == Usage(200, 180, 34)
+
+
+def test_embeddings_without_usage_state_none() -> None:
+    data = orjson.dumps([{"embedding": [0.5]}])
+    assert read_usage(data, data) is None

@@ -1,9 +1,10 @@
 """Rate limits: how many requests and tokens a tenant may use in a minute.
 
 On arrival a request is charged with the estimated tokens of its prompt and the output that it
-claims. When its answer is
-complete, the charge is replaced by the real cost: the prompt tokens that were computed and the
-output tokens. If the answer reports no usage, the estimate stays.
+claims. When its answer is complete, the charge is replaced by the real cost: the prompt tokens that
+were computed and the output tokens. If the answer reports no usage or is cut, it is replaced by the
+prompt and what was streamed so far. Requests that compute nothing are charged as requests without
+tokens.
 
 Each of several balancer processes enforces an equal share of every limit, because the kernel
 spreads the connections over them.

@@ -31,6 +31,7 @@ from sgl_ext.balancer.http.request_reader import Request
 from sgl_ext.balancer.http.response_head import ResponseHead
 from sgl_ext.balancer.http.upstream import UpstreamConnection
 from sgl_ext.balancer.metrics.registry import band
+from sgl_ext.balancer.relay.hidden_usage import without_usage
 from sgl_ext.balancer.relay.preparation import NOT_PREPARED, Draft, parse, prepare
 from sgl_ext.balancer.relay.response import Response
 from sgl_ext.balancer.relay.services import Services
@@ -104,6 +105,10 @@ class Exchange:
         if draft is not None:
             self._preparation = prepare(self._services, self._request, draft, found)
             self.routing = self._preparation.routing
+            self._response = Response(sums_items=self._preparation.sums_items)
+        else:
+            charge = self._services.rate_limits.admit(self._head.tenant, 0)
+            self._preparation = NOT_PREPARED._replace(charge=charge)
         self._services.retries.add_request()
         self._place()
 
@@ -269,11 +274,13 @@ class Exchange:
             self._send(data)
 
     def _send(self, data: bytes) -> None:
+        self._response.sent(data)
+        if self._preparation.hides_usage and not (data := without_usage(data)):
+            return
         if self._stage is Stage.BEFORE_FIRST_BYTE:
             self._start_stream(data)
         else:
             self._client.write(data)
-        self._response.sent(data)
         if self._client.paused and self._connection is not None:
             self._connection.pause()
 
@@ -362,7 +369,7 @@ class Exchange:
     def _retry(self, reason: str, *, answered: bool = False) -> None:
         log.warning("%s failed before it answered %s: %s", self._pool.url, self._id(), reason)
         self._release(by_worker=True, answered=answered)
-        self._response = Response()
+        self._response = Response(sums_items=self._preparation.sums_items)
         untried = self._services.router.any_available(besides=self.tried)
         if self._head.route is None:
             self._answer_error(internal_error())
@@ -434,9 +441,17 @@ class Exchange:
 
     def _settle(self, cost: int | None) -> None:
         """Settles the charge by the computed tokens, None if they are unknown."""
+        charge = self._preparation.charge
+        if charge is None:
+            return
         if not self._attempts or self._response.head.status >= HTTPStatus.BAD_REQUEST:
             cost = 0
-        self._services.rate_limits.settle(self._preparation.charge, cost)
+        elif cost is None:  # an event of a stream has a token or more
+            cost = self.routing.prompt_tokens + self._response.events_sent
+            usage = self._response.usage()
+            if usage is not None and usage.computed_tokens is not None:
+                cost = max(cost, usage.computed_tokens)
+        self._services.rate_limits.settle(charge, cost)
 
     def _count(self) -> None:
         if self._head.route is not None:

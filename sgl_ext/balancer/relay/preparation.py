@@ -12,12 +12,14 @@ from sgl_ext.balancer.conversations.conversation_store import Found, Named
 from sgl_ext.balancer.conversations.stored_turns import ResponseRecorder
 from sgl_ext.balancer.http.request_head import RequestHead
 from sgl_ext.balancer.http.request_reader import Request
+from sgl_ext.balancer.relay.hidden_usage import with_usage
 from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.reporting.diagnosis import PromptDiagnosis
 from sgl_ext.balancer.routing.attempts import NO_ROUTING, RoutingRequest
 from sgl_ext.limits.bounds import MAX_TOOLS
 from sgl_ext.limits.elements import Excess, find_excess, find_many
 from sgl_ext.protocols.errors import BalancerError, no_memory
+from sgl_ext.protocols.native import GENERATE
 from sgl_ext.protocols.registry import detect, of_path, with_name
 from sgl_ext.requests.field_types import find_wrong_type
 from sgl_ext.requests.protocol import Protocol
@@ -34,12 +36,16 @@ class Preparation(NamedTuple):
     recorder: stores the response, if the request continues or stores one.
     diagnosis: how the prompt differs from earlier ones, if prompts are compared.
     charge: what its tenant was charged, if it has limits.
+    hides_usage: whether the engine is asked for a usage that the client did not ask for.
+    sums_items: whether the usage of the answer's items has to be added up.
     """
 
     routing: RoutingRequest
     recorder: ResponseRecorder | None
     diagnosis: PromptDiagnosis | None
     charge: Charge | None
+    hides_usage: bool = False
+    sums_items: bool = False
 
 
 NOT_PREPARED = Preparation(NO_ROUTING, None, None, None)
@@ -116,7 +122,13 @@ def prepare(
     # What it claims of an engine is charged until its cost is known.
     claimed_tokens = routing.prompt_tokens + routing.output_tokens
     charge = services.rate_limits.admit(head.tenant, claimed_tokens)
-    return Preparation(routing, recorder if route.runs else None, diagnosis, charge)
+    preparation = Preparation(routing, recorder if route.runs else None, diagnosis, charge)
+    if charge is None:
+        return preparation
+    asking = with_usage(path, document, request.body)
+    if asking is not None:
+        request.body = asking
+    return preparation._replace(hides_usage=asking is not None, sums_items=path in GENERATE.paths)
 
 
 def parse_json(body: bytes | bytearray) -> Any:

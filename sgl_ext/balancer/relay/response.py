@@ -1,11 +1,15 @@
 """A worker's response as it arrives: a stream in whole events, or a body collected to its end."""
 
+import re
+
 from sgl_ext.balancer.http.response_head import ResponseHead
-from sgl_ext.requests.usage import Usage, read_usage
+from sgl_ext.requests.usage import Usage, read_items, read_usage
 
 # The last events of OpenAI's and of Anthropic's streams, which carry no content.
 _DONE = b"data: [DONE]\n\n"
 _STOP = b"event: message_stop\n"
+# Items of a stream of several prompts: SGLang numbers them at the end of each event.
+_ITEM = re.compile(rb'"index":\s*(\d{1,9})\}\s*\Z')
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 _NO_HEAD = ResponseHead(0, b"", [])
 
@@ -17,13 +21,15 @@ class Response:
     events_sent: how many events of a stream were sent to the client.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, sums_items: bool = False) -> None:
+        """sums_items: whether its usage is that of all its items, and not of the last event."""
         self.head = _NO_HEAD
         self.lines = b""
         self.events_sent = 0
         self._first_data = b""
         self._last_data = b""
         self._collected = bytearray()
+        self._items: dict[bytes, bytes] | None = {} if sums_items else None
 
     def take(self, data: bytes) -> bytes:
         """Takes a part of the body. Returns the whole events that can be sent now, so that a stream
@@ -59,7 +65,13 @@ class Response:
         if data != _DONE and not data.startswith(_STOP):
             self._last_data = data
         self.events_sent += data.count(b"\n\n")
+        if self._items is not None and self.head.streams:
+            for event in data.split(b"\n\n"):
+                if (item := _ITEM.search(event)) is not None:
+                    self._items[item[1]] = event
 
     def usage(self) -> Usage | None:
-        """The usage that the client was sent; None if it states none."""
+        """The usage that the answer states; None if it states none."""
+        if self._items:
+            return read_items(self._items.values())
         return read_usage(self._first_data, self._last_data)

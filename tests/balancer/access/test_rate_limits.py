@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 from aiohttp import ClientSession, web
 
@@ -12,9 +14,10 @@ from sgl_ext import keys
 from sgl_ext.balancer.access.authentication import KeyFileReloader
 from sgl_ext.balancer.access.rate_limits import Charge, RateLimits
 from sgl_ext.balancer.metrics.registry import Metrics
+from sgl_ext.balancer.server import Balancer
 from sgl_ext.protocols.errors import BalancerError
 from tests.balancer.conftest import Engine, Serve, Start
-from tests.balancer.wire import Raw, sse
+from tests.balancer.wire import Raw, sse, until
 
 MESSAGES, CHAT = "/v1/messages", "/v1/chat/completions"
 USAGE = {
@@ -200,3 +203,158 @@ async def test_a_streams_cost_is_read_from_its_first_and_last_event(
         for _ in range(2):
             assert (await tenant.asks(client, MESSAGES, words=400))[0] == 200
     assert 'sgl_ext_tenant_tokens_total{tenant="a"} 34.0' in balancer._metrics.render().decode()
+
+
+def charged(balancer: Balancer) -> float:
+    page = balancer._metrics.render().decode()
+    (line,) = [li for li in page.splitlines() if li.startswith("sgl_ext_tenant_tokens_total{")]
+    return float(line.split()[-1])
+
+
+CHUNK = b'data: {"id":"1","choices":[{"index":0,"delta":{"content":"a"}}],"usage":null}\n\n'
+TOTAL = b'data: {"id":"1","choices":[],"model":"m","usage":%b}\n\n' % orjson.dumps(USAGE)
+DONE = b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+@pytest.mark.parametrize(
+    ("options", "expected", "sees_usage"),
+    [
+        ({}, {"include_usage": True}, False),
+        ({"stream_options": None}, {"include_usage": True}, False),
+        ({"stream_options": {}}, {"include_usage": True}, False),
+        (
+            {"stream_options": {"include_usage": False, "continuous_usage_stats": True}},
+            {"include_usage": True, "continuous_usage_stats": True},
+            False,
+        ),
+        ({"stream_options": {"include_usage": True}}, {"include_usage": True}, True),
+    ],
+)
+async def test_a_stream_is_charged_for_its_usage_which_is_shown_only_if_asked_for(
+    start: Start,
+    folder: Path,
+    options: dict[str, Any],
+    expected: dict[str, Any],
+    path: str,
+    *,
+    sees_usage: bool,
+    together: bool,
+) -> None:
+    async def stream(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        events = [CHUNK, CHUNK, TOTAL, DONE]
+        for data in [b"".join(events)] if together else events:
+            await response.write(data)
+        return response
+
+    limits = "tokens_per_minute = 60000\nadmin = true"
+    tenant, engine = Tenant(folder, limits), Engine("e", stream)
+    client = await start(engine, **tenant.config)
+    _, body, _ = await tenant.asks(client, path, words=400, stream=True, **options)
+    assert body == CHUNK + CHUNK + (TOTAL if sees_usage else b"") + DONE
+    sent = orjson.loads(engine.seen[-1][1])
+    assert sent["stream_options"] == expected
+    assert sent["messages"][0]["content"] == "word " * 400
+    page = await (await client.get("/metrics", headers=tenant.headers)).text()
+    assert 'sgl_ext_tenant_tokens_total{tenant="a"} 10.0' in page
+
+
+@pytest.mark.parametrize("body", [{"stream": False}, {}])
+async def test_a_body_that_is_no_stream_reaches_the_engine_as_it_is(
+    start: Start, folder: Path, body: dict[str, Any]
+) -> None:
+    tenant, engine = Tenant(folder, "tokens_per_minute = 60000"), Engine("e")
+    client = await start(engine, **tenant.config)
+    await tenant.asks(client, **body)
+    assert "stream_options" not in orjson.loads(engine.seen[-1][1])
+
+
+async def test_a_client_that_leaves_early_is_charged_for_its_prompt_and_what_was_streamed(
+    serve: Serve, folder: Path
+) -> None:
+    tenant = Tenant(folder, "tokens_per_minute = 60000")
+    balancer = await serve(Raw(sse(*[CHUNK] * 50, end=b"")), **tenant.config)
+    async with ClientSession(f"http://127.0.0.1:{balancer.port}") as client:
+        body = {"messages": [{"role": "user", "content": "word " * 400}], "stream": True}
+        async with client.post(CHAT, json=body, headers=tenant.headers) as answer:
+            await answer.content.readexactly(len(CHUNK) * 50)
+            answer.close()
+        await until(lambda: not balancer._connections)
+    prompt_tokens = charged(balancer) - 50
+    assert 400 <= prompt_tokens <= 1000
+
+
+async def test_a_stream_of_several_prompts_is_charged_for_all(serve: Serve, folder: Path) -> None:
+    def event(index: int, generated: int) -> bytes:
+        counts = {"prompt_tokens": 1000, "completion_tokens": generated, "cached_tokens": 100}
+        return b"data: %b\n\n" % orjson.dumps({"text": "", "meta_info": counts, "index": index})
+
+    tenant = Tenant(folder, "tokens_per_minute = 60000")
+    events = [event(0, 1), event(1, 1), event(0, 9) + event(1, 2), event(1, 3), DONE]
+    balancer = await serve(Raw(sse(*events)), **tenant.config)
+    async with ClientSession(f"http://127.0.0.1:{balancer.port}") as client:
+        await tenant.asks(client, "/generate", text=["a", "b"], stream=True)
+    assert charged(balancer) == 1800 + 12
+
+
+async def test_a_list_of_prompts_is_charged_for_all(start: Start, folder: Path) -> None:
+    async def items(_: web.Request) -> web.StreamResponse:
+        counts = {"prompt_tokens": 1, "completion_tokens": 1, "cached_tokens": 0}
+        return web.json_response([{"meta_info": counts | {"prompt_tokens": 990_000}}] * 2)
+
+    tenant = Tenant(folder, "tokens_per_minute = 600")
+    client = await start(Engine("e", items), **tenant.config)
+    statuses = [(await tenant.asks(client, "/generate", text=["a", "b"]))[0] for _ in range(2)]
+    assert statuses == [200, 429]
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/v1/contexts"),
+        ("GET", "/v1/contexts/x"),
+        ("GET", "/v1/responses/x"),
+        ("GET", "/v1/pins"),
+        ("DELETE", "/v1/pins"),
+        ("GET", "/v1/models"),
+        ("POST", "/v1/prefill"),
+        ("POST", "/v1/messages/count_tokens"),
+        ("POST", "/v1/tokenize"),
+    ],
+)
+async def test_every_request_of_a_tenant_counts_as_one(
+    start: Start, folder: Path, method: str, path: str
+) -> None:
+    tenant, engine = Tenant(folder, "requests_per_minute = 2"), Engine("e")
+    client = await start(engine, **tenant.config)
+    body = {"messages": [], "blocks": [], "prompt": ""} if method == "POST" else None
+    statuses = []
+    for _ in range(4):
+        async with client.request(method, path, json=body, headers=tenant.headers) as answer:
+            statuses.append(answer.status)
+    assert [status == 429 for status in statuses] == [False, False, True, True]
+    assert "retry-after" in answer.headers
+    assert (await client.get("/health")).status == 200
+
+
+async def test_what_a_request_claims_is_charged_until_its_cost_is_known(
+    start: Start, folder: Path
+) -> None:
+    gate = asyncio.Event()
+
+    async def slow(_: web.Request) -> web.StreamResponse:
+        await gate.wait()
+        return await cheap(_)
+
+    tenant, engine = Tenant(folder, "tokens_per_minute = 60000"), Engine("e", slow)
+    client = await start(engine, **tenant.config)
+    claim = {"nvext": {"agent_hints": {"osl": 59_000}}}
+    first = asyncio.create_task(tenant.asks(client, **claim))
+    await until(lambda: engine.seen)
+    assert (await tenant.asks(client, words=4000))[0] == 429
+    gate.set()
+    assert (await first)[0] == 200
+    assert (await tenant.asks(client, **claim))[0] == 200
