@@ -15,8 +15,6 @@ from sgl_ext.settings.schema import BalancerSettings, EngineSettings
 _PREFIX = "sgl_ext_"
 _TIMEOUT = aiohttp.ClientTimeout(total=30)
 _WAL_BYTES = 64 << 20
-# `sgl_ext_X_limit` states the bound of `sgl_ext_X_entries`.
-_ENTRIES, _LIMIT = "_entries", "_limit"
 
 
 def bounds(balancer: BalancerSettings, engine: EngineSettings, processes: int) -> dict[str, float]:
@@ -25,7 +23,10 @@ def bounds(balancer: BalancerSettings, engine: EngineSettings, processes: int) -
         "sgl_ext_queued_requests": processes * balancer.queue_limit,
         "sgl_ext_worker_in_flight": processes * balancer.max_in_flight,
         "sgl_ext_worker_pinned_tokens": engine.pin_budget * POOL_TOKENS,
+        "sgl_ext_connections": processes * balancer.max_connections,
+        "sgl_ext_held_bytes": processes * balancer.account_bytes,
         "store_bytes": balancer.store_limit_bytes + _WAL_BYTES,
+        "request_log_bytes": balancer.request_log_limit_bytes,
     }
 
 
@@ -39,8 +40,8 @@ async def sizes(target: Target, http: aiohttp.ClientSession) -> dict[str, float]
         found |= {f"{gauge}{_on(name)}": value for gauge, value in _gauges(page)}
     async with http.get(f"{target.url}/v1/pins", timeout=_TIMEOUT) as answer:
         found["pins"] = len((await answer.json())["pins"])
-    files = target.store.parent.glob(f"{target.store.name}*")
-    found["store_bytes"] = sum(path.stat().st_size for path in files)
+    found["store_bytes"] = _bytes(target.store)
+    found["request_log_bytes"] = _bytes(target.log)
     found["temporary_files"] = await asyncio.to_thread(_entries, target.tmp_disk.path)
     return found
 
@@ -58,15 +59,18 @@ def _gauges(page: str) -> Iterator[tuple[str, float]]:
             yield " ".join([sample.name, *labels]), sample.value
 
 
+def _bytes(file: Path) -> int:
+    """With the files whose names begin with its name."""
+    return sum(path.stat().st_size for path in file.parent.glob(f"{file.name}*"))
+
+
 def _entries(folder: Path) -> int:
     return sum(1 for _ in folder.rglob("*"))
 
 
 def over_bound(found: dict[str, float], limits: dict[str, float]) -> Iterator[str]:
-    """The tables that are larger than the bound that settings or a metric state."""
+    """The tables that are larger than their bound."""
     for name, size in found.items():
-        stated = [limit for start, limit in limits.items() if name.startswith(start)]
-        if _ENTRIES in name:
-            own = name.replace(_ENTRIES, _LIMIT)
-            stated += [found[own]] if own in found else []
-        yield from (f"{name}: {size:g} of {limit:g}" for limit in stated if size > limit)
+        for start, limit in limits.items():
+            if name.startswith(start) and size > limit:
+                yield f"{name}: {size:g} of {limit:g}"

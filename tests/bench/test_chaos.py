@@ -214,6 +214,6 @@ def test_a_slope_leaves_out_the_warm_up() -> None:
 
 
 def test_a_table_over_its_bound_is_named() -> None:
-    found = {"sgl_ext_sessions_entries": 8, "sgl_ext_sessions_limit": 7, "pins": 9}
-    assert list(over_bound(found, {"pins": 9})) == ["sgl_ext_sessions_entries: 8 of 7"]
-    assert list(over_bound(found, {"pins": 8}))[1:] == ["pins: 9 of 8"]
+    found = {"sgl_ext_worker_in_flight engine 0": 8, "pins": 9}
+    limits = {"sgl_ext_worker_in_flight": 7, "pins": 9}
+    assert list(over_bound(found, limits)) == ["sgl_ext_worker_in_flight engine 0: 8 of 7"]
