@@ -32,9 +32,11 @@ def find_many(*parts: bytes | bytearray) -> Excess | None:
     """Whether JSON texts have too many elements together. Small ones cannot, and are not read."""
     if sum(map(len, parts)) < MAX_ELEMENTS:
         return None
-    # A count that takes every sign for structure is fast; most of a prompt is text without any.
-    if _exceeds(map(_signs, _slices(part)) for part in parts) is None:
-        return None
+    # Most of a prompt is text without a sign of structure, so each count is tried that takes less
+    # of it for structure and longer.
+    for count in (_signs, _unescaped_signs):
+        if _exceeds(map(count, _slices(part)) for part in parts) is None:
+            return None
     return _exceeds(_outside_strings(part) for part in parts)
 
 
@@ -54,6 +56,14 @@ def _exceeds(counts: Iterable[Iterable[tuple[int, int]]]) -> Excess | None:
 def _signs(text: bytes | bytearray) -> tuple[int, int]:
     opened = text.count(b"[") + text.count(b"{")
     return text.count(b'"') // 2 + opened, text.count(b",")
+
+
+def _unescaped_signs(text: bytes | bytearray) -> tuple[int, int]:
+    """The same without quotes inside strings."""
+    if b"\\\\" in text:
+        text = text.replace(b"\\\\", b"")
+    elements, commas = _signs(text)
+    return elements - text.count(b'\\"') // 2, commas
 
 
 def _slices(text: bytes | bytearray) -> Iterator[bytes | bytearray]:

@@ -16,7 +16,8 @@ The last field of a line may lack its ";" if a blank (or the colon) precedes it 
 after it. If text follows the fields on the same line, the header ends right after the last ";"
 and the text stays byte for byte, its leading blanks included. Keys and values contain no white
 space, so prose after the fields is not mistaken for a field. A NAME without any field is prose
-too, and stays. Several headers in a row are all removed.
+too, and stays. Several headers in a row are all removed. A text with very many fields or headers
+(_MOST_FIELDS, _MOST_HEADERS) stays as it is.
 
 Invariants: `strip(strip(t)) == strip(t)`; a text without a header is returned as the same object;
 the result is always a suffix of the text.
@@ -35,6 +36,8 @@ from sgl_ext.requests.protocol import INSTRUCTION_ROLES, Json, Part, Protocol
 from sgl_ext.requests.rewriting import DROPPED, altered, edited
 
 BILLING_HEADER = "x-anthropic-billing-header"
+# A text with more is not a harness's. It stays as it is, and costs little to read.
+_MOST_FIELDS, _MOST_HEADERS = 256, 64
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]*\Z")
 
 
@@ -61,7 +64,8 @@ class HeaderStrip:
         field, line_end = r"[A-Za-z0-9_.-]+=[^;\s]*", r"[ \t]*(?:\r\n|\n|\r|\Z)"
         self._header = re.compile(
             rf"\s*(?:{alternatives}):"
-            rf"(?P<fields>(?:[ \t]*{field};)*(?:(?:(?<=:)|[ \t])[ \t]*{field}(?={line_end}))?)"
+            rf"(?P<fields>(?:[ \t]*{field};){{0,{_MOST_FIELDS}}}"
+            rf"(?:(?:(?<=:)|[ \t])[ \t]*{field}(?={line_end}))?)"
             rf"(?:{line_end})?",
             re.IGNORECASE,
         )
@@ -76,6 +80,8 @@ class HeaderStrip:
             found = match["fields"]
             if not found:
                 break
+            if found.count(";") >= _MOST_FIELDS or headers >= _MOST_HEADERS:
+                return StrippedText(text, 0, {})
             for field in found.split(";"):
                 key, separator, value = field.strip().partition("=")
                 if separator:

@@ -62,103 +62,72 @@ def context_of(tool: bytes, count: int) -> bytes:
     return b'{"blocks":[%b]}' % block
 
 
-_TEXT = b"All happy families are alike; each unhappy family is unhappy in its own way. "
-_BLOCK = b'{"type":"text","text":"%b"}' % (_TEXT * 50)
-_TURN = b'{"role":"user","content":[%b]}'
-_HEADER = b'"x-anthropic-billing-header: %b"' % (b"a=b; " * 400_000 + b"c")
-_ONE, _EMPTY = b'{"type":"text","text":"x"}', b"{}"
-_RESULT = b'{"role":"user","content":[%b]}' % b",".join([_ONE] * 10_001)
+def text_of(text: bytes) -> bytes:
+    """A request with one long message."""
+    return messages_of(_TURN % b'{"type":"text","text":"%b"}' % text, 1)
 
-# fmt: off  # one line a case
+
+_TENANT = "x-tenant-id: " + "x" * 60_000
+_CHUNKED = "transfer-encoding: chunked"
+_CHUNKS = b"1\r\n \r\n" * 300_000 + b"2\r\n{}\r\n0\r\n\r\n"
+_FOREIGN = "origin: https://evil.example"
+_PART, _BLANKS = b" " * 300_000, b" " * 60 * _MIB
+_TEXT = b"All happy families are alike; each unhappy family is unhappy in its own way. "
+_TURN = b'{"role":"user","content":[%b]}'
+_LONG_TURN = _TURN % b",".join([b'{"type":"text","text":"%b"}' % (_TEXT * 50)] * 3)
+_ONE, _EMPTY, _NESTED = b'{"type":"text","text":"x"}', b"{}", b"[" * 500 + b"]" * 500
+_BLOCKS = b",".join([_ONE] * 10_001)
+_DEEP = b"[" * 1010 + b"]" * 1010
+_IDS = b",".join([b"15496"] * 250_000)
+_HEADER = b'"x-anthropic-billing-header: %b"' % (b"a=b; " * 400_000 + b"c")
+_HEADERS = b'"%b"' % (b"x-anthropic-billing-header: a=b;\\n" * 60_000)
+
+# fmt: off
 CASES = [
     # Memory without a key: what is declared, held back or inflated.
     Case("a long body of GET", lambda: declared("GET", "/health", 64 * _MIB), 413, times=8),
-    Case(
-        "a chunked body of GET",
-        lambda: head("GET", "/health", "transfer-encoding: chunked") + b"ffffff\r\n",
-        413,
-    ),
-    Case("a declared body", lambda: declared("POST", MESSAGES, 64 * _MIB), None, times=200),
-    Case(
-        "the first part of a declared body",
-        lambda: declared("POST", MESSAGES, 64 * _MIB, b" " * _MIB),
-        None,
-        times=100,
-    ),
-    Case(
-        "a head without an end",
-        lambda: b"GET /health HTTP/1.1\r\na: " + b"x" * 60_000,
-        None,
-        times=100,
-    ),
+    Case("a chunked body of GET", lambda: head("GET", "/health", _CHUNKED) + b"ffffff\r\n", 413),
+    Case("a declared body", lambda: declared("POST", MESSAGES, 64 * _MIB), None, times=64),
+    Case("a part of a body", lambda: declared("POST", CHAT, 64 * _MIB, _PART), None, times=8),
+    Case("a head without an end", lambda: b"GET / HTTP/1.1\r\na: " + b"x" * 60_000, None, times=64),
     Case("a head that is too long", lambda: b"GET / HTTP/1.1\r\na: " + b"x" * 70_000, 431),
-    Case(
-        "bodies that inflate a thousandfold",
-        lambda: deflated(MESSAGES, b" " * 60 * _MIB),
-        413,
-        times=5,
-    ),
-    Case(
-        "a gzip bomb",
-        lambda: post(MESSAGES, gzip.compress(b" " * 60 * _MIB), "content-encoding: gzip"),
-        413,
-    ),
-    # The event loop: many small elements.
-    Case(
-        "16 MB of one-letter blocks, deflated",
-        lambda: deflated(MESSAGES, system_of(b'{"type":"text","text":"x"}', 16 * _MIB)),
-        413,
-    ),
-    Case(
-        "1 MB of one-letter texts, deflated",
-        lambda: deflated(MESSAGES, system_of(b'"x"', _MIB - 1000)),
-        400,
-    ),
-    Case("16 MB of one-letter texts", lambda: post(MESSAGES, system_of(b'"x"', 16 * _MIB)), 400),
+    Case("15,000 headers", lambda: head("GET", "/health", *["a:"] * 15_000), 200),
+    Case("chunks of one byte", lambda: head("POST", MESSAGES, _CHUNKED) + _CHUNKS, 400),
+    Case("bodies that inflate a thousandfold", lambda: deflated(CHAT, _BLANKS), 413, times=5),
+    Case("a gzip bomb", lambda: post(CHAT, gzip.compress(_BLANKS), "content-encoding: gzip"), 413),
+    # The event loop: many small elements, or a text that takes long to read.
+    Case("16 MB of blocks, deflated", lambda: deflated(MESSAGES, system_of(_ONE, 16 * _MIB)), 413),
+    Case("1 MB of texts, deflated", lambda: deflated(MESSAGES, system_of(b'"x"', _MIB - 99)), 400),
+    Case("16 MB of texts", lambda: post(MESSAGES, system_of(b'"x"', 16 * _MIB)), 400),
     Case("20 MB of empty objects", lambda: post(CHAT, system_of(_EMPTY, 20 * _MIB)), 400),
-    Case(
-        "20 MB of nested lists",
-        lambda: post(CHAT, system_of(b"[" * 500 + b"]" * 500, 20 * _MIB)),
-        400,
-    ),
+    Case("20 MB of nested lists", lambda: post(CHAT, system_of(_NESTED, 20 * _MIB)), 400),
     Case("20 MB of numbers", lambda: post("/generate", system_of(b"1", 20 * _MIB)), 400),
-    Case("20 MB of keys", lambda: post(CHAT, system_of(b'{"a":1,"b":2,"c":3}', 20 * _MIB)), 400),
-    Case(
-        "8 MB of escaped quotes",
-        lambda: post(CHAT, system_of(b'"%b"' % (b'\\"' * 4 * _MIB), 8 * _MIB)),
-        200,
-    ),
+    Case("20 MB of keys", lambda: post(CHAT, system_of(b'{"a":1,"b":2}', 20 * _MIB)), 400),
+    Case("4 MB of escaped quotes", lambda: post(MESSAGES, text_of(b'\\"' * 2_000_000)), 200),
     Case("10,000 system blocks", lambda: post(MESSAGES, system_of(_ONE, 10_000 * 27)), 200),
     Case("10,100 system blocks", lambda: post(MESSAGES, system_of(_ONE, 10_100 * 27)), 400),
     Case("10,000 messages", lambda: post(MESSAGES, messages_of(_TURN % _ONE, 10_000)), 200),
-    Case("11,000 messages", lambda: post(MESSAGES, messages_of(_TURN % _ONE, 11_000)), 400),
-    Case("10,001 blocks in a message", lambda: post(MESSAGES, messages_of(_RESULT, 1)), 400),
+    Case("10,001 messages", lambda: post(MESSAGES, messages_of(_TURN % _ONE, 10_001)), 400),
+    Case("10,001 blocks", lambda: post(MESSAGES, messages_of(_TURN % _BLOCKS, 1)), 400),
     Case("2,000 tools", lambda: post(MESSAGES, tools_of(_EMPTY, 2000)), 200),
     Case("2,001 tools", lambda: post(MESSAGES, tools_of(_EMPTY, 2001)), 400),
     Case("330,000 tools", lambda: post(MESSAGES, tools_of(_EMPTY, 330_000)), 400),
     Case("a context of 330,000 tools", lambda: post(CONTEXTS, context_of(_EMPTY, 330_000)), 400),
     Case("a context of 2,001 tools", lambda: post(CONTEXTS, context_of(_EMPTY, 2001)), 400),
-    Case(
-        "a session header without an end",
-        lambda: post(MESSAGES, system_of(_HEADER, len(_HEADER) + 1)),
-        200,
-    ),
-    # What must pass: the longest conversations of real clients, and more.
-    Case(
-        "400 messages and 1,000 blocks of a million tokens",
-        lambda: post(MESSAGES, messages_of(_TURN % b",".join([_BLOCK] * 3), 400)),
-        200,
-    ),
-    Case(
-        "a prompt of 400,000 token ids",
-        lambda: post("/generate", b'{"input_ids":[%b]}' % b",".join([b"15496"] * 400_000)),
-        200,
-    ),
-    Case(
-        "8 MB of text",
-        lambda: post(
-            MESSAGES, messages_of(_TURN % b'{"type":"text","text":"%b"}' % (_TEXT * 110_000), 1)
-        ),
-        200,
-    ),
+    Case("a session header of 2 MB", lambda: post(MESSAGES, system_of(_HEADER, 3 * _MIB)), 200),
+    Case("60,000 session headers", lambda: post(MESSAGES, system_of(_HEADERS, 3 * _MIB)), 200),
+    # What the control plane and two parsers could be made to do.
+    Case("a web page that adds a worker", lambda: post("/sgl_ext/workers", b"{}", _FOREIGN), 403),
+    Case("an action by GET", lambda: head("GET", "/flush_cache"), 405),
+    Case("a foreign Host", lambda: b"POST /flush_cache HTTP/1.1\r\nhost: a.example\r\n\r\n", 403),
+    Case("a fragment", lambda: head("GET", "/v1/loads#x"), 400),
+    Case("a model nested 1,010 deep", lambda: post(CHAT, b'{"model":%b}' % _DEEP), 400),
+    Case("a query that is empty", lambda: head("GET", "/?"), 200),
+    Case("two transfer codings", lambda: head("POST", CHAT, _CHUNKED, _CHUNKED), 400),
+    Case("a tenant's name of 60 KB", lambda: head("GET", "/metrics", _TENANT), 400),
+    # What must pass: conversations as long as those of real clients, and more.
+    Case("a million tokens", lambda: post(MESSAGES, messages_of(_LONG_TURN, 400)), 200),
+    Case("250,000 token ids", lambda: post("/generate", b'{"input_ids":[%b]}' % _IDS), 200),
+    Case("5 MB of text", lambda: post(MESSAGES, text_of(_TEXT * 70_000)), 200),
 ]
+# fmt: on

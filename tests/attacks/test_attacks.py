@@ -9,6 +9,7 @@ import requests
 
 from tests.attacks.cases import CASES, Case
 from tests.attacks.target import Target, sample, target
+from tests.waiting import until
 
 MEMORY_KB = 300 * 1024
 STALL_S = 0.05
@@ -34,6 +35,7 @@ def test_an_attack_is_answered_within_the_bounds(balancer: Target, case: Case) -
         assert requests.get(f"{balancer.url}/health", timeout=60).status_code == 200
     finally:
         balancer.hang_up()
+    until(lambda: sample(balancer.page(), "sgl_ext_connections") <= 1)
     assert balancer.stalls(STALL_S) == stalls
     assert balancer.peak_kb() - balancer.idle_kb <= MEMORY_KB
 

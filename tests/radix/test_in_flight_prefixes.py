@@ -100,3 +100,18 @@ def test_no_order_of_calls_breaks_the_table(steps: list[tuple[str, int, int, int
         elif step == "expire":
             expected.expire(now_s)
         expected.check()
+
+
+def test_the_table_is_bounded_and_ended_prefixes_leave_first() -> None:
+    prefixes = InFlightPrefixes(limit_segments=10)
+    running = prefixes.expect(0, range(4))
+    early, late = prefixes.expect(0, range(10, 13)), prefixes.expect(1, range(20, 23))
+    prefixes.end(late, 9.0)
+    prefixes.end(early, 5.0)
+    prefixes.expect(0, range(30, 33))
+    prefixes.check()
+    assert (len(running.segments), len(early.segments), len(late.segments)) == (4, 0, 3)
+    # A request that does not fit covers nothing, and changes no running one.
+    assert prefixes.expect(0, range(100, 200)).segments == ()
+    prefixes.check()
+    assert len(running.segments) == 4

@@ -14,6 +14,9 @@ from sgl_ext.protocols.errors import BalancerError, body_too_large
 
 MAX_EXTRA_BYTES = 64 * 1024
 _MAX_LINE = 4096
+# Each chunk takes time. After the first ones they must have a size on average.
+MAX_SMALL_CHUNKS = 5000
+MIN_CHUNK_BYTES = 64
 _TRAILER = re.compile(
     rb"(?!(?i:content-length|transfer-encoding):)[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e\x80-\xff]*"
 )
@@ -27,6 +30,7 @@ class ChunkedBody:
         self.body = bytearray()
         self._max_bytes = max_bytes
         self._size = 0
+        self._chunks = 0
         self._left = 0
         self._extra = 0
         self._complete = False
@@ -52,6 +56,9 @@ class ChunkedBody:
         self._count_extra(len(match[2]))
         self._left = int(match[1], 16)
         self._size += self._left
+        self._chunks += self._left > 0
+        if self._chunks > MAX_SMALL_CHUNKS and self._chunks * MIN_CHUNK_BYTES > self._size:
+            raise _bad(f"its chunks are smaller than {MIN_CHUNK_BYTES} bytes on average")
         if self._size > self._max_bytes:
             raise body_too_large(self._max_bytes)
         self._read = self._chunk if self._left else self._trailer

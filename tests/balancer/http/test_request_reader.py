@@ -11,10 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_ext.balancer.http.chunked import ChunkedBody
+from sgl_ext.balancer.http.chunked import MAX_SMALL_CHUNKS, ChunkedBody
 from sgl_ext.balancer.http.request_head import RequestHead, RequestHeadCache
 from sgl_ext.balancer.http.request_reader import Request, RequestReader
-from sgl_ext.limits.bounds import MAX_HEAD_BYTES, MAX_SKIPPED_BYTES
+from sgl_ext.limits.bounds import (
+    FIRST_BUFFER_BYTES,
+    FREE_INFLATED_BYTES,
+    MAX_HEAD_BYTES,
+    MAX_SKIPPED_BYTES,
+)
 from sgl_ext.limits.byte_account import ByteAccount
 from sgl_ext.protocols.errors import BalancerError
 
@@ -239,6 +244,44 @@ def test_extensions_and_trailers_are_bounded() -> None:
     trailers = b"0\r\n" + b"t: 1\r\n" * 20_000
     for body in (extensions, trailers):
         assert facts(read_all(reader(), [head + body])) == [(b"/", b"", 400, False)]
+
+
+def test_chunks_must_have_a_size_on_average() -> None:
+    head = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+    small, end = b"1\r\nx\r\n", b"0\r\n\r\n"
+    assert facts(read_all(reader(), [head + small * MAX_SMALL_CHUNKS + end]))[0] == (
+        b"/",
+        b"x" * MAX_SMALL_CHUNKS,
+        None,
+        True,
+    )
+    data = head + small * (MAX_SMALL_CHUNKS + 1) + end
+    assert facts(read_all(reader(), [data])) == [(b"/", b"", 400, False)]
+
+
+@pytest.mark.parametrize("level", [0, 9])
+def test_a_compressed_body_inflates_to_a_hundred_times_its_size_at_most(level: int) -> None:
+    """Level 0 does not compress at all."""
+    text = b"x" * (FREE_INFLATED_BYTES + 1)
+    data = post(b"/", zlib.compress(text, level), b"Content-Encoding: deflate")
+    (fact,) = facts(read_all(reader(limit=4 * len(text)), [data]))
+    assert fact == (b"/", b"" if level else text, 413 if level else None, True)
+    free = post(b"/", zlib.compress(text[1:], 9), b"Content-Encoding: deflate")
+    assert facts(read_all(reader(limit=4 * len(text)), [free])) == [(b"/", text[1:], None, True)]
+
+
+def test_a_buffer_grows_with_what_arrives() -> None:
+    account = ByteAccount(1 << 40)
+    source = RequestReader(RequestHeadCache(lambda head: None), 1 << 30, account)
+    feed(source, b"POST / HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % (1 << 30))
+    arrived = 0
+    while arrived < 3_000_000:
+        assert source.next() is None
+        assert account.used <= max(2 * arrived, FIRST_BUFFER_BYTES)
+        feed(source, b"x" * 10_000)
+        arrived += 10_000
+    source.close()
+    assert account.used == 0
 
 
 class _Oracle:
