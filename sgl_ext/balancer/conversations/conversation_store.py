@@ -233,7 +233,7 @@ class ConversationStore:
         id, ttl_s = contexts.context_id(blocks), _CONTEXT_TTL_S[blocks[0].layer]
         stored = Document(id, orjson.dumps([*map(list, blocks)]), b"")
         if await self._put(_CONTEXTS, tenant, stored, ttl_s) is None:
-            message = "blocks: larger than the whole store (store_limit_bytes)"
+            message = "blocks: larger than a tenant's share of the store (store_limit_bytes)"
             raise BalancerError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)
         return await self.context(tenant, id, with_content=False)
 

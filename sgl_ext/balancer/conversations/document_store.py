@@ -5,8 +5,8 @@ A document has an owner and an id, and may continue another document of the same
     resp_1 <- resp_2 <- resp_3      chain(resp_3) is all three, the oldest first
 
 A document expires a TTL after its last use. Using it also uses those that it continues. Beyond
-`limit_bytes` the least recently used documents are evicted. A chain with a missing document is
-unknown.
+`limit_bytes` the least recently used documents of a tenant are evicted (`store_shares.py`). A chain
+with a missing document is unknown.
 
 The table `documents` is small, and `content` has the bytes, so that a use rewrites no content.
 With a write-ahead log processes can read while one writes. The log is not synced on each write:
@@ -20,6 +20,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
+from sgl_ext.balancer.conversations import store_shares
 from sgl_ext.protocols.errors import body_too_large
 
 IN_MEMORY = ":memory:"
@@ -27,7 +28,6 @@ _FORMAT = 0x5E4E0002  # in the file's header: it is ours, and of this version
 _BUSY_S = 1.0
 _LONGEST_CHAIN = 5_000
 _SWEEP_BATCH = 64
-_EVICTION_BATCH = 8
 _LOG_BYTES = 4 << 20
 _LOG_LIMIT_BYTES = 64 << 20
 _TABLES = (
@@ -157,6 +157,7 @@ class DocumentStore:
                     raise sqlite3.DatabaseError("it belongs to another program or another version")
                 for statement in _TABLES:
                     self._db.execute(statement)
+            store_shares.prepare(self._db)
 
     def check(self) -> None:
         """Reads the whole file. Raises StoreUnusable if it is corrupt."""
@@ -173,7 +174,7 @@ class DocumentStore:
     def put(self, owner: str, document: Document, ttl_s: float, now: float) -> int | None:
         """Stores a document, in place of the one with its id. Its `expires_s` is ignored.
 
-        Returns how many others were evicted for it, None if it is larger than the store.
+        Returns how many others were evicted for it, None if it is larger than its tenant's share.
         """
         if len(document.items) + len(document.about) > self._limit_bytes:
             return None
@@ -192,7 +193,7 @@ class DocumentStore:
             )
             evicted = 0
             while self._used_bytes() > self._limit_bytes:
-                gone = self._db.execute(_EVICT, (number, _EVICTION_BATCH)).rowcount
+                gone = store_shares.evict(self._db, owner, number)
                 if not gone:  # it does not fit even alone, so none is evicted for it
                     self._db.rollback()
                     return None
@@ -302,6 +303,3 @@ class DocumentStore:
 
 
 _DELETE = "DELETE FROM documents WHERE owner = ? AND id = ?"
-# The last document of a chain is evicted first, because it needs those before it.
-_EVICT = """DELETE FROM documents WHERE number IN
-    (SELECT number FROM documents WHERE number != ? ORDER BY used_s, number DESC LIMIT ?)"""
