@@ -43,7 +43,12 @@ async def sizes(target: Target, http: aiohttp.ClientSession) -> dict[str, float]
     found["store_bytes"] = _bytes(target.store)
     found["request_log_bytes"] = _bytes(target.log)
     found["temporary_files"] = await asyncio.to_thread(_entries, target.tmp_disk.path)
-    return found
+    named = {url: f"engine {number}" for number, url in enumerate(target.node.engines)}
+    return {_renamed(name, named): size for name, size in found.items()}
+
+
+def _renamed(name: str, urls: dict[str, str]) -> str:
+    return " ".join(urls.get(word, word) for word in name.split(" "))
 
 
 def _on(engine: object) -> str:
