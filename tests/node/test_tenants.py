@@ -333,3 +333,59 @@ def test_no_key_was_written_anywhere(office: Office) -> None:
     for path in logs:
         written = path.read_bytes()
         assert not any(key.encode() in written for key in office.keys.values()), path.name
+
+
+def charged(office: Office, who: str) -> float:
+    page = office.ask("root", "GET", "/metrics").text
+    name = f'sgl_ext_tenant_tokens_total{{tenant="{who}"}} '
+    return sum(float(li.removeprefix(name)) for li in page.splitlines() if li.startswith(name))
+
+
+def words(chunks: list[dict[str, Any]]) -> str:
+    """What a stream says: how its tokens share events depends on the time."""
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    parts = [choice.get("delta") or choice for choice in choices]
+    names = ("reasoning_content", "content", "text")
+    return "".join(part.get(name) or "" for part in parts for name in names)
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+def test_a_stream_is_charged_for_a_usage_that_its_client_does_not_see(
+    office: Office, path: str
+) -> None:
+    prompt = text()
+    body: dict[str, Any] = chat(prompt) if path == CHAT else {"model": "tiny", "prompt": prompt}
+    body |= {"max_tokens": 8, "stream": True, "temperature": 0}
+    before = charged(office, "alice")
+    plain = office.ask("alice", "POST", path, body).text.split("\n\n")
+    cost = charged(office, "alice") - before
+    asking = body | {"stream_options": {"include_usage": True}}
+    full = office.ask("alice", "POST", path, asking).text.split("\n\n")
+    assert plain[-2:] == full[-2:] == ["data: [DONE]", ""]
+    usage = json.loads(full[-3].removeprefix("data: "))["usage"]
+    assert not any('"choices":[]' in event for event in plain)
+    seen, expected = (
+        [json.loads(event.removeprefix("data: ")) for event in events]
+        for events in (plain[:-2], full[:-3])
+    )
+    assert words(seen) == words(expected)
+    assert {key for chunk in seen for key in chunk} == {key for c in expected for key in c}
+    assert all(chunk.get("usage") is None for chunk in seen)
+    longest = usage["prompt_tokens"] + usage["completion_tokens"]
+    assert longest - _COLD <= cost <= longest
+
+
+def test_a_list_of_prompts_is_charged_for_all_of_them(office: Office) -> None:
+    for stream in (False, True):
+        before = charged(office, "alice")
+        sampling = {"max_new_tokens": 3, "temperature": 0}
+        prompts = {"text": [text(), text(), "Hi"], "sampling_params": sampling, "stream": stream}
+        answer = office.ask("alice", "POST", "/generate", prompts).text
+        lines = answer.split("\n\n")[:-2] if stream else [answer]
+        items = [json.loads(line.removeprefix("data: ")) for line in lines]
+        rows = {row["index"]: row for row in items} if stream else dict(enumerate(items[0]))
+        counts = [row["meta_info"] for row in rows.values()]
+        assert len(counts) == 3
+        assert charged(office, "alice") - before == sum(
+            one["prompt_tokens"] - one["cached_tokens"] + one["completion_tokens"] for one in counts
+        )
