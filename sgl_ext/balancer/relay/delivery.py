@@ -1,0 +1,221 @@
+"""How a request gets to a worker, and to another one if that fails.
+
+    place -> [wait] -> connect -> send -> the response
+      ^                   |                  |
+      +-------------------+------------------+   connect_failed, upstream_lost, abandon:
+                                                 until the first byte is sent to the client
+
+A request whose worker fails before the first byte of its response was sent is retried elsewhere.
+If it had been sent there, it may be the cause: so after MAX_LOST such failures it is not retried.
+The retry budget limits only the retries of requests that an engine answered with 503.
+"""
+
+import asyncio
+import logging
+import time
+from abc import ABC, abstractmethod
+from enum import Enum
+from functools import partial
+from http import HTTPStatus
+
+from sgl_ext.balancer.http.request_reader import Request
+from sgl_ext.balancer.http.response_head import ResponseHead
+from sgl_ext.balancer.http.upstream import UpstreamConnection
+from sgl_ext.balancer.relay.services import Services
+from sgl_ext.balancer.routing.attempts import NO_ROUTING, Attempt
+from sgl_ext.balancer.routing.worker import Worker
+from sgl_ext.protocols.errors import BalancerError, internal_error, no_engine
+from sgl_ext.protocols.request_ids import new_request_id
+from sgl_ext.requests.session import QUEUED_HEADER
+
+log = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 3
+# How many engines one request may take along.
+MAX_LOST = 2
+_QUEUED_LINE = b"%b: %%.3f\r\n" % QUEUED_HEADER.encode()
+
+
+class Stage(Enum):
+    """How far a request has come."""
+
+    BEFORE_FIRST_BYTE = "nothing was sent to the client; it may be retried"
+    RELAYING = "a part of the response was sent to the client"
+    ENDED = "the response is complete, or the client is gone"
+
+
+class Delivery(ABC):
+    """The attempts of one request. `tried`: the workers that it was sent to."""
+
+    def __init__(self, services: Services, request: Request) -> None:
+        self._arrived_s = time.perf_counter()
+        self._services = services
+        self._request = request
+        self._head = request.head
+        self._stage = Stage.BEFORE_FIRST_BYTE
+        self._pool = services.control
+        self._connection: UpstreamConnection | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self._attempt: Attempt | None = None
+        self._attempts = 0
+        self._is_sent = False  # in this attempt
+        self._lost = 0  # attempts that were sent to a worker that failed
+        self._wait_reason = ""
+        self._queued_s = 0.0
+        self._request_id = ""
+        self.routing = NO_ROUTING
+        self.tried: set[Worker] = set()
+
+    # What the exchange does with a response, or without one.
+
+    @abstractmethod
+    def response_head(self, head: ResponseHead) -> None: ...
+    @abstractmethod
+    def response_data(self, data: bytes) -> None: ...
+    @abstractmethod
+    def response_end(self) -> None: ...
+    @abstractmethod
+    def _forget_response(self) -> None: ...
+    @abstractmethod
+    def _cut(self, reason: str) -> None: ...
+    @abstractmethod
+    def _answer_error(self, error: BalancerError) -> None: ...
+
+    # Place and send.
+
+    def _place(self) -> None:
+        if self._head.route is None:  # for the control plane
+            self._connect()
+            return
+        self._wait_reason = ""
+        if not self._services.admission_queue.place(self):
+            self._wait_reason = "capacity"
+
+    def placed(self, attempt: Attempt) -> None:
+        """Begins an attempt, after the prefix that it follows is computed."""
+        services = self._services
+        self._attempt = attempt
+        attempt.abandon = self.abandon
+        self._is_sent = False
+        services.metrics.placements.counts[(attempt.placement.reason,)] += 1
+        if self.tried:
+            services.metrics.retries.inc()
+        self._attempts += 1
+        self.tried.add(attempt.worker)
+        self._pool = services.pool(attempt.worker)
+        if attempt.follows is not None:
+            self._wait_reason = "prefix"
+            attempt.follows.followers.append(partial(self._go_on, attempt))
+        else:
+            self._connect()
+        if attempt.placement.reason == "home":
+            services.standby_prefill.consider(attempt, self._head, self._request.body)
+
+    def rejected(self, error: BalancerError) -> None:
+        """No worker takes the request."""
+        if self._lost:
+            message = "The engine failed before it answered."
+            error = BalancerError(HTTPStatus.BAD_GATEWAY, message)
+        self._answer_error(error)
+
+    def _go_on(self, attempt: Attempt) -> None:
+        """The prefix that the attempt follows is computed, or its attempt has ended."""
+        # If the worker hangs, this attempt is abandoned, too.
+        if attempt is self._attempt and not attempt.worker.is_hung:
+            self._connect()
+
+    def _connect(self) -> None:
+        if self._wait_reason:
+            self._queued_s = time.perf_counter() - self._arrived_s
+            self._services.metrics.queue_s.observe(self._wait_reason, self._queued_s)
+        self._connecting = self._pool.lease(self)
+
+    def connected(self, connection: UpstreamConnection) -> None:
+        """Sends the request."""
+        self._connecting = None
+        self._connection = connection
+        self._is_sent = True
+        head, body = self._head, self._request.body
+        lines = self._pool.request_line(head.method, head.target) + head.upstream_lines
+        if self._queued_s:
+            lines += _QUEUED_LINE % self._queued_s
+        if body or head.method not in ("GET", "HEAD"):
+            lines += b"content-length: %d\r\n\r\n" % len(body)
+        else:
+            lines += b"\r\n"
+        connection.send(self, lines, body, head.method)
+
+    # Failures.
+
+    def connect_failed(self, reason: str) -> None:
+        """The worker accepts no connections."""
+        self._connecting = None
+        if self._attempt is not None:
+            self._services.workers.mark(self._attempt.worker, ready=False)
+        self._lost += self._is_sent  # on a connection that broke before
+        self._retry(reason)
+
+    def upstream_lost(self, reason: str) -> None:
+        """The connection broke before the response was complete."""
+        connection, self._connection = self._connection, None
+        if self._stage is Stage.RELAYING:
+            self._cut(reason)
+        elif connection is not None and connection.reused and not connection.heard:
+            # The worker closed an idle connection just when it was used, and is not to blame.
+            self._connecting = self._pool.connect(self)
+        else:
+            self._lost += 1
+            self._retry(reason)
+
+    def abandon(self, reason: str) -> None:
+        """The worker will not answer, whether the request was sent to it, connects or waits for a
+        prefix."""
+        self._disconnect()
+        if self._stage is Stage.RELAYING:
+            self._cut(reason)
+        else:
+            self._lost += self._is_sent
+            self._retry(reason)
+
+    def _disconnect(self) -> None:
+        connection, self._connection = self._connection, None
+        connecting, self._connecting = self._connecting, None
+        if connection is not None:
+            connection.abort()
+        if connecting is not None:
+            connecting.cancel()
+
+    def _has_budget(self) -> bool:
+        has_budget = self._services.retries.spend()
+        if not has_budget:
+            self._services.metrics.retries_rejected.inc()
+        return has_budget
+
+    def _retry(self, reason: str, *, answered: bool = False) -> None:
+        log.warning("%s failed before it answered %s: %s", self._pool.url, self._id(), reason)
+        self._release(by_worker=True, answered=answered)
+        self._forget_response()
+        untried = self._services.router.any_available(besides=self.tried)
+        if self._head.route is None:
+            self._answer_error(internal_error())
+        elif self._lost >= MAX_LOST:
+            message = f"Engines failed {self._lost} times before they answered this request."
+            self._answer_error(BalancerError(HTTPStatus.BAD_GATEWAY, message))
+        elif untried or self._attempts < MAX_ATTEMPTS:
+            self._place()
+        else:
+            self.rejected(no_engine())
+
+    def _release(self, *, by_worker: bool, answered: bool = False) -> None:
+        """Ends an attempt that failed, or leaves the admission queue."""
+        attempt, self._attempt = self._attempt, None
+        if attempt is None:
+            self._services.admission_queue.remove(self)
+        else:
+            self._services.router.attempts.fail(attempt, by_worker=by_worker, answered=answered)
+
+    def _id(self) -> str:
+        """The request's id for the client and the log, unless the worker names it."""
+        if not self._request_id:
+            self._request_id = new_request_id()
+        return self._request_id
