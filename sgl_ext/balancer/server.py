@@ -17,6 +17,7 @@ from sgl_ext.balancer.cluster.peers import PeerGroup, Peers
 from sgl_ext.balancer.conversations.conversation_store import ConversationStore
 from sgl_ext.balancer.conversations.document_store import IN_MEMORY, DocumentStore
 from sgl_ext.balancer.conversations.store_thread import StoreThread
+from sgl_ext.balancer.conversations.tenant_documents import TenantDocuments
 from sgl_ext.balancer.http.downstream import DownstreamConnection, RawResponse
 from sgl_ext.balancer.http.request_head import RequestHeadCache
 from sgl_ext.balancer.http.request_reader import Request, RequestReader
@@ -121,9 +122,8 @@ class Balancer:
             self._detector = DivergenceDetector(strip, metrics, sort_tools=config.sort_tools)
         self._log_lines = None if config.request_log is None else self._open_log(config.request_log)
         self._request_log = RequestLog(metrics, self._log_lines, self._detector)
-        self._conversations = ConversationStore(
-            self._open_store(), metrics, config.response_ttl_s, config.max_body_bytes
-        )
+        self._documents = TenantDocuments(self._open_store(), metrics, config.max_body_bytes)
+        conversations = ConversationStore(self._documents, metrics, config.response_ttl_s)
         self._services = Services(
             router,
             self._admission_queue,
@@ -131,7 +131,7 @@ class Balancer:
             metrics,
             strip,
             RateLimits(self._key_file, metrics, config.processes),
-            self._conversations,
+            conversations,
             self._session,
             self._metrics_page,
             self._divergences,
@@ -152,7 +152,7 @@ class Balancer:
             for name, step in (
                 ("probes", probes.run),
                 ("sweep", lambda: self.sweep(loop.time())),
-                ("store", self._conversations.sweep),
+                ("store", self._documents.sweep),
                 ("request_log", self._write_log),
                 ("snapshots", self._write_snapshots),
             )
@@ -201,7 +201,7 @@ class Balancer:
         await self._session.close()
         if self._log_lines is not None:
             await self._log_lines.close()
-        await self._conversations.close()
+        await self._documents.close()
 
     def hurry(self) -> None:
         """Ends a `stop`, now or later, without waiting for running requests."""

@@ -28,6 +28,7 @@ from sgl_ext.balancer.access.rate_limits import RateLimits
 from sgl_ext.balancer.conversations.conversation_store import ConversationStore, Found
 from sgl_ext.balancer.conversations.document_store import IN_MEMORY, DocumentStore
 from sgl_ext.balancer.conversations.store_thread import StoreThread
+from sgl_ext.balancer.conversations.tenant_documents import TenantDocuments
 from sgl_ext.balancer.http.connection_pool import ConnectionPool
 from sgl_ext.balancer.http.request_head import RequestHeadCache
 from sgl_ext.balancer.http.request_reader import Request, RequestReader
@@ -187,7 +188,7 @@ class _Unthreaded(StoreThread):
 async def _conversations(metrics: Metrics) -> ConversationStore:
     """A store with the context and the response that the requests name."""
     found = _Unthreaded(DocumentStore(IN_MEMORY, 1 << 20), metrics)
-    store = ConversationStore(found, metrics, 1e9, _LIMIT_BODY)
+    store = ConversationStore(TenantDocuments(found, metrics, _LIMIT_BODY), metrics, 1e9)
     for tenant in documents.TENANTS:
         described = await store.register_context(tenant, documents.CONTEXT)
         assert described["context_id"] == documents.CONTEXT_ID

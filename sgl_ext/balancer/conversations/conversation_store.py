@@ -6,22 +6,19 @@ Each tenant has its own: an id of another tenant is as unknown as one that does 
 """
 
 import asyncio
-import time
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import orjson
 
 from radix.byte_lru import ByteLRU
 from sgl_ext.balancer.conversations import contexts, stored_turns
 from sgl_ext.balancer.conversations.context_insertion import insert_context
-from sgl_ext.balancer.conversations.document_store import Document, DocumentStore
-from sgl_ext.balancer.conversations.store_thread import StoreFailed, StoreThread
+from sgl_ext.balancer.conversations.document_store import Document
 from sgl_ext.balancer.conversations.stored_turns import ResponseRecorder
+from sgl_ext.balancer.conversations.tenant_documents import TenantDocuments
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.limits.elements import find_many
 from sgl_ext.protocols.errors import BalancerError
@@ -29,12 +26,10 @@ from sgl_ext.protocols.registry import of_path
 from sgl_ext.protocols.responses import RESPONSES
 
 _PARSED_BYTES = 64 << 20
-_RETRY_AFTER_S = 5
 # How long a context lives after its last use, by its longest-lived layer.
 _CONTEXT_TTL_S = {"stable": 86_400.0, "project": 3600.0}
 _RESPONSES, _BACKGROUND, _CONTEXTS = "responses", "background", "contexts"
 _Json = dict[str, Any]
-_T = TypeVar("_T")
 
 
 class Named(NamedTuple):
@@ -56,16 +51,11 @@ class ConversationStore:
     """Without a document store nothing is stored, and ids of responses pass to the engines.
 
     response_ttl_s: how long a response lives after its last use.
-    limit_bytes: the largest request, with everything that it names.
-    clock: seconds since the epoch.
     """
 
-    documents: StoreThread | None
+    documents: TenantDocuments
     metrics: Metrics
     response_ttl_s: float
-    limit_bytes: int
-    clock: Callable[[], float] = time.time
-    _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     # The id is a hash of the content, so equal ids have equal blocks, whoever registered them.
     _blocks: ByteLRU[tuple[contexts.Block, ...]] = field(
         default_factory=lambda: ByteLRU(_PARSED_BYTES)
@@ -89,10 +79,11 @@ class ConversationStore:
 
     async def find(self, named: Named, tenant: str) -> Found:
         """Reads what a request names; it counts as used. Raises BalancerError 503 if the store
-        cannot be read, 413 above `limit_bytes`."""
+        cannot be read, 413 if it is too large."""
+        use, (previous, context) = self.documents.use, named
         return Found(
-            await self._chain(_RESPONSES, tenant, named.previous),
-            await self._chain(_CONTEXTS, tenant, named.context),
+            None if previous is None else await use(_RESPONSES, tenant, previous),
+            None if context is None else await use(_CONTEXTS, tenant, context),
         )
 
     def expand(
@@ -113,7 +104,7 @@ class ConversationStore:
         return body, recorder
 
     def _continues(self, path: str) -> bool:
-        return path in RESPONSES.paths and self.documents is not None
+        return path in RESPONSES.paths and self.documents.exist
 
     def _continue(
         self, body: _Json, tenant: str, earlier: list[bytes] | None
@@ -163,29 +154,6 @@ class ConversationStore:
             self.metrics.store_events.counts[("mark_left_out",)] += marks_left_out
         return whole
 
-    async def _chain(self, kind: str, tenant: str, id: str | None) -> list[bytes] | None:
-        """The items of a document and of those that it continues; all of them count as used."""
-        if id is None:
-            return None
-        owner, now = _owner(kind, tenant), self.clock()
-        found = await self._read_chain(owner, id, now)
-        self.metrics.store_events.counts[("unknown" if found is None else "found",)] += 1
-        if found is not None and self.documents is not None:
-            self._later(self.documents.tidy(lambda store: store.use(owner, id, now)))
-        return found
-
-    async def _read_chain(self, owner: str, id: str, now: float) -> list[bytes] | None:
-        def read(store: DocumentStore) -> list[bytes] | BalancerError | None:
-            try:
-                return store.chain(owner, id, now, self.limit_bytes)
-            except BalancerError as too_large:
-                return too_large
-
-        found: list[bytes] | BalancerError | None = await self._read(read)
-        if isinstance(found, BalancerError):
-            raise found
-        return found
-
     # Responses.
 
     async def _store_response(
@@ -195,51 +163,51 @@ class ConversationStore:
         items = stored_turns.packed(entered, response["output"])
         document = Document(response["id"], items, stored_turns.about(response), previous)
         try:
-            evicted = await self._put(_RESPONSES, tenant, document, self.response_ttl_s)
+            return await self.documents.put(_RESPONSES, tenant, document, self.response_ttl_s)
         except BalancerError:
             return False
-        return evicted is not None
 
     def _note_background(self, tenant: str, id: str) -> asyncio.Task[Any]:
         note = Document(id, b"", b"")
-        return self._later(self._put(_BACKGROUND, tenant, note, self.response_ttl_s))
+        storing = self.documents.put(_BACKGROUND, tenant, note, self.response_ttl_s)
+        return self.documents.later(storing)
 
     async def is_in_background(self, tenant: str, id: str) -> bool:
         """Whether this is a response of the tenant that an engine made in the background."""
-        return await self._get(_BACKGROUND, tenant, id) is not None
+        return await self.documents.get(_BACKGROUND, tenant, id) is not None
 
     async def response(self, tenant: str, id: str) -> _Json | None:
         """A response as the client got it, None if it is not stored."""
-        found = await self._get(_RESPONSES, tenant, id)
+        found = await self.documents.get(_RESPONSES, tenant, id)
         return None if found is None else stored_turns.response_of(found.about, found.items)
 
     async def input_items(self, tenant: str, id: str) -> list[_Json] | None:
         """All items that a response was made from, None if it is not stored."""
-        found = await self._read_chain(_owner(_RESPONSES, tenant), id, self.clock())
+        found = await self.documents.chain(_RESPONSES, tenant, id)
         return None if found is None else stored_turns.listed(id, found)
 
     async def delete_response(self, tenant: str, id: str) -> bool:
         """Deletes a response, so that those that continue it end, too. False if it is unknown."""
-        return await self._delete(_RESPONSES, tenant, id)
+        return await self.documents.delete(_RESPONSES, tenant, id)
 
     # Contexts.
 
     async def register_context(self, tenant: str, document: Any) -> _Json:
         """Stores a context and describes it. Raises BalancerError if it is invalid or too large."""
-        if self.documents is None:
+        if not self.documents.exist:
             message = "Contexts are not available: store_limit_bytes is 0."
             raise BalancerError(HTTPStatus.NOT_FOUND, message)
         blocks = contexts.read_blocks(document)
         id, ttl_s = contexts.context_id(blocks), _CONTEXT_TTL_S[blocks[0].layer]
         stored = Document(id, orjson.dumps([*map(list, blocks)]), b"")
-        if await self._put(_CONTEXTS, tenant, stored, ttl_s) is None:
+        if not await self.documents.put(_CONTEXTS, tenant, stored, ttl_s):
             message = "blocks: larger than a tenant's share of the store (store_limit_bytes)"
             raise BalancerError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)
         return await self.context(tenant, id, with_content=False)
 
     async def context(self, tenant: str, id: str, *, with_content: bool) -> _Json:
         """Describes a context. Raises BalancerError 404 if it is unknown."""
-        found = await self._get(_CONTEXTS, tenant, id)
+        found = await self.documents.get(_CONTEXTS, tenant, id)
         if found is None:
             raise unknown_context(id)
         blocks = [
@@ -251,79 +219,8 @@ class ConversationStore:
 
     async def delete_context(self, tenant: str, id: str) -> None:
         """Raises BalancerError 404 if the context is unknown."""
-        if not await self._delete(_CONTEXTS, tenant, id):
+        if not await self.documents.delete(_CONTEXTS, tenant, id):
             raise unknown_context(id)
-
-    # The document store, which may fail.
-
-    async def _get(self, kind: str, tenant: str, id: str) -> Document | None:
-        now = self.clock()
-        return await self._read(lambda store: store.get(_owner(kind, tenant), id, now))
-
-    async def _delete(self, kind: str, tenant: str, id: str) -> bool:
-        owner, now = _owner(kind, tenant), self.clock()
-        return bool(await self._write(lambda store: store.delete(owner, id, now)))
-
-    async def _put(self, kind: str, tenant: str, document: Document, ttl_s: float) -> int | None:
-        owner, now, events = _owner(kind, tenant), self.clock(), self.metrics.store_events.counts
-        size_bytes = len(document.items) + len(document.about)
-        evicted = await self._write(
-            lambda store: store.put(owner, document, ttl_s, now), size_bytes
-        )
-        events[("stored" if evicted is not None else "too_large",)] += 1
-        if evicted:
-            events[("evicted",)] += evicted
-        return evicted
-
-    async def _read(self, query: Callable[[DocumentStore], _T | None]) -> _T | None:
-        """The result of `query`, None without a document store. Raises BalancerError 503 if the
-        store fails."""
-        try:
-            return None if self.documents is None else await self.documents.read(query)
-        except StoreFailed:
-            raise _unavailable() from None
-
-    async def _write(
-        self, query: Callable[[DocumentStore], _T | None], size_bytes: int = 0
-    ) -> _T | None:
-        try:
-            return None if self.documents is None else await self.documents.write(query, size_bytes)
-        except StoreFailed:
-            raise _unavailable() from None
-
-    def _later(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Runs what no answer depends on; its failure is counted already."""
-
-        async def run() -> None:
-            with suppress(BalancerError):
-                await work
-
-        task = asyncio.create_task(run())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def sweep(self) -> None:
-        """Deletes expired documents and shortens the write-ahead log. Call it periodically."""
-        if self.documents is not None:
-            now = self.clock()
-            gone = await self.documents.tidy(lambda store: store.sweep(now))
-            self.metrics.store_events.counts[("expired",)] += gone or 0
-            await self.documents.checkpoint()
-
-    async def close(self) -> None:
-        if self.documents is not None:
-            await self.documents.close()
-
-
-def _owner(kind: str, tenant: str) -> str:
-    """A document's owner in the document store."""
-    return f"{kind} {tenant}"
-
-
-def _unavailable() -> BalancerError:
-    message = "The store of responses and contexts is unavailable."
-    return BalancerError(HTTPStatus.SERVICE_UNAVAILABLE, message, _RETRY_AFTER_S)
 
 
 def unknown_context(id: str) -> BalancerError:

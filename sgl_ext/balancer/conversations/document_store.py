@@ -15,21 +15,18 @@ after a power failure the file is consistent but may lack the last seconds.
 
 import os
 import sqlite3
-import time
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
 from sgl_ext.balancer.conversations import store_shares
+from sgl_ext.balancer.conversations.write_ahead_log import BUSY_S, LONG_BYTES, WriteAheadLog
 from sgl_ext.protocols.errors import body_too_large
 
 IN_MEMORY = ":memory:"
 _FORMAT = 0x5E4E0002  # in the file's header: it is ours, and of this version
-_BUSY_S = 1.0
 _LONGEST_CHAIN = 5_000
 _SWEEP_BATCH = 64
-_LOG_BYTES = 4 << 20
-_LOG_LIMIT_BYTES = 64 << 20
 _TABLES = (
     """CREATE TABLE documents (
         number INTEGER PRIMARY KEY, owner TEXT NOT NULL, id TEXT NOT NULL, continues TEXT,
@@ -104,6 +101,7 @@ class DocumentStore:
         """Opens or creates the file. Raises StoreUnusable with its path."""
         self._path = path
         self._limit_bytes = limit_bytes
+        self.log = WriteAheadLog(path)
         self._open()
 
     def _open(self) -> None:
@@ -114,7 +112,7 @@ class DocumentStore:
                 # Only the owner may read prompts. SQLite gives its other files the same mode.
                 os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
             self._db = sqlite3.connect(
-                path, timeout=_BUSY_S, isolation_level="IMMEDIATE", check_same_thread=False
+                path, timeout=BUSY_S, isolation_level="IMMEDIATE", check_same_thread=False
             )
         except (OSError, sqlite3.Error) as error:
             raise self._unusable(error) from None
@@ -146,8 +144,8 @@ class DocumentStore:
     def _prepare(self) -> None:
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute("PRAGMA synchronous = NORMAL")
-        self._db.execute(f"PRAGMA journal_size_limit = {_LOG_BYTES}")
-        # An automatic one would make queries wait for the disk; see `checkpoint_if_long`.
+        self._db.execute(f"PRAGMA journal_size_limit = {LONG_BYTES}")
+        # An automatic one would make queries wait for the disk; see WriteAheadLog.
         self._db.execute("PRAGMA wal_autocheckpoint = 0")
         self._page_bytes = self._number("PRAGMA page_size")
         with self._db:
@@ -178,7 +176,7 @@ class DocumentStore:
         """
         if len(document.items) + len(document.about) > self._limit_bytes:
             return None
-        self._require_room_in_log()
+        self.log.require_room()
         with self._db:
             self._db.execute(_DELETE, (owner, document.id))
             row = (owner, document.id, document.continues, len(document.items))
@@ -256,39 +254,6 @@ class DocumentStore:
                 f"DELETE FROM documents WHERE number IN ({expired})", (now, _SWEEP_BATCH)
             )
         return gone.rowcount
-
-    def checkpoint_if_long(self) -> None:
-        """Moves the write-ahead log into the file if it is long. Any thread may call it, and it
-        waits for the disk."""
-        if self._path != IN_MEMORY and self._log_bytes() > _LOG_BYTES:
-            self._checkpoint()
-
-    def _checkpoint(self) -> None:
-        with closing(sqlite3.connect(self._path, timeout=_BUSY_S)) as db:
-            db.execute(f"PRAGMA journal_size_limit = {_LOG_BYTES}")
-            db.execute("PRAGMA synchronous = NORMAL")
-            db.execute("PRAGMA wal_checkpoint(PASSIVE)")
-            if self._log_bytes() > _LOG_LIMIT_BYTES:
-                # Writers fill the log faster than it empties; this makes them wait.
-                db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-            # The first write to an empty log waits for the disk. This thread makes that write.
-            with db:
-                db.execute(f"PRAGMA user_version = {int(time.monotonic())}")
-
-    def _require_room_in_log(self) -> None:
-        """Empties the write-ahead log if it has reached its limit: a burst of large documents
-        fills it before the next `checkpoint_if_long`. Raises sqlite3.OperationalError if a reader
-        prevents that."""
-        if self._log_bytes() > _LOG_LIMIT_BYTES:
-            self._checkpoint()
-            if self._log_bytes() > _LOG_LIMIT_BYTES:
-                raise sqlite3.OperationalError("its write-ahead log is full")
-
-    def _log_bytes(self) -> int:
-        try:
-            return Path(f"{self._path}-wal").stat().st_size
-        except FileNotFoundError:
-            return 0
 
     def _links(self, owner: str, id: str, now: float) -> list[_Link]:
         named = {"owner": owner, "id": id, "now": now, "longest": _LONGEST_CHAIN}

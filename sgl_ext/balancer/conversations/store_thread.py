@@ -74,7 +74,7 @@ class StoreThread:
 
     async def checkpoint(self) -> None:
         """Shortens the write-ahead log in another thread, as that takes long."""
-        await asyncio.to_thread(self._store.checkpoint_if_long)
+        await asyncio.to_thread(self._store.log.checkpoint_if_long)
 
     async def close(self) -> None:
         """Closes the store after the queries that wait, if that is soon."""

@@ -136,7 +136,7 @@ def test_the_file_stays_within_its_limit(opened: Open, tmp_path: Path) -> None:
     store = opened(limit_bytes=_MIB)
     for number in range(200):
         store.put("a", turn(f"r{number}", size=5000), 1e6, now=float(number))
-    store._checkpoint()
+    store.log._checkpoint()
     assert (tmp_path / "kept" / "store.sqlite").stat().st_size <= 1.1 * _MIB
     assert store.get("a", "r199", now=200.0) is not None
 

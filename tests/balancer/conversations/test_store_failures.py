@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession, web
 
-from sgl_ext.balancer.conversations import document_store, store_thread
+from sgl_ext.balancer.conversations import document_store, store_thread, write_ahead_log
 from sgl_ext.balancer.conversations.document_store import Document, DocumentStore
 from sgl_ext.balancer.conversations.store_thread import StoreFailed, StoreThread
 from sgl_ext.balancer.metrics.registry import Metrics
@@ -26,7 +26,7 @@ CONTEXT = {"blocks": [{"id": "rules", "layer": "stable", "content": "Be brief."}
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(document_store, "_BUSY_S", 0.05)
+    monkeypatch.setattr(document_store, "BUSY_S", 0.05)
     monkeypatch.setattr(store_thread, "_WRITE_PAUSE_S", 0.0)
 
 
@@ -158,7 +158,7 @@ async def test_a_store_that_was_removed_is_made_again(start: Start, tmp_path: Pa
 async def test_the_log_of_writes_keeps_its_limit_in_a_burst(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(document_store, "_LOG_LIMIT_BYTES", limit := 1 << 20)
+    monkeypatch.setattr(write_ahead_log, "LIMIT_BYTES", limit := 1 << 20)
     path, size = tmp_path / "store.sqlite", 300_000
     with (
         closing(DocumentStore(str(path), 1 << 30)) as first,
