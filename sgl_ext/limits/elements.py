@@ -16,6 +16,7 @@ from sgl_ext.limits.bounds import (
     MAX_ELEMENTS,
     MAX_MESSAGES,
     MAX_TOOLS,
+    UNCOUNTED_BYTES,
 )
 
 _SLICE = 1 << 16
@@ -29,12 +30,12 @@ class Excess(NamedTuple):
 
 
 def find_many(*parts: bytes | bytearray) -> Excess | None:
-    """Whether JSON texts have too many elements together. Small ones cannot, and are not read."""
-    if sum(map(len, parts)) < MAX_ELEMENTS:
+    """Whether JSON texts over UNCOUNTED_BYTES have too many elements together."""
+    if sum(map(len, parts)) <= UNCOUNTED_BYTES:
         return None
     # Most of a prompt is text without a sign of structure, so each count is tried that takes less
     # of it for structure and longer.
-    for count in (_signs, _unescaped_signs):
+    for count in (_all_signs, _unescaped_signs):
         if _exceeds(map(count, _slices(part)) for part in parts) is None:
             return None
     return _exceeds(_outside_strings(part) for part in parts)
@@ -53,17 +54,17 @@ def _exceeds(counts: Iterable[Iterable[tuple[int, int]]]) -> Excess | None:
     return None
 
 
-def _signs(text: bytes | bytearray) -> tuple[int, int]:
-    opened = text.count(b"[") + text.count(b"{")
-    return text.count(b'"') // 2 + opened, text.count(b",")
+def _all_signs(text: bytes | bytearray) -> tuple[int, int]:
+    """An element has two of these signs, but for the lists in a list that have no other item."""
+    return (len(text) - len(text.translate(None, b'[{",'))) // 2, 0
 
 
 def _unescaped_signs(text: bytes | bytearray) -> tuple[int, int]:
-    """The same without quotes inside strings."""
+    """Elements and commas, without quotes inside strings."""
     if b"\\\\" in text:
         text = text.replace(b"\\\\", b"")
-    elements, commas = _signs(text)
-    return elements - text.count(b'\\"') // 2, commas
+    strings = (text.count(b'"') - text.count(b'\\"') + 1) // 2
+    return strings + text.count(b"[") + text.count(b"{"), text.count(b",")
 
 
 def _slices(text: bytes | bytearray) -> Iterator[bytes | bytearray]:

@@ -8,7 +8,7 @@ import zlib
 
 import pytest
 
-from sgl_ext.limits.bounds import BODY_GRACE_S, MIN_BODY_BYTES_PER_S
+from sgl_ext.limits.bounds import BODY_GRACE_S, FIRST_BUFFER_BYTES, MIN_BODY_BYTES_PER_S
 from tests.balancer.conftest import Connect, Serve
 from tests.balancer.wire import Raw, answer, chunked, request, sse, until
 
@@ -26,7 +26,7 @@ async def test_a_stated_length_takes_no_memory(serve: Serve, connect: Connect) -
         wire = await connect(balancer)
         wire.writer.write(head(CHAT, 64 << 20))
     await until(lambda: balancer.account.used)
-    assert balancer.account.used <= 8 * 64 * 1024
+    assert balancer.account.used <= 8 * FIRST_BUFFER_BYTES
 
 
 async def test_get_needs_no_body(serve: Serve, connect: Connect) -> None:

@@ -13,8 +13,11 @@ from sgl_ext.limits.bounds import (
     MAX_ELEMENTS,
     MAX_MESSAGES,
     MAX_TOOLS,
+    UNCOUNTED_BYTES,
 )
 from sgl_ext.limits.elements import find_excess, find_many
+
+_LONG = b" " * UNCOUNTED_BYTES
 
 
 @pytest.mark.parametrize(
@@ -22,8 +25,8 @@ from sgl_ext.limits.elements import find_excess, find_many
 )
 def test_a_body_has_at_most_so_many_elements(element: bytes, each: int) -> None:
     count = (MAX_ELEMENTS - 1) // each
-    assert find_many(b"[%b]" % b",".join([element] * count)) is None
-    found = find_many(b"[%b]" % b",".join([element] * (count + 2)))
+    assert find_many(b"[%b]" % b",".join([element] * count), _LONG) is None
+    found = find_many(b"[%b]" % b",".join([element] * (2 * count + 2)), _LONG)
     assert found is not None
     assert f"more than {MAX_ELEMENTS}" in found.message
 
@@ -37,15 +40,19 @@ def test_a_list_has_at_most_so_many_numbers() -> None:
 
 @pytest.mark.parametrize("text", ["[{,", '"', '\\"', "\\", '\\\\"[,', "\u2028,"])
 def test_signs_inside_a_text_are_no_elements(text: str) -> None:
-    body = json.dumps([text * 400_000, "end"]).encode()
+    body = json.dumps([text * 600_000, "end"]).encode()
     assert find_many(body) is None
     assert find_many(b"[%b]" % b",".join([body, *[b"[]"] * MAX_ELEMENTS])) is not None
 
 
 def test_several_texts_count_together() -> None:
-    half = b"[%b]" % b",".join([b"[]"] * (MAX_ELEMENTS // 2 + 1))
+    half = b"[%b]" % b",".join([b"[]      "] * (MAX_ELEMENTS // 2 + 99))
     assert find_many(half) is None
     assert find_many(half, half) is not None
+
+
+def test_a_short_body_is_not_counted() -> None:
+    assert find_many(b"[%b]" % b",".join([b"[]"] * (UNCOUNTED_BYTES // 3 - 1))) is None
 
 
 def blocks(count: int) -> list[dict[str, str]]:

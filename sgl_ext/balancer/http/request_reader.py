@@ -22,6 +22,7 @@ from sgl_ext.balancer.http.chunked import ChunkedBody
 from sgl_ext.balancer.http.compressed import ENCODINGS, CompressedBody
 from sgl_ext.balancer.http.request_head import RequestHead, RequestHeadCache
 from sgl_ext.limits.bounds import (
+    BUFFER_GROWTH,
     FIRST_BUFFER_BYTES,
     MAX_BODILESS_BYTES,
     MAX_HEAD_BYTES,
@@ -95,16 +96,13 @@ class RequestReader:
         if self._view is None:
             # It is full. While the caller has a view of it, its size cannot change.
             size = len(self._body)
-            if self._missing < size:
-                self._body += bytes(self._missing)
-            else:
-                self._body *= 2  # without another buffer; what it repeats is overwritten
+            self._body += bytes(self._growth(self._body))
             self._view = memoryview(self._body)[size:]
         return self._view
 
     def _growth(self, body: bytearray) -> int:
-        """By how much a full buffer grows: it doubles, up to the length of the body."""
-        return min(len(body), self._missing)
+        """By how much a full buffer grows, at most up to the length of the body."""
+        return min((BUFFER_GROWTH - 1) * len(body), self._missing)
 
     def received(self, size: int) -> None:
         """Takes the bytes that were put into the buffer."""
@@ -214,7 +212,7 @@ class RequestReader:
             del ahead[:size]
             return
         arrived = len(ahead)
-        capacity = min(size, max(2 * arrived, FIRST_BUFFER_BYTES))
+        capacity = min(size, max(BUFFER_GROWTH * arrived, FIRST_BUFFER_BYTES))
         _take(hold, capacity)
         self._body = body = bytearray(capacity)
         body[:arrived] = ahead
