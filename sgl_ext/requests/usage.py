@@ -62,7 +62,7 @@ def read_usage(first: bytes, last: bytes) -> Usage | None:
 
 
 def read_items(items: Iterable[bytes]) -> Usage | None:
-    """The usage of several items together, each of which states its own in `meta_info`."""
+    """The usage of several items together; each states its own in `meta_info`."""
     found = [_usage_of_item(item) for item in items]
     known = [usage for usage in found if usage is not None]
     return Usage(*map(sum, zip(*known, strict=True))) if known else None

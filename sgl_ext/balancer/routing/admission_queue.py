@@ -7,13 +7,13 @@ the cheapest first. If too many requests wait, the last of that order is rejecte
 The first request in order may still find no worker: the worker of its session has no capacity
 while another one has, or its prompt is too long for the free memory. Then later requests may pass
 it for HOME_WAIT_S from its first turn. After that it goes to any worker with capacity, and while
-there is none, only more important requests of its tenant pass it, and those of other tenants, but
-for RESERVE_S: for so long a tenant may hold all others up, once in RESERVE_EVERY_S, so that a
-request larger than the tenant's part of an engine's memory finds room, and nobody is locked out
-by such requests. Waiting a little for the data rather than
-moving it is delay scheduling (Zaharia et al., 2010): where every engine is full, a request ends
-somewhere all the time, and a request that took the first free slot would leave its cache behind.
-Two seconds are the time to compute 40,000 tokens again at 20,000 tokens/s.
+there is none, only more important requests of its tenant pass it, and those of other tenants. A
+request larger than its tenant's part of an engine's memory might then never fit. So it may hold up
+all tenants' requests that are not more important, for RESERVE_S, once in RESERVE_EVERY_S for each
+tenant. Waiting a little for the data rather than moving it is delay scheduling (Zaharia et al.,
+2010): where every engine is full, a request ends somewhere all the time, and a request that took
+the first free slot would leave its cache behind. Two seconds are the time to compute
+40,000 tokens again at 20,000 tokens/s.
 """
 
 import time
