@@ -8,6 +8,7 @@ import zlib
 
 import pytest
 
+from scheduler.breaker import FAILURES
 from sgl_ext.limits.bounds import BODY_GRACE_S, FIRST_BUFFER_BYTES, MIN_BODY_BYTES_PER_S
 from tests.balancer.conftest import Connect, Serve
 from tests.balancer.wire import Raw, answer, chunked, request, sse, until
@@ -84,10 +85,14 @@ async def test_an_answer_is_counted_while_it_is_collected_or_unread(
 
 
 async def test_an_answer_larger_than_the_budget_is_given_up(serve: Serve, connect: Connect) -> None:
-    worker = Raw(*[[answer(b"x" * 200_000)] for _ in range(3)])
-    wire = await connect(await serve(worker, byte_budget=100_000))
-    answered, _ = await wire.ask(request(b"{}"))
-    assert answered.startswith(b"HTTP/1.1 502")
+    worker = Raw(*[[answer(b"x" * 200_000)] for _ in range(FAILURES + 1)])
+    balancer = await serve(worker, byte_budget=100_000)
+    wire = await connect(balancer)
+    for number in range(1, FAILURES + 2):
+        answered, _ = await wire.ask(request(b"{}"))
+        assert answered.startswith(b"HTTP/1.1 502")
+        assert len(worker.requests) == number, "another engine's answer would be as large"
+    assert balancer._services.workers.all[0].is_available, "it is no failure of the engine"
 
 
 async def test_a_body_has_a_total_deadline(serve: Serve, connect: Connect) -> None:
