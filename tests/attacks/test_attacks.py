@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 import requests
 
-from tests.attacks.cases import CASES, Case
+from sgl_ext.limits.bounds import MAX_TOOLS
+from tests.attacks.cases import CASES, CONTEXTS, MESSAGES, Case, context_of, post
 from tests.attacks.target import Target, sample, target
 from tests.waiting import until
 
@@ -38,6 +39,18 @@ def test_an_attack_is_answered_within_the_bounds(balancer: Target, case: Case) -
     until(lambda: sample(balancer.page(), "sgl_ext_connections") <= 1)
     assert balancer.stalls(STALL_S) == stalls
     assert balancer.peak_kb() - balancer.idle_kb <= MEMORY_KB
+
+
+@pytest.mark.xdist_group("attacks")
+def test_naming_the_largest_context_is_cheap(balancer: Target) -> None:
+    stalls = balancer.stalls(STALL_S)
+    tool = b'{"name":"x","input_schema":{"type":"object"}}'
+    json = {"content-type": "application/json"}
+    url, context = balancer.url + CONTEXTS, context_of(tool, MAX_TOOLS)
+    id = requests.post(url, data=context, headers=json, timeout=60).json()["context_id"]
+    body = b'{"model":"m","max_tokens":1,"messages":[],"context_id":"%b"}' % id.encode()
+    assert {balancer.send(post(MESSAGES, body)) for _ in range(5)} == {200}
+    assert balancer.stalls(STALL_S) == stalls
 
 
 @pytest.mark.xdist_group("attacks")
