@@ -45,6 +45,7 @@ def bench_with_engines(nursery: Nursery) -> Bench:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", WITHOUT_ENGINES)
 def test_a_bench_without_engines_holds_its_invariants(name: str) -> None:
     assert run_smallest(name)["bench"] == name

@@ -58,6 +58,7 @@ def test_a_second_call_changes_nothing(tiny_model: Path) -> None:
     assert {file: file.stat().st_mtime_ns for file in tiny_model.iterdir()} == before
 
 
+@pytest.mark.long
 def test_the_seed_decides_the_weights_and_nothing_else(tiny_model: Path, tmp_path: Path) -> None:
     again = contents(make_model(tmp_path / "again", "tiny"))
     assert again == contents(tiny_model)
