@@ -55,7 +55,7 @@ class Guard:
 
 
 def count_unhandled(loop: asyncio.AbstractEventLoop, failed: Failed) -> None:
-    """Counts the exceptions that a loop only logs, of callbacks and of tasks that nobody awaits."""
+    """Counts the exceptions that a loop only logs: of callbacks, and of tasks never awaited."""
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         if "exception" in context:

@@ -46,5 +46,5 @@ MAX_BODY_S = 600.0
 
 
 def body_deadline_s(arrived_bytes: int) -> float:
-    """How long after its head a body, of which this much has arrived, may be incomplete."""
+    """How long after its head a body may be incomplete, if this much of it has arrived."""
     return min(BODY_GRACE_S + arrived_bytes / MIN_BODY_BYTES_PER_S, MAX_BODY_S)

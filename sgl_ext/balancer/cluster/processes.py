@@ -27,8 +27,8 @@ Serve = Callable[[PeerGroup, Path], None]
 
 
 def run(count: int, serve: Serve) -> None:
-    """Runs `serve` in `count` processes until SIGTERM or SIGINT, each of which is passed on to them
-    as SIGTERM.
+    """Runs `serve` in `count` processes until SIGTERM or SIGINT, and passes each of these
+    on to them as SIGTERM.
 
     `serve` gets its peer group and a folder that all processes share.
     """

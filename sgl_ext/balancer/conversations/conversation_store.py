@@ -56,7 +56,7 @@ class ConversationStore:
     documents: TenantDocuments
     metrics: Metrics
     response_ttl_s: float
-    # The id is a hash of the content, so equal ids have equal blocks, whoever registered them.
+    # The id is a hash of the content, so equal ids have equal blocks for all tenants.
     _blocks: ByteLRU[tuple[contexts.Block, ...]] = field(
         default_factory=lambda: ByteLRU(_PARSED_BYTES)
     )

@@ -45,7 +45,7 @@ class Request:
     rejection: why it cannot be served; its body was dropped.
     unread: the rest of its body was not read, so the connection cannot continue.
     keep_alive: whether the client wants the connection to continue.
-    hold: what it holds of the account; whoever ends the request releases it.
+    hold: what it holds of the account, until its exchange or its reader releases it.
     """
 
     head: RequestHead

@@ -36,7 +36,7 @@ class Preparation(NamedTuple):
     recorder: stores the response, if the request continues or stores one.
     diagnosis: how the prompt differs from earlier ones, if prompts are compared.
     charge: what its tenant was charged, if it has limits.
-    hides_usage: whether the engine is asked for a usage that the client did not ask for.
+    hides_usage: whether the engine reports a usage that the client did not request.
     sums_items: whether the usage of the answer's items has to be added up.
     """
 

@@ -1,4 +1,4 @@
-"""A file of lines that several processes append to, by a thread: whoever adds a line never waits.
+"""A file of lines that several processes append to, by a thread: adding a line never waits.
 
 Lines wait in memory, within a bound, until they are written; a write that failed is made again.
 What exceeds the bound is dropped and counted. When the file would grow beyond half of its limit,
