@@ -218,12 +218,16 @@ def test_lists_of_different_lengths_are_no_error_of_the_server(node: Node) -> No
     assert answer.json()["error"]["message"]
 
 
-def test_ten_thousand_tools_are_no_error_of_the_server(node: Node) -> None:
-    tools = [{"name": f"f{k}", "input_schema": {"type": "object"}} for k in range(10_000)]
+@pytest.mark.parametrize(("count", "status"), [(2_000, 200), (10_000, 400)])
+def test_many_tools_are_counted_up_to_the_limit(node: Node, count: int, status: int) -> None:
+    tools = [{"name": f"f{k}", "input_schema": {"type": "object"}} for k in range(count)]
     body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "tools": tools}
     answer = node.post("/v1/messages/count_tokens", body)
-    assert answer.status_code == 200
-    assert answer.json()["input_tokens"] > 100_000
+    assert answer.status_code == status, answer.text
+    if status == 200:
+        assert answer.json()["input_tokens"] > 10 * count
+    else:
+        assert "tools" in answer.json()["error"]["message"]
 
 
 def problem(path: str, answer: requests.Response) -> str:
