@@ -102,6 +102,7 @@ def clients() -> Iterator[list[Client]]:
         client.transport.abort()
 
 
+@pytest.mark.long
 async def test_many_wait_half_disconnect_and_the_rest_are_answered(
     serve: Serve, clients: list[Client]
 ) -> None:

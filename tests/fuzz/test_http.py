@@ -9,7 +9,7 @@ import pytest
 from tests.fuzz.http import run
 
 CASES = 100_000
-_ALWAYS = 10_000
+_ALWAYS = 5_000
 
 
 @pytest.fixture(autouse=True)
