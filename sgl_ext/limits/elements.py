@@ -4,8 +4,6 @@ Without a bound, 16 MB of one-letter blocks are four million objects to parse an
 `find_many` looks at the bytes before they are parsed, and `find_excess` at the parsed fields.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any, NamedTuple

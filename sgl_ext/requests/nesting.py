@@ -4,8 +4,6 @@ SGLang checks the schemas of tools, and sends tools and metadata back in some an
 inside the server for values that are nested as deep as a parser still accepts.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import orjson

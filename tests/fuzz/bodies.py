@@ -29,11 +29,9 @@ from sgl_ext.balancer.conversations.conversation_store import ConversationStore,
 from sgl_ext.balancer.conversations.document_store import IN_MEMORY, DocumentStore
 from sgl_ext.balancer.conversations.store_thread import StoreThread
 from sgl_ext.balancer.conversations.tenant_documents import TenantDocuments
-from sgl_ext.balancer.http.connection_pool import ConnectionPool
 from sgl_ext.balancer.http.request_head import RequestHeadCache
 from sgl_ext.balancer.http.request_reader import Request, RequestReader
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.relay.exchange import Exchange
 from sgl_ext.balancer.relay.preparation import NOT_PREPARED, Draft, Preparation, parse, prepare
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.workers import Workers
@@ -45,13 +43,13 @@ from sgl_ext.requests.strip import HeaderStrip
 from sgl_ext.settings.schema import EngineSettings
 from sgl_ext.tenants import Tenants
 from tests.fuzz import documents
+from tests.fuzz.client_side import forwarded
 from tests.fuzz.command import main
 from tests.fuzz.oracle import Difference, equal, events, oracle
 
 _LIMIT_BODY = 1 << 20
 # A request reaches an engine's hook below many calls of its server's.
 _ENGINE_S_FRAMES = 100
-_POOL = ConnectionPool("http://engine:1")
 
 
 def run(first: int, cases: int, stop: bool = True) -> Counter[str]:
@@ -93,7 +91,7 @@ async def _check(raw: bytes, heads: RequestHeadCache, services: Any) -> str:
         equal("status", int(error.status) in (400, 404), True)
         return "refused by the balancer"
     try:
-        context = await _engine_reads(_forwarded(request))
+        context = await _engine_reads(forwarded(request))
     except HTTPException as error:
         equal("status", error.status_code, 400)
         return "refused by the engine"
@@ -112,18 +110,6 @@ def _compare(preparation: Preparation, context: RequestContext) -> None:
     equal("output", routing.output_tokens, context.importance.output_tokens or 0)
     equal("tenant", routing.tenant, context.owner)
     equal("last turn", routing.is_final, context.is_last)
-
-
-def _forwarded(request: Request) -> bytes:
-    """What the balancer would send to an engine."""
-    sent: list[bytes] = []
-    services: Any = SimpleNamespace(control=_POOL)
-    connection: Any = SimpleNamespace(
-        send=lambda _, head, body, method: sent.extend((head, bytes(body)))
-    )
-    client: Any = None
-    Exchange(services, client, request).connected(connection)
-    return b"".join(sent)
 
 
 async def _prepared(services: Any, request: Request) -> Preparation:

@@ -67,8 +67,8 @@ def _read(reader: RequestReader, pieces: list[bytes]) -> list[Request]:
     return requests
 
 
-def _check_forwarded(request: Request) -> None:
-    """What the engine would get is, for h11, this one request."""
+def forwarded(request: Request) -> bytes:
+    """What the balancer would send to an engine."""
     sent: list[bytes] = []
     services: Any = SimpleNamespace(control=_POOL)
     connection: Any = SimpleNamespace(
@@ -76,7 +76,12 @@ def _check_forwarded(request: Request) -> None:
     )
     client: Any = None
     Exchange(services, client, request).connected(connection)
-    theirs = oracle(h11.SERVER, b"".join(sent))
+    return b"".join(sent)
+
+
+def _check_forwarded(request: Request) -> None:
+    """What the engine would get is, for h11, this one request."""
+    theirs = oracle(h11.SERVER, forwarded(request))
     head, body = events(theirs, h11.Request)
     equal("forwarded method", head.method, request.head.method.encode())
     equal("forwarded target", head.target, request.head.target)

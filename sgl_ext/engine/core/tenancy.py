@@ -11,8 +11,6 @@ No such name begins with one of another tenant or with one that SGLang made, nor
 round. A client without a tenant cannot choose a name that begins with the mark.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from sgl_ext.engine.core.request_context import RequestContext

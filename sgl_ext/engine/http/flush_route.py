@@ -5,8 +5,6 @@ So a flush waits for a short time unless the caller states another one. An engin
 become idle answers 409 with the requests that it still has.
 """
 
-from __future__ import annotations
-
 from http import HTTPStatus
 from itertools import islice
 from math import inf

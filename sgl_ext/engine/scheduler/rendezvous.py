@@ -4,8 +4,6 @@ Torch's store listens on all interfaces, whatever address it is given, and does 
 says. So an engine on one node gives the store a socket that listens on that address alone.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Callable
