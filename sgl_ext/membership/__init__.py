@@ -1,0 +1,1 @@
+"""Where the balancer learns which workers there are."""
