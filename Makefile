@@ -11,6 +11,7 @@ SETUP_FILES := pyproject.toml launch/cpu/pyproject.toml launch/cpu/overrides.txt
 UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 export UV_FIND_LINKS
 TORCH := $(if $(UV_FIND_LINKS),,--torch-backend=cpu)
+EXTRAS := engine,kubernetes,postgres,ray,redis,dev
 GPU := $(shell command -v nvidia-smi)
 
 MODEL ?= .models/tiny
@@ -27,9 +28,9 @@ $(READY): $(SETUP_FILES)
 	python3 -m venv $(VENV)
 	$(PYTHON) -m pip install --quiet uv
 ifeq ($(GPU),)
-	$(UV) pip install --quiet --compile-bytecode --python $(PYTHON) $(TORCH) --overrides launch/cpu/overrides.txt -e '.[engine,dev]' -e launch/cpu
+	$(UV) pip install --quiet --compile-bytecode --python $(PYTHON) $(TORCH) --overrides launch/cpu/overrides.txt -e '.[$(EXTRAS)]' -e launch/cpu
 else
-	$(UV) pip install --quiet --compile-bytecode --python $(PYTHON) -e '.[engine,dev]' -e launch/cpu
+	$(UV) pip install --quiet --compile-bytecode --python $(PYTHON) -e '.[$(EXTRAS)]' -e launch/cpu
 endif
 	touch $(READY)
 
