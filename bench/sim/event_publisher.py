@@ -42,7 +42,8 @@ class Publisher:
         # The snapshot has segments that no line has sent yet, so their removal must be sent.
         self._publish()
         held = _stored(self._engine.segments.snapshot())
-        queue.put_nowait({"snapshot": True, "cleared": True, "stored": held, "load": self._now()})
+        whole = {"snapshot": True, "cleared": True, "complete": True}
+        queue.put_nowait({**whole, "stored": held, "load": self._now()})
         self._followers.add(queue)
         try:
             number = 0

@@ -30,11 +30,13 @@ from sgl_ext.balancer.reporting.line_file import LineFile, check_file
 from sgl_ext.balancer.reporting.request_log import RequestLog
 from sgl_ext.balancer.routing.admission_queue import AdmissionQueue
 from sgl_ext.balancer.routing.event_subscriber import EventSubscribers
+from sgl_ext.balancer.routing.readiness import Readiness
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.workers import WorkerProbes, Workers
 from sgl_ext.doctor.findings import merged
 from sgl_ext.limits.byte_account import ByteAccount
 from sgl_ext.limits.stall import StallMonitor
+from sgl_ext.protocols import routes
 from sgl_ext.protocols.errors import BalancerError, shutting_down
 from sgl_ext.requests.strip import HeaderStrip
 from sgl_ext.settings.checks import read_api_key
@@ -50,7 +52,7 @@ _METRICS, _FINDINGS = ".prom", ".found"
 _FIRST_REPORT_S = 2.0
 # How long clients have to read the error that ends their request.
 _LAST_WORDS_S = 1.0
-_SERVED_WHILE_DRAINING = ("/health", "/metrics")
+_SERVED_WHILE_DRAINING = (*routes.HEALTH, "/metrics")
 
 
 class Balancer:
@@ -117,6 +119,7 @@ class Balancer:
             router, metrics, config.queue_limit, config.queue_timeout_s, config.aging_s
         )
         self._subscribers = EventSubscribers(self._session, router, metrics)
+        self._readiness = Readiness(workers, self._subscribers, config.warm_timeout_s)
         self._detector = None
         if config.diagnose or config.request_log is not None:
             self._detector = DivergenceDetector(strip, metrics, sort_tools=config.sort_tools)
@@ -135,6 +138,7 @@ class Balancer:
             self._session,
             self._metrics_page,
             self._divergences,
+            self._readiness,
         )
         self._services.control = self._control = ControlPool(make_app(self._services))
         self._peers = None if self._group is None else Peers(self._group, router, metrics)
@@ -258,6 +262,7 @@ class Balancer:
             ("key_file", self._reload_keys),
             ("workers", self._services.workers.remove_drained),
             ("subscriptions", self._subscribers.sync),
+            ("readiness", self._readiness.note),
             ("peers", self._send_state),
         ]
 

@@ -47,6 +47,9 @@ ANY_GET = (
 )
 ANY_POST = ("/v1/audio/transcriptions",)
 
+# Probes, whose answers are neither counted nor need a key.
+HEALTH = ("/health", "/live", "/ready")
+
 # Every worker; the answer contains each worker's own answer. An action is a POST: a GET is sent by
 # any page that shows a picture.
 FANNED_OUT = (
@@ -92,7 +95,7 @@ _TO_ONE = {
     **{path: Route(path, "GET") for path in ANY_GET},
     **{path: Route(path) for path in ANY_POST},
 }
-_KNOWN = {"/", "/health", "/metrics", CONTEXTS, *_TO_ONE, *FANNED_OUT, *FANNED_OUT_GET}
+_KNOWN = {"/", *HEALTH, "/metrics", CONTEXTS, *_TO_ONE, *FANNED_OUT, *FANNED_OUT_GET}
 
 
 def to_one(method: str, path: str) -> Route | None:

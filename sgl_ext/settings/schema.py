@@ -152,6 +152,9 @@ class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
     queue_limit: Annotated[Amount, "Requests that can wait for capacity in an engine."] = 1024
     queue_timeout_s: Annotated[PositiveSeconds, "Longest wait for capacity."] = 60.0
     drain_s: Annotated[Seconds, "Time for running requests to finish when the node stops."] = 30.0
+    warm_timeout_s: Annotated[
+        Seconds, "Longest wait for what engines hold, before /ready answers 200: replicas.md."
+    ] = 30.0
     request_log: Annotated[File | None, "Log with a line of JSON for each request."] = None
     request_log_limit_bytes: Annotated[
         LogBytes, "Largest size of the request log and its predecessor, FILE.1, together."

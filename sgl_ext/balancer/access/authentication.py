@@ -30,7 +30,7 @@ from sgl_ext.tenants import Tenants
 
 log = logging.getLogger(__name__)
 
-_PUBLIC = {("GET", "/health"), ("HEAD", "/health"), ("GET", "/"), ("HEAD", "/")}
+_PUBLIC = {(method, path) for method in ("GET", "HEAD") for path in ("/", *routes.HEALTH)}
 _TENANT = TENANT_HEADER.encode()
 # These and all paths below /sgl_ext/ need an operator's or an admin's key.
 _ADMINISTRATIVE = {

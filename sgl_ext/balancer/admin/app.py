@@ -43,6 +43,8 @@ def make_app(services: Services) -> web.Application:
         [
             web.get("/", root),
             web.get("/health", health),
+            web.get("/live", live),
+            web.get("/ready", ready),
             web.route("GET", "/metrics", show_metrics),
             *worker_routes.ROUTES,
             *conversation_routes.ROUTES,
@@ -114,6 +116,19 @@ async def health(request: web.Request) -> web.Response:
     return json_response(document, 200 if state == "ok" else 503)
 
 
+async def live(_: web.Request) -> web.Response:
+    """200 while the event loop runs, also while draining and without engines: a liveness probe
+    must not end a process that a restart would not help."""
+    return web.Response(text="live\n")
+
+
+async def ready(request: web.Request) -> web.Response:
+    """200 if a load balancer in front should send requests here; 503 with the reason otherwise."""
+    services = request.app[SERVICES]
+    reason = "draining" if services.draining else services.readiness.reason_against()
+    return web.Response(text=f"{reason or 'ready'}\n", status=503 if reason else 200)
+
+
 async def show_metrics(request: web.Request) -> web.Response:
     headers = {"content-type": CONTENT_TYPE_PLAIN_0_0_4}
     return web.Response(body=request.app[SERVICES].page(), headers=headers)
@@ -145,7 +160,7 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
     except Exception:
         log.exception("a request failed inside the balancer")
         response = _answer(request, internal_error())
-    if request.path != "/health":
+    if request.path not in routes.HEALTH:
         resource = request.match_info.route.resource
         # The route's pattern: ids in a path must not become labels.
         route = "unknown" if resource is None else resource.canonical

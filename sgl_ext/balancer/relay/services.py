@@ -14,6 +14,7 @@ from sgl_ext.balancer.http.downstream import RawResponse
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.reporting.request_log import RequestLog
 from sgl_ext.balancer.routing.admission_queue import AdmissionQueue
+from sgl_ext.balancer.routing.readiness import Readiness
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.standby_prefill import StandbyPrefill
 from sgl_ext.balancer.routing.worker import Worker
@@ -31,6 +32,7 @@ class Services:
     session: for the balancer's own requests to workers.
     page: renders the metrics of all processes.
     divergences: the findings of all processes; None if prompts are not compared.
+    readiness: whether the prefix index is warm.
     control: the connections to the control plane, which is made after this.
     draining: new requests are rejected.
     """
@@ -45,6 +47,7 @@ class Services:
     session: aiohttp.ClientSession
     page: Callable[[], bytes]
     divergences: Callable[[], dict[str, Any] | None]
+    readiness: Readiness
     control: ConnectionPool = field(init=False)
     draining: bool = field(default=False, init=False)
 
@@ -69,7 +72,7 @@ class Services:
     def error_response(self, error: BalancerError, path: str, request_id: str = "") -> RawResponse:
         """A counted `error_response`. Health checks are not counted."""
         response = error_response(path, error, request_id)
-        if path != "/health":
+        if path not in routes.HEALTH:
             self.metrics.requests.counts[routes.label_of(path), response[0]] += 1
         return response
 

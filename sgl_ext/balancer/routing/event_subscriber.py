@@ -40,15 +40,18 @@ class EventSubscribers:
         self._tasks: dict[Worker, asyncio.Task[None]] = {}
         self._tried: dict[Worker, asyncio.Event] = {}
         self._reporting: set[Worker] = set()
+        self._complete: set[Worker] = set()
         router.workers.on_leave.append(self._restart)
 
     def sync(self) -> None:
         """Subscribes to workers that have joined, and unsubscribes from those that have left."""
         workers = set(self._router.workers.all)
-        for worker in self._tasks.keys() - workers:
-            self._tasks.pop(worker).cancel()
+        for worker in self._tried.keys() - workers:
+            if worker in self._tasks:
+                self._tasks.pop(worker).cancel()
             del self._tried[worker]
             self._reporting.discard(worker)
+            self._complete.discard(worker)
         for worker in workers - self._tasks.keys():
             self._tried[worker] = asyncio.Event()
             failed = self._metrics.background_failed
@@ -63,10 +66,15 @@ class EventSubscribers:
                 for tried in tuple(self._tried.values()):
                     await tried.wait()
 
+    def incomplete(self) -> list[Worker]:
+        """The ready workers whose snapshot has not come in full, without those that send none."""
+        return [worker for worker in self._router.workers.ready if worker not in self._complete]
+
     def _restart(self, worker: Worker) -> None:
         """Ends a subscription, because the router has forgotten what the worker holds. `sync`
         begins another, which starts with a snapshot."""
         worker.publishes = False
+        self._complete.discard(worker)
         if (task := self._tasks.pop(worker, None)) is not None:
             task.cancel()
 
@@ -102,6 +110,7 @@ class EventSubscribers:
         async with self._session.get(url, timeout=_TIMEOUT) as response:
             worker.publishes = response.status == 200
             if not worker.publishes:
+                self._complete.add(worker)
                 return _RECONNECT_UNSUPPORTED_S
             prefixes = self._router.prefixes
             reader = PrefixEventReader(worker.slot, prefixes.index, prefixes.in_flight, worker.pins)
@@ -113,6 +122,8 @@ class EventSubscribers:
         return 0.0
 
     def _note(self, worker: Worker, event: Event, reader: PrefixEventReader, now_s: float) -> None:
+        if event.complete:
+            self._complete.add(worker)
         if not event.alive:
             worker.last_heard_s = now_s
             self._router.attempts.confirm(worker)

@@ -30,12 +30,17 @@ class _Pin(msgspec.Struct):
 
 
 class Event(msgspec.Struct):
-    """One line. `alive`: the engine's HTTP process sent it, and not its scheduler."""
+    """One line.
+
+    alive: the engine's HTTP process sent it, and not its scheduler.
+    complete: the snapshot ends with this line.
+    """
 
     seq: _Count
     snapshot: Any = None
     cleared: Any = None
     alive: Any = None
+    complete: Any = None
     removed: list[_Segment] = []
     stored: list[tuple[_Segment, _Segment | None, _Count]] = []
     unpinned: list[_Segment] = []

@@ -23,7 +23,7 @@ from sgl_ext.engine.core.counters import background_failed, counter
 from sgl_ext.engine.core.event_lines import stored_lines
 from sgl_ext.engine.core.folder import address
 from sgl_ext.pin_mirror import PinMirror
-from sgl_ext.supervision import supervise
+from sgl_ext.supervision import Guard, supervise
 
 PATH = "/sgl_ext/events"
 BUFFER_BYTES = 16 * 2**20
@@ -74,6 +74,7 @@ class EventBroadcaster:
         self.on_cleared: Callable[[], object] = lambda: None
         self._subscribers: set[_Subscriber] = set()
         self._buffer_bytes = buffer_bytes
+        self._guard = Guard("event_streams", background_failed)
 
     def apply(self, line: bytes) -> None:
         """Applies one line of the scheduler, and sends it on. Raises ValueError on a wrong one."""
@@ -101,8 +102,8 @@ class EventBroadcaster:
         if self._load:
             first["load"] = self._load
         pins = self.pins.rows(time.monotonic())
-        last = [{"pinned": pins}] if pins else []
-        return map(orjson.dumps, chain([first], stored_lines(held), last))
+        last = {"pinned": pins, "complete": True} if pins else {"complete": True}
+        return map(orjson.dumps, chain([first], stored_lines(held), [last]))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI application of the stream, which ends when its subscriber leaves or is dropped,
@@ -112,7 +113,7 @@ class EventBroadcaster:
         subscriber = _Subscriber(self._buffer_bytes)
         self._subscribers.add(subscriber)
         tasks = [
-            asyncio.create_task(_send_lines(subscriber, self._snapshot(), send)),
+            asyncio.create_task(self._stream(subscriber, send)),
             asyncio.create_task(_left(receive)),
             asyncio.create_task(subscriber.ended.wait()),
         ]
@@ -125,6 +126,12 @@ class EventBroadcaster:
             await asyncio.gather(*tasks, return_exceptions=True)
         if not subscriber.is_slow:  # one that does not read does not read an end either
             await send({"type": "http.response.body", "body": b""})
+
+    async def _stream(self, subscriber: _Subscriber, send: Send) -> None:
+        """Sends lines until cancelled. After a failure the stream ends, and its subscriber begins
+        another with a snapshot."""
+        with self._guard:
+            await _send_lines(subscriber, self._snapshot(), send)
 
     def close(self) -> None:
         """Ends all streams: a server that shuts down waits for them."""

@@ -76,8 +76,8 @@ def line(**keys: Any) -> bytes:
 async def test_a_quiet_stream_sends_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_broadcaster, "QUIET_S", 0.01)
     reader = Reader(EventBroadcaster())
-    await reader.have(3)
-    assert reader.lines[1:3] == [{"seq": 1, "alive": True}, {"seq": 2, "alive": True}]
+    await reader.have(4)
+    assert reader.lines[2:4] == [{"seq": 2, "alive": True}, {"seq": 3, "alive": True}]
     reader.left.set()
     await reader.task
 
@@ -86,16 +86,17 @@ async def test_a_subscriber_gets_a_snapshot_and_then_every_line() -> None:
     broadcaster = EventBroadcaster()
     broadcaster.apply(line(stored=[[A, None, 5], [B, A, 9]], load=LOAD))
     reader = Reader(broadcaster)
-    await reader.have(2)
+    await reader.have(3)
     broadcaster.apply(line(removed=[B], stored=[[C, A, 7]]))
     broadcaster.apply(line(load={**LOAD, "queued": 2}))
-    await reader.have(4)
+    await reader.have(5)
     assert reader.status == 200
     assert reader.lines == [
         {"seq": 0, "snapshot": True, "cleared": True, "load": LOAD},
         {"seq": 1, "stored": [[A, None, 5], [B, A, 9]]},
-        {"seq": 2, "removed": [B], "stored": [[C, A, 7]]},
-        {"seq": 3, "load": {**LOAD, "queued": 2}},
+        {"seq": 2, "complete": True},
+        {"seq": 3, "removed": [B], "stored": [[C, A, 7]]},
+        {"seq": 4, "load": {**LOAD, "queued": 2}},
     ]
     reader.left.set()
     await reader.task
@@ -113,10 +114,10 @@ async def test_a_later_subscriber_gets_the_state_after_all_lines() -> None:
     await reader.task
     broadcaster.apply(line(cleared=True))
     reader = Reader(broadcaster)
-    await reader.have(1)
+    await reader.have(2)
     broadcaster.close()
     await reader.task
-    assert len(reader.lines) == 1
+    assert reader.lines[1:] == [{"seq": 1, "complete": True}]
 
 
 async def test_a_long_snapshot_is_split_and_loses_no_event_sent_meanwhile() -> None:
@@ -126,11 +127,12 @@ async def test_a_long_snapshot_is_split_and_loses_no_event_sent_meanwhile() -> N
     reader = Reader(broadcaster)
     await reader.have(2)
     broadcaster.apply(line(stored=[[A, None, 2]], removed=[B]))
-    await reader.have(5)
-    assert [line["seq"] for line in reader.lines] == [0, 1, 2, 3, 4]
+    await reader.have(6)
+    assert [line["seq"] for line in reader.lines] == [0, 1, 2, 3, 4, 5]
     stored = [segment for line in reader.lines[:4] for segment, *_ in line.get("stored", ())]
     assert sorted(stored) == segments
-    assert reader.lines[4]["stored"] == [[A, None, 2]]
+    assert reader.lines[4]["complete"]
+    assert reader.lines[5]["stored"] == [[A, None, 2]]
     broadcaster.close()
     await reader.task
 
@@ -138,17 +140,37 @@ async def test_a_long_snapshot_is_split_and_loses_no_event_sent_meanwhile() -> N
 async def test_a_slow_subscriber_is_dropped_and_counted() -> None:
     broadcaster = EventBroadcaster(buffer_bytes=200)
     stalled, good = Reader(broadcaster, stalled=True), Reader(broadcaster)
-    await good.have(1)
+    await good.have(2)
     with counted("slow_event_subscribers", 1):
         for _ in range(4):
             broadcaster.apply(line(load=LOAD, removed=[A]))
             await asyncio.sleep(0)
         await stalled.task
     assert not stalled.complete
-    await good.have(5)
+    await good.have(6)
     broadcaster.close()
     await good.task
     assert good.complete
+
+
+async def test_a_stream_that_fails_ends_is_counted_and_harms_no_other() -> None:
+    broadcaster = EventBroadcaster()
+    good = Reader(broadcaster)
+    await good.have(2)
+    failures = counter("background_failures").labels("event_streams")._value
+    before = failures.get()
+
+    async def fail(message: Any) -> None:
+        if message.get("body"):
+            raise RuntimeError("no answer can be sent")
+
+    async with asyncio.timeout(20):
+        await broadcaster({"type": "http"}, asyncio.Event().wait, fail)
+    assert failures.get() == before + 1
+    broadcaster.apply(line(load=LOAD))
+    await good.have(3)
+    broadcaster.close()
+    await good.task
 
 
 async def test_a_wrong_line_is_rejected_and_leaves_the_mirror_unchanged() -> None:
