@@ -25,7 +25,7 @@ from sgl_ext.key_file import new_key
 from sgl_ext.node import hardware
 from sgl_ext.node.child import Child
 from sgl_ext.node.log_dir import locked, new_log
-from sgl_ext.node.ports import free_ports, require_free
+from sgl_ext.node.ports import free_ports, reachable, require_free
 from sgl_ext.node.progress import Terminal, start_progress, summary
 from sgl_ext.settings.checks import read_api_key
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
@@ -142,15 +142,15 @@ def make_children(settings: LaunchSettings, found: hardware.Hardware) -> tuple[l
     require_free(balancer.host, balancer.port)
     store = balancer.store or str(logs / _STORE)
     check_store(store, balancer.store_limit_bytes)
-    engines = []
-    for index, port in enumerate(free_ports(balancer.port + 1, settings.instances)):
+    engines, host = [], settings.engine_host
+    for index, port in enumerate(free_ports(balancer.port + 1, settings.instances, host)):
         command = hardware.engine_command(settings, found, port)
         environment = hardware.engine_environment(settings, found, index)
-        engines.append(_child(f"engine-{index}", command, environment, logs, f"127.0.0.1:{port}"))
+        address = reachable(host, port)
+        engines.append(_child(f"engine-{index}", command, environment, logs, address))
     balancer = replace(balancer, store=store, workers=tuple(engine.url for engine in engines))
     command = [sys.executable, "-m", "sgl_ext.balancer.serve"]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(balancer.host, balancer.host)
-    address = f"[{host}]:{balancer.port}" if ":" in host else f"{host}:{balancer.port}"
+    address = reachable(balancer.host, balancer.port)
     return engines, _child("balancer", command, balancer.to_environment(), logs, address)
 
 

@@ -8,11 +8,13 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
 
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.plugin import require_active
-from sgl_ext.engine.startup import CACHE_BACKEND, check_environment
+from sgl_ext.engine.startup import CACHE_BACKEND, check_environment, require_secret
 from sgl_ext.node.lifeline import end_with_parent
 from sgl_ext.settings.schema import EngineSettings
 
@@ -49,18 +51,18 @@ def main(argv: list[str]) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     for name in _CRASH_DUMPS:
         os.environ.setdefault(name, "0")
-    try:
+    with _named_problems():
         check_environment()
-    except (RuntimeError, ValueError) as error:
-        raise SystemExit(f"sgl-ext: {error}") from None
+        require_secret(_host(argv))
 
     sglang_api.load_plugins()
     require_active()
 
     try:
-        sglang_api.run_server(
-            sglang_api.prepare_server_args([*argv, *cache_flags(argv), *priority_flags(argv)])
-        )
+        args = sglang_api.prepare_server_args([*argv, *cache_flags(argv), *priority_flags(argv)])
+        with _named_problems():
+            require_secret(args.host)  # SGLang's --config may have named another
+        sglang_api.run_server(args)
     finally:
         sglang_api.kill_process_tree(os.getpid(), include_parent=False)
 
@@ -89,6 +91,22 @@ def priority_flags(argv: Sequence[str]) -> tuple[str, ...]:
     threshold = EngineSettings.from_environment().preemption_threshold - 1
     flags = ["--enable-priority-scheduling", "--default-priority-value", "0"]
     return (*flags, "--priority-scheduling-preemption-threshold", str(threshold))
+
+
+@contextmanager
+def _named_problems() -> Iterator[None]:
+    """Ends the process with the reason, and without a traceback, if it cannot start."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        raise SystemExit(f"sgl-ext: {error}") from None
+
+
+def _host(argv: Sequence[str]) -> str:
+    """The address that a command line names, of several the last, or SGLang's default."""
+    words = [word for flag in argv for word in flag.split("=", 1)]
+    hosts = [value for flag, value in pairwise(words) if flag == "--host"]
+    return hosts[-1] if hosts else "127.0.0.1"
 
 
 def _named(argv: Sequence[str]) -> set[str]:

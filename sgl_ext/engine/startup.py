@@ -9,6 +9,7 @@ from typing import Any
 
 from sgl_ext.engine.core.folder import acknowledged
 from sgl_ext.engine.sglang_types import ServerArgs
+from sgl_ext.settings.engine_secret import EngineSecret, is_reachable
 from sgl_ext.settings.schema import EngineSettings
 
 SUPPORTED_SGLANG = "0.5.23"
@@ -33,7 +34,17 @@ def check_environment(environ: Mapping[str, str] = os.environ) -> None:
     allowed = environ.get("SGLANG_PLUGINS", "")
     if allowed.strip() and PLUGIN not in (name.strip() for name in allowed.split(",")):
         raise RuntimeError(f"SGLANG_PLUGINS={allowed!r} leaves out {PLUGIN!r}")
-    EngineSettings.from_environment(environ)
+    EngineSecret(EngineSettings.from_environment(environ).engine_secret)
+
+
+def require_secret(host: str) -> None:
+    """Raises ValueError if other machines can reach this address, and the engine has no secret.
+
+    An engine without one believes everyone what only a balancer knows: tenant, group and wait.
+    """
+    if is_reachable(host) and EngineSettings.from_environment().engine_secret is None:
+        reason = "other machines can reach this address, so set engine-secret: docs/remote.md"
+        raise ValueError(f"--host {host}: {reason}")
 
 
 def reject_unsupported(server_args: ServerArgs, *_: Any) -> None:

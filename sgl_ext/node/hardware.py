@@ -58,7 +58,7 @@ def engine_command(settings: LaunchSettings, hardware: Hardware, port: int) -> l
     """The command line of one engine. SGLang's flags from the user come last and win."""
     command = [sys.executable, "-m", "sgl_ext.engine.serve", "--model-path", settings.model_path]
     command += ["--served-model-name", settings.model_name]
-    command += ["--host", "127.0.0.1", "--port", str(port)]
+    command += ["--host", settings.engine_host, "--port", str(port)]
     command += ["--enable-cache-report", "--enable-metrics", "--log-level-http", "warning"]
     if settings.tp > 1:
         command += ["--tp-size", str(settings.tp)]

@@ -1,6 +1,5 @@
 """Rules for settings that no single field's range can state: relations, files and secrets."""
 
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -8,13 +7,17 @@ from urllib.parse import urlsplit
 import msgspec
 
 from sgl_ext.key_file import KeysError, read_keys
+from sgl_ext.settings.engine_secret import EngineSecret, is_reachable
 from sgl_ext.settings.schema import (
     LEAST_STORE_BYTES,
     BalancerSettings,
     LaunchSettings,
     SettingsError,
 )
+from sgl_ext.settings.secret_source import read_source
 
+NO_TLS = "plain HTTP to engines; encrypt the network between them: remote.md"
+_WORKER_FORM = "must be http://HOST:PORT"
 _Problem = tuple[str, object, str]  # the setting, its value, what is wrong with it
 
 
@@ -31,6 +34,7 @@ def check_balancer(settings: BalancerSettings, names: Mapping[str, str] = {}) ->
     """Raises SettingsError for the first rule that a balancer's settings break."""
     _raise_first(_balancer_problems(settings), names)
     read_api_key(settings.api_key)
+    EngineSecret(settings.engine_secret)
 
 
 def _raise_first(problems: Iterator[_Problem], names: Mapping[str, str]) -> None:
@@ -44,7 +48,7 @@ def _balancer_problems(settings: BalancerSettings) -> Iterator[_Problem]:
         yield "store_limit_bytes", limit, f"must be 0, or at least {LEAST_STORE_BYTES}"
     for url in settings.workers:
         if not is_worker_url(url):
-            yield "workers", url, "must be http://HOST:PORT"
+            yield "workers", url, worker_url_problem(url)
     if settings.keys is not None:
         try:
             read_keys(Path(settings.keys))
@@ -67,8 +71,15 @@ def _launch_problems(settings: LaunchSettings) -> Iterator[_Problem]:
     for name, path in (("warmup_requests", engine.warmup_requests), ("shared_prefixes", shared)):
         if path and (problem := _request_file_problem(path)):
             yield name, path, problem
-    if taken := {"--host", "--port", "--model-path"} & set(settings.engine_args):
-        yield "[engine]", sorted(taken), "the launcher sets these itself"
+    flags = {flag.partition("=")[0] for flag in settings.engine_args}
+    if taken := {"--host", "--port", "--model-path"} & flags:
+        yield "[engine]", sorted(taken), "the launcher sets these itself; see engine-host"
+    if taken := {"--ssl-certfile", "--ssl-keyfile"} & flags:
+        yield "[engine]", sorted(taken), f"a balancer speaks {NO_TLS}"
+    host = settings.engine_host
+    if is_reachable(host) and settings.balancer.engine_secret is None:
+        reason = "other machines can reach it, so it needs engine_secret: remote.md"
+        yield "engine_host", host, reason
 
 
 def _request_file_problem(path: str) -> str:
@@ -96,18 +107,12 @@ def is_worker_url(url: str) -> bool:
     return has_port and parts.scheme == "http" and bool(parts.hostname) and not extra
 
 
+def worker_url_problem(url: str) -> str:
+    """What is wrong with a URL that names no worker."""
+    is_tls = url.lower().startswith("https:")
+    return f"must be http://HOST:PORT; a balancer speaks {NO_TLS}" if is_tls else _WORKER_FORM
+
+
 def read_api_key(source: str | None) -> str | None:
     """The key in the file or variable that `source` names. Raises SettingsError."""
-    if source is None:
-        return None
-    kind, _, name = source.partition(":")
-    if kind not in ("file", "env") or not name:
-        # The value is not shown: someone may have put the key itself here.
-        raise SettingsError("api_key: must be file:PATH or env:VARIABLE")
-    try:
-        key = Path(name).read_text() if kind == "file" else os.environ[name]
-    except (OSError, KeyError) as error:
-        raise SettingsError(f"api_key={source!r}: cannot be read: {error}") from error
-    if not key.strip():
-        raise SettingsError(f"api_key={source!r}: is empty")
-    return key.strip()
+    return None if source is None else read_source("api_key", source)

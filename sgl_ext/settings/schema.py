@@ -7,6 +7,7 @@ Times are at most a year, as a range must end somewhere.
 """
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -30,6 +31,8 @@ _MIB = 1 << 20
 MIN_TTL_S = 1.0
 LEAST_STORE_BYTES = _MIB
 _YEAR_S = 31_536_000.0
+# Someone may have put a secret itself where its source belongs.
+_SECRETS = re.compile(r'("(?:engine_secret|api_key)"\s*:\s*")(?!file:|env:)[^"]*')
 
 
 class SettingsError(ValueError):
@@ -99,7 +102,8 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         try:
             return msgspec.json.decode(raw, type=cls) if raw else cls()
         except msgspec.MsgspecError as error:
-            raise SettingsError(f"{VARIABLE}={raw!r}: {error}") from None
+            shown = _SECRETS.sub(r"\1...", raw or "")
+            raise SettingsError(f"{VARIABLE}={shown!r}: {error}") from None
 
 
 class Tenant(Struct, frozen=True):
@@ -130,6 +134,10 @@ class RequestSettings(Settings, frozen=True, kw_only=True):
     max_priority: Annotated[Priority, "Highest priority that a client can request."] = 100
     aging_s: Annotated[Seconds, "Wait that raises a priority by one; 0: never."] = 10.0
     preemption_threshold: Annotated[Count, "Lead in priority that lets a request preempt."] = 10
+    engine_secret: Annotated[
+        SecretSource | None,
+        "Secret that proves to an engine that a request is from its balancer: remote.md.",
+    ] = None
     tenants: tuple[Tenant, ...] = ()
 
 
@@ -213,6 +221,9 @@ class LaunchSettings(Settings, frozen=True, kw_only=True):
     model_path: Annotated[Text, "The model: a directory or a name."]
     instances: Annotated[Count, "Number of engines."] = 1
     tp: Annotated[Count, "GPUs of each engine, for tensor parallelism."] = 1
+    engine_host: Annotated[
+        Text, "Address that engines listen on; beyond loopback it needs engine-secret."
+    ] = "127.0.0.1"
     start_timeout_s: Annotated[PositiveSeconds, "Time for all engines to become ready."] = 1800.0
     log_dir: Annotated[Text, "Directory for the log of each process."] = ".run"
     engine_args: tuple[str, ...] = ()

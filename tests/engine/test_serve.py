@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from sgl_ext.engine import plugin
+from sgl_ext.engine import plugin, serve
 from sgl_ext.engine.serve import cache_flags, priority_flags
 from sgl_ext.settings.schema import VARIABLE, EngineSettings
 
@@ -76,3 +76,19 @@ def test_what_the_plugin_finds_is_never_looked_through_for_garbage(
         assert gc.get_freeze_count() > 0
     finally:
         gc.unfreeze()
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["--host", "0.0.0.0"], ["--host=10.0.0.1"], ["--host", "127.0.0.1", "--host", "::"]],
+)
+def test_an_engine_that_other_machines_reach_does_not_start_without_a_secret(
+    argv: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(serve, "check_environment", lambda: None)
+    monkeypatch.setattr(serve.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(serve.os, "environ", dict[str, str]())
+    monkeypatch.setattr(serve.sglang_api, "load_plugins", pytest.fail, raising=False)
+    with pytest.raises(SystemExit, match=r"sgl-ext: --host .*set engine-secret"):
+        serve.main(["--model-path", "m", *argv])

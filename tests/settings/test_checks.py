@@ -69,3 +69,30 @@ def test_the_api_key_comes_from_a_file_or_a_variable_and_is_never_shown(
         with pytest.raises(SettingsError, match="api_key") as caught:
             check_balancer(BalancerSettings(api_key=bad))
         assert "sk-secret" not in str(caught.value)
+
+
+def test_an_engine_beyond_loopback_needs_a_secret(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("0123456789abcdef\n")
+    for host in ("0.0.0.0", "10.0.0.1", "::", "engine.example"):
+        with pytest.raises(SettingsError, match=f"engine_host='{host}': .*engine_secret"):
+            check_launch(LaunchSettings(model_path="m", engine_host=host))
+        given = BalancerSettings(engine_secret=f"file:{tmp_path / 'secret'}")
+        check_launch(LaunchSettings(model_path="m", engine_host=host, balancer=given))
+    for host in ("127.0.0.1", "127.1.2.3", "::1", "localhost"):
+        check_launch(LaunchSettings(model_path="m", engine_host=host))
+
+
+def test_engines_that_speak_tls_are_refused_with_the_reason() -> None:
+    with pytest.raises(SettingsError, match=r"--ssl-certfile.*plain HTTP to engines"):
+        check_launch(LaunchSettings(model_path="m", engine_args=("--ssl-certfile=c",)))
+    with pytest.raises(SettingsError, match=r"workers='https://e:1': .*plain HTTP to engines"):
+        check_balancer(BalancerSettings(workers=("https://e:1",)))
+    with pytest.raises(SettingsError, match=r"workers='e:1': must be http://HOST:PORT$"):
+        check_balancer(BalancerSettings(workers=("e:1",)))
+
+
+def test_a_secret_that_stands_where_its_source_belongs_is_not_shown() -> None:
+    for bad in ('{"engine_secret": "hush-hush"}', '{"api_key":"hush-hush", "engine_secret": 1}'):
+        with pytest.raises(SettingsError, match=r"SGL_EXT_SETTINGS.*engine_secret") as caught:
+            EngineSettings.from_environment({"SGL_EXT_SETTINGS": bad})
+        assert "hush" not in str(caught.value)

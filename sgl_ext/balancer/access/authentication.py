@@ -26,6 +26,7 @@ from sgl_ext.key_file import KeyFile, KeysError, read_keys
 from sgl_ext.protocols import routes
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.requests.session import GROUP_HEADER, OWNER_HEADER, TENANT_HEADER, TENANT_NAME
+from sgl_ext.settings.secret_source import file_version
 from sgl_ext.tenants import Tenants
 
 log = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class KeyFileReloader:
 
     def __init__(self, path: Path, metrics: Metrics) -> None:
         self._path = path
-        self._version = _version(path)
+        self._version = file_version(path)
         self.keys: KeyFile = read_keys(path)
         self._reloads = metrics.counter(
             "key_file_reloads", "Changes of the API key file that were applied."
@@ -62,7 +63,7 @@ class KeyFileReloader:
 
     def reload_if_changed(self) -> bool:
         """Whether new content was loaded. Call this periodically."""
-        version = _version(self._path)
+        version = file_version(self._path)
         if version == self._version:
             return False
         self._version = version
@@ -175,12 +176,3 @@ def _require_tenant_path(head: RequestHead) -> None:
 
 def _unauthorized() -> BalancerError:
     return BalancerError(HTTPStatus.UNAUTHORIZED, "Invalid or missing API key.")
-
-
-def _version(path: Path) -> tuple[int, int, int] | None:
-    """A value that changes when the file is written or replaced; None if there is no file."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
