@@ -4,6 +4,7 @@ SGLang parses every JSON body in `ORJSONRequest.json`, before validation and bef
 conversion, so one hook serves all protocols.
 """
 
+import asyncio
 import re
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
@@ -60,11 +61,17 @@ async def read_body(original: Callable[[Any], Awaitable[Any]], request: Any) -> 
 def _strip(extension: HttpExtension, path: str, body: Any, raw_body: bytes) -> Any:
     """The body without session headers, with its tools in order if the settings say so."""
     stripped = strip_request(of_path(path), body, extension.strip)
-    left = extension.strip.mentions(raw_body) - stripped.headers
-    if stripped.headers or left > 0:
+    if stripped.headers:
         counter("headers_stripped").labels(path).inc(stripped.headers)
-        counter("headers_not_stripped").labels(path).inc(max(left, 0))
+    # It reads the whole body for a metric, so it waits until the request is with the scheduler.
+    asyncio.get_running_loop().call_soon(_count_left, extension, path, raw_body, stripped.headers)
     return with_sorted_tools(stripped.body) if extension.settings.sort_tools else stripped.body
+
+
+def _count_left(extension: HttpExtension, path: str, raw_body: bytes, stripped: int) -> None:
+    left = extension.strip.mentions(raw_body) - stripped
+    if left > 0:
+        counter("headers_not_stripped").labels(path).inc(left)
 
 
 def _read_context(extension: HttpExtension, request: Any, path: str, body: Any) -> RequestContext:
