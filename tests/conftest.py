@@ -86,6 +86,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=_order)
 
 
+@pytest.hookimpl(trylast=True, specname="pytest_collection_modifyitems")
+def pytest_keep_engines(items: list[pytest.Item]) -> None:
+    """Let tests of the same kind of engine follow each other: pytest itself orders them by the
+    kind's place in each test's own list, and would start some kinds several times."""
+    files = {path: number for number, path in enumerate(dict.fromkeys(i.path for i in items))}
+    items.sort(key=lambda item: (files[item.path], _kind(item)))
+
+
+def _kind(item: pytest.Item) -> str:
+    callspec = getattr(item, "callspec", None)
+    return str(callspec.params.get("engine", "")) if callspec else ""
+
+
 def _order(item: pytest.Item) -> tuple[bool, bool]:
     uses_node = "node" in getattr(item, "fixturenames", ())
     return item.get_closest_marker("engine") is None, not uses_node

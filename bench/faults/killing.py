@@ -8,10 +8,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import psutil
+from sgl_ext_cpu.engine_processes import EngineProcesses
 
 from bench.agents.mixed_load import Sent
 from bench.faults.effect import Effect, Scene, ended, under_load, until
-from bench.faults.processes import Engine, client_ports
+from bench.faults.processes import client_ports
 from bench.lib.script import require
 
 # The balancer's promise: no event for a minute, and no token in half a minute more.
@@ -105,7 +106,7 @@ async def scheduler_stopped(scene: Scene) -> AsyncIterator[Effect]:
         effect.ended_s = time.monotonic()
 
 
-async def _at_work(scene: Scene, engine: Engine, least: int) -> int:
+async def _at_work(scene: Scene, engine: EngineProcesses, least: int) -> int:
     """Returns while the engine has so many requests; how many."""
     await under_load(scene)
     deadline = time.monotonic() + _AT_WORK_S
@@ -115,10 +116,10 @@ async def _at_work(scene: Scene, engine: Engine, least: int) -> int:
     return found
 
 
-async def _in_flight(scene: Scene, engine: Engine) -> int:
+async def _in_flight(scene: Scene, engine: EngineProcesses) -> int:
     workers = await scene.target.workers(scene.http)
     return max((w["in_flight"] for w in workers if w["url"] == engine.url), default=0)
 
 
-def _processes(engine: Engine) -> list[psutil.Process]:
+def _processes(engine: EngineProcesses) -> list[psutil.Process]:
     return [engine.http, engine.scheduler, engine.detokenizer]

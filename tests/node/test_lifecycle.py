@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import requests
+from sgl_ext_cpu.engine_processes import find_engine
 from sgl_ext_cpu.node import ROOT, Node, StartNode
 
 from sgl_ext.temporary_folder import ENGINE_FOLDERS, remove_stale
@@ -149,18 +150,13 @@ def test_no_request_is_lost_when_a_process_of_an_engine_is_killed(
     def busiest() -> dict[str, Any]:
         return max(workers(), key=lambda worker: int(worker["in_flight"]))
 
-    # Processes that are forked have no titles.
-    started = start_node(tmp_path, "--instances", "2", from_nursery=False)
+    started = start_node(tmp_path, "--instances", "2")
     with started as node, ThreadPoolExecutor(12) as pool:
-        for role in ("scheduler", "detokenizer"):
+        for part in ("scheduler", "detokenizer"):
             until(lambda: all(worker["ready"] for worker in workers()))
             asked = [pool.submit(ask, number) for number in range(12)]
             until(lambda: busiest()["in_flight"] > 3)
-            port = busiest()["url"].rpartition(":")[2]
-            launched = psutil.Process(node.process.pid).children()
-            engine = next(process for process in launched if port in process.cmdline())
-            processes = engine.children(recursive=True)
-            next(p for p in processes if f"sglang::{role}" in " ".join(p.cmdline())).kill()
+            getattr(find_engine(busiest()["url"]), part).kill()
             until(lambda: not all(worker["ready"] for worker in workers()))
             assert {answered.result() for answered in asked} == {200}
 
