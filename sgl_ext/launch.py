@@ -6,11 +6,10 @@ signal ends them at once.
 """
 
 import asyncio
-import os
 import signal
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -21,13 +20,14 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from sgl_ext.balancer.conversations.document_store import StoreUnusable, check_store
-from sgl_ext.key_file import new_key
+from sgl_ext.membership.file import write_members
+from sgl_ext.membership.member import Member
+from sgl_ext.membership.sources import open_sources
 from sgl_ext.node import hardware
 from sgl_ext.node.child import Child
 from sgl_ext.node.log_dir import locked, new_log
 from sgl_ext.node.ports import free_ports, reachable, require_free
 from sgl_ext.node.progress import Terminal, start_progress, summary
-from sgl_ext.settings.checks import read_api_key
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
 from sgl_ext.settings.sources import launch_settings
 from sgl_ext.supervision import supervise
@@ -39,34 +39,31 @@ _HURRIED_STOP_S = 3.0
 _KEEPER_RETRY_S = 1.0
 _BACKOFF_S = (1.0, 60.0)
 _LAST_LINES = 15
-_OPERATOR_KEY = "SGL_EXT_OPERATOR_KEY"
 _STORE = "store.sqlite"
+_ENGINES = "engines.json"
 
 
 class StartError(Exception):
     """A process did not start. The message is for the person who started the node."""
 
 
-class WorkerList:
-    """The balancer's list of workers, changed through its admin API."""
+class EngineList:
+    """The file that lists the node's engines, which its balancer watches: `membership.file`."""
 
-    def __init__(self, balancer_url: str, key: str | None) -> None:
-        self._url = f"{balancer_url}/sgl_ext/workers"
-        self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    def __init__(self, path: Path, engines: Sequence[Child]) -> None:
+        self._path = path
+        self._engines = engines
 
-    async def change(self, method: str, **what: Any) -> None:
-        """Adds (POST) or removes (DELETE) an engine: the balancer sends requests to a new one as
-        soon as it is ready, and nothing more to one that has ended.
-
-        Errors are ignored: a balancer that does not answer is restarting. It starts with all
-        engines on its list, and its own probes find those that do not answer.
-        """
-        with suppress(aiohttp.ClientError, TimeoutError):
-            async with (
-                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=15)) as session,
-                session.request(method, self._url, headers=self._headers, **what),
-            ):
-                pass
+    def write(self) -> None:
+        """Lists the engines that have not ended. One that was started again has a new id."""
+        write_members(
+            self._path,
+            tuple(
+                Member(id=engine.run_id, url=engine.url)
+                for engine in self._engines
+                if engine.exit_code is None
+            ),
+        )
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -75,7 +72,7 @@ def main(argv: list[str] | None = None) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         reject_foreign_packages()
-        settings = with_operator_key(launch_settings(sys.argv[1:] if argv is None else argv))
+        settings = launch_settings(sys.argv[1:] if argv is None else argv)
         found = hardware.find_hardware()
         hardware.check_capacity(settings, found)
         console = Console(file=cast(IO[str], Terminal(sys.stdout)))
@@ -95,7 +92,8 @@ async def serve(settings: LaunchSettings, found: hardware.Hardware, console: Con
         asyncio.get_running_loop().add_signal_handler(
             number, lambda: (hurry if stop.is_set() else stop).set()
         )
-    engines, balancer = make_children(settings, found)
+    engines, balancer, listed = make_children(settings, found)
+    listed.write()
     try:
         for child in (balancer, *engines):
             await child.start()
@@ -103,8 +101,6 @@ async def serve(settings: LaunchSettings, found: hardware.Hardware, console: Con
         if stop.is_set():
             return
         console.print(summary(settings, engines, balancer.url))
-        workers = WorkerList(balancer.url, read_api_key(settings.balancer.api_key))
-        keep = [(balancer, None), *((engine, workers) for engine in engines)]
         keepers = [
             asyncio.create_task(
                 supervise(
@@ -114,7 +110,7 @@ async def serve(settings: LaunchSettings, found: hardware.Hardware, console: Con
                     _KEEPER_RETRY_S,
                 )
             )
-            for child, listed in keep
+            for child in (balancer, *engines)
         ]
         await stop.wait()
         for keeper in keepers:
@@ -123,20 +119,10 @@ async def serve(settings: LaunchSettings, found: hardware.Hardware, console: Con
         await drain(settings.balancer.drain_s, engines, balancer, console, hurry)
 
 
-def with_operator_key(settings: LaunchSettings) -> LaunchSettings:
-    """Adds a random operator key if tenants have keys and the operator has none.
-
-    Without one the launcher could not use the balancer's admin API.
-    """
-    balancer = settings.balancer
-    if balancer.keys is None or balancer.api_key is not None:
-        return settings
-    os.environ[_OPERATOR_KEY] = new_key()
-    return replace(settings, balancer=replace(balancer, api_key=f"env:{_OPERATOR_KEY}"))
-
-
-def make_children(settings: LaunchSettings, found: hardware.Hardware) -> tuple[list[Child], Child]:
-    """The node's engines and its balancer, not started yet."""
+def make_children(
+    settings: LaunchSettings, found: hardware.Hardware
+) -> tuple[list[Child], Child, EngineList]:
+    """The node's engines and its balancer, not started yet, and the list of the engines."""
     logs, balancer = Path(settings.log_dir), settings.balancer
     logs.mkdir(mode=0o700, parents=True, exist_ok=True)
     require_free(balancer.host, balancer.port)
@@ -148,10 +134,13 @@ def make_children(settings: LaunchSettings, found: hardware.Hardware) -> tuple[l
         environment = hardware.engine_environment(settings, found, index)
         address = reachable(host, port)
         engines.append(_child(f"engine-{index}", command, environment, logs, address))
-    balancer = replace(balancer, store=store, workers=tuple(engine.url for engine in engines))
+    open_sources(balancer)  # it says now what the balancer would say in its log
+    sources = (f"file:{logs / _ENGINES}", *balancer.workers_from)
+    balancer = replace(balancer, store=store, workers_from=sources)
     command = [sys.executable, "-m", "sgl_ext.balancer.serve"]
     address = reachable(balancer.host, balancer.port)
-    return engines, _child("balancer", command, balancer.to_environment(), logs, address)
+    started = _child("balancer", command, balancer.to_environment(), logs, address)
+    return engines, started, EngineList(logs / _ENGINES, engines)
 
 
 async def wait_until_ready(
@@ -176,26 +165,24 @@ async def wait_until_ready(
                 show({engine.name for engine in engines if engine.url not in waiting})
 
 
-async def keep_running(child: Child, console: Console, workers: WorkerList | None = None) -> None:
+async def keep_running(child: Child, console: Console, listed: EngineList) -> None:
     """Restarts a child whenever it ends, after a delay that grows if it ends soon again.
 
-    workers: the list that the child, an engine, is removed from and added to.
+    listed: rewritten when a child has ended, and when it is started again.
     """
     shortest, longest = _BACKOFF_S
     backoff = shortest
     while True:
         started = time.monotonic()
         code = await child.wait()
-        if workers is not None:
-            await workers.change("DELETE", params={"url": child.url})
+        listed.write()
         backoff = shortest if time.monotonic() - started > longest else backoff
         what = f"{child.name} ended with exit code {code} and restarts in {backoff:g} s"
         console.print(f"{what}. Its log: {child.log}", highlight=False)
         await asyncio.sleep(backoff)
         backoff = min(backoff * 2, longest)
         await child.start()
-        if workers is not None:
-            await workers.change("POST", json={"url": child.url})
+        listed.write()
 
 
 async def drain(

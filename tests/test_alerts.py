@@ -17,8 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from sgl_ext_cpu.node import Node
 
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.routing.workers import Workers
 from sgl_ext.engine.core.counters import _COUNTERS
+from tests.balancer.workers import workers_at
 
 PATH = Path(__file__).parent.parent / "launch" / "alerts.yml"
 _STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"')
@@ -56,7 +56,7 @@ def series_of(page: str) -> set[str]:
 
 def of_the_balancer() -> set[str]:
     metrics = Metrics()
-    Workers(("http://127.0.0.1:1",), metrics)
+    workers_at(("http://127.0.0.1:1",), metrics)
     return series_of(metrics.render().decode())
 
 

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from sgl_ext.launch import with_operator_key
 from sgl_ext.requests.priority import LIMIT
-from sgl_ext.settings.checks import read_api_key
-from sgl_ext.settings.schema import VARIABLE, SettingsError, Tenant
-from sgl_ext.settings.sources import balancer_settings, launch_settings
+from sgl_ext.settings.schema import SettingsError, Tenant
+from sgl_ext.settings.sources import balancer_settings
 from sgl_ext.tenants import Tenants
 
 PEOPLE = Tenant("people", 200, 3.0)
@@ -54,20 +52,3 @@ def test_tenants_with_keys_are_isolated_by_default(tmp_path: Path) -> None:
         assert balancer_settings([*flags, "--keys", str(keys)]).isolates_tenants is with_keys
     with pytest.raises(SettingsError, match="--tenant-isolation='maybe'"):
         balancer_settings(["--tenant-isolation", "maybe"])
-
-
-def test_the_launcher_creates_its_own_key_if_tenants_have_keys(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("SGL_EXT_OPERATOR_KEY", raising=False)
-    monkeypatch.setenv("MINE", "mine")
-    (tmp_path / "keys.toml").touch()
-    keys = ["--model-path", "m", "--keys", str(tmp_path / "keys.toml")]
-    own = with_operator_key(launch_settings(keys)).balancer
-    assert own.api_key == "env:SGL_EXT_OPERATOR_KEY"
-    key = read_api_key(own.api_key) or ""
-    assert len(key) > 40
-    assert key not in own.to_environment()[VARIABLE]
-    given = with_operator_key(launch_settings([*keys, "--api-key", "env:MINE"])).balancer
-    assert read_api_key(given.api_key) == "mine"
-    assert with_operator_key(launch_settings(["--model-path", "m"])).balancer.api_key is None

@@ -5,6 +5,7 @@ import gc
 import logging
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import uvloop
@@ -14,6 +15,8 @@ from sgl_ext.balancer.cluster.processes import run
 from sgl_ext.balancer.conversations.document_store import StoreUnusable, check_store
 from sgl_ext.balancer.reporting.line_file import check_file
 from sgl_ext.balancer.server import Balancer
+from sgl_ext.membership.member import Membership
+from sgl_ext.membership.sources import open_sources
 from sgl_ext.node.lifeline import end_with_parent
 from sgl_ext.node.ports import require_free
 from sgl_ext.settings.schema import BalancerSettings, SettingsError
@@ -31,22 +34,26 @@ def main(argv: list[str]) -> None:
         check_store(config.store, config.store_limit_bytes)
         if config.request_log is not None:
             check_file(config.request_log)
+        sources = open_sources(config)
         if config.processes > 1:
             # With a shared port the kernel would not report that another program uses it.
             require_free(config.host, config.port)
     except (SettingsError, StoreUnusable) as error:
         raise SystemExit(f"sgl-ext balancer: {error}") from None
     if config.processes == 1:
-        uvloop.run(_serve(config))
+        uvloop.run(_serve(config, sources))
     else:
-        run(config.processes, lambda *peers: uvloop.run(_serve(config, *peers)))
+        run(config.processes, lambda *peers: uvloop.run(_serve(config, sources, *peers)))
 
 
 async def _serve(
-    config: BalancerSettings, group: PeerGroup | None = None, folder: Path | None = None
+    config: BalancerSettings,
+    sources: Sequence[Membership],
+    group: PeerGroup | None = None,
+    folder: Path | None = None,
 ) -> None:
     stop = asyncio.Event()
-    balancer = Balancer(config, group, folder)
+    balancer = Balancer(config, group, folder, sources=sources)
 
     def signalled() -> None:
         if stop.is_set():

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,14 @@ from sgl_ext.balancer.routing.admission_queue import AdmissionQueue
 from sgl_ext.balancer.routing.event_subscriber import EventSubscribers
 from sgl_ext.balancer.routing.readiness import Readiness
 from sgl_ext.balancer.routing.router import Router
-from sgl_ext.balancer.routing.workers import WorkerProbes, Workers
+from sgl_ext.balancer.routing.worker_probes import WorkerProbes
+from sgl_ext.balancer.routing.worker_sources import WorkerSources
+from sgl_ext.balancer.routing.workers import Workers
 from sgl_ext.doctor.findings import merged
 from sgl_ext.limits.byte_account import ByteAccount
 from sgl_ext.limits.stall import StallMonitor
+from sgl_ext.membership.member import Membership
+from sgl_ext.membership.sources import open_sources
 from sgl_ext.protocols import routes
 from sgl_ext.protocols.errors import BalancerError, shutting_down
 from sgl_ext.requests.strip import HeaderStrip
@@ -50,6 +54,8 @@ _BACKLOG = 1024
 _METRICS, _FINDINGS = ".prom", ".found"
 # How long the start waits for the engines to report what they hold.
 _FIRST_REPORT_S = 2.0
+# How long it waits for the sources of workers.
+_FIRST_LIST_S = 2.0
 # How long clients have to read the error that ends their request.
 _LAST_WORDS_S = 1.0
 _SERVED_WHILE_DRAINING = (*routes.HEALTH, "/metrics")
@@ -64,10 +70,14 @@ class Balancer:
         group: PeerGroup | None = None,
         folder: Path | None = None,
         interval_s: float = 1.0,
+        sources: Sequence[Membership] | None = None,
     ) -> None:
         """group, folder: the other processes of this balancer, and a folder that they share.
         interval_s: the time between two sweeps, and between two probes of a worker.
+        sources: those of the settings if they are open; otherwise they are opened here.
+        Raises SettingsError.
         """
+        self._sources = open_sources(config) if sources is None else sources
         self._config = config
         self._interval_s = interval_s
         self._group = group
@@ -105,7 +115,8 @@ class Balancer:
         count_unhandled(loop, metrics.background_failed)
         self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
         strip = HeaderStrip(config.strip_headers)
-        workers = Workers(config.workers, metrics)
+        workers = Workers(metrics, sources=[source.name for source in self._sources])
+        self._worker_sources = WorkerSources(self._sources, workers, metrics, self._interval_s)
         probes = WorkerProbes(workers, self._session, metrics.background_failed, self._interval_s)
         router = Router(
             workers,
@@ -139,6 +150,7 @@ class Balancer:
             self._metrics_page,
             self._divergences,
             self._readiness,
+            self._worker_sources.rows,
         )
         self._services.control = self._control = ControlPool(make_app(self._services))
         self._peers = None if self._group is None else Peers(self._group, router, metrics)
@@ -147,6 +159,8 @@ class Balancer:
         steps = self._sweep_steps()
         self._steps = [(Guard(name, metrics.background_failed), step) for name, step in steps]
         await self._control.start()
+        self._worker_sources.start()
+        await self._worker_sources.wait_until_tried(_FIRST_LIST_S)
         await asyncio.gather(*map(probes.probe, workers.all))
         self._subscribers.sync()
         await self._subscribers.wait_until_tried(_FIRST_REPORT_S)
@@ -196,6 +210,7 @@ class Balancer:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._worker_sources.close()
         await self._subscribers.close()
         if self._peers is not None:
             self._peers.stop()

@@ -16,7 +16,7 @@ State = Literal["ready", "draining"]
 A worker that is gone is not in the list."""
 
 
-class Member(msgspec.Struct, frozen=True, kw_only=True):
+class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One engine.
 
     id: its identity: that of the pod, actor or process. An engine that replaces another has a new
@@ -48,6 +48,7 @@ class Membership(Protocol):
     def lists(self) -> AsyncIterator[tuple[Member, ...]]:
         """Whole lists: the first at once, then one after each change.
 
-        Raises MembershipError. The caller keeps the last list, and calls again after a pause.
+        Raises MembershipError. The caller keeps the last list, and calls again after a pause, as it
+        does if the iterator ends.
         """
         ...

@@ -30,9 +30,16 @@ class Child:
         self._command = list(command)
         self._environment = {**os.environ, **environment, lifeline.VARIABLE: "1"}
         self._process: asyncio.subprocess.Process | None = None
+        self._starts = 0
+
+    @property
+    def run_id(self) -> str:
+        """Its name, and from its second start on the number of the start."""
+        return self.name if self._starts <= 1 else f"{self.name}.{self._starts}"
 
     async def start(self) -> None:
         """Starts the process; its output is appended to its log."""
+        self._starts += 1
         with self.log.open("ab") as output:
             self._process = await asyncio.create_subprocess_exec(
                 *self._command,

@@ -68,6 +68,7 @@ HeaderName = Annotated[
     Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9-]*\Z"),
     form("a header name of letters, digits and hyphens", "NAME"),
 ]
+WorkerSource = Annotated[str, Meta(min_length=1), form("KIND:WHAT, as file:PATH", "SOURCE")]
 WorkerUrl = Annotated[str, form("http://HOST:PORT", "URL")]
 SecretSource = Annotated[
     str,
@@ -175,6 +176,10 @@ class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
     ] = None
     store_limit_bytes: Annotated[StoreBytes, "Largest size of the store; 0: no store."] = 1 << 30
     response_ttl_s: Annotated[TtlSeconds, "Time from a response's last use to its end."] = 86_400.0
+    workers_from: Annotated[
+        tuple[WorkerSource, ...],
+        "Where more engines are listed, such as file:PATH; repeat. See membership.md.",
+    ] = ()
     workers: Annotated[tuple[WorkerUrl, ...], "An engine to send requests to; repeat."] = ()
 
     @property

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import ClientSession, ClientTimeout, web
 
 from sgl_ext.balancer.routing import worker as worker_state
-from sgl_ext.balancer.routing import workers
+from sgl_ext.balancer.routing import worker_probes
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.segments import read_chain
 from tests.balancer.conftest import Engine, Start
@@ -655,7 +655,7 @@ async def test_a_hanging_scheduler_is_detected_and_its_requests_go_elsewhere(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_state, "STALL_S", 0.3)
-    monkeypatch.setattr(workers, "_GENERATE_TIMEOUT", ClientTimeout(total=0.5))
+    monkeypatch.setattr(worker_probes, "_GENERATE_TIMEOUT", ClientTimeout(total=0.5))
     hangs = asyncio.Event()
 
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -681,7 +681,7 @@ async def test_followers_on_a_hanging_engine_go_elsewhere(
 ) -> None:
     """Some wait for the prefix that another request computes, and were never sent."""
     monkeypatch.setattr(worker_state, "STALL_S", 0.3)
-    monkeypatch.setattr(workers, "_GENERATE_TIMEOUT", ClientTimeout(total=0.5))
+    monkeypatch.setattr(worker_probes, "_GENERATE_TIMEOUT", ClientTimeout(total=0.5))
 
     async def hang(_: web.Request) -> web.StreamResponse:
         await asyncio.Event().wait()
@@ -709,7 +709,7 @@ async def test_followers_on_a_hanging_engine_go_elsewhere(
 async def test_an_engine_that_answers_no_probe_hangs(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "_PROBE_TIMEOUT", ClientTimeout(total=0.1))
+    monkeypatch.setattr(worker_probes, "_PROBE_TIMEOUT", ClientTimeout(total=0.1))
     hangs = asyncio.Event()
 
     class Silent(Engine):

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from sgl_ext.balancer.routing.admission_queue import AdmissionQueue
-from sgl_ext.balancer.routing.workers import WorkerProbes
+from sgl_ext.balancer.routing.worker_probes import WorkerProbes
 from sgl_ext.balancer.server import Balancer
 from tests.balancer.conftest import Connect, Serve
 from tests.balancer.wire import Raw, until
@@ -29,7 +29,7 @@ async def test_a_step_of_the_sweep_that_fails_stops_neither_the_sweep_nor_other_
     await until(lambda: failures(balancer, "admission_queue") >= 2)
     (connection,) = balancer._connections
     (worker,) = balancer._services.workers.all
-    balancer._services.workers.drain(worker)
+    balancer._services.workers.remove(worker, 1.0)
     connection.deadline = 0
     assert await idle.rest() == b""
     await until(lambda: not balancer._services.workers.all)

@@ -189,7 +189,7 @@ async def _services() -> Any:
     metrics = Metrics()
     tenants = Tenants((), EngineSettings().max_priority)
     return SimpleNamespace(
-        router=Router(Workers((), metrics), metrics, tenants=tenants),
+        router=Router(Workers(metrics), metrics, tenants=tenants),
         conversations=await _conversations(metrics),
         rate_limits=RateLimits(None, metrics),
         request_log=SimpleNamespace(detector=None),

@@ -18,7 +18,7 @@ def test_the_panel_shows_an_address_that_a_client_can_use(tmp_path: Path) -> Non
     for host, address in (("::", f"http://[::1]:{port}"), ("0.0.0.0", f"http://127.0.0.1:{port}")):
         balancer = BalancerSettings(host=host, port=port)
         settings = LaunchSettings(model_path="m", log_dir=str(tmp_path), balancer=balancer)
-        engines, child = make_children(settings, Hardware(()))
+        engines, child, _ = make_children(settings, Hardware(()))
         console = Console(width=200, file=(tmp_path / "out").open("w"))
         with console.file:
             console.print(summary(settings, engines, child.url))

@@ -109,7 +109,12 @@ async def health(request: web.Request) -> web.Response:
     document = {
         "status": state,
         "workers": [
-            {"url": w.url, "ready": w.ready, "in_flight": w.in_flight + w.peer_load.in_flight}
+            {
+                "id": w.id,
+                "url": w.url,
+                "ready": w.ready,
+                "in_flight": w.in_flight + w.peer_load.in_flight,
+            }
             for w in workers.all
         ],
     }

@@ -1,16 +1,17 @@
 """Administration: adds and drains workers, explains placements, and sends requests to all workers.
 
-GET    /sgl_ext/workers                         every worker and its state
+GET    /sgl_ext/workers                         every worker and its state, and every source
 POST   /sgl_ext/workers  {"url": "http://..."}  adds a worker, or ends its draining
 DELETE /sgl_ext/workers?url=http://...          drains a worker: it gets no new requests and
-                                                leaves after its last one
-GET    /v1/pins                                 the pinned prefixes of every engine, with its URL
+                                                leaves after its last one; also ?id=...
+GET    /v1/pins                                 the pinned prefixes of every engine, with its id
 GET    /sgl_ext/divergences                     where prompts diverge from earlier ones
 POST   /sgl_ext/explain/v1/messages             where this request would go, and why; every path
                                                 whose requests are placed
 """
 
 import asyncio
+import time
 from http import HTTPStatus
 from typing import Any
 
@@ -22,7 +23,7 @@ from sgl_ext import pin_mirror
 from sgl_ext.balancer.relay.preparation import parse_json
 from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.routing.worker import Worker
-from sgl_ext.balancer.routing.workers import WorkerProbes
+from sgl_ext.balancer.routing.worker_probes import WorkerProbes
 from sgl_ext.protocols import routes
 from sgl_ext.protocols.errors import BalancerError, no_engine
 from sgl_ext.protocols.registry import of_path
@@ -31,13 +32,16 @@ from sgl_ext.requests.strip import strip_request
 from sgl_ext.settings.checks import is_worker_url
 
 SERVICES = web.AppKey("services", Services)
+# More would not fit into a message between balancers.
+_MOST_ADDED = 256
 _TIMEOUT = aiohttp.ClientTimeout(total=120)
 _FORWARDED_HEADERS = (TENANT_HEADER, OWNER_HEADER)
 
 
 async def show_workers(request: web.Request) -> web.Response:
-    workers = request.app[SERVICES].router.workers.all
-    return json_response({"workers": [_shown(worker) for worker in workers]})
+    services = request.app[SERVICES]
+    rows = [_shown(worker) for worker in services.workers.all]
+    return json_response({"workers": rows, "sources": services.worker_sources()})
 
 
 async def add_worker(request: web.Request) -> web.Response:
@@ -47,19 +51,23 @@ async def add_worker(request: web.Request) -> web.Response:
     workers = services.workers
     if not isinstance(url, str) or not is_worker_url(url):
         raise BalancerError(HTTPStatus.BAD_REQUEST, f"url: must be http://HOST:PORT, not {url!r}")
-    status = HTTPStatus.OK if workers.find(url) else HTTPStatus.CREATED
-    worker = workers.add(url)
+    known = workers.find_url(url)
+    if known is None and len(workers.admin.added) >= _MOST_ADDED:
+        message = f"url: at most {_MOST_ADDED} workers can be added; list more in a file"
+        raise BalancerError(HTTPStatus.CONFLICT, message)
+    worker = workers.add(url, time.time())
     await WorkerProbes(workers, services.session, services.metrics.background_failed).probe(worker)
-    return json_response(_shown(worker), status)
+    return json_response(_shown(worker), HTTPStatus.OK if known else HTTPStatus.CREATED)
 
 
 async def drain_worker(request: web.Request) -> web.Response:
-    url = request.query.get("url", "")
-    workers = request.app[SERVICES].router.workers
-    worker = workers.find(url)
+    url, name = request.query.get("url", ""), request.query.get("id")
+    workers = request.app[SERVICES].workers
+    worker = workers.find_url(url) if name is None else workers.find(name)
     if worker is None:
-        raise BalancerError(HTTPStatus.NOT_FOUND, f"url: no worker is {url!r}")
-    workers.drain(worker)
+        wrong = f"url: no worker is {url!r}" if name is None else f"id: no worker is {name!r}"
+        raise BalancerError(HTTPStatus.NOT_FOUND, wrong)
+    workers.remove(worker, time.time())
     return json_response(_shown(worker), HTTPStatus.ACCEPTED)
 
 
@@ -67,7 +75,7 @@ async def show_pins(request: web.Request) -> web.Response:
     now_s = asyncio.get_running_loop().time()
     workers = request.app[SERVICES].router.workers.all
     owner = request.headers.get(OWNER_HEADER)
-    pins = [row | {"worker": w.url} for w in workers for row in w.pins.rows(now_s, owner)]
+    pins = [row | {"worker": w.id} for w in workers for row in w.pins.rows(now_s, owner)]
     return json_response({"pins": pins})
 
 
@@ -156,8 +164,14 @@ def json_response(document: Any, status: int = HTTPStatus.OK) -> web.Response:
 
 
 def _shown(worker: Worker) -> dict[str, Any]:
+    state = "gone" if worker.is_gone else "draining" if worker.draining else "ready"
     return {
+        "id": worker.id,
         "url": worker.url,
+        "model": worker.member.model,
+        "labels": worker.member.labels,
+        "source": worker.source,
+        "state": state,
         "ready": worker.ready,
         "draining": worker.draining,
         "breaker": worker.breaker.state,

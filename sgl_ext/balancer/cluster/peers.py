@@ -2,8 +2,8 @@
 
 Each process has the whole prefix index from the engines' own events. What no engine knows is sent
 to the peers over UDP on the loopback address: where a request was placed, so that the session's
-next request goes there too, the load that each process puts on each worker, and the table of
-workers. There are no requests and no acknowledgements. States are complete, never differences, and
+next request goes there too, the load that each process puts on each worker, and what the admin API
+changed. There are no requests and no acknowledgements. States are complete, never differences, and
 repeated every second: a lost message is repaired by the next one, and the state of a dead process
 is forgotten.
 
@@ -23,6 +23,7 @@ from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempts import Attempt
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.worker import Load
+from sgl_ext.membership.merging import AdminChanges
 from sgl_ext.supervision import Guard
 
 STATE_S = 1.0
@@ -43,11 +44,10 @@ class _Placed(msgspec.Struct, tag=True):
 
 
 class _State(msgspec.Struct, tag=True):
-    """The load that a process puts on each worker, and its table: which workers drain."""
+    """The load that a process puts on each worker, by the worker's id, where there is any."""
 
     loads: dict[str, Load]
-    changed_s: float
-    draining: dict[str, bool]
+    admin: AdminChanges
 
 
 _DECODER = msgspec.json.Decoder(_Placed | _State)
@@ -103,8 +103,8 @@ class Peers:
         segments = () if prefix is None else prefix.segments[:_MOST_SEGMENTS]
         session = None if routing.session is None or routing.is_final else f"{routing.session:x}"
         hashes = [f"{segment:x}" for segment in segments]
-        url, tokens = attempt.worker.url, attempt.uncached_tokens
-        self._send(_Placed(url, session, hashes, routing.prompt_tokens, tokens))
+        worker, tokens = attempt.worker.id, attempt.uncached_tokens
+        self._send(_Placed(worker, session, hashes, routing.prompt_tokens, tokens))
         self.load_changed()
 
     def load_changed(self) -> None:
@@ -119,15 +119,13 @@ class Peers:
             self.send_state()
 
     def send_state(self) -> None:
-        """Sends the loads and the table of workers. Call it every STATE_S."""
-        workers = self.router.workers
+        """Sends the loads and the admin API's changes. Call it every STATE_S."""
         self._sent = self._loads()
-        draining = {worker.url: worker.draining for worker in workers.all}
-        self._send(_State(self._sent, workers.changed_s, draining))
+        self._send(_State(self._sent, self.router.workers.admin))
         self._add_up()
 
     def _loads(self) -> dict[str, Load]:
-        return {worker.url: worker.load for worker in self.router.workers.all}
+        return {w.id: w.load for w in self.router.workers.all if w.load != Load()}
 
     def _send(self, message: _Placed | _State) -> None:
         data = self.group.secret + msgspec.json.encode(message)
@@ -171,12 +169,12 @@ class Peers:
                     message.uncached_tokens,
                 )
             return
-        self.router.workers.adopt(message.changed_s, message.draining)
+        self.router.workers.change(message.admin)
         self._received[address] = message.loads
         self._add_up()
         self.router.capacity_changed()
 
     def _add_up(self) -> None:
         for worker in self.router.workers.all:
-            loads = [loads.get(worker.url, Load()) for loads in self._received.values()]
+            loads = [loads.get(worker.id, Load()) for loads in self._received.values()]
             worker.peer_load = Load(*map(sum, zip(*loads, strict=True))) if loads else Load()

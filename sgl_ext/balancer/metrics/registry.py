@@ -46,6 +46,14 @@ class Counter(Collector):
         """Counts where there are no labels."""
         self.counts[()] += amount
 
+    def forget(self, label: str, value: str) -> None:
+        """Drops the counts with this value of a label."""
+        labels = self._about[2]
+        if label in labels:
+            at = labels.index(label)
+            for values in [values for values in self.counts if values[at] == value]:
+                del self.counts[values]
+
     def collect(self) -> Iterable[Metric]:
         name, help_text, labels = self._about
         family = CounterMetricFamily(name, help_text, labels=labels)
@@ -79,6 +87,12 @@ class Histogram(Collector):
         counts[bisect_left(self._bounds, value)] += 1
         self._sums[label] += value
 
+    def forget(self, label: str, value: str) -> None:
+        """Drops the observations with this value of the label."""
+        if label == self._about[2]:
+            self._counts.pop(value, None)
+            self._sums.pop(value, None)
+
     def collect(self) -> Iterable[Metric]:
         name, help_text, label = self._about
         family = HistogramMetricFamily(name, help_text, labels=[label])
@@ -93,6 +107,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._by_label: list[Counter | Histogram] = []
         counter, histogram = self.counter, self._histogram
         self.requests = counter(
             "requests{path,status}",
@@ -195,6 +210,10 @@ class Metrics:
             "unconfirmed_prefixes",
             "Requests after which the engine never reported that it holds their prefix.",
         )
+        self.membership_faults = counter(
+            "membership_faults{source}",
+            "Times that a source of workers could not be read, so that its last list stays.",
+        )
         self.peer_message_faults = counter(
             "peer_message_faults{fault}",
             "Messages between the balancer's processes that were lost or unreadable.",
@@ -228,6 +247,11 @@ class Metrics:
         )
         self.background_failures = counter("background_failures{task}", supervision.HELP)
 
+    def forget_worker(self, worker: str) -> None:
+        """Drops the counts of a worker that is gone: engines that come and go add up."""
+        for metric in self._by_label:
+            metric.forget("worker", worker)
+
     def background_failed(self, task: str) -> None:
         """Counts an exception of a background task."""
         self.background_failures.counts[(task,)] += 1
@@ -235,13 +259,17 @@ class Metrics:
     def counter(self, name: str, help_text: str) -> Counter:
         """Adds the counter `sgl_ext_NAME_total`. `name`: NAME or NAME{LABEL,LABEL}."""
         name, *labels = re.findall(r"\w+", name)
-        return Counter(f"sgl_ext_{name}", help_text, labels, self.registry)
+        counter = Counter(f"sgl_ext_{name}", help_text, labels, self.registry)
+        self._by_label.append(counter)
+        return counter
 
     def _histogram(
         self, name: str, help_text: str, bounds: Sequence[float] = _SECONDS
     ) -> Histogram:
         name, label = re.findall(r"\w+", name)
-        return Histogram(f"sgl_ext_{name}", help_text, label, bounds, self.registry)
+        histogram = Histogram(f"sgl_ext_{name}", help_text, label, bounds, self.registry)
+        self._by_label.append(histogram)
+        return histogram
 
     def render(self) -> bytes:
         """The metrics in Prometheus' text format, version 0.0.4."""

@@ -33,6 +33,7 @@ class Services:
     page: renders the metrics of all processes.
     divergences: the findings of all processes; None if prompts are not compared.
     readiness: whether the prefix index is warm.
+    worker_sources: the state of each source of workers.
     control: the connections to the control plane, which is made after this.
     draining: new requests are rejected.
     """
@@ -48,6 +49,7 @@ class Services:
     page: Callable[[], bytes]
     divergences: Callable[[], dict[str, Any] | None]
     readiness: Readiness
+    worker_sources: Callable[[], list[dict[str, Any]]]
     control: ConnectionPool = field(init=False)
     draining: bool = field(default=False, init=False)
 

@@ -59,7 +59,7 @@ class RequestLog:
     def record(self, request: AnsweredRequest) -> None:
         """Counts a request and adds its line."""
         metrics, attempt, usage = self._metrics, request.attempt, request.usage
-        worker, prompt_tokens = attempt.worker.url, attempt.routing.prompt_tokens
+        worker, prompt_tokens = attempt.worker.id, attempt.routing.prompt_tokens
         if usage is not None and usage.cached_tokens is not None:
             error_tokens = abs(attempt.predicted_tokens - usage.cached_tokens)
             metrics.prompt_tokens.counts[(worker,)] += usage.prompt_tokens or prompt_tokens
@@ -87,7 +87,7 @@ def _line(request: AnsweredRequest) -> bytes:
         "time": round(time.time(), 3),
         "route": request.route,
         "status": request.status,
-        "worker": attempt.worker.url,
+        "worker": attempt.worker.id,
         "reason": attempt.placement.reason,
         "tenant": routing.tenant,
         "harness": None if found is None else found.harness,

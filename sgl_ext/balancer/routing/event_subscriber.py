@@ -92,8 +92,8 @@ class EventSubscribers:
             try:
                 pause_s = await self._receive(worker)
             except EventStreamBroken as broken:
-                self._metrics.prefix_event_faults.counts[worker.url, str(broken)] += 1
-                log.warning("%s: prefix events: %s; reconnecting", worker.url, broken)
+                self._metrics.prefix_event_faults.counts[worker.id, str(broken)] += 1
+                log.warning("%s: prefix events: %s; reconnecting", worker.id, broken)
             except (aiohttp.ClientError, TimeoutError):
                 pass
         if worker not in self._reporting:
@@ -127,10 +127,10 @@ class EventSubscribers:
         if not event.alive:
             worker.last_heard_s = now_s
             self._router.attempts.confirm(worker)
-        self._metrics.prefix_events.counts[(worker.url,)] += 1
+        self._metrics.prefix_events.counts[(worker.id,)] += 1
         for fault, count in ((Fault.ORPHAN, reader.orphans), (Fault.REPEATED, reader.repeated)):
             if count:
-                self._metrics.prefix_event_faults.counts[worker.url, str(fault)] += count
+                self._metrics.prefix_event_faults.counts[worker.id, str(fault)] += count
         reader.orphans = reader.repeated = 0
         if event.load is not None:
             worker.apply_load(event.load, now_s)

@@ -61,5 +61,5 @@ class Readiness:
         missing = self.snapshots.incomplete()
         self.is_warm = not missing or now_s - self._since_s >= self.limit_s
         if self.is_warm and missing:
-            names = ", ".join(worker.url for worker in missing)
+            names = ", ".join(worker.id for worker in missing)
             log.warning("ready after %g s without what these hold: %s", self.limit_s, names)

@@ -100,7 +100,7 @@ class Router:
         request = self._placement_request(routing, held)
         home = self._find_home(request, candidates, held, now_s)
         if home is not None and home in open_workers:
-            return self.attempts.begin(routing, home, Placement(home.url, "home"), held[home.slot])
+            return self.attempts.begin(routing, home, Placement(home.id, "home"), held[home.slot])
         if waits_for_home and home is not None:
             most = max(held[worker.slot].expected_tokens for worker in open_workers)
             if held[home.slot].expected_tokens - most >= FOLLOW_TOKENS:
@@ -109,7 +109,7 @@ class Router:
         assert placement is not None, "some worker has capacity"
         if home is not None:
             placement = Placement(placement.worker, "moved")
-        worker = next(w for w in open_workers if w.url == placement.worker)
+        worker = next(w for w in open_workers if w.id == placement.worker)
         return self.attempts.begin(routing, worker, placement, held[worker.slot])
 
     def has_capacity_for(
@@ -192,7 +192,7 @@ class Router:
         self, request: PlacementRequest, candidates: list[Worker], held: HeldBySlot, now_s: float
     ) -> Worker | None:
         """The worker that the request's session stays on, without a view of every worker."""
-        home = next((w for w in candidates if w.url == request.home), None)
+        home = next((w for w in candidates if w.id == request.home), None)
         if home is None:
             return None
         others = [
@@ -230,7 +230,7 @@ class Router:
 
     def _view(self, worker: Worker, held: HeldBySlot, now_s: float) -> WorkerView:
         return WorkerView(
-            worker.url,
+            worker.id,
             held[worker.slot].expected_tokens,
             worker.total_pending_tokens(now_s),
             worker.decoding + worker.peer_load.decoding,
@@ -252,5 +252,5 @@ class Router:
                 (h.expected_tokens, s) for s, h in held.items() if h.expected_segments >= begin
             ]
             slot = max(holders, default=(0, None))[1]
-        url = next((w.url for w in self.workers.all if w.slot == slot), None)
-        return PlacementRequest(routing.prompt_tokens, routing.prefix, url, last_tokens)
+        home_id = next((w.id for w in self.workers.all if w.slot == slot), None)
+        return PlacementRequest(routing.prompt_tokens, routing.prefix, home_id, last_tokens)

@@ -66,7 +66,8 @@ class StandbyPrefill:
         if standby is None:
             return
         self._sent[routing.session] = None
-        url = f"{standby}{PREFILL}?wait=false&protocol={protocol.name}"
+        worker = next(w for w, _ in others if w.id == standby)
+        url = f"{worker.url}{PREFILL}?wait=false&protocol={protocol.name}"
         task = asyncio.create_task(self._send(url, head.upstream_lines, bytes(body)))
         self._sending.add(task)
         self._sending_bytes += (size := len(body))

@@ -6,6 +6,7 @@ from scheduler.breaker import Breaker
 from scheduler.capacity import Capacity, InFlight
 from scheduler.decaying_sum import DecayingSum
 from scheduler.placement import RECENT_S
+from sgl_ext.membership.member import Member
 from sgl_ext.pin_mirror import PinMirror
 
 if TYPE_CHECKING:
@@ -28,6 +29,9 @@ class Load(NamedTuple):
 class Worker:
     """One engine. It is not ready until a probe succeeds.
 
+    member: what its source says of it. id: its identity, also among balancers and in metrics.
+    source: the name of its source.
+    draining: it gets no new requests. is_gone: it is also removed after its last one.
     slot: its bit in the prefix index, reused after the worker has left.
     pending_tokens: what it still has to prefill of this balancer's requests.
     running: those requests that its scheduler runs, and their tokens, by priority.
@@ -42,11 +46,15 @@ class Worker:
     recovered_s: when it joined or came back; None if it was there from the start.
     """
 
-    def __init__(self, url: str, slot: int) -> None:
-        self.url = url.rstrip("/")
+    def __init__(self, member: Member, slot: int, source: str = "") -> None:
+        self.member = member
+        self.id = member.id
+        self.url = member.url
+        self.source = source
         self.slot = slot
         self.ready = False
         self.draining = False
+        self.is_gone = False
         self.breaker = Breaker()
         self.in_flight = 0
         self.decoding = 0

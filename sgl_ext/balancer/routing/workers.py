@@ -1,28 +1,21 @@
-"""The table of workers: which engines there are, which have left, and which a probe finds ready."""
+"""The table of workers: which there are, as their sources say, and which a probe finds ready."""
 
-import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import partial
-from http import HTTPStatus
+from collections.abc import Callable, Iterable, Sequence
+from math import inf, nextafter
 
-import aiohttp
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from scheduler.breaker import State
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.worker import Worker
-from sgl_ext.supervision import Failed, supervise
+from sgl_ext.membership.member import Member
+from sgl_ext.membership.merging import AdminChanges, merge
 
 log = logging.getLogger(__name__)
 
-_PROBE_TIMEOUT = aiohttp.ClientTimeout(total=10)
-# So many probes in a row that an engine accepted and left without an answer show that it hangs.
-SILENT_PROBES = 3
-_GENERATE_TIMEOUT = aiohttp.ClientTimeout(total=30)
 # Each metric of a worker: its help text and its value at a time.
 _GAUGES: dict[str, tuple[str, Callable[[Worker, float], int]]] = {
     "ready": ("Whether the worker is ready for requests.", lambda worker, now_s: worker.ready),
@@ -52,27 +45,36 @@ _GAUGES: dict[str, tuple[str, Callable[[Worker, float], int]]] = {
 class Workers(Collector):
     """All engines, and their metrics.
 
-    changed_s: when the table last changed, by the clock of this machine.
+        sources --> apply --> all <-- change -- admin API
+
+    admin: what the admin API changed.
     on_leave: called with each worker that is removed or no longer ready.
     """
 
     def __init__(
-        self, urls: Iterable[str], metrics: Metrics, clock: Callable[[], float] = time.monotonic
+        self,
+        metrics: Metrics,
+        clock: Callable[[], float] = time.monotonic,
+        sources: Sequence[str] = (),
     ) -> None:
+        """sources: their names, the most important first."""
         self.all: list[Worker] = []
-        self._clock = clock
+        self.admin = AdminChanges()
         self.on_leave: list[Callable[[Worker], None]] = []
+        self._metrics = metrics
+        self._clock = clock
+        self._order = sources
+        self._lists: dict[str, Sequence[Member]] = {}
+        self._conflicts: set[str] = set()
+        self._by_id: dict[str, Worker] = {}
         metrics.registry.register(self)
-        for url in urls:
-            self.add(url).recovered_s = None
-        self.changed_s = 0.0
 
     def collect(self) -> Iterable[Metric]:
         now_s = self._clock()
         for name, (help_text, value) in _GAUGES.items():
             family = GaugeMetricFamily(f"sgl_ext_worker_{name}", help_text, labels=["worker"])
             for worker in self.all:
-                family.add_metric([worker.url], value(worker, now_s))
+                family.add_metric([worker.id], value(worker, now_s))
             yield family
 
     @property
@@ -80,43 +82,68 @@ class Workers(Collector):
         """The workers that are ready and do not drain."""
         return [worker for worker in self.all if worker.ready and not worker.draining]
 
-    def find(self, url: str) -> Worker | None:
-        """The worker with this URL."""
-        return next((worker for worker in self.all if worker.url == url.rstrip("/")), None)
+    def find(self, name: str) -> Worker | None:
+        """The worker with this id. One that stays comes before one that leaves."""
+        return self._by_id.get(name)
 
-    def add(self, url: str) -> Worker:
-        """Adds a worker, or takes a draining one back."""
-        worker = self.find(url)
-        if worker is None:
-            taken = {other.slot for other in self.all}
-            slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
-            worker = Worker(url, slot)
-            worker.recovered_s = self._clock()
-            self.all.append(worker)
-        worker.draining = False
-        self.changed_s = self._clock()
+    def find_url(self, url: str) -> Worker | None:
+        """The worker with this URL. One that stays comes before one that leaves."""
+        found = [worker for worker in self.all if worker.url == url.rstrip("/")]
+        return min(found, key=lambda worker: worker.is_gone, default=None)
+
+    def apply(self, source: str, members: Sequence[Member]) -> None:
+        """Replaces the list of a source. A worker that is on no list any more gets no new requests,
+        and is removed after its last one; one that is back before that is taken back."""
+        is_first = source not in self._lists
+        self._lists[source] = members
+        order = [*self._order, *self._lists]
+        self._lists = {name: self._lists[name] for name in order if name in self._lists}
+        # The engines of a source's first list were there before, and have a warm cache.
+        self._update(None if is_first else self._clock())
+
+    def change(self, admin: AdminChanges) -> None:
+        """Replaces what the admin API changed, unless our changes are later."""
+        if admin.changed_s > self.admin.changed_s:
+            self.admin = admin
+            self._update(self._clock())
+
+    def add(self, url: str, wall_s: float) -> Worker:
+        """Adds a worker for the admin API, or takes back one that it removed.
+
+        wall_s: the time by the wall clock, which balancers on several machines share.
+        """
+        url = url.rstrip("/")
+        added, removed = self.admin.added, self.admin.removed
+        named = {member.id for member in self._members() if member.url == url}
+        if named:
+            removed = tuple(each for each in removed if each not in named)
+        elif url not in added:
+            added = (*added, url)
+        self._edit(wall_s, added, removed)
+        worker = self.find_url(url)
+        assert worker is not None, "it was added"
         return worker
 
-    def drain(self, worker: Worker) -> None:
-        """Stops sending requests to a worker. It is removed after its last request has ended."""
-        worker.draining = True
-        self.changed_s = self._clock()
+    def remove(self, worker: Worker, wall_s: float) -> None:
+        """Lets a worker leave, whatever its source says, until `add` takes it back."""
+        there = {member.id for member in self._members()}
+        removed = {*self.admin.removed, worker.id} & there
+        added = tuple(url for url in self.admin.added if url != worker.url)
+        self._edit(wall_s, added, tuple(sorted(removed)))
 
-    def adopt(self, changed_s: float, table: dict[str, bool]) -> None:
-        """Takes over a peer's table, from URL to whether it drains, if it is newer than ours."""
-        if changed_s <= self.changed_s:
-            return
-        for url, draining in table.items():
-            self.add(url).draining = draining
-        for worker in self.all:
-            worker.draining = worker.draining or worker.url not in table
-        self.changed_s = changed_s
+    def _edit(self, wall_s: float, added: tuple[str, ...], removed: tuple[str, ...]) -> None:
+        """An edit is later than the one before it, even after a step back of the clock."""
+        wall_s = max(wall_s, nextafter(self.admin.changed_s, inf))
+        self.change(AdminChanges(wall_s, added, removed))
 
     def remove_drained(self) -> None:
-        """Removes the draining workers whose requests have ended. Call it periodically."""
-        for worker in [w for w in self.all if w.draining and not w.in_flight]:
+        """Removes the workers that leave and whose requests have ended. Call it periodically."""
+        for worker in [w for w in self.all if w.is_gone and not w.in_flight]:
             self.all.remove(worker)
             self._left(worker)
+            if self._by_id[worker.id] is worker:
+                del self._by_id[worker.id]
+                self._metrics.forget_worker(worker.id)
 
     def mark(self, worker: Worker, *, ready: bool) -> None:
         """Records whether a worker is ready, as a probe or a request found."""
@@ -129,98 +156,34 @@ class Workers(Collector):
             self._left(worker)
         worker.ready = ready
 
+    def _members(self) -> Iterable[Member]:
+        return (member for members in self._lists.values() for member in members)
+
+    def _update(self, joined_s: float | None) -> None:
+        listed, conflicts = merge(self._lists, self.admin)
+        known = {(worker.id, worker.url): worker for worker in self.all}
+        for worker in self.all:
+            worker.is_gone = worker.draining = True
+        for member, source in listed:
+            worker = known.get((member.id, member.url)) or self._join(member, joined_s)
+            worker.is_gone, worker.draining = False, member.state == "draining"
+            worker.member, worker.source = member, source
+        leave_last = sorted(self.all, key=lambda worker: not worker.is_gone)
+        self._by_id = {worker.id: worker for worker in leave_last}
+        self.remove_drained()
+        messages = {str(conflict) for conflict in conflicts}
+        for message in sorted(messages - self._conflicts):
+            log.warning("%s", message)
+        self._conflicts = messages
+
+    def _join(self, member: Member, joined_s: float | None) -> Worker:
+        taken = {other.slot for other in self.all}
+        slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
+        worker = Worker(member, slot)
+        worker.recovered_s = joined_s
+        self.all.append(worker)
+        return worker
+
     def _left(self, worker: Worker) -> None:
         for action in self.on_leave:
             action(worker)
-
-
-@dataclass(frozen=True, eq=False)
-class WorkerProbes:
-    """Probes every worker once an interval, each in a task of its own: none delays another.
-
-    failed: called with the task's name when a probe raises; the next one is made all the same.
-    """
-
-    workers: Workers
-    session: aiohttp.ClientSession
-    failed: Failed
-    interval_s: float = 1.0
-
-    async def run(self) -> None:
-        """Probes until cancelled."""
-        probing: dict[Worker, asyncio.Task[None]] = {}
-        try:
-            while True:
-                for worker in probing.keys() - self.workers.all:
-                    probing.pop(worker).cancel()
-                for worker in self.workers.all:
-                    if worker not in probing:
-                        probe = partial(self.probe, worker)
-                        probing[worker] = asyncio.create_task(
-                            supervise("probe", self.failed, probe, self.interval_s)
-                        )
-                await asyncio.sleep(self.interval_s)
-        finally:
-            for task in probing.values():
-                task.cancel()
-
-    async def probe(self, worker: Worker) -> None:
-        """Asks a worker if it is ready. A worker that has stalled, or whose requests keep
-        failing, must also generate a token."""
-        if worker.is_hung or worker.has_stalled(time.monotonic()):
-            generates = await self._generates(worker)
-            worker.last_heard_s = time.monotonic()
-            self._set_hung(worker, not generates)
-        elif worker.ready and worker.breaker.wants_trial(time.monotonic()):
-            await self._try_breaker(worker)
-        if worker.is_hung:
-            return
-        try:
-            status = await self._status(f"{worker.url}/ready", _PROBE_TIMEOUT)
-        except TimeoutError:
-            status = None
-            worker.silent_probes += 1
-        else:
-            worker.silent_probes = 0
-        self.workers.mark(worker, ready=status == HTTPStatus.OK)
-        if worker.silent_probes >= SILENT_PROBES:
-            self._set_hung(worker, True)
-
-    async def _try_breaker(self, worker: Worker) -> None:
-        took_requests = worker.breaker.takes_requests
-        if await self._generates(worker):
-            worker.breaker.succeeded()
-        else:
-            worker.breaker.trial_failed(time.monotonic())
-        if took_requests is not worker.breaker.takes_requests:
-            state = "gets no requests, it keeps failing" if took_requests else "works again"
-            log.warning("%s %s", worker.url, state)
-
-    def _set_hung(self, worker: Worker, is_hung: bool) -> None:
-        if is_hung is not worker.is_hung:
-            log.warning("%s %s", worker.url, "hangs" if is_hung else "works again")
-        worker.is_hung = is_hung
-        worker.silent_probes = 0
-        if is_hung:
-            self.workers.mark(worker, ready=False)
-            # Those that a failed abandonment left are abandoned after the next probe.
-            for attempt in tuple(worker.attempts):
-                attempt.abandon("the engine hangs")
-
-    async def _generates(self, worker: Worker) -> bool:
-        try:
-            status = await self._status(f"{worker.url}/health_generate", _GENERATE_TIMEOUT)
-        except TimeoutError:
-            return False
-        return status == HTTPStatus.OK
-
-    async def _status(self, url: str, limit: aiohttp.ClientTimeout) -> int | None:
-        """The status of an answer, None if the connection is refused or breaks. Raises TimeoutError
-        if nothing comes in time."""
-        try:
-            async with self.session.get(url, timeout=limit) as response:
-                return response.status
-        except TimeoutError:  # some of aiohttp's are a ClientError, too
-            raise
-        except aiohttp.ClientError:
-            return None

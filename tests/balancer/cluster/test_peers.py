@@ -13,7 +13,7 @@ from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.worker import Load
-from sgl_ext.balancer.routing.workers import Workers
+from tests.balancer.workers import workers_at
 
 A, B = "http://a", "http://b"
 SECRET = b"0123456789abcdef"
@@ -41,7 +41,7 @@ class Process:
 
     def __init__(self, number: int, wires: list[Wire]) -> None:
         self.metrics = Metrics()
-        self.workers = Workers([A, B], self.metrics, self.clock)
+        self.workers = workers_at([A, B], self.metrics, self.clock)
         for worker in self.workers.all:
             self.workers.mark(worker, ready=True)
             worker.publishes = True
@@ -129,21 +129,19 @@ def test_the_state_of_a_dead_process_is_forgotten(pair: list[Process]) -> None:
 
 def test_a_worker_that_joins_one_peer_joins_all(pair: list[Process]) -> None:
     one, two = pair
-    one.workers.add("http://c")
-    one.workers.drain(one.named(A))
+    one.workers.add("http://c", 5.0)
+    one.workers.remove(one.named(A), 6.0)
     one.peers.send_state()
-    assert two.workers.find("http://c") is not None
-    assert two.named(A).draining
+    assert {worker.id for worker in two.workers.all} == {B, "http://c"}
     two.peers.send_state()
-    assert one.workers.find("http://c") is not None, "an older table takes nothing back"
+    assert one.workers.find("http://c") is not None, "older changes take nothing back"
 
 
-def test_a_restarted_process_learns_the_table(pair: list[Process]) -> None:
+def test_a_restarted_process_learns_the_admin_apis_changes(pair: list[Process]) -> None:
     one, two = pair
-    one.workers.add("http://c")
-    two.workers.changed_s = 0.0
-    one.peers.send_state()
+    one.workers.add("http://c", 5.0)
     two.peers.send_state()
+    one.peers.send_state()
     assert two.workers.find("http://c") is not None
 
 

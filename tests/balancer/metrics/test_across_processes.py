@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sgl_ext.balancer.metrics.across_processes import merge_pages
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.routing.workers import Workers
+from tests.balancer.workers import workers_at
 
 A = "http://a"
 
@@ -16,7 +16,7 @@ def test_pages_are_merged() -> None:
         metrics.retries.inc(count)
         metrics.requests.counts["/v1/messages", 200] += count
         metrics.ttft_s.observe("/v1/messages", 0.02)
-        workers = Workers([A], metrics)
+        workers = workers_at([A], metrics)
         workers.mark(workers.all[0], ready=True)
         workers.all[0].in_flight = count
         pages.append(metrics.render())

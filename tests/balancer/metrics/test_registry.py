@@ -9,12 +9,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.routing.workers import Workers
+from tests.balancer.workers import workers_at
 
 
 def page() -> str:
     metrics = Metrics()
-    Workers(("http://127.0.0.1:1",), metrics)
+    workers_at(("http://127.0.0.1:1",), metrics)
     metrics.requests.counts["/v1/messages", 200] += 1
     metrics.ttft_s.observe("/v1/messages", 0.1)
     metrics.prediction_error_tokens.observe("http://127.0.0.1:1", 3)

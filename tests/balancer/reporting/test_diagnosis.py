@@ -188,7 +188,7 @@ async def test_comparisons_take_a_bounded_share_of_the_time() -> None:
         return now_s[0]
 
     metrics, strip = Metrics(), HeaderStrip()
-    router = Router(Workers((), metrics), metrics)
+    router = Router(Workers(metrics), metrics)
     looks = diagnosis.DivergenceDetector(strip, metrics, clock=clock_of_a_slow_machine)
     found = []
     for turn in range(40):

@@ -7,9 +7,9 @@ import orjson
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.readiness import Readiness
 from sgl_ext.balancer.routing.worker import Worker
-from sgl_ext.balancer.routing.workers import Workers
 from tests.balancer.conftest import Engine, Start
 from tests.balancer.test_routing import telling, until
+from tests.balancer.workers import workers_at
 
 A, B = "http://a", "http://b"
 LIMIT_S = 30.0
@@ -20,7 +20,7 @@ class Case:
 
     def __init__(self, *ready: str) -> None:
         self.now_s = 100.0
-        self.workers = Workers([A, B], Metrics(), lambda: self.now_s)
+        self.workers = workers_at([A, B], Metrics(), lambda: self.now_s)
         for url in ready:
             self.mark(url, ready=True)
         self.missing = {A, B}

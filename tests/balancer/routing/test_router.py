@@ -10,7 +10,7 @@ import pytest
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest
 from sgl_ext.balancer.routing.router import Router
-from sgl_ext.balancer.routing.workers import Workers
+from tests.balancer.workers import workers_at
 
 A, B = "http://a", "http://b"
 HARNESS = "You are an agent. " * 2000
@@ -29,7 +29,7 @@ class Setting:
     def __init__(self, **options: Any) -> None:
         self.clock = Clock()
         self.metrics = Metrics()
-        self.workers = Workers([A, B], self.metrics, self.clock)
+        self.workers = workers_at([A, B], self.metrics, self.clock)
         for worker in self.workers.all:
             self.workers.mark(worker, ready=True)
             worker.publishes = True

@@ -14,8 +14,7 @@ def setting() -> Setting:
 
 def test_slots_are_used_again(setting: Setting) -> None:
     gone = setting.workers.all[0]
-    setting.workers.drain(gone)
-    setting.workers.remove_drained()
-    joined = setting.workers.add("http://c")
+    setting.workers.remove(gone, 1.0)
+    joined = setting.workers.add("http://c", 2.0)
     assert joined.slot == gone.slot
-    assert setting.workers.add("http://c") is joined
+    assert setting.workers.add("http://c", 3.0) is joined

@@ -1,0 +1,113 @@
+"""Probes of the workers: which of them are ready, hang, or work again."""
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from functools import partial
+from http import HTTPStatus
+
+import aiohttp
+
+from sgl_ext.balancer.routing.worker import Worker
+from sgl_ext.balancer.routing.workers import Workers
+from sgl_ext.supervision import Failed, supervise
+
+log = logging.getLogger(__name__)
+
+_PROBE_TIMEOUT = aiohttp.ClientTimeout(total=10)
+# So many probes in a row that an engine accepted and left without an answer show that it hangs.
+SILENT_PROBES = 3
+_GENERATE_TIMEOUT = aiohttp.ClientTimeout(total=30)
+
+
+@dataclass(frozen=True, eq=False)
+class WorkerProbes:
+    """Probes every worker once an interval, each in a task of its own: none delays another.
+
+    failed: called with the task's name when a probe raises; the next one is made all the same.
+    """
+
+    workers: Workers
+    session: aiohttp.ClientSession
+    failed: Failed
+    interval_s: float = 1.0
+
+    async def run(self) -> None:
+        """Probes until cancelled."""
+        probing: dict[Worker, asyncio.Task[None]] = {}
+        try:
+            while True:
+                for worker in probing.keys() - self.workers.all:
+                    probing.pop(worker).cancel()
+                for worker in self.workers.all:
+                    if worker not in probing:
+                        probe = partial(self.probe, worker)
+                        probing[worker] = asyncio.create_task(
+                            supervise("probe", self.failed, probe, self.interval_s)
+                        )
+                await asyncio.sleep(self.interval_s)
+        finally:
+            for task in probing.values():
+                task.cancel()
+
+    async def probe(self, worker: Worker) -> None:
+        """Asks a worker if it is ready. A worker that has stalled, or whose requests keep
+        failing, must also generate a token."""
+        if worker.is_hung or worker.has_stalled(time.monotonic()):
+            generates = await self._generates(worker)
+            worker.last_heard_s = time.monotonic()
+            self._set_hung(worker, not generates)
+        elif worker.ready and worker.breaker.wants_trial(time.monotonic()):
+            await self._try_breaker(worker)
+        if worker.is_hung:
+            return
+        try:
+            status = await self._status(f"{worker.url}/ready", _PROBE_TIMEOUT)
+        except TimeoutError:
+            status = None
+            worker.silent_probes += 1
+        else:
+            worker.silent_probes = 0
+        self.workers.mark(worker, ready=status == HTTPStatus.OK)
+        if worker.silent_probes >= SILENT_PROBES:
+            self._set_hung(worker, True)
+
+    async def _try_breaker(self, worker: Worker) -> None:
+        took_requests = worker.breaker.takes_requests
+        if await self._generates(worker):
+            worker.breaker.succeeded()
+        else:
+            worker.breaker.trial_failed(time.monotonic())
+        if took_requests is not worker.breaker.takes_requests:
+            state = "gets no requests, it keeps failing" if took_requests else "works again"
+            log.warning("%s %s", worker.id, state)
+
+    def _set_hung(self, worker: Worker, is_hung: bool) -> None:
+        if is_hung is not worker.is_hung:
+            log.warning("%s %s", worker.id, "hangs" if is_hung else "works again")
+        worker.is_hung = is_hung
+        worker.silent_probes = 0
+        if is_hung:
+            self.workers.mark(worker, ready=False)
+            # Those that a failed abandonment left are abandoned after the next probe.
+            for attempt in tuple(worker.attempts):
+                attempt.abandon("the engine hangs")
+
+    async def _generates(self, worker: Worker) -> bool:
+        try:
+            status = await self._status(f"{worker.url}/health_generate", _GENERATE_TIMEOUT)
+        except TimeoutError:
+            return False
+        return status == HTTPStatus.OK
+
+    async def _status(self, url: str, limit: aiohttp.ClientTimeout) -> int | None:
+        """The status of an answer, None if the connection is refused or breaks. Raises TimeoutError
+        if nothing comes in time."""
+        try:
+            async with self.session.get(url, timeout=limit) as response:
+                return response.status
+        except TimeoutError:  # some of aiohttp's are a ClientError, too
+            raise
+        except aiohttp.ClientError:
+            return None
