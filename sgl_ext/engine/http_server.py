@@ -13,27 +13,31 @@ from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.counters import background_failed, counter
 from sgl_ext.engine.core.folder import Outbox
 from sgl_ext.engine.core.request_context import context_in, current_dry_run
-from sgl_ext.engine.http import error_middleware
+from sgl_ext.engine.http import error_middleware, secret_middleware
 from sgl_ext.engine.http.event_broadcaster import PATH
 from sgl_ext.engine.http.extension import HttpExtension, install, installed
 from sgl_ext.engine.http.flush_route import flush_route
 from sgl_ext.engine.http.pin_routes import pin_routes
 from sgl_ext.engine.sglang_http_types import TokenizerManager
+from sgl_ext.engine.sglang_types import ServerArgs
 from sgl_ext.limits.stall import StallMonitor
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.answers import LIMIT_BYTES
+from sgl_ext.settings.engine_secret import EngineSecret
 from sgl_ext.settings.schema import EngineSettings
 from sgl_ext.supervision import count_unhandled
 
 _SIGTERM_POLL_S = 0.2
 
 
-def extend(*_: Any, **__: Any) -> None:
+def extend(server_args: ServerArgs, *_: Any, **__: Any) -> None:
     """Before SGLang's HTTP server runs."""
     extension, app = HttpExtension(EngineSettings.from_environment()), sglang_api.app
     install(extension)
     app.add_middleware(AnswerMiddleware, extension=extension)
     error_middleware.install(app)
+    secret = EngineSecret(extension.settings.engine_secret)
+    secret_middleware.install(app, server_args, secret)
     broadcaster = extension.broadcaster
     events = Route(PATH, broadcaster, methods=["GET"])
     pins = pin_routes(broadcaster.pins, Outbox())

@@ -36,6 +36,7 @@ class ServerArgs(Protocol):
     disable_radix_cache: bool
     disable_priority_preemption: bool
     disaggregation_mode: str
+    dist_init_addr: str | None
     dp_size: int
     enable_flexkv: bool
     enable_hierarchical_cache: bool
@@ -44,6 +45,7 @@ class ServerArgs(Protocol):
     encoder_only: bool
     grpc_mode: bool
     grpc_port: int | None
+    host: str
     kv_events_config: str | None
     nnodes: int
     page_size: int | None
@@ -53,6 +55,8 @@ class ServerArgs(Protocol):
     skip_tokenizer_init: bool
     smg_grpc_mode: bool
     tokenizer_worker_num: int
+
+    def url(self) -> str: ...
 
 
 @stands_for("sglang.srt.runtime_context:ParallelContext")

@@ -61,8 +61,13 @@ def reject_unsupported(server_args: ServerArgs, *_: Any) -> None:
         "the extension hooks SGLang's single Python HTTP process, and with this flag requests "
         "would bypass it; leave it out",
     )
-    if EngineSettings.from_environment().shared_prefixes:
+    settings = EngineSettings.from_environment()
+    if settings.shared_prefixes:
         reject_unshareable(server_args)
+    if settings.engine_secret is not None:
+        disaggregates = server_args.disaggregation_mode != "null"
+        why = "SGLang's router would not send the engine secret; leave one out"
+        _reject({"--disaggregation-mode": disaggregates}, why)
 
 
 def reject_unshareable(server_args: ServerArgs) -> None:

@@ -28,6 +28,10 @@ GROUP_HEADER = "x-sgl-ext-cache-group"
 OWNER_HEADER = "x-sgl-ext-owner"
 # Seconds that the balancer held a request back before it sent it to the engine.
 QUEUED_HEADER = "x-sgl-ext-queued-s"
+# Proves to an engine that a request is from its balancer.
+SECRET_HEADER = "x-sgl-ext-engine-secret"
+INTERNAL_HEADERS = (TENANT_HEADER, GROUP_HEADER, OWNER_HEADER, QUEUED_HEADER, SECRET_HEADER)
+"""What an engine believes from its balancer alone."""
 _HINTS = (*SESSION_HEADERS, FINAL_HEADER, TENANT_HEADER, GROUP_HEADER, *PRIORITY_HEADERS)
 _RAW = {name.encode(): name for name in _HINTS}
 

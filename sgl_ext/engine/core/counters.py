@@ -53,6 +53,8 @@ _COUNTERS: dict[str, tuple[str, ...]] = {
     "prompt_tokens_encoded": ("Prompt tokens, by whether they were tokenized or cached.", "source"),
     "token_cache_checks": ("Prompts tokenized whole as well, to check the token cache.",),
     "token_cache_disabled": ("Times that the token cache was disabled.", "reason"),
+    "requests_refused": ("Requests without the engine secret, or with a wrong one.", "reason"),
+    "secret_reload_failures": ("Changes of the engine secret's file that could not be used.",),
     "event_loop_stall_seconds": ("Time that the HTTP process's event loop stood still.", "clock"),
     "background_failures": (supervision.HELP, "task"),
     "messages_converted": ("Messages, by whether they were converted or cached.", "source"),

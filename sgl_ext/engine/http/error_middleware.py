@@ -146,6 +146,11 @@ class _Answer:
         return data
 
 
+async def send_error(path: str, error: EngineError, send: Any) -> None:
+    """Answers a request to a path with an error in the protocol's shape."""
+    await _Answer(path, send).reject(error)
+
+
 def _shaped_with_id(path: str, error: EngineError) -> tuple[str, str, bytes]:
     """The name and value of a new request id's header, and the error's body with this id."""
     request_id = new_request_id()

@@ -26,10 +26,15 @@ def listen_on_loopback(
     use_libuv: bool = True,
 ) -> Any:
     """Around torch's `_create_c10d_store`."""
-    address = "127.0.0.1" if hostname in (*_EVERY_INTERFACE, "localhost") else hostname
-    is_ours = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
-    if not is_ours or sglang_api.get_parallel().nnodes > 1 or not _is_loopback(address):
+    parallel = sglang_api.get_parallel()
+    is_of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    # Without an address from the operator, SGLang takes the one that the engine serves at.
+    is_ours = parallel.dist_init_addr is None or hostname in (*_EVERY_INTERFACE, "localhost")
+    address = "127.0.0.1" if is_ours else hostname
+    if is_of_agent or parallel.nnodes > 1 or not _is_loopback(address):
         return original(hostname, port, rank, world_size, timeout, use_libuv)
+    if rank != 0:
+        return original(address, port, rank, world_size, timeout, use_libuv)
     from torch.distributed import TCPStore
 
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
