@@ -25,6 +25,9 @@ class _Kind(NamedTuple):
 
 _KINDS: Mapping[str, _Kind] = {
     "file": _Kind("PATH", "sgl_ext.membership.file", "WatchedFile"),
+    "kubernetes": _Kind(
+        "[NAMESPACE/]SERVICE", "sgl_ext.membership.kubernetes", "KubernetesSlices", "kubernetes"
+    ),
 }
 FORMS = tuple(f"{scheme}:{kind.form}" for scheme, kind in _KINDS.items())
 

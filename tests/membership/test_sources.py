@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,3 +28,28 @@ def test_sources_count_in_the_order_in_which_they_are_named(tmp_path: Path) -> N
 def test_an_unknown_source_is_rejected_with_those_there_are(text: str) -> None:
     with pytest.raises(SettingsError, match=rf"^workers_from='{text}': must be file:PATH"):
         open_sources(balancer_settings(["--workers-from", text]))
+
+
+def run(code: str) -> str:
+    """What an interpreter of its own prints for this code."""
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_an_extra_that_is_missing_is_named() -> None:
+    said = run(
+        "import sys; sys.modules['lightkube'] = None\n"
+        "from sgl_ext.membership.sources import open_source\n"
+        "try: open_source('kubernetes:engines')\n"
+        "except Exception as error: print(error)"
+    )
+    assert said.endswith("is not installed: pip install 'sgl-ext[kubernetes]'")
+
+
+def test_a_start_without_such_sources_imports_no_extra() -> None:
+    extras = "{'lightkube', 'httpx2', 'httpx', 'ray', 'redis', 'psycopg'}"
+    found = run(
+        "import sys, sgl_ext.balancer.serve, sgl_ext.launch\n"
+        f"print(*({extras} & {{name.partition('.')[0] for name in sys.modules}}))"
+    )
+    assert found == ""
