@@ -147,6 +147,7 @@ class Balancer:
             RateLimits(self._key_file, metrics, config.processes),
             conversations,
             self._session,
+            self.account,
             self._metrics_page,
             self._divergences,
             self._readiness,
@@ -216,6 +217,7 @@ class Balancer:
             self._peers.stop()
         for pool in self._services.pools():
             pool.close()
+        self._services.large_bodies.close()
         await self._control.stop()
         await self._session.close()
         if self._log_lines is not None:

@@ -16,11 +16,16 @@ MAX_SKIPPED_BYTES = _MIB
 FIRST_BUFFER_BYTES = 256 * _KIB
 BUFFER_GROWTH = 4
 """A body's buffer at first, and how many times as large it is after it was full."""
+MAX_GROWTH_BYTES = 8 * _MIB
+"""At once: the new part is filled with zeros while the event loop waits."""
 MAX_RATIO = 100
 FREE_INFLATED_BYTES = _MIB
 """A body may inflate to this, and to MAX_RATIO times its compressed size above it."""
 BUDGET_BODIES = 4
 """How many of the largest bodies the byte budget holds, unless it is set."""
+
+LARGE_BODY_BYTES = 2 * _MIB
+"""A larger body is read in another process: here it could take more than 20 ms."""
 
 # Elements of a JSON body.
 UNCOUNTED_BYTES = _MIB
@@ -43,6 +48,8 @@ LINGER_S = 2.0
 BODY_GRACE_S = 60.0
 MIN_BODY_BYTES_PER_S = 8 * _KIB
 MAX_BODY_S = 600.0
+READING_S = 30.0
+"""For a large body, and those that wait before it; the largest takes half a second."""
 
 
 def body_deadline_s(arrived_bytes: int) -> float:

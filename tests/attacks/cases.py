@@ -79,6 +79,12 @@ _ONE, _EMPTY, _NESTED = b'{"type":"text","text":"x"}', b"{}", b"[" * 500 + b"]" 
 _BLOCKS = b",".join([_ONE] * 10_001)
 _DEEP = b"[" * 1010 + b"]" * 1010
 _IDS = b",".join([b"15496"] * 250_000)
+_MANY_IDS = b",".join([b"15496"] * 1_000_000)
+_SHORT_TURN = _TURN % (b'{"type":"text","text":"%b"}' % (_TEXT * 65))
+_IMAGE = b'{"type":"image_url","image_url":{"url":"data:image/png;base64,%b"}}'
+_IMAGE_TURN = _TURN % (_IMAGE % (b"iVBORw0KGgo+" * 43_690))
+_LARGE_CONTEXT = b'{"blocks":[{"id":"t","layer":"stable","content":"%b"}]}' % (_TEXT * 200_000)
+_QUOTED = _TEXT + b'She said: \\"No.\\"\\n'
 _HEADER = b'"x-anthropic-billing-header: %b"' % (b"a=b; " * 400_000 + b"c")
 _HEADERS = b'"%b"' % (b"x-anthropic-billing-header: a=b;\\n" * 60_000)
 
@@ -116,6 +122,7 @@ CASES = [
     Case("a context of 2,001 tools", lambda: post(CONTEXTS, context_of(_EMPTY, 2001)), 400),
     Case("a session header of 2 MB", lambda: post(MESSAGES, system_of(_HEADER, 3 * _MIB)), 200),
     Case("60,000 session headers", lambda: post(MESSAGES, system_of(_HEADERS, 3 * _MIB)), 200),
+    Case("a context of 15 MB", lambda: post(CONTEXTS, _LARGE_CONTEXT), 200),
     # What the control plane and two parsers could be made to do.
     Case("a web page that adds a worker", lambda: post("/sgl_ext/workers", b"{}", _FOREIGN), 403),
     Case("an action by GET", lambda: head("GET", "/flush_cache"), 405),
@@ -129,5 +136,11 @@ CASES = [
     Case("a million tokens", lambda: post(MESSAGES, messages_of(_LONG_TURN, 400)), 200),
     Case("250,000 token ids", lambda: post("/generate", b'{"input_ids":[%b]}' % _IDS), 200),
     Case("5 MB of text", lambda: post(MESSAGES, text_of(_TEXT * 70_000)), 200),
+    Case("10 MB in 2,000 messages", lambda: post(MESSAGES, messages_of(_SHORT_TURN, 2000)), 200),
+    Case("30 MB in 60 images", lambda: post(CHAT, messages_of(_IMAGE_TURN, 60)), 200),
+    Case("a million token ids", lambda: post("/generate", b'{"input_ids":[%b]}' % _MANY_IDS), 200),
+    Case("20 MB in one text", lambda: post(MESSAGES, text_of(_QUOTED * 200_000)), 200),
+    Case("63 MB in one text", lambda: post(MESSAGES, text_of(_QUOTED * 630_000)), 200),
+    Case("63 MB of letters, escaped", lambda: post(CHAT, text_of(b"\\u4e2d" * 11_000_000)), 200),
 ]
 # fmt: on

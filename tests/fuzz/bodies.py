@@ -25,14 +25,17 @@ from starlette.requests import Request as StarletteRequest
 
 from sgl_ext.balancer.access.authentication import Authentication
 from sgl_ext.balancer.access.rate_limits import RateLimits
-from sgl_ext.balancer.conversations.conversation_store import ConversationStore, Found
+from sgl_ext.balancer.conversations.contexts import read_registration
+from sgl_ext.balancer.conversations.conversation_store import ConversationStore
 from sgl_ext.balancer.conversations.document_store import IN_MEMORY, DocumentStore
+from sgl_ext.balancer.conversations.expansion import Named
 from sgl_ext.balancer.conversations.store_thread import StoreThread
 from sgl_ext.balancer.conversations.tenant_documents import TenantDocuments
 from sgl_ext.balancer.http.request_head import RequestHeadCache
 from sgl_ext.balancer.http.request_reader import Request, RequestReader
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.relay.preparation import NOT_PREPARED, Draft, Preparation, parse, prepare
+from sgl_ext.balancer.relay.preparation import NOT_PREPARED, Preparation, ask, prepare
+from sgl_ext.balancer.relay.reading import BodyReader
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.workers import Workers
 from sgl_ext.engine.core.request_context import RequestContext, context_of
@@ -113,17 +116,15 @@ def _compare(preparation: Preparation, context: RequestContext) -> None:
 
 
 async def _prepared(services: Any, request: Request) -> Preparation:
-    draft = parse(services, request)
-    if draft is None:
+    asked = ask(services, request)
+    if asked is None:
         return NOT_PREPARED
-    return prepare(services, request, draft, await _find(services, draft))
-
-
-async def _find(services: Any, draft: Draft) -> Found | None:
-    if draft.named is None:
-        return None
-    found: Found = await services.conversations.find(draft.named, draft.tenant)
-    return found
+    reading = services.reader.read(asked, request.body)
+    if isinstance(reading, Named):
+        tenant = services.router.tenants.asking(asked.hints).name
+        found = await services.conversations.find(reading, tenant)
+        reading = services.reader.read(asked, request.body, found)
+    return prepare(services, request, asked, reading)
 
 
 async def _engine_reads(data: bytes) -> RequestContext:
@@ -176,7 +177,7 @@ async def _conversations(metrics: Metrics) -> ConversationStore:
     found = _Unthreaded(DocumentStore(IN_MEMORY, 1 << 20), metrics)
     store = ConversationStore(TenantDocuments(found, metrics, _LIMIT_BODY), metrics, 1e9)
     for tenant in documents.TENANTS:
-        described = await store.register_context(tenant, documents.CONTEXT)
+        described = await store.register_context(tenant, read_registration(documents.CONTEXT))
         assert described["context_id"] == documents.CONTEXT_ID
         response = {"id": documents.RESPONSE_ID, "output": [{"type": "message"}]}
         await store._store_response(
@@ -193,7 +194,7 @@ async def _services() -> Any:
         conversations=await _conversations(metrics),
         rate_limits=RateLimits(None, metrics),
         request_log=SimpleNamespace(detector=None),
-        strip=HeaderStrip(),
+        reader=BodyReader(HeaderStrip(), sort_tools=False, keeps_turns=True),
         metrics=metrics,
     )
 

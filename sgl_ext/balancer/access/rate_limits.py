@@ -55,12 +55,16 @@ class RateLimits:
             "Tokens charged to the tenant: prompt tokens that were computed, and output tokens.",
         )
 
+    def charges(self, tenant: str) -> bool:
+        """Whether the key file has the tenant, so that its requests are charged."""
+        return self.key_file is not None and tenant in self.key_file.keys.tenants
+
     def admit(self, tenant: str, tokens: int) -> Charge | None:
         """Charges a request with its prompt tokens; None if the key file does not have the tenant.
 
         Raises BalancerError 429 if the tenant is over a limit.
         """
-        if self.key_file is None or tenant not in self.key_file.keys.tenants:
+        if self.key_file is None or not self.charges(tenant):
             return None
         allowance, now_s = self.key_file.keys.allowance(tenant), self.clock()
         buckets = []

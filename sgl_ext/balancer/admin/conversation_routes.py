@@ -14,8 +14,7 @@ from http import HTTPStatus
 from aiohttp import web
 
 from sgl_ext.balancer.admin.worker_routes import SERVICES, hints_in, json_response, to_holder
-from sgl_ext.balancer.conversations.conversation_store import bad_field
-from sgl_ext.balancer.relay.preparation import parse_json
+from sgl_ext.balancer.conversations.expansion import bad_field
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.protocols.routes import CONTEXTS, RESPONSE
 
@@ -23,10 +22,9 @@ _MAX_LIMIT = 100
 
 
 async def register(request: web.Request) -> web.Response:
-    document = parse_json(await request.read())
-    return json_response(
-        await request.app[SERVICES].conversations.register_context(_tenant(request), document)
-    )
+    services, tenant = request.app[SERVICES], _tenant(request)
+    registration = await services.read_registration(tenant, await request.read())
+    return json_response(await services.conversations.register_context(tenant, registration))
 
 
 async def show_context(request: web.Request) -> web.Response:

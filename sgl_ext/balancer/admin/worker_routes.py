@@ -20,15 +20,13 @@ import orjson
 from aiohttp import web
 
 from sgl_ext import pin_mirror
-from sgl_ext.balancer.relay.preparation import parse_json
+from sgl_ext.balancer.relay.reading import Asked, parse_json
 from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.balancer.routing.worker_probes import WorkerProbes
 from sgl_ext.protocols import routes
 from sgl_ext.protocols.errors import BalancerError, no_engine
-from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.session import OWNER_HEADER, TENANT_HEADER
-from sgl_ext.requests.strip import strip_request
 from sgl_ext.settings.checks import is_worker_url
 
 SERVICES = web.AppKey("services", Services)
@@ -91,15 +89,15 @@ async def explain(request: web.Request) -> web.Response:
     path = "/" + request.match_info["path"]
     if path not in routes.PLACED:
         raise BalancerError(HTTPStatus.NOT_FOUND, f"{path}: requests to this path are not placed")
-    document = parse_json(await request.read())
-    services, hints = request.app[SERVICES], hints_in(request)
-    router, tenant = services.router, services.router.tenants.asking(hints).name
-    store = services.conversations
-    named = store.names(path, document)
-    found = None if named is None else await store.find(named, tenant)
-    document, _ = store.expand(path, document, tenant, found)
-    stripped = strip_request(of_path(path), document, services.strip)
-    routing = router.read(path, hints, stripped.body, request.content_length or 0)
+    body, services, hints = await request.read(), request.app[SERVICES], hints_in(request)
+    router, tenant = services.router, services.router.tenants.asking(hints)
+    target = request.raw_path.encode("latin-1", "replace")
+    names = tuple(name.lower().encode("latin-1", "replace") for name in request.headers)
+    asked = Asked(path, target, names, hints, True, False, tenant.max_priority, is_charged=False)
+    reading = await services.read_body(tenant.name, asked, body)
+    assert reading.prompt is not None, "it would run"
+    routing = router.routing_of(reading.prompt, hints)
+    stripped = reading.stripped
     return json_response({**router.explain(routing), "headers_stripped": stripped.headers})
 
 

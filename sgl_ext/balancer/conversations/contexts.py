@@ -121,12 +121,27 @@ def context_id(blocks: tuple[Block, ...]) -> str:
     return "ctx_" + hashlib.sha256(orjson.dumps(identity)).hexdigest()[:40]
 
 
-def described(block: Block, *, with_content: bool) -> _Json:
-    """A block as clients see it."""
-    about = {**block._asdict(), "pinned_s": LAYERS[block.layer]}
+class Registration(NamedTuple):
+    """about: the context without content, as clients see it. items: all of it, as it is stored."""
+
+    about: _Json
+    items: bytes
+
+
+def read_registration(document: Any) -> Registration:
+    """A context that a client registers. Raises BalancerError 400."""
+    blocks = read_blocks(document)
+    about = describe(context_id(blocks), blocks, with_content=False)
+    return Registration(about, orjson.dumps([*map(list, blocks)]))
+
+
+def describe(id: str, blocks: tuple[Block, ...], *, with_content: bool) -> _Json:
+    """A context as clients see it."""
+    described = [{**block._asdict(), "pinned_s": LAYERS[block.layer]} for block in blocks]
     if not with_content:
-        del about["content"]
-    return about
+        for block in described:
+            del block["content"]
+    return {"context_id": id, "object": "context", "blocks": described}
 
 
 def named(body: _Json) -> tuple[Any, Any] | None:

@@ -25,6 +25,7 @@ from sgl_ext.limits.bounds import (
     BUFFER_GROWTH,
     FIRST_BUFFER_BYTES,
     MAX_BODILESS_BYTES,
+    MAX_GROWTH_BYTES,
     MAX_HEAD_BYTES,
     MAX_SKIPPED_BYTES,
 )
@@ -102,7 +103,7 @@ class RequestReader:
 
     def _growth(self, body: bytearray) -> int:
         """By how much a full buffer grows, at most up to the length of the body."""
-        return min((BUFFER_GROWTH - 1) * len(body), self._missing)
+        return min((BUFFER_GROWTH - 1) * len(body), MAX_GROWTH_BYTES, self._missing)
 
     def received(self, size: int) -> None:
         """Takes the bytes that were put into the buffer."""

@@ -16,17 +16,19 @@ from collections.abc import Awaitable, Callable, Coroutine
 from http import HTTPStatus
 from typing import Any
 
-from sgl_ext.balancer.conversations.conversation_store import Found, Named
+from sgl_ext.balancer.conversations.expansion import Named
 from sgl_ext.balancer.http.downstream import DownstreamConnection
 from sgl_ext.balancer.http.request_reader import Request
 from sgl_ext.balancer.http.response_head import ResponseHead
 from sgl_ext.balancer.metrics.registry import band
 from sgl_ext.balancer.relay.delivery import MAX_ATTEMPTS, Delivery, Stage
 from sgl_ext.balancer.relay.hidden_usage import without_usage
-from sgl_ext.balancer.relay.preparation import NOT_PREPARED, Draft, parse, prepare
+from sgl_ext.balancer.relay.preparation import NOT_PREPARED, Preparation, ask, prepare
+from sgl_ext.balancer.relay.reading import Asked, Reading
 from sgl_ext.balancer.relay.response import Response
 from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.reporting.request_log import AnsweredRequest
+from sgl_ext.limits.bounds import LARGE_BODY_BYTES
 from sgl_ext.protocols.errors import BalancerError, internal_error, shutting_down
 from sgl_ext.protocols.registry import errors_of
 from sgl_ext.protocols.request_ids import id_line
@@ -54,27 +56,38 @@ class Exchange(Delivery):
         try:
             if self._request.rejection is not None:
                 raise self._request.rejection
-            draft = parse(self._services, self._request)
-            if draft is None or draft.named is None:
-                self._prepare(draft)
+            asked = ask(self._services, self._request)
+            if asked is None:
+                charge = self._services.rate_limits.admit(self._head.tenant, 0)
+                self._prepared(NOT_PREPARED._replace(charge=charge))
+            elif len(body := self._request.body) > LARGE_BODY_BYTES:
+                self._wait_for(self._read(asked))
+            elif isinstance(reading := self._services.body_reader.read(asked, body), Named):
+                self._wait_for(self._read(asked, reading))
             else:
-                self._wait_for(self._find_named(draft, draft.named))
+                self._prepare(asked, reading)
         except Exception as error:
             self._failed(error)
 
-    def _prepare(self, draft: Draft | None, found: Found | None = None) -> None:
-        if draft is not None:
-            self._preparation = prepare(self._services, self._request, draft, found)
-            self.routing = self._preparation.routing
-            self._response = Response(sums_items=self._preparation.sums_items)
-        else:
-            charge = self._services.rate_limits.admit(self._head.tenant, 0)
-            self._preparation = NOT_PREPARED._replace(charge=charge)
+    async def _read(self, asked: Asked, named: Named | None = None) -> None:
+        """Reads a request that is large, or that names what is stored, and prepares it."""
+        body = self._request.body
+        reading = await self._services.read_body(self._head.tenant, asked, body, named)
+        if self._stage is not Stage.ENDED:
+            self._prepare(asked, reading)
+
+    def _prepare(self, asked: Asked, reading: Reading) -> None:
+        self._prepared(prepare(self._services, self._request, asked, reading))
+
+    def _prepared(self, preparation: Preparation) -> None:
+        self._preparation = preparation
+        self.routing = preparation.routing
+        self._response = Response(sums_items=preparation.sums_items)
         self._services.retries.add_request()
         self._place()
 
     def _wait_for(self, work: Coroutine[Any, Any, None]) -> None:
-        """Goes on when the store has answered. An event loop keeps no reference to a task."""
+        """Goes on when it has ended. An event loop keeps no reference to a task."""
 
         async def run() -> None:
             try:
@@ -92,11 +105,6 @@ class Exchange(Delivery):
             self._answer_error(error)
         elif self._stage is Stage.RELAYING:
             self._cut("the balancer failed")
-
-    async def _find_named(self, draft: Draft, named: Named) -> None:
-        found = await self._services.conversations.find(named, draft.tenant)
-        if self._stage is not Stage.ENDED:
-            self._prepare(draft, found)
 
     # Relay the response.
 

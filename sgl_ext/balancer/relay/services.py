@@ -8,16 +8,22 @@ import aiohttp
 
 from scheduler.retry_budget import RetryBudget
 from sgl_ext.balancer.access.rate_limits import RateLimits
+from sgl_ext.balancer.conversations import contexts
 from sgl_ext.balancer.conversations.conversation_store import ConversationStore
+from sgl_ext.balancer.conversations.expansion import Found, Named
 from sgl_ext.balancer.http.connection_pool import ConnectionPool
 from sgl_ext.balancer.http.downstream import RawResponse
 from sgl_ext.balancer.metrics.registry import Metrics
+from sgl_ext.balancer.relay.large_bodies import LargeBodies
+from sgl_ext.balancer.relay.reading import Asked, BodyReader, Reading, read_registration
 from sgl_ext.balancer.reporting.request_log import RequestLog
 from sgl_ext.balancer.routing.admission_queue import AdmissionQueue
 from sgl_ext.balancer.routing.readiness import Readiness
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.standby_prefill import StandbyPrefill
 from sgl_ext.balancer.routing.worker import Worker
+from sgl_ext.limits.bounds import LARGE_BODY_BYTES
+from sgl_ext.limits.byte_account import ByteAccount
 from sgl_ext.protocols import routes
 from sgl_ext.protocols.errors import BalancerError, error_headers, wire_status
 from sgl_ext.protocols.registry import errors_of
@@ -46,6 +52,7 @@ class Services:
     rate_limits: RateLimits
     conversations: ConversationStore
     session: aiohttp.ClientSession
+    account: ByteAccount
     page: Callable[[], bytes]
     divergences: Callable[[], dict[str, Any] | None]
     readiness: Readiness
@@ -57,8 +64,48 @@ class Services:
         self.workers = self.router.workers
         self.retries = RetryBudget()
         self.standby_prefill = StandbyPrefill(self.router, self.metrics, self.session)
+        settings = {
+            "sort_tools": self.router.sort_tools,
+            "keeps_turns": self.conversations.documents.exist,
+        }
+        self.body_reader = BodyReader(self.strip, **settings)
+        failed = self.metrics.background_failed
+        self.large_bodies = LargeBodies(self.account, failed, self.strip, **settings)
         self._pools: dict[Worker, ConnectionPool] = {}
         self.workers.on_leave.append(self._drop_pool)
+
+    async def read_body(
+        self, tenant: str, asked: Asked, body: bytes | bytearray, named: Named | None = None
+    ) -> Reading:
+        """Reads a body with what it names, in another process if that is large.
+
+        named: what it names, if that is known. As `BodyReader.read`; raises BalancerError 503 if
+        the store fails, or if the process fails or has no room.
+        """
+        reading: Reading | Named = named or await self._read_body(tenant, asked, body, None)
+        if isinstance(reading, Named):
+            found = await self.conversations.find(
+                reading, self.router.tenants.asking(asked.hints).name
+            )
+            reading = await self._read_body(tenant, asked, body, found)
+        assert not isinstance(reading, Named), "what it names was found"
+        return reading
+
+    async def read_registration(self, tenant: str, body: bytes) -> contexts.Registration:
+        """As `reading.read_registration`, in another process if it is large."""
+        if len(body) <= LARGE_BODY_BYTES:
+            return contexts.Registration(*read_registration(body))
+        about, items = await self.large_bodies.call(tenant, body, read_registration)
+        assert items is not None, "a context has blocks"
+        return contexts.Registration(about, items)
+
+    async def _read_body(
+        self, tenant: str, asked: Asked, body: bytes | bytearray, found: Found | None
+    ) -> Reading | Named:
+        size_bytes = len(body) + (0 if found is None else found.size_bytes)
+        if size_bytes > LARGE_BODY_BYTES:
+            return await self.large_bodies.read(tenant, asked, body, found)
+        return self.body_reader.read(asked, body, found)
 
     def pool(self, worker: Worker) -> ConnectionPool:
         """The connections to a worker."""

@@ -15,12 +15,11 @@ from scheduler.placement import Placement, PlacementRequest, WorkerView, place, 
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempts import FOLLOW_TOKENS, Attempt, Attempts, RoutingRequest
 from sgl_ext.balancer.routing.prefixes import HeldBySlot, Prefixes
+from sgl_ext.balancer.routing.prompt import Prompt, read_prompt
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.balancer.routing.workers import Workers
-from sgl_ext.protocols.registry import of_path
-from sgl_ext.requests.priority import read_importance
-from sgl_ext.requests.segments import Chain, read_chain, with_sorted_tools
-from sgl_ext.requests.session import is_final, salt_of, session_key
+from sgl_ext.requests.segments import Chain
+from sgl_ext.requests.session import is_final
 from sgl_ext.tenants import Tenants
 
 
@@ -57,23 +56,23 @@ class Router:
         warms: bool = False,
     ) -> RoutingRequest:
         """Reads a parsed and stripped body for routing. `headers` has lower-case names."""
-        document = with_sorted_tools(body) if self.sort_tools else body
-        chain = read_chain(of_path(path), document, salt=salt_of(headers))
-        session = session_key(headers, body, chain)
-        size_bytes = chain.ends[-1] if chain.ends else size_bytes
-        prefix = chain.hashes[0] if chain.hashes else session or 0
-        tenant = self.tenants.asking(headers)
-        # Malformed hints are left to the engine, which rejects them.
-        importance = read_importance(headers, body, tenant.max_priority)
+        ceiling = self.tenants.asking(headers).max_priority
+        prompt = read_prompt(path, headers, body, size_bytes, ceiling, sort_tools=self.sort_tools)
+        return self.routing_of(prompt, headers, warms=warms)
+
+    def routing_of(
+        self, prompt: Prompt, headers: Mapping[str, str], *, warms: bool = False
+    ) -> RoutingRequest:
+        """How to route a request with this prompt. `headers` has lower-case names."""
         return RoutingRequest(
-            chain,
-            session,
-            prefix,
-            self.prefixes.estimate_tokens(size_bytes),
+            prompt.chain,
+            prompt.session,
+            prompt.prefix,
+            self.prefixes.estimate_tokens(prompt.size_bytes),
             is_final(headers),
-            importance.priority,
-            importance.output_tokens or 0,
-            tenant.name,
+            prompt.importance.priority,
+            prompt.importance.output_tokens or 0,
+            self.tenants.asking(headers).name,
             runs=not warms,
             warms=warms,
         )

@@ -12,6 +12,7 @@ from aiohttp import ClientSession, web
 
 from sgl_ext.balancer.conversations.conversation_store import ConversationStore
 from sgl_ext.balancer.conversations.document_store import DocumentStore
+from sgl_ext.balancer.conversations.expansion import Expander
 from sgl_ext.balancer.conversations.store_thread import StoreThread
 from sgl_ext.balancer.conversations.tenant_documents import TenantDocuments
 from sgl_ext.balancer.metrics.registry import Metrics
@@ -444,9 +445,11 @@ def counts(metrics: Metrics) -> dict[str, int]:
 
 
 async def one_turn(store: ConversationStore, body: dict[str, Any], id: str) -> Any:
-    named = store.names(PATH, body)
+    expander = Expander(keeps_turns=True)
+    named = expander.names(PATH, body)
     found = None if named is None else await store.find(named, "")
-    whole, recorder = store.expand(PATH, body, "", found)
+    whole, turn, _ = expander.expand(PATH, body, found)
+    recorder = store.recorder(turn, "")
     assert recorder is not None
     await recorder.record(
         orjson.dumps({"id": id, "object": "response", "status": "completed", "output": []})

@@ -1,0 +1,162 @@
+"""Puts the content of stored responses and contexts into the requests that name them.
+
+It needs no store: what a request names is given to it. So a large request can be read in another
+process.
+"""
+
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any, NamedTuple
+
+import orjson
+
+from radix.byte_lru import ByteLRU
+from sgl_ext.balancer.conversations import contexts, stored_turns
+from sgl_ext.balancer.conversations.context_insertion import insert_context
+from sgl_ext.limits.elements import find_many
+from sgl_ext.protocols.errors import BalancerError
+from sgl_ext.protocols.registry import of_path
+from sgl_ext.protocols.responses import RESPONSES
+
+_PARSED_BYTES = 64 << 20
+_Json = dict[str, Any]
+
+
+class Named(NamedTuple):
+    """The ids in a request of what is stored: the response that it continues, and its context."""
+
+    previous: str | None
+    context: str | None
+
+
+class Found(NamedTuple):
+    """The items of what a request names, and of all that it continues; None if unknown."""
+
+    previous: list[bytes] | None = None
+    context: list[bytes] | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(map(len, [*(self.previous or ()), *(self.context or ())]))
+
+
+class Turn(NamedTuple):
+    """A request of /v1/responses as a turn of its conversation.
+
+    previous: the id of the response that it continues.
+    entered: its own items as JSON; None if the client wants the response not to be stored.
+    """
+
+    previous: str | None
+    entered: bytes | None
+    in_background: bool = False
+
+
+class Expanded(NamedTuple):
+    """A parsed request with the content that it names, which is the same object if it names none.
+
+    turn: None if the response is neither stored nor continues one.
+    marks_left_out: cache marks of its context for which the request had no room.
+    """
+
+    body: Any
+    turn: Turn | None = None
+    marks_left_out: int = 0
+
+
+@dataclass(slots=True)
+class Expander:
+    """keeps_turns: whether responses are stored. Otherwise their ids pass to the engines."""
+
+    keeps_turns: bool
+    # The id is a hash of the content, so equal ids have equal blocks for all tenants.
+    _blocks: ByteLRU[tuple[contexts.Block, ...]] = field(
+        default_factory=lambda: ByteLRU(_PARSED_BYTES)
+    )
+
+    def names(self, path: str, body: Any) -> Named | None:
+        """What a parsed body names of the store; None without a name. Raises BalancerError 400."""
+        if not isinstance(body, dict):
+            return None
+        previous = None
+        if self._continues(path) and stored_turns.own_items(body) is not None:
+            previous = body.get("previous_response_id")
+        if previous is not None and not isinstance(previous, str):
+            raise bad_field("previous_response_id", "must be the id of a response")
+        context, _ = contexts.named(body) or (None, None)
+        if context is not None and not isinstance(context, str):
+            raise bad_field("context_id", "must be the id of a context")
+        return None if previous is context is None else Named(previous, context)
+
+    def expand(self, path: str, body: Any, found: Found | None = None) -> Expanded:
+        """Expands a parsed body. found: what it names.
+
+        Raises BalancerError for an unknown id and for a malformed field.
+        """
+        if not isinstance(body, dict):
+            return Expanded(body)
+        found, turn, marks_left_out = found or Found(), None, 0
+        if self._continues(path):
+            body, turn = _continue(body, found.previous)
+        if (named := contexts.named(body)) is not None:
+            body, marks_left_out = self._insert_context(path, body, *named, found.context)
+        return Expanded(body, turn, marks_left_out)
+
+    def _continues(self, path: str) -> bool:
+        return path in RESPONSES.paths and self.keeps_turns
+
+    def _insert_context(
+        self, path: str, body: _Json, id: Any, texts: Any, found: list[bytes] | None
+    ) -> tuple[_Json, int]:
+        if id is None:
+            raise bad_field("context_id", "must be the id of a context")
+        protocol = of_path(path)
+        if protocol.add_texts is None:
+            raise bad_field("context_id", f"requests to {path} cannot name a context")
+        if found is None:
+            raise unknown_context(id)
+        blocks = self._blocks.get(id)
+        if blocks is None:
+            blocks = contexts.unpacked_blocks(found[-1])
+            self._blocks.add(id, blocks, len(found[-1]))
+        return insert_context(protocol, body, blocks, texts)
+
+
+def _continue(body: _Json, earlier: list[bytes] | None) -> tuple[_Json, Turn | None]:
+    own, previous = stored_turns.own_items(body), body.get("previous_response_id")
+    if own is None:
+        return body, None
+    whole = body
+    if previous is not None:
+        if earlier is None:
+            raise BalancerError(
+                HTTPStatus.BAD_REQUEST,
+                f"Previous response with id '{previous}' not found.",
+                code="previous_response_not_found",
+                param="previous_response_id",
+            )
+        if (excess := find_many(*earlier)) is not None:
+            raise bad_field("previous_response_id", f"in its conversation, {excess.message}")
+        whole = stored_turns.continued(body, earlier, own)
+    if body.get("store") is False:
+        return whole, None if previous is None else Turn(previous, None)
+    try:
+        entered = orjson.dumps(own)
+    except TypeError:
+        raise bad_field("input", "is nested too deeply") from None
+    return whole, Turn(previous, entered, body.get("background") is True)
+
+
+def unknown_context(id: str) -> BalancerError:
+    """A context that was never registered, or has expired."""
+    return BalancerError(
+        HTTPStatus.NOT_FOUND,
+        f"context_id: {id!r} is unknown or has expired: register it again (POST /v1/contexts).",
+        code="context_not_found",
+        param="context_id",
+    )
+
+
+def bad_field(field: str, reason: str) -> BalancerError:
+    """A field of a request, or a query parameter, that is invalid."""
+    return BalancerError(HTTPStatus.BAD_REQUEST, f"{field}: {reason}", param=field)

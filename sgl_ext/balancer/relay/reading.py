@@ -1,0 +1,166 @@
+"""Reads a body: what it names, its prompt, and the body for the engine. No state, no waiting.
+
+    asked, body -> what it names of the store, if anything
+    asked, body, what was found -> its reading
+
+The event loop reads small bodies itself, and has large ones read in another process.
+"""
+
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any, NamedTuple
+from urllib.parse import parse_qs
+
+import orjson
+
+from sgl_ext.balancer.conversations import contexts
+from sgl_ext.balancer.conversations.expansion import Expander, Found, Named, Turn
+from sgl_ext.balancer.http.request_head import RequestHead
+from sgl_ext.balancer.relay.hidden_usage import with_usage
+from sgl_ext.balancer.routing.prompt import Prompt, read_prompt
+from sgl_ext.limits.bounds import MAX_TOOLS
+from sgl_ext.limits.elements import Excess, find_excess, find_many
+from sgl_ext.protocols.errors import BalancerError
+from sgl_ext.protocols.registry import detect, of_path, with_name
+from sgl_ext.requests.field_types import find_wrong_type
+from sgl_ext.requests.protocol import Json
+from sgl_ext.requests.session import hints_of
+from sgl_ext.requests.strip import HeaderStrip, Stripped, strip_request
+
+# A smaller body cannot have too many of anything.
+_SMALL_BODY_BYTES = 2 * MAX_TOOLS
+
+
+class Asked(NamedTuple):
+    """What is known of a request before its body is read.
+
+    headers: the names of its headers. hints: those that matter, with their values.
+    ceiling: the highest priority of its tenant.
+    is_charged: whether its tenant pays for what it computes.
+    """
+
+    path: str
+    target: bytes
+    headers: tuple[bytes, ...]
+    hints: Mapping[str, str]
+    runs: bool
+    warms: bool
+    ceiling: int
+    is_charged: bool
+
+
+def asked_by(head: RequestHead, ceiling: int, *, is_charged: bool) -> Asked:
+    """What the head of a request with a route says."""
+    route = head.route
+    assert route is not None, "requests without a route are not read"
+    return Asked(
+        head.path,
+        head.target,
+        tuple(head.fields),
+        hints_of(head.fields),
+        route.runs,
+        route.warms,
+        ceiling,
+        is_charged,
+    )
+
+
+class Reading(NamedTuple):
+    """What was read.
+
+    path: that of its protocol.
+    body: the body for the engine; None if it is the one that the client sent.
+    turn: its turn of a stored conversation.
+    marks_left_out: cache marks of its context for which it had no room.
+    stripped: the stripped document; another process returns only its short values.
+    prompt: None if no engine computes it.
+    hides_usage: whether the engine reports a usage that the client did not request.
+    """
+
+    path: str
+    body: bytes | None
+    turn: Turn | None
+    marks_left_out: int
+    stripped: Stripped
+    prompt: Prompt | None
+    hides_usage: bool
+
+
+class BodyReader:
+    """Reads bodies by the settings of the balancer. One a process; not thread-safe."""
+
+    def __init__(self, strip: HeaderStrip, *, sort_tools: bool, keeps_turns: bool) -> None:
+        """keeps_turns: whether responses are stored."""
+        self._strip = strip
+        self._sort_tools = sort_tools
+        self._expander = Expander(keeps_turns)
+
+    def read(
+        self, asked: Asked, body: bytes | bytearray, found: Found | None = None
+    ) -> Reading | Named:
+        """Reads a body, or what it names unless that was `found`.
+
+        Raises BalancerError 400 for a malformed body or an unknown id, 404 for an unknown context.
+        """
+        document = parse_json(body)
+        if (wrong := find_wrong_type(document)) is not None:
+            raise BalancerError(HTTPStatus.BAD_REQUEST, wrong.message, param=wrong.field)
+        path = asked.path
+        protocol = of_path(path)
+        if asked.warms and (detected := _prefill_protocol(asked, document)) is not None:
+            protocol, path = detected, detected.paths[0]
+        if found is None and (named := self._expander.names(path, document)) is not None:
+            return named
+        expanded, turn, marks_left_out = self._expander.expand(path, document, found)
+        sent: bytes | None = None
+        if expanded is not document:
+            document = with_name(protocol, expanded) if asked.warms else expanded
+            try:
+                sent = orjson.dumps(document)
+            except TypeError:
+                error = "body: is nested too deeply"
+                raise BalancerError(HTTPStatus.BAD_REQUEST, error) from None
+        size_bytes = len(body if sent is None else sent)
+        if size_bytes > _SMALL_BODY_BYTES:
+            _require_few(find_excess(document, protocol.turns_field, protocol.instruction_fields))
+        stripped = strip_request(protocol, document, self._strip)
+        prompt = None
+        if asked.runs or asked.warms:
+            order = {"sort_tools": self._sort_tools}
+            prompt = read_prompt(
+                path, asked.hints, stripped.body, size_bytes, asked.ceiling, **order
+            )
+        asking = None
+        if asked.is_charged:
+            asking = with_usage(path, document, body if sent is None else sent)
+        sent = sent if asking is None else asking
+        return Reading(
+            path, sent, turn, marks_left_out, stripped, prompt, hides_usage=asking is not None
+        )
+
+
+def parse_json(body: bytes | bytearray) -> Any:
+    """The document of a body. Raises BalancerError 400 if it is no JSON, or has too many parts."""
+    _require_few(find_many(body))
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise BalancerError(HTTPStatus.BAD_REQUEST, f"body: not valid JSON: {error}") from None
+
+
+def read_registration(body: bytes | bytearray) -> tuple[Json, bytes]:
+    """A context that a client registers: what it is, and its items. Raises BalancerError 400."""
+    return contexts.read_registration(parse_json(body))
+
+
+def _require_few(excess: Excess | None) -> None:
+    if excess is not None:
+        raise BalancerError(HTTPStatus.BAD_REQUEST, excess.message, param=excess.field)
+
+
+def _prefill_protocol(asked: Asked, document: Any) -> Any:
+    """The protocol of the body of /v1/prefill, by the rules of the engine."""
+    query = asked.target.partition(b"?")[2].decode("latin-1")
+    named = parse_qs(query, keep_blank_values=True).get("protocol")
+    headers = {name.decode("latin-1"): "" for name in asked.headers}
+    return detect(headers, named[-1] if named else None, document)

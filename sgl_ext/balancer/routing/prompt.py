@@ -1,0 +1,47 @@
+"""What routing reads in a request's prompt, without any state of the balancer."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from sgl_ext.protocols.registry import of_path
+from sgl_ext.requests.priority import Importance, read_importance
+from sgl_ext.requests.segments import Chain, read_chain, with_sorted_tools
+from sgl_ext.requests.session import salt_of, session_key
+
+
+class Prompt(NamedTuple):
+    """prefix: breaks ties; equal for requests that share a beginning.
+    size_bytes: of the canonical text; of the body if there is none.
+    """
+
+    chain: Chain
+    session: int | None
+    prefix: int
+    size_bytes: int
+    importance: Importance
+
+
+def read_prompt(
+    path: str,
+    headers: Mapping[str, str],
+    body: Any,
+    size_bytes: int,
+    ceiling: int,
+    *,
+    sort_tools: bool = False,
+) -> Prompt:
+    """Reads a parsed and stripped body.
+
+    headers: with lower-case names. size_bytes: of the body. ceiling: the tenant's highest priority.
+    """
+    document = with_sorted_tools(body) if sort_tools else body
+    chain = read_chain(of_path(path), document, salt=salt_of(headers))
+    session = session_key(headers, body, chain)
+    return Prompt(
+        chain,
+        session,
+        chain.hashes[0] if chain.hashes else session or 0,
+        chain.ends[-1] if chain.ends else size_bytes,
+        # Malformed hints are left to the engine, which rejects them.
+        read_importance(headers, body, ceiling),
+    )
