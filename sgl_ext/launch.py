@@ -25,9 +25,10 @@ from sgl_ext.membership.member import Member
 from sgl_ext.membership.sources import open_sources
 from sgl_ext.node import hardware
 from sgl_ext.node.child import Child
-from sgl_ext.node.log_dir import locked, new_log
+from sgl_ext.node.log_dir import locked, new_log, rotated
 from sgl_ext.node.ports import free_ports, reachable, require_free
-from sgl_ext.node.progress import Terminal, start_progress, summary
+from sgl_ext.node.progress import start_progress, summary
+from sgl_ext.output import LossyStream
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
 from sgl_ext.settings.sources import launch_settings
 from sgl_ext.supervision import supervise
@@ -37,6 +38,7 @@ _POLL_S = 0.25
 _ENGINE_STOP_S = 20.0
 _HURRIED_STOP_S = 3.0
 _KEEPER_RETRY_S = 1.0
+_ROTATE_S = 5.0
 _BACKOFF_S = (1.0, 60.0)
 _LAST_LINES = 15
 _STORE = "store.sqlite"
@@ -75,7 +77,7 @@ def main(argv: list[str] | None = None) -> None:
         settings = launch_settings(sys.argv[1:] if argv is None else argv)
         found = hardware.find_hardware()
         hardware.check_capacity(settings, found)
-        console = Console(file=cast(IO[str], Terminal(sys.stdout)))
+        console = Console(file=cast(IO[str], LossyStream(sys.stdout)))
         with locked(Path(settings.log_dir)):
             asyncio.run(serve(settings, found, console))
     except (SettingsError, StartError, StoreUnusable) as error:
@@ -112,6 +114,13 @@ async def serve(settings: LaunchSettings, found: hardware.Hardware, console: Con
             )
             for child in (balancer, *engines)
         ]
+        logs = [child.log for child in (balancer, *engines)]
+        rotate = partial(_rotate, logs, settings.log_limit_bytes, console)
+        keepers.append(
+            asyncio.create_task(
+                supervise("the rotation of logs", lambda task: None, rotate, _ROTATE_S)
+            )
+        )
         await stop.wait()
         for keeper in keepers:
             keeper.cancel()
@@ -183,6 +192,13 @@ async def keep_running(child: Child, console: Console, listed: EngineList) -> No
         backoff = min(backoff * 2, longest)
         await child.start()
         listed.write()
+
+
+async def _rotate(logs: list[Path], limit_bytes: int, console: Console) -> None:
+    """Keeps each log and its predecessors within the limit."""
+    for log in logs:
+        if not await asyncio.to_thread(rotated, log, limit_bytes):
+            console.print(f"{log} was emptied, as its disk has no room for a copy", highlight=False)
 
 
 async def drain(

@@ -9,6 +9,7 @@ import gc
 from importlib.metadata import version
 
 from sgl_ext.engine import sglang_api, sglang_check, sglang_http_types, sglang_types
+from sgl_ext.output import outlive_output
 
 _active = False
 
@@ -16,6 +17,7 @@ _active = False
 def activate() -> None:
     """Applies and verifies this process's hooks. Raises SystemExit if one is missing."""
     global _active
+    outlive_output()
     try:
         _activate()
     except Exception as error:

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 from sgl_ext.settings.schema import SettingsError
 
 _KEPT = 3
-"""How many earlier logs of a process stay: `engine-0.log.1` is the last one."""
+"""How many earlier logs, or parts of one, stay: `engine-0.log.1` is the last one."""
 
 
 @contextmanager
@@ -41,9 +42,41 @@ def locked(directory: Path) -> Iterator[None]:
 
 def new_log(path: Path) -> Path:
     """An empty log that only this user can read. The earlier ones move to `PATH.1` and so on."""
-    for number in range(_KEPT, 0, -1):
-        earlier = Path(f"{path}.{number - 1}") if number > 1 else path
-        with suppress(FileNotFoundError):
-            earlier.replace(f"{path}.{number}")
-    os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
+    _shift(path)
+    with suppress(FileNotFoundError):
+        path.replace(f"{path}.1")
+    _make(path)
     return path
+
+
+def rotated(path: Path, limit_bytes: int) -> bool:
+    """Begins a log anew once it has its part of the limit, which its predecessors share.
+
+    The process that appends to it keeps it open, so its content is copied to `PATH.1`; lines that
+    are written meanwhile can be lost. False if the disk has no room for the copy, which is then
+    left out.
+    """
+    if path.stat().st_size <= limit_bytes // (_KEPT + 1):
+        return True
+    _shift(path)
+    copy = Path(f"{path}.1")
+    try:
+        _make(copy)
+        shutil.copyfile(path, copy)
+    except OSError:
+        copy.unlink(missing_ok=True)
+        return False
+    finally:
+        os.truncate(path, 0)
+    return True
+
+
+def _shift(path: Path) -> None:
+    """Moves `PATH.1` to `PATH.2` and so on. The last one goes."""
+    for number in range(_KEPT, 1, -1):
+        with suppress(FileNotFoundError):
+            Path(f"{path}.{number - 1}").replace(f"{path}.{number}")
+
+
+def _make(path: Path) -> None:
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))

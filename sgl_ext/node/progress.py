@@ -1,8 +1,7 @@
 """What the launcher prints: the progress of each engine, then how to connect a client."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from typing import Any, TextIO
+from contextlib import contextmanager, nullcontext
 
 from rich.console import Console
 from rich.live import Live
@@ -22,26 +21,6 @@ _STAGES = (
     ("Load weight begin", "loading weights"),
     ("server_args=", "starting the scheduler"),
 )
-
-
-class Terminal:
-    """A stream that drops what cannot be written: a node goes on after its terminal has closed, or
-    the disk of its output is full."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        with suppress(OSError):
-            self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with suppress(OSError):
-            self._stream.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 @contextmanager

@@ -231,6 +231,9 @@ class LaunchSettings(Settings, frozen=True, kw_only=True):
     ] = "127.0.0.1"
     start_timeout_s: Annotated[PositiveSeconds, "Time for all engines to become ready."] = 1800.0
     log_dir: Annotated[Text, "Directory for the log of each process."] = ".run"
+    log_limit_bytes: Annotated[
+        LogBytes, "Largest size of one process's log with its three predecessors."
+    ] = 256 * _MIB
     engine_args: tuple[str, ...] = ()
     engine: EngineSettings = EngineSettings()
     balancer: BalancerSettings = BalancerSettings()

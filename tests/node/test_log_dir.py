@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from sgl_ext_cpu.node import ROOT
 
-from sgl_ext.node.log_dir import locked, new_log
+from sgl_ext.node.log_dir import locked, new_log, rotated
 from sgl_ext.settings.schema import SettingsError
 
 
@@ -52,3 +53,49 @@ def test_the_last_logs_stay(tmp_path: Path) -> None:
         "engine-0.log.2": "3",
         "engine-0.log.3": "2",
     }
+
+
+def test_a_log_that_grows_stays_within_its_limit(tmp_path: Path) -> None:
+    log, limit_bytes = new_log(tmp_path / "engine-0.log"), 4000
+    with log.open("ab", buffering=0) as child:
+        for number in range(100):
+            child.write(b"%d " % number * 100)
+            assert rotated(log, limit_bytes)
+            assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= limit_bytes + 1600
+        child.write(b"the end")
+    assert log.read_bytes().endswith(b"the end")
+    assert b"99 " in log.read_bytes() + (tmp_path / "engine-0.log.1").read_bytes()
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "engine-0.log",
+        *(f"engine-0.log.{number}" for number in (1, 2, 3)),
+    }
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in tmp_path.iterdir())
+
+
+def test_a_log_on_a_full_disk_is_emptied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(source: Path, to: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("sgl_ext.node.log_dir.shutil.copyfile", full)
+    log = new_log(tmp_path / "engine-0.log")
+    log.write_bytes(b"x" * 4000)
+    assert not rotated(log, 4000)
+    assert [(path.name, path.stat().st_size) for path in tmp_path.iterdir()] == [(log.name, 0)]
+
+
+def test_a_process_goes_on_if_its_output_cannot_be_written() -> None:
+    lines = "from sgl_ext.output import outlive_output; outlive_output()\n"
+    lines += "for _ in range(3): print('x' * 10_000, flush=True)\n"
+    lines += "open(3, 'w').write('went on')\n"
+    read, write = os.pipe()
+    with open("/dev/full", "w") as full:
+        ended = subprocess.Popen(
+            ["bash", "-c", f'"$0" -c "$1" 3>&{write}', sys.executable, lines],
+            **dict.fromkeys(("stdout", "stderr"), full),
+            cwd=ROOT,
+            pass_fds=(write,),
+        )
+        ended.wait()
+    os.close(write)
+    with open(read) as said:
+        assert said.read() == "went on"

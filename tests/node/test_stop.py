@@ -12,7 +12,7 @@ from rich.console import Console
 
 from sgl_ext.launch import drain
 from sgl_ext.node.child import Child
-from sgl_ext.node.progress import Terminal
+from sgl_ext.output import LossyStream
 
 # A process that ends at the second SIGTERM.
 DRAINS = """
@@ -66,5 +66,5 @@ def test_a_node_prints_on_without_its_terminal() -> None:
         def flush(self) -> None:
             raise OSError("Input/output error")
 
-    console = Console(file=cast(IO[str], Terminal(Gone())))
+    console = Console(file=cast(IO[str], LossyStream(Gone())))
     console.print("engine-0 ended and restarts")
