@@ -57,4 +57,5 @@ def _activate() -> None:
         sglang_check.verify(sglang_api.HTTP_PROCESS, [sglang_http_types])
     if role is Role.SCHEDULER:
         sglang_check.verify(sglang_api.SCHEDULER_PROCESS, [sglang_types])
+    outlive_output()
     acknowledge(role)

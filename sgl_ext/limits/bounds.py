@@ -21,6 +21,8 @@ MAX_GROWTH_BYTES = 8 * _MIB
 MAX_RATIO = 100
 FREE_INFLATED_BYTES = _MIB
 """A body may inflate to this, and to MAX_RATIO times its compressed size above it."""
+INFLATED_STEP_BYTES = 64 * _KIB
+"""A body inflates by this much at most before the byte budget is asked for room."""
 BUDGET_BODIES = 4
 """How many of the largest bodies the byte budget holds, unless it is set."""
 

@@ -5,9 +5,10 @@ as what has arrived of it.
 """
 
 import zlib
+from collections.abc import Callable
 from http import HTTPStatus
 
-from sgl_ext.limits.bounds import FREE_INFLATED_BYTES, MAX_RATIO
+from sgl_ext.limits.bounds import FREE_INFLATED_BYTES, INFLATED_STEP_BYTES, MAX_RATIO
 from sgl_ext.protocols.errors import BalancerError, body_too_large
 
 _WINDOW = {b"gzip": 31, b"x-gzip": 31, b"deflate": zlib.MAX_WBITS}
@@ -24,10 +25,12 @@ class CompressedBody:
         self._arrived = 0
         self._decoder: zlib._Decompress | None = None
 
-    def take(self, data: bytes | bytearray) -> None:
+    def take(self, data: bytes | bytearray, reserve: Callable[[int], None]) -> None:
         """Inflates the next bytes.
 
-        Raises BalancerError 400 if they are not compressed so, 413 if they inflate too far.
+        reserve: called with the size of `body` each time that it has grown by
+        INFLATED_STEP_BYTES or less. Raises BalancerError 400 if they are not compressed so, 413 if
+        they inflate too far, and what `reserve` raises.
         """
         if not data:
             return
@@ -39,17 +42,23 @@ class CompressedBody:
             self._decoder = zlib.decompressobj(wbits=window)
         self._arrived += len(data)
         allowed = max(FREE_INFLATED_BYTES, MAX_RATIO * self._arrived)
-        room = min(allowed, self._max_bytes) - len(self.body)
-        try:
-            self.body += self._decoder.decompress(data, room + 1)
-        except zlib.error:
-            message = "body: does not have the form of its content-encoding"
-            raise BalancerError(HTTPStatus.BAD_REQUEST, message) from None
-        if len(self.body) > self._max_bytes:
-            raise body_too_large(self._max_bytes)
-        if len(self.body) > allowed:
-            message = f"body: inflates to more than {MAX_RATIO} times its compressed size"
-            raise BalancerError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)
+        is_full = True
+        while data or is_full:
+            room = min(allowed, self._max_bytes) - len(self.body)
+            step = min(room + 1, INFLATED_STEP_BYTES)
+            try:
+                inflated = self._decoder.decompress(data, step)
+            except zlib.error:
+                message = "body: does not have the form of its content-encoding"
+                raise BalancerError(HTTPStatus.BAD_REQUEST, message) from None
+            self.body += inflated
+            if len(self.body) > self._max_bytes:
+                raise body_too_large(self._max_bytes)
+            if len(self.body) > allowed:
+                message = f"body: inflates to more than {MAX_RATIO} times its compressed size"
+                raise BalancerError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)
+            reserve(len(self.body))
+            data, is_full = self._decoder.unconsumed_tail, len(inflated) == step
         if self._decoder.unused_data:
             raise _incomplete()
 

@@ -16,6 +16,7 @@ there are many.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 
 from sgl_ext.balancer.http.chunked import ChunkedBody
@@ -240,7 +241,7 @@ class RequestReader:
             is_complete = not self._missing
         compressed = self._compressed
         if compressed is not None:
-            compressed.take(body)
+            compressed.take(body, partial(_take, request.hold))
             body.clear()
             body = compressed.body
         _take(request.hold, len(body))

@@ -17,10 +17,11 @@ from sgl_ext.balancer.http.request_reader import Request, RequestReader
 from sgl_ext.limits.bounds import (
     FIRST_BUFFER_BYTES,
     FREE_INFLATED_BYTES,
+    INFLATED_STEP_BYTES,
     MAX_HEAD_BYTES,
     MAX_SKIPPED_BYTES,
 )
-from sgl_ext.limits.byte_account import ByteAccount
+from sgl_ext.limits.byte_account import ByteAccount, Hold
 from sgl_ext.protocols.errors import BalancerError
 
 LIMIT = 100_000
@@ -268,6 +269,24 @@ def test_a_compressed_body_inflates_to_a_hundred_times_its_size_at_most(level: i
     assert fact == (b"/", b"" if level else text, 413 if level else None, True)
     free = post(b"/", zlib.compress(text[1:], 9), b"Content-Encoding: deflate")
     assert facts(read_all(reader(limit=4 * len(text)), [free])) == [(b"/", text[1:], None, True)]
+
+
+def test_a_body_does_not_inflate_beyond_the_room_of_its_account() -> None:
+    account, made = ByteAccount(200_000), []
+    source = RequestReader(RequestHeadCache(lambda head: None), 1 << 30, account)
+    take_up_to = Hold.take_up_to
+
+    def note(hold: Hold, size: int) -> bool:
+        made.append(size)
+        return take_up_to(hold, size)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Hold, "take_up_to", note)
+        text = b"x" * FREE_INFLATED_BYTES
+        data = post(b"/", zlib.compress(text, 9), b"Content-Encoding: deflate")
+        assert facts(read_all(source, [data])) == [(b"/", b"", 503, True)]
+    assert account.used == 0
+    assert max(made) <= account.limit_bytes + INFLATED_STEP_BYTES
 
 
 def test_a_buffer_grows_with_what_arrives() -> None:
