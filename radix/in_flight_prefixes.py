@@ -14,7 +14,7 @@ after it was dropped; every listed segment has a prefix.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -84,6 +84,15 @@ class InFlightPrefixes:
             _, _, prefix = heapq.heappop(self._ended)
             dropped += self.drop(prefix)
         return dropped
+
+    def confirm_held(self, holds: Callable[[int, int], bool]) -> None:
+        """Forgets the prefixes of ended requests that workers hold in full.
+
+        holds: whether a worker holds a segment, and with it all those before it.
+        """
+        for _, _, prefix in self._ended:
+            if prefix.segments and holds(prefix.worker, prefix.segments[-1]):
+                self.drop(prefix)
 
     def confirm(self, worker: int, segment: int) -> None:
         """The worker reports that it holds the segment, so it is no longer in flight."""

@@ -13,6 +13,7 @@ import orjson
 from sgl_ext.balancer.access.authentication import Authentication, KeyFileReloader
 from sgl_ext.balancer.access.rate_limits import RateLimits
 from sgl_ext.balancer.admin.app import ControlPool, make_app
+from sgl_ext.balancer.cluster.group_memory import WRITER
 from sgl_ext.balancer.cluster.peers import PeerGroup, Peers
 from sgl_ext.balancer.conversations.conversation_store import ConversationStore
 from sgl_ext.balancer.conversations.document_store import IN_MEMORY, DocumentStore
@@ -30,8 +31,10 @@ from sgl_ext.balancer.reporting.line_file import LineFile, check_file
 from sgl_ext.balancer.reporting.request_log import RequestLog
 from sgl_ext.balancer.routing.admission_queue import AdmissionQueue
 from sgl_ext.balancer.routing.event_subscriber import EventSubscribers
+from sgl_ext.balancer.routing.prefixes import Prefixes
 from sgl_ext.balancer.routing.readiness import Readiness
 from sgl_ext.balancer.routing.router import Router
+from sgl_ext.balancer.routing.slots import Slots
 from sgl_ext.balancer.routing.worker_probes import WorkerProbes
 from sgl_ext.balancer.routing.worker_sources import WorkerSources
 from sgl_ext.balancer.routing.workers import Workers
@@ -115,7 +118,8 @@ class Balancer:
         count_unhandled(loop, metrics.background_failed)
         self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
         strip = HeaderStrip(config.strip_headers)
-        workers = Workers(metrics, sources=[source.name for source in self._sources])
+        slots, prefixes = self._make_index()
+        workers = Workers(metrics, sources=[source.name for source in self._sources], slots=slots)
         self._worker_sources = WorkerSources(self._sources, workers, metrics, self._interval_s)
         probes = WorkerProbes(workers, self._session, metrics.background_failed, self._interval_s)
         router = Router(
@@ -125,12 +129,13 @@ class Balancer:
             sort_tools=config.sort_tools,
             tenants=self._tenants,
             preemption_threshold=config.preemption_threshold,
+            prefixes=prefixes,
         )
         self._admission_queue = AdmissionQueue(
             router, metrics, config.queue_limit, config.queue_timeout_s, config.aging_s
         )
         self._subscribers = EventSubscribers(self._session, router, metrics)
-        self._readiness = Readiness(workers, self._subscribers, config.warm_timeout_s)
+        self._readiness = Readiness(workers, self._subscribers, prefixes, config.warm_timeout_s)
         self._detector = None
         if config.diagnose or config.request_log is not None:
             self._detector = DivergenceDetector(strip, metrics, sort_tools=config.sort_tools)
@@ -279,6 +284,7 @@ class Balancer:
             ("key_file", self._reload_keys),
             ("workers", self._services.workers.remove_drained),
             ("subscriptions", self._subscribers.sync),
+            ("prefixes", self._sweep_prefixes),
             ("readiness", self._readiness.note),
             ("peers", self._send_state),
         ]
@@ -290,6 +296,11 @@ class Balancer:
     def _sweep_pools(self) -> None:
         for pool in self._services.pools():
             pool.sweep()
+
+    def _sweep_prefixes(self) -> None:
+        prefixes = self._services.router.prefixes
+        prefixes.sweep()
+        self._metrics.unlisted_segments.counts[()] = prefixes.unlisted
 
     def _reload_keys(self) -> None:
         if self._key_file is not None and self._key_file.reload_if_changed():
@@ -312,6 +323,17 @@ class Balancer:
         if self._detector is not None:
             findings = orjson.dumps(self._detector.findings.as_json())
             await asyncio.to_thread(write, findings, _FINDINGS)
+
+    def _make_index(self) -> tuple[Slots, Prefixes]:
+        """The slots of workers and the index: those of the group, if there is one."""
+        group, metrics = self._group, self._metrics
+        if group is None or group.memory is None:
+            slots, prefixes = Slots(), Prefixes()
+        else:
+            slots = group.memory.slots(group.number)
+            prefixes = Prefixes(group.memory.index, writes=group.number == WRITER)
+        metrics.index_segments.set_function(lambda: len(prefixes.index))
+        return slots, prefixes
 
     def _open_log(self, path: str) -> LineFile:
         check_file(path)

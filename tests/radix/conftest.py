@@ -6,8 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+import xxhash
 
 from radix.index import MAX_WORKERS, Match, PrefixIndex
+from radix.index_memory import IndexMemory
+from radix.index_view import IndexView
+from radix.shared_index import SharedIndex
 
 
 class NaiveIndex:
@@ -108,17 +112,83 @@ class NaiveIndex:
         assert sorted(self.order) == sorted(self.holders)
 
 
+class ViewedIndex:
+    """A shared index that is looked up in by a view. Its segments are hashes of the test's ints."""
+
+    def __init__(self, limit_segments: int = 10_000) -> None:
+        self.writer = SharedIndex(make_memory(limit_segments))
+        self.view = IndexView(self.writer._memory)
+        self._ints: dict[int, int] = {}
+
+    def _hash(self, segment: int) -> int:
+        found = xxhash.xxh3_128_intdigest(b"%d" % segment)
+        self._ints[found] = segment
+        return found
+
+    def __len__(self) -> int:
+        assert len(self.view) == len(self.writer)
+        return len(self.view)
+
+    def holds(self, worker: int, segment: int) -> bool:
+        held = self.view.holds(worker, self._hash(segment))
+        assert held is self.writer.holds(worker, self._hash(segment))
+        return held
+
+    def matches(self, hashes: Sequence[int]) -> list[Match]:
+        return self.view.matches([*map(self._hash, hashes)])
+
+    def touch(self, hashes: Sequence[int], depth: int) -> None:
+        self.writer.touch([*map(self._hash, hashes)], depth)
+
+    def store(self, worker: int, parent: int | None, segment: int, tokens: int) -> bool:
+        above = None if parent is None else self._hash(parent)
+        return self.writer.store(worker, above, self._hash(segment), tokens)
+
+    def remove(self, worker: int, segment: int) -> int:
+        return self.writer.remove(worker, self._hash(segment))
+
+    def clear(self, worker: int) -> int:
+        return self.writer.clear(worker)
+
+    def snapshot(self, worker: int) -> Iterator[tuple[int | None, int, int]]:
+        ints = self._ints
+        return iter(
+            [
+                (None if parent is None else ints[parent], ints[segment], tokens)
+                for parent, segment, tokens in self.writer.snapshot(worker)
+            ]
+        )
+
+    def check(self) -> None:
+        self.writer.check()
+
+
+def make_memory(limit_segments: int) -> IndexMemory:
+    """A memory as a process makes it, of this process alone."""
+    buffer = bytearray(IndexMemory.size_bytes(limit_segments))
+
+    def erase(at: int, size: int) -> None:
+        buffer[at : at + size] = bytes(size)
+
+    return IndexMemory(memoryview(buffer), limit_segments, erase)
+
+
+@pytest.fixture
+def viewed_index() -> type[ViewedIndex]:
+    return ViewedIndex
+
+
 @pytest.fixture
 def naive_index() -> type[NaiveIndex]:
     return NaiveIndex
 
 
-@pytest.fixture(params=[NaiveIndex, PrefixIndex])
+@pytest.fixture(params=[NaiveIndex, PrefixIndex, ViewedIndex])
 def make_index(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
     """Makes an index; all that were made are checked when the test ends."""
     made: list[Any] = []
 
-    def make(limit_segments: int = 1_000_000) -> Any:
+    def make(limit_segments: int = 10_000) -> Any:
         made.append(request.param(limit_segments))
         return made[-1]
 

@@ -19,10 +19,10 @@ tokens = st.integers(0, 9)
 class Machine(RuleBasedStateMachine):
     """One small index and its model, fed alike; few segments, so that all paths cross."""
 
-    def __init__(self, naive_index: Any, limit: int) -> None:
+    def __init__(self, naive_index: Any, limit: int, index: Any = PrefixIndex) -> None:
         super().__init__()
         self.model = naive_index(limit)
-        self.index = PrefixIndex(limit)
+        self.index = index(limit)
 
     def both(self, verb: str, *values: Any) -> None:
         assert getattr(self.index, verb)(*values) == getattr(self.model, verb)(*values)
@@ -99,9 +99,9 @@ class Machine(RuleBasedStateMachine):
             assert set(self.index.snapshot(worker)) == set(self.model.snapshot(worker))
 
 
-def run(naive_index: Any, limit: int, examples: int) -> None:
+def run(naive_index: Any, limit: int, examples: int, index: Any = PrefixIndex) -> None:
     run_state_machine_as_test(
-        lambda: Machine(naive_index, limit),
+        lambda: Machine(naive_index, limit, index),
         settings=settings(max_examples=examples, stateful_step_count=40, deadline=None),
     )
 
@@ -117,3 +117,15 @@ def test_it_agrees_with_a_small_limit(naive_index: Any) -> None:
 
 def test_it_agrees_with_a_limit_of_one(naive_index: Any) -> None:
     run(naive_index, limit=1, examples=10)
+
+
+def test_a_view_of_a_shared_index_agrees_with_the_naive_index(
+    naive_index: Any, viewed_index: Any
+) -> None:
+    run(naive_index, limit=100, examples=30, index=viewed_index)
+
+
+def test_a_view_of_a_small_shared_index_agrees_with_the_naive_index(
+    naive_index: Any, viewed_index: Any
+) -> None:
+    run(naive_index, limit=5, examples=30, index=viewed_index)

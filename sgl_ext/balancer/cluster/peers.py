@@ -1,11 +1,11 @@
 """Messages between the balancer processes that share a port.
 
-Each process has the whole prefix index from the engines' own events. What no engine knows is sent
-to the peers over UDP on the loopback address: where a request was placed, so that the session's
-next request goes there too, the load that each process puts on each worker, and what the admin API
-changed. There are no requests and no acknowledgements. States are complete, never differences, and
-repeated every second: a lost message is repaired by the next one, and the state of a dead process
-is forgotten.
+The processes share one prefix index, made from the engines' own events. What no engine knows is
+sent to the peers over UDP on the loopback address: where a request was placed, so that the
+session's next request goes there too, the load that each process puts on each worker, and what the
+admin API changed. There are no requests and no acknowledgements. States are complete, never
+differences, and repeated every second: a lost message is repaired by the next one, and the state of
+a dead process is forgotten.
 
 A message begins with the group's secret; any other message is counted and dropped.
 """
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import msgspec
 from cachetools import TTLCache
 
+from sgl_ext.balancer.cluster.group_memory import GroupMemory
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempts import Attempt
 from sgl_ext.balancer.routing.router import Router
@@ -55,11 +56,13 @@ _DECODER = msgspec.json.Decoder(_Placed | _State)
 
 @dataclass(frozen=True, slots=True)
 class PeerGroup:
-    """All processes of one balancer: this one's number, and the sockets of all."""
+    """All processes of one balancer: this one's number, the sockets of all, and the memory that
+    they share."""
 
     number: int
     secret: bytes
     sockets: tuple[socket.socket, ...]
+    memory: GroupMemory | None = None
 
     @property
     def mine(self) -> socket.socket:

@@ -1,8 +1,8 @@
 """Several balancer processes on one port: started, restarted, and stopped together.
 
-The first process makes the sockets for the peers' messages, forks the others, and serves nothing
-itself. The kernel spreads connections over all processes that listen on the port. A process that
-dies is forked again with the same socket.
+The first process makes the sockets for the peers' messages and the memory that all share, forks
+the others, and serves nothing itself. The kernel spreads connections over all processes that listen
+on the port. A process that dies is forked again with the same socket.
 """
 
 import logging
@@ -16,7 +16,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from sgl_ext.balancer.cluster.group_memory import GroupMemory
 from sgl_ext.balancer.cluster.peers import PeerGroup
+from sgl_ext.balancer.routing.prefixes import LIMIT_SEGMENTS
 from sgl_ext.temporary_folder import BALANCER_FOLDERS, make_folder
 
 _RESTART_S = 1.0
@@ -34,7 +36,8 @@ def run(count: int, serve: Serve) -> None:
     """
     sockets = tuple(_socket() for _ in range(count))
     secret = secrets.token_bytes(16)
-    groups = [PeerGroup(number, secret, sockets) for number in range(count)]
+    memory = GroupMemory(LIMIT_SEGMENTS)
+    groups = [PeerGroup(number, secret, sockets, memory) for number in range(count)]
     _Supervisor(groups, serve, make_folder(BALANCER_FOLDERS)).run()
 
 

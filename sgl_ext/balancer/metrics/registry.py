@@ -206,6 +206,14 @@ class Metrics:
             "prefix_event_faults{worker,fault}",
             "Prefix events from engines that could not be applied to the index.",
         )
+        self.index_segments = Gauge(
+            "sgl_ext_index_segments", "Segments in the prefix index.", registry=self.registry
+        )
+        self.unlisted_segments = counter(
+            "unlisted_segments",
+            "Times that the index that several processes share could not take a segment, "
+            "or not all of its workers.",
+        )
         self.unconfirmed_prefixes = counter(
             "unconfirmed_prefixes",
             "Requests after which the engine never reported that it holds their prefix.",

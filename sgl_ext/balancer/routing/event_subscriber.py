@@ -67,7 +67,8 @@ class EventSubscribers:
                     await tried.wait()
 
     def incomplete(self) -> list[Worker]:
-        """The ready workers whose snapshot has not come in full, without those that send none."""
+        """The ready workers whose snapshot is not in the index in full, as far as this process
+        knows, without those that send none."""
         return [worker for worker in self._router.workers.ready if worker not in self._complete]
 
     def _restart(self, worker: Worker) -> None:
@@ -113,7 +114,9 @@ class EventSubscribers:
                 self._complete.add(worker)
                 return _RECONNECT_UNSUPPORTED_S
             prefixes = self._router.prefixes
-            reader = PrefixEventReader(worker.slot, prefixes.index, prefixes.in_flight, worker.pins)
+            reader = PrefixEventReader(
+                worker.slot, prefixes.written, prefixes.in_flight, worker.pins
+            )
             async for line in _lines(response.content):
                 now_s = asyncio.get_running_loop().time()
                 event = reader.apply(line, now_s)
@@ -122,7 +125,7 @@ class EventSubscribers:
         return 0.0
 
     def _note(self, worker: Worker, event: Event, reader: PrefixEventReader, now_s: float) -> None:
-        if event.complete:
+        if event.complete and self._router.prefixes.written is not None:
             self._complete.add(worker)
         if not event.alive:
             worker.last_heard_s = now_s

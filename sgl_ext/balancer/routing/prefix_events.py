@@ -42,13 +42,19 @@ class Event(msgspec.Struct):
     alive: Any = None
     complete: Any = None
     removed: list[_Segment] = []
-    stored: list[tuple[_Segment, _Segment | None, _Count]] = []
     unpinned: list[_Segment] = []
     pinned: list[dict[str, Any]] = []
     load: dict[str, _Count] | None = None
 
 
+class StoringEvent(Event):
+    """A line with what was stored, which most of a line is about."""
+
+    stored: list[tuple[_Segment, _Segment | None, _Count]] = []
+
+
 _DECODER = msgspec.json.Decoder(Event)
+_STORING_DECODER = msgspec.json.Decoder(StoringEvent)
 
 
 class Fault(StrEnum):
@@ -68,11 +74,12 @@ class EventStreamBroken(Exception):
 class PrefixEventReader:
     """Applies the events of one connection to one worker, in order.
 
+    index: None if another process writes the index; then what was stored is not even parsed.
     orphans, repeated: how many segments and lines were not applied.
     """
 
     worker: int
-    index: PrefixIndex
+    index: PrefixIndex | None
     in_flight: InFlightPrefixes
     pins: PinMirror
     orphans: int = 0
@@ -84,7 +91,7 @@ class PrefixEventReader:
 
         Raises EventStreamBroken if it is malformed or if lines before it are missing.
         """
-        event = _parse(line)
+        event = _parse(line, _DECODER if self.index is None else _STORING_DECODER)
         if self._seq is None:
             if event.snapshot is not True:
                 raise EventStreamBroken(Fault.GAP)
@@ -95,33 +102,39 @@ class PrefixEventReader:
             raise EventStreamBroken(Fault.GAP)
         self._seq = event.seq
         if event.cleared:
-            self.index.clear(self.worker)
+            if self.index is not None:
+                self.index.clear(self.worker)
             if not event.snapshot:
                 self.in_flight.forget_worker(self.worker)
         for segment in event.removed:
             number = int(segment, 16)
-            self.index.remove(self.worker, number)
+            if self.index is not None:
+                self.index.remove(self.worker, number)
             self.in_flight.forget_segment(self.worker, number)
-        for segment, parent, tokens in event.stored:
-            above = None if parent is None else int(parent, 16)
-            number = int(segment, 16)
-            if self.index.store(self.worker, above, number, tokens):
-                self.in_flight.confirm(self.worker, number)
-            else:
-                self.orphans += 1
+        if self.index is not None and isinstance(event, StoringEvent):
+            self._store(self.index, event)
         self.pins.apply(msgspec.structs.asdict(event), now_s)
         return event
 
+    def _store(self, index: PrefixIndex, event: StoringEvent) -> None:
+        for segment, parent, tokens in event.stored:
+            above = None if parent is None else int(parent, 16)
+            number = int(segment, 16)
+            if index.store(self.worker, above, number, tokens):
+                self.in_flight.confirm(self.worker, number)
+            else:
+                self.orphans += 1
 
-def _parse(line: bytes) -> Event:
+
+def _parse(line: bytes, decoder: msgspec.json.Decoder[Any]) -> Event:
     """Decodes a line. Raises EventStreamBroken if a field has the wrong type."""
     try:
-        event = _DECODER.decode(line)
+        event: Event = decoder.decode(line)
         pins = msgspec.convert(event.pinned, list[_Pin])
     except msgspec.MsgspecError:
         raise EventStreamBroken(Fault.MALFORMED) from None
     names = event.removed + event.unpinned
-    for segment, parent, _ in event.stored:
+    for segment, parent, _ in event.stored if isinstance(event, StoringEvent) else ():
         names += (segment, parent or "")
         if segment == parent:
             raise EventStreamBroken(Fault.MALFORMED)

@@ -1,10 +1,17 @@
-"""What workers hold of a prompt: the prefixes they reported, and those they will hold soon."""
+"""What workers hold of a prompt: the prefixes they reported, and those they will hold soon.
+
+A balancer of one process writes its index and looks up in it. The processes of a group look up in
+one index in shared memory, and one of them writes it.
+"""
 
 from collections import defaultdict
 from typing import NamedTuple
 
 from radix.in_flight_prefixes import InFlightPrefix, InFlightPrefixes
 from radix.index import PrefixIndex
+from radix.index_memory import IndexMemory
+from radix.index_view import IndexView
+from radix.shared_index import SharedIndex
 from sgl_ext.requests.segments import Chain
 
 LIMIT_SEGMENTS = 1_000_000
@@ -36,10 +43,22 @@ HeldBySlot = defaultdict[int, HeldPrefix]
 
 
 class Prefixes:
-    """The prefix index and the in-flight prefixes of all workers."""
+    """The prefix index and the in-flight prefixes of all workers.
 
-    def __init__(self) -> None:
-        self.index = PrefixIndex(LIMIT_SEGMENTS)
+    index: for lookups.
+    written: the index that this process writes; None if another process does.
+    """
+
+    def __init__(self, memory: IndexMemory | None = None, *, writes: bool = True) -> None:
+        """memory: the index of a group of processes. writes: whether this process writes it."""
+        self._memory = memory
+        self.index: PrefixIndex | IndexView
+        self.written: PrefixIndex | SharedIndex | None
+        if memory is None:
+            self.index = self.written = PrefixIndex(LIMIT_SEGMENTS)
+        else:
+            self.index = IndexView(memory)
+            self.written = SharedIndex(memory) if writes else None
         self.in_flight = InFlightPrefixes()
         self._bytes_per_token = _BYTES_PER_TOKEN
         self._calibrations = 0
@@ -71,9 +90,31 @@ class Prefixes:
         if 2 * len(self.index) > LIMIT_SEGMENTS:
             self.index.touch(chain.hashes, segments)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the index is that of a group, and once had all that the workers hold."""
+        return self._memory is not None and self._memory.is_complete
+
+    def completed(self) -> None:
+        """The workers have sent all that they hold: a group looks up here from now on."""
+        if isinstance(self.written, SharedIndex):
+            self.written.publish()
+
+    @property
+    def unlisted(self) -> int:
+        """How often a group's index could not take a segment or all of its holders."""
+        return self.written.unlisted if isinstance(self.written, SharedIndex) else 0
+
+    def sweep(self) -> None:
+        """Call it periodically: where another process writes the index, no event confirms what is
+        in flight, so the index does."""
+        if self.written is None:
+            self.in_flight.confirm_held(self.index.holds)
+
     def forget_worker(self, slot: int) -> None:
         """Forgets everything that a worker holds or will hold."""
-        self.index.clear(slot)
+        if self.written is not None:
+            self.written.clear(slot)
         self.in_flight.forget_worker(slot)
 
     def estimate_tokens(self, size_bytes: int) -> int:

@@ -4,7 +4,8 @@
 
 A balancer is warm once each engine that is ready has sent what it holds, or after a time limit: an
 engine that never does must not keep the balancer out. It stays warm from then on: an engine that
-joins later has its own slow start.
+joins later has its own slow start. A process of a group is warm as soon as the group's index is,
+so one that starts again need not wait.
 """
 
 import logging
@@ -13,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from sgl_ext.balancer.routing.prefixes import Prefixes
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.balancer.routing.workers import Workers
 
@@ -36,9 +38,11 @@ class Readiness:
 
     workers: Workers
     snapshots: Snapshots
+    prefixes: Prefixes
     limit_s: float
     clock: Callable[[], float] = time.monotonic
     is_warm: bool = field(default=False, init=False)
+    _has_waited: bool = field(default=False, init=False)
     _since_s: float | None = field(default=None, init=False)
 
     def reason_against(self) -> str | None:
@@ -53,13 +57,18 @@ class Readiness:
 
     def note(self) -> None:
         """Notes whether the balancer is warm now. Call it periodically."""
-        if self.is_warm or not self.workers.ready:
+        self.is_warm = self.is_warm or self.prefixes.is_complete
+        if self._has_waited or not self.workers.ready:
             return
         now_s = self.clock()
         if self._since_s is None:
             self._since_s = now_s
         missing = self.snapshots.incomplete()
-        self.is_warm = not missing or now_s - self._since_s >= self.limit_s
-        if self.is_warm and missing:
+        if missing and now_s - self._since_s < self.limit_s:
+            return
+        self._has_waited = True
+        self.prefixes.completed()
+        if missing and (self.prefixes.written is not None or not self.is_warm):
             names = ", ".join(worker.id for worker in missing)
             log.warning("ready after %g s without what these hold: %s", self.limit_s, names)
+        self.is_warm = True

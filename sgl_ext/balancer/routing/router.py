@@ -38,9 +38,9 @@ class Router:
     tenants: Tenants = field(default_factory=Tenants)
     preemption_threshold: int = 10
     clock: Callable[[], float] = time.monotonic
+    prefixes: Prefixes = field(default_factory=Prefixes)
 
     def __post_init__(self) -> None:
-        self.prefixes = Prefixes()
         self.attempts = Attempts(self.prefixes, self.clock)
         self.on_capacity: list[Callable[[], None]] = []
         self.attempts.on_end.append(self.capacity_changed)

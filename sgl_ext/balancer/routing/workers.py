@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from scheduler.breaker import State
 from sgl_ext.balancer.metrics.registry import Metrics
+from sgl_ext.balancer.routing.slots import Slots
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.membership.member import Member
 from sgl_ext.membership.merging import AdminChanges, merge
@@ -56,13 +57,16 @@ class Workers(Collector):
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
         sources: Sequence[str] = (),
+        slots: Slots | None = None,
     ) -> None:
-        """sources: their names, the most important first."""
+        """sources: their names, the most important first. slots: those of all processes that share
+        a prefix index; without them, this process has its own."""
         self.all: list[Worker] = []
         self.admin = AdminChanges()
         self.on_leave: list[Callable[[Worker], None]] = []
         self._metrics = metrics
         self._clock = clock
+        self._slots = slots or Slots()
         self._order = sources
         self._lists: dict[str, Sequence[Member]] = {}
         self._conflicts: set[str] = set()
@@ -141,6 +145,7 @@ class Workers(Collector):
         for worker in [w for w in self.all if w.is_gone and not w.in_flight]:
             self.all.remove(worker)
             self._left(worker)
+            self._slots.give_back(worker.slot)
             if self._by_id[worker.id] is worker:
                 del self._by_id[worker.id]
                 self._metrics.forget_worker(worker.id)
@@ -177,9 +182,7 @@ class Workers(Collector):
         self._conflicts = messages
 
     def _join(self, member: Member, joined_s: float | None) -> Worker:
-        taken = {other.slot for other in self.all}
-        slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
-        worker = Worker(member, slot)
+        worker = Worker(member, self._slots.take(f"{member.id}\n{member.url}"))
         worker.recovered_s = joined_s
         self.all.append(worker)
         return worker

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
 from pathlib import Path
 from threading import Event, Thread
+from typing import ClassVar
 
 import psutil
 import pytest
@@ -17,6 +21,8 @@ import requests
 from sgl_ext_cpu.node import free_port
 
 from sgl_ext import keys
+from sgl_ext.protocols.registry import of_path
+from sgl_ext.requests.segments import read_chain
 from tests.waiting import until
 
 COUNT = 3
@@ -57,9 +63,32 @@ class Answers(BaseHTTPRequestHandler):
         pass
 
 
+class Publishes(Answers):
+    """A worker that holds `held`, a chain of segments of 1,000 tokens each, and publishes it."""
+
+    held: ClassVar[Sequence[int]] = ()
+
+    def do_GET(self) -> None:
+        if self.path != "/sgl_ext/events":
+            super().do_GET()
+            return
+        self.send_response(200)
+        self.send_header("connection", "close")
+        self.end_headers()
+        names = [f"{segment:032x}" for segment in self.held]
+        stored = list(zip(names, [None, *names], count(1000, 1000), strict=False))
+        line = {"snapshot": True, "cleared": True, "complete": True, "stored": stored}
+        with suppress(ConnectionError):
+            for number in count():
+                self.wfile.write(json.dumps({"seq": number, **line}).encode() + b"\n")
+                line = {"alive": True}
+                time.sleep(0.5)
+
+
 @contextmanager
-def answering_worker() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+def answering_worker(handler: type[Answers] = Answers) -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        server.daemon_threads = True
         Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
@@ -79,13 +108,15 @@ def shared_url() -> Iterator[str]:
 
 
 @contextmanager
-def serving(*flags: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+def serving(
+    *flags: str, worker: type[Answers] = Answers
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """A balancer of several processes before one worker that answers at once."""
     port = free_port()
     serve = ("-m", "sgl_ext.balancer.serve", "--port", str(port), "--processes", str(COUNT))
     with (
-        answering_worker() as worker,
-        process(*serve, "--drain-s", "1", "--worker", worker, *flags) as running,
+        answering_worker(worker) as engine,
+        process(*serve, "--drain-s", "1", "--worker", engine, *flags) as running,
     ):
         url = f"http://127.0.0.1:{port}"
         until(lambda: len(psutil.Process(running.pid).children()) == COUNT)
@@ -181,6 +212,39 @@ def test_a_killed_process_is_replaced(balancer: tuple[str, subprocess.Popen[byte
     until(lambda: killed.pid not in [child.pid for child in group.children()])
     until(lambda: len(group.children()) == COUNT)
     until(lambda: all(status(url) == 200 for _ in range(20)))
+
+
+@pytest.mark.long
+def test_all_processes_look_up_in_one_index_which_outlives_its_writer() -> None:
+    Publishes.held = read_chain(of_path("/v1/chat/completions"), BODY).hashes
+
+    def held(url: str) -> set[int]:
+        """What the processes know that the worker holds, each asked several times."""
+        path = url + "/sgl_ext/explain/v1/chat/completions"
+        answers = []
+        for _ in range(12):
+            with suppress(requests.ConnectionError):  # of the process that was killed
+                answers.append(requests.post(path, json=BODY, timeout=10))
+        return {answer.json()["workers"][0]["held_tokens"] for answer in answers}
+
+    def is_ready(url: str) -> bool:
+        return all(status(url, "/ready") == 200 for _ in range(12))
+
+    tokens = 1000 * len(Publishes.held)
+    with serving(worker=Publishes) as (url, running):
+        until(lambda: is_ready(url))
+        assert held(url) == {tokens}
+        group = psutil.Process(running.pid)
+        writer = min(group.children(), key=lambda child: child.create_time())
+        writer.kill()
+        until(lambda: writer.pid not in [child.pid for child in group.children()])
+        until(lambda: len(group.children()) == COUNT)
+        until(lambda: is_ready(url))
+        assert held(url) == {tokens}, "what the one before it wrote"
+        Publishes.held = Publishes.held[:1]
+        writer = max(group.children(), key=lambda child: child.create_time())
+        writer.kill()
+        until(lambda: held(url) == {1000})
 
 
 def test_no_process_outlives_the_first(balancer: tuple[str, subprocess.Popen[bytes]]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import orjson
 
+from sgl_ext.balancer.cluster.group_memory import GroupMemory
 from sgl_ext.balancer.metrics.registry import Metrics
+from sgl_ext.balancer.routing.prefixes import Prefixes
 from sgl_ext.balancer.routing.readiness import Readiness
 from sgl_ext.balancer.routing.worker import Worker
 from tests.balancer.conftest import Engine, Start
@@ -18,13 +20,15 @@ LIMIT_S = 30.0
 class Case:
     """A readiness on a clock of the test's; `missing`: the engines that have sent no snapshot."""
 
-    def __init__(self, *ready: str) -> None:
+    def __init__(self, *ready: str, prefixes: Prefixes | None = None) -> None:
         self.now_s = 100.0
         self.workers = workers_at([A, B], Metrics(), lambda: self.now_s)
         for url in ready:
             self.mark(url, ready=True)
         self.missing = {A, B}
-        self.readiness = Readiness(self.workers, self, LIMIT_S, lambda: self.now_s)
+        self.readiness = Readiness(
+            self.workers, self, prefixes or Prefixes(), LIMIT_S, lambda: self.now_s
+        )
 
     def mark(self, url: str, *, ready: bool) -> None:
         worker = self.workers.find(url)
@@ -80,6 +84,26 @@ def test_what_is_warm_stays_warm_when_an_engine_joins_or_restarts() -> None:
         case.mark(url, ready=False)
     assert case.readiness.reason_against() == "no engine is ready"
     case.mark(A, ready=True)
+    assert case.readiness.reason_against() is None
+
+
+def test_the_processes_of_a_group_are_warm_when_the_one_that_writes_the_index_is() -> None:
+    memory = GroupMemory(100).index
+    writes = Case(A, B, prefixes=Prefixes(memory))
+    looks_up = Case(A, B, prefixes=Prefixes(memory, writes=False))
+    for case in (looks_up, writes, looks_up):
+        assert "warming" in str(case.readiness.reason_against())
+    writes.missing = set()
+    for case in (writes, looks_up):
+        assert case.readiness.reason_against() is None
+    starts_again = Case(A, B, prefixes=Prefixes(memory))
+    assert starts_again.readiness.reason_against() is None
+
+
+def test_a_process_waits_for_the_group_s_index_up_to_the_limit() -> None:
+    case = Case(A, prefixes=Prefixes(GroupMemory(100).index, writes=False))
+    assert case.readiness.reason_against() is not None
+    case.now_s += LIMIT_S
     assert case.readiness.reason_against() is None
 
 

@@ -1,0 +1,94 @@
+"""What the processes of one balancer share in memory: the prefix index, and the slots of workers.
+
+The first process makes it before it forks the others, so they inherit it, and it ends with the
+last of them. Process 0 writes the index; all look up in it.
+"""
+
+import fcntl
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import xxhash
+
+from radix.index_memory import MAX_HOLDERS, IndexMemory
+from sgl_ext.balancer.routing.slots import Slots
+
+WRITER = 0
+"""The number of the process that writes the index."""
+_SLOT_BYTES = 16 * MAX_HOLDERS
+
+
+class GroupMemory:
+    """Memory for an index of at most `limit_segments`, and for its workers' slots."""
+
+    def __init__(self, limit_segments: int) -> None:
+        self._file = os.memfd_create("sgl-ext-balancer")
+        size = IndexMemory.size_bytes(limit_segments)
+        os.ftruncate(self._file, size + _SLOT_BYTES)
+        self._mapped = mmap.mmap(self._file, size + _SLOT_BYTES)
+        self._buffer = memoryview(self._mapped)
+        self.index = IndexMemory(self._buffer[:size], limit_segments, self._erase)
+        self._slot_words = self._buffer[size:].cast("Q")
+
+    def slots(self, process: int) -> "GroupSlots":
+        """The slots, for the process with this number. What an earlier process of the same number
+        had taken is given back."""
+        return GroupSlots(self._slot_words, self._file, process)
+
+    def _erase(self, at: int, size: int) -> None:
+        try:
+            self._mapped.madvise(mmap.MADV_REMOVE, at, size)  # gives the pages back, too
+        except OSError:
+            self._buffer[at : at + size] = bytes(size)
+
+
+class GroupSlots(Slots):
+    """Slots that are the same in all processes of a group. A slot is free again after the worker
+    has left in each of them.
+
+        slot n    hash of the worker's name | its processes, a bit each
+
+    A worker beyond MAX_HOLDERS gets a slot of this process's own, which the index does not know.
+    """
+
+    def __init__(self, words: memoryview, file: int, process: int) -> None:
+        super().__init__()
+        self._names, self._users = words[:MAX_HOLDERS], words[MAX_HOLDERS:]
+        self._file = file
+        self._mine = 1 << process
+        with self._locked():
+            for slot, users in enumerate(self._users):
+                self._users[slot] = users & ~self._mine
+
+    def take(self, worker: str) -> int:
+        name = xxhash.xxh3_64_intdigest(worker.encode())
+        with self._locked():
+            slots = [*zip(self._names, self._users, strict=True)]
+            known = (slot for slot, (other, users) in enumerate(slots) if users and other == name)
+            free = (slot for slot, (_, users) in enumerate(slots) if not users)
+            slot = next(known, None)
+            if slot is None:
+                slot = next(free, None)
+            if slot is not None:
+                self._names[slot] = name
+                self._users[slot] |= self._mine
+                return slot
+        return MAX_HOLDERS + super().take(worker)
+
+    def give_back(self, slot: int) -> None:
+        if slot >= MAX_HOLDERS:
+            super().give_back(slot - MAX_HOLDERS)
+            return
+        with self._locked():
+            self._users[slot] &= ~self._mine
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """No other process is here. A process that dies gives its lock back."""
+        fcntl.lockf(self._file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self._file, fcntl.LOCK_UN)
