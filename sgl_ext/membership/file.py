@@ -57,7 +57,7 @@ class WatchedFile:
         except OSError as error:
             raise self._wrong(f"cannot be read: {error.strerror}") from None
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise self._wrong(str(error)) from None
+            raise self._wrong(f"is malformed: {error}") from None
         for field in ("id", "url"):
             counted = Counter(getattr(member, field) for member in members)
             if repeated := [value for value, count in counted.items() if count > 1]:

@@ -107,8 +107,8 @@ async def start() -> AsyncIterator[Start]:
                 engine.server = server = TestServer(app, handler_cancellation=True)
                 await stack.enter_async_context(server)
                 urls.append(engine.url)
-            settings = BalancerSettings(workers=tuple(urls), port=0, drain_s=0, **config)
-            balancer = Balancer(settings, interval_s=interval_s)
+            settings = {"workers": tuple(urls), "port": 0, "drain_s": 0, **config}
+            balancer = Balancer(BalancerSettings(**settings), interval_s=interval_s)
             await balancer.start()
             stack.push_async_callback(balancer.stop)
             url = f"http://127.0.0.1:{balancer.port}"

@@ -31,7 +31,7 @@ from sgl_ext.settings.checks import is_worker_url
 
 SERVICES = web.AppKey("services", Services)
 # More would not fit into a message between balancers.
-_MOST_ADDED = 256
+MOST_ADDED = 256
 _TIMEOUT = aiohttp.ClientTimeout(total=120)
 _FORWARDED_HEADERS = (TENANT_HEADER, OWNER_HEADER)
 
@@ -50,8 +50,8 @@ async def add_worker(request: web.Request) -> web.Response:
     if not isinstance(url, str) or not is_worker_url(url):
         raise BalancerError(HTTPStatus.BAD_REQUEST, f"url: must be http://HOST:PORT, not {url!r}")
     known = workers.find_url(url)
-    if known is None and len(workers.admin.added) >= _MOST_ADDED:
-        message = f"url: at most {_MOST_ADDED} workers can be added; list more in a file"
+    if known is None and len(workers.admin.added) >= MOST_ADDED:
+        message = f"url: at most {MOST_ADDED} workers can be added; list more in a file"
         raise BalancerError(HTTPStatus.CONFLICT, message)
     worker = workers.add(url, time.time())
     await WorkerProbes(workers, services.session, services.metrics.background_failed).probe(worker)

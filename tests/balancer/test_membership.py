@@ -1,0 +1,161 @@
+"""A balancer that learns its engines from a file while it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession, web
+
+from sgl_ext.balancer import serve
+from sgl_ext.balancer.admin import worker_routes
+from sgl_ext.membership import file
+from sgl_ext.membership.file import write_members
+from sgl_ext.membership.member import Member
+from tests.balancer.conftest import Engine, Start
+from tests.balancer.test_routing import until
+
+REQUEST = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "Hello"}]}
+
+
+@pytest.fixture(autouse=True)
+def _poll_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file, "POLL_S", 0.01)
+
+
+async def workers(client: ClientSession) -> dict[str, dict[str, Any]]:
+    document = await (await client.get("/sgl_ext/workers")).json()
+    return {row["id"]: row for row in document["workers"]}
+
+
+async def until_listed(client: ClientSession, *ids: str) -> None:
+    async def listed() -> bool:
+        rows = await workers(client)
+        return set(rows) == set(ids) and all(row["ready"] for row in rows.values())
+
+    await until(listed)
+
+
+async def test_an_engine_is_replaced_while_it_answers(start: Start, tmp_path: Path) -> None:
+    asked, finish = asyncio.Event(), asyncio.Event()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        asked.set()
+        await finish.wait()
+        return web.json_response({})
+
+    listed = tmp_path / "engines.json"
+    write_members(listed, ())
+    engine = Engine("a", answer)
+    client = await start(engine, workers=(), workers_from=(f"file:{listed}",))
+    assert (await client.post("/v1/messages", json=REQUEST)).status == 529
+    labels = {"node": "n1"}
+    write_members(listed, (Member(id="one", url=engine.url, model="m", labels=labels),))
+    await until_listed(client, "one")
+    row = (await workers(client))["one"]
+    assert (row["url"], row["model"], row["labels"]) == (engine.url, "m", labels)
+    assert (row["source"], row["state"]) == (f"file:{listed}", "ready")
+
+    answering = asyncio.create_task(client.post("/v1/messages", json=REQUEST))
+    await asked.wait()
+    write_members(listed, (Member(id="two", url=engine.url),))
+
+    async def is_replaced() -> bool:
+        return {name: row["state"] for name, row in (await workers(client)).items()} == {
+            "one": "gone",
+            "two": "ready",
+        }
+
+    await until(is_replaced)
+    finish.set()
+    assert (await answering).status == 200
+    await until_listed(client, "two")
+    assert (await client.post("/v1/messages", json=REQUEST)).status == 200
+    page = await (await client.get("/metrics")).text()
+    assert 'sgl_ext_worker_ready{worker="two"} 1.0' in page
+    assert 'worker="one"' not in page
+
+
+async def test_a_malformed_file_leaves_the_last_list_in_force(start: Start, tmp_path: Path) -> None:
+    listed = tmp_path / "engines.json"
+    write_members(listed, ())
+    engine = Engine("a")
+    client = await start(engine, workers=(), workers_from=(f"file:{listed}",))
+    write_members(listed, (Member(id="one", url=engine.url),))
+    await until_listed(client, "one")
+    listed.write_text('{"workers": [{"id": 7, "url": "http://a:1"}]}')
+
+    async def fault() -> str:
+        document = await (await client.get("/sgl_ext/workers")).json()
+        (source,) = document["sources"]
+        return str(source["fault"])
+
+    async def has_fault() -> bool:
+        return await fault() != ""
+
+    await until(has_fault)
+    assert await fault() == (
+        f"{listed}: is malformed: Expected `str`, got `int` - at `$.workers[0].id`"
+    )
+    assert (await client.post("/v1/messages", json=REQUEST)).status == 200
+    listed.unlink()
+    write_members(listed, (Member(id="two", url=engine.url),))
+    await until_listed(client, "two")
+    assert await fault() == ""
+
+
+async def test_an_engine_that_the_admin_api_drains_by_id_stays_away(
+    start: Start, tmp_path: Path
+) -> None:
+    listed = tmp_path / "engines.json"
+    write_members(listed, ())
+    engine = Engine("a")
+    client = await start(engine, workers=(), workers_from=(f"file:{listed}",))
+    write_members(listed, (Member(id="one", url=engine.url),))
+    await until_listed(client, "one")
+    assert (await client.delete("/sgl_ext/workers", params={"id": "none"})).status == 404
+    assert (await client.delete("/sgl_ext/workers", params={"id": "one"})).status == 202
+    await until_listed(client)
+    taken_back = await client.post("/sgl_ext/workers", json={"url": engine.url})
+    assert (await taken_back.json())["id"] == "one"
+
+
+async def test_the_admin_api_adds_a_bounded_number_of_workers(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_routes, "MOST_ADDED", 2)
+    client = await start()
+    for port, status in ((1, 201), (2, 201), (3, 409), (2, 200)):
+        answer = await client.post("/sgl_ext/workers", json={"url": f"http://127.0.0.1:{port}"})
+        assert answer.status == status
+
+
+def test_a_balancer_whose_source_cannot_be_read_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    missing = f"file:{tmp_path / 'none.json'}"
+    with pytest.raises(SystemExit) as ended:
+        serve.main(["--workers-from", missing])
+    assert str(ended.value) == (
+        f"sgl-ext balancer: workers_from={missing!r}: {tmp_path / 'none.json'}: "
+        "cannot be read: No such file or directory"
+    )
+
+
+def test_neither_balancer_nor_launcher_imports_an_extra() -> None:
+    extras = {"ray", "kubernetes_asyncio", "redis", "psycopg"}
+    code = (
+        "import sys, sgl_ext.balancer.serve, sgl_ext.launch\n"
+        "from sgl_ext.membership.sources import open_sources\n"
+        "from sgl_ext.settings.schema import BalancerSettings\n"
+        "open_sources(BalancerSettings(workers=('http://a:1',)))\n"
+        f"print({extras!r} & set(sys.modules))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout == "set()\n"
