@@ -2,7 +2,8 @@
 
 SGLang's models take more than these types: "no" and 0 for false, "5" and 5.0 for 5. What the
 balancer decides by such a value could differ from what the engine does, for example store a
-response that the client wants forgotten. So a value of another type is an error.
+response that the client wants forgotten. So a value of another type is an error. Only 5.0 is read
+as 5 here, too: clients whose language, or whose JSON library, has no integers send it.
 """
 
 from collections.abc import Mapping
@@ -22,6 +23,17 @@ FIELDS: Mapping[str, type] = {
 STREAM_OPTIONS: Mapping[str, type] = {"include_usage": bool}
 
 
+# Beyond it, a float does not say which integer is meant.
+_LIMIT_FLOAT = 2.0**53
+
+
+def as_integer(value: Any) -> Any:
+    """The integer that a float with a whole value stands for; any other value as it is."""
+    if type(value) is float and value.is_integer() and abs(value) <= _LIMIT_FLOAT:
+        return int(value)
+    return value
+
+
 class WrongType(NamedTuple):
     """A field with a value of another type, and what it must be."""
 
@@ -38,6 +50,8 @@ def find_wrong_type(body: Any) -> WrongType | None:
     for holder, prefix, fields in ((body, "", FIELDS), (inner, "stream_options.", STREAM_OPTIONS)):
         for name, kind in fields.items():
             value = holder.get(name)
+            if kind is int:
+                value = as_integer(value)
             if value is not None and type(value) is not kind:
                 field = prefix + name
                 return WrongType(field, f"{field}: must be {_FORMS[kind]}")

@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sgl_ext.requests.field_types import as_integer
+
 LIMIT = 1000
 HEADERS = ("x-sgl-ext-priority", "x-dynamo-request-priority")
 _TIERS = {"priority": 10, "flex": -10}
@@ -95,7 +97,7 @@ def _expected_output(stated: int | None, body: Mapping[str, Any]) -> int | None:
     if stated is None:
         return None
     sampling = body.get("sampling_params")
-    limits = [body.get(field) for field in _OUTPUT_LIMITS]
+    limits = [as_integer(body.get(field)) for field in _OUTPUT_LIMITS]
     limits.append(sampling.get("max_new_tokens") if isinstance(sampling, dict) else None)
     return min(stated, *(limit for limit in limits if type(limit) is int and limit >= 0), stated)
 

@@ -10,7 +10,7 @@ from sgl_ext.requests.field_types import FIELDS, find_wrong_type
 
 _WRONG: dict[type, list[Any]] = {
     bool: [0, 1, 1.0, "true", "no", [], {}],
-    int: [True, "5", 5.0, 1e30, [5], {}],
+    int: [True, "5", 5.5, 1e30, float("inf"), [5], {}],
     str: [5, True, ["m"], [[[]]], {}],
 }
 
@@ -37,6 +37,7 @@ def test_an_inner_field_is_named_by_its_path() -> None:
     [
         *(None, [], "x", {}, {"stream_options": 5}, {"messages": "left to the engine"}),
         {"model": "m", "stream": False, "max_tokens": 5, "stream_options": {"include_usage": True}},
+        {"max_tokens": 5.0, "n": 1.0},
         dict.fromkeys([*FIELDS, "stream_options"]),
     ],
 )

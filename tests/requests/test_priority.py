@@ -153,6 +153,7 @@ def test_no_body_breaks_it(body: dict[str, Any], hints: Any, priority: Any) -> N
     [
         ({}, 262_000),
         ({"max_tokens": 4}, 4),
+        ({"max_tokens": 4.0}, 4),
         ({"max_completion_tokens": 5, "max_tokens": 9}, 5),
         ({"max_output_tokens": 6}, 6),
         ({"sampling_params": {"max_new_tokens": 7}}, 7),
