@@ -12,6 +12,7 @@ import orjson
 
 from sgl_ext.balancer.access.authentication import Authentication, KeyFileReloader
 from sgl_ext.balancer.access.rate_limits import RateLimits
+from sgl_ext.balancer.access.sent_secret import SentSecret
 from sgl_ext.balancer.admin.app import ControlPool, make_app
 from sgl_ext.balancer.cluster.group_memory import WRITER
 from sgl_ext.balancer.cluster.peers import PeerGroup, Peers
@@ -106,6 +107,7 @@ class Balancer:
             read_api_key(config.api_key), self._key_file, self._tenants, config.isolates_tenants
         )
         self._heads = RequestHeadCache(authentication.admit)
+        self._secret = SentSecret(config.engine_secret, metrics)
 
     async def start(self) -> None:
         """Builds everything and listens. Raises OSError if the address cannot be used.
@@ -117,6 +119,7 @@ class Balancer:
         self.now = loop.time()
         count_unhandled(loop, metrics.background_failed)
         self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
+        self._secret.put_into(self._session)
         strip = HeaderStrip(config.strip_headers)
         slots, prefixes = self._make_index()
         workers = Workers(metrics, sources=[source.name for source in self._sources], slots=slots)
@@ -151,6 +154,7 @@ class Balancer:
             strip,
             RateLimits(self._key_file, metrics, config.processes),
             conversations,
+            self._secret,
             self._session,
             self.account,
             self._metrics_page,
@@ -282,6 +286,7 @@ class Balancer:
             ("connection_pools", self._sweep_pools),
             ("admission_queue", self._admission_queue.sweep),
             ("key_file", self._reload_keys),
+            ("engine_secret", self._services.reload_secret),
             ("workers", self._services.workers.remove_drained),
             ("subscriptions", self._subscribers.sync),
             ("prefixes", self._sweep_prefixes),

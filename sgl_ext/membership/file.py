@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from sgl_ext.membership.member import Member, MembershipError
-from sgl_ext.settings.checks import is_worker_url
+from sgl_ext.settings.checks import is_worker_url, worker_url_problem
 
 POLL_S = 0.25
 
@@ -66,7 +66,7 @@ class WatchedFile:
             if not member.id:
                 raise self._wrong(f"workers[{index}].id: is empty")
             if not is_worker_url(member.url):
-                problem = f"must be http://HOST:PORT, not {member.url!r}"
+                problem = f"{worker_url_problem(member.url)}, not {member.url!r}"
                 raise self._wrong(f"workers[{index}].url: {problem}")
         return members
 

@@ -30,6 +30,8 @@ OWNER_HEADER = "x-sgl-ext-owner"
 QUEUED_HEADER = "x-sgl-ext-queued-s"
 # Proves to an engine that a request is from its balancer.
 SECRET_HEADER = "x-sgl-ext-engine-secret"
+# What an engine answers in it to a request that does not prove that.
+REFUSED = b"refused"
 INTERNAL_HEADERS = (TENANT_HEADER, GROUP_HEADER, OWNER_HEADER, QUEUED_HEADER, SECRET_HEADER)
 """What an engine believes from its balancer alone."""
 _HINTS = (*SESSION_HEADERS, FINAL_HEADER, TENANT_HEADER, GROUP_HEADER, *PRIORITY_HEADERS)

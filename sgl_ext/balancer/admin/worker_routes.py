@@ -27,7 +27,7 @@ from sgl_ext.balancer.routing.worker_probes import WorkerProbes
 from sgl_ext.protocols import routes
 from sgl_ext.protocols.errors import BalancerError, no_engine
 from sgl_ext.requests.session import OWNER_HEADER, TENANT_HEADER
-from sgl_ext.settings.checks import is_worker_url
+from sgl_ext.settings.checks import is_worker_url, worker_url_problem
 
 SERVICES = web.AppKey("services", Services)
 # More would not fit into a message between balancers.
@@ -48,7 +48,8 @@ async def add_worker(request: web.Request) -> web.Response:
     services = request.app[SERVICES]
     workers = services.workers
     if not isinstance(url, str) or not is_worker_url(url):
-        raise BalancerError(HTTPStatus.BAD_REQUEST, f"url: must be http://HOST:PORT, not {url!r}")
+        problem = worker_url_problem(str(url))
+        raise BalancerError(HTTPStatus.BAD_REQUEST, f"url: {problem}, not {url!r}")
     known = workers.find_url(url)
     if known is None and len(workers.admin.added) >= MOST_ADDED:
         message = f"url: at most {MOST_ADDED} workers can be added; list more in a file"
@@ -172,6 +173,7 @@ def _shown(worker: Worker) -> dict[str, Any]:
         "state": state,
         "ready": worker.ready,
         "draining": worker.draining,
+        "fault": worker.fault,
         "breaker": worker.breaker.state,
         "in_flight": worker.in_flight,
         "pending_tokens": worker.pending_tokens,

@@ -18,21 +18,27 @@ class ConnectionPool:
     Call `sweep` once a second.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, lines: bytes = b"") -> None:
+        """lines: header lines that each request to this worker gets in addition to its own."""
         self.url = url
         parts = urlsplit(url)
         self._host = parts.hostname or ""
         self._port = parts.port or 80
         self._base = parts.path.rstrip("/").encode()
-        self._host_line = b" HTTP/1.1\r\nhost: %b\r\n" % parts.netloc.rpartition("@")[2].encode()
+        self._netloc = parts.netloc.rpartition("@")[2].encode()
+        self.add_to_each(lines)
         self.heads = ResponseHeadCache()
         self.connections: set[UpstreamConnection] = set()
         self._idle: list[UpstreamConnection] = []
         self._connecting: set[asyncio.Task[None]] = set()
 
+    def add_to_each(self, lines: bytes) -> None:
+        """Replaces the header lines that each request gets."""
+        self._first_lines = b" HTTP/1.1\r\nhost: %b\r\n%b" % (self._netloc, lines)
+
     def request_line(self, method: str, target: bytes) -> bytes:
-        """The request line and the Host line of a request to this worker."""
-        return b"%b %b%b%b" % (method.encode(), self._base, target, self._host_line)
+        """The first lines of a request to this worker: what is requested, and of whom."""
+        return b"%b %b%b%b" % (method.encode(), self._base, target, self._first_lines)
 
     def lease(self, receiver: ResponseReceiver) -> asyncio.Task[None] | None:
         """Gives the receiver an idle connection, or opens one like `connect`."""

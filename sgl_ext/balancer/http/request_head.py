@@ -19,7 +19,7 @@ import httptools
 
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.protocols.routes import Route
-from sgl_ext.requests.session import QUEUED_HEADER
+from sgl_ext.requests.session import QUEUED_HEADER, SECRET_HEADER
 
 # Headers of one connection and not of the message (RFC 9110, section 7.6.1), and the length,
 # which is stated again by the framing of the next connection.
@@ -37,6 +37,7 @@ _NOT_UPSTREAM = HOP_BY_HOP | {
     b"host",
     b"x-api-key",
     QUEUED_HEADER.encode(),
+    SECRET_HEADER.encode(),
 }
 LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ([0-9]{1,15})\r\n")
 _MAX_CACHED = 1024

@@ -26,13 +26,14 @@ from sgl_ext.balancer.routing.attempts import NO_ROUTING, Attempt
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.protocols.errors import BalancerError, internal_error, no_engine
 from sgl_ext.protocols.request_ids import new_request_id
-from sgl_ext.requests.session import QUEUED_HEADER
+from sgl_ext.requests.session import QUEUED_HEADER, REFUSED, SECRET_HEADER
 
 log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
 # How many engines one request may take along.
 MAX_LOST = 2
+_REFUSED_LINE = b"%b: %b\r\n" % (SECRET_HEADER.encode(), REFUSED)
 _QUEUED_LINE = b"%b: %%.3f\r\n" % QUEUED_HEADER.encode()
 
 
@@ -177,6 +178,16 @@ class Delivery(ABC):
             self._lost += self._is_sent
             self._retry(reason)
 
+    def _is_refused(self, head: ResponseHead) -> bool:
+        """Whether the worker refuses the balancer, and not the client; then the request is sent to
+        another. It is no failure: a probe finds when the worker can be used again."""
+        attempt = self._attempt
+        if attempt is None or _REFUSED_LINE not in head.lines:
+            return False
+        self._services.workers.note_secret(attempt.worker, refused=True)
+        self._retry("it refuses the engine-secret", by_worker=False)
+        return True
+
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None
         connecting, self._connecting = self._connecting, None
@@ -191,9 +202,9 @@ class Delivery(ABC):
             self._services.metrics.retries_rejected.inc()
         return has_budget
 
-    def _retry(self, reason: str, *, answered: bool = False) -> None:
+    def _retry(self, reason: str, *, answered: bool = False, by_worker: bool = True) -> None:
         log.warning("%s failed before it answered %s: %s", self._pool.url, self._id(), reason)
-        self._release(by_worker=True, answered=answered)
+        self._release(by_worker=by_worker, answered=answered)
         self._forget_response()
         untried = self._services.router.any_available(besides=self.tried)
         if self._head.route is None:

@@ -128,6 +128,8 @@ class Exchange(Delivery):
         response = self._response
         head, body = response.head, response.rest()
         recorder = self._preparation.recorder
+        if head.status == HTTPStatus.UNAUTHORIZED and self._is_refused(head):
+            return
         if head.streams and (body or self._stage is Stage.RELAYING):
             if body:
                 self._relay(body)

@@ -8,6 +8,7 @@ import aiohttp
 
 from scheduler.retry_budget import RetryBudget
 from sgl_ext.balancer.access.rate_limits import RateLimits
+from sgl_ext.balancer.access.sent_secret import SentSecret
 from sgl_ext.balancer.conversations import contexts
 from sgl_ext.balancer.conversations.conversation_store import ConversationStore
 from sgl_ext.balancer.conversations.expansion import Found, Named
@@ -35,7 +36,8 @@ from sgl_ext.requests.strip import HeaderStrip
 class Services:
     """The router, the admission queue, the connections to workers and the rest.
 
-    session: for the balancer's own requests to workers.
+    secret: by which the workers know this balancer.
+    session: for the balancer's own requests to workers; it sends the secret.
     page: renders the metrics of all processes.
     divergences: the findings of all processes; None if prompts are not compared.
     readiness: whether the prefix index is warm.
@@ -51,6 +53,7 @@ class Services:
     strip: HeaderStrip
     rate_limits: RateLimits
     conversations: ConversationStore
+    secret: SentSecret
     session: aiohttp.ClientSession
     account: ByteAccount
     page: Callable[[], bytes]
@@ -111,8 +114,15 @@ class Services:
         """The connections to a worker."""
         pool = self._pools.get(worker)
         if pool is None:
-            pool = self._pools[worker] = ConnectionPool(worker.url)
+            pool = self._pools[worker] = ConnectionPool(worker.url, self.secret.line)
         return pool
+
+    def reload_secret(self) -> None:
+        """Sends a changed secret from now on. Call it periodically."""
+        if self.secret.reload_if_changed():
+            self.secret.put_into(self.session)
+            for pool in self._pools.values():
+                pool.add_to_each(self.secret.line)
 
     def pools(self) -> list[ConnectionPool]:
         """Every connection pool."""

@@ -41,6 +41,7 @@ class Worker:
     recent_prefill: tokens that it was given to prefill in the last seconds.
     publishes: whether it sends prefix events.
     last_heard_s: when its scheduler last sent an event, or got its first work after being idle.
+    refuses_secret: its engine secret is another than this balancer's; it gets no requests.
     is_hung: it accepts connections, but does nothing; it gets no requests.
     silent_probes: how many probes in a row it has left without an answer.
     recovered_s: when it joined or came back; None if it was there from the start.
@@ -67,6 +68,7 @@ class Worker:
         self.pins = PinMirror()
         self.pinned_tokens = 0
         self.publishes = False
+        self.refuses_secret = False
         self.is_hung = False
         self.silent_probes = 0
         self.last_heard_s = 0.0
@@ -78,6 +80,13 @@ class Worker:
         """Whether it may be sent a request, if it has capacity."""
         takes_requests = self.breaker.takes_requests and not self.is_hung
         return self.ready and not self.draining and takes_requests
+
+    @property
+    def fault(self) -> str:
+        """Why it cannot be used, if that is not simply that it does not answer."""
+        if self.refuses_secret:
+            return "it refuses the engine-secret of this balancer"
+        return "it hangs" if self.is_hung else ""
 
     @property
     def load(self) -> Load:

@@ -70,6 +70,8 @@ class WorkerProbes:
         else:
             worker.silent_probes = 0
         self.workers.mark(worker, ready=status == HTTPStatus.OK)
+        if status is not None:
+            self.workers.note_secret(worker, refused=status == HTTPStatus.UNAUTHORIZED)
         if worker.silent_probes >= SILENT_PROBES:
             self._set_hung(worker, True)
 
@@ -99,7 +101,8 @@ class WorkerProbes:
             status = await self._status(f"{worker.url}/health_generate", _GENERATE_TIMEOUT)
         except TimeoutError:
             return False
-        return status == HTTPStatus.OK
+        # One that refuses the secret does not hang, and the next probe finds the reason.
+        return status in (HTTPStatus.OK, HTTPStatus.UNAUTHORIZED)
 
     async def _status(self, url: str, limit: aiohttp.ClientTimeout) -> int | None:
         """The status of an answer, None if the connection is refused or breaks. Raises TimeoutError

@@ -24,6 +24,10 @@ _GAUGES: dict[str, tuple[str, Callable[[Worker, float], int]]] = {
         "Whether the worker drains: it gets no new requests and leaves after its last one.",
         lambda worker, now_s: worker.draining,
     ),
+    "secret_refused": (
+        "Whether the worker refuses the engine secret of this balancer.",
+        lambda worker, now_s: worker.refuses_secret,
+    ),
     "breaker_open": (
         "Whether the worker's circuit breaker is open.",
         lambda worker, now_s: worker.breaker.state is State.OPEN,
@@ -160,6 +164,15 @@ class Workers(Collector):
             worker.recovered_s = self._clock()
             self._left(worker)
         worker.ready = ready
+
+    def note_secret(self, worker: Worker, *, refused: bool) -> None:
+        """Records whether a worker refuses the engine secret, as a probe or a request found."""
+        if refused is not worker.refuses_secret:
+            verb = "refuses" if refused else "accepts"
+            log.warning("%s %s the engine-secret of this balancer", worker.id, verb)
+        worker.refuses_secret = refused
+        if refused:
+            self.mark(worker, ready=False)
 
     def _members(self) -> Iterable[Member]:
         return (member for members in self._lists.values() for member in members)

@@ -146,9 +146,12 @@ class _Answer:
         return data
 
 
-async def send_error(path: str, error: EngineError, send: Any) -> None:
-    """Answers a request to a path with an error in the protocol's shape."""
-    await _Answer(path, send).reject(error)
+async def send_error(
+    path: str, error: EngineError, send: Any, *headers: tuple[bytes, bytes]
+) -> None:
+    """Answers a request to a path with an error in the protocol's shape, and these headers."""
+    start = {"type": "http.response.start", "headers": headers}
+    await _Answer(path, send).reject(error, start)
 
 
 def _shaped_with_id(path: str, error: EngineError) -> tuple[str, str, bytes]:

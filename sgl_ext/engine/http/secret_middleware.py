@@ -23,7 +23,7 @@ from sgl_ext.engine.core.request_context import current_dry_run
 from sgl_ext.engine.http.error_middleware import send_error
 from sgl_ext.engine.http.error_shape import EngineError
 from sgl_ext.engine.sglang_types import ServerArgs
-from sgl_ext.requests.session import INTERNAL_HEADERS, SECRET_HEADER
+from sgl_ext.requests.session import INTERNAL_HEADERS, REFUSED, SECRET_HEADER
 from sgl_ext.settings.engine_secret import EngineSecret, is_reachable
 from sgl_ext.settings.schema import SettingsError
 
@@ -35,7 +35,8 @@ _READY = "/ready"
 _PROBES = ("/health", _READY)
 _FOR_BALANCERS = "/sgl_ext/"
 _RELOAD_S = 1.0
-_REFUSED = "This engine answers its balancer alone: the engine secret is missing or wrong."
+_MARK = (_NAME, REFUSED)
+_MESSAGE = "This engine answers its balancer alone: the engine secret is missing or wrong."
 
 
 class SecretMiddleware:
@@ -107,7 +108,8 @@ async def _refuse(scope: Any, receive: Any, send: Any, reason: str) -> None:
         await receive()
         await send({"type": "websocket.close", "code": 1008})
     else:
-        await send_error(scope["path"], EngineError(401, _REFUSED), send)
+        # By this header the balancer knows that it is refused, and not its client.
+        await send_error(scope["path"], EngineError(401, _MESSAGE), send, _MARK)
 
 
 _own: tuple[str, EngineSecret] | None = None
