@@ -55,6 +55,9 @@ async def add_worker(request: web.Request) -> web.Response:
         message = f"url: at most {MOST_ADDED} workers can be added; list more in a file"
         raise BalancerError(HTTPStatus.CONFLICT, message)
     worker = workers.add(url, time.time())
+    if worker is None:
+        message = "url: a source lists it, and that entry is ignored; the log has the reason"
+        raise BalancerError(HTTPStatus.CONFLICT, message)
     await WorkerProbes(workers, services.session, services.metrics.background_failed).probe(worker)
     return json_response(_shown(worker), HTTPStatus.OK if known else HTTPStatus.CREATED)
 

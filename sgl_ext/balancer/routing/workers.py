@@ -52,6 +52,7 @@ class Workers(Collector):
 
         sources --> apply --> all <-- change -- admin API
 
+    model: the one that the workers state, "" if none does.
     admin: what the admin API changed.
     on_leave: called with each worker that is removed or no longer ready.
     """
@@ -66,6 +67,7 @@ class Workers(Collector):
         """sources: their names, the most important first. slots: those of all processes that share
         a prefix index; without them, this process has its own."""
         self.all: list[Worker] = []
+        self.model = ""
         self.admin = AdminChanges()
         self.on_leave: list[Callable[[Worker], None]] = []
         self._metrics = metrics
@@ -73,7 +75,7 @@ class Workers(Collector):
         self._slots = slots or Slots()
         self._order = sources
         self._lists: dict[str, Sequence[Member]] = {}
-        self._conflicts: set[str] = set()
+        self._ignored: set[str] = set()
         self._by_id: dict[str, Worker] = {}
         metrics.registry.register(self)
 
@@ -115,8 +117,9 @@ class Workers(Collector):
             self.admin = admin
             self._update(self._clock())
 
-    def add(self, url: str, wall_s: float) -> Worker:
-        """Adds a worker for the admin API, or takes back one that it removed.
+    def add(self, url: str, wall_s: float) -> Worker | None:
+        """Adds a worker for the admin API, or takes back one that it removed. None if a source
+        names it and that entry is ignored.
 
         wall_s: the time by the wall clock, which balancers on several machines share.
         """
@@ -128,9 +131,7 @@ class Workers(Collector):
         elif url not in added:
             added = (*added, url)
         self._edit(wall_s, added, removed)
-        worker = self.find_url(url)
-        assert worker is not None, "it was added"
-        return worker
+        return self.find_url(url)
 
     def remove(self, worker: Worker, wall_s: float) -> None:
         """Lets a worker leave, whatever its source says, until `add` takes it back."""
@@ -148,10 +149,10 @@ class Workers(Collector):
         """Removes the workers that leave and whose requests have ended. Call it periodically."""
         for worker in [w for w in self.all if w.is_gone and not w.in_flight]:
             self.all.remove(worker)
+            self._index()
             self._left(worker)
             self._slots.give_back(worker.slot)
-            if self._by_id[worker.id] is worker:
-                del self._by_id[worker.id]
+            if worker.id not in self._by_id:
                 self._metrics.forget_worker(worker.id)
 
     def mark(self, worker: Worker, *, ready: bool) -> None:
@@ -178,7 +179,7 @@ class Workers(Collector):
         return (member for members in self._lists.values() for member in members)
 
     def _update(self, joined_s: float | None) -> None:
-        listed, conflicts = merge(self._lists, self.admin)
+        listed, self.model, ignored = merge(self._lists, self.admin, self.model)
         known = {(worker.id, worker.url): worker for worker in self.all}
         for worker in self.all:
             worker.is_gone = worker.draining = True
@@ -186,13 +187,17 @@ class Workers(Collector):
             worker = known.get((member.id, member.url)) or self._join(member, joined_s)
             worker.is_gone, worker.draining = False, member.state == "draining"
             worker.member, worker.source = member, source
-        leave_last = sorted(self.all, key=lambda worker: not worker.is_gone)
-        self._by_id = {worker.id: worker for worker in leave_last}
+        self._index()
         self.remove_drained()
-        messages = {str(conflict) for conflict in conflicts}
-        for message in sorted(messages - self._conflicts):
-            log.warning("%s", message)
-        self._conflicts = messages
+        for message in ignored:
+            if message not in self._ignored:
+                log.warning("%s", message)
+        self._ignored = {*ignored}
+
+    def _index(self) -> None:
+        """A worker that stays counts before one with the same id that leaves."""
+        leaving_first = sorted(self.all, key=lambda worker: not worker.is_gone)
+        self._by_id = {worker.id: worker for worker in leaving_first}
 
     def _join(self, member: Member, joined_s: float | None) -> Worker:
         worker = Worker(member, self._slots.take(f"{member.id}\n{member.url}"))

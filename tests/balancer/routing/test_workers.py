@@ -27,6 +27,7 @@ def test_slots_are_used_again(setting: Setting) -> None:
     gone = setting.workers.all[0]
     setting.workers.remove(gone, 1.0)
     joined = setting.workers.add("http://c", 2.0)
+    assert joined is not None
     assert joined.slot == gone.slot
     assert setting.workers.add("http://c", 3.0) is joined
 
@@ -162,8 +163,9 @@ def test_what_the_admin_api_removes_stays_away_until_it_is_taken_back() -> None:
     workers.remove(named(workers, "1"), 1.0)
     workers.apply("x", [TWO, ONE])
     assert [worker.id for worker in workers.all] == ["2"]
-    assert workers.add(ONE.url, 2.0).id == "1"
-    workers.remove(workers.add("http://c:1", 3.0), 4.0)
+    assert workers.add(ONE.url, 2.0) is named(workers, "1")
+    workers.add("http://c:1", 3.0)
+    workers.remove(named(workers, "http://c:1"), 4.0)
     assert [worker.id for worker in workers.all] == ["2", "1"]
     # What its source has dropped is not remembered for ever.
     workers.remove(named(workers, "1"), 5.0)
@@ -175,7 +177,13 @@ def test_what_the_admin_api_removes_stays_away_until_it_is_taken_back() -> None:
 def test_an_edit_counts_after_a_step_back_of_the_clock() -> None:
     workers = table(x=[ONE])
     workers.remove(named(workers, "1"), 100.0)
-    assert workers.add(ONE.url, 50.0).id == "1"
+    assert workers.add(ONE.url, 50.0) is named(workers, "1")
+
+
+def test_the_admin_api_cannot_add_what_a_source_lists_with_another_model() -> None:
+    workers = table(x=[changed(ONE, model="a"), changed(TWO, model="b")])
+    assert workers.add(TWO.url, 1.0) is None
+    assert (workers.admin.added, workers.model) == ((), "a")
 
 
 def test_the_metrics_of_a_worker_end_with_it() -> None:
