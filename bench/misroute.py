@@ -171,7 +171,8 @@ async def measure(node: Node, plan: Plan, log: Path, model: str) -> dict[str, An
         await trial.run()
         async with http.get(f"{node.url}/metrics") as answer:
             page = await answer.text()
-    found = figures(trial.done, trial.diary, load.sent, read_log(log, load.sent), page)
+    lines = read_log(log, load.sent, node.engines)
+    found = figures(trial.done, trial.diary, load.sent, lines, page)
     require(found["requests"] > 0, "requests are answered and judged")
     require(found["evicted_tokens"] > 0, "what sessions share does not fit the engines' caches")
     require(found["event_lines"] > 0, "this process hears the engines' events")

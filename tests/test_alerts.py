@@ -17,7 +17,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from sgl_ext_cpu.node import Node
 
 from sgl_ext.balancer.metrics.registry import Metrics
+from sgl_ext.balancer.routing.worker_sources import WorkerSources
 from sgl_ext.engine.core.counters import _COUNTERS
+from sgl_ext.membership.static import StaticList
 from tests.balancer.workers import workers_at
 
 PATH = Path(__file__).parent.parent / "launch" / "alerts.yml"
@@ -56,7 +58,8 @@ def series_of(page: str) -> set[str]:
 
 def of_the_balancer() -> set[str]:
     metrics = Metrics()
-    workers_at(("http://127.0.0.1:1",), metrics)
+    workers = workers_at(("http://127.0.0.1:1",), metrics)
+    WorkerSources([StaticList(())], workers, metrics)
     return series_of(metrics.render().decode())
 
 

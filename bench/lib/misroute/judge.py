@@ -53,8 +53,11 @@ class Line:
     attempts: int
 
 
-def read_log(log: Path, sent: Iterable[Sent]) -> list[Line]:
-    """The log's lines of answered requests. What was cached is by the client's reading."""
+def read_log(log: Path, sent: Iterable[Sent], engines: Sequence[str]) -> list[Line]:
+    """The log's lines of answered requests. What was cached is by the client's reading.
+
+    engines: their URLs, by number.
+    """
     by_key = {
         (f"{request.chain.session:032x}", len(request.chain.hashes)): request
         for request in sent
@@ -70,7 +73,7 @@ def read_log(log: Path, sent: Iterable[Sent]) -> list[Line]:
         lines.append(
             Line(
                 request,
-                entry["worker"],
+                engines[int(entry["worker"].removeprefix("engine-").partition(".")[0])],
                 entry["reason"],
                 entry["expected_tokens"],
                 request.cached_tokens,
