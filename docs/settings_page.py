@@ -53,7 +53,7 @@ def _table(fields: Mapping[str, Field]) -> str:
     for name, field in fields.items():
         default = f"`{field.shown_default}`" if field.shown_default else ""
         key = f"`{name.replace('_', '-')}`"
-        text = re.sub(r"\b(\w+\.md)", r"[\1](\1)", field.help)
+        text = re.sub(r"\b([\w-]+\.md)", r"[\1](\1)", field.help)
         rows.append(f"| {key} | {default} | {field.allowed} | {_readers(name)} | {text} |")
     return "\n".join(rows) + "\n"
 

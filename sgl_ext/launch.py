@@ -19,7 +19,8 @@ import aiohttp
 from msgspec.structs import replace
 from rich.console import Console
 
-from sgl_ext.balancer.conversations.document_store import StoreUnusable, check_store
+from sgl_ext.balancer.store.documents import StoreUnusable
+from sgl_ext.balancer.store.opening import check_store
 from sgl_ext.membership.file import write_members
 from sgl_ext.membership.member import Member
 from sgl_ext.membership.sources import open_sources

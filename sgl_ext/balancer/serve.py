@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -12,14 +13,15 @@ import uvloop
 
 from sgl_ext.balancer.cluster.peers import PeerGroup
 from sgl_ext.balancer.cluster.processes import run
-from sgl_ext.balancer.conversations.document_store import StoreUnusable, check_store
 from sgl_ext.balancer.reporting.line_file import check_file
 from sgl_ext.balancer.server import Balancer
+from sgl_ext.balancer.store.documents import StoreUnusable
+from sgl_ext.balancer.store.opening import check_store
 from sgl_ext.membership.member import Membership
 from sgl_ext.membership.sources import open_sources
 from sgl_ext.node.lifeline import end_with_parent
 from sgl_ext.node.ports import require_free
-from sgl_ext.settings.schema import BalancerSettings, SettingsError
+from sgl_ext.settings.schema import VARIABLE, BalancerSettings, SettingsError
 from sgl_ext.settings.sources import balancer_settings
 
 
@@ -31,7 +33,9 @@ def main(argv: list[str]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         config = balancer_settings(argv)
-        check_store(config.store, config.store_limit_bytes)
+        # A launcher has checked that the store's server answers.
+        is_restart = VARIABLE in os.environ
+        check_store(config.store, config.store_limit_bytes, is_restart=is_restart)
         if config.request_log is not None:
             check_file(config.request_log)
         sources = open_sources(config)

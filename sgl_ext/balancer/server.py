@@ -17,8 +17,6 @@ from sgl_ext.balancer.admin.app import ControlPool, make_app
 from sgl_ext.balancer.cluster.group_memory import WRITER
 from sgl_ext.balancer.cluster.peers import PeerGroup, Peers
 from sgl_ext.balancer.conversations.conversation_store import ConversationStore
-from sgl_ext.balancer.conversations.document_store import IN_MEMORY, DocumentStore
-from sgl_ext.balancer.conversations.store_thread import StoreThread
 from sgl_ext.balancer.conversations.tenant_documents import TenantDocuments
 from sgl_ext.balancer.http.downstream import DownstreamConnection, RawResponse
 from sgl_ext.balancer.http.request_head import RequestHeadCache
@@ -39,6 +37,7 @@ from sgl_ext.balancer.routing.slots import Slots
 from sgl_ext.balancer.routing.worker_probes import WorkerProbes
 from sgl_ext.balancer.routing.worker_sources import WorkerSources
 from sgl_ext.balancer.routing.workers import Workers
+from sgl_ext.balancer.store.opening import open_store
 from sgl_ext.doctor.findings import merged
 from sgl_ext.limits.byte_account import ByteAccount
 from sgl_ext.limits.stall import StallMonitor
@@ -144,7 +143,10 @@ class Balancer:
             self._detector = DivergenceDetector(strip, metrics, sort_tools=config.sort_tools)
         self._log_lines = None if config.request_log is None else self._open_log(config.request_log)
         self._request_log = RequestLog(metrics, self._log_lines, self._detector)
-        self._documents = TenantDocuments(self._open_store(), metrics, config.max_body_bytes)
+        documents, self._shared = open_store(
+            config.store, config.store_limit_bytes, metrics, self._folder
+        )
+        self._documents = TenantDocuments(documents, metrics, config.max_body_bytes)
         conversations = ConversationStore(self._documents, metrics, config.response_ttl_s)
         self._services = Services(
             router,
@@ -344,15 +346,6 @@ class Balancer:
         check_file(path)
         dropped = self._metrics.request_log_dropped_lines
         return LineFile(Path(path), self._config.request_log_limit_bytes, dropped)
-
-    def _open_store(self) -> StoreThread | None:
-        """The store that all processes of this balancer share."""
-        path, limit_bytes = self._config.store or IN_MEMORY, self._config.store_limit_bytes
-        if path == IN_MEMORY and self._folder is not None:
-            path = str(self._folder / "store.sqlite")
-        if not limit_bytes:
-            return None
-        return StoreThread(DocumentStore(path, limit_bytes), self._metrics)
 
     def _divergences(self) -> dict[str, Any] | None:
         """The findings of all processes; None if prompts are not compared."""

@@ -15,9 +15,11 @@ from sgl_ext.settings.schema import (
     SettingsError,
 )
 from sgl_ext.settings.secret_source import read_source
+from sgl_ext.settings.store_address import read_store
 
 NO_TLS = "plain HTTP to engines; encrypt the network between them: remote.md"
 _WORKER_FORM = "must be http://HOST:PORT"
+
 _Problem = tuple[str, object, str]  # the setting, its value, what is wrong with it
 
 
@@ -33,6 +35,8 @@ def check_launch(settings: LaunchSettings, names: Mapping[str, str] = {}) -> Non
 def check_balancer(settings: BalancerSettings, names: Mapping[str, str] = {}) -> None:
     """Raises SettingsError for the first rule that a balancer's settings break."""
     _raise_first(_balancer_problems(settings), names)
+    if settings.store is not None:
+        read_store(settings.store)
     read_api_key(settings.api_key)
     EngineSecret(settings.engine_secret)
 

@@ -63,6 +63,15 @@ StoreBytes = Annotated[int, Meta(ge=0), form(f"0, or an integer of at least {LEA
 LogBytes = Annotated[int, Meta(ge=_MIB)]
 Text = Annotated[str, Meta(min_length=1), form("text that is not empty", "TEXT")]
 File = Annotated[str, Meta(min_length=1), form("a path", "FILE")]
+Store = Annotated[
+    str,
+    Meta(min_length=1),
+    form(
+        "a path, redis[s]://, valkey[s]:// or postgresql://, env:VARIABLE or file:PATH",
+        "STORE",
+        is_secret=True,
+    ),
+]
 HeaderName = Annotated[
     str,
     Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9-]*\Z"),
@@ -170,9 +179,10 @@ class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
     ] = 1 << 30
     diagnose: Annotated[bool, "Find where prompts diverge; a request log does, too."] = False
     store: Annotated[
-        File | None,
-        f"SQLite file for responses and contexts, or {IN_MEMORY}. The launcher's default is "
-        "store.sqlite in log-dir. See responses.md.",
+        Store | None,
+        f"SQLite file for responses and contexts, {IN_MEMORY}, or the URL of a Redis or PostgreSQL "
+        "that balancers share. The launcher's default is store.sqlite in log-dir. See "
+        "shared-store.md.",
     ] = None
     store_limit_bytes: Annotated[StoreBytes, "Largest size of the store; 0: no store."] = 1 << 30
     response_ttl_s: Annotated[TtlSeconds, "Time from a response's last use to its end."] = 86_400.0

@@ -27,9 +27,7 @@ from sgl_ext.balancer.access.authentication import Authentication
 from sgl_ext.balancer.access.rate_limits import RateLimits
 from sgl_ext.balancer.conversations.contexts import read_registration
 from sgl_ext.balancer.conversations.conversation_store import ConversationStore
-from sgl_ext.balancer.conversations.document_store import IN_MEMORY, DocumentStore
 from sgl_ext.balancer.conversations.expansion import Named
-from sgl_ext.balancer.conversations.store_thread import StoreThread
 from sgl_ext.balancer.conversations.tenant_documents import TenantDocuments
 from sgl_ext.balancer.http.request_head import RequestHeadCache
 from sgl_ext.balancer.http.request_reader import Request, RequestReader
@@ -38,6 +36,9 @@ from sgl_ext.balancer.relay.preparation import NOT_PREPARED, Preparation, ask, p
 from sgl_ext.balancer.relay.reading import BodyReader
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.workers import Workers
+from sgl_ext.balancer.store.sqlite_documents import SqliteDocuments
+from sgl_ext.balancer.store.sqlite_file import IN_MEMORY, DocumentStore
+from sgl_ext.balancer.store.sqlite_thread import StoreThread
 from sgl_ext.engine.core.request_context import RequestContext, context_of
 from sgl_ext.engine.http import request_hook
 from sgl_ext.limits.byte_account import ByteAccount
@@ -174,7 +175,7 @@ class _Unthreaded(StoreThread):
 
 async def _conversations(metrics: Metrics) -> ConversationStore:
     """A store with the context and the response that the requests name."""
-    found = _Unthreaded(DocumentStore(IN_MEMORY, 1 << 20), metrics)
+    found = SqliteDocuments(_Unthreaded(DocumentStore(IN_MEMORY, 1 << 20), metrics))
     store = ConversationStore(TenantDocuments(found, metrics, _LIMIT_BODY), metrics, 1e9)
     for tenant in documents.TENANTS:
         described = await store.register_context(tenant, read_registration(documents.CONTEXT))

@@ -10,11 +10,11 @@ from http import HTTPStatus
 from typing import Any
 
 from sgl_ext.balancer.conversations import contexts, stored_turns
-from sgl_ext.balancer.conversations.document_store import Document
 from sgl_ext.balancer.conversations.expansion import Found, Named, Turn, unknown_context
 from sgl_ext.balancer.conversations.stored_turns import ResponseRecorder
 from sgl_ext.balancer.conversations.tenant_documents import TenantDocuments
 from sgl_ext.balancer.metrics.registry import Metrics
+from sgl_ext.balancer.store.documents import Document
 from sgl_ext.protocols.errors import BalancerError
 
 # How long a context lives after its last use, by its longest-lived layer.

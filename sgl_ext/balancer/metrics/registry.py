@@ -264,6 +264,10 @@ class Metrics:
         """Counts an exception of a background task."""
         self.background_failures.counts[(task,)] += 1
 
+    def store_failed(self, _: str) -> None:
+        """Counts a read or write of the store of responses and contexts that failed."""
+        self.store_events.counts[("failed",)] += 1
+
     def counter(self, name: str, help_text: str) -> Counter:
         """Adds the counter `sgl_ext_NAME_total`. `name`: NAME or NAME{LABEL,LABEL}."""
         name, *labels = re.findall(r"\w+", name)

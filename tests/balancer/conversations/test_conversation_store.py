@@ -11,11 +11,12 @@ import pytest
 from aiohttp import ClientSession, web
 
 from sgl_ext.balancer.conversations.conversation_store import ConversationStore
-from sgl_ext.balancer.conversations.document_store import DocumentStore
 from sgl_ext.balancer.conversations.expansion import Expander
-from sgl_ext.balancer.conversations.store_thread import StoreThread
 from sgl_ext.balancer.conversations.tenant_documents import TenantDocuments
 from sgl_ext.balancer.metrics.registry import Metrics
+from sgl_ext.balancer.store.sqlite_documents import SqliteDocuments
+from sgl_ext.balancer.store.sqlite_file import DocumentStore
+from sgl_ext.balancer.store.sqlite_thread import StoreThread
 from tests.balancer.conftest import Engine, Start
 
 PATH = "/v1/responses"
@@ -459,8 +460,9 @@ async def one_turn(store: ConversationStore, body: dict[str, Any], id: str) -> A
 
 async def test_a_conversation_expires_a_ttl_after_its_last_use(tmp_path: Path) -> None:
     clock, metrics = Clock(), Metrics()
-    thread = StoreThread(DocumentStore(str(tmp_path / "store"), 1 << 20), metrics)
-    store = ConversationStore(TenantDocuments(thread, metrics, 1 << 20, clock), metrics, 60.0)
+    file = DocumentStore(str(tmp_path / "store"), 1 << 20)
+    documents = SqliteDocuments(StoreThread(file, metrics))
+    store = ConversationStore(TenantDocuments(documents, metrics, 1 << 20, clock), metrics, 60.0)
     await one_turn(store, {"input": "One"}, "resp_1")
     clock.now += 59
     await one_turn(store, {"input": "Two", "previous_response_id": "resp_1"}, "resp_2")
@@ -470,7 +472,7 @@ async def test_a_conversation_expires_a_ttl_after_its_last_use(tmp_path: Path) -
     clock.now += 61
     assert await store.response("", "resp_1") is None
     assert counts(metrics) == {"stored": 3, "found": 2}
-    await thread.close()
+    await documents.close()
 
 
 def nested(levels: int) -> Any:

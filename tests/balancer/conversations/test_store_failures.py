@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession, web
 
-from sgl_ext.balancer.conversations import document_store, store_thread, write_ahead_log
-from sgl_ext.balancer.conversations.document_store import Document, DocumentStore
-from sgl_ext.balancer.conversations.store_thread import StoreFailed, StoreThread
 from sgl_ext.balancer.metrics.registry import Metrics
+from sgl_ext.balancer.store import sqlite_file, sqlite_thread, write_ahead_log
+from sgl_ext.balancer.store.documents import MAX_QUEUED_BYTES, Document, StoreFailed
+from sgl_ext.balancer.store.sqlite_file import DocumentStore
+from sgl_ext.balancer.store.sqlite_thread import StoreThread
 from tests.balancer.conftest import Engine, Start
 
 PATH = "/v1/responses"
@@ -26,8 +27,8 @@ CONTEXT = {"blocks": [{"id": "rules", "layer": "stable", "content": "Be brief."}
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(document_store, "BUSY_S", 0.05)
-    monkeypatch.setattr(store_thread, "_WRITE_PAUSE_S", 0.0)
+    monkeypatch.setattr(sqlite_file, "BUSY_S", 0.05)
+    monkeypatch.setattr(sqlite_thread, "_WRITE_PAUSE_S", 0.0)
 
 
 class Answering:
@@ -200,7 +201,7 @@ async def test_nothing_waits_for_a_disk_that_hangs(
 
 async def test_what_waits_is_bounded(slow: tuple[StoreThread, threading.Event]) -> None:
     store, disk = slow
-    half = store_thread.MAX_QUEUED_BYTES // 2
+    half = MAX_QUEUED_BYTES // 2
     waiting = [asyncio.create_task(store.write(lambda _: disk.wait(), half)) for _ in range(3)]
     done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     assert done == {waiting[2]}

@@ -12,20 +12,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TypeVar
 
-from sgl_ext.balancer.conversations.document_store import DocumentStore
 from sgl_ext.balancer.metrics.registry import Metrics
+from sgl_ext.balancer.store.documents import (
+    MAX_QUEUED,
+    MAX_QUEUED_BYTES,
+    WAIT_S,
+    StoreFailed,
+)
+from sgl_ext.balancer.store.sqlite_file import DocumentStore
 from sgl_ext.supervision import Guard
 
-WAIT_S = 2.0
-"""The longest time that a request waits for the store."""
-MAX_QUEUED = 256
-MAX_QUEUED_BYTES = 64 << 20
 _WRITE_PAUSE_S = 1.0
 _T = TypeVar("_T")
-
-
-class StoreFailed(Exception):
-    """The store cannot be read or written now: it is locked, full, damaged or too slow."""
 
 
 class StoreThread:
@@ -39,7 +37,7 @@ class StoreThread:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
-        self._metrics = metrics
+        self._failed = metrics.store_failed
         self._wait_s = wait_s
         self._clock = clock
         self._thread = ThreadPoolExecutor(1, "store")
@@ -78,7 +76,8 @@ class StoreThread:
 
     async def close(self) -> None:
         """Closes the store after the queries that wait, if that is soon."""
-        with suppress(StoreFailed, TimeoutError):
+        # It may be closed already.
+        with suppress(StoreFailed, TimeoutError, RuntimeError):
             await self._run(DocumentStore.close)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
@@ -121,6 +120,3 @@ class StoreThread:
         except TimeoutError:
             self._is_late = not running.done()
             raise
-
-    def _failed(self, _: str) -> None:
-        self._metrics.store_events.counts[("failed",)] += 1

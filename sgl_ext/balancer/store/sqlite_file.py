@@ -1,12 +1,4 @@
-"""Documents that survive restarts, in one SQLite file that several balancer processes share.
-
-A document has an owner and an id, and may continue another document of the same owner:
-
-    resp_1 <- resp_2 <- resp_3      chain(resp_3) is all three, the oldest first
-
-A document expires a TTL after its last use. Using it also uses those that it continues. Beyond
-`limit_bytes` the least recently used documents of a tenant are evicted (`store_shares.py`). A chain
-with a missing document is unknown.
+"""Documents in one SQLite file that several balancer processes share; `documents.py` has the rules.
 
 The table `documents` is small, and `content` has the bytes, so that a use rewrites no content.
 With a write-ahead log processes can read while one writes. The log is not synced on each write:
@@ -15,18 +7,22 @@ after a power failure the file is consistent but may lack the last seconds.
 
 import os
 import sqlite3
-from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
-from sgl_ext.balancer.conversations import store_shares
-from sgl_ext.balancer.conversations.write_ahead_log import BUSY_S, LONG_BYTES, WriteAheadLog
+from sgl_ext.balancer.store import sqlite_shares
+from sgl_ext.balancer.store.documents import (
+    LONGEST_CHAIN,
+    SWEEP_BATCH,
+    Document,
+    Found,
+    StoreUnusable,
+)
+from sgl_ext.balancer.store.write_ahead_log import BUSY_S, LONG_BYTES, WriteAheadLog
 from sgl_ext.protocols.errors import body_too_large
 
 IN_MEMORY = ":memory:"
 _FORMAT = 0x5E4E0002  # in the file's header: it is ours, and of this version
-_LONGEST_CHAIN = 5_000
-_SWEEP_BATCH = 64
 _TABLES = (
     """CREATE TABLE documents (
         number INTEGER PRIMARY KEY, owner TEXT NOT NULL, id TEXT NOT NULL, continues TEXT,
@@ -53,20 +49,6 @@ SELECT number, continues, items_bytes, ttl_s, used_s FROM chain ORDER BY depth D
 """
 
 
-class Document(NamedTuple):
-    """`items` is the part that documents which continue it need, `about` is the rest.
-
-    continues: the id of the document that it continues.
-    expires_s: when it expires unless it is used before, in seconds since the epoch.
-    """
-
-    id: str
-    items: bytes
-    about: bytes
-    continues: str | None = None
-    expires_s: float = 0.0
-
-
 class _Link(NamedTuple):
     """A document of a chain, without its content."""
 
@@ -75,18 +57,6 @@ class _Link(NamedTuple):
     items_bytes: int
     ttl_s: float
     used_s: float
-
-
-class StoreUnusable(Exception):
-    """The store's file cannot be opened, belongs to another program, or is corrupt."""
-
-
-def check_store(path: str | None, limit_bytes: int) -> None:
-    """Raises StoreUnusable if the store is a file that cannot be used or is corrupt."""
-    if path in (None, IN_MEMORY) or not limit_bytes:
-        return
-    with closing(DocumentStore(path, limit_bytes)) as store:
-        store.check()
 
 
 class DocumentStore:
@@ -155,7 +125,7 @@ class DocumentStore:
                     raise sqlite3.DatabaseError("it belongs to another program or another version")
                 for statement in _TABLES:
                     self._db.execute(statement)
-            store_shares.prepare(self._db)
+            sqlite_shares.prepare(self._db)
 
     def check(self) -> None:
         """Reads the whole file. Raises StoreUnusable if it is corrupt."""
@@ -170,7 +140,7 @@ class DocumentStore:
         self._db.close()
 
     def put(self, owner: str, document: Document, ttl_s: float, now: float) -> int | None:
-        """Stores a document, in place of the one with its id. Its `expires_s` is ignored.
+        """Stores a document, in place of the one with its id.
 
         Returns how many others were evicted for it, None if it is larger than its tenant's share.
         """
@@ -191,22 +161,22 @@ class DocumentStore:
             )
             evicted = 0
             while self._used_bytes() > self._limit_bytes:
-                gone = store_shares.evict(self._db, owner, number)
+                gone = sqlite_shares.evict(self._db, owner, number)
                 if not gone:  # it does not fit even alone, so none is evicted for it
                     self._db.rollback()
                     return None
                 evicted += gone
         return evicted
 
-    def get(self, owner: str, id: str, now: float) -> Document | None:
+    def get(self, owner: str, id: str, now: float) -> Found | None:
         """The document of this id. This does not count as a use."""
         row = self._db.execute(
-            "SELECT id, items, about, continues, expires_s"
+            "SELECT items, about, expires_s"
             " FROM documents JOIN content USING (number)"
             " WHERE owner = ? AND id = ? AND expires_s > ?",
             (owner, id, now),
         ).fetchone()
-        return None if row is None else Document(*row)
+        return None if row is None else Found(*row)
 
     def chain(self, owner: str, id: str, now: float, limit_bytes: int) -> list[bytes] | None:
         """The items of a document and of those that it continues, the oldest first.
@@ -251,12 +221,12 @@ class DocumentStore:
             return 0
         with self._db:
             gone = self._db.execute(
-                f"DELETE FROM documents WHERE number IN ({expired})", (now, _SWEEP_BATCH)
+                f"DELETE FROM documents WHERE number IN ({expired})", (now, SWEEP_BATCH)
             )
         return gone.rowcount
 
     def _links(self, owner: str, id: str, now: float) -> list[_Link]:
-        named = {"owner": owner, "id": id, "now": now, "longest": _LONGEST_CHAIN}
+        named = {"owner": owner, "id": id, "now": now, "longest": LONGEST_CHAIN}
         return [_Link(*row) for row in self._db.execute(_CHAIN, named)]
 
     def _used_bytes(self) -> int:

@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from sgl_ext.balancer.conversations.document_store import Document, DocumentStore
+from sgl_ext.balancer.store.sqlite_file import Document, DocumentStore
 
 _MIB = 1 << 20
 _NAMES = ("let_go", "hold", "held", "by_tenant")
@@ -42,52 +42,6 @@ def held(db: sqlite3.Connection) -> tuple[dict[str, int], dict[str, int]]:
         tenant = owner.partition(" ")[2]
         counted[tenant] = counted.get(tenant, 0) + size
     return dict(db.execute("SELECT tenant, bytes FROM held")), counted
-
-
-def test_a_tenant_that_fills_the_store_evicts_its_own(store: DocumentStore) -> None:
-    for number in range(3):
-        put(store, "contexts ben", f"b{number}", 300_000, now=float(number))
-    evicted = [
-        put(store, "contexts ann", f"a{number}", 400_000, now=100.0 + number)
-        for number in range(30)
-    ]
-    assert None not in evicted
-    assert sum(filter(None, evicted)) > 15
-    assert all(store.get("contexts ben", f"b{number}", now=200.0) for number in range(3))
-    assert store.get("contexts ann", "a29", now=200.0) is not None
-
-
-def test_a_tenant_within_its_share_gets_room_from_the_one_that_holds_most(
-    store: DocumentStore,
-) -> None:
-    for number in range(9):
-        put(store, "responses ann", f"a{number}", 400_000, now=1000.0 + number)
-    put(store, "contexts cat", "c", 200_000, now=0.0)
-    for number in range(4):
-        assert put(store, "contexts ben", f"b{number}", 300_000, now=1.0) is not None
-    assert store.get("contexts cat", "c", now=2000.0) is not None, "the oldest, but within"
-    assert all(store.get("contexts ben", f"b{number}", now=2000.0) for number in range(4))
-    assert store.get("responses ann", "a0", now=2000.0) is None
-
-
-def test_a_tenant_s_kinds_of_documents_count_together(store: DocumentStore) -> None:
-    for number in range(4):
-        put(store, "contexts ben", f"b{number}", 400_000, now=0.0)
-    for number in range(9):
-        kind = ("contexts", "responses", "background")[number % 3]
-        put(store, f"{kind} ann", f"a{number}", 400_000, now=1.0 + number)
-    assert all(store.get("contexts ben", f"b{number}", now=10.0) for number in range(4))
-    assert store.get("contexts ann", "a0", now=10.0) is None
-
-
-def test_a_document_beyond_its_tenant_s_share_of_a_full_store_evicts_nothing(
-    store: DocumentStore,
-) -> None:
-    for number in range(4):
-        put(store, "contexts ben", f"b{number}", 400_000, now=0.0)
-    assert put(store, "contexts ann", "a", 3_000_000, now=1.0) is None
-    assert all(store.get("contexts ben", f"b{number}", now=1.0) for number in range(4))
-    assert put(store, "contexts ann", "a", 1_000_000, now=1.0) is not None
 
 
 def test_the_account_is_that_of_the_documents(store: DocumentStore) -> None:

@@ -1,0 +1,1 @@
+"""Where documents and what balancers share is stored: SQLite, Redis, PostgreSQL."""

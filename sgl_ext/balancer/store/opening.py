@@ -1,0 +1,105 @@
+"""The store that a setting names. Redis' and PostgreSQL's clients are imported only for them."""
+
+import asyncio
+import logging
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sgl_ext.balancer.metrics.registry import Metrics
+from sgl_ext.balancer.store.documents import Documents, StoreUnreachable, StoreUnusable
+from sgl_ext.balancer.store.shared_state import SharedState
+from sgl_ext.balancer.store.sqlite_documents import SqliteDocuments
+from sgl_ext.balancer.store.sqlite_file import IN_MEMORY, DocumentStore
+from sgl_ext.balancer.store.sqlite_thread import StoreThread
+from sgl_ext.settings.store_address import StoreAddress, read_store
+
+if TYPE_CHECKING:
+    from sgl_ext.balancer.store.postgres_server import PostgresServer
+    from sgl_ext.balancer.store.redis_server import RedisServer
+
+_EXTRAS = {"redis": "redis", "psycopg": "postgres", "psycopg_pool": "postgres"}
+log = logging.getLogger(__name__)
+
+
+def check_store(store: str | None, limit_bytes: int, *, is_restart: bool = False) -> None:
+    """Raises StoreUnusable if the store cannot be used, is corrupt or cannot be reached.
+
+    is_restart: a server that cannot be reached is logged only, as requests need no store.
+    """
+    if store in (None, IN_MEMORY):
+        return
+    address = read_store(store)
+    if address.is_shared:
+        try:
+            asyncio.run(_check(address))
+        except StoreUnreachable as error:
+            if not is_restart:
+                raise
+            log.error("%s", error)
+    elif limit_bytes:
+        with closing(DocumentStore(address.url, limit_bytes)) as file:
+            file.check()
+
+
+async def _check(address: StoreAddress) -> None:
+    server = open_server(address)
+    try:
+        await server.check()
+    finally:
+        await server.close()
+
+
+def open_server(address: StoreAddress) -> "RedisServer | PostgresServer":
+    """A server's connections, which are made when they are used. Raises StoreUnusable."""
+    try:
+        if address.kind == "redis":
+            from sgl_ext.balancer.store.redis_server import RedisServer
+
+            return RedisServer(address)
+        from sgl_ext.balancer.store.postgres_server import PostgresServer
+
+        return PostgresServer(address)
+    except ModuleNotFoundError as error:
+        if error.name not in _EXTRAS:
+            raise
+        extra = _EXTRAS[error.name]
+        reason = f"needs the package {error.name}: pip install 'sgl-ext[{extra}]'"
+        raise StoreUnusable(f"store={address.shown!r}: {reason}") from None
+
+
+def open_store(
+    store: str | None, limit_bytes: int, metrics: Metrics, folder: Path | None
+) -> tuple[Documents | None, SharedState | None]:
+    """The documents, None if `limit_bytes` is 0, and what balancers share, None without a server.
+
+    folder: that of the processes of this balancer, for a store that ends with them. A server that
+    cannot be reached is no error here. Raises StoreUnusable.
+    """
+    address = read_store(store or IN_MEMORY)
+    if not address.is_shared:
+        path = address.url
+        if path == IN_MEMORY and folder is not None:
+            path = str(folder / "store.sqlite")
+        if not limit_bytes:
+            return None, None
+        return SqliteDocuments(StoreThread(DocumentStore(path, limit_bytes), metrics)), None
+    documents: Documents
+    shared: SharedState
+    if address.kind == "redis":
+        from sgl_ext.balancer.store.redis_documents import RedisDocuments
+        from sgl_ext.balancer.store.redis_server import RedisServer
+        from sgl_ext.balancer.store.redis_shared import RedisShared
+
+        redis = RedisServer(address)
+        documents = RedisDocuments(redis, limit_bytes, metrics)
+        shared = RedisShared(redis, metrics.background_failed)
+    else:
+        from sgl_ext.balancer.store.postgres_documents import PostgresDocuments
+        from sgl_ext.balancer.store.postgres_server import PostgresServer
+        from sgl_ext.balancer.store.postgres_shared import PostgresShared
+
+        postgres = PostgresServer(address)
+        documents = PostgresDocuments(postgres, limit_bytes, metrics)
+        shared = PostgresShared(postgres, metrics.background_failed)
+    return documents if limit_bytes else None, shared

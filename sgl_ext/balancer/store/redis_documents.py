@@ -1,0 +1,214 @@
+"""Documents in Redis or Valkey. Each method is one Lua script, and so one round trip and atomic.
+
+    sgl-ext:doc:KEY     hash: i items, a about, p the key of the document that it continues,
+                        t ttl, u last use, e expiry
+    sgl-ext:expiry      sorted set of KEY by expiry
+    sgl-ext:use:TENANT  sorted set of KEY by last use
+    sgl-ext:sizes       hash of KEY to "bytes tenant"
+    sgl-ext:held        hash of each tenant's bytes
+
+The balancers evict and expire, because the server knows neither chains nor tenants. As a backstop a
+document also has a TTL of the server, an hour longer: without balancers prompts do not stay.
+`maxmemory` should be above the limit. If the server evicts a document itself (volatile-*), its
+chain is unknown, and the account is corrected when it would have expired.
+"""
+
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+from sgl_ext.balancer.metrics.registry import Metrics
+from sgl_ext.balancer.store.calls import Calls
+from sgl_ext.balancer.store.documents import (
+    LONGEST_CHAIN,
+    SWEEP_BATCH,
+    Document,
+    Found,
+    key_of,
+    tenant_of,
+)
+from sgl_ext.balancer.store.redis_server import RedisServer, texts
+from sgl_ext.protocols.errors import body_too_large
+
+_DOCUMENT_BYTES = 256  # the hash itself and its places in the other keys
+_BACKSTOP_S = 3600.0
+_TOO_LARGE = -1
+
+_FORGET = """
+local function forget(key)
+  local size, tenant = string.match(redis.call('HGET', P..'sizes', key) or '', '^(%d+) (.*)$')
+  redis.call('UNLINK', P..'doc:'..key)
+  redis.call('ZREM', P..'expiry', key)
+  if not size then return 0 end
+  redis.call('HDEL', P..'sizes', key)
+  redis.call('ZREM', P..'use:'..tenant, key)
+  if redis.call('HINCRBY', P..'held', tenant, -size) <= 0 then
+    redis.call('HDEL', P..'held', tenant)
+  end
+  return 1
+end
+"""
+# Whom to evict is found before anything is changed: if the document does not fit, nothing is.
+_PUT = """
+local key, tenant, size, limit = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+local now, ttl, parent, items, about = ARGV[5], ARGV[6], ARGV[7], ARGV[8], ARGV[9]
+local held, total, tenants = {}, size, 0
+local flat = redis.call('HGETALL', P..'held')
+for k = 1, #flat, 2 do
+  held[flat[k]] = tonumber(flat[k + 1])
+  total, tenants = total + held[flat[k]], tenants + 1
+end
+local old = tonumber(string.match(redis.call('HGET', P..'sizes', key) or '0', '^%d+'))
+if not held[tenant] then tenants = tenants + 1 end
+held[tenant], total = (held[tenant] or 0) + size - old, total - old
+local victims, rank = {}, {}
+while total > limit do
+  local from = tenant
+  if held[tenant] * tenants <= total then
+    for name, bytes in pairs(held) do
+      if bytes > held[from] or (bytes == held[from] and name > from) then from = name end
+    end
+  end
+  local at = rank[from] or 0
+  local victim = redis.call('ZRANGE', P..'use:'..from, at, at)[1]
+  rank[from] = at + 1
+  if not victim then return -1 end
+  if victim ~= key then
+    local bytes = tonumber(string.match(redis.call('HGET', P..'sizes', victim) or '0', '^%d+'))
+    victims[#victims + 1] = victim
+    held[from], total = held[from] - bytes, total - bytes
+    if held[from] <= 0 then held[from], tenants = nil, tenants - 1 end
+  end
+end
+for _, victim in ipairs(victims) do forget(victim) end
+forget(key)
+local expires = string.format('%.17g', now + ttl)
+redis.call('HSET', P..'doc:'..key, 'i', items, 'a', about, 'p', parent, 't', ttl, 'u', now,
+           'e', expires)
+redis.call('PEXPIRE', P..'doc:'..key, ARGV[10])
+redis.call('ZADD', P..'expiry', expires, key)
+redis.call('ZADD', P..'use:'..tenant, now, key)
+redis.call('HSET', P..'sizes', key, string.format('%d %s', size, tenant))
+redis.call('HINCRBY', P..'held', tenant, size)
+return #victims
+"""
+_WALK = """
+local function walk(key, now)
+  local keys = {}
+  for depth = 0, LONGEST do
+    local found = redis.call('HMGET', P..'doc:'..key, 'e', 'p')
+    if not found[1] or tonumber(found[1]) <= now then return nil end
+    keys[#keys + 1] = key
+    if found[2] == '' then return keys end
+    key = found[2]
+  end
+end
+""".replace("LONGEST", str(LONGEST_CHAIN))
+_CHAIN = """
+local keys, size, items = walk(ARGV[1], tonumber(ARGV[2])), 0, {}
+if not keys then return false end
+for _, key in ipairs(keys) do size = size + redis.call('HSTRLEN', P..'doc:'..key, 'i') end
+if size > tonumber(ARGV[3]) then return -1 end
+for k = #keys, 1, -1 do items[#items + 1] = redis.call('HGET', P..'doc:'..keys[k], 'i') end
+return items
+"""
+# Of equal uses the end of a chain is evicted first, because it needs those before it.
+_USE = """
+local now, tenant = tonumber(ARGV[2]), ARGV[3]
+for k, key in ipairs(walk(ARGV[1], now) or {}) do
+  local ttl, used = unpack(redis.call('HMGET', P..'doc:'..key, 't', 'u'))
+  if (now - used) * 100 >= tonumber(ttl) then
+    local expires = string.format('%.17g', now + ttl)
+    redis.call('HSET', P..'doc:'..key, 'u', ARGV[2], 'e', expires)
+    redis.call('PEXPIRE', P..'doc:'..key, math.floor((ttl + ARGV[4]) * 1000))
+    redis.call('ZADD', P..'expiry', expires, key)
+    redis.call('ZADD', P..'use:'..tenant, string.format('%.17g', now + k * 1e-6), key)
+  end
+end
+"""
+_DELETE = """
+local expires = redis.call('HGET', P..'doc:'..ARGV[1], 'e')
+if not expires or tonumber(expires) <= tonumber(ARGV[2]) then return 0 end
+return forget(ARGV[1])
+"""
+_SWEEP = """
+local expired = redis.call('ZRANGEBYSCORE', P..'expiry', '-inf', ARGV[1], 'LIMIT', 0, ARGV[2])
+for _, key in ipairs(expired) do forget(key) end
+return #expired
+"""
+_Script = Callable[..., Awaitable[Any]]
+
+
+class RedisDocuments:
+    """`Documents` on a server; others may use it at the same time."""
+
+    def __init__(self, server: RedisServer, limit_bytes: int, metrics: Metrics) -> None:
+        self._server = server
+        self._limit_bytes = limit_bytes
+        self._reading = Calls("reading the store of responses and contexts", metrics.store_failed)
+        self._writing = Calls("writing the store of responses and contexts", metrics.store_failed)
+        self._put: _Script = server.script(_FORGET + _PUT)
+        self._chain: _Script = server.script(_WALK + _CHAIN)
+        self._use: _Script = server.script(_WALK + _USE)
+        self._delete: _Script = server.script(_FORGET + _DELETE)
+        self._sweep: _Script = server.script(_FORGET + _SWEEP)
+
+    async def get(self, owner: str, id: str, now: float) -> Found | None:
+        async def read() -> list[bytes | None]:
+            name = f"sgl-ext:doc:{key_of(owner, id).hex()}"
+            found: list[bytes | None] = await self._server.client.hmget(name, "i", "a", "e")
+            return found
+
+        items, about, expires = await self._reading.run(read)
+        if items is None or about is None or expires is None or float(expires) <= now:
+            return None
+        return Found(items, about, float(expires))
+
+    async def chain(self, owner: str, id: str, now: float, limit_bytes: int) -> list[bytes] | None:
+        async def read() -> Any:
+            args = (key_of(owner, id).hex(), *texts(now, limit_bytes))
+            return await self._chain(args=args)
+
+        found = await self._reading.run(read)
+        if found == _TOO_LARGE:
+            raise body_too_large(limit_bytes)
+        return cast("list[bytes] | None", found)
+
+    async def use(self, owner: str, id: str, now: float) -> None:
+        async def renew() -> None:
+            tenant = tenant_of(owner)
+            args = (key_of(owner, id).hex(), *texts(now), tenant, *texts(_BACKSTOP_S))
+            await self._use(args=args)
+
+        await self._writing.tidy(renew)
+
+    async def put(self, owner: str, document: Document, ttl_s: float, now: float) -> int | None:
+        sent_bytes = len(document.items) + len(document.about)
+        if sent_bytes > self._limit_bytes:
+            return None
+
+        async def write() -> int:
+            key, previous = key_of(owner, document.id).hex(), document.continues
+            parent = "" if previous is None else key_of(owner, previous).hex()
+            size, keep_ms = sent_bytes + _DOCUMENT_BYTES, int((ttl_s + _BACKSTOP_S) * 1000)
+            numbers = texts(size, self._limit_bytes, now, ttl_s)
+            content = (parent, document.items, document.about)
+            args = (key, tenant_of(owner), *numbers, *content, *texts(keep_ms))
+            return int(await self._put(args=args))
+
+        evicted = await self._writing.run(write, sent_bytes)
+        return None if evicted == _TOO_LARGE else evicted
+
+    async def delete(self, owner: str, id: str, now: float) -> bool:
+        async def remove() -> bool:
+            return bool(await self._delete(args=(key_of(owner, id).hex(), *texts(now))))
+
+        return await self._writing.run(remove)
+
+    async def sweep(self, now: float) -> int:
+        async def remove() -> int:
+            return int(await self._sweep(args=texts(now, SWEEP_BATCH)))
+
+        return await self._writing.tidy(remove) or 0
+
+    async def close(self) -> None:
+        await self._server.close()

@@ -1,0 +1,100 @@
+"""The three kinds of stores, on real servers that start once a session."""
+
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from sgl_ext.balancer.metrics.registry import Metrics
+from sgl_ext.balancer.store.documents import Documents
+from sgl_ext.balancer.store.opening import check_store, open_store
+from sgl_ext.balancer.store.shared_state import SharedState
+from tests.balancer.store.servers import Postgres, Redis, Server, running
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[Server]:
+    with running(Redis) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[Server]:
+    with running(Postgres) as server:
+        yield server
+
+
+def emptied(server: Server) -> Server:
+    """A server without our keys and tables."""
+    if server.kind == "redis":
+        import redis
+
+        with contextlib.closing(redis.Redis.from_url(server.url())) as client:
+            client.flushall()
+    else:
+        import psycopg
+
+        with psycopg.connect(server.url(), autocommit=True) as db:
+            db.execute("SET lock_timeout = '5s'")
+            db.execute("DROP SCHEMA IF EXISTS sgl_ext CASCADE")
+    return server
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("redis_server", id="redis"),
+        pytest.param("postgres_server", id="postgresql"),
+    ]
+)
+def server(request: pytest.FixtureRequest) -> Server:
+    """Each server, empty."""
+    return emptied(request.getfixturevalue(request.param))
+
+
+@pytest.fixture(params=["sqlite", "redis_server", "postgres_server"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The setting of each kind of store, which is empty."""
+    if request.param == "sqlite":
+        return str(tmp_path / "store.sqlite")
+    return named(emptied(request.getfixturevalue(request.param)), monkeypatch)
+
+
+def named(server: Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The setting of a server's store, checked as at start."""
+    monkeypatch.setenv("STORE", server.url())
+    check_store("env:STORE", 1)
+    return "env:STORE"
+
+
+Open = Callable[..., Documents]
+Share = Callable[[], SharedState]
+
+
+@pytest.fixture
+async def opened(place: str) -> AsyncIterator[Open]:
+    """Opens connections to one store, as several balancers do."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        def begin(limit_bytes: int = 4 << 20) -> Documents:
+            documents, _ = open_store(place, limit_bytes, Metrics(), None)
+            assert documents is not None
+            stack.push_async_callback(documents.close)
+            return documents
+
+        yield begin
+
+
+@pytest.fixture
+async def shared(server: Server, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Share]:
+    """Opens what the balancers of a server share."""
+    setting = named(server, monkeypatch)
+    async with contextlib.AsyncExitStack() as stack:
+
+        def begin() -> SharedState:
+            _, state = open_store(setting, 0, Metrics(), None)
+            assert state is not None
+            stack.push_async_callback(state.close)
+            return state
+
+        yield begin
