@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 _PUBLIC = {(method, path) for method in ("GET", "HEAD") for path in ("/", *routes.HEALTH)}
 _TENANT = TENANT_HEADER.encode()
+# No client may set these, with or without keys.
+_OURS = {GROUP_HEADER.encode(), OWNER_HEADER.encode()}
 # These and all paths below /sgl_ext/ need an operator's or an admin's key.
 _ADMINISTRATIVE = {
     *routes.FANNED_OUT,
@@ -94,6 +96,8 @@ class Authentication:
 
     def admit(self, head: RequestHead) -> None:
         """Sets the head's route and tenant. Raises BalancerError 400, 401, 403, 404, 405 or 415."""
+        if not _OURS.isdisjoint(head.fields):
+            head.set_headers({GROUP_HEADER: None, OWNER_HEADER: None})
         stated = _stated_tenant(head)
         is_guarded = self.key is not None or self.key_file is not None
         if is_guarded and (head.method, head.path) not in _PUBLIC:

@@ -1,4 +1,4 @@
-"""Decides of each request whether it is from the engine's balancer, and so can be believed.
+"""Decides for each request whether it is from the engine's balancer, and so can be believed.
 
     the engine listens             the request            what happens
     anywhere, with a secret        has it                 it is believed
@@ -40,7 +40,7 @@ _MESSAGE = "This engine answers its balancer alone: the engine secret is missing
 
 
 class SecretMiddleware:
-    """The outermost ASGI application of an engine with a secret."""
+    """An ASGI application around that of an engine with a secret."""
 
     def __init__(
         self, app: Any, secret: EngineSecret, clock: Callable[[], float] = time.monotonic
@@ -87,7 +87,7 @@ class SecretMiddleware:
 
 
 class StrangersMiddleware:
-    """The outermost ASGI application of an engine that believes nobody."""
+    """An ASGI application around that of an engine that believes no client."""
 
     def __init__(self, app: Any) -> None:
         self.app = app

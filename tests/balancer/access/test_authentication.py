@@ -66,6 +66,18 @@ def told(engine: Engine) -> tuple[Any, ...]:
     return tuple(headers.get(name) for name in _WHOSE)
 
 
+async def test_without_keys_a_client_sets_the_tenant_and_no_other_internal_header(
+    start: Start,
+) -> None:
+    engine = Engine("a")
+    client = await start(engine)
+    names = (*_WHOSE, "x-sgl-ext-queued-s", "x-sgl-ext-engine-secret")
+    forged = dict.fromkeys(names, "bob")
+    assert await status(client, "POST", MESSAGES, **forged) == 200
+    assert told(engine) == ("bob", None, None)
+    assert not {"x-sgl-ext-queued-s", "x-sgl-ext-engine-secret"} & set(engine.seen[-1][2])
+
+
 async def test_the_key_decides_the_tenant(start: Start, some_keys: Keys) -> None:
     engine = Engine("a")
     client = await start(engine, **some_keys.config)
