@@ -9,7 +9,7 @@ import asyncio
 import signal
 import sys
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,8 @@ from sgl_ext.temporary_folder import ENGINE_FOLDERS, remove_stale
 _POLL_S = 0.25
 _ENGINE_STOP_S = 20.0
 _HURRIED_STOP_S = 3.0
-_KEEPER_RETRY_S = 1.0
+_RETRY_S = 1.0
+_LIST_S = 0.25
 _ROTATE_S = 5.0
 _BACKOFF_S = (1.0, 60.0)
 _LAST_LINES = 15
@@ -56,17 +57,19 @@ class EngineList:
     def __init__(self, path: Path, engines: Sequence[Child]) -> None:
         self._path = path
         self._engines = engines
+        self._written: tuple[Member, ...] | None = None
 
-    def write(self) -> None:
-        """Lists the engines that have not ended. One that was started again has a new id."""
-        write_members(
-            self._path,
-            tuple(
-                Member(id=engine.run_id, url=engine.url)
-                for engine in self._engines
-                if engine.exit_code is None
-            ),
+    def update(self) -> None:
+        """Lists the engines that have not ended, if that has changed. One that was started again
+        has a new id. Call it periodically. Raises OSError."""
+        members = tuple(
+            Member(id=engine.run_id, url=engine.url)
+            for engine in self._engines
+            if engine.exit_code is None
         )
+        if members != self._written:
+            write_members(self._path, members)
+            self._written = members
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -96,7 +99,7 @@ async def serve(settings: LaunchSettings, found: hardware.Hardware, console: Con
             number, lambda: (hurry if stop.is_set() else stop).set()
         )
     engines, balancer, listed = make_children(settings, found)
-    listed.write()
+    listed.update()
     try:
         for child in (balancer, *engines):
             await child.start()
@@ -104,24 +107,25 @@ async def serve(settings: LaunchSettings, found: hardware.Hardware, console: Con
         if stop.is_set():
             return
         console.print(summary(settings, engines, balancer.url))
-        keepers = [
-            asyncio.create_task(
-                supervise(
-                    f"the restart of {child.name}",
-                    lambda task: None,  # the launcher has no metrics; its log has the reason
-                    partial(keep_running, child, console, listed),
-                    _KEEPER_RETRY_S,
-                )
-            )
-            for child in (balancer, *engines)
-        ]
-        logs = [child.log for child in (balancer, *engines)]
-        rotate = partial(_rotate, logs, settings.log_limit_bytes, console)
-        keepers.append(
-            asyncio.create_task(
-                supervise("the rotation of logs", lambda task: None, rotate, _ROTATE_S)
-            )
+        rotate = partial(
+            _rotate,
+            [child.log for child in (balancer, *engines)],
+            settings.log_limit_bytes,
+            console,
         )
+        works: list[tuple[str, Callable[[], Awaitable[None] | None], float]] = [
+            ("the list of engines", listed.update, _LIST_S),
+            ("the rotation of logs", rotate, _ROTATE_S),
+            *(
+                (f"the restart of {child.name}", partial(keep_running, child, console), _RETRY_S)
+                for child in (balancer, *engines)
+            ),
+        ]
+        # The launcher has no metrics; its log has the reason of a failure.
+        keepers = [
+            asyncio.create_task(supervise(name, lambda task: None, work, pause_s))
+            for name, work, pause_s in works
+        ]
         await stop.wait()
         for keeper in keepers:
             keeper.cancel()
@@ -175,24 +179,19 @@ async def wait_until_ready(
                 show({engine.name for engine in engines if engine.url not in waiting})
 
 
-async def keep_running(child: Child, console: Console, listed: EngineList) -> None:
-    """Restarts a child whenever it ends, after a delay that grows if it ends soon again.
-
-    listed: rewritten when a child has ended, and when it is started again.
-    """
+async def keep_running(child: Child, console: Console) -> None:
+    """Restarts a child whenever it ends, after a delay that grows if it ends soon again."""
     shortest, longest = _BACKOFF_S
     backoff = shortest
     while True:
         started = time.monotonic()
         code = await child.wait()
-        listed.write()
         backoff = shortest if time.monotonic() - started > longest else backoff
         what = f"{child.name} ended with exit code {code} and restarts in {backoff:g} s"
         console.print(f"{what}. Its log: {child.log}", highlight=False)
         await asyncio.sleep(backoff)
         backoff = min(backoff * 2, longest)
         await child.start()
-        listed.write()
 
 
 async def _rotate(logs: list[Path], limit_bytes: int, console: Console) -> None:

@@ -171,7 +171,7 @@ def _shown(worker: Worker) -> dict[str, Any]:
         "id": worker.id,
         "url": worker.url,
         "model": worker.member.model,
-        "labels": worker.member.labels,
+        "labels": dict(worker.member.labels),
         "source": worker.source,
         "state": state,
         "ready": worker.ready,

@@ -32,6 +32,7 @@ LOAD_S = 0.01
 SILENT_S = 3.0
 _MOST_BYTES = 65_000
 _MOST_SEGMENTS = 1_500
+_IDLE = Load()
 
 
 class _Placed(msgspec.Struct, tag=True):
@@ -128,7 +129,7 @@ class Peers:
         self._add_up()
 
     def _loads(self) -> dict[str, Load]:
-        return {w.id: w.load for w in self.router.workers.all if w.load != Load()}
+        return {w.id: w.load for w in self.router.workers.all if w.load != _IDLE}
 
     def _send(self, message: _Placed | _State) -> None:
         data = self.group.secret + msgspec.json.encode(message)
@@ -179,5 +180,5 @@ class Peers:
 
     def _add_up(self) -> None:
         for worker in self.router.workers.all:
-            loads = [loads.get(worker.id, Load()) for loads in self._received.values()]
+            loads = [loads.get(worker.id, _IDLE) for loads in self._received.values()]
             worker.peer_load = Load(*map(sum, zip(*loads, strict=True))) if loads else Load()
