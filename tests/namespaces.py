@@ -32,14 +32,18 @@ else:
 
 @dataclass(frozen=True)
 class Namespace:
-    """address: of the side of this process, as programs inside reach it."""
+    """address: of the side of this process, as programs inside reach it. name: "" for none."""
 
     name: str
     address: str
 
     def command(self, *words: str) -> list[str]:
         """A command line that runs another one inside."""
-        return ["ip", "netns", "exec", self.name, *words]
+        return ["ip", "netns", "exec", self.name, *words] if self.name else list(words)
+
+
+HERE = Namespace("", "127.0.0.1")
+"""This machine, for want of another."""
 
 
 @contextmanager
