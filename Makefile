@@ -16,11 +16,12 @@ GPU := $(shell command -v nvidia-smi)
 
 MODEL ?= .models/tiny
 TEST_PROCESSES ?= 2
+INSTANCES ?= 2
 AUDIT_URL ?= https://api.osv.dev/v1/querybatch
 CONFIG ?= $(if $(GPU),launch/gpu.toml,launch/cpu.toml)
 BENCHES := $(patsubst bench/%.py,%,$(filter-out bench/__init__.py,$(wildcard bench/*.py)))
 
-.PHONY: setup serve check test pure lint audit constraints bench clean
+.PHONY: setup serve serve-ray check test pure lint audit constraints bench clean
 
 setup: $(READY)
 
@@ -37,6 +38,11 @@ endif
 serve: setup
 	$(if $(filter .models/%,$(MODEL)),$(PYTHON) -m sgl_ext_cpu.model $(MODEL) >/dev/null)
 	$(PYTHON) -m sgl_ext.launch --config $(CONFIG) --model-path $(MODEL)
+
+# The same with Ray in between: a cluster of this machine alone, and engines on it.
+serve-ray: setup
+	$(if $(filter .models/%,$(MODEL)),$(PYTHON) -m sgl_ext_cpu.model $(MODEL) >/dev/null)
+	launch/ray.sh $(PYTHON) --config $(CONFIG) --model-path $(MODEL) --instances $(INSTANCES)
 
 # All but the tests that start SGLang or take long, in about a minute.
 check: setup

@@ -9,26 +9,21 @@ import asyncio
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
 
 import aiohttp
-from msgspec.structs import replace
 from rich.console import Console
 
 from sgl_ext.balancer.store.documents import StoreUnusable
-from sgl_ext.balancer.store.opening import check_store
-from sgl_ext.membership.file import write_members
-from sgl_ext.membership.member import Member
-from sgl_ext.membership.sources import open_sources
 from sgl_ext.node import hardware
 from sgl_ext.node.child import Child
-from sgl_ext.node.log_dir import locked, new_log, rotated
-from sgl_ext.node.ports import free_ports, reachable, require_free
-from sgl_ext.node.progress import start_progress, summary
+from sgl_ext.node.children import make_children
+from sgl_ext.node.log_dir import locked, rotated
+from sgl_ext.node.progress import FLEET, start_progress, summary
 from sgl_ext.output import LossyStream
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
 from sgl_ext.settings.sources import launch_settings
@@ -36,40 +31,20 @@ from sgl_ext.supervision import supervise
 from sgl_ext.temporary_folder import ENGINE_FOLDERS, remove_stale
 
 _POLL_S = 0.25
-_ENGINE_STOP_S = 20.0
+_ENGINE_STOP_S = 20.0, 0.0
+# Actors are asked to stop their engines; in a hurry they are killed.
+_FLEET_STOP_S = 80.0, 20.0
 _HURRIED_STOP_S = 3.0
 _RETRY_S = 1.0
 _LIST_S = 0.25
 _ROTATE_S = 5.0
 _BACKOFF_S = (1.0, 60.0)
 _LAST_LINES = 15
-_STORE = "store.sqlite"
-_ENGINES = "engines.json"
+_SAID = "sgl-ext: "
 
 
 class StartError(Exception):
     """A process did not start. The message is for the person who started the node."""
-
-
-class EngineList:
-    """The file that lists the node's engines, which its balancer watches: `membership.file`."""
-
-    def __init__(self, path: Path, engines: Sequence[Child]) -> None:
-        self._path = path
-        self._engines = engines
-        self._written: tuple[Member, ...] | None = None
-
-    def update(self) -> None:
-        """Lists the engines that have not ended, if that has changed. One that was started again
-        has a new id. Call it periodically. Raises OSError."""
-        members = tuple(
-            Member(id=engine.run_id, url=engine.url)
-            for engine in self._engines
-            if engine.exit_code is None
-        )
-        if members != self._written:
-            write_members(self._path, members)
-            self._written = members
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -79,8 +54,9 @@ def main(argv: list[str] | None = None) -> None:
     try:
         reject_foreign_packages()
         settings = launch_settings(sys.argv[1:] if argv is None else argv)
-        found = hardware.find_hardware()
-        hardware.check_capacity(settings, found)
+        found = None if settings.ray_address else hardware.find_hardware()
+        if found is not None:
+            hardware.check_capacity(settings, found)
         console = Console(file=cast(IO[str], LossyStream(sys.stdout)))
         with locked(Path(settings.log_dir)):
             asyncio.run(serve(settings, found, console))
@@ -91,8 +67,13 @@ def main(argv: list[str] | None = None) -> None:
         remove_stale(ENGINE_FOLDERS)
 
 
-async def serve(settings: LaunchSettings, found: hardware.Hardware, console: Console) -> None:
-    """Starts all processes, keeps them running, and stops them."""
+async def serve(
+    settings: LaunchSettings, found: hardware.Hardware | None, console: Console
+) -> None:
+    """Starts all processes, keeps them running, and stops them.
+
+    found: None if the engines run on Ray; in place of them there is the process that keeps them.
+    """
     stop, hurry = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(
@@ -130,31 +111,8 @@ async def serve(settings: LaunchSettings, found: hardware.Hardware, console: Con
         for keeper in keepers:
             keeper.cancel()
     finally:
-        await drain(settings.balancer.drain_s, engines, balancer, console, hurry)
-
-
-def make_children(
-    settings: LaunchSettings, found: hardware.Hardware
-) -> tuple[list[Child], Child, EngineList]:
-    """The node's engines and its balancer, not started yet, and the list of the engines."""
-    logs, balancer = Path(settings.log_dir), settings.balancer
-    logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-    require_free(balancer.host, balancer.port)
-    store = balancer.store or str(logs / _STORE)
-    check_store(store, balancer.store_limit_bytes)
-    engines, host = [], settings.engine_host
-    for index, port in enumerate(free_ports(balancer.port + 1, settings.instances, host)):
-        command = hardware.engine_command(settings, found, port)
-        environment = hardware.engine_environment(settings, found, index)
-        address = reachable(host, port)
-        engines.append(_child(f"engine-{index}", command, environment, logs, address))
-    open_sources(balancer)  # it says now what the balancer would say in its log
-    sources = (f"file:{logs / _ENGINES}", *balancer.workers_from)
-    balancer = replace(balancer, store=store, workers_from=sources)
-    command = [sys.executable, "-m", "sgl_ext.balancer.serve"]
-    address = reachable(balancer.host, balancer.port)
-    started = _child("balancer", command, balancer.to_environment(), logs, address)
-    return engines, started, EngineList(logs / _ENGINES, engines)
+        limits = _ENGINE_STOP_S if found is not None else _FLEET_STOP_S
+        await drain(settings.balancer.drain_s, engines, balancer, console, hurry, limits)
 
 
 async def wait_until_ready(
@@ -174,7 +132,10 @@ async def wait_until_ready(
                     late = next(iter(waiting.values()))
                     raise _start_error(late, f"was not ready after {limit_s:g} s")
                 await asyncio.sleep(_POLL_S)
-                for url in await _ready_workers(session, balancer):
+                ready = await _ready_workers(session, balancer)
+                if settings.ray_address is not None and len(ready) >= settings.instances:
+                    waiting.clear()
+                for url in ready:
                     waiting.pop(url, None)
                 show({engine.name for engine in engines if engine.url not in waiting})
 
@@ -202,17 +163,26 @@ async def _rotate(logs: list[Path], limit_bytes: int, console: Console) -> None:
 
 
 async def drain(
-    drain_s: float, engines: list[Child], balancer: Child, console: Console, hurry: asyncio.Event
+    drain_s: float,
+    engines: list[Child],
+    balancer: Child,
+    console: Console,
+    hurry: asyncio.Event,
+    engine_limits_s: tuple[float, float] = _ENGINE_STOP_S,
 ) -> None:
     """Stops the balancer, which lets running requests finish unless it has to `hurry`, and then the
-    engines."""
+    engines.
+
+    engine_limits_s: the longest time for the engines to stop, and that in a hurry.
+    """
+    normal_s, hurried_s = engine_limits_s
     if balancer.exit_code is None:
         what = f"running requests have {drain_s:g} s to finish; a second signal ends them at once"
         console.print(f"stopping; {what}", highlight=False)
-    await _unless_stopped(_stop_all(engines, balancer, drain_s + 5, _ENGINE_STOP_S), hurry)
+    await _unless_stopped(_stop_all(engines, balancer, drain_s + 5, normal_s), hurry)
     if hurry.is_set():
         console.print("second signal: ending at once", highlight=False)
-        await _stop_all(engines, balancer, _HURRIED_STOP_S, 0)
+        await _stop_all(engines, balancer, _HURRIED_STOP_S, hurried_s)
 
 
 async def _stop_all(
@@ -259,15 +229,14 @@ async def _ready_workers(session: aiohttp.ClientSession, balancer: Child) -> lis
 
 
 def _start_error(child: Child, reason: str) -> StartError:
-    lines = "\n".join(f"  {line}" for line in child.last_lines(_LAST_LINES))
+    last = child.last_lines(_LAST_LINES + 5)
+    if child.name == FLEET:
+        # It says itself what is wrong, with an engine's log or without.
+        said = next((at for at, line in enumerate(last) if line.startswith(_SAID)), None)
+        if said is not None:
+            return StartError("\n".join(last[said:]).removeprefix(_SAID))
+    lines = "\n".join(f"  {line}" for line in last[-_LAST_LINES:])
     return StartError(f"{child.name} {reason}. The end of its log, {child.log}:\n{lines}")
-
-
-def _child(
-    name: str, command: list[str], environment: dict[str, str], logs: Path, address: str
-) -> Child:
-    log = new_log(logs / f"{name}.log")
-    return Child(name, command, environment, log, f"http://{address}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from sgl_ext.engine.core.counters import background_failed, counter
 from sgl_ext.engine.core.folder import Outbox
 from sgl_ext.engine.core.request_context import context_in, current_dry_run
 from sgl_ext.engine.http import error_middleware, secret_middleware
-from sgl_ext.engine.http.event_broadcaster import PATH
+from sgl_ext.engine.http.event_broadcaster import PATH, SUBSCRIBERS_PATH
 from sgl_ext.engine.http.extension import HttpExtension, install, installed
 from sgl_ext.engine.http.flush_route import flush_route
 from sgl_ext.engine.http.pin_routes import pin_routes
@@ -40,8 +40,9 @@ def extend(server_args: ServerArgs, *_: Any, **__: Any) -> None:
     secret_middleware.install(app, server_args, secret)
     broadcaster = extension.broadcaster
     events = Route(PATH, broadcaster, methods=["GET"])
+    subscribers = Route(SUBSCRIBERS_PATH, broadcaster.show_subscribers, methods=["GET"])
     pins = pin_routes(broadcaster.pins, Outbox())
-    app.router.routes[:0] = [events, flush_route(), *pins]
+    app.router.routes[:0] = [events, subscribers, flush_route(), *pins]
     original = app.router.lifespan_context
 
     @asynccontextmanager

@@ -55,6 +55,7 @@ class ServerArgs(Protocol):
     skip_tokenizer_init: bool
     smg_grpc_mode: bool
     tokenizer_worker_num: int
+    use_ray: bool
 
     def url(self) -> str: ...
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from sgl_ext.engine.core.folder import acknowledged
 from sgl_ext.engine.sglang_types import ServerArgs
+from sgl_ext.settings.checks import USE_RAY
 from sgl_ext.settings.engine_secret import EngineSecret, is_reachable
 from sgl_ext.settings.schema import EngineSettings
 
@@ -61,6 +62,7 @@ def reject_unsupported(server_args: ServerArgs, *_: Any) -> None:
         "the extension hooks SGLang's single Python HTTP process, and with this flag requests "
         "would bypass it; leave it out",
     )
+    _reject({"--use-ray": server_args.use_ray}, USE_RAY)
     settings = EngineSettings.from_environment()
     if settings.shared_prefixes:
         reject_unshareable(server_args)

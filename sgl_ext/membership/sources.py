@@ -28,6 +28,7 @@ _KINDS: Mapping[str, _Kind] = {
     "kubernetes": _Kind(
         "[NAMESPACE/]SERVICE", "sgl_ext.membership.kubernetes", "KubernetesSlices", "kubernetes"
     ),
+    "ray": _Kind("ADDRESS/FLEET", "sgl_ext.membership.ray", "RayFleet", extra="ray"),
 }
 FORMS = tuple(f"{scheme}:{kind.form}" for scheme, kind in _KINDS.items())
 

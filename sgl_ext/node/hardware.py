@@ -44,6 +44,18 @@ def find_hardware(environ: Mapping[str, str] = os.environ) -> Hardware:
     raise SettingsError("no GPU found, and no CPU platform is installed: pip install ./launch/cpu")
 
 
+def cluster_platform(*, has_gpus: bool, environ: Mapping[str, str] = os.environ) -> str | None:
+    """The platform of engines on a cluster; None for GPUs.
+
+    SGLANG_PLATFORM overrides what the cluster has. Without GPUs it is the CPU platform, if that is
+    installed here.
+    """
+    if platform := environ.get("SGLANG_PLATFORM"):
+        return platform
+    has_cpu_platform = CPU_PLATFORM in entry_points(group="sglang.srt.platforms").names
+    return CPU_PLATFORM if has_cpu_platform and not has_gpus else None
+
+
 def check_capacity(settings: LaunchSettings, hardware: Hardware) -> None:
     """Raises SettingsError if the engines need more GPUs than there are."""
     needed = settings.instances * settings.tp

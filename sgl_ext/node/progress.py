@@ -23,6 +23,11 @@ _STAGES = (
 )
 
 
+FLEET = "fleet"
+"""The name of the child that keeps engines on Ray."""
+_FLEET_STAGE = " engines serve"  # in a line of its log, after the time
+
+
 @contextmanager
 def start_progress(
     console: Console, children: Sequence[Child]
@@ -50,6 +55,9 @@ def start_progress(
 
 def _stage_of(child: Child) -> str:
     """The latest stage in a child's log."""
+    if child.name == FLEET:
+        found = [line for line in child.last_lines(400) if _FLEET_STAGE in line]
+        return found[-1].split(maxsplit=2)[-1] if found else "connecting to Ray"
     text = "\n".join(child.last_lines(400))
     return next((stage for mark, stage in _STAGES if mark in text), "importing")
 
@@ -61,7 +69,11 @@ def summary(settings: LaunchSettings, engines: Sequence[Child], address: str) ->
     table = Table.grid(padding=(0, 2))
     table.add_row("address", address)
     table.add_row("model", model)
-    table.add_row("engines", "  ".join(engine.url for engine in engines))
+    if settings.ray_address is None:
+        table.add_row("engines", "  ".join(engine.url for engine in engines))
+    else:
+        fleet = f"--ray-address {settings.ray_address} --ray-fleet {settings.ray_fleet}"
+        table.add_row("engines", f"python -m sgl_ext.fleet {fleet} show")
     table.add_row("logs", settings.log_dir)
     claude = f"ANTHROPIC_BASE_URL={address} ANTHROPIC_API_KEY={key} claude --model {model}"
     table.add_row("Claude Code", claude)

@@ -18,6 +18,10 @@ from sgl_ext.settings.secret_source import read_source
 from sgl_ext.settings.store_address import read_store
 
 NO_TLS = "plain HTTP to engines; encrypt the network between them: remote.md"
+USE_RAY = (
+    "SGLang's schedulers on Ray load no plugins (sglang#26723), so the extension would be missing "
+    "there; for engines on Ray use ray-address: ray.md"
+)
 _WORKER_FORM = "must be http://HOST:PORT"
 
 _Problem = tuple[str, object, str]  # the setting, its value, what is wrong with it
@@ -76,12 +80,20 @@ def _launch_problems(settings: LaunchSettings) -> Iterator[_Problem]:
         if path and (problem := _request_file_problem(path)):
             yield name, path, problem
     flags = {flag.partition("=")[0] for flag in settings.engine_args}
+    if "--use-ray" in flags:
+        yield "[engine]", ["--use-ray"], USE_RAY
     if taken := {"--host", "--port", "--model-path"} & flags:
         yield "[engine]", sorted(taken), "the launcher sets these itself; see engine-host"
     if taken := {"--ssl-certfile", "--ssl-keyfile"} & flags:
         yield "[engine]", sorted(taken), f"a balancer speaks {NO_TLS}"
     host = settings.engine_host
-    if is_reachable(host) and settings.balancer.engine_secret is None:
+    if settings.ray_address is not None:
+        if host != "127.0.0.1":
+            yield "engine_host", host, "on Ray, each engine listens on the address of its node"
+        if settings.balancer.engine_secret is None:
+            reason = "engines on Ray listen on their nodes' addresses, so they need engine_secret"
+            yield "ray_address", settings.ray_address, reason
+    elif is_reachable(host) and settings.balancer.engine_secret is None:
         reason = "other machines can reach it, so it needs engine_secret: remote.md"
         yield "engine_host", host, reason
 

@@ -97,6 +97,12 @@ GroupName = Annotated[
     Meta(pattern=r"^[A-Za-z0-9._-]{0,64}\Z"),
     form("at most 64 letters, digits, '.', '_' and '-'", "GROUP"),
 ]
+RayAddress = Annotated[str, Meta(min_length=1), form("auto, or HOST:PORT", "ADDRESS")]
+FleetName = Annotated[
+    str,
+    Meta(pattern=r"^[A-Za-z0-9._-]{1,64}\Z"),
+    form("at most 64 letters, digits, '.', '_' and '-'", "NAME"),
+]
 
 
 class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -239,6 +245,16 @@ class LaunchSettings(Settings, frozen=True, kw_only=True):
     engine_host: Annotated[
         Text, "Address that engines listen on; beyond loopback it needs engine-secret."
     ] = "127.0.0.1"
+    ray_address: Annotated[
+        RayAddress | None, "Ray cluster whose nodes run the engines: ray.md."
+    ] = None
+    ray_fleet: Annotated[FleetName, "Name of the engines of one launcher on Ray."] = "sgl-ext"
+    ray_drain_s: Annotated[
+        PositiveSeconds, "Longest wait for the requests of one engine on Ray that leaves."
+    ] = 600.0
+    ray_keep_engines: Annotated[
+        bool, "Leave engines on Ray running when the launcher stops, for the next one to adopt."
+    ] = False
     start_timeout_s: Annotated[PositiveSeconds, "Time for all engines to become ready."] = 1800.0
     log_dir: Annotated[Text, "Directory for the log of each process."] = ".run"
     log_limit_bytes: Annotated[

@@ -136,13 +136,14 @@ def test_another_sglang_version_is_rejected(monkeypatch: pytest.MonkeyPatch) -> 
         ("grpc_mode", True, "--grpc-mode"),
         ("smg_grpc_mode", True, "--smg-grpc-mode"),
         ("encoder_only", True, "--encoder-only"),
+        ("use_ray", True, "--use-ray.*sglang#26723"),
     ],
 )
 def test_front_ends_that_bypass_the_hooks_are_rejected(
     argument: str, value: object, flag: str
 ) -> None:
     plain = {"tokenizer_worker_num": 1, "grpc_port": None, "grpc_mode": False}
-    arguments = SimpleNamespace(**plain, smg_grpc_mode=False, encoder_only=False)
+    arguments = SimpleNamespace(**plain, smg_grpc_mode=False, encoder_only=False, use_ray=False)
     startup.reject_unsupported(arguments)
     setattr(arguments, argument, value)
     with pytest.raises(SystemExit, match=flag):

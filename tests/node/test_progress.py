@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from sgl_ext.launch import make_children
+from sgl_ext.node.children import make_children
 from sgl_ext.node.hardware import Hardware
 from sgl_ext.node.ports import free_ports
 from sgl_ext.node.progress import summary

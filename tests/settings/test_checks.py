@@ -42,6 +42,18 @@ def test_sglangs_flags_that_the_launcher_sets_are_refused() -> None:
         check_launch(LaunchSettings(model_path="m", engine_args=("--port", "1")))
 
 
+def test_sglangs_own_way_onto_ray_is_refused_with_the_reason() -> None:
+    with pytest.raises(SettingsError, match=r"--use-ray.*sglang#26723.*ray-address"):
+        check_launch(LaunchSettings(model_path="m", engine_args=("--use-ray",)))
+
+
+def test_engines_on_ray_need_a_secret_and_have_the_addresses_of_their_nodes() -> None:
+    with pytest.raises(SettingsError, match=r"ray_address='auto': .*need engine_secret"):
+        check_launch(LaunchSettings(model_path="m", ray_address="auto"))
+    with pytest.raises(SettingsError, match=r"engine_host='0.0.0.0': on Ray"):
+        check_launch(LaunchSettings(model_path="m", ray_address="auto", engine_host="0.0.0.0"))
+
+
 def test_a_child_names_the_variable_that_it_cannot_read() -> None:
     for bad in ("{", '{"pin_bugdet": 1}', '{"pin_budget": 2}', '{"strip_headers": ["two words"]}'):
         with pytest.raises(SettingsError, match="SGL_EXT_SETTINGS"):

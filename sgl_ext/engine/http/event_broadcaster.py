@@ -16,6 +16,8 @@ from typing import Any
 import orjson
 import zmq
 import zmq.asyncio
+from starlette.requests import Request
+from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from radix.index import PrefixIndex
@@ -26,6 +28,7 @@ from sgl_ext.pin_mirror import PinMirror
 from sgl_ext.supervision import Guard, supervise
 
 PATH = "/sgl_ext/events"
+SUBSCRIBERS_PATH = "/sgl_ext/events/subscribers"
 BUFFER_BYTES = 16 * 2**20
 QUIET_S = 20.0
 _RETRY_S = 1.0
@@ -126,6 +129,11 @@ class EventBroadcaster:
             await asyncio.gather(*tasks, return_exceptions=True)
         if not subscriber.is_slow:  # one that does not read does not read an end either
             await send({"type": "http.response.body", "body": b""})
+
+    async def show_subscribers(self, _: Request) -> JSONResponse:
+        """How many subscribers there are. A balancer is one for as long as it lists this engine,
+        and it lists one that drains until the last answer has come: with 0 nobody needs it."""
+        return JSONResponse({"subscribers": len(self._subscribers)})
 
     async def _stream(self, subscriber: _Subscriber, send: Send) -> None:
         """Sends lines until cancelled. After a failure the stream ends, and its subscriber begins

@@ -14,7 +14,7 @@ from sgl_ext_cpu.node import free_port
 from sgl_ext.balancer.store.documents import Document, Found, StoreUnusable
 from sgl_ext.balancer.store.opening import check_store
 from sgl_ext.balancer.store.sqlite_file import DocumentStore
-from sgl_ext.launch import make_children
+from sgl_ext.node.children import make_children
 from sgl_ext.node.hardware import Hardware
 from sgl_ext.settings.schema import BalancerSettings, LaunchSettings
 

@@ -1,0 +1,211 @@
+"""Keeps a fleet as it is wanted: once a second it looks at the engines, creates and drains some."""
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from msgspec.structs import replace
+
+from sgl_ext.fleet.cluster import Cluster, FleetError, failure_of
+from sgl_ext.fleet.ending import ANSWER_S, end_engines, remove_engine
+from sgl_ext.fleet.engine_host import STOP_S
+from sgl_ext.fleet.orders import Board, Status, Wanted, make_order, name_of, number_of
+from sgl_ext.fleet.plan import Engine, is_settled, next_steps
+from sgl_ext.membership.member import MembershipError
+from sgl_ext.membership.ray import Entry, decoded, engines_key
+from sgl_ext.node.hardware import cluster_platform
+from sgl_ext.settings.engine_secret import EngineSecret
+from sgl_ext.settings.schema import LaunchSettings
+
+log = logging.getLogger(__name__)
+
+STEP_S = 1.0
+"""The time between two looks at the fleet."""
+_RETRY_S = 10.0
+# A balancer finds a new engine ready within this time: until then the next one is not drained.
+_SETTLES_S = 5.0
+
+
+class Keeper:
+    """Creates and drains the engines of one fleet.
+
+    is_replaced: another keeper has taken over, which one that stood still for long can meet.
+    """
+
+    def __init__(self, settings: LaunchSettings, cluster: Cluster, board: Board) -> None:
+        self._instances = settings.instances
+        self._drain_s = settings.ray_drain_s
+        self._fleet = settings.ray_fleet
+        self._cluster = cluster
+        self._board = board
+        self._order = make_order(
+            settings,
+            cluster_platform(has_gpus=cluster.has_gpus),
+            "\n".join(EngineSecret(settings.balancer.engine_secret).accepted) or None,
+        )
+        self._where = f"{socket.gethostname()}, process {os.getpid()}"
+        self._renewal = 0
+        self.is_replaced = False
+        self._problem = self._no_room = ""
+        self._settled: Wanted | None = None
+        self._has_settled = False
+        self._retry_at_s = 0.0
+        self._created: dict[int, Any] = {}
+        self._leaving: dict[int, asyncio.Task[None]] = {}
+        self._ready_since: dict[str, float] = {}
+        self._shown: dict[int, str] = {}
+        self._count = ""
+
+    async def adopt(self) -> None:
+        """Takes the fleet over as it is. What is wanted of it are the engines of this launch."""
+        wanted = await self._board.wanted()
+        generation = 0 if wanted is None else wanted.generation
+        await self._board.want(Wanted(instances=self._instances, generation=generation))
+        running = await asyncio.to_thread(self._cluster.numbers)
+        stray = set(await asyncio.to_thread(self._cluster.grouped)) - {*running}
+        await asyncio.to_thread(self._cluster.release, stray - {*range(self._instances)})
+        entries = await self._entries()
+        other = [n for n in running if n in entries and entries[n].settings != self._order.digest]
+        if running:
+            log.info("adopted %s", ", ".join(map(name_of, running)))
+        if other:
+            log.warning(
+                "%s run with other settings than this launch; replace them one after another: "
+                "python -m sgl_ext.fleet restart",
+                ", ".join(map(name_of, other)),
+            )
+
+    async def start(self) -> None:
+        """Returns once the fleet is as wanted. Raises FleetError if it cannot be."""
+        while self._settled is None:
+            await self.step()
+            await asyncio.sleep(STEP_S)
+        self._has_settled = True
+
+    async def step(self) -> None:
+        """Looks at the fleet, and takes the next steps."""
+        wanted = await self._board.wanted()
+        if wanted is None:
+            raise FleetError("what is wanted of the fleet is missing in Ray's GCS")
+        numbers = await asyncio.to_thread(self._cluster.numbers)
+        entries = await self._entries()
+        self._show({number: entries.get(number) for number in numbers})
+        self._problem = self._find_problem(entries)
+        engines = [self._engine(number, entries.get(number)) for number in numbers]
+        steps = next_steps(wanted.instances, wanted.generation, engines)
+        for number in steps.drain:
+            if number not in self._leaving:
+                self._leaving[number] = asyncio.create_task(self._remove(number))
+        if missing := [number for number in steps.create if number not in self._leaving]:
+            await self._create(missing, wanted.generation)
+        else:
+            self._no_room = ""
+        self._show_count(sum(engine.ready for engine in engines), wanted.instances)
+        settled = not self._leaving and is_settled(wanted.instances, wanted.generation, engines)
+        self._settled = wanted if settled else None
+
+    async def report_always(self) -> NoReturn:
+        """Says every second that this keeper is there. Raises FleetError once another one says so,
+        too."""
+        while True:
+            try:
+                await self._report()
+            except MembershipError as error:
+                log.warning("%s", error)
+            await asyncio.sleep(STEP_S)
+
+    async def _report(self) -> None:
+        current = await self._board.status()
+        if current is not None and current.where != self._where:
+            self.is_replaced = True
+            raise FleetError(f"ray_fleet={self._fleet!r}: taken over by {current.where}")
+        self._renewal += 1
+        await self._board.report(
+            Status(
+                where=self._where,
+                renewal=self._renewal,
+                problem=self._problem,
+                no_room=self._no_room,
+                settled=self._settled,
+            )
+        )
+
+    async def end(self, hurry: asyncio.Event, *, only_own: bool) -> None:
+        """Ends all engines, or those that this keeper has created."""
+        for task in self._leaving.values():
+            task.cancel()
+        own = [*self._created] if only_own else None
+        await end_engines(self._cluster, self._board, self._fleet, hurry, own)
+
+    async def _entries(self) -> dict[int, Entry]:
+        named = decoded(await self._board.gcs.below(engines_key(self._fleet)))
+        numbers = {number_of(name): entry for name, entry in named.items()}
+        return {number: entry for number, entry in numbers.items() if number is not None}
+
+    def _engine(self, number: int, entry: Entry | None) -> Engine:
+        leaves = number in self._leaving
+        if entry is None or entry.member is None:
+            return Engine(number, entry.generation if entry else None, ready=False, draining=leaves)
+        now_s, name = asyncio.get_running_loop().time(), entry.member.id
+        if not entry.ready:
+            self._ready_since.pop(name, None)
+        has_served_s = now_s - self._ready_since.setdefault(name, now_s) if entry.ready else 0.0
+        leaves = leaves or entry.member.state == "draining"
+        return Engine(number, entry.generation, has_served_s >= _SETTLES_S, leaves)
+
+    async def _create(self, numbers: list[int], generation: int) -> None:
+        now_s = asyncio.get_running_loop().time()
+        if now_s < self._retry_at_s:
+            return
+        orders = [replace(self._order, number=n, generation=generation) for n in numbers]
+        try:
+            self._created |= await asyncio.to_thread(self._cluster.create, orders)
+            self._no_room = ""
+        except FleetError as error:
+            if not self._has_settled:
+                raise
+            self._no_room = str(error)
+            log.error("%s; trying again in %g s", error, _RETRY_S)
+            self._retry_at_s = now_s + _RETRY_S
+
+    def _find_problem(self, entries: Mapping[int, Entry]) -> str:
+        """Why an engine did not start; "" if none failed. Raises FleetError until the fleet has
+        been as wanted, for an engine that this keeper has created."""
+        failures = {n: entry.failure for n, entry in entries.items() if entry.failure}
+        for number, actor in [*self._created.items()]:
+            if failure := "" if actor is None else failure_of(actor):
+                failures[number] = f"{name_of(number)}: its actor did not start: {failure}"
+                self._retry_at_s = asyncio.get_running_loop().time() + _RETRY_S
+        own = [failures[number] for number in self._created if number in failures]
+        if own and not self._has_settled:
+            raise FleetError(own[0])
+        return next(iter(failures.values()), "")
+
+    async def _remove(self, number: int) -> None:
+        """Drains an engine, and removes it."""
+        try:
+            limit_s = self._drain_s + STOP_S + ANSWER_S
+            await remove_engine(self._cluster, self._board, self._fleet, number, "drain", limit_s)
+            wanted = await self._board.wanted()
+            if wanted is None or number >= wanted.instances:  # no other takes its place
+                await asyncio.to_thread(self._cluster.release, [number])
+        except Exception:
+            log.exception("%s could not be removed; trying again", name_of(number))
+        finally:
+            del self._leaving[number]
+
+    def _show_count(self, serving: int, instances: int) -> None:
+        if (count := f"{serving} of {instances} engines serve") != self._count:
+            log.info(count)  # the launcher shows it
+        self._count = count
+
+    def _show(self, entries: Mapping[int, Entry | None]) -> None:
+        """Logs what has changed."""
+        shown = {n: entry.state if entry else "waits for a node" for n, entry in entries.items()}
+        for number in sorted(shown.keys() | self._shown.keys()):
+            if (state := shown.get(number, "gone")) != self._shown.get(number, ""):
+                log.info("%s: %s", name_of(number), state)
+        self._shown = shown
