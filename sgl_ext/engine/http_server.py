@@ -28,6 +28,7 @@ from sgl_ext.settings.schema import EngineSettings
 from sgl_ext.supervision import count_unhandled
 
 _SIGTERM_POLL_S = 0.2
+_UNHEALTHY = "UnHealthy"
 
 
 def extend(server_args: ServerArgs, *_: Any, **__: Any) -> None:
@@ -38,6 +39,7 @@ def extend(server_args: ServerArgs, *_: Any, **__: Any) -> None:
     error_middleware.install(app)
     secret = EngineSecret(extension.settings.engine_secret)
     secret_middleware.install(app, server_args, secret)
+    app.add_middleware(InFlightMiddleware, extension=extension)
     broadcaster = extension.broadcaster
     events = Route(PATH, broadcaster, methods=["GET"])
     subscribers = Route(SUBSCRIBERS_PATH, broadcaster.show_subscribers, methods=["GET"])
@@ -105,10 +107,34 @@ class AnswerMiddleware:
         await self.app(scope, receive, collect)
 
 
+class InFlightMiddleware:
+    """An ASGI application around another. It counts the requests that the engine has.
+
+    SGLang counts what its scheduler generates. It does not know of a request whose body arrives or
+    is tokenized, nor of one between two generations.
+    """
+
+    def __init__(self, app: Any, extension: HttpExtension) -> None:
+        self.app = app
+        self._extension = extension
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        counts = scope["type"] == "http" and scope["path"] != PATH
+        self._extension.in_flight += counts
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self._extension.in_flight -= counts
+
+
 async def await_sigterm(
     original: Callable[[TokenizerManager], Awaitable[None]], manager: TokenizerManager
 ) -> None:
-    """Ends an idle engine soon after SIGTERM: SGLang looks for it every 5 s only."""
+    """Ends the engine soon after SIGTERM, or after its last request: SGLang looks for both every
+    5 s only. An engine that has failed SGLang's health check ends at once."""
     while not manager.gracefully_exit:  # noqa: ASYNC110 - a signal handler of SGLang's sets it
+        await asyncio.sleep(_SIGTERM_POLL_S)
+    extension = installed()
+    while extension.in_flight and manager.server_status.name != _UNHEALTHY:  # noqa: ASYNC110
         await asyncio.sleep(_SIGTERM_POLL_S)
     await original(manager)

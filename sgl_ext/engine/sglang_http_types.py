@@ -46,6 +46,7 @@ class TokenizerManager(Protocol):
     enable_lora: bool
     enable_priority_scheduling: bool
     gracefully_exit: bool
+    server_status: Any
     rid_to_state: dict[str, Any]
     request_logger: RequestLogger
     dump_requests_folder: str

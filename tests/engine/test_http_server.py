@@ -1,29 +1,101 @@
 """How the extension changes SGLang's HTTP server as a whole."""
 
 import asyncio
+from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 import pytest
 
 from sgl_ext.engine import http_server
+from sgl_ext.engine.http.event_broadcaster import PATH as EVENTS
+from sgl_ext.engine.http.extension import HttpExtension
+from sgl_ext.engine.http_server import InFlightMiddleware
+
+
+class Status(Enum):
+    Up = "Up"
+    UnHealthy = "UnHealthy"
 
 
 class Manager:
     gracefully_exit = False
+    server_status = Status.Up
 
 
-async def test_an_engine_begins_to_end_as_soon_as_sigterm_was_noted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The managers that have ended."""
     monkeypatch.setattr(http_server, "_SIGTERM_POLL_S", 0)
-    manager, ended = Manager(), list[Any]()
+    return []
 
+
+def ending(manager: Manager, ended: list[Any]) -> asyncio.Task[None]:
     async def end(this: Any) -> None:
         ended.append(this)
 
-    waiting = asyncio.create_task(http_server.await_sigterm(end, manager))  # type: ignore[arg-type]
-    await asyncio.sleep(0)
+    return asyncio.create_task(http_server.await_sigterm(end, manager))  # type: ignore[arg-type]
+
+
+async def pass_turns() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_an_engine_begins_to_end_as_soon_as_sigterm_was_noted(
+    ended: list[Any], extend: Callable[..., HttpExtension]
+) -> None:
+    extend()
+    manager = Manager()
+    waiting = ending(manager, ended)
+    await pass_turns()
     assert not ended
     manager.gracefully_exit = True
     await waiting
     assert ended == [manager]
+
+
+async def test_an_engine_ends_after_its_last_request_has_been_answered(
+    ended: list[Any], extend: Callable[..., HttpExtension]
+) -> None:
+    extension, manager, go_on = extend(), Manager(), asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await go_on.wait()
+        raise ConnectionResetError
+
+    counted = InFlightMiddleware(app, extension)
+    paths = ("/v1/messages", EVENTS)
+    requests = [
+        asyncio.ensure_future(counted({"type": "http", "path": path}, None, None)) for path in paths
+    ]
+    manager.gracefully_exit = True
+    await pass_turns()
+    waiting = ending(manager, ended)
+    await pass_turns()
+    assert not ended
+    go_on.set()
+    await waiting
+    assert ended == [manager]
+    await asyncio.gather(*requests, return_exceptions=True)
+
+
+async def test_an_engine_that_is_unhealthy_ends_with_its_requests(
+    ended: list[Any], extend: Callable[..., HttpExtension]
+) -> None:
+    manager = Manager()
+    manager.gracefully_exit, manager.server_status = True, Status.UnHealthy
+    extend().in_flight = 1
+    await ending(manager, ended)
+    assert ended == [manager]
+
+
+async def test_streams_of_events_keep_no_engine_from_ending(
+    extend: Callable[..., HttpExtension],
+) -> None:
+    extension = extend()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        assert extension.in_flight == 0
+
+    await InFlightMiddleware(app, extension)({"type": "http", "path": EVENTS}, None, None)

@@ -27,6 +27,7 @@ class HttpExtension:
 
     chats: the token offsets of each chat front end, which has one tokenizer and template, and
         whether the template drops thinking.
+    in_flight: requests, without the streams of events, which end with the engine.
     token_cache, message_cache, next_turns: None until the server starts, or if they are off.
     """
 
@@ -35,6 +36,7 @@ class HttpExtension:
         self.tenants = Tenants(settings.tenants, settings.max_priority)
         self.strip = HeaderStrip(settings.strip_headers)
         self.broadcaster = EventBroadcaster()
+        self.in_flight = 0
         self.schemas = SchemaCache()
         self.chats: WeakKeyDictionary[ServingChat, tuple[TokenOffsets, bool]] = WeakKeyDictionary()
         self.token_cache: TokenCache | None = None
