@@ -1,0 +1,204 @@
+"""The manifests for Kubernetes: valid, and in agreement with the programs that they start."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from sgl_ext_cpu.node import ROOT
+
+from sgl_ext.membership.slice_selector import SliceSelector
+from sgl_ext.settings.schema import VARIABLE, EngineSettings
+from sgl_ext.settings.sources import balancer_settings
+
+pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+
+HOME = ROOT / "launch/kubernetes"
+OVERLAYS = ("base", "overlays/gpu", "overlays/leader-worker-set")
+VERSIONS = (kubernetes_validate.utils.all_versions()[0], kubernetes_validate.latest_version())
+COMPONENT = "app.kubernetes.io/component"
+# What is used of a LeaderWorkerSet; its pods are validated by themselves.
+POD = {"type": "object", "required": ["spec"]}
+LEADER_WORKER_SET = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["replicas", "leaderWorkerTemplate"],
+    "properties": {
+        "replicas": {"type": "integer"},
+        "leaderWorkerTemplate": {
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["size", "workerTemplate"],
+            "properties": {
+                "size": {"type": "integer", "minimum": 1},
+                "restartPolicy": {
+                    "enum": ["RecreateGroupOnPodRestart", "RecreateGroupAfterStart", "None"]
+                },
+                "leaderTemplate": POD,
+                "workerTemplate": POD,
+            },
+        },
+    },
+}
+
+
+@cache
+def built(overlay: str) -> tuple[dict[str, Any], ...]:
+    """The objects of an overlay, as `kubectl apply -k` sends them."""
+    command = ["kubectl", "kustomize", str(HOME / overlay)]
+    made = subprocess.run(command, capture_output=True, text=True, check=True)
+    return tuple(yaml.safe_load_all(made.stdout))
+
+
+def find(overlay: str, kind: str, name: str) -> Any:
+    (found,) = (
+        each for each in built(overlay) if (each["kind"], each["metadata"]["name"]) == (kind, name)
+    )
+    return found
+
+
+def templates(overlay: str) -> Iterator[Any]:
+    """The pods of an overlay."""
+    for made in built(overlay):
+        if made["kind"] == "Deployment":
+            yield made["spec"]["template"]
+        elif made["kind"] == "LeaderWorkerSet":
+            group = made["spec"]["leaderWorkerTemplate"]
+            yield from (group["leaderTemplate"], group["workerTemplate"])
+
+
+def component(template: Any) -> str:
+    name: str = template["metadata"]["labels"][COMPONENT]
+    return name
+
+
+def container(template: Any) -> Any:
+    (one,) = template["spec"]["containers"]
+    return one
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_object_is_what_kubernetes_takes(overlay: str, version: str) -> None:
+    pods = [{"apiVersion": "v1", "kind": "Pod", **template} for template in templates(overlay)]
+    assert len(pods) >= 2
+    for made in (*built(overlay), *pods):
+        if made["kind"] == "LeaderWorkerSet":
+            jsonschema.validate(made["spec"], LEADER_WORKER_SET)
+        else:
+            kubernetes_validate.validate(made, version, strict=True)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_balancer_starts_with_its_arguments_and_finds_the_engines_service(
+    overlay: str, tmp_path: Path
+) -> None:
+    (balancer,) = (one for one in templates(overlay) if component(one) == "balancer")
+    (tmp_path / "secret").write_text("0123456789abcdef-secret")
+    argv = [
+        word.replace("/etc/sgl-ext/engine-secret", str(tmp_path / "secret"))
+        for word in container(balancer)["args"]
+    ]
+    argv = [word.replace("/etc/sgl-ext/api-key", str(tmp_path / "secret")) for word in argv]
+    settings = balancer_settings(argv)
+    (source,) = settings.workers_from
+    selector = SliceSelector.parse(source.removeprefix("kubernetes:"))
+    service = find(overlay, "Service", selector.labels.partition("=")[2])
+    assert [port["name"] for port in service["spec"]["ports"]] == [selector.port]
+    assert service["spec"]["clusterIP"] == "None"
+    # It serves while load balancers read that it leaves, drains, and is not killed before its end.
+    sleep = int(container(balancer)["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert balancer["spec"]["terminationGracePeriodSeconds"] > sleep + settings.drain_s
+    assert settings.port == container(balancer)["ports"][0]["containerPort"]
+    probes = {name: container(balancer)[name]["httpGet"]["path"] for name in PROBES}
+    assert probes == {"readinessProbe": "/ready", "livenessProbe": "/live"}
+
+
+PROBES = ("readinessProbe", "livenessProbe")
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_engines_know_the_secret_and_drain(overlay: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = find(overlay, "ConfigMap", "engine")["data"]
+    monkeypatch.setenv(VARIABLE, data[VARIABLE])
+    settings = EngineSettings.from_environment()
+    engines = [one for one in templates(overlay) if component(one) == "engine"]
+    assert engines
+    for engine in engines:
+        mounts = {mount["name"]: mount["mountPath"] for mount in container(engine)["volumeMounts"]}
+        assert settings.engine_secret == f"file:{mounts['secrets']}/engine-secret"
+        assert container(engine)["envFrom"] == [{"configMapRef": {"name": "engine"}}]
+        assert "--host=0.0.0.0" in container(engine)["args"]
+        assert "preStop" in container(engine)["lifecycle"]
+        assert engine["spec"]["terminationGracePeriodSeconds"] >= 600
+        assert not engine["spec"]["automountServiceAccountToken"]
+        volumes = {volume["name"]: volume for volume in engine["spec"]["volumes"]}
+        # An engine does not get the clients' key.
+        assert [one["key"] for one in volumes["secrets"]["secret"]["items"]] == ["engine-secret"]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_balancer_may_watch_endpointslices_and_nothing_else(overlay: str) -> None:
+    rules = [
+        rule
+        for made in built(overlay)
+        if made["kind"] in ("Role", "ClusterRole")
+        for rule in made["rules"]
+    ]
+    assert rules == [
+        {
+            "apiGroups": ["discovery.k8s.io"],
+            "resources": ["endpointslices"],
+            "verbs": ["list", "watch"],
+        }
+    ]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_only_balancers_reach_engines(overlay: str) -> None:
+    policy = find(overlay, "NetworkPolicy", "engine")["spec"]
+    assert policy["podSelector"]["matchLabels"] == {COMPONENT: "engine"}
+    sources = [
+        source["podSelector"]["matchLabels"]
+        for rule in policy["ingress"]
+        for source in rule["from"]
+    ]
+    # The pods of an engine that is wider than a node reach each other.
+    within = [{COMPONENT: "engine"}] if overlay.endswith("leader-worker-set") else []
+    assert sources == [{COMPONENT: "balancer"}, *within]
+
+
+def test_only_leaders_of_groups_are_engines_to_balancers() -> None:
+    selector = find("overlays/leader-worker-set", "Service", "engines")["spec"]["selector"]
+    assert selector["leaderworkerset.sigs.k8s.io/worker-index"] == "0"
+    leader, worker = (
+        one for one in templates("overlays/leader-worker-set") if component(one) == "engine"
+    )
+    assert container(leader)["args"] == container(worker)["args"]
+
+
+def test_a_worker_of_a_group_stays_until_its_leader_has_gone() -> None:
+    *_, worker = templates("overlays/leader-worker-set")
+    command = container(worker)["lifecycle"]["preStop"]["exec"]["command"]
+    environment = {**os.environ, "LWS_LEADER_ADDRESS": "127.0.0.1"}
+    # Nothing listens on that port of this address, so it ends at once.
+    command = [word.replace("/30000", "/1") for word in command]
+    assert subprocess.run(command, env=environment, timeout=60, check=False).returncode == 0
+
+
+def test_the_images_are_those_that_the_dockerfile_builds() -> None:
+    text = (HOME / "Dockerfile").read_text()
+    for template in templates("base"):
+        image = container(template)["image"]
+        assert f"--tag {image} ." in text
+    copied = [line.split()[1:-1] for line in text.splitlines() if line.startswith("COPY")]
+    assert all((ROOT / name).exists() for names in copied for name in names)
