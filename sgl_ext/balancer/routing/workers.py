@@ -147,9 +147,12 @@ class Workers(Collector):
 
     def remove_drained(self) -> None:
         """Removes the workers that leave and whose requests have ended. Call it periodically."""
-        for worker in [w for w in self.all if w.is_gone and not w.in_flight]:
-            self.all.remove(worker)
-            self._index()
+        leaving = [worker for worker in self.all if worker.is_gone and not worker.in_flight]
+        if not leaving:
+            return
+        self.all = [worker for worker in self.all if not worker.is_gone or worker.in_flight]
+        self._index()
+        for worker in leaving:
             self._left(worker)
             self._slots.give_back(worker.slot)
             if worker.id not in self._by_id:
