@@ -122,9 +122,10 @@ def place(request: PlacementRequest, workers: Sequence[WorkerView]) -> Placement
         if reason == "home":
             return Placement(home.name, reason)
     scores = [score(request, view, is_new=reason != "moved") for view in workers]
-    least = min(score.cost for score in scores)
-    ties = [score.name for score in scores if score.cost == least]
-    chosen = max(ties, key=lambda name: (rendezvous(request.prefix, name), name))
+    # Whole tokens: balancers that add the same numbers in another order must see the same ties.
+    least = min(round(score.cost) for score in scores)
+    ties = [score.name for score in scores if round(score.cost) == least]
+    chosen = chosen_of(request.prefix, ties)
     return Placement(chosen, "home" if chosen == request.home else reason)
 
 
@@ -140,6 +141,11 @@ def score(request: PlacementRequest, view: WorkerView, *, is_new: bool) -> Score
     if view.warmth < 1.0:
         cost = (cost + 1) / max(view.warmth, _LEAST_WARMTH)
     return Score(view.name, cost, view.pending_tokens, uncached, decoding, recent, sessions)
+
+
+def chosen_of(prefix: int, names: Sequence[str]) -> str:
+    """The worker, of at least one, with the highest rendezvous score for a prefix."""
+    return max(names, key=lambda name: (rendezvous(prefix, name), name))
 
 
 def rendezvous(prefix: int, worker: str) -> int:

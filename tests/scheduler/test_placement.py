@@ -119,6 +119,17 @@ def test_balancers_break_ties_alike(names: list[str], prefix: int) -> None:
     assert again.worker == first.worker, "a worker that leaves moves only its own prefixes"
 
 
+def test_less_than_a_token_is_a_tie_as_balancers_add_up_in_another_order() -> None:
+    one, other = 9000.0, 9000.000001
+    for prefix in range(50):
+        request = PlacementRequest(1000, prefix)
+        places = [
+            place(request, [WorkerView("a", recent_tokens=a), WorkerView("b", recent_tokens=b)])
+            for a, b in ((one, other), (other, one))
+        ]
+        assert places[0] == places[1]
+
+
 def test_ties_of_many_prefixes_spread_over_all_workers() -> None:
     views = [WorkerView(f"w{n}") for n in range(4)]
     placements = [place(PlacementRequest(1000, prefix), views) for prefix in range(400)]

@@ -11,7 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scheduler.capacity import has_capacity
-from scheduler.placement import Placement, PlacementRequest, WorkerView, place, score, stays
+from scheduler.placement import (
+    Placement,
+    PlacementRequest,
+    WorkerView,
+    chosen_of,
+    place,
+    score,
+    stays,
+)
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempts import FOLLOW_TOKENS, Attempt, Attempts, RoutingRequest
 from sgl_ext.balancer.routing.prefixes import HeldBySlot, Prefixes
@@ -241,15 +249,16 @@ class Router:
     def _placement_request(self, routing: RoutingRequest, held: HeldBySlot) -> PlacementRequest:
         """The request with its session's worker: the remembered one, or the one that holds most
         of the session."""
-        slot, last_tokens, chain = None, 0, routing.chain
+        slots, last_tokens, chain = set[int](), 0, routing.chain
         home = None if routing.session is None else self.attempts.sessions.home(routing.session)
         if home is not None:
-            slot, last_tokens = home
+            slots, last_tokens = {home[0]}, home[1]
         elif chain.session is not None:
             begin = chain.hashes.index(chain.session) + 1
-            holders = [
-                (h.expected_tokens, s) for s, h in held.items() if h.expected_segments >= begin
-            ]
-            slot = max(holders, default=(0, None))[1]
-        home_id = next((w.id for w in self.workers.all if w.slot == slot), None)
+            tokens = {s: h.expected_tokens for s, h in held.items() if h.expected_segments >= begin}
+            most = max(tokens.values(), default=0)
+            slots = {slot for slot, held_tokens in tokens.items() if held_tokens == most}
+        # Slots differ between balancers, so that they are no reason to prefer a worker.
+        homes = [worker.id for worker in self.workers.all if worker.slot in slots]
+        home_id = chosen_of(routing.prefix, homes) if homes else None
         return PlacementRequest(routing.prompt_tokens, routing.prefix, home_id, last_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,10 +27,10 @@ class Clock:
 class Setting:
     """A router over two ready workers that publish what they hold."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, urls: Sequence[str] = (A, B), **options: Any) -> None:
         self.clock = Clock()
         self.metrics = Metrics()
-        self.workers = workers_at([A, B], self.metrics, self.clock)
+        self.workers = workers_at(urls, self.metrics, self.clock)
         for worker in self.workers.all:
             self.workers.mark(worker, ready=True)
             worker.publishes = True
@@ -73,6 +74,25 @@ def test_the_next_turn_goes_where_the_conversation_is(setting: Setting) -> None:
     assert second.worker is first.worker
     assert second.placement.reason == "home"
     assert second.predicted_tokens == 10_000
+
+
+def test_balancers_find_the_same_home_of_a_session_that_two_workers_hold() -> None:
+    """The slots of the workers differ, as each balancer has its own list of them."""
+    settings = [Setting(), Setting((B, A))]
+    homes = set()
+    for number in range(20):
+        found = []
+        for setting in settings:
+            routing = setting.read("Hello", system=f"{number} {HARNESS}")
+            for worker in setting.workers.all:
+                parent = None
+                for segment in routing.chain.hashes:
+                    setting.router.prefixes.index.store(worker.slot, parent, segment, 9_000)
+                    parent = segment
+            found.append(setting.router.explain(routing)["home"])
+        assert found[0] == found[1]
+        homes.add(found[0])
+    assert homes == {A, B}
 
 
 def test_another_balancer_finds_the_session_by_what_the_workers_hold(setting: Setting) -> None:
