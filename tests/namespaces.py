@@ -7,10 +7,11 @@ address there is their own.
 import json
 import os
 import secrets
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,38 +33,48 @@ else:
 
 @dataclass(frozen=True)
 class Namespace:
-    """address: of the side of this process, as programs inside reach it. name: "" for none."""
+    """address: of the side of this process, as programs inside reach it. pid: of the process that
+    keeps the namespace; 0 for none."""
 
-    name: str
+    pid: int
     address: str
 
     def command(self, *words: str) -> list[str]:
         """A command line that runs another one inside."""
-        return ["ip", "netns", "exec", self.name, *words] if self.name else list(words)
+        return ["nsenter", f"--target={self.pid}", "--net", *words] if self.pid else list(words)
 
 
-HERE = Namespace("", "127.0.0.1")
+HERE = Namespace(0, "127.0.0.1")
 """This machine, for want of another."""
 
 
 @contextmanager
 def joined_namespace() -> Iterator[Namespace]:
-    """Makes a namespace, and removes it at the end. Skips the test where none can be made."""
+    """Makes a namespace. Skips the test where none can be made.
+
+    It lives as long as the process that keeps it, which ends when this one does, however that is.
+    With the namespace its interface ends, and so does the one that is joined to it.
+    """
     if os.geteuid() != 0:
         pytest.skip("a network namespace is made by root alone")
+    if not all(map(shutil.which, ("ip", "unshare", "nsenter"))):
+        pytest.skip("a network namespace is made with ip, unshare and nsenter")
     name = f"sgl{secrets.token_hex(4)}"
     here, there = f"{name}a", f"{name}b"
     subnet = f"10.{200 + secrets.randbelow(50)}.{secrets.randbelow(256)}"
-    with ExitStack() as stack:
-        _require("netns", "add", name)
-        stack.callback(_ip, "netns", "delete", name)  # and with it the interfaces
-        _require("link", "add", here, "type", "veth", "peer", "name", there, "netns", name)
-        stack.callback(_ip, "link", "delete", here)
-        for inside, interface, number in (((), here, 1), (("-n", name), there, 2)):
-            _require(*inside, "address", "add", f"{subnet}.{number}/24", "dev", interface)
-            _require(*inside, "link", "set", interface, "up")
-        _require("-n", name, "link", "set", "lo", "up")
-        yield Namespace(name, f"{subnet}.1")
+    ready_and_wait = ["unshare", "--net", "sh", "-c", "echo ready; cat"]
+    with subprocess.Popen(ready_and_wait, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as keeper:
+        assert keeper.stdout is not None
+        if keeper.stdout.readline() != b"ready\n":
+            pytest.skip("a network namespace cannot be made here")
+        made = Namespace(keeper.pid, f"{subnet}.1")
+        _run("ip", "link", "add", here, "type", "veth", "peer", "name", there, "netns", keeper.pid)
+        _run("ip", "address", "add", f"{subnet}.1/24", "dev", here)
+        _run("ip", "link", "set", here, "up")
+        _run(*made.command("ip", "address", "add", f"{subnet}.2/24", "dev", there))
+        for interface in (there, "lo"):
+            _run(*made.command("ip", "link", "set", interface, "up"))
+        yield made
 
 
 def fetch(
@@ -87,16 +98,7 @@ def fetch(
     return status, {name.lower(): value for name, value in lines.items()}, text
 
 
-def _require(*words: str) -> None:
-    ran = _ip(*words)
-    if ran is None or ran.returncode:
-        why = "there is no `ip`" if ran is None else ran.stderr.strip()
-        pytest.skip(f"a network namespace cannot be made here: {why}")
-
-
-def _ip(*words: str) -> subprocess.CompletedProcess[str] | None:
-    command: Sequence[str] = ["ip", *words]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=30)
-    except FileNotFoundError:
-        return None
+def _run(*words: object) -> None:
+    ran = subprocess.run([str(word) for word in words], capture_output=True, text=True, timeout=30)
+    if ran.returncode:
+        pytest.skip(f"a network namespace cannot be made here: {ran.stderr.strip()}")

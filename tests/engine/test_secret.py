@@ -188,6 +188,20 @@ def test_a_balancer_on_another_machine_serves_with_the_secret(
     assert SECRET not in log.read_text()
 
 
+def test_a_balancer_without_the_secret_uses_no_engine_and_says_why(
+    engine: Engine, elsewhere: Namespace, tmp_path: Path
+) -> None:
+    log = tmp_path / "balancer.log"
+    with balancer(elsewhere, engine, log) as port:
+        body, headers = generate("one")
+        assert fetch(elsewhere, "127.0.0.1", port, "POST", "/generate", headers, body)[0] == 503
+        shown = fetch(elsewhere, "127.0.0.1", port, "GET", "/sgl_ext/workers")[2]
+        (worker,) = json.loads(shown)["workers"]
+        assert (worker["ready"], worker["breaker"]) == (False, "closed")
+        assert "refuses the engine-secret" in worker["fault"]
+    assert log.read_text().count("refuses the engine-secret") == 1
+
+
 def test_sglangs_own_server_beyond_loopback_serves_and_believes_nobody(
     nursery: Nursery, tiny_model: Path, tmp_path: Path
 ) -> None:
