@@ -18,6 +18,7 @@ from sgl_ext.engine.http.event_broadcaster import PATH, SUBSCRIBERS_PATH
 from sgl_ext.engine.http.extension import HttpExtension, install, installed
 from sgl_ext.engine.http.flush_route import flush_route
 from sgl_ext.engine.http.pin_routes import pin_routes
+from sgl_ext.engine.http.ready_route import ready_route
 from sgl_ext.engine.sglang_http_types import TokenizerManager
 from sgl_ext.engine.sglang_types import ServerArgs
 from sgl_ext.limits.stall import StallMonitor
@@ -44,7 +45,7 @@ def extend(server_args: ServerArgs, *_: Any, **__: Any) -> None:
     events = Route(PATH, broadcaster, methods=["GET"])
     subscribers = Route(SUBSCRIBERS_PATH, broadcaster.show_subscribers, methods=["GET"])
     pins = pin_routes(broadcaster.pins, Outbox())
-    app.router.routes[:0] = [events, subscribers, flush_route(), *pins]
+    app.router.routes[:0] = [events, subscribers, flush_route(), ready_route(), *pins]
     original = app.router.lifespan_context
 
     @asynccontextmanager

@@ -706,14 +706,17 @@ async def test_followers_on_a_hanging_engine_go_elsewhere(
     assert sent == 1, "the followers are not sent to the engine that hangs"
 
 
-async def test_an_engine_that_answers_no_probe_hangs(
-    start: Start, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("says_so", [False, True])
+async def test_an_engine_hangs_that_answers_no_probe_or_says_so(
+    start: Start, monkeypatch: pytest.MonkeyPatch, *, says_so: bool
 ) -> None:
     monkeypatch.setattr(worker_probes, "_PROBE_TIMEOUT", ClientTimeout(total=0.1))
     hangs = asyncio.Event()
 
     class Silent(Engine):
         async def handle(self, request: web.Request) -> web.StreamResponse:
+            if hangs.is_set() and says_so and request.path == "/ready":
+                return web.Response(status=504)
             if hangs.is_set():
                 await asyncio.Event().wait()
             return await super().handle(request)

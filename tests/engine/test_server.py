@@ -96,6 +96,26 @@ def test_a_tenant_neither_takes_nor_aborts_the_names_of_another(engine: Engine) 
     assert "rid" in refused.text
 
 
+def test_the_event_loop_of_the_http_process_reports_its_stalls(engine: Engine) -> None:
+    page = requests.get(f"{engine.url}/metrics", timeout=30).text
+    assert 'sgl_ext_event_loop_stall_seconds_total{clock="cpu"' in page
+
+
+def test_an_engine_whose_scheduler_is_stopped_says_so(engine: Engine) -> None:
+    def ready() -> int:
+        return requests.get(f"{engine.url}/ready", timeout=30).status_code
+
+    assert ready() == 200
+    scheduler = max(processes_of(engine)[1:], key=lambda process: process.memory_info().rss)
+    scheduler.suspend()
+    try:
+        until(lambda: ready() == 504)
+    finally:
+        scheduler.resume()
+    until(lambda: ready() == 200)
+    engine.ask("It goes on")
+
+
 def test_an_engine_whose_detokenizer_dies_ends_without_dumping_its_memory(
     engine: Engine, log: Path
 ) -> None:

@@ -72,7 +72,8 @@ class WorkerProbes:
         self.workers.mark(worker, ready=status == HTTPStatus.OK)
         if status is not None:
             self.workers.note_secret(worker, refused=status == HTTPStatus.UNAUTHORIZED)
-        if worker.silent_probes >= SILENT_PROBES:
+        # It says itself that it has been stopped, or it says nothing.
+        if status == HTTPStatus.GATEWAY_TIMEOUT or worker.silent_probes >= SILENT_PROBES:
             self._set_hung(worker, True)
 
     async def _try_breaker(self, worker: Worker) -> None:
