@@ -1,4 +1,11 @@
-"""The attacks: what is sent, and the status that answers it. A new one is one line in `CASES`."""
+"""The attacks: what is sent, and the status that answers it. A new one is one line in `CASES`.
+
+Attacks of one tenant on another, which need more than one request, are tested where the bound is:
+
+    claims of an engine's memory    tests/scheduler/test_capacity.py
+    pins, in number and in tokens   tests/radix/test_pins.py
+    work that is not charged        tests/balancer/access/test_rate_limits.py
+"""
 
 from __future__ import annotations
 
