@@ -18,6 +18,8 @@ BUFFER_GROWTH = 4
 """A body's buffer at first, and how many times as large it is after it was full."""
 MAX_GROWTH_BYTES = 8 * _MIB
 """At once: the new part is filled with zeros while the event loop waits."""
+MAX_WRITTEN_BYTES = _MIB
+"""Of a body, to a worker in one round of the event loop."""
 MAX_RATIO = 100
 FREE_INFLATED_BYTES = _MIB
 """A body may inflate to this, and to MAX_RATIO times its compressed size above it."""

@@ -13,11 +13,13 @@ import httptools
 
 from sgl_ext.balancer.http.request_head import transfer_coding
 from sgl_ext.balancer.http.response_head import ResponseHead
+from sgl_ext.limits.bounds import MAX_WRITTEN_BYTES
 
 if TYPE_CHECKING:
     from sgl_ext.balancer.http.connection_pool import ConnectionPool
 
 _MAX_HEAD_BYTES = 256 * 1024
+_NOTHING = memoryview(b"")
 _REASON = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
 
 
@@ -54,6 +56,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._framed = False
         self._paused = False
         self._bodiless = False
+        self._unsent = _NOTHING
+        self._writing_paused = False
         self.reused = False
         self.sweeps = 0
         self._reset()
@@ -73,10 +77,23 @@ class UpstreamConnection(asyncio.Protocol):
         """Sends a request; `receiver` gets the response."""
         self._receiver = receiver
         self._bodiless = method == "HEAD"
-        if body:
+        if len(body) > MAX_WRITTEN_BYTES:
+            self._transport.write(head)
+            self._unsent = memoryview(body)
+            self._send_more()
+        elif body:
             self._transport.writelines((head, body))
         else:
             self._transport.write(head)
+
+    def _send_more(self) -> None:
+        """Sends the next part of a large body: a worker on this machine would take all of it at
+        once, while everything else waits."""
+        if self._unsent and not self._writing_paused and not self._transport.is_closing():
+            part = self._unsent[:MAX_WRITTEN_BYTES]
+            self._unsent = self._unsent[MAX_WRITTEN_BYTES:]
+            self._transport.write(part)
+            asyncio.get_running_loop().call_soon(self._send_more)
 
     def pause(self) -> None:
         """Stops reading, because the receiver cannot pass more on."""
@@ -94,6 +111,7 @@ class UpstreamConnection(asyncio.Protocol):
         """Closes at once. The receiver is not called again, and the worker aborts the request."""
         self._receiver = None
         self._usable = False
+        self._unsent = _NOTHING
         self._pool.forget(self)
         self._transport.abort()
 
@@ -140,6 +158,13 @@ class UpstreamConnection(asyncio.Protocol):
             self._end(fault is None)
         elif fault is not None:
             self._lost(f"malformed response: {fault}")
+
+    def pause_writing(self) -> None:
+        self._writing_paused = True
+
+    def resume_writing(self) -> None:
+        self._writing_paused = False
+        self._send_more()
 
     def eof_received(self) -> None:
         """Does nothing: the transport closes, and `connection_lost` decides what that means."""
@@ -208,7 +233,7 @@ class UpstreamConnection(asyncio.Protocol):
         """The response is complete. The connection is used again if its state allows."""
         receiver, self._receiver = self._receiver, None
         reusable = clean and self._usable and not self._transport.is_closing()
-        if reusable and not self._transport.get_write_buffer_size():
+        if reusable and not self._unsent and not self._transport.get_write_buffer_size():
             self._reset()
             if self._paused:
                 self.resume()
