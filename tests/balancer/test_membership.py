@@ -149,7 +149,7 @@ def test_a_balancer_whose_source_cannot_be_read_does_not_start(
 
 
 def test_neither_balancer_nor_launcher_imports_an_extra() -> None:
-    extras = {"ray", "kubernetes_asyncio", "redis", "psycopg"}
+    extras = {"ray", "lightkube", "redis", "psycopg"}
     code = (
         "import sys, sgl_ext.balancer.serve, sgl_ext.launch\n"
         "from sgl_ext.membership.sources import open_sources\n"

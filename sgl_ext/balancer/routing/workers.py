@@ -81,10 +81,10 @@ class Workers(Collector):
 
     def collect(self) -> Iterable[Metric]:
         now_s = self._clock()
-        for name, (help_text, value) in _GAUGES.items():
-            family = GaugeMetricFamily(f"sgl_ext_worker_{name}", help_text, labels=["worker"])
-            for worker in self.all:
-                family.add_metric([worker.id], value(worker, now_s))
+        for gauge, (help_text, value) in _GAUGES.items():
+            family = GaugeMetricFamily(f"sgl_ext_worker_{gauge}", help_text, labels=["worker"])
+            for name, worker in self._by_id.items():
+                family.add_metric([name], value(worker, now_s))
             yield family
 
     @property

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from prometheus_client import generate_latest
 
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.worker import Worker
@@ -132,6 +133,8 @@ def test_a_worker_that_moved_is_a_new_one() -> None:
     workers.apply("x", [changed(ONE, url="http://c:1")])
     assert named(workers, "1") is not old
     assert {worker.url for worker in workers.all} == {"http://a:1", "http://c:1"}
+    page = generate_latest(workers).decode()
+    assert page.count('sgl_ext_worker_ready{worker="1"}') == 1
 
 
 def test_only_what_joins_after_a_sources_first_list_has_a_cold_cache() -> None:
