@@ -9,12 +9,16 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 from aiohttp import web
+from kubernetes_validate import utils
 
+# The library reads its schemas again for each object.
+utils.schema_contents = cache(utils.schema_contents)
 API = "1.33"  # of the schemas
 SERVICE = "kubernetes.io/service-name"
 
