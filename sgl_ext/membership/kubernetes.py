@@ -28,6 +28,7 @@ from sgl_ext.membership.member import Member, MembershipError
 from sgl_ext.membership.slice_selector import SliceSelector
 
 log = logging.getLogger(__name__)
+logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs each request
 
 # The server ends a watch after this time. One that is silent for longer is dead.
 WATCH_S = 30
