@@ -25,6 +25,7 @@ def test_every_key_in_a_recipe_exists_commented_out_or_not(
     monkeypatch.setenv("SGL_KEY", "key")
     for name in ("keys.toml", "warmup.jsonl"):
         Path(name).touch()
+    Path("engine.secret").write_text("0123456789abcdef")
     text = re.sub(r"(?m)^# (?=[a-z-]+ = |\[)", "", recipe.read_text())
     Path("all.toml").write_text(text)
     settings = launch_settings(["--config", "all.toml", "--model-path", "m"])
