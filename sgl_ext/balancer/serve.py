@@ -47,7 +47,11 @@ def main(argv: list[str]) -> None:
     if config.processes == 1:
         uvloop.run(_serve(config, sources))
     else:
-        run(config.processes, lambda *peers: uvloop.run(_serve(config, sources, *peers)))
+        run(
+            config.processes,
+            config.index_segments,
+            lambda *peers: uvloop.run(_serve(config, sources, *peers)),
+        )
 
 
 async def _serve(

@@ -335,7 +335,7 @@ class Balancer:
         """The slots of workers and the index: those of the group, if there is one."""
         group, metrics = self._group, self._metrics
         if group is None or group.memory is None:
-            slots, prefixes = Slots(), Prefixes()
+            slots, prefixes = Slots(), Prefixes(limit_segments=self._config.index_segments)
         else:
             slots = group.memory.slots(group.number)
             prefixes = Prefixes(group.memory.index, writes=group.number == WRITER)

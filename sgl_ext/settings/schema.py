@@ -56,6 +56,7 @@ Count = Annotated[int, Meta(ge=1)]
 Amount = Annotated[int, Meta(ge=0)]
 Port = Annotated[int, Meta(ge=1, le=65535)]
 Processes = Annotated[int, Meta(ge=1, le=64)]
+Segments = Annotated[int, Meta(ge=1_000, le=16_000_000)]
 Priority = Annotated[int, Meta(ge=-LIMIT, le=LIMIT)]
 Weight = Annotated[float, Meta(gt=0, le=1e6)]
 PositiveShare = Annotated[float, Meta(gt=0, le=1)]
@@ -161,6 +162,7 @@ class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
     host: Annotated[Text, "Address to listen on. Set a key before you use 0.0.0.0."] = "127.0.0.1"
     port: Annotated[Port, "Port to listen on. Engines use free ports above it."] = 30000
     processes: Annotated[Processes, "Balancer processes that share the port."] = 1
+    index_segments: Annotated[Segments, "Segments in the prefix index: limits.md."] = 1_000_000
     api_key: Annotated[SecretSource | None, "Key for all requests but health checks."] = None
     keys: Annotated[File | None, "Keys and limits of tenants: tenants.md."] = None
     tenant_isolation: Annotated[

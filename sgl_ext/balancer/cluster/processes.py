@@ -18,7 +18,6 @@ from pathlib import Path
 
 from sgl_ext.balancer.cluster.group_memory import GroupMemory
 from sgl_ext.balancer.cluster.peers import PeerGroup
-from sgl_ext.balancer.routing.prefixes import LIMIT_SEGMENTS
 from sgl_ext.temporary_folder import BALANCER_FOLDERS, make_folder
 
 _RESTART_S = 1.0
@@ -28,15 +27,16 @@ log = logging.getLogger(__name__)
 Serve = Callable[[PeerGroup, Path], None]
 
 
-def run(count: int, serve: Serve) -> None:
+def run(count: int, limit_segments: int, serve: Serve) -> None:
     """Runs `serve` in `count` processes until SIGTERM or SIGINT, and passes each of these
     on to them as SIGTERM.
 
-    `serve` gets its peer group and a folder that all processes share.
+    `serve` gets its peer group and a folder that all processes share. limit_segments: the most in
+    their prefix index.
     """
     sockets = tuple(_socket() for _ in range(count))
     secret = secrets.token_bytes(16)
-    memory = GroupMemory(LIMIT_SEGMENTS)
+    memory = GroupMemory(limit_segments)
     groups = [PeerGroup(number, secret, sockets, memory) for number in range(count)]
     _Supervisor(groups, serve, make_folder(BALANCER_FOLDERS)).run()
 

@@ -14,7 +14,6 @@ from radix.index_view import IndexView
 from radix.shared_index import SharedIndex
 from sgl_ext.requests.segments import Chain
 
-LIMIT_SEGMENTS = 1_000_000
 _BYTES_PER_TOKEN = 4.0
 _CALIBRATE_FROM_TOKENS = 256
 _CALIBRATION = 0.05
@@ -49,13 +48,22 @@ class Prefixes:
     written: the index that this process writes; None if another process does.
     """
 
-    def __init__(self, memory: IndexMemory | None = None, *, writes: bool = True) -> None:
-        """memory: the index of a group of processes. writes: whether this process writes it."""
+    def __init__(
+        self,
+        memory: IndexMemory | None = None,
+        *,
+        writes: bool = True,
+        limit_segments: int = 1_000_000,
+    ) -> None:
+        """memory: the index of a group of processes. writes: whether this process writes it.
+        limit_segments: of an index of this process alone.
+        """
         self._memory = memory
+        self._limit_segments = limit_segments if memory is None else memory.limit_segments
         self.index: PrefixIndex | IndexView
         self.written: PrefixIndex | SharedIndex | None
         if memory is None:
-            self.index = self.written = PrefixIndex(LIMIT_SEGMENTS)
+            self.index = self.written = PrefixIndex(limit_segments)
         else:
             self.index = IndexView(memory)
             self.written = SharedIndex(memory) if writes else None
@@ -87,7 +95,7 @@ class Prefixes:
     def touch(self, chain: Chain, segments: int) -> None:
         """Marks the first segments of a chain as used."""
         # Far from its limit the index forgets nothing, so recency does not matter.
-        if 2 * len(self.index) > LIMIT_SEGMENTS:
+        if 2 * len(self.index) > self._limit_segments:
             self.index.touch(chain.hashes, segments)
 
     @property
