@@ -14,6 +14,7 @@ from sgl_ext.engine.core.counters import background_failed, counter
 from sgl_ext.engine.core.folder import Outbox
 from sgl_ext.engine.core.request_context import context_in, current_dry_run
 from sgl_ext.engine.http import error_middleware, secret_middleware
+from sgl_ext.engine.http.error_shape import EngineError
 from sgl_ext.engine.http.event_broadcaster import PATH, SUBSCRIBERS_PATH
 from sgl_ext.engine.http.extension import HttpExtension, install, installed
 from sgl_ext.engine.http.flush_route import flush_route
@@ -30,6 +31,7 @@ from sgl_ext.supervision import count_unhandled
 
 _SIGTERM_POLL_S = 0.2
 _UNHEALTHY = "UnHealthy"
+_ENDING = "This engine is shutting down."
 
 
 def extend(server_args: ServerArgs, *_: Any, **__: Any) -> None:
@@ -112,7 +114,8 @@ class InFlightMiddleware:
     """An ASGI application around another. It counts the requests that the engine has.
 
     SGLang counts what its scheduler generates. It does not know of a request whose body arrives or
-    is tokenized, nor of one between two generations.
+    is tokenized, nor of one between two generations. A request that comes when the schedulers end
+    already is answered by 503, after which balancers ask another engine: it would wait forever.
     """
 
     def __init__(self, app: Any, extension: HttpExtension) -> None:
@@ -120,6 +123,9 @@ class InFlightMiddleware:
         self._extension = extension
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and self._extension.is_ending:
+            await error_middleware.send_error(scope["path"], EngineError(503, _ENDING), send)
+            return
         counts = scope["type"] == "http" and scope["path"] != PATH
         self._extension.in_flight += counts
         try:
@@ -138,4 +144,5 @@ async def await_sigterm(
     extension = installed()
     while extension.in_flight and manager.server_status.name != _UNHEALTHY:  # noqa: ASYNC110
         await asyncio.sleep(_SIGTERM_POLL_S)
+    extension.is_ending = True
     await original(manager)

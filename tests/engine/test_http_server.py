@@ -99,3 +99,22 @@ async def test_streams_of_events_keep_no_engine_from_ending(
         assert extension.in_flight == 0
 
     await InFlightMiddleware(app, extension)({"type": "http", "path": EVENTS}, None, None)
+
+
+async def test_a_request_that_comes_too_late_is_refused_so_that_it_can_go_elsewhere(
+    ended: list[Any], extend: Callable[..., HttpExtension]
+) -> None:
+    extension, manager, sent = extend(), Manager(), list[Any]()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    manager.gracefully_exit = True
+    await ending(manager, ended)
+    scope = {"type": "http", "path": "/v1/messages", "headers": []}
+    await InFlightMiddleware(app, extension)(scope, None, send)
+    assert sent[0]["status"] == 503
+    assert b"This engine is shutting down." in sent[1]["body"]

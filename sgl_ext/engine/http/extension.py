@@ -28,6 +28,7 @@ class HttpExtension:
     chats: the token offsets of each chat front end, which has one tokenizer and template, and
         whether the template drops thinking.
     in_flight: requests, without the streams of events, which end with the engine.
+    is_ending: after SIGTERM and the last request.
     token_cache, message_cache, next_turns: None until the server starts, or if they are off.
     """
 
@@ -37,6 +38,7 @@ class HttpExtension:
         self.strip = HeaderStrip(settings.strip_headers)
         self.broadcaster = EventBroadcaster()
         self.in_flight = 0
+        self.is_ending = False
         self.schemas = SchemaCache()
         self.chats: WeakKeyDictionary[ServingChat, tuple[TokenOffsets, bool]] = WeakKeyDictionary()
         self.token_cache: TokenCache | None = None
