@@ -97,9 +97,9 @@ class Workers(Collector):
         return self._by_id.get(name)
 
     def find_url(self, url: str) -> Worker | None:
-        """The worker with this URL. One that stays comes before one that leaves."""
+        """The worker with this URL. One that takes requests comes before one that drains."""
         found = [worker for worker in self.all if worker.url == url.rstrip("/")]
-        return min(found, key=lambda worker: worker.is_gone, default=None)
+        return min(found, key=lambda worker: worker.draining, default=None)
 
     def apply(self, source: str, members: Sequence[Member]) -> None:
         """Replaces the list of a source. A worker that is on no list any more gets no new requests,

@@ -121,9 +121,12 @@ def test_an_old_engine_keeps_its_requests_while_its_successor_takes_new_ones() -
     workers.apply("x", [changed(ONE, state="draining"), Member(id="3", url=ONE.url)])
     new = named(workers, "3")
     workers.mark(new, ready=True)
-    assert (workers.ready, old.in_flight, workers.find_url(ONE.url)) == ([new], 1, old)
-    workers.apply("x", [Member(id="3", url=ONE.url)])
+    assert (workers.ready, workers.all) == ([new], [old, new])
     assert workers.find_url(ONE.url) is new
+    workers.apply("x", [Member(id="3", url=ONE.url)])
+    old.in_flight = 0
+    workers.remove_drained()
+    assert workers.all == [new]
 
 
 def test_a_worker_that_moved_is_a_new_one() -> None:
