@@ -25,6 +25,11 @@ class Bucket:
         lacks = min(cost, self.per_minute) - self._level
         return max(lacks, 0.0) / self.per_minute * _MINUTE_S
 
+    def level(self, now_s: float) -> float:
+        """What may be taken at once; below 0: a debt."""
+        self._fill(now_s)
+        return self._level
+
     def take(self, cost: float, now_s: float) -> None:
         """Takes `cost` whether or not it is there; a negative cost is put back."""
         self._fill(now_s)

@@ -22,7 +22,7 @@ import re
 import secrets
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -77,6 +77,13 @@ class KeyFile:
     def tenant_of(self, key: bytes) -> str | None:
         """The tenant of a key, None if the file does not have the key."""
         return self.tenants_by_hash.get(hash_of(key))
+
+    def only(self, hashes: frozenset[str] | None) -> "KeyFile":
+        """This content with the keys of these hashes only; None: all of them."""
+        if hashes is None:
+            return self
+        kept = {hash: tenant for hash, tenant in self.tenants_by_hash.items() if hash in hashes}
+        return replace(self, tenants_by_hash=kept)
 
     def allowance(self, tenant: str) -> Allowance:
         """The tenant's limits; none if the file does not have the tenant."""

@@ -13,9 +13,11 @@ import orjson
 from sgl_ext.balancer.access.authentication import Authentication, KeyFileReloader
 from sgl_ext.balancer.access.rate_limits import RateLimits
 from sgl_ext.balancer.access.sent_secret import SentSecret
+from sgl_ext.balancer.access.shared_keys import SharedKeys
 from sgl_ext.balancer.admin.app import ControlPool, make_app
 from sgl_ext.balancer.cluster.group_memory import WRITER
 from sgl_ext.balancer.cluster.peers import PeerGroup, Peers
+from sgl_ext.balancer.cluster.store_messages import StoreMessages
 from sgl_ext.balancer.conversations.conversation_store import ConversationStore
 from sgl_ext.balancer.conversations.tenant_documents import TenantDocuments
 from sgl_ext.balancer.http.downstream import DownstreamConnection, RawResponse
@@ -148,13 +150,14 @@ class Balancer:
         )
         self._documents = TenantDocuments(documents, metrics, config.max_body_bytes)
         conversations = ConversationStore(self._documents, metrics, config.response_ttl_s)
+        limits = RateLimits(self._key_file, metrics, config.processes, state=self._shared)
         self._services = Services(
             router,
             self._admission_queue,
             self._request_log,
             metrics,
             strip,
-            RateLimits(self._key_file, metrics, config.processes),
+            limits,
             conversations,
             self._secret,
             self._session,
@@ -165,9 +168,13 @@ class Balancer:
             self._worker_sources.rows,
         )
         self._services.control = self._control = ControlPool(make_app(self._services))
-        self._peers = None if self._group is None else Peers(self._group, router, metrics)
+        self._peers = self._make_peers(router)
         if self._peers is not None:
             self._peers.start()
+        self._shared_keys = None
+        if self._key_file is not None and self._shared is not None:
+            self._shared_keys = SharedKeys(self._key_file, self._shared, metrics)
+            await self._compare_keys()
         steps = self._sweep_steps()
         self._steps = [(Guard(name, metrics.background_failed), step) for name, step in steps]
         await self._control.start()
@@ -183,6 +190,8 @@ class Balancer:
                 ("probes", probes.run),
                 ("sweep", lambda: self.sweep(loop.time())),
                 ("store", self._documents.sweep),
+                ("limits", limits.sync),
+                ("shared_keys", self._compare_keys),
                 ("request_log", self._write_log),
                 ("snapshots", self._write_snapshots),
             )
@@ -234,6 +243,8 @@ class Balancer:
         if self._log_lines is not None:
             await self._log_lines.close()
         await self._documents.close()
+        if self._shared is not None:
+            await self._shared.close()
 
     def hurry(self) -> None:
         """Ends a `stop`, now or later, without waiting for running requests."""
@@ -313,9 +324,23 @@ class Balancer:
         if self._key_file is not None and self._key_file.reload_if_changed():
             self._heads.clear()
 
+    async def _compare_keys(self) -> None:
+        if self._shared_keys is not None and await self._shared_keys.compare():
+            self._heads.clear()
+
     def _send_state(self) -> None:
         if self._peers is not None:
             self._peers.send_state()
+
+    def _make_peers(self, router: Router) -> Peers | None:
+        """The way to the other processes of this balancer, and to those on other nodes."""
+        group, messages = self._group, None
+        if self._shared is not None:
+            secret, number = (None, 0) if group is None else (group.secret, group.number)
+            messages = StoreMessages(self._shared, self._metrics, secret, number)
+        if group is None and messages is None:
+            return None
+        return Peers(group, router, self._metrics, store=messages)
 
     async def _write_log(self) -> None:
         if self._log_lines is not None:

@@ -48,13 +48,18 @@ _ADMINISTRATIVE = {
 class KeyFileReloader:
     """The API key file. An invalid change leaves the earlier keys in force.
 
-    keys: the last valid content. The constructor raises KeysError if there is none.
+    keys: the last valid content, or what other balancers leave of it. The constructor raises
+        KeysError if there is none.
+    changed_ns: when the file with this content was last changed.
     """
 
     def __init__(self, path: Path, metrics: Metrics) -> None:
-        self._path = path
+        self.path = path
         self._version = file_version(path)
-        self.keys: KeyFile = read_keys(path)
+        self.changed_ns = 0 if self._version is None else self._version[0]
+        self._content: KeyFile = read_keys(path)
+        self._others: frozenset[str] | None = None
+        self.keys = self._content
         self._reloads = metrics.counter(
             "key_file_reloads", "Changes of the API key file that were applied."
         )
@@ -65,19 +70,33 @@ class KeyFileReloader:
 
     def reload_if_changed(self) -> bool:
         """Whether new content was loaded. Call this periodically."""
-        version = file_version(self._path)
+        version = file_version(self.path)
         if version == self._version:
             return False
         self._version = version
         try:
-            self.keys = read_keys(self._path)
+            self._content = read_keys(self.path)
         except KeysError as error:
-            log.error("keys=%s: %s; the earlier keys stay valid", self._path, error)
+            log.error("keys=%s: %s; the earlier keys stay valid", self.path, error)
             self._failures.inc()
             return False
-        log.info("keys=%s: reloaded", self._path)
+        log.info("keys=%s: reloaded", self.path)
         self._reloads.inc()
+        self.changed_ns = 0 if version is None else version[0]
+        # Others may have a file that is newer still; that is known within a second.
+        self.keys = self._content.only(self._others)
         return True
+
+    @property
+    def hashes(self) -> frozenset[str]:
+        """The hashes of all keys of the file."""
+        return frozenset(self._content.tenants_by_hash)
+
+    def restrict(self, hashes: frozenset[str] | None) -> bool:
+        """Makes only keys with these hashes valid, None: all. Whether that changes anything."""
+        before, self._others = self.keys.tenants_by_hash, hashes
+        self.keys = self._content.only(hashes)
+        return before != self.keys.tenants_by_hash
 
 
 @dataclass(frozen=True, repr=False)  # which would show the key

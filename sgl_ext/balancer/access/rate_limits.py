@@ -7,20 +7,29 @@ prompt and what was streamed so far. Requests that compute nothing are charged a
 tokens.
 
 Each of several balancer processes enforces an equal share of every limit, because the kernel
-spreads the connections over them.
+spreads the connections over them. With a store that balancers share they lease parts of the limit
+from it instead (`leased_bucket.py`), and enforce an equal share only while the store fails.
 """
 
+import asyncio
+import logging
 import math
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import NamedTuple
 
 from scheduler.token_bucket import Bucket
 from sgl_ext.balancer.access.authentication import KeyFileReloader
+from sgl_ext.balancer.access.leased_bucket import LeasedBucket
 from sgl_ext.balancer.metrics.registry import Metrics
+from sgl_ext.balancer.store.documents import StoreFailed
+from sgl_ext.balancer.store.shared_state import SharedState
 from sgl_ext.protocols.errors import BalancerError
+
+log = logging.getLogger(__name__)
 
 
 class Charge(NamedTuple):
@@ -32,15 +41,23 @@ class Charge(NamedTuple):
 
 @dataclass(eq=False)
 class RateLimits:
-    """The limits of a key file, shared by `processes`. Without a key file there are none."""
+    """The limits of a key file. Without a key file there are none.
+
+    processes: those of this balancer.
+    state: what balancers share, if there is a store for that.
+    """
 
     key_file: KeyFileReloader | None
     metrics: Metrics
     processes: int = 1
     clock: Callable[[], float] = time.monotonic
+    state: SharedState | None = None
 
     def __post_init__(self) -> None:
-        self._buckets: dict[tuple[str, str], Bucket] = {}
+        self._buckets: dict[tuple[str, str], Bucket | LeasedBucket] = {}
+        self._id = os.urandom(8).hex()
+        self._balancers = self.processes
+        self._is_alone = False
         if self.key_file is None:
             return
         self._requests = self.metrics.counter(
@@ -66,15 +83,9 @@ class RateLimits:
         """
         if self.key_file is None or not self.charges(tenant):
             return None
-        allowance, now_s = self.key_file.keys.allowance(tenant), self.clock()
+        now_s = self.clock()
         buckets = []
-        for kind, limit, cost in (
-            ("requests", allowance.requests_per_minute, 1),
-            ("tokens", allowance.tokens_per_minute, tokens),
-        ):
-            if limit is None or not cost:
-                continue
-            bucket = self._bucket(tenant, kind, limit, now_s)
+        for kind, limit, bucket, cost in self._charged(tenant, tokens, now_s):
             wait_s = bucket.wait_s(cost, now_s)
             if wait_s > 0:
                 self._limited.counts[tenant, kind] += 1
@@ -97,10 +108,79 @@ class RateLimits:
         if bucket is not None:
             bucket.take(cost - charge.tokens, self.clock())
 
-    def _bucket(self, tenant: str, kind: str, limit: float, now_s: float) -> Bucket:
-        share = limit / self.processes
+    def lease(self, tenant: str, tokens: int) -> Coroutine[None, None, None] | None:
+        """What to await before `admit`, None if that can be called at once. It leases what the
+        request lacks, and raises nothing."""
+        if self.state is None or self._is_alone or not self.charges(tenant):
+            return None
+        now_s = self.clock()
+        short = [
+            (bucket, cost)
+            for _, _, bucket, cost in self._charged(tenant, tokens, now_s)
+            if isinstance(bucket, LeasedBucket) and bucket.needs_lease(cost, now_s)
+        ]
+        return self._lease(self.state, short) if short else None
+
+    async def _lease(self, state: SharedState, short: list[tuple[LeasedBucket, int]]) -> None:
+        try:
+            for bucket, cost in short:
+                await bucket.lease(cost, state, self.clock)
+        except StoreFailed:
+            self._part()
+
+    async def sync(self) -> None:
+        """Puts back what was leased and not used, and notes which balancers there are. Call it
+        every second."""
+        if self.state is None or self.key_file is None:
+            return
+        leased = [b for b in self._buckets.values() if isinstance(b, LeasedBucket)]
+        try:
+            self._balancers = max(await self.state.count_present(self._id), 1)
+            if self._is_alone:
+                for bucket in leased:
+                    await bucket.rejoin(self.state, self.clock())
+                self._is_alone = False
+                log.warning("the tenants' limits are shared with other balancers again")
+            await asyncio.gather(*(b.settle(self.state, self.clock()) for b in leased))
+        except StoreFailed:
+            self._part()
+
+    def _part(self) -> None:
+        """From now on this process enforces its share, until the store works again."""
+        if not self._is_alone:
+            log.error(
+                "the store of the tenants' limits fails: this process enforces 1/%d of each",
+                self._balancers,
+            )
+            self.metrics.limit_outages.inc()
+        self._is_alone = True
+        for bucket in self._buckets.values():
+            if isinstance(bucket, LeasedBucket):
+                bucket.part(self._balancers, self.clock())
+
+    def _charged(
+        self, tenant: str, tokens: int, now_s: float
+    ) -> Iterator[tuple[str, float, Bucket | LeasedBucket, int]]:
+        """The limits that a request is charged for: kind, limit, bucket and cost."""
+        assert self.key_file is not None, "the tenant is one of the key file's"
+        allowance = self.key_file.keys.allowance(tenant)
+        for kind, limit, cost in (
+            ("requests", allowance.requests_per_minute, 1),
+            ("tokens", allowance.tokens_per_minute, tokens),
+        ):
+            if limit is not None and cost:
+                yield kind, limit, self._bucket(tenant, kind, limit, now_s), cost
+
+    def _bucket(self, tenant: str, kind: str, limit: float, now_s: float) -> Bucket | LeasedBucket:
         bucket = self._buckets.get((tenant, kind))
+        share = limit if self.state is not None else limit / self.processes
         if bucket is None:
-            bucket = self._buckets[tenant, kind] = Bucket(share, now_s)
+            if self.state is None:
+                bucket = Bucket(share, now_s)
+            else:
+                bucket = LeasedBucket(f"{kind} {tenant}", limit, now_s)
+                if self._is_alone:
+                    bucket.part(self._balancers, now_s)
+            self._buckets[tenant, kind] = bucket
         bucket.resize(share, now_s)
         return bucket

@@ -1,4 +1,4 @@
-"""Messages between the balancer processes that share a port.
+"""Messages between balancer processes: those that share a port, and those that share a store.
 
 The processes share one prefix index, made from the engines' own events. What no engine knows is
 sent to the peers over UDP on the loopback address: where a request was placed, so that the
@@ -7,19 +7,22 @@ admin API changed. There are no requests and no acknowledgements. States are com
 differences, and repeated every second: a lost message is repaired by the next one, and the state of
 a dead process is forgotten.
 
-A message begins with the group's secret; any other message is counted and dropped.
+A message begins with the group's secret; any other message is counted and dropped. The same
+messages go to the balancers on other nodes through the store that they share, if there is one
+(`store_messages.py`): there the store's password keeps others out.
 """
 
 import asyncio
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import msgspec
 from cachetools import TTLCache
 
 from sgl_ext.balancer.cluster.group_memory import GroupMemory
+from sgl_ext.balancer.cluster.store_messages import StoreMessages
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempts import Attempt
 from sgl_ext.balancer.routing.router import Router
@@ -33,6 +36,7 @@ SILENT_S = 3.0
 _MOST_BYTES = 65_000
 _MOST_SEGMENTS = 1_500
 _IDLE = Load()
+_MOST_PEERS = 4_096
 
 
 class _Placed(msgspec.Struct, tag=True):
@@ -73,18 +77,24 @@ class PeerGroup:
 
 @dataclass(eq=False)
 class Peers:
-    """Sends this process's placements and state to its peers, and applies theirs."""
+    """Sends this process's placements and state to its peers, and applies theirs.
 
-    group: PeerGroup
+    group: the processes that share this one's port, if there are several.
+    store: the way to balancers on other nodes, if there is one.
+    """
+
+    group: PeerGroup | None
     router: Router
     metrics: Metrics
     clock: Callable[[], float] = time.monotonic
+    store: StoreMessages | None = None
 
     def __post_init__(self) -> None:
-        others = [s for s in self.group.sockets if s is not self.group.mine]
+        sockets = () if self.group is None else self.group.sockets
+        others = [s for s in sockets if self.group is not None and s is not self.group.mine]
         self._addresses = [s.getsockname() for s in others]
-        self._received: TTLCache[tuple[str, int], dict[str, Load]] = TTLCache(
-            len(self.group.sockets), SILENT_S, self.clock
+        self._received: TTLCache[Hashable, dict[str, Load]] = TTLCache(
+            _MOST_PEERS, SILENT_S, self.clock
         )
         self._sent: dict[str, Load] = {}
         self._load_due = False
@@ -94,12 +104,18 @@ class Peers:
 
     def start(self) -> None:
         """Receives messages from now on."""
-        self.group.mine.setblocking(False)
-        asyncio.get_running_loop().add_reader(self.group.mine, self._read)
+        if self.group is not None:
+            self.group.mine.setblocking(False)
+            asyncio.get_running_loop().add_reader(self.group.mine, self._read, self.group)
+        if self.store is not None:
+            self.store.start(self._apply_counted)
         self.send_state()
 
     def stop(self) -> None:
-        asyncio.get_running_loop().remove_reader(self.group.mine)
+        if self.group is not None:
+            asyncio.get_running_loop().remove_reader(self.group.mine)
+        if self.store is not None:
+            self.store.stop()
 
     def send_placed(self, attempt: Attempt) -> None:
         """Sends where a request goes."""
@@ -132,20 +148,26 @@ class Peers:
         return {w.id: w.load for w in self.router.workers.all if w.load != _IDLE}
 
     def _send(self, message: _Placed | _State) -> None:
-        data = self.group.secret + msgspec.json.encode(message)
+        data = msgspec.json.encode(message)
+        if self.store is not None:
+            self.store.send(data, is_state=isinstance(message, _State))
+        if self.group is not None:
+            self._send_to_group(self.group, self.group.secret + data)
+
+    def _send_to_group(self, group: PeerGroup, data: bytes) -> None:
         if len(data) > _MOST_BYTES:
             self.metrics.peer_message_faults.counts[("too long",)] += 1
             return
         for address in self._addresses:
             try:
-                self.group.mine.sendto(data, address)
+                group.mine.sendto(data, address)
             except OSError:
                 self.metrics.peer_message_faults.counts[("not sent",)] += 1
 
-    def _read(self) -> None:
+    def _read(self, group: PeerGroup) -> None:
         while True:
             try:
-                data, address = self.group.mine.recvfrom(_MOST_BYTES)
+                data, address = group.mine.recvfrom(_MOST_BYTES)
             except BlockingIOError:
                 return
             except OSError:
@@ -157,11 +179,22 @@ class Peers:
                     self.metrics.peer_message_faults.counts[("unreadable",)] += 1
 
     def receive(self, data: bytes, address: tuple[str, int]) -> None:
-        """Applies a peer's message. Raises ValueError if it is malformed."""
-        secret = self.group.secret
+        """Applies the message of a process of the group. Raises ValueError if it is malformed."""
+        secret = b"" if self.group is None else self.group.secret
         if data[: len(secret)] != secret:
             raise ValueError("not from a peer")
-        message = _DECODER.decode(data[len(secret) :])
+        self.apply(data[len(secret) :], address)
+
+    def _apply_counted(self, data: bytes, sender: bytes) -> None:
+        with self._guard:
+            try:
+                self.apply(data, sender)
+            except ValueError:
+                self.metrics.peer_message_faults.counts[("unreadable",)] += 1
+
+    def apply(self, data: bytes, sender: Hashable) -> None:
+        """Applies a peer's message. Raises ValueError if it is malformed."""
+        message = _DECODER.decode(data)
         if isinstance(message, _Placed):
             worker = self.router.workers.find(message.worker)
             if worker is not None:
@@ -174,7 +207,7 @@ class Peers:
                 )
             return
         self.router.workers.change(message.admin)
-        self._received[address] = message.loads
+        self._received[sender] = message.loads
         self._add_up()
         self.router.capacity_changed()
 

@@ -169,6 +169,11 @@ class Metrics:
             "store_events{event}",
             "Reads, writes, evictions and failures of the store of responses and contexts.",
         )
+        self.limit_outages = counter(
+            "tenant_limit_outages",
+            "Times that the store of the tenants' limits failed, so that this process enforced "
+            "its share of each limit.",
+        )
         self.prompt_tokens = counter(
             "prompt_tokens{worker}",
             "Prompt tokens of the requests whose worker reported its cached tokens.",

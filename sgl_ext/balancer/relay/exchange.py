@@ -58,8 +58,7 @@ class Exchange(Delivery):
                 raise self._request.rejection
             asked = ask(self._services, self._request)
             if asked is None:
-                charge = self._services.rate_limits.admit(self._head.tenant, 0)
-                self._prepared(NOT_PREPARED._replace(charge=charge))
+                self._prepared(NOT_PREPARED)
             elif len(body := self._request.body) > LARGE_BODY_BYTES:
                 self._wait_for(self._read(asked))
             elif isinstance(reading := self._services.body_reader.read(asked, body), Named):
@@ -83,6 +82,24 @@ class Exchange(Delivery):
         self._preparation = preparation
         self.routing = preparation.routing
         self._response = Response(sums_items=preparation.sums_items)
+        # What it claims of an engine is charged until its cost is known.
+        claimed_tokens = self.routing.prompt_tokens + self.routing.output_tokens
+        lease = self._services.rate_limits.lease(self._head.tenant, claimed_tokens)
+        if lease is None:
+            self._admit(claimed_tokens)
+        else:
+            self._wait_for(self._admit_after(lease, claimed_tokens))
+
+    async def _admit_after(self, lease: Coroutine[Any, Any, None], claimed_tokens: int) -> None:
+        await lease
+        if self._stage is not Stage.ENDED:
+            self._admit(claimed_tokens)
+
+    def _admit(self, claimed_tokens: int) -> None:
+        """Charges the tenant, and places the request."""
+        charge = self._services.rate_limits.admit(self._head.tenant, claimed_tokens)
+        if charge is not None:
+            self._preparation = self._preparation._replace(charge=charge)
         self._services.retries.add_request()
         self._place()
 

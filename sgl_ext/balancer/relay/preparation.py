@@ -45,10 +45,10 @@ def ask(services: Services, request: Request) -> Asked | None:
 
 
 def prepare(services: Services, request: Request, asked: Asked, reading: Reading) -> Preparation:
-    """How to route a request, whose tenant is charged.
+    """How to route a request, whose tenant is not charged yet.
 
-    The body for the engine is put into `request.body`. Raises BalancerError 429 above a rate limit,
-    503 without room for the body.
+    The body for the engine is put into `request.body`. Raises BalancerError 503 without room for
+    the body.
     """
     head = request.head
     if reading.body is not None:
@@ -67,16 +67,13 @@ def prepare(services: Services, request: Request, asked: Asked, reading: Reading
             diagnosis = services.request_log.detector.diagnose(
                 reading.path, head.fields, asked.hints, stripped, routing, request.body
             )
-    # What it claims of an engine is charged until its cost is known.
-    claimed_tokens = routing.prompt_tokens + routing.output_tokens
-    charge = services.rate_limits.admit(head.tenant, claimed_tokens)
     tenant = services.router.tenants.asking(asked.hints).name
     recorder = services.conversations.recorder(reading.turn, tenant) if asked.runs else None
     return Preparation(
         routing,
         recorder,
         diagnosis,
-        charge,
+        None,
         hides_usage=reading.hides_usage,
-        sums_items=charge is not None and reading.path in GENERATE.paths,
+        sums_items=services.rate_limits.charges(head.tenant) and reading.path in GENERATE.paths,
     )

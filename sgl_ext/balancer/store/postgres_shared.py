@@ -6,7 +6,7 @@ transaction: then they arrive together and in order.
 
 import base64
 import os
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from itertools import count
 from typing import Any
 
@@ -107,7 +107,7 @@ class PostgresShared:
 
         await self._calls.run(call, sum(map(len, parts)))
 
-    async def messages(self) -> AsyncIterator[bytes]:
+    async def messages(self) -> AsyncGenerator[bytes, None]:
         url, options = self._server.address.url, self._server.options
         db: Any = await psycopg.AsyncConnection.connect(url, **options)
         incomplete = ""

@@ -3,7 +3,7 @@
 Times are the server's, so that the clocks of balancers do not matter.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from sgl_ext.balancer.store.calls import Calls, settle
@@ -92,7 +92,7 @@ class RedisShared:
 
         await self._calls.run(call, sum(map(len, messages)))
 
-    async def messages(self) -> AsyncIterator[bytes]:
+    async def messages(self) -> AsyncGenerator[bytes, None]:
         subscriber: Any = self._server.subscriber()
         try:
             await subscriber.subscribe(_CHANNEL)

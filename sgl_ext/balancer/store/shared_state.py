@@ -3,7 +3,7 @@
 SQLite is on one machine, so only a server's store offers this. Everything here is lost harmlessly.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import NamedTuple, Protocol
 
 PRESENT_S = 5.0
@@ -52,7 +52,7 @@ class SharedState(Protocol):
     async def publish(self, messages: Sequence[bytes]) -> None:
         """Sends messages to all balancers that receive them now."""
 
-    def messages(self) -> AsyncIterator[bytes]:
+    def messages(self) -> AsyncGenerator[bytes, None]:
         """The messages from now on, also this balancer's own. Raises an exception of the client
         when the connection ends."""
 

@@ -9,10 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_ext.balancer.cluster.peers import SILENT_S, PeerGroup, Peers
+from sgl_ext.balancer.cluster.store_messages import MOST_QUEUED, StoreMessages
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.worker import Load
+from tests.balancer.shared_memory import SharedMemory
+from tests.balancer.wire import until
 from tests.balancer.workers import workers_at
 
 A, B = "http://a", "http://b"
@@ -153,3 +156,59 @@ def test_no_message_breaks_a_peer(data: bytes, signed: bool) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - any malformed message
         process.peers.receive(SECRET + data if signed else data, ("", 1))
     assert [worker.peer_load for worker in process.workers.all] == [Load(), Load()]
+
+
+async def test_balancers_that_share_a_store_agree_as_processes_of_one_do() -> None:
+    Process.now_s = 100.0
+    state = SharedMemory(lambda: Process.now_s)
+    nodes = [Process(0, []) for _ in range(2)]
+    for node in nodes:
+        node.peers.group = None
+        node.peers.store = StoreMessages(state, node.metrics)
+    one, two = nodes
+    for node in nodes:
+        node.peers.start()
+    try:
+        await until(lambda: len(state._queues) == 2)
+        first = one.place("Task")
+        there = two.named(first.worker.id)
+        await until(lambda: there.peer_load == Load(1, 0, first.uncached_tokens))
+        second = two.place("Task", "Done.", "Go on")
+        assert (second.worker.id, second.placement.reason) == (first.worker.id, "home")
+        assert one.named(first.worker.id).peer_load == Load(), "its own messages do not count"
+        Process.now_s += SILENT_S + 1
+        two.peers.send_state()
+        assert there.peer_load == Load(), "a balancer that is gone is forgotten"
+    finally:
+        for node in nodes:
+            node.peers.stop()
+
+
+async def test_while_the_store_fails_messages_are_dropped_and_counted() -> None:
+    metrics, state = Metrics(), SharedMemory(lambda: 0.0)
+    messages = StoreMessages(state, metrics)
+    for number in range(MOST_QUEUED + 5):
+        messages.send(b"%d" % number, is_state=False)
+        messages.send(b"state %d" % number, is_state=True)
+    assert metrics.peer_message_faults.counts[("not sent",)] == 5
+    state.is_away = True
+    await messages.send_queued()
+    assert metrics.peer_message_faults.counts[("not sent",)] == 5 + MOST_QUEUED + 1
+
+
+async def test_processes_of_one_node_ignore_what_the_store_repeats() -> None:
+    state = SharedMemory(lambda: 0.0)
+    pair = [StoreMessages(state, Metrics(), SECRET, number) for number in range(2)]
+    other = StoreMessages(state, Metrics())
+    received: list[tuple[bytes, bytes]] = []
+    pair[0].start(lambda data, sender: received.append((data, sender)))
+    try:
+        await until(lambda: state._queues)
+        pair[1].send(b"known", is_state=False)
+        await pair[1].send_queued()
+        other.send(b"news", is_state=False)
+        await other.send_queued()
+        await until(lambda: received)
+        assert [data for data, _ in received] == [b"news"]
+    finally:
+        pair[0].stop()

@@ -86,9 +86,14 @@ async def opened(place: str) -> AsyncIterator[Open]:
 
 
 @pytest.fixture
-async def shared(server: Server, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Share]:
+def setting(server: Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The setting of each server's store."""
+    return named(server, monkeypatch)
+
+
+@pytest.fixture
+async def shared(setting: str) -> AsyncIterator[Share]:
     """Opens what the balancers of a server share."""
-    setting = named(server, monkeypatch)
     async with contextlib.AsyncExitStack() as stack:
 
         def begin() -> SharedState:
