@@ -23,7 +23,7 @@ from sgl_ext.node import hardware
 from sgl_ext.node.child import Child
 from sgl_ext.node.children import make_children
 from sgl_ext.node.log_dir import locked, rotated
-from sgl_ext.node.progress import FLEET, start_progress, summary
+from sgl_ext.node.progress import FLEET, fleet_serves, start_progress, summary
 from sgl_ext.output import LossyStream
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
 from sgl_ext.settings.sources import launch_settings
@@ -133,7 +133,7 @@ async def wait_until_ready(
                     raise _start_error(late, f"was not ready after {limit_s:g} s")
                 await asyncio.sleep(_POLL_S)
                 ready = await _ready_workers(session, balancer)
-                if settings.ray_address is not None and len(ready) >= settings.instances:
+                if len(ready) >= settings.instances and fleet_serves(engines[0]):
                     waiting.clear()
                 for url in ready:
                     waiting.pop(url, None)

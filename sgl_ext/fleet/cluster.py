@@ -122,6 +122,16 @@ class Cluster:
             reason = str(error).splitlines()[0] if str(error) else f"no answer in {limit_s:g} s"
             raise FleetError(f"{name_of(number)}: {method}: {reason}") from None
 
+    def failure_of(self, started: Any) -> str:
+        """Why an actor did not start; "" if it did or still may. started: its reference of
+        `create`."""
+        done, _ = ray.wait([started], timeout=0, fetch_local=False)
+        try:
+            ray.get(done)
+        except RayError as error:
+            return str(error).strip()
+        return ""
+
     def kill(self, number: int) -> None:
         """Ends an engine's actor, and its process with it."""
         with suppress(ValueError):
@@ -132,16 +142,6 @@ class Cluster:
         for number in numbers:
             if (group := _group(number)) is not None:
                 remove_placement_group(group)
-
-
-def failure_of(started: Any) -> str:
-    """Why an actor did not start; "" if it did or still may. started: its reference of `create`."""
-    done, _ = ray.wait([started], timeout=0, fetch_local=False)
-    try:
-        ray.get(done)
-    except RayError as error:
-        return str(error).strip()
-    return ""
 
 
 def _nodes() -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from msgspec.structs import replace
 
-from sgl_ext.fleet.cluster import Cluster, FleetError, failure_of
+from sgl_ext.fleet.cluster import Cluster, FleetError
 from sgl_ext.fleet.ending import ANSWER_S, end_engines, remove_engine
 from sgl_ext.fleet.engine_host import STOP_S
 from sgl_ext.fleet.orders import Board, Status, Wanted, make_order, name_of, number_of
@@ -55,7 +55,7 @@ class Keeper:
         self._retry_at_s = 0.0
         self._created: dict[int, Any] = {}
         self._leaving: dict[int, asyncio.Task[None]] = {}
-        self._ready_since: dict[str, float] = {}
+        self._ready_since: dict[int, tuple[str, float]] = {}
         self._shown: dict[int, str] = {}
         self._count = ""
 
@@ -150,11 +150,11 @@ class Keeper:
         if entry is None or entry.member is None:
             return Engine(number, entry.generation if entry else None, ready=False, draining=leaves)
         now_s, name = asyncio.get_running_loop().time(), entry.member.id
-        if not entry.ready:
-            self._ready_since.pop(name, None)
-        has_served_s = now_s - self._ready_since.setdefault(name, now_s) if entry.ready else 0.0
+        if not entry.ready or self._ready_since.get(number, ("", 0.0))[0] != name:
+            self._ready_since[number] = name, now_s
+        serves = entry.ready and now_s - self._ready_since[number][1] >= _SETTLES_S
         leaves = leaves or entry.member.state == "draining"
-        return Engine(number, entry.generation, has_served_s >= _SETTLES_S, leaves)
+        return Engine(number, entry.generation, serves, leaves)
 
     async def _create(self, numbers: list[int], generation: int) -> None:
         now_s = asyncio.get_running_loop().time()
@@ -176,7 +176,7 @@ class Keeper:
         been as wanted, for an engine that this keeper has created."""
         failures = {n: entry.failure for n, entry in entries.items() if entry.failure}
         for number, actor in [*self._created.items()]:
-            if failure := "" if actor is None else failure_of(actor):
+            if failure := self._cluster.failure_of(actor):
                 failures[number] = f"{name_of(number)}: its actor did not start: {failure}"
                 self._retry_at_s = asyncio.get_running_loop().time() + _RETRY_S
         own = [failures[number] for number in self._created if number in failures]
@@ -195,6 +195,7 @@ class Keeper:
         except Exception:
             log.exception("%s could not be removed; trying again", name_of(number))
         finally:
+            self._created.pop(number, None)
             del self._leaving[number]
 
     def _show_count(self, serving: int, instances: int) -> None:

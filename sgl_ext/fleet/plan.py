@@ -39,7 +39,7 @@ def next_steps(instances: int, generation: int, engines: Sequence[Engine]) -> St
     staying = [e for e in engines if e.number not in leaving]
     outdated = [e for e in staying if e.generation not in (None, generation)]
     serving = [e for e in staying if e.ready]
-    # What does not serve is replaced at once: nobody misses it.
+    # What does not serve is replaced at once.
     leaving |= {e.number for e in outdated if not e.ready}
     if outdated and len(serving) == instances:
         leaving.add(min(e.number for e in outdated))

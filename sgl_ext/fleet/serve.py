@@ -17,19 +17,21 @@ from sgl_ext.fleet.orders import Board
 from sgl_ext.membership.gcs import Gcs
 from sgl_ext.membership.member import MembershipError
 from sgl_ext.node.lifeline import end_with_parent
+from sgl_ext.node.progress import FLEET_SERVES
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
 from sgl_ext.supervision import supervise
 
 log = logging.getLogger(__name__)
 
 _KEEPER_GONE_S = 5
+_pause = asyncio.sleep
 
 
 async def require_no_keeper(board: Board, fleet: str) -> None:
     """Raises FleetError if the fleet has a keeper that renews its status."""
     first = await board.status()
     for _ in range(_KEEPER_GONE_S if first else 0):
-        await asyncio.sleep(1)
+        await _pause(1)
         latest = await board.status()
         if latest is None:
             return
@@ -61,7 +63,7 @@ async def keep(settings: LaunchSettings) -> None:
         await keeper.adopt()
         await _first_of(keeper.start(), stop.wait(), reporting)
         if not stop.is_set():
-            log.info("all engines serve")
+            log.info(FLEET_SERVES)
             steps = supervise("fleet", lambda task: None, keeper.step, STEP_S)
             await _first_of(steps, stop.wait(), reporting)
         if settings.ray_keep_engines:

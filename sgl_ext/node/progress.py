@@ -25,6 +25,8 @@ _STAGES = (
 
 FLEET = "fleet"
 """The name of the child that keeps engines on Ray."""
+FLEET_SERVES = "all engines serve"
+"""What it logs once they do."""
 _FLEET_STAGE = " engines serve"  # in a line of its log, after the time
 
 
@@ -51,6 +53,11 @@ def start_progress(
                 live.update(table)
 
         yield show
+
+
+def fleet_serves(child: Child) -> bool:
+    """Whether a child that keeps engines on Ray has logged that they all serve."""
+    return child.name == FLEET and any(FLEET_SERVES in line for line in child.last_lines(400))
 
 
 def _stage_of(child: Child) -> str:
