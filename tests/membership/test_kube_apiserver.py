@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +19,7 @@ from sgl_ext.membership import kubernetes
 from sgl_ext.membership.kubernetes import KubernetesSlices
 from sgl_ext.membership.member import Member, MembershipError
 from tests.balancer.wire import until
-from tests.membership.kube_apiserver import BALANCER, USER, Cluster, assets, running_cluster
+from tests.membership.kube_apiserver import ADMIN, BALANCER, USER, Cluster, assets, running_cluster
 from tests.membership.kubernetes_api import (
     Object,
     endpoint,
@@ -182,3 +184,20 @@ async def test_a_version_that_the_server_has_compacted_is_listed_again(
         if states(members) == {"a": "ready", "b": "draining"}:
             break
     assert len(listed) == 1
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+def test_the_server_takes_the_manifests(cluster: Cluster, tmp_path: Path) -> None:
+    write_kubeconfig(tmp_path / "config", cluster.url, ADMIN, cluster.certificate)
+    kubectl = ["kubectl", "--kubeconfig", str(tmp_path / "config")]
+    subprocess.run([*kubectl, "create", "namespace", "sgl-ext"], check=True)
+    groups = cluster.request("GET", "/apis")["groups"]
+    served = {each["groupVersion"] for group in groups for each in group["versions"]} | {"v1"}
+    for overlay in ("base", "overlays/gpu", "overlays/leader-worker-set"):
+        folder = str(ROOT / "launch/kubernetes" / overlay)
+        built = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, check=True)
+        # It may be older than a version that the manifests use, or know no LeaderWorkerSet.
+        known = [each for each in yaml.safe_load_all(built.stdout) if each["apiVersion"] in served]
+        assert len(known) >= 8
+        text = yaml.safe_dump_all(known)
+        subprocess.run([*kubectl, "apply", "--filename", "-"], input=text, text=True, check=True)
