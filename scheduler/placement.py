@@ -123,8 +123,9 @@ def place(request: PlacementRequest, workers: Sequence[WorkerView]) -> Placement
             return Placement(home.name, reason)
     scores = [score(request, view, is_new=reason != "moved") for view in workers]
     # Whole tokens: balancers that add the same numbers in another order must see the same ties.
-    least = min(round(score.cost) for score in scores)
-    ties = [score.name for score in scores if round(score.cost) == least]
+    costs = [round(score.cost) for score in scores]
+    least = min(costs)
+    ties = [score.name for score, cost in zip(scores, costs, strict=True) if cost == least]
     chosen = chosen_of(request.prefix, ties)
     return Placement(chosen, "home" if chosen == request.home else reason)
 
@@ -145,6 +146,8 @@ def score(request: PlacementRequest, view: WorkerView, *, is_new: bool) -> Score
 
 def chosen_of(prefix: int, names: Sequence[str]) -> str:
     """The worker, of at least one, with the highest rendezvous score for a prefix."""
+    if len(names) == 1:
+        return names[0]
     return max(names, key=lambda name: (rendezvous(prefix, name), name))
 
 

@@ -249,16 +249,17 @@ class Router:
     def _placement_request(self, routing: RoutingRequest, held: HeldBySlot) -> PlacementRequest:
         """The request with its session's worker: the remembered one, or the one that holds most
         of the session."""
-        slots, last_tokens, chain = set[int](), 0, routing.chain
+        slots: Collection[int] = ()
+        last_tokens, chain = 0, routing.chain
         home = None if routing.session is None else self.attempts.sessions.home(routing.session)
         if home is not None:
-            slots, last_tokens = {home[0]}, home[1]
+            slots, last_tokens = home[:1], home[1]
         elif chain.session is not None:
             begin = chain.hashes.index(chain.session) + 1
             tokens = {s: h.expected_tokens for s, h in held.items() if h.expected_segments >= begin}
             most = max(tokens.values(), default=0)
-            slots = {slot for slot, held_tokens in tokens.items() if held_tokens == most}
+            slots = [slot for slot, held_tokens in tokens.items() if held_tokens == most]
         # Slots differ between balancers, so that they are no reason to prefer a worker.
-        homes = [worker.id for worker in self.workers.all if worker.slot in slots]
+        homes = [worker.id for worker in self.workers.all if worker.slot in slots] if slots else ()
         home_id = chosen_of(routing.prefix, homes) if homes else None
         return PlacementRequest(routing.prompt_tokens, routing.prefix, home_id, last_tokens)
