@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from socket import gethostname
 
 from msgspec.structs import replace
 
@@ -22,11 +23,15 @@ _ENGINES = "engines.json"
 
 
 class EngineList:
-    """The file that lists the node's engines, which its balancer watches: `membership.file`."""
+    """The file that lists the node's engines, which its balancer watches: `membership.file`.
 
-    def __init__(self, path: Path, engines: Sequence[Child]) -> None:
+    node: tells its engines from those of other nodes, whose balancers may share a store with it.
+    """
+
+    def __init__(self, path: Path, engines: Sequence[Child], node: str) -> None:
         self._path = path
         self._engines = engines
+        self._node = node
         # Without engines of the node's own there is nothing to list.
         self._written: tuple[Member, ...] | None = None if engines else ()
 
@@ -34,7 +39,7 @@ class EngineList:
         """Lists the engines that have not ended, if that has changed. One that was started again
         has a new id. Call it periodically. Raises OSError."""
         members = tuple(
-            Member(id=engine.run_id, url=engine.url)
+            Member(id=f"{engine.run_id}@{self._node}", url=engine.url)
             for engine in self._engines
             if engine.exit_code is None
         )
@@ -53,12 +58,13 @@ def make_children(
     require_free(balancer.host, balancer.port)
     store = balancer.store or str(logs / _STORE)
     check_store(store, balancer.store_limit_bytes)
+    node = f"{gethostname()}:{balancer.port}"
     if found is None:
-        engines, listed = [_fleet_child(settings, logs)], EngineList(logs / _ENGINES, [])
+        engines, listed = [_fleet_child(settings, logs)], EngineList(logs / _ENGINES, [], node)
         source = f"ray:{settings.ray_address}/{settings.ray_fleet}"
     else:
         engines = _node_engines(settings, found, logs)
-        listed, source = EngineList(logs / _ENGINES, engines), f"file:{logs / _ENGINES}"
+        listed, source = EngineList(logs / _ENGINES, engines, node), f"file:{logs / _ENGINES}"
     open_sources(balancer)  # it says now what the balancer would say in its log
     balancer = replace(balancer, store=store, workers_from=(source, *balancer.workers_from))
     command = [sys.executable, "-m", "sgl_ext.balancer.serve"]

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sgl_ext.launch import EngineList
 from sgl_ext.node.child import Child
+from sgl_ext.node.children import EngineList
 
 
 def listed(path: Path) -> list[tuple[str, str]]:
@@ -29,8 +29,11 @@ async def test_an_engine_that_ended_leaves_and_comes_back_with_a_new_id(tmp_path
         )
         for number in range(2)
     ]
-    engine_list = EngineList(path, engines)
-    both = [("engine-0", "http://127.0.0.1:0"), ("engine-1", "http://127.0.0.1:1")]
+    engine_list = EngineList(path, engines, "box:30000")
+    both = [
+        ("engine-0@box:30000", "http://127.0.0.1:0"),
+        ("engine-1@box:30000", "http://127.0.0.1:1"),
+    ]
     engine_list.update()
     assert listed(path) == both
     try:
@@ -43,7 +46,7 @@ async def test_an_engine_that_ended_leaves_and_comes_back_with_a_new_id(tmp_path
         assert listed(path) == both[1:]
         await engines[0].start()
         engine_list.update()
-        assert listed(path) == [("engine-0.2", "http://127.0.0.1:0"), both[1]]
+        assert listed(path) == [("engine-0.2@box:30000", "http://127.0.0.1:0"), both[1]]
     finally:
         for engine in engines:
             await engine.stop(20)
@@ -52,9 +55,9 @@ async def test_an_engine_that_ended_leaves_and_comes_back_with_a_new_id(tmp_path
 def test_a_list_that_could_not_be_written_is_written_later(tmp_path: Path) -> None:
     engine = Child("engine-0", ["true"], {}, tmp_path / "log", "http://127.0.0.1:1")
     path = tmp_path / "later" / "engines.json"
-    engine_list = EngineList(path, [engine])
+    engine_list = EngineList(path, [engine], "box:30000")
     with pytest.raises(OSError, match="No such file"):
         engine_list.update()
     path.parent.mkdir()
     engine_list.update()
-    assert listed(path) == [("engine-0", "http://127.0.0.1:1")]
+    assert listed(path) == [("engine-0@box:30000", "http://127.0.0.1:1")]

@@ -73,7 +73,7 @@ def read_log(log: Path, sent: Iterable[Sent], engines: Sequence[str]) -> list[Li
         lines.append(
             Line(
                 request,
-                engines[int(entry["worker"].removeprefix("engine-").partition(".")[0])],
+                engines[_number(entry["worker"])],
                 entry["reason"],
                 entry["expected_tokens"],
                 request.cached_tokens,
@@ -85,6 +85,11 @@ def read_log(log: Path, sent: Iterable[Sent], engines: Sequence[str]) -> list[Li
             )
         )
     return lines
+
+
+def _number(worker: str) -> int:
+    """Of engine-1@NODE, and of engine-1.2@NODE, which is its second start: 1."""
+    return int(worker.partition("@")[0].partition(".")[0].removeprefix("engine-"))
 
 
 def fell_short(predicted: int, reported: int) -> bool:

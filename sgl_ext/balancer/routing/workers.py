@@ -13,9 +13,12 @@ from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.slots import Slots
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.membership.member import Member
-from sgl_ext.membership.merging import AdminChanges, merge
+from sgl_ext.membership.merging import ADMIN, AdminChanges, merge
 
 log = logging.getLogger(__name__)
+
+# How many removed workers are remembered that no source of this balancer lists.
+MOST_ELSEWHERE = 256
 
 # Each metric of a worker: its help text and its value at a time.
 _GAUGES: dict[str, tuple[str, Callable[[Worker, float], int]]] = {
@@ -126,9 +129,8 @@ class Workers(Collector):
         url = url.rstrip("/")
         added, removed = self.admin.added, self.admin.removed
         named = {member.id for member in self._members() if member.url == url}
-        if named:
-            removed = tuple(each for each in removed if each not in named)
-        elif url not in added:
+        removed = tuple(each for each in removed if each not in named)
+        if not named and url not in added:
             added = (*added, url)
         self._edit(wall_s, added, removed)
         return self.find_url(url)
@@ -136,9 +138,14 @@ class Workers(Collector):
     def remove(self, worker: Worker, wall_s: float) -> None:
         """Lets a worker leave, whatever its source says, until `add` takes it back."""
         there = {member.id for member in self._members()}
-        removed = {*self.admin.removed, worker.id} & there
+        own = () if worker.source == ADMIN else (worker.id,)
+        removed = [*dict.fromkeys((*self.admin.removed, *own))]
+        # Other balancers may list what is not there: only as many of those as the bound allows.
+        elsewhere = [name for name in removed if name not in there]
+        forgotten = elsewhere[: max(len(elsewhere) - MOST_ELSEWHERE, 0)]
+        removed = [name for name in removed if name not in forgotten]
         added = tuple(url for url in self.admin.added if url != worker.url)
-        self._edit(wall_s, added, tuple(sorted(removed)))
+        self._edit(wall_s, added, tuple(removed))
 
     def _edit(self, wall_s: float, added: tuple[str, ...], removed: tuple[str, ...]) -> None:
         """An edit is later than the one before it, even after a step back of the clock."""

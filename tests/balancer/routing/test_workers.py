@@ -11,9 +11,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from prometheus_client import generate_latest
 
 from sgl_ext.balancer.metrics.registry import Metrics
+from sgl_ext.balancer.routing import workers as table_of_workers
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.balancer.routing.workers import Workers
 from sgl_ext.membership.member import Member
+from sgl_ext.membership.merging import AdminChanges
 from tests.balancer.routing.test_router import Setting
 
 ONE, TWO = Member(id="1", url="http://a:1"), Member(id="2", url="http://b:1")
@@ -173,11 +175,17 @@ def test_what_the_admin_api_removes_stays_away_until_it_is_taken_back() -> None:
     workers.add("http://c:1", 3.0)
     workers.remove(named(workers, "http://c:1"), 4.0)
     assert [worker.id for worker in workers.all] == ["2", "1"]
-    # What its source has dropped is not remembered for ever.
-    workers.remove(named(workers, "1"), 5.0)
-    workers.apply("x", [TWO])
-    workers.remove(named(workers, "2"), 6.0)
-    assert workers.admin.removed == ("2",)
+    assert workers.add("http://c:1", 5.0) is named(workers, "http://c:1")
+
+
+def test_what_other_balancers_removed_is_remembered_within_a_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(table_of_workers, "MOST_ELSEWHERE", 2)
+    workers = table(x=[ONE, TWO])
+    workers.change(AdminChanges(1.0, removed=("a", "1", "b", "c")))
+    workers.remove(named(workers, "2"), 2.0)
+    assert workers.admin.removed == ("1", "b", "c", "2")
 
 
 def test_an_edit_counts_after_a_step_back_of_the_clock() -> None:
