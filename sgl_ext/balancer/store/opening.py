@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from sgl_ext.balancer.store.postgres_server import PostgresServer
     from sgl_ext.balancer.store.redis_server import RedisServer
 
+_SHARED_CONNECTIONS = 4
+"""Leases are small, and do not wait for documents."""
 _EXTRAS = {"redis": "redis", "psycopg": "postgres", "psycopg_pool": "postgres"}
 log = logging.getLogger(__name__)
 
@@ -91,15 +93,15 @@ def open_store(
         from sgl_ext.balancer.store.redis_server import RedisServer
         from sgl_ext.balancer.store.redis_shared import RedisShared
 
-        redis = RedisServer(address)
-        documents = RedisDocuments(redis, limit_bytes, metrics)
-        shared = RedisShared(redis, metrics.background_failed)
+        documents = RedisDocuments(RedisServer(address), limit_bytes, metrics)
+        server = RedisServer(address, _SHARED_CONNECTIONS)
+        shared = RedisShared(server, metrics.background_failed)
     else:
         from sgl_ext.balancer.store.postgres_documents import PostgresDocuments
         from sgl_ext.balancer.store.postgres_server import PostgresServer
         from sgl_ext.balancer.store.postgres_shared import PostgresShared
 
-        postgres = PostgresServer(address)
-        documents = PostgresDocuments(postgres, limit_bytes, metrics)
+        documents = PostgresDocuments(PostgresServer(address), limit_bytes, metrics)
+        postgres = PostgresServer(address, _SHARED_CONNECTIONS)
         shared = PostgresShared(postgres, metrics.background_failed)
     return documents if limit_bytes else None, shared

@@ -67,8 +67,9 @@ ALTER TABLE sgl_ext.documents ALTER items SET STORAGE EXTERNAL, ALTER about SET 
 class PostgresServer:
     """The connections of one process, which are made when they are used."""
 
-    def __init__(self, address: StoreAddress) -> None:
+    def __init__(self, address: StoreAddress, connections: int = _CONNECTIONS) -> None:
         self.address = address
+        self._connections = connections
         self.options: dict[str, Any] = {
             "connect_timeout": 2,
             "application_name": "sgl-ext",
@@ -94,7 +95,7 @@ class PostgresServer:
                 self.address.url,
                 kwargs=self.options,
                 min_size=1,
-                max_size=_CONNECTIONS,
+                max_size=self._connections,
                 timeout=WAIT_S,
                 reconnect_timeout=WAIT_S,
                 check=AsyncConnectionPool.check_connection,

@@ -53,6 +53,7 @@ class PostgresShared:
     def __init__(self, server: PostgresServer, failed: Failed) -> None:
         self._server = server
         self._calls = Calls("sharing state between balancers", failed, CALL_S)
+        self._publishing = Calls("sending messages to other balancers", failed, CALL_S)
         self._sender = os.urandom(6).hex()
         self._numbers = count()
 
@@ -105,7 +106,7 @@ class PostgresShared:
                     "SELECT pg_notify('sgl_ext', part) FROM unnest(%s::text[]) AS part", (parts,)
                 )
 
-        await self._calls.run(call, sum(map(len, parts)))
+        await self._publishing.run(call, sum(map(len, parts)))
 
     async def messages(self) -> AsyncGenerator[bytes, None]:
         url, options = self._server.address.url, self._server.options

@@ -29,12 +29,12 @@ _CONNECTIONS = 16
 class RedisServer:
     """The connections of one process, which are made when they are used."""
 
-    def __init__(self, address: StoreAddress) -> None:
+    def __init__(self, address: StoreAddress, connections: int = _CONNECTIONS) -> None:
         self.address = address
         try:
             pool = redis.BlockingConnectionPool.from_url(
                 address.url,
-                max_connections=_CONNECTIONS,
+                max_connections=connections,
                 timeout=WAIT_S,
                 socket_timeout=WAIT_S,
                 socket_connect_timeout=WAIT_S,

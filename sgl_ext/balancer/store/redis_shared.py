@@ -49,6 +49,7 @@ class RedisShared:
     def __init__(self, server: RedisServer, failed: Failed) -> None:
         self._server = server
         self._calls = Calls("sharing state between balancers", failed, CALL_S)
+        self._publishing = Calls("sending messages to other balancers", failed, CALL_S)
         self._lease = server.script(_NOW + _LEASE)
         self._present = server.script(_NOW + _PRESENT)
         self._share = server.script(_SHARE)
@@ -90,7 +91,7 @@ class RedisShared:
                     pipeline.publish(_CHANNEL, message)
                 await pipeline.execute()
 
-        await self._calls.run(call, sum(map(len, messages)))
+        await self._publishing.run(call, sum(map(len, messages)))
 
     async def messages(self) -> AsyncGenerator[bytes, None]:
         subscriber: Any = self._server.subscriber()

@@ -10,7 +10,6 @@ from sgl_ext.keys import add_key
 from tests.balancer.conftest import Engine, Start
 from tests.balancer.store.servers import Server
 
-pytestmark = pytest.mark.xdist_group("stores")
 PATH = "/v1/responses"
 
 
@@ -31,6 +30,7 @@ async def ask(client: ClientSession, **body: Any) -> tuple[int, Any]:
     return answer.status, await answer.json()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("setting")
 async def test_balancers_continue_each_others_responses_and_outlive_the_store(
     start: Start, server: Server

@@ -8,7 +8,6 @@ from sgl_ext.balancer.store.documents import Document, Documents, Found
 from sgl_ext.protocols.errors import BalancerError
 from tests.balancer.store.conftest import Open
 
-pytestmark = pytest.mark.xdist_group("stores")
 _MIB = 1 << 20
 
 

@@ -20,8 +20,6 @@ from sgl_ext.balancer.store.shared_state import SharedState
 from tests.balancer.store.conftest import emptied, named
 from tests.balancer.store.servers import PASSWORD, Server
 
-pytestmark = pytest.mark.xdist_group("stores")
-
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,6 +60,7 @@ async def works_again(store: Documents) -> None:
             return
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["kill", "pause"])
 async def test_an_outage_fails_calls_in_time_and_loses_nothing(
     server: Server,

@@ -15,8 +15,6 @@ from sgl_ext.settings.sources import balancer_settings
 from sgl_ext.settings.store_address import read_store
 from tests.balancer.store.servers import PASSWORD, Server, free_port
 
-pytestmark = pytest.mark.xdist_group("stores")
-
 
 def refused(
     monkeypatch: pytest.MonkeyPatch, url: str, kind: type[StoreUnusable] = StoreUnusable
@@ -45,6 +43,7 @@ def test_a_server_that_is_not_there(server: Server, monkeypatch: pytest.MonkeyPa
     assert "cannot be reached" in refused(monkeypatch, nowhere, StoreUnreachable)
 
 
+@pytest.mark.long
 def test_a_server_that_does_not_answer(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     with server.paused():
         assert "cannot be reached" in refused(monkeypatch, server.url(), StoreUnreachable)

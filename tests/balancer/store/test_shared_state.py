@@ -13,8 +13,6 @@ from sgl_ext.balancer.store.shared_state import Lease, SharedState
 from sgl_ext.protocols.errors import BalancerError
 from tests.balancer.store.conftest import Share
 
-pytestmark = pytest.mark.xdist_group("stores")
-
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
