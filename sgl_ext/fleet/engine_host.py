@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from sgl_ext.fleet.orders import SECRET, Order
 from sgl_ext.membership.gcs import Gcs
-from sgl_ext.membership.member import Member, State
+from sgl_ext.membership.member import Member, MembershipError, State
 from sgl_ext.membership.ray import RENEWED_S, Entry, engines_key
 from sgl_ext.node import hardware
 from sgl_ext.node.child import Child
@@ -69,6 +69,7 @@ class EngineHost:
         self._headers = {} if secret is None else {SECRET_HEADER: secret.split()[0]}
         self._session = aiohttp.ClientSession(headers=self._headers, timeout=_TIMEOUT)
         self._child: Child | None = None
+        self._has_served = False
         self._entry = Entry(
             member=None,
             node=self._host,
@@ -92,12 +93,12 @@ class EngineHost:
     async def drain(self) -> None:
         """Returns once no balancer uses the engine, or after `ray-drain-s`; then it has ended."""
         self._state = "draining"
-        await self._write()
         deadline = time.monotonic() + self._order.settings.ray_drain_s
-        quiet = 0
+        is_known, quiet = await self._note(), 0
         while quiet < _QUIET_LOOKS and time.monotonic() < deadline:
             await asyncio.sleep(_LOOK_S)
-            quiet = 0 if await self._is_used() else quiet + 1
+            is_known = is_known or await self._note()
+            quiet = quiet + 1 if is_known and not await self._is_used() else 0
         await self.end()
 
     async def end(self) -> None:
@@ -113,18 +114,18 @@ class EngineHost:
         """One engine process, from its start to its end."""
         order = self._order
         child, member = self._new_child()
-        self._child = child
+        self._child, self._has_served = child, False
         await child.start()
         log.info("started %s at %s", member.id, member.url)
-        await self._write(member=member, ready=False)
+        await self._note(member=member, ready=False)
         code = await child.wait()
         failure = ""
-        if not self._entry.ready:
+        if not self._has_served:
             lines = "\n".join(f"  {line}" for line in child.last_lines(_LAST_LINES))
             failure = f"{order.name} ended with exit code {code} on {self._host}. The end of its "
             failure += f"log, {self._log}:\n{lines}"
         log.warning("%s ended with exit code %s", member.id, code)
-        await self._write(member=None, ready=False, failure=failure)
+        await self._note(member=None, ready=False, failure=failure)
 
     def _new_child(self) -> tuple[Child, Member]:
         order = self._order
@@ -149,13 +150,14 @@ class EngineHost:
             return
         ready = await self._status(f"{member.url}/ready") == HTTPStatus.OK
         if ready is not self._entry.ready and member == self._entry.member:
-            await self._write(ready=ready, failure="" if ready else self._entry.failure)
+            self._has_served = self._has_served or ready
+            await self._note(ready=ready, failure="" if ready else self._entry.failure)
 
     async def _is_used(self) -> bool:
-        """Whether a balancer lists the engine. What does not answer is not used, if it has ended
-        or never became ready."""
+        """Whether a balancer lists the engine. One that does not answer is used, unless it has
+        ended or has never served."""
         member = self._entry.member
-        if member is None or not self._entry.ready:
+        if member is None or not self._has_served:
             return False
         with suppress(aiohttp.ClientError, TimeoutError, KeyError, ValueError):
             async with self._session.get(member.url + _SUBSCRIBERS_PATH) as answer:
@@ -173,12 +175,20 @@ class EngineHost:
         if not await asyncio.to_thread(rotated, self._log, limit_bytes):
             log.warning("%s was emptied, as its disk has no room for a copy", self._log)
 
-    async def _renew(self) -> None:
-        await self._write()
+    async def _note(self, **changes: Any) -> bool:
+        """Changes the entry and writes it; whether the GCS has it now. If it does not answer, the
+        engine goes on, and a renewal writes the entry."""
+        self._entry = replace(self._entry, **changes)
+        try:
+            await self._renew()
+        except MembershipError as error:
+            log.warning("%s", error)
+            return False
+        return True
 
-    async def _write(self, **changes: Any) -> None:
-        """Writes the entry, with changes if there are any."""
-        entry = replace(self._entry, renewal=self._entry.renewal + 1, **changes)
+    async def _renew(self) -> None:
+        """Writes the entry. Raises MembershipError."""
+        entry = replace(self._entry, renewal=self._entry.renewal + 1)
         if entry.member is not None:
             entry = replace(entry, member=replace(entry.member, state=self._state))
         self._entry = entry

@@ -60,13 +60,16 @@ class Keeper:
         self._count = ""
 
     async def adopt(self) -> None:
-        """Takes the fleet over as it is. What is wanted of it are the engines of this launch."""
-        wanted = await self._board.wanted()
-        generation = 0 if wanted is None else wanted.generation
-        await self._board.want(Wanted(instances=self._instances, generation=generation))
+        """Takes the fleet over as it is. What is wanted of it are the engines of this launch, or
+        of a later `scale` if this process was started again."""
+        wanted = await self._board.wanted() or Wanted(instances=self._instances)
+        launch = f"{socket.gethostname()}, process {os.getppid()}"
+        if wanted.launch != launch:
+            wanted = replace(wanted, instances=self._instances, launch=launch)
+        await self._board.want(wanted)
         running = await asyncio.to_thread(self._cluster.numbers)
         stray = set(await asyncio.to_thread(self._cluster.grouped)) - {*running}
-        await asyncio.to_thread(self._cluster.release, stray - {*range(self._instances)})
+        await asyncio.to_thread(self._cluster.release, stray - {*range(wanted.instances)})
         entries = await self._entries()
         other = [n for n in running if n in entries and entries[n].settings != self._order.digest]
         if running:

@@ -2,6 +2,8 @@
 
 import asyncio
 
+from msgspec.structs import replace
+
 from sgl_ext.fleet.cluster import Cluster, FleetError
 from sgl_ext.fleet.ending import end_engines
 from sgl_ext.fleet.orders import Board, Wanted
@@ -54,7 +56,7 @@ class Operations:
         """
         wanted = await self._wanted()
         try:
-            await self._reach(Wanted(instances=instances, generation=wanted.generation))
+            await self._reach(replace(wanted, instances=instances))
         except NoRoom:
             await self._board.want(wanted)
             raise
@@ -62,7 +64,7 @@ class Operations:
     async def restart(self) -> None:
         """Replaces the engines one after another. Returns when that is done."""
         wanted = await self._wanted()
-        await self._reach(Wanted(instances=wanted.instances, generation=wanted.generation + 1))
+        await self._reach(replace(wanted, generation=wanted.generation + 1))
 
     async def stop(self) -> None:
         """Ends a fleet that no launcher keeps."""

@@ -82,10 +82,14 @@ def _absolute(path: str | None) -> str | None:
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """What an operator wants of a fleet."""
+    """What an operator wants of a fleet.
+
+    launch: the launcher whose settings began it.
+    """
 
     instances: int
     generation: int = 0
+    launch: str = ""
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):

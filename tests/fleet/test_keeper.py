@@ -16,7 +16,7 @@ from sgl_ext.fleet import keeper as keeper_module
 from sgl_ext.fleet import serve
 from sgl_ext.fleet.cluster import Cluster, FleetError
 from sgl_ext.fleet.keeper import Keeper
-from sgl_ext.fleet.orders import Board, Order, Status, Wanted
+from sgl_ext.fleet.orders import Board, Order, Status
 from sgl_ext.membership.gcs import Gcs
 from sgl_ext.membership.member import Member
 from sgl_ext.membership.ray import Entry, engines_key
@@ -139,7 +139,9 @@ class Scene:
         await self.keeper.start()
 
     async def want(self, instances: int, generation: int = 0) -> None:
-        await self.board.want(Wanted(instances=instances, generation=generation))
+        wanted = await self.board.wanted()
+        assert wanted is not None
+        await self.board.want(replace(wanted, instances=instances, generation=generation))
 
 
 @pytest.fixture(autouse=True)
@@ -192,7 +194,8 @@ async def test_engines_that_do_not_fit_end_a_start_and_leave_a_running_fleet_alo
     await scene.keeper._report()
     status = await scene.board.status()
     assert status is not None
-    assert (status.no_room, status.settled) == ("", Wanted(instances=2))
+    assert status.no_room == ""
+    assert status.settled == await scene.board.wanted()
 
 
 @pytest.mark.parametrize("by", ["engine", "actor"])
@@ -211,17 +214,33 @@ async def test_an_engine_that_ends_before_it_serves_ends_the_start(by: str) -> N
 
 
 async def test_the_next_launch_adopts_what_runs_and_names_other_settings(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene = Scene()
     await scene.begin()
     caplog.set_level("INFO")
+    monkeypatch.setattr(keeper_module.os, "getppid", lambda: 1)  # another launcher
     scene.keeper = scene.new_keeper(instances=3, tp=2)
     await scene.keeper.adopt()
     assert "adopted engine-0, engine-1" in caplog.text
     assert "engine-0, engine-1 run with other settings" in caplog.text
     assert "sgl_ext.fleet restart" in caplog.text
     assert await scene.steps() == [("create", 2)]
+
+
+async def test_a_keeper_that_is_started_again_wants_what_its_predecessor_did(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene = Scene()
+    await scene.begin()
+    await scene.want(4)
+    scene.keeper = scene.new_keeper()
+    await scene.keeper.adopt()
+    assert await scene.steps() == [("create", 2), ("create", 3)]
+    monkeypatch.setattr(keeper_module.os, "getppid", lambda: 1)  # another launcher
+    scene.keeper = scene.new_keeper()
+    await scene.keeper.adopt()
+    assert await scene.steps() == [("drain", 2), ("drain", 3)]
 
 
 async def test_the_end_stops_all_and_leaves_nothing() -> None:
