@@ -64,7 +64,9 @@ class Keeper:
         of a later `scale` if this process was started again."""
         wanted = await self._board.wanted() or Wanted(instances=self._instances)
         launch = f"{socket.gethostname()}, process {os.getppid()}"
-        if wanted.launch != launch:
+        # Then what is missing is no failed start.
+        self._has_settled = wanted.launch == launch
+        if not self._has_settled:
             wanted = replace(wanted, instances=self._instances, launch=launch)
         await self._board.want(wanted)
         running = await asyncio.to_thread(self._cluster.numbers)

@@ -81,6 +81,64 @@ async def test_an_engine_is_replaced_while_it_answers(start: Start, tmp_path: Pa
     assert 'worker="one"' not in page
 
 
+class Subscribed(Engine):
+    """Counts the streams of prefix events that are open."""
+
+    open_streams = 0
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        is_stream = request.path == "/sgl_ext/events"
+        self.open_streams += is_stream
+        try:
+            return await super().handle(request)
+        finally:
+            self.open_streams -= is_stream
+
+
+async def test_a_balancer_unsubscribes_from_an_engine_that_has_drained(
+    start: Start, tmp_path: Path
+) -> None:
+    """So the engine knows when it may end."""
+    asked, finish = asyncio.Event(), asyncio.Event()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        asked.set()
+        await finish.wait()
+        return web.json_response({})
+
+    listed = tmp_path / "engines.json"
+    engine = Subscribed("a", answer)
+    engine.events = [asyncio.Queue() for _ in range(9)]
+    write_members(listed, ())
+    client = await start(engine, workers=(), workers_from=(f"file:{listed}",))
+    write_members(listed, (Member(id="one", url=engine.url),))
+    await until_listed(client, "one")
+
+    async def is_subscribed() -> bool:
+        return engine.open_streams == 1
+
+    await until(is_subscribed)
+    answering = asyncio.create_task(client.post("/v1/messages", json=REQUEST))
+    await asked.wait()
+    write_members(listed, (Member(id="one", url=engine.url, state="draining"),))
+
+    async def drains() -> bool:
+        return bool((await workers(client))["one"]["state"] == "draining")
+
+    await until(drains)
+    assert await is_subscribed()
+    finish.set()
+    assert (await answering).status == 200
+
+    async def is_left() -> bool:
+        return engine.open_streams == 0
+
+    await until(is_left)
+    assert (await workers(client))["one"]["state"] == "draining"
+    write_members(listed, (Member(id="one", url=engine.url),))
+    await until(is_subscribed)
+
+
 async def test_a_malformed_file_leaves_the_last_list_in_force(start: Start, tmp_path: Path) -> None:
     listed = tmp_path / "engines.json"
     write_members(listed, ())

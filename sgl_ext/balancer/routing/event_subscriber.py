@@ -45,8 +45,9 @@ class EventSubscribers:
         router.workers.on_leave.append(self._restart)
 
     def sync(self) -> None:
-        """Subscribes to workers that have joined, and unsubscribes from those that have left."""
-        workers = set(self._router.workers.all)
+        """Subscribes to workers that have joined, and unsubscribes from those that have left or
+        have drained: an engine that nobody subscribes to may end."""
+        workers = {each for each in self._router.workers.all if each.in_flight or not each.draining}
         for worker in self._tried.keys() - workers:
             if worker in self._tasks:
                 self._tasks.pop(worker).cancel()

@@ -131,8 +131,8 @@ class EventBroadcaster:
             await send({"type": "http.response.body", "body": b""})
 
     async def show_subscribers(self, _: Request) -> JSONResponse:
-        """How many subscribers there are. A balancer is one for as long as it lists this engine,
-        and it lists one that drains until the last answer has come: with 0 nobody needs it."""
+        """How many subscribers there are. A balancer is one of an engine that drains until the last
+        answer has come: with 0 the engine may end."""
         return JSONResponse({"subscribers": len(self._subscribers)})
 
     async def _stream(self, subscriber: _Subscriber, send: Send) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import orjson
 import pytest
+from starlette.requests import Request
 
 from radix.pins import Pins
 from radix.residency import Residency
@@ -398,3 +399,19 @@ def test_many_segments_go_in_lines_of_a_bounded_length(monkeypatch: pytest.Monke
         add(cache, segment)
     EventPublisher(Scheduler(), cache, pipe).publish(plan(1), now_s=0.0)
     assert [len(line.get("stored", ())) for line in pipe.take()] == [2, 1]
+
+
+async def test_the_subscribers_are_counted() -> None:
+    broadcaster = EventBroadcaster()
+
+    async def count() -> int:
+        answer = await broadcaster.show_subscribers(Request({"type": "http"}))
+        return int(orjson.loads(answer.body)["subscribers"])
+
+    assert await count() == 0
+    reader = Reader(broadcaster)
+    await reader.have(1)
+    assert await count() == 1
+    reader.left.set()
+    await reader.task
+    assert await count() == 0
