@@ -21,15 +21,15 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 from sgl_ext_cpu.node import Node, local_model, running_node
 
+from bench.lib.arms import running_arms
 from bench.lib.pin_figures import ratio, spread
 from bench.lib.priority_load import GENERATE, Request, fitted
 from bench.lib.script import Size, parser_of, require, run
@@ -165,17 +165,10 @@ def main() -> None:
     # One core computes; clients and tokenizers need the other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     model = local_model("tiny")
-    with (
-        tempfile.TemporaryDirectory(prefix="sgl-ext-bench-") as folder,
-        ExitStack() as stack,
-        ThreadPoolExecutor() as pool,
-    ):
-        starting = {
-            name: pool.submit(stack.enter_context, start(model, Path(folder) / name, *_FLAGS))
-            for name, start in _ARMS.items()
-        }
-        nodes = {name: node.result() for name, node in starting.items()}
-        run("fanout", lambda: asyncio.run(measure(nodes, plan)))
+    with tempfile.TemporaryDirectory(prefix="sgl-ext-bench-") as folder:
+        starts = {n: partial(start, model, Path(folder) / n, *_FLAGS) for n, start in _ARMS.items()}
+        with running_arms(starts) as nodes:
+            run("fanout", lambda: asyncio.run(measure(nodes, plan)))
 
 
 if __name__ == "__main__":

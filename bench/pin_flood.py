@@ -38,12 +38,14 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 from sgl_ext_cpu.node import Node, local_model, running_node
 
+from bench.lib.arms import running_arms
 from bench.lib.misroute.figures import counted
 from bench.lib.pin_figures import Part, Seen, arm_figures, comparison, left_by
 from bench.lib.pin_load import MESSAGES, Answer, Conversation, Flooded, Texts, ask, flood, single
@@ -300,10 +302,11 @@ def main() -> None:
     model = local_model("tiny")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sgl-ext-bench-")))
-        nodes = {
-            name: stack.enter_context(start(model, folder / name, *pool, *_FLAGS, *flags))
+        starts = {
+            name: partial(start, model, folder / name, *pool, *_FLAGS, *flags)
             for name, (start, flags) in _ARMS.items()
         }
+        nodes = stack.enter_context(running_arms(starts))
         run("pin_flood", lambda: asyncio.run(measure(nodes, plan)))
 
 

@@ -35,9 +35,8 @@ import asyncio
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -46,6 +45,7 @@ from typing import Any
 import aiohttp
 from sgl_ext_cpu.node import Node, local_model, running_node
 
+from bench.lib.arms import running_arms
 from bench.lib.pin_load import Texts
 from bench.lib.priority_figures import comparison, siege_figures
 from bench.lib.priority_load import BATCH, INTERACTIVE, Answer, Load, Request, fitted, play, siege
@@ -179,17 +179,12 @@ def _in_turn(nodes: Mapping[str, Node], number: int) -> list[str]:
     return names[first:] + names[:first]
 
 
-@contextmanager
-def running(model: Path, folder: Path) -> Iterator[Mapping[str, Node]]:
-    """The engines of all arms, started at once."""
-    with ExitStack() as stack, ThreadPoolExecutor() as pool:
-        starting = {
-            name: pool.submit(
-                stack.enter_context, start(model, folder / name, *_FLAGS, *_LIMITS, *flags)
-            )
-            for name, (start, flags) in _ARMS.items()
-        }
-        yield {name: node.result() for name, node in starting.items()}
+def arms(model: Path, folder: Path) -> dict[str, Callable[[], AbstractContextManager[Node]]]:
+    """What starts the engine of each arm."""
+    return {
+        name: partial(start, model, folder / name, *_FLAGS, *_LIMITS, *flags)
+        for name, (start, flags) in _ARMS.items()
+    }
 
 
 def main() -> None:
@@ -199,7 +194,7 @@ def main() -> None:
     model = local_model("tiny")
     with (
         tempfile.TemporaryDirectory(prefix="sgl-ext-bench-") as folder,
-        running(model, Path(folder)) as nodes,
+        running_arms(arms(model, Path(folder))) as nodes,
     ):
         run("priority", partial(measure_all, nodes, plan))
 

@@ -27,6 +27,7 @@ from typing import Any
 
 from sgl_ext_cpu.node import Node, local_model, running_node
 
+from bench.lib.arms import running_arms
 from bench.lib.pin_figures import ratio
 from bench.lib.pin_load import Texts
 from bench.lib.priority_load import fitted
@@ -89,12 +90,20 @@ def compare(model: Path, plan: Plan) -> dict[str, Any]:
             "ours": Stopwatch(folder / "ours", SHARED | OURS),
         }
         starts = {"stock": stock_engine, "ours": running_node}
-        nodes = {
-            arm: stack.enter_context(
-                start(model, folder / f"{arm}-logs", *_FLAGS, environment=watches[arm].environment)
+        nodes = stack.enter_context(
+            running_arms(
+                {
+                    arm: partial(
+                        start,
+                        model,
+                        folder / f"{arm}-logs",
+                        *_FLAGS,
+                        environment=watches[arm].environment,
+                    )
+                    for arm, start in starts.items()
+                }
             )
-            for arm, start in starts.items()
-        }
+        )
         for watch in watches.values():
             watch.spans()  # raises if a function to time is missing
         texts = fitted(nodes["ours"])
