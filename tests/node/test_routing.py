@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -54,6 +55,25 @@ def test_the_balancer_knows_how_much_each_engine_holds(node: Node) -> None:
     found = explained(node, body("the tester of knowledge", "Hello", "Hi.", "More"))
     (home,) = (worker for worker in found["workers"] if worker["held_tokens"])
     assert (found["worker"], home["held_tokens"]) == (home["name"], total)
+
+
+def test_an_engine_s_events_begin_with_all_that_it_holds(node: Node) -> None:
+    """A balancer that has just started waits for it."""
+    request = body("the tester of snapshots", "Hello")
+    total, _ = asked(node, request)
+    until(lambda: max(held(node, request)) == total)
+    found = []
+    for engine in node.engines:
+        with requests.get(f"{engine}/sgl_ext/events", stream=True, timeout=60) as stream:
+            lines = []
+            for line in stream.iter_lines():
+                lines.append(json.loads(line))
+                if lines[-1].get("complete"):
+                    break
+        assert lines[0]["snapshot"]
+        found += [row for line in lines for row in line.get("stored", [])]
+    assert total in [tokens for _, _, tokens in found]
+    assert requests.get(f"{node.url}/ready", timeout=60).status_code == 200
 
 
 def test_a_flush_is_followed(node: Node) -> None:
