@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import aclosing
 
 from sgl_ext.balancer.metrics.registry import Metrics
+from sgl_ext.balancer.store.calls import failure_of
 from sgl_ext.balancer.store.documents import StoreFailed
 from sgl_ext.balancer.store.shared_state import SharedState
 from sgl_ext.supervision import supervise
@@ -84,7 +85,10 @@ class StoreMessages:
 
     async def _receive(self, received: Received) -> None:
         """Receives until the connection ends, and raises what ended it."""
-        async with aclosing(self._state.messages()) as messages:
-            async for message in messages:
-                if message[:_NODE_BYTES] != self._node:
-                    received(message[_HEADER_BYTES:], message[:_HEADER_BYTES])
+        try:
+            async with aclosing(self._state.messages()) as messages:
+                async for message in messages:
+                    if message[:_NODE_BYTES] != self._node:
+                        received(message[_HEADER_BYTES:], message[:_HEADER_BYTES])
+        except Exception as error:
+            raise failure_of(error) from None

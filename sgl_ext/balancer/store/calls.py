@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from sgl_ext.balancer.store.documents import MAX_QUEUED, MAX_QUEUED_BYTES, WAIT_S, StoreFailed
 from sgl_ext.supervision import Failed, Guard
 
+_CLIENTS = ("redis", "psycopg", "psycopg_pool")
 _T = TypeVar("_T")
 
 
@@ -68,6 +69,16 @@ class Calls:
         except TimeoutError:
             self._is_failing = True
             raise StoreFailed("it is too slow") from None
+        except Exception as error:
+            raise failure_of(error) from None
+
+
+def failure_of(error: Exception) -> Exception:
+    """What a client's exception says about the server, without its traceback, which does not help;
+    any other exception is a fault of ours, and stays as it is."""
+    if isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _CLIENTS:
+        return StoreFailed(f"{type(error).__name__}: {' '.join(str(error).split())}")
+    return error
 
 
 async def settle(work: Awaitable[object], wait_s: float = 1.0) -> None:
