@@ -50,6 +50,8 @@ class Keeper:
         self._renewal = 0
         self.is_replaced = False
         self._problem = self._no_room = ""
+        self._refused: Wanted | None = None
+        self._failed: dict[int, str] = {}
         self._settled: Wanted | None = None
         self._has_settled = False
         self._retry_at_s = 0.0
@@ -105,9 +107,9 @@ class Keeper:
             if number not in self._leaving:
                 self._leaving[number] = asyncio.create_task(self._remove(number))
         if missing := [number for number in steps.create if number not in self._leaving]:
-            await self._create(missing, wanted.generation)
+            await self._create(missing, wanted)
         else:
-            self._no_room = ""
+            self._no_room, self._refused = "", None
         self._show_count(sum(engine.ready for engine in engines), wanted.instances)
         settled = not self._leaving and is_settled(wanted.instances, wanted.generation, engines)
         self._settled = wanted if settled else None
@@ -134,6 +136,7 @@ class Keeper:
                 renewal=self._renewal,
                 problem=self._problem,
                 no_room=self._no_room,
+                refused=self._refused,
                 settled=self._settled,
             )
         )
@@ -161,29 +164,32 @@ class Keeper:
         leaves = leaves or entry.member.state == "draining"
         return Engine(number, entry.generation, serves, leaves)
 
-    async def _create(self, numbers: list[int], generation: int) -> None:
+    async def _create(self, numbers: list[int], wanted: Wanted) -> None:
         now_s = asyncio.get_running_loop().time()
-        if now_s < self._retry_at_s:
+        if now_s < self._retry_at_s and self._refused in (None, wanted):
             return
-        orders = [replace(self._order, number=n, generation=generation) for n in numbers]
+        orders = [replace(self._order, number=n, generation=wanted.generation) for n in numbers]
         try:
             self._created |= await asyncio.to_thread(self._cluster.create, orders)
-            self._no_room = ""
+            self._no_room, self._refused = "", None
+            self._failed = {n: why for n, why in self._failed.items() if n not in numbers}
         except FleetError as error:
             if not self._has_settled:
                 raise
-            self._no_room = str(error)
+            self._no_room, self._refused = str(error), wanted
             log.error("%s; trying again in %g s", error, _RETRY_S)
             self._retry_at_s = now_s + _RETRY_S
 
     def _find_problem(self, entries: Mapping[int, Entry]) -> str:
         """Why an engine did not start; "" if none failed. Raises FleetError until the fleet has
         been as wanted, for an engine that this keeper has created."""
-        failures = {n: entry.failure for n, entry in entries.items() if entry.failure}
-        for number, actor in [*self._created.items()]:
-            if failure := self._cluster.failure_of(actor):
-                failures[number] = f"{name_of(number)}: its actor did not start: {failure}"
+        for number, actor in self._created.items():
+            if failure := "" if actor is None else self._cluster.failure_of(actor):
+                self._created[number] = None  # it is gone, and created again after a pause
+                self._failed[number] = f"{name_of(number)}: its actor did not start: {failure}"
                 self._retry_at_s = asyncio.get_running_loop().time() + _RETRY_S
+        failures = {n: entry.failure for n, entry in entries.items() if entry.failure}
+        failures |= self._failed
         own = [failures[number] for number in self._created if number in failures]
         if own and not self._has_settled:
             raise FleetError(own[0])

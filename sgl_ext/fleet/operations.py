@@ -110,7 +110,7 @@ class Operations:
                 if (state := now.get(name, "gone")) != shown.get(name):
                     print(f"{name}: {state}", flush=True)
             shown = now
-            if status.no_room:
+            if status.refused == wanted:
                 raise NoRoom(status.no_room)
             if status.settled == wanted:
                 print(f"{wanted.instances} engines serve")

@@ -96,7 +96,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """What the process that keeps a fleet says of itself, every second.
 
     where: its machine and process. problem: why an engine does not start; "" if all did or may.
-    no_room: why engines that are wanted cannot be placed; "" if they can.
+    no_room: why the engines of `refused` cannot be placed; "" if what is wanted can.
     settled: the `Wanted` that the fleet fulfils; None while it does not.
     """
 
@@ -104,6 +104,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     renewal: int
     problem: str = ""
     no_room: str = ""
+    refused: Wanted | None = None
     settled: Wanted | None = None
 
 

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Mapping
+from functools import lru_cache
 
 import msgspec
 
@@ -65,8 +66,14 @@ def decoded(entries: Mapping[str, bytes]) -> dict[str, Entry]:
         try:
             found[name] = msgspec.json.decode(raw, type=Entry)
         except msgspec.MsgspecError as error:
-            log.warning("the entry of %s in Ray's GCS is malformed: %s", name, error)
+            _warn(name, str(error))
     return found
+
+
+@lru_cache(256)
+def _warn(name: str, error: str) -> None:
+    """Logs it once: an entry is read twice a second."""
+    log.warning("the entry of %s in Ray's GCS is malformed: %s", name, error)
 
 
 class Renewals:

@@ -97,7 +97,9 @@ class Actors:
             self.write(number, ready=True)
 
     def failure_of(self, started: int) -> str:
-        return self.failures.get(started, "")
+        if failure := self.failures.pop(started, ""):
+            del self.orders[started]
+        return failure
 
     async def ask(self, number: int, method: str, limit_s: float) -> None:
         self.done.append((method, number))
@@ -211,6 +213,34 @@ async def test_an_engine_that_ends_before_it_serves_ends_the_start(by: str) -> N
         await scene.keeper.step()
     await scene.keeper.end(asyncio.Event(), only_own=True)
     assert scene.actors.numbers() == scene.actors.grouped() == []
+
+
+async def test_an_actor_that_does_not_start_later_is_created_again() -> None:
+    scene = Scene()
+    await scene.begin()
+    await scene.want(3)
+    await scene.steps()
+    scene.actors.failures[2] = "its node has no sgl_ext"
+    await scene.keeper.step()
+    assert scene.actors.numbers() == [0, 1]
+    assert scene.keeper._problem == "engine-2: its actor did not start: its node has no sgl_ext"
+    assert await scene.steps(1) == [("create", 2)]
+    await scene.keeper.step()
+    assert scene.keeper._problem == ""
+
+
+async def test_what_fits_after_what_did_not_is_created_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(keeper_module, "_RETRY_S", 600)
+    scene = Scene(room=3)
+    await scene.begin()
+    await scene.want(9)
+    assert await scene.steps() == []
+    assert scene.keeper._refused == await scene.board.wanted()
+    await scene.want(3)
+    assert await scene.steps() == [("create", 2)]
+    assert scene.keeper._refused is None
 
 
 async def test_the_next_launch_adopts_what_runs_and_names_other_settings(

@@ -97,6 +97,9 @@ def test_a_malformed_entry_hides_no_other(caplog: pytest.LogCaptureFixture) -> N
     found = decoded({"engine-0": b"{", "engine-1": msgspec.json.encode(good)})
     assert found == {"engine-1": good}
     assert "engine-0" in caplog.text
+    caplog.clear()
+    decoded({"engine-0": b"{"})
+    assert caplog.text == ""  # it was logged
 
 
 def test_a_state_in_words() -> None:
