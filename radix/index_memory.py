@@ -8,7 +8,7 @@ addressing, and a row. A word is 64 bits, and is written and read in one piece.
 
     slot   tag: 40 bits of the hash | row: 24        found by the hash's lowest bits and linear
                                                      probing, less than PROBES slots on
-    row    tokens: 40 | holders: 24                  0: nobody. 1..MAX_HOLDERS: one worker.
+    row    tokens: 40 | holders: 24                  0: none. 1..MAX_HOLDERS: one worker.
                                                      Above: the number of a set of workers
     set    MAX_HOLDERS bits                          equal sets are one
     used   1 byte a row                              set by readers when a request used the row

@@ -101,8 +101,8 @@ class SharedIndex(PrefixIndex):
         return None
 
     def _close_gap(self, gap: int) -> None:
-        """Empties a slot, and moves back those behind it that it has separated from their first
-        slot. A reader sees a moved one twice for a moment, rather than never."""
+        """Empties a slot, and moves back those after it that no lookup would reach across the gap.
+        A reader sees a moved one twice for a moment, rather than never."""
         slots, last = self._slots, self._last
         steps = 0
         while steps < PROBES:

@@ -15,7 +15,6 @@ from sgl_ext.balancer.access.rate_limits import RateLimits
 from sgl_ext.balancer.access.sent_secret import SentSecret
 from sgl_ext.balancer.access.shared_keys import SharedKeys
 from sgl_ext.balancer.admin.app import ControlPool, make_app
-from sgl_ext.balancer.cluster.group_memory import WRITER
 from sgl_ext.balancer.cluster.peers import PeerGroup, Peers
 from sgl_ext.balancer.cluster.store_messages import StoreMessages
 from sgl_ext.balancer.conversations.conversation_store import ConversationStore
@@ -122,7 +121,13 @@ class Balancer:
         self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
         self._secret.put_into(self._session)
         strip = HeaderStrip(config.strip_headers)
-        slots, prefixes = self._make_index()
+        group = self._group
+        slots, prefixes = (
+            (Slots(), Prefixes(limit_segments=config.index_segments))
+            if group is None or group.memory is None
+            else group.memory.open(group.number)
+        )
+        metrics.index_segments.set_function(lambda: len(prefixes.index))
         workers = Workers(metrics, sources=[source.name for source in self._sources], slots=slots)
         self._worker_sources = WorkerSources(self._sources, workers, metrics, self._interval_s)
         probes = WorkerProbes(workers, self._session, metrics.background_failed, self._interval_s)
@@ -355,17 +360,6 @@ class Balancer:
         if self._detector is not None:
             findings = orjson.dumps(self._detector.findings.as_json())
             await asyncio.to_thread(write, findings, _FINDINGS)
-
-    def _make_index(self) -> tuple[Slots, Prefixes]:
-        """The slots of workers and the index: those of the group, if there is one."""
-        group, metrics = self._group, self._metrics
-        if group is None or group.memory is None:
-            slots, prefixes = Slots(), Prefixes(limit_segments=self._config.index_segments)
-        else:
-            slots = group.memory.slots(group.number)
-            prefixes = Prefixes(group.memory.index, writes=group.number == WRITER)
-        metrics.index_segments.set_function(lambda: len(prefixes.index))
-        return slots, prefixes
 
     def _open_log(self, path: str) -> LineFile:
         check_file(path)

@@ -13,10 +13,10 @@ from contextlib import contextmanager
 import xxhash
 
 from radix.index_memory import MAX_HOLDERS, IndexMemory
+from sgl_ext.balancer.routing.prefixes import Prefixes
 from sgl_ext.balancer.routing.slots import Slots
 
-WRITER = 0
-"""The number of the process that writes the index."""
+_WRITER = 0
 _SLOT_BYTES = 16 * MAX_HOLDERS
 
 
@@ -31,6 +31,10 @@ class GroupMemory:
         self._buffer = memoryview(self._mapped)
         self.index = IndexMemory(self._buffer[:size], limit_segments, self._erase)
         self._slot_words = self._buffer[size:].cast("Q")
+
+    def open(self, process: int) -> tuple[Slots, Prefixes]:
+        """The slots and the index, for the process with this number."""
+        return self.slots(process), Prefixes(self.index, writes=process == _WRITER)
 
     def slots(self, process: int) -> "GroupSlots":
         """The slots, for the process with this number. What an earlier process of the same number
