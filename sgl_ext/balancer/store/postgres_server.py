@@ -131,7 +131,8 @@ class PostgresServer:
                 raise StoreUnreachable(self._named(f"cannot be reached: {reason}")) from None
             raise StoreUnusable(self._named(f"the server refuses this user: {reason}")) from None
         except psycopg.Error as error:
-            raise StoreUnusable(self._named(f"cannot be used: {error}")) from None
+            reason = " ".join(str(error).split())
+            raise StoreUnusable(self._named(f"cannot be used: {reason}")) from None
         if version != _FORMAT:
             reason = "its schema sgl_ext belongs to another program or another version"
             raise StoreUnusable(self._named(reason))
