@@ -27,7 +27,7 @@ _LEAST_VERSION = 130_000
 _CONNECTIONS = 8
 _REFUSALS = ("authentication failed", "no password", "does not exist", "denied", "no pg_hba.conf")
 LOCK = 0x5E4E0001
-"""The advisory lock of whoever makes the schema, evicts, or adds up the account."""
+"""The advisory lock of a connection that makes the schema, evicts, or adds up the account."""
 _DOCUMENT_BYTES = 256  # a row and its places in the indexes
 _TABLES = f"""
 CREATE SCHEMA IF NOT EXISTS sgl_ext;
@@ -109,7 +109,7 @@ class PostgresServer:
             try:
                 yield connection
             except (errors.UndefinedTable, errors.InvalidSchemaName):
-                self._is_prepared = False  # the database was made anew
+                self._is_prepared = False  # the database was made again
                 raise
 
     async def check(self) -> None:

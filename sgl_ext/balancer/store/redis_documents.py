@@ -6,6 +6,7 @@
     sgl-ext:use:TENANT  sorted set of KEY by last use
     sgl-ext:sizes       hash of KEY to "bytes tenant"
     sgl-ext:held        hash of each tenant's bytes
+    sgl-ext:total       all bytes
 
 The balancers evict and expire, because the server knows neither chains nor tenants. As a backstop a
 document also has a TTL of the server, an hour longer: without balancers prompts do not stay.
@@ -41,6 +42,7 @@ local function forget(key)
   if not size then return 0 end
   redis.call('HDEL', P..'sizes', key)
   redis.call('ZREM', P..'use:'..tenant, key)
+  redis.call('DECRBY', P..'total', size)
   if redis.call('HINCRBY', P..'held', tenant, -size) <= 0 then
     redis.call('HDEL', P..'held', tenant)
   end
@@ -51,15 +53,15 @@ end
 _PUT = """
 local key, tenant, size, limit = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local now, ttl, parent, items, about = ARGV[5], ARGV[6], ARGV[7], ARGV[8], ARGV[9]
-local held, total, tenants = {}, size, 0
-local flat = redis.call('HGETALL', P..'held')
-for k = 1, #flat, 2 do
-  held[flat[k]] = tonumber(flat[k + 1])
-  total, tenants = total + held[flat[k]], tenants + 1
-end
 local old = tonumber(string.match(redis.call('HGET', P..'sizes', key) or '0', '^%d+'))
+local total = tonumber(redis.call('GET', P..'total') or '0') + size - old
+local held, tenants = {}, 0
+local flat = total > limit and redis.call('HGETALL', P..'held') or {}
+for k = 1, #flat, 2 do
+  held[flat[k]], tenants = tonumber(flat[k + 1]), tenants + 1
+end
 if not held[tenant] then tenants = tenants + 1 end
-held[tenant], total = (held[tenant] or 0) + size - old, total - old
+held[tenant] = (held[tenant] or 0) + size - old
 local victims, rank = {}, {}
 while total > limit do
   local from = tenant
@@ -89,6 +91,7 @@ redis.call('ZADD', P..'expiry', expires, key)
 redis.call('ZADD', P..'use:'..tenant, now, key)
 redis.call('HSET', P..'sizes', key, string.format('%d %s', size, tenant))
 redis.call('HINCRBY', P..'held', tenant, size)
+redis.call('INCRBY', P..'total', size)
 return #victims
 """
 _WALK = """

@@ -1,12 +1,17 @@
 """What every store promises: SQLite, Redis and PostgreSQL pass the same tests."""
 
+import asyncio
+import contextlib
 from random import Random
 
 import pytest
 
+from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.store.documents import Document, Documents, Found
+from sgl_ext.balancer.store.opening import open_store
 from sgl_ext.protocols.errors import BalancerError
-from tests.balancer.store.conftest import Open
+from tests.balancer.store.conftest import Open, emptied, named
+from tests.balancer.store.servers import Server
 
 _MIB = 1 << 20
 
@@ -229,3 +234,41 @@ async def test_a_store_does_what_a_dictionary_would(opened: Open) -> None:
             await store.sweep(now)
         for each in map(str, random.sample(range(6), 2)):
             assert await random.choice(stores).chain("k a", each, now, _MIB) == chain(each)
+
+
+async def test_the_account_of_a_redis_is_that_of_its_documents(
+    redis_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import redis
+
+    await asyncio.to_thread(named, emptied(redis_server), monkeypatch)
+    store, shared = open_store("env:STORE", 300_000, Metrics(), None)
+    assert store is not None
+    assert shared is not None
+    random = Random(7)
+    for step in range(300):
+        owner = f"{random.choice('rc')} {random.choice(['ann', 'b c', ''])}"
+        id, now = f"d{random.randrange(30)}", float(step)
+        if random.random() < 0.8:
+            document = Document(id, b"x" * random.randrange(30_000), b"y" * random.randrange(9))
+            await store.put(owner, document, random.choice([20.0, 1e6]), now)
+        elif random.random() < 0.5:
+            await store.delete(owner, id, now)
+        else:
+            await store.sweep(now)
+    await store.close()
+    await shared.close()
+    with contextlib.closing(redis.Redis.from_url(redis_server.url())) as client:
+        sizes = client.hgetall("sgl-ext:sizes")
+        held = {name: int(size) for name, size in client.hgetall("sgl-ext:held").items()}
+        counted = dict.fromkeys(held, 0)
+        for key, note in sizes.items():
+            size, _, tenant = note.partition(b" ")
+            items, about = client.hmget(b"sgl-ext:doc:" + key, "i", "a")
+            assert int(size) == 256 + len(items) + len(about)
+            counted[tenant] += int(size)
+        assert counted == held
+        assert sum(held.values()) == int(client.get("sgl-ext:total")) <= 300_000
+        assert client.zcard("sgl-ext:expiry") == len(sizes)
+        uses = sum(client.zcard(b"sgl-ext:use:" + tenant) for tenant in held)
+        assert uses == len(sizes) > 10
