@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,7 +35,8 @@ def check_store(store: str | None, limit_bytes: int, *, is_restart: bool = False
     address = read_store(store)
     if address.is_shared:
         try:
-            asyncio.run(_check(address))
+            with ThreadPoolExecutor(1) as thread:  # the caller may have an event loop
+                thread.submit(lambda: asyncio.run(_check(address))).result()
         except StoreUnreachable as error:
             if not is_restart:
                 raise

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -73,13 +73,11 @@ class Server:
         assert self._process is not None
         pid = self._process.pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        for each in (pid, *map(int, children)):
-            os.kill(each, signal.SIGSTOP)
+        _signal((pid, *map(int, children)), signal.SIGSTOP)
         try:
             yield
         finally:
-            for each in (pid, *map(int, children)):
-                os.kill(each, signal.SIGCONT)
+            _signal((pid, *map(int, children)), signal.SIGCONT)
 
 
 class Redis(Server):
@@ -158,6 +156,12 @@ class Postgres(Server):
         self, database: str = "postgres", password: str = PASSWORD, port: int | None = None
     ) -> str:
         return f"postgresql://tester:{password}@127.0.0.1:{port or self.port}/{database}"
+
+
+def _signal(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):  # the server's own child, which has ended
+            os.kill(pid, number)
 
 
 def redis_program() -> str:

@@ -5,12 +5,15 @@ import logging
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from sgl_ext.balancer.store.documents import StoreUnreachable, StoreUnusable
 from sgl_ext.balancer.store.opening import check_store
-from sgl_ext.settings.schema import BalancerSettings, SettingsError
+from sgl_ext.launch import make_children
+from sgl_ext.node.hardware import Hardware
+from sgl_ext.settings.schema import BalancerSettings, LaunchSettings, SettingsError
 from sgl_ext.settings.sources import balancer_settings
 from sgl_ext.settings.store_address import read_store
 from tests.balancer.store.servers import PASSWORD, Server, free_port
@@ -34,6 +37,16 @@ def test_a_wrong_password(server: Server, monkeypatch: pytest.MonkeyPatch) -> No
     message = refused(monkeypatch, server.url(password="wr0ng"))
     assert re.search("refuses this user: .*password", message)
     assert "wr0ng" not in message
+
+
+async def test_the_launcher_checks_a_server_in_its_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STORE", f"redis://127.0.0.1:{free_port()}")
+    balancer = BalancerSettings(port=free_port(), store="env:STORE")
+    config = LaunchSettings(model_path="m", log_dir=str(tmp_path), balancer=balancer)
+    with pytest.raises(StoreUnreachable, match="store='env:STORE': cannot be reached"):
+        make_children(config, Hardware(()))
 
 
 def test_a_server_that_is_not_there(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
