@@ -39,8 +39,8 @@ class Operations:
         entries = decoded(await self._gcs.below(engines_key(self._fleet)))
         if wanted is None and not entries:
             raise FleetError(f"there is no fleet {self._fleet!r} at {self._gcs.address}")
-        kept = "kept by no launcher" if status is None else f"kept by {status.where}"
-        print(f"{self._fleet} at {self._gcs.address}, {kept}")
+        keeper = await self._keeper() or "no launcher"
+        print(f"{self._fleet} at {self._gcs.address}, kept by {keeper}")
         if wanted is not None:
             print(f"wanted: {wanted.instances} engines of generation {wanted.generation}")
         for name, entry in entries.items():
