@@ -201,6 +201,7 @@ async def test_nothing_waits_for_a_disk_that_hangs(
 
 async def test_what_waits_is_bounded(slow: tuple[StoreThread, threading.Event]) -> None:
     store, disk = slow
+    store._wait_s = 20.0  # what is rejected waits for nothing
     half = MAX_QUEUED_BYTES // 2
     waiting = [asyncio.create_task(store.write(lambda _: disk.wait(), half)) for _ in range(3)]
     done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
