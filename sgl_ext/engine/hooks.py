@@ -23,10 +23,10 @@ from sgl_ext.engine.http import (
     pin_placement,
     rendering,
     request_hook,
-    secret_middleware,
     tool_calls,
     translation,
 )
+from sgl_ext.engine.middleware.secret import send_secret
 from sgl_ext.engine.scheduler import (
     admission,
     first_token,
@@ -74,7 +74,7 @@ _MAIN_HOOKS: dict[str, Hook] = {
     f"{_ENTRY}.http_server._setup_and_run_http_server": ("BEFORE", http_server.extend),
     "uvicorn.server.Server.shutdown": ("BEFORE", http_server.end_streams),
     f"{_TOKENIZER}.sigterm_watchdog": ("AROUND", http_server.await_sigterm),
-    "requests.sessions.Session.request": ("AROUND", secret_middleware.send_secret),
+    "requests.sessions.Session.request": ("AROUND", send_secret),
     # Requests
     f"{_ENTRY}.http_server.ORJSONRequest.json": ("AROUND", request_hook.read_body),
     f"{_TOKENIZER}.generate_request": ("BEFORE", generation_hook.send_hints),

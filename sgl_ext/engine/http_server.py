@@ -13,13 +13,14 @@ from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.counters import background_failed, counter
 from sgl_ext.engine.core.folder import Outbox
 from sgl_ext.engine.core.request_context import context_in, current_dry_run
-from sgl_ext.engine.http import error_middleware, secret_middleware
-from sgl_ext.engine.http.error_shape import EngineError
 from sgl_ext.engine.http.event_broadcaster import PATH, SUBSCRIBERS_PATH
 from sgl_ext.engine.http.extension import HttpExtension, install, installed
 from sgl_ext.engine.http.flush_route import flush_route
 from sgl_ext.engine.http.pin_routes import pin_routes
 from sgl_ext.engine.http.ready_route import ready_route
+from sgl_ext.engine.middleware import errors
+from sgl_ext.engine.middleware import secret as secret_check
+from sgl_ext.engine.middleware.error_shape import EngineError
 from sgl_ext.engine.sglang_http_types import TokenizerManager
 from sgl_ext.engine.sglang_types import ServerArgs
 from sgl_ext.limits.stall import StallMonitor
@@ -39,9 +40,9 @@ def extend(server_args: ServerArgs, *_: Any, **__: Any) -> None:
     extension, app = HttpExtension(EngineSettings.from_environment()), sglang_api.app
     install(extension)
     app.add_middleware(AnswerMiddleware, extension=extension)
-    error_middleware.install(app)
+    errors.install(app)
     secret = EngineSecret(extension.settings.engine_secret)
-    secret_middleware.install(app, server_args, secret)
+    secret_check.install(app, server_args, secret)
     app.add_middleware(InFlightMiddleware, extension=extension)
     broadcaster = extension.broadcaster
     events = Route(PATH, broadcaster, methods=["GET"])
@@ -124,7 +125,7 @@ class InFlightMiddleware:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http" and self._extension.is_ending:
-            await error_middleware.send_error(scope["path"], EngineError(503, _ENDING), send)
+            await errors.send_error(scope["path"], EngineError(503, _ENDING), send)
             return
         counts = scope["type"] == "http" and scope["path"] != PATH
         self._extension.in_flight += counts

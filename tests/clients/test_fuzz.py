@@ -16,7 +16,7 @@ import pytest
 import requests
 from sgl_ext_cpu.node import Node
 
-from sgl_ext.engine.http.error_middleware import is_shaped
+from sgl_ext.engine.middleware.errors import is_shaped
 
 _TRIES = 130
 _WRONG: list[Any] = [

@@ -15,8 +15,8 @@ from pydantic import BaseModel, model_validator
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.testclient import TestClient
 
-from sgl_ext.engine.http import error_middleware
-from sgl_ext.engine.http.error_shape import (
+from sgl_ext.engine.middleware import errors
+from sgl_ext.engine.middleware.error_shape import (
     EngineError,
     error_of_validation,
     failed_event,
@@ -208,7 +208,7 @@ def client() -> TestClient:
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
-    error_middleware.install(app)
+    errors.install(app)
     return TestClient(app, raise_server_exceptions=False)
 
 

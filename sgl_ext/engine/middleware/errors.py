@@ -13,8 +13,8 @@ from typing import Any
 import orjson
 from starlette.datastructures import Headers, MutableHeaders
 
-from sgl_ext.engine.http import error_shape
-from sgl_ext.engine.http.error_shape import INTERNAL, EngineError, scrubbed, shaped
+from sgl_ext.engine.middleware import error_shape
+from sgl_ext.engine.middleware.error_shape import INTERNAL, EngineError, scrubbed, shaped
 from sgl_ext.protocols.anthropic import ANTHROPIC, status_of_type
 from sgl_ext.protocols.chat import OLLAMA_CHAT
 from sgl_ext.protocols.errors import OPENAI_ERRORS

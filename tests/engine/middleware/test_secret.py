@@ -15,8 +15,8 @@ from starlette.testclient import TestClient
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from sgl_ext.engine.core.dry_run import convert
-from sgl_ext.engine.http import secret_middleware
-from sgl_ext.engine.http.secret_middleware import install, send_secret
+from sgl_ext.engine.middleware import secret as secret_middleware
+from sgl_ext.engine.middleware.secret import install, send_secret
 from sgl_ext.requests.session import SECRET_HEADER
 from sgl_ext.settings.engine_secret import EngineSecret
 

@@ -20,8 +20,8 @@ from typing import Any
 
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import current_dry_run
-from sgl_ext.engine.http.error_middleware import send_error
-from sgl_ext.engine.http.error_shape import EngineError
+from sgl_ext.engine.middleware.error_shape import EngineError
+from sgl_ext.engine.middleware.errors import send_error
 from sgl_ext.engine.sglang_types import ServerArgs
 from sgl_ext.requests.session import INTERNAL_HEADERS, REFUSED, SECRET_HEADER
 from sgl_ext.settings.engine_secret import EngineSecret, is_reachable

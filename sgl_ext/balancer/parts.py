@@ -1,0 +1,253 @@
+"""The parts of one balancer process: they are built, run in the background, and are closed."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+
+from sgl_ext.balancer.access.authentication import KeyFileReloader
+from sgl_ext.balancer.access.rate_limits import RateLimits
+from sgl_ext.balancer.access.sent_secret import SentSecret
+from sgl_ext.balancer.access.shared_keys import SharedKeys
+from sgl_ext.balancer.admin.app import ControlPool, make_app
+from sgl_ext.balancer.cluster.peers import PeerGroup, Peers
+from sgl_ext.balancer.cluster.store_messages import StoreMessages
+from sgl_ext.balancer.conversations.conversation_store import ConversationStore
+from sgl_ext.balancer.conversations.tenant_documents import TenantDocuments
+from sgl_ext.balancer.metrics.across_processes import SharedSnapshots, merge_pages
+from sgl_ext.balancer.metrics.registry import Metrics
+from sgl_ext.balancer.relay.services import Services
+from sgl_ext.balancer.reporting.diagnosis import DivergenceDetector
+from sgl_ext.balancer.reporting.line_file import LineFile, check_file
+from sgl_ext.balancer.reporting.request_log import RequestLog
+from sgl_ext.balancer.routing.admission_queue import AdmissionQueue
+from sgl_ext.balancer.routing.event_subscriber import EventSubscribers
+from sgl_ext.balancer.routing.prefixes import Prefixes
+from sgl_ext.balancer.routing.readiness import Readiness
+from sgl_ext.balancer.routing.router import Router
+from sgl_ext.balancer.routing.slots import Slots
+from sgl_ext.balancer.routing.worker_probes import WorkerProbes
+from sgl_ext.balancer.routing.worker_sources import WorkerSources
+from sgl_ext.balancer.routing.workers import Workers
+from sgl_ext.balancer.store.opening import open_store
+from sgl_ext.doctor.findings import merged
+from sgl_ext.limits.byte_account import ByteAccount
+from sgl_ext.membership.member import Membership
+from sgl_ext.requests.strip import HeaderStrip
+from sgl_ext.settings.schema import BalancerSettings
+from sgl_ext.tenants import Tenants
+
+_METRICS, _FINDINGS = ".prom", ".found"
+# How long the start waits for the engines to report what they hold.
+_FIRST_REPORT_S = 2.0
+# How long it waits for the sources of workers.
+_FIRST_LIST_S = 2.0
+
+
+class Parts:
+    """What a balancer consists of, besides its clients' connections.
+
+    keys_changed: called when the keys of clients have changed.
+    """
+
+    def __init__(
+        self,
+        config: BalancerSettings,
+        metrics: Metrics,
+        account: ByteAccount,
+        tenants: Tenants,
+        key_file: KeyFileReloader | None,
+        keys_changed: Callable[[], object],
+        secret: SentSecret,
+        sources: Sequence[Membership],
+        interval_s: float,
+        group: PeerGroup | None,
+        folder: Path | None,
+    ) -> None:
+        """group, folder: the other processes of this balancer, and a folder that they share."""
+        self._metrics = metrics
+        self._key_file = key_file
+        self._keys_changed = keys_changed
+        self._snapshots = (
+            None if group is None or folder is None else SharedSnapshots(folder, group.number)
+        )
+        self._session = session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
+        secret.put_into(session)
+        strip = HeaderStrip(config.strip_headers)
+        slots, prefixes = (
+            (Slots(), Prefixes(limit_segments=config.index_segments))
+            if group is None or group.memory is None
+            else group.memory.open(group.number)
+        )
+        metrics.index_segments.set_function(lambda: len(prefixes.index))
+        self._workers = Workers(metrics, sources=[source.name for source in sources], slots=slots)
+        self._sources = WorkerSources(sources, self._workers, metrics, interval_s)
+        self._probes = WorkerProbes(self._workers, session, metrics.background_failed, interval_s)
+        router = Router(
+            self._workers,
+            metrics,
+            config.max_in_flight,
+            sort_tools=config.sort_tools,
+            tenants=tenants,
+            preemption_threshold=config.preemption_threshold,
+            prefixes=prefixes,
+        )
+        self._admission_queue = AdmissionQueue(
+            router, metrics, config.queue_limit, config.queue_timeout_s, config.aging_s
+        )
+        self._subscribers = EventSubscribers(session, router, metrics)
+        self._readiness = Readiness(
+            self._workers, self._subscribers, prefixes, config.warm_timeout_s
+        )
+        self._detector = None
+        if config.diagnose or config.request_log is not None:
+            self._detector = DivergenceDetector(strip, metrics, sort_tools=config.sort_tools)
+        self._log_lines = _open_log(config, metrics)
+        documents, self._shared = open_store(
+            config.store, config.store_limit_bytes, metrics, folder
+        )
+        self._documents = TenantDocuments(documents, metrics, config.max_body_bytes)
+        self._limits = RateLimits(key_file, metrics, config.processes, state=self._shared)
+        self._shared_keys = None
+        if key_file is not None and self._shared is not None:
+            self._shared_keys = SharedKeys(key_file, self._shared, metrics)
+        self.services = Services(
+            router,
+            self._admission_queue,
+            RequestLog(metrics, self._log_lines, self._detector),
+            metrics,
+            strip,
+            self._limits,
+            ConversationStore(self._documents, metrics, config.response_ttl_s),
+            secret,
+            session,
+            account,
+            self._metrics_page,
+            self._divergences,
+            self._readiness,
+            self._sources.rows,
+        )
+        self.services.control = self._control = ControlPool(make_app(self.services))
+        self._peers = self._make_peers(group, router)
+
+    async def start(self) -> None:
+        """Learns of the workers and what they hold, as far as they answer at once."""
+        if self._peers is not None:
+            self._peers.start()
+        await self._compare_keys()
+        await self._control.start()
+        self._sources.start()
+        await self._sources.wait_until_tried(_FIRST_LIST_S)
+        await asyncio.gather(*map(self._probes.probe, self._workers.all))
+        self._subscribers.sync()
+        await self._subscribers.wait_until_tried(_FIRST_REPORT_S)
+
+    def tasks(self) -> list[tuple[str, Callable[[], Awaitable[object] | None]]]:
+        """What runs in the background, each again and again, by its name."""
+        return [
+            ("probes", self._probes.run),
+            ("store", self._documents.sweep),
+            ("limits", self._limits.sync),
+            ("shared_keys", self._compare_keys),
+            ("request_log", self._write_log),
+            ("snapshots", self._write_snapshots),
+        ]
+
+    def steps(self) -> list[tuple[str, Callable[[], object]]]:
+        """The steps of a sweep: they apply timeouts, and read and write what is shared."""
+        return [
+            ("connection_pools", self._sweep_pools),
+            ("admission_queue", self._admission_queue.sweep),
+            ("key_file", self._reload_keys),
+            ("engine_secret", self.services.reload_secret),
+            ("workers", self._workers.remove_drained),
+            ("subscriptions", self._subscribers.sync),
+            ("prefixes", self._sweep_prefixes),
+            ("readiness", self._readiness.note),
+            ("peers", self._send_state),
+        ]
+
+    async def close(self) -> None:
+        await self._sources.close()
+        await self._subscribers.close()
+        if self._peers is not None:
+            self._peers.stop()
+        for pool in self.services.pools():
+            pool.close()
+        self.services.large_bodies.close()
+        await self._control.stop()
+        await self._session.close()
+        if self._log_lines is not None:
+            await self._log_lines.close()
+        await self._documents.close()
+        if self._shared is not None:
+            await self._shared.close()
+
+    def _sweep_pools(self) -> None:
+        for pool in self.services.pools():
+            pool.sweep()
+
+    def _sweep_prefixes(self) -> None:
+        prefixes = self.services.router.prefixes
+        prefixes.sweep()
+        self._metrics.unlisted_segments.counts[()] = prefixes.unlisted
+
+    def _reload_keys(self) -> None:
+        if self._key_file is not None and self._key_file.reload_if_changed():
+            self._keys_changed()
+
+    async def _compare_keys(self) -> None:
+        if self._shared_keys is not None and await self._shared_keys.compare():
+            self._keys_changed()
+
+    def _send_state(self) -> None:
+        if self._peers is not None:
+            self._peers.send_state()
+
+    def _make_peers(self, group: PeerGroup | None, router: Router) -> Peers | None:
+        """The way to the other processes of this balancer, and to those on other nodes."""
+        messages = None
+        if self._shared is not None:
+            secret, number = (None, 0) if group is None else (group.secret, group.number)
+            messages = StoreMessages(self._shared, self._metrics, secret, number)
+        if group is None and messages is None:
+            return None
+        return Peers(group, router, self._metrics, store=messages)
+
+    async def _write_log(self) -> None:
+        if self._log_lines is not None:
+            await self._log_lines.write()
+
+    async def _write_snapshots(self) -> None:
+        """Writes what the other processes read, in a thread."""
+        if self._snapshots is None:
+            return
+        write = self._snapshots.write
+        await asyncio.to_thread(write, self._metrics.render(), _METRICS)
+        if self._detector is not None:
+            findings = orjson.dumps(self._detector.findings.as_json())
+            await asyncio.to_thread(write, findings, _FINDINGS)
+
+    def _divergences(self) -> dict[str, Any] | None:
+        """The findings of all processes; None if prompts are not compared."""
+        if self._detector is None:
+            return None
+        others = [] if self._snapshots is None else self._snapshots.read_others(_FINDINGS)
+        return merged([self._detector.findings.as_json(), *map(orjson.loads, others)])
+
+    def _metrics_page(self) -> bytes:
+        page = self._metrics.render()
+        if self._snapshots is None:
+            return page
+        return merge_pages([page, *self._snapshots.read_others(_METRICS)])
+
+
+def _open_log(config: BalancerSettings, metrics: Metrics) -> LineFile | None:
+    if config.request_log is None:
+        return None
+    check_file(config.request_log)
+    dropped = metrics.request_log_dropped_lines
+    return LineFile(Path(config.request_log), config.request_log_limit_bytes, dropped)
