@@ -109,7 +109,7 @@ async def test_many_wait_half_disconnect_and_the_rest_are_answered(
     before = exchanges()
     engine = Slow()
     balancer = await serve(engine, queue_limit=LIMIT)
-    admission_queue = balancer._admission_queue
+    admission_queue = balancer._services.admission_queue
     for first in range(0, CLIENTS, 100):
         clients += await asyncio.gather(*(come(balancer, first + n) for n in range(100)))
     sent = MAX_RUNNING + AHEAD
