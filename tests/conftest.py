@@ -87,9 +87,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(trylast=True, specname="pytest_collection_modifyitems")
-def pytest_keep_engines(items: list[pytest.Item]) -> None:
+def pytest_keep_engines(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Let tests of the same kind of engine follow each other: pytest itself orders them by the
     kind's place in each test's own list, and would start some kinds several times."""
+    if hasattr(config, "workerinput") and any("@" not in item.nodeid for item in items):
+        raise pytest.UsageError("this pytest-xdist does not keep groups of tests together")
     files = {path: number for number, path in enumerate(dict.fromkeys(i.path for i in items))}
     items.sort(key=lambda item: (files[item.path], _kind(item)))
 
