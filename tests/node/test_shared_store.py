@@ -85,12 +85,12 @@ def test_any_balancer_continues_a_response_and_an_outage_costs_no_plain_request(
         server.start()
         found: list[Any] = []
 
-        def continues() -> bool:
+        def continues_and_stores() -> bool:
             with contextlib.suppress(openai.InternalServerError):
                 found.append(two.ask("Are you back?", fourth.id))
-            return bool(found)
+            return bool(found) and found[-1].store is not False
 
-        until(continues)
+        until(continues_and_stores)
         three, _ = begin("three")
         last = three.ask("And you?", found[-1].id)
         assert last.previous_response_id == found[-1].id

@@ -62,6 +62,8 @@ def small() -> BodyReader:
             Found([b'{"input":[{"role":"user","content":"earlier"}],"output":[]}']),
         ),
     ],
+    # pytest would make the names from the bodies, and passes them to processes that it starts.
+    ids=["chat", "charged", "continues", "expanded"],
 )
 async def test_the_other_process_reads_the_same(
     large: LargeBodies, small: BodyReader, request_: Asked, body: bytes, found: Found | None
