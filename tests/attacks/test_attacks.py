@@ -12,6 +12,8 @@ from tests.attacks.cases import CASES, CONTEXTS, MESSAGES, Case, context_of, pos
 from tests.attacks.target import Target, sample, target
 from tests.waiting import until
 
+pytestmark = pytest.mark.long
+
 MEMORY_KB = 300 * 1024
 STALL_S = 0.05
 

@@ -25,6 +25,8 @@ from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.segments import read_chain
 from tests.waiting import until
 
+pytestmark = pytest.mark.long
+
 COUNT = 3
 BODY = {"model": "bench", "messages": [{"role": "user", "content": "Hello"}]}
 
@@ -214,7 +216,6 @@ def test_a_killed_process_is_replaced(balancer: tuple[str, subprocess.Popen[byte
     until(lambda: all(status(url) == 200 for _ in range(20)))
 
 
-@pytest.mark.long
 def test_all_processes_look_up_in_one_index_which_outlives_its_writer() -> None:
     Publishes.held = read_chain(of_path("/v1/chat/completions"), BODY).hashes
 

@@ -151,6 +151,7 @@ def test_tokens_are_the_tokenizers_own(family: PieceTokenizer, texts: list[str])
     family.pieces.check()
 
 
+@pytest.mark.long
 @given(parts=st.lists(texts, min_size=2, max_size=6), rounds=st.data())
 @settings(max_examples=150)
 def test_prompts_that_grow_have_the_tokenizers_own_tokens(

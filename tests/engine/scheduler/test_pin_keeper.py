@@ -307,6 +307,7 @@ def test_a_flush_forgets_pins_and_unlocks_none() -> None:
     pin(keeper, cache, prompt(1, 100), 50)
 
 
+@pytest.mark.long
 def test_whatever_happens_every_pin_is_locked_once_and_nothing_else() -> None:
     source = random.Random(5)
     for _ in range(50):
