@@ -32,7 +32,7 @@ _PLACED_S = 10.0
 
 
 class FleetError(Exception):
-    """What was asked for cannot be done. The message is for the operator."""
+    """An operation on the fleet failed. The message is for the operator."""
 
 
 class Cluster:

@@ -12,7 +12,7 @@ from sgl_ext.membership.ray import engines_key
 log = logging.getLogger(__name__)
 
 ANSWER_S = 30.0
-"""How long an actor may take to answer, in addition to what it was asked to do."""
+"""How long an actor may take to answer, beside the work of the call itself."""
 
 
 async def end_engines(

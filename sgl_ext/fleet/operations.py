@@ -85,7 +85,7 @@ class Operations:
         return wanted
 
     async def _keeper(self) -> str | None:
-        """Who keeps the fleet; None if nobody says so."""
+        """The launcher that keeps the fleet; None if none reports itself."""
         first = await self._board.status()
         for _ in range(_KEEPER_LOOKS if first is not None else 0):
             await asyncio.sleep(_LOOK_S)

@@ -61,7 +61,7 @@ class Room(NamedTuple):
 
 
 def too_small(engines: int, tp: int, resource: str, rooms: Sequence[Room]) -> str:
-    """Why so many more engines do not fit into a cluster, of which each needs `tp` on one node; ""
+    """Why so many more engines, with `tp` on one node for each, do not fit into a cluster; ""
     if they do."""
     fitting = sum(int(room.free // tp) for room in rooms)
     if fitting >= engines:

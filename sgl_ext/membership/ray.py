@@ -105,7 +105,8 @@ class RayFleet:
         self._address = gcs_address(address)
 
     async def lists(self) -> AsyncIterator[tuple[Member, ...]]:
-        # What was not renewed while the GCS did not answer is not gone: each call counts anew.
+        # An entry that was not renewed while the GCS did not answer is not gone: each call counts
+        # its renewals from the beginning.
         gcs, renewals = await Gcs.connect(self._address), Renewals()
         last: tuple[Member, ...] | None = None
         while True:

@@ -50,7 +50,7 @@ def new_log(path: Path) -> Path:
 
 
 def rotated(path: Path, limit_bytes: int) -> bool:
-    """Begins a log anew once it has its part of the limit, which its predecessors share.
+    """Begins a new log once it has its part of the limit, which its predecessors share.
 
     The process that appends to it keeps it open, so its content is copied to `PATH.1`; lines that
     are written meanwhile can be lost. False if the disk has no room for the copy, which is then

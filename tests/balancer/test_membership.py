@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -204,16 +202,3 @@ def test_a_balancer_whose_source_cannot_be_read_does_not_start(
         f"sgl-ext balancer: workers_from={missing!r}: {tmp_path / 'none.json'}: "
         "cannot be read: No such file or directory"
     )
-
-
-def test_neither_balancer_nor_launcher_imports_an_extra() -> None:
-    extras = {"ray", "lightkube", "redis", "psycopg"}
-    code = (
-        "import sys, sgl_ext.balancer.serve, sgl_ext.launch\n"
-        "from sgl_ext.membership.sources import open_sources\n"
-        "from sgl_ext.settings.schema import BalancerSettings\n"
-        "open_sources(BalancerSettings(workers=('http://a:1',)))\n"
-        f"print({extras!r} & set(sys.modules))"
-    )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout == "set()\n"

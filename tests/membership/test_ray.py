@@ -137,13 +137,3 @@ except Exception as error:
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert ended.stdout.startswith("MembershipError ray")
     assert ended.stdout.endswith("is not installed: pip install 'sgl-ext[ray]'\n")
-
-
-def test_a_start_without_ray_does_not_import_it() -> None:
-    program = """
-import sys, sgl_ext.launch, sgl_ext.balancer.serve, sgl_ext.membership.sources
-print({"ray", "kubernetes_asyncio", "redis", "psycopg"} & sys.modules.keys())
-"""
-    command = [sys.executable, "-c", program]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert ended.stdout == "set()\n"

@@ -46,10 +46,14 @@ def test_an_extra_that_is_missing_is_named() -> None:
     assert said.endswith("is not installed: pip install 'sgl-ext[kubernetes]'")
 
 
-def test_a_start_without_such_sources_imports_no_extra() -> None:
-    extras = "{'lightkube', 'httpx2', 'httpx', 'ray', 'redis', 'psycopg'}"
+def test_a_start_without_extras_in_its_settings_imports_none() -> None:
+    extras = {"lightkube", "httpx2", "httpx", "kubernetes_asyncio", "ray"}
+    extras |= {"redis", "psycopg", "psycopg_pool"}
     found = run(
         "import sys, sgl_ext.balancer.serve, sgl_ext.launch\n"
-        f"print(*({extras} & {{name.partition('.')[0] for name in sys.modules}}))"
+        "from sgl_ext.membership.sources import open_sources\n"
+        "from sgl_ext.settings.schema import BalancerSettings\n"
+        "open_sources(BalancerSettings(workers=('http://a:1',)))\n"
+        f"print(*({extras!r} & {{name.partition('.')[0] for name in sys.modules}}))"
     )
     assert found == ""

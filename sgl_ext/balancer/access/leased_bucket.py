@@ -61,8 +61,8 @@ class LeasedBucket:
         self.per_minute = per_minute
 
     def needs_lease(self, cost: float, now_s: float) -> bool:
-        """Whether the store must be asked first. A request that it would reject is not asked for,
-        so that a tenant over its limit costs the store nothing."""
+        """Whether a lease is needed first. None is for a request that would be rejected all the
+        same, so a tenant over its limit costs the store nothing."""
         if self._share is not None or self._level >= cost:
             return False
         return self._shared_now(now_s) + self._level >= min(cost, self.per_minute)

@@ -37,7 +37,7 @@ class ConnectionPool:
         self._first_lines = b" HTTP/1.1\r\nhost: %b\r\n%b" % (self._netloc, lines)
 
     def request_line(self, method: str, target: bytes) -> bytes:
-        """The first lines of a request to this worker: what is requested, and of whom."""
+        """The first lines of a request to this worker: request line, Host and the engine secret."""
         return b"%b %b%b%b" % (method.encode(), self._base, target, self._first_lines)
 
     def lease(self, receiver: ResponseReceiver) -> asyncio.Task[None] | None:

@@ -46,7 +46,7 @@ class EventSubscribers:
 
     def sync(self) -> None:
         """Subscribes to workers that have joined, and unsubscribes from those that have left or
-        have drained: an engine that nobody subscribes to may end."""
+        have drained: an engine without subscribers may end."""
         workers = {each for each in self._router.workers.all if each.in_flight or not each.draining}
         for worker in self._tried.keys() - workers:
             if worker in self._tasks:

@@ -13,12 +13,14 @@ An owner is a kind, a blank and a tenant; a tenant's kinds count together.
 """
 
 import hashlib
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 LONGEST_CHAIN = 5_000
 SWEEP_BATCH = 64
 WAIT_S = 2.0
 """The longest time that a request waits for a store."""
+_EVICTION_BATCH = 8
 MAX_QUEUED = 256
 MAX_QUEUED_BYTES = 64 << 20
 
@@ -104,3 +106,16 @@ def key_of(owner: str, id: str) -> bytes:
 def tenant_of(owner: str) -> str:
     """The tenant whose share a document counts in."""
     return owner.partition(" ")[2]
+
+
+def victim_of(held: Mapping[str, int], writer: str) -> tuple[str, int]:
+    """The tenant whose documents a full store evicts for `writer`, and how many at once.
+
+    held: each tenant's bytes. A writer with more than an equal part of them evicts its own; for
+    another writer the tenant that holds most gives way, one document at a time.
+    """
+    if held.get(writer, 0) * len(held) > sum(held.values()):
+        victim = writer
+    else:
+        victim = max(held, key=lambda name: (held[name], name), default=writer)
+    return victim, _EVICTION_BATCH if victim == writer else 1

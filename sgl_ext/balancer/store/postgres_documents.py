@@ -16,6 +16,7 @@ from sgl_ext.balancer.store.documents import (
     Found,
     key_of,
     tenant_of,
+    victim_of,
 )
 from sgl_ext.balancer.store.postgres_server import LOCK, PostgresServer
 from sgl_ext.protocols.errors import body_too_large
@@ -55,7 +56,6 @@ DELETE FROM sgl_ext.documents WHERE key IN (
         ORDER BY used_s, number DESC LIMIT %s FOR UPDATE SKIP LOCKED)
     RETURNING bytes
 """
-_EVICTION_BATCH = 8
 _SWEEP = f"""
 DELETE FROM sgl_ext.documents WHERE key IN (
     SELECT key FROM sgl_ext.documents WHERE expires_s <= %s LIMIT {SWEEP_BATCH}
@@ -145,12 +145,8 @@ class PostgresDocuments:
             return 0
         await db.execute("SELECT pg_advisory_xact_lock(%s)", (LOCK,))
         held, evicted = await _held(db), 0
-        while (total := sum(held.values())) > self._limit_bytes:
-            # By the same rule as `sqlite_shares.evict`.
-            victim = tenant
-            if held[tenant] * len(held) <= total:
-                victim = max(held, key=lambda name: (held[name], name))
-            batch = _EVICTION_BATCH if victim == tenant else 1
+        while sum(held.values()) > self._limit_bytes:
+            victim, batch = victim_of(held, tenant)
             gone = await (await db.execute(_EVICT, (victim, key, batch))).fetchall()
             if not gone:
                 raise _DoesNotFit

@@ -49,7 +49,8 @@ local function forget(key)
   return 1
 end
 """
-# Whom to evict is found before anything is changed: if the document does not fit, nothing is.
+# By the rule of `victim_of`. All victims are found first: if the document does not fit, nothing
+# is changed.
 _PUT = """
 local key, tenant, size, limit = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local now, ttl, parent, items, about = ARGV[5], ARGV[6], ARGV[7], ARGV[8], ARGV[9]

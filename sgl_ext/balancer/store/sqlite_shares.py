@@ -10,9 +10,10 @@ Triggers keep it up to date, also for what a process of an earlier version write
 
 import sqlite3
 
+from sgl_ext.balancer.store.documents import victim_of
+
 # A document's own row and its places in the indexes.
 _ROW_BYTES = 256
-_EVICTION_BATCH = 8
 
 
 def _tenant(owner: str) -> str:
@@ -56,9 +57,5 @@ def evict(db: sqlite3.Connection, owner: str, number: int | None) -> int:
     """
     writer = owner[owner.find(" ") + 1 :]
     held: dict[str, int] = dict(db.execute("SELECT tenant, bytes FROM held"))
-    if held.get(writer, 0) * len(held) > sum(held.values()):
-        tenant = writer
-    else:
-        tenant = max(held, key=lambda name: (held[name], name), default=writer)
-    batch = _EVICTION_BATCH if tenant == writer else 1
+    tenant, batch = victim_of(held, writer)
     return db.execute(_EVICT, (tenant, number, batch)).rowcount

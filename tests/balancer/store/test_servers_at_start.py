@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -168,12 +167,3 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, f"sgl_ext.balancer.store.{module}", raising=False)
         with pytest.raises(StoreUnusable, match=rf"needs the package {package}.*\[{extra}\]"):
             check_store(url, 1)
-
-
-def test_a_balancer_without_a_shared_store_imports_no_client() -> None:
-    code = (
-        "import sys, sgl_ext.balancer.serve, sgl_ext.launch\n"
-        "print([m for m in ('redis', 'psycopg', 'psycopg_pool') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
