@@ -32,7 +32,7 @@ LARGE_BODY_BYTES = 2 * _MIB
 """A larger body is read in another process: here it could take more than 20 ms."""
 
 # Elements of a JSON body.
-UNCOUNTED_BYTES = _MIB
+UNCOUNTED_BYTES = _MIB // 2
 """Counting takes a third of the time of parsing, and a body of this size parses fast enough."""
 MAX_ELEMENTS = 150_000
 """Objects, lists and strings, keys included."""
