@@ -23,7 +23,8 @@ from sgl_ext.node import hardware
 from sgl_ext.node.child import Child
 from sgl_ext.node.children import make_children
 from sgl_ext.node.log_dir import locked, rotated
-from sgl_ext.node.progress import FLEET, fleet_serves, start_progress, summary
+from sgl_ext.node.progress import start_progress, summary
+from sgl_ext.node.stages import FLEET, READY, stage_of
 from sgl_ext.output import LossyStream
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
 from sgl_ext.settings.sources import launch_settings
@@ -133,7 +134,7 @@ async def wait_until_ready(
                     raise _start_error(late, f"was not ready after {limit_s:g} s")
                 await asyncio.sleep(_POLL_S)
                 ready = await _ready_workers(session, balancer)
-                if len(ready) >= settings.instances and fleet_serves(engines[0]):
+                if len(ready) >= settings.instances and _fleet_serves(engines[0]):
                     waiting.clear()
                 for url in ready:
                     waiting.pop(url, None)
@@ -216,6 +217,11 @@ async def _unless_stopped(work: Coroutine[Any, Any, None], stop: asyncio.Event) 
         task.cancel()
     with suppress(asyncio.CancelledError):
         await task
+
+
+def _fleet_serves(child: Child) -> bool:
+    """Whether a child that keeps engines on Ray has logged that they all serve."""
+    return child.name == FLEET and stage_of(child)[0] == READY
 
 
 async def _ready_workers(session: aiohttp.ClientSession, balancer: Child) -> list[str]:

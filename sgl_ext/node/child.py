@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from sgl_ext.node import lifeline
+from sgl_ext.node.stages import FLEET, StartLog
 
 # A library of SGLang's writes these lines when a process ends, after the reason.
 _NOISE = re.compile(r"nanobind: |\s*- (leaked |\.\.\. skipped remainder)|See https://nanobind\.")
@@ -19,6 +20,8 @@ class Child:
 
     Its process group holds everything that it starts, so stopping it leaves nothing behind.
     A terminal's Ctrl-C does not reach it: the launcher decides when it ends.
+
+    start_log: what its log says since its latest start.
     """
 
     def __init__(
@@ -31,6 +34,7 @@ class Child:
         self._environment = {**os.environ, **environment, lifeline.VARIABLE: "1"}
         self._process: asyncio.subprocess.Process | None = None
         self._starts = 0
+        self.start_log = StartLog(log, keeps_fleet=name == FLEET)
 
     @property
     def run_id(self) -> str:
@@ -41,6 +45,7 @@ class Child:
         """Starts the process; its output is appended to its log."""
         self._starts += 1
         with self.log.open("ab") as output:
+            self.start_log = StartLog(self.log, output.tell(), keeps_fleet=self.name == FLEET)
             self._process = await asyncio.create_subprocess_exec(
                 *self._command,
                 stdin=asyncio.subprocess.PIPE,

@@ -15,7 +15,7 @@ from sgl_ext.node import hardware
 from sgl_ext.node.child import Child
 from sgl_ext.node.log_dir import new_log
 from sgl_ext.node.ports import free_ports, reachable, require_free
-from sgl_ext.node.progress import FLEET
+from sgl_ext.node.stages import FLEET
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
 
 _STORE = "store.sqlite"

@@ -1,5 +1,6 @@
 """What the launcher prints: the progress of each engine, then how to connect a client."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
@@ -9,64 +10,42 @@ from rich.panel import Panel
 from rich.table import Table
 
 from sgl_ext.node.child import Child
+from sgl_ext.node.stages import READY, stage_of
 from sgl_ext.settings.schema import LaunchSettings
 
-# Text that SGLang logs at each stage, the latest stage first.
-_STAGES = (
-    ("The server is fired up", "ready"),
-    ("Uvicorn running", "warming up"),
-    ("Capture cuda graph", "capturing CUDA graphs"),
-    ("KV Cache is allocated", "allocated the KV cache"),
-    ("Load weight end", "loaded weights"),
-    ("Load weight begin", "loading weights"),
-    ("server_args=", "starting the scheduler"),
-)
-
-
-FLEET = "fleet"
-"""The name of the child that keeps engines on Ray."""
-FLEET_SERVES = "all engines serve"
-"""What it logs once they do."""
-_FLEET_STAGE = " engines serve"  # in a line of its log, after the time
+_UNTRIED = "waiting for the balancer's probe"
+"""The stage of a child that says it is ready before the balancer does."""
 
 
 @contextmanager
 def start_progress(
-    console: Console, children: Sequence[Child]
+    console: Console, children: Sequence[Child], clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Callable[[set[str]], None]]:
     """Gives a function that shows each child's stage, "ready" for those whose names it gets.
 
     On a terminal they are shown live, elsewhere as a line for each change.
     """
     shown: dict[str, str] = {}
+    begun_s = clock()
     with Live(console=console, transient=True) if console.is_terminal else nullcontext() as live:
 
         def show(ready: set[str]) -> None:
+            passed = f"{clock() - begun_s:4.0f} s"
             table = Table.grid(padding=(0, 2))
             for child in children:
-                stage = "ready" if child.name in ready else _stage_of(child)
-                table.add_row(child.name, stage)
-                if live is None and shown.get(child.name) != stage:
-                    console.print(f"{child.name}: {stage}", highlight=False)
-                shown[child.name] = stage
+                stage, done = stage_of(child)
+                stage = READY if child.name in ready else _UNTRIED if stage == READY else stage
+                percent = "" if done is None or stage == READY else f" {done:.0%}"
+                table.add_row(passed, child.name, stage + percent)
+                # Elsewhere than on a terminal, ten lines for the weights are enough.
+                seen = f"{stage} {'' if done is None else int(done * 10)}"
+                if live is None and shown.get(child.name) != seen:
+                    console.print(f"{passed}  {child.name}: {stage}{percent}", highlight=False)
+                shown[child.name] = seen
             if live is not None:
                 live.update(table)
 
         yield show
-
-
-def fleet_serves(child: Child) -> bool:
-    """Whether a child that keeps engines on Ray has logged that they all serve."""
-    return child.name == FLEET and any(FLEET_SERVES in line for line in child.last_lines(400))
-
-
-def _stage_of(child: Child) -> str:
-    """The latest stage in a child's log."""
-    if child.name == FLEET:
-        found = [line for line in child.last_lines(400) if _FLEET_STAGE in line]
-        return found[-1].split(maxsplit=2)[-1] if found else "connecting to Ray"
-    text = "\n".join(child.last_lines(400))
-    return next((stage for mark, stage in _STAGES if mark in text), "importing")
 
 
 def summary(settings: LaunchSettings, engines: Sequence[Child], address: str) -> Panel:

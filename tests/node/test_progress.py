@@ -6,10 +6,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from sgl_ext.node.child import Child
 from sgl_ext.node.children import make_children
 from sgl_ext.node.hardware import Hardware
 from sgl_ext.node.ports import free_ports
-from sgl_ext.node.progress import summary
+from sgl_ext.node.progress import start_progress, summary
 from sgl_ext.settings.schema import BalancerSettings, LaunchSettings
 
 
@@ -23,3 +24,28 @@ def test_the_panel_shows_an_address_that_a_client_can_use(tmp_path: Path) -> Non
         with console.file:
             console.print(summary(settings, engines, child.url))
         assert f"ANTHROPIC_BASE_URL={address} " in (tmp_path / "out").read_text()
+
+
+def test_without_a_terminal_each_change_is_a_line_with_the_time_that_has_passed(
+    tmp_path: Path,
+) -> None:
+    log = tmp_path / "engine.log"
+    child = Child("engine-0", [], {}, log, "")
+    now_s = [100.0]
+    out = tmp_path / "out"
+    with (
+        out.open("w") as file,
+        start_progress(Console(file=file), [child], lambda: now_s[0]) as show,
+    ):
+        show(set())
+        now_s[0] += 7
+        log.write_text("Load weight begin\nLoading safetensors checkpoint shards:  25% Completed")
+        show(set())
+        show(set())
+        now_s[0] += 60
+        show({"engine-0"})
+    assert [line.strip() for line in out.read_text().splitlines()] == [
+        "0 s  engine-0: importing",
+        "7 s  engine-0: loading weights 25%",
+        "67 s  engine-0: ready",
+    ]
