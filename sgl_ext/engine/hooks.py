@@ -20,6 +20,7 @@ from sgl_ext.engine.http import (
     anthropic_answers,
     cache_hooks,
     generation_hook,
+    openai_answers,
     pin_placement,
     rendering,
     request_hook,
@@ -65,6 +66,7 @@ _RESPONSES = f"{_OPENAI}.serving_responses.OpenAIServingResponses"
 _CALLS = "sglang.srt.function_call"
 _PARSER = f"{_CALLS}.function_call_parser.FunctionCallParser"
 _DETECTOR = f"{_CALLS}.base_format_detector.BaseFormatDetector"
+_VERSIONS = "build_endpoint_weight_version_metadata"
 _TEMPLATES = "transformers.utils.chat_template_utils"
 
 _MAIN_HOOKS: dict[str, Hook] = {
@@ -94,6 +96,8 @@ _MAIN_HOOKS: dict[str, Hook] = {
     f"{_ANTHROPIC}._wrap_sse_event": ("AROUND", anthropic_answers.complete_event),
     f"{_MESSAGES}._convert_response": ("AROUND", anthropic_answers.note_finish_reason),
     f"{_CHAT}._generate_chat_stream": ("AROUND", anthropic_answers.watch_stream),
+    f"{_OPENAI}.serving_chat.{_VERSIONS}": ("AROUND", openai_answers.text_metadata),
+    f"{_OPENAI}.serving_completions.{_VERSIONS}": ("AROUND", openai_answers.text_metadata),
     f"{_DETECTOR}.parse_streaming_increment": ("AROUND", tool_calls.parse_chunk),
     f"{_PARSER}.parse_stream_chunk": ("AROUND", tool_calls.hold_space),
     f"{_PARSER}.parse_stream_end": ("AROUND", tool_calls.release_space),

@@ -68,6 +68,7 @@ def test_messages(claude: anthropic.Anthropic, is_streamed: bool) -> None:
         assert answer.stop_reason == ("tool_use" if calls else "end_turn")
         if len(turns) == 1:
             assert answer.content[0].thinking.strip() == SDK_THOUGHT
+            assert answer.content[0].signature
             assert answer.content[1].text.strip() == SDK_WORD
         messages.append({"role": "assistant", "content": answer.content})
         results = [

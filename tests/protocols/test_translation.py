@@ -408,6 +408,15 @@ def test_unknown_items_are_replaced_by_texts_or_left_out(
     assert counts == {what: 1}
 
 
+def test_a_display_of_thinking_that_sglang_does_not_know_is_left_out() -> None:
+    body, counts = messages(thinking={"type": "adaptive", "display": "updates"})
+    assert body["thinking"] == {"type": "adaptive"}
+    assert counts == {"thinking_display": 1}
+    known = {"type": "adaptive", "display": "omitted"}
+    body, counts = messages(thinking=known)
+    assert (body["thinking"], counts) == (known, {})
+
+
 def test_values_that_sglang_does_not_know_are_left_out() -> None:
     body, counts = responses(
         include=["reasoning.encrypted_content", "web_search_call.action.sources"],

@@ -6,7 +6,7 @@ of the way reads what it needs, and writes what it finds out:
     request hook      reads the body                            path ... conversation
     conversion        renders and tokenizes the prompt          pins, is_answer_reusable
     generate_request  sends the hints to the scheduler          are_hints_sent
-    answer            completes usage and the stop reason       finish_reason, matched_stop
+    answer            completes what SGLang answers             finish_reason ... thinking
 
 SGLang converts some requests in threads that do not inherit context variables. For those, and for
 middleware, the context is also on the request (`put_on`, `context_of`).
@@ -47,6 +47,7 @@ class RequestContext:
     is_answer_reusable: whether the next turn's prompt continues with the answer as generated.
     are_hints_sent: whether a generation took the hints; later ones have another prompt.
     finish_reason, matched_stop: how SGLang says that the answer ended.
+    usage: what the start of a stream told. thinking: the hash of the block that is being sent.
     cached_messages: what the message cache found for the body, until SGLang converts it.
     is_array_allowed: whether the prompt's tokens may be an array, and not a list.
     renderings: collects rendered prompts while a copy of the body is rendered, and not tokenized.
@@ -69,6 +70,8 @@ class RequestContext:
     are_hints_sent: bool = False
     finish_reason: str | None = None
     matched_stop: Any = None
+    usage: dict[str, Any] | None = None
+    thinking: Any = None
     cached_messages: tuple[Any, ...] = ()
     is_array_allowed: bool = False
     renderings: list[str] | None = None

@@ -1,10 +1,17 @@
-"""Completes SGLang's answers on /v1/messages: stop reasons and usage.
+"""Completes SGLang's answers on /v1/messages: stop reasons, usage and signatures of thinking.
 
 SGLang answers `end_turn` for each stop reason that it has no word for. Here a matched stop sequence
 is named, and a filtered answer is a refusal. An aborted answer is an error, so that no client takes
-half an answer for a whole one. SGLang's usage lacks what the request's marks wrote to the cache.
+half an answer for a whole one. SGLang's usage lacks what the request's marks wrote to the cache,
+and at the end of a stream what its start told of the prompt, which some clients read only there.
+
+Clients of Anthropic leave thinking without a signature out of the next request, which then does not
+continue what is cached. So each block of thinking is signed. No signature is ever verified.
 """
 
+import base64
+import hashlib
+import secrets
 from collections.abc import AsyncIterator, Callable
 from http import HTTPStatus
 from typing import Any
@@ -19,6 +26,8 @@ from sgl_ext.requests.usage import with_cache_creation
 
 ABORTED = "The answer was aborted before it was complete."
 _FINISH_REASON = '"finish_reason":"'
+_THINKING_BLOCK = '"content_block":{"type":"thinking"'
+_key = secrets.token_bytes(32)
 
 
 def note_finish_reason(original: Original, serving: Any, response: Any) -> Any:
@@ -95,19 +104,48 @@ async def complete_answer(original: Original, *args: Any, **kw: Any) -> Any:
         return answer
     document = with_stop_reason(orjson.loads(answer.body))
     document["usage"] = _completed_usage(document["usage"])
+    for block in document["content"]:
+        if block["type"] == "thinking":
+            block["signature"] = _signature(_hash_of_thinking(block["thinking"]))
     return type(answer)(content=document)
 
 
 def complete_event(original: Callable[[str, str], str], data: str, event_type: str) -> str:
     """Around `_wrap_sse_event`, which writes the events of Anthropic's streams."""
-    if event_type in ("message_start", "message_delta"):
+    context = current()
+    if context is None:
+        return original(data, event_type)
+    if event_type == "message_start":
         document = orjson.loads(data)
-        if event_type == "message_start":
-            document["message"]["usage"] = _completed_usage(document["message"]["usage"])
-        else:
-            document["delta"] = with_stop_reason(document["delta"])
+        context.usage = _completed_usage(document["message"]["usage"])
+        document["message"]["usage"] = context.usage
         data = orjson.dumps(document).decode()
+    elif event_type == "message_delta":
+        document = orjson.loads(data)
+        document["delta"] = with_stop_reason(document["delta"])
+        document["usage"] = (context.usage or {}) | document["usage"]
+        data = orjson.dumps(document).decode()
+    elif event_type == "content_block_start" and _THINKING_BLOCK in data:
+        document, context.thinking = orjson.loads(data), _hash_of_thinking()
+        document["content_block"]["signature"] = ""
+        data = orjson.dumps(document).decode()
+    elif event_type == "content_block_delta" and context.thinking is not None:
+        context.thinking.update(orjson.loads(data)["delta"]["thinking"].encode())
+    elif event_type == "content_block_stop" and context.thinking is not None:
+        delta = {"type": "signature_delta", "signature": _signature(context.thinking)}
+        index, context.thinking = orjson.loads(data)["index"], None
+        signed = {"type": "content_block_delta", "index": index, "delta": delta}
+        return original(orjson.dumps(signed).decode(), signed["type"]) + original(data, event_type)
     return original(data, event_type)
+
+
+def _hash_of_thinking(text: str = "") -> Any:
+    """The keyed hash of thinking, to which more of it can be added."""
+    return hashlib.blake2b(text.encode(), digest_size=32, key=_key)
+
+
+def _signature(thinking: Any) -> str:
+    return base64.b64encode(thinking.digest()).decode()
 
 
 def _completed_usage(usage: dict[str, Any]) -> dict[str, Any]:

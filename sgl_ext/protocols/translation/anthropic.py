@@ -25,6 +25,7 @@ from sgl_ext.requests.rewriting import (
 
 # Fields for Anthropic's own servers. SGLang ignores them.
 _IGNORED = ("betas", "container", "context_management", "inference_geo", "mcp_servers", "speed")
+_DISPLAYS = ("summarized", "omitted")
 _SERVER_TOOLS = (
     "web_search",
     "web_fetch",
@@ -41,9 +42,13 @@ _RESULT = "_tool_result"
 def translate(body: Json, model: Model, counts: Counts) -> Json:
     """A body in Anthropic's protocol for SGLang."""
     counts.update(field for field in _IGNORED if body.get(field))
-    if kind_of(body.get("thinking")) in ("enabled", "adaptive") and not model.thinks:
+    thinking = body.get("thinking")
+    if kind_of(thinking) in ("enabled", "adaptive") and not model.thinks:
         counts["thinking"] += 1
         body = edited(body, {"thinking": DROPPED})
+    elif isinstance(thinking, dict) and _is_unknown(thinking.get("display"), _DISPLAYS):
+        counts["thinking_display"] += 1
+        body = edited(body, {"thinking": edited(thinking, {"display": DROPPED})})
     if isinstance(form := body.get("output_format"), dict):  # earlier name of output_config.format
         counts["output_format"] += 1
         config = body.get("output_config")
@@ -61,6 +66,11 @@ def translate(body: Json, model: Model, counts: Counts) -> Json:
     if not model.takes_system_anywhere and any(map(_is_system, messages)):
         body = edited(body, {"messages": _with_reminders(messages, counts)})
     return body
+
+
+def _is_unknown(value: Any, known: tuple[str, ...]) -> bool:
+    """Whether a text is none of those that SGLang knows."""
+    return isinstance(value, str) and value not in known
 
 
 def _tool(tool: Any, is_searched: bool, counts: Counts) -> Any:

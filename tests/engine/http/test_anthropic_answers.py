@@ -11,7 +11,13 @@ import pytest
 from fastapi import HTTPException
 
 from sgl_ext.engine.core.request_context import RequestContext, enter
-from sgl_ext.engine.http.anthropic_answers import note_finish_reason, watch_stream, with_stop_reason
+from sgl_ext.engine.http.anthropic_answers import (
+    complete_answer,
+    complete_event,
+    note_finish_reason,
+    watch_stream,
+    with_stop_reason,
+)
 
 
 def enter_request(path: str = "/v1/messages") -> RequestContext:
@@ -89,6 +95,70 @@ async def test_other_protocols_are_left_alone() -> None:
     lines = [_line(choices=[{"finish_reason": "abort"}])]
     assert [line async for line in watch_stream(_stream, lines)] == lines
     assert context.finish_reason is None
+
+
+async def test_a_stream_signs_each_block_of_thinking() -> None:
+    enter_request()
+    first, second = ({"type": "thinking_delta", "thinking": text} for text in ("Loo", 'k "here".'))
+    text = {"type": "text", "text": '"content_block":{"type":"thinking"'}
+    events = [_start({"type": "thinking", "thinking": ""}, 0), _sent(first, 0), _sent(second, 0)]
+    events += [_stop(0), _start(text, 1), _sent({"type": "text_delta", "text": "a"}, 1), _stop(1)]
+    events += [_start({"type": "thinking", "thinking": ""}, 2), _sent(first, 2), _stop(2)]
+    sent = [event for each in events for event in _events(each)]
+    deltas = [event for event in sent if event.get("delta", {}).get("type") == "signature_delta"]
+    assert [event["index"] for event in deltas] == [0, 2]
+    signatures = [event["delta"]["signature"] for event in deltas]
+    assert len(set(signatures)) == 2
+    blocks = [event["content_block"] for event in sent if "content_block" in event]
+    assert [block.pop("signature", None) for block in blocks] == ["", None, ""]
+    assert [event for event in sent if event not in deltas] == [event for event, _ in events]
+
+    document = {
+        "stop_reason": "end_turn",
+        "content": [{"type": "thinking", "thinking": 'Look "here".'}, {"type": "text"}],
+        "usage": {"input_tokens": 1, "output_tokens": 1},
+    }
+
+    async def whole() -> Any:
+        return _Answer(document)
+
+    answer = await complete_answer(whole)
+    assert [block.get("signature") for block in answer.content["content"]] == [signatures[0], None]
+
+
+async def test_the_end_of_a_stream_counts_the_prompt_too() -> None:
+    enter_request()
+    usage = {"input_tokens": 20, "cache_read_input_tokens": 80, "output_tokens": 0}
+    (begin,) = _events(({"type": "message_start", "message": {"usage": usage}}, "message_start"))
+    end = {"type": "message_delta", "delta": {}, "usage": {"output_tokens": 7}}
+    (shown,) = _events((end, "message_delta"))
+    assert begin["message"]["usage"].items() >= usage.items()
+    assert shown["usage"] == begin["message"]["usage"] | {"output_tokens": 7}
+
+
+class _Answer:
+    def __init__(self, content: Any) -> None:
+        self.status_code, self.content, self.body = 200, content, orjson.dumps(content)
+
+
+def _start(block: Any, index: int) -> tuple[dict[str, Any], str]:
+    event = {"type": "content_block_start", "index": index, "content_block": block}
+    return event, "content_block_start"
+
+
+def _sent(delta: Any, index: int) -> tuple[dict[str, Any], str]:
+    return {"type": "content_block_delta", "index": index, "delta": delta}, "content_block_delta"
+
+
+def _stop(index: int) -> tuple[dict[str, Any], str]:
+    return {"type": "content_block_stop", "index": index}, "content_block_stop"
+
+
+def _events(event: tuple[dict[str, Any], str]) -> list[dict[str, Any]]:
+    """What the client gets for an event of SGLang's."""
+    document, kind = event
+    lines = complete_event(lambda data, _: f"{data}\n", orjson.dumps(document).decode(), kind)
+    return [orjson.loads(line) for line in lines.splitlines()]
 
 
 def _line(**chunk: Any) -> str:
