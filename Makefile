@@ -4,7 +4,7 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 UV := $(VENV)/bin/uv
 READY := $(VENV)/.ready
-SETUP_FILES := pyproject.toml launch/cpu/pyproject.toml launch/cpu/overrides.txt Makefile
+SETUP_FILES := pyproject.toml hatch_build.py launch/cpu/pyproject.toml launch/cpu/overrides.txt Makefile
 
 # Local wheels that pip knows of are for uv too; without any, torch's CPU build
 # comes from where uv's --torch-backend finds it.
@@ -21,7 +21,7 @@ AUDIT_URL ?= https://api.osv.dev/v1/querybatch
 CONFIG ?= $(if $(GPU),launch/gpu.toml,launch/cpu.toml)
 BENCHES := $(patsubst bench/%.py,%,$(filter-out bench/__init__.py,$(wildcard bench/*.py)))
 
-.PHONY: setup serve serve-ray check test pure lint audit constraints bench clean
+.PHONY: setup serve serve-ray check test pure lint audit constraints wheels bench clean
 
 setup: $(READY)
 
@@ -69,6 +69,14 @@ audit: setup
 constraints: setup
 	env -u UV_FIND_LINKS $(UV) pip compile pyproject.toml --quiet --upgrade --universal --python-version 3.11 \
 		--generate-hashes --no-annotate --no-header --output-file launch/constraints.txt
+
+# Both distributions, and what installs them, for machines that have no checkout: docs/install.md.
+wheels: setup
+	rm -rf dist
+	$(PYTHON) -m hatchling build --target wheel --directory dist
+	cd launch/cpu && $(CURDIR)/$(PYTHON) -m hatchling build --target wheel --directory $(CURDIR)/dist
+	cp launch/constraints.txt dist/
+	cp launch/cpu/overrides.txt dist/cpu-overrides.txt
 
 bench: setup
 	for name in $(BENCHES); do $(PYTHON) -m bench.$$name --quick || exit 1; done

@@ -1,4 +1,4 @@
-"""Writes the commit of a checkout into the wheels and source archives that are built from it."""
+"""Adds to what is built what is not a module of a checkout: its commit, and a wheel's recipes."""
 
 import runpy
 import tempfile
@@ -8,19 +8,33 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
-class CommitHook(BuildHookInterface):  # type: ignore[type-arg]
-    """An editable install asks git itself. A wheel from a source archive takes the archive's."""
+class BuildHook(BuildHookInterface):  # type: ignore[type-arg]
+    """An editable install needs neither: it asks git, and reads `launch/` itself."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        if version == "editable":
+            return
+        self._add_commit(build_data["force_include"])
+        if self.target_name == "wheel":
+            self._add_recipes(build_data["force_include"])
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        if hasattr(self, "_folder"):
+            self._folder.cleanup()
+
+    def _add_commit(self, included: dict[str, str]) -> None:
+        """A wheel from a source archive takes the archive's."""
         root = Path(self.root)
-        if version == "editable" or not (root / ".git").exists():
+        if not (root / ".git").exists():
             return
         ours = runpy.run_path(str(root / "sgl_ext/version.py"))
         self._folder = tempfile.TemporaryDirectory()
         file = Path(self._folder.name, ours["COMMIT_FILE"])
         file.write_text(ours["commit_of"](root) or "", encoding="utf-8")
-        build_data["force_include"][str(file)] = f"sgl_ext/{file.name}"
+        included[str(file)] = f"sgl_ext/{file.name}"
 
-    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
-        if hasattr(self, "_folder"):
-            self._folder.cleanup()
+    def _add_recipes(self, included: dict[str, str]) -> None:
+        launch = Path(self.root, "launch")
+        catalog = runpy.run_path(str(Path(self.root, "sgl_ext/recipes/catalog.py")))
+        for name in catalog["files_below"](launch):
+            included[str(launch / name)] = f"sgl_ext/recipes/files/{name}"

@@ -41,7 +41,9 @@ def find_hardware(environ: Mapping[str, str] = os.environ) -> Hardware:
         return Hardware(gpus)
     if CPU_PLATFORM in entry_points(group="sglang.srt.platforms").names:
         return Hardware((), CPU_PLATFORM)
-    raise SettingsError("no GPU found, and no CPU platform is installed: pip install ./launch/cpu")
+    raise SettingsError(
+        "no GPU found, and no CPU platform is installed: pip install 'sgl-ext[cpu]' (docs/cpu.md)"
+    )
 
 
 def cluster_platform(*, has_gpus: bool, environ: Mapping[str, str] = os.environ) -> str | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from msgspec import structs
 
+from sgl_ext.recipes.catalog import settings_file
 from sgl_ext.settings.checks import check_balancer, check_launch
 from sgl_ext.settings.fields import Field, fields_of
 from sgl_ext.settings.schema import (
@@ -35,6 +36,7 @@ TABLES: Mapping[str, Mapping[str, Field]] = {
     "engine": {},
 }
 """The tables of the TOML file and their keys. `[engine]` has SGLang's flags as keys."""
+_CONFIG_HELP = "TOML file, or the name of one that comes with sgl-ext: gpu, cpu. Flags win over it."
 _TENANT_FORM = "NAME:" + ",".join(f"{key}={at.metavar}" for key, at in TABLES["tenants"].items())
 
 
@@ -46,12 +48,13 @@ def launch_settings(argv: Sequence[str]) -> LaunchSettings:
     """
     parser = _parser("sgl_ext.launch", "Start SGLang engines with one balancer in front of them.")
     parser.epilog = "Any other flag goes to every engine: see python -m sglang.launch_server --help"
-    parser.add_argument("--config", metavar="FILE", help="TOML file. Flags win over it.")
+    parser.add_argument("--config", metavar="FILE", help=_CONFIG_HELP)
     for table in ("launch", "balancer"):
         _add_flags(parser.add_argument_group(f"Keys of [{table}] in the file"), TABLES[table])
     known, engine_args = parser.parse_known_args(argv)
     flags, given = vars(known), _Given()
-    file_args = given.read_file(flags.pop("config", None))
+    config = flags.pop("config", None)
+    file_args = given.read_file(None if config is None else settings_file(config))
     given.read_flags(flags, {**TABLES["launch"], **TABLES["balancer"]})
     if "model_path" not in given.values:
         raise SettingsError("model_path: missing; give --model-path or [launch] model-path")

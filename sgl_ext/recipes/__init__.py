@@ -1,0 +1,1 @@
+"""The files of `launch/`: settings, alerts, manifests. A wheel holds them in `files/`."""

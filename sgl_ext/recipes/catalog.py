@@ -1,0 +1,70 @@
+"""Finds the recipes: in an installed wheel beside this module, in a checkout in `launch/`."""
+
+from pathlib import Path, PurePosixPath
+
+_INSTALLED = Path(__file__).parent / "files"
+_CHECKOUT = Path(__file__).parents[2] / "launch"
+# What builds the wheels is of no use to somebody who has one.
+_NOT_RECIPES = ("cpu/sgl_ext_cpu", "cpu/pyproject.toml", "cpu/README.md", "audit.py")
+
+
+class NoSuchRecipe(Exception):
+    """No recipe has this name. The message lists the nearest, or all."""
+
+
+def recipes() -> dict[str, Path]:
+    """Each recipe's file by its name, which is its path within `launch/`, such as `gpu.toml`."""
+    home = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
+    return {name: home / name for name in sorted(files_below(home))}
+
+
+def files_below(home: Path) -> list[str]:
+    """The names of the recipes in a `launch/` folder."""
+    found = [path.relative_to(home) for path in home.rglob("*") if path.is_file()]
+    return [path.as_posix() for path in found if _is_recipe(PurePosixPath(path.as_posix()))]
+
+
+def settings_file(name: str) -> str:
+    """The settings that `--config NAME` means: the file NAME, or else the recipe NAME.toml.
+
+    A name that is neither comes back unchanged.
+    """
+    if Path(name).exists():
+        return name
+    recipe = recipes().get(f"{name}.toml")
+    return name if recipe is None else str(recipe)
+
+
+def recipe(name: str) -> Path:
+    """The file of one recipe; `gpu` is short for `gpu.toml`. Raises NoSuchRecipe."""
+    known = recipes()
+    path = known.get(name) or known.get(f"{name}.toml")
+    if path is None:
+        raise NoSuchRecipe(f"no recipe is called {name!r}; there are: {', '.join(known)}")
+    return path
+
+
+def write_recipes(folder: Path) -> list[Path]:
+    """Copies all recipes into a folder and returns what was written.
+
+    Raises FileExistsError, and writes nothing, if one of them is there and differs.
+    """
+    known = recipes()
+    for name, path in known.items():
+        target = folder / name
+        if target.exists() and target.read_bytes() != path.read_bytes():
+            raise FileExistsError(f"{target} exists and differs; give another folder")
+    written = []
+    for name, path in known.items():
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(path.read_bytes())
+        target.chmod(path.stat().st_mode & 0o777 | 0o200)
+        written.append(target)
+    return written
+
+
+def _is_recipe(name: PurePosixPath) -> bool:
+    hidden = any(part.startswith(".") or part == "__pycache__" for part in name.parts)
+    made = str(name).startswith(_NOT_RECIPES)
+    return not hidden and not made
