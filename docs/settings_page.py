@@ -28,7 +28,7 @@ help, a default. Its class decides which process reads it. Flags, keys, `--help`
 children get, and this page follow. Then run the command above. A rule that concerns several \
 settings, or a file, is a few lines in `sgl_ext/settings/checks.py`.
 
-The launcher gives each child its settings as JSON in the environment variable `SGL_EXT_SETTINGS`. \
+The launcher gives each child its settings as JSON in the environment variable `SGLEXT_SETTINGS`. \
 No key is in there: `api-key` names the file or the variable that holds it.
 """
 _ABOUT = {

@@ -80,6 +80,6 @@ def from_nursery(stack: ExitStack) -> dict[str, str]:
     """The variables with which engines start soon: they are forked from a nursery, the caller's
     if it has one, until the stack closes."""
     shared = {**FORKING, "OMP_NUM_THREADS": "1"}
-    if "SGL_EXT_CPU_NURSERY" in os.environ:
+    if "SGLEXT_CPU_NURSERY" in os.environ:
         return shared
     return {**shared, **stack.enter_context(Nursery(environment=shared)).environment}

@@ -1,11 +1,17 @@
 """Checks at an engine's start: of the environment before SGLang is imported, which takes many
-seconds; then, as hooks, of the flags and of the hooks of each process."""
+seconds; then, as hooks, of the flags and of the hooks of each process. Two more hooks keep the log
+of a start readable."""
 
 import os
+import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import msgspec
 
 from sgl_ext.engine.core.folder import acknowledged
 from sgl_ext.engine.sglang_types import ServerArgs
@@ -20,6 +26,8 @@ _OFF = ("", "0", "false", "no", "off", "n", "f")
 CACHE_BACKEND = "sgl_ext"
 """The name under which `--radix-cache-backend` selects our cache."""
 _DETOKENIZER_TIMEOUT_S = 120.0
+_LISTENING_TIMEOUT_S = 60.0
+_SECRET_ENDS = ("api_key", "password")
 
 
 def check_environment(environ: Mapping[str, str] = os.environ) -> None:
@@ -106,4 +114,29 @@ def await_acknowledgements(launched: Any, *_: Any, **__: Any) -> None:
     while not acknowledged()["detokenizer"]:
         if time.monotonic() > deadline:
             raise SystemExit("sgl-ext: the plugin was not loaded in the detokenizer process")
+        time.sleep(0.05)
+
+
+def changed_args(shown: dict[str, Any], server_args: ServerArgs) -> dict[str, Any]:
+    """After SGLang has listed its arguments for the log: those that differ from their defaults,
+    with secrets masked. All of them are a line of 15 KB."""
+    struct = cast(type[msgspec.Struct], type(server_args))
+    defaults = {field.name: field.default for field in msgspec.structs.fields(struct)}
+    return {
+        name: "..." if name.endswith(_SECRET_ENDS) else value
+        for name, value in shown.items()
+        # A dictionary is a part that SGLang has worked out.
+        if value != defaults.get(name) and value not in (None, [], ()) and type(value) is not dict
+    }
+
+
+def await_listening(server_args: ServerArgs, *_: Any) -> None:
+    """Before SGLang sends its server the request that freezes the garbage collector. Without a
+    warm-up it would do so before the server listens, and log a traceback."""
+    parts = urlsplit(server_args.url())
+    assert parts.hostname is not None
+    deadline = time.monotonic() + _LISTENING_TIMEOUT_S
+    while time.monotonic() < deadline:
+        with suppress(OSError), socket.create_connection((parts.hostname, parts.port), timeout=1):
+            return
         time.sleep(0.05)

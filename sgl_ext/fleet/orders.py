@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from sgl_ext.membership.gcs import Gcs
 from sgl_ext.settings.schema import BalancerSettings, LaunchSettings
 
-SECRET = "SGL_EXT_ENGINE_SECRET"
+SECRET = "SGLEXT_ENGINE_SECRET"
 """The variable in which an actor hands its engine the engine secret."""
 
 

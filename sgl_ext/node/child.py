@@ -4,7 +4,7 @@ import asyncio
 import os
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,13 +25,21 @@ class Child:
     """
 
     def __init__(
-        self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path, url: str
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        url: str,
+        without: Collection[str] = (),
     ) -> None:
+        """without: variables of the launcher's own environment that it does not get."""
         self.name = name
         self.url = url
         self.log = log
         self._command = list(command)
-        self._environment = {**os.environ, **environment, lifeline.VARIABLE: "1"}
+        own = {name: value for name, value in os.environ.items() if name not in without}
+        self._environment = {**own, **environment, lifeline.VARIABLE: "1"}
         self._process: asyncio.subprocess.Process | None = None
         self._starts = 0
         self.start_log = StartLog(log, keeps_fleet=name == FLEET)

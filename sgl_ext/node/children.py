@@ -1,7 +1,7 @@
 """The launcher's children: its engines, or what keeps those on Ray, and its balancer."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from socket import gethostname
 
@@ -20,6 +20,8 @@ from sgl_ext.settings.schema import LaunchSettings, SettingsError
 
 _STORE = "store.sqlite"
 _ENGINES = "engines.json"
+# The command's, which engines need not know; SGLang would warn of their names.
+_COMMAND_VARIABLES = ("SGL_EXT_URL", "SGL_EXT_API_KEY")
 
 
 class EngineList:
@@ -80,7 +82,8 @@ def _node_engines(settings: LaunchSettings, found: hardware.Hardware, logs: Path
         command = hardware.engine_command(settings, found, port)
         environment = hardware.engine_environment(settings, found, index)
         address = reachable(host, port)
-        engines.append(_child(f"engine-{index}", command, environment, logs, address))
+        child = f"engine-{index}", command, environment, logs, address
+        engines.append(_child(*child, without=_COMMAND_VARIABLES))
     return engines
 
 
@@ -95,7 +98,12 @@ def _fleet_child(settings: LaunchSettings, logs: Path) -> Child:
 
 
 def _child(
-    name: str, command: list[str], environment: dict[str, str], logs: Path, address: str
+    name: str,
+    command: list[str],
+    environment: dict[str, str],
+    logs: Path,
+    address: str,
+    without: Collection[str] = (),
 ) -> Child:
     log = new_log(logs / f"{name}.log")
-    return Child(name, command, environment, log, f"http://{address}")
+    return Child(name, command, environment, log, f"http://{address}", without)

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 
-VARIABLE = "SGL_EXT_LIFELINE"
+VARIABLE = "SGLEXT_LIFELINE"
 
 
 def end_with_parent() -> None:

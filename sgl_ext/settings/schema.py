@@ -21,8 +21,10 @@ from sgl_ext.requests.priority import LIMIT
 from sgl_ext.requests.session import TENANT_NAME
 from sgl_ext.requests.strip import BILLING_HEADER
 
-VARIABLE = "SGL_EXT_SETTINGS"
+# SGLang copies each variable whose name begins with SGL_ and warns of it, in every process.
+VARIABLE = "SGLEXT_SETTINGS"
 """The environment variable in which the launcher hands a child its settings, as JSON."""
+_FORMER_VARIABLE = "SGL_EXT_SETTINGS"
 ANY_ADAPTER = "*"
 """Given as a tenant's adapters: it may use every one."""
 IN_MEMORY = ":memory:"
@@ -115,6 +117,8 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Self:
         """The launcher's settings for this process, or the defaults. Raises SettingsError."""
+        if _FORMER_VARIABLE in environ:
+            raise SettingsError(f"{_FORMER_VARIABLE}: its name is {VARIABLE} now")
         raw = environ.get(VARIABLE)
         try:
             return msgspec.json.decode(raw, type=cls) if raw else cls()

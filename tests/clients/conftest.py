@@ -107,7 +107,7 @@ def scripted(
     ]
     script = folder / "script.jsonl"
     script.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    environment = {"SGL_EXT_CPU_SCRIPT": str(script)}
+    environment = {"SGLEXT_CPU_SCRIPT": str(script)}
     flags = ("--instances", "2", "--keys", str(keys_file))
     with start_node(folder / "logs", *flags, environment=environment) as started:
         yield started

@@ -186,7 +186,7 @@ def crowded(
     nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:
     folder = tmp_path_factory.mktemp("scripted")
-    environment = {"SGL_EXT_CPU_SCRIPT": str(written_to(folder, *LINES))}
+    environment = {"SGLEXT_CPU_SCRIPT": str(written_to(folder, *LINES))}
     with running_engine(nursery, tiny_model, folder, CROWDED, environment) as engine:
         yield engine
 
@@ -221,7 +221,7 @@ def test_no_client_brings_code(crowded: Engine) -> None:
 def test_a_bad_script_stops_the_start(nursery: Nursery, tiny_model: Path, tmp_path: Path) -> None:
     script = written_to(tmp_path, '{"after": "a", "text": 1}')
     log = tmp_path / "log"
-    environment = {"SGLANG_PLUGINS": "none", "SGL_EXT_CPU_SCRIPT": str(script)}
+    environment = {"SGLANG_PLUGINS": "none", "SGLEXT_CPU_SCRIPT": str(script)}
     server = nursery.start(
         ["--model-path", str(tiny_model), *FLAGS], log=log, environment=environment
     )

@@ -87,7 +87,7 @@ def test_a_scheduler_without_the_plugin_stops_the_start(
 def test_a_scheduler_that_acknowledged_nothing_stops_the_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("SGL_EXT_ENGINE_FOLDER", str(tmp_path))
+    monkeypatch.setenv("SGLEXT_ENGINE_FOLDER", str(tmp_path))
     acknowledge("detokenizer")
     acknowledge("scheduler")
     schedulers = SimpleNamespace(scheduler_infos=[{}])
@@ -109,8 +109,8 @@ def test_several_tokenizer_workers_are_rejected_by_name(failed_start: Start) -> 
     [
         ("SGLANG_RUST_SERVER", "1"),
         ("SGLANG_PLUGINS", "another"),
-        ("SGL_EXT_SETTINGS", '{"pin_budget": 2}'),
-        ("SGL_EXT_SETTINGS", '{"strip_headers": ["two words"]}'),
+        ("SGLEXT_SETTINGS", '{"pin_budget": 2}'),
+        ("SGLEXT_SETTINGS", '{"strip_headers": ["two words"]}'),
     ],
 )
 def test_an_unusable_environment_is_rejected_by_name(

@@ -258,6 +258,6 @@ def _is_own(process: psutil.Process) -> bool:
     """Whether it is an engine of this fleet."""
     try:
         is_engine = "sgl_ext.engine.serve" in process.cmdline()
-        return is_engine and process.environ().get("SGL_EXT_ENGINE_SECRET") == SECRET
+        return is_engine and process.environ().get("SGLEXT_ENGINE_SECRET") == SECRET
     except psutil.Error:
         return False

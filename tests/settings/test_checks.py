@@ -56,8 +56,8 @@ def test_engines_on_ray_need_a_secret_and_have_the_addresses_of_their_nodes() ->
 
 def test_a_child_names_the_variable_that_it_cannot_read() -> None:
     for bad in ("{", '{"pin_bugdet": 1}', '{"pin_budget": 2}', '{"strip_headers": ["two words"]}'):
-        with pytest.raises(SettingsError, match="SGL_EXT_SETTINGS"):
-            EngineSettings.from_environment({"SGL_EXT_SETTINGS": bad})
+        with pytest.raises(SettingsError, match="SGLEXT_SETTINGS"):
+            EngineSettings.from_environment({"SGLEXT_SETTINGS": bad})
     assert EngineSettings.from_environment({}) == EngineSettings()
 
 
@@ -105,6 +105,12 @@ def test_engines_that_speak_tls_are_refused_with_the_reason() -> None:
 
 def test_a_secret_that_stands_where_its_source_belongs_is_not_shown() -> None:
     for bad in ('{"engine_secret": "hush-hush"}', '{"api_key":"hush-hush", "engine_secret": 1}'):
-        with pytest.raises(SettingsError, match=r"SGL_EXT_SETTINGS.*engine_secret") as caught:
-            EngineSettings.from_environment({"SGL_EXT_SETTINGS": bad})
+        with pytest.raises(SettingsError, match=r"SGLEXT_SETTINGS.*engine_secret") as caught:
+            EngineSettings.from_environment({"SGLEXT_SETTINGS": bad})
         assert "hush" not in str(caught.value)
+
+
+def test_the_former_name_of_the_variable_is_not_ignored() -> None:
+    """It may hold a secret without which an engine believes everyone."""
+    with pytest.raises(SettingsError, match=r"SGL_EXT_SETTINGS.*SGLEXT_SETTINGS"):
+        EngineSettings.from_environment({"SGL_EXT_SETTINGS": "{}"})

@@ -100,7 +100,7 @@ class Stopwatch:
         table.write_text(json.dumps({"folder": str(self._folder), "symbols": numbered}))
         path = [str(Path(__file__).parent / "wrapped_processes"), os.environ.get("PYTHONPATH", "")]
         self.environment = {
-            "SGL_EXT_STAGES": str(table),
+            "SGLEXT_STAGES": str(table),
             "PYTHONPATH": os.pathsep.join(filter(None, path)),
         }
 

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[3]
 
 _START_TIMEOUT_S = 600.0
 
-FORKING = {"SGL_EXT_CPU_FORK": "1"}
+FORKING = {"SGLEXT_CPU_FORK": "1"}
 """The variable with which an engine forks its processes, and starts in two thirds of the time."""
 
 

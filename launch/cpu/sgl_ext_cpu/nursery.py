@@ -98,7 +98,7 @@ class Nursery:
             )
         hook = str(Path(__file__).with_name("from_nursery"))
         paths = filter(None, (hook, os.environ.get("PYTHONPATH")))
-        self.environment = {"SGL_EXT_CPU_NURSERY": path, "PYTHONPATH": os.pathsep.join(paths)}
+        self.environment = {"SGLEXT_CPU_NURSERY": path, "PYTHONPATH": os.pathsep.join(paths)}
         """The variables with which engines of launchers, too, are forked from this nursery."""
 
     def start(

@@ -23,10 +23,10 @@ from sgl_ext_cpu.nursery import fork_children
 NAME = "sgl_ext_cpu"
 """The platform's entry point, the value of SGLANG_PLATFORM, and the attention backend."""
 
-SCRIPT = "SGL_EXT_CPU_SCRIPT"
+SCRIPT = "SGLEXT_CPU_SCRIPT"
 """The variable that names a file of prescribed answers; without it the model answers."""
 
-FORK = "SGL_EXT_CPU_FORK"
+FORK = "SGLEXT_CPU_FORK"
 """The variable that makes a server fork its children, which saves their imports."""
 
 _THREADS_STEP = "sglang.srt.distributed.bootstrap._init_cpu_threads_env"
@@ -107,8 +107,8 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # sglang 
           eight times slower, and in float32 results agree with a reference closely.
         - sleep_on_idle: an idle scheduler would otherwise spin on a core.
 
-        If SGL_EXT_CPU_SCRIPT names a script, the server gives its answers. With
-        SGL_EXT_CPU_FORK=1 the server forks its children.
+        If SGLEXT_CPU_SCRIPT names a script, the server gives its answers. With
+        SGLEXT_CPU_FORK=1 the server forks its children.
         """
         asked = getattr(server_args, "_raw_input", None) or {}
         if asked.get("attention_backend") is None:

@@ -14,7 +14,7 @@ import zmq
 
 from sgl_ext.temporary_folder import ENGINE_FOLDERS, make_folder
 
-_VARIABLE = "SGL_EXT_ENGINE_FOLDER"
+_VARIABLE = "SGLEXT_ENGINE_FOLDER"
 
 
 def open_folder() -> None:

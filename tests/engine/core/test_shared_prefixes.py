@@ -61,7 +61,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             remembered.cache_clear()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SGL_EXT_ENGINE_FOLDER", str(tmp_path_factory.mktemp("engine")))
+        patch.setenv("SGLEXT_ENGINE_FOLDER", str(tmp_path_factory.mktemp("engine")))
         patch.setattr(kind, "__init__", hooked)
         forget()
         yield

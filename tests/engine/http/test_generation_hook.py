@@ -29,7 +29,7 @@ ENVELOPE = {"protocol_version": "7", "message_id": "mine", "actions": [OWN]}
 def _engine_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with warnings.catch_warnings(action="ignore"):  # SGLang's, while it is imported
         import_module("sglang.srt.managers.kv_hints")
-    monkeypatch.setenv("SGL_EXT_ENGINE_FOLDER", str(tmp_path / "secret"))
+    monkeypatch.setenv("SGLEXT_ENGINE_FOLDER", str(tmp_path / "secret"))
 
 
 def request(kv_hints: Any = None, session_params: Any = None) -> SimpleNamespace:

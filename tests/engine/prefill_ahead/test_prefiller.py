@@ -74,7 +74,7 @@ async def worked(prefiller: Prefiller, *jobs: Job) -> None:
 
 @pytest.fixture(autouse=True)
 def sglang(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("SGL_EXT_ENGINE_FOLDER", str(tmp_path))
+    monkeypatch.setenv("SGLEXT_ENGINE_FOLDER", str(tmp_path))
     with warnings.catch_warnings(action="ignore"):  # SGLang's, while it is imported
         import_module("sglang.srt.managers.io_struct")
 

@@ -112,7 +112,7 @@ class Serving(Tree):
 @pytest.fixture(autouse=True)
 def _publisher(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[None]:
     monkeypatch.setattr(loaded("sgl_ext.engine.scheduler.state"), "is_entry_rank", lambda: True)
-    monkeypatch.setenv("SGL_EXT_ENGINE_FOLDER", str(tmp_path))
+    monkeypatch.setenv("SGLEXT_ENGINE_FOLDER", str(tmp_path))
     monkeypatch.setenv(*EngineSettings(pin_budget=0.9).to_environment().popitem())
     sglang("arg_groups.pipeline")  # imported here, where its warnings are no errors
     with sglang("runtime_context").get_context().override_server_args():

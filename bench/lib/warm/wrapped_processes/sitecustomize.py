@@ -2,7 +2,7 @@
 
 Python imports a module of this name at its start if the module's folder is in PYTHONPATH. So the
 same code times an engine without our plugin, our engines and the balancer, and needs no change in
-them. SGL_EXT_STAGES names a JSON file:
+them. SGLEXT_STAGES names a JSON file:
 {"folder": ..., "symbols": {"package.module:Class.name": stage}}.
 A function is wrapped as soon as its module has been imported. Each process writes its own file
 into the folder: a line is `stage begin_ns end_ns`, by the monotonic clock that all processes
@@ -107,6 +107,6 @@ class Timer(MetaPathFinder):
         os.write(file, line.encode())
 
 
-if table := os.environ.get("SGL_EXT_STAGES"):
+if table := os.environ.get("SGLEXT_STAGES"):
     _table = json.loads(Path(table).read_bytes())
     sys.meta_path.insert(0, Timer(Path(_table["folder"]), _table["symbols"]))

@@ -1,7 +1,7 @@
 """Has a nursery start an engine in place of this interpreter, which would import SGLang first.
 
 Python imports a module of this name at its start if the module's folder is in PYTHONPATH.
-SGL_EXT_CPU_NURSERY names the nursery's socket. A server's interpreter sends it the command,
+SGLEXT_CPU_NURSERY names the nursery's socket. A server's interpreter sends it the command,
 the environment and the standard streams, and waits for the server's end. The two end together:
 if this process is killed, the nursery kills the server.
 """
@@ -36,7 +36,7 @@ def is_server(command: list[str]) -> bool:
     return command[1:2] == ["-m"] and command[2] in _SERVERS
 
 
-if (_path := os.environ.get("SGL_EXT_CPU_NURSERY")) and is_server(sys.orig_argv):
+if (_path := os.environ.get("SGLEXT_CPU_NURSERY")) and is_server(sys.orig_argv):
     _status = stand_in(_path, sys.orig_argv[2], sys.orig_argv[3:])
     if _status < 0:
         with suppress(OSError):  # SIGKILL has no handler
