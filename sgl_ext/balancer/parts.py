@@ -13,6 +13,7 @@ from sgl_ext.balancer.access.rate_limits import RateLimits
 from sgl_ext.balancer.access.sent_secret import SentSecret
 from sgl_ext.balancer.access.shared_keys import SharedKeys
 from sgl_ext.balancer.admin.app import ControlPool, make_app
+from sgl_ext.balancer.cluster.launcher import Launcher
 from sgl_ext.balancer.cluster.peers import PeerGroup, Peers
 from sgl_ext.balancer.cluster.store_messages import StoreMessages
 from sgl_ext.balancer.conversations.conversation_store import ConversationStore
@@ -114,6 +115,7 @@ class Parts:
         self._shared_keys = None
         if key_file is not None and self._shared is not None:
             self._shared_keys = SharedKeys(key_file, self._shared, metrics)
+        self._launcher = Launcher(config.launcher_socket)
         self.services = Services(
             router,
             self._admission_queue,
@@ -129,6 +131,7 @@ class Parts:
             self._divergences,
             self._readiness,
             self._sources.rows,
+            self._launcher,
         )
         self.services.control = self._control = ControlPool(make_app(self.services))
         self._peers = self._make_peers(group, router)
@@ -180,6 +183,7 @@ class Parts:
         self.services.large_bodies.close()
         await self._control.stop()
         await self._session.close()
+        await self._launcher.close()
         if self._log_lines is not None:
             await self._log_lines.close()
         await self._documents.close()

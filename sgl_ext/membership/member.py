@@ -11,9 +11,10 @@ from typing import Literal, Protocol
 
 import msgspec
 
-State = Literal["ready", "draining"]
+State = Literal["ready", "draining", "restarting"]
 """`ready`: takes requests as soon as a probe succeeds. `draining`: finishes those that it has.
-A worker that is gone is not in the list."""
+`restarting`: as `draining`, and requests that find no other worker wait for it, or for its
+successor. A worker that is gone is not in the list."""
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -49,6 +49,10 @@ class Child:
         """Its name, and from its second start on the number of the start."""
         return self.name if self._starts <= 1 else f"{self.name}.{self._starts}"
 
+    def change_command(self, command: Sequence[str]) -> None:
+        """What the next start runs."""
+        self._command = list(command)
+
     async def start(self) -> None:
         """Starts the process; its output is appended to its log."""
         self._starts += 1

@@ -1,7 +1,7 @@
 """The launcher's children: its engines, or what keeps those on Ray, and its balancer."""
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from socket import gethostname
 
@@ -13,6 +13,7 @@ from sgl_ext.membership.member import Member, MembershipError
 from sgl_ext.membership.sources import open_source, open_sources
 from sgl_ext.node import hardware
 from sgl_ext.node.child import Child
+from sgl_ext.node.engine import Engine
 from sgl_ext.node.log_dir import new_log
 from sgl_ext.node.ports import free_ports, reachable, require_free
 from sgl_ext.node.stages import FLEET
@@ -20,30 +21,38 @@ from sgl_ext.settings.schema import LaunchSettings, SettingsError
 
 _STORE = "store.sqlite"
 _ENGINES = "engines.json"
-# The command's, which engines need not know; SGLang would warn of their names.
-_COMMAND_VARIABLES = ("SGL_EXT_URL", "SGL_EXT_API_KEY")
 
 
 class EngineList:
     """The file that lists the node's engines, which its balancer watches: `membership.file`.
 
     node: tells its engines from those of other nodes, whose balancers may share a store with it.
+    restarting: the names of engines that get no new requests now, and will again.
     """
 
     def __init__(self, path: Path, engines: Sequence[Child], node: str) -> None:
         self._path = path
         self._engines = engines
         self._node = node
+        self.restarting: set[str] = set()
         # Without engines of the node's own there is nothing to list.
         self._written: tuple[Member, ...] | None = None if engines else ()
 
+    def id_of(self, engine: Child) -> str:
+        """The id under which the balancer knows the engine as it runs now."""
+        return f"{engine.run_id}@{self._node}"
+
     def update(self) -> None:
-        """Lists the engines that have not ended, if that has changed. One that was started again
-        has a new id. Call it periodically. Raises OSError."""
+        """Lists the engines that have not ended or restart, if that has changed. One that was
+        started again has a new id. Call it periodically. Raises OSError."""
         members = tuple(
-            Member(id=f"{engine.run_id}@{self._node}", url=engine.url)
+            Member(
+                id=self.id_of(engine),
+                url=engine.url,
+                state="restarting" if engine.name in self.restarting else "ready",
+            )
             for engine in self._engines
-            if engine.exit_code is None
+            if engine.exit_code is None or engine.name in self.restarting
         )
         if members != self._written:
             write_members(self._path, members)
@@ -62,10 +71,11 @@ def make_children(
     check_store(store, balancer.store_limit_bytes)
     node = f"{gethostname()}:{balancer.port}"
     if found is None:
-        engines, listed = [_fleet_child(settings, logs)], EngineList(logs / _ENGINES, [], node)
+        engines: list[Child] = [_fleet_child(settings, logs)]
+        listed = EngineList(logs / _ENGINES, [], node)
         source = f"ray:{settings.ray_address}/{settings.ray_fleet}"
     else:
-        engines = _node_engines(settings, found, logs)
+        engines = [*_node_engines(settings, found, logs)]
         listed, source = EngineList(logs / _ENGINES, engines, node), f"file:{logs / _ENGINES}"
     open_sources(balancer)  # it says now what the balancer would say in its log
     balancer = replace(balancer, store=store, workers_from=(source, *balancer.workers_from))
@@ -75,16 +85,12 @@ def make_children(
     return engines, started, listed
 
 
-def _node_engines(settings: LaunchSettings, found: hardware.Hardware, logs: Path) -> list[Child]:
-    host, engines = settings.engine_host, []
-    first = settings.balancer.port + 1
-    for index, port in enumerate(free_ports(first, settings.instances, host)):
-        command = hardware.engine_command(settings, found, port)
-        environment = hardware.engine_environment(settings, found, index)
-        address = reachable(host, port)
-        child = f"engine-{index}", command, environment, logs, address
-        engines.append(_child(*child, without=_COMMAND_VARIABLES))
-    return engines
+def _node_engines(settings: LaunchSettings, found: hardware.Hardware, logs: Path) -> list[Engine]:
+    ports = free_ports(settings.balancer.port + 1, settings.instances, settings.engine_host)
+    return [
+        Engine(settings, found, index, port, new_log(logs / f"engine-{index}.log"))
+        for index, port in enumerate(ports)
+    ]
 
 
 def _fleet_child(settings: LaunchSettings, logs: Path) -> Child:
@@ -98,12 +104,7 @@ def _fleet_child(settings: LaunchSettings, logs: Path) -> Child:
 
 
 def _child(
-    name: str,
-    command: list[str],
-    environment: dict[str, str],
-    logs: Path,
-    address: str,
-    without: Collection[str] = (),
+    name: str, command: list[str], environment: dict[str, str], logs: Path, address: str
 ) -> Child:
     log = new_log(logs / f"{name}.log")
-    return Child(name, command, environment, log, f"http://{address}", without)
+    return Child(name, command, environment, log, f"http://{address}")

@@ -203,6 +203,8 @@ class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
         "Where more engines are listed, such as file:PATH; repeat. See membership.md.",
     ] = ()
     workers: Annotated[tuple[WorkerUrl, ...], "An engine to send requests to; repeat."] = ()
+    # The launcher's socket, which it names itself.
+    launcher_socket: str | None = None
 
     @property
     def account_bytes(self) -> int:
@@ -261,6 +263,10 @@ class LaunchSettings(Settings, frozen=True, kw_only=True):
     ray_keep_engines: Annotated[
         bool, "Leave engines on Ray running when the launcher stops, for the next one to adopt."
     ] = False
+    restart_drain_s: Annotated[
+        PositiveSeconds,
+        "Longest wait for the requests of one engine before a restart stops it: launch.md.",
+    ] = 600.0
     start_timeout_s: Annotated[PositiveSeconds, "Time for all engines to become ready."] = 1800.0
     log_dir: Annotated[Text, "Directory for the log of each process."] = ".run"
     log_limit_bytes: Annotated[

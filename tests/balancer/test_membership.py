@@ -137,6 +137,35 @@ async def test_a_balancer_unsubscribes_from_an_engine_that_has_drained(
     await until(is_subscribed)
 
 
+async def test_requests_wait_for_an_engine_that_restarts(start: Start, tmp_path: Path) -> None:
+    """Its successor has the same URL and a new id, as the launcher lists it."""
+    listed = tmp_path / "engines.json"
+    engine = Engine("a")
+    write_members(listed, ())
+    client = await start(engine, workers=(), workers_from=(f"file:{listed}",))
+    write_members(listed, (Member(id="one", url=engine.url),))
+    await until_listed(client, "one")
+    write_members(listed, (Member(id="one", url=engine.url, state="restarting"),))
+
+    async def restarts() -> bool:
+        return (await workers(client))["one"]["state"] == "restarting"
+
+    async def waits() -> bool:
+        page = await (await client.get("/metrics")).text()
+        return "sgl_ext_queued_requests 1.0" in page
+
+    await until(restarts)
+    answering = asyncio.create_task(client.post("/v1/messages", json=REQUEST))
+    await until(waits)
+    assert (await client.get("/health")).status == 503
+    write_members(listed, (Member(id="two", url=engine.url, state="restarting"),))
+    await until_listed(client, "two")
+    assert await waits()
+    assert engine.seen == []
+    write_members(listed, (Member(id="two", url=engine.url),))
+    assert (await answering).status == 200
+
+
 async def test_a_malformed_file_leaves_the_last_list_in_force(start: Start, tmp_path: Path) -> None:
     listed = tmp_path / "engines.json"
     write_members(listed, ())

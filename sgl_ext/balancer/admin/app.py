@@ -14,7 +14,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from sgl_ext import pin_mirror
-from sgl_ext.balancer.admin import conversation_routes, worker_routes
+from sgl_ext.balancer.admin import conversation_routes, restart_routes, worker_routes
 from sgl_ext.balancer.admin.worker_routes import SERVICES, json_response, to_all
 from sgl_ext.balancer.http.connection_pool import ConnectionPool
 from sgl_ext.balancer.http.upstream import UpstreamConnection
@@ -47,6 +47,7 @@ def make_app(services: Services) -> web.Application:
             web.get("/ready", ready),
             web.route("GET", "/metrics", show_metrics),
             *worker_routes.ROUTES,
+            *restart_routes.ROUTES,
             *conversation_routes.ROUTES,
             *(web.route(method, path, to_all) for method, path in to_all_workers),
         ]

@@ -166,7 +166,7 @@ def json_response(document: Any, status: int = HTTPStatus.OK) -> web.Response:
 
 
 def _shown(worker: Worker) -> dict[str, Any]:
-    state = "gone" if worker.is_gone else "draining" if worker.draining else "ready"
+    state = "gone" if worker.is_gone else worker.member.state
     return {
         "id": worker.id,
         "url": worker.url,

@@ -9,6 +9,7 @@ import aiohttp
 from scheduler.retry_budget import RetryBudget
 from sgl_ext.balancer.access.rate_limits import RateLimits
 from sgl_ext.balancer.access.sent_secret import SentSecret
+from sgl_ext.balancer.cluster.launcher import Launcher
 from sgl_ext.balancer.conversations import contexts
 from sgl_ext.balancer.conversations.conversation_store import ConversationStore
 from sgl_ext.balancer.conversations.expansion import Found, Named
@@ -42,6 +43,7 @@ class Services:
     divergences: the findings of all processes; None if prompts are not compared.
     readiness: whether the prefix index is warm.
     worker_sources: the state of each source of workers.
+    launcher: the launcher of this node, if one started this balancer.
     control: the connections to the control plane, which is made after this.
     draining: new requests are rejected.
     """
@@ -60,6 +62,7 @@ class Services:
     divergences: Callable[[], dict[str, Any] | None]
     readiness: Readiness
     worker_sources: Callable[[], list[dict[str, Any]]]
+    launcher: Launcher
     control: ConnectionPool = field(init=False)
     draining: bool = field(default=False, init=False)
 

@@ -86,7 +86,7 @@ class AdmissionQueue:
             if attempt is not None:
                 request.placed(attempt)
                 return True
-        if not self.router.any_available():
+        if not self.router.may_wait():
             request.rejected(no_engine())
             return True
         now_s = self.clock()
@@ -107,8 +107,8 @@ class AdmissionQueue:
             pass
 
     def sweep(self) -> None:
-        """Rejects requests that have waited too long, and all if no worker is left. Call it
-        periodically."""
+        """Rejects requests that have waited too long, and all if no worker is left nor expected.
+        Call it periodically."""
         self.admit()
         now_s = self.clock()
         for tenant, began_s in tuple(self._reserved_s.items()):
@@ -116,7 +116,7 @@ class AdmissionQueue:
                 del self._reserved_s[tenant]
         if len(self._queue) > self.limit:
             self._reject_excess(now_s)
-        is_futile = bool(self._queue) and not self.router.any_available()
+        is_futile = bool(self._queue) and not self.router.may_wait()
         for entry in self._queue:
             request = entry.item
             if request is None:
@@ -204,7 +204,8 @@ class AdmissionQueue:
     def _reject(self, request: QueuedRequest, why: str) -> None:
         self._queue.remove(request)
         self.metrics.requests_rejected.inc()
-        message = f"All engines are busy. {why}"
+        state = "busy" if self.router.any_available() else "restarting"
+        message = f"All engines are {state}. {why}"
         request.rejected(BalancerError(HTTPStatus.SERVICE_UNAVAILABLE, message, _RETRY_AFTER_S))
 
 

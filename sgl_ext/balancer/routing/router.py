@@ -137,6 +137,10 @@ class Router:
         """Whether some worker takes requests, even if it has no capacity now."""
         return any(w.is_available for w in self.workers.all if w not in besides)
 
+    def may_wait(self) -> bool:
+        """Whether a request that finds no worker now can wait for one."""
+        return any(w.is_available or w.is_expected for w in self.workers.all)
+
     def capacity_changed(self) -> None:
         """An attempt has ended, or an engine or a peer has reported its load."""
         for action in self.on_capacity:

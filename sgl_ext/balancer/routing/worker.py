@@ -32,6 +32,7 @@ class Worker:
     member: what its source says of it. id: its identity, also among balancers and in metrics.
     source: the name of its source.
     draining: it gets no new requests. is_gone: it is also removed after its last one.
+    is_expected: it gets no new requests now, and requests that find no other worker wait for it.
     slot: its bit in the prefix index, reused after the worker has left.
     pending_tokens: what it still has to prefill of this balancer's requests.
     running: those requests that its scheduler runs, and their tokens, by priority.
@@ -56,6 +57,7 @@ class Worker:
         self.ready = False
         self.draining = False
         self.is_gone = False
+        self.is_expected = False
         self.breaker = Breaker()
         self.in_flight = 0
         self.decoding = 0

@@ -193,9 +193,11 @@ class Workers(Collector):
         known = {(worker.id, worker.url): worker for worker in self.all}
         for worker in self.all:
             worker.is_gone = worker.draining = True
+            worker.is_expected = False
         for member, source in listed:
             worker = known.get((member.id, member.url)) or self._join(member, joined_s)
-            worker.is_gone, worker.draining = False, member.state == "draining"
+            worker.is_gone, worker.draining = False, member.state != "ready"
+            worker.is_expected = member.state == "restarting"
             worker.member, worker.source = member, source
         self._index()
         self.remove_drained()

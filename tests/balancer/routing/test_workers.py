@@ -223,7 +223,7 @@ class Lists(RuleBasedStateMachine):
             Member,
             id=st.sampled_from("abc"),
             url=st.sampled_from(["http://1:1", "http://2:1", "http://3:1"]),
-            state=st.sampled_from(["ready", "draining"]),
+            state=st.sampled_from(["ready", "draining", "restarting"]),
         ),
         max_size=4,
         unique_by=lambda member: member.id,
@@ -262,7 +262,7 @@ class Lists(RuleBasedStateMachine):
         first, second = self.lists.get("x", []), self.lists.get("y", [])
         ids, urls = {member.id for member in first}, {member.url for member in first}
         rest = [m for m in second if m.id not in ids and m.url not in urls]
-        wanted = {(m.id, m.url): m.state == "draining" for m in (*first, *rest)}
+        wanted = {(m.id, m.url): m.state != "ready" for m in (*first, *rest)}
         found = {(w.id, w.url): w.draining for w in self.workers.all if not w.is_gone}
         assert found == wanted
         assert all(worker.in_flight for worker in self.workers.all if worker.is_gone)
