@@ -18,7 +18,9 @@ _HEAD = """# Settings
 Every key is also a flag of `python -m sgl_ext.launch`: `pin-ttl-s = 60` in the file is \
 `--pin-ttl-s 60`. A flag wins over the file that `--config` names. In the file a key can be \
 written with hyphens or underscores. `python -m sgl_ext.balancer.serve`, for a balancer without a \
-launcher, takes the flags of `[balancer]` and a `--worker URL` for each engine.
+launcher, takes the flags of `[balancer]`, a `--worker URL` for each engine, and a `--config`.
+
+What says `yes` below "reload" changes [without a restart](reload.md) of anything.
 
 A flag of a list can be repeated and adds to the list in the file; `--no-strip-headers` empties it \
 first. A flag that is true or false has a `--no-...` form. Times are at most a year.
@@ -34,6 +36,9 @@ No key is in there: `api-key` names the file or the variable that holds it.
 _ABOUT = {
     "tenants": "A table for each tenant: `[tenants.NAME]`, or `--tenant NAME:weight=2,...`. "
     "See [tenants.md](tenants.md).",
+    "hints": "A table for each tenant, model or harness whose requests get "
+    "[default hints](reload.md#default-hints): `[hints.tenant.NAME]`, `[hints.model.NAME]`, "
+    "`[hints.harness.NAME]`. There are no flags for them.",
     "engine": "SGLang's own flags without their dashes: true is a bare flag, false leaves it out, "
     "a list repeats values. A flag of SGLang's on the launcher's command line comes after these.",
 }
@@ -44,17 +49,20 @@ def page() -> str:
     sections = [_HEAD]
     for name, fields in TABLES.items():
         about = f"\n{_ABOUT[name]}\n" if name in _ABOUT else ""
-        sections.append(f"## [{name}]\n{about}" + (f"\n{_table(fields)}" if fields else ""))
+        sections.append(f"## [{name}]\n{about}" + (f"\n{_table(name, fields)}" if fields else ""))
     return "\n".join(sections)
 
 
-def _table(fields: Mapping[str, Field]) -> str:
-    rows = ["| key | default | allowed | read by | meaning |", "|---|---|---|---|---|"]
+def _table(table: str, fields: Mapping[str, Field]) -> str:
+    is_row = table in ("tenants", "hints")
+    rows = ["| key | default | allowed | read by | reload | meaning |", "|---|---|---|---|---|---|"]
     for name, field in fields.items():
         default = f"`{field.shown_default}`" if field.shown_default else ""
         key = f"`{name.replace('_', '-')}`"
         text = re.sub(r"\b([\w-]+\.md)", r"[\1](\1)", field.help)
-        rows.append(f"| {key} | {default} | {field.allowed} | {_readers(name)} | {text} |")
+        reload = "yes" if is_row or field.reload.applies else "no"
+        readers = _readers(name) if table != "hints" else "balancer"
+        rows.append(f"| {key} | {default} | {field.allowed} | {readers} | {reload} | {text} |")
     return "\n".join(rows) + "\n"
 
 

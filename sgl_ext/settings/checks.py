@@ -72,6 +72,10 @@ def _launch_problems(settings: LaunchSettings) -> Iterator[_Problem]:
     unmarked = engine.pin_unmarked_ttl_s
     if unmarked and not 1 <= unmarked <= longest:
         yield "pin_unmarked_ttl_s", unmarked, "must be 0, or a number from 1 to pin_max_ttl_s"
+    for hint in settings.balancer.hints:
+        if hint.ttl_s and not 1 <= hint.ttl_s <= longest:
+            name = f"hints.{hint.of}.{hint.name}.ttl_s"
+            yield name, hint.ttl_s, f"must be 0, or a number from 1 to {longest:g}, pin_max_ttl_s"
     shared = engine.shared_prefixes
     if shared and not settings.balancer.isolates_tenants:
         reason = "tenants share everything; set keys, or tenant_isolation to on"

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, get_type_hints
 import msgspec
 from msgspec import inspect
 
-from sgl_ext.settings.schema import SettingsError
+from sgl_ext.settings.schema import Reload, SettingsError
 
 _METAVARS = (("_s", "SECONDS"), ("_bytes", "BYTES"), ("_tokens", "TOKENS"))
 
@@ -22,6 +22,7 @@ class Field(NamedTuple):
     allowed: str
     metavar: str
     is_secret: bool
+    reload: Reload
 
     @property
     def is_list(self) -> bool:
@@ -62,11 +63,12 @@ def fields_of(cls: type[msgspec.Struct]) -> Mapping[str, Field]:
     for field in msgspec.structs.fields(cls):
         notes = getattr(hints[field.name], "__metadata__", ())
         if text := next((note for note in notes if isinstance(note, str)), ""):
-            found[field.name] = _field(field.name, hints[field.name], field.default, text)
+            reload = next((note for note in notes if isinstance(note, Reload)), Reload())
+            found[field.name] = _field(field.name, hints[field.name], field.default, text, reload)
     return found
 
 
-def _field(name: str, annotation: Any, default: Any, text: str) -> Field:
+def _field(name: str, annotation: Any, default: Any, text: str, reload: Reload) -> Field:
     kind, prefix = inspect.type_info(annotation), ""
     extra: dict[str, Any] = {}
     while isinstance(kind, inspect.Metadata | inspect.UnionType | inspect.VarTupleType):
@@ -80,7 +82,8 @@ def _field(name: str, annotation: Any, default: Any, text: str) -> Field:
     if isinstance(kind, inspect.LiteralType):
         metavar = "|".join(map(str, kind.values))
     allowed = prefix + (extra.get("allowed") or _allowed(kind))
-    return Field(name, annotation, default, text, allowed, metavar, extra.get("is_secret", False))
+    is_secret = extra.get("is_secret", False)
+    return Field(name, annotation, default, text, allowed, metavar, is_secret, reload)
 
 
 def _allowed(kind: inspect.Type) -> str:

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 import msgspec
 from msgspec import Meta, Struct
@@ -32,9 +32,28 @@ IN_MEMORY = ":memory:"
 _MIB = 1 << 20
 MIN_TTL_S = 1.0
 LEAST_STORE_BYTES = _MIB
+HINTED = ("tenant", "harness", "model")
+"""What default hints can be of, in the order in which they win."""
+HARNESSES = ("claude-code", "codex", "opencode", "sdk", "unknown")
+"""The agents that are told apart by their requests."""
 _YEAR_S = 31_536_000.0
 # Someone may have put a secret itself where its source belongs.
 _SECRETS = re.compile(r'("(?:engine_secret|api_key)"\s*:\s*")(?!file:|env:)[^"]*')
+
+
+class Reload(NamedTuple):
+    """Whether a setting can change without a restart, and why it cannot: reload.md."""
+
+    applies: bool = False
+    why: str = "it is read at the start"
+
+
+RELOADS = Reload(applies=True)
+WATCHED = Reload(why="its source is chosen at the start; a file that it names is read when changed")
+_OPENED = Reload(why="it is opened at the start")
+_HASHED = Reload(why="it decides under which hashes and in whose name prefixes are cached")
+_DIVIDED = Reload(why="memory is divided at the start")
+_ENGINES = Reload(why="engines are started with it")
 
 
 class SettingsError(ValueError):
@@ -145,63 +164,102 @@ class Tenant(Struct, frozen=True):
         return self.cache_group or self.name
 
 
+class DefaultHint(Struct, frozen=True):
+    """Hints for the requests of a tenant, model or harness that give none themselves: reload.md.
+
+    of: one of HINTED. name: of the tenant, model or harness.
+    """
+
+    of: str
+    name: str
+    priority: Annotated[Priority | None, "Priority, at most the tenant's ceiling."] = None
+    osl: Annotated[Amount | None, "Expected length of the answer, in tokens."] = None
+    prefill: Annotated[bool | None, "Whether to prefill the next turn ahead: prefill.md."] = None
+    ttl_s: Annotated[
+        UnmarkedTtl | None, "Lease of prompts without a mark, and of marks without a TTL: pins.md."
+    ] = None
+
+
 class RequestSettings(Settings, frozen=True, kw_only=True):
     """What the balancer and the engines must agree on."""
 
-    strip_headers: Annotated[tuple[HeaderName, ...], "Header lines to remove: strip.md."] = (
-        BILLING_HEADER,
-    )
-    sort_tools: Annotated[bool, "Sort each request's tools by name, for a stable prefix."] = False
-    max_priority: Annotated[Priority, "Highest priority that a client can request."] = 100
-    aging_s: Annotated[Seconds, "Wait that raises a priority by one; 0: never."] = 10.0
-    preemption_threshold: Annotated[Count, "Lead in priority that lets a request preempt."] = 10
+    strip_headers: Annotated[
+        tuple[HeaderName, ...], _HASHED, "Header lines to remove: strip.md."
+    ] = (BILLING_HEADER,)
+    sort_tools: Annotated[
+        bool, _HASHED, "Sort each request's tools by name, for a stable prefix."
+    ] = False
+    max_priority: Annotated[Priority, RELOADS, "Highest priority that a client can request."] = 100
+    aging_s: Annotated[Seconds, RELOADS, "Wait that raises a priority by one; 0: never."] = 10.0
+    preemption_threshold: Annotated[
+        Count, RELOADS, "Lead in priority that lets a request preempt."
+    ] = 10
     engine_secret: Annotated[
         SecretSource | None,
+        WATCHED,
         "Secret that proves to an engine that a request is from its balancer: remote.md.",
     ] = None
     tenants: tuple[Tenant, ...] = ()
 
 
 class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
-    host: Annotated[Text, "Address to listen on. Set a key before you use 0.0.0.0."] = "127.0.0.1"
-    port: Annotated[Port, "Port to listen on. Engines use free ports above it."] = 30000
-    processes: Annotated[Processes, "Balancer processes that share the port."] = 1
-    index_segments: Annotated[Segments, "Segments in the prefix index: limits.md."] = 1_000_000
+    host: Annotated[Text, _OPENED, "Address to listen on. Set a key before you use 0.0.0.0."] = (
+        "127.0.0.1"
+    )
+    port: Annotated[Port, _OPENED, "Port to listen on. Engines use free ports above it."] = 30000
+    processes: Annotated[Processes, _OPENED, "Balancer processes that share the port."] = 1
+    index_segments: Annotated[Segments, _DIVIDED, "Segments in the prefix index: limits.md."] = (
+        1_000_000
+    )
     api_key: Annotated[SecretSource | None, "Key for all requests but health checks."] = None
-    keys: Annotated[File | None, "Keys and limits of tenants: tenants.md."] = None
+    keys: Annotated[File | None, WATCHED, "Keys and limits of tenants: tenants.md."] = None
     tenant_isolation: Annotated[
         Literal["auto", "on", "off"],
+        _HASHED,
         "Whether tenants share no cached prefix; auto: if keys is set.",
     ] = "auto"
-    max_body_bytes: Annotated[Count, "Largest request body."] = 64 * _MIB
+    max_body_bytes: Annotated[Count, _DIVIDED, "Largest request body."] = 64 * _MIB
     byte_budget: Annotated[
-        Amount, "Bytes of bodies and answers in a process; 0: four of the largest body. limits.md."
+        Amount,
+        _DIVIDED,
+        "Bytes of bodies and answers in a process; 0: four of the largest body. limits.md.",
     ] = 0
-    max_connections: Annotated[Count, "Connections of clients to one process."] = 10_000
-    max_in_flight: Annotated[Count, "Requests that one engine gets at the same time."] = 1024
-    queue_limit: Annotated[Amount, "Requests that can wait for capacity in an engine."] = 1024
-    queue_timeout_s: Annotated[PositiveSeconds, "Longest wait for capacity."] = 60.0
-    drain_s: Annotated[Seconds, "Time for running requests to finish when the node stops."] = 30.0
+    max_connections: Annotated[Count, RELOADS, "Connections of clients to one process."] = 10_000
+    max_in_flight: Annotated[Count, RELOADS, "Requests that one engine gets at the same time."] = (
+        1024
+    )
+    queue_limit: Annotated[Amount, RELOADS, "Requests that can wait for capacity in an engine."] = (
+        1024
+    )
+    queue_timeout_s: Annotated[PositiveSeconds, RELOADS, "Longest wait for capacity."] = 60.0
+    drain_s: Annotated[
+        Seconds, RELOADS, "Time for running requests to finish when the node stops."
+    ] = 30.0
     warm_timeout_s: Annotated[
         Seconds, "Longest wait for what engines hold, before /ready answers 200: replicas.md."
     ] = 30.0
-    request_log: Annotated[File | None, "Log with a line of JSON for each request."] = None
+    request_log: Annotated[File | None, _OPENED, "Log with a line of JSON for each request."] = None
     request_log_limit_bytes: Annotated[
-        LogBytes, "Largest size of the request log and its predecessor, FILE.1, together."
+        LogBytes, RELOADS, "Largest size of the request log and its predecessor, FILE.1, together."
     ] = 1 << 30
     diagnose: Annotated[bool, "Find where prompts diverge; a request log does, too."] = False
     store: Annotated[
         Store | None,
+        _OPENED,
         f"SQLite file for responses and contexts, {IN_MEMORY}, or the URL of a Redis or PostgreSQL "
         "that balancers share. The launcher's default is store.sqlite in log-dir. See "
         "shared-store.md.",
     ] = None
     store_limit_bytes: Annotated[StoreBytes, "Largest size of the store; 0: no store."] = 1 << 30
-    response_ttl_s: Annotated[TtlSeconds, "Time from a response's last use to its end."] = 86_400.0
+    response_ttl_s: Annotated[
+        TtlSeconds, RELOADS, "Time from a response's last use to its end."
+    ] = 86_400.0
     workers_from: Annotated[
         tuple[WorkerSource, ...],
+        WATCHED,
         "Where more engines are listed, such as file:PATH; repeat. See membership.md.",
     ] = ()
+    hints: tuple[DefaultHint, ...] = ()
     workers: Annotated[tuple[WorkerUrl, ...], "An engine to send requests to; repeat."] = ()
     # The launcher's socket, which it names itself.
     launcher_socket: str | None = None
@@ -219,25 +277,35 @@ class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
 
 
 class EngineSettings(RequestSettings, frozen=True, kw_only=True):
-    pin_budget: Annotated[Share, "Share of the KV cache that pins can hold: pins.md."] = 1 / 3
+    pin_budget: Annotated[Share, RELOADS, "Share of the KV cache that pins can hold: pins.md."] = (
+        1 / 3
+    )
     pin_owner_share: Annotated[
         PositiveShare,
+        RELOADS,
         "Most of the pin budget for one tenant; each of several is sure of an equal part: pins.md.",
     ] = 1.0
-    pin_ttl_s: Annotated[TtlSeconds, "Lease of a pin whose request gives no TTL."] = 300.0
-    pin_max_ttl_s: Annotated[TtlSeconds, "Longest lease of a pin."] = 3600.0
-    pin_unmarked_ttl_s: Annotated[UnmarkedTtl, "Lease for prompts without a mark; 0: no pin."] = 0.0
-    preemption_grace_s: Annotated[Seconds, "Time for which a preempted request is safe."] = 2.0
+    pin_ttl_s: Annotated[TtlSeconds, RELOADS, "Lease of a pin whose request gives no TTL."] = 300.0
+    pin_max_ttl_s: Annotated[TtlSeconds, RELOADS, "Longest lease of a pin."] = 3600.0
+    pin_unmarked_ttl_s: Annotated[
+        UnmarkedTtl, RELOADS, "Lease for prompts without a mark; 0: no pin."
+    ] = 0.0
+    preemption_grace_s: Annotated[
+        Seconds, RELOADS, "Time for which a preempted request is safe."
+    ] = 2.0
     prefill_ahead: Annotated[
         Literal["off", "hinted", "auto"],
+        RELOADS,
         "Next turns to prefill before they are sent; hinted: those that a request asks for; auto: "
         "also those of conversations that grow. See prefill.md.",
     ] = "auto"
-    prefill_ahead_slice_tokens: Annotated[Count, "Longest slice of a prefill ahead."] = 2048
+    prefill_ahead_slice_tokens: Annotated[Count, RELOADS, "Longest slice of a prefill ahead."] = (
+        2048
+    )
     warmup_requests: Annotated[File | None, "Requests to prefill at start: prefill.md."] = None
     shared_prefixes: Annotated[File | None, "Prompts that tenants share: tenants.md."] = None
     token_cache_bytes: Annotated[
-        Amount, "Memory for cached token ids and converted messages; 0: none."
+        Amount, _DIVIDED, "Memory for cached token ids and converted messages; 0: none."
     ] = 256 * _MIB
 
     @property
@@ -247,16 +315,18 @@ class EngineSettings(RequestSettings, frozen=True, kw_only=True):
 
 
 class LaunchSettings(Settings, frozen=True, kw_only=True):
-    model_path: Annotated[Text, "The model: a directory or a name."]
-    instances: Annotated[Count, "Number of engines."] = 1
-    tp: Annotated[Count, "GPUs of each engine, for tensor parallelism."] = 1
+    model_path: Annotated[Text, _ENGINES, "The model: a directory or a name."]
+    instances: Annotated[Count, _ENGINES, "Number of engines."] = 1
+    tp: Annotated[Count, _ENGINES, "GPUs of each engine, for tensor parallelism."] = 1
     engine_host: Annotated[
-        Text, "Address that engines listen on; beyond loopback it needs engine-secret."
+        Text, _ENGINES, "Address that engines listen on; beyond loopback it needs engine-secret."
     ] = "127.0.0.1"
     ray_address: Annotated[
-        RayAddress | None, "Ray cluster whose nodes run the engines: ray.md."
+        RayAddress | None, _ENGINES, "Ray cluster whose nodes run the engines: ray.md."
     ] = None
-    ray_fleet: Annotated[FleetName, "Name of the engines of one launcher on Ray."] = "sgl-ext"
+    ray_fleet: Annotated[FleetName, _ENGINES, "Name of the engines of one launcher on Ray."] = (
+        "sgl-ext"
+    )
     ray_drain_s: Annotated[
         PositiveSeconds, "Longest wait for the requests of one engine on Ray that leaves."
     ] = 600.0

@@ -17,7 +17,10 @@ from sgl_ext.recipes.catalog import settings_file
 from sgl_ext.settings.checks import check_balancer, check_launch
 from sgl_ext.settings.fields import Field, fields_of
 from sgl_ext.settings.schema import (
+    HARNESSES,
+    HINTED,
     BalancerSettings,
+    DefaultHint,
     EngineSettings,
     LaunchSettings,
     Settings,
@@ -33,6 +36,7 @@ TABLES: Mapping[str, Mapping[str, Field]] = {
     },
     "balancer": {name: field for name, field in _BALANCER.items() if name != "workers"},
     "tenants": {name: field for name, field in fields_of(Tenant).items() if name != "name"},
+    "hints": {n: field for n, field in fields_of(DefaultHint).items() if n not in ("of", "name")},
     "engine": {},
 }
 """The tables of the TOML file and their keys. `[engine]` has SGLang's flags as keys."""
@@ -69,11 +73,14 @@ def launch_settings(argv: Sequence[str]) -> LaunchSettings:
 
 
 def balancer_settings(argv: Sequence[str]) -> BalancerSettings:
-    """The balancer's settings: its flags, over what a launcher gave it. Raises SettingsError."""
+    """The balancer's settings: its flags, over its file and what a launcher gave it. Of a file for
+    a whole node only the balancer's tables count. Raises SettingsError."""
     parser = _parser("sgl_ext.balancer.serve", "Serve in front of engines.")
+    parser.add_argument("--config", metavar="FILE", help="TOML file. Flags win over it.")
     _add_flags(parser, _BALANCER)
-    given = _Given()
-    given.read_flags(vars(parser.parse_args(argv)), _BALANCER)
+    flags, given = vars(parser.parse_args(argv)), _Given()
+    given.read_file(flags.pop("config", None))
+    given.read_flags(flags, _BALANCER)
     base = BalancerSettings.from_environment()
     settings = structs.replace(base, **given.values_of(BalancerSettings))
     check_balancer(settings, given.names)
@@ -87,6 +94,7 @@ class _Given:
         self.values: dict[str, Any] = {}
         self.names: dict[str, str] = {}
         self._tenants: dict[str, dict[str, Any]] = {}
+        self._hints: list[DefaultHint] = []
 
     def values_of(self, cls: type[Settings]) -> dict[str, Any]:
         """The values of a class's fields, as keyword arguments."""
@@ -95,6 +103,8 @@ class _Given:
             usual = {"max_priority": values.get("max_priority", _BALANCER["max_priority"].default)}
             tenants = self._tenants.items()
             values["tenants"] = tuple(Tenant(name, **(usual | table)) for name, table in tenants)
+        if self._hints:
+            values["hints"] = tuple(self._hints)
         return {name: value for name, value in values.items() if name in cls.__struct_fields__}
 
     def read_file(self, path: str | None) -> list[str]:
@@ -111,6 +121,8 @@ class _Given:
                 for tenant, limits in table.items():
                     _require_table(limits, f"{path}: tenants.{tenant}")
                     self._add_tenant(tenant, limits, f"{path}: ")
+            elif name == "hints":
+                self._add_hints(table, f"{path}: ")
             elif name != "engine":
                 self.values |= self._converted(table, TABLES[name], f"{path}: [{name}] ")
         return _as_flags(document.get("engine", {}))
@@ -140,6 +152,22 @@ class _Given:
         where += f"[tenants.{name}] "
         table = self._converted(limits, TABLES["tenants"], where, is_text=is_text)
         self._tenants[name] = self._tenants.get(name, {}) | table
+
+    def _add_hints(self, document: Mapping[str, Any], where: str) -> None:
+        for of, tables in document.items():
+            if of not in HINTED:
+                known = ", ".join(f"hints.{one}" for one in HINTED)
+                raise SettingsError(f"{where}[hints.{of}]: unknown table; there are {known}")
+            _require_table(tables, f"{where}hints.{of}")
+            for name, table in tables.items():
+                called = f"{where}[hints.{of}.{name}] "
+                _require_table(table, f"{where}hints.{of}.{name}")
+                if of == "harness" and name not in HARNESSES:
+                    known = ", ".join(HARNESSES)
+                    raise SettingsError(f"{called.strip()}: unknown harness; there are {known}")
+                values = self._converted(table, TABLES["hints"], called)
+                self.names[f"hints.{of}.{name}.ttl_s"] = f"{called}ttl-s"
+                self._hints.append(DefaultHint(of, name, **values))
 
     def _converted(
         self, table: Mapping[str, Any], fields: Mapping[str, Field], where: str, **how: bool
