@@ -103,6 +103,8 @@ _MAIN_HOOKS: dict[str, Hook] = {
     f"{_DETECTOR}.parse_streaming_increment": ("AROUND", tool_calls.parse_chunk),
     f"{_PARSER}.parse_stream_chunk": ("AROUND", tool_calls.hold_space),
     f"{_PARSER}.parse_stream_end": ("AROUND", tool_calls.release_space),
+    f"{_PARSER}.parse_non_stream": ("AROUND", tool_calls.parse_whole),
+    f"{_PARSER}.get_structure_constraint": ("AROUND", tool_calls.bind_choice),
 }
 _SCHEDULER_HOOKS: dict[str, Hook] = {
     f"{_SCHEDULER}.get_next_batch_to_run": ("AFTER", iteration.publish_events),

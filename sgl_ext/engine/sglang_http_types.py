@@ -129,6 +129,11 @@ class TokenizedGenerateReqInput(Protocol):
     need_wait_for_mm_inputs: bool
 
 
+@stands_for("sglang.srt.function_call.function_call_parser:FunctionCallParser")
+class FunctionCallParser(Protocol):
+    tools: list[Any]
+
+
 @stands_for("sglang.srt.function_call.base_format_detector:BaseFormatDetector")
 class FormatDetector(Protocol):
     bot_token: str

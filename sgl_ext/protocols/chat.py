@@ -128,6 +128,7 @@ CHAT = Protocol(
     tool_form=ToolForm(lambda tool: isinstance(tool.get("function"), dict), _write_tool),
     add_texts=_add_texts,
     translate=translate,
+    refused={"functions": "use tools", "function_call": "use tool_choice"},
     recognizes=lambda headers, body: isinstance(body.get("messages"), list),
 )
 OLLAMA_CHAT = Protocol(

@@ -106,6 +106,7 @@ RESPONSES = Protocol(
     ),
     add_texts=_add_texts,
     translate=translate,
+    refused={"conversation": "use previous_response_id"},
     recognizes=lambda headers, body: any(
         body.get(field) is not None for field in ("input", "previous_response_id")
     ),

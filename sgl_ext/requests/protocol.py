@@ -154,6 +154,8 @@ class Protocol:
         cannot name a stored context.
     translate: rewrites a body that harnesses send into one that SGLang accepts, and counts what
         it changed; None if nothing needs it.
+    refused: fields that no engine acts on and that change what an answer means, each with what to
+        use in its place.
     recognizes: whether a body, with its request's headers, speaks this protocol.
     """
 
@@ -167,6 +169,7 @@ class Protocol:
     tool_form: ToolForm | None = None
     add_texts: Callable[[Json, list[Json]], None] | None = None
     translate: Callable[[Json, Model, Counter[str]], Json] | None = None
+    refused: Mapping[str, str] = field(default_factory=dict)
     recognizes: Callable[[Mapping[str, str], Json], bool] = lambda headers, body: False
 
     @property

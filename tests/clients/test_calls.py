@@ -50,16 +50,19 @@ def of_messages(content: list[dict[str, Any]]) -> list[Any]:
     ]
 
 
-def test_messages(scripted: Node, key: str) -> None:
+@pytest.mark.parametrize("one", [False, True])
+def test_messages(scripted: Node, key: str, one: bool) -> None:
+    expected = _SAID_AND_CALLED[: 2 if one else None]
     body = {
         "model": "tiny",
         "max_tokens": 300,
         "thinking": {"type": "adaptive"},
         "tools": [{"name": name, "input_schema": _SCHEMA} for name in _DECLARED],
         "messages": [{"role": "user", "content": ODD_PROMPT}],
+        "tool_choice": {"type": "auto", "disable_parallel_tool_use": one},
     }
     answer = whole(scripted, key, "/v1/messages", body)
-    assert of_messages(answer["content"]) == _SAID_AND_CALLED
+    assert of_messages(answer["content"]) == expected
     assert answer["stop_reason"] == "tool_use"
 
     content: list[dict[str, Any]] = []
@@ -74,21 +77,24 @@ def test_messages(scripted: Node, key: str) -> None:
     for block in content:
         if block["type"] == "tool_use":
             block["input"] = json.loads(block["partial_json"])
-    assert of_messages(content) == _SAID_AND_CALLED
+    assert of_messages(content) == expected
 
 
-def test_chat_completions(scripted: Node, key: str) -> None:
+@pytest.mark.parametrize("one", [False, True])
+def test_chat_completions(scripted: Node, key: str, one: bool) -> None:
+    expected = ODD_CALLS[: 1 if one else None]
     functions = [{"name": name, "parameters": _SCHEMA} for name in _DECLARED]
     body = {
         "model": "tiny",
         "max_tokens": 300,
         "tools": [{"type": "function", "function": function} for function in functions],
         "messages": [{"role": "user", "content": ODD_PROMPT}],
+        "parallel_tool_calls": not one,
     }
     (choice,) = whole(scripted, key, "/v1/chat/completions", body)["choices"]
     assert choice["message"]["content"] == ODD_WORD
     made = [call["function"] for call in choice["message"]["tool_calls"]]
-    assert [(call["name"], json.loads(call["arguments"])) for call in made] == ODD_CALLS
+    assert [(call["name"], json.loads(call["arguments"])) for call in made] == expected
 
     said, names, arguments = "", dict[int, str](), dict[int, str]()
     for event in events(scripted, key, "/v1/chat/completions", body):
@@ -99,7 +105,7 @@ def test_chat_completions(scripted: Node, key: str) -> None:
             names[index] = names.get(index) or part["name"]
             arguments[index] = arguments.get(index, "") + part["arguments"]
     assert said.lstrip() == ODD_WORD
-    assert [(names[n], json.loads(arguments[n])) for n in sorted(names)] == ODD_CALLS
+    assert [(names[n], json.loads(arguments[n])) for n in sorted(names)] == expected
 
 
 def of_response(output: list[dict[str, Any]]) -> list[Any]:
@@ -113,15 +119,18 @@ def of_response(output: list[dict[str, Any]]) -> list[Any]:
     ]
 
 
-def test_responses(scripted: Node, scripted_model: str, key: str) -> None:
+@pytest.mark.parametrize("one", [False, True])
+def test_responses(scripted: Node, scripted_model: str, key: str, one: bool) -> None:
+    expected = _SAID_AND_CALLED[: 2 if one else None]
     body = {
         "model": scripted_model,
         "max_output_tokens": 300,
         "tools": [{"type": "function", "name": n, "parameters": _SCHEMA} for n in _DECLARED],
         "input": ODD_PROMPT,
         "store": False,
+        "parallel_tool_calls": not one,
     }
     answer = whole(scripted, key, "/v1/responses", body)
-    assert of_response(answer["output"]) == _SAID_AND_CALLED
+    assert of_response(answer["output"]) == expected
     *_, last = events(scripted, key, "/v1/responses", body)
-    assert of_response(last["response"]["output"]) == _SAID_AND_CALLED
+    assert of_response(last["response"]["output"]) == expected

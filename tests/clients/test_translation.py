@@ -126,6 +126,40 @@ def test_a_call_that_is_demanded_comes(claude: anthropic.Anthropic, choice: dict
     assert {call.name for call in calls} == {"read"}
 
 
+def test_a_named_tool_is_the_one_that_is_called(gpt: openai.OpenAI, node: Node) -> None:
+    names = [f"tool_{letter}" for letter in "abcd"]
+    functions = [{"name": name, "parameters": SCHEMA} for name in names]
+    for name in names:
+        answer = gpt.chat.completions.create(
+            model="m",
+            messages=[{"role": "user", "content": f"Go on with another than {name}."}],
+            tools=[{"type": "function", "function": function} for function in functions],
+            tool_choice={"type": "function", "function": {"name": name}},
+            max_completion_tokens=128,
+        )
+        calls = answer.choices[0].message.tool_calls or []
+        assert {call.function.name for call in calls} <= {name}
+        assert calls or answer.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value"),
+    [
+        ("/v1/chat/completions", "functions", [{"name": "f", "parameters": {}}]),
+        ("/v1/chat/completions", "function_call", {"name": "f"}),
+        ("/v1/responses", "conversation", "conv_1"),
+    ],
+)
+def test_a_field_that_nobody_acts_on_is_refused_by_name(
+    node: Node, served_model: str, path: str, field: str, value: Any
+) -> None:
+    body = {"model": served_model, "messages": [USER], "input": "Go on.", field: value}
+    answer = node.post(path, body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, field)
+    assert error["message"].startswith(f"{field}: is not supported")
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -25,6 +25,7 @@ _COUNTERS: dict[str, tuple[str, ...]] = {
     "breakpoints_not_found": ("Marked blocks whose end in the prompt was not found.", "path"),
     "cache_hints_ignored": ("Other vendors' cache hints with unknown values.", "path"),
     "translated_parts": ("Parts of requests translated for SGLang, or left out.", "path", "part"),
+    "parallel_calls_left_out": ("Further calls of answers whose clients take one at most.",),
     "priority_hints_ignored": ("Other vendors' priority hints with unknown values.", "path"),
     "priority_clamped": ("Requests that asked for more priority than their tenant has.", "path"),
     "queued_headers_malformed": ("Requests with a malformed time in the balancer's queue.", "path"),

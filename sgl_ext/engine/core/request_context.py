@@ -47,7 +47,7 @@ class RequestContext:
     is_answer_reusable: whether the next turn's prompt continues with the answer as generated.
     are_hints_sent: whether a generation took the hints; later ones have another prompt.
     finish_reason, matched_stop: how SGLang says that the answer ended.
-    usage: what the start of a stream told. thinking: the hash of the block that is being sent.
+    usage: what the start of a stream counted. thinking: the hash of the block that is being sent.
     cached_messages: what the message cache found for the body, until SGLang converts it.
     is_array_allowed: whether the prompt's tokens may be an array, and not a list.
     renderings: collects rendered prompts while a copy of the body is rendered, and not tokenized.

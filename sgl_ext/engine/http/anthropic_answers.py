@@ -3,7 +3,7 @@
 SGLang answers `end_turn` for each stop reason that it has no word for. Here a matched stop sequence
 is named, and a filtered answer is a refusal. An aborted answer is an error, so that no client takes
 half an answer for a whole one. SGLang's usage lacks what the request's marks wrote to the cache,
-and at the end of a stream what its start told of the prompt, which some clients read only there.
+and at the end of a stream it lacks the prompt's counts, which some clients read only there.
 
 Clients of Anthropic leave thinking without a signature out of the next request, which then does not
 continue what is cached. So each block of thinking is signed. No signature is ever verified.

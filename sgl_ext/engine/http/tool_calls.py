@@ -12,14 +12,21 @@ answers leave it out. In a stream it is held back until the next chunk shows wha
 
 SGLang holds back the beginning of a marker until the next chunk, too. Without a next chunk it is
 text; between two calls it belongs to the format.
+
+What a client allows holds for every format: only the tool that it names, where SGLang's grammar of
+some formats allows all, and one call only, where most formats have no grammar for it. Further calls
+are left out of the answer.
 """
 
 import os
 from typing import Any
 
 from sgl_ext.engine import sglang_api
-from sgl_ext.engine.sglang_http_types import FormatDetector
+from sgl_ext.engine.core.counters import counter
+from sgl_ext.engine.core.request_context import current
+from sgl_ext.engine.sglang_http_types import FormatDetector, FunctionCallParser
 from sgl_ext.engine.sglang_types import Original
+from sgl_ext.requests.tool_choice import takes_one_call
 
 _UNKNOWN_TOOLS = "SGLANG_FORWARD_UNKNOWN_TOOLS"
 _END_BUFFER = "_normal_text_buffer"  # where some parsers hold the beginning of an end marker
@@ -70,6 +77,7 @@ def parse_chunk(original: Original, detector: FormatDetector, text: str, tools: 
 def hold_space(original: Original, parser: Any, chunk: str) -> Any:
     """Around `FunctionCallParser.parse_stream_chunk`."""
     text, calls = original(parser, chunk)
+    calls = _allowed(calls, [call.tool_index > 0 for call in calls])
     begins = any(call.name for call in calls)
     text = getattr(parser, "sgl_ext_space", "") + text
     words = text.rstrip()
@@ -81,6 +89,7 @@ def hold_space(original: Original, parser: Any, chunk: str) -> Any:
 def release_space(original: Original, parser: Any) -> Any:
     """Around `FunctionCallParser.parse_stream_end`: no call follows any more."""
     text, calls = original(parser)
+    calls = _allowed(calls, [call.tool_index > 0 for call in calls])
     if calls or getattr(parser, "sgl_ext_called", False):
         return text, calls
     detector = parser.detector
@@ -88,3 +97,32 @@ def release_space(original: Original, parser: Any) -> Any:
         is_marker = detector._ends_with_partial_token(detector._buffer, detector.bot_token)
         text = getattr(detector, _END_BUFFER, "") + (detector._buffer if is_marker else "")
     return getattr(parser, "sgl_ext_space", "") + text, calls
+
+
+def parse_whole(original: Original, parser: Any, *args: Any, **kw: Any) -> Any:
+    """Around `FunctionCallParser.parse_non_stream`."""
+    text, calls = original(parser, *args, **kw)
+    return text, _allowed(calls, [index > 0 for index in range(len(calls))])
+
+
+def _allowed(calls: list[Any], are_further: list[bool]) -> list[Any]:
+    """The parts of calls that the client takes. A call's first part has its name."""
+    context = current()
+    if not any(are_further) or context is None or not takes_one_call(context.body):
+        return calls
+    further = [call for call, is_further in zip(calls, are_further, strict=True) if is_further]
+    counter("parallel_calls_left_out").inc(sum(bool(call.name) for call in further))
+    return [call for call, is_further in zip(calls, are_further, strict=True) if not is_further]
+
+
+def bind_choice(
+    original: Original, parser: FunctionCallParser, choice: Any, *args: Any, **kw: Any
+) -> Any:
+    """Around `FunctionCallParser.get_structure_constraint`."""
+    name = getattr(getattr(choice, "function", None), "name", None)
+    tools = parser.tools
+    parser.tools = [tool for tool in tools if tool.function.name == name] or tools
+    try:
+        return original(parser, choice, *args, **kw)
+    finally:
+        parser.tools = tools

@@ -17,7 +17,7 @@ from sgl_ext.engine.sglang_types import Original
 from sgl_ext.protocols.responses import RESPONSES
 from sgl_ext.protocols.translation.responses import namespaced_names
 from sgl_ext.requests.nesting import LIMIT_LEVELS, deep_field
-from sgl_ext.requests.protocol import Model
+from sgl_ext.requests.protocol import Model, Protocol
 from sgl_ext.requests.rewriting import translate
 
 
@@ -49,6 +49,7 @@ def for_sglang(request: Any, context: RequestContext) -> Any:
 
         message = f"{field}: nested deeper than {LIMIT_LEVELS} levels"
         raise HTTPException(HTTPStatus.BAD_REQUEST, message)
+    _reject_refused(protocol, context.body)
     app = getattr(request, "scope", {}).get("app")
     name = "openai_serving_responses" if protocol is RESPONSES else "openai_serving_chat"
     serving = None if app is None else getattr(app.state, name, None)
@@ -56,6 +57,15 @@ def for_sglang(request: Any, context: RequestContext) -> Any:
     for what, times in translated.counts.items():
         counter("translated_parts").labels(context.path, what).inc(times)
     return translated.body
+
+
+def _reject_refused(protocol: Protocol, body: Any) -> None:
+    for field, instead in protocol.refused.items():
+        if body.get(field) not in (None, [], {}, "none"):
+            from fastapi import HTTPException
+
+            error = {"message": f"{field}: is not supported; {instead}", "param": field}
+            raise HTTPException(HTTPStatus.BAD_REQUEST, error)
 
 
 async def name_namespaces(

@@ -186,11 +186,13 @@ def _fault_of_body(path: str, error: Exception) -> str:
 
 def install(app: Any) -> None:
     """Puts all errors of SGLang's application into shape. Call it before the application serves."""
+    from fastapi import HTTPException
     from fastapi.exceptions import RequestValidationError
     from starlette.responses import JSONResponse, Response
 
     app.add_middleware(ErrorMiddleware)
     sglangs_handler = app.exception_handlers[RequestValidationError]
+    sglangs_other_handler = app.exception_handlers[HTTPException]
 
     async def reject(request: Any, error: Any) -> Any:
         """Answers what is wrong with a body, which the middleware then shapes."""
@@ -200,6 +202,12 @@ def install(app: Any) -> None:
         document = {"error": {"message": found.message, "param": found.param}}
         return JSONResponse(document, found.status)
 
+    async def reject_field(request: Any, error: Any) -> Any:
+        """Answers an error of ours that names its field, which the middleware then shapes."""
+        if isinstance(error.detail, dict):
+            return JSONResponse({"error": error.detail}, error.status_code)
+        return await sglangs_other_handler(request, error)
+
     async def fail(request: Any, error: Exception) -> Any:
         """Answers errors that the application did not catch. Starlette calls it outside of the
         middleware."""
@@ -207,4 +215,5 @@ def install(app: Any) -> None:
         return Response(body, 500, headers={name: value}, media_type="application/json")
 
     app.add_exception_handler(RequestValidationError, reject)
+    app.add_exception_handler(HTTPException, reject_field)
     app.add_exception_handler(Exception, fail)

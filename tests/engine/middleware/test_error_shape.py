@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 import pytest
 from fastapi import FastAPI, HTTPException
+from fastapi.exception_handlers import http_exception_handler
 from fastapi.exceptions import RequestValidationError
 from jinja2 import TemplateError
 from pydantic import BaseModel, model_validator
@@ -183,6 +184,8 @@ def client() -> TestClient:
             raise HTTPException(503, "The queue is full.")
         if body.n == 1:
             raise ZeroDivisionError
+        if body.n == 9:
+            raise HTTPException(400, {"message": "n: is not supported", "param": "n"})
         return {"fine": True}
 
     @app.post("/api/chat")
@@ -208,6 +211,7 @@ def client() -> TestClient:
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
+    app.add_exception_handler(HTTPException, http_exception_handler)  # as SGLang has its own
     errors.install(app)
     return TestClient(app, raise_server_exceptions=False)
 
@@ -226,6 +230,7 @@ def test_errors_have_one_request_id_and_their_own_status(client: TestClient) -> 
     for body, status, expected in (
         ({"n": 0}, 503, "The queue is full."),
         ({"n": 1}, 500, "Internal server error"),
+        ({"n": 9}, 400, "n: is not supported"),
         ({"n": [], "m": 1}, 400, "body: a field has a value of a type that it cannot have"),
     ):
         answer = client.post("/v1/messages", json=body)
@@ -235,6 +240,7 @@ def test_errors_have_one_request_id_and_their_own_status(client: TestClient) -> 
         answer = client.post("/v1/chat/completions", json=body)
         assert answer.status_code == status
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        assert answer.json()["error"]["param"] == ("n" if body == {"n": 9} else None)
         assert len(answer.headers.get_list("x-request-id")) == 1
 
 
