@@ -1,6 +1,7 @@
 """The parts of one balancer process: they are built, run in the background, and are closed."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from sgl_ext.balancer.access.rate_limits import RateLimits
 from sgl_ext.balancer.access.sent_secret import SentSecret
 from sgl_ext.balancer.access.shared_keys import SharedKeys
 from sgl_ext.balancer.admin.app import ControlPool, make_app
+from sgl_ext.balancer.admin.state import part
 from sgl_ext.balancer.cluster.launcher import Launcher
 from sgl_ext.balancer.cluster.peers import PeerGroup, Peers
 from sgl_ext.balancer.cluster.store_messages import StoreMessages
@@ -21,6 +23,7 @@ from sgl_ext.balancer.conversations.tenant_documents import TenantDocuments
 from sgl_ext.balancer.metrics.across_processes import SharedSnapshots, merge_pages
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.relay.services import Services
+from sgl_ext.balancer.reporting.activity import Activity
 from sgl_ext.balancer.reporting.diagnosis import DivergenceDetector
 from sgl_ext.balancer.reporting.line_file import LineFile, check_file
 from sgl_ext.balancer.reporting.request_log import RequestLog
@@ -41,7 +44,7 @@ from sgl_ext.requests.strip import HeaderStrip
 from sgl_ext.settings.schema import BalancerSettings
 from sgl_ext.tenants import Tenants
 
-_METRICS, _FINDINGS = ".prom", ".found"
+_METRICS, _FINDINGS, _STATE = ".prom", ".found", ".state"
 # How long the start waits for the engines to report what they hold.
 _FIRST_REPORT_S = 2.0
 # How long it waits for the sources of workers.
@@ -110,6 +113,7 @@ class Parts:
         documents, self._shared = open_store(
             config.store, config.store_limit_bytes, metrics, folder
         )
+        activity = Activity(time.time())
         self._documents = TenantDocuments(documents, metrics, config.max_body_bytes)
         self._limits = RateLimits(key_file, metrics, config.processes, state=self._shared)
         self._shared_keys = None
@@ -119,7 +123,7 @@ class Parts:
         self.services = Services(
             router,
             self._admission_queue,
-            RequestLog(metrics, self._log_lines, self._detector),
+            RequestLog(metrics, activity, self._log_lines, self._detector),
             metrics,
             strip,
             self._limits,
@@ -132,8 +136,10 @@ class Parts:
             self._readiness,
             self._sources.rows,
             self._launcher,
+            activity,
+            lambda: self._others(_STATE),
         )
-        self.services.control = self._control = ControlPool(make_app(self.services))
+        self.services.control = self._control = ControlPool(make_app(self.services, interval_s))
         self._peers = self._make_peers(group, router)
 
     async def start(self) -> None:
@@ -171,6 +177,7 @@ class Parts:
             ("prefixes", self._sweep_prefixes),
             ("readiness", self._readiness.note),
             ("peers", self._send_state),
+            ("hit_rates", self.services.sample_hit_rates),
         ]
 
     async def close(self) -> None:
@@ -231,6 +238,8 @@ class Parts:
             return
         write = self._snapshots.write
         await asyncio.to_thread(write, self._metrics.render(), _METRICS)
+        state = orjson.dumps(part(self.services, time.time()))
+        await asyncio.to_thread(write, state, _STATE)
         if self._detector is not None:
             findings = orjson.dumps(self._detector.findings.as_json())
             await asyncio.to_thread(write, findings, _FINDINGS)
@@ -239,14 +248,16 @@ class Parts:
         """The findings of all processes; None if prompts are not compared."""
         if self._detector is None:
             return None
-        others = [] if self._snapshots is None else self._snapshots.read_others(_FINDINGS)
-        return merged([self._detector.findings.as_json(), *map(orjson.loads, others)])
+        others = map(orjson.loads, self._others(_FINDINGS))
+        return merged([self._detector.findings.as_json(), *others])
 
     def _metrics_page(self) -> bytes:
-        page = self._metrics.render()
-        if self._snapshots is None:
-            return page
-        return merge_pages([page, *self._snapshots.read_others(_METRICS)])
+        page, others = self._metrics.render(), self._others(_METRICS)
+        return merge_pages([page, *others]) if others else page
+
+    def _others(self, kind: str) -> list[bytes]:
+        """The snapshots of the other processes."""
+        return [] if self._snapshots is None else self._snapshots.read_others(kind)
 
 
 def _open_log(config: BalancerSettings, metrics: Metrics) -> LineFile | None:

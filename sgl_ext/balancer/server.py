@@ -29,7 +29,7 @@ from sgl_ext.tenants import Tenants
 _BACKLOG = 1024
 # How long clients have to read the error that ends their request.
 _LAST_WORDS_S = 1.0
-_SERVED_WHILE_DRAINING = (*routes.HEALTH, "/metrics")
+_SERVED_WHILE_DRAINING = (*routes.HEALTH, "/metrics", routes.STATE)
 
 
 class Balancer:

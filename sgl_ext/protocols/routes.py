@@ -47,6 +47,10 @@ ANY_GET = (
 )
 ANY_POST = ("/v1/audio/transcriptions",)
 
+# The state of the whole balancer: once, and as a stream of events.
+STATE = "/sgl_ext/state"
+LIVE = "/sgl_ext/live"
+
 # Probes, whose answers are neither counted nor need a key.
 HEALTH = ("/health", "/live", "/ready")
 

@@ -131,7 +131,7 @@ class Raw:
 
 
 @asynccontextmanager
-async def running(*workers: Raw, **config: Any) -> AsyncIterator[Balancer]:
+async def running(*workers: Raw, interval_s: float = 1.0, **config: Any) -> AsyncIterator[Balancer]:
     """Raw workers, and a balancer over them."""
     async with AsyncExitStack() as stack:
         for worker in workers:
@@ -140,7 +140,7 @@ async def running(*workers: Raw, **config: Any) -> AsyncIterator[Balancer]:
             worker.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         urls = tuple(worker.url for worker in workers)
         settings = {"workers": urls, "port": 0, "drain_s": 0, **config}
-        balancer = Balancer(BalancerSettings(**settings))
+        balancer = Balancer(BalancerSettings(**settings), interval_s=interval_s)
         await balancer.start()
         stack.push_async_callback(balancer.stop)
         yield balancer

@@ -14,7 +14,12 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from sgl_ext import pin_mirror
-from sgl_ext.balancer.admin import conversation_routes, restart_routes, worker_routes
+from sgl_ext.balancer.admin import (
+    conversation_routes,
+    live_state,
+    restart_routes,
+    worker_routes,
+)
 from sgl_ext.balancer.admin.worker_routes import SERVICES, json_response, to_all
 from sgl_ext.balancer.http.connection_pool import ConnectionPool
 from sgl_ext.balancer.http.upstream import UpstreamConnection
@@ -29,10 +34,14 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _ANY_SIZE = 1 << 62
 
 
-def make_app(services: Services) -> web.Application:
-    """The application. The data path limits the sizes of requests."""
+def make_app(services: Services, interval_s: float = 1.0) -> web.Application:
+    """The application. The data path limits the sizes of requests.
+
+    interval_s: the time between two states of a live stream.
+    """
     app = web.Application(client_max_size=_ANY_SIZE, middlewares=[answer_errors])
     app[SERVICES] = services
+    app[live_state.STATES] = live_state.States(services, interval_s)
     to_all_workers = [
         ("DELETE", pin_mirror.PATH),
         ("DELETE", routes.PREFILL),
@@ -48,6 +57,7 @@ def make_app(services: Services) -> web.Application:
             web.route("GET", "/metrics", show_metrics),
             *worker_routes.ROUTES,
             *restart_routes.ROUTES,
+            *live_state.ROUTES,
             *conversation_routes.ROUTES,
             *(web.route(method, path, to_all) for method, path in to_all_workers),
         ]
@@ -104,11 +114,8 @@ async def root(_: web.Request) -> web.Response:
 async def health(request: web.Request) -> web.Response:
     """200 if at least one engine is ready, 503 otherwise and while draining; lists all engines."""
     services = request.app[SERVICES]
-    workers = services.workers
-    state = "ok" if workers.ready else "no engine is ready"
-    state = "draining" if services.draining else state
     document = {
-        "status": state,
+        "status": services.status,
         "workers": [
             {
                 "id": w.id,
@@ -116,10 +123,10 @@ async def health(request: web.Request) -> web.Response:
                 "ready": w.ready,
                 "in_flight": w.in_flight + w.peer_load.in_flight,
             }
-            for w in workers.all
+            for w in services.workers.all
         ],
     }
-    return json_response(document, 200 if state == "ok" else 503)
+    return json_response(document, 200 if services.status == "ok" else 503)
 
 
 async def live(_: web.Request) -> web.Response:

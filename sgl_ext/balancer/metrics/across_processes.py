@@ -21,6 +21,7 @@ _SUMMED_GAUGES = (
     "sgl_ext_queued_requests",
     "sgl_ext_held_bytes",
     "sgl_ext_connections",
+    "sgl_ext_live_streams",
 )
 
 

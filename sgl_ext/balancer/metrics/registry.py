@@ -258,6 +258,16 @@ class Metrics:
             "and how much of it the loop's own thread computed.",
             _STALLS_S,
         )
+        self.live_streams = Gauge(
+            "sgl_ext_live_streams",
+            "Live streams of the state that are open now.",
+            registry=self.registry,
+        )
+        self.live_streams_dropped = counter(
+            "live_streams_dropped{reason}",
+            "Live streams of the state that were refused because there were too many, "
+            "or ended because their client read too slowly.",
+        )
         self.background_failures = counter("background_failures{task}", supervision.HELP)
 
     def forget_worker(self, worker: str) -> None:

@@ -1,5 +1,6 @@
 """The parts of the balancer that all exchanges and the control plane use."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,8 @@ from sgl_ext.balancer.http.downstream import RawResponse
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.relay.large_bodies import LargeBodies
 from sgl_ext.balancer.relay.reading import Asked, BodyReader, Reading, read_registration
+from sgl_ext.balancer.reporting.activity import Activity
+from sgl_ext.balancer.reporting.hit_rates import HitRates
 from sgl_ext.balancer.reporting.request_log import RequestLog
 from sgl_ext.balancer.routing.admission_queue import AdmissionQueue
 from sgl_ext.balancer.routing.readiness import Readiness
@@ -44,6 +47,8 @@ class Services:
     readiness: whether the prefix index is warm.
     worker_sources: the state of each source of workers.
     launcher: the launcher of this node, if one started this balancer.
+    activity: what this process answered of late.
+    other_parts: what the other processes of this balancer tell for the state of all.
     control: the connections to the control plane, which is made after this.
     draining: new requests are rejected.
     """
@@ -63,12 +68,16 @@ class Services:
     readiness: Readiness
     worker_sources: Callable[[], list[dict[str, Any]]]
     launcher: Launcher
+    activity: Activity
+    other_parts: Callable[[], list[bytes]]
     control: ConnectionPool = field(init=False)
     draining: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.workers = self.router.workers
         self.retries = RetryBudget()
+        cached, prompt = self.metrics.reported_tokens, self.metrics.prompt_tokens
+        self.hit_rates = HitRates(cached.counts, prompt.counts)
         self.standby_prefill = StandbyPrefill(self.router, self.metrics, self.session)
         settings = {
             "sort_tools": self.router.sort_tools,
@@ -79,6 +88,13 @@ class Services:
         self.large_bodies = LargeBodies(self.account, failed, self.strip, **settings)
         self._pools: dict[Worker, ConnectionPool] = {}
         self.workers.on_leave.append(self._drop_pool)
+
+    @property
+    def status(self) -> str:
+        """Whether requests are served: "ok", or why they are not."""
+        if self.draining:
+            return "draining"
+        return "ok" if self.workers.ready else "no engine is ready"
 
     async def read_body(
         self, tenant: str, asked: Asked, body: bytes | bytearray, named: Named | None = None
@@ -126,6 +142,10 @@ class Services:
             self.secret.put_into(self.session)
             for pool in self._pools.values():
                 pool.add_to_each(self.secret.line)
+
+    def sample_hit_rates(self) -> None:
+        """Notes the engines' hit rates. Call it periodically."""
+        self.hit_rates.sample(time.monotonic(), [worker.id for worker in self.workers.all])
 
     def pools(self) -> list[ConnectionPool]:
         """Every connection pool."""

@@ -17,11 +17,13 @@ Sessions and prefixes are hashes. No text of a prompt is written.
 """
 
 import time
+from http import HTTPStatus
 from typing import Any, NamedTuple
 
 import orjson
 
 from sgl_ext.balancer.metrics.registry import Metrics
+from sgl_ext.balancer.reporting.activity import Activity
 from sgl_ext.balancer.reporting.diagnosis import DivergenceDetector, PromptDiagnosis
 from sgl_ext.balancer.reporting.line_file import LineFile
 from sgl_ext.balancer.routing.attempts import Attempt
@@ -46,13 +48,19 @@ class AnsweredRequest(NamedTuple):
 class RequestLog:
     """Counts every answered request and adds it to the log's lines.
 
+    activity: gets those that an engine's scheduler ran.
     detector: compares prompts; its findings are summed here, once their requests are answered.
     """
 
     def __init__(
-        self, metrics: Metrics, lines: LineFile | None, detector: DivergenceDetector | None = None
+        self,
+        metrics: Metrics,
+        activity: Activity,
+        lines: LineFile | None,
+        detector: DivergenceDetector | None = None,
     ) -> None:
         self._metrics = metrics
+        self._activity = activity
         self._lines = lines
         self.detector = detector
 
@@ -66,6 +74,16 @@ class RequestLog:
             metrics.predicted_tokens.counts[(worker,)] += attempt.predicted_tokens
             metrics.reported_tokens.counts[(worker,)] += usage.cached_tokens
             metrics.prediction_error_tokens.observe(worker, error_tokens)
+        if attempt.routing.runs:
+            self._activity.add(
+                time.time(),
+                attempt.routing.tenant,
+                attempt.routing.session,
+                worker,
+                prompt_tokens,
+                usage,
+                request.ttft_s if request.status < HTTPStatus.BAD_REQUEST else None,
+            )
         if request.diagnosis is not None:
             self._add_finding(request.diagnosis, prompt_tokens)
         if self._lines is not None:

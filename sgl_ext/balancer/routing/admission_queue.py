@@ -17,6 +17,7 @@ the first free slot would leave its cache behind. Two seconds are the time to co
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -96,6 +97,10 @@ class AdmissionQueue:
         if len(self._queue) > self.limit + self.limit // _OVERFLOW:
             self._reject_excess(now_s)
         return request not in self._queue
+
+    def by_priority(self) -> dict[int, int]:
+        """How many requests of each priority wait."""
+        return Counter(entry.waiting.priority for entry in self._queue)
 
     def remove(self, request: QueuedRequest) -> None:
         """Removes a request; does nothing if it is not queued."""

@@ -1,5 +1,6 @@
 """One engine as the balancer sees it: its state, its load and its capacity."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from scheduler.breaker import Breaker
@@ -38,6 +39,7 @@ class Worker:
     running: those requests that its scheduler runs, and their tokens, by priority.
     attempts: the attempts in flight there.
     capacity: what it reports that it can run; None without a report.
+    report: the load that it last reported, empty without a report.
     peer_load: the load that the node's other balancer processes put on it.
     recent_prefill: tokens that it was given to prefill in the last seconds.
     publishes: whether it sends prefix events.
@@ -46,6 +48,7 @@ class Worker:
     is_hung: it accepts connections, but does nothing; it gets no requests.
     silent_probes: how many probes in a row it has left without an answer.
     recovered_s: when it joined or came back; None if it was there from the start.
+    was_ready: whether it has ever been ready.
     """
 
     def __init__(self, member: Member, slot: int, source: str = "") -> None:
@@ -55,6 +58,7 @@ class Worker:
         self.source = source
         self.slot = slot
         self.ready = False
+        self.was_ready = False
         self.draining = False
         self.is_gone = False
         self.is_expected = False
@@ -65,6 +69,7 @@ class Worker:
         self.running = InFlight()
         self.attempts: set[Attempt] = set()
         self.capacity: Capacity | None = None
+        self.report: Mapping[str, int] = {}
         self.peer_load = Load()
         self.recent_prefill = DecayingSum(RECENT_S)
         self.pins = PinMirror()
@@ -107,6 +112,7 @@ class Worker:
 
     def apply_load(self, load: dict[str, int], now_s: float) -> None:
         """Takes over the load that the engine reports of itself."""
+        self.report = load
         self.pinned_tokens = load.get("pinned_tokens", 0)
         ours = self.pending_tokens + self.peer_load.pending_tokens
         difference = load.get("pending_tokens", 0) - ours
@@ -121,6 +127,7 @@ class Worker:
 
     def clear_load(self) -> None:
         """Drops the reported load, because the engine reports no longer."""
+        self.report = {}
         self.pinned_tokens = 0
         self.capacity = None
         self._correction = _Correction()

@@ -175,6 +175,7 @@ class Workers(Collector):
             worker.recovered_s = self._clock()
             self._left(worker)
         worker.ready = ready
+        worker.was_ready = worker.was_ready or ready
 
     def note_secret(self, worker: Worker, *, refused: bool) -> None:
         """Records whether a worker refuses the engine secret, as a probe or a request found."""

@@ -147,6 +147,27 @@ def test_processes_serve_and_count_as_one(shared_url: str) -> None:
     until(lambda: counted(shared_url) == 30)
 
 
+def test_any_process_tells_the_state_of_all(shared_url: str) -> None:
+    session = {"x-session-id": "several"}
+    before = requests.get(shared_url + "/sgl_ext/state", timeout=10).json()
+    for _ in range(12):
+        requests.post(
+            shared_url + "/v1/chat/completions", json=BODY, headers=session, timeout=10
+        ).raise_for_status()
+
+    def told() -> bool:
+        states = [requests.get(shared_url + "/sgl_ext/state", timeout=10).json() for _ in range(9)]
+        wanted = before["tenants"][0]["requests"] + 12 if before["tenants"] else 12
+        return all(
+            state["tenants"][0]["requests"] == wanted
+            and 12 in [row["turns"] for row in state["sessions"]]
+            and state["queue"]["limit"] == COUNT * 1024
+            for state in states
+        )
+
+    until(told)
+
+
 def test_a_worker_that_joins_one_joins_all(shared_url: str) -> None:
     joined = f"http://127.0.0.1:{free_port()}"
     answer = requests.post(shared_url + "/sgl_ext/workers", json={"url": joined}, timeout=10)

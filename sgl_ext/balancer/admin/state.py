@@ -1,0 +1,182 @@
+"""The state of the whole balancer and its engines as one document: `GET /sgl_ext/state`.
+
+    part(services)  -- of each process, written to a file once a second --.
+         |                                                                |
+         '--> document(services, parts of the other processes) <----------'
+
+docs/page.md describes its fields. What is not known is null. Lists are bounded: what they leave
+out is the smallest or the oldest, and `counts` has how many there are.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from sgl_ext.balancer.relay.services import Services
+from sgl_ext.balancer.reporting.activity import merged
+from sgl_ext.balancer.routing.worker import Worker
+from sgl_ext.doctor.report import add_advice
+from sgl_ext.version import versions
+
+SHOWN_PINS = 200
+SHOWN_TENANTS = 100
+SHOWN_DIVERGENCES = 50
+SHOWN_PRIORITIES = 32
+
+
+def part(services: Services, now_s: float) -> dict[str, Any]:
+    """What only this process knows, for the documents of all. now_s: by the wall clock."""
+    queue = services.admission_queue
+    return {
+        "activity": services.activity.as_json(now_s),
+        "queue": {"limit": queue.limit, "by_priority": [*queue.by_priority().items()]},
+        "cached": {
+            worker.id: services.hit_rates.recent(worker.id) for worker in services.workers.all
+        },
+    }
+
+
+def document(
+    services: Services, children: Sequence[Mapping[str, Any]], model: str | None, now_s: float
+) -> dict[str, Any]:
+    """The state of the whole balancer.
+
+    children: what the launcher tells of its processes. model: the name of the model, if no source
+    of workers states it. now_s: by the wall clock.
+    """
+    others = [orjson.loads(text) for text in services.other_parts()]
+    parts = [part(services, now_s), *others]
+    activity = merged((each["activity"] for each in parts), now_s)
+    pins = _pins(services.workers.all, asyncio.get_running_loop().time())
+    tenants, tenant_count = _tenants(services, activity["tenants"])
+    divergences = _divergences(services.divergences())
+    workers, started = services.workers, {each.get("url"): each for each in children}
+    return {
+        "version": versions()._asdict(),
+        "node": {
+            "status": services.status,
+            "started_s": round(min(each["activity"]["history"]["started_s"] for each in parts), 3),
+            "now_s": round(now_s, 3),
+            "in_flight": sum(_in_flight(worker) for worker in workers.all),
+            "model": workers.model or model,
+        },
+        "engines": [
+            _engine(worker, started.get(worker.url, {}), _hit_rate(worker, parts))
+            for worker in workers.all
+        ],
+        "queue": _queue(parts),
+        "history": activity["history"],
+        "sessions": activity["sessions"],
+        "pins": pins[:SHOWN_PINS],
+        "divergences": None if divergences is None else divergences[:SHOWN_DIVERGENCES],
+        "tenants": tenants,
+        "counts": {
+            "sessions": activity["session_count"],
+            "pins": len(pins),
+            "divergences": None if divergences is None else len(divergences),
+            "tenants": tenant_count,
+        },
+    }
+
+
+def _engine(worker: Worker, child: Mapping[str, Any], hit_rate: float | None) -> dict[str, Any]:
+    """child: what its launcher tells of it, if it has one here."""
+    report = worker.report
+    total, used = report.get("capacity_tokens", 0), report.get("used_tokens", 0)
+    kv = {
+        "used_tokens": used,
+        "pinned_tokens": report.get("pinned_tokens", 0),
+        "free_tokens": max(total - used, 0),
+        "total_tokens": total,
+    }
+    return {
+        "id": worker.id,
+        "url": worker.url,
+        "state": _state(worker, is_starting=child.get("state") == "starting"),
+        "fault": worker.fault or None,
+        "stage": child.get("stage"),
+        "progress": child.get("progress"),
+        "running": report.get("running"),
+        "waiting": report.get("queued"),
+        "in_flight": _in_flight(worker),
+        "kv": kv if total else None,
+        "hit_rate": hit_rate,
+    }
+
+
+def _state(worker: Worker, *, is_starting: bool) -> str:
+    if worker.ready and not worker.draining:
+        return "ready"
+    if is_starting:
+        return "starting"
+    if worker.draining:
+        return "draining"
+    return "unreachable" if worker.was_ready or worker.fault else "starting"
+
+
+def _in_flight(worker: Worker) -> int:
+    return worker.in_flight + worker.peer_load.in_flight
+
+
+def _hit_rate(worker: Worker, parts: Iterable[Mapping[str, Any]]) -> float | None:
+    counts = [each["cached"].get(worker.id, (0, 0)) for each in parts]
+    cached, prompt = map(sum, zip(*counts, strict=True))
+    return round(cached / prompt, 4) if prompt else None
+
+
+def _queue(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    waiting: Counter[int] = Counter()
+    limit = 0
+    for each in parts:
+        limit += each["queue"]["limit"]
+        waiting.update(dict(each["queue"]["by_priority"]))
+    rows = sorted(waiting.most_common(SHOWN_PRIORITIES), reverse=True)
+    return {
+        "limit": limit,
+        "waiting": waiting.total(),
+        "by_priority": [{"priority": priority, "waiting": count} for priority, count in rows],
+    }
+
+
+def _pins(workers: Iterable[Worker], now_s: float) -> list[dict[str, Any]]:
+    """The pins of all engines, the largest first."""
+    rows = [row | {"worker": worker.id} for worker in workers for row in worker.pins.rows(now_s)]
+    return sorted(rows, key=lambda row: (-row["tokens"], row["prefix"], row["worker"]))
+
+
+def _divergences(found: dict[str, Any] | None) -> list[dict[str, Any]] | None:
+    """The doctor's table as one list, the rows that cost most first."""
+    if found is None:
+        return None
+    add_advice(found)
+    rows = [
+        {"harness": entry["harness"], "model": entry["model"], **row}
+        for entry in found["harnesses"]
+        for row in entry["findings"]
+    ]
+    return sorted(rows, key=lambda row: (-row["tokens"], -row["times"]))
+
+
+def _tenants(
+    services: Services, found: Sequence[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], int]:
+    """The tenants with requests, and then those of the key file without, and how many these are."""
+    key_file = services.rate_limits.key_file
+    keys = None if key_file is None else key_file.keys
+    named = {row["name"] for row in found}
+    idle = [] if keys is None else sorted(keys.tenants - named)
+    none = {"requests": 0, "prompt_tokens": 0, "cached_share": None}
+    rows = [*found, *({"name": name, **none} for name in idle[:SHOWN_TENANTS])][:SHOWN_TENANTS]
+    for row in rows:
+        row["limits"] = None
+        if keys is not None and row["name"] in keys.tenants:
+            allowance = keys.allowance(row["name"])
+            row["limits"] = {
+                "requests_per_minute": allowance.requests_per_minute,
+                "tokens_per_minute": allowance.tokens_per_minute,
+                "max_priority": services.router.tenants.of(row["name"]).max_priority,
+            }
+    return rows, len(named) + len(idle)

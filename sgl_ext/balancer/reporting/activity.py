@@ -1,0 +1,141 @@
+"""What the answered requests of late were: their history, sessions and tenants, in bounded tables.
+
+Each process of a balancer has its own. `merged` adds up the `as_json` of all of them.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from sgl_ext.balancer.reporting.history import History, series
+from sgl_ext.requests.usage import Usage
+
+MOST_SESSIONS = 1024
+MOST_TENANTS = 256
+SHOWN_SESSIONS = 200
+SESSION_S = 3600.0
+OTHERS = "other tenants"
+"""Stands for the tenants beyond the bound."""
+
+# tenant, engine, turns, prompt tokens and time of the last turn; prompt tokens of all turns whose
+# answer reported a usage, and cached ones of these
+_Session = list[Any]
+# requests; prompt tokens of those that reported a usage, and cached ones of these
+_Totals = list[int]
+
+
+class Activity:
+    """One process's answered requests. Times are wall-clock seconds."""
+
+    def __init__(self, started_s: float) -> None:
+        self.history = History(started_s)
+        self._sessions: dict[int, _Session] = {}
+        self._tenants: dict[str, _Totals] = {}
+
+    def add(
+        self,
+        now_s: float,
+        tenant: str,
+        session: int | None,
+        engine: str,
+        prompt_tokens: int,
+        usage: Usage | None,
+        ttft_s: float | None,
+    ) -> None:
+        """Adds an answered request. prompt_tokens: an estimate, for answers that report none.
+        ttft_s: None if the answer is an error."""
+        prompt = cached = output = 0
+        if usage is not None and usage.cached_tokens is not None:
+            prompt = prompt_tokens = usage.prompt_tokens or prompt_tokens
+            cached = usage.cached_tokens
+            if usage.computed_tokens is not None:
+                output = max(usage.computed_tokens - prompt + cached, 0)
+        self.history.add(now_s, ttft_s, prompt, cached, output)
+        totals = self._tenants.get(tenant)
+        if totals is None:
+            name = tenant if len(self._tenants) < MOST_TENANTS else OTHERS
+            totals = self._tenants.setdefault(name, [0, 0, 0])
+        totals[0] += 1
+        totals[1] += prompt
+        totals[2] += cached
+        if session is not None:
+            row = self._sessions.get(session)
+            if row is None:
+                row = self._sessions[session] = [tenant, engine, 0, 0, now_s, 0, 0]
+                if len(self._sessions) > MOST_SESSIONS:
+                    self._drop_sessions()
+            row[1] = engine
+            row[2] += 1
+            row[3] = prompt_tokens
+            row[4] = now_s
+            row[5] += prompt
+            row[6] += cached
+
+    def _drop_sessions(self) -> None:
+        """Drops those that were not used for longest, many at once."""
+        rows = sorted(self._sessions.items(), key=lambda item: item[1][4])
+        self._sessions = dict(rows[len(rows) // 4 :])
+
+    def as_json(self, now_s: float) -> dict[str, Any]:
+        """What `merged` adds up: the most recent sessions, and all tenants."""
+        rows = [(id, *row) for id, row in self._sessions.items() if now_s - row[4] < SESSION_S]
+        recent = sorted(rows, key=lambda row: -row[5])[:SHOWN_SESSIONS]
+        return {
+            "history": self.history.as_json(),
+            "session_count": len(rows),
+            "sessions": [[f"{id:032x}", *row] for id, *row in recent],
+            "tenants": self._tenants,
+        }
+
+
+def merged(documents: Iterable[Mapping[str, Any]], now_s: float) -> dict[str, Any]:
+    """`history`, `session_count`, `sessions`, the most recent first, and `tenants`, those with the
+    most requests first, of all processes. A share is null where no answer reported a usage."""
+    documents = list(documents)
+    sessions: dict[str, _Session] = {}
+    tenants: dict[str, _Totals] = {}
+    for document in documents:
+        for id, *row in document["sessions"]:
+            if (known := sessions.get(id)) is not None:
+                last = max(known, row, key=lambda each: each[4])
+                row[:2], row[3:5] = last[:2], last[3:5]
+                row[2], row[5], row[6] = (known[at] + row[at] for at in (2, 5, 6))
+            sessions[id] = row
+        for name, totals in document["tenants"].items():
+            known_totals = tenants.get(name, (0, 0, 0))
+            tenants[name] = [*map(sum, zip(known_totals, totals, strict=True))]
+    newest = sorted(sessions.items(), key=lambda item: -item[1][4])[:SHOWN_SESSIONS]
+    largest = sorted(tenants.items(), key=lambda item: -item[1][0])
+    # A session that several processes answered counts once if they all list it.
+    repeated = sum(len(document["sessions"]) for document in documents) - len(sessions)
+    return {
+        "history": series((document["history"] for document in documents), now_s),
+        "session_count": sum(document["session_count"] for document in documents) - repeated,
+        "sessions": [_session(id, *row) for id, row in newest],
+        "tenants": [
+            {
+                "name": name,
+                "requests": requests,
+                "prompt_tokens": prompt,
+                "cached_share": _share(cached, prompt),
+            }
+            for name, (requests, prompt, cached) in largest
+        ],
+    }
+
+
+def _session(
+    id: str, tenant: str, engine: str, turns: int, tokens: int, last_s: float, prompt: int, hit: int
+) -> dict[str, Any]:
+    return {
+        "id": id,
+        "tenant": tenant,
+        "engine": engine,
+        "turns": turns,
+        "prompt_tokens": tokens,
+        "cached_share": _share(hit, prompt),
+        "last_s": round(last_s, 1),
+    }
+
+
+def _share(part: int, whole: int) -> float | None:
+    return round(part / whole, 4) if whole else None
