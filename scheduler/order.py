@@ -125,12 +125,15 @@ class Served:
 
     def __init__(self, half_life_s: float = 60.0, limit: int = 1024) -> None:
         self._span_s = half_life_s / log(2)
-        self._limit = limit
+        self.limit = limit
         self._sums: dict[str, DecayingSum] = {}
+
+    def __len__(self) -> int:
+        return len(self._sums)
 
     def add(self, tenant: str, tokens: float, now_s: float) -> None:
         """Counts tokens that a tenant was given."""
-        if tenant not in self._sums and len(self._sums) >= self._limit:
+        if tenant not in self._sums and len(self._sums) >= self.limit:
             remaining = self.at(now_s)
             if len(remaining) == len(self._sums):
                 del remaining[min(remaining, key=lambda tenant: (remaining[tenant], tenant))]

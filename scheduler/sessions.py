@@ -21,9 +21,12 @@ class Sessions:
 
     def __init__(self, live_s: float, limit: int = 100_000) -> None:
         self._live_s = live_s
-        self._limit = limit
+        self.limit = limit
         self._last: OrderedDict[int, _Request] = OrderedDict()
         self._tokens: Counter[int] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._last)
 
     def home(self, session: int) -> tuple[int, int] | None:
         """The worker of a live session and the tokens of its last prompt."""
@@ -39,7 +42,7 @@ class Sessions:
         self.end(session)
         self._last[session] = _Request(worker, tokens, now_s)
         self._tokens[worker] += tokens
-        if len(self._last) > self._limit:
+        if len(self._last) > self.limit:
             self.end(next(iter(self._last)))
 
     def end(self, session: int) -> None:

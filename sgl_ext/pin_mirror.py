@@ -16,6 +16,9 @@ class PinMirror:
     def __contains__(self, prefix: str) -> bool:
         return prefix in self._pins
 
+    def __len__(self) -> int:
+        return len(self._pins)
+
     def clear(self) -> None:
         """Removes all pins, because the engine is gone."""
         self._pins.clear()

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,11 @@ class Parts:
         self._snapshots = (
             None if group is None or folder is None else SharedSnapshots(folder, group.number)
         )
-        self._session = session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
+        # Each worker has a few connections, one of them for its events: a limit for all would keep
+        # probes waiting.
+        self._session = session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar()
+        )
         secret.put_into(session)
         strip = HeaderStrip(config.strip_headers)
         slots, prefixes = (
@@ -123,7 +128,13 @@ class Parts:
         self.services = Services(
             router,
             self._admission_queue,
-            RequestLog(metrics, activity, self._log_lines, self._detector),
+            RequestLog(
+                metrics,
+                activity,
+                self._log_lines,
+                self._detector,
+                partial(_label, tenants, key_file),
+            ),
             metrics,
             strip,
             self._limits,
@@ -209,6 +220,7 @@ class Parts:
     def _reload_keys(self) -> None:
         if self._key_file is not None and self._key_file.reload_if_changed():
             self._keys_changed()
+            self._limits.show()
 
     async def _compare_keys(self) -> None:
         if self._shared_keys is not None and await self._shared_keys.compare():
@@ -260,9 +272,16 @@ class Parts:
         return [] if self._snapshots is None else self._snapshots.read_others(kind)
 
 
+def _label(tenants: Tenants, key_file: KeyFileReloader | None, tenant: str) -> str | None:
+    """A tenant's label in metrics: clients may name tenants, but only the operator adds labels."""
+    in_keys = frozenset[str]() if key_file is None else key_file.keys.tenants
+    if not in_keys and not tenants.weights:
+        return None
+    return tenant if tenant in in_keys or tenant in tenants.weights else "other"
+
+
 def _open_log(config: BalancerSettings, metrics: Metrics) -> LineFile | None:
     if config.request_log is None:
         return None
     check_file(config.request_log)
-    dropped = metrics.request_log_dropped_lines
-    return LineFile(Path(config.request_log), config.request_log_limit_bytes, dropped)
+    return LineFile(Path(config.request_log), config.request_log_limit_bytes, metrics)

@@ -29,7 +29,7 @@ from sgl_ext.tenants import Tenants
 _BACKLOG = 1024
 # How long clients have to read the error that ends their request.
 _LAST_WORDS_S = 1.0
-_SERVED_WHILE_DRAINING = (*routes.HEALTH, "/metrics", routes.STATE)
+_SERVED_WHILE_DRAINING = (*routes.HEALTH, *routes.METRICS, routes.STATE)
 
 
 class Balancer:
@@ -56,10 +56,11 @@ class Balancer:
         self._connections: set[DownstreamConnection] = set()
         self._empty = asyncio.Event()
         self._drained = asyncio.Event()
-        self._metrics = metrics = Metrics()
-        self.account = ByteAccount(config.account_bytes, metrics.bodies_rejected.inc)
-        metrics.held_bytes.set_function(lambda: self.account.used)
+        self._metrics = metrics = Metrics(0 if group is None else group.number)
+        self.account = account = ByteAccount(config.account_bytes, metrics.bodies_rejected.inc)
+        metrics.held_bytes.set_function(lambda: account.used)
         metrics.connections.set_function(self._connections.__len__)
+        metrics.draining.set_function(lambda: self.draining)
         self._stalls = StallMonitor(metrics.stall_s.observe)
         tenants = Tenants(config.tenants, config.max_priority)
         key_file = None if config.keys is None else KeyFileReloader(Path(config.keys), metrics)
@@ -67,6 +68,10 @@ class Balancer:
             read_api_key(config.api_key), key_file, tenants, config.isolates_tenants
         )
         self._heads = RequestHeadCache(authentication.admit)
+        add_table = metrics.tables.add
+        add_table("byte_budget", lambda: account.used, lambda: account.limit_bytes, "bytes")
+        add_table("connections", self._connections.__len__, lambda: config.max_connections)
+        add_table("request_heads", self._heads.__len__, lambda: self._heads.limit)
         self._build = partial(
             Parts,
             config,

@@ -51,6 +51,9 @@ ANY_POST = ("/v1/audio/transcriptions",)
 STATE = "/sgl_ext/state"
 LIVE = "/sgl_ext/live"
 
+# What Prometheus scrapes: this balancer's metrics, and those of every engine.
+METRICS = ("/metrics", "/metrics/engines")
+
 # Probes, whose answers are neither counted nor need a key.
 HEALTH = ("/health", "/live", "/ready")
 
@@ -99,7 +102,7 @@ _TO_ONE = {
     **{path: Route(path, "GET") for path in ANY_GET},
     **{path: Route(path) for path in ANY_POST},
 }
-_KNOWN = {"/", *HEALTH, "/metrics", CONTEXTS, *_TO_ONE, *FANNED_OUT, *FANNED_OUT_GET}
+_KNOWN = {"/", *HEALTH, *METRICS, CONTEXTS, *_TO_ONE, *FANNED_OUT, *FANNED_OUT_GET}
 
 
 def to_one(method: str, path: str) -> Route | None:

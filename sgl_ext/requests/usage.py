@@ -40,6 +40,14 @@ class Usage(NamedTuple):
     cached_tokens: int | None
     computed_tokens: int | None
 
+    @property
+    def output_tokens(self) -> int | None:
+        """Generated tokens."""
+        if self.prompt_tokens is None or self.computed_tokens is None:
+            return None
+        uncached = max(self.prompt_tokens - (self.cached_tokens or 0), 0)
+        return max(self.computed_tokens - uncached, 0)
+
 
 def read_usage(first: bytes, last: bytes) -> Usage | None:
     """The usage in the first and the last events of a stream, or in a whole answer given twice.

@@ -39,7 +39,7 @@ _OURS = {GROUP_HEADER.encode(), OWNER_HEADER.encode()}
 _ADMINISTRATIVE = {
     *routes.FANNED_OUT,
     *routes.FANNED_OUT_GET,
-    "/metrics",
+    *routes.METRICS,
     "/server_info",
     "/get_server_info",
 }
@@ -60,13 +60,8 @@ class KeyFileReloader:
         self._content: KeyFile = read_keys(path)
         self._others: frozenset[str] | None = None
         self.keys = self._content
-        self._reloads = metrics.counter(
-            "key_file_reloads", "Changes of the API key file that were applied."
-        )
-        self._failures = metrics.counter(
-            "key_file_reload_failures",
-            "Changes of the API key file that were not applied because it was unreadable or wrong.",
-        )
+        self._reloads = metrics.key_file_reloads
+        self._failures = metrics.key_file_reload_failures
 
     def reload_if_changed(self) -> bool:
         """Whether new content was loaded. Call this periodically."""
@@ -180,7 +175,7 @@ def _is_administrative(path: str) -> bool:
 
 def _is_local(path: str) -> bool:
     """Whether a path is for this machine only without keys: Prometheus may run on another."""
-    return _is_administrative(path) and path != "/metrics"
+    return _is_administrative(path) and path not in routes.METRICS
 
 
 def _require_tenant_path(head: RequestHead) -> None:

@@ -58,19 +58,15 @@ class RateLimits:
         self._id = os.urandom(8).hex()
         self._balancers = self.processes
         self._is_alone = False
-        if self.key_file is None:
-            return
-        self._requests = self.metrics.counter(
-            "tenant_requests{tenant}", "Requests admitted within the tenant's rate limits."
-        )
-        self._limited = self.metrics.counter(
-            "tenant_rate_limited{tenant,limit}",
-            "Requests rejected because the tenant was over a rate limit.",
-        )
-        self._tokens = self.metrics.counter(
-            "tenant_tokens{tenant}",
-            "Tokens charged to the tenant: prompt tokens that were computed, and output tokens.",
-        )
+        self.show()
+
+    def show(self) -> None:
+        """Puts the limits into the metrics. Call it when the key file has changed."""
+        self.metrics.tenant_limit.clear()
+        for tenant in () if self.key_file is None else self.key_file.keys.tenants:
+            for kind, limit in self._limits(tenant).items():
+                if limit is not None:
+                    self.metrics.tenant_limit.labels(tenant, kind).set(limit)
 
     def charges(self, tenant: str) -> bool:
         """Whether the key file has the tenant, so that its requests are charged."""
@@ -88,14 +84,14 @@ class RateLimits:
         for kind, limit, bucket, cost in self._charged(tenant, tokens, now_s):
             wait_s = bucket.wait_s(cost, now_s)
             if wait_s > 0:
-                self._limited.counts[tenant, kind] += 1
+                self.metrics.tenant_rate_limited.counts[tenant, kind] += 1
                 message = f"This tenant's limit of {limit:g} {kind} per minute is reached."
                 retry_after_s = max(math.ceil(wait_s), 1)
                 raise BalancerError(HTTPStatus.TOO_MANY_REQUESTS, message, retry_after_s)
             buckets.append((bucket, cost))
         for bucket, cost in buckets:
             bucket.take(cost, now_s)
-        self._requests.counts[(tenant,)] += 1
+        self.metrics.tenant_requests.counts[(tenant,)] += 1
         return Charge(tenant, tokens)
 
     def settle(self, charge: Charge | None, tokens: int | None) -> None:
@@ -103,7 +99,7 @@ class RateLimits:
         if charge is None:
             return
         cost = charge.tokens if tokens is None else tokens
-        self._tokens.counts[(charge.tenant,)] += cost
+        self.metrics.tenant_tokens.counts[(charge.tenant,)] += cost
         bucket = self._buckets.get((charge.tenant, "tokens"))
         if bucket is not None:
             bucket.take(cost - charge.tokens, self.clock())
@@ -162,14 +158,15 @@ class RateLimits:
         self, tenant: str, tokens: int, now_s: float
     ) -> Iterator[tuple[str, float, Bucket | LeasedBucket, int]]:
         """The limits that a request is charged for: kind, limit, bucket and cost."""
-        assert self.key_file is not None, "the tenant is one of the key file's"
-        allowance = self.key_file.keys.allowance(tenant)
-        for kind, limit, cost in (
-            ("requests", allowance.requests_per_minute, 1),
-            ("tokens", allowance.tokens_per_minute, tokens),
-        ):
+        for (kind, limit), cost in zip(self._limits(tenant).items(), (1, tokens), strict=True):
             if limit is not None and cost:
                 yield kind, limit, self._bucket(tenant, kind, limit, now_s), cost
+
+    def _limits(self, tenant: str) -> dict[str, float | None]:
+        """A tenant's requests and tokens in a minute, None without a limit."""
+        assert self.key_file is not None, "the tenant is one of the key file's"
+        allowance = self.key_file.keys.allowance(tenant)
+        return {"requests": allowance.requests_per_minute, "tokens": allowance.tokens_per_minute}
 
     def _bucket(self, tenant: str, kind: str, limit: float, now_s: float) -> Bucket | LeasedBucket:
         bucket = self._buckets.get((tenant, kind))

@@ -21,13 +21,8 @@ class SentSecret:
     def __init__(self, source: str | None, metrics: Metrics) -> None:
         """source: the setting `engine-secret`. Raises SettingsError."""
         self._secret = EngineSecret(source)
-        self._reloads = metrics.counter(
-            "engine_secret_reloads", "Changes of the engine secret's file that were applied."
-        )
-        self._failures = metrics.counter(
-            "engine_secret_reload_failures",
-            "Changes of the engine secret's file that were unreadable or wrong.",
-        )
+        self._reloads = metrics.engine_secret_reloads
+        self._failures = metrics.engine_secret_reload_failures
 
     @property
     def line(self) -> bytes:

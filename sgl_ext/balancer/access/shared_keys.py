@@ -27,10 +27,7 @@ class SharedKeys:
         self._state = state
         self._shared = -1
         self._is_older = False
-        self._older = metrics.counter(
-            "key_file_older",
-            "Times that another balancer was found to read a newer key file than this one.",
-        )
+        self._older = metrics.key_file_older
 
     async def compare(self) -> bool:
         """Whether other keys are valid now than before. Call it every second."""

@@ -20,6 +20,7 @@ from sgl_ext.balancer.admin import (
     restart_routes,
     worker_routes,
 )
+from sgl_ext.balancer.admin.engine_metrics import EngineMetrics
 from sgl_ext.balancer.admin.worker_routes import SERVICES, json_response, to_all
 from sgl_ext.balancer.http.connection_pool import ConnectionPool
 from sgl_ext.balancer.http.upstream import UpstreamConnection
@@ -42,6 +43,7 @@ def make_app(services: Services, interval_s: float = 1.0) -> web.Application:
     app = web.Application(client_max_size=_ANY_SIZE, middlewares=[answer_errors])
     app[SERVICES] = services
     app[live_state.STATES] = live_state.States(services, interval_s)
+    engine_metrics = EngineMetrics(services.workers, services.session, services.metrics)
     to_all_workers = [
         ("DELETE", pin_mirror.PATH),
         ("DELETE", routes.PREFILL),
@@ -55,6 +57,7 @@ def make_app(services: Services, interval_s: float = 1.0) -> web.Application:
             web.get("/live", live),
             web.get("/ready", ready),
             web.route("GET", "/metrics", show_metrics),
+            web.route("GET", "/metrics/engines", engine_metrics.show),
             *worker_routes.ROUTES,
             *restart_routes.ROUTES,
             *live_state.ROUTES,

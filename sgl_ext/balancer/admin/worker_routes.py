@@ -24,14 +24,13 @@ from sgl_ext.balancer.relay.reading import Asked, parse_json
 from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.balancer.routing.worker_probes import WorkerProbes
+from sgl_ext.balancer.routing.workers import MOST_ADDED
 from sgl_ext.protocols import routes
 from sgl_ext.protocols.errors import BalancerError, no_engine
 from sgl_ext.requests.session import OWNER_HEADER, TENANT_HEADER
 from sgl_ext.settings.checks import is_worker_url, worker_url_problem
 
 SERVICES = web.AppKey("services", Services)
-# More would not fit into a message between balancers.
-MOST_ADDED = 256
 _TIMEOUT = aiohttp.ClientTimeout(total=120)
 _FORWARDED_HEADERS = (TENANT_HEADER, OWNER_HEADER)
 

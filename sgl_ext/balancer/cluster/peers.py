@@ -96,6 +96,7 @@ class Peers:
         self._received: TTLCache[Hashable, dict[str, Load]] = TTLCache(
             _MOST_PEERS, SILENT_S, self.clock
         )
+        self.metrics.tables.add("peers", self._received.__len__, lambda: _MOST_PEERS)
         self._sent: dict[str, Load] = {}
         self._load_due = False
         self._guard = Guard("peers", self.metrics.background_failed)

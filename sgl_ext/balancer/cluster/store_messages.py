@@ -41,6 +41,7 @@ class StoreMessages:
         self._header = self._node + number.to_bytes(_HEADER_BYTES - _NODE_BYTES)
         self._queued: deque[bytes] = deque()
         self._latest_state: bytes | None = None
+        metrics.tables.add("store_messages", self._queued.__len__, lambda: MOST_QUEUED)
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self, received: Received) -> None:

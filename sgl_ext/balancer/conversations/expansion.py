@@ -70,7 +70,7 @@ class Expander:
 
     keeps_turns: bool
     # The id is a hash of the content, so equal ids have equal blocks for all tenants.
-    _blocks: ByteLRU[tuple[contexts.Block, ...]] = field(
+    blocks: ByteLRU[tuple[contexts.Block, ...]] = field(
         default_factory=lambda: ByteLRU(_PARSED_BYTES)
     )
 
@@ -115,10 +115,10 @@ class Expander:
             raise bad_field("context_id", f"requests to {path} cannot name a context")
         if found is None:
             raise unknown_context(id)
-        blocks = self._blocks.get(id)
+        blocks = self.blocks.get(id)
         if blocks is None:
             blocks = contexts.unpacked_blocks(found[-1])
-            self._blocks.add(id, blocks, len(found[-1]))
+            self.blocks.add(id, blocks, len(found[-1]))
         return insert_context(protocol, body, blocks, texts)
 
 

@@ -97,9 +97,14 @@ class RequestHead:
 class RequestHeadCache:
     """Parses heads and caches the latest. `admit` gets each new one and may raise BalancerError."""
 
+    limit = _MAX_CACHED
+
     def __init__(self, admit: Callable[[RequestHead], None]) -> None:
         self._admit = admit
         self._cached: dict[bytes | tuple[bytes], RequestHead] = {}
+
+    def __len__(self) -> int:
+        return len(self._cached)
 
     def clear(self) -> None:
         """Empties the cache, so that every head is admitted again."""
@@ -131,7 +136,7 @@ class RequestHeadCache:
                 return head, length
             if len(raw) > _MAX_CACHED_BYTES:
                 return head, length
-            if len(self._cached) >= _MAX_CACHED:
+            if len(self._cached) >= self.limit:
                 self._cached.clear()
             self._cached[key] = head
         return head, length

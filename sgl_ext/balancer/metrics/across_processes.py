@@ -15,14 +15,21 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-# The other gauges have the same value in every process.
-_SUMMED_GAUGES = (
+SUMMED_GAUGES = (
     "sgl_ext_worker_in_flight",
     "sgl_ext_queued_requests",
     "sgl_ext_held_bytes",
     "sgl_ext_connections",
     "sgl_ext_live_streams",
 )
+"""Gauges of which each process has a part. The others have the same value in every process, or
+that of the fullest process counts, or each process has a series of its own."""
+COMMON_COUNTERS = (
+    "sgl_ext_workers_joined",
+    "sgl_ext_workers_left",
+    "sgl_ext_worker_outages",
+)
+"""Counters of what every process sees by itself. The others are summed."""
 
 
 class SharedSnapshots:
@@ -50,7 +57,7 @@ class SharedSnapshots:
 
 
 class _Merged(Collector):
-    """The metrics of pages in Prometheus' text format: counters and histograms are summed."""
+    """The metrics of pages in Prometheus' text format, each by the rule above."""
 
     def __init__(self, pages: Iterable[bytes]) -> None:
         self._pages = pages
@@ -62,7 +69,7 @@ class _Merged(Collector):
             for family in text_string_to_metric_families(page.decode()):
                 families.setdefault(family.name, family)
                 known = samples[family.name]
-                join = sum if family.type != "gauge" or family.name in _SUMMED_GAUGES else max
+                join = sum if _is_summed(family) else max
                 for sample in family.samples:
                     key = (sample.name, *sorted(sample.labels.items()))
                     if key in known:
@@ -71,6 +78,11 @@ class _Merged(Collector):
         for name, family in families.items():
             family.samples = list(samples[name].values())
             yield family
+
+
+def _is_summed(family: Metric) -> bool:
+    names = SUMMED_GAUGES if family.type == "gauge" else COMMON_COUNTERS
+    return (family.name in names) is (family.type == "gauge")
 
 
 def merge_pages(pages: Iterable[bytes]) -> bytes:

@@ -1,28 +1,17 @@
-"""The balancer's metrics: their names, labels and HELP texts.
+"""The balancer's metrics: their names, labels and HELP texts. docs/metrics.md is made of them."""
 
-Its counters and histograms have no locks, as only the event loop uses them. A request updates about
-ten of them. With prometheus_client's own that takes 18 us (1.6 us for a labelled counter, 1.9 us
-for a histogram), with these 1 us.
-"""
-
-import re
-from bisect import bisect_left, bisect_right
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from itertools import accumulate
-
-from prometheus_client import CollectorRegistry, Gauge, generate_latest
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
+from bisect import bisect_right
 
 from sgl_ext import supervision
+from sgl_ext.balancer.metrics.page import Page
+from sgl_ext.version import versions
 
 _TOKENS = (0, 16, 64, 256, 1024, 4096, 16384, 65536)
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120)
+_ANSWERS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120, 300, 600, 1800)
+_BETWEEN_TOKENS_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1)
 _STALLS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 # A band of priorities begins at each of these and ends before the next one.
 _BANDS = (0, 1, 10)
-Labels = tuple[object, ...]
 
 
 def band(priority: int) -> str:
@@ -30,85 +19,21 @@ def band(priority: int) -> str:
     return str((-1, *_BANDS)[bisect_right(_BANDS, priority)])
 
 
-class Counter(Collector):
-    """A counter by labels: `counter.counts["/v1/messages", 200] += 1`, or `inc` without labels."""
+class Metrics(Page):
+    """One balancer process's metrics."""
 
-    def __init__(
-        self, name: str, help_text: str, labels: Sequence[str], registry: CollectorRegistry
-    ) -> None:
-        self.counts: defaultdict[Labels, int] = defaultdict(int)
-        if not labels:
-            self.counts[()] = 0  # the page shows it from the start
-        self._about = (name, help_text, labels)
-        registry.register(self)
-
-    def inc(self, amount: int = 1) -> None:
-        """Counts where there are no labels."""
-        self.counts[()] += amount
-
-    def forget(self, label: str, value: str) -> None:
-        """Drops the counts with this value of a label."""
-        labels = self._about[2]
-        if label in labels:
-            at = labels.index(label)
-            for values in [values for values in self.counts if values[at] == value]:
-                del self.counts[values]
-
-    def collect(self) -> Iterable[Metric]:
-        name, help_text, labels = self._about
-        family = CounterMetricFamily(name, help_text, labels=labels)
-        for values, count in self.counts.items():
-            family.add_metric([str(value) for value in values], count)
-        return [family]
-
-
-class Histogram(Collector):
-    """A histogram by one label; `bounds` are the buckets' upper bounds, ascending."""
-
-    def __init__(
-        self,
-        name: str,
-        help_text: str,
-        label: str,
-        bounds: Sequence[float],
-        registry: CollectorRegistry,
-    ) -> None:
-        self._about = (name, help_text, label)
-        self._bounds = tuple(float(bound) for bound in bounds)
-        self._names = (*map(str, self._bounds), "+Inf")
-        self._counts: dict[str, list[int]] = {}
-        self._sums: defaultdict[str, float] = defaultdict(float)
-        registry.register(self)
-
-    def observe(self, label: str, value: float) -> None:
-        counts = self._counts.get(label)
-        if counts is None:
-            counts = self._counts[label] = [0] * len(self._names)
-        counts[bisect_left(self._bounds, value)] += 1
-        self._sums[label] += value
-
-    def forget(self, label: str, value: str) -> None:
-        """Drops the observations with this value of the label."""
-        if label == self._about[2]:
-            self._counts.pop(value, None)
-            self._sums.pop(value, None)
-
-    def collect(self) -> Iterable[Metric]:
-        name, help_text, label = self._about
-        family = HistogramMetricFamily(name, help_text, labels=[label])
-        for value, counts in self._counts.items():
-            buckets = [*zip(self._names, map(float, accumulate(counts)), strict=True)]
-            family.add_metric([value], buckets, self._sums[value])
-        return [family]
-
-
-class Metrics:
-    """One balancer process's metrics, in a registry of their own."""
-
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self._by_label: list[Counter | Histogram] = []
-        counter, histogram = self.counter, self._histogram
+    def __init__(self, process: int = 0) -> None:
+        """process: the number of this process among those of its balancer."""
+        super().__init__(process)
+        counter, histogram, gauge = self._counter, self._histogram, self._gauge
+        build = gauge(
+            "build_info{version,commit,sglang}",
+            "Versions of sgl-ext and SGLang, and the commit that runs. The value is 1.",
+        )
+        build.labels(*(found or "" for found in versions())).set(1)
+        self.draining = gauge(
+            "draining", "Whether the balancer drains: it rejects new requests and then ends."
+        )
         self.requests = counter(
             "requests{path,status}",
             "Requests that were answered, by path and HTTP status. Health checks are not counted.",
@@ -116,6 +41,25 @@ class Metrics:
         self.ttft_s = histogram(
             "ttft_seconds{path}",
             "Time from a request's arrival to the first byte of its answer, by path.",
+        )
+        self.request_s = histogram(
+            "request_seconds{path}",
+            "Time from a request's arrival to the end of its answer, by path, "
+            "for answers that were complete.",
+            _ANSWERS_S,
+        )
+        self.between_tokens_s = histogram(
+            "inter_token_seconds{path}",
+            "Mean time between the tokens of a stream, by path: from its first byte to its end, "
+            "divided by its output tokens less one. Only streams that state their usage count.",
+            _BETWEEN_TOKENS_S,
+        )
+        self.output_tokens = counter(
+            "output_tokens{worker}", "Output tokens of the answers that stated their usage."
+        )
+        self.answers_without_usage = counter(
+            "answers_without_usage{path}",
+            "Complete answers that stated no usage, so that their tokens are not counted.",
         )
         self.priority_ttft_s = histogram(
             "priority_ttft_seconds{priority}",
@@ -131,9 +75,7 @@ class Metrics:
             "priority_queue_seconds{priority}",
             "Time that requests waited for capacity, by the lowest priority of their band.",
         )
-        self.queued_requests = Gauge(
-            "sgl_ext_queued_requests", "Requests in the admission queue.", registry=self.registry
-        )
+        self.queued_requests = gauge("queued_requests", "Requests in the admission queue.")
         self.promotions = counter(
             "promotions",
             "Requests that left the queue at a higher priority step because they had waited long.",
@@ -168,6 +110,35 @@ class Metrics:
         self.store_events = counter(
             "store_events{event}",
             "Reads, writes, evictions and failures of the store of responses and contexts.",
+        )
+        self.tenant_requests = counter(
+            "tenant_requests{tenant}", "Requests admitted within the tenant's rate limits."
+        )
+        self.tenant_rate_limited = counter(
+            "tenant_rate_limited{tenant,limit}",
+            "Requests rejected because the tenant was over a rate limit.",
+        )
+        self.tenant_tokens = counter(
+            "tenant_tokens{tenant}",
+            "Tokens charged to the tenant: prompt tokens that were computed, and output tokens.",
+        )
+        self.tenant_limit = gauge(
+            "tenant_limit{tenant,limit}", "Requests or tokens that the tenant may use in a minute."
+        )
+        self.tenant_ttft_s = histogram(
+            "tenant_ttft_seconds{tenant}",
+            "Time from a request's arrival to the first byte of its answer, by configured tenant.",
+        )
+        self.tenant_prompt_tokens = counter(
+            "tenant_prompt_tokens{tenant}",
+            "Prompt tokens of a configured tenant's answered requests, as the engines reported.",
+        )
+        self.tenant_cached_tokens = counter(
+            "tenant_cached_tokens{tenant}",
+            "Prompt tokens of a configured tenant that engines read from their cache.",
+        )
+        self.tenant_output_tokens = counter(
+            "tenant_output_tokens{tenant}", "Output tokens of a configured tenant's requests."
         )
         self.limit_outages = counter(
             "tenant_limit_outages",
@@ -207,13 +178,14 @@ class Metrics:
         self.prefix_events = counter(
             "prefix_events{worker}", "Prefix events received from engines."
         )
+        self.prefix_event_bytes = counter(
+            "prefix_event_bytes{worker}", "Bytes of prefix events received from engines."
+        )
         self.prefix_event_faults = counter(
             "prefix_event_faults{worker,fault}",
             "Prefix events from engines that could not be applied to the index.",
         )
-        self.index_segments = Gauge(
-            "sgl_ext_index_segments", "Segments in the prefix index.", registry=self.registry
-        )
+        self.index_segments = gauge("index_segments", "Segments in the prefix index.")
         self.unlisted_segments = counter(
             "unlisted_segments",
             "Times that the index that several processes share could not take a segment, "
@@ -222,6 +194,17 @@ class Metrics:
         self.unconfirmed_prefixes = counter(
             "unconfirmed_prefixes",
             "Requests after which the engine never reported that it holds their prefix.",
+        )
+        self.workers_joined = counter(
+            "workers_joined", "Engines that joined. An engine that was started again joins again."
+        )
+        self.workers_left = counter("workers_left", "Engines that left, for whatever reason.")
+        self.worker_outages = counter(
+            "worker_outages", "Times that an engine that was ready became unready."
+        )
+        self.engine_scrape_failures = counter(
+            "engine_scrape_failures{reason}",
+            "Engines' metrics that /metrics/engines had to leave out, by the reason.",
         )
         self.membership_faults = counter(
             "membership_faults{source}",
@@ -239,41 +222,44 @@ class Metrics:
             "bodies_rejected",
             "Bodies and heads that were rejected because the byte budget was used up.",
         )
-        self.held_bytes = Gauge(
-            "sgl_ext_held_bytes",
-            "Bytes of bodies and answers that the byte budget counts now.",
-            registry=self.registry,
+        self.held_bytes = gauge(
+            "held_bytes", "Bytes of bodies and answers that the byte budget counts now."
         )
         self.connections_rejected = counter(
             "connections_rejected", "Connections that were closed because there were too many."
         )
-        self.connections = Gauge(
-            "sgl_ext_connections",
-            "Connections of clients that are open now.",
-            registry=self.registry,
-        )
+        self.connections = gauge("connections", "Connections of clients that are open now.")
         self.stall_s = histogram(
             "event_loop_stall_seconds{clock}",
             "Time that the event loop stood still, by the wall clock, "
             "and how much of it the loop's own thread computed.",
             _STALLS_S,
         )
-        self.live_streams = Gauge(
-            "sgl_ext_live_streams",
-            "Live streams of the state that are open now.",
-            registry=self.registry,
-        )
+        self.live_streams = gauge("live_streams", "Live streams of the state that are open now.")
         self.live_streams_dropped = counter(
             "live_streams_dropped{reason}",
             "Live streams of the state that were refused because there were too many, "
             "or ended because their client read too slowly.",
         )
+        self.key_file_reloads = counter(
+            "key_file_reloads", "Changes of the API key file that were applied."
+        )
+        self.key_file_reload_failures = counter(
+            "key_file_reload_failures",
+            "Changes of the API key file that were not applied because it was unreadable or wrong.",
+        )
+        self.key_file_older = counter(
+            "key_file_older",
+            "Times that another balancer was found to read a newer key file than this one.",
+        )
+        self.engine_secret_reloads = counter(
+            "engine_secret_reloads", "Changes of the engine secret's file that were applied."
+        )
+        self.engine_secret_reload_failures = counter(
+            "engine_secret_reload_failures",
+            "Changes of the engine secret's file that were unreadable or wrong.",
+        )
         self.background_failures = counter("background_failures{task}", supervision.HELP)
-
-    def forget_worker(self, worker: str) -> None:
-        """Drops the counts of a worker that is gone: engines that come and go add up."""
-        for metric in self._by_label:
-            metric.forget("worker", worker)
 
     def background_failed(self, task: str) -> None:
         """Counts an exception of a background task."""
@@ -282,22 +268,3 @@ class Metrics:
     def store_failed(self, _: str) -> None:
         """Counts a read or write of the store of responses and contexts that failed."""
         self.store_events.counts[("failed",)] += 1
-
-    def counter(self, name: str, help_text: str) -> Counter:
-        """Adds the counter `sgl_ext_NAME_total`. `name`: NAME or NAME{LABEL,LABEL}."""
-        name, *labels = re.findall(r"\w+", name)
-        counter = Counter(f"sgl_ext_{name}", help_text, labels, self.registry)
-        self._by_label.append(counter)
-        return counter
-
-    def _histogram(
-        self, name: str, help_text: str, bounds: Sequence[float] = _SECONDS
-    ) -> Histogram:
-        name, label = re.findall(r"\w+", name)
-        histogram = Histogram(f"sgl_ext_{name}", help_text, label, bounds, self.registry)
-        self._by_label.append(histogram)
-        return histogram
-
-    def render(self) -> bytes:
-        """The metrics in Prometheus' text format, version 0.0.4."""
-        return generate_latest(self.registry)

@@ -289,6 +289,7 @@ class Exchange(Delivery):
                 time.perf_counter() - self._arrived_s,
                 usage,
                 self._preparation.diagnosis,
+                self._response.head.streams,
             )
             self._services.request_log.record(answered)
         self._settle(None if usage is None else usage.computed_tokens)

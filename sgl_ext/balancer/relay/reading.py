@@ -93,7 +93,7 @@ class BodyReader:
         """keeps_turns: whether responses are stored."""
         self._strip = strip
         self._sort_tools = sort_tools
-        self._expander = Expander(keeps_turns)
+        self.expander = Expander(keeps_turns)
 
     def read(
         self, asked: Asked, body: bytes | bytearray, found: Found | None = None
@@ -109,9 +109,9 @@ class BodyReader:
         protocol = of_path(path)
         if asked.warms and (detected := _prefill_protocol(asked, document)) is not None:
             protocol, path = detected, detected.paths[0]
-        if found is None and (named := self._expander.names(path, document)) is not None:
+        if found is None and (named := self.expander.names(path, document)) is not None:
             return named
-        expanded, turn, marks_left_out = self._expander.expand(path, document, found)
+        expanded, turn, marks_left_out = self.expander.expand(path, document, found)
         sent: bytes | None = None
         if expanded is not document:
             document = with_name(protocol, expanded) if asked.warms else expanded

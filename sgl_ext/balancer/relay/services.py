@@ -84,6 +84,9 @@ class Services:
             "keeps_turns": self.conversations.documents.exist,
         }
         self.body_reader = BodyReader(self.strip, **settings)
+        blocks = self.body_reader.expander.blocks
+        size, limit = (lambda: blocks.used_bytes), (lambda: blocks.limit_bytes)
+        self.metrics.tables.add("parsed_contexts", size, limit, "bytes")
         failed = self.metrics.background_failed
         self.large_bodies = LargeBodies(self.account, failed, self.strip, **settings)
         self._pools: dict[Worker, ConnectionPool] = {}

@@ -61,6 +61,8 @@ class DivergenceDetector:
         self._budget_s = _MAX_BURST_S
         self._memory = PromptMemory(self._read, LIMIT_BYTES)
         self.findings = Findings()
+        size, limit = (lambda: self._memory.size_bytes), (lambda: LIMIT_BYTES)
+        self.metrics.tables.add("compared_prompts", size, limit, "bytes")
 
     def diagnose(
         self,

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from sgl_ext.balancer.metrics.registry import Labels
+from sgl_ext.balancer.metrics.instruments import Labels
 
 INTERVAL_S = 10.0
 SAMPLES = 30

@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from sgl_ext.balancer.metrics.registry import Counter
+from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.settings.schema import SettingsError
 
 log = logging.getLogger(__name__)
@@ -33,18 +33,20 @@ def check_file(path: str) -> None:
 
 
 class LineFile:
-    """The lines of one process. `dropped` counts those that were lost.
+    """The lines of one process. Those that were lost are counted.
 
     limit_bytes: the largest size of the file and its predecessor together.
     """
 
-    def __init__(self, path: Path, limit_bytes: int, dropped: Counter) -> None:
+    def __init__(self, path: Path, limit_bytes: int, metrics: Metrics) -> None:
         self._path = path
         self._file_bytes = limit_bytes // 2
         self._buffer_bytes = min(BUFFER_BYTES, self._file_bytes)
-        self._dropped = dropped
+        self._dropped = metrics.request_log_dropped_lines
         self._lines: list[bytes] = []
         self._bytes = 0
+        size, limit = (lambda: self._bytes), (lambda: self._buffer_bytes)
+        metrics.tables.add("request_log_lines", size, limit, "bytes")
         self._writing: asyncio.Future[None] | None = None
 
     def add(self, line: bytes) -> None:

@@ -17,6 +17,7 @@ Sessions and prefixes are hashes. No text of a prompt is written.
 """
 
 import time
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
@@ -32,7 +33,10 @@ from sgl_ext.requests.usage import Usage
 
 
 class AnsweredRequest(NamedTuple):
-    """A request whose response is complete; `attempt` was its last."""
+    """A request whose response is complete; `attempt` was its last.
+
+    streams: whether the response is a stream of events.
+    """
 
     attempt: Attempt
     route: str
@@ -43,12 +47,14 @@ class AnsweredRequest(NamedTuple):
     total_s: float
     usage: Usage | None
     diagnosis: PromptDiagnosis | None
+    streams: bool
 
 
 class RequestLog:
     """Counts every answered request and adds it to the log's lines.
 
     activity: gets those that an engine's scheduler ran.
+    tenant_label: a tenant as a metric's label; None if its requests are not counted by tenant.
     detector: compares prompts; its findings are summed here, once their requests are answered.
     """
 
@@ -58,16 +64,19 @@ class RequestLog:
         activity: Activity,
         lines: LineFile | None,
         detector: DivergenceDetector | None = None,
+        tenant_label: Callable[[str], str | None] = lambda tenant: None,
     ) -> None:
         self._metrics = metrics
         self._activity = activity
         self._lines = lines
         self.detector = detector
+        self._tenant_label = tenant_label
 
     def record(self, request: AnsweredRequest) -> None:
         """Counts a request and adds its line."""
         metrics, attempt, usage = self._metrics, request.attempt, request.usage
         worker, prompt_tokens = attempt.worker.id, attempt.routing.prompt_tokens
+        metrics.request_s.observe(request.route, request.total_s)
         if usage is not None and usage.cached_tokens is not None:
             error_tokens = abs(attempt.predicted_tokens - usage.cached_tokens)
             metrics.prompt_tokens.counts[(worker,)] += usage.prompt_tokens or prompt_tokens
@@ -84,10 +93,30 @@ class RequestLog:
                 usage,
                 request.ttft_s if request.status < HTTPStatus.BAD_REQUEST else None,
             )
+            self._count_tokens(request)
         if request.diagnosis is not None:
             self._add_finding(request.diagnosis, prompt_tokens)
         if self._lines is not None:
             self._lines.add(_line(request))
+
+    def _count_tokens(self, request: AnsweredRequest) -> None:
+        """Counts the output of a request that generates, and what its tenant used."""
+        metrics, usage, routing = self._metrics, request.usage, request.attempt.routing
+        output_tokens = None if usage is None else usage.output_tokens
+        if output_tokens is not None:
+            metrics.output_tokens.counts[(request.attempt.worker.id,)] += output_tokens
+            if request.streams and output_tokens > 1:
+                between_s = (request.total_s - request.ttft_s) / (output_tokens - 1)
+                metrics.between_tokens_s.observe(request.route, between_s)
+        elif request.status < HTTPStatus.BAD_REQUEST:
+            metrics.answers_without_usage.counts[(request.route,)] += 1
+        if (tenant := self._tenant_label(routing.tenant)) is not None:
+            metrics.tenant_ttft_s.observe(tenant, request.ttft_s)
+            if usage is not None:
+                prompt_tokens = usage.prompt_tokens or routing.prompt_tokens
+                metrics.tenant_prompt_tokens.counts[(tenant,)] += prompt_tokens
+                metrics.tenant_cached_tokens.counts[(tenant,)] += usage.cached_tokens or 0
+                metrics.tenant_output_tokens.counts[(tenant,)] += output_tokens or 0
 
     def _add_finding(self, found: PromptDiagnosis, prompt_tokens: int) -> None:
         assert self.detector is not None, "a prompt was compared"

@@ -74,6 +74,9 @@ class AdmissionQueue:
             self.aging_s, self._served, self.router.tenants.weights
         )
         self.metrics.queued_requests.set_function(self._queue.__len__)
+        add_table = self.metrics.tables.add
+        add_table("admission_queue", self._queue.__len__, lambda: self.limit)
+        add_table("served_tenants", self._served.__len__, lambda: self._served.limit)
         self.router.on_capacity.append(self.admit)
 
     def __len__(self) -> int:

@@ -125,6 +125,7 @@ class EventSubscribers:
                 now_s = asyncio.get_running_loop().time()
                 event = reader.apply(line, now_s)
                 self._tried[worker].set()
+                self._metrics.prefix_event_bytes.counts[(worker.id,)] += len(line) + 1
                 self._note(worker, event, reader, now_s)
         return 0.0
 

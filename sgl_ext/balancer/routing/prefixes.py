@@ -12,6 +12,7 @@ from radix.index import PrefixIndex
 from radix.index_memory import IndexMemory
 from radix.index_view import IndexView
 from radix.shared_index import SharedIndex
+from sgl_ext.balancer.metrics.instruments import Tables
 from sgl_ext.requests.segments import Chain
 
 _BYTES_PER_TOKEN = 4.0
@@ -70,6 +71,12 @@ class Prefixes:
         self.in_flight = InFlightPrefixes()
         self._bytes_per_token = _BYTES_PER_TOKEN
         self._calibrations = 0
+
+    def add_tables(self, tables: Tables) -> None:
+        """Shows the sizes of the index and of the in-flight prefixes."""
+        tables.add("prefix_index", lambda: len(self.index), lambda: self._limit_segments)
+        in_flight = self.in_flight
+        tables.add("in_flight_prefixes", in_flight.__len__, lambda: in_flight.limit_segments)
 
     def lookup(self, chain: Chain) -> HeldBySlot:
         """What each worker holds of a chain."""

@@ -50,6 +50,9 @@ class Router:
 
     def __post_init__(self) -> None:
         self.attempts = Attempts(self.prefixes, self.clock)
+        sessions, tables = self.attempts.sessions, self.metrics.tables
+        self.prefixes.add_tables(tables)
+        tables.add("sessions", sessions.__len__, lambda: sessions.limit)
         self.on_capacity: list[Callable[[], None]] = []
         self.attempts.on_end.append(self.capacity_changed)
         self.workers.on_leave.append(self._forget)

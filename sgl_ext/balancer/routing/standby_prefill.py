@@ -44,6 +44,11 @@ class StandbyPrefill:
         self._sending: set[asyncio.Task[None]] = set()
         self._sending_bytes = 0
         self._sent: TTLCache[int, None] = TTLCache(_MOST_SESSIONS, REPEAT_S)
+        add_table = self.metrics.tables.add
+        add_table("standby_sessions", self._sent.__len__, lambda: _MOST_SESSIONS)
+        add_table(
+            "standby_bodies", lambda: self._sending_bytes, lambda: _MOST_SENDING_BYTES, "bytes"
+        )
 
     def consider(self, attempt: Attempt, head: RequestHead, body: bytes | bytearray) -> None:
         """Sends a request's prompt to a standby if its session, placed at home, needs one."""

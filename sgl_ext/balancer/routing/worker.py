@@ -13,6 +13,16 @@ from sgl_ext.pin_mirror import PinMirror
 if TYPE_CHECKING:
     from sgl_ext.balancer.routing.attempts import Attempt
 
+STATES = (
+    "ready",
+    "draining",
+    "breaker open",
+    "hung",
+    "secret refused",
+    "starting",
+    "unreachable",
+)
+"""What an engine can be to a balancer. It gets new requests in the first state alone."""
 SLOW_START_S = 20.0
 # A working engine sends events several times a second; a busy one that sends none is probed.
 STALL_S = 60.0
@@ -46,6 +56,7 @@ class Worker:
     last_heard_s: when its scheduler last sent an event, or got its first work after being idle.
     refuses_secret: its engine secret is another than this balancer's; it gets no requests.
     is_hung: it accepts connections, but does nothing; it gets no requests.
+    is_reachable: whether it answered the last probe, in whatever way.
     silent_probes: how many probes in a row it has left without an answer.
     recovered_s: when it joined or came back; None if it was there from the start.
     was_ready: whether it has ever been ready.
@@ -78,6 +89,7 @@ class Worker:
         self.refuses_secret = False
         self.is_hung = False
         self.silent_probes = 0
+        self.is_reachable = False
         self.last_heard_s = 0.0
         self.recovered_s: float | None = None
         self._correction = _Correction()
@@ -87,6 +99,19 @@ class Worker:
         """Whether it may be sent a request, if it has capacity."""
         takes_requests = self.breaker.takes_requests and not self.is_hung
         return self.ready and not self.draining and takes_requests
+
+    @property
+    def state(self) -> str:
+        """Its state, one of STATES."""
+        if self.draining:
+            return "draining"
+        if self.is_hung:
+            return "hung"
+        if self.refuses_secret:
+            return "secret refused"
+        if not self.ready:
+            return "starting" if self.is_reachable else "unreachable"
+        return "ready" if self.breaker.takes_requests else "breaker open"
 
     @property
     def fault(self) -> str:

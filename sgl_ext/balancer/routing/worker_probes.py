@@ -69,6 +69,7 @@ class WorkerProbes:
             worker.silent_probes += 1
         else:
             worker.silent_probes = 0
+        worker.is_reachable = status is not None
         self.workers.mark(worker, ready=status == HTTPStatus.OK)
         if status is not None:
             self.workers.note_secret(worker, refused=status == HTTPStatus.UNAUTHORIZED)

@@ -11,12 +11,14 @@ from prometheus_client.registry import Collector
 from scheduler.breaker import State
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.slots import Slots
-from sgl_ext.balancer.routing.worker import Worker
+from sgl_ext.balancer.routing.worker import STATES, Worker
 from sgl_ext.membership.member import Member
 from sgl_ext.membership.merging import ADMIN, AdminChanges, merge
 
 log = logging.getLogger(__name__)
 
+# More would not fit into a message between balancers.
+MOST_ADDED = 256
 # How many removed workers are remembered that no source of this balancer lists.
 MOST_ELSEWHERE = 256
 
@@ -47,6 +49,21 @@ _GAUGES: dict[str, tuple[str, Callable[[Worker, float], int]]] = {
         "Tokens of the prefixes that are pinned in the worker's cache.",
         lambda worker, now_s: worker.pinned_tokens,
     ),
+    "pins": (
+        "Prefixes that are pinned in the worker's cache.",
+        lambda worker, now_s: len(worker.pins),
+    ),
+    "subscribed": (
+        "Whether the worker sends its prefix events, so that its cache is known.",
+        lambda worker, now_s: worker.publishes,
+    ),
+}
+# Each metric that an engine reports of itself: its help text, and its name in the report.
+_REPORTED = {
+    "running_requests": ("Requests that the worker's scheduler runs, of all balancers.", "running"),
+    "queued_requests": ("Requests that wait in the worker's own queue.", "queued"),
+    "used_tokens": ("Tokens in the worker's KV cache that running requests use.", "used_tokens"),
+    "capacity_tokens": ("Tokens that fit into the worker's KV cache.", "capacity_tokens"),
 }
 
 
@@ -81,6 +98,7 @@ class Workers(Collector):
         self._ignored: set[str] = set()
         self._by_id: dict[str, Worker] = {}
         metrics.registry.register(self)
+        metrics.tables.add("added_workers", lambda: len(self.admin.added), lambda: MOST_ADDED)
 
     def collect(self) -> Iterable[Metric]:
         now_s = self._clock()
@@ -89,6 +107,19 @@ class Workers(Collector):
             for name, worker in self._by_id.items():
                 family.add_metric([name], value(worker, now_s))
             yield family
+        for gauge, (help_text, field) in _REPORTED.items():
+            family = GaugeMetricFamily(f"sgl_ext_worker_{gauge}", help_text, labels=["worker"])
+            for name, worker in self._by_id.items():
+                if field in worker.report:
+                    family.add_metric([name], worker.report[field])
+            yield family
+        text = "Whether this is the worker's state; it gets new requests in the state ready alone."
+        labels = ["worker", "state"]
+        family = GaugeMetricFamily("sgl_ext_worker_state", text, labels=labels)
+        for name, worker in self._by_id.items():
+            for state in STATES:
+                family.add_metric([name, state], worker.state == state)
+        yield family
 
     @property
     def ready(self) -> list[Worker]:
@@ -162,6 +193,7 @@ class Workers(Collector):
         for worker in leaving:
             self._left(worker)
             self._slots.give_back(worker.slot)
+            self._metrics.workers_left.inc()
             if worker.id not in self._by_id:
                 self._metrics.forget_worker(worker.id)
 
@@ -172,6 +204,7 @@ class Workers(Collector):
             worker.recovered_s = self._clock() if worker.recovered_s is not None else None
             worker.breaker.succeeded()
         elif worker.ready and not ready:
+            self._metrics.worker_outages.inc()
             worker.recovered_s = self._clock()
             self._left(worker)
         worker.ready = ready
@@ -215,6 +248,7 @@ class Workers(Collector):
     def _join(self, member: Member, joined_s: float | None) -> Worker:
         worker = Worker(member, self._slots.take(f"{member.id}\n{member.url}"))
         worker.recovered_s = joined_s
+        self._metrics.workers_joined.inc()
         self.all.append(worker)
         return worker
 

@@ -145,6 +145,11 @@ def test_processes_serve_and_count_as_one(shared_url: str) -> None:
         answer = requests.post(shared_url + "/v1/chat/completions", json=BODY, timeout=10)
         assert answer.status_code == 200
     until(lambda: counted(shared_url) == 30)
+    page = requests.get(shared_url + "/metrics", timeout=10).text
+    for number in range(COUNT):
+        line = f'process_resident_memory_bytes{{process="{number}"}}'
+        assert page.count(line) == 1, "each process has its own memory"
+    assert "sgl_ext_workers_joined_total 1.0" in page, "all of them have the same workers"
 
 
 def test_any_process_tells_the_state_of_all(shared_url: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sgl_ext.balancer.metrics.across_processes import merge_pages
+from sgl_ext.balancer.metrics.across_processes import COMMON_COUNTERS, SUMMED_GAUGES, merge_pages
 from sgl_ext.balancer.metrics.registry import Metrics
 from tests.balancer.workers import workers_at
 
@@ -12,13 +12,14 @@ A = "http://a"
 def test_pages_are_merged() -> None:
     pages = []
     for count in (2, 3):
-        metrics = Metrics()
+        metrics = Metrics(count)
         metrics.retries.inc(count)
         metrics.requests.counts["/v1/messages", 200] += count
         metrics.ttft_s.observe("/v1/messages", 0.02)
         workers = workers_at([A], metrics)
         workers.mark(workers.all[0], ready=True)
         workers.all[0].in_flight = count
+        metrics.tables.add("t", lambda count=count: count, lambda: 10)
         pages.append(metrics.render())
     merged = merge_pages(pages)
     page = merged.decode()
@@ -27,4 +28,18 @@ def test_pages_are_merged() -> None:
     assert 'sgl_ext_ttft_seconds_bucket{le="0.025",path="/v1/messages"} 2.0' in page
     assert 'sgl_ext_worker_ready{worker="http://a"} 1.0' in page
     assert 'sgl_ext_worker_in_flight{worker="http://a"} 5.0' in page
+    assert "sgl_ext_workers_joined_total 1.0" in page, "both see the same worker"
+    assert 'sgl_ext_table_size{table="t",unit="entries"} 3.0' in page, "the fullest"
+    assert 'sgl_ext_table_limit{table="t",unit="entries"} 10.0' in page
+    for process in ("2", "3"):
+        assert page.count(f'process_cpu_seconds_total{{process="{process}"}}') == 1
+    assert page.count("sgl_ext_build_info{") == 1
     assert merge_pages([merged]) == merged
+
+
+def test_the_names_with_a_rule_of_their_own_exist() -> None:
+    metrics = Metrics()
+    workers_at([A], metrics)
+    kinds = {family.name: family.type for family in metrics.registry.collect()}
+    assert {kinds[name] for name in SUMMED_GAUGES} == {"gauge"}
+    assert {kinds[name] for name in COMMON_COUNTERS} == {"counter"}

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client import Counter as TheirCounter
 from prometheus_client import Histogram as TheirHistogram
 
-from sgl_ext.balancer.metrics.registry import Counter, Histogram
+from sgl_ext.balancer.metrics.instruments import Counter, Histogram
 
 LABELS = st.sampled_from(["a", 'b"c', "d\ne"])
 VALUES = st.sampled_from([0.0, 0.5, 0.75, 1.0, 2.0, 2.5, 9.0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sgl_ext.balancer.metrics.registry import Labels
+from sgl_ext.balancer.metrics.instruments import Labels
 from sgl_ext.balancer.reporting.hit_rates import INTERVAL_S, SAMPLES, HitRates
 
 

@@ -46,8 +46,9 @@ async def test_a_full_disk_under_the_log_stops_no_request(
 
 
 async def test_lines_beyond_the_buffer_are_dropped_and_counted() -> None:
-    count = Metrics().request_log_dropped_lines
-    file = LineFile(Path("/dev/full"), LIMIT, count)
+    metrics = Metrics()
+    count = metrics.request_log_dropped_lines
+    file = LineFile(Path("/dev/full"), LIMIT, metrics)
     for _ in range(LIMIT):
         file.add(b"x\n")
     assert count.counts[()] == LIMIT - LIMIT // 4
@@ -68,7 +69,7 @@ def full_disk(path: Path) -> Iterator[None]:
 
 async def test_after_a_full_disk_the_log_has_every_line_once(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    file = LineFile(path, LIMIT, Metrics().request_log_dropped_lines)
+    file = LineFile(path, LIMIT, Metrics())
     lines = [b"line %d\n" % number for number in range(30)]
     for number, line in enumerate(lines):
         file.add(line)
@@ -83,8 +84,9 @@ async def test_after_a_full_disk_the_log_has_every_line_once(tmp_path: Path) -> 
 
 async def test_several_processes_keep_the_limit_and_lose_no_line(tmp_path: Path) -> None:
     path = tmp_path / "logs" / "requests"
-    count = Metrics().request_log_dropped_lines
-    files = [LineFile(path, LIMIT, count) for _ in range(3)]
+    metrics = Metrics()
+    count = metrics.request_log_dropped_lines
+    files = [LineFile(path, LIMIT, metrics) for _ in range(3)]
     last: dict[bytes, int] = {}
     for turn in range(40):
         for name, file in enumerate(files):
@@ -106,7 +108,7 @@ async def test_several_processes_keep_the_limit_and_lose_no_line(tmp_path: Path)
 
 async def test_a_log_that_was_removed_is_made_again(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    file = LineFile(path, LIMIT, Metrics().request_log_dropped_lines)
+    file = LineFile(path, LIMIT, Metrics())
     for line in (b"a\n", b"b\n"):
         path.unlink(missing_ok=True)
         file.add(line)
