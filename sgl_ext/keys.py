@@ -1,8 +1,8 @@
 """Creates, lists and revokes the API keys in a key file (`sgl_ext.key_file`).
 
-    python -m sgl_ext.keys FILE add TENANT      prints a new key, once
-    python -m sgl_ext.keys FILE list
-    python -m sgl_ext.keys FILE revoke NAME
+    sgl-ext keys FILE add TENANT      prints a new key, once
+    sgl-ext keys FILE list
+    sgl-ext keys FILE revoke NAME
 
 The file's comments and the order of its tables stay as they are.
 """
@@ -116,7 +116,7 @@ def _write(path: Path, text: str) -> None:
 
 def main(argv: list[str] | None = None, show: Callable[[str], None] = print) -> None:
     """Runs the command. Raises SystemExit with the reason if it fails."""
-    parser = argparse.ArgumentParser(prog="python -m sgl_ext.keys", description="API keys.")
+    parser = argparse.ArgumentParser(prog="sgl-ext keys", description="API keys.")
     parser.add_argument("file", type=Path, metavar="FILE")
     commands = parser.add_subparsers(dest="command", required=True)
     adds = commands.add_parser("add", help="create a key of a tenant and print it, once")

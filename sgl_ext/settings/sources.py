@@ -50,7 +50,7 @@ def launch_settings(argv: Sequence[str]) -> LaunchSettings:
     A flag that is not the launcher's goes to every engine unchanged, after the flags of the
     file's `[engine]` table, and SGLang's own parser judges it. Raises SettingsError.
     """
-    parser = _parser("sgl_ext.launch", "Start SGLang engines with one balancer in front of them.")
+    parser = _parser("sgl-ext serve", "Start SGLang engines with one balancer in front of them.")
     parser.epilog = "Any other flag goes to every engine: see python -m sglang.launch_server --help"
     parser.add_argument("--config", metavar="FILE", help=_CONFIG_HELP)
     for table in ("launch", "balancer"):
@@ -75,7 +75,7 @@ def launch_settings(argv: Sequence[str]) -> LaunchSettings:
 def balancer_settings(argv: Sequence[str]) -> BalancerSettings:
     """The balancer's settings: its flags, over its file and what a launcher gave it. Of a file for
     a whole node only the balancer's tables count. Raises SettingsError."""
-    parser = _parser("sgl_ext.balancer.serve", "Serve in front of engines.")
+    parser = _parser("python -m sgl_ext.balancer.serve", "Serve in front of engines.")
     parser.add_argument("--config", metavar="FILE", help="TOML file. Flags win over it.")
     _add_flags(parser, _BALANCER)
     flags, given = vars(parser.parse_args(argv)), _Given()
@@ -182,10 +182,10 @@ class _Given:
         return converted
 
 
-def _parser(module: str, description: str) -> argparse.ArgumentParser:
+def _parser(prog: str, description: str) -> argparse.ArgumentParser:
     """A parser whose result holds the flags that were given, and no others."""
     return argparse.ArgumentParser(
-        prog=f"python -m {module}",
+        prog=prog,
         usage="%(prog)s [FLAG ...]",
         description=description,
         allow_abbrev=False,

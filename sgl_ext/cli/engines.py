@@ -1,0 +1,157 @@
+"""Verbs that change which engines there are, and how they run: `restart`, `drain`, `add`."""
+
+import time
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import typer
+
+from sgl_ext.cli.node import Node, NodeError, UsageError, node_at
+from sgl_ext.cli.options import HERE, Json, Key, Url
+from sgl_ext.cli.show import console, plain, print_json, print_record, state, warn
+
+_RESTART = "/sgl_ext/restart"
+_WORKERS = "/sgl_ext/workers"
+_POLL_S = 0.5
+# While a balancer restarts, it does not answer.
+_SILENCE_S = 30.0
+
+EngineName = Annotated[str, typer.Argument(metavar="ENGINE", help="Its id, name or URL.")]
+
+
+def restart(
+    engine: Annotated[
+        str | None, typer.Argument(metavar="ENGINE", help="An engine's id or name.")
+    ] = None,
+    engine_args: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="-- FLAG", help="New flags of the engines, after --."),
+    ] = None,
+    rolling: Annotated[bool, typer.Option("--rolling", help="All engines, one by one.")] = False,
+    model_path: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Serve this model from now on.")
+    ] = None,
+    wait: Annotated[bool, typer.Option(help="Wait until the engines are ready again.")] = True,
+    url: Url = HERE,
+    key: Key = None,
+    as_json: Json = False,
+) -> None:
+    """Restart an engine, or all one by one, without losing a request.
+
+    Each engine finishes its requests first, while others serve.
+    """
+    flags = list(engine_args or ())
+    if engine is not None and engine.startswith("-"):
+        # What follows -- fills the arguments from the first on.
+        flags.insert(0, engine)
+        engine = None
+    if flags and not flags[0].startswith("-"):
+        raise UsageError("restart: give one ENGINE; flags of the engines go after --")
+    if (engine is None) != rolling:
+        raise UsageError("restart: give one ENGINE, or --rolling for all engines")
+    node = node_at(url, key)
+    order = {"engine": engine, "model_path": model_path, "engine_args": flags or None}
+    operation = node.post(_RESTART, order)
+    if wait:
+        try:
+            operation = _followed(node, operation, quiet=as_json)
+        except KeyboardInterrupt:
+            warn("the restart goes on; see sgl-ext status")
+            raise
+    if as_json:
+        print_json(operation)
+    if operation.get("state") == "failed":
+        raise NodeError(f"restart: {operation.get('error') or 'failed without a reason'}")
+    if not as_json:
+        done = "restarted" if operation.get("state") == "done" else "restarting"
+        console().print(f"{done}: {_names(operation)}")
+
+
+def _followed(node: Node, operation: dict[str, Any], *, quiet: bool) -> dict[str, Any]:
+    """Prints each change of an operation until it ends. Returns what it came to."""
+    shown, printed = console(), dict[str, tuple[object, object]]()
+    id, heard_s = operation.get("id"), time.monotonic()
+    while True:
+        for row in operation.get("engines", ()):
+            now = (row.get("state"), row.get("reason"))
+            if printed.get(row["name"]) != now and not quiet:
+                line = state(row.get("state"))
+                why = f" ({plain(row['reason'])})" if row.get("reason") else ""
+                shown.print(f"{plain(row['name'])}:", line, why)
+            printed[row["name"]] = now
+        if operation.get("state") != "running":
+            return operation
+        time.sleep(_POLL_S)
+        try:
+            operation, heard_s = node.get(_RESTART), time.monotonic()
+        except NodeError:
+            if time.monotonic() - heard_s > _SILENCE_S:
+                raise
+        if operation.get("id") != id:
+            raise NodeError("restart: another restart has begun; see sgl-ext status")
+
+
+def _names(operation: dict[str, Any]) -> str:
+    return plain(", ".join(row["name"] for row in operation.get("engines", ())) or "no engine")
+
+
+def drain(
+    engine: EngineName,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until it has left.")] = False,
+    url: Url = HERE,
+    key: Key = None,
+    as_json: Json = False,
+) -> None:
+    """Give an engine no new requests; it leaves after its last one.
+
+    `sgl-ext add URL` takes it back.
+    """
+    node = node_at(url, key)
+    row = _find(node, engine)
+    row = node.delete(f"{_WORKERS}?id={quote(row['id'], safe='')}")
+    while wait and any(found["id"] == row["id"] for found in _workers(node)):
+        time.sleep(_POLL_S)
+    if as_json:
+        print_json(row)
+    else:
+        busy = "" if wait else f" and has {row['in_flight']:,} requests in flight"
+        what = "has left" if wait else "drains"
+        console().print(plain(f"{row['id']} {what}{busy}. Take it back: sgl-ext add {row['url']}"))
+
+
+def add(
+    engine_url: Annotated[str, typer.Argument(metavar="URL", help="http://HOST:PORT")],
+    url: Url = HERE,
+    key: Key = None,
+    as_json: Json = False,
+) -> None:
+    """Add an engine that runs elsewhere, or take back one that drains."""
+    row = node_at(url, key).post(_WORKERS, {"url": engine_url})
+    if as_json:
+        print_json(row)
+    else:
+        shown = ("id", "url", "state", "ready", "fault")
+        print_record({name: row.get(name) for name in shown})
+
+
+def _workers(node: Node) -> list[dict[str, Any]]:
+    try:
+        return list(node.get(_WORKERS)["workers"])
+    except (TypeError, LookupError):
+        raise NodeError(f"{node.url} runs another version of sgl-ext") from None
+
+
+def _find(node: Node, name: str) -> dict[str, Any]:
+    """The engine with this id, URL, or name: what its id has before the @."""
+    rows = _workers(node)
+    for fits in (
+        lambda row: name in (row["id"], row["url"]),
+        lambda row: row["id"].partition("@")[0].partition(".")[0] == name,
+    ):
+        found = [row for row in rows if fits(row)]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise UsageError(f"{name} may be {' or '.join(row['id'] for row in found)}")
+    known = ", ".join(row["id"] for row in rows) or "none"
+    raise NodeError(f"no engine is {name}; there are: {known}")

@@ -1,0 +1,27 @@
+"""Verbs that pass their words on to a command line of its own: `serve`, `keys`."""
+
+import typer
+
+AS_IT_IS: dict[str, object] = {
+    "ignore_unknown_options": True,
+    "allow_extra_args": True,
+    "help_option_names": [],
+}
+"""Settings of such a verb: each of its words, --help too, is in the context's args."""
+
+
+def serve(context: typer.Context) -> None:
+    """Start engines and one balancer in front of them.
+
+    Flags that are not the launcher's go to every engine. --help lists the launcher's.
+    """
+    from sgl_ext.launch import main
+
+    main(context.args)
+
+
+def keys(context: typer.Context) -> None:
+    """Create, list and revoke the API keys in a key file."""
+    from sgl_ext.keys import main
+
+    main(context.args)

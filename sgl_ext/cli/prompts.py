@@ -1,0 +1,118 @@
+"""Verbs about prompts: `explain` where one goes or went, and `doctor`, where prompts diverge."""
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import typer
+
+from sgl_ext.cli.node import KEY_VARIABLE, NodeError, UsageError, node_at
+from sgl_ext.cli.options import HERE, Json, Key, Url
+from sgl_ext.cli.show import print_json, print_record, warn
+
+_EXPLAIN = "/sgl_ext/explain"
+_PAST = "/sgl_ext/requests"
+_STDIN = "-"
+# A field that only bodies for this path have, the first that fits.
+_PATH_BY_FIELD = {
+    "input": "/v1/responses",
+    "text": "/generate",
+    "input_ids": "/generate",
+    "prompt": "/v1/completions",
+    "system": "/v1/messages",
+}
+_MESSAGES, _CHAT = "/v1/messages", "/v1/chat/completions"
+
+
+def explain(
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE|ID", help="A file with a request's body, - for stdin; or a past id."
+        ),
+    ],
+    path: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="The path that the body is for, if it is not plain."),
+    ] = None,
+    url: Url = HERE,
+    key: Key = None,
+    as_json: Json = False,
+) -> None:
+    """Show where a request would go and why, or where a past one went.
+
+    A past request is one of the request log; clients get its id as x-request-id or request-id.
+    """
+    node = node_at(url, key)
+    if what != _STDIN and not Path(what).is_file():
+        try:
+            document = node.get(f"{_PAST}/{quote(what, safe='')}")
+        except NodeError as error:
+            if error.status != 404:
+                raise
+            raise NodeError(f"{what}: is no file here, and {error}", error.status) from None
+    else:
+        body = _read(what)
+        path = path or _path_for(body, what)
+        document = node.post_text(f"{_EXPLAIN}{path}", body)
+        if not as_json:
+            warn(f"explaining it as POST {path}")
+    if as_json:
+        print_json(document)
+    else:
+        print_record(document)
+
+
+def _read(what: str) -> bytes:
+    try:
+        return sys.stdin.buffer.read() if what == _STDIN else Path(what).read_bytes()
+    except OSError as error:
+        raise UsageError(f"{what}: {error.strerror}") from None
+
+
+def _path_for(body: bytes, what: str) -> str:
+    """The path that a body is for, by its fields. Raises UsageError if it is no request."""
+    try:
+        document = json.loads(body)
+    except ValueError as error:
+        raise UsageError(f"{what}: is not JSON: {error}") from None
+    if isinstance(document, dict):
+        for field, path in _PATH_BY_FIELD.items():
+            if field in document:
+                return path
+        if "messages" in document:
+            return _MESSAGES if _is_anthropic(document) else _CHAT
+    raise UsageError(f"{what}: is no request that is placed; name its path with --path")
+
+
+def _is_anthropic(document: Mapping[str, Any]) -> bool:
+    tools = document.get("tools")
+    first = tools[0] if isinstance(tools, list) and tools else None
+    return isinstance(first, dict) and "input_schema" in first
+
+
+def doctor(
+    log: Annotated[
+        str | None, typer.Argument(metavar="LOG", help="A request log; - is stdin.")
+    ] = None,
+    url: Url = HERE,
+    key: Key = None,
+    as_json: Json = False,
+) -> None:
+    """Show where prompts diverge, by a request log or the running node.
+
+    Exit code 1: prompts diverge. 2: the log or the node cannot be read.
+    """
+    from sgl_ext.doctor.__main__ import main
+
+    flags = ["--json"] if as_json else []
+    if log is not None:
+        raise typer.Exit(main([log, *flags]))
+    if key is None and os.environ.get(KEY_VARIABLE):
+        key = f"env:{KEY_VARIABLE}"
+    flags += ["--api-key", key] if key is not None else []
+    raise typer.Exit(main(["--url", node_at(url, None).url, *flags]))

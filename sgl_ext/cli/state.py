@@ -1,0 +1,137 @@
+"""The state document of a node, `GET /sgl_ext/state`: what `status` and `top` show of it.
+
+A figure that the node does not know is None.
+"""
+
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from sgl_ext.cli.node import Node, NodeError
+
+STATE = "/sgl_ext/state"
+LIVE = "/sgl_ext/live"
+
+
+class Version(Struct):
+    sgl_ext: str | None = None
+    commit: str | None = None
+    sglang: str | None = None
+
+
+class Summary(Struct):
+    """status: "ok", "draining" or "no engine is ready"."""
+
+    status: str
+    started_s: float | None = None
+    now_s: float | None = None
+    in_flight: int | None = None
+    model: str | None = None
+
+
+class KvCache(Struct):
+    used_tokens: int | None = None
+    pinned_tokens: int | None = None
+    free_tokens: int | None = None
+    total_tokens: int | None = None
+
+
+class Engine(Struct):
+    """progress: how far it has loaded, 0 to 1."""
+
+    id: str
+    url: str | None = None
+    state: str = "unknown"
+    stage: str | None = None
+    progress: float | None = None
+    running: int | None = None
+    waiting: int | None = None
+    in_flight: int | None = None
+    kv: KvCache | None = None
+    hit_rate: float | None = None
+
+
+class Band(Struct):
+    priority: int | str
+    waiting: int
+
+
+class Queue(Struct):
+    limit: int | None = None
+    waiting: int | None = None
+    by_priority: list[Band] = []
+
+
+class History(Struct):
+    """A value for each interval, the newest last."""
+
+    interval_s: float | None = None
+    hit_rate: list[float | None] = []
+    ttft_p50_s: list[float | None] = []
+    ttft_p99_s: list[float | None] = []
+    requests_per_s: list[float | None] = []
+    output_tokens_per_s: list[float | None] = []
+
+
+class Session(Struct):
+    """last_s: seconds since its last request."""
+
+    id: str
+    tenant: str | None = None
+    engine: str | None = None
+    turns: int | None = None
+    prompt_tokens: int | None = None
+    cached_share: float | None = None
+    last_s: float | None = None
+
+
+class Pin(Struct):
+    prefix: str
+    tokens: int | None = None
+    hits: int | None = None
+    owner: str | None = None
+    session: str | None = None
+    worker: str | None = None
+    left_s: float | None = None
+
+
+class Tenant(Struct):
+    name: str
+    requests: int | None = None
+    prompt_tokens: int | None = None
+    cached_share: float | None = None
+
+
+class Counts(Struct):
+    """How many there are; the lists may hold fewer."""
+
+    sessions: int | None = None
+    pins: int | None = None
+    tenants: int | None = None
+
+
+class State(Struct):
+    node: Summary
+    version: Version = msgspec.field(default_factory=Version)
+    engines: list[Engine] = []
+    queue: Queue = msgspec.field(default_factory=Queue)
+    history: History = msgspec.field(default_factory=History)
+    sessions: list[Session] = []
+    pins: list[Pin] = []
+    tenants: list[Tenant] = []
+    counts: Counts = msgspec.field(default_factory=Counts)
+
+
+def read_state(document: Any, node: Node) -> State:
+    """The state in a document of a node. Raises NodeError if it has another form."""
+    try:
+        return msgspec.convert(document, State)
+    except msgspec.ValidationError as error:
+        other = f"the state of {node.url} is that of another version of sgl-ext: {error}"
+        raise NodeError(other) from None
+
+
+def latest(values: list[float | None]) -> float | None:
+    """The newest value that is known."""
+    return next((value for value in reversed(values) if value is not None), None)

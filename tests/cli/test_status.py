@@ -1,0 +1,58 @@
+"""`sgl-ext status`: what people and programs read, and its exit code."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.cli.conftest import Run
+from tests.cli.fake_node import FakeNode, state_of
+
+PATH = "GET /sgl_ext/state"
+
+
+def test_people_see_engines_queue_and_cache(node: FakeNode, run: Run) -> None:
+    node.answers[PATH] = state_of()
+    code, out, err = run("status")
+    assert (code, err) == (0, "")
+    assert "sgl-ext 0.1.0 (0123456789ab), SGLang 0.5.23" in out
+    assert "ok   model tiny   up 1 h 1 min   4 in flight   3 of 1,024 queued" in out
+    assert "(3 at priority 10)   hit rate 90.0%   TTFT p50 0.9 s, p99 4 s" in out
+    ready, loading = out.splitlines()[-2:]
+    row = "engine-0@box:30000 ready 3 1 12,000 2,000 50,000 94.1%"
+    assert " ".join(ready.split()) == row
+    assert " ".join(loading.split()[1:]) == "starting: loading weights 42% - - - - - -"
+    assert "\x1b" not in out
+
+
+def test_programs_get_the_document_as_it_is(node: FakeNode, run: Run) -> None:
+    node.answers[PATH] = state_of()
+    code, out, _ = run("status", "--json")
+    assert code == 0
+    assert json.loads(out) == state_of()
+
+
+@pytest.mark.parametrize("status", ["draining", "no engine is ready"])
+def test_a_node_that_is_not_ready_is_exit_code_1(node: FakeNode, run: Run, status: str) -> None:
+    node.answers[PATH] = state_of(node={"status": status}, engines=[])
+    code, out, _ = run("status")
+    assert code == 1
+    assert status in out
+    assert run("status", "--json")[0] == 1
+
+
+def test_unknown_figures_are_left_out(node: FakeNode, run: Run) -> None:
+    node.answers[PATH] = {"node": {"status": "ok"}, "engines": [{"id": "a"}]}
+    code, out, _ = run("status")
+    assert code == 0
+    assert "hit rate" not in out.splitlines()[1]
+    assert out.splitlines()[-1].split() == ["a", "unknown", *"------"]
+
+
+def test_a_state_of_another_form_is_another_version(node: FakeNode, run: Run) -> None:
+    node.answers[PATH] = state_of(engines=[{"id": 7}])
+    code, out, err = run("status")
+    assert (code, out) == (1, "")
+    assert "another version of sgl-ext: Expected `str`, got `int`" in err
+    assert "$.engines[0].id" in err

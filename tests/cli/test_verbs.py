@@ -1,0 +1,271 @@
+"""The other verbs: explain, doctor, pins, clients, bench, reload, and those that pass on."""
+
+from __future__ import annotations
+
+import io
+import json
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sgl_ext.cli import bench
+from tests.cli.conftest import Run
+from tests.cli.fake_node import FakeNode, Refused, state_of
+
+ROOT = Path(__file__).parents[2]
+EXPLAINED = {
+    "prompt_tokens": 512,
+    "worker": "engine-0",
+    "reason": "home",
+    "workers": [
+        {"worker": "engine-0", "cost": 12.5, "open": True},
+        {"worker": "engine-1", "cost": 1600.0, "open": False},
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("body", "path"),
+    [
+        ({"model": "m", "input": "Hi"}, "/v1/responses"),
+        ({"model": "m", "prompt": "Hi"}, "/v1/completions"),
+        ({"text": "Hi"}, "/generate"),
+        ({"messages": [], "system": "You are"}, "/v1/messages"),
+        ({"messages": [], "tools": [{"name": "t", "input_schema": {}}]}, "/v1/messages"),
+        ({"messages": [], "tools": [{"type": "function"}]}, "/v1/chat/completions"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_body_is_explained_as_a_request_to_its_path(
+    node: FakeNode, run: Run, tmp_path: Path, body: Any, path: str
+) -> None:
+    node.answers[f"POST /sgl_ext/explain{path}"] = EXPLAINED
+    (tmp_path / "body.json").write_text(json.dumps(body))
+    code, out, err = run("explain", str(tmp_path / "body.json"))
+    assert (code, err) == (0, f"sgl-ext: explaining it as POST {path}\n")
+    assert node.asked == [(f"POST /sgl_ext/explain{path}", body)]
+    rows = [line.split() for line in out.splitlines()]
+    assert ["prompt_tokens", "512"] in rows
+    assert ["engine-1", "1,600", "no"] in rows
+
+
+def test_a_body_comes_from_stdin_and_its_path_can_be_given(
+    node: FakeNode, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.answers["POST /sgl_ext/explain/v1/messages"] = EXPLAINED
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"messages": []}')))
+    code, out, err = run("explain", "-", "--path", "/v1/messages", "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out) == EXPLAINED
+
+
+def test_a_past_request_is_explained_by_its_id(node: FakeNode, run: Run) -> None:
+    node.answers["GET /sgl_ext/requests/req_1"] = EXPLAINED
+    code, out, _ = run("explain", "req_1", "--json")
+    assert (code, json.loads(out)) == (0, EXPLAINED)
+    node.answers["GET /sgl_ext/requests/req_2"] = Refused(404, "no request has this id")
+    code, _, err = run("explain", "req_2")
+    assert (code, err.count("\n")) == (1, 1)
+    assert "req_2: is no file here, and" in err
+    assert "no request has this id" in err
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"model": "m"}'])
+def test_what_is_no_request_is_not_sent(
+    node: FakeNode, run: Run, tmp_path: Path, text: str
+) -> None:
+    (tmp_path / "body.json").write_text(text)
+    assert run("explain", str(tmp_path / "body.json"))[0] == 2
+    assert not node.asked
+
+
+def test_doctor_reads_a_log_as_before_and_else_the_running_node(
+    node: FakeNode, run: Run, tmp_path: Path
+) -> None:
+    node.answers["GET /sgl_ext/divergences"] = {"harnesses": []}
+    assert run("doctor") == (0, "There are no prompts yet.\n", "")
+    line = {"harness": "codex", "model": "m", "prompt_tokens": 100, "divergence": None}
+    (tmp_path / "log").write_text(json.dumps(line))
+    code, out, _ = run("doctor", str(tmp_path / "log"), "--json")
+    assert (code, json.loads(out)["harnesses"][0]["prompts"]) == (0, 1)
+    assert run("doctor", str(tmp_path / "none"))[0] == 2
+
+
+PIN = state_of()["pins"][0]
+
+
+def test_pins_are_listed_and_deleted(node: FakeNode, run: Run) -> None:
+    node.answers["GET /v1/pins"] = {"pins": [PIN]}
+    code, out, _ = run("pins")
+    assert code == 0
+    row = f"{PIN['prefix']} 599 2 59 min 59 s alice s1 engine-0@box:30000"
+    assert out.splitlines()[1].split() == row.split()
+    assert json.loads(run("pins", "--json")[1]) == {"pins": [PIN]}
+
+    node.answers["DELETE /v1/pins"] = {"http://a": {"deleted": 1}, "http://b": {"deleted": 0}}
+    assert run("pins", "delete", "aa", "bb") == (0, "aa: 1 deleted\nbb: 1 deleted\n", "")
+    assert [asked for asked, _ in node.asked[-2:]] == [
+        "DELETE /v1/pins?prefix=aa",
+        "DELETE /v1/pins?prefix=bb",
+    ]
+    assert run("pins", "delete", "--session", "a b")[0] == 0
+    assert node.asked[-1][0] == "DELETE /v1/pins?session=a%20b"
+
+
+def test_a_pin_that_is_not_there_is_exit_code_1(node: FakeNode, run: Run) -> None:
+    node.answers["GET /v1/pins"] = {"pins": []}
+    assert run("pins") == (0, "There are no pins.\n", "")
+    node.answers["DELETE /v1/pins"] = {"http://a": {"deleted": 0}}
+    assert run("pins", "delete", "aa") == (1, "aa: no such pin\n", "")
+    code, out, _ = run("pins", "delete", "aa", "--json")
+    assert (code, json.loads(out)) == (1, {"deleted": {"aa": 0}})
+
+
+def test_clients_get_the_address_and_the_model_in_their_own_words(node: FakeNode, run: Run) -> None:
+    model = 'a "b" $c'
+    node.answers["GET /v1/models"] = {"data": [{"id": model}]}
+    code, out, _ = run("clients", "--json")
+    document = json.loads(out)
+    assert (code, document["address"], document["model"]) == (0, node.url, model)
+    how = {row["name"]: row["how"] for row in document["clients"]}
+    assert shlex.split(how["claude-code"])[-1] == model
+    codex = tomllib.loads(how["codex"].rpartition("\n\n")[0])
+    assert codex["model"] == model
+    assert codex["model_providers"]["sgl_ext"]["base_url"] == f"{node.url}/v1"
+    assert model in json.loads(how["opencode"])["provider"]["sgl-ext"]["models"]
+    assert json.loads(shlex.split(how["curl"])[-1])["model"] == model
+    compile(how["python"], "python", "exec")
+
+    code, out, _ = run("clients", "codex")
+    assert (code, "wire_api" in out, "ANTHROPIC" in out) == (0, True, False)
+    code, _, err = run("clients", "vim")
+    assert (code, "must be one of claude-code, codex" in err) == (2, True)
+
+
+def test_clients_of_a_node_with_keys_get_a_place_for_theirs(
+    node: FakeNode, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def models(_: Any) -> Any:
+        if node.keys[-1] is None:
+            raise Refused(401, "Invalid or missing API key.")
+        return {"data": [{"id": "tiny"}]}
+
+    node.answers["GET /v1/models"] = models
+    monkeypatch.setenv("SGL_EXT_API_KEY", "secret")
+    code, out, _ = run("clients")
+    assert code == 0
+    assert "ANTHROPIC_API_KEY=YOUR_KEY claude" in out
+    assert "secret" not in out
+
+
+def test_bench_runs_sglang_s_own_load_with_the_node_s_model_and_key(
+    node: FakeNode, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ran: list[tuple[list[str], str]] = []
+
+    def runs(command: list[str], env: dict[str, str], check: bool) -> Any:
+        ran.append((command, env["OPENAI_API_KEY"]))
+        return subprocess.CompletedProcess(command, len(ran) - 1)
+
+    monkeypatch.setattr(bench, "find_spec", lambda name: True)
+    monkeypatch.setattr(bench.subprocess, "run", runs)
+    monkeypatch.setenv("SGL_EXT_API_KEY", "secret")
+    node.answers["GET /model_info"] = {"model_path": str(tmp_path)}
+    node.answers["GET /v1/models"] = {"data": [{"id": "tiny"}]}
+    code, _, err = run("bench", "--requests", "9", "--", "--seed", "3")
+    assert code == 0
+    assert "secret" not in err
+    ((command, key),) = ran
+    flags = dict(zip(command[3::2], command[4::2], strict=False))
+    assert key == "secret"
+    assert flags["--base-url"] == node.url
+    assert flags["--model"] == str(tmp_path)
+    assert flags["--served-model-name"] == "tiny"
+    assert flags["--num-prompts"] == "8"
+    assert command[-2:] == ["--seed", "3"]
+    assert run("bench")[0] == 1  # it ended with 1
+
+
+def test_bench_says_what_it_needs(
+    node: FakeNode, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.answers["GET /model_info"] = {"model_path": "/nowhere/model"}
+    monkeypatch.setattr(bench, "find_spec", lambda name: True)
+    code, _, err = run("bench")
+    assert (code, "/nowhere/model, which is not on this machine" in err) == (2, True)
+    monkeypatch.setattr(bench, "find_spec", lambda name: None)
+    code, _, err = run("bench")
+    assert (code, "pip install 'sgl-ext[engine]'" in err) == (2, True)
+
+
+def test_reload_says_what_has_changed_and_what_cannot(node: FakeNode, run: Run) -> None:
+    fixed = [{"key": "port", "why": "the balancer listens there"}]
+    document = {"changed": ["tenants.alice"], "unchanged_until_restart": fixed}
+    node.answers["POST /sgl_ext/reload"] = document
+    code, out, _ = run("reload")
+    assert code == 0
+    assert out.splitlines() == [
+        "changed: tenants.alice",
+        "not before a restart: port: the balancer listens there",
+    ]
+    assert json.loads(run("reload", "--json")[1]) == document
+    node.answers["POST /sgl_ext/reload"] = {"changed": [], "unchanged_until_restart": []}
+    assert run("reload")[1] == "nothing has changed\n"
+
+
+def test_serve_passes_all_its_words_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    got: list[list[str]] = []
+    monkeypatch.setattr("sgl_ext.launch.main", got.append)
+    words = ["--model-path", "m", "--tp", "2", "-x", "--mem=0.5", "word", "--no-a", "--help", "-h"]
+    assert run("serve", *words)[0] == 0
+    assert got == [words]
+
+
+def test_keys_are_made_in_a_file(run: Run, tmp_path: Path) -> None:
+    file = str(tmp_path / "keys.toml")
+    code, key, _ = run("keys", file, "add", "alice", "--note", "her laptop")
+    assert (code, key[:4]) == (0, "sgl-")
+    assert "alice" in run("keys", file, "list")[1]
+    assert run("keys", file, "revok", "x")[0] == 2
+
+
+def run_module(*argv: str, **environment: str) -> str:
+    command = [sys.executable, "-m", "sgl_ext", *argv]
+    path = {"PATH": "/usr/bin:/bin"}
+    return subprocess.check_output(command, cwd=ROOT, env=path | environment, text=True)
+
+
+def test_the_module_is_the_command_and_tells_its_version() -> None:
+    said = run_module("--version")
+    assert said.startswith("sgl-ext 0.")
+    assert ", SGLang " in said
+
+
+def test_serve_s_help_is_the_launcher_s() -> None:
+    said = run_module("serve", "--help")
+    assert said.startswith("usage: sgl-ext serve [FLAG ...]")
+    assert "--ray-address" in said
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_prints_what_makes_a_shell_ask_the_command(shell: str) -> None:
+    script = run_module("completion", shell)
+    assert f"_SGL_EXT_COMPLETE=complete_{shell}" in script
+    if shell == "bash":
+        words = {"COMP_WORDS": "sgl-ext re", "COMP_CWORD": "1"}
+        assert run_module(**words, _SGL_EXT_COMPLETE="complete_bash").split() == [
+            "restart",
+            "reload",
+        ]
+
+
+def test_the_help_lists_every_verb(run: Run) -> None:
+    code, out, _ = run()
+    assert code == 0
+    verbs = "serve status top explain doctor pins clients bench restart drain add reload keys"
+    assert all(verb in out for verb in [*verbs.split(), "completion", "--version"])
