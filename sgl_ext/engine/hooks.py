@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 from sgl_ext.engine import http_server, sglang_api, startup
-from sgl_ext.engine.core import shared_prefixes
+from sgl_ext.engine.core import request_names, shared_prefixes
 from sgl_ext.engine.host_cache import chat_templates
 from sgl_ext.engine.http import (
     anthropic_answers,
@@ -82,6 +82,7 @@ _MAIN_HOOKS: dict[str, Hook] = {
     # Requests
     f"{_ENTRY}.http_server.ORJSONRequest.json": ("AROUND", request_hook.read_body),
     f"{_TOKENIZER}.generate_request": ("BEFORE", generation_hook.send_hints),
+    f"{_MANAGERS}.io_struct.GenerateReqInput.regenerate_rid": ("AROUND", request_names.keep_id),
     f"{_CHAT}._convert_to_internal_request": ("AROUND", pin_placement.place_pins),
     f"{_CHAT}._render_and_encode_chat_template": ("AROUND", rendering.render_only),
     f"{_MESSAGES}._convert_to_chat_completion_request": ("AROUND", translation.convert_messages),

@@ -125,7 +125,7 @@ class InFlightMiddleware:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http" and self._extension.is_ending:
-            await errors.send_error(scope["path"], EngineError(503, _ENDING), send)
+            await errors.send_error(scope, EngineError(503, _ENDING), send)
             return
         counts = scope["type"] == "http" and scope["path"] != PATH
         self._extension.in_flight += counts

@@ -28,11 +28,20 @@ GROUP_HEADER = "x-sgl-ext-cache-group"
 OWNER_HEADER = "x-sgl-ext-owner"
 # Seconds that the balancer held a request back before it sent it to the engine.
 QUEUED_HEADER = "x-sgl-ext-queued-s"
+# What a request is for, if it is not the first attempt of a client's own: "retry-1", "standby".
+PURPOSE_HEADER = "x-sgl-ext-purpose"
 # Proves to an engine that a request is from its balancer.
 SECRET_HEADER = "x-sgl-ext-engine-secret"
 # What an engine answers in it to a request that does not prove that.
 REFUSED = b"refused"
-INTERNAL_HEADERS = (TENANT_HEADER, GROUP_HEADER, OWNER_HEADER, QUEUED_HEADER, SECRET_HEADER)
+INTERNAL_HEADERS = (
+    TENANT_HEADER,
+    GROUP_HEADER,
+    OWNER_HEADER,
+    PURPOSE_HEADER,
+    QUEUED_HEADER,
+    SECRET_HEADER,
+)
 """What an engine believes from its balancer alone."""
 _HINTS = (*SESSION_HEADERS, FINAL_HEADER, TENANT_HEADER, GROUP_HEADER, *PRIORITY_HEADERS)
 _RAW = {name.encode(): name for name in _HINTS}

@@ -26,7 +26,7 @@ from sgl_ext.balancer.http.connection_pool import ConnectionPool
 from sgl_ext.balancer.http.upstream import UpstreamConnection
 from sgl_ext.balancer.relay.services import Services, error_response
 from sgl_ext.limits.bounds import MAX_HEAD_BYTES
-from sgl_ext.protocols import routes
+from sgl_ext.protocols import request_ids, routes
 from sgl_ext.protocols.errors import BalancerError, internal_error, method_not_allowed
 
 log = logging.getLogger(__name__)
@@ -174,7 +174,8 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         message = f"{request.method} {request.path}: {status.phrase}"
         response = _answer(request, BalancerError(status, message))
     except Exception:
-        log.exception("a request failed inside the balancer")
+        about = {"request_id": request.headers.get(request_ids.HEADER, "")}
+        log.exception("%s failed in the balancer", about["request_id"], extra=about)
         response = _answer(request, internal_error())
     if request.path not in routes.HEALTH:
         resource = request.match_info.route.resource
@@ -185,6 +186,7 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
 
 
 def _answer(request: web.Request, error: BalancerError) -> web.Response:
-    status, reason, lines, body = error_response(request.path, error)
+    request_id = request.headers.get(request_ids.HEADER, "")  # from the data path
+    status, reason, lines, body = error_response(request.path, error, request_id)
     headers = dict(line.split(": ", 1) for line in lines.decode().splitlines())
     return web.Response(status=status, reason=reason.decode(), body=body, headers=headers)

@@ -17,9 +17,11 @@ from http import HTTPStatus
 
 import httptools
 
+from sgl_ext.balancer.http import identity
+from sgl_ext.balancer.http.identity import NO_IDENTITY, Identity, read_identity
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.protocols.routes import Route
-from sgl_ext.requests.session import QUEUED_HEADER, SECRET_HEADER
+from sgl_ext.requests.session import PURPOSE_HEADER, QUEUED_HEADER, SECRET_HEADER
 
 # Headers of one connection and not of the message (RFC 9110, section 7.6.1), and the length,
 # which is stated again by the framing of the next connection.
@@ -28,17 +30,22 @@ HOP_BY_HOP = frozenset(
     b"proxy-connection te trailer transfer-encoding upgrade".split()
 )
 # Bodies are decoded here, responses must stay readable here, the key is for the balancer alone,
-# and only the balancer sets its internal headers.
-_NOT_UPSTREAM = HOP_BY_HOP | {
-    b"accept-encoding",
-    b"authorization",
-    b"content-encoding",
-    b"expect",
-    b"host",
-    b"x-api-key",
-    QUEUED_HEADER.encode(),
-    SECRET_HEADER.encode(),
-}
+# and only the balancer sets its internal headers and names the request.
+_NOT_UPSTREAM = (
+    HOP_BY_HOP
+    | identity.HEADERS
+    | {
+        b"accept-encoding",
+        b"authorization",
+        b"content-encoding",
+        b"expect",
+        b"host",
+        b"x-api-key",
+        PURPOSE_HEADER.encode(),
+        QUEUED_HEADER.encode(),
+        SECRET_HEADER.encode(),
+    }
+)
 LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ([0-9]{1,15})\r\n")
 _MAX_CACHED = 1024
 # A longer head is parsed each time, so that the cache stays small.
@@ -52,6 +59,7 @@ class RequestHead:
     fields: the same, the last of each name.
     target: the path and query as they arrived.
     upstream_lines: the header lines for the worker.
+    identity: the id and the trace that the client states.
     tenant: the tenant that authentication found; "" otherwise.
     rejection: set if the request cannot be served whatever its body.
     """
@@ -68,6 +76,7 @@ class RequestHead:
         self.expects_continue = False
         self.content_type = ""
         self.upstream_lines = b""
+        self.identity: Identity = NO_IDENTITY
         self.tenant = ""
         self.route: Route | None = None
         self.rejection: BalancerError | None = None
@@ -134,8 +143,8 @@ class RequestHeadCache:
             if match is None and length:
                 # The key contains a length whose spelling the pattern does not match.
                 return head, length
-            if len(raw) > _MAX_CACHED_BYTES:
-                return head, length
+            if len(raw) > _MAX_CACHED_BYTES or head.identity is not NO_IDENTITY:
+                return head, length  # one with an id never comes again
             if len(self._cached) >= self.limit:
                 self._cached.clear()
             self._cached[key] = head
@@ -185,6 +194,7 @@ def parse_head(raw: bytes) -> tuple[RequestHead, int]:
     media_type = fields.get(b"content-type", b"application/octet-stream").partition(b";")[0]
     head.content_type = media_type.strip().lower().decode("latin-1")
     head.upstream_lines = header_lines(head.headers, _NOT_UPSTREAM)
+    head.identity = read_identity(head.headers, fields)
     return head, length
 
 

@@ -37,7 +37,9 @@ class ResponseHead:
                 self.streams = value.startswith(b"text/event-stream")
             elif name in NAMES:
                 self.is_named = True
-        self.lines = header_lines(headers, HOP_BY_HOP | connection_options(headers))
+        # The balancer names the request to the client.
+        dropped = HOP_BY_HOP | NAMES | connection_options(headers)
+        self.lines = header_lines(headers, dropped)
 
 
 class ResponseHeadCache:

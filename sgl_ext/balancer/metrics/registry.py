@@ -214,6 +214,10 @@ class Metrics(Page):
             "peer_message_faults{fault}",
             "Messages between the balancer's processes that were lost or unreadable.",
         )
+        self.identities_replaced = counter(
+            "identities_replaced{header}",
+            "Request ids and trace headers of clients that were invalid and were replaced.",
+        )
         self.request_log_dropped_lines = counter(
             "request_log_dropped_lines",
             "Lines of the request log that were dropped because they could not be written in time.",

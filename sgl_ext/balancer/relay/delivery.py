@@ -26,7 +26,8 @@ from sgl_ext.balancer.routing.attempts import NO_ROUTING, Attempt
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.protocols.errors import BalancerError, internal_error, no_engine
 from sgl_ext.protocols.request_ids import new_request_id
-from sgl_ext.requests.session import QUEUED_HEADER, REFUSED, SECRET_HEADER
+from sgl_ext.protocols.trace_context import new_trace
+from sgl_ext.requests.session import PURPOSE_HEADER, QUEUED_HEADER, REFUSED, SECRET_HEADER
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ MAX_ATTEMPTS = 3
 # How many engines one request may take along.
 MAX_LOST = 2
 _REFUSED_LINE = b"%b: %b\r\n" % (SECRET_HEADER.encode(), REFUSED)
+_RETRY_LINE = b"%b: retry-%%d\r\n" % PURPOSE_HEADER.encode()
 _QUEUED_LINE = b"%b: %%.3f\r\n" % QUEUED_HEADER.encode()
 
 
@@ -63,7 +65,9 @@ class Delivery(ABC):
         self._lost = 0  # attempts that were sent to a worker that failed
         self._wait_reason = ""
         self._queued_s = 0.0
-        self._request_id = ""
+        stated = request.head.identity
+        self._request_id = stated.request_id or new_request_id()
+        self._trace = stated.trace or new_trace()
         self.routing = NO_ROUTING
         self.tried: set[Worker] = set()
 
@@ -110,7 +114,9 @@ class Delivery(ABC):
         else:
             self._connect()
         if attempt.placement.reason == "home":
-            services.standby_prefill.consider(attempt, self._head, self._request.body)
+            services.standby_prefill.consider(
+                attempt, self._head, self._request.body, self._request_id
+            )
 
     def rejected(self, error: BalancerError) -> None:
         """No worker takes the request."""
@@ -138,6 +144,9 @@ class Delivery(ABC):
         self._is_sent = True
         head, body = self._head, self._request.body
         lines = self._pool.request_line(head.method, head.target) + head.upstream_lines
+        lines += b"x-request-id: %b\r\n%b" % (self._request_id.encode(), self._trace.lines)
+        if self._attempts > 1:
+            lines += _RETRY_LINE % (self._attempts - 1)
         if self._queued_s:
             lines += _QUEUED_LINE % self._queued_s
         if body or head.method not in ("GET", "HEAD"):
@@ -203,7 +212,7 @@ class Delivery(ABC):
         return has_budget
 
     def _retry(self, reason: str, *, answered: bool = False, by_worker: bool = True) -> None:
-        log.warning("%s failed before it answered %s: %s", self._pool.url, self._id(), reason)
+        self._warn("%s failed before it answered %s: %s", self._pool.url, self._request_id, reason)
         self._release(by_worker=by_worker, answered=answered)
         self._forget_response()
         untried = self._services.router.any_available(besides=self.tried)
@@ -225,8 +234,6 @@ class Delivery(ABC):
         else:
             self._services.router.attempts.fail(attempt, by_worker=by_worker, answered=answered)
 
-    def _id(self) -> str:
-        """The request's id for the client and the log, unless the worker names it."""
-        if not self._request_id:
-            self._request_id = new_request_id()
-        return self._request_id
+    def _warn(self, message: str, *values: object) -> None:
+        """Logs what happened to the request."""
+        log.warning(message, *values, extra={"request_id": self._request_id})

@@ -53,6 +53,8 @@ class Exchange(Delivery):
 
     def begin(self) -> None:
         """Prepares, places and sends the request, or answers it with an error."""
+        for name in self._head.identity.replaced:
+            self._services.metrics.identities_replaced.counts[(name,)] += 1
         try:
             if self._request.rejection is not None:
                 raise self._request.rejection
@@ -116,7 +118,8 @@ class Exchange(Delivery):
 
     def _failed(self, error: Exception) -> None:
         if not isinstance(error, BalancerError):
-            log.error("a request failed inside the balancer", exc_info=error)
+            about = {"request_id": self._request_id}
+            log.error("%s failed in the balancer", self._request_id, exc_info=error, extra=about)
             error = internal_error()
         if self._stage is Stage.BEFORE_FIRST_BYTE:
             self._answer_error(error)
@@ -128,8 +131,8 @@ class Exchange(Delivery):
     def response_head(self, head: ResponseHead) -> None:
         """Takes the response's head."""
         self._response.head, self._response.lines = head, head.lines
-        if not head.is_named:
-            self._response.lines += id_line(errors_of(self._head.path), self._id())
+        shape, is_stated = errors_of(self._head.path), bool(self._head.identity.request_id)
+        self._response.lines += id_line(shape, self._request_id, is_stated=is_stated)
 
     def response_data(self, data: bytes) -> None:
         """Relays whole events of a stream; any other body is collected."""
@@ -259,9 +262,10 @@ class Exchange(Delivery):
     def _cut(self, reason: str, message: str = _ENGINE_STOPPED, *, by_worker: bool = True) -> None:
         """Ends a stream that cannot go on in its protocol's error event."""
         self._services.metrics.cut_streams.inc()
-        log.warning("the stream of %s from %s was cut: %s", self._id(), self._pool.url, reason)
+        about = self._request_id, self._pool.url, reason
+        self._warn("the stream of %s from %s was cut: %s", *about)
         shape = errors_of(self._head.path)
-        self._client.write(shape.event(message, self._response.events_sent, self._id()))
+        self._client.write(shape.event(message, self._response.events_sent, self._request_id))
         self._end_early(by_worker=by_worker)
         self._count()
         self._client.end_stream()
@@ -303,7 +307,11 @@ class Exchange(Delivery):
 
     def _answer_error(self, error: BalancerError) -> None:
         self._end_early(by_worker=False, cost=0)
-        self._client.answer(*self._services.error_response(error, self._head.path, self._id()))
+        is_stated = bool(self._head.identity.request_id)
+        answer = self._services.error_response(
+            error, self._head.path, self._request_id, is_stated=is_stated
+        )
+        self._client.answer(*answer)
 
     def _settle(self, cost: int | None) -> None:
         """Settles the charge by the computed tokens, None if they are unknown."""

@@ -154,9 +154,11 @@ class Services:
         """Every connection pool."""
         return [self.control, *self._pools.values()]
 
-    def error_response(self, error: BalancerError, path: str, request_id: str = "") -> RawResponse:
+    def error_response(
+        self, error: BalancerError, path: str, request_id: str = "", *, is_stated: bool = False
+    ) -> RawResponse:
         """A counted `error_response`. Health checks are not counted."""
-        response = error_response(path, error, request_id)
+        response = error_response(path, error, request_id, is_stated=is_stated)
         if path not in routes.HEALTH:
             self.metrics.requests.counts[routes.label_of(path), response[0]] += 1
         return response
@@ -170,11 +172,16 @@ class Services:
                 del self._pools[worker]
 
 
-def error_response(path: str, error: BalancerError, request_id: str = "") -> RawResponse:
-    """An error in the protocol of a path, "" for bytes that are no request."""
+def error_response(
+    path: str, error: BalancerError, request_id: str = "", *, is_stated: bool = False
+) -> RawResponse:
+    """An error in the protocol of a path, "" for bytes that are no request.
+
+    is_stated: the client sent this id.
+    """
     shape, request_id = errors_of(path), request_id or new_request_id()
     status, reason = wire_status(shape, error.status)
-    lines = b"content-type: application/json\r\n" + id_line(shape, request_id)
+    lines = b"content-type: application/json\r\n" + id_line(shape, request_id, is_stated=is_stated)
     for name, value in error_headers(error).items():
         lines += f"{name}: {value}\r\n".encode()
     body = shape.body(status, error.message, request_id, error.code, error.param)

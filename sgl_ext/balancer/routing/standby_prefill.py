@@ -20,7 +20,9 @@ from sgl_ext.balancer.routing.attempts import Attempt
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.protocols.registry import of_path
+from sgl_ext.protocols.request_ids import HEADER
 from sgl_ext.protocols.routes import PREFILL
+from sgl_ext.requests.session import PURPOSE_HEADER
 from sgl_ext.supervision import Guard
 
 # How long a session is not considered again.
@@ -28,6 +30,7 @@ REPEAT_S = 30.0
 _MOST_SESSIONS = 10_000
 # Of the bodies that are being sent. They are copies.
 _MOST_SENDING_BYTES = 32 << 20
+_NAMED_LINES = b"%b: %%b\r\n%b: standby\r\n" % (HEADER.encode(), PURPOSE_HEADER.encode())
 _TIMEOUT = aiohttp.ClientTimeout(total=30)
 
 
@@ -50,7 +53,9 @@ class StandbyPrefill:
             "standby_bodies", lambda: self._sending_bytes, lambda: _MOST_SENDING_BYTES, "bytes"
         )
 
-    def consider(self, attempt: Attempt, head: RequestHead, body: bytes | bytearray) -> None:
+    def consider(
+        self, attempt: Attempt, head: RequestHead, body: bytes | bytearray, request_id: str
+    ) -> None:
         """Sends a request's prompt to a standby if its session, placed at home, needs one."""
         routing, home = attempt.routing, attempt.worker
         protocol = of_path(head.path)
@@ -73,7 +78,8 @@ class StandbyPrefill:
         self._sent[routing.session] = None
         worker = next(w for w, _ in others if w.id == standby)
         url = f"{worker.url}{PREFILL}?wait=false&protocol={protocol.name}"
-        task = asyncio.create_task(self._send(url, head.upstream_lines, bytes(body)))
+        lines = head.upstream_lines + _NAMED_LINES % request_id.encode()
+        task = asyncio.create_task(self._send(url, lines, bytes(body)))
         self._sending.add(task)
         self._sending_bytes += (size := len(body))
         task.add_done_callback(lambda task: self._sent_to_end(task, size))

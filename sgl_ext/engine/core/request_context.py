@@ -42,6 +42,8 @@ class RequestContext:
     owner: the tenant that pins are charged to. session: the name that the client gave.
     group: requests of one cache group share cached prefixes; None is a group, too.
     conversation: a number that all turns of a conversation share; None if it is unknown.
+    request_id: by which the client and the balancer know it.
+    purpose: what the balancer sent it for, "" for the first attempt of a client's own.
     queued_s: how long the request waited in the balancer's admission queue.
     is_last: the client says that this is the conversation's last turn.
     is_answer_reusable: whether the next turn's prompt continues with the answer as generated.
@@ -63,6 +65,8 @@ class RequestContext:
     session: str = ""
     group: str | None = None
     conversation: int | None = None
+    request_id: str = ""
+    purpose: str = ""
     queued_s: float = 0.0
     is_last: bool = False
     is_answer_reusable: bool = True

@@ -9,13 +9,15 @@ from sgl_ext.engine.core.folder import secret
 _MARK = "~sgl_ext-ahead-"
 
 
-def slice_name(*, is_guess: bool, is_forced: bool) -> str:
+def slice_name(*, is_guess: bool, is_forced: bool, purpose: str = "", request_id: str = "") -> str:
     """A new name for a slice.
 
     is_guess: the extension guessed the prompt; no client asked for it.
     is_forced: it runs even if all of it is cached, so that its hints are recorded.
+    purpose, request_id: why it runs, and for which request; log lines show them.
     """
-    return f"{secret(_MARK)}{'g' if is_guess else 'a'}{'f' if is_forced else '-'}{uuid4().hex}"
+    kind = f"{'g' if is_guess else 'a'}{'f' if is_forced else '-'}"
+    return f"{secret(_MARK)}{kind}{uuid4().hex}~{purpose}~{request_id}"
 
 
 def is_slice_name(name: Any) -> bool:

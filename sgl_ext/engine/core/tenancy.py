@@ -23,9 +23,14 @@ _NAMES = ("rid", "request_id")
 def name_request(request: Any, context: RequestContext) -> None:
     """Puts the tenant in front of the names that a client chose. Raises ValueError, which is
     answered 400, for a name that no client may choose."""
-    body = context.body
-    if isinstance(body, dict) and any(body.get(name) is not None for name in _NAMES):
+    if is_named_by_client(context):
         request.rid = _named(request.rid, context.owner)
+
+
+def is_named_by_client(context: RequestContext) -> bool:
+    """Whether the client chose the name of its request."""
+    body = context.body
+    return isinstance(body, dict) and any(body.get(name) is not None for name in _NAMES)
 
 
 def check_adapters(request: Any, tenant: Tenant) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 from sgl_ext.engine.core import hints
 from sgl_ext.engine.core.isolation import group_of, isolate
 from sgl_ext.engine.core.request_context import current
+from sgl_ext.engine.core.request_names import name_after_id
 from sgl_ext.engine.core.slices import is_slice
 from sgl_ext.engine.core.tenancy import check_adapters, name_request
 from sgl_ext.engine.http.extension import installed
@@ -15,7 +16,7 @@ def send_hints(
     manager: TokenizerManager | None, request: Any, raw_request: Any = None, *_: Any, **__: Any
 ) -> None:
     """Before `TokenizerManager.generate_request`: isolates the request in its cache group and its
-    tenant's names, sets its priority, and adds its hints. Ends a dry run.
+    tenant's names, names it by its id, sets its priority, and adds its hints. Ends a dry run.
 
     Of one HTTP request the first generation takes the hints: later ones (a tool loop inside the
     engine) have another prompt. `request` is one of several classes, embeddings among them.
@@ -27,6 +28,7 @@ def send_hints(
         return
     if not is_slice(request):
         name_request(request, context)
+        name_after_id(request, context)
         if manager is not None and manager.enable_lora:
             check_adapters(request, installed().tenants.of(context.owner))
     if context.dry_run is not None:

@@ -18,6 +18,7 @@ from sgl_ext.engine.core.request_context import (
     enter,
     put_on,
 )
+from sgl_ext.engine.core.request_names import purpose_of, request_id_of
 from sgl_ext.engine.http.extension import HttpExtension, installed
 from sgl_ext.engine.http.translation import for_sglang
 from sgl_ext.protocols.registry import of_path
@@ -103,6 +104,8 @@ def _read_context(extension: HttpExtension, request: Any, path: str, body: Any) 
         owner=tenant.name,
         group=headers.get(GROUP_HEADER),
         session=stated_session(headers, body) or "",
+        request_id=request_id_of(request.scope),
+        purpose=purpose_of(headers),
         queued_s=_read_queued_s(path, headers),
         is_last=is_final(headers),
         pins=((WHOLE_PROMPT, marks.whole_ttl_s),) if marks.whole_ttl_s else (),

@@ -13,6 +13,7 @@ from typing import Any
 import orjson
 from starlette.datastructures import Headers, MutableHeaders
 
+from sgl_ext.engine.core.request_names import request_id_of
 from sgl_ext.engine.middleware import error_shape
 from sgl_ext.engine.middleware.error_shape import INTERNAL, EngineError, scrubbed, shaped
 from sgl_ext.protocols.anthropic import ANTHROPIC, status_of_type
@@ -20,7 +21,6 @@ from sgl_ext.protocols.chat import OLLAMA_CHAT
 from sgl_ext.protocols.errors import OPENAI_ERRORS
 from sgl_ext.protocols.native import GENERATE, OLLAMA_GENERATE
 from sgl_ext.protocols.registry import errors_of
-from sgl_ext.protocols.request_ids import new_request_id
 from sgl_ext.protocols.routes import EMBEDDING, PARSING, SYSTEM_ONE
 
 _WRONG_TYPE = "body: a field has a value of a type that it cannot have"
@@ -49,7 +49,7 @@ class ErrorMiddleware:
             await self.app(scope, receive, send)
             return
         path = scope["path"]
-        answer = _Answer(path, send)
+        answer = _Answer(scope, send)
         if path in EMBEDDING and _generates(scope["app"]):
             await answer.reject(EngineError(400, _GENERATES))
             return
@@ -65,8 +65,9 @@ class ErrorMiddleware:
 class _Answer:
     """One answer on its way out."""
 
-    def __init__(self, path: str, send: Any) -> None:
-        self._path = path
+    def __init__(self, scope: Any, send: Any) -> None:
+        self._scope = scope
+        self._path = path = scope["path"]
         self._send = send
         self._shape = errors_of(path) if is_shaped(path) else None
         self._start: Any = None  # the head of an error, or of a stream, that waits
@@ -104,7 +105,7 @@ class _Answer:
         if self._shape is None:
             body = error_shape.native_body(error)
         else:
-            name, value, body = _shaped_with_id(self._path, error)
+            name, value, body = _shaped_with_id(self._scope, error)
             headers.append(name, value)
         headers["content-type"] = "application/json"
         headers["content-length"] = str(len(body))
@@ -147,16 +148,16 @@ class _Answer:
 
 
 async def send_error(
-    path: str, error: EngineError, send: Any, *headers: tuple[bytes, bytes]
+    scope: Any, error: EngineError, send: Any, *headers: tuple[bytes, bytes]
 ) -> None:
-    """Answers a request to a path with an error in the protocol's shape, and these headers."""
+    """Answers an ASGI scope's request with an error in its protocol's shape, and these headers."""
     start = {"type": "http.response.start", "headers": headers}
-    await _Answer(path, send).reject(error, start)
+    await _Answer(scope, send).reject(error, start)
 
 
-def _shaped_with_id(path: str, error: EngineError) -> tuple[str, str, bytes]:
-    """The name and value of a new request id's header, and the error's body with this id."""
-    request_id = new_request_id()
+def _shaped_with_id(scope: Any, error: EngineError) -> tuple[str, str, bytes]:
+    """The name and value of the header with the request's id, and the error's body with it."""
+    path, request_id = scope["path"], request_id_of(scope)
     return errors_of(path).request_id_header, request_id, shaped(path, error, request_id)
 
 
@@ -211,7 +212,7 @@ def install(app: Any) -> None:
     async def fail(request: Any, error: Exception) -> Any:
         """Answers errors that the application did not catch. Starlette calls it outside of the
         middleware."""
-        name, value, body = _shaped_with_id(request.url.path, EngineError(500, INTERNAL))
+        name, value, body = _shaped_with_id(request.scope, EngineError(500, INTERNAL))
         return Response(body, 500, headers={name: value}, media_type="application/json")
 
     app.add_exception_handler(RequestValidationError, reject)

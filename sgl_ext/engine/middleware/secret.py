@@ -109,7 +109,7 @@ async def _refuse(scope: Any, receive: Any, send: Any, reason: str) -> None:
         await send({"type": "websocket.close", "code": 1008})
     else:
         # By this header the balancer knows that it is refused, and not its client.
-        await send_error(scope["path"], EngineError(401, _MESSAGE), send, _MARK)
+        await send_error(scope, EngineError(401, _MESSAGE), send, _MARK)
 
 
 _own: tuple[str, EngineSecret] | None = None

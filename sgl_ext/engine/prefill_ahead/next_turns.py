@@ -121,7 +121,7 @@ class NextTurns:
             return
         dry_run.context.pins = ()  # the real request sets its pins
         is_guess = not context.importance.speculative_prefill
-        job = Job(name, ids, dry_run.request, dry_run.context, is_guess=is_guess)
+        job = Job(name, ids, dry_run.request, dry_run.context, is_guess=is_guess, purpose="ahead")
         self._add(name, _Guess(len(ids), _digest(ids), job))
         self.prefiller.put(job)
 

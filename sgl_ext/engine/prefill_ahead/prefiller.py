@@ -44,6 +44,7 @@ class Job:
     request: SGLang's, made of the prompt's body; slices run in its name space.
     context: of the same body; the last slice sends its hints and sets its pins.
     is_guess: no client requested it, and it is evicted first.
+    purpose: why it runs, for the log: "prefill", "standby", "ahead" or "warmup".
     cached_tokens: how many were cached before; None until that is known.
     reached_tokens: how many are in the cache now.
     reason: why it ended before all tokens were in the cache; "" if they are, or it goes on.
@@ -55,6 +56,7 @@ class Job:
     request: GenerateReqInput
     context: RequestContext
     is_guess: bool = False
+    purpose: str = "prefill"
     deadline_s: float = field(default_factory=lambda: time.monotonic() + DEADLINE_S)
     cached_tokens: int | None = None
     reached_tokens: int = 0
@@ -172,7 +174,12 @@ class Prefiller:
     async def _send(self, job: Job) -> dict[str, Any]:
         """Sends the slice; SGLang's `meta_info` of its answer."""
         is_last = job.end == job.total
-        name = slice_name(is_guess=job.is_guess, is_forced=is_last and bool(job.context.pins))
+        name = slice_name(
+            is_guess=job.is_guess,
+            is_forced=is_last and bool(job.context.pins),
+            purpose=job.purpose,
+            request_id=job.context.request_id,
+        )
         request = sglang_api.GenerateReqInput(
             rid=name,
             input_ids=job.ids[: job.end],

@@ -35,10 +35,11 @@ from sgl_ext.engine.prefill_ahead.next_turns import NextTurns, certain_ids, conv
 from sgl_ext.engine.prefill_ahead.prefiller import DEADLINE_S, Job, Prefiller
 from sgl_ext.engine.sglang_http_types import TokenizerManager
 from sgl_ext.protocols.registry import detect
+from sgl_ext.protocols.request_ids import HEADER as REQUEST_ID_HEADER
 from sgl_ext.protocols.routes import PREFILL
 from sgl_ext.requests.next_turn import Turn, partial_turn
 from sgl_ext.requests.protocol import Protocol
-from sgl_ext.requests.session import OWNER_HEADER, TENANT_HEADER
+from sgl_ext.requests.session import OWNER_HEADER, PURPOSE_HEADER, TENANT_HEADER
 from sgl_ext.settings.schema import EngineSettings
 from sgl_ext.supervision import Guard, supervise
 
@@ -148,7 +149,9 @@ class PrefillRequests:
 
     async def _warm_up(self, number: int, body: Any) -> None:
         protocol = detect({}, None, body)
-        answer = None if protocol is None else await self._prefill(protocol, (), body, [])
+        answer = None
+        if protocol is not None:
+            answer = await self._prefill(protocol, _warmup_headers(number), body, [])
         if answer is None or answer.status_code != HTTPStatus.OK:
             why = "unknown protocol" if answer is None else bytes(answer.body).decode()
             _logger.warning("sgl-ext: warmup request %d was rejected: %s", number, why)
@@ -206,7 +209,7 @@ async def read_job(
     context = dry_run.context
     context.pins = tuple(pin for pin in context.pins if pin[0] <= len(ids))  # also WHOLE_PROMPT
     name = conversation_name(context) or secrets.token_hex(8)
-    return Job(name, ids, dry_run.request, context)
+    return Job(name, ids, dry_run.request, context, purpose=context.purpose or "prefill")
 
 
 def _so_far(begun: list[Job], why: str) -> Mapping[str, Any]:
@@ -247,7 +250,7 @@ async def share_prompts(app: Any, manager: TokenizerManager, path: str | None) -
     jobs: list[Job] = []
     for number, line in enumerate(_lines(path), start=1):
         try:
-            job = await _job(app, manager, orjson.loads(line))
+            job = await _job(app, manager, number, orjson.loads(line))
         except ValueError as error:
             raise ValueError(f"shared_prefixes={path!r}: line {number}: {error}") from error
         prefixes().add(job.ids, job.request.lora_path)
@@ -255,11 +258,11 @@ async def share_prompts(app: Any, manager: TokenizerManager, path: str | None) -
     return jobs
 
 
-async def _job(app: Any, manager: TokenizerManager, body: Any) -> Job:
+async def _job(app: Any, manager: TokenizerManager, number: int, body: Any) -> Job:
     protocol = detect({}, None, body)
     if protocol is None:
         raise ValueError("is a request of no known protocol")
-    job = await read_job(app, manager, protocol, (), body)
+    job = await read_job(app, manager, protocol, _warmup_headers(number), body)
     if isinstance(job, Response):
         raise ValueError(f"was rejected: {bytes(job.body).decode()}")
     if job.request.cache_salt or job.request.extra_key:
@@ -267,6 +270,12 @@ async def _job(app: Any, manager: TokenizerManager, body: Any) -> Job:
     if job.request.contains_mm_input():
         raise ValueError("is of more than text")
     return job
+
+
+def _warmup_headers(number: int) -> Headers:
+    """Those of a request of an operator's file, by which log lines name its line."""
+    ours = {REQUEST_ID_HEADER: f"line-{number}", PURPOSE_HEADER: "warmup"}
+    return [(name.encode(), value.encode()) for name, value in ours.items()]
 
 
 def _lines(path: str | None) -> list[bytes]:

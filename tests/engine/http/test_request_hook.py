@@ -31,6 +31,7 @@ class Request:
         self.url = SimpleNamespace(path=path)
         self.headers: Mapping[str, str] = headers or {}
         self.state = SimpleNamespace()
+        self.scope = {"headers": [(n.encode(), v.encode()) for n, v in self.headers.items()]}
         self.parsed = document
         self.parses = 0
 
