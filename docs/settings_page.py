@@ -15,7 +15,7 @@ _HEAD = """# Settings
 
 <!-- Made by `python -m docs.settings_page`. Do not edit this page. -->
 
-Every key is also a flag of `python -m sgl_ext.launch`: `pin-ttl-s = 60` in the file is \
+Every key is also a flag of `sgl-ext serve`: `pin-ttl-s = 60` in the file is \
 `--pin-ttl-s 60`. A flag wins over the file that `--config` names. In the file a key can be \
 written with hyphens or underscores. `python -m sgl_ext.balancer.serve`, for a balancer without a \
 launcher, takes the flags of `[balancer]`, a `--worker URL` for each engine, and a `--config`.

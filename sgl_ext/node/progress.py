@@ -61,6 +61,7 @@ def summary(settings: LaunchSettings, engines: Sequence[Child], address: str) ->
         fleet = f"--ray-address {settings.ray_address} --ray-fleet {settings.ray_fleet}"
         table.add_row("engines", f"python -m sgl_ext.fleet {fleet} show")
     table.add_row("logs", settings.log_dir)
+    table.add_row("see it", f"sgl-ext status --url {address}, or {address}/ in a browser")
     claude = f"ANTHROPIC_BASE_URL={address} ANTHROPIC_API_KEY={key} claude --model {model}"
     table.add_row("Claude Code", claude)
     provider = f'base_url = "{address}/v1" and wire_api = "responses"'

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.core import TyperGroup
+from typer.main import get_command
 
 from sgl_ext.cli import bench
+from sgl_ext.cli.app import app
 from tests.cli.conftest import Run
 from tests.cli.fake_node import FakeNode, Refused, state_of
 
@@ -234,38 +237,43 @@ def test_keys_are_made_in_a_file(run: Run, tmp_path: Path) -> None:
     assert run("keys", file, "revok", "x")[0] == 2
 
 
-def run_module(*argv: str, **environment: str) -> str:
-    command = [sys.executable, "-m", "sgl_ext", *argv]
-    path = {"PATH": "/usr/bin:/bin"}
-    return subprocess.check_output(command, cwd=ROOT, env=path | environment, text=True)
-
-
-def test_the_module_is_the_command_and_tells_its_version() -> None:
-    said = run_module("--version")
+def test_the_module_is_the_command_and_has_a_version() -> None:
+    command = [sys.executable, "-m", "sgl_ext", "--version"]
+    said = subprocess.check_output(command, cwd=ROOT, text=True)
     assert said.startswith("sgl-ext 0.")
     assert ", SGLang " in said
 
 
-def test_serve_s_help_is_the_launcher_s() -> None:
-    said = run_module("serve", "--help")
-    assert said.startswith("usage: sgl-ext serve [FLAG ...]")
-    assert "--ray-address" in said
+def test_serve_s_help_is_the_launcher_s(run: Run) -> None:
+    code, out, _ = run("serve", "--help")
+    assert code == 0
+    assert out.startswith("usage: sgl-ext serve [FLAG ...]")
+    assert "--ray-address" in out
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_prints_what_makes_a_shell_ask_the_command(shell: str) -> None:
-    script = run_module("completion", shell)
+def test_a_shell_gets_verbs_from_the_command(
+    run: Run, monkeypatch: pytest.MonkeyPatch, shell: str
+) -> None:
+    monkeypatch.setenv("_SGL_EXT_COMPLETE", "")  # it is changed below
+    script = run("completion", shell)[1]
     assert f"_SGL_EXT_COMPLETE=complete_{shell}" in script
-    if shell == "bash":
-        words = {"COMP_WORDS": "sgl-ext re", "COMP_CWORD": "1"}
-        assert run_module(**words, _SGL_EXT_COMPLETE="complete_bash").split() == [
-            "restart",
-            "reload",
-        ]
+    words = {"COMP_WORDS": "sgl-ext re", "COMP_CWORD": "1", "_TYPER_COMPLETE_ARGS": "sgl-ext re"}
+    words |= {"_SGL_EXT_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    for name, value in words.items():
+        monkeypatch.setenv(name, value)
+    out = run()[1]
+    assert "restart" in out
+    assert "reload" in out
+    assert "status" not in out
 
 
-def test_the_help_lists_every_verb(run: Run) -> None:
+def test_the_help_and_the_manual_list_every_verb(run: Run) -> None:
     code, out, _ = run()
     assert code == 0
-    verbs = "serve status top explain doctor pins clients bench restart drain add reload keys"
-    assert all(verb in out for verb in [*verbs.split(), "completion", "--version"])
+    manual = (ROOT / "docs/command.md").read_text()
+    group = get_command(app)
+    assert isinstance(group, TyperGroup)
+    for verb in group.commands:
+        assert f" {verb} " in out
+        assert f"| `{verb}` | `" in manual

@@ -23,7 +23,9 @@ def test_the_panel_shows_an_address_that_a_client_can_use(tmp_path: Path) -> Non
         console = Console(width=200, file=(tmp_path / "out").open("w"))
         with console.file:
             console.print(summary(settings, engines, child.url))
-        assert f"ANTHROPIC_BASE_URL={address} " in (tmp_path / "out").read_text()
+        shown = (tmp_path / "out").read_text()
+        assert f"ANTHROPIC_BASE_URL={address} " in shown
+        assert f"sgl-ext status --url {address}, or {address}/ in a browser" in shown
 
 
 def test_without_a_terminal_each_change_is_a_line_with_the_time_that_has_passed(
