@@ -22,8 +22,14 @@ from sgl_ext.balancer.store.documents import StoreUnusable
 from sgl_ext.node import hardware
 from sgl_ext.node.child import Child
 from sgl_ext.node.children import make_children
+from sgl_ext.node.control import Control, socket_path
+from sgl_ext.node.engine import Engine
+from sgl_ext.node.engine_calls import EngineCalls
+from sgl_ext.node.keepers import Keepers
 from sgl_ext.node.log_dir import locked, rotated
 from sgl_ext.node.progress import start_progress, summary
+from sgl_ext.node.replacement import Replacement
+from sgl_ext.node.restarts import Restarts
 from sgl_ext.node.stages import FLEET, READY, stage_of
 from sgl_ext.output import LossyStream
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
@@ -36,10 +42,8 @@ _ENGINE_STOP_S = 20.0, 0.0
 # Actors are asked to stop their engines; in a hurry they are killed.
 _FLEET_STOP_S = 80.0, 20.0
 _HURRIED_STOP_S = 3.0
-_RETRY_S = 1.0
 _LIST_S = 0.25
 _ROTATE_S = 5.0
-_BACKOFF_S = (1.0, 60.0)
 _LAST_LINES = 15
 _SAID = "sgl-ext: "
 
@@ -80,9 +84,14 @@ async def serve(
         asyncio.get_running_loop().add_signal_handler(
             number, lambda: (hurry if stop.is_set() else stop).set()
         )
-    engines, balancer, listed = make_children(settings, found)
+    socket = socket_path(Path(settings.log_dir))
+    engines, balancer, listed = make_children(settings, found, socket)
     listed.update()
+    say = partial(console.print, highlight=False)
+    keepers = Keepers(say)
+    control = Control(socket, engines, _why_no_restarts(settings))
     try:
+        await control.start()
         for child in (balancer, *engines):
             await child.start()
         await _unless_stopped(wait_until_ready(settings, engines, balancer, console), stop)
@@ -98,20 +107,29 @@ async def serve(
         works: list[tuple[str, Callable[[], Awaitable[None] | None], float]] = [
             ("the list of engines", listed.update, _LIST_S),
             ("the rotation of logs", rotate, _ROTATE_S),
-            *(
-                (f"the restart of {child.name}", partial(keep_running, child, console), _RETRY_S)
-                for child in (balancer, *engines)
-            ),
         ]
         # The launcher has no metrics; its log has the reason of a failure.
-        keepers = [
+        tasks = [
             asyncio.create_task(supervise(name, lambda task: None, work, pause_s))
             for name, work, pause_s in works
         ]
+        for child in (balancer, *engines):
+            keepers.resume(child)
+        replacement = Replacement(
+            settings,
+            [engine for engine in engines if isinstance(engine, Engine)],
+            listed,
+            keepers,
+            EngineCalls(balancer.url, settings.balancer.engine_secret),
+            say,
+        )
+        control.restarts = Restarts(replacement, _check_engine)
         await stop.wait()
-        for keeper in keepers:
-            keeper.cancel()
+        for task in tasks:
+            task.cancel()
     finally:
+        await control.stop()
+        keepers.end()
         limits = _ENGINE_STOP_S if found is not None else _FLEET_STOP_S
         await drain(settings.balancer.drain_s, engines, balancer, console, hurry, limits)
 
@@ -139,21 +157,6 @@ async def wait_until_ready(
                 for url in ready:
                     waiting.pop(url, None)
                 show({engine.name for engine in engines if engine.url not in waiting})
-
-
-async def keep_running(child: Child, console: Console) -> None:
-    """Restarts a child whenever it ends, after a delay that grows if it ends soon again."""
-    shortest, longest = _BACKOFF_S
-    backoff = shortest
-    while True:
-        started = time.monotonic()
-        code = await child.wait()
-        backoff = shortest if time.monotonic() - started > longest else backoff
-        what = f"{child.name} ended with exit code {code} and restarts in {backoff:g} s"
-        console.print(f"{what}. Its log: {child.log}", highlight=False)
-        await asyncio.sleep(backoff)
-        backoff = min(backoff * 2, longest)
-        await child.start()
 
 
 async def _rotate(logs: list[Path], limit_bytes: int, console: Console) -> None:
@@ -217,6 +220,18 @@ async def _unless_stopped(work: Coroutine[Any, Any, None], stop: asyncio.Event) 
         task.cancel()
     with suppress(asyncio.CancelledError):
         await task
+
+
+async def _check_engine(settings: LaunchSettings) -> None:
+    """Raises SettingsError for settings with which no engine would start."""
+
+
+def _why_no_restarts(settings: LaunchSettings) -> str:
+    """Why this launcher restarts no engines; "" if it does."""
+    if settings.ray_address is None:
+        return ""
+    command = f"--ray-address {settings.ray_address} --ray-fleet {settings.ray_fleet} restart"
+    return f"The engines run on Ray: python -m sgl_ext.fleet {command}"
 
 
 def _fleet_serves(child: Child) -> bool:

@@ -60,10 +60,13 @@ class EngineList:
 
 
 def make_children(
-    settings: LaunchSettings, found: hardware.Hardware | None
+    settings: LaunchSettings, found: hardware.Hardware | None, socket: Path | None = None
 ) -> tuple[list[Child], Child, EngineList]:
     """The node's engines, or what keeps those on Ray, and its balancer, not started yet; and the
-    list of the engines."""
+    list of the engines.
+
+    socket: where the launcher listens for its balancer.
+    """
     logs, balancer = Path(settings.log_dir), settings.balancer
     logs.mkdir(mode=0o700, parents=True, exist_ok=True)
     require_free(balancer.host, balancer.port)
@@ -78,7 +81,12 @@ def make_children(
         engines = [*_node_engines(settings, found, logs)]
         listed, source = EngineList(logs / _ENGINES, engines, node), f"file:{logs / _ENGINES}"
     open_sources(balancer)  # it says now what the balancer would say in its log
-    balancer = replace(balancer, store=store, workers_from=(source, *balancer.workers_from))
+    balancer = replace(
+        balancer,
+        store=store,
+        workers_from=(source, *balancer.workers_from),
+        launcher_socket=socket and str(socket),
+    )
     command = [sys.executable, "-m", "sgl_ext.balancer.serve"]
     address = reachable(balancer.host, balancer.port)
     started = _child("balancer", command, balancer.to_environment(), logs, address)

@@ -41,10 +41,11 @@ class Launcher:
             self._session = aiohttp.ClientSession("http://launcher", connector=connector)
 
     async def children(self) -> list[dict[str, Any]]:
-        """The processes that the launcher keeps: of each its `name`, `url`, `state` ("ready",
+        """The engines that the launcher keeps: of each its `name`, `url`, `state` ("ready",
         "starting", "draining" or "ended"), `stage` and `progress` (0 to 1, or None).
 
-        [] if there is no launcher, or if it does not answer within a second.
+        On Ray, the process that keeps them. [] if there is no launcher, or if it does not answer
+        within a second.
         """
         try:
             rows: list[dict[str, Any]] = (await self._ask("GET", "/children")).document["children"]

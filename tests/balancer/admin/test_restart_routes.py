@@ -12,7 +12,7 @@ from sgl_ext.balancer.cluster.launcher import Launcher
 from tests.balancer.conftest import Engine, Start
 
 RUNNING = {"id": "restart-1", "state": "running", "engines": [], "error": None}
-CHILDREN = [{"name": "engine-0", "url": "http://127.0.0.1:1", "state": "ready"}]
+ENGINES = [{"name": "engine-0", "url": "http://127.0.0.1:1", "state": "ready"}]
 
 
 class FakeLauncher:
@@ -31,7 +31,7 @@ class FakeLauncher:
         return web.json_response(RUNNING)
 
     async def children(self, request: web.Request) -> web.Response:
-        return web.json_response({"children": CHILDREN})
+        return web.json_response({"children": ENGINES})
 
 
 @pytest.fixture
@@ -77,11 +77,11 @@ async def test_without_a_launcher_it_says_that_there_is_none(start: Start, tmp_p
     assert "The launcher does not answer" in (await answer.json())["error"]["message"]
 
 
-async def test_the_launcher_says_how_far_its_children_are(
+async def test_the_launcher_says_how_far_its_engines_are(
     launcher: FakeLauncher, tmp_path: Path
 ) -> None:
     for socket, expected in (
-        (launcher.socket, CHILDREN),
+        (launcher.socket, ENGINES),
         (str(tmp_path / "gone.sock"), []),
         (None, []),
     ):

@@ -1,0 +1,121 @@
+"""The launcher's control socket: HTTP over a Unix socket that only this user can open.
+
+GET  /children   {"children": [..]}: the node's engines, and how far each has started
+POST /restart    an order, as JSON: 202 with the restart that begins
+GET  /restart    the last restart, 404 if there was none
+
+Errors are {"error": text}. The node's balancer offers the same to administrators.
+"""
+
+import os
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from sgl_ext.node.child import Child
+from sgl_ext.node.restart_order import RestartRefused, read_order
+from sgl_ext.node.restarts import Restarts
+from sgl_ext.node.stages import READY, stage_of
+from sgl_ext.settings.schema import SettingsError
+from sgl_ext.temporary_folder import make_folder
+
+SOCKET_FOLDERS = "sgl-ext-launcher-"
+"""The prefix of the folders for sockets whose log directory has a long name."""
+_SOCKET = "launcher.sock"
+_LONGEST_PATH = 100  # in bytes; systems allow a few more
+
+
+def socket_path(log_dir: Path) -> Path:
+    """Where the launcher of this log directory listens: in it, unless that path is too long for a
+    socket; then in a temporary folder."""
+    path = log_dir / _SOCKET
+    is_short = len(os.fsencode(path)) <= _LONGEST_PATH
+    return path if is_short else make_folder(SOCKET_FOLDERS) / _SOCKET
+
+
+class Control:
+    """Answers on the socket from `start` to `stop`.
+
+    restarts: set once the node has started, if its engines are its own.
+    """
+
+    def __init__(self, path: Path, engines: Sequence[Child], cannot_restart: str = "") -> None:
+        """engines: on Ray, what keeps them. cannot_restart: why this launcher restarts no engines;
+        "" if it does."""
+        self._path = path
+        self._engines = engines
+        self._cannot_restart = cannot_restart
+        self.restarts: Restarts | None = None
+        app = web.Application(middlewares=[_answer_refusals])
+        app.router.add_get("/children", self._show_children)
+        app.router.add_post("/restart", self._restart)
+        app.router.add_get("/restart", self._show_restart)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+
+    async def start(self) -> None:
+        """Listens. Call it with the lock of the log directory, so that a socket which is there is
+        of a launcher that was killed. Raises SettingsError if the directory can hold none."""
+        await self._runner.setup()
+        listening = socket.socket(socket.AF_UNIX)
+        try:
+            self._path.unlink(missing_ok=True)
+            os.fchmod(listening.fileno(), 0o600)  # before others can open it
+            listening.bind(str(self._path))
+        except OSError as error:
+            listening.close()
+            problem = f"no socket can be made there: {error.strerror}"
+            raise SettingsError(f"log_dir={str(self._path.parent)!r}: {problem}") from None
+        await web.SockSite(self._runner, listening).start()
+
+    async def stop(self) -> None:
+        """Ends a restart that runs, and removes the socket."""
+        if self.restarts is not None:
+            await self.restarts.end()
+        await self._runner.cleanup()
+        with suppress(OSError):
+            self._path.unlink()
+
+    async def _show_children(self, _: web.Request) -> web.Response:
+        return web.json_response({"children": [self._row(engine) for engine in self._engines]})
+
+    def _row(self, engine: Child) -> dict[str, Any]:
+        stage, progress = stage_of(engine)
+        state = "ready" if stage == READY else "starting"
+        if engine.exit_code is not None:
+            state = "ended"
+        elif self.restarts is not None and self.restarts.drains(engine.name):
+            state = "draining"
+        row = {"name": engine.name, "url": engine.url, "state": state}
+        return {**row, "stage": stage, "progress": progress}
+
+    async def _restart(self, request: web.Request) -> web.Response:
+        if self._cannot_restart:
+            raise RestartRefused(HTTPStatus.NOT_IMPLEMENTED, self._cannot_restart)
+        if self.restarts is None:
+            raise RestartRefused(HTTPStatus.CONFLICT, "the node is still starting")
+        begun = await self.restarts.begin(read_order(await request.read()))
+        return web.json_response(begun.as_json(), status=HTTPStatus.ACCEPTED)
+
+    async def _show_restart(self, _: web.Request) -> web.Response:
+        if self._cannot_restart:
+            raise RestartRefused(HTTPStatus.NOT_IMPLEMENTED, self._cannot_restart)
+        if self.restarts is None or self.restarts.last is None:
+            raise RestartRefused(HTTPStatus.NOT_FOUND, "there was no restart yet")
+        return web.json_response(self.restarts.last.as_json())
+
+
+@web.middleware
+async def _answer_refusals(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except RestartRefused as refused:
+        return web.json_response({"error": str(refused)}, status=refused.status)
+    except web.HTTPException as error:
+        return web.json_response({"error": error.reason}, status=error.status)

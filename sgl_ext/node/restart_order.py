@@ -1,0 +1,106 @@
+"""What a restart of engines is to do, checked before the first engine is touched. No IO."""
+
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from sgl_ext.node.engine import Engine, served_model
+from sgl_ext.settings.checks import check_launch
+from sgl_ext.settings.schema import LaunchSettings, SettingsError
+
+
+class RestartRefused(Exception):
+    """Nothing was restarted. The message is for the caller."""
+
+    def __init__(self, status: HTTPStatus, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a caller wants.
+
+    engine: the name, id or URL of one engine; None: all, one after another.
+    model_path: None: the one that each engine has.
+    engine_args: SGLang's flags after those of the launcher's own start, where the later of two
+        wins; () are the launcher's alone. None: those that each engine has.
+    """
+
+    engine: str | None = None
+    model_path: str | None = None
+    engine_args: tuple[str, ...] | None = None
+
+
+class Plan(NamedTuple):
+    """Engines in the order of their restart, each with its new settings.
+
+    first: those that restart before the node serves another model; all, if the model stays.
+    rest: those that restart after that.
+    """
+
+    first: list[tuple[Engine, LaunchSettings]]
+    rest: list[tuple[Engine, LaunchSettings]]
+
+    @property
+    def all(self) -> list[tuple[Engine, LaunchSettings]]:
+        return [*self.first, *self.rest]
+
+
+def read_order(body: bytes) -> Order:
+    """Raises RestartRefused 400 for a body that is no order."""
+    try:
+        return msgspec.json.decode(body or b"{}", type=Order)
+    except msgspec.MsgspecError as error:
+        raise RestartRefused(HTTPStatus.BAD_REQUEST, f"{error}") from None
+
+
+def plan_restart(
+    order: Order, engines: Sequence[Engine], ids: Mapping[str, str], launched: LaunchSettings
+) -> Plan:
+    """The plan for an order.
+
+    ids: the engines' ids by their names. launched: the settings of the launcher's own start.
+    Raises RestartRefused for an unknown engine, for settings that the launcher's start would
+    refuse, and for another model on one engine of several.
+    """
+    chosen = _chosen(order.engine, engines, ids)
+    steps = [(engine, _changed(engine.settings, order, launched)) for engine in chosen]
+    for settings in {settings for _, settings in steps}:
+        try:
+            check_launch(settings)
+        except SettingsError as error:
+            raise RestartRefused(HTTPStatus.BAD_REQUEST, f"{error}") from None
+    served = {served_model(engine.settings) for engine in engines}
+    if {served_model(settings) for _, settings in steps} <= served:
+        return Plan(steps, [])
+    if len(chosen) < len(engines):
+        new, old = served_model(steps[0][1]), ", ".join(sorted(served))
+        reason = f"a node serves one model: restart all engines, or serve {new} as {old}"
+        message = f"engine={order.engine!r}: it would serve {new}, and the others {old}; {reason}"
+        raise RestartRefused(HTTPStatus.BAD_REQUEST, message)
+    half = max(1, len(steps) // 2)
+    return Plan(steps[:half], steps[half:])
+
+
+def _chosen(
+    name: str | None, engines: Sequence[Engine], ids: Mapping[str, str]
+) -> Sequence[Engine]:
+    if name is None:
+        return engines
+    found = [each for each in engines if name in (each.name, ids[each.name], each.url)]
+    if not found:
+        known = ", ".join(each.name for each in engines)
+        raise RestartRefused(HTTPStatus.NOT_FOUND, f"engine={name!r}: must be one of {known}")
+    return found
+
+
+def _changed(settings: LaunchSettings, order: Order, launched: LaunchSettings) -> LaunchSettings:
+    if order.model_path is not None:
+        settings = replace(settings, model_path=order.model_path)
+    if order.engine_args is not None:
+        engine_args = (*launched.engine_args, *order.engine_args)
+        settings = replace(settings, engine_args=engine_args)
+    return settings
