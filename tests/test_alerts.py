@@ -18,7 +18,7 @@ from sgl_ext_cpu.node import Node
 
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.worker_sources import WorkerSources
-from sgl_ext.engine.core.counters import _COUNTERS
+from sgl_ext.engine.core.counters import COUNTERS
 from sgl_ext.membership.static import StaticList
 from tests.balancer.workers import workers_at
 
@@ -64,7 +64,7 @@ def of_the_balancer() -> set[str]:
 
 
 # Each is made when it first counts, so that a page has few of them.
-OF_THE_PLUGIN = {f"sgl_ext_{name}_total" for name in _COUNTERS}
+OF_THE_PLUGIN = {f"sgl_ext_{name}_total" for name in COUNTERS}
 
 
 def test_every_metric_exists() -> None:

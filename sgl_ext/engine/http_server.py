@@ -16,6 +16,7 @@ from sgl_ext.engine.core.request_context import context_in, current_dry_run
 from sgl_ext.engine.http.event_broadcaster import PATH, SUBSCRIBERS_PATH
 from sgl_ext.engine.http.extension import HttpExtension, install, installed
 from sgl_ext.engine.http.flush_route import flush_route
+from sgl_ext.engine.http.gauges import gauging
 from sgl_ext.engine.http.pin_routes import pin_routes
 from sgl_ext.engine.http.ready_route import ready_route
 from sgl_ext.engine.middleware import errors
@@ -58,7 +59,7 @@ def extend(server_args: ServerArgs, *_: Any, **__: Any) -> None:
         stalls.start()
         async with broadcaster.listening(), original(application) as state:
             manager = sglang_api.get_global_state().tokenizer_manager
-            async with extension.serving(application, manager):
+            async with extension.serving(application, manager), gauging(extension):
                 yield state
         stalls.stop()
 

@@ -1,4 +1,4 @@
-"""The extension's Prometheus counters, on the engine's own `/metrics`.
+"""The extension's Prometheus metrics, on the engine's own `/metrics`.
 
 SGLang collects that page in prometheus_client's multiprocess mode, which exports no `_created`
 samples, so none has to be turned off.
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from sgl_ext import supervision
 
 if TYPE_CHECKING:
-    from prometheus_client import Counter
+    from prometheus_client import Counter, Gauge
 
-_COUNTERS: dict[str, tuple[str, ...]] = {
+COUNTERS: dict[str, tuple[str, ...]] = {
     "headers_stripped": ("Session headers removed from system texts before tokenization.", "path"),
     "headers_not_stripped": ("Session headers that do not begin a system text; they stay.", "path"),
     "long_chains_ignored": ("Requests with more segments than are published.",),
@@ -62,6 +62,21 @@ _COUNTERS: dict[str, tuple[str, ...]] = {
 }
 """Each counter's help text, and its labels."""
 
+GAUGES: dict[str, tuple[str, ...]] = {
+    "build_info": (
+        "Versions of sgl-ext and SGLang, and the commit that runs. The value is 1.",
+        *("version", "commit", "sglang"),
+    ),
+    "table_size": ("Entries or bytes in a bounded table.", "table", "unit"),
+    "table_limit": (
+        "Bound of a table, in entries or bytes; beyond it entries are dropped or rejected.",
+        *("table", "unit"),
+    ),
+    "event_subscribers": ("Balancers that read the engine's prefix events.",),
+    "engine_memory_bytes": ("Resident memory of the engine's processes, by kind.", "process"),
+}
+"""Each gauge's help text, and its labels. Of several HTTP processes the largest value counts."""
+
 
 @cache
 def counter(name: str) -> "Counter":
@@ -72,8 +87,25 @@ def counter(name: str) -> "Counter":
     """
     from prometheus_client import Counter
 
-    text, *labels = _COUNTERS[name]
+    text, *labels = COUNTERS[name]
     return Counter(f"sgl_ext_{name}_total", text, labels)
+
+
+@cache
+def gauge(name: str) -> "Gauge":
+    """The gauge `sgl_ext_<name>`. Raises KeyError if the table does not have it."""
+    from prometheus_client import Gauge
+
+    text, *labels = GAUGES[name]
+    return Gauge(f"sgl_ext_{name}", text, labels, multiprocess_mode="max")
+
+
+def show_counters() -> None:
+    """Puts every counter without labels on the page: Prometheus does not see the first increase of
+    a series that did not exist before."""
+    for name, (_, *labels) in COUNTERS.items():
+        if not labels:
+            counter(name)
 
 
 def background_failed(task: str) -> None:

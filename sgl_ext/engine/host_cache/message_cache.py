@@ -73,6 +73,16 @@ class MessageCache:
         self._dicts: dict[int, tuple[weakref.ref[Any], FrozenMessage]] = {}
         self._validate: Callable[[Any], Any] = sglang_api.AnthropicMessage.model_validate
 
+    @property
+    def used_bytes(self) -> int:
+        """The size of what it holds."""
+        return self._known.used_bytes
+
+    @property
+    def limit_bytes(self) -> int:
+        """The bound of that."""
+        return self._known.limit_bytes
+
     def recall(self, body: Any, context: RequestContext) -> Any:
         """A body for SGLang with its messages as pydantic's objects, if all of them are valid."""
         is_anthropic = context.protocol in (ANTHROPIC, COUNT_TOKENS) and isinstance(body, dict)

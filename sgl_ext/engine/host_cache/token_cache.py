@@ -47,6 +47,16 @@ class TokenCache:
         """How many tokens were not found in the cache."""
         return self._pieces.new_tokens
 
+    @property
+    def used_bytes(self) -> int:
+        """The size of what it holds."""
+        return self._pieces.pieces.used_bytes + self._pieces.prompts.used_bytes
+
+    @property
+    def limit_bytes(self) -> int:
+        """The bound of that."""
+        return self._pieces.pieces.limit_bytes + self._pieces.prompts.limit_bytes
+
     def prove(self) -> None:
         """Turns the cache off unless its tokens are the tokenizer's on texts made to tell."""
         if self._has_options():

@@ -42,16 +42,16 @@ class _Subscriber:
         self.ended = asyncio.Event()
         self.is_slow = False
         self._lines: list[bytes] = []
-        self._bytes = 0
+        self.unsent_bytes = 0
         self._limit_bytes = limit_bytes
         self._some = asyncio.Event()
 
     def put(self, line: bytes) -> None:
         """Adds a line. A subscriber with too many unsent bytes is dropped."""
         self._lines.append(line)
-        self._bytes += len(line)
+        self.unsent_bytes += len(line)
         self._some.set()
-        if self._bytes > self._limit_bytes and not self.is_slow:
+        if self.unsent_bytes > self._limit_bytes and not self.is_slow:
             self.is_slow = True
             counter("slow_event_subscribers").inc()
             self.ended.set()
@@ -60,7 +60,7 @@ class _Subscriber:
         """Waits for lines, and returns all of them."""
         await self._some.wait()
         self._some.clear()
-        lines, self._lines, self._bytes = self._lines, [], 0
+        lines, self._lines, self.unsent_bytes = self._lines, [], 0
         return lines
 
 
@@ -130,10 +130,22 @@ class EventBroadcaster:
         if not subscriber.is_slow:  # one that does not read does not read an end either
             await send({"type": "http.response.body", "body": b""})
 
+    @property
+    def subscriber_count(self) -> int:
+        """How many subscribers there are."""
+        return len(self._subscribers)
+
+    def tables(self) -> Iterator[tuple[str, str, int, int]]:
+        """Name, unit, size and bound of its tables; of the subscribers' buffers the largest."""
+        mirror = self._mirror
+        unsent = max((each.unsent_bytes for each in self._subscribers), default=0)
+        yield "residency_mirror", "entries", len(mirror), mirror.limit_segments
+        yield "unread_events", "bytes", unsent, self._buffer_bytes
+
     async def show_subscribers(self, _: Request) -> JSONResponse:
         """How many subscribers there are. A balancer is one of an engine that drains until the last
         answer has come: with 0 the engine may end."""
-        return JSONResponse({"subscribers": len(self._subscribers)})
+        return JSONResponse({"subscribers": self.subscriber_count})
 
     async def _stream(self, subscriber: _Subscriber, send: Send) -> None:
         """Sends lines until cancelled. After a failure the stream ends, and its subscriber begins

@@ -3,7 +3,7 @@
 SGLang calls our hooks as plain functions, so they reach this object through `installed()`.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -44,6 +44,15 @@ class HttpExtension:
         self.token_cache: TokenCache | None = None
         self.message_cache: MessageCache | None = None
         self.next_turns: NextTurns | None = None
+
+    def tables(self) -> Iterator[tuple[str, str, int, int]]:
+        """Name, unit, size and bound of each bounded table."""
+        yield from self.broadcaster.tables()
+        for name, cache in (("token_cache", self.token_cache), ("messages", self.message_cache)):
+            if cache is not None:
+                yield name, "bytes", cache.used_bytes, cache.limit_bytes
+        if self.next_turns is not None:
+            yield from self.next_turns.tables()
 
     @asynccontextmanager
     async def serving(self, app: Any, manager: TokenizerManager) -> AsyncIterator[None]:

@@ -13,7 +13,7 @@ import logging
 import secrets
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import xxhash
@@ -23,7 +23,7 @@ from scheduler.prefill import GuessHistory
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.dry_run import Headers, convert
 from sgl_ext.engine.core.request_context import RequestContext
-from sgl_ext.engine.prefill_ahead.prefiller import Job, Prefiller
+from sgl_ext.engine.prefill_ahead.prefiller import MOST_JOBS, Job, Prefiller
 from sgl_ext.engine.sglang_http_types import GenerateReqInput, TokenizerManager
 from sgl_ext.requests.answers import read_answer
 from sgl_ext.requests.next_turn import Turn, next_turn
@@ -65,6 +65,12 @@ class NextTurns:
         self._seen: FIFOCache[str, _Seen] = FIFOCache(16 * MOST_GUESSES)
         self._pending: dict[str, asyncio.Task[None]] = {}
         self._guesses: TTLCache[str, _Guess] = TTLCache(MOST_GUESSES, GUESS_TTL_S)
+
+    def tables(self) -> Iterator[tuple[str, str, int, int]]:
+        """Name, unit, size and bound of its tables."""
+        yield "prefills_ahead", "entries", len(self.prefiller), MOST_JOBS
+        yield "guesses", "entries", len(self._guesses), MOST_GUESSES
+        yield "guesses_in_work", "entries", len(self._pending), MOST_PENDING
 
     def compare(self, context: RequestContext, request: Any) -> None:
         """Compares the guess for a conversation with the request that came."""

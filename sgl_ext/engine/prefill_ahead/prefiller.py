@@ -87,6 +87,9 @@ class Prefiller:
         self._jobs: OrderedDict[str, Job] = OrderedDict()
         self._has_jobs = asyncio.Event()
 
+    def __len__(self) -> int:
+        return len(self._jobs)
+
     def put(self, job: Job) -> None:
         """Adds a job, and drops the oldest if there are too many."""
         self.drop(job.name, "replaced")
