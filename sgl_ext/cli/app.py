@@ -52,7 +52,7 @@ _VERBS: dict[str, list[Callable[..., None]]] = {
     _START: [passed_on.serve],
     _LOOK: [status.status, top.top, prompts.explain, prompts.doctor, clients.clients, bench.bench],
     _CHANGE: [engines.restart, engines.drain, engines.add, reload.reload],
-    _PREPARE: [passed_on.keys, completion],
+    _PREPARE: [passed_on.size, passed_on.recipes, passed_on.keys, completion],
 }
 for panel, verbs in _VERBS.items():
     for verb in verbs:

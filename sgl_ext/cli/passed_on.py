@@ -1,4 +1,4 @@
-"""Verbs that pass their words on to a command line of its own: `serve`, `keys`."""
+"""Verbs that pass their words on to a command line of its own: `serve`, `keys`, `size`, `recipes`."""
 
 import typer
 
@@ -25,3 +25,17 @@ def keys(context: typer.Context) -> None:
     from sgl_ext.keys import main
 
     main(context.args)
+
+
+def size(context: typer.Context) -> None:
+    """Tell how many tokens, sessions and pins fit a model and a GPU."""
+    from sgl_ext.sizing.__main__ import run
+
+    raise typer.Exit(run(context.args))
+
+
+def recipes(context: typer.Context) -> None:
+    """List, print or copy the settings, alerts and manifests that come with sgl-ext."""
+    from sgl_ext.recipes.__main__ import run
+
+    raise typer.Exit(run(context.args))

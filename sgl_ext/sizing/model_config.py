@@ -1,0 +1,224 @@
+"""Reads what a model's config.json says about its attention.
+
+SGLang keeps a different amount for each kind of attention, so a config that is not understood is
+an error that names its key, never an estimate.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# Layers whose sliding window SGLang 0.5.23 keeps in a pool of its own. In other models it keeps
+# every token of such layers.
+_WINDOW_POOL = {
+    *("GptOssForCausalLM", "GraniteSWAForCausalLM", "GraniteMoeSWAForCausalLM"),
+    *("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "LagunaForCausalLM"),
+    *("MellumForCausalLM",),
+}
+# Each of these keys means a cache that this module does not know.
+_UNKNOWN_KEYS = (
+    *("hybrid_override_pattern", "hybrid_layer_pattern", "layers_block_type", "linear_attn_config"),
+    *("mamba_d_state", "mamba_num_heads", "ssm_cfg", "ssm_state_size", "attn_layer_period"),
+    *("attention_other_setting", "sparse_attention_config", "compress_ratios", "local_layer_ids"),
+    *("swa_num_key_value_heads", "swa_head_dim", "cross_attention_layers", "num_kv_shared_layers"),
+    *("block_configs", "global_head_dim", "num_global_key_value_heads", "attention_chunk_size"),
+)
+_LINEAR_KEYS = (
+    *("linear_num_key_heads", "linear_num_value_heads"),
+    *("linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"),
+)
+
+
+class SizingError(Exception):
+    """Something that is needed is missing or not known; the message names it."""
+
+
+@dataclass(frozen=True)
+class LinearAttention:
+    """The layers that keep one state per sequence: a gated delta net, as in Qwen3-Next."""
+
+    layers: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_kernel: int
+    state_bytes: int
+    """Bytes of one number of the recurrent state."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What decides the size of a model's KV cache.
+
+    Layers are disjoint: `full_layers` keep every token, `window_layers` a pool of their own,
+    `linear` a state for each sequence.
+    """
+
+    architecture: str
+    dtype: str
+    full_layers: int
+    window_layers: int = 0
+    window: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    v_head_dim: int = 0
+    latent_dim: int = 0
+    """Of multi-head latent attention: numbers a token and layer, on each GPU. 0: not MLA."""
+    rope_dim: int = 0
+    index_dim: int = 0
+    """Of DeepSeek's sparse attention: the index key of a token and layer. 0: none."""
+    linear: LinearAttention | None = None
+    context: int | None = None
+    kv_dtype: str | None = None
+    """What the checkpoint prescribes for the KV cache, where it does."""
+    not_counted: tuple[str, ...] = ()
+
+
+def model_folder(model: str) -> Path:
+    """The folder of a model: a path, or a name whose files are in Hugging Face's cache.
+
+    Raises SizingError if neither has a config.json.
+    """
+    if (Path(model) / "config.json").is_file():
+        return Path(model)
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    found = hub.glob(f"models--{model.replace('/', '--')}/snapshots/*/config.json")
+    newest = max(found, key=lambda path: path.stat().st_mtime, default=None)
+    if newest is None:
+        raise SizingError(
+            f"model={model!r}: no config.json there, nor in {hub}; "
+            f"`hf download {model} config.json model.safetensors.index.json` fetches what is needed"
+        )
+    return newest.parent
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a model. Raises SizingError if it cannot be read."""
+    path = folder / "config.json"
+    try:
+        document = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise SizingError(f"{path}: {error}") from None
+    if not isinstance(document, dict):
+        raise SizingError(f"{path}: not an object")
+    return document
+
+
+def shape_of(config: Mapping[str, Any]) -> ModelShape:
+    """What a config says. Raises SizingError, naming the key, if it is not understood."""
+    text = config.get("text_config")
+    text = {**config, **text} if isinstance(text, dict) else dict(config)
+    names = config.get("architectures") or text.get("architectures")
+    architecture = names[0] if isinstance(names, list) and names else "?"
+    for key in _UNKNOWN_KEYS:
+        if text.get(key):
+            raise SizingError(f"{architecture}: {key}: this kind of cache is not known here")
+    if set(text.get("attn_type_list") or ()) - {1}:
+        raise SizingError(f"{architecture}: attn_type_list: only full attention (1) is known here")
+    layers = _number(text, "num_hidden_layers", architecture)
+    return ModelShape(
+        architecture=architecture,
+        dtype=_dtype(text, architecture),
+        context=text.get("max_position_embeddings"),
+        kv_dtype=_kv_dtype(config),
+        not_counted=_not_counted(config, text),
+        **_attention(text, architecture),
+        **_layers(text, layers, architecture),
+    )
+
+
+def _attention(text: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    """What a token takes in one layer that keeps it."""
+    if text.get("kv_lora_rank"):
+        rope = _number(text, "qk_rope_head_dim", architecture)
+        latent = _number(text, "kv_lora_rank", architecture)
+        index = _number(text, "index_head_dim", architecture) if text.get("index_topk") else 0
+        return {"latent_dim": latent, "rope_dim": rope, "index_dim": index}
+    heads = _number(text, "num_attention_heads", architecture)
+    head_dim = text.get("head_dim") or _number(text, "hidden_size", architecture) // heads
+    kv_heads = text.get("num_key_value_heads") or heads
+    return {
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "v_head_dim": text.get("v_head_dim") or head_dim,
+    }
+
+
+def _layers(text: Mapping[str, Any], layers: int, architecture: str) -> dict[str, Any]:
+    """How many layers keep every token, a window, or a state."""
+    if any(key in text for key in _LINEAR_KEYS):
+        return _linear_layers(text, layers, architecture)
+    types = list(text.get("layer_types") or ())[:layers]
+    strange = set(types) - {"full_attention", "sliding_attention"}
+    if strange:
+        raise SizingError(f"{architecture}: layer_types: {min(strange)!r} is not known here")
+    sliding = types.count("sliding_attention")
+    if not sliding or architecture not in _WINDOW_POOL:
+        return {"full_layers": layers}
+    window = _number(text, "sliding_window", architecture)
+    return {"full_layers": layers - sliding, "window_layers": sliding, "window": window}
+
+
+def _linear_layers(text: Mapping[str, Any], layers: int, architecture: str) -> dict[str, Any]:
+    every = text.get("full_attention_interval") or 4
+    types = text.get("layer_types")
+    full = types.count("full_attention") if types else layers // every
+    heads = {key.removeprefix("linear_"): _number(text, key, architecture) for key in _LINEAR_KEYS}
+    state = DTYPE_BYTES.get(text.get("mamba_ssm_dtype") or "float32")
+    if state is None:
+        raise SizingError(f"{architecture}: mamba_ssm_dtype={text['mamba_ssm_dtype']!r}: unknown")
+    linear = LinearAttention(
+        layers=layers - full,
+        key_heads=heads["num_key_heads"],
+        value_heads=heads["num_value_heads"],
+        key_dim=heads["key_head_dim"],
+        value_dim=heads["value_head_dim"],
+        conv_kernel=heads["conv_kernel_dim"],
+        state_bytes=state,
+    )
+    return {"full_layers": full, "linear": linear}
+
+
+def _dtype(text: Mapping[str, Any], architecture: str) -> str:
+    """What `--dtype auto` computes with: float32, and what states nothing, as 16 bits."""
+    dtype = str(text.get("dtype") or text.get("torch_dtype") or "float32").removeprefix("torch.")
+    if dtype not in DTYPE_BYTES:
+        raise SizingError(f"{architecture}: dtype={dtype!r}: not known here")
+    return "float16" if dtype == "float32" else dtype
+
+
+def _kv_dtype(config: Mapping[str, Any]) -> str | None:
+    """A checkpoint of NVIDIA's ModelOpt can prescribe it."""
+    quantization = config.get("quantization_config") or {}
+    scheme = quantization.get("kv_cache_scheme") or {}
+    algorithm = quantization.get("kv_cache_quant_algo")
+    is_fp8 = str(algorithm).upper() == "FP8" or (
+        quantization.get("quant_method") == "modelopt" and scheme.get("num_bits") == 8
+    )
+    return "fp8_e4m3" if is_fp8 else None
+
+
+def _not_counted(config: Mapping[str, Any], text: Mapping[str, Any]) -> tuple[str, ...]:
+    found = []
+    if config.get("vision_config") or config.get("audio_config"):
+        found.append("memory of the encoder for images or sound while it runs")
+    if text.get("num_nextn_predict_layers"):
+        found.append("the KV cache of next-token layers, if speculative decoding uses them")
+    sliding = "sliding_attention" in (text.get("layer_types") or ())
+    architectures = config.get("architectures") or ["?"]
+    if sliding and architectures[0] not in _WINDOW_POOL:
+        found.append(f"the sliding window of {architectures[0]}: SGLang keeps every token there")
+    return tuple(found)
+
+
+def _number(text: Mapping[str, Any], key: str, architecture: str) -> int:
+    value = text.get(key)
+    if not isinstance(value, int) or value <= 0:
+        raise SizingError(f"{architecture}: {key}={value!r}: not a positive number in config.json")
+    return value
