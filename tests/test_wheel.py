@@ -123,6 +123,7 @@ def test_an_installed_wheel_serves_away_from_any_checkout(
         body = {"model": "m", "max_tokens": 2, "messages": [{"role": "user", "content": "Count."}]}
         answer = requests.post(f"{url}/v1/messages", json=body, timeout=60)
         assert answer.ok
-        doctor = called("-m", "sgl_ext.doctor", "--url", url)
-        assert (doctor.returncode, doctor.stderr) == (0, "")
+        for verb in ("status", "doctor"):
+            said = called("-m", "sgl_ext", verb, "--url", url)
+            assert (said.returncode, said.stderr) == (0, ""), said.stdout
     assert str(ROOT) not in log.read_text()

@@ -1,5 +1,6 @@
 """Finds the recipes: in an installed wheel beside this module, in a checkout in `launch/`."""
 
+from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
 
 _INSTALLED = Path(__file__).parent / "files"
@@ -9,7 +10,7 @@ _NOT_RECIPES = ("cpu/sgl_ext_cpu", "cpu/pyproject.toml", "cpu/README.md", "audit
 
 
 class NoSuchRecipe(Exception):
-    """No recipe has this name. The message lists the nearest, or all."""
+    """No recipe has this name. The message suggests the nearest."""
 
 
 def recipes() -> dict[str, Path]:
@@ -40,7 +41,9 @@ def recipe(name: str) -> Path:
     known = recipes()
     path = known.get(name) or known.get(f"{name}.toml")
     if path is None:
-        raise NoSuchRecipe(f"no recipe is called {name!r}; there are: {', '.join(known)}")
+        near = get_close_matches(name, known, 1)
+        hint = f", but {near[0]!r} is" if near else ""
+        raise NoSuchRecipe(f"no recipe is called {name!r}{hint}; `sgl-ext recipes` lists them")
     return path
 
 

@@ -51,5 +51,5 @@ def test_the_command_lists_prints_and_copies(
     assert run(["gpu"]) == 0
     assert capsys.readouterr().out == recipe("gpu.toml").read_text()
     assert run(["--write", str(tmp_path / "new")]) == 0
-    assert run(["tpu"]) == 2
-    assert "gpu.toml" in capsys.readouterr().err
+    assert run(["tpu.toml"]) == 2
+    assert "'gpu.toml' is" in capsys.readouterr().err
