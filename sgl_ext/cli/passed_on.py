@@ -1,4 +1,4 @@
-"""Verbs that pass their words on to a command line of its own: `serve`, `keys`, `size`, `recipes`."""
+"""Verbs that pass their words on to another command line: `serve`, `keys`, `size`, `recipes`."""
 
 import typer
 
