@@ -12,6 +12,7 @@ budget and of the number, or its share if that is less. What others leave of it 
 from collections import Counter
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from radix.pin import LESS_VALUABLE, OWNER_SHARE, Pin
 from radix.pin_tree import PinTree, Trial
@@ -38,21 +39,19 @@ class PinLimits:
 
 
 class _Trial:
-    """What would be pinned without some of the pins; the new one's tokens are in the tree."""
+    """What would be pinned without some of the pins. counts: the number of all pins by owner."""
 
-    def __init__(self, tree: PinTree, counts: Counter[str], new: Pin, limits: PinLimits) -> None:
+    def __init__(self, tree: PinTree, counts: Counter[str], limits: PinLimits) -> None:
         self._tree = Trial(tree)
-        self._counts = counts + Counter([new.owner])
+        self._counts = Counter(counts)
         self._owners, self._pins = len(self._counts), self._counts.total()
-        self._owner = new.owner
         self._limits = limits
 
-    def is_within_share(self) -> bool:
-        """Whether the new pin's owner is within its share."""
-        tokens, pins = self._limits.share_of(self._owner)
+    def is_within_share(self, owner: str) -> bool:
+        tokens, pins = self._limits.share_of(owner)
         # An owner with the whole budget may be charged for what others pin beyond it.
-        tokens_fit = tokens >= self._limits.tokens or self._tree.tokens_of(self._owner) <= tokens
-        return tokens_fit and (pins >= self._limits.pins or self._counts[self._owner] <= pins)
+        tokens_fit = tokens >= self._limits.tokens or self._tree.tokens_of(owner) <= tokens
+        return tokens_fit and (pins >= self._limits.pins or self._counts[owner] <= pins)
 
     def is_within_budget(self) -> bool:
         limits = self._limits
@@ -88,8 +87,9 @@ def choose_released(
     tree: all pinned prefixes, with the new one.
     counts: the number of other pins by owner.
     """
-    trial = _Trial(tree, counts, new, limits)
-    if trial.is_within_share() and trial.is_within_budget():
+    trial = _Trial(tree, counts + Counter([new.owner]), limits)
+    is_within_share = partial(trial.is_within_share, new.owner)
+    if is_within_share() and trial.is_within_budget():
         return []
     # The new pin needs all tokens of the pins on its path.
     others = [pin for pin in in_order() if pin.id not in path]
@@ -108,7 +108,7 @@ def choose_released(
     # An owner within its part first gets back what others have beyond theirs.
     before = theirs if trial.is_within_part(new.owner) else []
     for candidates, fits, reason in (
-        (own, trial.is_within_share, OWNER_SHARE),
+        (own, is_within_share, OWNER_SHARE),
         (before + others, trial.is_within_budget, LESS_VALUABLE),
     ):
         for pin in candidates:
@@ -124,7 +124,48 @@ def choose_released(
     released: list[Pin] = []
     for pin in sorted(tried.values(), key=lambda pin: pin.release_order, reverse=True):
         trial.restore(pin)
-        if not (trial.is_within_share() and trial.is_within_budget()):
+        if not (is_within_share() and trial.is_within_budget()):
             trial.remove(pin)
             released.insert(0, pin)
     return released
+
+
+def choose_excess(
+    in_order: list[Pin],
+    in_turns: list[Pin],
+    tree: PinTree,
+    counts: Counter[str],
+    limits: PinLimits,
+) -> list[Pin]:
+    """The pins to release because the limits are lower than they were, in release order.
+
+    First each owner beyond its share gives up its own, in release order. Others' follow only where
+    they hold tokens that the owner is charged for. Then all pins give way in turns.
+
+    in_order: all pins in release order. in_turns: the same, as they give way to other things than
+    pins. counts: the number of pins by owner.
+    """
+    trial = _Trial(tree, counts, limits)
+    over = [owner for owner in tree.owners if not trial.is_within_share(owner)]
+    tried: dict[int, Pin] = {}
+
+    def release(candidates: list[Pin], is_enough: Callable[[], bool]) -> None:
+        for pin in candidates:
+            if is_enough():
+                return
+            if pin.id not in tried:
+                trial.remove(pin)
+                tried[pin.id] = pin
+
+    for owner in over:
+        own = [pin for pin in in_order if pin.owner == owner]
+        others = [pin for pin in in_order if pin.owner != owner]
+        release(own + others, partial(trial.is_within_share, owner))
+    release(in_turns, trial.is_within_budget)
+    released: list[Pin] = []
+    for pin in sorted(tried.values(), key=lambda pin: pin.release_order, reverse=True):
+        trial.restore(pin)
+        if not (all(map(trial.is_within_share, over)) and trial.is_within_budget()):
+            trial.remove(pin)
+            released.append(pin)
+    return released[::-1]

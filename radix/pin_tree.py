@@ -58,6 +58,11 @@ class PinTree:
     def pins(self) -> Set[int]:
         return self._nodes.keys()
 
+    @property
+    def owners(self) -> Set[str]:
+        """Those who are charged for tokens."""
+        return self._charges.keys()
+
     def tokens_of(self, owner: str) -> int:
         """The number of tokens that the owner is charged for."""
         return self._charges.get(owner, 0)

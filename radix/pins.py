@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from radix.pin import BUDGET, EMPTY, OWNER_SHARE, Pin, ReleaseOrder
-from radix.pin_displacement import PinLimits, choose_released
+from radix.pin_displacement import PinLimits, choose_excess, choose_released
 from radix.pin_tree import TOKEN_BYTES, PinTree
 
 
@@ -177,6 +177,19 @@ class Pins:
             self._remove(pin)
         self._soonest_s = min((pin.deadline_s for pin in self), default=inf)
         return sorted(over, key=lambda pin: (pin.deadline_s, pin.id))
+
+    def change_limits(
+        self, budget_tokens: int, owner_share: float, owner_shares: Mapping[str, float]
+    ) -> list[Pin]:
+        """Changes the limits. Removes the pins that exceed them, as few as possible; returns these,
+        the least valuable first."""
+        self._limits = PinLimits(budget_tokens, self._limits.pins, owner_share, owner_shares)
+        excess = choose_excess(
+            self.in_order(), self.in_turns(), self._tree, self._counts, self._limits
+        )
+        for pin in excess:
+            self._remove(pin)
+        return excess
 
     def release(self, pin: Pin) -> bool:
         """Removes a pin; False if it was removed before."""

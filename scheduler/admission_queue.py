@@ -44,11 +44,12 @@ class Entry(Generic[T]):
 class OrderedQueue(Generic[T]):
     """Queued items in serving order.
 
-    served: the tokens that each tenant was given recently. weights: the tenants' shares.
+    served: the tokens that each tenant was given recently. weights: the tenants' shares. Changes
+    of these, and of `aging_s`, count from the next sort.
     """
 
     def __init__(self, aging_s: float, served: Served, weights: Mapping[str, float] = {}) -> None:
-        self._aging_s = aging_s
+        self.aging_s = aging_s
         self._served = served
         self._weights = weights
         self._entries: dict[T, Entry[T]] = {}
@@ -113,5 +114,5 @@ class OrderedQueue(Generic[T]):
     def _in_order(self, entries: list[Entry[T]], now_s: float) -> list[Entry[T]]:
         waiting = [entry.waiting for entry in entries]
         served = self._served.at(now_s)
-        order = in_order(waiting, now_s, self._aging_s, served, self._weights)
+        order = in_order(waiting, now_s, self.aging_s, served, self._weights)
         return [entries[position] for position in order]

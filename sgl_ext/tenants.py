@@ -18,9 +18,16 @@ class Tenants:
     """
 
     def __init__(self, named: Sequence[Tenant] = (), max_priority: int = LIMIT) -> None:
+        self._weights: dict[str, float] = {}
+        self.weights: Mapping[str, float] = self._weights
+        self.replace(named, max_priority)
+
+    def replace(self, named: Sequence[Tenant], max_priority: int) -> None:
+        """From now on there are these tenants, for everybody who uses this object."""
         self._named = {tenant.name: tenant for tenant in named}
         self._max_priority = max_priority
-        self.weights: Mapping[str, float] = {tenant.name: tenant.weight for tenant in named}
+        self._weights.clear()
+        self._weights.update({tenant.name: tenant.weight for tenant in named})
 
     def of(self, name: str) -> Tenant:
         """The tenant of this name; `max_priority` and weight 1 apply if it is not configured. Then

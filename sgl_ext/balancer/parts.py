@@ -18,17 +18,20 @@ from sgl_ext.balancer.admin.app import ControlPool, make_app
 from sgl_ext.balancer.admin.state import part
 from sgl_ext.balancer.cluster.launcher import Launcher
 from sgl_ext.balancer.cluster.peers import PeerGroup, Peers
+from sgl_ext.balancer.cluster.reloads import Reloads
 from sgl_ext.balancer.cluster.store_messages import StoreMessages
 from sgl_ext.balancer.conversations.conversation_store import ConversationStore
 from sgl_ext.balancer.conversations.tenant_documents import TenantDocuments
 from sgl_ext.balancer.metrics.across_processes import SharedSnapshots, merge_pages
 from sgl_ext.balancer.metrics.registry import Metrics
+from sgl_ext.balancer.relay.hint_rules import HintRules
 from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.reporting.activity import Activity
 from sgl_ext.balancer.reporting.diagnosis import DivergenceDetector
 from sgl_ext.balancer.reporting.line_file import LineFile, check_file
 from sgl_ext.balancer.reporting.request_log import RequestLog
 from sgl_ext.balancer.routing.admission_queue import AdmissionQueue
+from sgl_ext.balancer.routing.engine_settings import EngineSettingsSender
 from sgl_ext.balancer.routing.event_subscriber import EventSubscribers
 from sgl_ext.balancer.routing.prefixes import Prefixes
 from sgl_ext.balancer.routing.readiness import Readiness
@@ -42,6 +45,7 @@ from sgl_ext.doctor.findings import merged
 from sgl_ext.limits.byte_account import ByteAccount
 from sgl_ext.membership.member import Membership
 from sgl_ext.requests.strip import HeaderStrip
+from sgl_ext.settings.reloading import LiveSettings
 from sgl_ext.settings.schema import BalancerSettings
 from sgl_ext.tenants import Tenants
 
@@ -71,8 +75,13 @@ class Parts:
         interval_s: float,
         group: PeerGroup | None,
         folder: Path | None,
+        live: LiveSettings[BalancerSettings],
+        settings_changed: Callable[[BalancerSettings], object],
     ) -> None:
-        """group, folder: the other processes of this balancer, and a folder that they share."""
+        """group, folder: the other processes of this balancer, and a folder that they share.
+        settings_changed: called with the settings after a reload has changed them."""
+        self._tenants = tenants
+        self._settings_changed = settings_changed
         self._metrics = metrics
         self._key_file = key_file
         self._keys_changed = keys_changed
@@ -150,6 +159,12 @@ class Parts:
             activity,
             lambda: self._others(_STATE),
         )
+        self.services.hint_rules = HintRules(config.hints)
+        self._sender = EngineSettingsSender(
+            self._workers, session, lambda: live.version, metrics.engine_settings_failures
+        )
+        self.reloads = Reloads(live, self._launcher, self._sender, self._apply, metrics)
+        self.services.reload = self.reloads.reload
         self.services.control = self._control = ControlPool(make_app(self.services, interval_s))
         self._peers = self._make_peers(group, router)
 
@@ -172,6 +187,7 @@ class Parts:
             ("store", self._documents.sweep),
             ("limits", self._limits.sync),
             ("shared_keys", self._compare_keys),
+            ("engine_settings", self._sender.send),
             ("request_log", self._write_log),
             ("snapshots", self._write_snapshots),
         ]
@@ -183,6 +199,7 @@ class Parts:
             ("admission_queue", self._admission_queue.sweep),
             ("key_file", self._reload_keys),
             ("engine_secret", self.services.reload_secret),
+            ("settings", self.reloads.refresh),
             ("workers", self._workers.remove_drained),
             ("subscriptions", self._subscribers.sync),
             ("prefixes", self._sweep_prefixes),
@@ -207,6 +224,19 @@ class Parts:
         await self._documents.close()
         if self._shared is not None:
             await self._shared.close()
+
+    def _apply(self, config: BalancerSettings) -> None:
+        """Uses what can change without a restart: `sgl_ext.settings.reloading`."""
+        self._tenants.replace(config.tenants, config.max_priority)
+        services, router = self.services, self.services.router
+        services.hint_rules = HintRules(config.hints)
+        services.conversations.response_ttl_s = config.response_ttl_s
+        router.worker_limit = config.max_in_flight
+        router.preemption_threshold = config.preemption_threshold
+        self._admission_queue.change(config.queue_limit, config.queue_timeout_s, config.aging_s)
+        if self._log_lines is not None:
+            self._log_lines.change_limit(config.request_log_limit_bytes)
+        self._settings_changed(config)
 
     def _sweep_pools(self) -> None:
         for pool in self.services.pools():

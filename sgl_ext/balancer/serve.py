@@ -6,7 +6,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import uvloop
@@ -22,13 +23,13 @@ from sgl_ext.membership.sources import open_sources
 from sgl_ext.node.lifeline import end_with_parent
 from sgl_ext.node.ports import require_free
 from sgl_ext.settings.schema import VARIABLE, BalancerSettings, SettingsError
-from sgl_ext.settings.sources import balancer_settings
+from sgl_ext.settings.sources import balancer_settings, names_file
 
 
 def main(argv: list[str]) -> None:
     """Serves until SIGTERM or SIGINT, then lets running requests finish, unless a second one comes.
     Raises SystemExit."""
-    # A terminal that closes ends nothing. Keys are read again without a signal.
+    # A terminal that closes ends nothing, and at most reads a file again.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
@@ -44,13 +45,14 @@ def main(argv: list[str]) -> None:
             require_free(config.host, config.port)
     except (SettingsError, StoreUnusable) as error:
         raise SystemExit(f"sgl-ext balancer: {error}") from None
+    read = partial(balancer_settings, argv) if names_file(argv) else None
     if config.processes == 1:
-        uvloop.run(_serve(config, sources))
+        uvloop.run(_serve(config, sources, read=read))
     else:
         run(
             config.processes,
             config.index_segments,
-            lambda *peers: uvloop.run(_serve(config, sources, *peers)),
+            lambda group, folder: uvloop.run(_serve(config, sources, group, folder, read)),
         )
 
 
@@ -59,15 +61,22 @@ async def _serve(
     sources: Sequence[Membership],
     group: PeerGroup | None = None,
     folder: Path | None = None,
+    read: Callable[[], BalancerSettings] | None = None,
 ) -> None:
     stop = asyncio.Event()
-    balancer = Balancer(config, group, folder, sources=sources)
+    balancer = Balancer(config, group, folder, sources=sources, read=read)
+    reloading: set[asyncio.Task[None]] = set()
 
     def signalled() -> None:
         if stop.is_set():
             logging.warning("second signal: ending at once")
             balancer.hurry()
         stop.set()
+
+    def reload() -> None:
+        task = asyncio.create_task(balancer.reload())
+        reloading.add(task)  # an event loop keeps no reference to it
+        task.add_done_callback(reloading.discard)
 
     # In a group only the first process heeds Ctrl-C, which reaches all, and passes it on.
     for number in (signal.SIGTERM, signal.SIGINT) if group is None else (signal.SIGTERM,):
@@ -80,6 +89,7 @@ async def _serve(
         await balancer.start()
     except OSError as error:
         raise SystemExit(f"sgl-ext balancer: port={config.port}: {error.strerror}") from None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
     logging.info("listening on http://%s:%s", config.host, config.port)
     await stop.wait()
     logging.info("draining for up to %g s; a second signal ends at once", config.drain_s)

@@ -1,13 +1,14 @@
 """The balancer: listens for clients, and sweeps once a second. Its parts are in `parts`."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from sgl_ext.balancer.access.authentication import Authentication, KeyFileReloader
 from sgl_ext.balancer.access.sent_secret import SentSecret
+from sgl_ext.balancer.cluster.launcher import LauncherUnreachable
 from sgl_ext.balancer.cluster.peers import PeerGroup
 from sgl_ext.balancer.http.downstream import DownstreamConnection, RawResponse
 from sgl_ext.balancer.http.request_head import RequestHeadCache
@@ -22,13 +23,15 @@ from sgl_ext.membership.sources import open_sources
 from sgl_ext.protocols import routes
 from sgl_ext.protocols.errors import BalancerError, shutting_down
 from sgl_ext.settings.checks import read_api_key
-from sgl_ext.settings.schema import BalancerSettings
+from sgl_ext.settings.reloading import LiveSettings
+from sgl_ext.settings.schema import BalancerSettings, SettingsError
 from sgl_ext.supervision import Guard, count_unhandled, supervise
 from sgl_ext.tenants import Tenants
 
 _BACKLOG = 1024
 # How long clients have to read the error that ends their request.
 _LAST_WORDS_S = 1.0
+_CHANGED = "changed.json"
 _SERVED_WHILE_DRAINING = (*routes.HEALTH, *routes.METRICS, routes.STATE)
 
 
@@ -42,13 +45,16 @@ class Balancer:
         folder: Path | None = None,
         interval_s: float = 1.0,
         sources: Sequence[Membership] | None = None,
+        read: Callable[[], BalancerSettings] | None = None,
     ) -> None:
         """group, folder: the other processes of this balancer, and a folder that they share.
         interval_s: the time between two sweeps, and between two probes of a worker.
         sources: those of the settings if they are open; otherwise they are opened here.
+        read: reads the settings again, if they are of a file.
         Raises SettingsError.
         """
-        self._config = config
+        self._live = _live(config, read, folder)
+        self._config = config = self._live.current
         self._interval_s = interval_s
         self._shares_port = group is not None
         self.draining = False
@@ -85,6 +91,8 @@ class Balancer:
             interval_s,
             group,
             folder,
+            self._live,
+            self._changed,
         )
 
     async def start(self) -> None:
@@ -142,6 +150,15 @@ class Balancer:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._parts.close()
 
+    async def reload(self) -> None:
+        """Reads the settings again and applies what can change. The log says what that was."""
+        with suppress(SettingsError, LauncherUnreachable):
+            await self._parts.reloads.reload()
+
+    def _changed(self, config: BalancerSettings) -> None:
+        self._config = config
+        self._heads.clear()  # heads have their tenants' cache groups
+
     def hurry(self) -> None:
         """Ends a `stop`, now or later, without waiting for running requests."""
         self._drained.set()
@@ -191,3 +208,12 @@ class Balancer:
     def _time_out(self) -> None:
         for connection in [c for c in self._connections if c.deadline < self.now]:
             connection.time_out()
+
+
+def _live(
+    config: BalancerSettings, read: Callable[[], BalancerSettings] | None, folder: Path | None
+) -> LiveSettings[BalancerSettings]:
+    """The settings in effect, by the file of the launcher, or of this balancer's processes."""
+    given = config.changed_settings
+    path = Path(given) if given is not None else folder / _CHANGED if folder is not None else None
+    return LiveSettings(config, read, path)

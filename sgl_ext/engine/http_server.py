@@ -19,6 +19,7 @@ from sgl_ext.engine.http.flush_route import flush_route
 from sgl_ext.engine.http.gauges import gauging
 from sgl_ext.engine.http.pin_routes import pin_routes
 from sgl_ext.engine.http.ready_route import ready_route
+from sgl_ext.engine.http.settings_route import settings_route
 from sgl_ext.engine.middleware import errors
 from sgl_ext.engine.middleware import secret as secret_check
 from sgl_ext.engine.middleware.error_shape import EngineError
@@ -48,8 +49,15 @@ def extend(server_args: ServerArgs, *_: Any, **__: Any) -> None:
     broadcaster = extension.broadcaster
     events = Route(PATH, broadcaster, methods=["GET"])
     subscribers = Route(SUBSCRIBERS_PATH, broadcaster.show_subscribers, methods=["GET"])
-    pins = pin_routes(broadcaster.pins, Outbox())
-    app.router.routes[:0] = [events, subscribers, flush_route(), ready_route(), *pins]
+    outbox = Outbox()
+    app.router.routes[:0] = [
+        events,
+        subscribers,
+        flush_route(),
+        ready_route(lambda: extension.settings_number),
+        settings_route(extension, outbox),
+        *pin_routes(broadcaster.pins, outbox),
+    ]
     original = app.router.lifespan_context
 
     @asynccontextmanager

@@ -18,6 +18,8 @@ import msgspec
 
 from sgl_ext.requests.cache_marks import TtlLimits
 
+DEFAULTS_HEADER = "x-sgl-ext-default-hints"
+
 
 class DefaultHints(msgspec.Struct, frozen=True, omit_defaults=True):
     """Default hints; None where there is no default. ttl_s: 0 pins no prompt without marks."""
@@ -50,11 +52,11 @@ NO_DEFAULTS = DefaultHints()
 
 
 def written(hints: DefaultHints) -> bytes:
-    """The value of the header that tells an engine."""
-    return msgspec.json.encode(hints)
+    """The header line that tells an engine."""
+    return b"%b: %b\r\n" % (DEFAULTS_HEADER.encode(), msgspec.json.encode(hints))
 
 
-def read_written(headers: Mapping[str, str], header: str) -> DefaultHints:
+def read_written(headers: Mapping[str, str]) -> DefaultHints:
     """The defaults in a balancer's header, if there are any. Raises ValueError if malformed."""
-    stated = headers.get(header)
+    stated = headers.get(DEFAULTS_HEADER)
     return NO_DEFAULTS if stated is None else msgspec.json.decode(stated, type=DefaultHints)

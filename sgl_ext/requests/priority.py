@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sgl_ext.requests.default_hints import NO_DEFAULTS, DefaultHints
 from sgl_ext.requests.field_types import as_integer
 
 LIMIT = 1000
@@ -55,15 +56,22 @@ class Importance:
 USUAL = Importance()
 
 
-def read_importance(headers: Mapping[str, str], body: Any, ceiling: int = LIMIT) -> Importance:
+def read_importance(
+    headers: Mapping[str, str],
+    body: Any,
+    ceiling: int = LIMIT,
+    defaults: DefaultHints = NO_DEFAULTS,
+) -> Importance:
     """A request's priority, at most `ceiling`, and related hints. Never raises.
 
-    The ceiling also limits the default priority. `headers` has lower-case names.
+    The ceiling also limits the default priority. `headers` has lower-case names. defaults: what
+    counts where the request says nothing.
     """
     body = body if isinstance(body, dict) else {}
     name = next((name for name in HEADERS if headers.get(name)), None)
     nvext, tier, own = body.get("nvext"), body.get("service_tier"), body.get("priority")
-    if name is None and nvext is None and tier is None and own is None:
+    says_nothing = name is None and nvext is None and tier is None and own is None
+    if says_nothing and defaults is NO_DEFAULTS:
         return USUAL if ceiling >= 0 else Importance(max(ceiling, -LIMIT))
     hints = nvext.get("agent_hints") if isinstance(nvext, dict) else None
     hints = {} if hints is None else hints
@@ -84,12 +92,15 @@ def read_importance(headers: Mapping[str, str], body: Any, ceiling: int = LIMIT)
         else:
             ignored += 1
     priority = next((each for each in priorities if each is not None), None)
+    osl, prefill = hints.get("osl"), hints.get("speculative_prefill")
     return Importance(
-        max(min(priority or 0, LIMIT, ceiling), -LIMIT),
-        _expected_output(hints.get("osl"), body),
+        max(
+            min((defaults.priority if priority is None else priority) or 0, LIMIT, ceiling), -LIMIT
+        ),
+        _expected_output(defaults.osl if osl is None else osl, body),
         ignored=ignored,
         is_clamped=priority is not None and priority > ceiling,
-        speculative_prefill=hints.get("speculative_prefill"),
+        speculative_prefill=defaults.prefill if prefill is None else prefill,
     )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import xxhash
 
+from sgl_ext.requests.default_hints import DEFAULTS_HEADER
 from sgl_ext.requests.priority import HEADERS as PRIORITY_HEADERS
 from sgl_ext.requests.segments import Chain
 
@@ -40,6 +41,7 @@ INTERNAL_HEADERS = (
     OWNER_HEADER,
     PURPOSE_HEADER,
     QUEUED_HEADER,
+    DEFAULTS_HEADER,
     SECRET_HEADER,
 )
 """What an engine believes from its balancer alone."""

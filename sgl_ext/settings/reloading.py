@@ -31,6 +31,10 @@ from sgl_ext.settings.schema import (
 )
 from sgl_ext.settings.secret_source import file_version
 
+SETTINGS_PATH = "/sgl_ext/settings"
+"""Where an engine takes what was changed, as a `Version`."""
+SETTINGS_HEADER = "x-sgl-ext-settings"
+"""In which an engine's /ready states the number of its version."""
 S = TypeVar("S", bound=Settings)
 _FIELDS = {
     **fields_of(LaunchSettings),
@@ -44,6 +48,10 @@ _ROWS: Mapping[str, tuple[type[Any], Callable[[Any], str]]] = {
 _PARTS = ("engine", "balancer")  # of the launcher's settings
 _OFF = Reload(why="prefill ahead is built at the start, or not: 'off' stays, and so do the others")
 _ARGS = Reload(why="engines are started with SGLang's flags")
+
+
+class NothingToRead(SettingsError):
+    """There is no file with settings that could have changed."""
 
 
 class Unchanged(NamedTuple):
@@ -65,10 +73,13 @@ class Comparison(NamedTuple):
         unchanged = [one._asdict() for one in self.unchanged]
         return {"changed": self.changed, "unchanged_until_restart": unchanged}
 
-    def __str__(self) -> str:
-        changed = f"changed: {', '.join(self.changed)}" if self.changed else "nothing changed"
-        kept = "; ".join(f"{one.key} ({one.why})" for one in self.unchanged)
-        return changed + (f"; unchanged until a restart: {kept}" if kept else "")
+
+def told(document: Mapping[str, Any]) -> str:
+    """What `Comparison.as_json` says, as a line of a log."""
+    keys, unchanged = document["changed"], document["unchanged_until_restart"]
+    changed = f"changed: {', '.join(keys)}" if keys else "nothing changed"
+    kept = "; ".join(f"{one['key']} ({one['why']})" for one in unchanged)
+    return changed + (f"; unchanged until a restart: {kept}" if kept else "")
 
 
 class Version(msgspec.Struct, frozen=True):
@@ -131,14 +142,19 @@ class LiveSettings(Generic[S]):
         """All settings in effect."""
         return with_values(self._start, self.version.values)
 
-    def reload(self) -> Comparison:
-        """Reads the settings again, and puts into effect what can change.
-
-        Raises SettingsError if they are wrong, or if there is nothing to read; nothing changes.
-        """
+    def read(self) -> S:
+        """The settings as they are written now. Raises SettingsError if they are wrong, and
+        NothingToRead."""
         if self._read is None:
-            raise SettingsError("config: started without --config, so there is no file to read")
-        after = self._read()
+            raise NothingToRead("config: started without --config, so there is no file to read")
+        return self._read()
+
+    def reload(self) -> Comparison:
+        """Reads the settings again, and puts into effect what can change. As `read`."""
+        return self.change(self.read())
+
+    def change(self, after: S) -> Comparison:
+        """Puts into effect what can change."""
         self.refresh()
         found = compare(self.current, after)
         if found.values:
@@ -178,6 +194,8 @@ def _reload_of(name: str, old: Any, new: Any) -> Reload:
         return Reload(applies=True)
     if name == "engine_args":
         return _ARGS
+    if name not in _FIELDS:  # the launcher's own
+        return Reload()
     if name == "prefill_ahead" and "off" in (old, new):
         return _OFF
     return _FIELDS[name].reload

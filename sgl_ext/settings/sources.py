@@ -87,6 +87,11 @@ def balancer_settings(argv: Sequence[str]) -> BalancerSettings:
     return settings
 
 
+def names_file(argv: Sequence[str]) -> bool:
+    """Whether a command line names a file with settings."""
+    return any(word.partition("=")[0] == "--config" for word in argv)
+
+
 class _Given:
     """The values that were given, and what an error calls each of them."""
 

@@ -43,7 +43,7 @@ async def test_a_probe_that_fails_is_made_again(
 
     balancer = await serve(Raw())
     with monkeypatch.context() as patched:
-        patched.setattr(WorkerProbes, "_status", fail)
+        patched.setattr(WorkerProbes, "_head", fail)
         await until(lambda: failures(balancer, "probe") >= 2)
     (worker,) = balancer._services.workers.all
     worker.ready = False

@@ -420,6 +420,36 @@ def test_at_the_limit_a_longer_prefix_keeps_the_pins_on_its_path() -> None:
     assert grant(pins, 1, 30, now=3).reason == LESS_VALUABLE
 
 
+def test_a_smaller_budget_releases_the_least_valuable_of_those_who_have_most() -> None:
+    pins = Pins(budget_tokens=100)
+    first, second = (pin(pins, name, 30, now=0, owner="a") for name in (1, 2))
+    other = pin(pins, 3, 30, now=0, owner="b")
+    pins.hit("", prompt(1, 30), 1, 30)
+    assert pins.change_limits(70, 1.0, {}) == [second]
+    assert set(pins) == {first, other}
+    assert pins.change_limits(100, 1.0, {}) == []
+    assert pins.change_limits(0, 1.0, {}) == [other, first]
+
+
+def test_a_smaller_share_releases_only_the_owners_pins() -> None:
+    pins = Pins(budget_tokens=100)
+    old = pin(pins, 1, 30, now=0, owner="a")
+    new = pin(pins, 2, 30, now=1, owner="a")
+    other = pin(pins, 3, 30, now=0, owner="b")
+    assert pins.change_limits(100, 1.0, {"a": 0.4}) == [old]
+    assert set(pins) == {new, other}
+
+
+def test_a_pin_stays_if_its_release_would_free_nothing() -> None:
+    pins = Pins(budget_tokens=100)
+    short = pin(pins, 1, 30, now=0)
+    long = pin(pins, 1, 40, now=1)
+    other = pin(pins, 2, 40, now=2)
+    assert pins.change_limits(80, 1.0, {}) == []
+    assert pins.change_limits(75, 1.0, {}) == [long]
+    assert set(pins) == {short, other}
+
+
 def test_a_clock_that_jumps_back_takes_no_time_from_a_lease() -> None:
     pins = Pins(budget_tokens=100)
     first = pin(pins, 1, 10, now=1000)
@@ -623,6 +653,26 @@ class Machine(RuleBasedStateMachine):
         assert repr(self.other_rank.expire(self.now)) == repr(gone)
         assert set(gone) == {pin for pin in self.at if pin.deadline_s <= self.pins._now_s}
         assert all(a.deadline_s <= b.deadline_s for a, b in itertools.pairwise(gone))
+        self.forget(gone)
+
+    @rule(budget=st.integers(0, 24), share=st.sampled_from([0.1, 0.3, 0.5, 1.0]))
+    def change_limits(self, budget: int, share: float) -> None:
+        order = self.pins.in_order()
+        self.budget, self.share = budget, int(budget * share)
+        self.most = max(int(self.limit * share), 1)
+        gone = self.pins.change_limits(budget, share, {})
+        assert repr(self.other_rank.change_limits(budget, share, {})) == repr(gone)
+        assert gone == [pin for pin in order if pin in gone]
+        left = set(order) - set(gone)
+
+        def fits(pins: set[Pin]) -> bool:
+            union, count = self.union(pins), Counter(pin.owner for pin in pins)
+            charges = (self.charge_of(owner, union, self.charged) for owner in OWNERS)
+            is_within = all(n <= self.most for n in count.values())
+            return len(union) <= budget and max(charges) <= self.share and is_within
+
+        for kept in gone:
+            assert not fits(left | {kept}), "more than had to be"
         self.forget(gone)
 
     @precondition(lambda self: self.at)

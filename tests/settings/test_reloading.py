@@ -10,7 +10,13 @@ import pytest
 
 from sgl_ext.doctor.harness import HARNESSES as TOLD_APART
 from sgl_ext.settings.fields import Field
-from sgl_ext.settings.reloading import LiveSettings, compare, engine_values, with_values
+from sgl_ext.settings.reloading import (
+    LiveSettings,
+    compare,
+    engine_values,
+    told,
+    with_values,
+)
 from sgl_ext.settings.schema import (
     HARNESSES,
     BalancerSettings,
@@ -132,7 +138,7 @@ def test_a_reload_applies_what_it_can_and_names_the_rest(node: Node) -> None:
 def test_an_unchanged_file_changes_nothing(node: Node) -> None:
     live = node.process()
     before = live.version
-    assert str(live.reload()) == "nothing changed"
+    assert told(live.reload().as_json()) == "nothing changed"
     assert live.version is before
     assert not node.shared.exists()
 

@@ -17,6 +17,7 @@ from sgl_ext import pin_mirror
 from sgl_ext.balancer.admin import (
     conversation_routes,
     live_state,
+    reload_routes,
     restart_routes,
     worker_routes,
 )
@@ -59,6 +60,7 @@ def make_app(services: Services, interval_s: float = 1.0) -> web.Application:
             web.route("GET", "/metrics", show_metrics),
             web.route("GET", "/metrics/engines", engine_metrics.show),
             *worker_routes.ROUTES,
+            *reload_routes.ROUTES,
             *restart_routes.ROUTES,
             *live_state.ROUTES,
             *conversation_routes.ROUTES,

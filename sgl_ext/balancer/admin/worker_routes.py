@@ -96,12 +96,21 @@ async def explain(request: web.Request) -> web.Response:
     router, tenant = services.router, services.router.tenants.asking(hints)
     target = request.raw_path.encode("latin-1", "replace")
     names = tuple(name.lower().encode("latin-1", "replace") for name in request.headers)
-    asked = Asked(path, target, names, hints, True, False, tenant.max_priority, is_charged=False)
+    fields = {name.encode(): value.encode("latin-1", "replace") for name, value in hints.items()}
+    asked_hints = services.hint_rules.asked(tenant.name, fields)
+    ceiling = tenant.max_priority
+    asked = Asked(path, target, names, hints, True, False, ceiling, False, asked_hints)
     reading = await services.read_body(tenant.name, asked, body)
     assert reading.prompt is not None, "it would run"
     routing = router.routing_of(reading.prompt, hints)
     stripped = reading.stripped
-    return json_response({**router.explain(routing), "headers_stripped": stripped.headers})
+    explained = {
+        "headers_stripped": stripped.headers,
+        "priority": routing.priority,
+        "output_tokens": routing.output_tokens,
+        "default_hints": asked_hints.explain(stripped.body, stripped.fields),
+    }
+    return json_response({**router.explain(routing), **explained})
 
 
 async def to_all(request: web.Request) -> web.Response:

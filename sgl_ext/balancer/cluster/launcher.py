@@ -61,6 +61,10 @@ class Launcher:
         """The last restart. Raises LauncherUnreachable."""
         return await self._ask("GET", "/restart")
 
+    async def reload(self) -> Answer:
+        """Reads the node's settings again. Raises LauncherUnreachable."""
+        return await self._ask("POST", "/reload", b"")
+
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()

@@ -61,6 +61,7 @@ class _Supervisor:
     def run(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
+        signal.signal(signal.SIGHUP, self._reload)
         for group in self._groups:
             self._fork(group)
         while self._running:
@@ -82,7 +83,8 @@ class _Supervisor:
         code = 1
         try:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            for number in (signal.SIGINT, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN)
             os.close(self._lifeline[1])
             threading.Thread(target=_exit_with, args=(self._lifeline[0],), daemon=True).start()
             self._serve(group, self._folder)
@@ -93,6 +95,12 @@ class _Supervisor:
             log.exception("balancer process %s", group.number)
         finally:
             os._exit(code)
+
+    def _reload(self, number: int, _: object) -> None:
+        """One process reads the settings again, and the others apply what it finds."""
+        for pid in tuple(self._running)[:1]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGHUP)
 
     def _stop(self, number: int, _: object) -> None:
         self._stopping = True

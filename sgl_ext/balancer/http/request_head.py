@@ -21,6 +21,7 @@ from sgl_ext.balancer.http import identity
 from sgl_ext.balancer.http.identity import NO_IDENTITY, Identity, read_identity
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.protocols.routes import Route
+from sgl_ext.requests.default_hints import DEFAULTS_HEADER
 from sgl_ext.requests.session import PURPOSE_HEADER, QUEUED_HEADER, SECRET_HEADER
 
 # Headers of one connection and not of the message (RFC 9110, section 7.6.1), and the length,
@@ -41,6 +42,7 @@ _NOT_UPSTREAM = (
         b"expect",
         b"host",
         b"x-api-key",
+        DEFAULTS_HEADER.encode(),
         PURPOSE_HEADER.encode(),
         QUEUED_HEADER.encode(),
         SECRET_HEADER.encode(),

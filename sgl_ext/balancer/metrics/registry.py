@@ -210,6 +210,15 @@ class Metrics(Page):
             "membership_faults{source}",
             "Times that a source of workers could not be read, so that its last list stays.",
         )
+        self.settings_reloads = counter(
+            "settings_reloads", "Changes of settings that were applied without a restart."
+        )
+        self.settings_reload_failures = counter(
+            "settings_reload_failures", "Reloads of settings that were wrong; they change nothing."
+        )
+        self.engine_settings_failures = counter(
+            "engine_settings_failures", "Times that an engine did not take reloaded settings."
+        )
         self.peer_message_faults = counter(
             "peer_message_faults{fault}",
             "Messages between the balancer's processes that were lost or unreadable.",

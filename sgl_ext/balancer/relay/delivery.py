@@ -68,6 +68,7 @@ class Delivery(ABC):
         stated = request.head.identity
         self._request_id = stated.request_id or new_request_id()
         self._trace = stated.trace or new_trace()
+        self._lines = b""  # for the engine, besides those of the head
         self.routing = NO_ROUTING
         self.tried: set[Worker] = set()
 
@@ -143,7 +144,9 @@ class Delivery(ABC):
         self._connection = connection
         self._is_sent = True
         head, body = self._head, self._request.body
-        lines = self._pool.request_line(head.method, head.target) + head.upstream_lines
+        lines = (
+            self._pool.request_line(head.method, head.target) + head.upstream_lines + self._lines
+        )
         lines += b"x-request-id: %b\r\n%b" % (self._request_id.encode(), self._trace.lines)
         if self._attempts > 1:
             lines += _RETRY_LINE % (self._attempts - 1)

@@ -83,6 +83,7 @@ class Exchange(Delivery):
     def _prepared(self, preparation: Preparation) -> None:
         self._preparation = preparation
         self.routing = preparation.routing
+        self._lines = preparation.lines
         self._response = Response(sums_items=preparation.sums_items)
         # What it claims of an engine is charged until its cost is known.
         claimed_tokens = self.routing.prompt_tokens + self.routing.output_tokens

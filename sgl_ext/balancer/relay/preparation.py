@@ -11,6 +11,7 @@ from sgl_ext.balancer.reporting.diagnosis import PromptDiagnosis
 from sgl_ext.balancer.routing.attempts import NO_ROUTING, RoutingRequest
 from sgl_ext.protocols.errors import no_memory
 from sgl_ext.protocols.native import GENERATE
+from sgl_ext.requests.default_hints import NO_DEFAULTS, written
 from sgl_ext.requests.session import hints_of
 
 
@@ -22,6 +23,7 @@ class Preparation(NamedTuple):
     charge: what its tenant was charged, if it has limits.
     hides_usage: whether the engine reports a usage that the client did not request.
     sums_items: whether the usage of the answer's items has to be added up.
+    lines: header lines for the engine, besides those of the head.
     """
 
     routing: RoutingRequest
@@ -30,6 +32,7 @@ class Preparation(NamedTuple):
     charge: Charge | None
     hides_usage: bool = False
     sums_items: bool = False
+    lines: bytes = b""
 
 
 NOT_PREPARED = Preparation(NO_ROUTING, None, None, None)
@@ -40,8 +43,14 @@ def ask(services: Services, request: Request) -> Asked | None:
     head = request.head
     if head.route is None or not head.route.placed:
         return None
-    ceiling = services.router.tenants.asking(hints_of(head.fields)).max_priority
-    return asked_by(head, ceiling, is_charged=services.rate_limits.charges(head.tenant))
+    tenant = services.router.tenants.asking(hints_of(head.fields))
+    rules = services.hint_rules
+    return asked_by(
+        head,
+        tenant.max_priority,
+        is_charged=services.rate_limits.charges(head.tenant),
+        defaults=rules.asked(tenant.name, head.fields) if rules else None,
+    )
 
 
 def prepare(services: Services, request: Request, asked: Asked, reading: Reading) -> Preparation:
@@ -67,6 +76,8 @@ def prepare(services: Services, request: Request, asked: Asked, reading: Reading
             diagnosis = services.request_log.detector.diagnose(
                 reading.path, head.fields, asked.hints, stripped, routing, request.body
             )
+    # Another process that read a large body returns a copy.
+    has_defaults = asked.defaults is not None and reading.defaults != NO_DEFAULTS
     tenant = services.router.tenants.asking(asked.hints).name
     recorder = services.conversations.recorder(reading.turn, tenant) if asked.runs else None
     return Preparation(
@@ -76,4 +87,5 @@ def prepare(services: Services, request: Request, asked: Asked, reading: Reading
         None,
         hides_usage=reading.hides_usage,
         sums_items=services.rate_limits.charges(head.tenant) and reading.path in GENERATE.paths,
+        lines=written(reading.defaults) if has_defaults else b"",
     )

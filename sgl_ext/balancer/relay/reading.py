@@ -17,11 +17,13 @@ from sgl_ext.balancer.conversations import contexts
 from sgl_ext.balancer.conversations.expansion import Expander, Found, Named, Turn
 from sgl_ext.balancer.http.request_head import RequestHead
 from sgl_ext.balancer.relay.hidden_usage import with_usage
+from sgl_ext.balancer.relay.hint_rules import AskedHints
 from sgl_ext.balancer.routing.prompt import Prompt, read_prompt
 from sgl_ext.limits.bounds import MAX_TOOLS
 from sgl_ext.limits.elements import Excess, find_excess, find_many
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.protocols.registry import detect, of_path, with_name
+from sgl_ext.requests.default_hints import NO_DEFAULTS, DefaultHints
 from sgl_ext.requests.field_types import find_wrong_type
 from sgl_ext.requests.protocol import Json
 from sgl_ext.requests.session import hints_of
@@ -37,6 +39,7 @@ class Asked(NamedTuple):
     headers: the names of its headers. hints: those that matter, with their values.
     ceiling: the highest priority of its tenant.
     is_charged: whether its tenant pays for what it computes.
+    defaults: finds its default hints; None if there are none.
     """
 
     path: str
@@ -47,9 +50,12 @@ class Asked(NamedTuple):
     warms: bool
     ceiling: int
     is_charged: bool
+    defaults: AskedHints | None = None
 
 
-def asked_by(head: RequestHead, ceiling: int, *, is_charged: bool) -> Asked:
+def asked_by(
+    head: RequestHead, ceiling: int, *, is_charged: bool, defaults: AskedHints | None = None
+) -> Asked:
     """What the head of a request with a route says."""
     route = head.route
     assert route is not None, "requests without a route are not read"
@@ -62,6 +68,7 @@ def asked_by(head: RequestHead, ceiling: int, *, is_charged: bool) -> Asked:
         route.warms,
         ceiling,
         is_charged,
+        defaults,
     )
 
 
@@ -75,6 +82,7 @@ class Reading(NamedTuple):
     stripped: the stripped document; another process returns only its short values.
     prompt: None if no engine computes it.
     hides_usage: whether the engine reports a usage that the client did not request.
+    defaults: its default hints.
     """
 
     path: str
@@ -84,6 +92,7 @@ class Reading(NamedTuple):
     stripped: Stripped
     prompt: Prompt | None
     hides_usage: bool
+    defaults: DefaultHints = NO_DEFAULTS
 
 
 class BodyReader:
@@ -124,18 +133,33 @@ class BodyReader:
         if size_bytes > _SMALL_BODY_BYTES:
             _require_few(find_excess(document, protocol.turns_field, protocol.instruction_fields))
         stripped = strip_request(protocol, document, self._strip)
+        defaults = NO_DEFAULTS
+        if asked.defaults is not None:
+            defaults = asked.defaults.of(document, stripped.fields)
         prompt = None
         if asked.runs or asked.warms:
-            order = {"sort_tools": self._sort_tools}
             prompt = read_prompt(
-                path, asked.hints, stripped.body, size_bytes, asked.ceiling, **order
+                path,
+                asked.hints,
+                stripped.body,
+                size_bytes,
+                asked.ceiling,
+                sort_tools=self._sort_tools,
+                defaults=defaults,
             )
         asking = None
         if asked.is_charged:
             asking = with_usage(path, document, body if sent is None else sent)
         sent = sent if asking is None else asking
         return Reading(
-            path, sent, turn, marks_left_out, stripped, prompt, hides_usage=asking is not None
+            path,
+            sent,
+            turn,
+            marks_left_out,
+            stripped,
+            prompt,
+            hides_usage=asking is not None,
+            defaults=defaults,
         )
 
 

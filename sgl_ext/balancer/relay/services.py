@@ -1,7 +1,7 @@
 """The parts of the balancer that all exchanges and the control plane use."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from sgl_ext.balancer.conversations.expansion import Found, Named
 from sgl_ext.balancer.http.connection_pool import ConnectionPool
 from sgl_ext.balancer.http.downstream import RawResponse
 from sgl_ext.balancer.metrics.registry import Metrics
+from sgl_ext.balancer.relay.hint_rules import HintRules
 from sgl_ext.balancer.relay.large_bodies import LargeBodies
 from sgl_ext.balancer.relay.reading import Asked, BodyReader, Reading, read_registration
 from sgl_ext.balancer.reporting.activity import Activity
@@ -51,6 +52,8 @@ class Services:
     other_parts: what the other processes of this balancer tell for the state of all.
     control: the connections to the control plane, which is made after this.
     draining: new requests are rejected.
+    hint_rules: the operator's default hints.
+    reload: reads the settings again: `cluster.reloads`.
     """
 
     router: Router
@@ -72,6 +75,8 @@ class Services:
     other_parts: Callable[[], list[bytes]]
     control: ConnectionPool = field(init=False)
     draining: bool = field(default=False, init=False)
+    reload: Callable[[], Awaitable[dict[str, Any]]] = field(init=False)
+    hint_rules: HintRules = field(default_factory=HintRules, init=False)
 
     def __post_init__(self) -> None:
         self.workers = self.router.workers

@@ -40,14 +40,18 @@ class LineFile:
 
     def __init__(self, path: Path, limit_bytes: int, metrics: Metrics) -> None:
         self._path = path
-        self._file_bytes = limit_bytes // 2
-        self._buffer_bytes = min(BUFFER_BYTES, self._file_bytes)
+        self.change_limit(limit_bytes)
         self._dropped = metrics.request_log_dropped_lines
         self._lines: list[bytes] = []
         self._bytes = 0
         size, limit = (lambda: self._bytes), (lambda: self._buffer_bytes)
         metrics.tables.add("request_log_lines", size, limit, "bytes")
         self._writing: asyncio.Future[None] | None = None
+
+    def change_limit(self, limit_bytes: int) -> None:
+        """Changes the largest size. A file that is larger is replaced at its next write."""
+        self._file_bytes = limit_bytes // 2
+        self._buffer_bytes = min(BUFFER_BYTES, self._file_bytes)
 
     def add(self, line: bytes) -> None:
         """Adds a line, which ends in a line feed."""

@@ -79,6 +79,11 @@ class AdmissionQueue:
         add_table("served_tenants", self._served.__len__, lambda: self._served.limit)
         self.router.on_capacity.append(self.admit)
 
+    def change(self, limit: int, timeout_s: float, aging_s: float) -> None:
+        """Changes the settings, also for requests that wait: the next sweep rejects the excess."""
+        self.limit, self.timeout_s = limit, timeout_s
+        self.aging_s = self._queue.aging_s = aging_s
+
     def __len__(self) -> int:
         return len(self._queue)
 

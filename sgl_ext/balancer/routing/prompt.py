@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from sgl_ext.protocols.registry import of_path
+from sgl_ext.requests.default_hints import NO_DEFAULTS, DefaultHints
 from sgl_ext.requests.priority import Importance, read_importance
 from sgl_ext.requests.segments import Chain, read_chain, with_sorted_tools
 from sgl_ext.requests.session import salt_of, session_key
@@ -29,10 +30,12 @@ def read_prompt(
     ceiling: int,
     *,
     sort_tools: bool = False,
+    defaults: DefaultHints = NO_DEFAULTS,
 ) -> Prompt:
     """Reads a parsed and stripped body.
 
     headers: with lower-case names. size_bytes: of the body. ceiling: the tenant's highest priority.
+    defaults: hints that count where the request gives none.
     """
     document = with_sorted_tools(body) if sort_tools else body
     chain = read_chain(of_path(path), document, salt=salt_of(headers))
@@ -43,5 +46,5 @@ def read_prompt(
         chain.hashes[0] if chain.hashes else session or 0,
         chain.ends[-1] if chain.ends else size_bytes,
         # Malformed hints are left to the engine, which rejects them.
-        read_importance(headers, body, ceiling),
+        read_importance(headers, body, ceiling, defaults),
     )

@@ -58,6 +58,8 @@ class Worker:
     is_hung: it accepts connections, but does nothing; it gets no requests.
     is_reachable: whether it answered the last probe, in whatever way.
     silent_probes: how many probes in a row it has left without an answer.
+    settings_number: the version of reloaded settings that it has; None if it has none of ours.
+    settings_fault: why it does not get a newer one, if it does not; "" otherwise.
     recovered_s: when it joined or came back; None if it was there from the start.
     was_ready: whether it has ever been ready.
     """
@@ -90,6 +92,8 @@ class Worker:
         self.is_hung = False
         self.silent_probes = 0
         self.is_reachable = False
+        self.settings_number: int | None = None
+        self.settings_fault = ""
         self.last_heard_s = 0.0
         self.recovered_s: float | None = None
         self._correction = _Correction()

@@ -11,6 +11,7 @@ import aiohttp
 
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.balancer.routing.workers import Workers
+from sgl_ext.settings.reloading import SETTINGS_HEADER
 from sgl_ext.supervision import Failed, supervise
 
 log = logging.getLogger(__name__)
@@ -63,12 +64,13 @@ class WorkerProbes:
         if worker.is_hung:
             return
         try:
-            status = await self._status(f"{worker.url}/ready", _PROBE_TIMEOUT)
+            status, number = await self._ready(worker)
         except TimeoutError:
             status = None
             worker.silent_probes += 1
         else:
             worker.silent_probes = 0
+            worker.settings_number = number
         worker.is_reachable = status is not None
         self.workers.mark(worker, ready=status == HTTPStatus.OK)
         if status is not None:
@@ -106,12 +108,26 @@ class WorkerProbes:
         # One that refuses the secret does not hang, and the next probe finds the reason.
         return status in (HTTPStatus.OK, HTTPStatus.UNAUTHORIZED)
 
+    async def _ready(self, worker: Worker) -> tuple[int | None, int | None]:
+        """The status of the answer, and the version of reloaded settings that it states. As
+        `_head`."""
+        head = await self._head(f"{worker.url}/ready", _PROBE_TIMEOUT)
+        if head is None:
+            return None, None
+        number = head.headers.get(SETTINGS_HEADER, "")
+        return head.status, int(number) if number.isdecimal() else None
+
     async def _status(self, url: str, limit: aiohttp.ClientTimeout) -> int | None:
-        """The status of an answer, None if the connection is refused or breaks. Raises TimeoutError
-        if nothing comes in time."""
+        """The status of the answer. As `_head`."""
+        head = await self._head(url, limit)
+        return None if head is None else head.status
+
+    async def _head(self, url: str, limit: aiohttp.ClientTimeout) -> aiohttp.ClientResponse | None:
+        """An answer, None if the connection is refused or breaks. Raises TimeoutError if nothing
+        comes in time."""
         try:
             async with self.session.get(url, timeout=limit) as response:
-                return response.status
+                return response
         except TimeoutError:  # some of aiohttp's are a ClientError, too
             raise
         except aiohttp.ClientError:

@@ -29,6 +29,7 @@ COUNTERS: dict[str, tuple[str, ...]] = {
     "priority_hints_ignored": ("Other vendors' priority hints with unknown values.", "path"),
     "priority_clamped": ("Requests that asked for more priority than their tenant has.", "path"),
     "queued_headers_malformed": ("Requests with a malformed time in the balancer's queue.", "path"),
+    "default_hints_malformed": ("Requests with default hints that could not be read.", "path"),
     "preempted_requests": ("Requests preempted for their slot or their memory.",),
     "preempted_tokens": ("Tokens that preempted requests had generated.",),
     "recomputed_tokens": ("Tokens computed again after a preemption.",),

@@ -6,8 +6,10 @@ process that has verified its hooks, and the sockets between the HTTP process an
 
 import os
 from collections import Counter
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import orjson
 import zmq
@@ -60,7 +62,18 @@ class Outbox:
 
     def unpin(self, prefixes: list[str]) -> None:
         """Orders that these pins are given up, which takes a second or two."""
-        self._socket.send(orjson.dumps(prefixes), zmq.NOBLOCK)
+        self._socket.send(orjson.dumps({"unpin": prefixes}), zmq.NOBLOCK)
+
+    def change(self, settings: Mapping[str, Any]) -> None:
+        """Orders that these settings are in effect from the next iteration on."""
+        self._socket.send(orjson.dumps({"settings": settings}), zmq.NOBLOCK)
+
+
+class Orders(NamedTuple):
+    """The prefixes to unpin, and the settings that change, by their names."""
+
+    unpin: tuple[str, ...]
+    settings: Mapping[str, Any]
 
 
 class Inbox:
@@ -70,9 +83,12 @@ class Inbox:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
         self._socket.bind(address("orders"))
 
-    def take(self) -> tuple[str, ...]:
-        """The prefixes to unpin that came since the last call."""
+    def take(self) -> Orders:
+        """What came since the last call."""
         names: list[str] = []
+        settings: dict[str, Any] = {}
         while self._socket.poll(0):
-            names += orjson.loads(self._socket.recv())
-        return tuple(names)
+            order = orjson.loads(self._socket.recv())
+            names += order.get("unpin", ())
+            settings |= order.get("settings", {})
+        return Orders(tuple(names), settings)

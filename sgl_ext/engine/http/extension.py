@@ -29,6 +29,8 @@ class HttpExtension:
         whether the template drops thinking.
     in_flight: requests, without the streams of events, which end with the engine.
     is_ending: after SIGTERM and the last request.
+    settings_number: the version of the settings that were changed since the start; 0: none.
+    has_several_schedulers: replicas, which no order reaches.
     token_cache, message_cache, next_turns: None until the server starts, or if they are off.
     """
 
@@ -39,6 +41,8 @@ class HttpExtension:
         self.broadcaster = EventBroadcaster()
         self.in_flight = 0
         self.is_ending = False
+        self.settings_number = 0
+        self.has_several_schedulers = False
         self.schemas = SchemaCache()
         self.chats: WeakKeyDictionary[ServingChat, tuple[TokenOffsets, bool]] = WeakKeyDictionary()
         self.token_cache: TokenCache | None = None
@@ -54,9 +58,18 @@ class HttpExtension:
         if self.next_turns is not None:
             yield from self.next_turns.tables()
 
+    def change(self, settings: EngineSettings, number: int) -> None:
+        """Puts changed settings into effect in this process. number: their version."""
+        self.settings, self.settings_number = settings, number
+        self.tenants.replace(settings.tenants, settings.max_priority)
+        if self.next_turns is not None:
+            self.next_turns.policy = settings.prefill_ahead
+            self.next_turns.prefiller.limit_slices(settings.prefill_ahead_slice_tokens)
+
     @asynccontextmanager
     async def serving(self, app: Any, manager: TokenizerManager) -> AsyncIterator[None]:
         """Makes the caches, and prefills ahead while the block runs."""
+        self.has_several_schedulers = manager.server_args.dp_size > 1
         limit_bytes = self.settings.token_cache_bytes
         quarter = limit_bytes // 4
         self.token_cache = make_token_cache(manager.tokenizer, limit_bytes - quarter)

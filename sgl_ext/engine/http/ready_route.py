@@ -16,18 +16,20 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from sgl_ext.engine import sglang_api
+from sgl_ext.settings.reloading import SETTINGS_HEADER
 
 PATH = "/ready"
 STOPPED_S = 3.0
 
 
-def ready_route() -> Route:
-    """The route, in place of SGLang's."""
+def ready_route(settings_number: Callable[[], int] = lambda: 0) -> Route:
+    """The route, in place of SGLang's. settings_number: the version of changed settings."""
     readiness = Readiness()
 
     async def ready(request: Request) -> Response:
         manager = sglang_api.get_global_state().tokenizer_manager
-        return Response(status_code=readiness.status(takes_requests=manager.is_ready()))
+        status = readiness.status(takes_requests=manager.is_ready())
+        return Response(None, status, {SETTINGS_HEADER: str(settings_number())})
 
     return Route(PATH, ready, methods=["GET"])
 

@@ -23,6 +23,7 @@ from sgl_ext.engine.http.extension import HttpExtension, installed
 from sgl_ext.engine.http.translation import for_sglang
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.cache_marks import read_marks
+from sgl_ext.requests.default_hints import NO_DEFAULTS, DefaultHints, read_written
 from sgl_ext.requests.priority import read_importance
 from sgl_ext.requests.segments import Chain, read_chain, with_sorted_tools
 from sgl_ext.requests.session import (
@@ -78,8 +79,10 @@ def _count_left(extension: HttpExtension, path: str, raw_body: bytes, stripped: 
 def _read_context(extension: HttpExtension, request: Any, path: str, body: Any) -> RequestContext:
     headers = dict(request.headers.items())  # of a repeated name the last, as in the balancer
     tenant = extension.tenants.asking(headers)
-    marks = read_marks(of_path(path), body, extension.settings.ttl_limits)
-    importance = read_importance(headers, body, tenant.max_priority)
+    defaults = _read_defaults(path, headers)
+    ttl_limits = defaults.ttl_limits(extension.settings.ttl_limits)
+    marks = read_marks(of_path(path), body, ttl_limits)
+    importance = read_importance(headers, body, tenant.max_priority, defaults)
     for name, times in (
         ("cache_hints_ignored", marks.ignored),
         ("priority_hints_ignored", importance.ignored),
@@ -112,6 +115,15 @@ def _read_context(extension: HttpExtension, request: Any, path: str, body: Any) 
         conversation=session_key(headers, body, chain),
         dry_run=current_dry_run(),
     )
+
+
+def _read_defaults(path: str, headers: dict[str, str]) -> DefaultHints:
+    """The operator's default hints for the request, as its balancer states them."""
+    try:
+        return read_written(headers)
+    except ValueError:  # a balancer of another version
+        counter("default_hints_malformed").labels(path).inc()
+        return NO_DEFAULTS
 
 
 def _read_queued_s(path: str, headers: dict[str, str]) -> float:

@@ -60,7 +60,7 @@ class NextTurns:
         self._app = app
         self._manager = manager
         self.prefiller = prefiller
-        self._policy = policy
+        self.policy = policy
         self._history = GuessHistory()
         self._seen: FIFOCache[str, _Seen] = FIFOCache(16 * MOST_GUESSES)
         self._pending: dict[str, asyncio.Task[None]] = {}
@@ -88,10 +88,10 @@ class NextTurns:
         """Whether the turn after this request should be guessed."""
         name = conversation_name(context)
         hint = context.importance.speculative_prefill
-        if name is None or hint is False or context.is_last or self._policy == "off":
+        if name is None or hint is False or context.is_last or self.policy == "off":
             return False
         seen = self._seen.get(name)
-        if not hint and not (self._policy == "auto" and seen is not None and seen.is_growing):
+        if not hint and not (self.policy == "auto" and seen is not None and seen.is_growing):
             return False
         return self._history.should_guess(name)
 

@@ -81,14 +81,20 @@ class Prefiller:
 
     def __init__(self, manager: TokenizerManager, slice_tokens: int) -> None:
         self._manager = manager
-        self._max_slice_tokens = slice_tokens
-        self._slice_tokens = min(_FIRST_SLICE_TOKENS, slice_tokens)
+        self._slice_tokens = _FIRST_SLICE_TOKENS
+        self.limit_slices(slice_tokens)
         self._page = manager.server_args.page_size or 1
         self._jobs: OrderedDict[str, Job] = OrderedDict()
         self._has_jobs = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._jobs)
+
+    def limit_slices(self, tokens: int) -> None:
+        """Changes the longest slice, which is a chunk of SGLang's at most."""
+        chunk = self._manager.server_args.chunked_prefill_size or 0
+        self._max_slice_tokens = min(chunk, tokens) if chunk > 0 else tokens
+        self._slice_tokens = min(self._slice_tokens, self._max_slice_tokens)
 
     def put(self, job: Job) -> None:
         """Adds a job, and drops the oldest if there are too many."""

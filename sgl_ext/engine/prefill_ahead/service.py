@@ -65,10 +65,7 @@ async def prefilling_ahead(
     if settings.prefill_ahead == "off" or not has_one_cache or manager.tokenizer is None:
         yield None
         return
-    slice_tokens = settings.prefill_ahead_slice_tokens
-    if (chunk := flags.chunked_prefill_size or 0) > 0:
-        slice_tokens = min(chunk, slice_tokens)
-    prefiller = Prefiller(manager, slice_tokens)
+    prefiller = Prefiller(manager, settings.prefill_ahead_slice_tokens)
     requests = PrefillRequests(app, manager, prefiller)
     app.router.routes[:0] = [
         Route(PREFILL, requests.post, methods=["POST"]),

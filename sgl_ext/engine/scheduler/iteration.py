@@ -2,31 +2,34 @@
 
 All ranks of an engine must decide alike, so none of them reads a clock to decide. The entry rank
 broadcasts its clock together with the requests: a tick a second while there are pins or work, and
-at once when the HTTP process wants a prefix to be unpinned.
+at once when the HTTP process wants a prefix to be unpinned, or settings to be changed.
 """
 
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from sgl_ext.engine.core.folder import Orders
 from sgl_ext.engine.scheduler import slice_gate
 from sgl_ext.engine.scheduler.event_publisher import EventChannel, EventPublisher
 from sgl_ext.engine.scheduler.state import extension_of
 from sgl_ext.engine.sglang_types import NextBatchPlan, Scheduler
 
 TICK_S = 1.0
+NO_ORDERS = Orders((), {})
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """An order that all ranks carry out in the same iteration: time goes on to `now_s`, and the
-    pins of the prefixes in `unpin` are given up."""
+    """An order that all ranks carry out in the same iteration: time goes on to `now_s`, the pins of
+    the prefixes in `unpin` are given up, and `settings` are in effect."""
 
     now_s: float
     unpin: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 def send_orders(aborts: list[Any], scheduler: Scheduler) -> list[Any]:
@@ -36,12 +39,13 @@ def send_orders(aborts: list[Any], scheduler: Scheduler) -> list[Any]:
     pins = extension.pins
     if pins is None:
         return aborts
-    unpin = extension.orders.take() if extension.is_entry_rank else ()
+    wanted = extension.orders.take() if extension.is_entry_rank else NO_ORDERS
     now_s = time.monotonic()
     is_due = now_s >= pins.now_s + TICK_S and (
         len(pins.pins) or scheduler.waiting_queue or not scheduler.running_batch.is_empty()
     )
-    return [*aborts, Order(now_s, unpin)] if is_due or unpin else aborts
+    is_wanted = wanted.unpin or wanted.settings
+    return [*aborts, Order(now_s, *wanted)] if is_due or is_wanted else aborts
 
 
 def take_orders(
@@ -58,6 +62,7 @@ def take_orders(
         for order in orders:
             pins.advance(order.now_s)
             pins.release_named(order.unpin)
+            extension.change(order.settings)
     original(scheduler, slice_gate.slices_last(extension, requests))
     slice_gate.reject_slices(extension, scheduler)
 

@@ -15,7 +15,7 @@ A pin holds against the cache pressure of other prefixes, never against a live r
 """
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -136,6 +136,12 @@ class PinKeeper:
             pins = self.pins.of_session(hints.session)  # of every tenant that uses this name
             own = [p for p in pins if p.owner == hints.owner and not p.label.is_shared]
             self.release(own, "ended")
+
+    def change_limits(
+        self, budget_tokens: int, owner_share: float, owner_shares: Mapping[str, float]
+    ) -> None:
+        """Changes the limits of all pins and of each tenant's, and gives up what exceeds them."""
+        self._drop(self.pins.change_limits(budget_tokens, owner_share, owner_shares), "reduced")
 
     def release(self, pins: Iterable[Pin], why: str) -> None:
         """Gives up pins."""

@@ -81,15 +81,25 @@ class ExtendedRadixCache(sglang_api.UnifiedRadixCache):
         self.residency = Residency(page=params.page_size, slack=slack) if is_entry_rank else None
         self._store_now: _Store | None = None
         self._evicted_first: deque[tuple[Any, int]] = deque(maxlen=_MOST_EVICTED_FIRST)
-        settings = EngineSettings.from_environment()
+        self._pool_tokens = params.token_to_kv_pool_allocator.size
+        budget_tokens, share, shares = self._pin_limits(EngineSettings.from_environment())
         pins = Pins(
-            budget_tokens=int(params.token_to_kv_pool_allocator.size * settings.pin_budget),
-            owner_share=settings.pin_owner_share,
-            owner_shares={t.name: t.pin_share for t in settings.tenants if t.pin_share is not None},
+            budget_tokens=budget_tokens,
+            owner_share=share,
+            owner_shares=shares,
             page=params.page_size,
         )
         self.pins = PinKeeper(self, pins, params.page_size, is_entry_rank)
         super().__init__(params)
+
+    def limit_pins(self, settings: EngineSettings) -> None:
+        """Applies the limits of changed settings, on every rank alike."""
+        self.pins.change_limits(*self._pin_limits(settings))
+
+    def _pin_limits(self, settings: EngineSettings) -> tuple[int, float, dict[str, float]]:
+        """The budget in tokens, the share of a tenant, and the shares of those with their own."""
+        shares = {t.name: t.pin_share for t in settings.tenants if t.pin_share is not None}
+        return int(self._pool_tokens * settings.pin_budget), settings.pin_owner_share, shares
 
     def checkpoint(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
         extension = extension_of(self)

@@ -17,6 +17,7 @@ from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.folder import Inbox
 from sgl_ext.engine.core.hints import Hints, decode_hints
 from sgl_ext.engine.sglang_types import Req, TreeCache
+from sgl_ext.settings.reloading import with_values
 from sgl_ext.settings.schema import EngineSettings
 from sgl_ext.tenants import Tenants
 
@@ -67,6 +68,16 @@ class SchedulerExtension:
     @cached_property
     def weights(self) -> Mapping[str, float]:
         return Tenants(self.settings.tenants).weights
+
+    def change(self, values: Mapping[str, Any]) -> None:
+        """Puts changed settings into effect, on every rank alike."""
+        if not values:
+            return
+        self.settings = with_values(self.settings, values)
+        self.__dict__.pop("weights", None)  # made again when it is needed
+        self.last_try = None
+        if self.cache is not None:
+            self.cache.limit_pins(self.settings)
 
     def count(self, name: str, amount: float = 1) -> None:
         """Counts, once for an engine, what every rank of it does."""

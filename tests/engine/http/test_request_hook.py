@@ -15,6 +15,8 @@ from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import WHOLE_PROMPT, current
 from sgl_ext.engine.http import request_hook
 from sgl_ext.engine.http.extension import HttpExtension
+from sgl_ext.requests.default_hints import DEFAULTS_HEADER
+from sgl_ext.requests.priority import USUAL, Importance
 from sgl_ext.requests.segments import Chain
 from sgl_ext.settings.schema import Tenant
 from tests.requests.test_system_text import HEADER, S
@@ -193,3 +195,26 @@ async def test_the_body_for_sglang_is_translated_and_the_context_has_it_as_sent(
     context = current()
     assert context is not None
     assert context.body["tools"] is tools
+
+
+async def test_default_hints_of_the_balancer_count_where_the_body_says_nothing(
+    extend: Extend,
+) -> None:
+    extend(max_priority=50)
+    headers = {DEFAULTS_HEADER: '{"priority":90,"osl":7,"prefill":true,"ttl_s":600}'}
+    document = {"prompt": "text", "nvext": {"agent_hints": {"osl": 3}}}
+    await request_hook.read_body(Request.json, Request(document, "/v1/completions", headers))
+    context = current()
+    assert context is not None
+    assert context.pins == ((WHOLE_PROMPT, 600.0),)
+    assert context.importance == Importance(50, 3, speculative_prefill=True)
+
+
+async def test_malformed_default_hints_are_ignored_and_counted() -> None:
+    counted = counter("default_hints_malformed").labels("/v1/completions")._value
+    before = counted.get()
+    headers = {DEFAULTS_HEADER: "{"}
+    await request_hook.read_body(Request.json, Request({"prompt": "t"}, "/v1/completions", headers))
+    assert counted.get() - before == 1
+    assert (context := current()) is not None
+    assert context.importance is USUAL

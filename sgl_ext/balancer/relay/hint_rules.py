@@ -1,0 +1,78 @@
+"""Which default hints a request gets: those of its tenant, its harness and its model.
+
+Each hint is taken from the first table that has it, in the order of `HINTED`. The tenant is first,
+as what was agreed with a team holds for all that it sends. Then the harness, which knows how its
+agents work. The model is the same for everybody who uses it, so it is last.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from sgl_ext.doctor.harness import harness_of
+from sgl_ext.requests.default_hints import NO_DEFAULTS, DefaultHints
+from sgl_ext.settings.schema import HINTED, DefaultHint
+
+# A field of the header line that leads Claude Code's prompts, and that is stripped.
+_BILLING = "cc_version"
+
+
+class HintRules:
+    """The operator's default hints. `if rules` is whether there are any."""
+
+    def __init__(self, rows: Sequence[DefaultHint] = ()) -> None:
+        self._tables: dict[str, dict[str, DefaultHints]] = {of: {} for of in HINTED}
+        for row in rows:
+            hints = DefaultHints(row.priority, row.osl, row.prefill, row.ttl_s)
+            self._tables[row.of][row.name] = hints
+        self._has_any = bool(rows)
+
+    def __bool__(self) -> bool:
+        return self._has_any
+
+    def asked(self, tenant: str, headers: Mapping[bytes, bytes]) -> "AskedHints":
+        """What is known of a request before its body is read. headers: with lower-case names."""
+        if not self._tables["harness"]:
+            return AskedHints(self, tenant, "", "")
+        plain, billed = harness_of(headers, {}), harness_of(headers, {_BILLING: ""})
+        return AskedHints(self, tenant, plain, billed)
+
+    def named(self, names: Mapping[str, str]) -> list[tuple[str, DefaultHints]]:
+        """The hints of these names, by what they are of, the first to win first."""
+        found = [(of, self._tables[of].get(names[of])) for of in HINTED]
+        return [(f"{of} {names[of]}", hints) for of, hints in found if hints is not None]
+
+
+class AskedHints(NamedTuple):
+    """A request's tenant, and its harness: without a stripped header line, and with Claude Code's.
+    It goes to the process that reads large bodies."""
+
+    rules: HintRules
+    tenant: str
+    harness: str
+    billed: str
+
+    def of(self, body: Any, stripped: Mapping[str, str]) -> DefaultHints:
+        """The defaults of a request. stripped: the fields of its stripped header lines."""
+        merged = NO_DEFAULTS
+        for _, hints in self._named(body, stripped):
+            merged = hints if merged is NO_DEFAULTS else merged.over(hints)
+        return merged
+
+    def explain(self, body: Any, stripped: Mapping[str, str]) -> dict[str, Any]:
+        """Each default that a request has, with the table that it is from."""
+        found: dict[str, Any] = {}
+        for source, hints in self._named(body, stripped):
+            for key in hints.__struct_fields__:
+                if (value := getattr(hints, key)) is not None and key not in found:
+                    found[key] = {"value": value, "from": source}
+        return found
+
+    def _named(self, body: Any, stripped: Mapping[str, str]) -> list[tuple[str, DefaultHints]]:
+        model = body.get("model") if isinstance(body, dict) else None
+        return self.rules.named(
+            {
+                "tenant": self.tenant,
+                "harness": self.billed if _BILLING in stripped else self.harness,
+                "model": model if isinstance(model, str) else "",
+            }
+        )
