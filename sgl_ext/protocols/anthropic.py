@@ -198,10 +198,19 @@ _ERROR_TYPES = {
 }
 
 
-def _error_body(status: int, message: str, request_id: str = "", *_: str | None) -> bytes:
+def _error_body(
+    status: int,
+    message: str,
+    request_id: str = "",
+    code: str | None = None,
+    param: str | None = None,
+) -> bytes:
     kind = _ERROR_TYPES.get(status, "api_error")
-    error: Json = {"type": "error", "error": {"type": kind, "message": message}}
-    return orjson.dumps(error | {"request_id": request_id} if request_id else error)
+    error: Json = {"type": kind, "message": message}
+    if code is not None and code.startswith("thread_"):
+        error["details"] = {"error_code": code}
+    document: Json = {"type": "error", "error": error}
+    return orjson.dumps(document | {"request_id": request_id} if request_id else document)
 
 
 def _error_event(message: str, events_sent: int, request_id: str) -> bytes:
@@ -212,6 +221,9 @@ def status_of_type(error_type: str) -> int:
     """The HTTP status of one of Anthropic's error types; 500 if it is no request's fault."""
     return next((status for status, kind in _ERROR_TYPES.items() if kind == error_type), 500)
 
+
+# The balancer puts a thread's earlier turns in its place.
+_REFUSED = {"thread": "send the whole conversation"}
 
 ANTHROPIC = Protocol(
     name="messages",
@@ -224,6 +236,7 @@ ANTHROPIC = Protocol(
     tool_form=_TOOL_FORM,
     add_texts=_add_texts,
     translate=translate,
+    refused=_REFUSED,
     recognizes=_recognizes,
 )
 COUNT_TOKENS = Protocol(
@@ -234,4 +247,5 @@ COUNT_TOKENS = Protocol(
     tool_form=_TOOL_FORM,
     add_texts=_add_texts,
     translate=translate,
+    refused=_REFUSED,
 )

@@ -9,6 +9,7 @@ from typing import Any
 import anthropic
 import openai
 import pytest
+from anthropic.lib.tools import BetaFunctionTool
 from sgl_ext_cpu.node import Node
 
 from tests.clients.agents import Turn, assert_read_from_cache, prompt_tokens, read_tokens
@@ -76,6 +77,40 @@ def test_messages(claude: anthropic.Anthropic, is_streamed: bool) -> None:
         ]
         messages.append({"role": "user", "content": results})
     assert answer.content[-1].text.strip() == SDK_ANSWER
+    assert_read_from_cache(turns, requests=_TURNS)
+
+
+@is_streamed
+def test_a_tool_runner_sends_only_new_turns(claude: anthropic.Anthropic, is_streamed: bool) -> None:
+    made: list[tuple[str, dict[str, Any]]] = []
+
+    def tool(name: str) -> Any:
+        def call(**given: Any) -> str:
+            made.append((name, given))
+            return _RESULT
+
+        return BetaFunctionTool(call, name=name, description=name, input_schema=_SCHEMAS[name])
+
+    requests: list[Any] = []
+    claude._client.event_hooks["request"].append(lambda sent: requests.append(sent.read()))
+    runner = claude.beta.messages.tool_runner(
+        model="tiny",
+        max_tokens=_TOKENS,
+        thinking={"type": "adaptive"},
+        tools=[tool(name) for name in _SCHEMAS],
+        messages=[{"role": "user", "content": SDK_PROMPT}],
+        stream=is_streamed,
+    )
+    turns = []
+    for each in runner:
+        answer = each.get_final_message() if is_streamed else each
+        usage = answer.usage.model_dump()
+        turns.append(Turn(prompt_tokens(usage), read_tokens(usage)))
+    assert answer.content[-1].text.strip() == SDK_ANSWER
+    assert made == [call for calls in SDK_CALLS for call in calls]
+    bodies = list(map(json.loads, requests))
+    assert [body["thread"]["type"] for body in bodies] == ["create", *["continue"] * len(SDK_CALLS)]
+    assert all(len(body["messages"]) == 1 for body in bodies)
     assert_read_from_cache(turns, requests=_TURNS)
 
 

@@ -9,10 +9,11 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any
 
-from sgl_ext.balancer.conversations import contexts, stored_turns
+from sgl_ext.balancer.conversations import contexts, stored_turns, threads
 from sgl_ext.balancer.conversations.expansion import Found, Named, Turn, unknown_context
 from sgl_ext.balancer.conversations.stored_turns import ResponseRecorder
 from sgl_ext.balancer.conversations.tenant_documents import TenantDocuments
+from sgl_ext.balancer.conversations.threads import ThreadRecorder
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.store.documents import Document
 from sgl_ext.protocols.errors import BalancerError
@@ -20,6 +21,7 @@ from sgl_ext.protocols.errors import BalancerError
 # How long a context lives after its last use, by its longest-lived layer.
 _CONTEXT_TTL_S = {"stable": 86_400.0, "project": 3600.0}
 _RESPONSES, _BACKGROUND, _CONTEXTS = "responses", "background", "contexts"
+_THREADS = "threads"
 _Json = dict[str, Any]
 
 
@@ -39,21 +41,34 @@ class ConversationStore:
     async def find(self, named: Named, tenant: str) -> Found:
         """Reads what a request names; it counts as used. Raises BalancerError 503 if the store
         cannot be read, 413 if it is too large."""
-        use, (previous, context) = self.documents.use, named
+        use, (previous, context, is_thread) = self.documents.use, named
+        kind = _THREADS if is_thread else _RESPONSES
         return Found(
-            None if previous is None else await use(_RESPONSES, tenant, previous),
+            None if previous is None else await use(kind, tenant, previous),
             None if context is None else await use(_CONTEXTS, tenant, context),
         )
 
-    def recorder(self, turn: Turn | None, tenant: str) -> ResponseRecorder | None:
+    def recorder(self, turn: Turn | None, tenant: str) -> ResponseRecorder | ThreadRecorder | None:
         """Records the answer of a request of this turn; None without one."""
         if turn is None:
             return None
+        if turn.is_thread and turn.entered is not None:
+            return ThreadRecorder(partial(self._store_turn, tenant, turn.previous, turn.entered))
         if turn.entered is None:
             return ResponseRecorder(turn.previous, None)
         store = partial(self._store_response, tenant, turn.previous, turn.entered)
         note = partial(self._note_background, tenant) if turn.in_background else None
         return ResponseRecorder(turn.previous, store, note)
+
+    async def _store_turn(
+        self, tenant: str, previous: str | None, own: bytes, id: str, content: list[Any]
+    ) -> bool:
+        """False if the turn of a thread could not be stored."""
+        document = Document(id, threads.packed(own, content), b"", previous)
+        try:
+            return await self.documents.put(_THREADS, tenant, document, self.response_ttl_s)
+        except BalancerError:
+            return False
 
     # Responses.
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from radix.byte_lru import ByteLRU
-from sgl_ext.balancer.conversations import contexts, stored_turns
+from sgl_ext.balancer.conversations import contexts, stored_turns, threads
 from sgl_ext.balancer.conversations.context_insertion import insert_context
 from sgl_ext.limits.elements import find_many
 from sgl_ext.protocols.errors import BalancerError
@@ -23,10 +23,14 @@ _Json = dict[str, Any]
 
 
 class Named(NamedTuple):
-    """The ids in a request of what is stored: the response that it continues, and its context."""
+    """The ids in a request of what is stored: the answer that it continues, and its context.
+
+    is_thread: the answer is one of /v1/messages, and not of /v1/responses.
+    """
 
     previous: str | None
     context: str | None
+    is_thread: bool = False
 
 
 class Found(NamedTuple):
@@ -41,15 +45,17 @@ class Found(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """A request of /v1/responses as a turn of its conversation.
+    """A request as a turn of its conversation.
 
-    previous: the id of the response that it continues.
-    entered: its own items as JSON; None if the client wants the response not to be stored.
+    previous: the id of the answer that it continues.
+    entered: what it adds, as JSON; None if the client wants the answer not to be stored.
+    is_thread: a turn of /v1/messages, and not of /v1/responses.
     """
 
     previous: str | None
     entered: bytes | None
     in_background: bool = False
+    is_thread: bool = False
 
 
 class Expanded(NamedTuple):
@@ -66,7 +72,8 @@ class Expanded(NamedTuple):
 
 @dataclass(slots=True)
 class Expander:
-    """keeps_turns: whether responses are stored. Otherwise their ids pass to the engines."""
+    """keeps_turns: whether turns are stored. Otherwise ids of responses pass to the engines, and
+    threads of /v1/messages are unknown."""
 
     keeps_turns: bool
     # The id is a hash of the content, so equal ids have equal blocks for all tenants.
@@ -78,15 +85,17 @@ class Expander:
         """What a parsed body names of the store; None without a name. Raises BalancerError 400."""
         if not isinstance(body, dict):
             return None
-        previous = None
-        if self._continues(path) and stored_turns.own_items(body) is not None:
+        previous, is_thread = None, path in threads.PATHS
+        if is_thread:
+            previous = threads.previous_id(body)
+        elif self._continues(path) and stored_turns.own_items(body) is not None:
             previous = body.get("previous_response_id")
         if previous is not None and not isinstance(previous, str):
             raise bad_field("previous_response_id", "must be the id of a response")
         context, _ = contexts.named(body) or (None, None)
         if context is not None and not isinstance(context, str):
             raise bad_field("context_id", "must be the id of a context")
-        return None if previous is context is None else Named(previous, context)
+        return None if previous is context is None else Named(previous, context, is_thread)
 
     def expand(self, path: str, body: Any, found: Found | None = None) -> Expanded:
         """Expands a parsed body. found: what it names.
@@ -98,6 +107,8 @@ class Expander:
         found, turn, marks_left_out = found or Found(), None, 0
         if self._continues(path):
             body, turn = _continue(body, found.previous)
+        elif path in threads.PATHS:
+            body, turn = _continue_thread(body, found.previous, self.keeps_turns)
         if (named := contexts.named(body)) is not None:
             body, marks_left_out = self._insert_context(path, body, *named, found.context)
         return Expanded(body, turn, marks_left_out)
@@ -145,6 +156,20 @@ def _continue(body: _Json, earlier: list[bytes] | None) -> tuple[_Json, Turn | N
     except TypeError:
         raise bad_field("input", "is nested too deeply") from None
     return whole, Turn(previous, entered, body.get("background") is True)
+
+
+def _continue_thread(
+    body: _Json, earlier: list[bytes] | None, keeps_turns: bool
+) -> tuple[_Json, Turn | None]:
+    previous, own = threads.previous_id(body), threads.own_part(body)
+    turn = Turn(previous, own, is_thread=True) if own is not None and keeps_turns else None
+    if previous is None:
+        return body, turn
+    if earlier is None:
+        raise threads.not_found(previous)
+    if (excess := find_many(*earlier)) is not None:
+        raise bad_field("thread.previous_message_id", f"in its thread, {excess.message}")
+    return threads.continued(body, earlier), turn
 
 
 def unknown_context(id: str) -> BalancerError:

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from sgl_ext.balancer.access.rate_limits import Charge
 from sgl_ext.balancer.conversations.stored_turns import ResponseRecorder
+from sgl_ext.balancer.conversations.threads import ThreadRecorder
 from sgl_ext.balancer.http.request_reader import Request
 from sgl_ext.balancer.relay.reading import Asked, Reading, asked_by
 from sgl_ext.balancer.relay.services import Services
@@ -27,7 +28,7 @@ class Preparation(NamedTuple):
     """
 
     routing: RoutingRequest
-    recorder: ResponseRecorder | None
+    recorder: ResponseRecorder | ThreadRecorder | None
     diagnosis: PromptDiagnosis | None
     charge: Charge | None
     hides_usage: bool = False

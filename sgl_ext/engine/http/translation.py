@@ -20,6 +20,9 @@ from sgl_ext.requests.nesting import LIMIT_LEVELS, deep_field
 from sgl_ext.requests.protocol import Model, Protocol
 from sgl_ext.requests.rewriting import translate
 
+# Values with which a request has its usual meaning.
+_NOTHING: tuple[Any, ...] = (None, [], {}, "none", {"type": "create"})
+
 
 def model_of(serving: ServingChat | None) -> Model:
     """What the model that a front end serves can take; everything if there is no front end."""
@@ -61,7 +64,7 @@ def for_sglang(request: Any, context: RequestContext) -> Any:
 
 def _reject_refused(protocol: Protocol, body: Any) -> None:
     for field, instead in protocol.refused.items():
-        if body.get(field) not in (None, [], {}, "none"):
+        if body.get(field) not in _NOTHING:
             from fastapi import HTTPException
 
             error = {"message": f"{field}: is not supported; {instead}", "param": field}
