@@ -9,6 +9,7 @@ The file's comments and the order of its tables stay as they are.
 
 import argparse
 import fcntl
+import json
 import os
 import secrets
 import sys
@@ -114,6 +115,17 @@ def _write(path: Path, text: str) -> None:
         raise
 
 
+def _rows(path: Path) -> list[dict[str, str]]:
+    """Each key's name, tenant, date and note, without its hash."""
+    read_keys(path)
+    keys = tomllib.loads(path.read_text("utf-8")).get("keys", {})
+    shown = ("tenant", "created", "note")
+    return [
+        {"name": name, **{field: str(key.get(field, "")) for field in shown}}
+        for name, key in keys.items()
+    ]
+
+
 def main(argv: list[str] | None = None, show: Callable[[str], None] = print) -> None:
     """Runs the command. Raises SystemExit with the reason if it fails."""
     parser = argparse.ArgumentParser(prog="sgl-ext keys", description="API keys.")
@@ -122,7 +134,8 @@ def main(argv: list[str] | None = None, show: Callable[[str], None] = print) -> 
     adds = commands.add_parser("add", help="create a key of a tenant and print it, once")
     adds.add_argument("tenant")
     adds.add_argument("--note", default="", help="a remark for the list, such as who got the key")
-    commands.add_parser("list", help="print each key's name, tenant, date and note")
+    lists = commands.add_parser("list", help="print each key's name, tenant, date and note")
+    lists.add_argument("--json", action="store_true", help="print JSON for programs")
     commands.add_parser("revoke", help="remove a key").add_argument("name")
     args = parser.parse_args(argv)
     try:
@@ -134,10 +147,11 @@ def main(argv: list[str] | None = None, show: Callable[[str], None] = print) -> 
             revoke_key(args.file, args.name)
             show(f"{args.name} is revoked")
         else:
-            read_keys(args.file)
-            for name, key in tomllib.loads(args.file.read_text("utf-8")).get("keys", {}).items():
-                words = (name, key["tenant"], key.get("created", ""), key.get("note", ""))
-                show("  ".join(str(word) for word in words if word != ""))
+            rows = _rows(args.file)
+            if args.json:
+                show(json.dumps(rows, indent=2))
+            for row in rows if not args.json else ():
+                show("  ".join(word for word in row.values() if word))
     except (KeysError, OSError) as error:
         raise SystemExit(f"sgl-ext keys: {args.file}: {error}") from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import stat
 from pathlib import Path
 
@@ -106,6 +107,11 @@ def test_a_key_is_created_listed_and_revoked(
         [name, "carol"],
     ]
     assert 'her "phone"' in shown[-1]
+    listed: list[str] = []
+    keys.main([str(path), "list", "--json"], listed.append)
+    assert [row["name"] for row in json.loads(listed[0])] == ["0a1b2c3d", "other", name]
+    assert json.loads(listed[0])[-1]["tenant"] == "carol"
+    shown += listed
     assert not any(secret in "".join(shown) for secret in (key, KEY, HASH))
 
     keys.main([str(path), "revoke", name], shown.append)

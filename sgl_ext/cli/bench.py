@@ -6,6 +6,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 from shlex import join
+from subprocess import PIPE
 from typing import Annotated
 
 import typer
@@ -15,6 +16,8 @@ from sgl_ext.cli.options import HERE, Key, Url
 from sgl_ext.cli.show import warn
 
 _GROUPS = 4
+# It begins by printing its whole configuration, twice.
+_NOISE = ("benchmark_args=", "Namespace(")
 
 
 def bench(
@@ -45,14 +48,22 @@ def bench(
         problem = f"bench: the node's model is in {path}, which is not on this machine"
         raise UsageError(f"{problem}: give --tokenizer PATH")
     command = _command(node.url, path, _served_name(node), requests)
-    command += ["--output-file", str(output)] if output else []
+    # Without a name it would write to this folder.
+    command += ["--output-file", str(output or os.devnull)]
     command += flags or []
     warn(join(command))
-    # It takes its key from there.
-    environment = os.environ | ({"OPENAI_API_KEY": node.key} if node.key else {})
-    code = subprocess.run(command, env=environment, check=False).returncode
-    if code:
-        raise NodeError(f"bench: bench_serving ended with exit code {code}")
+    with subprocess.Popen(command, env=_environment(node.key), stdout=PIPE, text=True) as process:
+        for line in process.stdout or ():
+            if not line.startswith(_NOISE):
+                print(line, end="")
+    if process.returncode:
+        raise NodeError(f"bench: bench_serving ended with exit code {process.returncode}")
+
+
+def _environment(key: str | None) -> dict[str, str]:
+    """Its environment, from which it takes the key. SGLang calls our own variables deprecated."""
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("SGL_EXT_")}
+    return ours | {"PYTHONWARNINGS": "ignore"} | ({"OPENAI_API_KEY": key} if key else {})
 
 
 def _command(url: str, path: str, name: str, requests: int) -> list[str]:
@@ -70,7 +81,14 @@ def _command(url: str, path: str, name: str, requests: int) -> list[str]:
         "num-prompts": requests // _GROUPS * _GROUPS,
     }
     flags = [word for name, value in shared.items() for word in (f"--{name}", str(value))]
-    return [sys.executable, "-m", "sglang.benchmark.serving", *flags, "--cache-report"]
+    return [
+        sys.executable,
+        "-m",
+        "sglang.benchmark.serving",
+        *flags,
+        "--cache-report",
+        "--disable-tqdm",
+    ]
 
 
 def _model_path(node: Node) -> str:

@@ -169,29 +169,31 @@ def test_clients_of_a_node_with_keys_get_a_place_for_theirs(
 def test_bench_runs_sglang_s_own_load_with_the_node_s_model_and_key(
     node: FakeNode, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    ran: list[tuple[list[str], str]] = []
-
-    def runs(command: list[str], env: dict[str, str], check: bool) -> Any:
-        ran.append((command, env["OPENAI_API_KEY"]))
-        return subprocess.CompletedProcess(command, len(ran) - 1)
-
+    # In place of Python it prints its arguments and the key that it got.
+    python = tmp_path / "python"
+    python.write_text(
+        '#!/bin/sh\necho benchmark_args=...\necho "$OPENAI_API_KEY$SGL_EXT_API_KEY" "$@"\nexit 3\n'
+    )
+    python.chmod(0o700)
     monkeypatch.setattr(bench, "find_spec", lambda name: True)
-    monkeypatch.setattr(bench.subprocess, "run", runs)
+    monkeypatch.setattr(bench.sys, "executable", str(python))
     monkeypatch.setenv("SGL_EXT_API_KEY", "secret")
     node.answers["GET /model_info"] = {"model_path": str(tmp_path)}
     node.answers["GET /v1/models"] = {"data": [{"id": "tiny"}]}
-    code, _, err = run("bench", "--requests", "9", "--", "--seed", "3")
-    assert code == 0
+    code, out, err = run("bench", "--requests", "9", "--", "--seed", "3")
+    assert (code, err.splitlines()[-1]) == (
+        1,
+        "sgl-ext: bench: bench_serving ended with exit code 3",
+    )
     assert "secret" not in err
-    ((command, key),) = ran
-    flags = dict(zip(command[3::2], command[4::2], strict=False))
+    key, *words = out.split()
     assert key == "secret"
+    flags = dict(zip(words[2::2], words[3::2], strict=False))
     assert flags["--base-url"] == node.url
     assert flags["--model"] == str(tmp_path)
     assert flags["--served-model-name"] == "tiny"
     assert flags["--num-prompts"] == "8"
-    assert command[-2:] == ["--seed", "3"]
-    assert run("bench")[0] == 1  # it ended with 1
+    assert words[-2:] == ["--seed", "3"]
 
 
 def test_bench_says_what_it_needs(
@@ -217,6 +219,11 @@ def test_reload_says_what_has_changed_and_what_cannot(node: FakeNode, run: Run) 
         "not before a restart: port: the balancer listens there",
     ]
     assert json.loads(run("reload", "--json")[1]) == document
+    refused = {"id": "engine-0", "applied": False, "why": "it does not answer"}
+    node.answers["POST /sgl_ext/reload"] = document | {"engines": [refused]}
+    code, out, _ = run("reload")
+    assert (code, out.splitlines()[-1]) == (1, "not by engine-0: it does not answer")
+    assert run("reload", "--json")[0] == 1
     node.answers["POST /sgl_ext/reload"] = {"changed": [], "unchanged_until_restart": []}
     assert run("reload")[1] == "nothing has changed\n"
 
