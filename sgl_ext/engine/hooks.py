@@ -14,17 +14,15 @@ from types import FrameType
 from typing import Any
 
 from sgl_ext.engine import http_server, sglang_api, startup
+from sgl_ext.engine.answers import anthropic, openai, tool_calls
 from sgl_ext.engine.core import request_names, shared_prefixes
 from sgl_ext.engine.host_cache import chat_templates
 from sgl_ext.engine.http import (
-    anthropic_answers,
     cache_hooks,
     generation_hook,
-    openai_answers,
     pin_placement,
     rendering,
     request_hook,
-    tool_calls,
     translation,
 )
 from sgl_ext.engine.middleware.secret import send_secret
@@ -95,12 +93,12 @@ _MAIN_HOOKS: dict[str, Hook] = {
     f"{_MESSAGE}UserParam.model_dump": ("AROUND", cache_hooks.dump_message),
     f"{_TEMPLATES}._compile_jinja_template": ("AROUND", chat_templates.compile_template),
     # Answers
-    f"{_MESSAGES}._handle_non_streaming": ("AROUND", anthropic_answers.complete_answer),
-    f"{_ANTHROPIC}._wrap_sse_event": ("AROUND", anthropic_answers.complete_event),
-    f"{_MESSAGES}._convert_response": ("AROUND", anthropic_answers.note_finish_reason),
-    f"{_CHAT}._generate_chat_stream": ("AROUND", anthropic_answers.watch_stream),
-    f"{_OPENAI}.serving_chat.{_VERSIONS}": ("AROUND", openai_answers.text_metadata),
-    f"{_OPENAI}.serving_completions.{_VERSIONS}": ("AROUND", openai_answers.text_metadata),
+    f"{_MESSAGES}._handle_non_streaming": ("AROUND", anthropic.complete_answer),
+    f"{_ANTHROPIC}._wrap_sse_event": ("AROUND", anthropic.complete_event),
+    f"{_MESSAGES}._convert_response": ("AROUND", anthropic.note_finish_reason),
+    f"{_CHAT}._generate_chat_stream": ("AROUND", anthropic.watch_stream),
+    f"{_OPENAI}.serving_chat.{_VERSIONS}": ("AROUND", openai.text_metadata),
+    f"{_OPENAI}.serving_completions.{_VERSIONS}": ("AROUND", openai.text_metadata),
     f"{_DETECTOR}.parse_streaming_increment": ("AROUND", tool_calls.parse_chunk),
     f"{_PARSER}.parse_stream_chunk": ("AROUND", tool_calls.hold_space),
     f"{_PARSER}.parse_stream_end": ("AROUND", tool_calls.release_space),

@@ -34,9 +34,9 @@ def require_active() -> None:
 
 
 def _activate() -> None:
+    from sgl_ext.engine.answers import tool_calls
     from sgl_ext.engine.core.folder import acknowledge, open_folder
     from sgl_ext.engine.hooks import HOOKS, SHARING_HOOKS, Role, apply_hooks, current_role
-    from sgl_ext.engine.http import tool_calls
     from sgl_ext.engine.startup import CACHE_BACKEND, check_environment
     from sgl_ext.settings.schema import EngineSettings
 

@@ -1,1 +1,1 @@
-"""The engine's HTTP process: reading requests, and completing SGLang's responses."""
+"""The HTTP process of an engine: reading requests, and what clients ask it itself."""

@@ -10,14 +10,14 @@ import orjson
 import pytest
 from fastapi import HTTPException
 
-from sgl_ext.engine.core.request_context import RequestContext, enter
-from sgl_ext.engine.http.anthropic_answers import (
+from sgl_ext.engine.answers.anthropic import (
     complete_answer,
     complete_event,
     note_finish_reason,
     watch_stream,
     with_stop_reason,
 )
+from sgl_ext.engine.core.request_context import RequestContext, enter
 
 
 def enter_request(path: str = "/v1/messages") -> RequestContext:

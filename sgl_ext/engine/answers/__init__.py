@@ -1,0 +1,1 @@
+"""What SGLang answers, completed: usage, stop reasons, signatures, and tool calls."""
