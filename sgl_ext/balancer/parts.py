@@ -206,6 +206,7 @@ class Parts:
             ("readiness", self._readiness.note),
             ("peers", self._send_state),
             ("hit_rates", self.services.sample_hit_rates),
+            ("sampled_log", self.services.sampled_log.sweep),
         ]
 
     async def close(self) -> None:

@@ -18,12 +18,17 @@ from sgl_ext.balancer.reporting.line_file import check_file
 from sgl_ext.balancer.server import Balancer
 from sgl_ext.balancer.store.documents import StoreUnusable
 from sgl_ext.balancer.store.opening import check_store
+from sgl_ext.logs import write_logs
 from sgl_ext.membership.member import Membership
 from sgl_ext.membership.sources import open_sources
 from sgl_ext.node.lifeline import end_with_parent
-from sgl_ext.node.ports import require_free
+from sgl_ext.node.ports import reachable, require_free
 from sgl_ext.settings.schema import VARIABLE, BalancerSettings, SettingsError
+from sgl_ext.settings.shown import changed
 from sgl_ext.settings.sources import balancer_settings, names_file
+from sgl_ext.version import versions
+
+log = logging.getLogger(__name__)
 
 
 def main(argv: list[str]) -> None:
@@ -31,9 +36,11 @@ def main(argv: list[str]) -> None:
     Raises SystemExit."""
     # A terminal that closes ends nothing, and at most reads a file again.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         config = balancer_settings(argv)
+        write_logs("balancer", config.log_format, config.log_level)
+        log.info("starting", extra=versions()._asdict())
+        log.info("settings other than the defaults", extra=changed(config))
         # A launcher has checked that the store's server answers.
         is_restart = VARIABLE in os.environ
         check_store(config.store, config.store_limit_bytes, is_restart=is_restart)
@@ -69,7 +76,7 @@ async def _serve(
 
     def signalled() -> None:
         if stop.is_set():
-            logging.warning("second signal: ending at once")
+            log.warning("second signal: ending at once")
             balancer.hurry()
         stop.set()
 
@@ -90,9 +97,9 @@ async def _serve(
     except OSError as error:
         raise SystemExit(f"sgl-ext balancer: port={config.port}: {error.strerror}") from None
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
-    logging.info("listening on http://%s:%s", config.host, config.port)
+    log.info("listening", extra={"url": f"http://{reachable(config.host, config.port)}"})
     await stop.wait()
-    logging.info("draining for up to %g s; a second signal ends at once", config.drain_s)
+    log.info("draining for up to %g s; a second signal ends at once", config.drain_s)
     await balancer.stop()
 
 

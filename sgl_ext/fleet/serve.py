@@ -14,6 +14,7 @@ from collections.abc import Awaitable
 from sgl_ext.fleet.cluster import Cluster, FleetError
 from sgl_ext.fleet.keeper import STEP_S, Keeper
 from sgl_ext.fleet.orders import Board
+from sgl_ext.logs import write_logs
 from sgl_ext.membership.gcs import Gcs
 from sgl_ext.membership.member import MembershipError
 from sgl_ext.node.lifeline import end_with_parent
@@ -97,9 +98,10 @@ async def _first_of(*works: Awaitable[object]) -> None:
 def main() -> None:
     """Keeps the fleet of the settings in the environment. Raises SystemExit with the reason of a
     failure."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     try:
-        asyncio.run(keep(LaunchSettings.from_environment()))
+        settings = LaunchSettings.from_environment()
+        write_logs("fleet", settings.balancer.log_format, settings.balancer.log_level)
+        asyncio.run(keep(settings))
     except (FleetError, MembershipError, SettingsError) as error:
         raise SystemExit(f"sgl-ext: {error}") from None
 

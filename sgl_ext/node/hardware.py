@@ -74,6 +74,8 @@ def engine_command(settings: LaunchSettings, hardware: Hardware, port: int) -> l
     command += ["--served-model-name", settings.model_name]
     command += ["--host", settings.engine_host, "--port", str(port)]
     command += ["--enable-cache-report", "--enable-metrics", "--log-level-http", "warning"]
+    if settings.balancer.log_level != "info":  # SGLang's own default
+        command += ["--log-level", settings.balancer.log_level]
     if settings.tp > 1:
         command += ["--tp-size", str(settings.tp)]
     if hardware.platform == CPU_PLATFORM:

@@ -81,6 +81,8 @@ Segments = Annotated[int, Meta(ge=1_000, le=16_000_000)]
 Priority = Annotated[int, Meta(ge=-LIMIT, le=LIMIT)]
 Weight = Annotated[float, Meta(gt=0, le=1e6)]
 PositiveShare = Annotated[float, Meta(gt=0, le=1)]
+LogFormat = Literal["text", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
 StoreBytes = Annotated[int, Meta(ge=0), form(f"0, or an integer of at least {LEAST_STORE_BYTES}")]
 LogBytes = Annotated[int, Meta(ge=_MIB)]
 Text = Annotated[str, Meta(min_length=1), form("text that is not empty", "TEXT")]
@@ -238,6 +240,14 @@ class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
     warm_timeout_s: Annotated[
         Seconds, "Longest wait for what engines hold, before /ready answers 200: replicas.md."
     ] = 30.0
+    log_format: Annotated[
+        LogFormat, _OPENED, "Lines of the balancer's and the launcher's logs."
+    ] = "text"
+    log_level: Annotated[
+        LogLevel,
+        _OPENED,
+        "Least important lines of the balancer's, the launcher's and the engines' logs.",
+    ] = "info"
     request_log: Annotated[File | None, _OPENED, "Log with a line of JSON for each request."] = None
     request_log_limit_bytes: Annotated[
         LogBytes, RELOADS, "Largest size of the request log and its predecessor, FILE.1, together."

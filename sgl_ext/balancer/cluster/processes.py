@@ -94,6 +94,7 @@ class _Supervisor:
         except BaseException:
             log.exception("balancer process %s", group.number)
         finally:
+            logging.shutdown()  # its lines are written by a thread
             os._exit(code)
 
     def _reload(self, number: int, _: object) -> None:

@@ -29,8 +29,6 @@ from sgl_ext.protocols.request_ids import new_request_id
 from sgl_ext.protocols.trace_context import new_trace
 from sgl_ext.requests.session import PURPOSE_HEADER, QUEUED_HEADER, REFUSED, SECRET_HEADER
 
-log = logging.getLogger(__name__)
-
 MAX_ATTEMPTS = 3
 # How many engines one request may take along.
 MAX_LOST = 2
@@ -164,7 +162,7 @@ class Delivery(ABC):
         """The worker accepts no connections."""
         self._connecting = None
         if self._attempt is not None:
-            self._services.workers.mark(self._attempt.worker, ready=False)
+            self._services.workers.mark(self._attempt.worker, ready=False, cause=reason)
         self._lost += self._is_sent  # on a connection that broke before
         self._retry(reason)
 
@@ -215,7 +213,7 @@ class Delivery(ABC):
         return has_budget
 
     def _retry(self, reason: str, *, answered: bool = False, by_worker: bool = True) -> None:
-        self._warn("%s failed before it answered %s: %s", self._pool.url, self._request_id, reason)
+        self._warn("attempt failed", reason)
         self._release(by_worker=by_worker, answered=answered)
         self._forget_response()
         untried = self._services.router.any_available(besides=self.tried)
@@ -237,6 +235,7 @@ class Delivery(ABC):
         else:
             self._services.router.attempts.fail(attempt, by_worker=by_worker, answered=answered)
 
-    def _warn(self, message: str, *values: object) -> None:
-        """Logs what happened to the request."""
-        log.warning(message, *values, extra={"request_id": self._request_id})
+    def _warn(self, message: str, cause: str) -> None:
+        """Logs what happened to the request, or counts it."""
+        about = {"request_id": self._request_id, "url": self._pool.url}
+        self._services.sampled_log.add(logging.WARNING, message, cause, **about)

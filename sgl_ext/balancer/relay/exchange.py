@@ -263,8 +263,7 @@ class Exchange(Delivery):
     def _cut(self, reason: str, message: str = _ENGINE_STOPPED, *, by_worker: bool = True) -> None:
         """Ends a stream that cannot go on in its protocol's error event."""
         self._services.metrics.cut_streams.inc()
-        about = self._request_id, self._pool.url, reason
-        self._warn("the stream of %s from %s was cut: %s", *about)
+        self._warn("stream cut", reason)
         shape = errors_of(self._head.path)
         self._client.write(shape.event(message, self._response.events_sent, self._request_id))
         self._end_early(by_worker=by_worker)

@@ -1,8 +1,10 @@
 """The parts of the balancer that all exchanges and the control plane use."""
 
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any
 
 import aiohttp
@@ -23,6 +25,7 @@ from sgl_ext.balancer.relay.reading import Asked, BodyReader, Reading, read_regi
 from sgl_ext.balancer.reporting.activity import Activity
 from sgl_ext.balancer.reporting.hit_rates import HitRates
 from sgl_ext.balancer.reporting.request_log import RequestLog
+from sgl_ext.balancer.reporting.sampled_log import SampledLog
 from sgl_ext.balancer.routing.admission_queue import AdmissionQueue
 from sgl_ext.balancer.routing.readiness import Readiness
 from sgl_ext.balancer.routing.router import Router
@@ -83,6 +86,7 @@ class Services:
         self.retries = RetryBudget()
         cached, prompt = self.metrics.reported_tokens, self.metrics.prompt_tokens
         self.hit_rates = HitRates(cached.counts, prompt.counts)
+        self.sampled_log = SampledLog()
         self.standby_prefill = StandbyPrefill(self.router, self.metrics, self.session)
         settings = {
             "sort_tools": self.router.sort_tools,
@@ -166,7 +170,23 @@ class Services:
         response = error_response(path, error, request_id, is_stated=is_stated)
         if path not in routes.HEALTH:
             self.metrics.requests.counts[routes.label_of(path), response[0]] += 1
+            self._log_rejection(error, path, request_id)
         return response
+
+    def _log_rejection(self, error: BalancerError, path: str, request_id: str) -> None:
+        status = HTTPStatus(error.status)
+        is_load = status == HTTPStatus.TOO_MANY_REQUESTS or status >= 500
+        # Other messages have parts of requests, of which there is no end.
+        cause = error.message if status == HTTPStatus.SERVICE_UNAVAILABLE else status.phrase
+        self.sampled_log.add(
+            logging.WARNING if is_load else logging.INFO,
+            "request rejected",
+            cause,
+            status=int(status),
+            path=path,
+            request_id=request_id,
+            message_sent=error.message,
+        )
 
     def _drop_pool(self, worker: Worker) -> None:
         """Closes the idle connections to a worker that is gone. Its running requests may still

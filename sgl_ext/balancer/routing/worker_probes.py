@@ -64,15 +64,15 @@ class WorkerProbes:
         if worker.is_hung:
             return
         try:
-            status, number = await self._ready(worker)
+            status, number, cause = await self._ready(worker)
         except TimeoutError:
-            status = None
+            status, cause = None, f"no answer for {_PROBE_TIMEOUT.total:g} s"
             worker.silent_probes += 1
         else:
             worker.silent_probes = 0
             worker.settings_number = number
         worker.is_reachable = status is not None
-        self.workers.mark(worker, ready=status == HTTPStatus.OK)
+        self.workers.mark(worker, ready=status == HTTPStatus.OK, cause=cause)
         if status is not None:
             self.workers.note_secret(worker, refused=status == HTTPStatus.UNAUTHORIZED)
         # It says itself that it has been stopped, or it says nothing.
@@ -87,15 +87,16 @@ class WorkerProbes:
             worker.breaker.trial_failed(time.monotonic())
         if took_requests is not worker.breaker.takes_requests:
             state = "gets no requests, it keeps failing" if took_requests else "works again"
-            log.warning("%s %s", worker.id, state)
+            log.warning("engine %s", state, extra={"engine": worker.id})
 
     def _set_hung(self, worker: Worker, is_hung: bool) -> None:
         if is_hung is not worker.is_hung:
-            log.warning("%s %s", worker.id, "hangs" if is_hung else "works again")
+            state = "hangs" if is_hung else "works again"
+            log.warning("engine %s", state, extra={"engine": worker.id})
         worker.is_hung = is_hung
         worker.silent_probes = 0
         if is_hung:
-            self.workers.mark(worker, ready=False)
+            self.workers.mark(worker, ready=False, cause="it hangs")
             # Those that a failed abandonment left are abandoned after the next probe.
             for attempt in tuple(worker.attempts):
                 attempt.abandon("the engine hangs")
@@ -108,27 +109,29 @@ class WorkerProbes:
         # One that refuses the secret does not hang, and the next probe finds the reason.
         return status in (HTTPStatus.OK, HTTPStatus.UNAUTHORIZED)
 
-    async def _ready(self, worker: Worker) -> tuple[int | None, int | None]:
-        """The status of the answer, and the version of reloaded settings that it states. As
-        `_head`."""
-        head = await self._head(f"{worker.url}/ready", _PROBE_TIMEOUT)
+    async def _ready(self, worker: Worker) -> tuple[int | None, int | None, str]:
+        """The status of the answer, the version of reloaded settings that it states, and the status
+        or the failure in words. As `_head`."""
+        head, cause = await self._head(f"{worker.url}/ready", _PROBE_TIMEOUT)
         if head is None:
-            return None, None
+            return None, None, cause
         number = head.headers.get(SETTINGS_HEADER, "")
-        return head.status, int(number) if number.isdecimal() else None
+        return head.status, int(number) if number.isdecimal() else None, f"status {head.status}"
 
     async def _status(self, url: str, limit: aiohttp.ClientTimeout) -> int | None:
         """The status of the answer. As `_head`."""
-        head = await self._head(url, limit)
+        head, _ = await self._head(url, limit)
         return None if head is None else head.status
 
-    async def _head(self, url: str, limit: aiohttp.ClientTimeout) -> aiohttp.ClientResponse | None:
-        """An answer, None if the connection is refused or breaks. Raises TimeoutError if nothing
+    async def _head(
+        self, url: str, limit: aiohttp.ClientTimeout
+    ) -> tuple[aiohttp.ClientResponse | None, str]:
+        """An answer, or why the connection is refused or breaks. Raises TimeoutError if nothing
         comes in time."""
         try:
             async with self.session.get(url, timeout=limit) as response:
-                return response
+                return response, ""
         except TimeoutError:  # some of aiohttp's are a ClientError, too
             raise
-        except aiohttp.ClientError:
-            return None
+        except aiohttp.ClientError as error:
+            return None, str(error) or type(error).__name__

@@ -191,20 +191,23 @@ class Workers(Collector):
         self.all = [worker for worker in self.all if not worker.is_gone or worker.in_flight]
         self._index()
         for worker in leaving:
+            log.info("engine gone", extra=_named(worker))
             self._left(worker)
             self._slots.give_back(worker.slot)
             self._metrics.workers_left.inc()
             if worker.id not in self._by_id:
                 self._metrics.forget_worker(worker.id)
 
-    def mark(self, worker: Worker, *, ready: bool) -> None:
-        """Records whether a worker is ready, as a probe or a request found."""
+    def mark(self, worker: Worker, *, ready: bool, cause: str = "") -> None:
+        """Records whether a worker is ready, as a probe or a request found, and why not."""
         if ready and not worker.ready:
+            log.info("engine ready", extra=_named(worker))
             # A worker that was there from the start has a warm cache; one that comes later has not.
             worker.recovered_s = self._clock() if worker.recovered_s is not None else None
             worker.breaker.succeeded()
         elif worker.ready and not ready:
             self._metrics.worker_outages.inc()
+            log.warning("engine unreachable", extra={**_named(worker), "cause": cause})
             worker.recovered_s = self._clock()
             self._left(worker)
         worker.ready = ready
@@ -217,7 +220,7 @@ class Workers(Collector):
             log.warning("%s %s the engine-secret of this balancer", worker.id, verb)
         worker.refuses_secret = refused
         if refused:
-            self.mark(worker, ready=False)
+            self.mark(worker, ready=False, cause="it refuses the engine-secret")
 
     def _members(self) -> Iterable[Member]:
         return (member for members in self._lists.values() for member in members)
@@ -225,6 +228,7 @@ class Workers(Collector):
     def _update(self, joined_s: float | None) -> None:
         listed, self.model, ignored = merge(self._lists, self.admin, self.model)
         known = {(worker.id, worker.url): worker for worker in self.all}
+        drained = {worker for worker in self.all if worker.draining}
         for worker in self.all:
             worker.is_gone = worker.draining = True
             worker.is_expected = False
@@ -233,6 +237,9 @@ class Workers(Collector):
             worker.is_gone, worker.draining = False, member.state != "ready"
             worker.is_expected = member.state == "restarting"
             worker.member, worker.source = member, source
+        for worker in self.all:
+            if worker.draining and worker not in drained:
+                log.info("engine draining", extra=_named(worker))
         self._index()
         self.remove_drained()
         for message in ignored:
@@ -250,8 +257,14 @@ class Workers(Collector):
         worker.recovered_s = joined_s
         self._metrics.workers_joined.inc()
         self.all.append(worker)
+        log.info("engine added", extra=_named(worker))
         return worker
 
     def _left(self, worker: Worker) -> None:
         for action in self.on_leave:
             action(worker)
+
+
+def _named(worker: Worker) -> dict[str, str]:
+    """What a line of the log says of the worker that it is about."""
+    return {"engine": worker.id, "url": worker.url}
