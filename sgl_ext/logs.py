@@ -4,7 +4,7 @@
 
     2026-01-02T03:04:05.678+00:00 INFO engine ready engine=engine-0
     {"time": "2026-01-02T03:04:05.678+00:00", "level": "info", "process": "balancer",
-     "message": "engine ready", "engine": "engine-0"}
+     "pid": 7, "message": "engine ready", "engine": "engine-0"}
 
 A thread writes the lines, so a log that takes none, as a pipe that nobody reads, holds up nothing.
 Lines wait within a bound. Those that are lost are counted, and the log says so once it works again.
@@ -71,6 +71,7 @@ class JsonLines(logging.Formatter):
             "time": _time(record),
             "level": record.levelname.lower(),
             "process": self._process,
+            "pid": os.getpid(),
             "message": record.getMessage(),
             **fields_of(record),
         }

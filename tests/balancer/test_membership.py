@@ -224,6 +224,7 @@ def test_a_balancer_whose_source_cannot_be_read_does_not_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(serve, "write_logs", lambda *_: None)
     missing = f"file:{tmp_path / 'none.json'}"
     with pytest.raises(SystemExit) as ended:
         serve.main(["--workers-from", missing])

@@ -42,6 +42,7 @@ class Worker:
 
     member: what its source says of it. id: its identity, also among balancers and in metrics.
     source: the name of its source.
+    cause: why it was not ready at last; "" if it was from the start.
     draining: it gets no new requests. is_gone: it is also removed after its last one.
     is_expected: it gets no new requests now, and requests that find no other worker wait for it.
     slot: its bit in the prefix index, reused after the worker has left.
@@ -72,6 +73,7 @@ class Worker:
         self.slot = slot
         self.ready = False
         self.was_ready = False
+        self.cause = ""
         self.draining = False
         self.is_gone = False
         self.is_expected = False

@@ -210,7 +210,9 @@ class Workers(Collector):
             log.warning("engine unreachable", extra={**_named(worker), "cause": cause})
             worker.recovered_s = self._clock()
             self._left(worker)
-        worker.ready = ready
+        elif not ready and cause and not worker.cause:
+            log.info("engine not ready yet", extra={**_named(worker), "cause": cause})
+        worker.ready, worker.cause = ready, cause or worker.cause
         worker.was_ready = worker.was_ready or ready
 
     def note_secret(self, worker: Worker, *, refused: bool) -> None:
