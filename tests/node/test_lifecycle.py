@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import psutil
@@ -34,6 +35,14 @@ ENDLESS = {
 def own_node(start_node: StartNode, tmp_path: Path) -> Iterator[Node]:
     """One engine behind a balancer, for a test that breaks it."""
     with start_node(tmp_path, "--drain-s", "5") as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def pair(start_node: StartNode, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    """Two engines behind two balancer processes, for tests after which both serve again."""
+    folder = tmp_path_factory.mktemp("pair")
+    with start_node(folder, "--instances", "2", "--processes", "2") as started:
         yield started
 
 
@@ -139,30 +148,75 @@ def test_a_closed_terminal_ends_nothing_and_a_second_ctrl_c_ends_all_at_once(
         assert "second signal: ending at once" in (tmp_path / "launch.out").read_text()
 
 
-def test_no_request_is_lost_when_a_process_of_an_engine_is_killed(
-    start_node: StartNode, tmp_path: Path
-) -> None:
-    def ask(number: int) -> int:
-        body = {**ENDLESS, "stream": False, "max_tokens": 200, "system": f"{number} " * 300}
-        return node.post("/v1/messages", body).status_code
+def ask(node: Node, number: int, max_tokens: int = 200, *, stream: bool = False) -> str:
+    """ "" if the request is answered in full, else what came in place of that."""
+    system = f"{number} " * 300
+    body = {**ENDLESS, "stream": stream, "max_tokens": max_tokens, "system": system}
+    answer = node.post("/v1/messages", body)
+    is_whole = "message_stop" in answer.text if stream else "stop_reason" in answer.text
+    return "" if answer.ok and is_whole else answer.text[-500:]
 
-    def workers() -> list[dict[str, Any]]:
-        health = requests.get(f"{node.url}/health", timeout=30).json()
-        found: list[dict[str, Any]] = health["workers"]
-        return found
 
+def workers(node: Node) -> list[dict[str, Any]]:
+    health = requests.get(f"{node.url}/health", timeout=30).json()
+    found: list[dict[str, Any]] = health["workers"]
+    return found
+
+
+def all_ready(node: Node) -> bool:
+    return len(workers(node)) == 2 and all(worker["ready"] for worker in workers(node))
+
+
+def test_no_request_is_lost_when_a_process_of_an_engine_is_killed(pair: Node) -> None:
     def busiest() -> dict[str, Any]:
-        return max(workers(), key=lambda worker: int(worker["in_flight"]))
+        return max(workers(pair), key=lambda worker: int(worker["in_flight"]))
 
-    started = start_node(tmp_path, "--instances", "2")
-    with started as node, ThreadPoolExecutor(12) as pool:
+    with ThreadPoolExecutor(12) as pool:
         for part in ("scheduler", "detokenizer"):
-            until(lambda: all(worker["ready"] for worker in workers()))
-            asked = [pool.submit(ask, number) for number in range(12)]
+            until(lambda: all_ready(pair))
+            asked = [pool.submit(ask, pair, number) for number in range(12)]
             until(lambda: busiest()["in_flight"] > 3)
             getattr(find_engine(busiest()["url"]), part).kill()
-            until(lambda: not all(worker["ready"] for worker in workers()))
-            assert {answered.result() for answered in asked} == {200}
+            until(lambda: not all_ready(pair))
+            assert {answered.result() for answered in asked} == {""}
+    until(lambda: all_ready(pair))
+
+
+def test_no_request_is_lost_while_engines_restart_one_after_another(pair: Node) -> None:
+    ended = Event()
+
+    def ask_until_ended(number: int) -> list[str]:
+        answers = []
+        while not ended.is_set():
+            answers.append(ask(pair, number, 20, stream=bool(number % 2)))
+            number += 4
+        return answers
+
+    def restart(**order: object) -> dict[str, Any]:
+        begun = pair.post("/sgl_ext/restart", order)
+        assert begun.status_code == 202, begun.text
+        url = f"{pair.url}/sgl_ext/restart"
+        until(lambda: requests.get(url, timeout=30).json()["state"] != "running")
+        found: dict[str, Any] = requests.get(url, timeout=30).json()
+        return found
+
+    until(lambda: all_ready(pair))
+    before = {worker["id"] for worker in workers(pair)}
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(ask_until_ended, number) for number in range(4)]
+        try:
+            restarted = restart(engine_args=["--max-running-requests", "7"])
+        finally:
+            ended.set()
+        answers = [answer for each in asked for answer in each.result()]
+    assert (restarted["state"], restarted["error"]) == ("done", None)
+    assert set(answers) == {""}
+    assert len(answers) > 20
+    until(lambda: all_ready(pair))
+    assert before.isdisjoint(worker["id"] for worker in workers(pair))
+    for engine in pair.engines:
+        info = requests.get(f"{engine}/server_info", timeout=30).json()
+        assert info["max_running_requests"] == 7
 
 
 def test_a_flag_that_sglang_does_not_know_ends_the_start_with_sglangs_own_message(
