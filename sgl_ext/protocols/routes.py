@@ -54,6 +54,9 @@ LIVE = "/sgl_ext/live"
 # What Prometheus scrapes: this balancer's metrics, and those of every engine.
 METRICS = ("/metrics", "/metrics/engines")
 
+# The page that shows it; its files hold no data.
+UI = "/sgl_ext/ui"
+
 # Probes, whose answers are neither counted nor need a key.
 HEALTH = ("/health", "/live", "/ready")
 
@@ -121,6 +124,11 @@ def to_one(method: str, path: str) -> Route | None:
 def is_known_to_one(path: str) -> bool:
     """Whether requests to this path go to one worker."""
     return _pattern(path) in _TO_ONE
+
+
+def is_page(path: str) -> bool:
+    """Whether this is the page or one of its files."""
+    return path == UI or path.startswith(f"{UI}/")
 
 
 def label_of(path: str) -> str:

@@ -31,7 +31,7 @@ from sgl_ext.tenants import Tenants
 
 log = logging.getLogger(__name__)
 
-_PUBLIC = {(method, path) for method in ("GET", "HEAD") for path in ("/", *routes.HEALTH)}
+_PUBLIC = {"/", *routes.HEALTH}
 _TENANT = TENANT_HEADER.encode()
 # No client may set these, with or without keys.
 _OURS = {GROUP_HEADER.encode(), OWNER_HEADER.encode()}
@@ -114,11 +114,12 @@ class Authentication:
             head.set_headers({GROUP_HEADER: None, OWNER_HEADER: None})
         stated = _stated_tenant(head)
         is_guarded = self.key is not None or self.key_file is not None
-        if is_guarded and (head.method, head.path) not in _PUBLIC:
+        if is_guarded and not _is_public(head):
             self._identify(head)
         elif self.isolates:
             self._set_tenant(head, stated)
-        if not is_guarded:
+        # A browser names the page as the origin of its own scripts.
+        if not is_guarded and not routes.is_page(head.path):
             refuse_page(head.fields, is_administrative=_is_local(head.path))
         head.route = route = routes.to_one(head.method, head.path)
         if route is not None and route.placed and head.content_type != "application/json":
@@ -167,6 +168,12 @@ def _stated_tenant(head: RequestHead) -> str:
         message = f"{TENANT_HEADER}: must be at most 256 characters of printable ASCII"
         raise BalancerError(HTTPStatus.BAD_REQUEST, message)
     return name
+
+
+def _is_public(head: RequestHead) -> bool:
+    """Whether anybody may request it: probes, and the page's files, which hold no data."""
+    is_read = head.method in ("GET", "HEAD")
+    return is_read and (head.path in _PUBLIC or routes.is_page(head.path))
 
 
 def _is_administrative(path: str) -> bool:

@@ -13,10 +13,10 @@ from http import HTTPStatus
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
-from sgl_ext import pin_mirror
 from sgl_ext.balancer.admin import (
     conversation_routes,
     live_state,
+    page,
     reload_routes,
     restart_routes,
     worker_routes,
@@ -46,14 +46,12 @@ def make_app(services: Services, interval_s: float = 1.0) -> web.Application:
     app[live_state.STATES] = live_state.States(services, interval_s)
     engine_metrics = EngineMetrics(services.workers, services.session, services.metrics)
     to_all_workers = [
-        ("DELETE", pin_mirror.PATH),
         ("DELETE", routes.PREFILL),
         *(("POST", path) for path in routes.FANNED_OUT),
         *(("GET", path) for path in routes.FANNED_OUT_GET),
     ]
     app.add_routes(
         [
-            web.get("/", root),
             web.get("/health", health),
             web.get("/live", live),
             web.get("/ready", ready),
@@ -63,6 +61,7 @@ def make_app(services: Services, interval_s: float = 1.0) -> web.Application:
             *reload_routes.ROUTES,
             *restart_routes.ROUTES,
             *live_state.ROUTES,
+            *page.ROUTES,
             *conversation_routes.ROUTES,
             *(web.route(method, path, to_all) for method, path in to_all_workers),
         ]
@@ -109,11 +108,6 @@ class ControlPool(ConnectionPool):
             lambda: UpstreamConnection(self), sock=ours
         )
         return connection
-
-
-async def root(_: web.Request) -> web.Response:
-    """Some clients request this first, to see whether a server answers."""
-    return web.Response(text="sgl-ext balancer\n")
 
 
 async def health(request: web.Request) -> web.Response:

@@ -68,6 +68,7 @@ def document(
             for worker in workers.all
         ],
         "queue": _queue(parts),
+        "recent": activity["history"].pop("recent"),
         "history": activity["history"],
         "sessions": activity["sessions"],
         "pins": pins[:SHOWN_PINS],

@@ -5,6 +5,8 @@ POST   /sgl_ext/workers  {"url": "http://..."}  adds a worker, or ends its drain
 DELETE /sgl_ext/workers?url=http://...          drains a worker: it gets no new requests and
                                                 leaves after its last one; also ?id=...
 GET    /v1/pins                                 the pinned prefixes of every engine, with its id
+DELETE /v1/pins?prefix=HASH                     deletes pins at every engine; also ?session=ID; with
+                                                &worker=ID at this one
 GET    /sgl_ext/divergences                     where prompts diverge from earlier ones
 POST   /sgl_ext/explain/v1/messages             where this request would go, and why; every path
                                                 whose requests are placed
@@ -12,6 +14,7 @@ POST   /sgl_ext/explain/v1/messages             where this request would go, and
 
 import asyncio
 import time
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -80,6 +83,16 @@ async def show_pins(request: web.Request) -> web.Response:
     return json_response({"pins": pins})
 
 
+async def delete_pins(request: web.Request) -> web.Response:
+    name = request.query.get("worker")
+    if name is None:
+        return await to_all(request)
+    worker = request.app[SERVICES].workers.find(name)
+    if worker is None:
+        raise BalancerError(HTTPStatus.NOT_FOUND, f"worker: no worker is {name!r}")
+    return await _to_each(request, [worker])
+
+
 async def show_divergences(request: web.Request) -> web.Response:
     found = request.app[SERVICES].divergences()
     if found is None:
@@ -115,7 +128,10 @@ async def explain(request: web.Request) -> web.Response:
 
 async def to_all(request: web.Request) -> web.Response:
     """Sends the request to every ready worker. The status is the highest of theirs."""
-    workers = _ready(request)
+    return await _to_each(request, _ready(request))
+
+
+async def _to_each(request: web.Request, workers: Sequence[Worker]) -> web.Response:
     answers = await asyncio.gather(*(_send(worker, request) for worker in workers))
     document = {w.url: _decoded(text) for w, (_, text) in zip(workers, answers, strict=True)}
     return json_response(document, max(status for status, _ in answers))
@@ -198,5 +214,6 @@ ROUTES = (
     web.route("DELETE", "/sgl_ext/workers", drain_worker),
     web.route("GET", "/sgl_ext/divergences", show_divergences),
     web.route("GET", pin_mirror.PATH, show_pins),
+    web.route("DELETE", pin_mirror.PATH, delete_pins),
     web.route("POST", "/sgl_ext/explain/{path:.+}", explain),
 )

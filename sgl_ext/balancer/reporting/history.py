@@ -11,6 +11,7 @@ from typing import Any
 
 INTERVAL_S = 10
 LENGTH = 360
+_RECENT = 6
 GROWTH = 1.1
 _SHORTEST_S = 0.0001
 _PER_LOG = 1 / log(GROWTH)
@@ -18,6 +19,7 @@ _PER_LOG = 1 / log(GROWTH)
 # Requests; tokens of the prompts whose answers reported a usage, cached ones, output tokens.
 _Sums = list[int]
 _Counts = dict[float, int]
+_Interval = tuple[_Sums, _Counts]
 
 
 class History:
@@ -25,7 +27,7 @@ class History:
 
     def __init__(self, started_s: float) -> None:
         self._started_s = started_s
-        self._intervals: dict[float, tuple[_Sums, _Counts]] = {}
+        self._intervals: dict[float, _Interval] = {}
 
     def add(
         self, now_s: float, ttft_s: float | None, prompt: int, cached: int, output: int
@@ -43,7 +45,7 @@ class History:
             bucket = log(ttft_s if ttft_s > _SHORTEST_S else _SHORTEST_S) * _PER_LOG // 1
             counts[bucket] = counts.get(bucket, 0) + 1
 
-    def _begin(self, number: float) -> tuple[_Sums, _Counts]:
+    def _begin(self, number: float) -> _Interval:
         for old in [each for each in self._intervals if not number - LENGTH <= each <= number]:
             del self._intervals[old]
         interval = self._intervals[number] = ([0, 0, 0, 0], {})
@@ -62,30 +64,51 @@ def series(documents: Iterable[Mapping[str, Any]], now_s: float) -> dict[str, An
     """The history of all processes, from their `as_json`: one value for each interval that is
     complete, the oldest first, since the first process began, for an hour at most.
 
-    A rate is null where no prompt, and a TTFT where no answer, is known.
+    `recent` has the values of the last minute together. A rate is null where no prompt, and a TTFT
+    where no answer, is known.
     """
     documents = list(documents)
     end = int(now_s) // INTERVAL_S
     began = min((document["started_s"] for document in documents), default=now_s)
     first = max(end - LENGTH, int(began) // INTERVAL_S)
-    found: dict[int, tuple[_Sums, _Counts]] = {}
+    found: dict[int, _Interval] = {}
     for document in documents:
         for number, sums, counts in document["intervals"]:
             if first <= number < end:
-                ours, buckets = found.setdefault(number, ([0, 0, 0, 0], {}))
-                ours[:] = map(sum, zip(ours, sums, strict=True))
-                for bucket, count in counts:
-                    buckets[bucket] = buckets.get(bucket, 0) + count
-    nothing: tuple[_Sums, _Counts] = ([0, 0, 0, 0], {})
-    rows = [found.get(number, nothing) for number in range(first, end)]
+                _add(found.setdefault(number, _nothing()), sums, counts)
+    intervals = [found.get(number) or _nothing() for number in range(first, end)]
+    last_minute = _nothing()
+    for sums, buckets in intervals[-_RECENT:]:
+        _add(last_minute, sums, buckets.items())
+    span_s = INTERVAL_S * len(intervals[-_RECENT:])
+    values = [_values(interval, INTERVAL_S) for interval in intervals]
+    names = _values(_nothing(), INTERVAL_S)
     return {
         "interval_s": INTERVAL_S,
         "end_s": end * INTERVAL_S,
-        "hit_rate": [round(sums[2] / sums[1], 4) if sums[1] else None for sums, _ in rows],
-        "ttft_p50_s": [_quantile(counts, 0.5) for _, counts in rows],
-        "ttft_p99_s": [_quantile(counts, 0.99) for _, counts in rows],
-        "requests_per_s": [round(sums[0] / INTERVAL_S, 2) for sums, _ in rows],
-        "output_tokens_per_s": [round(sums[3] / INTERVAL_S, 1) for sums, _ in rows],
+        **{name: [each[name] for each in values] for name in names},
+        "recent": {"span_s": span_s, **_values(last_minute, span_s)},
+    }
+
+
+def _nothing() -> _Interval:
+    return [0, 0, 0, 0], {}
+
+
+def _add(to: _Interval, sums: _Sums, counts: Iterable[tuple[float, int]]) -> None:
+    to[0][:] = map(sum, zip(to[0], sums, strict=True))
+    for bucket, count in counts:
+        to[1][bucket] = to[1].get(bucket, 0) + count
+
+
+def _values(interval: _Interval, span_s: int) -> dict[str, float | None]:
+    (requests, prompt, cached, output), counts = interval
+    return {
+        "hit_rate": round(cached / prompt, 4) if prompt else None,
+        "ttft_p50_s": _quantile(counts, 0.5),
+        "ttft_p99_s": _quantile(counts, 0.99),
+        "requests_per_s": round(requests / span_s, 2) if span_s else None,
+        "output_tokens_per_s": round(output / span_s, 1) if span_s else None,
     }
 
 

@@ -66,6 +66,19 @@ def test_a_clock_that_jumps_back_leaves_it_bounded() -> None:
     assert len(history.as_json()["intervals"]) <= LENGTH + 1
 
 
+def test_the_last_minute_is_summed() -> None:
+    history = History(START_S)
+    assert series([history.as_json()], START_S)["recent"]["requests_per_s"] is None
+    for at_s, cached in ((0, 1000), (10, 0), (60, 500)):
+        history.add(START_S + at_s, 0.5, prompt=1000, cached=cached, output=60)
+    recent = series([history.as_json()], START_S + 20)["recent"]
+    assert (recent["span_s"], recent["requests_per_s"]) == (20, 0.1)
+    assert recent["output_tokens_per_s"] == 6.0
+    recent = series([history.as_json()], START_S + 70)["recent"]
+    assert (recent["span_s"], recent["hit_rate"]) == (60, 0.25)
+    assert recent["ttft_p99_s"] == pytest.approx(0.5, rel=0.06)
+
+
 def test_processes_add_up() -> None:
     one, two = History(START_S), History(START_S + INTERVAL_S)
     one.add(START_S + 12, 0.1, prompt=100, cached=100, output=0)

@@ -1,0 +1,99 @@
+"""Chromium, of which every test has a window of its own.
+
+Install it with `apt-get install chromium`. Where CI is set, the tests try that themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import uvloop
+
+_NAMES = ("chromium", "chromium-browser", "google-chrome")
+_INSTALL = "apt-get update && apt-get install --yes --no-install-recommends chromium"
+_INSTALL_S = 240
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], uvloop.Loop]]:
+    return {"uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture(scope="session")
+def chromium() -> str:
+    """The path of Chromium. Skips the test if there is none."""
+    pytest.importorskip("playwright", reason="playwright is not installed: it is in the extra dev")
+    found = next(filter(None, map(shutil.which, _NAMES)), None)
+    if found is None and "CI" in os.environ and os.geteuid() == 0 and shutil.which("apt-get"):
+        try:
+            subprocess.run(_INSTALL, shell=True, capture_output=True, timeout=_INSTALL_S)
+        except subprocess.TimeoutExpired:
+            pytest.skip(f"Chromium could not be installed within {_INSTALL_S} s")
+        found = shutil.which("chromium")
+    if found is None:
+        pytest.skip("Chromium is not installed: apt-get install chromium")
+    return found
+
+
+class Window:
+    """A window of the browser, and what it was asked to load and refused to.
+
+    page: Playwright's.
+    """
+
+    def __init__(self, page: Any) -> None:
+        self.page = page
+        self.requests: list[str] = []
+        self.faults: list[str] = []
+        page.on("request", lambda request: self.requests.append(request.url))
+        page.on("pageerror", lambda error: self.faults.append(str(error)))
+        page.on("console", self._note)
+        page.on("dialog", lambda dialog: self.faults.append(dialog.message))
+
+    def _note(self, message: Any) -> None:
+        is_network = message.text.startswith("Failed to load resource")
+        if message.type in ("error", "warning") and not is_network:
+            self.faults.append(message.text)
+
+
+OpenWindow = Callable[..., Any]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def browser(chromium: str) -> AsyncIterator[Any]:
+    from playwright.async_api import async_playwright
+
+    # Any name is this machine.
+    flags = ["--no-sandbox", "--host-resolver-rules=MAP * 127.0.0.1"]
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=chromium, args=flags)
+        yield browser
+        await browser.close()
+
+
+@pytest.fixture
+def window(browser: Any) -> OpenWindow:
+    """Opens a window: `async with window(url, width=1280, scheme="light") as window`."""
+
+    @asynccontextmanager
+    async def open_window(
+        url: str, width: int = 1280, scheme: str = "light"
+    ) -> AsyncIterator[Window]:
+        size = {"width": width, "height": 800}
+        context = await browser.new_context(viewport=size, color_scheme=scheme)
+        try:
+            page = await context.new_page()
+            page.set_default_timeout(10_000)
+            opened = Window(page)
+            await page.goto(url)
+            yield opened
+        finally:
+            await context.close()
+
+    return open_window

@@ -1,0 +1,282 @@
+"""The page in Chromium, over a balancer in front of engines that only claim to be busy."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.page.conftest import OpenWindow
+from tests.page.fake_node import FakeEngine, fake_node, load, pin
+
+expect = pytest.importorskip("playwright.async_api", reason="it is in the extra dev").expect
+pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
+
+HOSTILE = '<img src=x onerror="alert(1)">'
+# Of an element, the contrast between its text and what is behind it.
+CONTRAST = """(node) => {
+  const channels = (color) => color.match(/[\\d.]+/g).map(Number);
+  const light = ([r, g, b]) => [r, g, b].map((c) => c / 255)
+    .map((c) => (c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, c, at) => sum + c * [0.2126, 0.7152, 0.0722][at], 0);
+  let behind = node;
+  while (channels(getComputedStyle(behind).backgroundColor)[3] === 0) behind = behind.parentElement;
+  const [a, b] = [getComputedStyle(node).color, getComputedStyle(behind).backgroundColor]
+    .map((color) => light(channels(color))).sort((x, y) => y - x);
+  return (a + 0.05) / (b + 0.05);
+}"""
+
+HIDE = """(isHidden) => {
+  Object.defineProperty(document, "hidden", { get: () => isHidden, configurable: true });
+  document.dispatchEvent(new Event("visibilitychange"));
+}"""
+# Of the page.
+DASH = "\N{EN DASH}"
+KEY = "Operator\N{RIGHT SINGLE QUOTATION MARK}s or admin\N{RIGHT SINGLE QUOTATION MARK}s key"
+
+
+def table(page: Any, name: str) -> Any:
+    return page.get_by_role("table", name=name)
+
+
+async def test_a_busy_node(window: OpenWindow) -> None:
+    engines = [FakeEngine(number, [pin(number)]) for number in range(64)]
+    async with fake_node(*engines, FakeEngine(64, is_ready=False), diagnose=True) as node:
+        node.remember()
+        await node.answer(300)
+        async with window(node.url) as opened:
+            page = opened.page
+            await expect(page.locator("#connection")).to_have_text("Live")
+            await expect(page.locator("#model")).to_have_text("qwen3-coder-30b")
+            await expect(page.locator("#now-engines")).to_have_text("64 of 65")
+            await expect(table(page, "Engines").locator("tbody tr")).to_have_count(65)
+            starting = table(page, "Engines").get_by_role("row", name="starting")
+            await expect(starting).to_contain_text(DASH)
+            row = table(page, "Engines").locator("tbody tr").first
+            await expect(row).to_contain_text("60K of 180K")
+            memory = row.get_by_role(
+                "img", name="21K tokens pinned, 39K in use, 120K free, of 180K"
+            )
+            assert await memory.locator(".pinned").evaluate("it => it.offsetWidth") > 0
+            await expect(table(page, "Sessions").locator("tbody tr")).to_have_count(200)
+            await expect(page.get_by_text("100 more are not shown.")).to_be_visible()
+            await expect(table(page, "Pins").locator("tbody tr")).to_have_count(64)
+            await expect(table(page, "Tenants").locator("tbody tr")).to_have_count(3)
+            charts = page.locator("#charts svg")
+            await expect(charts).to_have_count(4)
+            for number in range(4):
+                assert (
+                    len(await charts.nth(number).locator("path.line").first.get_attribute("d"))
+                    > 999
+                )
+            label = await charts.first.get_attribute("aria-label")
+            assert label.startswith("Hit rate. Hit rate: ")
+            await charts.first.hover()
+            await expect(page.locator(".reading").first).to_contain_text("%")
+            assert not opened.faults
+
+
+async def test_it_follows_the_node(window: OpenWindow) -> None:
+    engine = FakeEngine(0)
+    async with fake_node(engine) as node, window(node.url) as opened:
+        page = opened.page
+        await expect(page.get_by_text("No session sent a request")).to_be_visible()
+        await expect(page.get_by_text("Nothing is pinned.")).to_be_visible()
+        await expect(page.locator("#divergences")).to_contain_text("Prompts are not compared.")
+        await expect(page.locator("#now-ttft")).to_have_text(DASH)
+        await node.answer(1)
+        await expect(table(page, "Sessions").locator("tbody tr")).to_have_count(1)
+        engine.tell({"load": {**load(0), "running": 77}})
+        await expect(table(page, "Engines").get_by_role("cell", name="77")).to_be_visible()
+        engine.is_ready = False
+        await expect(page.locator("#node")).to_have_text("no engine is ready")
+
+
+async def test_a_node_without_engines(window: OpenWindow) -> None:
+    async with fake_node() as node, window(node.url, width=360) as opened:
+        await expect(opened.page.get_by_text("No engine is known yet.")).to_be_visible()
+        await expect(opened.page.locator("#now-engines")).to_have_text("0 of 0")
+        assert not opened.faults
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_it_can_be_read_in_light_and_dark(window: OpenWindow, scheme: str) -> None:
+    async with (
+        fake_node(FakeEngine(0, [pin(0)]), FakeEngine(1, is_ready=False)) as node,
+        window(node.url, scheme=scheme) as opened,
+    ):
+        page = opened.page
+        await expect(table(page, "Pins")).to_be_visible()
+        red = await page.evaluate(
+            "+getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0]"
+        )
+        assert (red > 128) == (scheme == "light")
+        for selector in (".note", ".pill", "thead th", "tbody td", "#connection", "button.quiet"):
+            for each in await page.locator(f"{selector}:visible").all():
+                assert await each.evaluate(CONTRAST) >= 4.5, selector
+
+
+async def test_a_narrow_window_needs_no_scrolling_sideways(window: OpenWindow) -> None:
+    async with (
+        fake_node(FakeEngine(0, [pin(0)]), FakeEngine(1, is_ready=False)) as node,
+        window(node.url, width=360) as opened,
+    ):
+        await node.answer(5, tenants=("a" * 200,))
+        page = opened.page
+        await expect(table(page, "Sessions").locator("tbody tr")).to_have_count(5)
+        assert await page.evaluate("document.documentElement.scrollWidth") == 360
+        for region in await page.locator(".scroll:visible").all():
+            assert await region.evaluate("it => it.scrollWidth - it.clientWidth") == 0
+        button = page.get_by_role("button", name="Delete the pin")
+        box = await button.bounding_box()
+        assert box["x"] + box["width"] <= 360
+
+
+async def test_the_keyboard_deletes_a_pin(window: OpenWindow) -> None:
+    one, two = FakeEngine(0, [pin(0), pin(1)]), FakeEngine(1, [pin(0)])
+    async with fake_node(one, two) as node, window(node.url) as opened:
+        page = opened.page
+        await expect(table(page, "Pins").locator("tbody tr")).to_have_count(3)
+        buttons = page.get_by_role("button", name="Delete the pin")
+        name = await buttons.first.get_attribute("aria-label")
+        for _ in range(10):
+            await page.keyboard.press("Tab")
+            if await page.evaluate("document.activeElement.ariaLabel") == name:
+                break
+        await expect(buttons.first).to_be_focused()
+        assert await buttons.first.evaluate("it => getComputedStyle(it).outlineStyle") == "solid"
+        # The second thoughts are first.
+        await page.keyboard.press("Enter")
+        await expect(page.get_by_role("button", name="Keep it")).to_be_focused()
+        await page.keyboard.press("Escape")
+        await expect(buttons.first).to_be_focused()
+        assert one.deleted == two.deleted == []
+        await page.keyboard.press("Enter")
+        await page.keyboard.press("Tab")
+        await page.keyboard.press("Enter")
+        await expect(page.locator("#message")).to_have_text("The pin was deleted.")
+        await expect(table(page, "Pins").locator("tbody tr")).to_have_count(2)
+        assert len(one.deleted + two.deleted) == 1
+        await expect(buttons.first).to_be_focused()
+        assert not opened.faults
+
+
+async def test_names_of_clients_stay_text(window: OpenWindow) -> None:
+    engine = FakeEngine(0, [pin(0, owner=HOSTILE, session=HOSTILE)])
+    engine.model = HOSTILE
+    async with fake_node(engine, diagnose=True) as node:
+        await node.answer(1, tenants=(HOSTILE,))
+        found = {"part": "system", "block": HOSTILE, "kind": HOSTILE, "scope": HOSTILE, "tokens": 9}
+        node.diverge(HOSTILE, HOSTILE, found)
+        async with window(node.url) as opened:
+            page = opened.page
+            for name in ("sessions", "pins", "divergences", "tenants"):
+                await expect(page.locator(f"#{name}")).to_contain_text("<img src=x")
+            await expect(page.locator("#model")).to_have_text(HOSTILE)
+            await page.get_by_role("button", name="Delete the pin").click()
+            await expect(page.locator("#delete-what")).to_contain_text(HOSTILE)
+            assert await page.locator("img").count() == 0
+            assert not opened.faults
+
+
+async def test_it_loads_nothing_from_elsewhere_and_could_not(window: OpenWindow) -> None:
+    async with fake_node(FakeEngine(0)) as node, window(node.url) as opened:
+        page = opened.page
+        await expect(page.locator("#connection")).to_have_text("Live")
+        assert {urlsplit(url).netloc for url in opened.requests} == {urlsplit(node.url).netloc}
+        assert not opened.faults
+        told = await page.evaluate(
+            """async () => {
+              const told = [];
+              addEventListener("securitypolicyviolation",
+                (event) => told.push(event.effectiveDirective));
+              await fetch("http://elsewhere.test/").catch(() => {});
+              const picture = new Image();
+              picture.src = "http://elsewhere.test/a.png";
+              const wrong = [
+                () => document.body.setAttribute("onclick", "window.ran = true"),
+                () => (document.body.innerHTML = "<p>"),
+              ];
+              for (const each of wrong) try { each(); } catch (error) { told.push(error.name); }
+              document.body.click();
+              await new Promise((resolve) => setTimeout(resolve, 50));
+              return { told, ran: window.ran ?? false };
+            }"""
+        )
+        assert {"connect-src", "img-src", "require-trusted-types-for"} <= set(told["told"])
+        assert told["told"].count("TypeError") == 2
+        assert not told["ran"]
+
+
+async def test_a_lost_connection_is_told_and_comes_back(window: OpenWindow) -> None:
+    engine = FakeEngine(0)
+    async with fake_node(engine) as node:
+        port = node.balancer.port
+        opening = window(node.url)
+        opened = await opening.__aenter__()
+        await expect(opened.page.locator("#connection")).to_have_text("Live")
+    try:
+        connection = opened.page.locator("#connection")
+        await expect(connection).to_contain_text(
+            "Connection lost, trying again. The figures are from"
+        )
+        await expect(opened.page.locator("#now-engines")).to_be_visible()
+        async with fake_node(FakeEngine(0), FakeEngine(1), port=port):
+            await expect(connection).to_have_text("Live")
+            await expect(opened.page.locator("#now-engines")).to_have_text("2 of 2")
+    finally:
+        await opening.__aexit__(None, None, None)
+
+
+async def test_nobody_who_looks_is_no_stream(window: OpenWindow) -> None:
+    async with fake_node(FakeEngine(0)) as node, window(node.url) as opened:
+        await expect(opened.page.locator("#connection")).to_have_text("Live")
+        assert node.streams() == 1
+        for is_hidden, streams in ((True, 0), (False, 1)):
+            await opened.page.evaluate(HIDE, is_hidden)
+            async with asyncio.timeout(10):
+                while node.streams() != streams:  # noqa: ASYNC110 - it has no event
+                    await asyncio.sleep(0.01)
+
+
+async def test_a_key_is_asked_for_and_stays_in_the_tab(
+    window: OpenWindow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAGE_KEY", "sesame")
+    engine = FakeEngine(0, [pin(0)])
+    async with (
+        fake_node(engine, api_key="env:PAGE_KEY") as node,
+        window(node.url) as opened,
+    ):
+        page = opened.page
+        field = page.get_by_label(KEY)
+        await expect(field).to_be_focused()
+        await expect(page.locator("#main")).to_be_hidden()
+        await page.keyboard.type("wrong")
+        await page.keyboard.press("Enter")
+        await expect(page.get_by_role("alert")).to_have_text("Invalid or missing API key.")
+        await expect(field).to_be_focused()
+        await page.keyboard.type("sesame")
+        await page.keyboard.press("Enter")
+        await expect(page.locator("#connection")).to_have_text("Live")
+        await page.get_by_role("button", name="Delete the pin").click()
+        await page.get_by_role("button", name="Delete", exact=True).click()
+        await expect(page.get_by_text("Nothing is pinned.")).to_be_visible()
+        assert await page.evaluate("[document.cookie, localStorage.length]") == ["", 0]
+        assert "sesame" not in "".join(opened.requests)
+        await page.reload()
+        await expect(page.locator("#connection")).to_have_text("Live")
+        await page.get_by_role("button", name="Forget the key").click()
+        await expect(field).to_be_focused()
+        assert await page.evaluate("sessionStorage.length") == 0
+
+
+async def test_without_keys_another_machine_s_name_gets_the_reason(window: OpenWindow) -> None:
+    async with fake_node(FakeEngine(0)) as node:
+        port = node.balancer.port
+        async with window(f"http://gpu-box.test:{port}/") as opened:
+            page = opened.page
+            await expect(page.get_by_role("alert")).to_contain_text("administration is local")
+            await expect(page.get_by_label(KEY)).to_be_hidden()
