@@ -196,9 +196,16 @@ def test_a_worker_of_a_group_stays_until_its_leader_has_gone() -> None:
 
 
 def test_the_images_are_those_that_the_dockerfile_builds() -> None:
-    text = (HOME / "Dockerfile").read_text()
+    text = (ROOT / "launch/Dockerfile").read_text()
     for template in templates("base"):
-        image = container(template)["image"]
-        assert f"--tag {image} ." in text
-    copied = [line.split()[1:-1] for line in text.splitlines() if line.startswith("COPY")]
-    assert all((ROOT / name).exists() for names in copied for name in names)
+        image = container(template)["image"].partition(":")[0]
+        target = image.removeprefix("sgl-ext-")
+        assert f"--target {target} --tag {image}:" in text
+        assert f" AS {target}\n" in text
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_no_pod_runs_as_root(overlay: str) -> None:
+    for template in templates(overlay):
+        context = template["spec"]["securityContext"]
+        assert (context["runAsNonRoot"], context["runAsUser"]) == (True, 10001)
