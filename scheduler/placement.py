@@ -96,17 +96,17 @@ class Placement:
     reason: str
 
 
-def stays(request: PlacementRequest, home: WorkerView, others: Sequence[tuple[int, int]]) -> str:
+def stays(request: PlacementRequest, home: WorkerView, others: Sequence[WorkerView]) -> str:
     """The reason for placing a known session: "home" if it stays on its worker.
 
     "moved": waiting there costs more than moving. "lost": its cache there is gone.
-    others: of every other worker the tokens of the prompt that it holds, and its pending tokens.
+    others: every other worker; only what they hold and their pending tokens count.
     """
-    most_held = max((held for held, _ in others), default=0)
+    most_held = max((view.held_tokens for view in others), default=0)
     saved = home.held_tokens - most_held
     if saved < LOST_SHARE * (request.last_tokens - most_held):
         return "lost"
-    longer = home.pending_tokens - min((pending for _, pending in others), default=math.inf)
+    longer = home.pending_tokens - min((view.pending_tokens for view in others), default=math.inf)
     return "home" if longer <= LEAVE * max(saved, 0) else "moved"
 
 
@@ -117,8 +117,7 @@ def place(request: PlacementRequest, workers: Sequence[WorkerView]) -> Placement
     reason = "new"
     home = next((view for view in workers if view.name == request.home), None)
     if home is not None:
-        others = [(v.held_tokens, v.pending_tokens) for v in workers if v is not home]
-        reason = stays(request, home, others)
+        reason = stays(request, home, [view for view in workers if view is not home])
         if reason == "home":
             return Placement(home.name, reason)
     scores = [score(request, view, is_new=reason != "moved") for view in workers]

@@ -50,6 +50,8 @@ from sgl_ext.settings.schema import BalancerSettings
 from sgl_ext.tenants import Tenants
 
 _METRICS, _FINDINGS, _STATE = ".prom", ".found", ".state"
+# The latest requests of all processes, if there is no request log.
+_REMEMBERED, _REMEMBERED_BYTES = "requests", 4 << 20
 # How long the start waits for the engines to report what they hold.
 _FIRST_REPORT_S = 2.0
 # How long it waits for the sources of workers.
@@ -123,7 +125,10 @@ class Parts:
         self._detector = None
         if config.diagnose or config.request_log is not None:
             self._detector = DivergenceDetector(strip, metrics, sort_tools=config.sort_tools)
-        self._log_lines = _open_log(config, metrics)
+        lines = _open_log(config, metrics)
+        shared = None
+        if lines is None and folder is not None:
+            shared = LineFile(folder / _REMEMBERED, _REMEMBERED_BYTES, metrics)
         documents, self._shared = open_store(
             config.store, config.store_limit_bytes, metrics, folder
         )
@@ -134,16 +139,18 @@ class Parts:
         if key_file is not None and self._shared is not None:
             self._shared_keys = SharedKeys(key_file, self._shared, metrics)
         self._launcher = Launcher(config.launcher_socket)
+        self._request_log = request_log = RequestLog(
+            metrics,
+            activity,
+            lines,
+            self._detector,
+            partial(_label, tenants, key_file),
+            shared,
+        )
         self.services = Services(
             router,
             self._admission_queue,
-            RequestLog(
-                metrics,
-                activity,
-                self._log_lines,
-                self._detector,
-                partial(_label, tenants, key_file),
-            ),
+            request_log,
             metrics,
             strip,
             self._limits,
@@ -188,7 +195,7 @@ class Parts:
             ("limits", self._limits.sync),
             ("shared_keys", self._compare_keys),
             ("engine_settings", self._sender.send),
-            ("request_log", self._write_log),
+            ("request_log", self._request_log.write),
             ("snapshots", self._write_snapshots),
         ]
 
@@ -220,8 +227,7 @@ class Parts:
         await self._control.stop()
         await self._session.close()
         await self._launcher.close()
-        if self._log_lines is not None:
-            await self._log_lines.close()
+        await self._request_log.close()
         await self._documents.close()
         if self._shared is not None:
             await self._shared.close()
@@ -235,8 +241,7 @@ class Parts:
         router.worker_limit = config.max_in_flight
         router.preemption_threshold = config.preemption_threshold
         self._admission_queue.change(config.queue_limit, config.queue_timeout_s, config.aging_s)
-        if self._log_lines is not None:
-            self._log_lines.change_limit(config.request_log_limit_bytes)
+        self._request_log.change_limit(config.request_log_limit_bytes)
         self._settings_changed(config)
 
     def _sweep_pools(self) -> None:
@@ -270,10 +275,6 @@ class Parts:
         if group is None and messages is None:
             return None
         return Peers(group, router, self._metrics, store=messages)
-
-    async def _write_log(self) -> None:
-        if self._log_lines is not None:
-            await self._log_lines.write()
 
     async def _write_snapshots(self) -> None:
         """Writes what the other processes read, in a thread."""

@@ -18,6 +18,7 @@ from sgl_ext.balancer.admin import (
     live_state,
     page,
     reload_routes,
+    request_routes,
     restart_routes,
     worker_routes,
 )
@@ -59,6 +60,7 @@ def make_app(services: Services, interval_s: float = 1.0) -> web.Application:
             web.route("GET", "/metrics/engines", engine_metrics.show),
             *worker_routes.ROUTES,
             *reload_routes.ROUTES,
+            *request_routes.ROUTES,
             *restart_routes.ROUTES,
             *live_state.ROUTES,
             *page.ROUTES,

@@ -58,6 +58,7 @@ class Delivery(ABC):
         self._connection: UpstreamConnection | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._attempt: Attempt | None = None
+        self._last_attempt: Attempt | None = None  # whether it runs or has ended
         self._attempts = 0
         self._is_sent = False  # in this attempt
         self._lost = 0  # attempts that were sent to a worker that failed
@@ -98,7 +99,7 @@ class Delivery(ABC):
     def placed(self, attempt: Attempt) -> None:
         """Begins an attempt, after the prefix that it follows is computed."""
         services = self._services
-        self._attempt = attempt
+        self._attempt = self._last_attempt = attempt
         attempt.abandon = self.abandon
         self._is_sent = False
         services.metrics.placements.counts[(attempt.placement.reason,)] += 1

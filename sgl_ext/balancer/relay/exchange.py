@@ -27,11 +27,13 @@ from sgl_ext.balancer.relay.preparation import NOT_PREPARED, Preparation, ask, p
 from sgl_ext.balancer.relay.reading import Asked, Reading
 from sgl_ext.balancer.relay.response import Response
 from sgl_ext.balancer.relay.services import Services
+from sgl_ext.balancer.reporting.ended_request import Outcome, ended_request
 from sgl_ext.balancer.reporting.request_log import AnsweredRequest
 from sgl_ext.limits.bounds import LARGE_BODY_BYTES
 from sgl_ext.protocols.errors import BalancerError, internal_error, shutting_down
 from sgl_ext.protocols.registry import errors_of
 from sgl_ext.protocols.request_ids import id_line
+from sgl_ext.requests.usage import Usage
 
 log = logging.getLogger(__name__)
 
@@ -255,6 +257,8 @@ class Exchange(Delivery):
         """The client disconnected."""
         self._services.metrics.client_disconnects.inc()
         self._disconnect()
+        status = None if self._stage is Stage.BEFORE_FIRST_BYTE else self._response.head.status
+        self._keep(Outcome.DISCONNECTED, status)
         self._end_early(by_worker=False)
 
     def _forget_response(self) -> None:
@@ -266,6 +270,7 @@ class Exchange(Delivery):
         self._warn("stream cut", reason)
         shape = errors_of(self._head.path)
         self._client.write(shape.event(message, self._response.events_sent, self._request_id))
+        self._keep(Outcome.CUT, self._response.head.status, reason)
         self._end_early(by_worker=by_worker)
         self._count()
         self._client.end_stream()
@@ -287,15 +292,14 @@ class Exchange(Delivery):
                 attempt,
                 "" if self._head.route is None else self._head.route.label,
                 status,
-                self._attempts,
-                self._queued_s,
                 self._ttft_s,
                 time.perf_counter() - self._arrived_s,
                 usage,
                 self._preparation.diagnosis,
                 self._response.head.streams,
             )
-            self._services.request_log.record(answered)
+            self._services.request_log.count(answered)
+            self._keep(Outcome.COMPLETE, status, usage=usage)
         self._settle(None if usage is None else usage.computed_tokens)
         self._count()
 
@@ -311,7 +315,41 @@ class Exchange(Delivery):
         answer = self._services.error_response(
             error, self._head.path, self._request_id, is_stated=is_stated
         )
+        outcome = Outcome.FAILED if self._attempts else Outcome.REJECTED
+        is_ours = error.status == HTTPStatus.TOO_MANY_REQUESTS or error.status >= 500
+        # Other messages may quote the client's request.
+        self._keep(outcome, answer[0], error.message if is_ours else None)
         self._client.answer(*answer)
+
+    def _keep(
+        self,
+        outcome: Outcome,
+        status: int | None,
+        error: str | None = None,
+        usage: Usage | None = None,
+    ) -> None:
+        """Keeps what became of the request, unless it was for the control plane or rejected with
+        its head: strangers could fill the log with those."""
+        if self._head.route is None:
+            return
+        ended = ended_request(
+            self._request_id,
+            self._trace.trace_id,
+            time.time(),
+            self._head.route.label,
+            status,
+            outcome,
+            error,
+            self.routing,
+            self._last_attempt,
+            None if usage is None else usage.cached_tokens,
+            self._queued_s,
+            self._ttft_s,
+            time.perf_counter() - self._arrived_s,
+            self._attempts,
+            self._preparation.diagnosis,
+        )
+        self._services.request_log.keep(ended)
 
     def _settle(self, cost: int | None) -> None:
         """Settles the charge by the computed tokens, None if they are unknown."""

@@ -61,6 +61,15 @@ class LineFile:
             self._lines.append(line)
             self._bytes += len(line)
 
+    @property
+    def paths(self) -> tuple[Path, Path]:
+        """The file and its predecessor."""
+        return self._path, Path(f"{self._path}.1")
+
+    def find_waiting(self, start: bytes) -> bytes | None:
+        """The last line that begins so and is not written yet."""
+        return next((line for line in reversed(self._lines) if line.startswith(start)), None)
+
     async def write(self) -> None:
         """Writes the lines that wait. Call it periodically. Raises OSError if that fails."""
         if self._writing is None and self._lines:

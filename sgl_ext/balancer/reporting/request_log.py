@@ -1,35 +1,29 @@
-"""The request log, and the comparison of predicted with reported cached tokens.
+"""Counts every answered request, and keeps what became of each request, answered or not.
 
-With `--request-log FILE` every request that an engine answered is a line of JSON:
-
-    {"time", "route", "status", "worker", "reason", "tenant", "harness", "model", "session",
-     "prefix_hash", "tools_hash", "tools_count", "segments", "prompt_tokens",
-     "predicted_tokens", "expected_tokens", "reported_tokens", "queue_ms", "ttft_ms",
-     "total_ms", "attempts", "divergence"}
-
-`predicted_tokens` counts the prompt tokens that the engine was known to have cached.
-`expected_tokens` adds those that another request was still computing there. `prefix_hash` is
-equal for prompts of a tenant and a model that have the same tools and instructions in the same
-order, `tools_hash` for those with the same tools; both are null if there are none. `divergence`
-is null unless the prompt diverges from an earlier one (docs/doctor.md).
-
-Sessions and prefixes are hashes. No text of a prompt is written.
+With `--request-log FILE` that is a line of a file (`ended_request.py`), which all processes of a
+balancer share. Without it the latest requests are remembered: by each process itself, and for
+the others in a small file in the folder that they share.
 """
 
+import asyncio
 import time
+from collections import deque
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any, NamedTuple
-
-import orjson
+from typing import NamedTuple
 
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.reporting.activity import Activity
 from sgl_ext.balancer.reporting.diagnosis import DivergenceDetector, PromptDiagnosis
+from sgl_ext.balancer.reporting.ended_request import EndedRequest, as_line, start_of_line
 from sgl_ext.balancer.reporting.line_file import LineFile
+from sgl_ext.balancer.reporting.line_search import find_last_line
 from sgl_ext.balancer.routing.attempts import Attempt
-from sgl_ext.requests.segments import Chain
 from sgl_ext.requests.usage import Usage
+
+MOST_REMEMBERED = 1024
+# How long a search of the files may take.
+_SEARCH_S = 5.0
 
 
 class AnsweredRequest(NamedTuple):
@@ -41,8 +35,6 @@ class AnsweredRequest(NamedTuple):
     attempt: Attempt
     route: str
     status: int
-    attempts: int
-    queued_s: float
     ttft_s: float
     total_s: float
     usage: Usage | None
@@ -51,8 +43,10 @@ class AnsweredRequest(NamedTuple):
 
 
 class RequestLog:
-    """Counts every answered request and adds it to the log's lines.
+    """Counts every answered request, and keeps what became of each request.
 
+    lines: the log's.
+    shared: lines in place of the log's, for the other processes.
     activity: gets those that an engine's scheduler ran.
     tenant_label: a tenant as a metric's label; None if its requests are not counted by tenant.
     detector: compares prompts; its findings are summed here, once their requests are answered.
@@ -65,15 +59,70 @@ class RequestLog:
         lines: LineFile | None,
         detector: DivergenceDetector | None = None,
         tenant_label: Callable[[str], str | None] = lambda tenant: None,
+        shared: LineFile | None = None,
     ) -> None:
         self._metrics = metrics
         self._activity = activity
         self._lines = lines
         self.detector = detector
         self._tenant_label = tenant_label
+        self._shared = shared
+        self._remembered: deque[EndedRequest] = deque(maxlen=MOST_REMEMBERED)
+        self._unshared = 0
+        self._searches = asyncio.Lock()
+        if lines is None:
+            size = self._remembered.__len__
+            metrics.tables.add("remembered_requests", size, lambda: MOST_REMEMBERED)
 
-    def record(self, request: AnsweredRequest) -> None:
-        """Counts a request and adds its line."""
+    def keep(self, ended: EndedRequest) -> None:
+        """Keeps what became of a request."""
+        if self._lines is not None:
+            self._lines.add(as_line(ended))
+        else:
+            self._remembered.append(ended)
+            self._unshared += 1
+
+    async def write(self) -> None:
+        """Writes what waits. Call it periodically. Raises OSError if that fails."""
+        if self._shared is not None:
+            new = min(self._unshared, MOST_REMEMBERED)
+            self._unshared = 0
+            for ended in list(self._remembered)[len(self._remembered) - new :]:
+                self._shared.add(as_line(ended))
+        for lines in (self._lines, self._shared):
+            if lines is not None:
+                await lines.write()
+
+    def change_limit(self, limit_bytes: int) -> None:
+        """Changes the largest size of the log."""
+        if self._lines is not None:
+            self._lines.change_limit(limit_bytes)
+
+    async def close(self) -> None:
+        """Writes what waits, if that is soon."""
+        if self._lines is not None:
+            await self._lines.close()
+
+    async def find(self, request_id: str) -> bytes | None:
+        """The line of the latest request with this id; None if there is none. What other processes
+        have kept within the last second is not found. Raises SearchTooLong or OSError."""
+        for ended in reversed(self._remembered):
+            if ended.request_id == request_id:
+                return as_line(ended)
+        lines = self._lines or self._shared
+        if lines is None:
+            return None
+        start = start_of_line(request_id)
+        if (waiting := lines.find_waiting(start)) is not None:
+            return waiting
+        async with self._searches:  # one at a time
+            deadline_s = time.monotonic() + _SEARCH_S
+            return await asyncio.to_thread(
+                find_last_line, lines.paths, start, deadline_s, time.monotonic
+            )
+
+    def count(self, request: AnsweredRequest) -> None:
+        """Counts a request."""
         metrics, attempt, usage = self._metrics, request.attempt, request.usage
         worker, prompt_tokens = attempt.worker.id, attempt.routing.prompt_tokens
         metrics.request_s.observe(request.route, request.total_s)
@@ -96,8 +145,6 @@ class RequestLog:
             self._count_tokens(request)
         if request.diagnosis is not None:
             self._add_finding(request.diagnosis, prompt_tokens)
-        if self._lines is not None:
-            self._lines.add(_line(request))
 
     def _count_tokens(self, request: AnsweredRequest) -> None:
         """Counts the output of a request that generates, and what its tenant used."""
@@ -126,37 +173,3 @@ class RequestLog:
             kind, tokens = divergence["kind"], divergence["tokens"]
             self._metrics.diverged_prompts.counts[found.harness, kind] += 1
             self._metrics.diverged_tokens.counts[found.harness, kind] += tokens
-
-
-def _line(request: AnsweredRequest) -> bytes:
-    attempt, routing, found = request.attempt, request.attempt.routing, request.diagnosis
-    record: dict[str, Any] = {
-        "time": round(time.time(), 3),
-        "route": request.route,
-        "status": request.status,
-        "worker": attempt.worker.id,
-        "reason": attempt.placement.reason,
-        "tenant": routing.tenant,
-        "harness": None if found is None else found.harness,
-        "model": None if found is None else found.model,
-        "session": None if routing.session is None else f"{routing.session:032x}",
-        "prefix_hash": _hash_at(routing.chain, routing.chain.head_segments),
-        "tools_hash": _hash_at(routing.chain, routing.chain.tool_segments),
-        "tools_count": routing.chain.tools,
-        "segments": len(routing.chain.hashes),
-        "prompt_tokens": routing.prompt_tokens,
-        "predicted_tokens": attempt.predicted_tokens,
-        "expected_tokens": attempt.expected_tokens,
-        "reported_tokens": None if request.usage is None else request.usage.cached_tokens,
-        "queue_ms": round(request.queued_s * 1000, 3),
-        "ttft_ms": round(request.ttft_s * 1000, 3),
-        "total_ms": round(request.total_s * 1000, 3),
-        "attempts": request.attempts,
-        "divergence": None if found is None else found.divergence,
-    }
-    return orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
-
-
-def _hash_at(chain: Chain, segments: int) -> str | None:
-    """The hash of the first `segments` segments."""
-    return f"{chain.hashes[segments - 1]:032x}" if segments else None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from radix.in_flight_prefixes import InFlightPrefix
-from scheduler.placement import Placement
+from scheduler.placement import Placement, WorkerView
 from scheduler.sessions import Sessions
 from sgl_ext.balancer.routing.prefixes import HeldPrefix, Prefixes
 from sgl_ext.balancer.routing.worker import Worker
@@ -56,6 +56,7 @@ NO_ROUTING = RoutingRequest(Chain(), None, 0, 0, runs=False)
 class Attempt:
     """One attempt to serve a request on one worker.
 
+    considered: the workers that it could have gone to, as they were.
     predicted_tokens: prompt tokens that the worker held when the attempt began.
     expected_tokens: the same, with those that it was about to hold.
     uncached_tokens: prompt tokens that the worker still has to compute for it.
@@ -67,6 +68,7 @@ class Attempt:
     routing: RoutingRequest
     worker: Worker
     placement: Placement
+    considered: Sequence[WorkerView] = ()
     predicted_tokens: int = 0
     expected_tokens: int = 0
     uncached_tokens: int = 0
@@ -94,11 +96,16 @@ class Attempts:
         self.on_end: list[Callable[[], None]] = []
 
     def begin(
-        self, routing: RoutingRequest, worker: Worker, placement: Placement, held: HeldPrefix
+        self,
+        routing: RoutingRequest,
+        worker: Worker,
+        placement: Placement,
+        held: HeldPrefix,
+        considered: Sequence[WorkerView] = (),
     ) -> Attempt:
         """Begins an attempt on a worker, which holds `held` of the prompt."""
         now_s = self._clock()
-        attempt = Attempt(routing, worker, placement, held.tokens, held.expected_tokens)
+        attempt = Attempt(routing, worker, placement, considered, held.tokens, held.expected_tokens)
         if not worker.in_flight:
             worker.last_heard_s = now_s
         worker.in_flight += 1

@@ -108,19 +108,20 @@ class Router:
         if not open_workers:
             return None
         request = self._placement_request(routing, held)
-        home = self._find_home(request, candidates, held, now_s)
+        home, views = self._find_home(request, candidates, held, now_s)
         if home is not None and home in open_workers:
-            return self.attempts.begin(routing, home, Placement(home.id, "home"), held[home.slot])
+            placement = Placement(home.id, "home")
+            return self.attempts.begin(routing, home, placement, held[home.slot], views)
         if waits_for_home and home is not None:
             most = max(held[worker.slot].expected_tokens for worker in open_workers)
             if held[home.slot].expected_tokens - most >= FOLLOW_TOKENS:
                 return None
-        placement = place(request, [self._view(w, held, now_s) for w in open_workers])
-        assert placement is not None, "some worker has capacity"
-        if home is not None:
-            placement = Placement(placement.worker, "moved")
+        views = [self._view(w, held, now_s) for w in open_workers]
+        chosen = place(request, views)
+        assert chosen is not None, "some worker has capacity"
+        placement = chosen if home is None else Placement(chosen.worker, "moved")
         worker = next(w for w in open_workers if w.id == placement.worker)
-        return self.attempts.begin(routing, worker, placement, held[worker.slot])
+        return self.attempts.begin(routing, worker, placement, held[worker.slot], views)
 
     def has_capacity_for(
         self, routing: RoutingRequest, tried: set[Worker], *, at_home: bool = False
@@ -204,17 +205,21 @@ class Router:
 
     def _find_home(
         self, request: PlacementRequest, candidates: list[Worker], held: HeldBySlot, now_s: float
-    ) -> Worker | None:
-        """The worker that the request's session stays on, without a view of every worker."""
+    ) -> tuple[Worker | None, list[WorkerView]]:
+        """The worker that the request's session stays on, with views of all workers, of the others
+        only in part."""
         home = next((w for w in candidates if w.id == request.home), None)
         if home is None:
-            return None
+            return None, []
+        view = self._view(home, held, now_s)
         others = [
-            (held[w.slot].expected_tokens, w.total_pending_tokens(now_s))
+            WorkerView(w.id, held[w.slot].expected_tokens, w.total_pending_tokens(now_s))
             for w in candidates
             if w is not home
         ]
-        return home if stays(request, self._view(home, held, now_s), others) == "home" else None
+        if stays(request, view, others) != "home":
+            return None, []
+        return home, [view, *others]
 
     def _has_capacity(
         self, worker: Worker, routing: RoutingRequest, held: HeldBySlot | None = None

@@ -35,15 +35,13 @@ def lines_for(
             "attempt": Attempt(routing, worker, Placement(worker.id, "new")),
             "route": PATH,
             "status": 200,
-            "attempts": 1,
-            "queued_s": 0.0,
             "ttft_s": 0.5,
             "total_s": 2.0,
             "usage": Usage(100, 90, 26),
             "diagnosis": None,
             "streams": True,
         }
-        log.record(AnsweredRequest(**usual | answer))
+        log.count(AnsweredRequest(**usual | answer))
     return set(metrics.render().decode().splitlines())
 
 

@@ -1,0 +1,221 @@
+"""What became of one request, in a line of JSON: the request log holds one for each.
+
+    {"id", "trace", "time", "route", "status", "outcome", "error", "worker", "reason", "workers",
+     "tenant", "harness", "model", "session", "prefix_hash", "tools_hash", "tools_count",
+     "segments", "prompt_tokens", "predicted_tokens", "expected_tokens", "reported_tokens",
+     "queue_ms", "ttft_ms", "total_ms", "attempts", "divergence"}
+
+`outcome` is one of `Outcome`. `workers` are those that it could have gone to at its last attempt,
+the cheapest first, at most MOST_WORKERS of them, with their costs as `explain` shows them.
+`predicted_tokens` counts the prompt tokens that the engine was known to have cached.
+`expected_tokens` adds those that another request was still computing there. `prefix_hash` is
+equal for prompts of a tenant and a model that have the same tools and instructions in the same
+order, `tools_hash` for those with the same tools; both are null if there are none. `divergence`
+is null unless the prompt diverges from an earlier one (docs/doctor.md).
+
+Sessions and prefixes are hashes. No text of a prompt is written.
+"""
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import orjson
+
+from scheduler.placement import PlacementRequest, WorkerView, score
+from sgl_ext.balancer.reporting.diagnosis import PromptDiagnosis
+from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest
+from sgl_ext.requests.segments import Chain
+
+MOST_WORKERS = 8
+
+
+class Outcome(StrEnum):
+    """How a request ended."""
+
+    COMPLETE = "complete"
+    """An engine's answer was sent to its end, whatever its status."""
+    REJECTED = "rejected"
+    """The balancer answered an error before any engine had the request."""
+    FAILED = "failed"
+    """The balancer answered an error after an engine had the request."""
+    CUT = "cut"
+    """The stream ended in an error event."""
+    DISCONNECTED = "disconnected"
+    """The client left."""
+
+
+class EndedRequest(NamedTuple):
+    """A request and its end. It holds no prompt, so that many can be remembered.
+
+    trace: the id of its trace. time_s: when it ended.
+    status: of the answer; None if none had begun. error: why it failed, None if it did not, or if
+        the client's own words may be in it.
+    considered: the workers at its last attempt; empty if it had none.
+    """
+
+    request_id: str
+    trace: str
+    time_s: float
+    route: str
+    status: int | None
+    outcome: Outcome
+    error: str | None
+    worker: str | None
+    reason: str | None
+    considered: Sequence[WorkerView]
+    tenant: str
+    session: int | None
+    prefix_hash: int | None
+    tools_hash: int | None
+    tools_count: int
+    segments: int
+    prompt_tokens: int
+    predicted_tokens: int | None
+    expected_tokens: int | None
+    reported_tokens: int | None
+    queued_s: float
+    ttft_s: float
+    total_s: float
+    attempts: int
+    diagnosis: PromptDiagnosis | None
+
+
+def ended_request(
+    request_id: str,
+    trace: str,
+    time_s: float,
+    route: str,
+    status: int | None,
+    outcome: Outcome,
+    error: str | None,
+    routing: RoutingRequest,
+    attempt: Attempt | None,
+    reported_tokens: int | None,
+    queued_s: float,
+    ttft_s: float,
+    total_s: float,
+    attempts: int,
+    diagnosis: PromptDiagnosis | None,
+) -> EndedRequest:
+    """A request that has ended; `attempt` was its last."""
+    worker = reason = predicted_tokens = expected_tokens = None
+    considered: Sequence[WorkerView] = ()
+    if attempt is not None:
+        worker, reason, considered = attempt.worker.id, attempt.placement.reason, attempt.considered
+        predicted_tokens, expected_tokens = attempt.predicted_tokens, attempt.expected_tokens
+        if len(considered) > MOST_WORKERS:
+            considered = _cheapest(considered, worker, routing.prompt_tokens, reason)
+    chain = routing.chain
+    return EndedRequest(
+        request_id,
+        trace,
+        time_s,
+        route,
+        status,
+        outcome,
+        error,
+        worker,
+        reason,
+        considered,
+        routing.tenant,
+        routing.session,
+        _hash_at(chain, chain.head_segments),
+        _hash_at(chain, chain.tool_segments),
+        chain.tools,
+        len(chain.hashes),
+        routing.prompt_tokens,
+        predicted_tokens,
+        expected_tokens,
+        reported_tokens,
+        queued_s,
+        ttft_s,
+        total_s,
+        attempts,
+        diagnosis,
+    )
+
+
+def start_of_line(request_id: str) -> bytes:
+    """How the line of a request with this id begins."""
+    return b'{"id":%b,' % orjson.dumps(request_id)
+
+
+def as_line(ended: EndedRequest) -> bytes:
+    """The line of a request."""
+    found = ended.diagnosis
+    record: dict[str, Any] = {
+        "id": ended.request_id,
+        "trace": ended.trace,
+        "time": round(ended.time_s, 3),
+        "route": ended.route,
+        "status": ended.status,
+        "outcome": ended.outcome,
+        "error": ended.error,
+        "worker": ended.worker,
+        "reason": ended.reason,
+        "workers": _rows(ended),
+        "tenant": ended.tenant,
+        "harness": None if found is None else found.harness,
+        "model": None if found is None else found.model,
+        "session": _hex(ended.session),
+        "prefix_hash": _hex(ended.prefix_hash),
+        "tools_hash": _hex(ended.tools_hash),
+        "tools_count": ended.tools_count,
+        "segments": ended.segments,
+        "prompt_tokens": ended.prompt_tokens,
+        "predicted_tokens": ended.predicted_tokens,
+        "expected_tokens": ended.expected_tokens,
+        "reported_tokens": ended.reported_tokens,
+        "queue_ms": round(ended.queued_s * 1000, 3),
+        "ttft_ms": round(ended.ttft_s * 1000, 3),
+        "total_ms": round(ended.total_s * 1000, 3),
+        "attempts": ended.attempts,
+        "divergence": None if found is None else found.divergence,
+    }
+    return orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
+
+
+def _rows(ended: EndedRequest) -> list[dict[str, Any]]:
+    """The workers that it could have gone to, the cheapest first."""
+    asked, is_new = PlacementRequest(ended.prompt_tokens, 0), _is_new(ended.reason)
+    scores = [(score(asked, view, is_new=is_new), view.held_tokens) for view in ended.considered]
+    return [
+        {
+            "name": cost.name,
+            "cost": round(cost.cost),
+            "held_tokens": held_tokens,
+            "pending": cost.pending,
+            "uncached": cost.uncached,
+            "decoding": cost.decoding,
+            "recent": round(cost.recent),
+            "sessions": round(cost.sessions),
+        }
+        for cost, held_tokens in sorted(scores, key=lambda scored: scored[0].cost)
+    ]
+
+
+def _cheapest(
+    views: Sequence[WorkerView], chosen: str, prompt_tokens: int, reason: str
+) -> Sequence[WorkerView]:
+    """The chosen worker and the cheapest others."""
+    asked, is_new = PlacementRequest(prompt_tokens, 0), _is_new(reason)
+
+    def order(view: WorkerView) -> tuple[bool, float]:
+        return view.name != chosen, score(asked, view, is_new=is_new).cost
+
+    return sorted(views, key=order)[:MOST_WORKERS]
+
+
+def _is_new(reason: str | None) -> bool:
+    """Whether a placement for this reason counts the terms of a session's first request."""
+    return reason in ("new", "lost")
+
+
+def _hash_at(chain: Chain, segments: int) -> int | None:
+    """The hash of the first `segments` segments."""
+    return chain.hashes[segments - 1] if segments else None
+
+
+def _hex(number: int | None) -> str | None:
+    return None if number is None else f"{number:032x}"
