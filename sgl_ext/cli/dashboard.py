@@ -141,7 +141,8 @@ def _sections(found: State) -> list[Section]:
         return (name(str(id)), state, *map(_short, figures), hit_rate)
 
     def session(each: Session) -> tuple[object, ...]:
-        idle = None if each.last_s is None else duration(each.last_s)
+        now_s, last_s = found.node.now_s, each.last_s
+        idle = None if now_s is None or last_s is None else duration(now_s - last_s)
         read = _short(each.prompt_tokens), percent(each.cached_share), idle
         return (each.id, each.tenant, name(each.engine), each.turns, *read)
 

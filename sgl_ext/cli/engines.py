@@ -5,6 +5,7 @@ from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
+from rich.text import Text
 
 from sgl_ext.cli.node import Node, NodeError, UsageError, node_at
 from sgl_ext.cli.options import HERE, Json, Key, Url
@@ -75,9 +76,10 @@ def _followed(node: Node, operation: dict[str, Any], *, quiet: bool) -> dict[str
         for row in operation.get("engines", ()):
             now = (row.get("state"), row.get("reason"))
             if printed.get(row["name"]) != now and not quiet:
-                line = state(row.get("state"))
-                why = f" ({plain(row['reason'])})" if row.get("reason") else ""
-                shown.print(f"{plain(row['name'])}:", line, why)
+                line = Text(f"{plain(row['name'])}: ").append_text(state(row.get("state")))
+                # The end of a log has lines of its own, which the error repeats.
+                why = str(row.get("reason") or "").partition("\n")[0]
+                shown.print(line.append(f" ({plain(why)})" if why else ""))
             printed[row["name"]] = now
         if operation.get("state") != "running":
             return operation

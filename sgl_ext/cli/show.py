@@ -103,8 +103,8 @@ def _are_numbers(rows: Iterable[Mapping[str, Any]], head: str) -> bool:
 
 
 def warn(message: str) -> None:
-    """Prints a line for people who read a program's errors."""
-    print(f"sgl-ext: {plain(message)}", file=sys.stderr)
+    """Prints a message on stderr. Only what a node sends can have several lines, as a log does."""
+    print("sgl-ext:", "\n".join(map(plain, message.splitlines())), file=sys.stderr)
 
 
 def duration(seconds: float) -> str:

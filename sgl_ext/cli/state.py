@@ -75,7 +75,7 @@ class History(Struct):
 
 
 class Session(Struct):
-    """last_s: seconds since its last request."""
+    """last_s: when its last request ended, by the node's clock."""
 
     id: str
     tenant: str | None = None
@@ -126,10 +126,12 @@ class State(Struct):
 def read_state(document: Any, node: Node) -> State:
     """The state in a document of a node. Raises NodeError if it has another form."""
     try:
-        return msgspec.convert(document, State)
+        found = msgspec.convert(document, State)
     except msgspec.ValidationError as error:
         other = f"the state of {node.url} is that of another version of sgl-ext: {error}"
         raise NodeError(other) from None
+    found.engines.sort(key=lambda engine: (len(engine.id), engine.id))  # 10 after 9
+    return found
 
 
 def latest(values: list[float | None]) -> float | None:

@@ -49,6 +49,7 @@ def test_everything_has_a_place_at_80_by_24() -> None:
     assert "engine-1  starting: loading weights" in text
     assert "sessions (5 of 5,000)" in text
     assert "pins (4 of 50)" in text
+    assert "51.2K   98.0%   4 s" in text
     assert "alice           7   99.0K   50.0%" in text
     assert len(shown) == 24
 

@@ -94,11 +94,15 @@ def test_without_waiting_the_operation_is_only_begun(node: FakeNode, run: Run) -
 
 def test_a_failed_restart_is_exit_code_1_with_its_reason(node: FakeNode, run: Run) -> None:
     running = operation("running", ("engine-0", "starting"))
-    restarts(node, running, operation("failed", ("engine-0", "failed"), error="out of memory"))
+    restarts(
+        node,
+        running,
+        operation("failed", ("engine-0", "failed"), error="its log:\n\x1b[1mold\nmemory"),
+    )
     code, out, err = run("restart", "engine-0")
     assert code == 1
-    assert out.splitlines() == ["engine-0: starting ", "engine-0: failed "]
-    assert err == "sgl-ext: restart: out of memory\n"
+    assert out.splitlines() == ["engine-0: starting", "engine-0: failed"]
+    assert err == "sgl-ext: restart: its log:\n?[1mold\nmemory\n"
 
 
 @pytest.mark.parametrize("status", [409, 501])
