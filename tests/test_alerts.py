@@ -1,4 +1,4 @@
-"""The Prometheus rules name only existing metrics, in well-formed expressions."""
+"""The Prometheus rules name only metrics and labels that exist, and fire when they should."""
 
 from __future__ import annotations
 
@@ -6,26 +6,20 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
 import yaml
-from prometheus_client.parser import text_string_to_metric_families
-from sgl_ext_cpu.node import Node
 
-from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.routing.worker_sources import WorkerSources
-from sgl_ext.engine.core.counters import COUNTERS
-from sgl_ext.membership.static import StaticList
-from tests.balancer.workers import workers_at
+from tests.exported import declared
+from tests.promql import Known, labels_of, names_in
 
-PATH = Path(__file__).parent.parent / "launch" / "alerts.yml"
-_STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"')
-_LABELS = re.compile(r"\b(?:by|without|on|ignoring)\s*\([^)]*\)")
-_WORDS = {"and", "or", "unless", "offset", "bool"}
+LAUNCH = Path(__file__).parent.parent / "launch"
+PATH = LAUNCH / "alerts.yml"
+needs_promtool = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="promtool is not on PATH"
+)
 
 
 def rules() -> Iterator[dict[str, Any]]:
@@ -33,62 +27,17 @@ def rules() -> Iterator[dict[str, Any]]:
         yield from group["rules"]
 
 
-def names_in(expression: str) -> set[str]:
-    """The metrics that an expression reads."""
-    bare = _LABELS.sub(" ", _STRINGS.sub('""', expression))
-    bare = re.sub(r"\{[^}]*\}|\[[^\]]*\]|offset\s+\w+", " ", bare)
-    words = re.findall(r"(?<![\w:])[a-zA-Z_:][\w:]*(?![\w:]*\s*\()", bare)
-    return {word for word in words if word not in _WORDS}
-
-
-def used() -> set[str]:
-    recorded = {rule["record"] for rule in rules() if "record" in rule}
-    return {name for rule in rules() for name in names_in(rule["expr"])} - recorded
-
-
-def series_of(page: str) -> set[str]:
-    """Every series that a page may have, whether it was counted yet or not."""
-    names = set()
-    for family in text_string_to_metric_families(page):
-        names |= {family.name, f"{family.name}_total"} | {sample.name for sample in family.samples}
-        if family.type == "histogram":
-            names |= {f"{family.name}{end}" for end in ("_bucket", "_sum", "_count")}
-    return names
-
-
-def of_the_balancer() -> set[str]:
-    metrics = Metrics()
-    workers = workers_at(("http://127.0.0.1:1",), metrics)
-    WorkerSources([StaticList(())], workers, metrics)
-    return series_of(metrics.render().decode())
-
-
-# Each is made when it first counts, so that a page has few of them.
-OF_THE_PLUGIN = {f"sgl_ext_{name}_total" for name in COUNTERS}
-
-
-def test_every_metric_exists() -> None:
-    ours = {name for name in used() if name.startswith("sgl_ext")}
-    assert len(ours) > 15
-    assert ours <= of_the_balancer() | OF_THE_PLUGIN
-    spec = find_spec("sglang")
-    assert spec is not None
-    assert spec.submodule_search_locations
-    folder = Path(spec.submodule_search_locations[0]) / "srt" / "observability"
-    source = "".join(path.read_text() for path in folder.glob("*.py"))
-    for name in used() - ours:
-        assert f'"{name}"' in source, name
-
-
-def test_the_metrics_pages_of_a_node_have_every_metric(node: Node) -> None:
-    body = {"model": "m", "max_tokens": 2, "messages": [{"role": "user", "content": "Count."}]}
-    assert node.post("/v1/chat/completions", body).status_code == 200
-    urls = (node.url, node.engines[0])
-    pages = [requests.get(f"{url}/metrics", timeout=30).text for url in urls]
-    balancer, engine = map(series_of, pages)
-    assert {"sgl_ext_prompt_tokens_total", "sgl_ext_worker_ready"} <= balancer
-    assert {name for name in used() if name.startswith("sgl_ext")} <= balancer | OF_THE_PLUGIN
-    assert {name for name in used() if name.startswith("sglang:")} <= engine
+def test_every_rule_reads_what_a_node_exports() -> None:
+    known: Known = declared()
+    assert len({name for rule in rules() for name in names_in(rule["expr"])}) > 30
+    for rule in rules():
+        found = labels_of(rule["expr"], known)
+        assert found is not None
+        if "record" in rule:
+            known = {**known, rule["record"]: found}
+            continue
+        written = " ".join(rule["annotations"].values())
+        assert set(re.findall(r"\$labels\.(\w+)", written)) <= found, rule["alert"]
 
 
 def test_every_rule_is_well_formed() -> None:
@@ -99,26 +48,115 @@ def test_every_rule_is_well_formed() -> None:
         assert name not in seen
         seen.add(name)
         assert re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", name)
-        assert is_balanced(rule["expr"]), name
-        assert names_in(rule["expr"]), name
         if "alert" in rule:
             assert rule["labels"]["severity"] in ("info", "warning", "critical")
             assert rule["annotations"]["summary"]
 
 
-def is_balanced(expression: str) -> bool:
-    opened = []
-    for sign in re.sub(r"[^][(){}\"]", "", _STRINGS.sub("", expression)):
-        if sign in "([{":
-            opened.append(sign)
-        elif sign == '"' or not opened or opened.pop() + sign not in ("()", "[]", "{}"):
-            return False
-    return not opened
+def test_prometheus_scrapes_both_pages_and_loads_the_rules() -> None:
+    config = yaml.safe_load((LAUNCH / "prometheus.yml").read_text())
+    assert config["rule_files"] == [PATH.name]
+    scraped = {
+        job["job_name"]: job.get("metrics_path", "/metrics") for job in config["scrape_configs"]
+    }
+    assert scraped == {"sgl-ext": "/metrics", "sgl-ext-engines": "/metrics/engines"}
+    named = {job for rule in rules() for job in re.findall(r'job="([^"]*)"', rule["expr"])}
+    assert named <= scraped.keys()
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not on PATH")
-def test_promtool_accepts_the_rules() -> None:
-    done = subprocess.run(
-        ["promtool", "check", "rules", str(PATH)], capture_output=True, text=True, check=False
-    )
+@needs_promtool
+def test_promtool_accepts_the_configuration_and_its_rules() -> None:
+    run_promtool("check", "config", str(LAUNCH / "prometheus.yml"))
+
+
+# A counter that begins with its first failure; an engine that hangs, and one that starts; events
+# of a ready engine; and a store whose first failures come after it was well.
+CASES: list[tuple[str, dict[str, str], str, dict[str, str] | None]] = [
+    ("SglExtBackgroundFailures", {'f{task="probe"}': "_ _ 1x8"}, "4m", {"task": "probe"}),
+    ("SglExtBackgroundFailures", {'f{task="probe"}': "1x30"}, "20m", None),
+    ("SglExtEngineDown", {'state{worker="e",state="hung"}': "1x10"}, "6m", {"worker": "e"}),
+    ("SglExtEngineDown", {'state{worker="e",state="starting"}': "1x10"}, "6m", None),
+    (
+        "SglExtEventStreamLost",
+        {'subscribed{worker="e"}': "0x9", 'ready{worker="e"}': "1x9"},
+        "5m",
+        {"worker": "e"},
+    ),
+    (
+        "SglExtEventStreamLost",
+        {'subscribed{worker="e"}': "0x9", 'ready{worker="e"}': "0x9"},
+        "5m",
+        None,
+    ),
+    ("SglExtNoEngineReady", {'ready{worker="a"}': "0x9", 'ready{worker="b"}': "0x9"}, "2m", {}),
+    ("SglExtNoEngineReady", {'ready{worker="a"}': "0x9", 'ready{worker="b"}': "1x9"}, "2m", None),
+    ("SglExtStoreFails", {'store{event="failed"}': "0 0 0+1x20"}, "10m", {"event": "failed"}),
+    ("SglExtEngineMetricsUnread", {'up{engine="e"}': "0x20"}, "15m", {"engine": "e"}),
+    (
+        "SglExtErrors",
+        {'asked{status="200"}': "0+99x20", 'asked{status="502"}': "0+5x20"},
+        "15m",
+        {},
+    ),
+    (
+        "SglExtErrors",
+        {'asked{status="200"}': "0+999x20", 'asked{status="502"}': "0+5x20"},
+        "15m",
+        None,
+    ),
+]
+METRICS = {
+    "f": "sgl_ext_background_failures_total",
+    "state": "sgl_ext_worker_state",
+    "subscribed": "sgl_ext_worker_subscribed",
+    "ready": "sgl_ext_worker_ready",
+    "store": "sgl_ext_store_events_total",
+    "up": "sgl_ext_engine_up",
+    "asked": "sgl_ext_requests_total",
+}
+
+
+@needs_promtool
+def test_alerts_fire_when_they_should(tmp_path: Path) -> None:
+    alerts = {rule["alert"]: rule for rule in rules() if "alert" in rule}
+    cases = []
+    for alert, series, at, expected in CASES:
+        named = {
+            f'{METRICS[name]}{{job="sgl-ext",instance="n",{rest}': values
+            for (name, _, rest), values in (
+                (key.partition("{"), value) for key, value in series.items()
+            )
+        }
+        keys = labels_of(alerts[alert]["expr"], {**declared(), **{r: set() for r in recorded()}})
+        assert keys is not None
+        fires = []
+        if expected is not None:
+            always = {"job": "sgl-ext", "instance": "n"}
+            full = {k: v for k, v in always.items() if k in keys} | expected
+            if alert == "SglExtEngineDown":
+                full["state"] = "hung"
+            fires = [{"exp_labels": full | alerts[alert]["labels"]}]
+        cases.append(
+            {
+                "interval": "1m",
+                "input_series": [{"series": k, "values": v} for k, v in named.items()],
+                "alert_rule_test": [{"eval_time": at, "alertname": alert, "exp_alerts": fires}],
+            }
+        )
+    without_texts = yaml.safe_load(PATH.read_text())
+    for group in without_texts["groups"]:
+        for rule in group["rules"]:
+            rule.pop("annotations", None)
+    (tmp_path / "rules.yml").write_text(yaml.safe_dump(without_texts))
+    test = {"rule_files": ["rules.yml"], "evaluation_interval": "1m", "tests": cases}
+    (tmp_path / "test.yml").write_text(yaml.safe_dump(test))
+    run_promtool("test", "rules", str(tmp_path / "test.yml"))
+
+
+def recorded() -> set[str]:
+    return {rule["record"] for rule in rules() if "record" in rule}
+
+
+def run_promtool(*arguments: str) -> None:
+    done = subprocess.run(["promtool", *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

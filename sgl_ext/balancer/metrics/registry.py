@@ -111,6 +111,8 @@ class Metrics(Page):
             "store_events{event}",
             "Reads, writes, evictions and failures of the store of responses and contexts.",
         )
+        # Prometheus does not see the first increase of a series that did not exist before.
+        self.store_events.counts[("failed",)] = 0
         self.tenant_requests = counter(
             "tenant_requests{tenant}", "Requests admitted within the tenant's rate limits."
         )

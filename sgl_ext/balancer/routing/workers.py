@@ -62,7 +62,10 @@ _GAUGES: dict[str, tuple[str, Callable[[Worker, float], int]]] = {
 _REPORTED = {
     "running_requests": ("Requests that the worker's scheduler runs, of all balancers.", "running"),
     "queued_requests": ("Requests that wait in the worker's own queue.", "queued"),
-    "used_tokens": ("Tokens in the worker's KV cache that running requests use.", "used_tokens"),
+    "used_tokens": (
+        "Tokens in the worker's KV cache that cannot be evicted: of running requests, and pinned.",
+        "used_tokens",
+    ),
     "capacity_tokens": ("Tokens that fit into the worker's KV cache.", "capacity_tokens"),
 }
 

@@ -1,0 +1,1 @@
+"""The Grafana dashboards in `launch/grafana`, as code."""

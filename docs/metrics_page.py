@@ -1,0 +1,92 @@
+"""Writes the tables of docs/metrics.md from the code: `python -m docs.metrics_page`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from prometheus_client.core import Metric
+
+from sgl_ext.balancer.admin import engine_metrics
+from sgl_ext.balancer.metrics.registry import Metrics
+from sgl_ext.balancer.routing.worker_sources import WorkerSources
+from sgl_ext.balancer.routing.workers import Workers
+from sgl_ext.engine.core.counters import COUNTERS, GAUGES
+
+PAGE = Path(__file__).with_name("metrics.md")
+_BEGIN, _END = "<!-- Made by `python -m docs.metrics_page`: {} -->", "<!-- The end of that. -->"
+
+
+class Row(NamedTuple):
+    """One metric. name: as it is in a query, without a histogram's endings."""
+
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    text: str
+
+
+def balancer_rows() -> list[Row]:
+    """What a balancer exports, in the order of its page."""
+    metrics = Metrics()
+    workers = Workers(metrics)
+    WorkerSources((), workers, metrics)
+    collectors = metrics.registry._names_to_collectors
+    rows = []
+    for family in metrics.registry.collect():
+        owner = family if hasattr(family, "_labelnames") else collectors[family.name]
+        labels = (*getattr(owner, "_labelnames", ()), *_sample_labels(family))
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        rows.append(Row(name, family.type, tuple(dict.fromkeys(labels)), family.documentation))
+    return rows
+
+
+def _sample_labels(family: Metric) -> Iterator[str]:
+    for sample in family.samples:
+        yield from (name for name in sample.labels if name != "le")
+
+
+def engine_rows() -> list[Row]:
+    """What the extension adds to the page of an engine."""
+    counters = [
+        Row(f"sgl_ext_{name}_total", "counter", tuple(labels), text)
+        for name, (text, *labels) in COUNTERS.items()
+    ]
+    gauges = [
+        Row(f"sgl_ext_{name}", "gauge", tuple(labels), text)
+        for name, (text, *labels) in GAUGES.items()
+    ]
+    return counters + gauges
+
+
+def added_rows() -> list[Row]:
+    """What /metrics/engines adds to the engines' own pages."""
+    return [Row(engine_metrics.UP.decode(), "gauge", ("engine",), engine_metrics.UP_HELP.decode())]
+
+
+def page(text: str) -> str:
+    """The page with its tables replaced by what the code says now."""
+    tables = {"balancer": balancer_rows(), "engine": engine_rows(), "added": added_rows()}
+    for name, rows in tables.items():
+        begin = _BEGIN.format(name)
+        made = f"{begin}\n\n{_table(rows)}\n{_END}"
+        text, found = re.subn(
+            rf"{re.escape(begin)}.*?{re.escape(_END)}", lambda _, made=made: made, text, flags=re.S
+        )
+        assert found == 1, f"{PAGE.name} has one place for the table of {name}"
+    return text
+
+
+def _table(rows: list[Row]) -> str:
+    lines = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
+    for row in rows:
+        labels = ", ".join(f"`{label}`" for label in row.labels)
+        text = row.text.replace("|", "\\|")
+        lines.append(f"| `{row.name}` | {row.kind} | {labels} | {text} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text()))
