@@ -1,9 +1,12 @@
-"""The types of fields that decide in the balancer as well as in an engine.
+"""The types of fields that decide in the balancer as well as in an engine, and bounds of some.
 
 SGLang's models take more than these types: "no" and 0 for false, "5" and 5.0 for 5. What the
 balancer decides by such a value could differ from what the engine does, for example store a
 response that the client wants forgotten. So a value of another type is an error. Only 5.0 is read
 as 5 here, too: clients whose language, or whose JSON library, has no integers send it.
+
+SGLang fails on `n: 0` with words of its own, and an empty stop sequence would end each answer at
+its first token.
 """
 
 from collections.abc import Mapping
@@ -20,6 +23,7 @@ FIELDS: Mapping[str, type] = {
     "max_output_tokens": int,
     "n": int,
 }
+_STOPS = ("stop", "stop_sequences")
 STREAM_OPTIONS: Mapping[str, type] = {"include_usage": bool}
 
 
@@ -34,15 +38,15 @@ def as_integer(value: Any) -> Any:
     return value
 
 
-class WrongType(NamedTuple):
-    """A field with a value of another type, and what it must be."""
+class WrongField(NamedTuple):
+    """A field with a value that it cannot have, and what it must be."""
 
     field: str
     message: str
 
 
-def find_wrong_type(body: Any) -> WrongType | None:
-    """The first field of a parsed body whose type is wrong. A field may be left out or null."""
+def find_wrong_field(body: Any) -> WrongField | None:
+    """The first field of a parsed body whose value is wrong. A field may be left out or null."""
     if not isinstance(body, dict):
         return None
     options = body.get("stream_options")
@@ -54,5 +58,11 @@ def find_wrong_type(body: Any) -> WrongType | None:
                 value = as_integer(value)
             if value is not None and type(value) is not kind:
                 field = prefix + name
-                return WrongType(field, f"{field}: must be {_FORMS[kind]}")
+                return WrongField(field, f"{field}: must be {_FORMS[kind]}")
+    if body.get("n") is not None and body["n"] < 1:
+        return WrongField("n", "n: must be at least 1")
+    for name in _STOPS:
+        stops = body.get(name)
+        if stops == "" or (isinstance(stops, list) and "" in stops):
+            return WrongField(name, f"{name}: must not be an empty text")
     return None

@@ -194,6 +194,7 @@ async def _services() -> Any:
         router=Router(Workers(metrics), metrics, tenants=tenants),
         conversations=await _conversations(metrics),
         rate_limits=RateLimits(None, metrics),
+        hint_rules=None,
         request_log=SimpleNamespace(detector=None),
         reader=BodyReader(HeaderStrip(), sort_tools=False, keeps_turns=True),
         metrics=metrics,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sgl_ext.engine.http.extension import HttpExtension, install, installed
-from sgl_ext.requests.field_types import FIELDS, STREAM_OPTIONS, as_integer, find_wrong_type
+from sgl_ext.requests.field_types import FIELDS, STREAM_OPTIONS, as_integer, find_wrong_field
 from sgl_ext.settings.schema import EngineSettings
 from tests.fuzz.bodies import run
 
@@ -54,7 +54,7 @@ def test_a_field_that_decides_has_the_value_that_sglang_s_models_take() -> None:
     for model, body in rest:
         for field in FIELDS:
             for value in _VALUES:
-                if find_wrong_type({field: value}) is not None or value is None:
+                if find_wrong_field({field: value}) is not None or value is None:
                     continue
                 try:
                     read = getattr(model(**{**body, field: value}), field, value)
@@ -67,7 +67,7 @@ def test_a_field_that_decides_has_the_value_that_sglang_s_models_take() -> None:
                 taken += 1
     assert taken > 40
     for value in _VALUES:
-        if find_wrong_type({"stream_options": {"include_usage": value}}) is None:
+        if find_wrong_field({"stream_options": {"include_usage": value}}) is None:
             options = {"include_usage": value}
             request = openai.ChatCompletionRequest(
                 model="m", messages=[message], stream_options=options

@@ -24,7 +24,7 @@ from sgl_ext.limits.elements import Excess, find_excess, find_many
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.protocols.registry import detect, of_path, with_name
 from sgl_ext.requests.default_hints import NO_DEFAULTS, DefaultHints
-from sgl_ext.requests.field_types import find_wrong_type
+from sgl_ext.requests.field_types import find_wrong_field
 from sgl_ext.requests.protocol import Json
 from sgl_ext.requests.session import hints_of
 from sgl_ext.requests.strip import HeaderStrip, Stripped, strip_request
@@ -112,7 +112,7 @@ class BodyReader:
         Raises BalancerError 400 for a malformed body or an unknown id, 404 for an unknown context.
         """
         document = parse_json(body)
-        if (wrong := find_wrong_type(document)) is not None:
+        if (wrong := find_wrong_field(document)) is not None:
             raise BalancerError(HTTPStatus.BAD_REQUEST, wrong.message, param=wrong.field)
         path = asked.path
         protocol = of_path(path)
@@ -120,6 +120,11 @@ class BodyReader:
             protocol, path = detected, detected.paths[0]
         if found is None and (named := self.expander.names(path, document)) is not None:
             return named
+        own = None
+        if found is not None and found.context is not None:
+            # The context's texts will stand before the headers.
+            own = strip_request(protocol, document, self._strip)
+            document = own.body
         expanded, turn, marks_left_out = self.expander.expand(path, document, found)
         sent: bytes | None = None
         if expanded is not document:
@@ -133,6 +138,9 @@ class BodyReader:
         if size_bytes > _SMALL_BODY_BYTES:
             _require_few(find_excess(document, protocol.turns_field, protocol.instruction_fields))
         stripped = strip_request(protocol, document, self._strip)
+        if own is not None:
+            fields = {**own.fields, **stripped.fields}
+            stripped = stripped._replace(headers=own.headers + stripped.headers, fields=fields)
         defaults = NO_DEFAULTS
         if asked.defaults is not None:
             defaults = asked.defaults.of(document, stripped.fields)

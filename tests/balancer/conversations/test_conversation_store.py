@@ -365,6 +365,20 @@ async def test_a_request_that_names_a_context_is_placed_like_the_expanded_reques
     assert orjson.loads(body) == {**whole, "nvext": {"protocol": "messages"}}
 
 
+async def test_a_session_header_behind_a_context_is_removed(start: Start) -> None:
+    engine = Engine("a")
+    client = await start(engine)
+    id = (await register(client))["context_id"]
+    header = "x-anthropic-billing-header: cc_version=1; cch=7;\n"
+    for own in (f"{header}Be kind.", "Be kind."):
+        await client.post(PATH, json={"input": "Hi", "instructions": own, "context_id": id})
+    sent = [orjson.loads(body)["instructions"] for _, body, _ in engine.seen]
+    assert sent[0] == sent[1]
+    assert sent[0].endswith("Be kind.")
+    page = await (await client.get("/metrics")).text()
+    assert "sgl_ext_stripped_headers_total 1.0" in page
+
+
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions", "/v1/responses"])
 async def test_an_unknown_context_is_404_that_says_to_register_it_again(
     start: Start, path: str
