@@ -72,6 +72,7 @@ class Restarts:
         self._count += 1
         steps = [Step(engine.name) for engine, _ in plan.all]
         self.last = Restart(f"restart-{self._count}", steps)
+        self.replacement.say(f"{self.last.id}: {_in_words(order, plan)}")
         self._task = asyncio.create_task(self._run(self.last, plan))
         return self.last
 
@@ -156,3 +157,16 @@ class Restarts:
         is_as_before = engine.exit_code is None and engine.settings == before
         if not isinstance(failed, EngineUnused) and not is_as_before:
             step.reason += f"\n{await self.replacement.put_back(engine, before)}"
+
+
+def _in_words(order: Order, plan: Plan) -> str:
+    words = f"{', '.join(engine.name for engine, _ in plan.all)} restart"
+    changes = []
+    if order.model_path is not None:
+        changes.append(f"the model {order.model_path}")
+    if order.engine_args is not None:
+        flags = " ".join(order.engine_args)
+        changes.append(f"the launcher's flags and {flags}" if flags else "the launcher's flags")
+    if not changes:
+        return words
+    return f"{words} with {' and '.join(changes)}, until the launcher ends"

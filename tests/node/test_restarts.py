@@ -247,6 +247,15 @@ async def test_new_flags_follow_those_of_the_launchers_start() -> None:
     assert flags == [(*SETTINGS.engine_args, "--b"), (*SETTINGS.engine_args, "--a", "1")]
     await node.restart(engine_args=())
     assert all(engine.settings == SETTINGS for engine in node.engines)
+    begun = [line.partition(": ")[2] for line in node.said if "restart with" in line]
+    assert begun == [
+        f"{which} restart with the launcher's flags{flags}, until the launcher ends"
+        for which, flags in (
+            ("engine-0, engine-1", " and --a 1"),
+            ("engine-0", " and --b"),
+            ("engine-0, engine-1", ""),
+        )
+    ]
 
 
 async def test_an_engine_that_does_not_come_back_gets_its_flags_of_before() -> None:
