@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -12,7 +13,7 @@ import typer
 
 from sgl_ext.cli.node import KEY_VARIABLE, NodeError, UsageError, node_at
 from sgl_ext.cli.options import HERE, Json, Key, Url
-from sgl_ext.cli.show import print_json, print_record, warn
+from sgl_ext.cli.show import console, print_json, print_record, table, warn
 
 _EXPLAIN = "/sgl_ext/explain"
 _PAST = "/sgl_ext/requests"
@@ -24,6 +25,20 @@ _PATH_BY_FIELD = {
     "input_ids": "/generate",
     "prompt": "/v1/completions",
     "system": "/v1/messages",
+}
+# The heads of the table of engines, numbers with "#".
+_COLUMNS = {
+    "name": "engine",
+    "cost": "#cost",
+    "held_tokens": "#held",
+    "pinned_tokens": "#pinned",
+    "pending": "#pending",
+    "uncached": "#uncached",
+    "decoding": "#decoding",
+    "recent": "#recent",
+    "sessions": "#sessions",
+    "open": "open",
+    "has_room": "room",
 }
 _MESSAGES, _CHAT = "/v1/messages", "/v1/chat/completions"
 
@@ -64,7 +79,21 @@ def explain(
     if as_json:
         print_json(document)
     else:
-        print_record(document)
+        _print_explanation(document)
+
+
+def _print_explanation(document: dict[str, Any]) -> None:
+    """Prints the values, and a table of what each engine would have cost, without empty columns."""
+    workers = document.pop("workers", None) or []
+    if "time" in document:
+        document["time"] = datetime.fromtimestamp(document["time"]).isoformat(" ", "seconds")
+    print_record(document)
+    columns = [name for name in _COLUMNS if any(row.get(name) for row in workers)]
+    if columns:
+        rows = [[row.get(name) for name in columns] for row in workers]
+        shown = console()
+        shown.print()
+        shown.print(table([_COLUMNS[name] for name in columns], rows))
 
 
 def _read(what: str) -> bytes:

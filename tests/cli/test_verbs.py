@@ -26,8 +26,8 @@ EXPLAINED = {
     "worker": "engine-0",
     "reason": "home",
     "workers": [
-        {"worker": "engine-0", "cost": 12.5, "open": True},
-        {"worker": "engine-1", "cost": 1600.0, "open": False},
+        {"name": "engine-0", "cost": 12.5, "recent": 0, "open": True},
+        {"name": "engine-1", "cost": 1600.0, "recent": 0, "open": False},
     ],
 }
 
@@ -54,6 +54,7 @@ def test_a_body_is_explained_as_a_request_to_its_path(
     assert node.asked == [(f"POST /sgl_ext/explain{path}", body)]
     rows = [line.split() for line in out.splitlines()]
     assert ["prompt_tokens", "512"] in rows
+    assert ["engine", "cost", "open"] in rows
     assert ["engine-1", "1,600", "no"] in rows
 
 
