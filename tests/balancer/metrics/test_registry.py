@@ -8,6 +8,7 @@ import subprocess
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from docs import metrics_page
 from sgl_ext.balancer.metrics.registry import Metrics
 from tests.balancer.workers import workers_at
 
@@ -30,6 +31,17 @@ def test_every_metric_has_a_sentence_as_its_help_text() -> None:
         assert text.endswith("."), family.name
         assert text[0].isupper(), family.name
         assert len(text.split()) > 4, family.name
+
+
+def test_the_page_of_the_documentation_is_up_to_date() -> None:
+    text = metrics_page.PAGE.read_text()
+    assert metrics_page.page(text) == text, "run python -m docs.metrics_page"
+
+
+def test_what_engines_export_has_sentences_too() -> None:
+    for row in metrics_page.engine_rows() + metrics_page.added_rows():
+        assert row.text.endswith("."), row.name
+        assert row.text[0].isupper(), row.name
 
 
 def test_counters_have_no_gauges_of_when_they_began() -> None:
