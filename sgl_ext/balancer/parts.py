@@ -30,6 +30,7 @@ from sgl_ext.balancer.reporting.activity import Activity
 from sgl_ext.balancer.reporting.diagnosis import DivergenceDetector
 from sgl_ext.balancer.reporting.line_file import LineFile, check_file
 from sgl_ext.balancer.reporting.request_log import RequestLog
+from sgl_ext.balancer.reporting.span_export import open_export
 from sgl_ext.balancer.routing.admission_queue import AdmissionQueue
 from sgl_ext.balancer.routing.engine_settings import EngineSettingsSender
 from sgl_ext.balancer.routing.event_subscriber import EventSubscribers
@@ -172,6 +173,7 @@ class Parts:
         )
         self.reloads = Reloads(live, self._launcher, self._sender, self._apply, metrics)
         self.services.reload = self.reloads.reload
+        self.services.span_export = self._span_export = open_export(config, metrics)
         self.services.control = self._control = ControlPool(make_app(self.services, interval_s))
         self._peers = self._make_peers(group, router)
 
@@ -228,6 +230,8 @@ class Parts:
         await self._session.close()
         await self._launcher.close()
         await self._request_log.close()
+        if self._span_export is not None:
+            await self._span_export.close()
         await self._documents.close()
         if self._shared is not None:
             await self._shared.close()

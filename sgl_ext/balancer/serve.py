@@ -15,6 +15,7 @@ import uvloop
 from sgl_ext.balancer.cluster.peers import PeerGroup
 from sgl_ext.balancer.cluster.processes import run
 from sgl_ext.balancer.reporting.line_file import check_file
+from sgl_ext.balancer.reporting.span_export import check_export
 from sgl_ext.balancer.server import Balancer
 from sgl_ext.balancer.store.documents import StoreUnusable
 from sgl_ext.balancer.store.opening import check_store
@@ -46,6 +47,7 @@ def main(argv: list[str]) -> None:
         check_store(config.store, config.store_limit_bytes, is_restart=is_restart)
         if config.request_log is not None:
             check_file(config.request_log)
+        check_export(config)
         sources = open_sources(config)
         if config.processes > 1:
             # With a shared port the kernel would not report that another program uses it.

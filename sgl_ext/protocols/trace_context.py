@@ -2,8 +2,8 @@
 
     traceparent: 00-<trace id>-<id of the span that called>-<flags>
 
-A client's trace is kept if its header is valid, and a new one begins if not. The flags of a new
-trace say that it may be recorded, unless the balancer has decided otherwise.
+A client's trace goes on if its header is valid, and a new one begins if not. The flags of a new
+trace say that it is recorded, unless the balancer has decided otherwise.
 """
 
 import random
@@ -31,17 +31,22 @@ class TraceContext(NamedTuple):
     state: str = ""
 
     @property
-    def lines(self) -> bytes:
+    def lines(self) -> str:
         """The header lines that hand it on."""
         flags = "01" if self.is_sampled else "00"
         line = f"traceparent: 00-{self.trace_id}-{self.span_id}-{flags}\r\n"
-        return f"{line}tracestate: {self.state}\r\n".encode() if self.state else line.encode()
+        return f"{line}tracestate: {self.state}\r\n" if self.state else line
 
 
-def new_trace() -> TraceContext:
-    """A trace that begins here."""
-    trace_id = f"{random.getrandbits(128) | 1:032x}"
-    return TraceContext(trace_id, trace_id[16:], True)
+def new_trace_id() -> str:
+    """The id of a trace that begins here."""
+    return "%032x" % (random.getrandbits(128) | 1)
+
+
+def lines_of_new(trace_id: str, *, is_sampled: bool) -> str:
+    """The header lines that hand on a trace that begins here, without a span. They are made for
+    every request, so they take no `TraceContext`."""
+    return f"traceparent: 00-{trace_id}-{trace_id[16:]}-{'01' if is_sampled else '00'}\r\n"
 
 
 def new_span_id() -> str:

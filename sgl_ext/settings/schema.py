@@ -252,6 +252,12 @@ class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
     request_log_limit_bytes: Annotated[
         LogBytes, RELOADS, "Largest size of the request log and its predecessor, FILE.1, together."
     ] = 1 << 30
+    otlp_endpoint: Annotated[
+        Text | None, _OPENED, "Collector for OpenTelemetry spans, http://HOST:4318: tracing.md."
+    ] = None
+    trace_share: Annotated[
+        Share, _OPENED, "Share of requests whose spans are exported, if their client does not say."
+    ] = 1.0
     diagnose: Annotated[bool, "Find where prompts diverge; a request log does, too."] = False
     store: Annotated[
         Store | None,

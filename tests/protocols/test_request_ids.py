@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sgl_ext.protocols.request_ids import is_valid_id, new_request_id, unique_digits
-from sgl_ext.protocols.trace_context import TraceContext, new_trace, read_trace
+from sgl_ext.protocols.trace_context import TraceContext, lines_of_new, new_trace_id, read_trace
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 PARENT = f"00-{TRACE}-{SPAN}-01"
@@ -34,10 +34,10 @@ def test_made_ids_are_valid_and_differ() -> None:
 def test_a_trace_is_read_and_handed_on_as_it_came() -> None:
     trace = read_trace(PARENT, "a=1,b=2")
     assert trace == TraceContext(TRACE, SPAN, True, "a=1,b=2")
-    assert trace.lines == f"traceparent: {PARENT}\r\ntracestate: a=1,b=2\r\n".encode()
+    assert trace.lines == f"traceparent: {PARENT}\r\ntracestate: a=1,b=2\r\n"
     unsampled = read_trace(f"00-{TRACE}-{SPAN}-02", "")
     assert unsampled is not None
-    assert unsampled.lines == f"traceparent: 00-{TRACE}-{SPAN}-00\r\n".encode()
+    assert unsampled.lines == f"traceparent: 00-{TRACE}-{SPAN}-00\r\n"
 
 
 def test_a_later_version_may_have_more_fields() -> None:
@@ -67,9 +67,11 @@ def test_a_state_that_cannot_be_handed_on_is_left_out(state: str) -> None:
     assert read_trace(PARENT, state) == TraceContext(TRACE, SPAN, True)
 
 
-def test_a_new_trace_can_be_read_and_may_be_recorded() -> None:
-    trace = new_trace()
-    (line,) = trace.lines.splitlines()
-    assert read_trace(line.removeprefix(b"traceparent: ").decode(), "") == trace
-    assert trace.is_sampled
-    assert new_trace().trace_id != trace.trace_id
+@pytest.mark.parametrize("is_sampled", [True, False])
+def test_a_new_trace_can_be_read(is_sampled: bool) -> None:
+    trace_id = new_trace_id()
+    (line,) = lines_of_new(trace_id, is_sampled=is_sampled).splitlines()
+    trace = read_trace(line.removeprefix("traceparent: "), "")
+    assert trace is not None
+    assert (trace.trace_id, trace.is_sampled) == (trace_id, is_sampled)
+    assert new_trace_id() != trace_id

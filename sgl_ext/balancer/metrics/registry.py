@@ -229,6 +229,11 @@ class Metrics(Page):
             "identities_replaced{header}",
             "Request ids and trace headers of clients that were invalid and were replaced.",
         )
+        self.spans = counter(
+            "spans{result}",
+            "Spans of requests that the collector took, or that were dropped because the queue was "
+            "full or the collector failed.",
+        )
         self.request_log_dropped_lines = counter(
             "request_log_dropped_lines",
             "Lines of the request log that were dropped because they could not be written in time.",

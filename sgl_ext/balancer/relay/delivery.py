@@ -22,11 +22,12 @@ from sgl_ext.balancer.http.request_reader import Request
 from sgl_ext.balancer.http.response_head import ResponseHead
 from sgl_ext.balancer.http.upstream import UpstreamConnection
 from sgl_ext.balancer.relay.services import Services
+from sgl_ext.balancer.reporting.request_spans import RequestSpans
 from sgl_ext.balancer.routing.attempts import NO_ROUTING, Attempt
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.protocols.errors import BalancerError, internal_error, no_engine
 from sgl_ext.protocols.request_ids import new_request_id
-from sgl_ext.protocols.trace_context import new_trace
+from sgl_ext.protocols.trace_context import lines_of_new, new_trace_id
 from sgl_ext.requests.session import PURPOSE_HEADER, QUEUED_HEADER, REFUSED, SECRET_HEADER
 
 MAX_ATTEMPTS = 3
@@ -64,9 +65,14 @@ class Delivery(ABC):
         self._lost = 0  # attempts that were sent to a worker that failed
         self._wait_reason = ""
         self._queued_s = 0.0
-        stated = request.head.identity
-        self._request_id = stated.request_id or new_request_id()
-        self._trace = stated.trace or new_trace()
+        self._request_id = request.head.identity.request_id or new_request_id()
+        trace = request.head.identity.trace
+        self._trace_id = new_trace_id() if trace is None else trace.trace_id
+        self._spans: RequestSpans | None = None
+        if services.span_export is not None and request.head.route is not None:
+            is_sampled = None if trace is None else trace.is_sampled
+            if services.span_export.records(self._trace_id, is_sampled):
+                self._spans = RequestSpans(request.head, self._trace_id, self._arrived_s)
         self._lines = b""  # for the engine, besides those of the head
         self.routing = NO_ROUTING
         self.tried: set[Worker] = set()
@@ -93,6 +99,8 @@ class Delivery(ABC):
             self._connect()
             return
         self._wait_reason = ""
+        if self._spans is not None:
+            self._spans.waits()
         if not self._services.admission_queue.place(self):
             self._wait_reason = "capacity"
 
@@ -100,6 +108,8 @@ class Delivery(ABC):
         """Begins an attempt, after the prefix that it follows is computed."""
         services = self._services
         self._attempt = self._last_attempt = attempt
+        if self._spans is not None:
+            self._spans.placed(attempt, self._wait_reason)
         attempt.abandon = self.abandon
         self._is_sent = False
         services.metrics.placements.counts[(attempt.placement.reason,)] += 1
@@ -135,6 +145,8 @@ class Delivery(ABC):
         if self._wait_reason:
             self._queued_s = time.perf_counter() - self._arrived_s
             self._services.metrics.queue_s.observe(self._wait_reason, self._queued_s)
+            if self._spans is not None:
+                self._spans.connects(self._wait_reason)
         self._connecting = self._pool.lease(self)
 
     def connected(self, connection: UpstreamConnection) -> None:
@@ -146,7 +158,7 @@ class Delivery(ABC):
         lines = (
             self._pool.request_line(head.method, head.target) + head.upstream_lines + self._lines
         )
-        lines += b"x-request-id: %b\r\n%b" % (self._request_id.encode(), self._trace.lines)
+        lines += f"x-request-id: {self._request_id}\r\n{self._trace_lines()}".encode()
         if self._attempts > 1:
             lines += _RETRY_LINE % (self._attempts - 1)
         if self._queued_s:
@@ -156,6 +168,16 @@ class Delivery(ABC):
         else:
             lines += b"\r\n"
         connection.send(self, lines, body, head.method)
+
+    def _trace_lines(self) -> str:
+        """Hands the trace on, at the span of this attempt if there is one."""
+        trace = self._head.identity.trace
+        if self._spans is not None:
+            trace = self._spans.sent(self._pool.url, self._attempts)
+        if trace is not None:
+            return trace.lines
+        # Without an export here, whoever records the engine's spans decides.
+        return lines_of_new(self._trace_id, is_sampled=self._services.span_export is None)
 
     # Failures.
 
@@ -215,6 +237,8 @@ class Delivery(ABC):
 
     def _retry(self, reason: str, *, answered: bool = False, by_worker: bool = True) -> None:
         self._warn("attempt failed", reason)
+        if self._spans is not None:
+            self._spans.upstream_ended(reason)
         self._release(by_worker=by_worker, answered=answered)
         self._forget_response()
         untried = self._services.router.any_available(besides=self.tried)

@@ -80,6 +80,9 @@ class Exchange(Delivery):
             self._prepare(asked, reading)
 
     def _prepare(self, asked: Asked, reading: Reading) -> None:
+        if self._spans is not None:
+            body = reading.stripped.body
+            self._spans.read(body.get("model") if isinstance(body, dict) else None)
         self._prepared(prepare(self._services, self._request, asked, reading))
 
     def _prepared(self, preparation: Preparation) -> None:
@@ -228,6 +231,8 @@ class Exchange(Delivery):
         self._request.body = b""
         self._hold()
         self._ttft_s = time.perf_counter() - self._arrived_s
+        if self._spans is not None:
+            self._spans.first_byte()
         if self._attempt is not None:
             self._services.router.attempts.prefill_done(self._attempt)
         metrics, routing = self._services.metrics, self.routing
@@ -334,7 +339,7 @@ class Exchange(Delivery):
             return
         ended = ended_request(
             self._request_id,
-            self._trace.trace_id,
+            self._trace_id,
             time.time(),
             self._head.route.label,
             status,
@@ -350,6 +355,8 @@ class Exchange(Delivery):
             self._preparation.diagnosis,
         )
         self._services.request_log.keep(ended)
+        if self._spans is not None and self._services.span_export is not None:
+            self._services.span_export.add(self._spans, ended, usage)
 
     def _settle(self, cost: int | None) -> None:
         """Settles the charge by the computed tokens, None if they are unknown."""

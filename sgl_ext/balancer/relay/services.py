@@ -26,6 +26,7 @@ from sgl_ext.balancer.reporting.activity import Activity
 from sgl_ext.balancer.reporting.hit_rates import HitRates
 from sgl_ext.balancer.reporting.request_log import RequestLog
 from sgl_ext.balancer.reporting.sampled_log import SampledLog
+from sgl_ext.balancer.reporting.span_export import SpanExport
 from sgl_ext.balancer.routing.admission_queue import AdmissionQueue
 from sgl_ext.balancer.routing.readiness import Readiness
 from sgl_ext.balancer.routing.router import Router
@@ -55,6 +56,7 @@ class Services:
     other_parts: what the other processes of this balancer tell for the state of all.
     control: the connections to the control plane, which is made after this.
     draining: new requests are rejected.
+    span_export: exports the spans of requests; None if there is no collector.
     hint_rules: the operator's default hints.
     reload: reads the settings again: `cluster.reloads`.
     """
@@ -78,6 +80,7 @@ class Services:
     other_parts: Callable[[], list[bytes]]
     control: ConnectionPool = field(init=False)
     draining: bool = field(default=False, init=False)
+    span_export: SpanExport | None = field(default=None, init=False)
     reload: Callable[[], Awaitable[dict[str, Any]]] = field(init=False)
     hint_rules: HintRules = field(default_factory=HintRules, init=False)
 
