@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 from itertools import count
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 import requests
@@ -89,6 +91,19 @@ def test_a_pinned_prefix_outlasts_a_flood_and_new_sessions_go_to_its_holder(
     assert f'sgl_ext_worker_pinned_tokens{{worker="{pin["worker"]}"}} {written:.1f}' in metrics
 
 
+def test_the_state_tells_what_engines_have_pinned(small_node: Node) -> None:
+    asked(small_node, body(text(40), "Hello", "1h"))
+
+    def told() -> bool:
+        state = requests.get(f"{small_node.url}/sgl_ext/state", timeout=30).json()
+        pinned = Counter(pin["worker"] for pin in state["pins"])
+        memory = {each["id"]: each["kv"] for each in state["engines"]}
+        assert {each["total_tokens"] for each in memory.values()} == {_POOL}
+        return bool(pinned) and all(memory[name]["pinned_tokens"] > 0 for name in pinned)
+
+    until(told)
+
+
 def test_pins_are_given_up_at_the_balancer_by_prefix_and_by_session(small_node: Node) -> None:
     for name in ("one", "two"):
         request = body(text(40), "Hello", "1h") | {"prompt_cache_key": name}
@@ -96,7 +111,8 @@ def test_pins_are_given_up_at_the_balancer_by_prefix_and_by_session(small_node: 
     mine = {"one", "two"}
     until(lambda: {pin["session"] for pin in pins(small_node)} >= mine)
     prefix = next(pin["prefix"] for pin in pins(small_node) if pin["session"] == "two")
-    for query in ("session=one", f"prefix={prefix}"):
+    worker = next(pin["worker"] for pin in pins(small_node) if pin["session"] == "two")
+    for query in ("session=one", f"prefix={prefix}&worker={quote(worker)}"):
         answer = requests.delete(f"{small_node.url}/v1/pins?{query}", timeout=30)
         assert answer.ok
         assert sum(each["deleted"] for each in answer.json().values()) == 1

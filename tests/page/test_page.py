@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from sgl_ext.balancer.admin import live_state
 from tests.page.conftest import OpenWindow
 from tests.page.fake_node import FakeEngine, fake_node, load, pin
 
@@ -76,6 +77,22 @@ async def test_a_busy_node(window: OpenWindow) -> None:
             await charts.first.hover()
             await expect(page.locator(".reading").first).to_contain_text("%")
             assert not opened.faults
+
+
+async def test_an_engine_that_starts(window: OpenWindow, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fake_node(FakeEngine(0, is_ready=False)) as node:
+        (worker,) = node.balancer._services.workers.all
+        loading = {"state": "starting", "stage": "loading weights", "progress": 0.4}
+
+        async def children() -> list[dict[str, Any]]:
+            return [{"name": "engine-0", "url": worker.url, **loading}]
+
+        monkeypatch.setattr(node.balancer._services.launcher, "children", children)
+        async with window(node.url) as opened:
+            row = table(opened.page, "Engines").locator("tbody tr")
+            await expect(row).to_contain_text("loading weights")
+            await expect(row.get_by_role("progressbar")).to_have_js_property("value", 0.4)
+            await expect(opened.page.locator("#node")).to_have_text("no engine is ready")
 
 
 async def test_it_follows_the_node(window: OpenWindow) -> None:
@@ -228,6 +245,19 @@ async def test_a_lost_connection_is_told_and_comes_back(window: OpenWindow) -> N
             await expect(opened.page.locator("#now-engines")).to_have_text("2 of 2")
     finally:
         await opening.__aexit__(None, None, None)
+
+
+async def test_a_refusal_that_passes_is_told(
+    window: OpenWindow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fake_node(FakeEngine(0)) as node:
+        monkeypatch.setattr(live_state, "MOST_STREAMS", 0)
+        async with window(node.url) as opened:
+            connection = opened.page.locator("#connection")
+            told = "At most 0 live streams may be open, trying again."
+            await expect(connection).to_have_text(told)
+            monkeypatch.undo()
+            await expect(connection).to_have_text("Live")
 
 
 async def test_nobody_who_looks_is_no_stream(window: OpenWindow) -> None:

@@ -85,6 +85,7 @@ def document(
 
 def _engine(worker: Worker, child: Mapping[str, Any], hit_rate: float | None) -> dict[str, Any]:
     """child: what its launcher tells of it, if it has one here."""
+    state = _state(worker, is_starting=child.get("state") == "starting")
     report = worker.report
     total, used = report.get("capacity_tokens", 0), report.get("used_tokens", 0)
     kv = {
@@ -96,10 +97,10 @@ def _engine(worker: Worker, child: Mapping[str, Any], hit_rate: float | None) ->
     return {
         "id": worker.id,
         "url": worker.url,
-        "state": _state(worker, is_starting=child.get("state") == "starting"),
+        "state": state,
         "fault": worker.fault or None,
-        "stage": child.get("stage"),
-        "progress": child.get("progress"),
+        "stage": child.get("stage") if state == "starting" else None,
+        "progress": child.get("progress") if state == "starting" else None,
         "running": report.get("running"),
         "waiting": report.get("queued"),
         "in_flight": _in_flight(worker),

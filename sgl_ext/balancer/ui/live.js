@@ -25,15 +25,16 @@ export async function reasonOf(response) {
 /**
  * Follows the stream until it is refused, and throws that.
  *
- * headers: of the request. onState: called with each document. onLost: called with the seconds until
- * the next try. signal: ends it.
+ * headers: of the request. onState: called with each document. onLost: called with the server's reason,
+ * if it gave one, before another try. signal: ends it.
  */
 export async function follow({ headers, onState, onLost, signal }) {
   let pause = 500;
   while (!signal.aborted) {
     await shown(signal);
+    let reason = "";
     try {
-      await receive(headers, signal, (state) => {
+      reason = await receive(headers, signal, (state) => {
         pause = 500;
         onState(state);
       });
@@ -42,11 +43,12 @@ export async function follow({ headers, onState, onLost, signal }) {
     }
     if (document.hidden) continue;
     pause = Math.min(pause * 2, LONGEST_PAUSE_MS);
-    onLost(pause / 1000);
+    onLost(reason);
     await waited(pause, signal);
   }
 }
 
+/** Receives documents until the connection ends; returns the server's reason, "" if it gave none. */
 async function receive(headers, signal, onState) {
   const connection = new AbortController();
   const end = () => connection.abort();
@@ -62,12 +64,12 @@ async function receive(headers, signal, onState) {
     if (response.status === 401 || response.status === 403) {
       throw new Refused(response.status, await reasonOf(response));
     }
-    if (!response.ok) return;
+    if (!response.ok) return await reasonOf(response);
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
     let text = "";
     for (;;) {
       const { done, value } = await reader.read();
-      if (done) return;
+      if (done) return "";
       text += value;
       for (let at; (at = text.indexOf("\n\n")) >= 0; text = text.slice(at + 2)) {
         const data = text.slice(0, at).split("\n").find((line) => line.startsWith("data: "));

@@ -51,10 +51,10 @@ function connected(state) {
   view.show(state);
 }
 
-function lost() {
+function lost(reason) {
   document.body.classList.add("stale");
   const from = view.shownAt ? ` The figures are from ${view.shownAt}.` : "";
-  setText(byId("connection"), `Connection lost, trying again.${from}`);
+  setText(byId("connection"), `${reason || "Connection lost"}, trying again.${from}`.replace(".,", ","));
   byId("connection").dataset.state = "unreachable";
 }
 

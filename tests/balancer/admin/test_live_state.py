@@ -14,6 +14,7 @@ from aiohttp import ClientSession, web
 from sgl_ext import keys
 from sgl_ext.balancer.admin import live_state
 from sgl_ext.balancer.admin.live_state import MOST_STREAMS
+from sgl_ext.balancer.cluster.launcher import Launcher
 from tests.balancer.conftest import Connect, Engine, Serve, Start
 from tests.balancer.wire import Raw, connected
 
@@ -149,6 +150,27 @@ async def test_an_engine_that_was_never_ready_is_starting(start: Start) -> None:
     await engine.server.close()
     found = await state_with(client, lambda state: state["engines"][0]["state"] == "unreachable")
     assert found["node"]["status"] == "no engine is ready"
+
+
+async def test_a_launcher_tells_how_far_an_engine_has_come(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine("a")
+    client = await start(engine)
+    url, server = engine.url, engine.server
+
+    async def children(_: Launcher) -> list[dict[str, Any]]:
+        loading = {"state": "starting", "stage": "loading weights", "progress": 0.4}
+        return [{"name": "engine-0", "url": url, **loading}, {"name": "balancer"}]
+
+    monkeypatch.setattr(Launcher, "children", children)
+    (found,) = (await state(client))["engines"]
+    assert (found["state"], found["stage"], found["progress"]) == ("ready", None, None)
+    assert server is not None
+    await server.close()
+    found = await state_with(client, lambda state: state["engines"][0]["state"] == "starting")
+    assert found["engines"][0]["stage"] == "loading weights"
+    assert found["engines"][0]["progress"] == 0.4
 
 
 async def test_tenants_have_their_limits(start: Start, tmp_path: Path) -> None:
