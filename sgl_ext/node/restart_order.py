@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from sgl_ext.node.engine import Engine, served_model
 from sgl_ext.settings.checks import check_launch
+from sgl_ext.settings.engine_secret import is_reachable
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
 
 
@@ -64,8 +65,9 @@ def plan_restart(
 
     ids: the engines' ids by their names. launched: the settings of the launcher's own start.
     Raises RestartRefused for an unknown engine, for settings that the launcher's start would
-    refuse, and for another model on one engine of several.
+    refuse, for another model on one engine of several, and for changes that anyone could order.
     """
+    _require_key(order, launched)
     chosen = _chosen(order.engine, engines, ids)
     steps = [(engine, _changed(engine.settings, order, launched)) for engine in chosen]
     for settings in {settings for _, settings in steps}:
@@ -83,6 +85,17 @@ def plan_restart(
         raise RestartRefused(HTTPStatus.BAD_REQUEST, message)
     half = max(1, len(steps) // 2)
     return Plan(steps[:half], steps[half:])
+
+
+def _require_key(order: Order, launched: LaunchSettings) -> None:
+    """Some flags and models run code: not everyone who reaches a port may choose them."""
+    balancer = launched.balancer
+    is_guarded = balancer.api_key is not None or balancer.keys is not None
+    changes = order.model_path is not None or order.engine_args is not None
+    if changes and not is_guarded and is_reachable(balancer.host):
+        where = f"other machines can reach this node (host={balancer.host!r})"
+        message = f"model_path, engine_args: {where}, so it needs --api-key or --keys for that"
+        raise RestartRefused(HTTPStatus.FORBIDDEN, message)
 
 
 def _chosen(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from msgspec.structs import replace
 
 from sgl_ext.node.children import EngineList
 from sgl_ext.node.replacement import QUIET_LOOKS, SILENT_LOOKS, Replacement, Step
-from sgl_ext.node.restart_order import Order, RestartRefused, read_order
+from sgl_ext.node.restart_order import Order, RestartRefused, plan_restart, read_order
 from sgl_ext.node.restarts import Restart, Restarts
 from sgl_ext.node.stages import StartLog
 from sgl_ext.settings.schema import BalancerSettings, LaunchSettings, SettingsError
@@ -376,6 +377,22 @@ async def test_what_the_start_refuses_is_refused_before_an_engine_is_touched() -
             await node.restart(engine_args=flags)
         assert refused.value.status == 400
     assert (node.log, node.restarts.last) == ([], None)
+
+
+async def test_without_a_key_nobody_elsewhere_chooses_what_a_node_runs() -> None:
+    node = FakeNode()
+    for host, api_key, is_refused in (
+        ("0.0.0.0", None, True),
+        ("0.0.0.0", "env:KEY", False),
+        ("127.0.0.1", None, False),
+    ):
+        balancer = replace(SETTINGS.balancer, host=host, api_key=api_key)
+        launched = replace(SETTINGS, balancer=balancer)
+        for order in (Order(model_path=OLD), Order(engine_args=())):
+            with pytest.raises(RestartRefused) if is_refused else nullcontext() as refused:
+                plan_restart(order, node.engines, {}, launched)  # type: ignore[arg-type]
+            assert refused is None or refused.value.status == 403
+        assert plan_restart(Order(), node.engines, {}, launched)  # type: ignore[arg-type]
 
 
 async def test_one_restart_runs_at_a_time_and_ends_with_the_node() -> None:
