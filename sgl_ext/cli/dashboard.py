@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sgl_ext.cli.show import cell, duration, percent, plain, state, table
-from sgl_ext.cli.state import Engine, Pin, Session, State, Tenant, latest
+from sgl_ext.cli.state import Engine, Pin, Session, State, Tenant
 from sgl_ext.cli.status import engine_row, queue_line
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -101,9 +101,8 @@ def _headline(found: State, url: str, note: str | None) -> Table:
 
 
 def _figures(found: State, width: int) -> Table:
-    """Two columns of figures, each with its course over the last hour."""
-    past, half = found.history, width // 2
-    hits, median, tail = past.hit_rate, past.ttft_p50_s, past.ttft_p99_s
+    """Two columns of figures of the last minute, each with its course over the last hour."""
+    past, now, half = found.history, found.recent, width // 2
     grid = Table.grid(expand=True, padding=(0, 1))
     for _ in range(2):
         grid.add_column(width=10, no_wrap=True)
@@ -112,17 +111,25 @@ def _figures(found: State, width: int) -> Table:
     spark = max(half - 10 - 8 - 3, _LEAST_SPARK)
 
     def row(
-        name: str, values: list[float | None], unit: str, top: float | None = None
+        name: str, value: str | None, values: list[float | None], top: float | None = None
     ) -> tuple[Text, Text, Text]:
-        now = latest(values)
-        shown = percent(now) if unit == "%" else None if now is None else f"{now:,.3g}{unit}"
-        return Text(name), cell(shown), Text(sparkline(values, spark, top), style="cyan")
+        return Text(name), cell(value), Text(sparkline(values, spark, top), style="cyan")
 
-    grid.add_row(*row("hit rate", hits, "%", 1.0), *row("requests", past.requests_per_s, "/s"))
-    grid.add_row(*row("TTFT p50", median, " s"), *row("output", past.output_tokens_per_s, " t/s"))
+    def of(value: float | None, unit: str) -> str | None:
+        return None if value is None else f"{value:,.3g}{unit}"
+
+    grid.add_row(
+        *row("hit rate", percent(now.hit_rate), past.hit_rate, 1.0),
+        *row("requests", of(now.requests_per_s, "/s"), past.requests_per_s),
+    )
+    grid.add_row(
+        *row("TTFT p50", of(now.ttft_p50_s, " s"), past.ttft_p50_s),
+        *row("output", of(now.output_tokens_per_s, " t/s"), past.output_tokens_per_s),
+    )
     queue = Text(plain(queue_line(found)), style="yellow" if found.queue.waiting else "default")
     flight = cell(found.node.in_flight)
-    grid.add_row(*row("TTFT p99", tail, " s"), Text("in flight"), flight, queue)
+    tail = row("TTFT p99", of(now.ttft_p99_s, " s"), past.ttft_p99_s)
+    grid.add_row(*tail, Text("in flight"), flight, queue)
     return grid
 
 

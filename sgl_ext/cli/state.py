@@ -38,7 +38,7 @@ class KvCache(Struct):
 
 
 class Engine(Struct):
-    """progress: how far it has loaded, 0 to 1."""
+    """progress: how far it has loaded, 0 to 1. fault: why it gets no requests."""
 
     id: str
     url: str | None = None
@@ -48,6 +48,7 @@ class Engine(Struct):
     running: int | None = None
     waiting: int | None = None
     in_flight: int | None = None
+    fault: str | None = None
     kv: KvCache | None = None
     hit_rate: float | None = None
 
@@ -72,6 +73,16 @@ class History(Struct):
     ttft_p99_s: list[float | None] = []
     requests_per_s: list[float | None] = []
     output_tokens_per_s: list[float | None] = []
+
+
+class Figures(Struct):
+    """The values of the last minute together."""
+
+    hit_rate: float | None = None
+    ttft_p50_s: float | None = None
+    ttft_p99_s: float | None = None
+    requests_per_s: float | None = None
+    output_tokens_per_s: float | None = None
 
 
 class Session(Struct):
@@ -116,6 +127,7 @@ class State(Struct):
     version: Version = msgspec.field(default_factory=Version)
     engines: list[Engine] = []
     queue: Queue = msgspec.field(default_factory=Queue)
+    recent: Figures = msgspec.field(default_factory=Figures)
     history: History = msgspec.field(default_factory=History)
     sessions: list[Session] = []
     pins: list[Pin] = []
@@ -132,8 +144,3 @@ def read_state(document: Any, node: Node) -> State:
         raise NodeError(other) from None
     found.engines.sort(key=lambda engine: (len(engine.id), engine.id))  # 10 after 9
     return found
-
-
-def latest(values: list[float | None]) -> float | None:
-    """The newest value that is known."""
-    return next((value for value in reversed(values) if value is not None), None)

@@ -7,7 +7,7 @@ from rich.text import Text
 from sgl_ext.cli.node import node_at
 from sgl_ext.cli.options import HERE, Json, Key, Url
 from sgl_ext.cli.show import cell, console, duration, percent, plain, print_json, state, table
-from sgl_ext.cli.state import STATE, Engine, State, latest, read_state
+from sgl_ext.cli.state import STATE, Engine, State, read_state
 
 OK = "ok"
 _HEADS = ("state", "#running", "#waiting", "#KV used", "#pinned", "#free", "#hit rate")
@@ -46,7 +46,7 @@ def headline(found: State, url: str) -> str:
 
 def figures(found: State) -> str:
     """Its state and load in a line."""
-    node, history = found.node, found.history
+    node, recent = found.node, found.recent
     parts = [node.status]
     if node.model:
         parts.append(f"model {node.model}")
@@ -54,11 +54,10 @@ def figures(found: State) -> str:
         parts.append(f"up {duration(node.now_s - node.started_s)}")
     parts.append(f"{cell(node.in_flight)} in flight")
     parts.append(queue_line(found))
-    hit_rate, median, tail = map(latest, (history.hit_rate, history.ttft_p50_s, history.ttft_p99_s))
-    if hit_rate is not None:
-        parts.append(f"hit rate {percent(hit_rate)}")
-    if median is not None:
-        parts.append(f"TTFT p50 {cell(median)} s" + (f", p99 {cell(tail)} s" if tail else ""))
+    if recent.hit_rate is not None:
+        parts.append(f"hit rate {percent(recent.hit_rate)}")
+    if recent.ttft_p50_s is not None:
+        parts.append(f"TTFT p50 {cell(recent.ttft_p50_s)} s, p99 {cell(recent.ttft_p99_s)} s")
     return plain("   ".join(parts))
 
 
@@ -91,9 +90,10 @@ def engine_row(engine: Engine) -> tuple[object, ...]:
 
 
 def _state_of(engine: Engine) -> Text:
-    """Its state, with the stage and the part that is loaded while it starts."""
+    """Its state, with the stage and the part that is loaded, or with its fault."""
     said = state(engine.state)
-    if engine.stage and engine.state != "ready":
-        loaded = "" if engine.progress is None else f" {engine.progress:.0%}"
-        said.append(plain(f": {engine.stage}{loaded}"), style="default")
+    loaded = "" if engine.progress is None else f" {engine.progress:.0%}"
+    detail = f"{engine.stage}{loaded}" if engine.stage else engine.fault
+    if detail and engine.state != "ready":
+        said.append(plain(f": {detail}"), style="default")
     return said

@@ -137,6 +137,14 @@ def state_of(**changed: Any) -> dict[str, Any]:
         },
         "engines": [engine, engine | unknown | loading | {"in_flight": 0, "progress": 0.42}],
         "queue": {"limit": 1024, "waiting": 3, "by_priority": [{"priority": 10, "waiting": 3}]},
+        "recent": {
+            "span_s": 60.0,
+            "hit_rate": 0.9,
+            "ttft_p50_s": 0.9,
+            "ttft_p99_s": 4.0,
+            "requests_per_s": 12.5,
+            "output_tokens_per_s": 1234.0,
+        },
         "history": {
             "interval_s": 10.0,
             "end_s": 4660.0,

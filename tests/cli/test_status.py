@@ -43,11 +43,13 @@ def test_a_node_that_is_not_ready_is_exit_code_1(node: FakeNode, run: Run, statu
 
 
 def test_unknown_figures_are_left_out(node: FakeNode, run: Run) -> None:
-    node.answers[PATH] = {"node": {"status": "ok"}, "engines": [{"id": "a"}]}
+    down = {"id": "b", "state": "unreachable", "fault": "refuses the engine secret"}
+    node.answers[PATH] = {"node": {"status": "ok"}, "engines": [down, {"id": "a"}]}
     code, out, _ = run("status")
     assert code == 0
     assert "hit rate" not in out.splitlines()[1]
-    assert out.splitlines()[-1].split() == ["a", "unknown", *"------"]
+    assert out.splitlines()[-2].split() == ["a", "unknown", *"------"]
+    assert "b       unreachable: refuses the engine secret" in out.splitlines()[-1]
 
 
 def test_a_state_of_another_form_is_another_version(node: FakeNode, run: Run) -> None:
