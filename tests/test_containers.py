@@ -14,6 +14,7 @@ import pytest
 import yaml
 from sgl_ext_cpu.node import ROOT
 
+from sgl_ext.recipes.catalog import recipes
 from sgl_ext.settings.schema import BalancerSettings
 from sgl_ext.settings.sources import launch_settings
 
@@ -96,6 +97,19 @@ def test_a_compose_file_names_targets_and_flags_that_exist(name: str) -> None:
         re.sub(r"\$\{MODEL.*\}", "m", word) for word in compose(name)["services"]["node"]["command"]
     ]
     assert launch_settings(argv).balancer.port == BalancerSettings().port
+
+
+def test_what_the_compose_file_mounts_is_there_and_comes_with_the_wheel() -> None:
+    services = compose("compose.yaml")["services"]
+    mounted = [
+        volume.split(":")[0].removeprefix("./")
+        for service in services.values()
+        for volume in service.get("volumes", ())
+        if volume.startswith("./")
+    ]
+    assert set(mounted) == {"prometheus.yml", "alerts.yml", "grafana"}
+    for name in mounted:
+        assert any(known == name or known.startswith(f"{name}/") for known in recipes()), name
 
 
 def test_the_compose_file_publishes_nothing_beyond_this_machine() -> None:

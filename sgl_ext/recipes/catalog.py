@@ -5,8 +5,8 @@ from pathlib import Path, PurePosixPath
 
 _INSTALLED = Path(__file__).parent / "files"
 _CHECKOUT = Path(__file__).parents[2] / "launch"
-# What builds the wheels is of no use to somebody who has one.
-_NOT_RECIPES = ("cpu/sgl_ext_cpu", "cpu/pyproject.toml", "cpu/README.md", "audit.py")
+# Programs of a checkout are of no use to somebody who has a wheel.
+_NOT_RECIPES = ("cpu/sgl_ext_cpu", "cpu/pyproject.toml", "cpu/README.md")
 
 
 class NoSuchRecipe(Exception):
@@ -69,5 +69,4 @@ def write_recipes(folder: Path) -> list[Path]:
 
 def _is_recipe(name: PurePosixPath) -> bool:
     hidden = any(part.startswith(".") or part == "__pycache__" for part in name.parts)
-    made = str(name).startswith(_NOT_RECIPES)
-    return not hidden and not made
+    return not (hidden or name.suffix == ".py" or str(name).startswith(_NOT_RECIPES))
