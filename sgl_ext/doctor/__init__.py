@@ -1,1 +1,1 @@
-"""Finds where consecutive prompts diverge: `python -m sgl_ext.doctor`."""
+"""Finds where consecutive prompts diverge: `sgl-ext doctor`."""

@@ -1,7 +1,7 @@
 """Shows where prompts diverge from earlier ones, by a request log or a running balancer.
 
-    python -m sgl_ext.doctor .run/requests.log
-    python -m sgl_ext.doctor --url http://127.0.0.1:30000
+    sgl-ext doctor .run/requests.log
+    sgl-ext doctor --url http://127.0.0.1:30000
 
 Exit code 0: no prompt diverges. 1: prompts diverge. 2: the log or the balancer cannot be read.
 """
@@ -33,7 +33,7 @@ class DoctorError(Exception):
 def main(argv: Sequence[str]) -> int:
     """Prints the report and returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m sgl_ext.doctor",
+        prog="sgl-ext doctor",
         allow_abbrev=False,
         description="Shows where prompts diverge from earlier ones, and what to do about it.",
     )
