@@ -309,4 +309,6 @@ async def test_without_keys_another_machine_s_name_gets_the_reason(window: OpenW
         async with window(f"http://gpu-box.test:{port}/") as opened:
             page = opened.page
             await expect(page.get_by_role("alert")).to_contain_text("administration is local")
+            tunnel = f"ssh -L {port}:127.0.0.1:{port} gpu-box.test"
+            await expect(page.locator("#gate")).to_contain_text(tunnel)
             await expect(page.get_by_label(KEY)).to_be_hidden()

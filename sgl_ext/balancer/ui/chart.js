@@ -144,14 +144,16 @@ function area(values, x, y) {
   return drawn;
 }
 
-/** A line through what is known; a value alone is a dot. */
+/** A line through what is known; a value alone is as long as its interval. */
 function path(values, x, y) {
   let drawn = "";
   values.forEach((value, at) => {
     if (value === null) return;
     const point = `${x(at).toFixed(1)} ${y(value).toFixed(1)}`;
-    const follows = at > 0 && values[at - 1] !== null;
-    drawn += follows ? `L${point}` : `M${point}h0`;
+    const [before, after] = [values[at - 1] ?? null, values[at + 1] ?? null];
+    const half = Math.max((x(1) - x(0)) / 2, 1.5).toFixed(1);
+    if (before !== null) drawn += `L${point}`;
+    else drawn += after !== null ? `M${point}` : `M${point}m-${half} 0h${2 * half}`;
   });
   return drawn;
 }

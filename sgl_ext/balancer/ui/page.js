@@ -72,6 +72,10 @@ function refused({ status, message }) {
   byId("gate").classList.toggle("closed", !needsKey);
   setText(byId("gate").querySelector("h2"), needsKey ? "This node needs a key" : "This node does not show its state here");
   setText(byId("gate-reason"), wasGiven || status === 403 ? message : "");
+  const { hostname, port } = location;
+  const [here, there] = [port || 80, `127.0.0.1:${port || 80}`];
+  setText(byId("tunnel"), `ssh -L ${here}:${there} ${hostname}`);
+  setText(byId("tunnel-end"), `${location.protocol}//${there}/`);
   if (needsKey) byId("gate-key").focus();
 }
 
