@@ -189,6 +189,12 @@ _PRIORITIES = row(
         unit="s",
     ),
     graph(
+        "Waiting now",
+        "Requests in the admission queue.",
+        (f"sum by (priority) (sgl_ext_queued_by_priority{{{OURS}}})", "{{priority}}"),
+        stacked=True,
+    ),
+    graph(
         "Requests by band",
         "Requests in a second that got a first byte.",
         (rate("sgl_ext_priority_ttft_seconds_count", by="priority"), "{{priority}}"),

@@ -285,7 +285,8 @@ class Parts:
         if self._snapshots is None:
             return
         write = self._snapshots.write
-        await asyncio.to_thread(write, self._metrics.render(), _METRICS)
+        # With many engines a page takes tens of milliseconds.
+        await asyncio.to_thread(lambda: write(self._metrics.render(), _METRICS))
         state = orjson.dumps(part(self.services, time.time()))
         await asyncio.to_thread(write, state, _STATE)
         if self._detector is not None:
@@ -300,6 +301,7 @@ class Parts:
         return merged([self._detector.findings.as_json(), *others])
 
     def _metrics_page(self) -> bytes:
+        """Call it in a thread."""
         page, others = self._metrics.render(), self._others(_METRICS)
         return merge_pages([page, *others]) if others else page
 

@@ -76,7 +76,7 @@ class Balancer:
         self._heads = RequestHeadCache(authentication.admit)
         add_table = metrics.tables.add
         add_table("byte_budget", lambda: account.used, lambda: account.limit_bytes, "bytes")
-        add_table("connections", self._connections.__len__, lambda: config.max_connections)
+        add_table("connections", self._connections.__len__, lambda: self._config.max_connections)
         add_table("request_heads", self._heads.__len__, lambda: self._heads.limit)
         self._build = partial(
             Parts,

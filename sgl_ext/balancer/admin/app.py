@@ -145,7 +145,8 @@ async def ready(request: web.Request) -> web.Response:
 
 async def show_metrics(request: web.Request) -> web.Response:
     headers = {"content-type": CONTENT_TYPE_PLAIN_0_0_4}
-    return web.Response(body=request.app[SERVICES].page(), headers=headers)
+    page = await asyncio.to_thread(request.app[SERVICES].page)
+    return web.Response(body=page, headers=headers)
 
 
 @web.middleware

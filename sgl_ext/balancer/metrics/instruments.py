@@ -1,6 +1,7 @@
 """Counters and histograms for the event loop, and the sizes of bounded tables.
 
-The counters and histograms have no locks, as only the event loop uses them. A request updates about
+The counters and histograms have no locks: only the event loop counts, and a thread that renders
+them copies what it reads at once. A request updates about
 ten of them. With prometheus_client's own that takes 18 us (1.6 us for a labelled counter, 1.9 us
 for a histogram), with these 1 us.
 """
@@ -50,7 +51,7 @@ class Counter(Collector):
     def collect(self) -> Iterable[Metric]:
         name, help_text, labels = self._about
         family = CounterMetricFamily(name, help_text, labels=labels)
-        for values, count in self.counts.items():
+        for values, count in list(self.counts.items()):
             family.add_metric([str(value) for value in values], count)
         return [family]
 
@@ -89,7 +90,7 @@ class Histogram(Collector):
     def collect(self) -> Iterable[Metric]:
         name, help_text, label = self._about
         family = HistogramMetricFamily(name, help_text, labels=[label])
-        for value, counts in self._counts.items():
+        for value, counts in list(self._counts.items()):
             buckets = [*zip(self._names, map(float, accumulate(counts)), strict=True)]
             family.add_metric([value], buckets, self._sums[value])
         return [family]

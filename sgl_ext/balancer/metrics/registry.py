@@ -12,11 +12,13 @@ _BETWEEN_TOKENS_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075,
 _STALLS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 # A band of priorities begins at each of these and ends before the next one.
 _BANDS = (0, 1, 10)
+BANDS = tuple(map(str, (-1, *_BANDS)))
+"""The labels of all bands."""
 
 
 def band(priority: int) -> str:
     """The band of a priority: the lowest priority in it, or "-1" for all below 0."""
-    return str((-1, *_BANDS)[bisect_right(_BANDS, priority)])
+    return BANDS[bisect_right(_BANDS, priority)]
 
 
 class Metrics(Page):
@@ -76,6 +78,10 @@ class Metrics(Page):
             "Time that requests waited for capacity, by the lowest priority of their band.",
         )
         self.queued_requests = gauge("queued_requests", "Requests in the admission queue.")
+        self.queued_by_priority = gauge(
+            "queued_by_priority{priority}",
+            "Requests in the admission queue, by the lowest priority of their band.",
+        )
         self.promotions = counter(
             "promotions",
             "Requests that left the queue at a higher priority step because they had waited long.",

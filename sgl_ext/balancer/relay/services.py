@@ -47,7 +47,7 @@ class Services:
 
     secret: by which the workers know this balancer.
     session: for the balancer's own requests to workers; it sends the secret.
-    page: renders the metrics of all processes.
+    page: renders the metrics of all processes. Call it in a thread.
     divergences: the findings of all processes; None if prompts are not compared.
     readiness: whether the prefix index is warm.
     worker_sources: the state of each source of workers.

@@ -20,12 +20,13 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from typing import Protocol
 
 from scheduler.admission_queue import Entry, OrderedQueue
 from scheduler.order import Served, Waiting, step
-from sgl_ext.balancer.metrics.registry import Metrics, band
+from sgl_ext.balancer.metrics.registry import BANDS, Metrics, band
 from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.worker import Worker
@@ -74,6 +75,9 @@ class AdmissionQueue:
             self.aging_s, self._served, self.router.tenants.weights
         )
         self.metrics.queued_requests.set_function(self._queue.__len__)
+        for label in BANDS:
+            waiting = self.metrics.queued_by_priority.labels(label)
+            waiting.set_function(partial(self._waiting_in, label))
         add_table = self.metrics.tables.add
         add_table("admission_queue", self._queue.__len__, lambda: self.limit)
         add_table("served_tenants", self._served.__len__, lambda: self._served.limit)
@@ -109,6 +113,10 @@ class AdmissionQueue:
     def by_priority(self) -> dict[int, int]:
         """How many requests of each priority wait."""
         return Counter(entry.waiting.priority for entry in self._queue)
+
+    def _waiting_in(self, label: str) -> int:
+        """How many requests of a band of priorities wait."""
+        return sum(count for each, count in self.by_priority().items() if band(each) == label)
 
     def remove(self, request: QueuedRequest) -> None:
         """Removes a request; does nothing if it is not queued."""

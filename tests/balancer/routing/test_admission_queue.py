@@ -372,7 +372,11 @@ def test_waiting_times_are_counted_by_band_of_priority() -> None:
     queue = Queue()
     running = queue.fill()
     aged, person = queue.arrive(), queue.arrive(priority=7)
-    assert "sgl_ext_queued_requests 2.0" in queue.metrics.render().decode()
+    page = queue.metrics.render().decode()
+    assert "sgl_ext_queued_requests 2.0" in page
+    for priority, count in (("-1", 0), ("0", 1), ("1", 1), ("10", 0)):
+        assert f'sgl_ext_queued_by_priority{{priority="{priority}"}} {count}.0' in page
+    assert 'sgl_ext_table_size{table="admission_queue",unit="entries"} 2.0' in page
     queue.clock.now_s += 12
     landed(queue, running[0])
     landed(queue, running[1])
