@@ -75,7 +75,9 @@ def engine_room(shape: ModelShape, cost: KvCost, wish: Wish) -> EngineRoom:
             f"tp={wish.tp}: the KV cache holds {tokens:,} tokens, less than one session of "
             f"{wish.context:,}; give more GPUs (tp) or another kv-cache-dtype"
         )
-    pinned = int(tokens * wish.pin_budget)
+    # The budget is a share of the smaller pool.
+    smaller = tokens * min(1, wish.window_ratio) if cost.window_token else tokens
+    pinned = int(smaller * wish.pin_budget)
     return EngineRoom(
         fraction,
         weights,

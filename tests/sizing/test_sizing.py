@@ -158,6 +158,9 @@ def test_a_shared_prefix_is_there_once() -> None:
 
 
 def test_pins_and_states_have_bounds_of_their_own() -> None:
+    windows = shape_of(CONFIGS["gpt-oss-120b"])
+    room = engine_room(windows, kv_cost(windows, 1), Wish(max_total_tokens=300_000))
+    assert room.pinned_tokens == 80_000, "a third of the windows' pool"
     room = engine_room(*qwen(context=10, max_total_tokens=10_000_000))
     assert room.pinned_prefixes == MAX_PINS
     shape = shape_of(CONFIGS["Qwen3-Next-80B-A3B"])
