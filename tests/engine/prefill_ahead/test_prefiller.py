@@ -25,7 +25,7 @@ class Manager:
     """The part of SGLang's manager that is used. `answer` gets each slice."""
 
     def __init__(self, answer: Answer) -> None:
-        self.server_args = SimpleNamespace(page_size=1)
+        self.server_args = SimpleNamespace(page_size=1, chunked_prefill_size=None)
         self.rid_to_state: dict[str, Any] = {}
         self.sent: list[Any] = []
         self._answer = answer
