@@ -26,7 +26,6 @@ from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import current
 from sgl_ext.engine.sglang_http_types import FormatDetector, FunctionCallParser
 from sgl_ext.engine.sglang_types import Original
-from sgl_ext.requests.tool_choice import takes_one_call
 
 _UNKNOWN_TOOLS = "SGLANG_FORWARD_UNKNOWN_TOOLS"
 _END_BUFFER = "_normal_text_buffer"  # where some parsers hold the beginning of an end marker
@@ -108,11 +107,19 @@ def parse_whole(original: Original, parser: Any, *args: Any, **kw: Any) -> Any:
 def _allowed(calls: list[Any], are_further: list[bool]) -> list[Any]:
     """The parts of calls that the client takes. A call's first part has its name."""
     context = current()
-    if not any(are_further) or context is None or not takes_one_call(context.body):
+    if not any(are_further) or context is None or not _takes_one(context.body):
         return calls
     further = [call for call, is_further in zip(calls, are_further, strict=True) if is_further]
     counter("parallel_calls_left_out").inc(sum(bool(call.name) for call in further))
     return [call for call, is_further in zip(calls, are_further, strict=True) if not is_further]
+
+
+def _takes_one(body: Any) -> bool:
+    """Whether an answer may have one call at most, by the field of any protocol."""
+    choice = body.get("tool_choice") if isinstance(body, dict) else None
+    if isinstance(choice, dict) and choice.get("disable_parallel_tool_use") is True:
+        return True
+    return isinstance(body, dict) and body.get("parallel_tool_calls") is False
 
 
 def bind_choice(
