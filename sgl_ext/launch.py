@@ -19,6 +19,7 @@ import aiohttp
 from rich.console import Console
 
 from sgl_ext.balancer.store.documents import StoreUnusable
+from sgl_ext.hangup import hold_hangups, on_hangup
 from sgl_ext.node import hardware
 from sgl_ext.node.child import Child
 from sgl_ext.node.children import make_children
@@ -28,12 +29,13 @@ from sgl_ext.node.engine_calls import EngineCalls
 from sgl_ext.node.keepers import Keepers
 from sgl_ext.node.log_dir import locked, rotated
 from sgl_ext.node.progress import start_progress, summary
+from sgl_ext.node.reloads import Reloads, live_settings
 from sgl_ext.node.replacement import Replacement
 from sgl_ext.node.restarts import Restarts
 from sgl_ext.node.stages import FLEET, READY, stage_of
 from sgl_ext.output import LossyStream
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
-from sgl_ext.settings.sources import launch_settings
+from sgl_ext.settings.sources import launch_settings, names_file
 from sgl_ext.supervision import supervise
 from sgl_ext.temporary_folder import ENGINE_FOLDERS, remove_stale
 
@@ -55,16 +57,18 @@ class StartError(Exception):
 def main(argv: list[str] | None = None) -> None:
     """Runs a node until SIGTERM or Ctrl-C. Raises SystemExit with the reason of a failure."""
     # A terminal that closes ends nothing. The node's processes inherit this.
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    hold_hangups()
+    argv = sys.argv[1:] if argv is None else argv
     try:
         reject_foreign_packages()
-        settings = launch_settings(sys.argv[1:] if argv is None else argv)
+        settings = launch_settings(argv)
         found = None if settings.ray_address else hardware.find_hardware()
         if found is not None:
             hardware.check_capacity(settings, found)
         console = Console(file=cast(IO[str], LossyStream(sys.stdout)))
         with locked(Path(settings.log_dir)):
-            asyncio.run(serve(settings, found, console))
+            read = partial(launch_settings, argv) if names_file(argv) else None
+            asyncio.run(serve(settings, found, console, read))
     except (SettingsError, StartError, StoreUnusable) as error:
         raise SystemExit(f"sgl-ext: {error}") from None
     finally:
@@ -73,11 +77,15 @@ def main(argv: list[str] | None = None) -> None:
 
 
 async def serve(
-    settings: LaunchSettings, found: hardware.Hardware | None, console: Console
+    settings: LaunchSettings,
+    found: hardware.Hardware | None,
+    console: Console,
+    read: Callable[[], LaunchSettings] | None = None,
 ) -> None:
     """Starts all processes, keeps them running, and stops them.
 
     found: None if the engines run on Ray; in place of them there is the process that keeps them.
+    read: reads the settings again; None if there is no file.
     """
     stop, hurry = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -89,7 +97,11 @@ async def serve(
     listed.update()
     say = partial(console.print, highlight=False)
     keepers = Keepers(say)
+    live = live_settings(settings, read)
+    reloads = Reloads(live, engines, say)
     control = Control(socket, engines, _why_no_restarts(settings))
+    control.reload = reloads.reload
+    on_hangup(partial(asyncio.get_running_loop().call_soon_threadsafe, reloads.begin))
     try:
         await control.start()
         for child in (balancer, *engines):
@@ -131,7 +143,7 @@ async def serve(
         await control.stop()
         keepers.end()
         limits = _ENGINE_STOP_S if found is not None else _FLEET_STOP_S
-        await drain(settings.balancer.drain_s, engines, balancer, console, hurry, limits)
+        await drain(live.current.balancer.drain_s, engines, balancer, console, hurry, limits)
 
 
 async def wait_until_ready(

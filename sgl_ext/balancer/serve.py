@@ -19,6 +19,7 @@ from sgl_ext.balancer.reporting.span_export import check_export
 from sgl_ext.balancer.server import Balancer
 from sgl_ext.balancer.store.documents import StoreUnusable
 from sgl_ext.balancer.store.opening import check_store
+from sgl_ext.hangup import hold_hangups, on_hangup
 from sgl_ext.logs import write_logs
 from sgl_ext.membership.member import Membership
 from sgl_ext.membership.sources import open_sources
@@ -36,7 +37,7 @@ def main(argv: list[str]) -> None:
     """Serves until SIGTERM or SIGINT, then lets running requests finish, unless a second one comes.
     Raises SystemExit."""
     # A terminal that closes ends nothing, and at most reads a file again.
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    hold_hangups()
     try:
         config = balancer_settings(argv)
         write_logs("balancer", config.log_format, config.log_level)
@@ -98,7 +99,7 @@ async def _serve(
         await balancer.start()
     except OSError as error:
         raise SystemExit(f"sgl-ext balancer: port={config.port}: {error.strerror}") from None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
+    on_hangup(partial(asyncio.get_running_loop().call_soon_threadsafe, reload))
     log.info("listening", extra={"url": f"http://{reachable(config.host, config.port)}"})
     await stop.wait()
     log.info("draining for up to %g s; a second signal ends at once", config.drain_s)

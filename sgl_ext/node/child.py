@@ -53,6 +53,10 @@ class Child:
         """What the next start runs."""
         self._command = list(command)
 
+    def change_environment(self, environment: Mapping[str, str]) -> None:
+        """What the next start has in addition."""
+        self._environment |= environment
+
     async def start(self) -> None:
         """Starts the process; its output is appended to its log."""
         self._starts += 1

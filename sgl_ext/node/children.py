@@ -16,6 +16,7 @@ from sgl_ext.node.child import Child
 from sgl_ext.node.engine import Engine
 from sgl_ext.node.log_dir import new_log
 from sgl_ext.node.ports import free_ports, reachable, require_free
+from sgl_ext.node.reloads import changes_path
 from sgl_ext.node.stages import FLEET
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
 
@@ -86,6 +87,7 @@ def make_children(
         store=store,
         workers_from=(source, *balancer.workers_from),
         launcher_socket=socket and str(socket),
+        changed_settings=str(changes_path(logs)),
     )
     command = [sys.executable, "-m", "sgl_ext.balancer.serve"]
     address = reachable(balancer.host, balancer.port)

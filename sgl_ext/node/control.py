@@ -3,6 +3,8 @@
 GET  /children   {"children": [..]}: the node's engines, and how far each has started
 POST /restart    an order, as JSON: 202 with the restart that begins
 GET  /restart    the last restart, 404 if there was none
+POST /reload     reads the settings again: what changed, and what did not; 400 if they are wrong,
+                 409 if there is no file
 
 Errors are {"error": text}. The node's balancer offers the same to administrators.
 """
@@ -21,6 +23,7 @@ from sgl_ext.node.child import Child
 from sgl_ext.node.restart_order import RestartRefused, read_order
 from sgl_ext.node.restarts import Restarts
 from sgl_ext.node.stages import READY, stage_of
+from sgl_ext.settings.reloading import NothingToRead
 from sgl_ext.settings.schema import SettingsError
 from sgl_ext.temporary_folder import make_folder
 
@@ -42,6 +45,7 @@ class Control:
     """Answers on the socket from `start` to `stop`.
 
     restarts: set once the node has started, if its engines are its own.
+    reload: reads the settings again, if that is offered.
     """
 
     def __init__(self, path: Path, engines: Sequence[Child], cannot_restart: str = "") -> None:
@@ -51,10 +55,12 @@ class Control:
         self._engines = engines
         self._cannot_restart = cannot_restart
         self.restarts: Restarts | None = None
+        self.reload: Callable[[], Awaitable[dict[str, Any]]] | None = None
         app = web.Application(middlewares=[_answer_refusals])
         app.router.add_get("/children", self._show_children)
         app.router.add_post("/restart", self._restart)
         app.router.add_get("/restart", self._show_restart)
+        app.router.add_post("/reload", self._reload)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
 
     async def start(self) -> None:
@@ -107,6 +113,16 @@ class Control:
         if self.restarts is None or self.restarts.last is None:
             raise RestartRefused(HTTPStatus.NOT_FOUND, "there was no restart yet")
         return web.json_response(self.restarts.last.as_json())
+
+    async def _reload(self, _: web.Request) -> web.Response:
+        if self.reload is None:
+            raise web.HTTPNotFound
+        try:
+            return web.json_response(await self.reload())
+        except NothingToRead as error:
+            return web.json_response({"error": str(error)}, status=HTTPStatus.CONFLICT)
+        except SettingsError as error:
+            return web.json_response({"error": str(error)}, status=HTTPStatus.BAD_REQUEST)
 
 
 @web.middleware

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from sgl_ext.balancer.cluster.group_memory import GroupMemory
 from sgl_ext.balancer.cluster.peers import PeerGroup
+from sgl_ext.hangup import handle_hangups, hold_hangups
 from sgl_ext.temporary_folder import BALANCER_FOLDERS, make_folder
 
 _RESTART_S = 1.0
@@ -61,7 +62,7 @@ class _Supervisor:
     def run(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
-        signal.signal(signal.SIGHUP, self._reload)
+        handle_hangups(self._reload)
         for group in self._groups:
             self._fork(group)
         while self._running:
@@ -83,8 +84,8 @@ class _Supervisor:
         code = 1
         try:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            for number in (signal.SIGINT, signal.SIGHUP):
-                signal.signal(number, signal.SIG_IGN)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            hold_hangups()
             os.close(self._lifeline[1])
             threading.Thread(target=_exit_with, args=(self._lifeline[0],), daemon=True).start()
             self._serve(group, self._folder)

@@ -305,6 +305,23 @@ def test_a_closed_terminal_ends_no_process(balancer: tuple[str, subprocess.Popen
     assert psutil.Process(running.pid).children() == before
 
 
+def test_a_signal_to_the_first_process_changes_settings_in_all(tmp_path: Path) -> None:
+    file = tmp_path / "balancer.toml"
+    file.write_text("[tenants.people]\nmax-priority = 5\n")
+
+    def priority() -> int:
+        headers = {"x-tenant-id": "people", "x-sgl-ext-priority": "99"}
+        path = "/sgl_ext/explain/v1/messages"
+        answer = requests.post(url + path, json=BODY, headers=headers, timeout=10)
+        return int(answer.json()["priority"])
+
+    with serving("--config", str(file)) as (url, running):
+        assert priority() == 5
+        file.write_text("[tenants.people]\nmax-priority = 25\n")
+        running.send_signal(signal.SIGHUP)
+        until(lambda: {priority() for _ in range(2 * COUNT)} == {25})
+
+
 def test_ctrl_c_drains_and_a_second_one_ends_at_once() -> None:
     answers: list[requests.Response] = []
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ import requests
 from sgl_ext_cpu.nursery import Nursery
 
 from sgl_ext.pin_mirror import PATH
+from sgl_ext.settings.reloading import SETTINGS_PATH
 from sgl_ext.settings.schema import EngineSettings
 from tests.engine.scheduler.test_event_publisher import (
     ONE,
@@ -216,6 +218,32 @@ def test_a_marked_prefix_outlasts_a_flood_and_an_unmarked_one_does_not(engine: P
     assert engine.read(kept) == pin["tokens"] > 150
     assert engine.read(twin) < 20
     assert [each["hits"] for each in engine.pins()] == [1]
+
+
+@default_and_two_ranks
+def test_a_smaller_budget_releases_the_least_valuable_pins_on_every_rank_alike(
+    engine: Pinning,
+) -> None:
+    def change(budget: float) -> None:
+        version = {"number": time.time_ns(), "values": {"pin_budget": budget}}
+        answer = requests.post(engine.url + SETTINGS_PATH, json=version, timeout=60)
+        assert answer.json() == {"applied": True, "why": ""}
+
+    first, second = marked(60), marked(60)
+    engine.usage(first)
+    engine.usage(second)
+    engine.read(first)
+    sizes = {pin["prefix"]: pin["tokens"] for pin in engine.has_pinned(2)}
+    change((max(sizes.values()) + 1) / POOL)
+    (left,) = engine.has_pinned(1)
+    assert left["hits"] == 1  # the one that was read
+    assert engine.counted('sgl_ext_pins_ended_total{reason="reduced"}') >= 1
+    engine.usage(second)
+    change(0)
+    engine.has_pinned(0)
+    change(BUDGET)
+    engine.usage(first)
+    engine.has_pinned(1)
 
 
 @default_and_two_ranks
