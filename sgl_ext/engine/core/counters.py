@@ -51,7 +51,10 @@ COUNTERS: dict[str, tuple[str, ...]] = {
     "pins_renewed": ("Marks on prefixes that were pinned already.",),
     "pins_read": ("Pins read by requests.",),
     "pins_rejected": ("Marks that got no pin.", "reason"),
-    "pins_ended": ("Ended pins: expired, displaced, pressure, ended, deleted, flushed.", "reason"),
+    "pins_ended": (
+        "Ended pins: expired, displaced, pressure, ended, deleted, flushed, reduced.",
+        "reason",
+    ),
     "prompt_tokens_encoded": ("Prompt tokens, by whether they were tokenized or cached.", "source"),
     "token_cache_checks": ("Prompts tokenized whole as well, to check the token cache.",),
     "token_cache_disabled": ("Times that the token cache was disabled.", "reason"),
