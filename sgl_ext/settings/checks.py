@@ -9,13 +9,13 @@ import msgspec
 from sgl_ext.key_file import KeysError, read_keys
 from sgl_ext.settings.engine_secret import EngineSecret, is_reachable
 from sgl_ext.settings.schema import (
-    LEAST_STORE_BYTES,
     BalancerSettings,
     LaunchSettings,
     SettingsError,
 )
 from sgl_ext.settings.secret_source import read_source
 from sgl_ext.settings.store_address import read_store
+from sgl_ext.settings.values import LEAST_STORE_BYTES
 
 NO_TLS = "plain HTTP to engines; encrypt the network between them: remote.md"
 USE_RAY = (

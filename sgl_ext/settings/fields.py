@@ -7,7 +7,8 @@ from typing import Any, NamedTuple, get_type_hints
 import msgspec
 from msgspec import inspect
 
-from sgl_ext.settings.schema import Reload, SettingsError
+from sgl_ext.settings.schema import SettingsError
+from sgl_ext.settings.values import Reload
 
 _METAVARS = (("_s", "SECONDS"), ("_bytes", "BYTES"), ("_tokens", "TOKENS"))
 

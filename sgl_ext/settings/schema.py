@@ -10,16 +10,53 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, Self
+from typing import Annotated, Literal, Self
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from sgl_ext.limits.bounds import BUDGET_BODIES
 from sgl_ext.requests.cache_marks import TtlLimits
-from sgl_ext.requests.priority import LIMIT
-from sgl_ext.requests.session import TENANT_NAME
 from sgl_ext.requests.strip import BILLING_HEADER
+from sgl_ext.settings.values import (
+    DIVIDED,
+    ENGINES,
+    HASHED,
+    MIB,
+    MIN_TTL_S,
+    OPENED,
+    RELOADS,
+    WATCHED,
+    Adapters,
+    Amount,
+    Count,
+    File,
+    FleetName,
+    GroupName,
+    HeaderName,
+    LogBytes,
+    LogFormat,
+    LogLevel,
+    Port,
+    PositiveSeconds,
+    PositiveShare,
+    Priority,
+    Processes,
+    RayAddress,
+    Seconds,
+    SecretSource,
+    Segments,
+    Share,
+    Store,
+    StoreBytes,
+    TenantName,
+    Text,
+    TtlSeconds,
+    UnmarkedTtl,
+    Weight,
+    WorkerSource,
+    WorkerUrl,
+)
 
 # SGLang copies each variable whose name begins with SGL_ and warns of it, in every process.
 VARIABLE = "SGLEXT_SETTINGS"
@@ -29,104 +66,16 @@ ANY_ADAPTER = "*"
 """Given as a tenant's adapters: it may use every one."""
 IN_MEMORY = ":memory:"
 """Given as `store`: responses and contexts are lost when the balancer ends."""
-_MIB = 1 << 20
-MIN_TTL_S = 1.0
-LEAST_STORE_BYTES = _MIB
 HINTED = ("tenant", "harness", "model")
 """What default hints can be of, in the order in which they win."""
 HARNESSES = ("claude-code", "codex", "opencode", "sdk", "unknown")
 """The agents that are told apart by their requests."""
-_YEAR_S = 31_536_000.0
 # Someone may have put a secret itself where its source belongs.
 _SECRETS = re.compile(r'("(?:engine_secret|api_key)"\s*:\s*")(?!file:|env:)[^"]*')
 
 
-class Reload(NamedTuple):
-    """Whether a setting can change without a restart, and why it cannot: reload.md."""
-
-    applies: bool = False
-    why: str = "it is read at the start"
-
-
-RELOADS = Reload(applies=True)
-WATCHED = Reload(why="its source is chosen at the start; a file that it names is read when changed")
-_OPENED = Reload(why="it is opened at the start")
-_HASHED = Reload(why="it decides under which hashes and in whose name prefixes are cached")
-_DIVIDED = Reload(why="memory is divided at the start")
-_ENGINES = Reload(why="engines are started with it")
-
-
 class SettingsError(ValueError):
     """A setting that cannot be used. The message names it, its source and its value."""
-
-
-def form(allowed: str, metavar: str = "", *, is_secret: bool = False) -> Meta:
-    """Describes a value whose type and range do not say enough.
-
-    is_secret: an error does not show the value, as it can be the secret itself.
-    """
-    return Meta(extra={"allowed": allowed, "metavar": metavar, "is_secret": is_secret})
-
-
-Seconds = Annotated[float, Meta(ge=0, le=_YEAR_S)]
-PositiveSeconds = Annotated[float, Meta(gt=0, le=_YEAR_S)]
-TtlSeconds = Annotated[float, Meta(ge=MIN_TTL_S, le=_YEAR_S)]
-UnmarkedTtl = Annotated[Seconds, form("0, or a number from 1 to pin-max-ttl-s")]
-Share = Annotated[float, Meta(ge=0, le=1)]
-Count = Annotated[int, Meta(ge=1)]
-Amount = Annotated[int, Meta(ge=0)]
-Port = Annotated[int, Meta(ge=1, le=65535)]
-Processes = Annotated[int, Meta(ge=1, le=64)]
-Segments = Annotated[int, Meta(ge=1_000, le=16_000_000)]
-Priority = Annotated[int, Meta(ge=-LIMIT, le=LIMIT)]
-Weight = Annotated[float, Meta(gt=0, le=1e6)]
-PositiveShare = Annotated[float, Meta(gt=0, le=1)]
-LogFormat = Literal["text", "json"]
-LogLevel = Literal["debug", "info", "warning", "error"]
-StoreBytes = Annotated[int, Meta(ge=0), form(f"0, or an integer of at least {LEAST_STORE_BYTES}")]
-LogBytes = Annotated[int, Meta(ge=_MIB)]
-Text = Annotated[str, Meta(min_length=1), form("text that is not empty", "TEXT")]
-File = Annotated[str, Meta(min_length=1), form("a path", "FILE")]
-Store = Annotated[
-    str,
-    Meta(min_length=1),
-    form(
-        "a path, redis[s]://, valkey[s]:// or postgresql://, env:VARIABLE or file:PATH",
-        "STORE",
-        is_secret=True,
-    ),
-]
-HeaderName = Annotated[
-    str,
-    Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9-]*\Z"),
-    form("a header name of letters, digits and hyphens", "NAME"),
-]
-WorkerSource = Annotated[str, Meta(min_length=1), form("KIND:WHAT, as file:PATH", "SOURCE")]
-WorkerUrl = Annotated[str, form("http://HOST:PORT", "URL")]
-SecretSource = Annotated[
-    str,
-    Meta(pattern=r"^(file|env):."),
-    form(
-        "file:PATH or env:VARIABLE, so that no key is on a command line", "SOURCE", is_secret=True
-    ),
-]
-TenantName = Annotated[
-    str, Meta(pattern=TENANT_NAME.pattern), form("a name in printable ASCII", "NAME")
-]
-Adapters = Annotated[
-    str, Meta(pattern=r"^[!-~]*( [!-~]+)*\Z"), form("names, separated by a blank", "NAMES")
-]
-GroupName = Annotated[
-    str,
-    Meta(pattern=r"^[A-Za-z0-9._-]{0,64}\Z"),
-    form("at most 64 letters, digits, '.', '_' and '-'", "GROUP"),
-]
-RayAddress = Annotated[str, Meta(min_length=1), form("auto, or HOST:PORT", "ADDRESS")]
-FleetName = Annotated[
-    str,
-    Meta(pattern=r"^[A-Za-z0-9._-]{1,64}\Z"),
-    form("at most 64 letters, digits, '.', '_' and '-'", "NAME"),
-]
 
 
 class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -186,10 +135,10 @@ class RequestSettings(Settings, frozen=True, kw_only=True):
     """What the balancer and the engines must agree on."""
 
     strip_headers: Annotated[
-        tuple[HeaderName, ...], _HASHED, "Header lines to remove: strip.md."
+        tuple[HeaderName, ...], HASHED, "Header lines to remove: strip.md."
     ] = (BILLING_HEADER,)
     sort_tools: Annotated[
-        bool, _HASHED, "Sort each request's tools by name, for a stable prefix."
+        bool, HASHED, "Sort each request's tools by name, for a stable prefix."
     ] = False
     max_priority: Annotated[Priority, RELOADS, "Highest priority that a client can request."] = 100
     aging_s: Annotated[Seconds, RELOADS, "Wait that raises a priority by one; 0: never."] = 10.0
@@ -205,25 +154,25 @@ class RequestSettings(Settings, frozen=True, kw_only=True):
 
 
 class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
-    host: Annotated[Text, _OPENED, "Address to listen on. Set a key before you use 0.0.0.0."] = (
+    host: Annotated[Text, OPENED, "Address to listen on. Set a key before you use 0.0.0.0."] = (
         "127.0.0.1"
     )
-    port: Annotated[Port, _OPENED, "Port to listen on. Engines use free ports above it."] = 30000
-    processes: Annotated[Processes, _OPENED, "Balancer processes that share the port."] = 1
-    index_segments: Annotated[Segments, _DIVIDED, "Segments in the prefix index: limits.md."] = (
+    port: Annotated[Port, OPENED, "Port to listen on. Engines use free ports above it."] = 30000
+    processes: Annotated[Processes, OPENED, "Balancer processes that share the port."] = 1
+    index_segments: Annotated[Segments, DIVIDED, "Segments in the prefix index: limits.md."] = (
         1_000_000
     )
     api_key: Annotated[SecretSource | None, "Key for all requests but health checks."] = None
     keys: Annotated[File | None, WATCHED, "Keys and limits of tenants: tenants.md."] = None
     tenant_isolation: Annotated[
         Literal["auto", "on", "off"],
-        _HASHED,
+        HASHED,
         "Whether tenants share no cached prefix; auto: if keys is set.",
     ] = "auto"
-    max_body_bytes: Annotated[Count, _DIVIDED, "Largest request body."] = 64 * _MIB
+    max_body_bytes: Annotated[Count, DIVIDED, "Largest request body."] = 64 * MIB
     byte_budget: Annotated[
         Amount,
-        _DIVIDED,
+        DIVIDED,
         "Bytes of bodies and answers in a process; 0: four of the largest body. limits.md.",
     ] = 0
     max_connections: Annotated[Count, RELOADS, "Connections of clients to one process."] = 10_000
@@ -240,28 +189,28 @@ class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
     warm_timeout_s: Annotated[
         Seconds, "Longest wait for what engines hold, before /ready answers 200: replicas.md."
     ] = 30.0
-    log_format: Annotated[
-        LogFormat, _OPENED, "Lines of the balancer's and the launcher's logs."
-    ] = "text"
+    log_format: Annotated[LogFormat, OPENED, "Lines of the balancer's and the launcher's logs."] = (
+        "text"
+    )
     log_level: Annotated[
         LogLevel,
-        _OPENED,
+        OPENED,
         "Least important lines of the balancer's, the launcher's and the engines' logs.",
     ] = "info"
-    request_log: Annotated[File | None, _OPENED, "Log with a line of JSON for each request."] = None
+    request_log: Annotated[File | None, OPENED, "Log with a line of JSON for each request."] = None
     request_log_limit_bytes: Annotated[
         LogBytes, RELOADS, "Largest size of the request log and its predecessor, FILE.1, together."
     ] = 1 << 30
     otlp_endpoint: Annotated[
-        Text | None, _OPENED, "Collector for OpenTelemetry spans, http://HOST:4318: tracing.md."
+        Text | None, OPENED, "Collector for OpenTelemetry spans, http://HOST:4318: tracing.md."
     ] = None
     trace_share: Annotated[
-        Share, _OPENED, "Share of requests whose spans are exported, if their client does not say."
+        Share, OPENED, "Share of requests whose spans are exported, if their client does not say."
     ] = 1.0
     diagnose: Annotated[bool, "Find where prompts diverge; a request log does, too."] = False
     store: Annotated[
         Store | None,
-        _OPENED,
+        OPENED,
         f"SQLite file for responses and contexts, {IN_MEMORY}, or the URL of a Redis or PostgreSQL "
         "that balancers share. The launcher's default is store.sqlite in log-dir. See "
         "shared-store.md.",
@@ -323,8 +272,8 @@ class EngineSettings(RequestSettings, frozen=True, kw_only=True):
     warmup_requests: Annotated[File | None, "Requests to prefill at start: prefill.md."] = None
     shared_prefixes: Annotated[File | None, "Prompts that tenants share: tenants.md."] = None
     token_cache_bytes: Annotated[
-        Amount, _DIVIDED, "Memory for cached token ids and converted messages; 0: none."
-    ] = 256 * _MIB
+        Amount, DIVIDED, "Memory for cached token ids and converted messages; 0: none."
+    ] = 256 * MIB
 
     @property
     def ttl_limits(self) -> TtlLimits:
@@ -333,16 +282,16 @@ class EngineSettings(RequestSettings, frozen=True, kw_only=True):
 
 
 class LaunchSettings(Settings, frozen=True, kw_only=True):
-    model_path: Annotated[Text, _ENGINES, "The model: a directory or a name."]
-    instances: Annotated[Count, _ENGINES, "Number of engines."] = 1
-    tp: Annotated[Count, _ENGINES, "GPUs of each engine, for tensor parallelism."] = 1
+    model_path: Annotated[Text, ENGINES, "The model: a directory or a name."]
+    instances: Annotated[Count, ENGINES, "Number of engines."] = 1
+    tp: Annotated[Count, ENGINES, "GPUs of each engine, for tensor parallelism."] = 1
     engine_host: Annotated[
-        Text, _ENGINES, "Address that engines listen on; beyond loopback it needs engine-secret."
+        Text, ENGINES, "Address that engines listen on; beyond loopback it needs engine-secret."
     ] = "127.0.0.1"
     ray_address: Annotated[
-        RayAddress | None, _ENGINES, "Ray cluster whose nodes run the engines: ray.md."
+        RayAddress | None, ENGINES, "Ray cluster whose nodes run the engines: ray.md."
     ] = None
-    ray_fleet: Annotated[FleetName, _ENGINES, "Name of the engines of one launcher on Ray."] = (
+    ray_fleet: Annotated[FleetName, ENGINES, "Name of the engines of one launcher on Ray."] = (
         "sgl-ext"
     )
     ray_drain_s: Annotated[
@@ -359,7 +308,7 @@ class LaunchSettings(Settings, frozen=True, kw_only=True):
     log_dir: Annotated[Text, "Directory for the log of each process."] = ".run"
     log_limit_bytes: Annotated[
         LogBytes, "Largest size of one process's log with its three predecessors."
-    ] = 256 * _MIB
+    ] = 256 * MIB
     engine_args: tuple[str, ...] = ()
     engine: EngineSettings = EngineSettings()
     balancer: BalancerSettings = BalancerSettings()
