@@ -54,6 +54,15 @@ def test_the_wheel_holds_the_packages_and_the_recipes_and_nothing_else(wheels: l
     assert names - {"sgl_ext/commit.txt"} == packages | {FILES + name for name in recipes}
 
 
+def test_the_platform_s_wheel_holds_the_platform_without_what_needs_a_checkout(
+    wheels: list[Path],
+) -> None:
+    with ZipFile(wheels[1]) as wheel:
+        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    package = {name.removeprefix("launch/cpu/") for name in tracked("launch/cpu/sgl_ext_cpu")}
+    assert names == package - {"sgl_ext_cpu/node.py"}
+
+
 def test_the_wheels_have_their_entry_points_and_name_each_other(wheels: list[Path]) -> None:
     platform = tomllib.loads((CPU / "pyproject.toml").read_text())["project"]
     for path, project in zip(wheels, (PROJECT, platform), strict=True):
