@@ -134,6 +134,7 @@ class Parts:
             config.store, config.store_limit_bytes, metrics, folder
         )
         activity = Activity(time.time())
+        activity.add_tables(metrics.tables)
         self._documents = TenantDocuments(documents, metrics, config.max_body_bytes)
         self._limits = RateLimits(key_file, metrics, config.processes, state=self._shared)
         self._shared_keys = None

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 _LIMIT_AGENTS = 256
-_LIMIT_ROWS = 2048
+MOST_ROWS = 2048
 OTHER = "other"
 _INDEX = re.compile(r"\[\d+\]")
 Agent = tuple[str, str]
@@ -23,6 +23,11 @@ class Findings:
     def __init__(self) -> None:
         self._agents: defaultdict[Agent, list[int]] = defaultdict(lambda: [0, 0])
         self._rows: defaultdict[tuple[Agent, Row], list[int]] = defaultdict(lambda: [0, 0])
+
+    @property
+    def row_count(self) -> int:
+        """How many rows it has."""
+        return len(self._rows)
 
     def add(
         self, harness: str, model: str, prompt_tokens: int, divergence: Mapping[str, Any] | None
@@ -40,7 +45,7 @@ class Findings:
         return _add(self._agents, agent, (OTHER, OTHER), _LIMIT_AGENTS, prompts, tokens)
 
     def _add_row(self, agent: Agent, row: Row, times: int, tokens: int) -> None:
-        _add(self._rows, (agent, row), (agent, (OTHER, *row[1:])), _LIMIT_ROWS, times, tokens)
+        _add(self._rows, (agent, row), (agent, (OTHER, *row[1:])), MOST_ROWS, times, tokens)
 
     def merge(self, document: Mapping[str, Any]) -> None:
         """Adds another process's `as_json`. Raises KeyError or TypeError if it is malformed."""

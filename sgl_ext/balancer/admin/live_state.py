@@ -46,6 +46,8 @@ class States:
         self._made_s = self._asked_s = float("-inf")
         self._model: str | None = None
         services.metrics.live_streams.set_function(lambda: self.streams)
+        add_table = services.metrics.tables.add
+        add_table("live_streams", lambda: self.streams, lambda: MOST_STREAMS)
 
     async def latest(self) -> bytes:
         """The document."""

@@ -6,6 +6,7 @@ Each process of a balancer has its own. `merged` adds up the `as_json` of all of
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from sgl_ext.balancer.metrics.instruments import Tables
 from sgl_ext.balancer.reporting.history import History, series
 from sgl_ext.requests.usage import Usage
 
@@ -30,6 +31,11 @@ class Activity:
         self.history = History(started_s)
         self._sessions: dict[int, _Session] = {}
         self._tenants: dict[str, _Totals] = {}
+
+    def add_tables(self, tables: Tables) -> None:
+        """Shows the sizes of its tables."""
+        tables.add("recent_sessions", lambda: len(self._sessions), lambda: MOST_SESSIONS)
+        tables.add("recent_tenants", lambda: len(self._tenants), lambda: MOST_TENANTS)
 
     def add(
         self,

@@ -14,7 +14,7 @@ import orjson
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempts import RoutingRequest
 from sgl_ext.doctor.blocks import Block, read_blocks
-from sgl_ext.doctor.findings import Findings
+from sgl_ext.doctor.findings import MOST_ROWS, Findings
 from sgl_ext.doctor.harness import harness_of
 from sgl_ext.doctor.memory import LIMIT_BYTES, Divergence, Prompt, PromptMemory
 from sgl_ext.protocols.registry import of_path
@@ -63,6 +63,7 @@ class DivergenceDetector:
         self.findings = Findings()
         size, limit = (lambda: self._memory.size_bytes), (lambda: LIMIT_BYTES)
         self.metrics.tables.add("compared_prompts", size, limit, "bytes")
+        self.metrics.tables.add("findings", lambda: self.findings.row_count, lambda: MOST_ROWS)
 
     def diagnose(
         self,

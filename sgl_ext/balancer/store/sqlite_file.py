@@ -65,12 +65,15 @@ class DocumentStore:
 
     Methods raise sqlite3.Error if the disk is full or fails, or if another process has been
     writing for over a second. `now` is in seconds since the epoch.
+
+    used_bytes: the size at the last sweep.
     """
 
     def __init__(self, path: str, limit_bytes: int) -> None:
         """Opens or creates the file. Raises StoreUnusable with its path."""
         self._path = path
-        self._limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
         self.log = WriteAheadLog(path)
         self._open()
 
@@ -144,7 +147,7 @@ class DocumentStore:
 
         Returns how many others were evicted for it, None if it is larger than its tenant's share.
         """
-        if len(document.items) + len(document.about) > self._limit_bytes:
+        if len(document.items) + len(document.about) > self.limit_bytes:
             return None
         self.log.require_room()
         with self._db:
@@ -160,7 +163,7 @@ class DocumentStore:
                 "INSERT INTO content VALUES (?, ?, ?)", (number, document.items, document.about)
             )
             evicted = 0
-            while self._used_bytes() > self._limit_bytes:
+            while self._used_bytes() > self.limit_bytes:
                 gone = sqlite_shares.evict(self._db, owner, number)
                 if not gone:  # it does not fit even alone, so none is evicted for it
                     self._db.rollback()
@@ -215,7 +218,8 @@ class DocumentStore:
         return found.rowcount > 0
 
     def sweep(self, now: float) -> int:
-        """Deletes some expired documents and returns how many."""
+        """Deletes some expired documents and returns how many. Notes what is used."""
+        self.used_bytes = self._used_bytes()
         expired = "SELECT number FROM documents WHERE expires_s <= ? LIMIT ?"
         if self._db.execute(expired, (now, 1)).fetchone() is None:
             return 0

@@ -37,6 +37,7 @@ class StoreThread:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
+        metrics.tables.add("store", lambda: store.used_bytes, lambda: store.limit_bytes, "bytes")
         self._failed = metrics.store_failed
         self._wait_s = wait_s
         self._clock = clock
