@@ -80,9 +80,9 @@ class Control:
 
     async def stop(self) -> None:
         """Ends a restart that runs, and removes the socket."""
+        await self._runner.cleanup()
         if self.restarts is not None:
             await self.restarts.end()
-        await self._runner.cleanup()
         with suppress(OSError):
             self._path.unlink()
 
