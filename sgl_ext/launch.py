@@ -6,6 +6,8 @@ signal ends them at once.
 """
 
 import asyncio
+import logging
+import os
 import signal
 import sys
 import time
@@ -20,14 +22,17 @@ from rich.console import Console
 
 from sgl_ext.balancer.store.documents import StoreUnusable
 from sgl_ext.hangup import hold_hangups, on_hangup
+from sgl_ext.logs import write_logs
 from sgl_ext.node import hardware
 from sgl_ext.node.child import Child
 from sgl_ext.node.children import make_children
 from sgl_ext.node.control import Control, socket_path
 from sgl_ext.node.engine import Engine
 from sgl_ext.node.engine_calls import EngineCalls
+from sgl_ext.node.failure import reason_of
 from sgl_ext.node.keepers import Keepers
-from sgl_ext.node.log_dir import locked, rotated
+from sgl_ext.node.log_dir import locked, new_log, open_log, rotated
+from sgl_ext.node.preflight.checks import check_restart, check_start
 from sgl_ext.node.progress import start_progress, summary
 from sgl_ext.node.reloads import Reloads, live_settings
 from sgl_ext.node.replacement import Replacement
@@ -35,9 +40,13 @@ from sgl_ext.node.restarts import Restarts
 from sgl_ext.node.stages import FLEET, READY, stage_of
 from sgl_ext.output import LossyStream
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
+from sgl_ext.settings.shown import changed
 from sgl_ext.settings.sources import launch_settings, names_file
 from sgl_ext.supervision import supervise
 from sgl_ext.temporary_folder import ENGINE_FOLDERS, remove_stale
+from sgl_ext.version import versions
+
+log = logging.getLogger(__name__)
 
 _POLL_S = 0.25
 _ENGINE_STOP_S = 20.0, 0.0
@@ -46,7 +55,8 @@ _FLEET_STOP_S = 80.0, 20.0
 _HURRIED_STOP_S = 3.0
 _LIST_S = 0.25
 _ROTATE_S = 5.0
-_LAST_LINES = 15
+_LAST_LINES = 20
+_LOG = "launcher.log"
 _SAID = "sgl-ext: "
 
 
@@ -63,29 +73,54 @@ def main(argv: list[str] | None = None) -> None:
         reject_foreign_packages()
         settings = launch_settings(argv)
         found = None if settings.ray_address else hardware.find_hardware()
-        if found is not None:
-            hardware.check_capacity(settings, found)
+        notes = check_start(settings, found)
         console = Console(file=cast(IO[str], LossyStream(sys.stdout)))
         with locked(Path(settings.log_dir)):
             read = partial(launch_settings, argv) if names_file(argv) else None
-            asyncio.run(serve(settings, found, console, read))
-    except (SettingsError, StartError, StoreUnusable) as error:
-        raise SystemExit(f"sgl-ext: {error}") from None
+            say = _begin_log(settings, console)
+            for note in notes:
+                say(note)
+            try:
+                asyncio.run(serve(settings, found, console, say, read))
+            except _FAILURES as error:
+                log.error("the node ends: %s", error)
+                raise
+    except _FAILURES as error:
+        raise SystemExit(f"sgl-ext serve: error: {error}") from None
     finally:
         # Engines that were killed could not do so.
         remove_stale(ENGINE_FOLDERS)
+
+
+def _begin_log(settings: LaunchSettings, console: Console) -> Callable[[str], None]:
+    """Opens the launcher's own log. Gives a function that prints a line, and logs it, too."""
+    descriptor = open_log(new_log(Path(settings.log_dir) / _LOG))
+    write_logs("launcher", settings.balancer.log_format, settings.balancer.log_level, descriptor)
+    log.info("starting", extra={**versions()._asdict(), "pid": os.getpid()})
+    log.info("settings other than the defaults", extra=changed(settings))
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True)
+        log.info("%s", text)
+
+    return say
+
+
+_FAILURES = (SettingsError, StartError, StoreUnusable)
 
 
 async def serve(
     settings: LaunchSettings,
     found: hardware.Hardware | None,
     console: Console,
+    say: Callable[[str], None],
     read: Callable[[], LaunchSettings] | None = None,
 ) -> None:
     """Starts all processes, keeps them running, and stops them.
 
     found: None if the engines run on Ray; in place of them there is the process that keeps them.
     read: reads the settings again; None if there is no file.
+    say: tells the operator.
     """
     stop, hurry = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -95,7 +130,6 @@ async def serve(
     socket = socket_path(Path(settings.log_dir))
     engines, balancer, listed = make_children(settings, found, socket)
     listed.update()
-    say = partial(console.print, highlight=False)
     keepers = Keepers(say)
     live = live_settings(settings, read)
     reloads = Reloads(live, engines, say)
@@ -106,16 +140,14 @@ async def serve(
         await control.start()
         for child in (balancer, *engines):
             await child.start()
+            log.info("process started", extra={"process_name": child.name, "log": str(child.log)})
         await _unless_stopped(wait_until_ready(settings, engines, balancer, console), stop)
         if stop.is_set():
             return
         console.print(summary(settings, engines, balancer.url))
-        rotate = partial(
-            _rotate,
-            [child.log for child in (balancer, *engines)],
-            settings.log_limit_bytes,
-            console,
-        )
+        log.info("serving", extra={"url": balancer.url})
+        logs = [Path(settings.log_dir) / _LOG, *(child.log for child in (balancer, *engines))]
+        rotate = partial(_rotate, logs, settings.log_limit_bytes, say)
         works: list[tuple[str, Callable[[], Awaitable[None] | None], float]] = [
             ("the list of engines", listed.update, _LIST_S),
             ("the rotation of logs", rotate, _ROTATE_S),
@@ -143,7 +175,7 @@ async def serve(
         await control.stop()
         keepers.end()
         limits = _ENGINE_STOP_S if found is not None else _FLEET_STOP_S
-        await drain(live.current.balancer.drain_s, engines, balancer, console, hurry, limits)
+        await drain(live.current.balancer.drain_s, engines, balancer, say, hurry, limits)
 
 
 async def wait_until_ready(
@@ -171,18 +203,18 @@ async def wait_until_ready(
                 show({engine.name for engine in engines if engine.url not in waiting})
 
 
-async def _rotate(logs: list[Path], limit_bytes: int, console: Console) -> None:
+async def _rotate(logs: list[Path], limit_bytes: int, say: Callable[[str], None]) -> None:
     """Keeps each log and its predecessors within the limit."""
-    for log in logs:
-        if not await asyncio.to_thread(rotated, log, limit_bytes):
-            console.print(f"{log} was emptied, as its disk has no room for a copy", highlight=False)
+    for path in logs:
+        if not await asyncio.to_thread(rotated, path, limit_bytes):
+            say(f"{path} was emptied, as its disk has no room for a copy")
 
 
 async def drain(
     drain_s: float,
     engines: list[Child],
     balancer: Child,
-    console: Console,
+    say: Callable[[str], None],
     hurry: asyncio.Event,
     engine_limits_s: tuple[float, float] = _ENGINE_STOP_S,
 ) -> None:
@@ -194,10 +226,10 @@ async def drain(
     normal_s, hurried_s = engine_limits_s
     if balancer.exit_code is None:
         what = f"running requests have {drain_s:g} s to finish; a second signal ends them at once"
-        console.print(f"stopping; {what}", highlight=False)
+        say(f"stopping; {what}")
     await _unless_stopped(_stop_all(engines, balancer, drain_s + 5, normal_s), hurry)
     if hurry.is_set():
-        console.print("second signal: ending at once", highlight=False)
+        say("second signal: ending at once")
         await _stop_all(engines, balancer, _HURRIED_STOP_S, hurried_s)
 
 
@@ -236,6 +268,7 @@ async def _unless_stopped(work: Coroutine[Any, Any, None], stop: asyncio.Event) 
 
 async def _check_engine(settings: LaunchSettings) -> None:
     """Raises SettingsError for settings with which no engine would start."""
+    await asyncio.to_thread(check_restart, settings)
 
 
 def _why_no_restarts(settings: LaunchSettings) -> str:
@@ -262,14 +295,13 @@ async def _ready_workers(session: aiohttp.ClientSession, balancer: Child) -> lis
 
 
 def _start_error(child: Child, reason: str) -> StartError:
-    last = child.last_lines(_LAST_LINES + 5)
+    last = child.last_lines(_LAST_LINES)
     if child.name == FLEET:
         # It says itself what is wrong, with an engine's log or without.
         said = next((at for at, line in enumerate(last) if line.startswith(_SAID)), None)
         if said is not None:
             return StartError("\n".join(last[said:]).removeprefix(_SAID))
-    lines = "\n".join(f"  {line}" for line in last[-_LAST_LINES:])
-    return StartError(f"{child.name} {reason}. The end of its log, {child.log}:\n{lines}")
+    return StartError(f"{child.name} {reason}:\n{reason_of(child)}")
 
 
 if __name__ == "__main__":

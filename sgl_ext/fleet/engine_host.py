@@ -28,6 +28,7 @@ from sgl_ext.membership.member import Member, MembershipError, State
 from sgl_ext.membership.ray import RENEWED_S, Entry, engines_key
 from sgl_ext.node import hardware
 from sgl_ext.node.child import Child
+from sgl_ext.node.failure import reason_of
 from sgl_ext.node.log_dir import new_log, rotated
 from sgl_ext.node.ports import free_ports, reachable
 from sgl_ext.requests.session import SECRET_HEADER
@@ -43,7 +44,6 @@ _LOOK_S = 1.0
 _ROTATE_S = 5.0
 # A balancer that reconnects has no subscription for half a second.
 _QUIET_LOOKS = 3
-_LAST_LINES = 15
 _TIMEOUT = aiohttp.ClientTimeout(total=5)
 _SUBSCRIBERS_PATH = "/sgl_ext/events/subscribers"
 
@@ -121,9 +121,8 @@ class EngineHost:
         code = await child.wait()
         failure = ""
         if not self._has_served:
-            lines = "\n".join(f"  {line}" for line in child.last_lines(_LAST_LINES))
-            failure = f"{order.name} ended with exit code {code} on {self._host}. The end of its "
-            failure += f"log, {self._log}:\n{lines}"
+            failure = f"{order.name} ended with exit code {code} on {self._host}:\n"
+            failure += reason_of(child)
         log.warning("%s ended with exit code %s", member.id, code)
         await self._note(member=None, ready=False, failure=failure)
 

@@ -100,6 +100,11 @@ class Child:
         lines = [line for line in text.splitlines() if line.strip()]
         return [line for line in lines if not _NOISE.match(line.strip())][-count:]
 
+    def lines_of_start(self) -> list[str]:
+        """The last lines of its log since its latest start, without empty ones and noise."""
+        lines = self.start_log.last_text().splitlines()
+        return [line for line in lines if line.strip() and not _NOISE.match(line.strip())]
+
     def _kill_group(self) -> None:
         assert self._process is not None, "only a started child has a group"
         with suppress(ProcessLookupError, PermissionError):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from sgl_ext.node.child import Child
+from sgl_ext.node.failure import reason_of
 from sgl_ext.supervision import supervise
 
 _RETRY_S = 1.0
@@ -49,7 +50,7 @@ async def keep_running(child: Child, say: Callable[[str], None]) -> None:
         code = await child.wait()
         backoff = shortest if time.monotonic() - started > longest else backoff
         what = f"{child.name} ended with exit code {code} and restarts in {backoff:g} s"
-        say(f"{what}. Its log: {child.log}")
+        say(f"{what}:\n{reason_of(child)}")
         await asyncio.sleep(backoff)
         backoff = min(backoff * 2, longest)
         await child.start()

@@ -49,6 +49,11 @@ def new_log(path: Path) -> Path:
     return path
 
 
+def open_log(path: Path) -> int:
+    """A log that is appended to, also after it was emptied."""
+    return os.open(path, os.O_WRONLY | os.O_APPEND)
+
+
 def rotated(path: Path, limit_bytes: int) -> bool:
     """Begins a new log once it has its part of the limit, which its predecessors share.
 

@@ -1,8 +1,11 @@
 """Finds free TCP ports."""
 
+import errno
+import os
 import socket
 from contextlib import suppress
 
+from sgl_ext.node.port_owner import port_owner
 from sgl_ext.settings.schema import SettingsError
 
 
@@ -12,7 +15,9 @@ def require_free(host: str, port: int) -> None:
         with socket.create_server((host, port), family=_family(host)):
             pass
     except OSError as error:
-        raise SettingsError(f"port={port}: {error.strerror}") from None
+        owner = port_owner(port) if error.errno == errno.EADDRINUSE else ""
+        by = f" by {owner}" if owner else ""
+        raise SettingsError(f"port={port}: {os.strerror(error.errno or 0)}{by}") from None
 
 
 def free_ports(first: int, count: int, host: str = "127.0.0.1") -> list[int]:
@@ -31,6 +36,8 @@ def free_ports(first: int, count: int, host: str = "127.0.0.1") -> list[int]:
             break
         with suppress(OSError), socket.create_server((host, port), family=_family(host)):
             ports.append(port)
+    if len(ports) < count:
+        raise SettingsError(f"instances={count}: from port {first} on only {len(ports)} are free")
     return ports
 
 

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from sgl_ext.node.children import EngineList
 from sgl_ext.node.engine import Engine
+from sgl_ext.node.failure import reason_of
 from sgl_ext.node.stages import stage_of
 from sgl_ext.settings.schema import LaunchSettings
 
@@ -25,7 +26,6 @@ SILENT_LOOKS = 30
 # How long balancers may take to use an engine that is ready, or another one to become ready.
 USED_S = 60.0
 _STOP_S = 20.0
-_LAST_LINES = 15
 
 
 class Calls(Protocol):
@@ -130,9 +130,8 @@ class Replacement:
         deadline = self.clock() + limit_s
         while not await self.calls.is_ready(engine.url):
             if engine.exit_code is not None:
-                lines = "\n".join(f"  {line}" for line in engine.last_lines(_LAST_LINES))
-                end = f"The end of its log, {engine.log}:\n{lines}"
-                raise EngineFailed(f"it ended with exit code {engine.exit_code}. {end}")
+                code, reason = engine.exit_code, reason_of(engine)
+                raise EngineFailed(f"it ended with exit code {code}:\n{reason}")
             step.reason = stage_of(engine)[0]
             if self.clock() > deadline:
                 raise EngineFailed(f"it was not ready after {limit_s:g} s; its log: {engine.log}")

@@ -47,7 +47,7 @@ class StartLog:
     def __init__(self, path: Path, begin: int = 0, *, keeps_fleet: bool = False) -> None:
         """begin: the size of the log before the start."""
         self._path = path
-        self._read = begin
+        self._begin = self._read = begin
         self._rest = ""
         self._keeps_fleet = keeps_fleet
         self._stage = 0
@@ -64,6 +64,17 @@ class StartLog:
             else:
                 self._note_stage(text)
         return (self._fleet if self._keeps_fleet else _STAGES[self._stage][1]), self._progress
+
+    def last_text(self) -> str:
+        """The end of what was logged since the start, at most a MiB."""
+        try:
+            with self._path.open("rb") as file:
+                size = file.seek(0, 2)
+                begin = self._begin if self._begin <= size else 0
+                file.seek(max(begin, size - _MOST_BYTES))
+                return file.read().decode(errors="replace")
+        except OSError:
+            return ""
 
     def _note_stage(self, text: str) -> None:
         for number in range(len(_STAGES) - 1, self._stage, -1):

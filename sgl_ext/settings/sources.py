@@ -87,6 +87,12 @@ def balancer_settings(argv: Sequence[str]) -> BalancerSettings:
     return settings
 
 
+def launch_flags() -> list[str]:
+    """The launcher's own flags."""
+    fields = {**TABLES["launch"], **TABLES["balancer"]}
+    return ["--config", "--tenant", *(field.flag for field in fields.values())]
+
+
 def names_file(argv: Sequence[str]) -> bool:
     """Whether a command line names a file with settings."""
     return any(word.partition("=")[0] == "--config" for word in argv)
@@ -181,7 +187,9 @@ class _Given:
         for key, value in table.items():
             name = key.replace("-", "_")
             if name not in fields:
-                raise SettingsError(f"{where}{key}: unknown key{_nearest(name, fields)}")
+                others = (f"; it belongs to [{at}]" for at, keys in TABLES.items() if name in keys)
+                hint = next(others, _nearest(name, fields))
+                raise SettingsError(f"{where}{key}: unknown key{hint}")
             self.names[name] = where + key
             converted[name] = fields[name].convert(value, where + key, **how)
         return converted

@@ -219,16 +219,18 @@ def test_no_request_is_lost_while_engines_restart_one_after_another(pair: Node) 
         assert info["max_running_requests"] == 7
 
 
-def test_a_flag_that_sglang_does_not_know_ends_the_start_with_sglangs_own_message(
+def test_an_engine_that_does_not_start_shows_its_exception_and_where_its_log_is(
     start_node: StartNode, tmp_path: Path
 ) -> None:
-    with pytest.raises(RuntimeError) as failed, start_node(tmp_path, "--no-such-flag", "7"):
+    flags = "--json-model-override-args", '{"architectures": ["FooForCausalLM"]}'
+    with pytest.raises(RuntimeError) as failed, start_node(tmp_path, *flags):
         pass
     output = str(failed.value)
     assert "status=1" in output
     assert "engine-0 ended with exit code" in output
-    assert "unrecognized arguments: --no-such-flag 7" in output
-    assert "launch.py" not in output
+    assert "FooForCausalLM" in output
+    assert f"Its whole log: {tmp_path / 'engine-0.log'}" in output
+    assert "Traceback" not in output
 
 
 def test_bad_configuration_stops_before_a_process_starts(tmp_path: Path) -> None:
@@ -236,5 +238,7 @@ def test_bad_configuration_stops_before_a_process_starts(tmp_path: Path) -> None
     command += ["--log-dir", str(tmp_path / "logs")]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 1
-    assert ended.stderr == "sgl-ext: --instances='0': must be an integer of at least 1\n"
+    assert (
+        ended.stderr == "sgl-ext serve: error: --instances='0': must be an integer of at least 1\n"
+    )
     assert not os.path.exists(tmp_path / "logs")

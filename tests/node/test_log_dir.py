@@ -19,7 +19,7 @@ def test_a_second_node_ends_and_names_the_directory_and_the_first(tmp_path: Path
     logs = tmp_path / "logs"
     with locked(logs):
         (logs / "engine-0.log").write_text("of the first")
-        command = [sys.executable, "-m", "sgl_ext.launch", "--model-path", "m"]
+        command = [sys.executable, "-m", "sgl_ext.launch", "--model-path", "s3://m"]
         command += ["--log-dir", str(logs)]
         environment = {**os.environ, "SGLANG_PLATFORM": "none"}
         ended = subprocess.run(
@@ -27,7 +27,7 @@ def test_a_second_node_ends_and_names_the_directory_and_the_first(tmp_path: Path
         )
         assert ended.returncode == 1
         owner = f"in use by another node (process {os.getpid()}); each needs its own\n"
-        assert ended.stderr == f"sgl-ext: log_dir={str(logs)!r}: {owner}"
+        assert ended.stderr == f"sgl-ext serve: error: log_dir={str(logs)!r}: {owner}"
         assert (logs / "engine-0.log").read_text() == "of the first"
     with locked(logs):
         pass

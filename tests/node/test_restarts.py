@@ -57,7 +57,7 @@ class FakeEngine:
     def configure(self, settings: LaunchSettings) -> None:
         self.settings = settings
 
-    def last_lines(self, count: int) -> list[str]:
+    def lines_of_start(self) -> list[str]:
         return [f"a line of {self.settings.model_path}", "the reason"]
 
     async def stop(self, limit_s: float) -> None:
@@ -268,7 +268,7 @@ async def test_an_engine_that_does_not_come_back_gets_its_flags_of_before() -> N
         ["failed", "waiting", "waiting"],
     )
     assert ended.error is not None
-    assert ended.error.startswith("engine-0: it ended with exit code 1. The end of its log, engi")
+    assert ended.error.startswith("engine-0: it ended with exit code 1:\n  a line of")
     assert "the reason" in ended.error
     assert ended.error.endswith("\nIt serves again with the settings that it had.")
     assert [engine.settings for engine in node.engines] == [SETTINGS] * 3

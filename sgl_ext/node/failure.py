@@ -1,0 +1,112 @@
+"""Why a process ended, from its log: the exception with its cause, and not the log's last page.
+
+An engine is several processes. When one fails, the others end with exceptions that only say so;
+those count if there is no other.
+"""
+
+import re
+import signal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sgl_ext.node.child import Child
+
+_TRACE = "Traceback (most recent call last):"
+_CAUSE = "The above exception was the direct cause of the following exception:"
+_EXCEPTION = re.compile(r"([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Failed))(: |$)")
+# A line of SGLang's log, or of our own.
+_LOG_LINE = re.compile(r"\[?\d{4}-\d\d-\d\d[ T]")
+# What other processes of an engine say when one has failed.
+_FOLLOWS = re.compile(
+    r"EOFError|BrokenPipe|KeyboardInterrupt|SystemExit|scheduler died|Child process"
+    r"|subprocess\w* (died|exited|crashed)|process_group|leaked",
+    re.IGNORECASE,
+)
+_SAID = re.compile(r"(sgl-ext[\w -]*: |sglang serve: error: |usage: |\w*Error: )")
+_HINTS = (
+    (
+        re.compile(r"out of memory|not enough memory|DefaultCPUAllocator|MemoryError", re.I),
+        "lower mem-fraction-static or max-total-tokens, raise tp, or free memory",
+    ),
+    (
+        re.compile(r"architectures?\b.*not supported|does not recognize this architecture", re.I),
+        "this version of SGLang does not serve the model's architecture",
+    ),
+    (
+        re.compile(r"SafetensorError|header too|incomplete metadata|invalid load key", re.I),
+        "a file of the model is damaged: compare its size, and copy it again",
+    ),
+    (
+        re.compile(r"No space left on device"),
+        "make room on the disk that holds logs, store, model cache or /dev/shm",
+    ),
+)
+_MOST_LINES = 8
+_LONGEST = 400
+_LAST_LINES = 5
+
+
+def reason_of(child: "Child") -> str:
+    """Lines that say why a child failed, each indented, with the path of its log."""
+    lines = failure(child.lines_of_start(), child.exit_code)
+    text = "\n".join(f"  {line}" for line in lines)
+    return (
+        f"{text}\nIts whole log: {child.log}" if text else f"Its log, which is empty: {child.log}"
+    )
+
+
+def failure(lines: Sequence[str], exit_code: int | None = None) -> list[str]:
+    """The lines of a log that say why its process failed, and a hint where the cause is known."""
+    found = _exceptions(lines)
+    causes = [each for each in found if not _FOLLOWS.search(" ".join(each))]
+    if causes or found:
+        told = (causes or found)[-1]
+    else:
+        said = [at for at, line in enumerate(lines) if _SAID.match(line)]
+        told = [*lines[said[-1] :][:_MOST_LINES]] if said else [*lines[-_LAST_LINES:]]
+    if exit_code is not None and exit_code < 0:
+        name = signal.Signals(-exit_code).name
+        why = ": the system does so when memory runs out (dmesg)" if name == "SIGKILL" else ""
+        told = [*told, f"It was ended by {name}{why}."]
+    text = "\n".join(told)
+    told = [f"{line[:_LONGEST]}..." if len(line) > _LONGEST else line for line in told]
+    return [*told, *(f"Hint: {hint}." for pattern, hint in _HINTS if pattern.search(text))]
+
+
+def _exceptions(lines: Sequence[str]) -> list[list[str]]:
+    """What each traceback ends with, those of a chain as one: the last, then what caused it."""
+    found: list[list[str]] = []
+    is_cause = False
+    at = 0
+    while at < len(lines):
+        line = lines[at]
+        is_cause = is_cause or line.strip() == _CAUSE
+        at += 1
+        if _TRACE not in line:
+            continue
+        end, at = _end_of_traceback(lines, at)
+        if end and is_cause and found:
+            found[-1] = [*end, *(f"caused by {one}" for one in found[-1][:1])]
+        elif end:
+            found.append(end)
+        is_cause = False
+    return found
+
+
+def _end_of_traceback(lines: Sequence[str], at: int) -> tuple[list[str], int]:
+    """The exception at the end of a traceback, with the lines of its message; where it ends."""
+    while at < len(lines) and (lines[at].startswith(" ") or not _EXCEPTION.match(lines[at])):
+        if _LOG_LINE.match(lines[at]):
+            return [], at
+        at += 1
+    end: list[str] = []
+    while at < len(lines) and len(end) < _MOST_LINES:
+        line = lines[at]
+        if end and (_LOG_LINE.match(line) or _TRACE in line or line.strip() == _CAUSE):
+            break
+        if end and line.startswith(("During handling", "Exception ignored", "  warnings.warn")):
+            break
+        end.append(line.rstrip())
+        at += 1
+    return end, at

@@ -1,0 +1,158 @@
+"""Checks that disks, memory and GPUs have room for a node."""
+
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from sgl_ext.node.hardware import CPU_PLATFORM, Hardware
+from sgl_ext.node.preflight.model import given, local_folder
+from sgl_ext.settings.schema import IN_MEMORY, LaunchSettings, SettingsError
+from sgl_ext.sizing.model_config import SizingError, read_config
+from sgl_ext.sizing.weights import weight_bytes
+
+_MIB, _GIB = 1 << 20, 1 << 30
+# What the processes of one engine take besides weights and KV cache, at least.
+ENGINE_BYTES = 1 * _GIB
+LEAST_DISK_BYTES = 32 * _MIB
+# With these, the weights that an engine holds are not those of the files.
+_OTHER_WEIGHTS = (
+    *("--quantization", "--load-format", "--cpu-offload-gb", "--pp-size", "--dtype"),
+    *("--pipeline-parallel-size", "--json-model-override-args", "--offload-group-size"),
+)
+_NVIDIA_SMI_S = 2.0
+
+
+def check_disks(settings: LaunchSettings) -> str:
+    """A warning if the disks have less room than logs and store may take; "" otherwise.
+
+    Raises SettingsError if they have next to none.
+    """
+    balancer, children = settings.balancer, settings.instances + 2
+    wanted = [("log_dir", settings.log_dir, settings.log_limit_bytes * children)]
+    if balancer.request_log is not None:
+        wanted.append(("request_log", balancer.request_log, balancer.request_log_limit_bytes))
+    store = balancer.store
+    if balancer.store_limit_bytes and (store is None or (store != IN_MEMORY and ":" not in store)):
+        name = "log_dir" if store is None else "store"
+        wanted.append((name, store or settings.log_dir, balancer.store_limit_bytes))
+    by_disk: dict[int, tuple[str, str, int]] = {}
+    for name, path, size in wanted:
+        there = _existing(Path(path))
+        first = by_disk.setdefault(there.stat().st_dev, (name, path, 0))
+        by_disk[there.stat().st_dev] = (*first[:2], first[2] + size)
+    for name, path, size in by_disk.values():
+        free = shutil.disk_usage(_existing(Path(path))).free
+        if free < LEAST_DISK_BYTES:
+            least = f"logs and the store need {shown(LEAST_DISK_BYTES)} at least"
+            raise SettingsError(f"{name}={path!r}: its disk has {shown(free)} free; {least}")
+        if free < size:
+            most = f"logs and the store may grow to {shown(size)} (docs/limits.md)"
+            return f"{name}={path!r}: its disk has {shown(free)} free, and {most}"
+    return ""
+
+
+def check_memory(settings: LaunchSettings, found: Hardware, free: int | None = None) -> None:
+    """Raises SettingsError if the machine's memory does not hold the engines' processes, and on the
+    CPU their weights."""
+    free = free_memory() if free is None else free
+    if free is None:
+        return
+    weights = 0
+    if found.platform == CPU_PLATFORM:
+        weights = _weights(settings) or 0
+        if weights and _is_half(settings):
+            weights *= 2  # the CPU platform computes with float32
+    each = ENGINE_BYTES + weights
+    if settings.instances * each > free:
+        of = f"{shown(weights)} of weights and " if weights else ""
+        reason = f"an engine needs about {shown(each)} of memory ({of}its processes)"
+        have = f"{shown(free)} are free, enough for {free // each}"
+        raise SettingsError(f"instances={settings.instances}: {reason}; {have}")
+
+
+def check_gpus(settings: LaunchSettings, found: Hardware) -> None:
+    """Raises SettingsError if a GPU has no room for its part of the weights."""
+    weights = _weights(settings) if found.gpus else None
+    if not weights:
+        return
+    part, free = weights // settings.tp, free_gpu_memory()
+    for name in found.gpus[: settings.instances * settings.tp]:
+        if part > free.get(name, part):
+            need = f"needs {shown(part)} for its part of the weights ({shown(weights)}, "
+            need += f"tp={settings.tp}), and {shown(free[name])} are free"
+            raise SettingsError(f"model_path={settings.model_path!r}: GPU {name} {need}")
+
+
+def _weights(settings: LaunchSettings) -> int | None:
+    """The bytes of the weights that an engine loads, as far as the model's files say."""
+    folder = local_folder(settings.model_path)
+    if folder is None or given(settings.engine_args, _OTHER_WEIGHTS):
+        return None
+    try:
+        return weight_bytes(folder)
+    except SizingError:
+        return None
+
+
+def _is_half(settings: LaunchSettings) -> bool:
+    folder = local_folder(settings.model_path)
+    with suppress(SizingError):
+        config = {} if folder is None else read_config(folder)
+        return "16" in str(config.get("dtype") or config.get("torch_dtype"))
+    return False
+
+
+def free_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """The memory that new processes can take: the machine's, within a container's limit."""
+    found = []
+    with suppress(OSError, AttributeError):
+        line = re.search(r"^MemAvailable:\s+(\d+) kB", (proc / "meminfo").read_text(), re.MULTILINE)
+        found.append(int(line[1]) << 10)  # type: ignore[index]
+    with suppress(OSError, ValueError):  # "max" is no number
+        limit = int((cgroup / "memory.max").read_text())
+        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        # Files in the page cache give way.
+        files = int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
+        found.append(limit - int((cgroup / "memory.current").read_text()) + files)
+    return min(found, default=None)
+
+
+def free_gpu_memory() -> Mapping[str, int]:
+    """The free bytes of each GPU, by its index and its UUID; nothing if that takes too long."""
+    command = ["nvidia-smi", "--query-gpu=index,uuid,memory.free", "--format=csv,noheader,nounits"]
+    try:
+        listed = subprocess.run(
+            command, capture_output=True, text=True, timeout=_NVIDIA_SMI_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return parsed_gpu_memory(listed.stdout.splitlines())
+
+
+def parsed_gpu_memory(lines: Sequence[str]) -> dict[str, int]:
+    """The free bytes of each GPU from lines of nvidia-smi: `INDEX, UUID, MIB`."""
+    free = {}
+    for line in lines:
+        words = [word.strip() for word in line.split(",")]
+        if len(words) == 3 and words[2].isdecimal():
+            free[words[0]] = free[words[1]] = int(words[2]) * _MIB
+    return free
+
+
+def _existing(path: Path) -> Path:
+    """The path, or the nearest of its parents that exists."""
+    path = path.absolute()
+    return next((one for one in (path, *path.parents) if one.exists()), Path("/"))
+
+
+def shown(size: int) -> str:
+    """A number of bytes for people."""
+    for unit, name in ((_GIB, "GiB"), (_MIB, "MiB")):
+        if size >= unit:
+            return (
+                f"{size / unit:.3g} {name}" if size < 1000 * unit else f"{size / unit:.0f} {name}"
+            )
+    return f"{size >> 10} KiB"
