@@ -3,9 +3,9 @@
 GET /sgl_ext/state    the document of `state`
 GET /sgl_ext/live     `event: state` with it as `data:`, about once a second
 
-Nothing is made while nobody looks, and one document serves all who do. A stream has no queue: each
-event is the latest document, so a client that reads slowly gets fewer of them, and one that
-reads nothing is dropped.
+The document is made when a client requests it, and one serves all clients of about that time. A
+stream has no queue: each event is the latest document, so a client that reads slowly gets fewer of
+them, and one that reads nothing is dropped.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """The page at `/` and `/sgl_ext/ui`, which shows the live state.
 
 Its files are in `sgl_ext/balancer/ui` and hold no data: what they show comes from `live_state`,
-with the rules of access that hold there. They load nothing from elsewhere, and the browser is told
-to refuse it: a client's text that became a script could not run, or send anything away.
+with the rules of access that hold there. They load nothing from elsewhere, and their policy
+makes the browser refuse it: a client's text that became a script could not run, or send anything.
 """
 
 from functools import cache
