@@ -5,7 +5,6 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import orjson
@@ -22,7 +21,6 @@ from sgl_ext.balancer.cluster.reloads import Reloads
 from sgl_ext.balancer.cluster.store_messages import StoreMessages
 from sgl_ext.balancer.conversations.conversation_store import ConversationStore
 from sgl_ext.balancer.conversations.tenant_documents import TenantDocuments
-from sgl_ext.balancer.metrics.across_processes import SharedSnapshots, merge_pages
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.relay.hint_rules import HintRules
 from sgl_ext.balancer.relay.services import Services
@@ -31,6 +29,7 @@ from sgl_ext.balancer.reporting.diagnosis import DivergenceDetector
 from sgl_ext.balancer.reporting.line_file import LineFile, check_file
 from sgl_ext.balancer.reporting.request_log import RequestLog
 from sgl_ext.balancer.reporting.span_export import open_export
+from sgl_ext.balancer.reporting.whole_balancer import WholeBalancer
 from sgl_ext.balancer.routing.admission_queue import AdmissionQueue
 from sgl_ext.balancer.routing.engine_settings import EngineSettingsSender
 from sgl_ext.balancer.routing.event_subscriber import EventSubscribers
@@ -42,7 +41,6 @@ from sgl_ext.balancer.routing.worker_probes import WorkerProbes
 from sgl_ext.balancer.routing.worker_sources import WorkerSources
 from sgl_ext.balancer.routing.workers import Workers
 from sgl_ext.balancer.store.opening import open_store
-from sgl_ext.doctor.findings import merged
 from sgl_ext.limits.byte_account import ByteAccount
 from sgl_ext.membership.member import Membership
 from sgl_ext.requests.strip import HeaderStrip
@@ -50,7 +48,6 @@ from sgl_ext.settings.reloading import LiveSettings
 from sgl_ext.settings.schema import BalancerSettings
 from sgl_ext.tenants import Tenants
 
-_METRICS, _FINDINGS, _STATE = ".prom", ".found", ".state"
 # The latest requests of all processes, if there is no request log.
 _REMEMBERED, _REMEMBERED_BYTES = "requests", 4 << 20
 # How long the start waits for the engines to report what they hold.
@@ -88,9 +85,6 @@ class Parts:
         self._metrics = metrics
         self._key_file = key_file
         self._keys_changed = keys_changed
-        self._snapshots = (
-            None if group is None or folder is None else SharedSnapshots(folder, group.number)
-        )
         # Each worker has a few connections, one of them for its events: a limit for all would keep
         # probes waiting.
         self._session = session = aiohttp.ClientSession(
@@ -123,9 +117,11 @@ class Parts:
         self._readiness = Readiness(
             self._workers, self._subscribers, prefixes, config.warm_timeout_s
         )
-        self._detector = None
+        detector = None
         if config.diagnose or config.request_log is not None:
-            self._detector = DivergenceDetector(strip, metrics, sort_tools=config.sort_tools)
+            detector = DivergenceDetector(strip, metrics, sort_tools=config.sort_tools)
+        number = 0 if group is None else group.number
+        self._whole = whole = WholeBalancer(metrics, detector, folder, number)
         lines = _open_log(config, metrics)
         shared = None
         if lines is None and folder is not None:
@@ -145,7 +141,7 @@ class Parts:
             metrics,
             activity,
             lines,
-            self._detector,
+            detector,
             partial(_label, tenants, key_file),
             shared,
         )
@@ -160,13 +156,13 @@ class Parts:
             secret,
             session,
             account,
-            self._metrics_page,
-            self._divergences,
+            whole.metrics_page,
+            whole.divergences,
             self._readiness,
             self._sources.rows,
             self._launcher,
             activity,
-            lambda: self._others(_STATE),
+            whole.other_states,
         )
         self.services.hint_rules = HintRules(config.hints)
         self._sender = EngineSettingsSender(
@@ -282,33 +278,7 @@ class Parts:
         return Peers(group, router, self._metrics, store=messages)
 
     async def _write_snapshots(self) -> None:
-        """Writes what the other processes read, in a thread."""
-        if self._snapshots is None:
-            return
-        write = self._snapshots.write
-        # With many engines a page takes tens of milliseconds.
-        await asyncio.to_thread(lambda: write(self._metrics.render(), _METRICS))
-        state = orjson.dumps(part(self.services, time.time()))
-        await asyncio.to_thread(write, state, _STATE)
-        if self._detector is not None:
-            findings = orjson.dumps(self._detector.findings.as_json())
-            await asyncio.to_thread(write, findings, _FINDINGS)
-
-    def _divergences(self) -> dict[str, Any] | None:
-        """The findings of all processes; None if prompts are not compared."""
-        if self._detector is None:
-            return None
-        others = map(orjson.loads, self._others(_FINDINGS))
-        return merged([self._detector.findings.as_json(), *others])
-
-    def _metrics_page(self) -> bytes:
-        """Call it in a thread."""
-        page, others = self._metrics.render(), self._others(_METRICS)
-        return merge_pages([page, *others]) if others else page
-
-    def _others(self, kind: str) -> list[bytes]:
-        """The snapshots of the other processes."""
-        return [] if self._snapshots is None else self._snapshots.read_others(kind)
+        await self._whole.write(lambda: orjson.dumps(part(self.services, time.time())))
 
 
 def _label(tenants: Tenants, key_file: KeyFileReloader | None, tenant: str) -> str | None:

@@ -122,7 +122,7 @@ class FakeNode:
 
     def diverge(self, harness: str, model: str, found: dict[str, Any]) -> None:
         """Makes it find that a prompt diverges."""
-        detector = self.balancer._parts._detector
+        detector = self.balancer._services.request_log.detector
         assert detector is not None, "it compares prompts"
         detector.findings.add(harness, model, 20_000, found)
 
