@@ -13,6 +13,7 @@ import shutil
 import tempfile
 import time
 from datetime import UTC, datetime
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,9 @@ tokens_per_minute = 60000
 [tenants.review-bot]
 requests_per_minute = 120
 """
-_TEAMS = (("search-team", 7, "0"), ("nightly-ci", 6, "-5"), ("review-bot", 3, "10"))
+_TEAMS = (("search-team", 8, "0"), ("nightly-ci", 8, "-5"), ("review-bot", 3, "10"))
 _WORDS = "read the file and test what it returns when a list is empty then write a patch for it"
-_WIDTH, _HEIGHT = 1280, 1400
+_WIDTH, _HEIGHT = 1280, 1180
 
 
 class Agent:
@@ -82,7 +83,7 @@ class Agent:
                     messages.append({"role": "assistant", "content": "I did so."})
                 else:
                     messages.pop()
-            await asyncio.sleep(self._chance.expovariate(1 / 2.5))
+            await asyncio.sleep(self._chance.expovariate(1 / 2))
 
     def _text(self, words: int, seed: str | None = None) -> str:
         chance = self._chance if seed is None else random.Random(seed)
@@ -116,10 +117,8 @@ async def take(url: str, key: str) -> None:
                 await page.keyboard.press("Enter")
             await page.locator("#engines tbody tr").first.wait_for()
             await page.wait_for_timeout(1500)
-            path = IMAGES / f"page-{scheme}.png"
-            await page.screenshot(path=path)
-            # A few colours are enough, and make it a third as large.
-            Image.open(path).quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
+            with Image.open(BytesIO(await page.screenshot())) as picture:
+                picture.save(IMAGES / f"page-{scheme}.webp", lossless=True, method=6)
             await page.close()
         await browser.close()
 

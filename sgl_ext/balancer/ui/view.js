@@ -84,15 +84,22 @@ function memoryCell(cell, { kv }) {
 }
 
 /** A name, of any length: two lines of it, and the rest where the pointer rests. */
-const name = (of) => (cell, item) => {
+const name = (of, shorten = (text) => text) => (cell, item) => {
   const text = of(item) || UNKNOWN;
   if (!cell.firstChild) cell.append(element("span", { class: "clip" }));
-  setText(cell.firstChild, text);
+  setText(cell.firstChild, shorten(text));
   if (cell.title !== text) cell.title = text;
 };
 
-/** An engine's name, without what all of them begin with. */
-const engineName = (id) => id.replace(/^https?:\/\//, "");
+/** What engines' names have in common is left out. */
+let home = "";
+const engineName = (id) => id.replace(/^https?:\/\//, "").replace(home, "");
+
+/** The node's part of its engines' names, "" if they are on several. */
+function homeOf(engines) {
+  const homes = new Set(engines.map(({ id }) => id.match(/@[^@]+$/)?.[0] ?? ""));
+  return homes.size === 1 ? [...homes][0] : "";
+}
 
 const perSecond = (figure, unit) => (figure === UNKNOWN ? figure : `${figure} ${unit}`);
 
@@ -132,7 +139,7 @@ export class View {
     this.engines = new Table(byId("engines"), {
       label: "engines-title", key: ({ id }) => id, empty: "No engine is known yet.",
       columns: [
-        { head: "Engine", isHead: true, kind: "name", show: name(({ id }) => engineName(id)) },
+        { head: "Engine", isHead: true, kind: "name", show: name(({ id }) => id, engineName) },
         { head: "State", kind: "state", show: stateCell },
         { head: "Running", kind: "number", show: runningCell },
         { head: "Waiting", kind: "number extra", text: ({ waiting }) => count(waiting) },
@@ -145,7 +152,7 @@ export class View {
       columns: [
         { head: "Session", isHead: true, show: (cell, { id }) => shortId(cell, id) },
         { head: "Tenant", kind: "name", show: name(({ tenant }) => tenant) },
-        { head: "Engine", kind: "name extra", show: name(({ engine }) => engineName(engine)) },
+        { head: "Engine", kind: "name extra", show: name(({ engine }) => engine, engineName) },
         { head: "Turns", kind: "number", text: ({ turns }) => count(turns) },
         { head: "Prompt", kind: "number", text: ({ prompt_tokens: tokens }) => compact(tokens) },
         { head: "Cached", kind: "meter share", show: (cell, { cached_share: share }) => shareCell(cell, share) },
@@ -157,7 +164,7 @@ export class View {
       columns: [
         { head: "Prefix", isHead: true, show: (cell, { prefix }) => shortId(cell, prefix) },
         { head: "Owner", kind: "name", show: name(({ owner, session }) => owner || session) },
-        { head: "Engine", kind: "name extra", show: name(({ worker }) => engineName(worker)) },
+        { head: "Engine", kind: "name extra", show: name(({ worker }) => worker, engineName) },
         { head: "Tokens", kind: "number", text: ({ tokens }) => compact(tokens) },
         { head: "Reads", kind: "number extra", text: ({ hits }) => count(hits) },
         { head: "Time left", kind: "number", text: ({ left_s: left }) => span(left) },
@@ -201,6 +208,7 @@ export class View {
     }
     const { node, history, queue, counts, recent } = state;
     this.now_s = node.now_s;
+    home = homeOf(state.engines);
     setText(byId("model"), node.model ?? "");
     document.title = `${node.model ? `${node.model} – ` : ""}sgl-ext`;
     const status = byId("node");
