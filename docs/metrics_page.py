@@ -63,7 +63,11 @@ def engine_rows() -> list[Row]:
 
 def added_rows() -> list[Row]:
     """What /metrics/engines adds to the engines' own pages."""
-    return [Row(engine_metrics.UP.decode(), "gauge", ("engine",), engine_metrics.UP_HELP.decode())]
+    up, restarts = engine_metrics.UP, engine_metrics.RESTARTS
+    return [
+        Row(up.decode(), "gauge", ("engine",), engine_metrics.UP_HELP.decode()),
+        Row(restarts.decode(), "counter", ("child",), engine_metrics.RESTARTS_HELP.decode()),
+    ]
 
 
 def page(text: str) -> str:

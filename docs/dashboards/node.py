@@ -352,9 +352,13 @@ _BALANCER = row(
     ),
     graph(
         "Engines that come and go",
-        "Engines that joined or left in an hour. One that restarts does both.",
+        "Engines that joined or left in an hour, and how often the launcher started each again.",
         (f"sum(increase(sgl_ext_workers_joined_total{{{OURS}}}[1h]))", "joined"),
         (f"sum(increase(sgl_ext_workers_left_total{{{OURS}}}[1h]))", "left"),
+        (
+            'sum by (child) (increase(sgl_ext_child_restarts_total{instance=~"$instance"}[1h]))',
+            "{{child}} started again",
+        ),
     ),
     collapsed=True,
 )

@@ -49,6 +49,11 @@ class Child:
         """Its name, and from its second start on the number of the start."""
         return self.name if self._starts <= 1 else f"{self.name}.{self._starts}"
 
+    @property
+    def restarts(self) -> int:
+        """How often it was started again."""
+        return max(self._starts - 1, 0)
+
     def change_command(self, command: Sequence[str]) -> None:
         """What the next start runs."""
         self._command = list(command)

@@ -97,7 +97,7 @@ class Control:
         elif self.restarts is not None and self.restarts.drains(engine.name):
             state = "draining"
         row = {"name": engine.name, "url": engine.url, "state": state}
-        return {**row, "stage": stage, "progress": progress}
+        return {**row, "stage": stage, "progress": progress, "restarts": engine.restarts}
 
     async def _restart(self, request: web.Request) -> web.Response:
         if self._cannot_restart:

@@ -36,6 +36,7 @@ async def test_it_tells_how_far_engines_are_and_restarts_them_once_the_node_has_
     (row,) = (await (await client.get("/children")).json())["children"]
     assert (row["name"], row["url"]) == ("engine-0", "http://127.0.0.1:1")
     assert (row["state"], row["stage"], row["progress"]) == ("starting", "loading weights", 0.5)
+    assert row["restarts"] == 0
     answer = await client.post("/restart")
     assert (answer.status, await answer.json()) == (409, {"error": "the node is still starting"})
     control.restarts = FakeNode().restarts

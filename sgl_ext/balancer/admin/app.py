@@ -45,7 +45,9 @@ def make_app(services: Services, interval_s: float = 1.0) -> web.Application:
     app = web.Application(client_max_size=_ANY_SIZE, middlewares=[answer_errors])
     app[SERVICES] = services
     app[live_state.STATES] = live_state.States(services, interval_s)
-    engine_metrics = EngineMetrics(services.workers, services.session, services.metrics)
+    engine_metrics = EngineMetrics(
+        services.workers, services.session, services.metrics, services.launcher
+    )
     to_all_workers = [
         ("DELETE", routes.PREFILL),
         *(("POST", path) for path in routes.FANNED_OUT),

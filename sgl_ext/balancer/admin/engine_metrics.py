@@ -2,18 +2,21 @@
 
 Engines listen on loopback, so a Prometheus elsewhere reads them here. All are read at once, within
 a time and a size. An engine that does not answer is left out: `sgl_ext_engine_up` is 0 for it, and
-`sgl_ext_engine_scrape_failures_total` counts it with the reason.
+`sgl_ext_engine_scrape_failures_total` counts it with the reason. The page also says how often the
+launcher has started each engine again.
 """
 
 import asyncio
 import re
 from collections.abc import Iterable, Mapping
 from http import HTTPStatus
+from types import MappingProxyType
 
 import aiohttp
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
+from sgl_ext.balancer.cluster.launcher import Launcher
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.balancer.routing.workers import Workers
@@ -39,6 +42,10 @@ _OWN_LABEL = re.compile(rb'([{,])engine="')
 
 UP = b"sgl_ext_engine_up"
 UP_HELP = b"Whether the engine's metrics could be read for this page."
+RESTARTS = b"sgl_ext_child_restarts_total"
+RESTARTS_HELP = (
+    b"Times that the launcher has started an engine of its node again, planned or not, by its name."
+)
 
 
 class Unreadable(Exception):
@@ -48,9 +55,16 @@ class Unreadable(Exception):
 class EngineMetrics:
     """Reads the engines' metrics, once for all requests that come meanwhile."""
 
-    def __init__(self, workers: Workers, session: aiohttp.ClientSession, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        workers: Workers,
+        session: aiohttp.ClientSession,
+        metrics: Metrics,
+        launcher: Launcher,
+    ) -> None:
         self._workers = workers
         self._session = session
+        self._launcher = launcher
         self._failures = metrics.engine_scrape_failures.counts
         self._reading: asyncio.Task[bytes] | None = None
 
@@ -64,9 +78,11 @@ class EngineMetrics:
         workers = {worker.id: worker for worker in self._workers.all}
         left_bytes = [MOST_BYTES_IN_ALL]
         read = [self._read(worker, left_bytes) for worker in workers.values()]
-        pages = dict(zip(workers, await asyncio.gather(*read), strict=True))
+        children, *found = await asyncio.gather(self._launcher.children(), *read)
+        pages = dict(zip(workers, found, strict=True))
+        restarts = {child["name"]: child["restarts"] for child in children}
         # In a thread: 64 engines' pages are about 10 MB.
-        page, unreadable = await asyncio.to_thread(merge, pages)
+        page, unreadable = await asyncio.to_thread(merge, pages, restarts)
         for _ in unreadable:
             self._failures[("unreadable",)] += 1
         return page
@@ -100,15 +116,19 @@ class EngineMetrics:
         return bytes(page)
 
 
-def merge(pages: Mapping[str, bytes | None]) -> tuple[bytes, list[str]]:
+def merge(
+    pages: Mapping[str, bytes | None], restarts: Mapping[str, int] = MappingProxyType({})
+) -> tuple[bytes, list[str]]:
     """One page for those of several engines, each family once, and the engines whose page cannot
     be read: one wrong line would make Prometheus reject the whole page.
 
     pages: in Prometheus' text format, by the engine's id; None for an engine without one.
+    restarts: how often the launcher has started each of its engines again.
     """
-    up = _Family()
-    up.about = {b"HELP": b"# HELP %b %b" % (UP, UP_HELP), b"TYPE": b"# TYPE %b gauge" % UP}
-    families, unreadable = {UP: up}, []
+    up, again = _Family(UP, b"gauge", UP_HELP), _Family(RESTARTS, b"counter", RESTARTS_HELP)
+    families, unreadable = {UP: up, RESTARTS: again}, []
+    for name, times in restarts.items():
+        again.samples.append(b'\n%b{child="%b"} %d' % (RESTARTS, _escaped(name).encode(), times))
     for engine, page in pages.items():
         label = b'engine="%b"' % _escaped(engine).encode()
         is_up = False
@@ -126,8 +146,13 @@ def merge(pages: Mapping[str, bytes | None]) -> tuple[bytes, list[str]]:
 class _Family:
     """about: the lines HELP and TYPE, as the first engine states them."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: bytes = b"", kind: bytes = b"", text: bytes = b"") -> None:
         self.about: dict[bytes, bytes] = {}
+        if name:
+            self.about = {
+                b"HELP": b"# HELP %b %b" % (name, text),
+                b"TYPE": b"# TYPE %b %b" % (name, kind),
+            }
         self.samples: list[bytes] = []
 
     def parts(self) -> Iterable[bytes]:

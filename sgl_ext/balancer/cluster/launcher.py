@@ -42,7 +42,7 @@ class Launcher:
 
     async def children(self) -> list[dict[str, Any]]:
         """The engines that the launcher keeps: of each its `name`, `url`, `state` ("ready",
-        "starting", "draining" or "ended"), `stage` and `progress` (0 to 1, or None).
+        "starting", "draining" or "ended"), `stage`, `progress` (0 to 1, or None) and `restarts`.
 
         On Ray, the process that keeps them. [] if there is no launcher, or if it does not answer
         within a second.

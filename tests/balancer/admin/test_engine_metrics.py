@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sgl_ext.balancer.admin import engine_metrics
 from sgl_ext.balancer.admin.engine_metrics import EngineMetrics, merge
+from sgl_ext.balancer.cluster.launcher import Launcher
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.key_file import hash_of
 from tests.balancer.conftest import Answer, Engine, Start
@@ -55,6 +56,15 @@ def test_pages_become_one_with_each_family_once() -> None:
     assert found["load"].samples[1].value == -1.5e-05
     up = {s.labels["engine"]: s.value for s in found["sgl_ext_engine_up"].samples}
     assert up == {'e"0\\': 1, "e1": 1, "e2": 0}
+
+
+def test_the_page_says_how_often_engines_were_started_again() -> None:
+    page, _ = merge({"engine-0.3@n": PAGE}, {"engine-0": 2, "engine-1": 0})
+    found = families(page)["sgl_ext_child_restarts"].samples
+    assert [(s.labels, s.value) for s in found] == [
+        ({"child": "engine-0"}, 2.0),
+        ({"child": "engine-1"}, 0.0),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +137,7 @@ async def test_requests_at_the_same_time_read_each_engine_once(start: Start) -> 
     await start(one)
     workers = workers_at([one.url], metrics := Metrics())
     async with aiohttp.ClientSession() as session:
-        reader = EngineMetrics(workers, session, metrics)
+        reader = EngineMetrics(workers, session, metrics, Launcher(None))
         request = make_mocked_request("GET", "/metrics/engines")
         first, second = await asyncio.gather(reader.show(request), reader.show(request))
         assert first.body == second.body
