@@ -7,7 +7,6 @@ signal ends them at once.
 
 import asyncio
 import logging
-import os
 import signal
 import sys
 import time
@@ -22,29 +21,27 @@ from rich.console import Console
 
 from sgl_ext.balancer.store.documents import StoreUnusable
 from sgl_ext.hangup import hold_hangups, on_hangup
-from sgl_ext.logs import write_logs
 from sgl_ext.node import hardware
 from sgl_ext.node.child import Child
 from sgl_ext.node.children import make_children
 from sgl_ext.node.control import Control, socket_path
 from sgl_ext.node.engine import Engine
 from sgl_ext.node.engine_calls import EngineCalls
-from sgl_ext.node.failure import reason_of
 from sgl_ext.node.keepers import Keepers
-from sgl_ext.node.log_dir import locked, new_log, open_log, rotated
-from sgl_ext.node.preflight.checks import check_restart, check_start
+from sgl_ext.node.log_dir import locked, rotated
 from sgl_ext.node.progress import start_progress, summary
 from sgl_ext.node.reloads import Reloads, live_settings
 from sgl_ext.node.replacement import Replacement
 from sgl_ext.node.restarts import Restarts
 from sgl_ext.node.stages import FLEET, READY, stage_of
+from sgl_ext.node.start.checks import check_restart, check_start
+from sgl_ext.node.start.failure import reason_of
+from sgl_ext.node.start.launcher_log import begin_log, launcher_log
 from sgl_ext.output import LossyStream
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
-from sgl_ext.settings.shown import changed
 from sgl_ext.settings.sources import launch_settings, names_file
 from sgl_ext.supervision import supervise
 from sgl_ext.temporary_folder import ENGINE_FOLDERS, remove_stale
-from sgl_ext.version import versions
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +53,6 @@ _HURRIED_STOP_S = 3.0
 _LIST_S = 0.25
 _ROTATE_S = 5.0
 _LAST_LINES = 20
-_LOG = "launcher.log"
 _SAID = "sgl-ext: "
 
 
@@ -77,7 +73,7 @@ def main(argv: list[str] | None = None) -> None:
         console = Console(file=cast(IO[str], LossyStream(sys.stdout)))
         with locked(Path(settings.log_dir)):
             read = partial(launch_settings, argv) if names_file(argv) else None
-            say = _begin_log(settings, console)
+            say = begin_log(settings, console)
             for note in notes:
                 say(note)
             try:
@@ -90,20 +86,6 @@ def main(argv: list[str] | None = None) -> None:
     finally:
         # Engines that were killed could not do so.
         remove_stale(ENGINE_FOLDERS)
-
-
-def _begin_log(settings: LaunchSettings, console: Console) -> Callable[[str], None]:
-    """Opens the launcher's own log. Gives a function that prints a line, and logs it, too."""
-    descriptor = open_log(new_log(Path(settings.log_dir) / _LOG))
-    write_logs("launcher", settings.balancer.log_format, settings.balancer.log_level, descriptor)
-    log.info("starting", extra={**versions()._asdict(), "pid": os.getpid()})
-    log.info("settings other than the defaults", extra=changed(settings))
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False, soft_wrap=True)
-        log.info("%s", text)
-
-    return say
 
 
 _FAILURES = (SettingsError, StartError, StoreUnusable)
@@ -146,7 +128,7 @@ async def serve(
             return
         console.print(summary(settings, engines, balancer.url))
         log.info("serving", extra={"url": balancer.url})
-        logs = [Path(settings.log_dir) / _LOG, *(child.log for child in (balancer, *engines))]
+        logs = [launcher_log(settings), *(child.log for child in (balancer, *engines))]
         rotate = partial(_rotate, logs, settings.log_limit_bytes, say)
         works: list[tuple[str, Callable[[], Awaitable[None] | None], float]] = [
             ("the list of engines", listed.update, _LIST_S),

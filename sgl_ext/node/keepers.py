@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from sgl_ext.node.child import Child
-from sgl_ext.node.failure import reason_of
+from sgl_ext.node.start.failure import reason_of
 from sgl_ext.supervision import supervise
 
 _RETRY_S = 1.0

@@ -5,7 +5,7 @@ import os
 import socket
 from contextlib import suppress
 
-from sgl_ext.node.port_owner import port_owner
+from sgl_ext.node.start.port_owner import port_owner
 from sgl_ext.settings.schema import SettingsError
 
 

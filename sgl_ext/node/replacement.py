@@ -14,8 +14,8 @@ from typing import Protocol
 
 from sgl_ext.node.children import EngineList
 from sgl_ext.node.engine import Engine
-from sgl_ext.node.failure import reason_of
 from sgl_ext.node.stages import stage_of
+from sgl_ext.node.start.failure import reason_of
 from sgl_ext.settings.schema import LaunchSettings
 
 LOOK_S = 1.0

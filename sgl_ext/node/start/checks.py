@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from sgl_ext.node.hardware import Hardware, check_capacity
-from sgl_ext.node.preflight.flags import check_flags
-from sgl_ext.node.preflight.model import check_model
-from sgl_ext.node.preflight.room import check_disks, check_gpus, check_memory
+from sgl_ext.node.start.flags import check_flags
+from sgl_ext.node.start.model import check_model
+from sgl_ext.node.start.room import check_disks, check_gpus, check_memory
 from sgl_ext.settings.schema import LaunchSettings
 from sgl_ext.settings.sources import launch_flags
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from sgl_ext.node.hardware import CPU_PLATFORM, Hardware
-from sgl_ext.node.preflight.model import given, local_folder
+from sgl_ext.node.start.model import given, local_folder
 from sgl_ext.settings.schema import IN_MEMORY, LaunchSettings, SettingsError
 from sgl_ext.sizing.model_config import SizingError, read_config
 from sgl_ext.sizing.weights import weight_bytes

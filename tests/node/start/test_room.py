@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from sgl_ext.node.hardware import CPU_PLATFORM, Hardware
-from sgl_ext.node.preflight import room
-from sgl_ext.node.preflight.room import (
+from sgl_ext.node.start import room
+from sgl_ext.node.start.room import (
     ENGINE_BYTES,
     check_disks,
     check_gpus,

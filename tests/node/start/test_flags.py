@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from sgl_ext_cpu.node import ROOT
 
-from sgl_ext.node.preflight import flags
-from sgl_ext.node.preflight.flags import TABLE, check_flags
+from sgl_ext.node.start import flags
+from sgl_ext.node.start.flags import TABLE, check_flags
 from sgl_ext.settings.schema import SettingsError
 
 

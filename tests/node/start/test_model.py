@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_ext.node.preflight.model import check_model
+from sgl_ext.node.start.model import check_model
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
 
 

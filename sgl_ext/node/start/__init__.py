@@ -1,0 +1,1 @@
+"""What a start checks, before SGLang could be imported, and shows."""
