@@ -1,4 +1,5 @@
 # Each target sets up what it needs. `make serve`, then `make test`.
+# `make serve PORT=31000 MODEL=/models/qwen CONFIG=my.toml` serves another way.
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
@@ -13,6 +14,8 @@ export UV_FIND_LINKS
 TORCH := $(if $(UV_FIND_LINKS),,--torch-backend=cpu)
 EXTRAS := engine,kubernetes,postgres,ray,redis,dev
 GPU := $(shell command -v nvidia-smi)
+# uv shows what it downloads, but not in a log of CI.
+CALM := $(if $(CI),--quiet)
 
 MODEL ?= .models/tiny
 TEST_PROCESSES ?= 2
@@ -26,18 +29,19 @@ BENCHES := $(patsubst bench/%.py,%,$(filter-out bench/__init__.py,$(wildcard ben
 setup: $(READY)
 
 $(READY): $(SETUP_FILES)
+	@echo "Setting up $(VENV): SGLang, torch and the rest, several GB of downloads at the first time."
 	python3 -m venv $(VENV)
-	$(PYTHON) -m pip install --quiet uv
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check uv
 ifeq ($(GPU),)
-	$(UV) pip install --quiet --compile-bytecode --python $(PYTHON) $(TORCH) --overrides launch/cpu/overrides.txt -e '.[$(EXTRAS)]' -e launch/cpu
+	$(UV) pip install $(CALM) --compile-bytecode --python $(PYTHON) $(TORCH) --overrides launch/cpu/overrides.txt -e '.[$(EXTRAS)]' -e launch/cpu
 else
-	$(UV) pip install --quiet --compile-bytecode --python $(PYTHON) -e '.[$(EXTRAS)]' -e launch/cpu
+	$(UV) pip install $(CALM) --compile-bytecode --python $(PYTHON) -e '.[$(EXTRAS)]' -e launch/cpu
 endif
 	touch $(READY)
 
 serve: setup
 	$(if $(filter .models/%,$(MODEL)),$(PYTHON) -m sgl_ext_cpu.model $(MODEL) >/dev/null)
-	$(PYTHON) -m sgl_ext.launch --config $(CONFIG) --model-path $(MODEL)
+	$(PYTHON) -m sgl_ext.launch --config $(CONFIG) --model-path $(MODEL) $(if $(PORT),--port $(PORT))
 
 # The same with Ray in between: a cluster of this machine alone, and engines on it.
 serve-ray: setup
