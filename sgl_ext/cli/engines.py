@@ -74,12 +74,12 @@ def _followed(node: Node, operation: dict[str, Any], *, quiet: bool) -> dict[str
     id, heard_s = operation.get("id"), time.monotonic()
     while True:
         for row in operation.get("engines", ()):
-            now = (row.get("state"), row.get("reason"))
+            # The end of a log has lines of its own, which the error repeats.
+            why = plain(str(row.get("reason") or "").partition("\n")[0])
+            now = (row.get("state"), why)
             if printed.get(row["name"]) != now and not quiet:
                 line = Text(f"{plain(row['name'])}: ").append_text(state(row.get("state")))
-                # The end of a log has lines of its own, which the error repeats.
-                why = str(row.get("reason") or "").partition("\n")[0]
-                shown.print(line.append(f" ({plain(why)})" if why else ""))
+                shown.print(line.append(f" ({why})" if why else ""))
             printed[row["name"]] = now
         if operation.get("state") != "running":
             return operation

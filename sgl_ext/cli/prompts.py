@@ -88,8 +88,12 @@ def _print_explanation(document: dict[str, Any]) -> None:
     if "time" in document:
         document["time"] = datetime.fromtimestamp(document["time"]).isoformat(" ", "seconds")
     print_record(document)
-    columns = [name for name in _COLUMNS if any(row.get(name) for row in workers)]
-    if columns:
+    columns = [
+        name
+        for name in _COLUMNS
+        if name in ("name", "cost") or any(row.get(name) for row in workers)
+    ]
+    if workers:
         rows = [[row.get(name) for name in columns] for row in workers]
         shown = console()
         shown.print()

@@ -3,6 +3,7 @@
 A figure that the node does not know is None.
 """
 
+import re
 from typing import Any
 
 import msgspec
@@ -142,5 +143,11 @@ def read_state(document: Any, node: Node) -> State:
     except msgspec.ValidationError as error:
         other = f"the state of {node.url} is that of another version of sgl-ext: {error}"
         raise NodeError(other) from None
-    found.engines.sort(key=lambda engine: (len(engine.id), engine.id))  # 10 after 9
+    found.engines.sort(key=lambda engine: _natural(engine.id))
     return found
+
+
+def _natural(name: str) -> list[int | str]:
+    """Sorts engine-10 after engine-9.2: every second part of a name is a number."""
+    parts = enumerate(re.split(r"([0-9]+)", name))
+    return [int(part) if n % 2 else part for n, part in parts]

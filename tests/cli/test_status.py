@@ -58,3 +58,10 @@ def test_a_state_of_another_form_is_another_version(node: FakeNode, run: Run) ->
     assert (code, out) == (1, "")
     assert "another version of sgl-ext: Expected `str`, got `int`" in err
     assert "$.engines[0].id" in err
+
+
+def test_engines_are_in_the_order_of_their_numbers(node: FakeNode, run: Run) -> None:
+    ids = ["engine-0.3@box:1", "engine-1@box:1", "engine-9@box:1", "engine-10.2@box:1"]
+    node.answers[PATH] = state_of(engines=[{"id": id} for id in reversed(ids)])
+    out = run("status")[1]
+    assert [line.split()[0] for line in out.splitlines()[-4:]] == ids
