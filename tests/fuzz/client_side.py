@@ -70,7 +70,7 @@ def _read(reader: RequestReader, pieces: list[bytes]) -> list[Request]:
 def forwarded(request: Request) -> bytes:
     """What the balancer would send to an engine."""
     sent: list[bytes] = []
-    services: Any = SimpleNamespace(control=_POOL)
+    services: Any = SimpleNamespace(control=_POOL, span_export=None)
     connection: Any = SimpleNamespace(
         send=lambda _, head, body, method: sent.extend((head, bytes(body)))
     )

@@ -90,6 +90,7 @@ class _Server:
             admission_queue=nothing,
             metrics=nothing,
             sampled_log=nothing,
+            span_export=None,
             error_response=lambda error, path, id, **_: error_response(path, error, id),
         )
 
