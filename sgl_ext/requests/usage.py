@@ -43,10 +43,12 @@ class Usage(NamedTuple):
     @property
     def output_tokens(self) -> int | None:
         """Generated tokens."""
-        if self.prompt_tokens is None or self.computed_tokens is None:
+        prompt, cached, output = self
+        if prompt is None or output is None:
             return None
-        uncached = max(self.prompt_tokens - (self.cached_tokens or 0), 0)
-        return max(self.computed_tokens - uncached, 0)
+        if (uncached := prompt - (cached or 0)) > 0:
+            output -= uncached
+        return output if output > 0 else 0
 
 
 def read_usage(first: bytes, last: bytes) -> Usage | None:

@@ -70,29 +70,29 @@ class Histogram(Collector):
         self._about = (name, help_text, label)
         self._bounds = tuple(float(bound) for bound in bounds)
         self._names = (*map(str, self._bounds), "+Inf")
-        self._counts: dict[str, list[int]] = {}
-        self._sums: defaultdict[str, float] = defaultdict(float)
+        # For each label the count in each bucket, and the sum of all values.
+        self._counts: dict[str, list[float]] = {}
         registry.register(self)
 
     def observe(self, label: str, value: float) -> None:
         counts = self._counts.get(label)
         if counts is None:
-            counts = self._counts[label] = [0] * len(self._names)
+            counts = self._counts[label] = [0.0] * (len(self._names) + 1)
         counts[bisect_left(self._bounds, value)] += 1
-        self._sums[label] += value
+        counts[-1] += value
 
     def forget(self, label: str, value: str) -> None:
         """Drops the observations with this value of the label."""
         if label == self._about[2]:
             self._counts.pop(value, None)
-            self._sums.pop(value, None)
 
     def collect(self) -> Iterable[Metric]:
         name, help_text, label = self._about
         family = HistogramMetricFamily(name, help_text, labels=[label])
         for value, counts in list(self._counts.items()):
-            buckets = [*zip(self._names, map(float, accumulate(counts)), strict=True)]
-            family.add_metric([value], buckets, self._sums[value])
+            *in_buckets, total = counts
+            buckets = [*zip(self._names, accumulate(in_buckets), strict=True)]
+            family.add_metric([value], buckets, total)
         return [family]
 
 

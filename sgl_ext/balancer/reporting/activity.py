@@ -53,8 +53,7 @@ class Activity:
         if usage is not None and usage.cached_tokens is not None:
             prompt = prompt_tokens = usage.prompt_tokens or prompt_tokens
             cached = usage.cached_tokens
-            if usage.computed_tokens is not None:
-                output = max(usage.computed_tokens - prompt + cached, 0)
+            output = usage.output_tokens or 0
         self.history.add(now_s, ttft_s, prompt, cached, output)
         totals = self._tenants.get(tenant)
         if totals is None:
