@@ -6,6 +6,7 @@ from sgl_ext.sizing.model_config import DTYPE_BYTES, LinearAttention, ModelShape
 
 KV_DTYPE_BYTES = {
     **DTYPE_BYTES,
+    "16-bit": 2,
     "bf16": 2,
     "fp8_e4m3": 1,
     "fp8_e5m2": 1,
@@ -37,7 +38,7 @@ def kv_cost(shape: ModelShape, tp: int, dtype: str = "auto") -> KvCost:
     name = (shape.kv_dtype or shape.dtype) if dtype == "auto" else dtype
     number = KV_DTYPE_BYTES.get(name)
     if number is None:
-        known = ", ".join(KV_DTYPE_BYTES)
+        known = ", ".join(each for each in KV_DTYPE_BYTES if each != "16-bit")
         raise SizingError(f"kv-cache-dtype={name!r}: not known here; known are {known}")
     layer = _latent_bytes(shape, name, number) if shape.latent_dim else _heads(shape, tp) * number
     state = 0 if shape.linear is None else _state_bytes(shape.linear, tp)

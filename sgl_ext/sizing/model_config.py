@@ -186,11 +186,12 @@ def _linear_layers(text: Mapping[str, Any], layers: int, architecture: str) -> d
 
 
 def _dtype(text: Mapping[str, Any], architecture: str) -> str:
-    """What `--dtype auto` computes with: float32, and what states nothing, as 16 bits."""
+    """What `--dtype auto` computes with. SGLang takes 16 bits, of one kind or the other, where a
+    config states float32 or nothing."""
     dtype = str(text.get("dtype") or text.get("torch_dtype") or "float32").removeprefix("torch.")
     if dtype not in DTYPE_BYTES:
         raise SizingError(f"{architecture}: dtype={dtype!r}: not known here")
-    return "float16" if dtype == "float32" else dtype
+    return "16-bit" if dtype == "float32" else dtype
 
 
 def _kv_dtype(config: Mapping[str, Any]) -> str | None:

@@ -6,7 +6,7 @@ from typing import Any
 from sgl_ext.sizing.host import as_json, host_needs, load_of
 from sgl_ext.sizing.kv_cost import KvCost
 from sgl_ext.sizing.model_config import ModelShape
-from sgl_ext.sizing.plan import MAX_PINS, EngineRoom, Wish, engines_for
+from sgl_ext.sizing.plan import EngineRoom, Wish, engines_for
 
 _GIB = 1 << 30
 _ALWAYS_UNKNOWN = (
@@ -104,7 +104,7 @@ def as_text(document: dict[str, Any]) -> str:
         _row("sessions that stay cached", f"{engine['resident_sessions']:,}")
         + f" of {node['context_tokens']:,} tokens{shared}",
         _row("pinned at most", f"{engine['pinned_tokens']:,} tokens")
-        + f": {engine['pinned_prefixes']:,} such prefixes (of {MAX_PINS:,} pins)",
+        + f": {engine['pinned_prefixes']:,} prefixes or contexts of this length",
         "",
         f"The node ({node['engines']} of these)",
         _row("sessions that stay cached", f"{node['resident_sessions']:,}"),
@@ -132,8 +132,8 @@ def _pays(document: dict[str, Any]) -> list[str]:
         )
     lines = [
         first,
-        f"  from {resident + 1:,} sessions on the cache cannot hold all of them: pins, placement "
-        "and priority decide who computes again",
+        f"  from {resident + 1:,} sessions on the cache cannot hold all of them: pins, placement",
+        "  and priority then decide whose prompts are computed again",
     ]
     if node["engines"] > 1:
         lines.append("  more than one engine: requests go where their prefix is cached")
