@@ -176,7 +176,7 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         response = _answer(request, BalancerError(status, message))
     except Exception:
         about = {"request_id": request.headers.get(request_ids.HEADER, "")}
-        log.exception("%s failed in the balancer", about["request_id"], extra=about)
+        log.exception("a request failed in the balancer", extra=about)
         response = _answer(request, internal_error())
     if request.path not in routes.HEALTH:
         resource = request.match_info.route.resource

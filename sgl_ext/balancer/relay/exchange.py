@@ -125,7 +125,7 @@ class Exchange(Delivery):
     def _failed(self, error: Exception) -> None:
         if not isinstance(error, BalancerError):
             about = {"request_id": self._request_id}
-            log.error("%s failed in the balancer", self._request_id, exc_info=error, extra=about)
+            log.error("a request failed in the balancer", exc_info=error, extra=about)
             error = internal_error()
         if self._stage is Stage.BEFORE_FIRST_BYTE:
             self._answer_error(error)

@@ -147,7 +147,7 @@ def as_line(ended: EndedRequest) -> bytes:
     record: dict[str, Any] = {
         "id": ended.request_id,
         "trace": ended.trace,
-        "time": round(ended.time_s, 3),
+        "time": int(ended.time_s * 1e3) / 1e3,
         "route": ended.route,
         "status": ended.status,
         "outcome": ended.outcome,
@@ -167,9 +167,9 @@ def as_line(ended: EndedRequest) -> bytes:
         "predicted_tokens": ended.predicted_tokens,
         "expected_tokens": ended.expected_tokens,
         "reported_tokens": ended.reported_tokens,
-        "queue_ms": round(ended.queued_s * 1000, 3),
-        "ttft_ms": round(ended.ttft_s * 1000, 3),
-        "total_ms": round(ended.total_s * 1000, 3),
+        "queue_ms": int(ended.queued_s * 1e6) / 1e3,
+        "ttft_ms": int(ended.ttft_s * 1e6) / 1e3,
+        "total_ms": int(ended.total_s * 1e6) / 1e3,
         "attempts": ended.attempts,
         "divergence": None if found is None else found.divergence,
     }

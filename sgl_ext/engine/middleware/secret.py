@@ -23,6 +23,7 @@ from sgl_ext.engine.core.request_context import current_dry_run
 from sgl_ext.engine.middleware.error_shape import EngineError
 from sgl_ext.engine.middleware.errors import send_error
 from sgl_ext.engine.sglang_types import ServerArgs
+from sgl_ext.protocols.request_ids import HEADER as REQUEST_ID_HEADER
 from sgl_ext.requests.session import INTERNAL_HEADERS, REFUSED, SECRET_HEADER
 from sgl_ext.settings.engine_secret import EngineSecret, is_reachable
 from sgl_ext.settings.schema import SettingsError
@@ -35,6 +36,8 @@ _READY = "/ready"
 _PROBES = ("/health", _READY)
 _FOR_BALANCERS = "/sgl_ext/"
 _RELOAD_S = 1.0
+WARM_UP = "sglang-warmup"
+"""The id of the requests with which SGLang warms its own server up."""
 _MARK = (_NAME, REFUSED)
 _MESSAGE = "This engine answers its balancer alone: the engine secret is missing or wrong."
 
@@ -118,8 +121,8 @@ _own: tuple[str, EngineSecret] | None = None
 def install(app: Any, args: ServerArgs, secret: EngineSecret) -> None:
     """Puts the middleware that an engine needs around its application, before it serves."""
     global _own
+    _own = f"{args.url()}/", secret
     if secret.accepted:
-        _own = f"{args.url()}/", secret
         app.add_middleware(SecretMiddleware, secret=secret)
     elif is_reachable(args.host):
         log.warning("without engine-secret this engine believes no header of a balancer")
@@ -129,7 +132,11 @@ def install(app: Any, args: ServerArgs, secret: EngineSecret) -> None:
 def send_secret(
     original: Callable[..., Any], session: Any, method: str, url: str, *args: Any, **options: Any
 ) -> Any:
-    """Around `requests.Session.request`, with which SGLang warms its own server up."""
+    """Around `requests.Session.request`, with which SGLang warms its own server up: log lines show
+    that it does."""
     if _own is not None and not args and str(url).startswith(_own[0]):
-        options["headers"] = {**(options.get("headers") or {}), SECRET_HEADER: _own[1].sent}
+        ours = {REQUEST_ID_HEADER: WARM_UP}
+        if _own[1].accepted:
+            ours[SECRET_HEADER] = _own[1].sent
+        options["headers"] = {**(options.get("headers") or {}), **ours}
     return original(session, method, url, *args, **options)

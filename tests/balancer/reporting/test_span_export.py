@@ -6,16 +6,12 @@ import asyncio
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from aiohttp import ClientSession, web
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.reporting import span_export
@@ -28,6 +24,7 @@ from sgl_ext.protocols.trace_context import read_trace
 from sgl_ext.settings.schema import BalancerSettings, SettingsError
 from tests.balancer.conftest import Engine, Start
 from tests.balancer.test_routing import until
+from tests.otlp_collector import Collector, collecting, values
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 SECRET = "a word of the prompt"
@@ -41,70 +38,16 @@ USAGE = {
 }
 
 
-class Collector:
-    """An OTLP collector. `spans`: what it was sent, by name."""
-
-    def __init__(self) -> None:
-        self.spans: list[Any] = []
-        self.resources: list[dict[str, str]] = []
-        self.bodies: list[bytes] = []
-        self.gate = threading.Event()
-        self.gate.set()
-        self.is_asked = threading.Event()
-
-    def named(self, name: str) -> Any:
-        (span,) = [span for span in self.spans if span.name == name]
-        return span
-
-
-@contextmanager
-def collecting() -> Iterator[tuple[str, Collector]]:
-    collector = Collector()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            assert self.path == "/v1/traces"
-            body = self.rfile.read(int(self.headers["content-length"]))
-            collector.is_asked.set()
-            collector.gate.wait(60)
-            collector.bodies.append(body)
-            for group in ExportTraceServiceRequest.FromString(body).resource_spans:
-                collector.resources.append(values(group.resource.attributes))
-                for scope in group.scope_spans:
-                    collector.spans += scope.spans
-            self.send_response(200)
-            self.send_header("content-length", "0")
-            self.end_headers()
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", collector
-    finally:
-        collector.gate.set()
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-def values(attributes: Any) -> dict[str, Any]:
-    return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in attributes}
-
-
 @pytest.fixture
 def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     monkeypatch.setattr(span_export, "_EVERY_S", 0.01)
-    with collecting() as (url, made):
-        made.url = url  # type: ignore[attr-defined]
+    with collecting() as made:
         yield made
 
 
-async def started(start: Start, collector: Any, *engines: Engine, **config: Any) -> ClientSession:
+async def started(
+    start: Start, collector: Collector, *engines: Engine, **config: Any
+) -> ClientSession:
     return await start(*engines, otlp_endpoint=collector.url, **config)
 
 

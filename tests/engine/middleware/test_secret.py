@@ -212,4 +212,5 @@ def test_sglangs_warm_up_of_its_own_server_sends_the_secret_and_to_nobody_else(f
     send_secret(original, None, "POST", "http://127.0.0.1:1/generate")
     send_secret(original, None, method="GET", url="http://127.0.0.1:10/model_info")
     send_secret(original, None, method="GET", url="https://elsewhere/", headers=None)
-    assert sent == [{"a": "b", SECRET_HEADER: OLD}, {SECRET_HEADER: OLD}, None, None]
+    ours = {"x-request-id": "sglang-warmup", SECRET_HEADER: OLD}
+    assert sent == [{"a": "b", **ours}, ours, None, None]
