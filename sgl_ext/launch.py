@@ -113,6 +113,7 @@ async def serve(
     engines, balancer, listed = make_children(settings, found, socket)
     listed.update()
     keepers = Keepers(say)
+    has_served = False
     live = live_settings(settings, read)
     reloads = Reloads(live, engines, say)
     control = Control(socket, engines, _why_no_restarts(settings))
@@ -125,8 +126,10 @@ async def serve(
             log.info("process started", extra={"process_name": child.name, "log": str(child.log)})
         await _unless_stopped(wait_until_ready(settings, engines, balancer, console), stop)
         if stop.is_set():
+            say("the start is cancelled")
             return
         console.print(summary(settings, engines, balancer.url))
+        has_served = True
         log.info("serving", extra={"url": balancer.url})
         logs = [launcher_log(settings), *(child.log for child in (balancer, *engines))]
         rotate = partial(_rotate, logs, settings.log_limit_bytes, say)
@@ -157,7 +160,9 @@ async def serve(
         await control.stop()
         keepers.end()
         limits = _ENGINE_STOP_S if found is not None else _FLEET_STOP_S
-        await drain(live.current.balancer.drain_s, engines, balancer, say, hurry, limits)
+        await drain(
+            live.current.balancer.drain_s, engines, balancer, say, hurry, limits, has_served
+        )
 
 
 async def wait_until_ready(
@@ -199,14 +204,16 @@ async def drain(
     say: Callable[[str], None],
     hurry: asyncio.Event,
     engine_limits_s: tuple[float, float] = _ENGINE_STOP_S,
+    has_served: bool = True,
 ) -> None:
     """Stops the balancer, which lets running requests finish unless it has to `hurry`, and then the
     engines.
 
     engine_limits_s: the longest time for the engines to stop, and that in a hurry.
+    has_served: False if the node has not taken requests yet.
     """
     normal_s, hurried_s = engine_limits_s
-    if balancer.exit_code is None:
+    if has_served and balancer.exit_code is None:
         what = f"running requests have {drain_s:g} s to finish; a second signal ends them at once"
         say(f"stopping; {what}")
     await _unless_stopped(_stop_all(engines, balancer, drain_s + 5, normal_s), hurry)

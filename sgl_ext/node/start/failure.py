@@ -30,7 +30,10 @@ _HINTS = (
         "lower mem-fraction-static or max-total-tokens, raise tp, or free memory",
     ),
     (
-        re.compile(r"architectures?\b.*not supported|does not recognize this architecture", re.I),
+        re.compile(
+            r"architectures?\b.*not supported|does not recognize this arch|Cannot find model module",
+            re.I,
+        ),
         "this version of SGLang does not serve the model's architecture",
     ),
     (
@@ -65,7 +68,8 @@ def failure(lines: Sequence[str], exit_code: int | None = None) -> list[str]:
     else:
         said = [at for at, line in enumerate(lines) if _SAID.match(line)]
         told = [*lines[said[-1] :][:_MOST_LINES]] if said else [*lines[-_LAST_LINES:]]
-    if exit_code is not None and exit_code < 0:
+    # An engine with an exception kills itself.
+    if not causes and exit_code is not None and exit_code < 0:
         name = signal.Signals(-exit_code).name
         why = ": the system does so when memory runs out (dmesg)" if name == "SIGKILL" else ""
         told = [*told, f"It was ended by {name}{why}."]

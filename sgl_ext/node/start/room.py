@@ -74,13 +74,18 @@ def check_memory(settings: LaunchSettings, found: Hardware, free: int | None = N
 
 
 def check_gpus(settings: LaunchSettings, found: Hardware) -> None:
-    """Raises SettingsError if a GPU has no room for its part of the weights."""
-    weights = _weights(settings) if found.gpus else None
-    if not weights:
-        return
-    part, free = weights // settings.tp, free_gpu_memory()
-    for name in found.gpus[: settings.instances * settings.tp]:
-        if part > free.get(name, part):
+    """Raises SettingsError if there is no such GPU, or none with room for its part of the
+    weights."""
+    names = found.gpus[: settings.instances * settings.tp]
+    free = free_gpu_memory() if names else {}
+    for name in names:
+        if free and name.isdecimal() and name not in free:
+            there = ", ".join(index for index in free if index.isdecimal())
+            raise SettingsError(f"CUDA_VISIBLE_DEVICES: there is no GPU {name}, only {there}")
+    weights = _weights(settings) if names else None
+    part = 0 if weights is None else weights // settings.tp
+    for name in names:
+        if weights and part > free.get(name, part):
             need = f"needs {shown(part)} for its part of the weights ({shown(weights)}, "
             need += f"tp={settings.tp}), and {shown(free[name])} are free"
             raise SettingsError(f"model_path={settings.model_path!r}: GPU {name} {need}")

@@ -69,13 +69,15 @@ def test_a_gpu_without_room_for_its_part_of_the_weights_is_named(
     assert free == {"0": 2048 * MIB, "GPU-a": 2048 * MIB, "1": 1000 * MIB, "GPU-b": 1000 * MIB}
     monkeypatch.setattr(room, "free_gpu_memory", lambda: free)
     folder = str(model(tmp_path / "m", 4 * GIB))
-    found = Hardware(("0", "GPU-b", "2"))
+    found = Hardware(("0", "GPU-b"))
     with pytest.raises(SettingsError, match=r"GPU 0 needs 4 GiB .* 2 GiB are free"):
         check_gpus(LaunchSettings(model_path=folder), found)
     with pytest.raises(SettingsError, match=r"GPU GPU-b needs 2 GiB .*tp=2.* 1000 MiB are free"):
         check_gpus(LaunchSettings(model_path=folder, tp=2), found)
     check_gpus(LaunchSettings(model_path=folder, engine_args=("--quantization", "fp8")), found)
-    check_gpus(LaunchSettings(model_path=folder, tp=2), Hardware(("2", "3")))
+    check_gpus(LaunchSettings(model_path=folder, tp=2), Hardware(("GPU-d", "GPU-e")))
+    with pytest.raises(SettingsError, match="there is no GPU 7, only 0, 1"):
+        check_gpus(LaunchSettings(model_path="m"), Hardware(("7",)))
 
 
 def test_a_containers_limit_counts_without_files_that_give_way(tmp_path: Path) -> None:
