@@ -50,7 +50,7 @@ async def test_each_state_of_an_engine_is_logged_once_with_its_cause(
     assert engine.server is not None
     await engine.server.close()
     unreachable = await until_last("engine unreachable")
-    assert "Cannot connect to host 127.0.0.1" in unreachable["cause"]
+    assert unreachable["cause"] in ("Connection refused", "Server disconnected")
     write_members(listed, ())
     await until_last("engine gone")
     assert [message for message, _ in states()] == [

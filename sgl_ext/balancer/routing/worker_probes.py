@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -134,4 +135,5 @@ class WorkerProbes:
         except TimeoutError:  # some of aiohttp's are a ClientError, too
             raise
         except aiohttp.ClientError as error:
-            return None, str(error) or type(error).__name__
+            number = getattr(error, "errno", None)
+            return None, os.strerror(number) if number else str(error) or type(error).__name__

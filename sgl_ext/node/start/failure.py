@@ -31,7 +31,7 @@ _HINTS = (
     ),
     (
         re.compile(
-            r"architectures?\b.*not supported|does not recognize this arch|Cannot find model module",
+            r"architectures?\b.*not supported|recognize this arch|Cannot find model module",
             re.I,
         ),
         "this version of SGLang does not serve the model's architecture",

@@ -1,7 +1,6 @@
 """The launcher's own log."""
 
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,7 +25,7 @@ def begin_log(settings: LaunchSettings, console: Console) -> Callable[[str], Non
     balancer = settings.balancer
     descriptor = open_log(new_log(launcher_log(settings)))
     write_logs("launcher", balancer.log_format, balancer.log_level, descriptor)
-    log.info("starting", extra={**versions()._asdict(), "launcher_pid": os.getpid()})
+    log.info("starting", extra=versions()._asdict())
     log.info("settings other than the defaults", extra=changed(settings))
 
     def say(text: str) -> None:

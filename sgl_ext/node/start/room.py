@@ -15,7 +15,7 @@ from sgl_ext.sizing.weights import weight_bytes
 
 _MIB, _GIB = 1 << 20, 1 << 30
 # What the processes of one engine take besides weights and KV cache, at least.
-ENGINE_BYTES = 1 * _GIB
+ENGINE_BYTES = 3 * _GIB // 2
 LEAST_DISK_BYTES = 32 * _MIB
 # With these, the weights that an engine holds are not those of the files.
 _OTHER_WEIGHTS = (
