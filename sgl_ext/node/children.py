@@ -7,6 +7,7 @@ from socket import gethostname
 
 from msgspec.structs import replace
 
+from sgl_ext.balancer.reporting.span_export import check_export
 from sgl_ext.balancer.store.opening import check_store
 from sgl_ext.membership.file import write_members
 from sgl_ext.membership.member import Member, MembershipError
@@ -81,7 +82,9 @@ def make_children(
     else:
         engines = [*_node_engines(settings, found, logs)]
         listed, source = EngineList(logs / _ENGINES, engines, node), f"file:{logs / _ENGINES}"
-    open_sources(balancer)  # it says now what the balancer would say in its log
+    # They say now what the balancer would say in its log.
+    open_sources(balancer)
+    check_export(balancer)
     balancer = replace(
         balancer,
         store=store,

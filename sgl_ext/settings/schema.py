@@ -29,6 +29,7 @@ from sgl_ext.settings.values import (
     WATCHED,
     Adapters,
     Amount,
+    CollectorUrl,
     Count,
     File,
     FleetName,
@@ -202,7 +203,9 @@ class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
         LogBytes, RELOADS, "Largest size of the request log and its predecessor, FILE.1, together."
     ] = 1 << 30
     otlp_endpoint: Annotated[
-        Text | None, OPENED, "Collector for OpenTelemetry spans, http://HOST:4318: tracing.md."
+        CollectorUrl | None,
+        OPENED,
+        "Collector for OpenTelemetry spans, http://HOST:4318: tracing.md.",
     ] = None
     trace_share: Annotated[
         Share, OPENED, "Share of requests whose spans are exported, if their client does not say."

@@ -70,6 +70,11 @@ HeaderName = Annotated[
     form("a header name of letters, digits and hyphens", "NAME"),
 ]
 WorkerSource = Annotated[str, Meta(min_length=1), form("KIND:WHAT, as file:PATH", "SOURCE")]
+CollectorUrl = Annotated[
+    str,
+    Meta(pattern=r"^https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\])(:[0-9]{1,5})?(/[!-~]*)?\Z"),
+    form("http[s]://HOST:PORT", "URL"),
+]
 WorkerUrl = Annotated[str, form("http://HOST:PORT", "URL")]
 SecretSource = Annotated[
     str,

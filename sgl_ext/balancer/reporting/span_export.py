@@ -177,20 +177,10 @@ def _readable(spans: Iterable[Span], resource: Any) -> Iterable[Any]:
 
 def check_export(config: BalancerSettings, environ: Mapping[str, str] = os.environ) -> bool:
     """Whether spans are exported: by the settings, or by OpenTelemetry's variables if its packages
-    are there. Raises SettingsError if the settings name a collector that cannot be used."""
+    are there. Raises SettingsError if the settings name a collector without them."""
     named = config.otlp_endpoint
-    if named is not None:
-        try:
-            parts = urlsplit(named)
-            is_url = parts.scheme in ("http", "https") and bool(parts.hostname)
-            is_url = is_url and parts.port != 0
-        except ValueError:
-            is_url = False
-        if not is_url:
-            raise SettingsError(f"otlp-endpoint={named!r}: must be a URL, as http://collector:4318")
-    elif environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or not any(
-        environ.get(name) for name in _VARIABLES
-    ):
+    is_off = environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
+    if named is None and (is_off or not any(environ.get(name) for name in _VARIABLES)):
         return False
     if all(map(_is_installed, _PACKAGES)):
         return True

@@ -22,6 +22,7 @@ from sgl_ext.balancer.reporting.span_export import (
 )
 from sgl_ext.protocols.trace_context import read_trace
 from sgl_ext.settings.schema import BalancerSettings, SettingsError
+from sgl_ext.settings.sources import balancer_settings
 from tests.balancer.conftest import Engine, Start
 from tests.balancer.test_routing import until
 from tests.otlp_collector import Collector, collecting, values
@@ -239,10 +240,10 @@ def test_without_a_collector_nothing_is_imported_or_started() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, env=clean)
 
 
-@pytest.mark.parametrize("url", ["collector:4318", "grpc://x:1", "http://", "http://x:99999"])
+@pytest.mark.parametrize("url", ["collector:4318", "grpc://x:1", "http://", "http://x:999999"])
 def test_a_wrong_endpoint_is_rejected(url: str) -> None:
-    with pytest.raises(SettingsError, match=r"otlp-endpoint=.*must be a URL"):
-        check_export(BalancerSettings(otlp_endpoint=url))
+    with pytest.raises(SettingsError, match=r"otlp-endpoint=.*must be http\[s\]://HOST:PORT"):
+        balancer_settings(["--worker", "http://127.0.0.1:1", "--otlp-endpoint", url])
 
 
 def test_opentelemetrys_variables_name_a_collector_too() -> None:
