@@ -65,8 +65,9 @@ async def test_a_strained_sessions_prompt_goes_to_an_idle_engine_once(start: Sta
     assert path == "/v1/prefill?wait=false&protocol=chat"
     assert orjson.loads(data) == body("Go", "Gone", "On")
     assert headers["x-sgl-ext-session-id"] == "mine"
+    assert headers["x-sgl-ext-purpose"] == "standby"
     gate.set()
-    await both
+    assert headers["x-request-id"] in {answer.headers["x-request-id"] for answer in await both}
     gate.clear()
     _, both = await two_at_once(client)
     assert len(other.warmed) == 1, "it was warmed a moment ago"

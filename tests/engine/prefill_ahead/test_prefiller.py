@@ -94,6 +94,19 @@ async def test_a_prompt_is_computed_in_slices_from_where_it_is_cached() -> None:
         assert not request.log_metrics
 
 
+async def test_slices_say_for_which_request_they_run() -> None:
+    manager = Manager(Tree(256))
+    one = job(purpose="standby")
+    one.context.request_id = "req_1"
+    prefiller = Prefiller(manager, 256)
+    prefiller.put(one)
+    await worked(prefiller, one)
+    names = [request.rid for request in manager.sent]
+    assert all(name.endswith("~standby~req_1") for name in names)
+    pairs = [(a, b) for a in names for b in names if a is not b]
+    assert not any(b.startswith(a) for a, b in pairs)
+
+
 async def test_slices_grow_to_take_a_fixed_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
