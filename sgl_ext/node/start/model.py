@@ -20,7 +20,7 @@ _OWN_DIVISION = ("--enable-dp-attention", "--attn-dp-size", "--attn-cp-size", "-
 def check_model(settings: LaunchSettings) -> str:
     """What the start will do that a path does not say; "" if nothing. Raises SettingsError."""
     path, note = settings.model_path, ""
-    here = Path(path).expanduser()
+    here = Path(path)
     if "://" in path or here.is_file():
         return ""
     if here.is_dir():
@@ -49,6 +49,8 @@ def _check_name(path: str, here: Path) -> str:
     siblings = [one.name for one in here.parent.iterdir()] if here.parent.is_dir() else []
     near = get_close_matches(here.name, siblings, 1) if here.parent != Path() else []
     hint = f"; did you mean {here.parent / near[0]}?" if near else ""
+    if path[0] == "~" and (home := here.expanduser()).exists():
+        hint = f"; did you mean {home}?"  # nothing expands it in a file
     if near or path[0] in "./~" or not _HUB_NAME.fullmatch(path) or path.endswith(".gguf"):
         raise _error(path, f"does not exist{hint}")
     if _cached(path) is not None:
@@ -64,7 +66,7 @@ _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 def local_folder(path: str) -> Path | None:
     """The folder with the model's files, if they are on this machine."""
-    here = Path(path).expanduser()
+    here = Path(path)
     return here if here.is_dir() else _cached(path)
 
 

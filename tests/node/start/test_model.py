@@ -40,11 +40,15 @@ def test_a_folder_with_a_model_passes(model: Path) -> None:
     assert check(model) == ""
 
 
-def test_a_path_that_does_not_exist_says_so_in_one_line(model: Path) -> None:
+def test_a_path_that_does_not_exist_says_so_in_one_line(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert refusal("/nope/x") == "model_path='/nope/x': does not exist"
     near = refusal(model.parent / "tny")
     assert near.endswith(f"tny': does not exist; did you mean {model}?")
     assert refusal("models/tny").endswith("did you mean models/tiny?")
+    monkeypatch.setenv("HOME", str(model.parent))
+    assert refusal("~/tiny").endswith(f"does not exist; did you mean {model}?")
     assert refusal("two words") == "model_path='two words': does not exist"
 
 
