@@ -22,7 +22,7 @@ LOOK_S = 1.0
 # A balancer that reconnects has no subscription for half a second.
 QUIET_LOOKS = 3
 # An engine that says nothing for so long hangs: it is not waited for.
-SILENT_LOOKS = 30
+SILENT_S = 30.0
 # How long balancers may take to use an engine that is ready, or another one to become ready.
 USED_S = 60.0
 _STOP_S = 20.0
@@ -104,16 +104,17 @@ class Replacement:
     async def _drain(self, engine: Engine, step: Step) -> None:
         """Returns once no balancer has a request there, or after the limit, which it says."""
         limit_s = self.settings.restart_drain_s
-        deadline, quiet, silent = self.clock() + limit_s, 0, 0
+        heard_s, quiet = self.clock(), 0
+        deadline = heard_s + limit_s
         self.note(step, "draining", "")
         while quiet < QUIET_LOOKS and engine.exit_code is None:
             await self.pause(LOOK_S)
             balancers = await self.calls.balancers(engine.url)
             quiet = quiet + 1 if balancers == 0 else 0
-            silent = silent + 1 if balancers is None else 0
+            heard_s = heard_s if balancers is None else self.clock()
             count = await self.calls.in_flight(self.listed.id_of(engine))
             step.reason = f"{count} requests run" if count else ""
-            if silent == SILENT_LOOKS:
+            if self.clock() - heard_s >= SILENT_S:
                 self.say(f"{engine.name}: it does not answer, and is not waited for")
                 return
             if quiet < QUIET_LOOKS and self.clock() > deadline:

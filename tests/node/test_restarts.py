@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from sgl_ext.node.children import EngineList
-from sgl_ext.node.replacement import QUIET_LOOKS, SILENT_LOOKS, Replacement, Step
+from sgl_ext.node.replacement import QUIET_LOOKS, SILENT_S, Replacement, Step
 from sgl_ext.node.restart_order import Order, RestartRefused, plan_restart, read_order
 from sgl_ext.node.restarts import Restart, Restarts
 from sgl_ext.node.stages import StartLog
@@ -233,7 +233,7 @@ async def test_an_engine_that_does_not_answer_is_not_waited_for() -> None:
 
     async def stop(limit_s: float) -> None:
         node.engines[0].balancers, node.engines[0].exit_code = 2, 0
-        assert node.now_s == SILENT_LOOKS
+        assert node.now_s == SILENT_S
 
     node.engines[0].stop = stop  # type: ignore[method-assign]
     assert (await node.restart(engine="engine-0")).state == "done"
