@@ -1,0 +1,121 @@
+"""How a request ends: what its tenant pays, what is counted, and what is kept of it."""
+
+import time
+from http import HTTPStatus
+
+from sgl_ext.balancer.http.downstream import DownstreamConnection
+from sgl_ext.balancer.http.request_reader import Request
+from sgl_ext.balancer.relay.delivery import Delivery, Stage
+from sgl_ext.balancer.relay.preparation import NOT_PREPARED
+from sgl_ext.balancer.relay.response import Response
+from sgl_ext.balancer.relay.services import Services
+from sgl_ext.balancer.reporting.ended_request import Outcome, ended_request
+from sgl_ext.balancer.reporting.request_log import AnsweredRequest
+from sgl_ext.protocols.errors import BalancerError
+from sgl_ext.requests.usage import Usage
+
+
+class Ending(Delivery):
+    """A request whose response ends, or that ends without one."""
+
+    def __init__(self, services: Services, client: DownstreamConnection, request: Request) -> None:
+        super().__init__(services, request)
+        self._client = client
+        self._preparation = NOT_PREPARED
+        self._response = Response()
+        self._ttft_s = 0.0
+
+    def _complete(self) -> None:
+        """The whole response came."""
+        self._stage = Stage.ENDED
+        status, usage = self._response.head.status, None
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None:
+            usage = self._response.usage()
+            if status < HTTPStatus.INTERNAL_SERVER_ERROR:
+                self._services.router.attempts.succeed(attempt)
+            else:
+                self._services.router.attempts.fail(attempt, by_worker=True, answered=True)
+            answered = AnsweredRequest(
+                attempt,
+                "" if self._head.route is None else self._head.route.label,
+                status,
+                self._ttft_s,
+                time.perf_counter() - self._arrived_s,
+                usage,
+                self._preparation.diagnosis,
+                self._response.head.streams,
+            )
+            self._services.request_log.count(answered)
+            self._keep(Outcome.COMPLETE, status, usage=usage)
+        self._settle(None if usage is None else usage.computed_tokens)
+        self._count()
+
+    def _end_early(self, *, by_worker: bool, cost: int | None = None) -> None:
+        """The worker or the client ended the response before it was complete."""
+        self._settle(cost)
+        self._stage = Stage.ENDED
+        self._release(by_worker=by_worker)
+
+    def _answer_error(self, error: BalancerError) -> None:
+        self._end_early(by_worker=False, cost=0)
+        is_stated = bool(self._head.identity.request_id)
+        answer = self._services.error_response(
+            error, self._head.path, self._request_id, is_stated=is_stated
+        )
+        outcome = Outcome.FAILED if self._attempts else Outcome.REJECTED
+        is_ours = error.status == HTTPStatus.TOO_MANY_REQUESTS or error.status >= 500
+        # Other messages may quote the client's request.
+        self._keep(outcome, answer[0], error.message if is_ours else None)
+        self._client.answer(*answer)
+
+    def _keep(
+        self,
+        outcome: Outcome,
+        status: int | None,
+        error: str | None = None,
+        usage: Usage | None = None,
+    ) -> None:
+        """Keeps what became of the request, unless it was for the control plane or rejected with
+        its head: strangers could fill the log with those."""
+        if self._head.route is None:
+            return
+        ended = ended_request(
+            self._request_id,
+            self._trace_id,
+            time.time(),
+            self._head.route.label,
+            status,
+            outcome,
+            error,
+            self.routing,
+            self._last_attempt,
+            None if usage is None else usage.cached_tokens,
+            self._queued_s,
+            self._ttft_s,
+            time.perf_counter() - self._arrived_s,
+            self._attempts,
+            self._preparation.diagnosis,
+        )
+        self._services.request_log.keep(ended)
+        if self._spans is not None and self._services.span_export is not None:
+            self._services.span_export.add(self._spans, ended, usage)
+
+    def _settle(self, cost: int | None) -> None:
+        """Settles the charge by the computed tokens, None if they are unknown."""
+        charge = self._preparation.charge
+        if charge is None:
+            return
+        if not self._attempts or self._response.head.status >= HTTPStatus.BAD_REQUEST:
+            cost = 0
+        elif cost is None:  # an event of a stream has a token or more
+            cost = self.routing.prompt_tokens + self._response.events_sent
+            usage = self._response.usage()
+            if usage is not None and usage.computed_tokens is not None:
+                cost = max(cost, usage.computed_tokens)
+        self._services.rate_limits.settle(charge, cost)
+
+    def _count(self) -> None:
+        if self._head.route is not None:
+            status = self._response.head.status
+            self._services.metrics.requests.counts[self._head.route.label, status] += 1
