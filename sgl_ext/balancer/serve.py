@@ -36,8 +36,6 @@ log = logging.getLogger(__name__)
 def main(argv: list[str]) -> None:
     """Serves until SIGTERM or SIGINT, then lets running requests finish, unless a second one comes.
     Raises SystemExit."""
-    # A terminal that closes ends nothing, and at most reads a file again.
-    hold_hangups()
     try:
         config = balancer_settings(argv)
         write_logs("balancer", config.log_format, config.log_level)
@@ -108,4 +106,6 @@ async def _serve(
 
 if __name__ == "__main__":
     end_with_parent()
+    # A terminal that closes ends nothing, and at most reads a file again.
+    hold_hangups()
     main(sys.argv[1:])

@@ -62,7 +62,6 @@ class _Supervisor:
     def run(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
-        handle_hangups(self._reload)
         for group in self._groups:
             self._fork(group)
         while self._running:
@@ -77,15 +76,17 @@ class _Supervisor:
                 self._fork(group)
 
     def _fork(self, group: PeerGroup) -> None:
+        # Held from its first moment on: threads that it begins inherit that.
+        hold_hangups()
         pid = os.fork()
         if pid:
+            handle_hangups(self._reload)
             self._running[pid] = group
             return
         code = 1
         try:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-            hold_hangups()
             os.close(self._lifeline[1])
             threading.Thread(target=_exit_with, args=(self._lifeline[0],), daemon=True).start()
             self._serve(group, self._folder)
