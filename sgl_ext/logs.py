@@ -47,7 +47,9 @@ def write_logs(process: str, form: str, level: str, descriptor: int = _STDERR) -
 
 def fields_of(record: logging.LogRecord) -> dict[str, Any]:
     """What was given as `extra`."""
-    return {name: value for name, value in vars(record).items() if name not in _OWN}
+    fields = vars(record).items()
+    # Ray adds a private attribute to each record of a process that has imported it.
+    return {name: value for name, value in fields if name not in _OWN and name[0] != "_"}
 
 
 class TextLines(logging.Formatter):

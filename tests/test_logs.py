@@ -38,7 +38,8 @@ def _logged(root: logging.Logger, form: str, level: str, path: Path) -> list[str
     write_logs("balancer", form, level, descriptor)
     log = logging.getLogger("a")
     log.debug("too much")
-    log.info("engine %s", "ready", extra={"engine": "a b", "tokens": 7, "share": 1 / 3})
+    fields = {"engine": "a b", "tokens": 7, "share": 1 / 3, "_of_a_library": 1}
+    log.info("engine %s", "ready", extra=fields)
     try:
         raise ValueError("bad\nvalue")
     except ValueError:
