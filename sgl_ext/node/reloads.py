@@ -11,7 +11,7 @@ from typing import Any
 
 from sgl_ext.node.child import Child
 from sgl_ext.node.stages import FLEET
-from sgl_ext.settings.reloading import LiveSettings, NothingToRead, told
+from sgl_ext.settings.reloading import LiveSettings, NothingToRead, in_words
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
 
 
@@ -62,7 +62,7 @@ class Reloads:
             own = settings if child.name == FLEET else settings.engine
             child.change_environment(own.to_environment())
         document = found.as_json()
-        self._say(f"reload: {told(document)}")
+        self._say(f"reload: {in_words(document)}")
         return document
 
     def begin(self) -> None:

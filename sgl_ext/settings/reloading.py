@@ -1,12 +1,12 @@
 """Changes of settings without a restart: what is read again, compared, and put into effect.
 
     the file and the flags -- read again --> compared with the settings in effect
-        --> what may change without a restart, as a new version     } told to who asked
-        --> what stays until one, with the reason                    }
+        --> what may change without a restart, as a new version     } the answer to the caller
+        --> what stays until one, with the reason                   }
 
-Several processes share a version by a file: the launcher, and each process of its balancer. Any of
-them reads the settings again, and the others find the new version there within a second. A process
-that starts later begins with it. The file holds only what was changed, and no secret.
+Several processes share a version by a file: the launcher and its balancer's processes, or those of
+a balancer alone. One reads the settings again; the others find the version there within a second. A
+process that starts later begins with it. The file holds only what was changed, and no secret.
 """
 
 import time
@@ -74,7 +74,7 @@ class Comparison(NamedTuple):
         return {"changed": self.changed, "unchanged_until_restart": unchanged}
 
 
-def told(document: Mapping[str, Any]) -> str:
+def in_words(document: Mapping[str, Any]) -> str:
     """What `Comparison.as_json` says, as a line of a log."""
     keys, unchanged = document["changed"], document["unchanged_until_restart"]
     changed = f"changed: {', '.join(keys)}" if keys else "nothing changed"

@@ -14,7 +14,7 @@ from sgl_ext.settings.reloading import (
     LiveSettings,
     compare,
     engine_values,
-    told,
+    in_words,
     with_values,
 )
 from sgl_ext.settings.schema import (
@@ -139,7 +139,7 @@ def test_a_reload_applies_what_it_can_and_names_the_rest(node: Node) -> None:
 def test_an_unchanged_file_changes_nothing(node: Node) -> None:
     live = node.process()
     before = live.version
-    assert told(live.reload().as_json()) == "nothing changed"
+    assert in_words(live.reload().as_json()) == "nothing changed"
     assert live.version is before
     assert not node.shared.exists()
 

@@ -13,7 +13,7 @@ from typing import Any
 from sgl_ext.balancer.cluster.launcher import Launcher, LauncherUnreachable
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.engine_settings import EngineSettingsSender
-from sgl_ext.settings.reloading import LiveSettings, NothingToRead, told
+from sgl_ext.settings.reloading import LiveSettings, NothingToRead, in_words
 from sgl_ext.settings.schema import BalancerSettings, SettingsError
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Reloads:
             raise
         self.refresh()
         await self._sender.send()
-        log.info("reload: %s", told(document))
+        log.info("reload: %s", in_words(document))
         return {**document, "engines": self._sender.rows()}
 
     async def _read(self) -> dict[str, Any]:
