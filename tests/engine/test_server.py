@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from ipaddress import ip_address
@@ -13,9 +14,12 @@ import pytest
 import requests
 from sgl_ext_cpu.nursery import Nursery
 
+from sgl_ext.protocols.trace_context import new_trace_id
 from tests.engine.scheduler.test_event_publisher import Engine, running_engine
+from tests.otlp_collector import Collector, collecting
 from tests.waiting import until
 
+UNSAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"
 ENDLESS = {"text": "go on", "sampling_params": {"max_new_tokens": 100_000, "ignore_eos": True}}
 
 
@@ -25,9 +29,20 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(nursery: Nursery, tiny_model: Path, log: Path) -> Iterator[Engine]:
-    with running_engine(nursery, tiny_model, log, "--max-total-tokens", "200000") as started:
-        yield started
+def collector() -> Iterator[Collector]:
+    with collecting() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def engine(nursery: Nursery, tiny_model: Path, log: Path, collector: Collector) -> Iterator[Engine]:
+    """An engine that logs its requests, and exports the spans of those that are sampled."""
+    flags = ["--max-total-tokens", "200000", "--log-requests", "--log-requests-level", "0"]
+    flags += ["--enable-trace", "--otlp-traces-endpoint", f"{collector.url}/v1/traces"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
+        with running_engine(nursery, tiny_model, log, *flags) as started:
+            yield started
 
 
 def processes_of(engine: Engine) -> list[psutil.Process]:
@@ -38,6 +53,48 @@ def processes_of(engine: Engine) -> list[psutil.Process]:
 def has_running(engine: Engine, number: int) -> bool:
     loads = requests.get(f"{engine.url}/v1/loads", timeout=60).json()["loads"]
     return bool(loads[0]["num_running_reqs"] == number)
+
+
+SAMPLING = {"max_new_tokens": 2}
+HELLO = {"messages": [{"role": "user", "content": "Hello"}], "model": "tiny", "max_tokens": 2}
+NAMED: dict[str, tuple[str, dict[str, Any], int]] = {
+    "chat": ("/v1/chat/completions", HELLO, 1),
+    "messages": ("/v1/messages", HELLO, 1),
+    "responses": ("/v1/responses", {"input": "Hi", "model": "tiny", "max_output_tokens": 2}, 1),
+    "batch": ("/generate", {"text": ["a", "b"], "sampling_params": SAMPLING}, 2),
+    "samples": ("/v1/chat/completions", {**HELLO, "n": 2}, 2),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_an_engines_log_names_requests_by_their_ids(engine: Engine, log: Path, name: str) -> None:
+    path, body, count = NAMED[name]
+    headers = {"x-request-id": f"my-{name}", "traceparent": UNSAMPLED}
+    assert requests.post(f"{engine.url}{path}", json=body, headers=headers, timeout=60).ok
+    finished = re.compile(rf"Finish: .*rid='(~my-{name}~[0-9a-f]{{24}})'")
+    until(lambda: len(set(finished.findall(log.read_text()))) >= count)
+
+
+def test_an_engines_errors_name_the_id_too(engine: Engine) -> None:
+    headers = {"x-request-id": "wrong"}
+    body = {**HELLO, "messages": 7}
+    refused = requests.post(f"{engine.url}/v1/messages", json=body, headers=headers, timeout=60)
+    assert refused.headers["request-id"] == refused.json()["request_id"] == "wrong"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_an_engines_spans_belong_to_the_trace_of_the_request(
+    engine: Engine, collector: Collector, path: str
+) -> None:
+    trace = new_trace_id()
+    headers = {"traceparent": f"00-{trace}-b7ad6b7169203331-01"}
+    assert requests.post(f"{engine.url}{path}", json=HELLO, headers=headers, timeout=60).ok
+
+    def parents() -> set[str]:
+        ours = [span for span in collector.spans if span.trace_id.hex() == trace]
+        return {span.parent_span_id.hex() for span in ours}
+
+    until(lambda: "b7ad6b7169203331" in parents() and len(parents()) > 1)
 
 
 def test_an_engine_of_one_node_listens_on_loopback_alone(engine: Engine) -> None:
