@@ -9,7 +9,8 @@ NOISE = ("is deprecated, please use", "freeze_gc failed", "Traceback")
 
 
 def test_an_engines_log_is_short_lines_and_no_false_alarm(node: Node) -> None:
-    text = (node.log_dir / "engine-0.log").read_text()
+    # Tests that came before this one have made the engine log their clients' errors, too.
+    text, _, _ = (node.log_dir / "engine-0.log").read_text().partition("fired up")
     assert [line for line in text.splitlines() if len(line) > 4000] == []
     assert [noise for noise in NOISE if noise in text] == []
     assert "server_args={'model_path'" in text

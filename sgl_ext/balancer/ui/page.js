@@ -13,14 +13,18 @@ let running = new AbortController();
 
 const headers = () => (key ? { authorization: `Bearer ${key}` } : {});
 
-const view = new View(async (pin) => {
-  const dialog = byId("delete");
+let chosenPin = null;
+
+const view = new View((pin) => {
+  chosenPin = pin;
   const owner = pin.owner ? ` of ${pin.owner}` : "";
   setText(byId("delete-what"), `${compact(pin.tokens)} tokens${owner}, on ${pin.worker}.`);
-  dialog.returnValue = "cancel";
-  dialog.showModal();
-  await new Promise((resolve) => dialog.addEventListener("close", resolve, { once: true }));
-  if (dialog.returnValue === "delete") say(await deletePin(pin));
+  byId("delete").showModal();
+});
+
+// Not at "close": that event comes late, and may be of the time before.
+byId("delete").addEventListener("submit", async (event) => {
+  if (event.submitter.value === "delete") say(await deletePin(chosenPin));
 });
 
 async function deletePin({ prefix, worker }) {

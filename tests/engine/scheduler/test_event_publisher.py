@@ -347,7 +347,8 @@ def test_lines_are_counted_and_none_is_lost(engine: Engine, watch: Watch) -> Non
     page = requests.get(f"{engine.url}/metrics", timeout=30).text
     values = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
     assert float(values["sgl_ext_event_lines_total"]) > 0
-    assert not [name for name in values if "event_lines_dropped" in name or "unreadable" in name]
+    for lost in ("dropped", "unreadable"):
+        assert float(values[f"sgl_ext_event_lines_{lost}_total"]) == 0
 
 
 def test_without_a_radix_cache_only_load_is_published_and_an_open_stream_delays_no_shutdown(
