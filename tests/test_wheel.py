@@ -11,10 +11,13 @@ from configparser import ConfigParser
 from pathlib import Path
 from zipfile import ZipFile
 
+import psutil
 import pytest
 import requests
 import torch
 from sgl_ext_cpu.node import ROOT, free_port, running_process
+
+from sgl_ext.temporary_folder import ENGINE_FOLDERS, remove_stale
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 CPU = ROOT / "launch/cpu"
@@ -86,7 +89,8 @@ def test_the_wheels_have_their_entry_points_and_name_each_other(wheels: list[Pat
 def test_an_installed_wheel_serves_away_from_any_checkout(
     wheels: list[Path], tiny_model: Path, tmp_path: Path
 ) -> None:
-    """The environment is new, and finds other distributions where this one has them."""
+    """The environment is new, and finds other distributions where this one has them. Nothing is
+    forked: these are the processes that a user's node has, and they end with their launcher."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
     (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
@@ -126,13 +130,22 @@ def test_an_installed_wheel_serves_away_from_any_checkout(
         ["env", "-u", "PYTHONPATH", "-C", str(away), python, "-m", "sgl_ext.launch", *flags],
         log,
         lambda: "sgl-ext is serving" in log.read_text(),
-        environment={"SGL_EXT_CPU_FORK": "1"},
         end_signal=signal.SIGTERM,
-    ):
+    ) as launcher:
         body = {"model": "m", "max_tokens": 2, "messages": [{"role": "user", "content": "Count."}]}
         answer = requests.post(f"{url}/v1/messages", json=body, timeout=60)
         assert answer.ok
         for verb in ("status", "doctor"):
             said = called("-m", "sgl_ext", verb, "--url", url)
             assert (said.returncode, said.stderr) == (0, ""), said.stdout
+        children = psutil.Process(launcher.pid).children(recursive=True)
+        assert len(children) >= 4
+        opened = [Path(file.path) for child in children for file in child.open_files()]
+        (folder,) = {file.parent for file in opened if ENGINE_FOLDERS in str(file)}
+        remove_stale(ENGINE_FOLDERS)
+        assert folder.exists()
+        launcher.kill()
+        assert psutil.wait_procs(children, timeout=60)[1] == []
+    remove_stale(ENGINE_FOLDERS)
+    assert not folder.exists()
     assert str(ROOT) not in log.read_text()

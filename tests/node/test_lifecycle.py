@@ -19,7 +19,6 @@ import requests
 from sgl_ext_cpu.engine_processes import find_engine
 from sgl_ext_cpu.node import ROOT, Node, StartNode
 
-from sgl_ext.temporary_folder import ENGINE_FOLDERS, remove_stale
 from tests.waiting import until
 
 # More tokens than the test will wait for: the stream runs until something ends it.
@@ -88,26 +87,6 @@ def test_a_killed_engine_ends_its_streams_with_an_error_event_and_comes_back(
     assert worker["id"].startswith("engine-0.2@"), (
         "nothing is remembered of the one that was killed"
     )
-
-
-def test_processes_that_a_node_starts_end_when_its_launcher_is_killed(
-    start_node: StartNode, tmp_path: Path
-) -> None:
-    """Here nothing is forked: these are the processes that a user's node has."""
-    with start_node(tmp_path, from_nursery=False) as node:
-        assert node.post("/v1/messages", {**ENDLESS, "stream": False, "max_tokens": 2}).ok
-        children = psutil.Process(node.process.pid).children(recursive=True)
-        assert len(children) >= 4
-        opened = [Path(file.path) for child in children for file in child.open_files()]
-        folders = {file.parent for file in opened if ENGINE_FOLDERS in str(file)}
-        assert len(folders) == 1
-        remove_stale(ENGINE_FOLDERS)
-        assert all(folder.exists() for folder in folders)
-        node.process.kill()
-        _, alive = psutil.wait_procs(children, timeout=60)
-    assert alive == []
-    remove_stale(ENGINE_FOLDERS)
-    assert not any(folder.exists() for folder in folders)
 
 
 def test_sigterm_lets_a_running_answer_finish_and_takes_no_new_one(own_node: Node) -> None:
