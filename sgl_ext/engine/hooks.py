@@ -10,7 +10,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Mapping
 from enum import StrEnum
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 from sgl_ext.engine import http_server, sglang_api, startup
@@ -153,10 +153,34 @@ def apply_hooks(role: Role, hooks: Mapping[str, Hook]) -> None:
     registry = sglang_api.HookRegistry
     for symbol, (kind, function) in hooks.items():
         registry.register(symbol, function, sglang_api.HookType[kind])
-    registry.apply_hooks()
+    _apply_at_once(registry)
     missing = [symbol for symbol in hooks if not _is_hooked(symbol)]
     if missing:
         raise RuntimeError(f"these hooks did not apply in the {role} process: {', '.join(missing)}")
+
+
+def _apply_at_once(registry: Any) -> None:
+    """`HookRegistry.apply_hooks`, which looks through all names of all modules for each symbol.
+
+    Here they are looked through once for all symbols, which saves a second of every start.
+    """
+    module, changed = sys.modules[registry.__module__], dict[int, tuple[object, object]]()
+
+    def note(original: object, wrapped: object, owner: object) -> int:
+        changed[id(original)] = original, wrapped
+        return 0
+
+    propagate = module._propagate_patch
+    module._propagate_patch = note  # type: ignore[attr-defined]
+    try:
+        registry.apply_hooks()
+    finally:
+        module._propagate_patch = propagate  # type: ignore[attr-defined]
+    for found in list(sys.modules.values()):
+        if isinstance(found, ModuleType):
+            for name, value in list(vars(found).items()):
+                if id(value) in changed:
+                    setattr(found, name, changed[id(value)][1])
 
 
 def _is_hooked(symbol: str) -> bool:
