@@ -56,7 +56,7 @@ test: setup
 	$(PYTHON) -m pytest -n $(TEST_PROCESSES)
 
 pure: setup
-	$(PYTHON) -m pytest -n $(TEST_PROCESSES) -m "not engine and not long"
+	$(PYTHON) -m pytest -n $(TEST_PROCESSES) -m "not engine and not long" --hypothesis-profile=quick
 
 lint: setup
 	$(VENV)/bin/ruff check .

@@ -19,6 +19,10 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 
 # Engines may be starting beside a property test: its speed is no assertion.
 hypothesis.settings.register_profile("sgl_ext", deadline=None, derandomize="CI" in os.environ)
+# `make check` tries fewer examples, `make test` all.
+hypothesis.settings.register_profile(
+    "quick", hypothesis.settings.get_profile("sgl_ext"), max_examples=20
+)
 hypothesis.settings.load_profile("sgl_ext")
 
 

@@ -19,6 +19,8 @@ import pytest
 
 from tests.cli.fake_node import FakeNode, Refused, fake_node, state_of
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 _LIMIT_S = 30
 
