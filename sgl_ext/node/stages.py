@@ -55,7 +55,7 @@ class StartLog:
         self._fleet = "connecting to Ray"
 
     def stage(self) -> tuple[str, float | None]:
-        """Reads what is new, and gives the stage and how much of it is done."""
+        """Reads new lines, and gives the stage and how much of it is done."""
         while new := self._new_text():
             text = self._rest + new
             self._rest = text[-_OVERLAP:]

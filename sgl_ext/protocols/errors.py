@@ -62,6 +62,11 @@ def internal_error() -> BalancerError:
     return BalancerError(HTTPStatus.INTERNAL_SERVER_ERROR, "Internal error in the balancer.")
 
 
+def bad_field(field: str, reason: str) -> BalancerError:
+    """A field of a request, or a query parameter, that is invalid."""
+    return BalancerError(HTTPStatus.BAD_REQUEST, f"{field}: {reason}", param=field)
+
+
 def body_too_large(limit_bytes: int) -> BalancerError:
     """A body over the limit."""
     message = f"body: larger than {limit_bytes} bytes"

@@ -14,8 +14,7 @@ from http import HTTPStatus
 from aiohttp import web
 
 from sgl_ext.balancer.admin.worker_routes import SERVICES, hints_in, json_response, to_holder
-from sgl_ext.balancer.conversations.expansion import bad_field
-from sgl_ext.protocols.errors import BalancerError
+from sgl_ext.protocols.errors import BalancerError, bad_field
 from sgl_ext.protocols.routes import CONTEXTS, RESPONSE
 
 _MAX_LIMIT = 100

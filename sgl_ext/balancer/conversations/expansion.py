@@ -14,7 +14,7 @@ from radix.byte_lru import ByteLRU
 from sgl_ext.balancer.conversations import contexts, stored_turns, threads
 from sgl_ext.balancer.conversations.context_insertion import insert_context
 from sgl_ext.limits.elements import find_many
-from sgl_ext.protocols.errors import BalancerError
+from sgl_ext.protocols.errors import BalancerError, bad_field
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.protocols.responses import RESPONSES
 
@@ -180,8 +180,3 @@ def unknown_context(id: str) -> BalancerError:
         code="context_not_found",
         param="context_id",
     )
-
-
-def bad_field(field: str, reason: str) -> BalancerError:
-    """A field of a request, or a query parameter, that is invalid."""
-    return BalancerError(HTTPStatus.BAD_REQUEST, f"{field}: {reason}", param=field)

@@ -105,6 +105,11 @@ class ResponseRecorder:
         """Whether `record_end` has events for the client."""
         return self._end != b""
 
+    @property
+    def held_bytes(self) -> int:
+        """The bytes of the answer that it holds."""
+        return len(self._end)
+
     def record_events(self, data: bytes) -> bytes:
         """Takes whole events of a stream and returns those for the client. The event with the
         complete response, and what follows it, waits for `record_end`."""

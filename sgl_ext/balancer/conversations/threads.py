@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 
 from sgl_ext.protocols.anthropic import ANTHROPIC, COUNT_TOKENS
-from sgl_ext.protocols.errors import BalancerError
+from sgl_ext.protocols.errors import BalancerError, bad_field
 from sgl_ext.requests.protocol import objects
 
 PATHS = (*ANTHROPIC.paths, *COUNT_TOKENS.paths)
@@ -42,12 +42,12 @@ def previous_id(body: _Json) -> str | None:
         return None
     kind = thread.get("type") if isinstance(thread, dict) else None
     if kind not in ("create", "continue"):
-        raise _bad_field("thread.type", "must be 'create' or 'continue'")
+        raise bad_field("thread.type", "must be 'create' or 'continue'")
     if kind == "create":
         return None
     previous = thread.get("previous_message_id")
     if not isinstance(previous, str):
-        raise _bad_field("thread.previous_message_id", "must be the id of a message")
+        raise bad_field("thread.previous_message_id", "must be the id of a message")
     return previous
 
 
@@ -59,7 +59,7 @@ def own_part(body: _Json) -> bytes | None:
     try:
         return orjson.dumps({"messages": body["messages"], **kept})
     except TypeError:
-        raise _bad_field("messages", "is nested too deeply") from None
+        raise bad_field("messages", "is nested too deeply") from None
 
 
 def continued(body: _Json, earlier: Iterable[bytes]) -> _Json:
@@ -70,7 +70,7 @@ def continued(body: _Json, earlier: Iterable[bytes]) -> _Json:
     """
     for name in KEPT:
         if body.get(name) is not None:
-            raise _bad_field(name, "a thread keeps what it was created with")
+            raise bad_field(name, "a thread keeps what it was created with")
     whole: _Json = {"messages": []}
     for turn in map(orjson.loads, earlier):
         whole |= {name: turn[name] for name in KEPT if name in turn}
@@ -105,10 +105,6 @@ def not_found(id: str) -> BalancerError:
     )
 
 
-def _bad_field(field: str, reason: str) -> BalancerError:
-    return BalancerError(HTTPStatus.BAD_REQUEST, f"{field}: {reason}", param=field)
-
-
 @dataclass(slots=True)
 class ThreadRecorder:
     """Stores the answer of one request, and returns it as it goes to the client.
@@ -125,6 +121,11 @@ class ThreadRecorder:
     def holds_end(self) -> bool:
         """Whether `record_end` has events for the client."""
         return self._end != b""
+
+    @property
+    def held_bytes(self) -> int:
+        """The bytes of the answer that it holds."""
+        return len(self._kept) + len(self._end)
 
     def record_events(self, data: bytes) -> bytes:
         """Takes whole events of a stream and returns those for the client. The last event waits

@@ -18,8 +18,8 @@ SUMMED_GAUGES = (
     "sgl_ext_connections",
     "sgl_ext_live_streams",
 )
-"""Gauges of which each process has a part. The others have the same value in every process, or
-that of the fullest process counts, or each process has a series of its own."""
+"""Gauges that are added up, as each process has a part. The others have the same value in every
+process, or that of the fullest process counts, or each process has a series of its own."""
 COMMON_COUNTERS = (
     "sgl_ext_workers_joined",
     "sgl_ext_workers_left",

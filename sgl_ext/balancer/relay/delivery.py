@@ -176,7 +176,7 @@ class Delivery(ABC):
             trace = self._spans.sent(self._pool.url, self._attempts)
         if trace is not None:
             return trace.lines
-        # Without an export here, whoever records the engine's spans decides.
+        # Without an export here, the engine's own tracing decides.
         return lines_of_new(self._trace_id, is_sampled=self._services.span_export is None)
 
     # Failures.

@@ -1,4 +1,4 @@
-"""How a request ends: what its tenant pays, what is counted, and what is kept of it."""
+"""How a request ends: what its tenant pays, the metrics, and its entry in the request log."""
 
 import time
 from http import HTTPStatus

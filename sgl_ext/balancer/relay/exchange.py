@@ -192,7 +192,10 @@ class Exchange(Ending):
 
     def _hold(self) -> bool:
         """Counts what the request and its answer hold. False if no answer may be so large."""
-        return self._request.hold.set(len(self._request.body) + self._response.held_bytes)
+        recorder = self._preparation.recorder
+        recorded_bytes = 0 if recorder is None else recorder.held_bytes
+        held_bytes = len(self._request.body) + self._response.held_bytes + recorded_bytes
+        return self._request.hold.set(held_bytes)
 
     def resume(self) -> None:
         """The client reads again."""
@@ -202,6 +205,7 @@ class Exchange(Ending):
     def _relay(self, data: bytes) -> None:
         if self._preparation.recorder is not None:
             data = self._preparation.recorder.record_events(data)
+            self._hold()
         if data:
             self._send(data)
 

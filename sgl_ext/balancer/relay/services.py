@@ -179,7 +179,7 @@ class Services:
     def _log_rejection(self, error: BalancerError, path: str, request_id: str) -> None:
         status = HTTPStatus(error.status)
         is_load = status == HTTPStatus.TOO_MANY_REQUESTS or status >= 500
-        # Other messages have parts of requests, of which there is no end.
+        # Other messages quote requests, so there would be a cause for each request.
         cause = error.message if status == HTTPStatus.SERVICE_UNAVAILABLE else status.phrase
         self.sampled_log.add(
             logging.WARNING if is_load else logging.INFO,

@@ -13,7 +13,7 @@ from sgl_ext.settings.sources import launch_flags
 def check_start(settings: LaunchSettings, found: Hardware | None) -> list[str]:
     """What a start should know that ends nothing. Raises SettingsError for what would end it.
 
-    found: None if the engines run on other machines, of which nothing is known here.
+    found: None if the engines run on other machines, about which nothing is known here.
     """
     check_flags(settings.engine_args, launch_flags())
     notes = [check_disks(settings)]

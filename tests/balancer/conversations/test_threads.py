@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from itertools import count
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from aiohttp import ClientSession, web
 
 from tests.balancer.conftest import Engine, Start
+from tests.balancer.test_routing import until
 
 PATH = "/v1/messages"
 MARK = {"cache_control": {"type": "ephemeral"}}
@@ -39,6 +41,7 @@ class Answering:
         self.ids: list[str] = []
         self.bodies: list[dict[str, Any]] = []
         self.is_cut = False
+        self.allowed = asyncio.Semaphore(1000)
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         body = orjson.loads(await request.read())
@@ -69,6 +72,7 @@ class Answering:
         events.append({"type": "message_delta", "delta": {"stop_reason": "tool_use"}})
         events += [] if self.is_cut else [{"type": "message_stop"}]
         for event in events:
+            await self.allowed.acquire()
             data = orjson.dumps(event)
             await sent.write(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), data))
         return sent
@@ -125,6 +129,35 @@ async def test_what_is_not_stored_is_named_so_that_the_sdk_sends_all(
         assert (status, document["error"]["type"]) == (404, "not_found_error")
         assert document["error"]["details"] == {"error_code": "thread_not_found"}
     assert len(engine.bodies) == 3
+
+
+async def test_the_byte_budget_counts_what_is_recorded(
+    client: ClientSession, engine: Answering
+) -> None:
+    async def held_bytes() -> float:
+        page = await (await client.get("/metrics")).text()
+        (line,) = [line for line in page.splitlines() if line.startswith("sgl_ext_held_bytes ")]
+        return float(line.split()[1])
+
+    engine.allowed = asyncio.Semaphore(1)
+    body = {"model": "m", **begun(messages=[user("One")], stream=True)}
+    async with client.post(PATH, json=body) as answer:
+        begun_bytes = await held_bytes()
+
+        async def is_recorded() -> bool:
+            return await held_bytes() > begun_bytes + 300
+
+        for _ in range(5):
+            engine.allowed.release()
+        await until(is_recorded)
+        for _ in range(20):
+            engine.allowed.release()
+        await answer.read()
+
+    async def is_released() -> bool:
+        return await held_bytes() == 0
+
+    await until(is_released)
 
 
 async def test_without_a_store_no_thread_is_known(start: Start, engine: Answering) -> None:
