@@ -17,6 +17,7 @@ from sgl_ext.engine.http.event_broadcaster import PATH, SUBSCRIBERS_PATH
 from sgl_ext.engine.http.extension import HttpExtension, install, installed
 from sgl_ext.engine.http.flush_route import flush_route
 from sgl_ext.engine.http.gauges import gauging
+from sgl_ext.engine.http.model_routes import model_routes
 from sgl_ext.engine.http.pin_routes import pin_routes
 from sgl_ext.engine.http.ready_route import ready_route
 from sgl_ext.engine.http.settings_route import settings_route
@@ -57,6 +58,7 @@ def extend(server_args: ServerArgs, *_: Any, **__: Any) -> None:
         ready_route(lambda: extension.settings_number),
         settings_route(extension, outbox),
         *pin_routes(broadcaster.pins, outbox),
+        *model_routes(),
     ]
     original = app.router.lifespan_context
 

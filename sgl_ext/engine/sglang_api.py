@@ -31,6 +31,7 @@ HTTP_PROCESS = (
     "sglang.srt.utils.auth:AuthLevel",
     "sglang.srt.environ:envs",
     "sglang.srt.entrypoints.http_server:app",
+    "sglang.srt.entrypoints.http_server:available_models",
     "sglang.srt.entrypoints.http_server:get_global_state",
     f"{_ANTHROPIC}.protocol:AnthropicMessage",
     f"{_ANTHROPIC}.protocol:AnthropicMessagesRequest",

@@ -17,6 +17,7 @@ _MANAGERS = "sglang.srt.managers"
 @stands_for("sglang.srt.configs.model_config:ModelConfig")
 class ModelConfig(Protocol):
     is_multimodal: bool
+    context_len: int
 
 
 @stands_for("sglang.srt.utils.request_logger:RequestLogger")

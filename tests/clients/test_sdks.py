@@ -110,3 +110,17 @@ def test_an_unknown_model_is_openais_not_found(gpt: openai.OpenAI) -> None:
 def test_an_unknown_path_is_openais_not_found(gpt: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="POST /v1/images/generations: Not Found"):
         gpt.images.generate(prompt="a tree")
+
+
+def test_both_sdks_list_the_models_with_their_window(
+    claude: anthropic.Anthropic, gpt: openai.OpenAI
+) -> None:
+    (model,) = list(claude.models.list())
+    assert claude.models.retrieve(model.id) == model
+    (card,) = list(gpt.models.list())
+    assert card.id == gpt.models.retrieve(card.id).id == model.id
+    assert model.max_input_tokens == card.to_dict()["context_length"] > 0
+    with pytest.raises(anthropic.NotFoundError):
+        claude.models.retrieve("none")
+    with pytest.raises(openai.NotFoundError):
+        gpt.models.retrieve("none")

@@ -14,6 +14,7 @@ import math
 from http import HTTPStatus
 from typing import Protocol, cast
 
+from sgl_ext.balancer.http import http2
 from sgl_ext.balancer.http.request_reader import Request, RequestReader
 from sgl_ext.balancer.http.response_head import NO_BODY
 from sgl_ext.limits.bounds import (
@@ -278,8 +279,12 @@ class DownstreamConnection(asyncio.BufferedProtocol):
 
     def _reject(self, error: BalancerError) -> None:
         status, reason, lines, body = self._server.error_response(error, self._reader.path)
-        framing = b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body)
-        self._transport.write(b"HTTP/1.1 %d %b\r\n%b%b%b" % (status, reason, lines, framing, body))
+        if self._reader.is_http2:
+            self._transport.write(http2.refusal(body))
+        else:
+            framing = b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+            head = (status, reason, lines, framing, body)
+            self._transport.write(b"HTTP/1.1 %d %b\r\n%b%b%b" % head)
         self._close(linger=True)
 
     def _release_unsent(self) -> None:

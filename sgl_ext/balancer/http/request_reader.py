@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 
+from sgl_ext.balancer.http import http2
 from sgl_ext.balancer.http.chunked import ChunkedBody
 from sgl_ext.balancer.http.compressed import ENCODINGS, CompressedBody
 from sgl_ext.balancer.http.request_head import RequestHead, RequestHeadCache
@@ -63,6 +64,7 @@ class RequestReader:
     """Reads the requests of one connection.
 
     arrived_bytes: what has arrived since the head of the incomplete request.
+    is_http2: the client speaks HTTP/2, which is refused.
     """
 
     def __init__(self, heads: RequestHeadCache, max_body_bytes: int, account: ByteAccount) -> None:
@@ -71,6 +73,7 @@ class RequestReader:
         self._account = account
         self.ahead = bytearray()
         self.arrived_bytes = 0
+        self.is_http2 = False
         self._head_hold = account.hold("")
         self._searched = 0
         self._request: Request | None = None
@@ -169,6 +172,11 @@ class RequestReader:
             return None
         self._head_hold.release()
         self._searched = 0
+        if ahead.startswith(http2.PREFACE_HEAD):
+            if not http2.has_request(ahead):
+                return None
+            self.is_http2 = True
+            raise BalancerError(HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, http2.MESSAGE)
         head, length = self._heads.read(bytes(ahead[:end]))
         del ahead[:end]
         self._sent_continue = False

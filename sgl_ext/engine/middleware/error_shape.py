@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from sgl_ext.protocols.anthropic import ANTHROPIC
-from sgl_ext.protocols.registry import errors_of
+from sgl_ext.requests.protocol import ErrorShape
 
 _LIMIT_CHARS = 1000
 _SHOWN = 3
@@ -84,9 +84,8 @@ def exposes_internals(body: bytes) -> bool:
     return _INTERNALS.search(body.decode("utf-8", "replace")) is not None
 
 
-def shaped(path: str, error: EngineError, request_id: str) -> bytes:
-    """The JSON body of an error in the protocol of `path`."""
-    shape = errors_of(path)
+def shaped(shape: ErrorShape, error: EngineError, request_id: str) -> bytes:
+    """The JSON body of an error in a protocol's shape."""
     message = error.message
     if shape is ANTHROPIC.errors:
         message = _anthropic_words(message)

@@ -19,9 +19,12 @@ from sgl_ext.engine.middleware.error_shape import INTERNAL, EngineError, scrubbe
 from sgl_ext.protocols.anthropic import ANTHROPIC, status_of_type
 from sgl_ext.protocols.chat import OLLAMA_CHAT
 from sgl_ext.protocols.errors import OPENAI_ERRORS
+from sgl_ext.protocols.models import ANTHROPIC_HEADER
+from sgl_ext.protocols.models import PATH as MODELS
 from sgl_ext.protocols.native import GENERATE, OLLAMA_GENERATE
 from sgl_ext.protocols.registry import errors_of
 from sgl_ext.protocols.routes import EMBEDDING, PARSING, SYSTEM_ONE
+from sgl_ext.requests.protocol import ErrorShape
 
 _WRONG_TYPE = "body: a field has a value of a type that it cannot have"
 _WRONG_VALUE = "body: a field has a value that nothing can be made of"
@@ -36,6 +39,14 @@ def is_shaped(path: str) -> bool:
     """Whether errors on a path have the shape of a protocol; native ones keep SGLang's."""
     # SGLang documents a shape of its own for SYSTEM_ONE.
     return path.startswith("/v1/") and not path.startswith(SYSTEM_ONE)
+
+
+def shape_of(scope: Any) -> ErrorShape:
+    """The shape of errors of an ASGI scope: its path's, or its client's where a path has two."""
+    path = scope["path"]
+    if path.startswith(MODELS) and ANTHROPIC_HEADER.encode() in dict(scope["headers"]):
+        return ANTHROPIC.errors
+    return errors_of(path)
 
 
 class ErrorMiddleware:
@@ -69,7 +80,7 @@ class _Answer:
         self._scope = scope
         self._path = path = scope["path"]
         self._send = send
-        self._shape = errors_of(path) if is_shaped(path) else None
+        self._shape = shape_of(scope) if is_shaped(path) else None
         self._start: Any = None  # the head of an error, or of a stream, that waits
         self._parts: list[bytes] = []
         self._is_stream = False
@@ -138,12 +149,12 @@ class _Answer:
         if self._shape is not None and data.startswith(b"event: response.failed"):
             return error_shape.failed_event(data)
         if self._shape is ANTHROPIC.errors and data.startswith(b"event: error"):
-            return b"event: error\ndata: %b\n\n" % shaped(self._path, _event_error(data), "")
+            return b"event: error\ndata: %b\n\n" % shaped(self._shape, _event_error(data), "")
         if self._shape is OPENAI_ERRORS and data.startswith(b"data: "):
             text = data.removeprefix(b"data: ")
             code = orjson.loads(text)["error"].get("code")
             status = code if isinstance(code, int) and 400 <= code < 600 else 500
-            return b"data: %b\n\n" % shaped(self._path, error_shape.read_error(status, text), "")
+            return b"data: %b\n\n" % shaped(self._shape, error_shape.read_error(status, text), "")
         return data
 
 
@@ -157,8 +168,8 @@ async def send_error(
 
 def _shaped_with_id(scope: Any, error: EngineError) -> tuple[str, str, bytes]:
     """The name and value of the header with the request's id, and the error's body with it."""
-    path, request_id = scope["path"], request_id_of(scope)
-    return errors_of(path).request_id_header, request_id, shaped(path, error, request_id)
+    shape, request_id = shape_of(scope), request_id_of(scope)
+    return shape.request_id_header, request_id, shaped(shape, error, request_id)
 
 
 def _event_error(data: bytes) -> EngineError:

@@ -390,3 +390,38 @@ async def test_a_running_request_ends_before_the_balancer_does(
     assert body == b"{}"
     assert await idle.rest() == b""
     await asyncio.wait_for(stopping, 10)
+
+
+@pytest.mark.parametrize("pieces", [1, 1000])
+async def test_http2_is_refused_in_its_own_frames(
+    serve: Serve, connect: Connect, pieces: int
+) -> None:
+    worker = Raw()
+    wire = await connect(await serve(worker))
+    settings_frame = b"\x00\x00\x06\x04\x00\x00\x00\x00\x00\x00\x03\x00\x00\x00\x64"
+    head_frame = b"\x00\x00\x01\x01\x05\x00\x00\x00\x01\x82"
+    sent = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + settings_frame + head_frame
+    for piece in [sent] if pieces == 1 else [sent[i : i + 1] for i in range(len(sent))]:
+        wire.writer.write(piece)
+        await wire.writer.drain()
+    answered = await wire.reader.read()
+    frames = []
+    while answered:
+        size = int.from_bytes(answered[:3])
+        frames.append((answered[3], answered[5:9][-1], answered[9 : 9 + size]))
+        answered = answered[9 + size :]
+    (settings_, head, body, goaway) = frames
+    assert (settings_[0], head[:2], body[:2], goaway[0]) == (4, (1, 1), (0, 1), 7)
+    assert head[2].startswith(b"\x08\x03505"), ":status: 505"
+    assert b"use HTTP/1.1" in body[2]
+    assert goaway[2][:8] == b"\x00\x00\x00\x01\x00\x00\x00\x0d", "HTTP_1_1_REQUIRED"
+    assert not worker.requests
+
+
+async def test_an_http2_client_that_asks_nothing_is_not_awaited_forever(
+    serve: Serve, connect: Connect
+) -> None:
+    wire = await connect(await serve(Raw()))
+    ping = b"\x00\x00\x08\x06\x00\x00\x00\x00\x00" + bytes(8)
+    wire.writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + ping * 10_000)
+    assert b"use HTTP/1.1" in await wire.reader.read()

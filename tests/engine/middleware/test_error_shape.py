@@ -25,6 +25,7 @@ from sgl_ext.engine.middleware.error_shape import (
     scrubbed,
     shaped,
 )
+from sgl_ext.protocols.registry import errors_of
 
 FLAT = {"object": "error", "message": "n must be positive", "type": "BadRequest", "code": 400}
 TOO_LONG = "The input (300 tokens) is longer than the model's context length (256 tokens)."
@@ -64,7 +65,7 @@ def test_a_body_that_is_no_json_is_read() -> None:
 
 def test_each_protocol_has_its_shape() -> None:
     error = EngineError(404, "The model 'x' does not exist", "model")
-    assert orjson.loads(shaped("/v1/responses", error, "req_1")) == {
+    assert orjson.loads(shaped(errors_of("/v1/responses"), error, "req_1")) == {
         "error": {
             "message": "The model 'x' does not exist",
             "type": "invalid_request_error",
@@ -72,7 +73,7 @@ def test_each_protocol_has_its_shape() -> None:
             "code": "model_not_found",
         }
     }
-    assert orjson.loads(shaped("/v1/messages", error, "req_1")) == {
+    assert orjson.loads(shaped(errors_of("/v1/messages"), error, "req_1")) == {
         "type": "error",
         "error": {"type": "not_found_error", "message": "The model 'x' does not exist"},
         "request_id": "req_1",
@@ -88,8 +89,11 @@ def test_each_protocol_has_its_shape() -> None:
 )
 def test_a_full_context_is_worded_as_harnesses_expect(message: str, words: str) -> None:
     error = EngineError(400, message)
-    assert orjson.loads(shaped("/v1/messages", error, ""))["error"]["message"].startswith(words)
-    found = orjson.loads(shaped("/v1/chat/completions", error, ""))["error"]
+    assert orjson.loads(shaped(errors_of("/v1/messages"), error, ""))["error"][
+        "message"
+    ].startswith(words)
+    openai = errors_of("/v1/chat/completions")
+    found = orjson.loads(shaped(openai, error, ""))["error"]
     assert (found["code"], found["message"]) == ("context_length_exceeded", message)
 
 

@@ -1,0 +1,62 @@
+"""The list of models, with the context window in the field that each client reads.
+
+OpenAI's shape names no window. Clients read it from a field of the server that they were written
+for: `max_model_len` (vLLM, SGLang), `context_length` (OpenRouter), `context_window` (Groq),
+`max_input_tokens` (Anthropic), `meta.n_ctx_train` (llama.cpp). Anthropic's shape is another list.
+Which one is meant, only the header `anthropic-version` says.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+PATH = "/v1/models"
+ANTHROPIC_HEADER = "anthropic-version"
+# What Anthropic answers where the day is not known.
+_UNKNOWN_DAY = "1970-01-01T00:00:00Z"
+
+
+def openai_model(card: dict[str, Any], window_tokens: int) -> dict[str, Any]:
+    """SGLang's card of a model, with the tokens of prompt and answer together."""
+    window = dict.fromkeys(
+        ("max_model_len", "context_length", "context_window", "max_input_tokens"), window_tokens
+    )
+    return card | window | {"meta": {"n_ctx_train": window_tokens}}
+
+
+def anthropic_model(card: dict[str, Any], window_tokens: int) -> dict[str, Any]:
+    """The same in Anthropic's shape."""
+    return {
+        "type": "model",
+        "id": card["id"],
+        "display_name": card["id"],
+        "created_at": _UNKNOWN_DAY,
+        "lifecycle": "active",
+        "max_input_tokens": window_tokens,
+        "max_tokens": window_tokens,
+    }
+
+
+def anthropic_page(
+    models: Sequence[dict[str, Any]],
+    *,
+    after_id: str | None = None,
+    before_id: str | None = None,
+    limit: int,
+) -> dict[str, Any]:
+    """A page of Anthropic's list: the models behind `after_id`, or the last before `before_id`.
+
+    An id that is not in the list leaves nothing.
+    """
+    names = [model["id"] for model in models]
+    found = list(models)
+    if after_id is not None:
+        found = found[names.index(after_id) + 1 :] if after_id in names else []
+    if before_id is not None:
+        found = found[: names.index(before_id)] if before_id in names else []
+    page = found[-limit:] if before_id is not None else found[:limit]
+    return {
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(page) < len(found),
+    }
