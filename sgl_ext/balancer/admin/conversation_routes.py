@@ -1,6 +1,7 @@
 """Clients show and delete their stored responses and contexts; a tenant sees only its own.
 
 POST   /v1/contexts                      registers a context, or renews it
+GET    /v1/contexts                      ?limit=1..100 (20), ?after=ID; by id
 GET    /v1/contexts/{id}                 its blocks; with their content if ?content=true
 DELETE /v1/contexts/{id}
 GET    /v1/responses/{id}                a stored response, or one of an engine
@@ -10,10 +11,12 @@ GET    /v1/responses/{id}/input_items    ?order=asc|desc (desc), ?limit=1..100 (
 """
 
 from http import HTTPStatus
+from typing import Any
 
 from aiohttp import web
 
 from sgl_ext.balancer.admin.worker_routes import SERVICES, hints_in, json_response, to_holder
+from sgl_ext.balancer.conversations import contexts
 from sgl_ext.protocols.errors import BalancerError, bad_field
 from sgl_ext.protocols.routes import CONTEXTS, RESPONSE
 
@@ -24,6 +27,15 @@ async def register(request: web.Request) -> web.Response:
     services, tenant = request.app[SERVICES], _tenant(request)
     registration = await services.read_registration(tenant, await request.read())
     return json_response(await services.conversations.register_context(tenant, registration))
+
+
+async def list_contexts(request: web.Request) -> web.Response:
+    store, after = request.app[SERVICES].conversations, request.query.get("after", "")
+    if after and not contexts.ID.match(after):
+        raise bad_field("after", "must be the id of a context")
+    listed, has_more = await store.list_contexts(_tenant(request), after, _limit(request))
+    ids = [context["context_id"] for context in listed]
+    return json_response(_page(listed, ids, has_more))
 
 
 async def show_context(request: web.Request) -> web.Response:
@@ -69,11 +81,9 @@ async def list_input_items(request: web.Request) -> web.Response:
     items = await request.app[SERVICES].conversations.input_items(_tenant(request), _id(request))
     if items is None:
         raise _not_found(_id(request))
-    order, limit = request.query.get("order", "desc"), request.query.get("limit", "20")
+    order, limit = request.query.get("order", "desc"), _limit(request)
     if order not in ("asc", "desc"):
         raise bad_field("order", "must be asc or desc")
-    if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit) <= _MAX_LIMIT:
-        raise bad_field("limit", f"must be 1 to {_MAX_LIMIT}")
     if order == "desc":
         items.reverse()
     after = request.query.get("after")
@@ -82,10 +92,23 @@ async def list_input_items(request: web.Request) -> web.Response:
         if at is None:
             raise bad_field("after", "must be the id of an item of this response")
         items = items[at + 1 :]
-    shown = items[: int(limit)]
-    ids = [item["id"] for item in shown] or [None]
-    page = {"object": "list", "data": shown, "has_more": len(shown) < len(items)}
-    return json_response({**page, "first_id": ids[0], "last_id": ids[-1]})
+    shown = items[:limit]
+    ids = [item["id"] for item in shown]
+    return json_response(_page(shown, ids, len(shown) < len(items)))
+
+
+def _limit(request: web.Request) -> int:
+    limit = request.query.get("limit", "20")
+    is_number = limit.isascii() and limit.isdigit() and len(limit) <= len(str(_MAX_LIMIT))
+    if not is_number or not 1 <= int(limit) <= _MAX_LIMIT:
+        raise bad_field("limit", f"must be 1 to {_MAX_LIMIT}")
+    return int(limit)
+
+
+def _page(shown: list[Any], ids: list[str], has_more: bool) -> dict[str, Any]:
+    """A page of a list in OpenAI's form."""
+    page = {"object": "list", "data": shown, "has_more": has_more}
+    return {**page, "first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}
 
 
 def _tenant(request: web.Request) -> str:
@@ -112,6 +135,7 @@ def _not_found(id: str) -> BalancerError:
 
 ROUTES = (
     web.route("POST", CONTEXTS, register),
+    web.route("GET", CONTEXTS, list_contexts),
     web.route("GET", f"{CONTEXTS}/{{context}}", show_context),
     web.route("DELETE", f"{CONTEXTS}/{{context}}", delete_context),
     web.route("GET", RESPONSE, show_response),

@@ -12,6 +12,7 @@ stored.
 """
 
 import hashlib
+import re
 from http import HTTPStatus
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -25,10 +26,12 @@ from sgl_ext.requests.nesting import is_deep
 MAX_BLOCKS = 64
 MAX_BYTES = 16 << 20
 MAX_ID_CHARS = 256
+MAX_NAME_CHARS = 128
 LAYERS = {"stable": 3600, "project": 300, "runtime": 0}
 """The seconds that each layer is pinned at least, in the order of the prompt."""
 KINDS = ("tools", "system", "document")
 FIELDS = ("context_id", "context_blocks")
+ID = re.compile(r"ctx_[0-9a-f]{40}\Z")
 
 _Json = dict[str, Any]
 
@@ -131,17 +134,40 @@ class Registration(NamedTuple):
 def read_registration(document: Any) -> Registration:
     """A context that a client registers. Raises BalancerError 400."""
     blocks = read_blocks(document)
-    about = describe(context_id(blocks), blocks, with_content=False)
+    name = document.get("name")
+    is_name = name is None or (isinstance(name, str) and len(name) <= MAX_NAME_CHARS)
+    _require(is_name, f"name: must be a text of at most {MAX_NAME_CHARS} characters")
+    return registration_of(blocks, name)
+
+
+def registration_of(blocks: tuple[Block, ...], name: str | None) -> Registration:
+    """A context of these blocks. The name is for people: the id does not depend on it."""
+    about = describe(context_id(blocks), blocks, name, with_content=False)
     return Registration(about, orjson.dumps([*map(list, blocks)]))
 
 
-def describe(id: str, blocks: tuple[Block, ...], *, with_content: bool) -> _Json:
-    """A context as clients see it."""
+def describe(id: str, blocks: tuple[Block, ...], name: str | None, *, with_content: bool) -> _Json:
+    """A context as clients see it. Its bytes are those of its content, by layer."""
+    layers: dict[str, int] = {}
+    for each in blocks:
+        layers[each.layer] = layers.get(each.layer, 0) + len(packed(each.content))
     described = [{**block._asdict(), "pinned_s": LAYERS[block.layer]} for block in blocks]
     if not with_content:
         for block in described:
             del block["content"]
-    return {"context_id": id, "object": "context", "blocks": described}
+    sizes = {"bytes": sum(layers.values()), "layers": layers}
+    return {"context_id": id, "object": "context", "name": name, **sizes, "blocks": described}
+
+
+def summary(about: _Json) -> bytes:
+    """What a list shows of a context, as it is stored."""
+    return orjson.dumps({key: about[key] for key in ("name", "bytes", "layers")})
+
+
+def read_summary(stored: bytes) -> _Json:
+    """What a list shows of a stored context. Earlier versions stored nothing."""
+    found = orjson.loads(stored) if stored else {}
+    return {key: found.get(key) for key in ("name", "bytes", "layers")}
 
 
 def named(body: _Json) -> tuple[Any, Any] | None:

@@ -115,7 +115,8 @@ class ConversationStore:
             raise BalancerError(HTTPStatus.NOT_FOUND, message)
         about, items = registered
         id, ttl_s = about["context_id"], _CONTEXT_TTL_S[about["blocks"][0]["layer"]]
-        if not await self.documents.put(_CONTEXTS, tenant, Document(id, items, b""), ttl_s):
+        document = Document(id, items, contexts.summary(about), is_listed=True)
+        if not await self.documents.put(_CONTEXTS, tenant, document, ttl_s):
             message = "blocks: larger than a tenant's share of the store (store_limit_bytes)"
             raise BalancerError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)
         found = await self.documents.get(_CONTEXTS, tenant, id)
@@ -129,8 +130,25 @@ class ConversationStore:
         if found is None:
             raise unknown_context(id)
         blocks = contexts.unpacked_blocks(found.items)
-        about = contexts.describe(id, blocks, with_content=with_content)
+        name = contexts.read_summary(found.about)["name"]
+        about = contexts.describe(id, blocks, name, with_content=with_content)
         return {**about, "expires_at": int(found.expires_s)}
+
+    async def list_contexts(self, tenant: str, after: str, limit: int) -> tuple[list[_Json], bool]:
+        """The tenant's contexts whose ids follow `after`, in the order of their ids, at most
+        `limit`; and whether there are more."""
+        found = await self.documents.listing(_CONTEXTS, tenant, after, limit + 1)
+        listed = [
+            {
+                "context_id": each.id,
+                "object": "context",
+                **contexts.read_summary(each.about),
+                "last_used_at": int(each.used_s),
+                "expires_at": int(each.expires_s),
+            }
+            for each in found[:limit]
+        ]
+        return listed, len(found) > limit
 
     async def delete_context(self, tenant: str, id: str) -> None:
         """Raises BalancerError 404 if the context is unknown."""

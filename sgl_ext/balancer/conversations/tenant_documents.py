@@ -11,7 +11,7 @@ from http import HTTPStatus
 from typing import Any
 
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.store.documents import Document, Documents, Found, StoreFailed
+from sgl_ext.balancer.store.documents import Document, Documents, Found, Listed, StoreFailed
 from sgl_ext.protocols.errors import BalancerError
 
 _RETRY_AFTER_S = 5
@@ -57,6 +57,14 @@ class TenantDocuments:
         owner, now = _owner(kind, tenant), self._clock()
         with _answering():
             return await self._store.chain(owner, id, now, self._limit_bytes)
+
+    async def listing(self, kind: str, tenant: str, after: str, limit: int) -> list[Listed]:
+        """The listed documents of the tenant whose ids follow `after`, in the order of their ids,
+        at most `limit`."""
+        if self._store is None:
+            return []
+        with _answering():
+            return await self._store.listing(_owner(kind, tenant), after, limit, self._clock())
 
     async def use(self, kind: str, tenant: str, id: str) -> list[bytes] | None:
         """As `chain`; all of it counts as used."""

@@ -29,12 +29,14 @@ class Document(NamedTuple):
     """`items` is the part that documents which continue it need, `about` is the rest.
 
     continues: the id of the document that it continues.
+    is_listed: whether `listing` shows it. Such an id has no blank, and `about` is short.
     """
 
     id: str
     items: bytes
     about: bytes
     continues: str | None = None
+    is_listed: bool = False
 
 
 class Found(NamedTuple):
@@ -45,6 +47,19 @@ class Found(NamedTuple):
 
     items: bytes
     about: bytes
+    expires_s: float
+
+
+class Listed(NamedTuple):
+    """A document as a list shows it: all but its items.
+
+    used_s: when it was used last, in seconds since the epoch.
+    """
+
+    id: str
+    about: bytes
+    items_bytes: int
+    used_s: float
     expires_s: float
 
 
@@ -75,6 +90,10 @@ class Documents(Protocol):
         None if a document of the chain is missing. Raises BalancerError 413 if the items are
         larger than `limit_bytes`.
         """
+
+    async def listing(self, owner: str, after: str, limit: int, now: float) -> list[Listed]:
+        """The owner's listed documents whose ids follow `after`, in the order of their ids, at
+        most `limit`. This does not count as a use."""
 
     async def use(self, owner: str, id: str, now: float) -> None:
         """Renews a document and those that it continues. A failure is counted and not raised.

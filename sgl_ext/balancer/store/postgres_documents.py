@@ -14,6 +14,7 @@ from sgl_ext.balancer.store.documents import (
     SWEEP_BATCH,
     Document,
     Found,
+    Listed,
     key_of,
     tenant_of,
     victim_of,
@@ -47,6 +48,14 @@ INSERT INTO sgl_ext.documents (key, continues, tenant, ttl_s, used_s, expires_s,
     ON CONFLICT (key) DO UPDATE SET continues = excluded.continues, ttl_s = excluded.ttl_s,
         used_s = excluded.used_s, expires_s = excluded.expires_s, items = excluded.items,
         about = excluded.about, number = excluded.number
+"""
+_LIST = """
+INSERT INTO sgl_ext.listed (key, owner, id) VALUES (%b, %s, %s) ON CONFLICT (key) DO NOTHING
+"""
+_LISTING = """
+SELECT l.id, d.about, length(d.items), d.used_s, d.expires_s
+    FROM sgl_ext.listed l JOIN sgl_ext.documents d USING (key)
+    WHERE l.owner = %s AND l.id > %s AND d.expires_s > %s ORDER BY l.id LIMIT %s
 """
 _HELD = "SELECT tenant, sum(bytes)::bigint FROM sgl_ext.held GROUP BY 1 HAVING sum(bytes) > 0"
 # Of equal uses the end of a chain is evicted first, because it needs those before it.
@@ -113,6 +122,15 @@ class PostgresDocuments:
             raise body_too_large(limit_bytes)
         return found
 
+    async def listing(self, owner: str, after: str, limit: int, now: float) -> list[Listed]:
+        async def read() -> list[Listed]:
+            async with self._server.connection() as db:
+                found = (owner, after, now, limit)
+                rows = await (await db.execute(_LISTING, found, binary=True)).fetchall()
+            return [Listed(*row) for row in rows]
+
+        return await self._reading.run(read)
+
     async def use(self, owner: str, id: str, now: float) -> None:
         async def renew() -> None:
             async with self._server.connection() as db:
@@ -132,6 +150,8 @@ class PostgresDocuments:
             try:
                 async with self._server.connection() as db, db.transaction():
                     await db.execute(_PUT, row)
+                    if document.is_listed:
+                        await db.execute(_LIST, (key, owner, document.id))
                     return await self._make_room(db, tenant, key)
             except _DoesNotFit:
                 return None

@@ -1,6 +1,7 @@
 """The connections to PostgreSQL 13 or later, and the schema `sgl_ext`, which is made when missing.
 
 documents    one row each; TOAST holds the content apart, so that a use does not rewrite it
+listed       the names of documents that lists show
 held         changes of each tenant's bytes, which triggers insert and a sweep adds up: an
              account in one row would make all writers wait for each other
 limits, balancers, newest    what balancers share; unlogged, so a crash of the server empties them
@@ -61,6 +62,12 @@ CREATE UNLOGGED TABLE sgl_ext.newest (
 """.replace(" STORAGE EXTERNAL", "")  # PostgreSQL 16 and later only
 _TABLES += """
 ALTER TABLE sgl_ext.documents ALTER items SET STORAGE EXTERNAL, ALTER about SET STORAGE EXTERNAL;
+"""
+# Schemas of earlier versions lack it, and their balancers need not know it.
+_LISTED = """
+CREATE TABLE IF NOT EXISTS sgl_ext.listed (
+    key bytea PRIMARY KEY REFERENCES sgl_ext.documents ON DELETE CASCADE,
+    owner text NOT NULL, id text COLLATE "C" NOT NULL, UNIQUE (owner, id));
 """
 
 
@@ -163,5 +170,6 @@ async def prepare(connection: Any) -> int:
             await connection.execute(_TABLES)
         elif not is_ours:
             return 0
+        await connection.execute(_LISTED)
         cursor = await connection.execute("SELECT version FROM sgl_ext.format")
         return int((await cursor.fetchone())[0])

@@ -1,12 +1,13 @@
 """Documents in Redis or Valkey. Each method is one Lua script, and so one round trip and atomic.
 
     sgl-ext:doc:KEY     hash: i items, a about, p the key of the document that it continues,
-                        t ttl, u last use, e expiry
+                        t ttl, u last use, e expiry, l its place in the list of its owner
     sgl-ext:expiry      sorted set of KEY by expiry
     sgl-ext:use:TENANT  sorted set of KEY by last use
     sgl-ext:sizes       hash of KEY to "bytes tenant"
     sgl-ext:held        hash of each tenant's bytes
     sgl-ext:total       all bytes
+    sgl-ext:list:OWNER  sorted set of "id KEY": what the lists of an owner show
 
 The balancers evict and expire, because the server knows neither chains nor tenants. As a backstop a
 document also has a TTL of the server, an hour longer: without balancers prompts do not stay.
@@ -24,6 +25,7 @@ from sgl_ext.balancer.store.documents import (
     SWEEP_BATCH,
     Document,
     Found,
+    Listed,
     key_of,
     tenant_of,
 )
@@ -33,10 +35,16 @@ from sgl_ext.protocols.errors import body_too_large
 _DOCUMENT_BYTES = 256  # the hash itself and its places in the other keys
 _BACKSTOP_S = 3600.0
 _TOO_LARGE = -1
+_LIST_S = 7 * 86_400.0  # longer than a listed document lives without a use
 
 _FORGET = """
 local function forget(key)
   local size, tenant = string.match(redis.call('HGET', P..'sizes', key) or '', '^(%d+) (.*)$')
+  local list = redis.call('HGET', P..'doc:'..key, 'l')
+  if list then
+    local owner, member = string.match(list, '^(.*) (%S+ %x+)$')
+    redis.call('ZREM', P..'list:'..owner, member)
+  end
   redis.call('UNLINK', P..'doc:'..key)
   redis.call('ZREM', P..'expiry', key)
   if not size then return 0 end
@@ -88,12 +96,38 @@ local expires = string.format('%.17g', now + ttl)
 redis.call('HSET', P..'doc:'..key, 'i', items, 'a', about, 'p', parent, 't', ttl, 'u', now,
            'e', expires)
 redis.call('PEXPIRE', P..'doc:'..key, ARGV[10])
+if ARGV[11] ~= '' then
+  local member = ARGV[12]..' '..key
+  redis.call('HSET', P..'doc:'..key, 'l', ARGV[11]..' '..member)
+  redis.call('ZADD', P..'list:'..ARGV[11], 0, member)
+  redis.call('PEXPIRE', P..'list:'..ARGV[11], LIST_MS)
+end
 redis.call('ZADD', P..'expiry', expires, key)
 redis.call('ZADD', P..'use:'..tenant, now, key)
 redis.call('HSET', P..'sizes', key, string.format('%d %s', size, tenant))
 redis.call('HINCRBY', P..'held', tenant, size)
 redis.call('INCRBY', P..'total', size)
 return #victims
+""".replace("LIST_MS", str(int(_LIST_S * 1000)))
+# What the server evicted itself is only found here.
+_LISTING = """
+local list, from, limit, now = P..'list:'..ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+local found = {}
+while true do
+  local members = redis.call('ZRANGEBYLEX', list, from, '+', 'LIMIT', 0, limit)
+  for _, member in ipairs(members) do
+    local id, key = string.match(member, '^(.*) (%x+)$')
+    local about, used, expires = unpack(redis.call('HMGET', P..'doc:'..key, 'a', 'u', 'e'))
+    if not expires then
+      redis.call('ZREM', list, member)
+    elseif tonumber(expires) > now then
+      found[#found + 1] = {id, about, redis.call('HSTRLEN', P..'doc:'..key, 'i'), used, expires}
+      if #found == limit then return found end
+    end
+    from = '('..member
+  end
+  if #members < limit then return found end
+end
 """
 _WALK = """
 local function walk(key, now)
@@ -119,16 +153,19 @@ return items
 _USE = """
 local now, tenant = tonumber(ARGV[2]), ARGV[3]
 for k, key in ipairs(walk(ARGV[1], now) or {}) do
-  local ttl, used = unpack(redis.call('HMGET', P..'doc:'..key, 't', 'u'))
+  local ttl, used, list = unpack(redis.call('HMGET', P..'doc:'..key, 't', 'u', 'l'))
   if (now - used) * 100 >= tonumber(ttl) then
     local expires = string.format('%.17g', now + ttl)
     redis.call('HSET', P..'doc:'..key, 'u', ARGV[2], 'e', expires)
     redis.call('PEXPIRE', P..'doc:'..key, math.floor((ttl + ARGV[4]) * 1000))
     redis.call('ZADD', P..'expiry', expires, key)
     redis.call('ZADD', P..'use:'..tenant, string.format('%.17g', now + k * 1e-6), key)
+    if list then
+      redis.call('PEXPIRE', P..'list:'..string.match(list, '^(.*) %S+ %x+$'), LIST_MS)
+    end
   end
 end
-"""
+""".replace("LIST_MS", str(int(_LIST_S * 1000)))
 _DELETE = """
 local expires = redis.call('HGET', P..'doc:'..ARGV[1], 'e')
 if not expires or tonumber(expires) <= tonumber(ARGV[2]) then return 0 end
@@ -152,6 +189,7 @@ class RedisDocuments:
         self._writing = Calls("writing the store of responses and contexts", metrics.store_failed)
         self._put: _Script = server.script(_FORGET + _PUT)
         self._chain: _Script = server.script(_WALK + _CHAIN)
+        self._listing: _Script = server.script(_LISTING)
         self._use: _Script = server.script(_WALK + _USE)
         self._delete: _Script = server.script(_FORGET + _DELETE)
         self._sweep: _Script = server.script(_FORGET + _SWEEP)
@@ -177,6 +215,17 @@ class RedisDocuments:
             raise body_too_large(limit_bytes)
         return cast("list[bytes] | None", found)
 
+    async def listing(self, owner: str, after: str, limit: int, now: float) -> list[Listed]:
+        async def read() -> list[Any]:
+            # A blank sorts before "!", so this follows the member of the id `after`.
+            args = (owner, f"({after}!" if after else "-", *texts(limit, now))
+            return cast("list[Any]", await self._listing(args=args))
+
+        return [
+            Listed(id.decode(), about, int(size), float(used), float(expires))
+            for id, about, size, used, expires in await self._reading.run(read)
+        ]
+
     async def use(self, owner: str, id: str, now: float) -> None:
         async def renew() -> None:
             tenant = tenant_of(owner)
@@ -196,7 +245,8 @@ class RedisDocuments:
             size, keep_ms = sent_bytes + _DOCUMENT_BYTES, int((ttl_s + _BACKSTOP_S) * 1000)
             numbers = texts(size, self._limit_bytes, now, ttl_s)
             content = (parent, document.items, document.about)
-            args = (key, tenant_of(owner), *numbers, *content, *texts(keep_ms))
+            listed = (owner, document.id) if document.is_listed else ("", "")
+            args = (key, tenant_of(owner), *numbers, *content, *texts(keep_ms), *listed)
             return int(await self._put(args=args))
 
         evicted = await self._writing.run(write, sent_bytes)

@@ -1,6 +1,6 @@
 """The documents in an SQLite file that the balancer processes of one machine share."""
 
-from sgl_ext.balancer.store.documents import Document, Found
+from sgl_ext.balancer.store.documents import Document, Found, Listed
 from sgl_ext.balancer.store.sqlite_file import DocumentStore
 from sgl_ext.balancer.store.sqlite_thread import StoreThread
 from sgl_ext.protocols.errors import BalancerError
@@ -26,6 +26,9 @@ class SqliteDocuments:
         if isinstance(found, BalancerError):
             raise found
         return found
+
+    async def listing(self, owner: str, after: str, limit: int, now: float) -> list[Listed]:
+        return await self._thread.read(lambda file: file.listing(owner, after, limit, now))
 
     async def use(self, owner: str, id: str, now: float) -> None:
         await self._thread.tidy(lambda file: file.use(owner, id, now))

@@ -1,6 +1,8 @@
 """Documents in one SQLite file that several balancer processes share; `documents.py` has the rules.
 
 The table `documents` is small, and `content` has the bytes, so that a use rewrites no content.
+`listed` repeats the short `about` of what lists show: in `content` it follows the bytes of the
+items, all of which SQLite would read.
 With a write-ahead log processes can read while one writes. The log is not synced on each write:
 after a power failure the file is consistent but may lack the last seconds.
 """
@@ -16,6 +18,7 @@ from sgl_ext.balancer.store.documents import (
     SWEEP_BATCH,
     Document,
     Found,
+    Listed,
     StoreUnusable,
 )
 from sgl_ext.balancer.store.write_ahead_log import BUSY_S, LONG_BYTES, WriteAheadLog
@@ -34,6 +37,13 @@ _TABLES = (
     """CREATE TRIGGER delete_content AFTER DELETE ON documents
         BEGIN DELETE FROM content WHERE number = old.number; END""",
     f"PRAGMA application_id = {_FORMAT}",
+)
+# Files of earlier versions lack it.
+_LISTED = (
+    """CREATE TABLE IF NOT EXISTS listed (
+        number INTEGER PRIMARY KEY, about BLOB NOT NULL)""",
+    """CREATE TRIGGER IF NOT EXISTS delete_listed AFTER DELETE ON documents
+        BEGIN DELETE FROM listed WHERE number = old.number; END""",
 )
 _CHAIN = """
 WITH RECURSIVE chain (number, continues, items_bytes, ttl_s, used_s, depth) AS (
@@ -128,6 +138,8 @@ class DocumentStore:
                     raise sqlite3.DatabaseError("it belongs to another program or another version")
                 for statement in _TABLES:
                     self._db.execute(statement)
+            for statement in _LISTED:
+                self._db.execute(statement)
             sqlite_shares.prepare(self._db)
 
     def check(self) -> None:
@@ -162,6 +174,8 @@ class DocumentStore:
             self._db.execute(
                 "INSERT INTO content VALUES (?, ?, ?)", (number, document.items, document.about)
             )
+            if document.is_listed:
+                self._db.execute("INSERT INTO listed VALUES (?, ?)", (number, document.about))
             evicted = 0
             while self._used_bytes() > self.limit_bytes:
                 gone = sqlite_shares.evict(self._db, owner, number)
@@ -197,6 +211,16 @@ class DocumentStore:
         read = f"SELECT number, items FROM content WHERE number IN ({places})"
         found = dict(self._db.execute(read, numbers).fetchall())
         return [found[number] for number in numbers] if len(found) == len(numbers) else None
+
+    def listing(self, owner: str, after: str, limit: int, now: float) -> list[Listed]:
+        """The owner's listed documents whose ids follow `after`, in the order of their ids."""
+        rows = self._db.execute(
+            "SELECT id, about, items_bytes, used_s, expires_s"
+            " FROM documents JOIN listed USING (number)"
+            " WHERE owner = ? AND id > ? AND expires_s > ? ORDER BY id LIMIT ?",
+            (owner, after, now, limit),
+        )
+        return [Listed(*row) for row in rows]
 
     def use(self, owner: str, id: str, now: float) -> None:
         """Renews a document and those that it continues.

@@ -339,6 +339,54 @@ async def test_a_context_is_registered_shown_and_deleted(start: Start) -> None:
     assert (await client.delete(path)).status == 404
 
 
+async def test_a_tenants_contexts_are_listed_in_pages(start: Start) -> None:
+    client = await start(Engine("a"))
+
+    async def listed(query: str = "", tenant: str = "a") -> tuple[int, Any]:
+        answer = await client.get(f"/v1/contexts{query}", headers={"x-tenant-id": tenant})
+        return answer.status, await answer.json()
+
+    nothing = {"object": "list", "data": [], "has_more": False, "first_id": None, "last_id": None}
+    assert await listed() == (200, nothing)
+    ids = []
+    for number in range(5):
+        block = {"id": "rules", "layer": "project", "content": f"Rule {number}."}
+        for tenant in ("a", "b") if number == 0 else ("a",):
+            document = {"name": f"Number {number}", "blocks": [block]}
+            headers = {"x-tenant-id": tenant}
+            answer = await client.post("/v1/contexts", json=document, headers=headers)
+            found = await answer.json()
+        ids.append(found["context_id"])
+    whole = (await listed())[1]
+    assert [each["context_id"] for each in whole["data"]] == sorted(ids)
+    assert (whole["has_more"], whole["first_id"]) == (False, min(ids))
+    one = next(each for each in whole["data"] if each["context_id"] == ids[3])
+    assert one["name"] == "Number 3"
+    assert (one["bytes"], one["layers"]) == (7, {"project": 7})
+    assert one["expires_at"] == one["last_used_at"] + 3600
+    paged, after = [], ""
+    while True:
+        page = (await listed(f"?limit=2{after}"))[1]
+        paged += page["data"]
+        after = f"&after={page['last_id']}"
+        if not page["has_more"]:
+            break
+    assert paged == whole["data"]
+    shared = (await listed(tenant="b"))[1]["data"]
+    assert [each["context_id"] for each in shared] == ids[:1]
+    await client.delete(f"/v1/contexts/{ids[0]}", headers={"x-tenant-id": "b"})
+    assert await listed(tenant="b") == (200, nothing)
+    assert len((await listed())[1]["data"]) == 5
+    for wrong in ("0", "101", "1" * 5000, "x", ""):
+        status, error = await listed(f"?limit={wrong}")
+        assert status == 400
+        assert "limit: must be 1 to 100" in error["error"]["message"]
+    assert (await listed("?after=%00"))[0] == 400
+    answer = await client.post("/v1/contexts", json={"name": "n" * 129, "blocks": BLOCKS})
+    assert answer.status == 400
+    assert (await answer.json())["error"]["message"].startswith("name: must be")
+
+
 async def test_a_request_that_names_a_context_is_placed_like_the_expanded_request(
     start: Start,
 ) -> None:

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.store.documents import Document, Documents, Found
+from sgl_ext.balancer.store.documents import Document, Documents, Found, Listed
 from sgl_ext.balancer.store.opening import open_store
 from sgl_ext.protocols.errors import BalancerError
 from tests.balancer.store.conftest import Open, emptied, named
@@ -46,6 +46,31 @@ async def test_owners_cannot_read_or_delete_each_others_documents(opened: Open) 
     assert await store.chain("k a", "r1", 0.0, _MIB) == [b"r1" * 10]
     await store.put("k b", turn("r2", "r1"), 60.0, 0.0)
     assert await store.chain("k b", "r2", 0.0, _MIB) == [b"r1", b"r2" * 10]
+
+
+async def test_a_list_has_an_owners_listed_documents_in_pages(opened: Open) -> None:
+    store = opened()
+    for number in range(5):
+        document = Document(f"c{number}", b"x" * 9000, b"about %d" % number, is_listed=True)
+        await store.put("k a b", document, 60.0, float(number))
+    await store.put("k a b", turn("c9"), 60.0, 0.0)
+    await store.put("k b", Document("c7", b"x", b"", is_listed=True), 60.0, 0.0)
+    first = await store.listing("k a b", "", 2, 5.0)
+    assert first == [
+        Listed("c0", b"about 0", 9000, 0.0, 60.0),
+        Listed("c1", b"about 1", 9000, 1.0, 61.0),
+    ]
+    await store.delete("k a b", "c1", 5.0)  # the next page begins after it all the same
+    rest = [each.id for each in await store.listing("k a b", "c1", 9, 5.0)]
+    assert rest == ["c2", "c3", "c4"]
+    again = Document("c2", b"y", b"new", is_listed=True)
+    await store.put("k a b", again, 60.0, 50.0)
+    assert await store.listing("k a b", "", 9, 63.5) == [
+        Listed("c2", b"new", 1, 50.0, 110.0),
+        Listed("c4", b"about 4", 9000, 4.0, 64.0),
+    ]
+    assert [each.id for each in await store.listing("k b", "", 9, 5.0)] == ["c7"]
+    assert await store.listing("k c", "", 9, 5.0) == []
 
 
 async def test_a_chain_is_complete_or_unknown(opened: Open) -> None:
