@@ -9,7 +9,12 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any
 
-from sgl_ext.balancer.conversations import contexts, stored_turns, threads
+from sgl_ext.balancer.conversations import (
+    contexts,
+    item_references,
+    stored_turns,
+    threads,
+)
 from sgl_ext.balancer.conversations.expansion import Found, Named, Turn, unknown_context
 from sgl_ext.balancer.conversations.stored_turns import ResponseRecorder
 from sgl_ext.balancer.conversations.tenant_documents import TenantDocuments
@@ -21,7 +26,9 @@ from sgl_ext.protocols.errors import BalancerError
 # How long a context lives after its last use, by its longest-lived layer.
 _CONTEXT_TTL_S = {"stable": 86_400.0, "project": 3600.0}
 _RESPONSES, _BACKGROUND, _CONTEXTS = "responses", "background", "contexts"
-_THREADS = "threads"
+_THREADS, _ITEMS = "threads", "items"
+# So many lookups of items are in the store's queue at once.
+_BATCH = 16
 _Json = dict[str, Any]
 
 
@@ -41,12 +48,23 @@ class ConversationStore:
     async def find(self, named: Named, tenant: str) -> Found:
         """Reads what a request names; it counts as used. Raises BalancerError 503 if the store
         cannot be read, 413 if it is too large."""
-        use, (previous, context, is_thread) = self.documents.use, named
-        kind = _THREADS if is_thread else _RESPONSES
+        use, previous, context = self.documents.use, named.previous, named.context
+        kind = _THREADS if named.is_thread else _RESPONSES
         return Found(
             None if previous is None else await use(kind, tenant, previous),
             None if context is None else await use(_CONTEXTS, tenant, context),
+            await self._items(tenant, named.items) if named.items else None,
         )
+
+    async def _items(self, tenant: str, ids: tuple[str, ...]) -> dict[str, bytes]:
+        """The known ones of these items. Raises BalancerError 413 if they are too large."""
+        items: dict[str, bytes] = {}
+        for start in range(0, len(ids), _BATCH):
+            batch = ids[start : start + _BATCH]
+            used = await asyncio.gather(*(self.documents.use(_ITEMS, tenant, id) for id in batch))
+            items |= {id: found[-1] for id, found in zip(batch, used, strict=True) if found}
+            self.documents.require_small(sum(map(len, items.values())))
+        return items
 
     def recorder(self, turn: Turn | None, tenant: str) -> ResponseRecorder | ThreadRecorder | None:
         """Records the answer of a request of this turn; None without one."""
@@ -78,10 +96,16 @@ class ConversationStore:
         """False if the response could not be stored."""
         items = stored_turns.packed(entered, response["output"])
         document = Document(response["id"], items, stored_turns.about(response), previous)
+        kept = item_references.documents_of(response["output"])
+        put, ttl_s = self.documents.put, self.response_ttl_s
         try:
-            return await self.documents.put(_RESPONSES, tenant, document, self.response_ttl_s)
+            whether = await asyncio.gather(
+                put(_RESPONSES, tenant, document, ttl_s),
+                *(put(_ITEMS, tenant, item, ttl_s) for item in kept),
+            )
         except BalancerError:
             return False
+        return whether[0]
 
     def _note_background(self, tenant: str, id: str) -> asyncio.Task[Any]:
         note = Document(id, b"", b"")
@@ -103,7 +127,11 @@ class ConversationStore:
         return None if found is None else stored_turns.listed(id, found)
 
     async def delete_response(self, tenant: str, id: str) -> bool:
-        """Deletes a response, so that those that continue it end, too. False if it is unknown."""
+        """Deletes a response and its items, so that those that continue it end, too. False if it
+        is unknown."""
+        found = await self.response(tenant, id)
+        for item in item_references.documents_of(found["output"] if found else []):
+            await self.documents.delete(_ITEMS, tenant, item.id)
         return await self.documents.delete(_RESPONSES, tenant, id)
 
     # Contexts.

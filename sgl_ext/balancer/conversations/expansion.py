@@ -4,6 +4,7 @@ It needs no store: what a request names is given to it. So a large request can b
 process.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from radix.byte_lru import ByteLRU
-from sgl_ext.balancer.conversations import contexts, stored_turns, threads
+from sgl_ext.balancer.conversations import contexts, item_references, stored_turns, threads
 from sgl_ext.balancer.conversations.context_insertion import insert_context
 from sgl_ext.limits.elements import find_many
 from sgl_ext.protocols.errors import BalancerError, bad_field
@@ -26,22 +27,29 @@ class Named(NamedTuple):
     """The ids in a request of what is stored: the answer that it continues, and its context.
 
     is_thread: the answer is one of /v1/messages, and not of /v1/responses.
+    items: items of earlier answers that its input refers to.
     """
 
     previous: str | None
     context: str | None
     is_thread: bool = False
+    items: tuple[str, ...] = ()
 
 
 class Found(NamedTuple):
-    """The items of what a request names, and of all that it continues; None if unknown."""
+    """The items of what a request names, and of all that it continues; None if unknown.
+
+    items: the JSON of each item that it refers to and that is known; None if it refers to none.
+    """
 
     previous: list[bytes] | None = None
     context: list[bytes] | None = None
+    items: Mapping[str, bytes] | None = None
 
     @property
     def size_bytes(self) -> int:
-        return sum(map(len, [*(self.previous or ()), *(self.context or ())]))
+        items = () if self.items is None else self.items.values()
+        return sum(map(len, (*(self.previous or ()), *(self.context or ()), *items)))
 
 
 class Turn(NamedTuple):
@@ -81,21 +89,28 @@ class Expander:
         default_factory=lambda: ByteLRU(_PARSED_BYTES)
     )
 
-    def names(self, path: str, body: Any) -> Named | None:
-        """What a parsed body names of the store; None without a name. Raises BalancerError 400."""
+    def names(self, path: str, body: Any, *, refers: bool = True) -> Named | None:
+        """What a parsed body names of the store; None without a name.
+
+        refers: whether it may refer to items. Raises BalancerError 400.
+        """
         if not isinstance(body, dict):
             return None
         previous, is_thread = None, path in threads.PATHS
+        items: tuple[str, ...] = ()
         if is_thread:
             previous = threads.previous_id(body)
-        elif self._continues(path) and stored_turns.own_items(body) is not None:
+        elif self._continues(path) and (own := stored_turns.own_items(body)) is not None:
             previous = body.get("previous_response_id")
+            items = item_references.ids_in(own) if refers else ()
         if previous is not None and not isinstance(previous, str):
             raise bad_field("previous_response_id", "must be the id of a response")
         context, _ = contexts.named(body) or (None, None)
         if context is not None and not isinstance(context, str):
             raise bad_field("context_id", "must be the id of a context")
-        return None if previous is context is None else Named(previous, context, is_thread)
+        if previous is context is None and not items:
+            return None
+        return Named(previous, context, is_thread, items)
 
     def expand(self, path: str, body: Any, found: Found | None = None) -> Expanded:
         """Expands a parsed body. found: what it names.
@@ -106,7 +121,7 @@ class Expander:
             return Expanded(body)
         found, turn, marks_left_out = found or Found(), None, 0
         if self._continues(path):
-            body, turn = _continue(body, found.previous)
+            body, turn = _continue(body, found)
         elif path in threads.PATHS:
             body, turn = _continue_thread(body, found.previous, self.keeps_turns)
         if (named := contexts.named(body)) is not None:
@@ -133,11 +148,16 @@ class Expander:
         return insert_context(protocol, body, blocks, texts)
 
 
-def _continue(body: _Json, earlier: list[bytes] | None) -> tuple[_Json, Turn | None]:
+def _continue(body: _Json, found: Found) -> tuple[_Json, Turn | None]:
     own, previous = stored_turns.own_items(body), body.get("previous_response_id")
     if own is None:
         return body, None
-    whole = body
+    whole, earlier = body, found.previous
+    if found.items is not None:
+        if (excess := find_many(*found.items.values())) is not None:
+            raise bad_field("input", f"in the items that it refers to, {excess.message}")
+        own = item_references.resolved(own, found.items)
+        whole = {**body, "input": own}
     if previous is not None:
         if earlier is None:
             raise BalancerError(

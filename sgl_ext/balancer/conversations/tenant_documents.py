@@ -12,7 +12,7 @@ from typing import Any
 
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.store.documents import Document, Documents, Found, Listed, StoreFailed
-from sgl_ext.protocols.errors import BalancerError
+from sgl_ext.protocols.errors import BalancerError, body_too_large
 
 _RETRY_AFTER_S = 5
 
@@ -65,6 +65,11 @@ class TenantDocuments:
             return []
         with _answering():
             return await self._store.listing(_owner(kind, tenant), after, limit, self._clock())
+
+    def require_small(self, size_bytes: int) -> None:
+        """Raises BalancerError 413 for more bytes than a chain may have."""
+        if size_bytes > self._limit_bytes:
+            raise body_too_large(self._limit_bytes)
 
     async def use(self, kind: str, tenant: str, id: str) -> list[bytes] | None:
         """As `chain`; all of it counts as used."""

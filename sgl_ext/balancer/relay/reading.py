@@ -15,6 +15,7 @@ import orjson
 
 from sgl_ext.balancer.conversations import contexts
 from sgl_ext.balancer.conversations.expansion import Expander, Found, Named, Turn
+from sgl_ext.balancer.conversations.item_references import KIND as REFERENCE
 from sgl_ext.balancer.http.request_head import RequestHead
 from sgl_ext.balancer.relay.hidden_usage import with_usage
 from sgl_ext.balancer.relay.hint_rules import AskedHints
@@ -118,8 +119,10 @@ class BodyReader:
         protocol = of_path(path)
         if asked.warms and (detected := _prefill_protocol(asked, document)) is not None:
             protocol, path = detected, detected.paths[0]
-        if found is None and (named := self.expander.names(path, document)) is not None:
-            return named
+        if found is None:
+            refers = REFERENCE in body
+            if (named := self.expander.names(path, document, refers=refers)) is not None:
+                return named
         own = None
         if found is not None and found.context is not None:
             # The context's texts will stand before the headers.
