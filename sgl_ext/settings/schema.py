@@ -69,8 +69,6 @@ IN_MEMORY = ":memory:"
 """Given as `store`: responses and contexts are lost when the balancer ends."""
 HINTED = ("tenant", "harness", "model")
 """What default hints can be of, in the order in which they win."""
-HARNESSES = ("claude-code", "codex", "opencode", "sdk", "unknown")
-"""The agents that are told apart by their requests."""
 # Someone may have put a secret itself where its source belongs.
 _SECRETS = re.compile(r'("(?:engine_secret|api_key)"\s*:\s*")(?!file:|env:)[^"]*')
 

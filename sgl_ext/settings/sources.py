@@ -14,10 +14,10 @@ from typing import Any
 from msgspec import structs
 
 from sgl_ext.recipes.catalog import settings_file
+from sgl_ext.requests.client_facts import HARNESSES
 from sgl_ext.settings.checks import check_balancer, check_launch
 from sgl_ext.settings.fields import Field, fields_of
 from sgl_ext.settings.schema import (
-    HARNESSES,
     HINTED,
     BalancerSettings,
     DefaultHint,

@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from sgl_ext.doctor.harness import HARNESSES as TOLD_APART
 from sgl_ext.settings.fields import Field
 from sgl_ext.settings.reloading import (
     LiveSettings,
@@ -18,7 +17,6 @@ from sgl_ext.settings.reloading import (
     with_values,
 )
 from sgl_ext.settings.schema import (
-    HARNESSES,
     BalancerSettings,
     DefaultHint,
     EngineSettings,
@@ -207,7 +205,3 @@ def test_a_balancer_alone_reads_its_tables_of_a_file(node: Node) -> None:
 def test_what_an_engine_gets_is_a_part_of_its_settings() -> None:
     before, after = changed_by("pin_ttl_s", 9.0)
     assert with_values(EngineSettings(), compare(before, after).values).pin_ttl_s == 9.0
-
-
-def test_the_harnesses_of_hints_are_those_that_are_told_apart() -> None:
-    assert HARNESSES == TOLD_APART

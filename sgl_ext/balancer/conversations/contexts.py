@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import orjson
 
 from sgl_ext.limits.bounds import MAX_TOOLS
+from sgl_ext.limits.nesting import is_deep
 from sgl_ext.protocols.errors import BalancerError
-from sgl_ext.requests.nesting import is_deep
 
 MAX_BLOCKS = 64
 MAX_BYTES = 16 << 20

@@ -8,7 +8,7 @@ agents work. The model is the same for everybody who uses it, so it is last.
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from sgl_ext.doctor.harness import harness_of
+from sgl_ext.requests.client_facts import harness_of
 from sgl_ext.requests.default_hints import NO_DEFAULTS, DefaultHints
 from sgl_ext.settings.schema import HINTED, DefaultHint
 

@@ -15,9 +15,9 @@ from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempts import RoutingRequest
 from sgl_ext.doctor.blocks import Block, read_blocks
 from sgl_ext.doctor.findings import MOST_ROWS, Findings
-from sgl_ext.doctor.harness import harness_of
 from sgl_ext.doctor.memory import LIMIT_BYTES, Divergence, Prompt, PromptMemory
 from sgl_ext.protocols.registry import of_path
+from sgl_ext.requests.client_facts import harness_of
 from sgl_ext.requests.segments import with_sorted_tools
 from sgl_ext.requests.session import stated_session
 from sgl_ext.requests.strip import HeaderStrip, Stripped, strip_request

@@ -14,9 +14,9 @@ from sgl_ext.engine.core.request_context import RequestContext, context_of, curr
 from sgl_ext.engine.http.extension import installed
 from sgl_ext.engine.sglang_http_types import AnthropicServing, ServingChat
 from sgl_ext.engine.sglang_types import Original
+from sgl_ext.limits.nesting import LIMIT_LEVELS, deep_field
 from sgl_ext.protocols.responses import RESPONSES
 from sgl_ext.protocols.translation.responses import namespaced_names
-from sgl_ext.requests.nesting import LIMIT_LEVELS, deep_field
 from sgl_ext.requests.protocol import Model, Protocol
 from sgl_ext.requests.rewriting import translate
 
@@ -47,7 +47,7 @@ def for_sglang(request: Any, context: RequestContext) -> Any:
         from fastapi import HTTPException
 
         raise HTTPException(HTTPStatus.BAD_REQUEST, "body: must be a JSON object")
-    if protocol.translate is not None and (field := deep_field(protocol, context.body)):
+    if protocol.translate is not None and (field := deep_field(context.body, protocol.turns_field)):
         from fastapi import HTTPException
 
         message = f"{field}: nested deeper than {LIMIT_LEVELS} levels"

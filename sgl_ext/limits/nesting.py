@@ -8,24 +8,22 @@ from typing import Any
 
 import orjson
 
-from sgl_ext.requests.protocol import Protocol
-
 LIMIT_LEVELS = 246
 """What orjson writes, less the levels of an answer around a field."""
 _LEVELS_OF_ORJSON = 254
 _AROUND = _LEVELS_OF_ORJSON - LIMIT_LEVELS
 
 
-def deep_field(protocol: Protocol, body: Any) -> str | None:
+def deep_field(body: Any, turns_field: str | None) -> str | None:
     """The first field with more than LIMIT_LEVELS levels; None if there is none.
 
-    Messages are left out: they are most of a body, and SGLang rejects what it does not know in
-    them.
+    turns_field: the messages, which are left out: they are most of a body, and SGLang rejects what
+    it does not know in them.
     """
     if not isinstance(body, dict):
         return None
     for name, value in body.items():
-        is_nested = isinstance(value, (dict, list)) and name != protocol.turns_field
+        is_nested = isinstance(value, (dict, list)) and name != turns_field
         if is_nested and is_deep(value):
             return str(name)
     return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sgl_ext.doctor.harness import harness_of
+from sgl_ext.requests.client_facts import harness_of
 
 
 @pytest.mark.parametrize(
@@ -17,6 +17,7 @@ from sgl_ext.doctor.harness import harness_of
         ({"originator": "codex_cli_rs"}, {}, "codex"),
         ({"user-agent": "opencode/1.0.3"}, {}, "opencode"),
         ({"user-agent": "ai-sdk/provider-utils/3.0 opencode/1.0"}, {}, "opencode"),
+        ({"user-agent": "QwenCode/0.24.4 (linux; x64)"}, {}, "qwen-code"),
         ({"user-agent": "Anthropic/Python 0.70.0"}, {}, "sdk"),
         ({"user-agent": "AsyncOpenAI/Python 2.1.0"}, {}, "sdk"),
         ({"x-stainless-lang": "js"}, {}, "sdk"),

@@ -1,0 +1,265 @@
+"""What the client of a request says about itself: its program and version, the agent, the turn.
+
+    header                                     says it for
+    user-agent, originator                     all: the program and its version
+    x-claude-code-agent-id, -parent-agent-id   Claude Code: which sub-agent, and whose
+    x-claude-code-request-class, -agent-type, -prompt-id, -prev-tool-durations, -compaction,
+      -context-compacted                       Claude Code with CLAUDE_CODE_GATEWAY_HINT_HEADERS=1
+    x-codex-turn-metadata                      Codex: JSON with the turn, the thread and its source
+    x-session-id, x-parent-session-id          OpenCode: a sub-agent has a session with a parent
+    cc_version, cc_entrypoint, cc_workload, cc_is_subagent
+                                               Claude Code: fields of the header line that the strip
+                                               removes from the system prompt (`strip.py`)
+
+These are hints from strangers: no decision about access or money may rest on them. A value that
+is not of its form is ignored and named in `ignored`, and never an error of the request. All values
+are short and printable, so they can be logged.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import orjson
+
+CLAUDE_CODE, CODEX, OPENCODE, QWEN_CODE = "claude-code", "codex", "opencode", "qwen-code"
+SDK, UNKNOWN = "sdk", "unknown"
+HARNESSES = (CLAUDE_CODE, CODEX, OPENCODE, QWEN_CODE, SDK, UNKNOWN)
+MAIN, SUBAGENT, COMPACTION = "main", "subagent", "compaction"
+REQUEST_CLASSES = (MAIN, SUBAGENT, "workflow", COMPACTION, "auxiliary", "side_reply")
+OTHER = "other"
+# Claude Code's agents and Codex's. People name theirs as they like: other types are one label.
+_AGENT_TYPES = (
+    *("Explore", "Plan", "claude", "custom", "general-purpose", "statusline-setup", "teammate"),
+    *("memory_consolidation", "review", "thread_spawn"),
+)
+MOST_DURATIONS = 32
+_MOST_DURATION_BYTES, _MOST_METADATA_BYTES = 4096, 8192
+_DAY_MS = 86_400_000
+_CC = b"x-claude-code-"
+# Each header of Claude Code's with a short word, and its field here.
+_WORDS = tuple(
+    (_CC + header, field)
+    for header, field in (
+        (b"request-class", "request_class"),
+        (b"agent-id", "agent_id"),
+        (b"agent-type", "agent_type"),
+        (b"parent-agent-id", "parent_agent_id"),
+        (b"prompt-id", "prompt_id"),
+        (b"compaction", "compaction"),
+        (b"context-compacted", "context_compacted"),
+    )
+)
+_DURATIONS = _CC + b"prev-tool-durations"
+_METADATA, _PARENT_SESSION = b"x-codex-turn-metadata", b"x-parent-session-id"
+_WORD = re.compile(r"[A-Za-z0-9/][A-Za-z0-9_.:/%@+-]{0,63}")
+_DURATION = re.compile(rb"([^\x00-\x20\x7f-\xff;=]{1,128})=([0-9]{1,9})")
+_VERSION = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,9}){0,2}")
+# A program and its version: `claude-cli/2.1.330 (...)`, `Anthropic/Python 0.70.0`.
+_PROGRAM = re.compile(
+    rb"([A-Za-z][A-Za-z0-9_.@/-]{0,47}?)[/ ]v?([0-9][A-Za-z0-9.+-]{0,31})(?![^\s;,)])"
+)
+_OPENCODE = re.compile(rb"\b(opencode)/v?([0-9][A-Za-z0-9.+-]{0,31})")
+# The beginnings of user agents in lower case.
+_USER_AGENTS = (
+    (b"claude-cli/", CLAUDE_CODE),
+    (b"claude-code/", CLAUDE_CODE),
+    (b"codex", CODEX),
+    (b"opencode", OPENCODE),
+    (b"qwencode/", QWEN_CODE),
+)
+_SDK_AGENTS = (b"anthropic/", b"asyncanthropic/", b"openai/", b"asyncopenai/", b"ai-sdk/", b"ai/")
+# Headers that only one harness sends.
+_OWN_HEADERS = (
+    (b"x-claude-code-session-id", CLAUDE_CODE),
+    (_METADATA, CODEX),
+    (b"x-opencode-session", OPENCODE),
+    (b"x-opencode-client", OPENCODE),
+)
+
+
+class ClientFacts(NamedTuple):
+    """What is known of a request's client; "" and () where nothing is.
+
+    harness: one of HARNESSES. client, version: the program, as its user agent names it.
+    request_class: one of REQUEST_CLASSES: what the harness sends the request for.
+    agent_id, parent_agent_id: of a sub-agent. agent_type: its kind, as the harness names it.
+    prompt_id: equal for all requests that serve one prompt of the person.
+    prev_tool_durations_ms: how long each tool ran whose result this request brings.
+    compaction: which kind of compaction the request is. context_compacted: the kind after which it
+        is the first.
+    is_subagent: whether it is from an agent that another agent started.
+    workload, entrypoint: what Claude Code was started for, and by what.
+    ignored: the headers and fields that were not of their form.
+    """
+
+    harness: str = UNKNOWN
+    client: str = ""
+    version: str = ""
+    request_class: str = ""
+    agent_id: str = ""
+    agent_type: str = ""
+    parent_agent_id: str = ""
+    prompt_id: str = ""
+    prev_tool_durations_ms: tuple[tuple[str, int], ...] = ()
+    compaction: str = ""
+    context_compacted: str = ""
+    is_subagent: bool = False
+    workload: str = ""
+    entrypoint: str = ""
+    ignored: tuple[str, ...] = ()
+
+    @property
+    def agent_label(self) -> str:
+        """The type of agent as a metric's label, one of few."""
+        return self.agent_type if self.agent_type in _AGENT_TYPES else self.agent_type and OTHER
+
+
+NO_FACTS = ClientFacts()
+
+
+def harness_of(headers: Mapping[bytes, bytes], billing: Mapping[str, str]) -> str:
+    """One of HARNESSES.
+
+    headers: names in lower case. billing: the fields of the stripped header line.
+    """
+    for name, harness in _OWN_HEADERS:
+        if name in headers:
+            return harness
+    agent = headers.get(b"user-agent", b"")[:64].lower()
+    for start, harness in _USER_AGENTS:
+        if agent.startswith(start):
+            return harness
+    if "cc_version" in billing:
+        return CLAUDE_CODE
+    if headers.get(b"originator", b"").lower().startswith(b"codex"):
+        return CODEX
+    if b"opencode/" in agent:
+        return OPENCODE
+    return SDK if agent.startswith(_SDK_AGENTS) or b"x-stainless-lang" in headers else UNKNOWN
+
+
+def read_headers(headers: Mapping[bytes, bytes]) -> ClientFacts:
+    """What a request's headers say; names in lower case. Never raises."""
+    harness = harness_of(headers, {})
+    found: dict[str, str] = {}
+    ignored: list[str] = []
+    agent = headers.get(b"user-agent", b"")[:256]
+    program = _PROGRAM.match(agent)
+    if harness == OPENCODE and (own := _OPENCODE.search(agent)) is not None:
+        program = own
+    if program is not None:
+        found["client"], found["version"] = (part.decode("ascii") for part in program.groups())
+    durations: tuple[tuple[str, int], ...] = ()
+    if harness == CLAUDE_CODE:
+        for name, field in _WORDS:
+            if (raw := headers.get(name)) is not None:
+                _take(found, field, raw.decode("latin-1"), name.decode(), ignored)
+        if (raw := headers.get(_DURATIONS)) is not None:
+            durations = _durations(raw)
+            if not durations:
+                ignored.append(_DURATIONS.decode())
+    elif harness == CODEX:
+        if (raw := headers.get(_METADATA)) is not None:
+            _take_metadata(found, raw, ignored)
+    elif (raw := headers.get(_PARENT_SESSION)) is not None:
+        _take(found, "parent_agent_id", raw.decode("latin-1"), _PARENT_SESSION.decode(), ignored)
+        own_id = headers.get(b"x-session-id", b"").decode("latin-1")
+        if found.get("parent_agent_id") and _WORD.fullmatch(own_id):
+            found["agent_id"] = own_id
+    request_class = found.pop("request_class", "")
+    if request_class and request_class not in REQUEST_CLASSES:  # of a newer Claude Code
+        ignored.append("x-claude-code-request-class")
+        request_class = ""
+    is_subagent = request_class in (SUBAGENT, "workflow") or bool(found.get("agent_id"))
+    return ClientFacts(
+        harness,
+        request_class=request_class or (SUBAGENT if is_subagent else ""),
+        prev_tool_durations_ms=durations,
+        is_subagent=is_subagent,
+        ignored=tuple(ignored),
+        **found,
+    )
+
+
+def with_billing(facts: ClientFacts, billing: Mapping[str, str]) -> ClientFacts:
+    """The facts with those of the stripped header line's fields. Never raises."""
+    if not billing:
+        return facts
+    found: dict[str, str] = {}
+    ignored = list(facts.ignored)
+    for name, field in (("cc_workload", "workload"), ("cc_entrypoint", "entrypoint")):
+        if name in billing:
+            _take(found, field, billing[name], name, ignored)
+    harness, version = facts.harness, facts.version
+    if (stated := billing.get("cc_version")) is not None:
+        if harness in (SDK, UNKNOWN):
+            harness, version = CLAUDE_CODE, ""
+        # What follows the three numbers changes with the conversation.
+        if (numbers := _VERSION.match(stated[:64])) is None:
+            ignored.append("cc_version")
+        elif harness == CLAUDE_CODE and not version:
+            version = numbers[0]
+    is_subagent = facts.is_subagent or billing.get("cc_is_subagent") == "true"
+    return facts._replace(
+        harness=harness,
+        version=version,
+        request_class=facts.request_class or (SUBAGENT if is_subagent else ""),
+        is_subagent=is_subagent,
+        workload=found.get("workload", ""),
+        entrypoint=found.get("entrypoint", ""),
+        ignored=tuple(ignored),
+    )
+
+
+def read_client(headers: Mapping[bytes, bytes], billing: Mapping[str, str]) -> ClientFacts:
+    """All facts of a request: of its headers and its stripped header line. Never raises."""
+    return with_billing(read_headers(headers), billing)
+
+
+def _take(found: dict[str, str], field: str, value: str, name: str, ignored: list[str]) -> None:
+    """Takes a value if it is a short word; `name` is ignored otherwise."""
+    if _WORD.fullmatch(value):
+        found[field] = value
+    elif value:
+        ignored.append(name)
+
+
+def _durations(raw: bytes) -> tuple[tuple[str, int], ...]:
+    """`Bash=34;Read=7`; () if it is not of this form."""
+    items = raw.split(b";", MOST_DURATIONS) if len(raw) <= _MOST_DURATION_BYTES else []
+    if len(items) > MOST_DURATIONS:
+        return ()
+    matches = [_DURATION.fullmatch(item.strip()) for item in items]
+    found = [(match[1].decode("ascii"), int(match[2])) for match in matches if match is not None]
+    return tuple(found) if len(found) == len(items) and _are_short(found) else ()
+
+
+def _are_short(durations: Iterable[tuple[str, int]]) -> bool:
+    return all(duration_ms <= 7 * _DAY_MS for _, duration_ms in durations)
+
+
+def _take_metadata(found: dict[str, str], raw: bytes, ignored: list[str]) -> None:
+    """Codex's turn: JSON, in which a thread of a sub-agent names its source and its parent."""
+    name = _METADATA.decode()
+    try:
+        turn = orjson.loads(raw) if len(raw) <= _MOST_METADATA_BYTES else None
+    except orjson.JSONDecodeError:
+        turn = None
+    if not isinstance(turn, dict):
+        ignored.append(name)
+        return
+    texts = {key: value for key, value in turn.items() if isinstance(value, str)}
+    _take(found, "prompt_id", texts.get("root_turn_id") or texts.get("turn_id", ""), name, ignored)
+    kind, source = texts.get("request_kind", ""), texts.get("thread_source", "")
+    is_subagent = source == SUBAGENT or "subagent_kind" in texts
+    if is_subagent:
+        _take(found, "agent_id", texts.get("thread_id", ""), name, ignored)
+        _take(found, "parent_agent_id", texts.get("parent_thread_id", ""), name, ignored)
+        _take(found, "agent_type", texts.get("subagent_kind", ""), name, ignored)
+    if kind == COMPACTION:
+        found["request_class"] = COMPACTION
+    elif is_subagent:
+        found["request_class"] = SUBAGENT
+    elif source == "user" and kind == "turn":
+        found["request_class"] = MAIN
