@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from sgl_ext.cli import bench, clients, engines, passed_on, pins, prompts, reload, status, top
+from sgl_ext.cli import bench, engines, passed_on, pins, prompts, reload, status, top
+from sgl_ext.cli.clients.verb import clients
 from sgl_ext.cli.completion import PROGRAM, answer_shell, completion
 from sgl_ext.cli.node import NodeError, UsageError
 from sgl_ext.cli.show import console, plain, warn
@@ -50,7 +51,7 @@ _START, _LOOK, _CHANGE = "Start a node", "Look at a running node", "Change a run
 _PREPARE = "Prepare"
 _VERBS: dict[str, list[Callable[..., None]]] = {
     _START: [passed_on.serve],
-    _LOOK: [status.status, top.top, prompts.explain, prompts.doctor, clients.clients, bench.bench],
+    _LOOK: [status.status, top.top, prompts.explain, prompts.doctor, clients, bench.bench],
     _CHANGE: [engines.restart, engines.drain, engines.add, reload.reload],
     _PREPARE: [passed_on.size, passed_on.recipes, passed_on.keys, completion],
 }

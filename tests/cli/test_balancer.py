@@ -103,4 +103,4 @@ async def test_administration_needs_an_operator_s_key(
     code, _, err = await asyncio.to_thread(run, "status", "--url", url)
     assert (code, "needs an operator's key" in err) == (1, True)
     code, out, _ = await asyncio.to_thread(run, "clients", "--url", url)
-    assert (code, "ANTHROPIC_API_KEY=YOUR_KEY" in out) == (0, True)
+    assert (code, "ANTHROPIC_AUTH_TOKEN=YOUR_KEY" in out) == (0, True)

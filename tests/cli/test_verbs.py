@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-import shlex
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -128,43 +126,6 @@ def test_a_pin_that_is_not_there_is_exit_code_1(node: FakeNode, run: Run) -> Non
     assert run("pins", "delete", "aa") == (1, "aa: no such pin\n", "")
     code, out, _ = run("pins", "delete", "aa", "--json")
     assert (code, json.loads(out)) == (1, {"deleted": {"aa": 0}})
-
-
-def test_clients_get_the_address_and_the_model_in_their_own_words(node: FakeNode, run: Run) -> None:
-    model = 'a "b" $c'
-    node.answers["GET /v1/models"] = {"data": [{"id": model}]}
-    code, out, _ = run("clients", "--json")
-    document = json.loads(out)
-    assert (code, document["address"], document["model"]) == (0, node.url, model)
-    how = {row["name"]: row["how"] for row in document["clients"]}
-    assert shlex.split(how["claude-code"])[-1] == model
-    codex = tomllib.loads(how["codex"].rpartition("\n\n")[0])
-    assert codex["model"] == model
-    assert codex["model_providers"]["sgl_ext"]["base_url"] == f"{node.url}/v1"
-    assert model in json.loads(how["opencode"])["provider"]["sgl-ext"]["models"]
-    assert json.loads(shlex.split(how["curl"])[-1])["model"] == model
-    compile(how["python"], "python", "exec")
-
-    code, out, _ = run("clients", "codex")
-    assert (code, "wire_api" in out, "ANTHROPIC" in out) == (0, True, False)
-    code, _, err = run("clients", "vim")
-    assert (code, "must be one of claude-code, codex" in err) == (2, True)
-
-
-def test_clients_of_a_node_with_keys_get_a_place_for_theirs(
-    node: FakeNode, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def models(_: Any) -> Any:
-        if node.keys[-1] is None:
-            raise Refused(401, "Invalid or missing API key.")
-        return {"data": [{"id": "tiny"}]}
-
-    node.answers["GET /v1/models"] = models
-    monkeypatch.setenv("SGL_EXT_API_KEY", "secret")
-    code, out, _ = run("clients")
-    assert code == 0
-    assert "ANTHROPIC_API_KEY=YOUR_KEY claude" in out
-    assert "secret" not in out
 
 
 def test_bench_runs_sglang_s_own_load_with_the_node_s_model_and_key(

@@ -1,0 +1,1 @@
+"""How to connect clients to a node: what they need, shown, written or started."""
