@@ -151,7 +151,8 @@ def _sections(found: State) -> list[Section]:
         now_s, last_s = found.node.now_s, each.last_s
         idle = None if now_s is None or last_s is None else duration(now_s - last_s)
         read = _short(each.prompt_tokens), percent(each.cached_share), idle
-        return (each.id, each.tenant, name(each.engine), each.turns, *read)
+        kind = each.agent or each.request_class or each.harness
+        return (each.id, each.tenant, kind, name(each.engine), each.turns, *read)
 
     def pin(each: Pin) -> tuple[object, ...]:
         left = None if each.left_s is None else duration(each.left_s)
@@ -162,7 +163,7 @@ def _sections(found: State) -> list[Section]:
         read = _short(each.prompt_tokens), percent(each.cached_share)
         return (each.name or "(none)", each.requests, *read)
 
-    heads = ("tenant", "engine", "#turns", "#prompt", "#cached", "#idle")
+    heads = ("tenant", "agent", "engine", "#turns", "#prompt", "#cached", "#idle")
     whose = ("tenant", "session", "engine")
     return [
         Section(("engines", *_ENGINE_HEADS), [*map(engine, found.engines)], 0),

@@ -87,7 +87,8 @@ class Figures(Struct):
 
 
 class Session(Struct):
-    """last_s: when its last request ended, by the node's clock."""
+    """last_s: when its last request ended, by the node's clock. request_class, agent: what the last
+    one was for, and the kind of sub-agent. harness_session: equal for a lead and its sub-agents."""
 
     id: str
     tenant: str | None = None
@@ -96,6 +97,10 @@ class Session(Struct):
     prompt_tokens: int | None = None
     cached_share: float | None = None
     last_s: float | None = None
+    harness: str | None = None
+    request_class: str | None = msgspec.field(name="class", default=None)
+    agent: str | None = None
+    harness_session: str | None = None
 
 
 class Pin(Struct):

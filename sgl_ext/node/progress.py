@@ -62,8 +62,10 @@ def summary(settings: LaunchSettings, engines: Sequence[Child], address: str) ->
         table.add_row("engines", f"python -m sgl_ext.fleet {fleet} show")
     table.add_row("logs", settings.log_dir)
     table.add_row("see it", f"sgl-ext status --url {address}, or {address}/ in a browser")
-    claude = f"ANTHROPIC_BASE_URL={address} ANTHROPIC_API_KEY={key} claude --model {model}"
-    table.add_row("Claude Code", claude)
+    claude = f"ANTHROPIC_BASE_URL={address} ANTHROPIC_API_KEY={key}"
+    table.add_row(
+        "Claude Code", f"{claude} CLAUDE_CODE_GATEWAY_HINT_HEADERS=1 claude --model {model}"
+    )
     provider = f'base_url = "{address}/v1" and wire_api = "responses"'
     table.add_row("Codex", f'model = "{model}" and a model provider with {provider}')
     return Panel(table, title="sgl-ext is serving", title_align="left", expand=False)

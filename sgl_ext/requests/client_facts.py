@@ -18,7 +18,7 @@ are short and printable, so they can be logged.
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -27,12 +27,6 @@ SDK, UNKNOWN = "sdk", "unknown"
 HARNESSES = (CLAUDE_CODE, CODEX, OPENCODE, QWEN_CODE, SDK, UNKNOWN)
 MAIN, SUBAGENT, COMPACTION = "main", "subagent", "compaction"
 REQUEST_CLASSES = (MAIN, SUBAGENT, "workflow", COMPACTION, "auxiliary", "side_reply")
-OTHER = "other"
-# Claude Code's agents and Codex's. People name theirs as they like: other types are one label.
-_AGENT_TYPES = (
-    *("Explore", "Plan", "claude", "custom", "general-purpose", "statusline-setup", "teammate"),
-    *("memory_consolidation", "review", "thread_spawn"),
-)
 MOST_DURATIONS = 32
 _MOST_DURATION_BYTES, _MOST_METADATA_BYTES = 4096, 8192
 _DAY_MS = 86_400_000
@@ -81,7 +75,7 @@ _OWN_HEADERS = (
 class ClientFacts(NamedTuple):
     """What is known of a request's client; "" and () where nothing is.
 
-    harness: one of HARNESSES. client, version: the program, as its user agent names it.
+    harness: one of HARNESSES. program, version: as its user agent names them.
     request_class: one of REQUEST_CLASSES: what the harness sends the request for.
     agent_id, parent_agent_id: of a sub-agent. agent_type: its kind, as the harness names it.
     prompt_id: equal for all requests that serve one prompt of the person.
@@ -90,11 +84,12 @@ class ClientFacts(NamedTuple):
         is the first.
     is_subagent: whether it is from an agent that another agent started.
     workload, entrypoint: what Claude Code was started for, and by what.
+    session: equal for all agents of one session of the harness: a hash of the id that it states.
     ignored: the headers and fields that were not of their form.
     """
 
     harness: str = UNKNOWN
-    client: str = ""
+    program: str = ""
     version: str = ""
     request_class: str = ""
     agent_id: str = ""
@@ -107,15 +102,25 @@ class ClientFacts(NamedTuple):
     is_subagent: bool = False
     workload: str = ""
     entrypoint: str = ""
+    session: str = ""
     ignored: tuple[str, ...] = ()
 
-    @property
-    def agent_label(self) -> str:
-        """The type of agent as a metric's label, one of few."""
-        return self.agent_type if self.agent_type in _AGENT_TYPES else self.agent_type and OTHER
+    def known(self) -> dict[str, Any]:
+        """What is known, by the names of the fields; for a log or another process."""
+        return {name: value for name, value in zip(self._fields, self, strict=True) if value}
 
 
 NO_FACTS = ClientFacts()
+
+
+def of_known(known: Mapping[str, Any]) -> ClientFacts:
+    """The facts whose `known` another process sent."""
+    durations = known.get("prev_tool_durations_ms", ())
+    facts = ClientFacts(**known)
+    return facts._replace(
+        prev_tool_durations_ms=tuple((tool, duration_ms) for tool, duration_ms in durations),
+        ignored=tuple(facts.ignored),
+    )
 
 
 def harness_of(headers: Mapping[bytes, bytes], billing: Mapping[str, str]) -> str:
@@ -149,7 +154,7 @@ def read_headers(headers: Mapping[bytes, bytes]) -> ClientFacts:
     if harness == OPENCODE and (own := _OPENCODE.search(agent)) is not None:
         program = own
     if program is not None:
-        found["client"], found["version"] = (part.decode("ascii") for part in program.groups())
+        found["program"], found["version"] = (part.decode("ascii") for part in program.groups())
     durations: tuple[tuple[str, int], ...] = ()
     if harness == CLAUDE_CODE:
         for name, field in _WORDS:
@@ -182,10 +187,11 @@ def read_headers(headers: Mapping[bytes, bytes]) -> ClientFacts:
     )
 
 
-def with_billing(facts: ClientFacts, billing: Mapping[str, str]) -> ClientFacts:
-    """The facts with those of the stripped header line's fields. Never raises."""
+def with_body(facts: ClientFacts, billing: Mapping[str, str], session: str = "") -> ClientFacts:
+    """The facts with those of a body: the fields of its stripped header line, and the session's
+    hash. Never raises."""
     if not billing:
-        return facts
+        return facts._replace(session=session) if session else facts
     found: dict[str, str] = {}
     ignored = list(facts.ignored)
     for name, field in (("cc_workload", "workload"), ("cc_entrypoint", "entrypoint")):
@@ -198,7 +204,7 @@ def with_billing(facts: ClientFacts, billing: Mapping[str, str]) -> ClientFacts:
         # What follows the three numbers changes with the conversation.
         if (numbers := _VERSION.match(stated[:64])) is None:
             ignored.append("cc_version")
-        elif harness == CLAUDE_CODE and not version:
+        elif harness == CLAUDE_CODE and not facts.program.startswith("claude"):
             version = numbers[0]
     is_subagent = facts.is_subagent or billing.get("cc_is_subagent") == "true"
     return facts._replace(
@@ -208,13 +214,14 @@ def with_billing(facts: ClientFacts, billing: Mapping[str, str]) -> ClientFacts:
         is_subagent=is_subagent,
         workload=found.get("workload", ""),
         entrypoint=found.get("entrypoint", ""),
+        session=session,
         ignored=tuple(ignored),
     )
 
 
 def read_client(headers: Mapping[bytes, bytes], billing: Mapping[str, str]) -> ClientFacts:
     """All facts of a request: of its headers and its stripped header line. Never raises."""
-    return with_billing(read_headers(headers), billing)
+    return with_body(read_headers(headers), billing)
 
 
 def _take(found: dict[str, str], field: str, value: str, name: str, ignored: list[str]) -> None:

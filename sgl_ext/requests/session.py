@@ -18,6 +18,8 @@ SESSION_HEADERS = (
     "session_id",
     "x-session-id",
 )
+# A harness has one id for all its agents; these tell its sub-agents apart.
+AGENT_HEADERS = ("x-claude-code-agent-id", "thread-id")
 FINAL_HEADER = "x-sgl-ext-session-final"
 TENANT_HEADER = "x-tenant-id"
 TENANT_NAME = re.compile(r"^[!-~]([ -~]{0,254}[!-~])?\Z")
@@ -45,7 +47,14 @@ INTERNAL_HEADERS = (
     SECRET_HEADER,
 )
 """What an engine believes from its balancer alone."""
-_HINTS = (*SESSION_HEADERS, FINAL_HEADER, TENANT_HEADER, GROUP_HEADER, *PRIORITY_HEADERS)
+_HINTS = (
+    *SESSION_HEADERS,
+    *AGENT_HEADERS,
+    FINAL_HEADER,
+    TENANT_HEADER,
+    GROUP_HEADER,
+    *PRIORITY_HEADERS,
+)
 _RAW = {name.encode(): name for name in _HINTS}
 
 
@@ -59,12 +68,15 @@ def session_key(headers: Mapping[str, str], body: Any, chain: Chain) -> int | No
     """A number for the conversation, equal for all its turns; None if it is unknown.
 
     A harness has one id for all its sub-agents, and two people may begin with the same words. So
-    the key is made of the stated id and the first user message, or of either alone. Two cache
-    groups never have the same key. `headers` has lower-case names.
+    the key is made of the stated id, the sub-agent's id and the first user message, or of those
+    that there are. Two cache groups never have the same key. `headers` has lower-case names.
     """
     stated = stated_session(headers, body)
     if stated is None:
         return chain.session
+    for name in AGENT_HEADERS:
+        if (agent := headers.get(name)) and agent != stated:
+            stated = f"{stated}/{agent}"
     begun = 0 if chain.session is None else chain.session
     key = b"%032x" % begun + stated.encode("utf-8", "surrogatepass")
     if salt := salt_of(headers):
@@ -79,6 +91,16 @@ def stated_session(headers: Mapping[str, str], body: Any) -> str | None:
         key = body.get("prompt_cache_key")
         stated = key if isinstance(key, str) and key else None
     return stated
+
+
+def session_hash(headers: Mapping[str, str], body: Any) -> str:
+    """Equal for all agents of one session of a harness; "" if it states no id. It quotes nothing,
+    and two cache groups never have the same."""
+    stated = stated_session(headers, body)
+    if stated is None:
+        return ""
+    salted = salt_of(headers) + b"\xff" + stated.encode("utf-8", "surrogatepass")
+    return xxhash.xxh3_64_hexdigest(salted)
 
 
 def hints_of(fields: Mapping[bytes, bytes]) -> dict[str, str]:

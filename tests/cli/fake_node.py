@@ -114,6 +114,10 @@ def state_of(**changed: Any) -> dict[str, Any]:
         "prompt_tokens": 51_200,
         "cached_share": 0.98,
         "last_s": 4656.8,
+        "harness": "claude-code",
+        "class": "subagent",
+        "agent": "Explore",
+        "harness_session": "8d1f",
     }
     pin = {
         "prefix": "d9b8" * 8,

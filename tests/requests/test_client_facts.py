@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from sgl_ext.requests.client_facts import (
     HARNESSES,
-    NO_FACTS,
     REQUEST_CLASSES,
     ClientFacts,
     read_client,
@@ -49,7 +48,7 @@ def test_all_hints_of_claude_code_are_read() -> None:
     billing = {**BILLING, "cc_is_subagent": "true", "cc_workload": "cron"}
     assert facts_of({**CLAUDE, **stated}, billing) == ClientFacts(
         harness="claude-code",
-        client="claude-cli",
+        program="claude-cli",
         version="2.1.330",
         request_class="subagent",
         agent_id="ade62ab62342e45e8",
@@ -78,7 +77,7 @@ def test_the_stripped_line_alone_tells_claude_code() -> None:
 
 
 @pytest.mark.parametrize(
-    ("agent", "client", "version"),
+    ("agent", "program", "version"),
     [
         ("claude-cli/2.1.330 (external, sdk-cli)", "claude-cli", "2.1.330"),
         ("opencode/1.18.33", "opencode", "1.18.33"),
@@ -95,10 +94,10 @@ def test_the_stripped_line_alone_tells_claude_code() -> None:
     ],
 )
 def test_the_user_agent_names_the_program_and_its_version(
-    agent: str, client: str, version: str
+    agent: str, program: str, version: str
 ) -> None:
     facts = facts_of({"user-agent": agent})
-    assert (facts.client, facts.version) == (client, version)
+    assert (facts.program, facts.version) == (program, version)
 
 
 def test_codex_states_its_turn_and_whose_thread_it_is() -> None:
@@ -108,7 +107,7 @@ def test_codex_states_its_turn_and_whose_thread_it_is() -> None:
     theirs = codex(thread_source="subagent", subagent_kind="thread_spawn", parent_thread_id="t-1")
     assert theirs.is_subagent
     assert (theirs.agent_id, theirs.parent_agent_id) == ("t-2", "t-1")
-    assert (theirs.request_class, theirs.agent_label) == ("subagent", "thread_spawn")
+    assert (theirs.request_class, theirs.agent_type) == ("subagent", "thread_spawn")
     assert codex(thread_source="user", request_kind="compaction").request_class == "compaction"
 
 
@@ -151,12 +150,6 @@ def test_malformed_metadata_of_codex_is_named(value: str) -> None:
     facts = facts_of({"user-agent": "codex_exec/0.169.0", "x-codex-turn-metadata": value})
     assert facts.ignored == ("x-codex-turn-metadata",)
     assert facts.prompt_id == facts.request_class == ""
-
-
-def test_a_type_that_people_name_is_one_label() -> None:
-    assert ClientFacts(agent_type="my-own-reviewer").agent_label == "other"
-    assert ClientFacts(agent_type="Explore").agent_label == "Explore"
-    assert NO_FACTS.agent_label == ""
 
 
 @given(

@@ -13,6 +13,7 @@ well-formed Content-Length line mean the same except for the length.
 
 import re
 from collections.abc import Callable, Collection, Mapping
+from functools import cached_property
 from http import HTTPStatus
 
 import httptools
@@ -21,6 +22,7 @@ from sgl_ext.balancer.http import identity
 from sgl_ext.balancer.http.identity import NO_IDENTITY, Identity, read_identity
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.protocols.routes import Route
+from sgl_ext.requests.client_facts import ClientFacts, read_headers
 from sgl_ext.requests.default_hints import DEFAULTS_HEADER
 from sgl_ext.requests.session import PURPOSE_HEADER, QUEUED_HEADER, SECRET_HEADER
 
@@ -83,6 +85,11 @@ class RequestHead:
         self.route: Route | None = None
         self.rejection: BalancerError | None = None
         self.is_complete = False
+
+    @cached_property
+    def facts(self) -> ClientFacts:
+        """What the headers say of the client. It is read once for all requests with this head."""
+        return read_headers(self.fields)
 
     # The parser calls these.
 

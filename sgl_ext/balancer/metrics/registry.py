@@ -3,6 +3,7 @@
 from bisect import bisect_right
 
 from sgl_ext import supervision
+from sgl_ext.balancer.metrics.clients import ClientMetrics
 from sgl_ext.balancer.metrics.page import Page
 from sgl_ext.version import versions
 
@@ -171,6 +172,7 @@ class Metrics(Page):
             "Difference between the predicted and the reported cached tokens of a request.",
             _TOKENS,
         )
+        self.clients = ClientMetrics(counter, histogram)
         self.diverged_prompts = counter(
             "diverged_prompts{harness,kind}",
             "Prompts that did not begin like an earlier prompt of their session or fleet.",

@@ -45,6 +45,7 @@ class Ending(Delivery):
                 usage,
                 self._preparation.diagnosis,
                 self._response.head.streams,
+                self._preparation.facts,
             )
             self._services.request_log.count(answered)
             self._keep(Outcome.COMPLETE, status, usage=usage)
@@ -96,6 +97,7 @@ class Ending(Delivery):
             time.perf_counter() - self._arrived_s,
             self._attempts,
             self._preparation.diagnosis,
+            self._preparation.facts,
         )
         self._services.request_log.keep(ended)
         if self._spans is not None and self._services.span_export is not None:

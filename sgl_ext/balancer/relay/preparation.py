@@ -12,14 +12,16 @@ from sgl_ext.balancer.reporting.diagnosis import PromptDiagnosis
 from sgl_ext.balancer.routing.attempts import NO_ROUTING, RoutingRequest
 from sgl_ext.protocols.errors import no_memory
 from sgl_ext.protocols.native import GENERATE
+from sgl_ext.requests.client_facts import NO_FACTS, ClientFacts, with_body
 from sgl_ext.requests.default_hints import NO_DEFAULTS, written
-from sgl_ext.requests.session import hints_of
+from sgl_ext.requests.session import hints_of, session_hash
 
 
 class Preparation(NamedTuple):
     """What is known of a request before it is placed.
 
     recorder: stores the response, if the request continues or stores one.
+    facts: what the client says about itself.
     diagnosis: how the prompt differs from earlier ones, if prompts are compared.
     charge: what its tenant was charged, if it has limits.
     hides_usage: whether the engine reports a usage that the client did not request.
@@ -31,6 +33,7 @@ class Preparation(NamedTuple):
     recorder: ResponseRecorder | ThreadRecorder | None
     diagnosis: PromptDiagnosis | None
     charge: Charge | None
+    facts: ClientFacts = NO_FACTS
     hides_usage: bool = False
     sums_items: bool = False
     lines: bytes = b""
@@ -70,12 +73,16 @@ def prepare(services: Services, request: Request, asked: Asked, reading: Reading
     stripped = reading.stripped
     if stripped.headers:
         services.metrics.stripped_headers.inc(stripped.headers)
+    session = session_hash(asked.hints, stripped.body) if asked.runs else ""
+    facts = with_body(head.facts, stripped.fields, session)
+    for name in facts.ignored:
+        services.metrics.clients.hints_ignored.counts[(name,)] += 1
     routing, diagnosis = NO_ROUTING, None
     if reading.prompt is not None:
         routing = services.router.routing_of(reading.prompt, asked.hints, warms=asked.warms)
         if asked.runs and services.request_log.detector is not None:
             diagnosis = services.request_log.detector.diagnose(
-                reading.path, head.fields, asked.hints, stripped, routing, request.body
+                reading.path, facts, asked.hints, stripped, routing, request.body
             )
     # Another process that read a large body returns a copy.
     has_defaults = asked.defaults is not None and reading.defaults != NO_DEFAULTS
@@ -86,6 +93,7 @@ def prepare(services: Services, request: Request, asked: Asked, reading: Reading
         recorder,
         diagnosis,
         None,
+        facts,
         hides_usage=reading.hides_usage,
         sums_items=services.rate_limits.charges(head.tenant) and reading.path in GENERATE.paths,
         lines=written(reading.defaults) if has_defaults else b"",

@@ -8,6 +8,7 @@ from typing import Any
 
 from sgl_ext.balancer.metrics.instruments import Tables
 from sgl_ext.balancer.reporting.history import History, series
+from sgl_ext.requests.client_facts import NO_FACTS, ClientFacts
 from sgl_ext.requests.usage import Usage
 
 MOST_SESSIONS = 1024
@@ -18,8 +19,10 @@ OTHERS = "other tenants"
 """Stands for the tenants beyond the bound."""
 
 # tenant, engine, turns, prompt tokens and time of the last turn; prompt tokens of all turns whose
-# answer reported a usage, and cached ones of these
+# answer reported a usage, and cached ones of these; harness, class and type of agent of the last
+# turn, and the harness's session
 _Session = list[Any]
+_NO_AGENT = ("", "", "", "")
 # requests; prompt tokens of those that reported a usage, and cached ones of these
 _Totals = list[int]
 
@@ -46,9 +49,10 @@ class Activity:
         prompt_tokens: int,
         usage: Usage | None,
         ttft_s: float | None,
+        facts: ClientFacts = NO_FACTS,
     ) -> None:
         """Adds an answered request. prompt_tokens: an estimate, for answers that report none.
-        ttft_s: None if the answer is an error."""
+        ttft_s: None if the answer is an error. facts: of its client."""
         prompt = cached = output = 0
         if usage is not None and usage.cached_tokens is not None:
             prompt = prompt_tokens = usage.prompt_tokens or prompt_tokens
@@ -65,7 +69,7 @@ class Activity:
         if session is not None:
             row = self._sessions.get(session)
             if row is None:
-                row = self._sessions[session] = [tenant, engine, 0, 0, now_s, 0, 0]
+                row = self._sessions[session] = [tenant, engine, 0, 0, now_s, 0, 0, *_NO_AGENT]
                 if len(self._sessions) > MOST_SESSIONS:
                     self._drop_sessions()
             row[1] = engine
@@ -74,6 +78,7 @@ class Activity:
             row[4] = now_s
             row[5] += prompt
             row[6] += cached
+            row[7:] = facts.harness, facts.request_class, facts.agent_type, facts.session
 
     def _drop_sessions(self) -> None:
         """Drops those that were not used for longest, many at once."""
@@ -102,7 +107,7 @@ def merged(documents: Iterable[Mapping[str, Any]], now_s: float) -> dict[str, An
         for id, *row in document["sessions"]:
             if (known := sessions.get(id)) is not None:
                 last = max(known, row, key=lambda each: each[4])
-                row[:2], row[3:5] = last[:2], last[3:5]
+                row[:2], row[3:5], row[7:] = last[:2], last[3:5], last[7:]
                 row[2], row[5], row[6] = (known[at] + row[at] for at in (2, 5, 6))
             sessions[id] = row
         for name, totals in document["tenants"].items():
@@ -129,7 +134,18 @@ def merged(documents: Iterable[Mapping[str, Any]], now_s: float) -> dict[str, An
 
 
 def _session(
-    id: str, tenant: str, engine: str, turns: int, tokens: int, last_s: float, prompt: int, hit: int
+    id: str,
+    tenant: str,
+    engine: str,
+    turns: int,
+    tokens: int,
+    last_s: float,
+    prompt: int,
+    hit: int,
+    harness: str,
+    request_class: str,
+    agent: str,
+    harness_session: str,
 ) -> dict[str, Any]:
     return {
         "id": id,
@@ -139,6 +155,10 @@ def _session(
         "prompt_tokens": tokens,
         "cached_share": _share(hit, prompt),
         "last_s": round(last_s, 1),
+        "harness": harness,
+        "class": request_class or None,
+        "agent": agent or None,
+        "harness_session": harness_session or None,
     }
 
 

@@ -17,7 +17,7 @@ from sgl_ext.doctor.blocks import Block, read_blocks
 from sgl_ext.doctor.findings import MOST_ROWS, Findings
 from sgl_ext.doctor.memory import LIMIT_BYTES, Divergence, Prompt, PromptMemory
 from sgl_ext.protocols.registry import of_path
-from sgl_ext.requests.client_facts import harness_of
+from sgl_ext.requests.client_facts import ClientFacts
 from sgl_ext.requests.segments import with_sorted_tools
 from sgl_ext.requests.session import stated_session
 from sgl_ext.requests.strip import HeaderStrip, Stripped, strip_request
@@ -68,7 +68,7 @@ class DivergenceDetector:
     def diagnose(
         self,
         path: str,
-        fields: Mapping[bytes, bytes],
+        facts: ClientFacts,
         hints: Mapping[str, str],
         stripped: Stripped,
         routing: RoutingRequest,
@@ -76,10 +76,10 @@ class DivergenceDetector:
     ) -> PromptDiagnosis:
         """Compares a prompt with earlier ones. Never raises, so a request cannot fail by it.
 
-        fields: the request's headers. hints: those that `hints_of` reads. raw: its body, which
-        is remembered as it is.
+        facts: of its client. hints: the headers that `hints_of` reads. raw: its body, which is
+        remembered as it is.
         """
-        harness = harness_of(fields, stripped.fields)
+        harness = facts.harness
         body = stripped.body if isinstance(stripped.body, dict) else {}
         model = body.get("model")
         model = model[:_MAX_MODEL_CHARS] if isinstance(model, str) else ""
@@ -91,7 +91,9 @@ class DivergenceDetector:
         cache_fields = (
             "" if _CACHE_FIELDS.isdisjoint(body) else str([body.get(key) for key in _CACHE_FIELDS])
         )
-        group = (routing.tenant, harness, model, path, cache_fields)
+        # An agent's prompts are compared with those of its own kind.
+        agent = (facts.request_class, facts.agent_type)
+        group = (routing.tenant, harness, *agent, model, path, cache_fields)
         session = stated_session(hints, body)
         prompt = Prompt(group, session, routing.session, path, routing.chain, raw)
         found = self._compare(prompt)

@@ -1,7 +1,7 @@
 """What became of one request, in a line of JSON: the request log holds one for each.
 
     {"id", "trace", "time", "route", "status", "outcome", "error", "worker", "reason", "workers",
-     "tenant", "harness", "model", "session", "prefix_hash", "tools_hash", "tools_count",
+     "tenant", "harness", "client", "model", "session", "prefix_hash", "tools_hash", "tools_count",
      "segments", "prompt_tokens", "predicted_tokens", "expected_tokens", "reported_tokens",
      "queue_ms", "ttft_ms", "total_ms", "attempts", "divergence"}
 
@@ -13,6 +13,7 @@ equal for prompts of a tenant and a model that have the same tools and instructi
 order, `tools_hash` for those with the same tools; both are null if there are none. `divergence`
 is null unless the prompt diverges from an earlier one (docs/doctor.md).
 
+`harness` and `client` are what the client says about itself (`requests/client_facts.py`).
 Sessions and prefixes are hashes. No text of a prompt is written.
 """
 
@@ -25,6 +26,7 @@ import orjson
 from scheduler.placement import PlacementRequest, WorkerView, score
 from sgl_ext.balancer.reporting.diagnosis import PromptDiagnosis
 from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest
+from sgl_ext.requests.client_facts import NO_FACTS, ClientFacts
 from sgl_ext.requests.segments import Chain
 
 MOST_WORKERS = 8
@@ -79,6 +81,7 @@ class EndedRequest(NamedTuple):
     total_s: float
     attempts: int
     diagnosis: PromptDiagnosis | None
+    facts: ClientFacts = NO_FACTS
 
 
 def ended_request(
@@ -97,6 +100,7 @@ def ended_request(
     total_s: float,
     attempts: int,
     diagnosis: PromptDiagnosis | None,
+    facts: ClientFacts = NO_FACTS,
 ) -> EndedRequest:
     """A request that has ended; `attempt` was its last."""
     worker = reason = predicted_tokens = expected_tokens = None
@@ -133,6 +137,7 @@ def ended_request(
         total_s,
         attempts,
         diagnosis,
+        facts,
     )
 
 
@@ -143,7 +148,7 @@ def start_of_line(request_id: str) -> bytes:
 
 def as_line(ended: EndedRequest) -> bytes:
     """The line of a request."""
-    found = ended.diagnosis
+    found, known = ended.diagnosis, ended.facts.known()
     record: dict[str, Any] = {
         "id": ended.request_id,
         "trace": ended.trace,
@@ -156,7 +161,8 @@ def as_line(ended: EndedRequest) -> bytes:
         "reason": ended.reason,
         "workers": _rows(ended),
         "tenant": ended.tenant,
-        "harness": None if found is None else found.harness,
+        "harness": ended.facts.harness,
+        "client": {name: value for name, value in known.items() if name != "harness"},
         "model": None if found is None else found.model,
         "session": _hex(ended.session),
         "prefix_hash": _hex(ended.prefix_hash),

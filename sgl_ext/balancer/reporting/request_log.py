@@ -19,6 +19,7 @@ from sgl_ext.balancer.reporting.ended_request import EndedRequest, as_line, star
 from sgl_ext.balancer.reporting.line_file import LineFile
 from sgl_ext.balancer.reporting.line_search import find_last_line
 from sgl_ext.balancer.routing.attempts import Attempt
+from sgl_ext.requests.client_facts import NO_FACTS, ClientFacts
 from sgl_ext.requests.usage import Usage
 
 MOST_REMEMBERED = 1024
@@ -29,7 +30,7 @@ _SEARCH_S = 5.0
 class AnsweredRequest(NamedTuple):
     """A request whose response is complete; `attempt` was its last.
 
-    streams: whether the response is a stream of events.
+    streams: whether the response is a stream of events. facts: what its client says about itself.
     """
 
     attempt: Attempt
@@ -40,6 +41,7 @@ class AnsweredRequest(NamedTuple):
     usage: Usage | None
     diagnosis: PromptDiagnosis | None
     streams: bool
+    facts: ClientFacts = NO_FACTS
 
 
 class RequestLog:
@@ -141,7 +143,9 @@ class RequestLog:
                 prompt_tokens,
                 usage,
                 request.ttft_s if request.status < HTTPStatus.BAD_REQUEST else None,
+                request.facts,
             )
+            metrics.clients.count(request.facts, prompt_tokens, usage)
             self._count_tokens(request)
         if request.diagnosis is not None:
             self._add_finding(request.diagnosis, prompt_tokens)

@@ -93,6 +93,7 @@ const name = (of, shorten = (text) => text) => (cell, item) => {
 
 /** What engines' names have in common is left out. */
 let home = "";
+const agentName = ({ harness, agent, class: requestClass }) => [harness, agent ?? requestClass].filter(Boolean).join(" ");
 const engineName = (id) => id.replace(/^https?:\/\//, "").replace(home, "");
 
 /** The node's part of its engines' names, "" if they are on several. */
@@ -152,6 +153,7 @@ export class View {
       columns: [
         { head: "Session", isHead: true, show: (cell, { id }) => shortId(cell, id) },
         { head: "Tenant", kind: "name", show: name(({ tenant }) => tenant) },
+        { head: "Agent", kind: "name extra", show: name(agentName) },
         { head: "Engine", kind: "name extra", show: name(({ engine }) => engine, engineName) },
         { head: "Turns", kind: "number", text: ({ turns }) => count(turns) },
         { head: "Prompt", kind: "number", text: ({ prompt_tokens: tokens }) => compact(tokens) },

@@ -15,6 +15,7 @@ from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.folder import folder
 from sgl_ext.engine.core.request_context import RequestContext
 from sgl_ext.engine.sglang_http_types import GenerateReqInput, KvHintAction, KvHintsEnvelope
+from sgl_ext.requests.client_facts import NO_FACTS, ClientFacts, of_known
 
 _ACTION = "sgl_ext.hints"
 _HASH_BYTES = 16
@@ -27,6 +28,7 @@ class Hints(NamedTuple):
     queued_s: how long it had waited in the balancer by then.
     is_reusable: whether the client may come back for the prompt's prefix.
     output_tokens: the length of answer that the client expects, None if it does not say.
+    facts: what the client says about itself: the class of the request, the agent, its tools' times.
     """
 
     hashes: Sequence[int]
@@ -41,6 +43,7 @@ class Hints(NamedTuple):
     output_tokens: int | None = None
     priority: int = 0
     queued_s: float = 0.0
+    facts: ClientFacts = NO_FACTS
 
 
 def attach(request: GenerateReqInput, context: RequestContext) -> None:
@@ -83,7 +86,7 @@ def _encode(context: RequestContext) -> KvHintAction:
         action_id=folder().name,
         action_type=_ACTION,
         action_version="1",
-        payload=hints._asdict() | {"hashes": packed.hex()},
+        payload=hints._asdict() | {"hashes": packed.hex(), "facts": context.facts.known()},
     )
 
 
@@ -97,5 +100,6 @@ def decode_hints(envelope: KvHintsEnvelope | None) -> Hints | None:
             return hints._replace(
                 hashes=tuple([int.from_bytes(packed[s : s + _HASH_BYTES]) for s in starts]),
                 pins=tuple((tokens, ttl_s) for tokens, ttl_s in hints.pins),
+                facts=of_known(action.payload["facts"]),
             )
     return None

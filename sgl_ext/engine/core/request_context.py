@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.cache_marks import NO_MARKS, Marks
+from sgl_ext.requests.client_facts import NO_FACTS, ClientFacts
 from sgl_ext.requests.priority import USUAL, Importance
 from sgl_ext.requests.protocol import Protocol
 from sgl_ext.requests.segments import Chain
@@ -40,6 +41,7 @@ class RequestContext:
     pins: for each prefix to pin, its length in tokens and its TTL in seconds, ascending.
         Complete once the prompt is rendered.
     owner: the tenant that pins are charged to. session: the name that the client gave.
+    facts: what the client says about itself.
     group: requests of one cache group share cached prefixes; None is a group, too.
     conversation: a number that all turns of a conversation share; None if it is unknown.
     request_id: by which the client and the balancer know it.
@@ -63,6 +65,7 @@ class RequestContext:
     importance: Importance = USUAL
     owner: str = ""
     session: str = ""
+    facts: ClientFacts = NO_FACTS
     group: str | None = None
     conversation: int | None = None
     request_id: str = ""

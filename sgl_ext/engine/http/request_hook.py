@@ -23,6 +23,7 @@ from sgl_ext.engine.http.extension import HttpExtension, installed
 from sgl_ext.engine.http.translation import for_sglang
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.cache_marks import read_marks
+from sgl_ext.requests.client_facts import read_client
 from sgl_ext.requests.default_hints import NO_DEFAULTS, DefaultHints, read_written
 from sgl_ext.requests.priority import read_importance
 from sgl_ext.requests.segments import Chain, read_chain, with_sorted_tools
@@ -49,8 +50,9 @@ async def read_body(original: Callable[[Any], Awaitable[Any]], request: Any) -> 
     if hasattr(request, "_json"):
         return request._json
     extension, path, raw_body = installed(), request.url.path, await request.body()
-    body = _strip(extension, path, await original(request), raw_body)
+    body, billing = _strip(extension, path, await original(request), raw_body)
     context = _read_context(extension, request, path, body)
+    context.facts = read_client(dict(request.scope["headers"]), billing)
     enter(context)
     put_on(request, context)
     body = for_sglang(request, context)
@@ -60,14 +62,18 @@ async def read_body(original: Callable[[Any], Awaitable[Any]], request: Any) -> 
     return body
 
 
-def _strip(extension: HttpExtension, path: str, body: Any, raw_body: bytes) -> Any:
-    """The body without session headers, with its tools in order if the settings say so."""
+def _strip(
+    extension: HttpExtension, path: str, body: Any, raw_body: bytes
+) -> tuple[Any, dict[str, str]]:
+    """The body without session headers, with its tools in order if the settings say so, and the
+    headers' fields."""
     stripped = strip_request(of_path(path), body, extension.strip)
     if stripped.headers:
         counter("headers_stripped").labels(path).inc(stripped.headers)
     # It reads the whole body for a metric, so it waits until the request is with the scheduler.
     asyncio.get_running_loop().call_soon(_count_left, extension, path, raw_body, stripped.headers)
-    return with_sorted_tools(stripped.body) if extension.settings.sort_tools else stripped.body
+    body = with_sorted_tools(stripped.body) if extension.settings.sort_tools else stripped.body
+    return body, stripped.fields
 
 
 def _count_left(extension: HttpExtension, path: str, raw_body: bytes, stripped: int) -> None:

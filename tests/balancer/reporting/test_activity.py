@@ -7,6 +7,7 @@ from typing import Any
 
 from sgl_ext.balancer.reporting import activity
 from sgl_ext.balancer.reporting.activity import Activity, merged
+from sgl_ext.requests.client_facts import ClientFacts
 from sgl_ext.requests.usage import Usage
 
 NOW_S = 1_000_000.0
@@ -24,8 +25,18 @@ def shown(*processes: Activity, now_s: float = NOW_S) -> dict[str, Any]:
 
 def test_a_session_s_share_is_of_all_its_turns() -> None:
     one = Activity(NOW_S)
+    facts = ClientFacts("claude-code", request_class="subagent", agent_type="Explore")
+    facts = facts._replace(session="8d1f")
     add(one, session=0xAB, tenant="alice", usage=Usage(100, 0, 120))
-    add(one, NOW_S + 5, session=0xAB, tenant="alice", engine="e1", usage=Usage(300, 100, 250))
+    add(
+        one,
+        NOW_S + 5,
+        session=0xAB,
+        tenant="alice",
+        engine="e1",
+        usage=Usage(300, 100, 250),
+        facts=facts,
+    )
     assert shown(one, now_s=NOW_S + 6)["sessions"] == [
         {
             "id": f"{0xAB:032x}",
@@ -35,6 +46,10 @@ def test_a_session_s_share_is_of_all_its_turns() -> None:
             "prompt_tokens": 300,
             "cached_share": 0.25,
             "last_s": NOW_S + 5,
+            "harness": "claude-code",
+            "class": "subagent",
+            "agent": "Explore",
+            "harness_session": "8d1f",
         }
     ]
 

@@ -17,6 +17,7 @@ from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.workers import Workers
 from sgl_ext.doctor.__main__ import main
 from sgl_ext.protocols.registry import of_path
+from sgl_ext.requests.client_facts import NO_FACTS
 from sgl_ext.requests.strip import HeaderStrip, strip_request
 from tests.balancer.conftest import Engine, Start
 from tests.doctor.prompts import MESSAGES, SYSTEM, TOOLS, messages, system, turns
@@ -160,7 +161,7 @@ async def test_no_text_of_a_prompt_key_or_header_is_logged(
     url = str(client._base_url)
     findings = await (await client.get("/sgl_ext/divergences")).read()
     for text in (log.read_text(), findings.decode(), caplog.text):
-        for secret in (SECRET, "secret", "12:00", "agent", "claude-cli"):
+        for secret in (SECRET, "secret", "12:00", "agent"):
             assert secret not in text.replace(url, "")
 
 
@@ -196,7 +197,7 @@ async def test_comparisons_take_a_bounded_share_of_the_time() -> None:
         raw = orjson.dumps(clock(turn, turn))
         stripped = strip_request(of_path(MESSAGES), orjson.loads(raw), strip)
         routing = router.read(MESSAGES, hints, stripped.body, len(raw))
-        result = looks.diagnose(MESSAGES, {}, hints, stripped, routing, raw)
+        result = looks.diagnose(MESSAGES, NO_FACTS, hints, stripped, routing, raw)
         found.append(result.divergence is not None)
     assert any(found[:4])
     assert not all(found[8:])

@@ -10,6 +10,7 @@ from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.reporting.activity import Activity
 from sgl_ext.balancer.reporting.request_log import AnsweredRequest, RequestLog
 from sgl_ext.balancer.routing.attempts import NO_ROUTING, Attempt, RoutingRequest
+from sgl_ext.requests.client_facts import ClientFacts
 from sgl_ext.requests.segments import Chain
 from sgl_ext.requests.usage import Usage
 from tests.balancer.workers import workers_at
@@ -69,6 +70,25 @@ def test_requests_that_generate_nothing_have_no_tokens() -> None:
     lines = lines_for({"usage": None, "route": "/tokenize"}, routing=NO_ROUTING)
     assert 'sgl_ext_request_seconds_count{path="/tokenize"} 1.0' in lines
     assert not any(line.startswith("sgl_ext_answers_without_usage_total") for line in lines)
+
+
+def test_requests_are_counted_by_what_their_client_says() -> None:
+    sub = ClientFacts("claude-code", request_class="subagent", agent_type="Explore")
+    mine = ClientFacts("claude-code", agent_type="my-reviewer")
+    timed = mine._replace(
+        request_class="main",
+        prev_tool_durations_ms=(("Bash", 2000), ("mcp__a__b", 30), ("mcp__c__d", 30), ("Mine", 1)),
+    )
+    lines = lines_for({"facts": sub}, {"facts": sub}, {"facts": mine}, {"facts": timed})
+    name, claude = "sgl_ext_client_requests_total", 'harness="claude-code"'
+    assert f'{name}{{agent="Explore",class="subagent",{claude}}} 2.0' in lines
+    assert f'{name}{{agent="other",class="unstated",{claude}}} 1.0' in lines
+    tokens = f'{{class="subagent",{claude}}}'
+    assert f"sgl_ext_client_prompt_tokens_total{tokens} 200.0" in lines
+    assert f"sgl_ext_client_cached_tokens_total{tokens} 180.0" in lines
+    assert 'sgl_ext_client_tool_seconds_sum{tool="Bash"} 2.0' in lines
+    assert 'sgl_ext_client_tool_seconds_count{tool="mcp"} 2.0' in lines
+    assert 'sgl_ext_client_tool_seconds_count{tool="other"} 1.0' in lines
 
 
 def test_tenants_are_counted_by_their_label() -> None:

@@ -12,11 +12,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import convert, to_builtins
 
 from sgl_ext.engine.core.hints import decode_hints
 from sgl_ext.engine.core.request_context import WHOLE_PROMPT, RequestContext, current, enter
 from sgl_ext.engine.http.generation_hook import send_hints
 from sgl_ext.requests.cache_marks import NO_MARKS
+from sgl_ext.requests.client_facts import ClientFacts
 from sgl_ext.requests.priority import Importance
 from sgl_ext.requests.segments import Chain
 
@@ -149,6 +151,23 @@ def test_a_wait_in_the_balancer_is_carried_also_without_a_chain() -> None:
     found = decode_hints(generation.kv_hints)
     assert found is not None
     assert found.queued_s == 12.5
+
+
+def test_what_the_client_says_about_itself_reaches_the_scheduler() -> None:
+    facts = ClientFacts(
+        "claude-code",
+        request_class="subagent",
+        agent_id="a1",
+        agent_type="Explore",
+        prev_tool_durations_ms=(("Bash", 34), ("Bash", 7)),
+        is_subagent=True,
+        ignored=("cc_version",),
+    )
+    generation = request()
+    in_a_request(generation, facts=facts)
+    found = decode_hints(convert(to_builtins(generation.kv_hints), type(generation.kv_hints)))
+    assert found is not None
+    assert found.facts == facts
 
 
 def test_an_empty_chain_is_not_carried() -> None:

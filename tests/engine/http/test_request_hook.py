@@ -53,6 +53,20 @@ async def test_a_header_is_stripped_once_and_the_body_is_parsed_once() -> None:
     assert request.parses == 1
 
 
+async def test_what_the_client_says_about_itself_is_in_the_context() -> None:
+    headers = {"x-claude-code-session-id": "s", "x-claude-code-agent-type": "Explore"}
+    document = {"system": f"{HEADER[:-1]}; cc_is_subagent=true;\n{S}"}
+    await request_hook.read_body(Request.json, Request(document, headers=headers))
+    context = current()
+    assert context is not None
+    facts = context.facts
+    assert (facts.request_class, facts.agent_type, facts.version) == (
+        "subagent",
+        "Explore",
+        "2.1.197",
+    )
+
+
 @pytest.mark.parametrize("document", [{"system": S}, {"messages": []}])
 async def test_without_a_header_the_parsed_body_is_passed_on_unchanged(document: Any) -> None:
     request = Request(document)
