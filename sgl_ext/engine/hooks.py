@@ -82,9 +82,12 @@ _MAIN_HOOKS: dict[str, Hook] = {
     f"{_TOKENIZER}.generate_request": ("BEFORE", generation_hook.send_hints),
     f"{_MANAGERS}.io_struct.GenerateReqInput.regenerate_rid": ("AROUND", request_names.keep_id),
     f"{_CHAT}._convert_to_internal_request": ("AROUND", pin_placement.place_pins),
+    f"{_CHAT}._effective_tools": ("AROUND", translation.callable_tools),
+    f"{_CHAT}._apply_jinja_template": ("AROUND", rendering.leave_deferred_out),
     f"{_CHAT}._render_and_encode_chat_template": ("AROUND", rendering.render_only),
     f"{_MESSAGES}._convert_to_chat_completion_request": ("AROUND", translation.convert_messages),
     f"{_RESPONSES}.create_responses": ("AROUND", translation.name_namespaces),
+    f"{_RESPONSES}._response_tools_to_chat_tools": ("AROUND", translation.keep_deferral),
     f"{_PROTOCOL}.ResponsesRequest.to_sampling_params": ("AROUND", translation.keep_budget),
     # Caches
     f"{_OPENAI}.serving_chat.parallel_prompt_encode": ("AROUND", cache_hooks.encode_prompt),

@@ -9,6 +9,8 @@ from typing import Any
 
 import orjson
 
+from sgl_ext.requests.deferred_tools import tools_at_head
+
 _NOT_RENDERED = frozenset(
     {"cache_control", "id", "tool_use_id", "tool_call_id", "call_id", "status", "signature"}
 )
@@ -25,7 +27,9 @@ def offered_tools(body: dict[str, Any]) -> list[Any]:
     tools = body.get("tools")
     choice = body.get("tool_choice")
     unused = choice == "none" or (isinstance(choice, dict) and choice.get("type") == "none")
-    return [] if unused or not isinstance(tools, list) else [rendered(tool) for tool in tools]
+    if unused or not isinstance(tools, list):
+        return []
+    return [rendered(tool) for tool in tools_at_head(tools)]
 
 
 def items_in(value: Any) -> list[Any]:

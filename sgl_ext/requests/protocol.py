@@ -128,6 +128,7 @@ class Model:
     takes_namespaces: the engine renders tools that are grouped in a namespace.
     runs_tools: the engine has a server for OpenAI's built-in tools.
     has_phases: it distinguishes commentary from a final answer.
+    defers_tools: its template leaves deferred tools out, and shows those that a result refers to.
     """
 
     thinks: bool = True
@@ -136,6 +137,7 @@ class Model:
     takes_namespaces: bool = False
     runs_tools: bool = False
     has_phases: bool = False
+    defers_tools: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sgl_ext.protocols.registry import of_path
-from sgl_ext.protocols.translation.responses import namespaced_names
+from sgl_ext.protocols.translation.response_tools import namespaced_names
 from sgl_ext.requests.protocol import Model
 from sgl_ext.requests.rewriting import translate
 
@@ -462,6 +462,8 @@ KINDS = st.sampled_from(
         *("server_tool_use", "x_tool_result", "namespace", "function", "function_call", "message"),
         *("local_shell_call", "mcp_call", "allowed_tools", "input_image", "bash_20250124", "?"),
         *("web_search_20250305", "computer_20251124", "function_call_output", "refusal", "file"),
+        *("tool_addition", "tool_removal", "tool_reference", "tool_definition", "compaction"),
+        *("additional_tools", "tool_search_call", "tool_search_output", "tool_search"),
     ]
 )
 LEAVES = st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=3) | KINDS
@@ -471,6 +473,7 @@ FIELDS = st.sampled_from(
         *("tool_choice", "thinking", "messages", "output_format", "output_config", "reasoning"),
         *("include", "summary", "action", "call_id", "output", "strict", "description", "data"),
         *("function", "allowed_tools", "defer_loading", "service_tier", "refusal", "filename"),
+        *("tool", "definition", "tool_name", "tool_changes", "tool_references", "arguments"),
     ]
 )
 VALUES = st.recursive(
@@ -479,7 +482,7 @@ VALUES = st.recursive(
     max_leaves=25,
 )
 BODIES = st.dictionaries(FIELDS, VALUES, max_size=8)
-MODELS = st.builds(Model, *[st.booleans()] * 5)
+MODELS = st.builds(Model, *[st.booleans()] * 7)
 
 
 @given(st.sampled_from([MESSAGES, CHAT, RESPONSES]), BODIES, MODELS)

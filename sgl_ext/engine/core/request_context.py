@@ -52,6 +52,7 @@ class RequestContext:
     are_hints_sent: whether a generation took the hints; later ones have another prompt.
     finish_reason, matched_stop: how SGLang says that the answer ended.
     usage: what the start of a stream counted. thinking: the hash of the block that is being sent.
+    withdrawn_tools: the names of tools that the conversation has removed.
     cached_messages: what the message cache found for the body, until SGLang converts it.
     is_array_allowed: whether the prompt's tokens may be an array, and not a list.
     renderings: collects rendered prompts while a copy of the body is rendered, and not tokenized.
@@ -79,6 +80,7 @@ class RequestContext:
     matched_stop: Any = None
     usage: dict[str, Any] | None = None
     thinking: Any = None
+    withdrawn_tools: frozenset[str] = frozenset()
     cached_messages: tuple[Any, ...] = ()
     is_array_allowed: bool = False
     renderings: list[str] | None = None

@@ -1,5 +1,6 @@
-"""Renders prompts by SGLang without tokenizing them: copies of a request's body, and the chats that
-show whether a template leaves the thinking of earlier answers out.
+"""What SGLang's rendering of prompts does otherwise here: it leaves tools out that are shown later,
+and it renders without tokenizing copies of a request's body, and the chats that show whether a
+template leaves the thinking of earlier answers out.
 
 After a prompt of such a template, the generated answer begins with thinking that no later prompt
 has, so the answer is never read from the cache again.
@@ -13,6 +14,7 @@ from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.request_context import current
 from sgl_ext.engine.sglang_http_types import ServingChat
 from sgl_ext.engine.sglang_types import Original
+from sgl_ext.requests.deferred_tools import tools_at_head
 
 _THOUGHT = "4ab1ce57 was thought"
 _CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
@@ -24,6 +26,39 @@ _ANSWERS: tuple[list[dict[str, Any]], ...] = (
         {"role": "tool", "tool_call_id": "call_1", "content": "Seen."},
     ],
 )
+
+
+def leave_deferred_out(
+    original: Original, chat: ServingChat, request: Any, tools: Any, *args: Any, **kw: Any
+) -> Any:
+    """Around `OpenAIServingChat._apply_jinja_template`: the prompt's head shows no deferred tools.
+
+    Messages define them, so that the head stays as it was. Few templates leave them out themselves.
+    """
+    declared = request.tools
+    if not any(map(_is_deferred, declared or ())) or defers_tools(chat):
+        return original(chat, request, tools, *args, **kw)
+    request.tools = [tool for tool in declared if not _is_deferred(tool)] or None
+    if tools is not None:
+        tools = tools_at_head(tools) or None
+    try:
+        return original(chat, request, tools, *args, **kw)
+    finally:
+        request.tools = declared
+
+
+def _is_deferred(tool: Any) -> bool:
+    return bool(tool.function.defer_loading)
+
+
+def defers_tools(chat: ServingChat) -> bool:
+    """Whether the template leaves deferred tools out, and shows those that a result refers to."""
+    template = getattr(chat.tokenizer_manager.tokenizer, "chat_template", None)
+    return (
+        chat.template_manager.python_chat_template is not None  # GLM's, as yet
+        or chat.tool_call_parser == "muse"
+        or (isinstance(template, str) and "defer_loading" in template)
+    )
 
 
 def render_only(original: Original, chat: ServingChat, messages: Any, **options: Any) -> Any:

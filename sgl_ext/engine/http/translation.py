@@ -12,11 +12,14 @@ from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import RequestContext, context_of, current
 from sgl_ext.engine.http.extension import installed
+from sgl_ext.engine.http.rendering import defers_tools
 from sgl_ext.engine.sglang_http_types import AnthropicServing, ServingChat
 from sgl_ext.engine.sglang_types import Original
 from sgl_ext.limits.nesting import LIMIT_LEVELS, deep_field
+from sgl_ext.protocols.anthropic import ANTHROPIC, COUNT_TOKENS
 from sgl_ext.protocols.responses import RESPONSES
-from sgl_ext.protocols.translation.responses import namespaced_names
+from sgl_ext.protocols.translation.late_tools import withdrawn_tools
+from sgl_ext.protocols.translation.response_tools import namespaced_names
 from sgl_ext.requests.protocol import Model, Protocol
 from sgl_ext.requests.rewriting import translate
 
@@ -37,6 +40,7 @@ def model_of(serving: ServingChat | None) -> Model:
         or getattr(serving, "_translates_tools", False),
         runs_tools=is_harmony and getattr(serving, "tool_server", None) is not None,
         has_phases=is_harmony or serving.tool_call_parser == "muse",
+        defers_tools=defers_tools(serving),
     )
 
 
@@ -53,6 +57,9 @@ def for_sglang(request: Any, context: RequestContext) -> Any:
         message = f"{field}: nested deeper than {LIMIT_LEVELS} levels"
         raise HTTPException(HTTPStatus.BAD_REQUEST, message)
     _reject_refused(protocol, context.body)
+    if protocol in (ANTHROPIC, COUNT_TOKENS):
+        context.withdrawn_tools = withdrawn_tools(context.body.get("messages"))
+        _reject_withdrawn(context)
     app = getattr(request, "scope", {}).get("app")
     name = "openai_serving_responses" if protocol is RESPONSES else "openai_serving_chat"
     serving = None if app is None else getattr(app.state, name, None)
@@ -69,6 +76,39 @@ def _reject_refused(protocol: Protocol, body: Any) -> None:
 
             error = {"message": f"{field}: is not supported; {instead}", "param": field}
             raise HTTPException(HTTPStatus.BAD_REQUEST, error)
+
+
+def _reject_withdrawn(context: RequestContext) -> None:
+    choice = context.body.get("tool_choice")
+    name = choice.get("name") if isinstance(choice, dict) else None
+    if isinstance(name, str) and name in context.withdrawn_tools:
+        from fastapi import HTTPException
+
+        error = {"message": f"tool_choice.name: the tool {name!r} was removed by a tool_removal"}
+        raise HTTPException(HTTPStatus.BAD_REQUEST, {**error, "param": "tool_choice.name"})
+
+
+def callable_tools(original: Original, chat: ServingChat, request: Any) -> Any:
+    """Around `OpenAIServingChat._effective_tools`: grammars allow no tool that was removed.
+
+    Such a tool stays in the prompt, whose head must not change.
+    """
+    tools, context = original(chat, request), current()
+    withdrawn = frozenset() if context is None else context.withdrawn_tools
+    if not withdrawn:
+        return tools
+    return [tool for tool in tools if tool.function.name not in withdrawn] or tools
+
+
+def keep_deferral(original: Original, serving: ServingChat, request: Any) -> Any:
+    """Around `OpenAIServingResponses._response_tools_to_chat_tools`, which keeps the mark of
+    deferred tools for one format only."""
+    tools = original(serving, request)
+    deferred = {tool.name for tool in request.tools if tool.defer_loading}
+    for tool in tools:
+        if tool.function.name in deferred:
+            tool.function.defer_loading = True
+    return tools
 
 
 async def name_namespaces(

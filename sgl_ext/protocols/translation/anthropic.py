@@ -1,5 +1,6 @@
 """Rewrites bodies of `/v1/messages`, as Claude Code and Anthropic's SDKs send them."""
 
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -7,7 +8,14 @@ from typing import Any
 import orjson
 
 from sgl_ext.protocols.translation.client_tools import plain_tool
-from sgl_ext.requests.protocol import Json, Model, listed
+from sgl_ext.protocols.translation.late_tools import (
+    ADDITION,
+    REFERENCE,
+    REMOVAL,
+    LateTools,
+)
+from sgl_ext.requests.deferred_tools import are_searched
+from sgl_ext.requests.protocol import Json, Model, listed, objects
 from sgl_ext.requests.rewriting import (
     DROPPED,
     Counts,
@@ -34,7 +42,7 @@ _SERVER_TOOLS = (
     "mcp_toolset",
     "advisor",
 )
-_KNOWN_BLOCKS = frozenset({"text", "thinking", "search_result", "tool_reference"})
+_KNOWN_BLOCKS = frozenset({"text", "thinking", "search_result"})
 _SERVER_CALLS = frozenset({"server_tool_use", "mcp_tool_use"})
 _RESULT = "_tool_result"
 
@@ -58,10 +66,13 @@ def translate(body: Json, model: Model, counts: Counts) -> Json:
     if isinstance(choice, dict) and choice.get("disable_parallel_tool_use", False) is None:
         choice = edited(choice, {"disable_parallel_tool_use": DROPPED})
         body = edited(body, {"tool_choice": choice})
-    kinds = [kind_of(tool) or "" for tool in listed(body.get("tools"))]
-    searched = any(kind.startswith("tool_search_tool") for kind in kinds)
-    body = with_items(body, "tools", partial(_tool, is_searched=searched, counts=counts))
-    body = with_items(body, "messages", partial(_message, model=model, counts=counts))
+    offered = partial(_tool, is_searched=are_searched(listed(body.get("tools"))), counts=counts)
+    body = with_items(body, "tools", offered)
+    late = LateTools(body.get("tools"), counts, partial(_tool, is_searched=True, counts=counts))
+    block = partial(_block, model=model, counts=counts, late=late)
+    body = with_items(body, "messages", partial(_message, block=block))
+    if late.added:
+        body = edited(body, {"tools": late.with_added(body.get("tools"))})
     messages = listed(body.get("messages"))
     if not model.takes_system_anywhere and any(map(_is_system, messages)):
         body = edited(body, {"messages": _with_reminders(messages, counts)})
@@ -97,12 +108,12 @@ def _tool(tool: Any, is_searched: bool, counts: Counts) -> Any:
     return edited(tool, edits)
 
 
-def _message(message: Any, model: Model, counts: Counts) -> Any:
+def _message(message: Any, block: Callable[[Any], Any]) -> Any:
     if not isinstance(message, dict) or not isinstance(message.get("content"), list):
         return message
     if all(map(_is_plain, message["content"])):  # the usual case: the rest can be skipped
         return message
-    return with_items(message, "content", partial(_block, model=model, counts=counts))
+    return with_items(message, "content", block)
 
 
 def _is_plain(block: Any) -> bool:
@@ -155,7 +166,9 @@ def _with_texts(message: Json, texts: list[str]) -> Json:
     return {**message, "content": [*content, *added]}
 
 
-def _block(block: Any, model: Model, counts: Counts, *, in_result: bool = False) -> Any:
+def _block(
+    block: Any, model: Model, counts: Counts, late: LateTools, *, in_result: bool = False
+) -> Any:
     """A block that SGLang can render; DROPPED if it has no content for the model.
 
     A result inside a tool's result is unknown to the protocol, however deep.
@@ -166,8 +179,15 @@ def _block(block: Any, model: Model, counts: Counts, *, in_result: bool = False)
     if kind == "tool_use":
         return _call(block, counts)
     if kind == "tool_result" and not in_result:
-        inside = partial(_block, model=model, counts=counts, in_result=True)
+        if not model.defers_tools:
+            block = late.with_definitions(block)
+        inside = partial(_block, model=model, counts=counts, late=late, in_result=True)
         return with_items(block, "content", inside)
+    if kind == REFERENCE:
+        return block if model.defers_tools else text_part(late.refer([block]))
+    if kind in (ADDITION, REMOVAL):
+        text = late.change(block)
+        return text_part(text) if text else DROPPED
     if kind == "image":
         source = block.get("source")
         if model.sees and kind_of(source) != "file":
@@ -185,9 +205,13 @@ def _block(block: Any, model: Model, counts: Counts, *, in_result: bool = False)
         return text_part(f"[{block.get('name')} was called with {as_json(block.get('input'))}]")
     if kind.endswith(_RESULT):
         counts["server_tool_result"] += 1
-        return text_part(f"[{kind[: -len(_RESULT)]} gave]\n{readable(block.get('content'))}")
+        content = block.get("content")
+        found = objects(content.get("tool_references")) if isinstance(content, dict) else []
+        text = late.refer(found) if found else readable(content)
+        return text_part(f"[{kind[: -len(_RESULT)]} gave]\n{text}")
     counts["compaction" if kind == "compaction" else "unknown_block"] += 1
-    text = readable(block)
+    changes = [late.change(change) for change in objects(block.get("tool_changes"))]
+    text = "\n".join(each for each in (readable(block), *changes) if each)
     return text_part(text) if text else DROPPED
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from sgl_ext.protocols.translation.late_tools import LateTools
 from sgl_ext.requests.protocol import INSTRUCTION_ROLES, Json, Model
 from sgl_ext.requests.rewriting import (
     DROPPED,
@@ -33,7 +34,8 @@ def translate(body: Json, model: Model, counts: Counts) -> Json:
     choice = body.get("tool_choice")
     if isinstance(choice, dict) and isinstance(choice.get("allowed_tools"), dict):
         body = with_allowed_tools(body, choice["allowed_tools"], _name, counts)
-    body = with_items(body, "messages", partial(_message, model=model, counts=counts))
+    late = LateTools(body.get("tools"), counts)
+    body = with_items(body, "messages", partial(_message, model=model, counts=counts, late=late))
     return body if model.takes_system_anywhere else with_reminders(body, "messages", counts)
 
 
@@ -79,9 +81,11 @@ def with_reminders(body: Json, field: str, counts: Counts) -> Json:
     return with_items(body, field, change)
 
 
-def _message(message: Any, model: Model, counts: Counts) -> Any:
+def _message(message: Any, model: Model, counts: Counts, late: LateTools) -> Any:
     if not isinstance(message, dict):
         return message
+    if not model.defers_tools:
+        message = late.with_definitions(message)
     return with_items(message, "content", partial(_part, model=model, counts=counts))
 
 

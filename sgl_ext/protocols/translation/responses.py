@@ -1,18 +1,23 @@
 """Rewrites bodies of `/v1/responses`, as Codex and OpenAI's SDKs send them."""
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 from sgl_ext.protocols.translation.chat import with_allowed_tools, with_reminders
+from sgl_ext.protocols.translation.late_tools import LateTools
+from sgl_ext.protocols.translation.response_tools import (
+    OFFERED,
+    flat_name,
+    tools_of_item,
+    with_offered_tools,
+)
 from sgl_ext.requests.next_turn import CALL_OUTPUTS
-from sgl_ext.requests.protocol import Json, Model, listed
+from sgl_ext.requests.protocol import Json, Model
 from sgl_ext.requests.rewriting import (
     DROPPED,
     Counts,
     as_json,
     edited,
-    family_of,
     kind_of,
     not_shown,
     readable,
@@ -31,21 +36,6 @@ _INCLUDED = (
 )
 _TIERS = ("auto", "default", "flex", "scale", "priority")
 _SUMMARIES = ("auto", "concise", "detailed")
-_OFFERED = ("function", "custom")
-# OpenAI's built-in tools that SGLang can run, for models trained on them.
-_BUILT_IN = ("code_interpreter", "web_search", "web_search_preview")
-_SERVER_TOOLS = (
-    "apply_patch",
-    "code_interpreter",
-    "computer",
-    "file_search",
-    "image_generation",
-    "local_shell",
-    "mcp",
-    "shell",
-    "tool_search",
-    "web_search",
-)
 _KNOWN_ITEMS = ("message", "reasoning", "item_reference")
 # Calls of tools that the client ran, with the field that holds their input.
 _CLIENT_CALLS = {
@@ -54,6 +44,8 @@ _CLIENT_CALLS = {
     "computer_call": "action",
     "apply_patch_call": "operation",
 }
+# Items that bring tools along.
+_TOOL_ITEMS = ("additional_tools", "tool_search_output")
 _LEFT_OUT = (
     "code_interpreter_call",
     "compaction",
@@ -62,8 +54,6 @@ _LEFT_OUT = (
     "mcp_approval_request",
     "mcp_approval_response",
     "mcp_list_tools",
-    "tool_search_call",
-    "tool_search_output",
     "web_search_call",
 )
 _TEXTS = ("text", "input_text", "output_text")
@@ -88,22 +78,13 @@ def translate(body: Json, model: Model, counts: Counts) -> Json:
     if isinstance(summary, str) and summary not in _SUMMARIES:
         counts["reasoning_summary"] += 1
         body = edited(body, {"reasoning": edited(body["reasoning"], {"summary": DROPPED})})
-    body = with_items(body, "tools", partial(_tool, model=model, counts=counts))
-    if not model.takes_namespaces:
-        body = _with_flat_tools(body, counts)
+    body = with_offered_tools(body, model, counts)
     body = _with_choice(body, model, counts)
-    body = with_items(body, "input", partial(_item, model=model, counts=counts))
+    late = LateTools(body.get("tools"), counts)
+    body = with_items(body, "input", partial(_item, model=model, counts=counts, late=late))
+    if late.added:
+        body = edited(body, {"tools": late.with_added(body.get("tools"))})
     return body if model.takes_system_anywhere else with_reminders(body, "input", counts)
-
-
-def namespaced_names(body: Any) -> dict[str, dict[str, str]]:
-    """The namespace and name of each tool in a namespace, by the flat name that the model uses."""
-    names: dict[str, dict[str, str]] = {}
-    for tool in listed(body.get("tools")) if isinstance(body, dict) else ():
-        for member in _members(tool):
-            name = {"namespace": tool["name"], "name": member["name"]}
-            names.setdefault(_flat(tool["name"], member["name"]), name)
-    return names
 
 
 def _included(name: Any, counts: Counts) -> Any:
@@ -113,61 +94,6 @@ def _included(name: Any, counts: Counts) -> Any:
     return DROPPED
 
 
-def _with_flat_tools(body: Json, counts: Counts) -> Json:
-    """A request in which tools of a namespace are listed under their flat names."""
-    tools = listed(body.get("tools"))
-    if not any(map(_is_namespace, tools)):
-        return body
-    flat: list[Any] = []
-    names = {tool.get("name") for tool in tools if kind_of(tool) in _OFFERED}
-    for tool in tools:
-        if not _is_namespace(tool):
-            flat.append(tool)
-            continue
-        counts["namespace_tool"] += 1
-        for member in _members(tool):
-            name = _flat(tool["name"], member["name"])
-            if name not in names:
-                names.add(name)
-                flat.append(_unwrapped(tool, member, name))
-    return edited(body, {"tools": flat})
-
-
-def _tool(tool: Any, model: Model, counts: Counts) -> Any:
-    kind = kind_of(tool)
-    if kind is None or kind in _OFFERED or kind == "namespace":
-        return tool
-    if model.runs_tools and kind in _BUILT_IN:
-        return tool
-    counts[f"{family_of(kind, _SERVER_TOOLS)}_tool"] += 1
-    return DROPPED
-
-
-def _is_namespace(tool: Any) -> bool:
-    return kind_of(tool) == "namespace" and isinstance(tool.get("name"), str)
-
-
-def _members(tool: Any) -> Iterator[Json]:
-    """The tools of a namespace; none if the tool is no namespace."""
-    for member in listed(tool.get("tools")) if _is_namespace(tool) else ():
-        if kind_of(member) in _OFFERED and isinstance(member.get("name"), str) and member["name"]:
-            yield member
-
-
-def _flat(namespace: str, name: str) -> str:
-    return f"{namespace}__{name}"
-
-
-def _unwrapped(namespace: Json, member: Json, name: str) -> Json:
-    about = namespace.get("description")
-    own = member.get("description")
-    edits: Json = {"name": name}
-    if isinstance(about, str) and about:
-        heading = f"Namespace {namespace['name']}: {about}"
-        edits["description"] = f"{heading}\n\n{own}" if isinstance(own, str) and own else heading
-    return without_nulls(edited(member, edits))
-
-
 def _with_choice(body: Json, model: Model, counts: Counts) -> Json:
     choice = body.get("tool_choice")
     kind = kind_of(choice)
@@ -175,7 +101,7 @@ def _with_choice(body: Json, model: Model, counts: Counts) -> Json:
         return body
     if kind == "allowed_tools":
         return with_allowed_tools(body, choice, partial(_called, model=model), counts)
-    if kind not in _OFFERED:
+    if kind not in OFFERED:
         counts["tool_choice"] += 1
     elif not model.takes_namespaces and "namespace" in choice:
         named = edited(choice, {"name": _called(choice, model), "namespace": DROPPED})
@@ -190,10 +116,10 @@ def _called(named: Any, model: Model) -> Any:
     name, namespace = named.get("name"), named.get("namespace")
     if model.takes_namespaces or not (isinstance(name, str) and isinstance(namespace, str)):
         return name
-    return _flat(namespace, name)
+    return flat_name(namespace, name)
 
 
-def _item(item: Any, model: Model, counts: Counts) -> Any:
+def _item(item: Any, model: Model, counts: Counts, late: LateTools) -> Any:
     """An item of the conversation that SGLang can render."""
     if not isinstance(item, dict):
         return item
@@ -222,6 +148,14 @@ def _item(item: Any, model: Model, counts: Counts) -> Any:
         counts[kind] += 1
         output = readable(item.get("output")) or not_shown("image")
         return {"type": "function_call_output", "call_id": call_id, "output": output}
+    if kind in _TOOL_ITEMS:
+        counts[kind] += 1
+        text = late.define(tools_of_item(item, model, counts))
+        return {"role": "developer", "content": text} if text else DROPPED
+    if kind == "tool_search_call":
+        counts[kind] += 1
+        text = f"[tool_search was called with {as_json(item.get('arguments'))}]"
+        return {"role": "assistant", "content": text}
     if kind == "mcp_call":
         counts[kind] += 1
         text = f"[{item.get('name')} was called with {item.get('arguments')}]\n"

@@ -19,8 +19,11 @@ TOOLS = [{"type": "namespace", "name": "agents", "tools": [{"type": "function", 
 def front_end(**facts: Any) -> Any:
     config = SimpleNamespace(is_multimodal=facts.pop("sees", False))
     usual = {"reasoning_parser": None, "tool_call_parser": "qwen25", "supports_inline_system": True}
-    manager = SimpleNamespace(model_config=config)
-    return SimpleNamespace(tokenizer_manager=manager, **{**usual, **facts})
+    tokenizer = SimpleNamespace(chat_template=facts.pop("chat_template", "{{ messages }}"))
+    manager = SimpleNamespace(model_config=config, tokenizer=tokenizer)
+    templates = SimpleNamespace(python_chat_template=facts.pop("python_chat_template", None))
+    served = {"tokenizer_manager": manager, "template_manager": templates}
+    return SimpleNamespace(**{**served, **usual, **facts})
 
 
 def test_a_model_s_abilities_are_read_from_its_front_end() -> None:
@@ -31,6 +34,10 @@ def test_a_model_s_abilities_are_read_from_its_front_end() -> None:
     muse = model_of(front_end(tool_call_parser="muse"))
     assert muse.takes_namespaces
     assert muse.has_phases
+    assert muse.defers_tools
+    granite = "{% if not tool.defer_loading %}{{ tool }}{% endif %}"
+    assert model_of(front_end(chat_template=granite)).defers_tools
+    assert model_of(front_end(python_chat_template=object())).defers_tools
     assert model_of(front_end(use_harmony=True, tool_server=object())).runs_tools
     assert model_of(front_end(use_harmony=True)).has_phases
 
