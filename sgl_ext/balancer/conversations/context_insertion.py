@@ -7,6 +7,9 @@
                                   or of the request's own system or developer message there
     /v1/responses                 `tools`; `instructions`, joined by blank lines
 
+Messages of a context come ahead of the request's own, only in the protocol that they are from. If
+the last one is open, the request's first message of the same role goes on with it.
+
 Texts of `runtime` blocks come first in the first user message. Many chat templates write the
 tools after the system text, but all write messages after both. So a changed runtime text costs
 neither the tools nor the instructions.
@@ -17,14 +20,27 @@ has no marks inside a prompt, so its whole prompt is pinned.
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from sgl_ext.balancer.conversations.contexts import FIELDS, LAYERS, Block, malformed
-from sgl_ext.requests.cache_marks import LIMIT_MARKS, TtlLimits, count_marks, read_marks
+from sgl_ext.requests.cache_marks import (
+    LIMIT_MARKS,
+    UNMARKABLE,
+    TtlLimits,
+    count_marks,
+    read_marks,
+)
 from sgl_ext.requests.protocol import INSTRUCTION_ROLES, Part, Protocol, ToolForm
 
 _ANY_TTL = TtlLimits(0.0, math.inf)
 _Json = dict[str, Any]
+
+
+class _End(NamedTuple):
+    """What ends a layer and may get a mark; rank: 0 for a tool, 1 for a text, 2 for a message."""
+
+    rank: int
+    holder: _Json
 
 
 def insert_context(
@@ -46,18 +62,29 @@ def insert_context(
             del expanded["nvext"]
     tools: list[_Json] = []
     parts: list[_Json] = []
-    ends: dict[str, _Json] = {}
+    turns: list[_Json] = []
+    is_open = False
+    ends: dict[str, _End] = {}
     for block in blocks:
         if block.kind == "tools":
             tools += (_tool_for(form, tool) for tool in block.content)
-            ends[block.layer] = tools[-1]
+            ends[block.layer] = _End(0, tools[-1])
+        elif block.kind == "messages":
+            path = block.content["path"]
+            if protocol.paths[0] != path and not protocol.paths[0].startswith(f"{path}/"):
+                raise malformed(f"context_id: its messages are those of requests to {path}")
+            turns = _joined(turns, block.content["messages"], is_open)
+            is_open = block.content["is_open"]
+            if (end := _markable_end(protocol, turns)) is not None:
+                ends[block.layer] = _End(2, end)
         elif block.layer != "runtime":
             parts.append({"type": "text", "text": block.content})
-            ends[block.layer] = parts[-1]
+            ends[block.layer] = _End(1, parts[-1])
     own_tools = expanded.get("tools") or []
     if tools and isinstance(own_tools, list):  # anything else is left for the engine to reject
         expanded["tools"] = [*tools, *own_tools]
     _add_runtime(protocol, expanded, runtime)
+    _add_turns(protocol, expanded, turns, is_open)
     add_texts(expanded, parts)
     if protocol.marks is None:
         return expanded, 0
@@ -106,38 +133,79 @@ def _add_runtime(protocol: Protocol, body: _Json, texts: list[str]) -> None:
         body[field] = [*messages[:at], {**first, "content": [*parts, *own]}, *messages[at + 1 :]]
 
 
+def _add_turns(protocol: Protocol, body: _Json, turns: list[_Json], is_open: bool) -> None:
+    """Puts messages ahead of the request's own."""
+    field = protocol.turns_field
+    assert field is not None, "requests can name a context"
+    own = body.get(field)
+    if isinstance(own, str):
+        own = [{"role": "user", "content": own}]
+    if turns and isinstance(own, list | None):  # anything else is left for the engine to reject
+        body[field] = _joined(turns, own or [], is_open)
+
+
+def _joined(turns: list[_Json], more: list[Any], is_open: bool) -> list[Any]:
+    """Messages and those that follow them, the first of which may go on with the last."""
+    first = more[0] if more else None
+    if not is_open or not isinstance(first, dict) or first.get("role") != turns[-1].get("role"):
+        return [*turns, *more]
+    content = first.get("content")
+    if isinstance(content, str):
+        kind = turns[-1]["content"][-1].get("type", "text")
+        content = [{"type": kind if kind in ("text", "input_text") else "text", "text": content}]
+    if not isinstance(content, list):
+        return [*turns, *more]
+    return [*turns[:-1], {**turns[-1], "content": [*turns[-1]["content"], *content]}, *more[1:]]
+
+
+def _markable_end(protocol: Protocol, turns: list[_Json]) -> _Json | None:
+    """A copy of the end of the last message, in its place, which can have a mark; None without."""
+    if protocol.marks is None or protocol.marks.find is None:
+        return None
+    last = turns[-1] = dict(turns[-1])
+    content = last.get("content")
+    if isinstance(content, str) and protocol.marks.is_strict:
+        content = [{"type": "text", "text": content}] if content else []
+    if not isinstance(content, list) or not content or not isinstance(content[-1], dict):
+        return None if protocol.marks.is_strict else last
+    kind, text = content[-1].get("type"), content[-1].get("text")
+    if kind in UNMARKABLE or (kind == "text" and not text):
+        return None
+    end = dict(content[-1])
+    last["content"] = [*content[:-1], end]
+    return end
+
+
 def _mark(
     protocol: Protocol,
     body: _Json,
     blocks: tuple[Block, ...],
-    ends: dict[str, _Json],
+    ends: dict[str, _End],
     tools: list[_Json],
 ) -> int:
     """Marks the ends of the layers, and returns how many marks did not fit.
 
     The last tool is marked, too: a template may write it after the texts, and then the mark at
     the end of its layer does not reach it. A mark of the request's own that comes later and
-    holds as long makes one of ours useless. On a text ours may not hold longer than the
-    request's marks on its tools, by Anthropic's rule on the order of TTLs.
+    holds as long makes one of ours useless. Ours may not hold longer than one of the request's
+    that comes before it, by Anthropic's rule on the order of TTLs.
     """
     own = read_marks(protocol, body, _ANY_TTL)
-    on_tools = [mark.ttl_s for mark in own.blocks if mark.place[0] == "tools"]
-    after_tools = [mark.ttl_s for mark in own.blocks if mark.place[0] != "tools"]
-    held_s = max([own.whole_ttl_s, *after_tools])
+    ranks = {"tools": 0, protocol.turns_field: 2}
+    marked = [(ranks.get(str(mark.place[0]), 1), mark.ttl_s) for mark in own.blocks]
     is_strict = protocol.marks is not None and protocol.marks.is_strict
-    longest_s = min(on_tools, default=math.inf) if is_strict else math.inf
     wanted = [(LAYERS[layer], end) for layer, end in ends.items()]
-    if tools and all(end is not tools[-1] for end in ends.values()):
+    if tools and all(end.holder is not tools[-1] for end in ends.values()):
         layer = [block.layer for block in blocks if block.kind == "tools"][-1]
-        wanted.append((LAYERS[layer], tools[-1]))
+        wanted.append((LAYERS[layer], _End(0, tools[-1])))
     free = LIMIT_MARKS - count_marks(protocol, body)
     left_out = 0
-    for ttl_s, end in wanted:
-        is_text = end.get("type") == "text"
-        if max([held_s, *([] if is_text else on_tools)]) >= ttl_s:
+    for ttl_s, (end_rank, holder) in wanted:
+        if max([own.whole_ttl_s, *(held for rank, held in marked if rank >= end_rank)]) >= ttl_s:
             continue
-        if free > 0 and (ttl_s <= longest_s or not is_text):
-            end["cache_control"] = {"type": "ephemeral", "ttl": _duration(ttl_s)}
+        before = [held for rank, held in marked if is_strict and rank < end_rank]
+        if free > 0 and ttl_s <= min(before, default=math.inf):
+            holder["cache_control"] = {"type": "ephemeral", "ttl": _duration(ttl_s)}
             free -= 1
         else:
             left_out += 1

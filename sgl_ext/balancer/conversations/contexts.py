@@ -6,9 +6,10 @@
                 {"id": "now", "layer": "runtime"}]}
 
 The id is a hash of the content, so equal blocks have an equal id. In a prompt the tools come
-first, then the texts (`context_insertion.py`), in the order of the layers. A `runtime` block has
-no content of its own: each request may bring a text for it in `context_blocks`, which is not
-stored.
+first, then the texts, then messages (`context_insertion.py`), in the order of the layers. Messages
+are those of one protocol: {"path": "/v1/messages", "messages": [...], "is_open": false}; in an open
+block, the last one goes on in the next block or in the request. A `runtime` block has no content of
+its own: each request may bring a text for it in `context_blocks`, which is not stored.
 """
 
 import hashlib
@@ -17,11 +18,13 @@ from http import HTTPStatus
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import msgspec
 import orjson
 
 from sgl_ext.limits.bounds import MAX_TOOLS
 from sgl_ext.limits.nesting import is_deep
 from sgl_ext.protocols.errors import BalancerError
+from sgl_ext.protocols.registry import of_path
 
 MAX_BLOCKS = 64
 MAX_BYTES = 16 << 20
@@ -29,7 +32,8 @@ MAX_ID_CHARS = 256
 MAX_NAME_CHARS = 128
 LAYERS = {"stable": 3600, "project": 300, "runtime": 0}
 """The seconds that each layer is pinned at least, in the order of the prompt."""
-KINDS = ("tools", "system", "document")
+KINDS = ("tools", "system", "document", "messages")
+_RANKS = {"tools": 0, "messages": 2}  # others: 1
 FIELDS = ("context_id", "context_blocks")
 ID = re.compile(r"ctx_[0-9a-f]{40}\Z")
 
@@ -39,8 +43,8 @@ _Json = dict[str, Any]
 class Block(NamedTuple):
     """A part of a context.
 
-    content: a text, a list of tools, or None for the layer `runtime`.
-    hash: the SHA-256 of the text, or of the tools as compact JSON, in hexadecimal digits.
+    content: a text, a list of tools, a `Messages` as JSON, or None for the layer `runtime`.
+    hash: the SHA-256 of the text, or of other content as compact JSON, in hexadecimal digits.
     """
 
     id: str
@@ -48,6 +52,18 @@ class Block(NamedTuple):
     layer: str
     hash: str | None
     content: Any
+
+
+class Messages(msgspec.Struct, forbid_unknown_fields=True):
+    """The content of a block of messages.
+
+    path: that of the requests which can have them.
+    is_open: whether the last message goes on: its content is a list.
+    """
+
+    path: str
+    messages: list[_Json]
+    is_open: bool = False
 
 
 def read_blocks(document: Any) -> tuple[Block, ...]:
@@ -61,12 +77,12 @@ def read_blocks(document: Any) -> tuple[Block, ...]:
     for k, id in enumerate(ids):
         _require(id not in ids[:k], f"blocks.{k}.id: {id!r} is also the id of another block")
     order = list(LAYERS)
-    in_prompt = sorted(range(len(blocks)), key=lambda k: blocks[k].kind != "tools")
+    in_prompt = sorted(range(len(blocks)), key=lambda k: _RANKS.get(blocks[k].kind, 1))
     for before, k in pairwise(in_prompt):
         _require(
             order.index(blocks[before].layer) <= order.index(blocks[k].layer),
             f"blocks.{k}.layer: {blocks[k].layer!r} may not follow the {blocks[before].layer!r} "
-            f"of block {ids[before]!r}; tools come first in a prompt",
+            f"of block {ids[before]!r}; tools come first in a prompt, and messages last",
         )
     tools = sum(len(block.content) for block in blocks if block.kind == "tools")
     _require(tools <= MAX_TOOLS, f"blocks: more than {MAX_TOOLS} tools")
@@ -95,6 +111,9 @@ def _read_block(at: str, block: Any) -> Block:
         valid = listed and all(isinstance(tool, dict) for tool in content)
         _require(valid, f"{at}.content: must be a list of tools")
         _require(not is_deep(content), f"{at}.content: is nested too deeply")
+    elif kind == "messages":
+        _require(not is_deep(content), f"{at}.content: is nested too deeply")
+        _check_messages(f"{at}.content", content)
     else:
         valid = isinstance(content, str) and not content.isspace() and content != ""
         _require(valid, f"{at}.content: must be a text")
@@ -104,6 +123,19 @@ def _read_block(at: str, block: Any) -> Block:
         f"{at}.hash: differs from that of the content of block {id!r}, which is {found}",
     )
     return Block(id, kind, layer, found, content)
+
+
+def _check_messages(at: str, content: Any) -> None:
+    try:
+        found = msgspec.convert(content, Messages)
+    except msgspec.ValidationError as error:
+        raise malformed(f"{at}: {error}") from None
+    protocol = of_path(found.path)
+    can_name = protocol.add_texts is not None and protocol.paths[0] == found.path
+    _require(can_name, f"{at}.path: requests to {found.path[:80]!r} cannot name a context")
+    _require(bool(found.messages), f"{at}.messages: must not be empty")
+    is_list = isinstance(found.messages[-1].get("content"), list)
+    _require(not found.is_open or is_list, f"{at}.messages: the last one has no parts to go on")
 
 
 def packed(content: Any) -> bytes:

@@ -141,16 +141,29 @@ class ConversationStore:
         if not self.documents.exist:
             message = "Contexts are not available: store_limit_bytes is 0."
             raise BalancerError(HTTPStatus.NOT_FOUND, message)
-        about, items = registered
-        id, ttl_s = about["context_id"], _CONTEXT_TTL_S[about["blocks"][0]["layer"]]
-        document = Document(id, items, contexts.summary(about), is_listed=True)
-        if not await self.documents.put(_CONTEXTS, tenant, document, ttl_s):
+        about, id = registered.about, registered.about["context_id"]
+        if not await self._put_context(tenant, registered):
             message = "blocks: larger than a tenant's share of the store (store_limit_bytes)"
             raise BalancerError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)
         found = await self.documents.get(_CONTEXTS, tenant, id)
         if found is None:
             raise unknown_context(id)
         return {**about, "expires_at": int(found.expires_s)}
+
+    async def keep_context(self, tenant: str, made: contexts.Registration) -> str:
+        """Stores a context that a request made: "made", "renewed" if it was there, or why it is
+        not stored. Raises BalancerError 503 if the store fails."""
+        if await self.documents.renew(_CONTEXTS, tenant, made.about["context_id"]):
+            return "renewed"
+        if not self.documents.exist:
+            return "no_store"
+        return "made" if await self._put_context(tenant, made) else "too_large"
+
+    async def _put_context(self, tenant: str, registered: contexts.Registration) -> bool:
+        about, items = registered
+        document = Document(about["context_id"], items, contexts.summary(about), is_listed=True)
+        ttl_s = _CONTEXT_TTL_S[about["blocks"][0]["layer"]]
+        return await self.documents.put(_CONTEXTS, tenant, document, ttl_s)
 
     async def context(self, tenant: str, id: str, *, with_content: bool) -> _Json:
         """Describes a context. Raises BalancerError 404 if it is unknown."""

@@ -80,6 +80,13 @@ class TenantDocuments:
             self.later(self._store.use(owner, id, now))
         return found
 
+    async def renew(self, kind: str, tenant: str, id: str) -> bool:
+        """Uses a document that continues none. False if it is unknown."""
+        if self._store is None or await self.get(kind, tenant, id) is None:
+            return False
+        self.later(self._store.use(_owner(kind, tenant), id, self._clock()))
+        return True
+
     async def put(self, kind: str, tenant: str, document: Document, ttl_s: float) -> bool:
         """Whether the store has room for a document, which it then has."""
         evicted = None

@@ -118,6 +118,15 @@ class Metrics(Page):
             "store_events{event}",
             "Reads, writes, evictions and failures of the store of responses and contexts.",
         )
+        self.contexts_made = counter(
+            "contexts_made{result}",
+            "Requests that asked for a context of what their cache marks cover, by the result.",
+        )
+        self.saved_bytes = counter(
+            "saved_bytes",
+            "Bytes that clients did not have to send because requests named what is stored: "
+            "a context or earlier turns.",
+        )
         # Prometheus does not see the first increase of a series that did not exist before.
         self.store_events.counts[("failed",)] = 0
         self.tenant_requests = counter(

@@ -22,6 +22,7 @@ from sgl_ext.balancer.http.downstream import DownstreamConnection
 from sgl_ext.balancer.http.request_reader import Request
 from sgl_ext.balancer.http.response_head import ResponseHead
 from sgl_ext.balancer.metrics.registry import band
+from sgl_ext.balancer.relay.context_making import make_context
 from sgl_ext.balancer.relay.delivery import MAX_ATTEMPTS, Stage
 from sgl_ext.balancer.relay.ending import Ending
 from sgl_ext.balancer.relay.hidden_usage import without_usage
@@ -46,6 +47,7 @@ class Exchange(Ending):
     def __init__(self, services: Services, client: DownstreamConnection, request: Request) -> None:
         super().__init__(services, client, request)
         self._waiting: asyncio.Task[None] | None = None
+        self._answer_lines = b""
 
     # Prepare.
 
@@ -105,7 +107,19 @@ class Exchange(Ending):
         if charge is not None:
             self._preparation = self._preparation._replace(charge=charge)
         self._services.retries.add_request()
-        self._place()
+        if self._preparation.context_path:
+            self._wait_for(self._make_context())
+        else:
+            self._place()
+
+    async def _make_context(self) -> None:
+        """Makes a context of the request, which its answer names, and places the request."""
+        path, names_stored = self._preparation.context_path, bool(self._preparation.saved_bytes)
+        self._answer_lines = await make_context(
+            self._services, self._request, path, names_stored=names_stored
+        )
+        if self._stage is not Stage.ENDED:
+            self._place()
 
     def _wait_for(self, work: Coroutine[Any, Any, None]) -> None:
         """Goes on when it has ended. An event loop keeps no reference to a task."""
@@ -135,6 +149,7 @@ class Exchange(Ending):
         self._response.head, self._response.lines = head, head.lines
         shape, is_stated = errors_of(self._head.path), bool(self._head.identity.request_id)
         self._response.lines += id_line(shape, self._request_id, is_stated=is_stated)
+        self._response.lines += self._answer_lines
 
     def response_data(self, data: bytes) -> None:
         """Relays whole events of a stream; any other body is collected."""

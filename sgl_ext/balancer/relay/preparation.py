@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from sgl_ext.balancer.access.rate_limits import Charge
+from sgl_ext.balancer.conversations.made_contexts import HEADER, is_wanted
 from sgl_ext.balancer.conversations.stored_turns import ResponseRecorder
 from sgl_ext.balancer.conversations.threads import ThreadRecorder
 from sgl_ext.balancer.http.request_reader import Request
@@ -27,6 +28,8 @@ class Preparation(NamedTuple):
     hides_usage: whether the engine reports a usage that the client did not request.
     sums_items: whether the usage of the answer's items has to be added up.
     lines: header lines for the engine, besides those of the head.
+    saved_bytes: what the client would have sent in addition if it named nothing that is stored.
+    context_path: the path of its protocol if it asks for a context of what its marks cover.
     """
 
     routing: RoutingRequest
@@ -37,8 +40,11 @@ class Preparation(NamedTuple):
     hides_usage: bool = False
     sums_items: bool = False
     lines: bytes = b""
+    saved_bytes: int = 0
+    context_path: str = ""
 
 
+_CONTEXT = HEADER.encode()
 NOT_PREPARED = Preparation(NO_ROUTING, None, None, None)
 
 
@@ -70,6 +76,9 @@ def prepare(services: Services, request: Request, asked: Asked, reading: Reading
             raise no_memory()
     if reading.marks_left_out:
         services.metrics.store_events.counts[("mark_left_out",)] += reading.marks_left_out
+    wants_context = is_wanted(head.fields.get(_CONTEXT))
+    if reading.saved_bytes:
+        services.metrics.saved_bytes.inc(reading.saved_bytes)
     stripped = reading.stripped
     if stripped.headers:
         services.metrics.stripped_headers.inc(stripped.headers)
@@ -97,4 +106,6 @@ def prepare(services: Services, request: Request, asked: Asked, reading: Reading
         hides_usage=reading.hides_usage,
         sums_items=services.rate_limits.charges(head.tenant) and reading.path in GENERATE.paths,
         lines=written(reading.defaults) if has_defaults else b"",
+        saved_bytes=reading.saved_bytes,
+        context_path=reading.path if wants_context else "",
     )

@@ -84,6 +84,7 @@ class Reading(NamedTuple):
     prompt: None if no engine computes it.
     hides_usage: whether the engine reports a usage that the client did not request.
     defaults: its default hints.
+    saved_bytes: what the client would have sent in addition if it named nothing that is stored.
     """
 
     path: str
@@ -94,6 +95,7 @@ class Reading(NamedTuple):
     prompt: Prompt | None
     hides_usage: bool
     defaults: DefaultHints = NO_DEFAULTS
+    saved_bytes: int = 0
 
 
 class BodyReader:
@@ -138,6 +140,7 @@ class BodyReader:
                 error = "body: is nested too deeply"
                 raise BalancerError(HTTPStatus.BAD_REQUEST, error) from None
         size_bytes = len(body if sent is None else sent)
+        saved_bytes = 0 if found is None else max(size_bytes - len(body), 0)
         if size_bytes > _SMALL_BODY_BYTES:
             _require_few(find_excess(document, protocol.turns_field, protocol.instruction_fields))
         stripped = strip_request(protocol, document, self._strip)
@@ -171,6 +174,7 @@ class BodyReader:
             prompt,
             hides_usage=asking is not None,
             defaults=defaults,
+            saved_bytes=saved_bytes,
         )
 
 

@@ -39,6 +39,7 @@ from sgl_ext.protocols.errors import BalancerError, error_headers, wire_status
 from sgl_ext.protocols.registry import errors_of
 from sgl_ext.protocols.request_ids import id_line, new_request_id
 from sgl_ext.requests.strip import HeaderStrip
+from sgl_ext.supervision import Guard
 
 
 @dataclass(eq=False)
@@ -90,6 +91,7 @@ class Services:
         cached, prompt = self.metrics.reported_tokens, self.metrics.prompt_tokens
         self.hit_rates = HitRates(cached.counts, prompt.counts)
         self.sampled_log = SampledLog()
+        self.context_guard = Guard("making a context", self.metrics.background_failed)
         self.standby_prefill = StandbyPrefill(self.router, self.metrics, self.session)
         settings = {
             "sort_tools": self.router.sort_tools,

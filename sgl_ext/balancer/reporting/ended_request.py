@@ -3,7 +3,7 @@
     {"id", "trace", "time", "route", "status", "outcome", "error", "worker", "reason", "workers",
      "tenant", "harness", "client", "model", "session", "prefix_hash", "tools_hash", "tools_count",
      "segments", "prompt_tokens", "predicted_tokens", "expected_tokens", "reported_tokens",
-     "queue_ms", "ttft_ms", "total_ms", "attempts", "divergence"}
+     "queue_ms", "ttft_ms", "total_ms", "attempts", "divergence", "saved_bytes"}
 
 `outcome` is one of `Outcome`. `workers` are those that it could have gone to at its last attempt,
 the cheapest first, at most MOST_WORKERS of them, with their costs as `explain` shows them.
@@ -11,7 +11,8 @@ the cheapest first, at most MOST_WORKERS of them, with their costs as `explain` 
 `expected_tokens` adds those that another request was still computing there. `prefix_hash` is
 equal for prompts of a tenant and a model that have the same tools and instructions in the same
 order, `tools_hash` for those with the same tools; both are null if there are none. `divergence`
-is null unless the prompt diverges from an earlier one (docs/doctor.md).
+is null unless the prompt diverges from an earlier one (docs/doctor.md). `saved_bytes` is what the
+client did not send because its request named what is stored.
 
 `harness` and `client` are what the client says about itself (`requests/client_facts.py`).
 Sessions and prefixes are hashes. No text of a prompt is written.
@@ -82,6 +83,7 @@ class EndedRequest(NamedTuple):
     attempts: int
     diagnosis: PromptDiagnosis | None
     facts: ClientFacts = NO_FACTS
+    saved_bytes: int = 0
 
 
 def ended_request(
@@ -101,6 +103,7 @@ def ended_request(
     attempts: int,
     diagnosis: PromptDiagnosis | None,
     facts: ClientFacts = NO_FACTS,
+    saved_bytes: int = 0,
 ) -> EndedRequest:
     """A request that has ended; `attempt` was its last."""
     worker = reason = predicted_tokens = expected_tokens = None
@@ -138,6 +141,7 @@ def ended_request(
         attempts,
         diagnosis,
         facts,
+        saved_bytes,
     )
 
 
@@ -178,6 +182,7 @@ def as_line(ended: EndedRequest) -> bytes:
         "total_ms": int(ended.total_s * 1e6) / 1e3,
         "attempts": ended.attempts,
         "divergence": None if found is None else found.divergence,
+        "saved_bytes": ended.saved_bytes,
     }
     return orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
 
