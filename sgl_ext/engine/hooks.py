@@ -86,6 +86,7 @@ _MAIN_HOOKS: dict[str, Hook] = {
     f"{_CHAT}._apply_jinja_template": ("AROUND", rendering.leave_deferred_out),
     f"{_CHAT}._render_and_encode_chat_template": ("AROUND", rendering.render_only),
     f"{_MESSAGES}._convert_to_chat_completion_request": ("AROUND", translation.convert_messages),
+    f"{_RESPONSES}._make_request": ("AROUND", pin_placement.place_pins_of_response),
     f"{_RESPONSES}.create_responses": ("AROUND", translation.name_namespaces),
     f"{_RESPONSES}._response_tools_to_chat_tools": ("AROUND", translation.keep_deferral),
     f"{_PROTOCOL}.ResponsesRequest.to_sampling_params": ("AROUND", translation.keep_budget),

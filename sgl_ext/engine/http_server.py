@@ -23,6 +23,7 @@ from sgl_ext.engine.http.ready_route import ready_route
 from sgl_ext.engine.http.settings_route import settings_route
 from sgl_ext.engine.middleware import errors
 from sgl_ext.engine.middleware import secret as secret_check
+from sgl_ext.engine.middleware.cache_writes import CacheWritesMiddleware
 from sgl_ext.engine.middleware.error_shape import EngineError
 from sgl_ext.engine.sglang_http_types import TokenizerManager
 from sgl_ext.engine.sglang_types import ServerArgs
@@ -43,6 +44,7 @@ def extend(server_args: ServerArgs, *_: Any, **__: Any) -> None:
     extension, app = HttpExtension(EngineSettings.from_environment()), sglang_api.app
     install(extension)
     app.add_middleware(AnswerMiddleware, extension=extension)
+    app.add_middleware(CacheWritesMiddleware)
     errors.install(app)
     secret = EngineSecret(extension.settings.engine_secret)
     secret_check.install(app, server_args, secret)

@@ -37,6 +37,7 @@ HTTP_PROCESS = (
     f"{_ANTHROPIC}.protocol:AnthropicMessagesRequest",
     f"{_ANTHROPIC}.serving:AnthropicServing",
     f"{_OPENAI}.protocol:ChatCompletionRequest",
+    f"{_OPENAI}.protocol:ResponsesRequest",
     f"{_OPENAI}.protocol:ResponseToolState",
     f"{_OPENAI}.serving_chat:FunctionCallParser",
     f"{_OPENAI}.serving_chat:ResponseTemplateReasoningDetector",

@@ -2,9 +2,11 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from sgl_ext.protocols.errors import OPENAI_ERRORS
+from sgl_ext.protocols.prompt_cache import NO_PARTS, breakpoints_in, read_fields
 from sgl_ext.protocols.translation.chat import translate
 from sgl_ext.requests.answers import as_text, parsed, require
 from sgl_ext.requests.cache_marks import control_of, marks_in
@@ -34,6 +36,13 @@ def _find_marks(body: Json) -> Iterator[FoundMark]:
         yield from marks_in(message.get("content"), ("messages", i), f"messages.{i}.content")
         if (control := message.get("cache_control")) is not None:
             yield FoundMark(("messages", i), f"messages.{i}", message, control)
+
+
+def _find_breakpoints(body: Json) -> Iterator[FoundMark]:
+    for i, message in enumerate(listed(body.get("messages"))):
+        if isinstance(message, dict):
+            parts = message.get("content")
+            yield from breakpoints_in(parts, ("messages", i), f"messages.{i}.content")
 
 
 def _join(events: Iterable[bytes]) -> Json:
@@ -123,7 +132,9 @@ CHAT = Protocol(
     paths=("/v1/chat/completions", "/invocations"),
     errors=OPENAI_ERRORS,
     prompt=_PROMPT,
-    marks=MarkRules(_find_marks, root_is_whole=True),
+    marks=MarkRules(
+        _find_marks, root_is_whole=True, read_fields=partial(read_fields, _find_breakpoints)
+    ),
     conversation=Conversation(_join, _read, _add_results),
     tool_form=ToolForm(lambda tool: isinstance(tool.get("function"), dict), _write_tool),
     add_texts=_add_texts,
@@ -132,5 +143,8 @@ CHAT = Protocol(
     recognizes=lambda headers, body: isinstance(body.get("messages"), list),
 )
 OLLAMA_CHAT = Protocol(
-    paths=("/api/chat",), errors=OPENAI_ERRORS, prompt=_PROMPT, marks=MarkRules()
+    paths=("/api/chat",),
+    errors=OPENAI_ERRORS,
+    prompt=_PROMPT,
+    marks=MarkRules(read_fields=NO_PARTS),
 )

@@ -3,11 +3,13 @@
 import os
 
 from sgl_ext.protocols.errors import OPENAI_ERRORS
+from sgl_ext.protocols.prompt_cache import NO_PARTS
 from sgl_ext.requests.protocol import MarkRules, Part, Protocol
 
 
 def _raw(path: str, *prompt: tuple[Part, str]) -> Protocol:
-    return Protocol(paths=(path,), errors=OPENAI_ERRORS, prompt=prompt, marks=MarkRules())
+    marks = MarkRules(read_fields=NO_PARTS)
+    return Protocol(paths=(path,), errors=OPENAI_ERRORS, prompt=prompt, marks=marks)
 
 
 COMPLETIONS = _raw("/v1/completions", (Part.TEXT, "prompt"))

@@ -1,24 +1,36 @@
 """OpenAI's responses: `/v1/responses`."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import orjson
 
 from sgl_ext.protocols.errors import openai_body
+from sgl_ext.protocols.prompt_cache import breakpoints_in, read_fields
 from sgl_ext.protocols.translation.responses import translate
 from sgl_ext.requests.answers import as_object, as_text, parsed, require
 from sgl_ext.requests.next_turn import CALL_OUTPUTS
 from sgl_ext.requests.protocol import (
     Conversation,
     ErrorShape,
+    FoundMark,
     Json,
     MarkRules,
     Part,
     Protocol,
     Result,
     ToolForm,
+    listed,
 )
+
+_HOLD_PARTS = ("content", "output")
+
+
+def _find_breakpoints(body: Json) -> Iterator[FoundMark]:
+    for i, item in enumerate(listed(body.get("input"))):
+        for key in _HOLD_PARTS if isinstance(item, dict) else ():
+            yield from breakpoints_in(item.get(key), ("input", i, key), f"input.{i}.{key}")
 
 
 def _join(events: Iterable[bytes]) -> Json:
@@ -93,7 +105,7 @@ RESPONSES = Protocol(
     paths=("/v1/responses",),
     errors=ErrorShape(openai_body, _error_event),
     prompt=((Part.TOOLS, "tools"), (Part.INSTRUCTIONS, "instructions"), (Part.ITEMS, "input")),
-    marks=MarkRules(),
+    marks=MarkRules(read_fields=partial(read_fields, _find_breakpoints)),
     conversation=Conversation(
         _join,
         _read,

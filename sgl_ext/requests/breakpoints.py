@@ -176,12 +176,13 @@ class _Search:
 
     def _end_by_cut(self, place: Place) -> int | None:
         """Where the prompt diverges from that of a body which ends with the block."""
-        messages = self._body["messages"]
-        i = int(place[1])
-        last = messages[i]
-        if len(place) > 2:
-            last = {**last, "content": last["content"][: int(place[2]) + 1]}
-        rendered = self._render({**self._body, "messages": [*messages[:i], last]})
+        turns, i, *inside = path_of(place)
+        items = self._body[turns]
+        last = items[int(i)]
+        if inside:
+            key, j = inside
+            last = {**last, key: last[key][: int(j) + 1]}
+        rendered = self._render({**self._body, turns: [*items[: int(i)], last]})
         shared = common_prefix(self.text, rendered)
         return shared if 0 < shared < len(self.text) else None
 
@@ -208,7 +209,7 @@ def _with_neighbor(body: Any, place: Place, marker: str) -> Any:
     """The body with a made-up block after a block, or inside it if the block has content."""
     path = path_of(place)
     block = value_at(body, path)
-    text = {"type": "text", "text": marker}
+    text = {"type": "input_text" if path[0] == "input" else "text", "text": marker}
     if isinstance(block, str):
         return edited(body, path, block + marker)
     is_message = path[0] == "messages" and len(path) == 2

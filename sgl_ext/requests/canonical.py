@@ -1,7 +1,7 @@
 """The canonical text of the parts of a request, in bytes: what reaches the prompt.
 
-It leaves out the order of JSON keys and white space, `cache_control`, ids of messages and
-tool calls, and whether a text stands alone or in a list of text blocks. Parts are framed
+It leaves out the order of JSON keys and white space, marks for the cache, ids of messages and tool
+calls, and whether a text stands alone or in a list of text blocks. Parts are framed
 by the byte 0xFF, which no UTF-8 text contains.
 """
 
@@ -11,9 +11,9 @@ import orjson
 
 from sgl_ext.requests.deferred_tools import tools_at_head
 
-_NOT_RENDERED = frozenset(
-    {"cache_control", "id", "tool_use_id", "tool_call_id", "call_id", "status", "signature"}
-)
+MARKS = frozenset({"cache_control", "prompt_cache_breakpoint"})
+"""The keys with which clients mark the end of a prefix."""
+_NOT_RENDERED = MARKS | {"id", "tool_use_id", "tool_call_id", "call_id", "status", "signature"}
 _TEXT_TYPES = frozenset({None, "text", "input_text", "output_text"})
 _RESULT_KEYS = frozenset({"type", "tool_use_id", "content", "cache_control"})
 _ROLES: dict[Any, bytes] = {
@@ -88,6 +88,8 @@ def rest_of_message(message: dict[str, Any]) -> bytes:
     calls = rest.get("tool_calls")
     if isinstance(calls, list):
         rest["tool_calls"] = [rendered(call) for call in calls]
+    if isinstance(rest.get("output"), list):
+        rest["output"] = [rendered(part) for part in rest["output"]]
     if rest.get("type") == "message":
         del rest["type"]
     rest = rendered(rest)

@@ -6,18 +6,20 @@ from sgl_ext.requests.protocol import INSTRUCTION_ROLES, Place
 
 Path = tuple[str | int, ...]
 """The keys and indices that lead to a value in a body."""
+TURNS = ("messages", "input")
+"""The fields that can hold a conversation."""
 
 
 def last_text(body: Any, place: Place) -> str | None:
     """The text with which the block at `place` ends; None if it does not end with one, or if it is
     not the last block of the body."""
-    messages = body.get("messages")
-    if place[0] != "messages" or place[1] != len(messages) - 1:
+    path = path_of(place)
+    if path[0] not in TURNS or path[1] != len(body[path[0]]) - 1:
         return None
-    if len(place) > 2 and place[2] != len(messages[-1]["content"]) - 1:
+    if len(path) > 2 and path[-1] != len(value_at(body, path[:-1])) - 1:
         return None
-    path = text_path(body, place)
-    return None if path is None else str(value_at(body, path))
+    text = text_path(body, place)
+    return None if text is None else str(value_at(body, text))
 
 
 def path_of(place: Place) -> Path:
@@ -69,24 +71,31 @@ def last_instruction(body: Any) -> Place:
     """The last block of the instructions that precede the conversation."""
     count = _instructions(body)
     if count:
-        return ("messages", count - 1)
-    system = value_at(body, ("system",))
-    return ("system", len(system) - 1) if isinstance(system, list) else ("system",)
+        return (_turns(body), count - 1)
+    field = "instructions" if _turns(body) == "input" else "system"
+    system = value_at(body, (field,))
+    return (field, len(system) - 1) if isinstance(system, list) else (field,)
 
 
 def first_text(body: Any) -> Path | None:
     """The path of the first text in the conversation's first message; None if it has none."""
-    i = _instructions(body)
-    content = value_at(body, ("messages", i, "content"))
-    places: list[Place] = [("messages", i)]
+    turns, i = _turns(body), _instructions(body)
+    content = value_at(body, (turns, i, "content"))
+    places: list[Place] = [(turns, i)]
     if isinstance(content, list):
-        places = [("messages", i, j) for j in range(len(content))]
+        between = ("content",) if turns == "input" else ()
+        places = [(turns, i, *between, j) for j in range(len(content))]
     return next((path for each in places if (path := text_path(body, each))), None)
+
+
+def _turns(body: Any) -> str:
+    """The field that holds the body's conversation."""
+    return "input" if isinstance(value_at(body, ("input",)), list) else "messages"
 
 
 def _instructions(body: Any) -> int:
     """How many messages at the beginning are instructions."""
     count = 0
-    while value_at(body, ("messages", count, "role")) in INSTRUCTION_ROLES:
+    while value_at(body, (_turns(body), count, "role")) in INSTRUCTION_ROLES:
         count += 1
     return count

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 Json = dict[str, Any]
 Place = tuple[str | int, ...]
 """Where a block is in a body: ("tools", 2), ("system", 0), ("messages", 3, 1) with the index of
-the message and of the block in it, or, without blocks, ("messages", 3) or ("system",)."""
+the message and of the block in it, or, without blocks, ("messages", 3) or ("system",). In the items
+of a response it is a path: ("input", 3, "content", 1)."""
 
 INSTRUCTION_ROLES = ("system", "developer")
 
@@ -44,6 +45,29 @@ class FoundMark(NamedTuple):
     control: Any
 
 
+class MalformedMark(ValueError):
+    """A mark that makes its request invalid; the text is for the client."""
+
+
+class CacheFields(NamedTuple):
+    """What a vendor's own fields about the prompt cache say.
+
+    blocks: the places of the blocks at whose ends the prompt's prefixes are to be kept, in prompt
+        order, and for how many seconds.
+    whole_s: for how many seconds to keep the whole prompt; None for the server's default, 0 for
+        not at all.
+    is_least: the seconds of `whole_s` are the least that the client wants, and not the most.
+    keep: False if the client asks to keep nothing.
+    ignored: marks that cannot be used, and do not make the request invalid.
+    """
+
+    blocks: tuple[tuple[Place, float], ...] = ()
+    whole_s: float | None = 0.0
+    is_least: bool = True
+    keep: bool = True
+    ignored: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class MarkRules:
     """Which cache marks a protocol has.
@@ -52,11 +76,13 @@ class MarkRules:
     is_strict: marks are part of the protocol: a malformed one makes the request invalid. In other
         protocols a mark is a hint, and a malformed one is ignored and counted.
     root_is_whole: `cache_control` at the root marks the whole prompt.
+    read_fields: what other fields of the protocol's vendor say. Raises MalformedMark.
     """
 
     find: Callable[[Json], Iterator[FoundMark]] | None = None
     is_strict: bool = False
     root_is_whole: bool = False
+    read_fields: Callable[[Json], CacheFields] = lambda body: CacheFields()
 
 
 class Result(NamedTuple):

@@ -147,3 +147,9 @@ def with_cache_creation(
         "cache_read_input_tokens": read,
         "cache_creation": by_ttl,
     }
+
+
+def written_tokens(marked: Iterable[int], prompt: int, cached: int) -> int:
+    """The tokens between the end of the cached prefix and the last mark, which marks wrote to the
+    cache. marked: the tokens up to each mark's block's end."""
+    return max(min(max(marked, default=0), prompt) - cached, 0)

@@ -362,20 +362,125 @@ def test_other_paths_and_bodies_have_no_marks():
         assert read(value, limits=limits) is NO_MARKS
 
 
+def options(**fields: Any) -> dict[str, Any]:
+    return {"prompt_cache_options": fields}
+
+
+def breakpoint_on(words: str) -> dict[str, Any]:
+    return text(words, prompt_cache_breakpoint={"mode": "explicit"})
+
+
+def prompt(path: str, *parts: Any) -> dict[str, Any]:
+    """A body with one user's message of these parts, after another message."""
+    field = "messages" if path == CHAT else "input"
+    return {field: [{"role": "system", "content": "You help."}, user(*parts)]}
+
+
+def place(path: str, j: int) -> tuple[str | int, ...]:
+    return ("messages", 1, j) if path == CHAT else ("input", 1, "content", j)
+
+
+BREAKABLE = pytest.mark.parametrize("path", [CHAT, "/v1/responses"])
+
+
+@BREAKABLE
+def test_a_breakpoint_is_a_mark_for_half_an_hour_or_the_options_ttl(path: str):
+    body = prompt(path, breakpoint_on("a"), text("b"))
+    assert read(body, path) == Marks((Mark(place(path, 0), 1800.0),))
+    told = options(mode="explicit", ttl="30m")
+    assert read(body | told, path) == Marks((Mark(place(path, 0), 1800.0),))
+    implicit = read(body | options(ttl="1h"), path)
+    assert implicit == Marks((Mark(place(path, 0), 3600.0),), whole_ttl_s=3600.0)
+
+
+@BREAKABLE
+@pytest.mark.parametrize(("mode", "written"), [("explicit", 4), ("implicit", 3)])
+def test_the_last_four_breakpoints_are_written_the_implicit_one_included(
+    path: str, mode: str, written: int
+):
+    parts = [breakpoint_on(str(j)) for j in range(81)]
+    marks = read(prompt(path, *parts[:6]) | options(mode=mode), path)
+    assert [mark.place[-1] for mark in marks.blocks] == list(range(6 - written, 6))
+    assert (marks.ignored, marks.whole_ttl_s > 0) == (0, mode == "implicit")
+    assert read(prompt(path, *parts) | options(mode=mode), path).ignored == 1  # 80 count
+
+
+def test_the_result_of_a_call_can_have_a_breakpoint():
+    output = {"type": "function_call_output", "call_id": "c", "output": [breakpoint_on("a")]}
+    marks = read({"input": [output]}, "/v1/responses")
+    assert marks.blocks == (Mark(("input", 0, "output", 0), 1800.0),)
+
+
+@pytest.mark.parametrize("path", OPENAI)
+def test_options_without_a_breakpoint_keep_all_or_nothing(path: str):
+    assert read(options(mode="implicit", ttl="30m"), path) == Marks(whole_ttl_s=1800.0)
+    assert read(options(), path) == Marks(whole_ttl_s=1800.0)
+    assert read(options(mode="explicit"), path) == Marks(keep=False)
+    both = options(mode="explicit") | {"nvext": {"cache_control": HOUR}}
+    assert read(both, path) == Marks(whole_ttl_s=3600.0)
+
+
+@pytest.mark.parametrize("path", OPENAI)
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ("24h", ": must be an object"),
+        ({"mode": "auto"}, ".mode: must be 'implicit' or 'explicit'"),
+        ({"mode": ["explicit"]}, ".mode: must be 'implicit' or 'explicit'"),
+        ({"ttl": "forever"}, ".ttl: must be a number of seconds above 0, alone or with a unit"),
+        ({"generate": False}, ".generate: is not supported"),
+    ],
+)
+def test_malformed_options_are_rejected_by_name(path: str, fields: Any, error: str):
+    marks = read({"prompt_cache_options": fields}, path)
+    assert marks == Marks(error=marks.error)
+    assert marks.error.startswith(f"prompt_cache_options{error}")
+
+
+@BREAKABLE
+@pytest.mark.parametrize("control", [True, "explicit", {}, {"mode": "implicit"}])
+def test_a_malformed_breakpoint_is_rejected_by_name(path: str, control: Any):
+    marks = read(prompt(path, text("a"), text("b", prompt_cache_breakpoint=control)), path)
+    field = {CHAT: "messages.1.content.1"}.get(path, "input.1.content.1")
+    wanted = "must be an object whose `mode` is 'explicit'"
+    assert marks.error == f"{field}.prompt_cache_breakpoint: {wanted}"
+
+
+@pytest.mark.parametrize("path", OPENAI)
+def test_options_and_retention_exclude_each_other(path: str):
+    marks = read(options(ttl="30m") | {"prompt_cache_retention": "24h"}, path)
+    expected = "prompt_cache_retention: must not be given together with prompt_cache_options"
+    assert marks == Marks(error=expected)
+
+
+def test_a_ttl_above_the_limit_is_told_and_the_most_that_a_client_wants_is_not():
+    nine = {"type": "ephemeral", "ttl": "9h"}
+    assert one(nine).clamped_s == 7200
+    assert one(HOUR).clamped_s == 0
+    assert read({"nvext": {"cache_control": nine}}).clamped_s == 7200
+    assert read(options(ttl="9h"), CHAT).clamped_s == 7200
+    assert read({"prompt_cache_retention": "24h"}, CHAT).clamped_s == 0
+    hinted = read_marks(of_path(CHAT), {}, LIMITS, lease_s=1e5)
+    assert hinted == Marks(whole_ttl_s=7200, clamped_s=7200)
+
+
 anything = st.recursive(
     st.none()
     | st.booleans()
     | st.integers()
     | st.floats()
     | st.text(max_size=4)
-    | st.sampled_from(["ephemeral", "none", "5m", "text", "thinking", "tool_result", "24h"]),
+    | st.sampled_from(
+        ["ephemeral", "none", "5m", "text", "thinking", "tool_result", "24h", "explicit"]
+    ),
     lambda inner: (
         st.lists(inner, max_size=4)
         | st.dictionaries(
             st.sampled_from(
                 [
                     *("tools", "system", "messages", "content", "type", "text", "cache_control"),
-                    *("ttl", "function", "nvext", "prompt_cache_retention"),
+                    *("ttl", "function", "nvext", "prompt_cache_retention", "input", "output"),
+                    *("prompt_cache_options", "prompt_cache_breakpoint", "mode"),
                 ]
             ),
             inner,
@@ -384,10 +489,21 @@ anything = st.recursive(
     ),
     max_leaves=30,
 )
-blocks = st.fixed_dictionaries({}, optional={"type": anything, "cache_control": anything})
-shaped = st.fixed_dictionaries(
-    {"messages": st.lists(st.fixed_dictionaries({"content": st.lists(blocks | anything)}))},
+blocks = st.fixed_dictionaries(
+    {},
     optional={
+        "type": anything,
+        "cache_control": anything,
+        "prompt_cache_breakpoint": st.just({"mode": "explicit"}) | anything,
+    },
+)
+shaped = st.fixed_dictionaries(
+    {
+        field: st.lists(st.fixed_dictionaries({"content": st.lists(blocks | anything)}))
+        for field in ("messages", "input")
+    },
+    optional={
+        "prompt_cache_options": st.just({"mode": "implicit"}) | anything,
         "tools": st.lists(blocks | anything, max_size=3) | anything,
         "system": st.lists(blocks | anything, max_size=3) | anything,
         "cache_control": anything,
@@ -399,7 +515,7 @@ shaped = st.fixed_dictionaries(
 @given(st.sampled_from([*EVERY, "/api/chat", "/x"]), anything | shaped)
 def test_reading_never_raises(path: str, body: Any):
     marks = read_marks(of_path(path), body, LIMITS)
-    assert len(marks.blocks) <= 4
+    assert len(marks.blocks) <= 8  # four of each vocabulary
     assert all(10 <= mark.ttl_s <= 7200 for mark in marks.blocks)
     assert not marks.error or marks == Marks(error=marks.error)
     json.dumps(marks.error)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sgl_ext.protocols.kv_hints import read_kv_hints
 from sgl_ext.protocols.registry import PATHS, detect, of_path
 from sgl_ext.requests.breakpoints import locate
 from sgl_ext.requests.cache_marks import TtlLimits, read_marks
@@ -25,6 +26,8 @@ FIELDS = st.sampled_from(
         *("messages", "input", "system", "tools", "tool_choice", "content", "role", "type", "text"),
         *("cache_control", "ttl", "nvext", "agent_hints", "priority", "osl", "metadata", "user_id"),
         *("service_tier", "prompt_cache_key", "prompt_cache_retention", "model", "prompt"),
+        *("prompt_cache_options", "prompt_cache_breakpoint", "mode", "kv_hints", "actions"),
+        *("action_type", "action_version", "payload", "output"),
         *("thinking", "source", "name", "input_schema", "function", "arguments", "call_id"),
     ]
 )
@@ -35,6 +38,7 @@ LEAVES = (
     | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(max_size=4)
     | st.sampled_from(["user", "system", "ephemeral", "1h", "tool_use", "image", "namespace"])
+    | st.sampled_from(["explicit", "kv.pin", "demote"])
 )
 VALUES = st.recursive(
     LEAVES,
@@ -49,6 +53,7 @@ def read_all(path: str, body: Any) -> None:
     protocol = of_path(path)
     stripped = strip_request(protocol, body, STRIP).body
     assert strip_request(protocol, stripped, STRIP).body is stripped
+    read_kv_hints(stripped)
     marks = read_marks(protocol, stripped, TtlLimits(1.0, 3600.0, 300.0, 0.0))
     chain = read_chain(protocol, with_sorted_tools(stripped))
     read_importance({}, stripped, 100)

@@ -152,4 +152,8 @@ def _completed_usage(usage: dict[str, Any]) -> dict[str, Any]:
     context = current()
     prompt = (usage.get("input_tokens") or 0) + (usage.get("cache_read_input_tokens") or 0)
     pins = () if context is None else context.pins
-    return with_cache_creation(usage, [(prompt if t < 0 else t, ttl_s) for t, ttl_s in pins])
+    marked = [(prompt if tokens < 0 else tokens, ttl_s) for tokens, ttl_s in pins]
+    completed = with_cache_creation(usage, marked)
+    if context is not None and context.marks.clamped_s:
+        completed["cache_creation"]["granted_ttl_s"] = context.marks.clamped_s
+    return completed

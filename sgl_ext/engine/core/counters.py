@@ -24,6 +24,8 @@ COUNTERS: dict[str, tuple[str, ...]] = {
     "slow_event_subscribers": ("Event streams ended because the subscriber read too slowly.",),
     "breakpoints_not_found": ("Marked blocks whose end in the prompt was not found.", "path"),
     "cache_hints_ignored": ("Other vendors' cache hints with unknown values.", "path"),
+    "cache_ttls_clamped": ("Requests that stated a longer TTL than pins may have.", "path"),
+    "kv_hints": ("Actions in the kv_hints of requests; of type other, they had no effect.", "type"),
     "translated_parts": ("Parts of requests translated for SGLang, or left out.", "path", "part"),
     "parallel_calls_left_out": ("Further calls of answers whose clients take one at most.",),
     "priority_hints_ignored": ("Other vendors' priority hints with unknown values.", "path"),
@@ -52,7 +54,7 @@ COUNTERS: dict[str, tuple[str, ...]] = {
     "pins_read": ("Pins read by requests.",),
     "pins_rejected": ("Marks that got no pin.", "reason"),
     "pins_ended": (
-        "Ended pins: expired, displaced, pressure, ended, deleted, flushed, reduced.",
+        "Ended pins: expired, displaced, pressure, ended, deleted, demoted, flushed, reduced.",
         "reason",
     ),
     "prompt_tokens_encoded": ("Prompt tokens, by whether they were tokenized or cached.", "source"),

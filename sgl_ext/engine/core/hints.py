@@ -27,6 +27,7 @@ class Hints(NamedTuple):
     pins: as in `RequestContext`. sent_s: the HTTP process's monotonic clock when it was sent.
     queued_s: how long it had waited in the balancer by then.
     is_reusable: whether the client may come back for the prompt's prefix.
+    is_demoted: whether the session's pins on this prompt are to end.
     output_tokens: the length of answer that the client expects, None if it does not say.
     facts: what the client says about itself: the class of the request, the agent, its tools' times.
     """
@@ -43,6 +44,7 @@ class Hints(NamedTuple):
     output_tokens: int | None = None
     priority: int = 0
     queued_s: float = 0.0
+    is_demoted: bool = False
     facts: ClientFacts = NO_FACTS
 
 
@@ -80,6 +82,7 @@ def _encode(context: RequestContext) -> KvHintAction:
         output_tokens=context.importance.output_tokens,
         priority=context.importance.priority,
         queued_s=context.queued_s,
+        is_demoted=context.is_demoted,
     )
     packed = b"".join([segment.to_bytes(_HASH_BYTES) for segment in hints.hashes])
     return sglang_api.KvHintAction(

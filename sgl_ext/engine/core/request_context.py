@@ -48,6 +48,7 @@ class RequestContext:
     purpose: what the balancer sent it for, "" for the first attempt of a client's own.
     queued_s: how long the request waited in the balancer's admission queue.
     is_last: the client says that this is the conversation's last turn.
+    is_demoted: the client wants the session's pins on this prompt to end.
     is_answer_reusable: whether the next turn's prompt continues with the answer as generated.
     are_hints_sent: whether a generation took the hints; later ones have another prompt.
     finish_reason, matched_stop: how SGLang says that the answer ended.
@@ -73,6 +74,7 @@ class RequestContext:
     purpose: str = ""
     queued_s: float = 0.0
     is_last: bool = False
+    is_demoted: bool = False
     is_answer_reusable: bool = True
     pins: tuple[tuple[int, float], ...] = ()
     are_hints_sent: bool = False

@@ -42,7 +42,7 @@ def send_hints(
     if not hasattr(request, "kv_hints") or request.session_params is not None:
         return
     has_hints = context.chain.hashes or context.pins or context.owner or context.queued_s
-    if context.are_hints_sent or not has_hints:
+    if context.are_hints_sent or not (has_hints or context.is_demoted):
         return
     context.are_hints_sent = True
     hints.attach(request, context)

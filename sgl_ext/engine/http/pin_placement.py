@@ -8,6 +8,7 @@ are new in their place: an agent's next turn finds its earlier ones known.
 
 import logging
 from array import array
+from collections.abc import Coroutine
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,12 @@ import xxhash
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.isolation import group_of
-from sgl_ext.engine.core.request_context import RequestContext, context_of, entered
+from sgl_ext.engine.core.request_context import (
+    RequestContext,
+    context_of,
+    current,
+    entered,
+)
 from sgl_ext.engine.host_cache.token_array import is_array_allowed, restore_list
 from sgl_ext.engine.http.extension import installed
 from sgl_ext.engine.http.rendering import collecting, drops_thinking
@@ -26,8 +32,9 @@ from sgl_ext.engine.http.translation import model_of
 from sgl_ext.engine.sglang_http_types import ServingChat
 from sgl_ext.engine.sglang_types import Original
 from sgl_ext.protocols.anthropic import ANTHROPIC
-from sgl_ext.requests.breakpoints import locate
-from sgl_ext.requests.places import last_text, path_of, value_at
+from sgl_ext.requests.breakpoints import Render, locate
+from sgl_ext.requests.canonical import MARKS
+from sgl_ext.requests.places import TURNS, last_text, path_of, value_at
 from sgl_ext.requests.protocol import Place, Protocol
 from sgl_ext.requests.rewriting import translate
 
@@ -49,16 +56,48 @@ def place_pins(original: Original, chat: ServingChat, request: Any, *args: Any, 
             if converted[0].require_reasoning:
                 context.is_answer_reusable = not _facts_of(chat)[1]
             if context.marks.blocks:
-                _place_pins(chat, context, converted[0].input_ids)
+                render = partial(_render, chat, context.protocol)
+                _place_pins(chat, context, converted[0].input_ids, render)
     restore_list(chat, converted[0])
     return converted
 
 
-def _place_pins(chat: ServingChat, context: RequestContext, ids: Any) -> None:
+async def place_pins_of_response(
+    original: Original, serving: ServingChat, request: Any, *args: Any, **kw: Any
+) -> Any:
+    """Around `OpenAIServingResponses._make_request`: finds where marked blocks end."""
+    made = await original(serving, request, *args, **kw)
+    context = current()
+    if context is not None and context.marks.blocks and not context.are_hints_sent:
+
+        def render(body: Any) -> str | None:
+            body = translate(context.protocol, body, model_of(serving)).body
+            copy = sglang_api.ResponsesRequest(**body)
+            with collecting() as rendered:
+                _completed(original(serving, copy, *args, **kw))
+            return rendered[-1] if rendered else None
+
+        (prompt,) = made[2]
+        _place_pins(serving, context, prompt, render)
+    return made
+
+
+def _completed(coroutine: Coroutine[Any, Any, Any]) -> None:
+    """Runs a coroutine that never waits to its end, in the middle of a function."""
+    try:
+        coroutine.send(None)
+    except StopIteration:
+        return
+    coroutine.close()
+    raise RuntimeError("the conversion of a response waits")
+
+
+def _place_pins(chat: ServingChat, context: RequestContext, ids: Any, render: Render) -> None:
     found: list[tuple[int, float]] = []
     if isinstance(ids, (list, array)):
+        whole = ids if isinstance(ids, array) else array("q", ids)
         try:
-            found = _find_ends(chat, context, ids if isinstance(ids, array) else array("q", ids))
+            found = _find_ends(chat, context, whole, render)
         except Exception:  # templates and tokenizers may raise anything
             _logger.exception("sgl-ext: the ends of marked blocks were not found")
     if missing := len(context.marks.blocks) - len(found):
@@ -67,7 +106,7 @@ def _place_pins(chat: ServingChat, context: RequestContext, ids: Any) -> None:
 
 
 def _find_ends(
-    chat: ServingChat, context: RequestContext, ids: "array[int]"
+    chat: ServingChat, context: RequestContext, ids: "array[int]", render: Render
 ) -> list[tuple[int, float]]:
     """For each marked block whose end is found, the tokens up to there, and its TTL."""
     marks, body, offsets = context.marks.blocks, context.body, _facts_of(chat)[0]
@@ -79,7 +118,7 @@ def _find_ends(
     if tokens[-1] is None and last:
         tokens[-1] = offsets.by_tail(last, ids)
     if None in tokens:
-        located = locate(context.protocol, body, places, partial(_render, chat, context.protocol))
+        located = locate(context.protocol, body, places, render)
         ends = sorted({end for end in located.ends if end is not None})
         counted = dict(zip(ends, offsets.count(located.text, ends, ids), strict=True))
         tokens = [None if end is None else counted[end] for end in located.ends]
@@ -101,8 +140,8 @@ def _key(context: RequestContext, place: Place) -> int:
     body, session = context.body, context.chain.session
     block = value_at(body, path_of(place))
     if isinstance(block, dict):
-        block = {key: value for key, value in block.items() if key != "cache_control"}
-    preceding = f"{session}" if place[0] == "messages" else body.get("system")
+        block = {key: value for key, value in block.items() if key not in MARKS}
+    preceding = f"{session}" if place[0] in TURNS else body.get("system")
     return xxhash.xxh3_128_intdigest(orjson.dumps((context.group, place, block, preceding)))
 
 

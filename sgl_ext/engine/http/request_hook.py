@@ -7,6 +7,7 @@ conversion, so one hook serves all protocols.
 import asyncio
 import re
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
 
@@ -21,8 +22,9 @@ from sgl_ext.engine.core.request_context import (
 from sgl_ext.engine.core.request_names import purpose_of, request_id_of
 from sgl_ext.engine.http.extension import HttpExtension, installed
 from sgl_ext.engine.http.translation import for_sglang
+from sgl_ext.protocols.kv_hints import NO_HINTS, read_kv_hints
 from sgl_ext.protocols.registry import of_path
-from sgl_ext.requests.cache_marks import read_marks
+from sgl_ext.requests.cache_marks import Marks, read_marks
 from sgl_ext.requests.client_facts import read_client
 from sgl_ext.requests.default_hints import NO_DEFAULTS, DefaultHints, read_written
 from sgl_ext.requests.priority import read_importance
@@ -87,20 +89,29 @@ def _read_context(extension: HttpExtension, request: Any, path: str, body: Any) 
     tenant = extension.tenants.asking(headers)
     defaults = _read_defaults(path, headers)
     ttl_limits = defaults.ttl_limits(extension.settings.ttl_limits)
-    marks = read_marks(of_path(path), body, ttl_limits)
+    protocol = of_path(path)
+    hints = NO_HINTS if protocol.marks is None else read_kv_hints(body)
+    marks = read_marks(protocol, body, ttl_limits, hints.lease_s)
+    if hints.demotes and not marks.error:
+        marks = Marks(keep=False, ignored=marks.ignored)
     importance = read_importance(headers, body, tenant.max_priority, defaults)
     for name, times in (
         ("cache_hints_ignored", marks.ignored),
+        ("cache_ttls_clamped", marks.clamped_s > 0),
         ("priority_hints_ignored", importance.ignored),
         ("priority_clamped", importance.is_clamped),
     ):
         if times:
             counter(name).labels(path).inc(times)
-    if error := marks.error or importance.error:
+    for kind, times in hints.counts.items():
+        counter("kv_hints").labels(kind).inc(times)
+    if hints.prefetches:
+        importance = replace(importance, speculative_prefill=True)
+    if error := marks.error or importance.error or hints.error:
         from fastapi import HTTPException
 
         raise HTTPException(HTTPStatus.BAD_REQUEST, error)
-    chain = read_chain(of_path(path), body, salt=salt_of(headers))
+    chain = read_chain(protocol, body, salt=salt_of(headers))
     if len(chain.hashes) > MAX_SEGMENTS:
         counter("long_chains_ignored").inc()
         chain = Chain()
@@ -117,6 +128,7 @@ def _read_context(extension: HttpExtension, request: Any, path: str, body: Any) 
         purpose=purpose_of(headers),
         queued_s=_read_queued_s(path, headers),
         is_last=is_final(headers),
+        is_demoted=hints.demotes,
         pins=((WHOLE_PROMPT, marks.whole_ttl_s),) if marks.whole_ttl_s else (),
         conversation=session_key(headers, body, chain),
         dry_run=current_dry_run(),

@@ -86,6 +86,8 @@ class PinKeeper:
         space, key, state = _space(req), _key(req), state_of(req)
         if state.marks_seen is None:
             state.marks_seen = 0
+            if hints.is_demoted:
+                self._release_own(hints, self.pins.prefixes_of(space, key), "demoted")
             for pin in self.pins.hit(space, key, self.now_s, req.cached_tokens):
                 pin.label.is_shared |= pin.session != hints.session
                 self._count("pins_read")
@@ -133,9 +135,13 @@ class PinKeeper:
     def end_session(self, hints: Hints) -> None:
         """A client ended its session: gives up the pins that no other session has used."""
         if hints.session:
-            pins = self.pins.of_session(hints.session)  # of every tenant that uses this name
-            own = [p for p in pins if p.owner == hints.owner and not p.label.is_shared]
-            self.release(own, "ended")
+            self._release_own(hints, self.pins.of_session(hints.session), "ended")
+
+    def _release_own(self, hints: Hints, pins: Iterable[Pin], why: str) -> None:
+        """Gives up those of these pins that no other session, and no other tenant, has used."""
+        ours = (hints.owner, hints.session)
+        own = [p for p in pins if (p.owner, p.session) == ours and not p.label.is_shared]
+        self.release(own, why)
 
     def change_limits(
         self, budget_tokens: int, owner_share: float, owner_shares: Mapping[str, float]

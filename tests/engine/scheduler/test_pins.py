@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -40,7 +41,7 @@ BUDGET = 0.9
 CHUNK = 256
 SESSION = {"x-sgl-ext-session-id": "session"}
 PARTS = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
-MESSAGES, CHAT = "/v1/messages", "/v1/chat/completions"
+MESSAGES, CHAT, RESPONSES = "/v1/messages", "/v1/chat/completions", "/v1/responses"
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -411,6 +412,90 @@ def test_a_part_of_a_chat_message_is_pinned_up_to_its_end(engine: Pinning) -> No
         (tokens[1], 3600.0),
     ]
     assert usage["prompt_tokens"] == engine.tokens(prompt)
+
+
+def broken(words: str, kind: str) -> dict[str, Any]:
+    return {"type": kind, "text": words, "prompt_cache_breakpoint": {"mode": "explicit"}}
+
+
+def openai_usage(engine: Pinning, path: str, body: dict[str, Any]) -> tuple[int, int]:
+    """The tokens that the answer to a request says were read and written, whole or streamed."""
+    answer = engine.send(body, path)
+    assert answer.ok, answer.text
+    found = re.findall(r'tokens_details": ?(\{"cached[^}]+})', answer.text)
+    details = json.loads(found[-1])
+    return details["cached_tokens"], details["cache_write_tokens"]
+
+
+@only_default
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+def test_a_breakpoint_of_openai_is_pinned_up_to_its_end(
+    engine: Pinning, path: str, stream: bool
+) -> None:
+    field, kind = ("messages", "text") if path == CHAT else ("input", "input_text")
+    system, first, second = text(40), text(30), text(20)
+    asked = {"model": "tiny", "stream": stream, "prompt_cache_options": {"mode": "explicit"}}
+    asked |= {"max_tokens": 1} if path == CHAT else {"max_output_tokens": 1, "store": False}
+    if path == CHAT and stream:
+        asked["stream_options"] = {"include_usage": True}
+    turns = [
+        {"role": "system", "content": [broken(system, kind)]},
+        turn(broken(first, kind), {"type": kind, "text": second}),
+    ]
+    read, written = openai_usage(engine, path, {**asked, field: turns})
+    rendered = [
+        {"role": "system", "content": system},
+        {"role": "user", "content": f"{first} {second}"},
+    ]
+    prompt = engine.rendered(rendered)
+    ends = [prompt.index(part) + len(part) for part in (system, first)]
+    tokens = [engine.whole_pages(engine.tokens(prompt, end)) for end in ends]
+    pins = [(pin["tokens"], pin["ttl_s"]) for pin in engine.has_pinned(2)]
+    assert pins == [(each, 1800.0) for each in tokens]
+    assert read + written == tokens[1]
+    # The next turn marks its own end, and reads what the last one marked.
+    del turns[1]["content"][0]["prompt_cache_breakpoint"]
+    turns.append(turn(broken(text(10), kind)))
+    read, written = openai_usage(engine, path, {**asked, field: turns})
+    assert read >= tokens[1]
+    assert written > 10
+    assert len(engine.has_pinned(3)) == 3
+
+
+@only_default
+def test_whoever_states_a_longer_ttl_than_there_is_gets_told(engine: Pinning) -> None:
+    usage = engine.usage(marked(30, "9h"))
+    assert usage["cache_creation"]["granted_ttl_s"] == 3600
+    body = {**ONE, "messages": [user(30)], "prompt_cache_options": {"ttl": "9h"}}
+    assert engine.usage(body, CHAT)["prompt_tokens_details"]["granted_ttl_s"] == 3600
+    assert {pin["ttl_s"] for pin in engine.has_pinned(2)} == {3600.0}
+    assert engine.counted(f'sgl_ext_cache_ttls_clamped_total{{path="{CHAT}"}}') == 1
+
+
+@only_default
+@pytest.mark.parametrize("path", [MESSAGES, CHAT, "/generate"])
+def test_kv_hints_pin_a_prompt_and_let_it_go(engine: Pinning, path: str) -> None:
+    def send(*actions: dict[str, Any], session: dict[str, str] = SESSION) -> None:
+        hints = {"protocol_version": "0.1", "message_id": "m", "actions": list(actions)}
+        assert engine.send({**prompt, "kv_hints": hints}, path, headers=session).ok
+
+    def action(kind: str, **payload: Any) -> dict[str, Any]:
+        named = {"action_id": "a", "action_type": kind, "action_version": "0.1"}
+        return {**named, "payload": payload}
+
+    prompt = {**ONE, "messages": [user(30)]}
+    if path == "/generate":
+        prompt = {"text": text(30), "sampling_params": {"max_new_tokens": 1}}
+    others = engine.counted('sgl_ext_kv_hints_total{type="other"}')
+    send(action("kv.retain", ttl="10m"), action("kv.fetch", keys=[1]))
+    (pin,) = engine.has_pinned(1)
+    assert (pin["ttl_s"], pin["session"]) == (600.0, "session")
+    assert engine.counted('sgl_ext_kv_hints_total{type="other"}') == others + 1
+    send(action("kv.demote"), session={})
+    assert len(engine.pins()) == 1  # another session's
+    send(action("kv.demote"))
+    engine.has_pinned(0)
 
 
 TOOLS = [
