@@ -10,11 +10,12 @@ import pkgutil
 import sys
 from collections.abc import Callable, Mapping
 from enum import StrEnum
+from functools import partial
 from types import FrameType, ModuleType
 from typing import Any
 
 from sgl_ext.engine import http_server, sglang_api, startup
-from sgl_ext.engine.answers import anthropic, openai, tool_calls
+from sgl_ext.engine.answers import anthropic, openai, tool_calls, tool_choice
 from sgl_ext.engine.core import request_names, shared_prefixes
 from sgl_ext.engine.host_cache import chat_templates
 from sgl_ext.engine.http import (
@@ -46,6 +47,15 @@ class Role(StrEnum):
     SCHEDULER = "scheduler"
     DETOKENIZER = "detokenizer"
     OTHER = "other"
+
+
+def _nested(outer: Callable[..., Any], inner: Callable[..., Any]) -> Callable[..., Any]:
+    """Two hooks around one symbol as one."""
+
+    def hook(original: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+        return outer(partial(inner, original), *args, **kw)
+
+    return hook
 
 
 _MANAGERS = "sglang.srt.managers"
@@ -83,13 +93,22 @@ _MAIN_HOOKS: dict[str, Hook] = {
     f"{_MANAGERS}.io_struct.GenerateReqInput.regenerate_rid": ("AROUND", request_names.keep_id),
     f"{_CHAT}._convert_to_internal_request": ("AROUND", pin_placement.place_pins),
     f"{_CHAT}._effective_tools": ("AROUND", translation.callable_tools),
-    f"{_CHAT}._apply_jinja_template": ("AROUND", rendering.leave_deferred_out),
+    f"{_CHAT}._apply_jinja_template": (
+        "AROUND",
+        _nested(tool_choice.keep_tools, rendering.leave_deferred_out),
+    ),
     f"{_CHAT}._render_and_encode_chat_template": ("AROUND", rendering.render_only),
+    f"{_CHAT}._process_messages": ("AROUND", tool_choice.hold_choice),
+    f"{_PARSER}.get_structure_constraint": ("AROUND", tool_choice.constrain_calls),
     f"{_MESSAGES}._convert_to_chat_completion_request": ("AROUND", translation.convert_messages),
     f"{_RESPONSES}._make_request": ("AROUND", pin_placement.place_pins_of_response),
     f"{_RESPONSES}.create_responses": ("AROUND", translation.name_namespaces),
     f"{_RESPONSES}._response_tools_to_chat_tools": ("AROUND", translation.keep_deferral),
-    f"{_PROTOCOL}.ResponsesRequest.to_sampling_params": ("AROUND", translation.keep_budget),
+    f"{_PROTOCOL}.ChatCompletionRequest.to_sampling_params": ("AROUND", tool_choice.join_schema),
+    f"{_PROTOCOL}.ResponsesRequest.to_sampling_params": (
+        "AROUND",
+        _nested(translation.keep_budget, tool_choice.join_schema),
+    ),
     # Caches
     f"{_OPENAI}.serving_chat.parallel_prompt_encode": ("AROUND", cache_hooks.encode_prompt),
     "jsonschema.Draft202012Validator.check_schema": ("AROUND", cache_hooks.check_schema),
@@ -107,7 +126,6 @@ _MAIN_HOOKS: dict[str, Hook] = {
     f"{_PARSER}.parse_stream_chunk": ("AROUND", tool_calls.hold_space),
     f"{_PARSER}.parse_stream_end": ("AROUND", tool_calls.release_space),
     f"{_PARSER}.parse_non_stream": ("AROUND", tool_calls.parse_whole),
-    f"{_PARSER}.get_structure_constraint": ("AROUND", tool_calls.bind_choice),
 }
 _SCHEDULER_HOOKS: dict[str, Hook] = {
     f"{_SCHEDULER}.get_next_batch_to_run": ("AFTER", iteration.publish_events),

@@ -39,6 +39,7 @@ HTTP_PROCESS = (
     f"{_OPENAI}.protocol:ChatCompletionRequest",
     f"{_OPENAI}.protocol:ResponsesRequest",
     f"{_OPENAI}.protocol:ResponseToolState",
+    f"{_OPENAI}.protocol:StructuralTag",
     f"{_OPENAI}.serving_chat:FunctionCallParser",
     f"{_OPENAI}.serving_chat:ResponseTemplateReasoningDetector",
     f"{_OPENAI}.serving_chat:ResponseTemplateToolDetector",

@@ -23,13 +23,9 @@ SORTED = orjson.OPT_SORT_KEYS
 
 
 def offered_tools(body: dict[str, Any]) -> list[Any]:
-    """The tools that reach the prompt, as they are rendered."""
+    """The tools that reach the prompt, as they are rendered: all, whichever may be called."""
     tools = body.get("tools")
-    choice = body.get("tool_choice")
-    unused = choice == "none" or (isinstance(choice, dict) and choice.get("type") == "none")
-    if unused or not isinstance(tools, list):
-        return []
-    return [rendered(tool) for tool in tools_at_head(tools)]
+    return [rendered(tool) for tool in tools_at_head(tools)] if isinstance(tools, list) else []
 
 
 def items_in(value: Any) -> list[Any]:

@@ -153,6 +153,7 @@ class Model:
     takes_system_anywhere: its template accepts system messages between other messages.
     takes_namespaces: the engine renders tools that are grouped in a namespace.
     runs_tools: the engine has a server for OpenAI's built-in tools.
+    keeps_tools: its prompts have tools that a request does not allow, too; a grammar excludes them.
     has_phases: it distinguishes commentary from a final answer.
     defers_tools: its template leaves deferred tools out, and shows those that a result refers to.
     """
@@ -162,6 +163,7 @@ class Model:
     takes_system_anywhere: bool = True
     takes_namespaces: bool = False
     runs_tools: bool = False
+    keeps_tools: bool = True
     has_phases: bool = False
     defers_tools: bool = False
 

@@ -20,6 +20,7 @@ wrong guess of what a template renders costs a cache miss and nothing else.
 
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,7 @@ from sgl_ext.requests.protocol import INSTRUCTION_ROLES, Json, Part, Protocol
 
 CUT_BYTES = 4096
 FINE_CUT_BYTES = 1024
+_SCHEMAS = frozenset({"parameters", "input_schema"})
 # Requests that differ in one of these share nothing.
 _SALTS = ("model", "lora_path", "cache_salt", "extra_key", "previous_response_id")
 
@@ -147,6 +149,29 @@ def with_sorted_tools(body: Any) -> Any:
     """
     tools = body.get("tools") if isinstance(body, dict) else None
     return {**body, "tools": sorted(tools, key=_tool_name)} if isinstance(tools, list) else body
+
+
+def with_sorted_schemas(body: Any) -> Any:
+    """A body with the keys of its tools' schemas sorted; the same object if there are none.
+
+    Clients whose language keeps no order of keys then share the prefix after the tools. The model
+    sees the same schema, and fills in its properties in another order, so it is off by default.
+    """
+    tools = body.get("tools") if isinstance(body, dict) else None
+    return {**body, "tools": [*map(_with_sorted, tools)]} if isinstance(tools, list) else body
+
+
+def _with_sorted(tool: Any) -> Any:
+    if not isinstance(tool, dict):
+        return tool
+    if isinstance(function := tool.get("function"), dict):
+        return {**tool, "function": _with_sorted(function)}
+    if isinstance(tool.get("tools"), list):  # a namespace
+        return with_sorted_schemas(tool)
+    with suppress(TypeError):  # nested too deeply, which is an error later
+        for field in _SCHEMAS & tool.keys():
+            tool = {**tool, field: orjson.loads(orjson.dumps(tool[field], option=SORTED))}
+    return tool
 
 
 def _tool_name(tool: Any) -> str:

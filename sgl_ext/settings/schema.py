@@ -245,6 +245,12 @@ class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
 
 
 class EngineSettings(RequestSettings, frozen=True, kw_only=True):
+    keep_tools: Annotated[
+        bool, "Keep tools that tool_choice forbids in the prompt: clients.md."
+    ] = True
+    sort_schema_keys: Annotated[
+        bool, "Sort the keys of tools' schemas, for a stable prefix: clients.md."
+    ] = False
     pin_budget: Annotated[Share, RELOADS, "Share of the KV cache that pins can hold: pins.md."] = (
         1 / 3
     )

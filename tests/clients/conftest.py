@@ -104,6 +104,7 @@ def scripted(
         *scripts.for_codex("Dan", _greeting(homes["Dan"])),
         *scripts.for_sdks(),
         *scripts.for_odd_calls(),
+        *scripts.for_schemas(),
     ]
     script = folder / "script.jsonl"
     script.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,27 @@ def for_odd_calls() -> list[dict[str, Any]]:
     calls = [{"name": name, "arguments": arguments} for name, arguments in ODD_CALLS]
     said = {"thinking": SDK_THOUGHT, "text": ODD_WORD}
     return _lines(ODD_PROMPT, {**said, "tool_calls": calls}, said)
+
+
+CHOICE_PROMPT = "Say the port of the balancer as JSON. " + "Be sure of it. " * 20
+CHOICE_SCHEMA = {
+    "type": "object",
+    "properties": {"port": {"type": "integer"}},
+    "required": ["port"],
+    "additionalProperties": False,
+}
+CHOICE_ANSWER = {"port": 30000}
+
+
+def for_schemas() -> list[dict[str, Any]]:
+    """A call, and an answer of a schema."""
+    name, arguments = READ
+    call = {"name": name, "arguments": arguments}
+    return _lines(
+        CHOICE_PROMPT,
+        {"thinking": SDK_THOUGHT, "tool_calls": [call]},
+        {"thinking": SDK_THOUGHT, "text": json.dumps(CHOICE_ANSWER)},
+    )
 
 
 def _lines(after: str, *answers: dict[str, Any]) -> list[dict[str, Any]]:

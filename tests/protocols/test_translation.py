@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.protocols.translation.response_tools import namespaced_names
+from sgl_ext.protocols.translation.tool_choice import allowed_names
 from sgl_ext.requests.protocol import Model
 from sgl_ext.requests.rewriting import translate
 
@@ -324,21 +326,30 @@ def test_openais_other_tools_are_left_out(tool: Any, what: str) -> None:
     assert counts == {what: 1}
 
 
-def test_only_allowed_tools_are_offered() -> None:
+@pytest.mark.parametrize("keeps_tools", [False, True])
+def test_only_allowed_tools_are_offered(keeps_tools: bool) -> None:
     other = {**SPAWN, "name": "other"}
     named = {"type": "function", "name": "other"}
     choice = {"type": "allowed_tools", "mode": "required", "tools": [named]}
-    body, counts = responses(tools=[SPAWN, other], tool_choice=choice)
-    assert (body["tools"], body["tool_choice"]) == ([other], "required")
+    model = replace(TEXT_ONLY, keeps_tools=keeps_tools)
+    asked = {"tools": [SPAWN, other], "tool_choice": choice}
+    body, counts = translate(of_path(RESPONSES), asked, model)
+    assert body["tools"] == ([SPAWN, other] if keeps_tools else [other])
+    assert body["tool_choice"] == "required"
+    assert allowed_names(asked, model) == {"other"}
     assert counts == {"allowed_tools": 1}
+    unknown = {**choice, "tools": [{"type": "function", "name": "unknown"}]}
+    body = translate(of_path(RESPONSES), {**asked, "tool_choice": unknown}, model).body
+    assert body["tools"] == []
     tools = [{"type": "function", "function": {"name": name}} for name in ("a", "b")]
     allowed = {"mode": "auto", "tools": tools[1:]}
     body = translate(
         of_path(CHAT),
         {"tools": tools, "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}},
-        TEXT_ONLY,
+        model,
     ).body
-    assert (body["tools"], body["tool_choice"]) == (tools[1:], "auto")
+    assert body["tools"] == (tools if keeps_tools else tools[1:])
+    assert body["tool_choice"] == "auto"
 
 
 @pytest.mark.parametrize(

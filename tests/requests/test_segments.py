@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
 from typing import Any
 
@@ -12,7 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_ext.protocols.registry import of_path
-from sgl_ext.requests.segments import CUT_BYTES, Chain, read_chain, with_sorted_tools
+from sgl_ext.requests.segments import (
+    CUT_BYTES,
+    Chain,
+    read_chain,
+    with_sorted_schemas,
+    with_sorted_tools,
+)
 
 MESSAGES = "/v1/messages"
 TOOLS = [
@@ -207,10 +214,43 @@ def test_sorting_tools_changes_nothing_else(value: Any) -> None:
             assert found is body
 
 
-def test_tools_that_may_not_be_used_are_not_in_the_prompt() -> None:
-    bare = {key: value for key, value in BODY.items() if key != "tools"}
-    assert chain({**BODY, "tool_choice": {"type": "none"}}) == chain(bare)
-    assert chain({**BODY, "tool_choice": "none"}) == chain(bare)
+def reordered(value: Any) -> Any:
+    """The same JSON, with the keys of all objects in reverse order."""
+    if isinstance(value, list):
+        return [*map(reordered, value)]
+    if isinstance(value, dict):
+        return {key: reordered(value[key]) for key in reversed(value)}
+    return value
+
+
+schemas = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@given(anything, st.dictionaries(texts, schemas, max_size=6))
+def test_sorting_schemas_changes_the_order_of_their_keys_only(value: Any, schema: Any) -> None:
+    tool = {"type": "function", "function": {"name": "a", "parameters": schema}}
+    flat = {"name": "b", "parameters": schema, "strict": value}
+    tools = [tool, value, {"input_schema": schema, "name": "c"}, {"tools": [flat], "name": "d"}]
+    body = {"tools": tools, "messages": value}
+    found = with_sorted_schemas(body)
+    assert found == body
+    assert list(found) == list(body)
+    assert found["messages"] is value
+    for before, after in zip(tools, found["tools"], strict=True):
+        if isinstance(before, dict):
+            assert list(after) == list(before)
+    other = [{**tool, "function": {"name": "a", "parameters": reordered(schema)}}]
+    again = with_sorted_schemas({"tools": other})["tools"][0]
+    assert json.dumps(again) == json.dumps(found["tools"][0])
+
+
+def test_tools_that_may_not_be_called_are_in_the_prompt() -> None:
+    for choice in ("none", {"type": "none"}, {"type": "tool", "name": "a"}):
+        assert chain({**BODY, "tool_choice": choice}) == chain(BODY)
 
 
 @pytest.mark.parametrize("key", ["model", "lora_path", "cache_salt", "extra_key"])

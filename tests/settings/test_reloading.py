@@ -66,7 +66,7 @@ def node(tmp_path: Path) -> Node:
 def another_value(field: Field) -> Any:
     """A value that the field's type allows, and not its default."""
     candidates: list[Any] = [
-        *(0.25, 0.5, 2, 77, 2 << 20, "hinted", "on", True, "file:x", "name", "http://a:1"),
+        *(0.25, 0.5, 2, 77, 2 << 20, "hinted", "on", True, False, "file:x", "name", "http://a:1"),
         *("json", "debug"),
         *((one,) for one in ("x-a", "file:x")),
     ]

@@ -13,9 +13,9 @@ answers leave it out. In a stream it is held back until the next chunk shows wha
 SGLang holds back the beginning of a marker until the next chunk, too. Without a next chunk it is
 text; between two calls it belongs to the format.
 
-What a client allows holds for every format: only the tool that it names, where SGLang's grammar of
-some formats allows all, and one call only, where most formats have no grammar for it. Further calls
-are left out of the answer.
+What a client allows holds for every format: one call only, where most formats have no grammar for
+it, and only tools of its list, where no grammar holds the model to them (`tool_choice`). Other
+calls are left out of the answer.
 """
 
 import os
@@ -24,7 +24,7 @@ from typing import Any
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import current
-from sgl_ext.engine.sglang_http_types import FormatDetector, FunctionCallParser
+from sgl_ext.engine.sglang_http_types import FormatDetector
 from sgl_ext.engine.sglang_types import Original
 
 _UNKNOWN_TOOLS = "SGLANG_FORWARD_UNKNOWN_TOOLS"
@@ -76,7 +76,7 @@ def parse_chunk(original: Original, detector: FormatDetector, text: str, tools: 
 def hold_space(original: Original, parser: Any, chunk: str) -> Any:
     """Around `FunctionCallParser.parse_stream_chunk`."""
     text, calls = original(parser, chunk)
-    calls = _allowed(calls, [call.tool_index > 0 for call in calls])
+    calls = _allowed_parts(parser, calls)
     begins = any(call.name for call in calls)
     text = getattr(parser, "sgl_ext_space", "") + text
     words = text.rstrip()
@@ -88,7 +88,7 @@ def hold_space(original: Original, parser: Any, chunk: str) -> Any:
 def release_space(original: Original, parser: Any) -> Any:
     """Around `FunctionCallParser.parse_stream_end`: no call follows any more."""
     text, calls = original(parser)
-    calls = _allowed(calls, [call.tool_index > 0 for call in calls])
+    calls = _allowed_parts(parser, calls)
     if calls or getattr(parser, "sgl_ext_called", False):
         return text, calls
     detector = parser.detector
@@ -101,7 +101,26 @@ def release_space(original: Original, parser: Any) -> Any:
 def parse_whole(original: Original, parser: Any, *args: Any, **kw: Any) -> Any:
     """Around `FunctionCallParser.parse_non_stream`."""
     text, calls = original(parser, *args, **kw)
+    context = current()
+    if context is not None and context.allowed_tools is not None:
+        left = [call for call in calls if call.name in context.allowed_tools]
+        counter("forbidden_calls_left_out").inc(len(calls) - len(left))
+        calls = left
     return text, _allowed(calls, [index > 0 for index in range(len(calls))])
+
+
+def _allowed_parts(parser: Any, calls: list[Any]) -> list[Any]:
+    """The parts of calls in a stream that the client takes."""
+    calls = _allowed(calls, [call.tool_index > 0 for call in calls])
+    context = current()
+    if not calls or context is None or context.allowed_tools is None:
+        return calls
+    forbidden = parser.__dict__.setdefault("sgl_ext_forbidden", set())
+    for call in calls:
+        if call.name and call.name not in context.allowed_tools:
+            forbidden.add(call.tool_index)
+            counter("forbidden_calls_left_out").inc()
+    return [call for call in calls if call.tool_index not in forbidden]
 
 
 def _allowed(calls: list[Any], are_further: list[bool]) -> list[Any]:
@@ -120,16 +139,3 @@ def _takes_one(body: Any) -> bool:
     if isinstance(choice, dict) and choice.get("disable_parallel_tool_use") is True:
         return True
     return isinstance(body, dict) and body.get("parallel_tool_calls") is False
-
-
-def bind_choice(
-    original: Original, parser: FunctionCallParser, choice: Any, *args: Any, **kw: Any
-) -> Any:
-    """Around `FunctionCallParser.get_structure_constraint`."""
-    name = getattr(getattr(choice, "function", None), "name", None)
-    tools = parser.tools
-    parser.tools = [tool for tool in tools if tool.function.name == name] or tools
-    try:
-        return original(parser, choice, *args, **kw)
-    finally:
-        parser.tools = tools

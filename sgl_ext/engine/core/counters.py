@@ -27,6 +27,12 @@ COUNTERS: dict[str, tuple[str, ...]] = {
     "cache_ttls_clamped": ("Requests that stated a longer TTL than pins may have.", "path"),
     "kv_hints": ("Actions in the kv_hints of requests; of type other, they had no effect.", "type"),
     "translated_parts": ("Parts of requests translated for SGLang, or left out.", "path", "part"),
+    "choices_without_grammar": (
+        "Requests whose choice of tools changed the prompt, or whose answer's schema forbade calls,"
+        " because no grammar describes the calls.",
+        *("path", "what"),
+    ),
+    "forbidden_calls_left_out": ("Calls in answers to requests that do not allow the tool.",),
     "parallel_calls_left_out": ("Further calls of answers whose clients take one at most.",),
     "priority_hints_ignored": ("Other vendors' priority hints with unknown values.", "path"),
     "priority_clamped": ("Requests that asked for more priority than their tenant has.", "path"),

@@ -58,6 +58,9 @@ class RequestContext:
     is_array_allowed: whether the prompt's tokens may be an array, and not a list.
     renderings: collects rendered prompts while a copy of the body is rendered, and not tokenized.
     dry_run: stops this request before its generation.
+    keeps_tools: whether tools that may not be called stay in the prompt.
+    allowed_tools: the names that `tool_choice` allows; None: it has no list of them.
+    calls: what `answers.tool_choice` finds out about the calls of the answer.
     """
 
     path: str = ""
@@ -87,6 +90,9 @@ class RequestContext:
     is_array_allowed: bool = False
     renderings: list[str] | None = None
     dry_run: "DryRun | None" = None
+    keeps_tools: bool = False
+    allowed_tools: frozenset[str] | None = None
+    calls: Any = None
 
     @property
     def protocol(self) -> Protocol:

@@ -28,7 +28,7 @@ from sgl_ext.requests.cache_marks import Marks, read_marks
 from sgl_ext.requests.client_facts import read_client
 from sgl_ext.requests.default_hints import NO_DEFAULTS, DefaultHints, read_written
 from sgl_ext.requests.priority import read_importance
-from sgl_ext.requests.segments import Chain, read_chain, with_sorted_tools
+from sgl_ext.requests.segments import Chain, read_chain, with_sorted_schemas, with_sorted_tools
 from sgl_ext.requests.session import (
     GROUP_HEADER,
     QUEUED_HEADER,
@@ -67,7 +67,7 @@ async def read_body(original: Callable[[Any], Awaitable[Any]], request: Any) -> 
 def _strip(
     extension: HttpExtension, path: str, body: Any, raw_body: bytes
 ) -> tuple[Any, dict[str, str]]:
-    """The body without session headers, with its tools in order if the settings say so, and the
+    """The body without session headers, its tools in the order that the settings say, and the
     headers' fields."""
     stripped = strip_request(of_path(path), body, extension.strip)
     if stripped.headers:
@@ -75,6 +75,8 @@ def _strip(
     # It reads the whole body for a metric, so it waits until the request is with the scheduler.
     asyncio.get_running_loop().call_soon(_count_left, extension, path, raw_body, stripped.headers)
     body = with_sorted_tools(stripped.body) if extension.settings.sort_tools else stripped.body
+    if extension.settings.sort_schema_keys:
+        body = with_sorted_schemas(body)
     return body, stripped.fields
 
 

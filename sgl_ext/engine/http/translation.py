@@ -20,6 +20,7 @@ from sgl_ext.protocols.anthropic import ANTHROPIC, COUNT_TOKENS
 from sgl_ext.protocols.responses import RESPONSES
 from sgl_ext.protocols.translation.late_tools import withdrawn_tools
 from sgl_ext.protocols.translation.response_tools import namespaced_names
+from sgl_ext.protocols.translation.tool_choice import allowed_names
 from sgl_ext.requests.protocol import Model, Protocol
 from sgl_ext.requests.rewriting import translate
 
@@ -39,6 +40,7 @@ def model_of(serving: ServingChat | None) -> Model:
         takes_namespaces=serving.tool_call_parser == "muse"
         or getattr(serving, "_translates_tools", False),
         runs_tools=is_harmony and getattr(serving, "tool_server", None) is not None,
+        keeps_tools=installed().settings.keep_tools,
         has_phases=is_harmony or serving.tool_call_parser == "muse",
         defers_tools=defers_tools(serving),
     )
@@ -63,7 +65,10 @@ def for_sglang(request: Any, context: RequestContext) -> Any:
     app = getattr(request, "scope", {}).get("app")
     name = "openai_serving_responses" if protocol is RESPONSES else "openai_serving_chat"
     serving = None if app is None else getattr(app.state, name, None)
-    translated = translate(protocol, context.body, model_of(serving))
+    model = model_of(serving)
+    context.keeps_tools = model.keeps_tools
+    context.allowed_tools = allowed_names(context.body, model)
+    translated = translate(protocol, context.body, model)
     for what, times in translated.counts.items():
         counter("translated_parts").labels(context.path, what).inc(times)
     return translated.body

@@ -1,15 +1,14 @@
 """Rewrites bodies of `/v1/chat/completions`, as OpenAI's SDKs and many harnesses send them."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from sgl_ext.protocols.translation.late_tools import LateTools
+from sgl_ext.protocols.translation.tool_choice import with_allowed_tools
 from sgl_ext.requests.protocol import INSTRUCTION_ROLES, Json, Model
 from sgl_ext.requests.rewriting import (
     DROPPED,
     Counts,
-    edited,
     joined_text,
     kind_of,
     not_shown,
@@ -33,7 +32,7 @@ def translate(body: Json, model: Model, counts: Counts) -> Json:
     body = with_items(without_nulls(body), "tools", partial(_tool, counts=counts))
     choice = body.get("tool_choice")
     if isinstance(choice, dict) and isinstance(choice.get("allowed_tools"), dict):
-        body = with_allowed_tools(body, choice["allowed_tools"], _name, counts)
+        body = with_allowed_tools(body, model, counts)
     late = LateTools(body.get("tools"), counts)
     body = with_items(body, "messages", partial(_message, model=model, counts=counts, late=late))
     return body if model.takes_system_anywhere else with_reminders(body, "messages", counts)
@@ -45,23 +44,6 @@ def _tool(tool: Any, counts: Counts) -> Any:
         return tool
     counts["custom_tool" if kind == "custom" else "unknown_tool"] += 1
     return DROPPED
-
-
-def _name(tool: Any) -> Any:
-    function = tool.get("function") if isinstance(tool, dict) else None
-    return function.get("name") if isinstance(function, dict) else None
-
-
-def with_allowed_tools(
-    body: Json, allowed: Json, name: Callable[[Any], Any], counts: Counts
-) -> Json:
-    """A request with only the tools that its choice allows."""
-    counts["allowed_tools"] += 1
-    edits: Json = {"tool_choice": "required" if allowed.get("mode") == "required" else "auto"}
-    if isinstance(allowed.get("tools"), list) and isinstance(body.get("tools"), list):
-        names = [name(tool) for tool in allowed["tools"]]
-        edits["tools"] = [tool for tool in body["tools"] if name(tool) in names]
-    return edited(body, edits)
 
 
 def with_reminders(body: Json, field: str, counts: Counts) -> Json:

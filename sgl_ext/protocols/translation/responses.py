@@ -3,14 +3,14 @@
 from functools import partial
 from typing import Any
 
-from sgl_ext.protocols.translation.chat import with_allowed_tools, with_reminders
+from sgl_ext.protocols.translation.chat import with_reminders
 from sgl_ext.protocols.translation.late_tools import LateTools
 from sgl_ext.protocols.translation.response_tools import (
     OFFERED,
-    flat_name,
     tools_of_item,
     with_offered_tools,
 )
+from sgl_ext.protocols.translation.tool_choice import called_name, with_allowed_tools
 from sgl_ext.requests.next_turn import CALL_OUTPUTS
 from sgl_ext.requests.protocol import Json, Model
 from sgl_ext.requests.rewriting import (
@@ -100,23 +100,13 @@ def _with_choice(body: Json, model: Model, counts: Counts) -> Json:
     if choice is None or kind is None:
         return body
     if kind == "allowed_tools":
-        return with_allowed_tools(body, choice, partial(_called, model=model), counts)
+        return with_allowed_tools(body, model, counts)
     if kind not in OFFERED:
         counts["tool_choice"] += 1
     elif not model.takes_namespaces and "namespace" in choice:
-        named = edited(choice, {"name": _called(choice, model), "namespace": DROPPED})
+        named = edited(choice, {"name": called_name(choice, model), "namespace": DROPPED})
         return edited(body, {"tool_choice": named})
     return body
-
-
-def _called(named: Any, model: Model) -> Any:
-    """The name by which the model calls a tool that the client names."""
-    if not isinstance(named, dict):
-        return None
-    name, namespace = named.get("name"), named.get("namespace")
-    if model.takes_namespaces or not (isinstance(name, str) and isinstance(namespace, str)):
-        return name
-    return flat_name(namespace, name)
 
 
 def _item(item: Any, model: Model, counts: Counts, late: LateTools) -> Any:
@@ -134,7 +124,7 @@ def _item(item: Any, model: Model, counts: Counts, late: LateTools) -> Any:
     if kind in CALL_OUTPUTS:
         if model.takes_namespaces or not isinstance(item.get("namespace"), str):
             return item
-        return edited(item, {"name": _called(item, model), "namespace": DROPPED})
+        return edited(item, {"name": called_name(item, model), "namespace": DROPPED})
     if kind in CALL_OUTPUTS.values():
         return with_items(item, "output", part)
     call_id = item.get("call_id") or item.get("id")

@@ -88,6 +88,15 @@ async def test_tools_are_sorted_if_the_settings_say_so(
     assert (await request_hook.read_body(Request.json, request))["tools"][0] == {"name": first}
 
 
+async def test_schemas_are_sorted_if_the_settings_say_so(extend: Extend) -> None:
+    schema = {"type": "object", "properties": {"b": {}, "a": {}}}
+    body = {"tools": [{"name": "a", "input_schema": schema}], "messages": []}
+    for sort, first in ((True, "a"), (False, "b")):
+        extend(sort_schema_keys=sort)
+        found = await request_hook.read_body(Request.json, Request(body))
+        assert next(iter(found["tools"][0]["input_schema"]["properties"])) == first
+
+
 async def test_cache_hints_are_in_the_request_s_context() -> None:
     document = {"prompt": "text", "nvext": {"cache_control": {"type": "ephemeral", "ttl": "1h"}}}
     headers = {"x-tenant-id": "t", "session-id": "s", "x-sgl-ext-session-final": "true"}
