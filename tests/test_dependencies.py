@@ -20,7 +20,7 @@ from launch import audit
 
 ROOT = Path(__file__).parent.parent
 # A major version of these may change what the balancer or the plugin relies on.
-HOOKED = {"aiohttp", "httptools", "httpx", "msgspec", "orjson", "uvloop", "xxhash"}
+HOOKED = {"aiohttp", "httptools", "httpx", "msgspec", "orjson", "uvloop", "wsproto", "xxhash"}
 
 
 def requirements() -> list[Requirement]:

@@ -10,12 +10,16 @@ from sgl_ext.balancer.access.authentication import Authentication, KeyFileReload
 from sgl_ext.balancer.access.sent_secret import SentSecret
 from sgl_ext.balancer.cluster.launcher import LauncherUnreachable
 from sgl_ext.balancer.cluster.peers import PeerGroup
-from sgl_ext.balancer.http.downstream import DownstreamConnection, RawResponse
+from sgl_ext.balancer.conversations.connection_turns import LaneTurns
+from sgl_ext.balancer.http.downstream import DownstreamConnection, RawResponse, RunningExchange
 from sgl_ext.balancer.http.request_head import RequestHeadCache
 from sgl_ext.balancer.http.request_reader import Request, RequestReader
+from sgl_ext.balancer.http.websocket import WebSocketConnection
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.parts import Parts
+from sgl_ext.balancer.relay.ending import Client
 from sgl_ext.balancer.relay.exchange import Exchange
+from sgl_ext.balancer.relay.responses_socket import SocketHandshake
 from sgl_ext.limits.byte_account import ByteAccount
 from sgl_ext.limits.stall import StallMonitor
 from sgl_ext.membership.member import Membership
@@ -59,7 +63,7 @@ class Balancer:
         self._shares_port = group is not None
         self.draining = False
         self.now = 0.0
-        self._connections: set[DownstreamConnection] = set()
+        self._connections: set[DownstreamConnection | WebSocketConnection] = set()
         self._empty = asyncio.Event()
         self._drained = asyncio.Event()
         self._metrics = metrics = Metrics(0 if group is None else group.number)
@@ -169,7 +173,7 @@ class Balancer:
 
     # The interface for downstream connections.
 
-    def joined(self, connection: DownstreamConnection) -> bool:
+    def joined(self, connection: DownstreamConnection | WebSocketConnection) -> bool:
         self._connections.add(connection)
         self._empty.clear()
         is_served = len(self._connections) <= self._config.max_connections
@@ -177,7 +181,7 @@ class Balancer:
             self._metrics.connections_rejected.inc()
         return is_served
 
-    def left(self, connection: DownstreamConnection) -> None:
+    def left(self, connection: DownstreamConnection | WebSocketConnection) -> None:
         self._connections.discard(connection)
         if not self._connections:
             self._empty.set()
@@ -187,10 +191,28 @@ class Balancer:
     def reader(self) -> RequestReader:
         return RequestReader(self._heads, self._config.max_body_bytes, self.account)
 
-    def exchange(self, connection: DownstreamConnection, request: Request) -> Exchange:
+    def exchange(self, connection: DownstreamConnection, request: Request) -> RunningExchange:
+        if request.head.is_socket:
+            return SocketHandshake(
+                self._services,
+                self,
+                self._heads,
+                connection,
+                self._unless_draining(request),
+                self._config.max_body_bytes,
+                self._exchange,
+            )
+        return self._exchange(connection, request)
+
+    def _exchange(
+        self, client: Client, request: Request, turns: LaneTurns | None = None
+    ) -> Exchange:
+        return Exchange(self._services, client, self._unless_draining(request), turns)
+
+    def _unless_draining(self, request: Request) -> Request:
         if self.draining and request.head.path not in _SERVED_WHILE_DRAINING:
             request.rejection = request.rejection or shutting_down()
-        return Exchange(self._services, connection, request)
+        return request
 
     def error_response(self, error: BalancerError, path: str) -> RawResponse:
         return self._services.error_response(error, path)

@@ -27,6 +27,8 @@ INFLATED_STEP_BYTES = 64 * _KIB
 """A body inflates by this much at most before the byte budget is asked for room."""
 BUDGET_BODIES = 4
 """How many of the largest bodies the byte budget holds, unless it is set."""
+SOCKET_TURNS_BYTES = 16 * _MIB
+"""The turns that one WebSocket remembers."""
 
 LARGE_BODY_BYTES = 2 * _MIB
 """A larger body is read in another process: here it could take more than 20 ms."""
@@ -42,6 +44,10 @@ MAX_MESSAGES = 10_000
 MAX_BLOCKS = 10_000
 """Blocks of content in all messages, and of instructions."""
 MAX_TOOLS = 2_000
+MAX_SOCKET_MESSAGES = 16
+"""Of one WebSocket, answered or waiting; then it is not read."""
+MAX_LANES = 32
+"""Of one WebSocket, whose latest response is remembered."""
 
 # Seconds.
 IDLE_S = 75.0
@@ -52,6 +58,9 @@ LINGER_S = 2.0
 BODY_GRACE_S = 60.0
 MIN_BODY_BYTES_PER_S = 8 * _KIB
 MAX_BODY_S = 600.0
+SOCKET_IDLE_S = 3600.0
+"""A WebSocket without a message for this long ends."""
+SOCKET_PING_S = 30.0
 READING_S = 30.0
 """For a large body, and those that wait before it; the largest takes half a second."""
 

@@ -28,6 +28,9 @@ PLACED = (
 # Of these paths, an engine answers without its scheduler: any worker will do, however busy.
 NOT_RUN = {*registry.COUNTING_PATHS, *PARSING, *TOKENIZING, "/api/show"}
 
+# A GET opens a WebSocket, whose messages are requests to the same path.
+SOCKETS = registry.of_path("/v1/responses").paths
+
 # One worker, the one where the conversation's next turn will go. It prefills while it is idle.
 PREFILL = "/v1/prefill"
 

@@ -27,7 +27,7 @@ from sgl_ext.balancer.access.authentication import Authentication
 from sgl_ext.balancer.access.rate_limits import RateLimits
 from sgl_ext.balancer.conversations.contexts import read_registration
 from sgl_ext.balancer.conversations.conversation_store import ConversationStore
-from sgl_ext.balancer.conversations.expansion import Named
+from sgl_ext.balancer.conversations.expansion import Named, Turn
 from sgl_ext.balancer.conversations.tenant_documents import TenantDocuments
 from sgl_ext.balancer.http.request_head import RequestHeadCache
 from sgl_ext.balancer.http.request_reader import Request, RequestReader
@@ -181,9 +181,8 @@ async def _conversations(metrics: Metrics) -> ConversationStore:
         described = await store.register_context(tenant, read_registration(documents.CONTEXT))
         assert described["context_id"] == documents.CONTEXT_ID
         response = {"id": documents.RESPONSE_ID, "output": [{"type": "message"}]}
-        await store._store_response(
-            tenant, None, b'[{"role":"user","content":"earlier"}]', response
-        )
+        entered = b'[{"role":"user","content":"earlier"}]'
+        await store._store_response(tenant, Turn(None, entered), entered, None, response)
     return store
 
 

@@ -121,6 +121,9 @@ class Authentication:
         # A browser names the page as the origin of its own scripts.
         if not is_guarded and not routes.is_page(head.path):
             refuse_page(head.fields, is_administrative=_is_local(head.path))
+        head.is_socket = head.is_socket and head.path in routes.SOCKETS
+        if head.is_socket:
+            return  # its requests come with their own heads
         head.route = route = routes.to_one(head.method, head.path)
         if route is not None and route.placed and head.content_type != "application/json":
             raise BalancerError(

@@ -15,6 +15,7 @@ from sgl_ext.balancer.conversations import (
     stored_turns,
     threads,
 )
+from sgl_ext.balancer.conversations.connection_turns import LaneTurns
 from sgl_ext.balancer.conversations.expansion import Found, Named, Turn, unknown_context
 from sgl_ext.balancer.conversations.stored_turns import ResponseRecorder
 from sgl_ext.balancer.conversations.tenant_documents import TenantDocuments
@@ -45,13 +46,21 @@ class ConversationStore:
 
     # Requests.
 
-    async def find(self, named: Named, tenant: str) -> Found:
-        """Reads what a request names; it counts as used. Raises BalancerError 503 if the store
-        cannot be read, 413 if it is too large."""
+    async def find(self, named: Named, tenant: str, turns: LaneTurns | None = None) -> Found:
+        """Reads what a request names; it counts as used.
+
+        turns: what the request's connection remembers. Raises BalancerError 503 if the store cannot
+        be read, 413 if it is too large.
+        """
         use, previous, context = self.documents.use, named.previous, named.context
+        remembered: list[bytes] = []
+        if previous is not None and turns is not None:
+            remembered, previous = turns.chain(previous)
         kind = _THREADS if named.is_thread else _RESPONSES
+        earlier = None if previous is None else await use(kind, tenant, previous)
+        is_known = earlier is not None or (previous is None and named.previous is not None)
         return Found(
-            None if previous is None else await use(kind, tenant, previous),
+            [*(earlier or ()), *remembered] if is_known else None,
             None if context is None else await use(_CONTEXTS, tenant, context),
             await self._items(tenant, named.items) if named.items else None,
         )
@@ -66,15 +75,17 @@ class ConversationStore:
             self.documents.require_small(sum(map(len, items.values())))
         return items
 
-    def recorder(self, turn: Turn | None, tenant: str) -> ResponseRecorder | ThreadRecorder | None:
-        """Records the answer of a request of this turn; None without one."""
+    def recorder(
+        self, turn: Turn | None, tenant: str, turns: LaneTurns | None = None
+    ) -> ResponseRecorder | ThreadRecorder | None:
+        """Records the answer of a request of this turn; None without one. turns: as of `find`."""
         if turn is None:
             return None
         if turn.is_thread and turn.entered is not None:
             return ThreadRecorder(partial(self._store_turn, tenant, turn.previous, turn.entered))
         if turn.entered is None:
             return ResponseRecorder(turn.previous, None)
-        store = partial(self._store_response, tenant, turn.previous, turn.entered)
+        store = partial(self._store_response, tenant, turn, turn.entered, turns)
         note = partial(self._note_background, tenant) if turn.in_background else None
         return ResponseRecorder(turn.previous, store, note)
 
@@ -91,11 +102,15 @@ class ConversationStore:
     # Responses.
 
     async def _store_response(
-        self, tenant: str, previous: str | None, entered: bytes, response: _Json
+        self, tenant: str, turn: Turn, entered: bytes, turns: LaneTurns | None, response: _Json
     ) -> bool:
         """False if the response could not be stored."""
         items = stored_turns.packed(entered, response["output"])
-        document = Document(response["id"], items, stored_turns.about(response), previous)
+        if turns is not None:
+            turns.add(response["id"], turn.previous, items)
+        if not turn.is_stored:
+            return True
+        document = Document(response["id"], items, stored_turns.about(response), turn.previous)
         kept = item_references.documents_of(response["output"])
         put, ttl_s = self.documents.put, self.response_ttl_s
         try:

@@ -56,14 +56,16 @@ class Turn(NamedTuple):
     """A request as a turn of its conversation.
 
     previous: the id of the answer that it continues.
-    entered: what it adds, as JSON; None if the client wants the answer not to be stored.
+    entered: what it adds, as JSON; None if the answer is neither stored nor remembered.
     is_thread: a turn of /v1/messages, and not of /v1/responses.
+    is_stored: whether it is stored; otherwise only its connection remembers it.
     """
 
     previous: str | None
     entered: bytes | None
     in_background: bool = False
     is_thread: bool = False
+    is_stored: bool = True
 
 
 class Expanded(NamedTuple):
@@ -89,10 +91,13 @@ class Expander:
         default_factory=lambda: ByteLRU(_PARSED_BYTES)
     )
 
-    def names(self, path: str, body: Any, *, refers: bool = True) -> Named | None:
+    def names(
+        self, path: str, body: Any, *, refers: bool = True, remembers: bool = False
+    ) -> Named | None:
         """What a parsed body names of the store; None without a name.
 
-        refers: whether it may refer to items. Raises BalancerError 400.
+        refers: whether it may refer to items. remembers: whether its connection remembers turns.
+        Raises BalancerError 400.
         """
         if not isinstance(body, dict):
             return None
@@ -100,7 +105,7 @@ class Expander:
         items: tuple[str, ...] = ()
         if is_thread:
             previous = threads.previous_id(body)
-        elif self._continues(path) and (own := stored_turns.own_items(body)) is not None:
+        elif self._continues(path, remembers) and (own := stored_turns.own_items(body)) is not None:
             previous = body.get("previous_response_id")
             items = item_references.ids_in(own) if refers else ()
         if previous is not None and not isinstance(previous, str):
@@ -112,24 +117,26 @@ class Expander:
             return None
         return Named(previous, context, is_thread, items)
 
-    def expand(self, path: str, body: Any, found: Found | None = None) -> Expanded:
-        """Expands a parsed body. found: what it names.
+    def expand(
+        self, path: str, body: Any, found: Found | None = None, *, remembers: bool = False
+    ) -> Expanded:
+        """Expands a parsed body. found: what it names. remembers: as of `names`.
 
         Raises BalancerError for an unknown id and for a malformed field.
         """
         if not isinstance(body, dict):
             return Expanded(body)
         found, turn, marks_left_out = found or Found(), None, 0
-        if self._continues(path):
-            body, turn = _continue(body, found)
+        if self._continues(path, remembers):
+            body, turn = _continue(body, found, self.keeps_turns, remembers)
         elif path in threads.PATHS:
             body, turn = _continue_thread(body, found.previous, self.keeps_turns)
         if (named := contexts.named(body)) is not None:
             body, marks_left_out = self._insert_context(path, body, *named, found.context)
         return Expanded(body, turn, marks_left_out)
 
-    def _continues(self, path: str) -> bool:
-        return path in RESPONSES.paths and self.keeps_turns
+    def _continues(self, path: str, remembers: bool) -> bool:
+        return path in RESPONSES.paths and (self.keeps_turns or remembers)
 
     def _insert_context(
         self, path: str, body: _Json, id: Any, texts: Any, found: list[bytes] | None
@@ -148,7 +155,9 @@ class Expander:
         return insert_context(protocol, body, blocks, texts)
 
 
-def _continue(body: _Json, found: Found) -> tuple[_Json, Turn | None]:
+def _continue(
+    body: _Json, found: Found, keeps_turns: bool, remembers: bool
+) -> tuple[_Json, Turn | None]:
     own, previous = stored_turns.own_items(body), body.get("previous_response_id")
     if own is None:
         return body, None
@@ -169,13 +178,14 @@ def _continue(body: _Json, found: Found) -> tuple[_Json, Turn | None]:
         if (excess := find_many(*earlier)) is not None:
             raise bad_field("previous_response_id", f"in its conversation, {excess.message}")
         whole = stored_turns.continued(body, earlier, own)
-    if body.get("store") is False:
+    is_stored = keeps_turns and body.get("store") is not False
+    if not is_stored and not remembers:
         return whole, None if previous is None else Turn(previous, None)
     try:
         entered = orjson.dumps(own)
     except TypeError:
         raise bad_field("input", "is nested too deeply") from None
-    return whole, Turn(previous, entered, body.get("background") is True)
+    return whole, Turn(previous, entered, body.get("background") is True, is_stored=is_stored)
 
 
 def _continue_thread(

@@ -140,6 +140,23 @@ class DownstreamConnection(asyncio.BufferedProtocol):
             self._transport.write(b"0\r\n\r\n")
         self._end_exchange()
 
+    def become(self, answer: bytes, protocol: asyncio.BufferedProtocol) -> bytes:
+        """Sends an answer after which the connection is another protocol's. Returns what has
+        arrived for that."""
+        request, self._request, self._exchange = self._request, None, None
+        assert request is not None
+        request.hold.release()
+        ahead = bytes(self._reader.ahead)
+        self._lingering = True
+        self._reader.close()
+        self._server.left(self)
+        self._transport.write(answer)
+        self._transport.set_protocol(protocol)
+        if self._reading_paused:
+            self._transport.resume_reading()
+        protocol.connection_made(self._transport)
+        return ahead
+
     def _connection_line(self, request: Request) -> bytes:
         if self._server.draining:
             request.keep_alive = False

@@ -65,6 +65,7 @@ class RequestHead:
     upstream_lines: the header lines for the worker.
     identity: the id and the trace that the client states.
     tenant: the tenant that authentication found; "" otherwise.
+    is_socket: whether it opens a WebSocket.
     rejection: set if the request cannot be served whatever its body.
     """
 
@@ -83,6 +84,7 @@ class RequestHead:
         self.identity: Identity = NO_IDENTITY
         self.tenant = ""
         self.route: Route | None = None
+        self.is_socket = False
         self.rejection: BalancerError | None = None
         self.is_complete = False
 
@@ -152,8 +154,8 @@ class RequestHeadCache:
             if match is None and length:
                 # The key contains a length whose spelling the pattern does not match.
                 return head, length
-            if len(raw) > _MAX_CACHED_BYTES or head.identity is not NO_IDENTITY:
-                return head, length  # one with an id never comes again
+            if len(raw) > _MAX_CACHED_BYTES or head.identity is not NO_IDENTITY or head.is_socket:
+                return head, length  # one with an id or a handshake's key never comes again
             if len(self._cached) >= self.limit:
                 self._cached.clear()
             self._cached[key] = head
@@ -169,7 +171,8 @@ def parse_head(raw: bytes) -> tuple[RequestHead, int]:
     try:
         parser.feed_data(raw)
     except httptools.HttpParserUpgrade:
-        # An upgrade is declined by ignoring it; CONNECT has no path and fails below.
+        # Another upgrade than to a WebSocket is declined by ignoring it; CONNECT has no path and
+        # fails below.
         pass
     except httptools.HttpParserError as error:
         raise _bad(str(error)) from None
@@ -195,6 +198,8 @@ def parse_head(raw: bytes) -> tuple[RequestHead, int]:
             raise _bad(f"{once.decode()}: given twice")
     options = connection_options(head.headers)
     head.keep_alive = b"close" not in options and (head.http_1_1 or b"keep-alive" in options)
+    if b"upgrade" in options and head.http_1_1 and head.method == "GET":
+        head.is_socket = dict(head.headers).get(b"upgrade", b"").lower() == b"websocket"
     unread = options - {b"connection", b"host"} | {b"content-length"}
     head.headers = [header for header in head.headers if header[0] not in unread]
     head.fields = fields = dict(head.headers)

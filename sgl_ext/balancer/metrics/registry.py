@@ -266,6 +266,14 @@ class Metrics(Page):
             "connections_rejected", "Connections that were closed because there were too many."
         )
         self.connections = gauge("connections", "Connections of clients that are open now.")
+        self.sockets = gauge("websockets", "WebSockets of clients that are open now.")
+        self.sockets_closed = counter(
+            "websockets_closed{reason}", "WebSockets that the balancer ended, by the reason."
+        )
+        self.socket_turns_forgotten = counter(
+            "websocket_turns_forgotten",
+            "Times that a WebSocket's remembered turns were dropped because they were too large.",
+        )
         self.stall_s = histogram(
             "event_loop_stall_seconds{clock}",
             "Time that the event loop stood still, by the wall clock, "
@@ -301,6 +309,10 @@ class Metrics(Page):
     def background_failed(self, task: str) -> None:
         """Counts an exception of a background task."""
         self.background_failures.counts[(task,)] += 1
+
+    def socket_closed(self, reason: str) -> None:
+        """Counts a WebSocket that the balancer ended."""
+        self.sockets_closed.counts[(reason,)] += 1
 
     def store_failed(self, _: str) -> None:
         """Counts a read or write of the store of responses and contexts that failed."""

@@ -2,8 +2,8 @@
 
 import time
 from http import HTTPStatus
+from typing import Protocol
 
-from sgl_ext.balancer.http.downstream import DownstreamConnection
 from sgl_ext.balancer.http.request_reader import Request
 from sgl_ext.balancer.relay.delivery import Delivery, Stage
 from sgl_ext.balancer.relay.preparation import NOT_PREPARED
@@ -15,10 +15,24 @@ from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.requests.usage import Usage
 
 
+class Client(Protocol):
+    """The connection of a request's client, as its exchange uses it.
+
+    paused: the client does not read as fast as the response arrives.
+    """
+
+    @property
+    def paused(self) -> bool: ...
+    def answer(self, status: int, reason: bytes, lines: bytes, body: bytes) -> None: ...
+    def start_stream(self, status: int, reason: bytes, lines: bytes, data: bytes = b"") -> None: ...
+    def write(self, data: bytes) -> None: ...
+    def end_stream(self) -> None: ...
+
+
 class Ending(Delivery):
     """A request whose response ends, or that ends without one."""
 
-    def __init__(self, services: Services, client: DownstreamConnection, request: Request) -> None:
+    def __init__(self, services: Services, client: Client, request: Request) -> None:
         super().__init__(services, request)
         self._client = client
         self._preparation = NOT_PREPARED

@@ -17,14 +17,14 @@ from collections.abc import Awaitable, Callable, Coroutine
 from http import HTTPStatus
 from typing import Any
 
+from sgl_ext.balancer.conversations.connection_turns import LaneTurns
 from sgl_ext.balancer.conversations.expansion import Named
-from sgl_ext.balancer.http.downstream import DownstreamConnection
 from sgl_ext.balancer.http.request_reader import Request
 from sgl_ext.balancer.http.response_head import ResponseHead
 from sgl_ext.balancer.metrics.registry import band
 from sgl_ext.balancer.relay.context_making import make_context
 from sgl_ext.balancer.relay.delivery import MAX_ATTEMPTS, Stage
-from sgl_ext.balancer.relay.ending import Ending
+from sgl_ext.balancer.relay.ending import Client, Ending
 from sgl_ext.balancer.relay.hidden_usage import without_usage
 from sgl_ext.balancer.relay.preparation import NOT_PREPARED, Preparation, ask, prepare
 from sgl_ext.balancer.relay.reading import Asked, Reading
@@ -44,8 +44,16 @@ _ENGINE_STOPPED = "The engine stopped in the middle of its answer."
 class Exchange(Ending):
     """One request and its response."""
 
-    def __init__(self, services: Services, client: DownstreamConnection, request: Request) -> None:
+    def __init__(
+        self,
+        services: Services,
+        client: Client,
+        request: Request,
+        turns: LaneTurns | None = None,
+    ) -> None:
+        """turns: what its connection remembers, if that is a WebSocket."""
         super().__init__(services, client, request)
+        self._turns = turns
         self._waiting: asyncio.Task[None] | None = None
         self._answer_lines = b""
 
@@ -58,7 +66,7 @@ class Exchange(Ending):
         try:
             if self._request.rejection is not None:
                 raise self._request.rejection
-            asked = ask(self._services, self._request)
+            asked = ask(self._services, self._request, remembers=self._turns is not None)
             if asked is None:
                 self._prepared(NOT_PREPARED)
             elif len(body := self._request.body) > LARGE_BODY_BYTES:
@@ -73,7 +81,8 @@ class Exchange(Ending):
     async def _read(self, asked: Asked, named: Named | None = None) -> None:
         """Reads a request that is large, or that names what is stored, and prepares it."""
         body = self._request.body
-        reading = await self._services.read_body(self._head.tenant, asked, body, named)
+        services = self._services
+        reading = await services.read_body(self._head.tenant, asked, body, named, self._turns)
         if self._stage is not Stage.ENDED:
             self._prepare(asked, reading)
 
@@ -81,7 +90,7 @@ class Exchange(Ending):
         if self._spans is not None:
             body = reading.stripped.body
             self._spans.read(body.get("model") if isinstance(body, dict) else None)
-        self._prepared(prepare(self._services, self._request, asked, reading))
+        self._prepared(prepare(self._services, self._request, asked, reading, self._turns))
 
     def _prepared(self, preparation: Preparation) -> None:
         self._preparation = preparation

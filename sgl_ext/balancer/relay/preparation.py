@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from sgl_ext.balancer.access.rate_limits import Charge
+from sgl_ext.balancer.conversations.connection_turns import LaneTurns
 from sgl_ext.balancer.conversations.made_contexts import HEADER, is_wanted
 from sgl_ext.balancer.conversations.stored_turns import ResponseRecorder
 from sgl_ext.balancer.conversations.threads import ThreadRecorder
@@ -48,8 +49,11 @@ _CONTEXT = HEADER.encode()
 NOT_PREPARED = Preparation(NO_ROUTING, None, None, None)
 
 
-def ask(services: Services, request: Request) -> Asked | None:
-    """What to read a request's body for; None if it does not decide where the request goes."""
+def ask(services: Services, request: Request, *, remembers: bool = False) -> Asked | None:
+    """What to read a request's body for; None if it does not decide where the request goes.
+
+    remembers: whether its connection remembers turns.
+    """
     head = request.head
     if head.route is None or not head.route.placed:
         return None
@@ -60,11 +64,18 @@ def ask(services: Services, request: Request) -> Asked | None:
         tenant.max_priority,
         is_charged=services.rate_limits.charges(head.tenant),
         defaults=rules.asked(tenant.name, head.fields) if rules else None,
+        remembers=remembers,
     )
 
 
-def prepare(services: Services, request: Request, asked: Asked, reading: Reading) -> Preparation:
-    """How to route a request, whose tenant is not charged yet.
+def prepare(
+    services: Services,
+    request: Request,
+    asked: Asked,
+    reading: Reading,
+    turns: LaneTurns | None = None,
+) -> Preparation:
+    """How to route a request, whose tenant is not charged yet. turns: as of an exchange.
 
     The body for the engine is put into `request.body`. Raises BalancerError 503 without room for
     the body.
@@ -96,7 +107,7 @@ def prepare(services: Services, request: Request, asked: Asked, reading: Reading
     # Another process that read a large body returns a copy.
     has_defaults = asked.defaults is not None and reading.defaults != NO_DEFAULTS
     tenant = services.router.tenants.asking(asked.hints).name
-    recorder = services.conversations.recorder(reading.turn, tenant) if asked.runs else None
+    recorder = services.conversations.recorder(reading.turn, tenant, turns) if asked.runs else None
     return Preparation(
         routing,
         recorder,

@@ -41,6 +41,7 @@ class Asked(NamedTuple):
     ceiling: the highest priority of its tenant.
     is_charged: whether its tenant pays for what it computes.
     defaults: finds its default hints; None if there are none.
+    remembers: whether its connection remembers turns, stored or not.
     """
 
     path: str
@@ -52,10 +53,16 @@ class Asked(NamedTuple):
     ceiling: int
     is_charged: bool
     defaults: AskedHints | None = None
+    remembers: bool = False
 
 
 def asked_by(
-    head: RequestHead, ceiling: int, *, is_charged: bool, defaults: AskedHints | None = None
+    head: RequestHead,
+    ceiling: int,
+    *,
+    is_charged: bool,
+    defaults: AskedHints | None = None,
+    remembers: bool = False,
 ) -> Asked:
     """What the head of a request with a route says."""
     route = head.route
@@ -70,6 +77,7 @@ def asked_by(
         ceiling,
         is_charged,
         defaults,
+        remembers,
     )
 
 
@@ -122,15 +130,18 @@ class BodyReader:
         if asked.warms and (detected := _prefill_protocol(asked, document)) is not None:
             protocol, path = detected, detected.paths[0]
         if found is None:
-            refers = REFERENCE in body
-            if (named := self.expander.names(path, document, refers=refers)) is not None:
+            refers, remembers = REFERENCE in body, asked.remembers
+            named = self.expander.names(path, document, refers=refers, remembers=remembers)
+            if named is not None:
                 return named
         own = None
         if found is not None and found.context is not None:
             # The context's texts will stand before the headers.
             own = strip_request(protocol, document, self._strip)
             document = own.body
-        expanded, turn, marks_left_out = self.expander.expand(path, document, found)
+        expanded, turn, marks_left_out = self.expander.expand(
+            path, document, found, remembers=asked.remembers
+        )
         sent: bytes | None = None
         if expanded is not document:
             document = with_name(protocol, expanded) if asked.warms else expanded

@@ -14,6 +14,7 @@ from sgl_ext.balancer.access.rate_limits import RateLimits
 from sgl_ext.balancer.access.sent_secret import SentSecret
 from sgl_ext.balancer.cluster.launcher import Launcher
 from sgl_ext.balancer.conversations import contexts
+from sgl_ext.balancer.conversations.connection_turns import LaneTurns
 from sgl_ext.balancer.conversations.conversation_store import ConversationStore
 from sgl_ext.balancer.conversations.expansion import Found, Named
 from sgl_ext.balancer.http.connection_pool import ConnectionPool
@@ -114,18 +115,23 @@ class Services:
         return "ok" if self.workers.ready else "no engine is ready"
 
     async def read_body(
-        self, tenant: str, asked: Asked, body: bytes | bytearray, named: Named | None = None
+        self,
+        tenant: str,
+        asked: Asked,
+        body: bytes | bytearray,
+        named: Named | None = None,
+        turns: LaneTurns | None = None,
     ) -> Reading:
         """Reads a body with what it names, in another process if that is large.
 
-        named: what it names, if that is known. As `BodyReader.read`; raises BalancerError 503 if
-        the store fails, or if the process fails or has no room.
+        named: what it names, if that is known. turns: what its connection remembers. As
+        `BodyReader.read`; raises BalancerError 503 if the store fails, or if the process fails or
+        has no room.
         """
         reading: Reading | Named = named or await self._read_body(tenant, asked, body, None)
         if isinstance(reading, Named):
-            found = await self.conversations.find(
-                reading, self.router.tenants.asking(asked.hints).name
-            )
+            owner = self.router.tenants.asking(asked.hints).name
+            found = await self.conversations.find(reading, owner, turns)
             reading = await self._read_body(tenant, asked, body, found)
         assert not isinstance(reading, Named), "what it names was found"
         return reading
