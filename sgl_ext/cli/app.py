@@ -11,6 +11,7 @@ import typer
 from sgl_ext.cli import bench, engines, passed_on, pins, prompts, reload, status, top
 from sgl_ext.cli.clients.verb import clients
 from sgl_ext.cli.completion import PROGRAM, answer_shell, completion
+from sgl_ext.cli.context.verbs import app as contexts
 from sgl_ext.cli.node import NodeError, UsageError
 from sgl_ext.cli.show import console, plain, warn
 from sgl_ext.version import versions
@@ -61,6 +62,7 @@ for panel, verbs in _VERBS.items():
         settings = {} if is_own else passed_on.AS_IT_IS
         app.command(rich_help_panel=panel, context_settings=settings, add_help_option=is_own)(verb)
 app.add_typer(pins.app, name="pins", rich_help_panel=_LOOK)
+app.add_typer(contexts, name="context", rich_help_panel=_CHANGE)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -17,7 +17,7 @@ from sgl_ext.cli.show import console, print_json, print_record, table, warn
 
 _EXPLAIN = "/sgl_ext/explain"
 _PAST = "/sgl_ext/requests"
-_STDIN = "-"
+STDIN = "-"
 # A field that only bodies for this path have, the first that fits.
 _PATH_BY_FIELD = {
     "input": "/v1/responses",
@@ -63,7 +63,7 @@ def explain(
     A past request is one of the request log; clients get its id as x-request-id or request-id.
     """
     node = node_at(url, key)
-    if what != _STDIN and not Path(what).is_file():
+    if what != STDIN and not Path(what).is_file():
         try:
             document = node.get(f"{_PAST}/{quote(what, safe='')}")
         except NodeError as error:
@@ -71,8 +71,8 @@ def explain(
                 raise
             raise NodeError(f"{what}: is no file here, and {error}", error.status) from None
     else:
-        body = _read(what)
-        path = path or _path_for(body, what)
+        body = read_body(what)
+        path = path or path_for(body, what)
         document = node.post_text(f"{_EXPLAIN}{path}", body)
         if not as_json:
             warn(f"explaining it as POST {path}")
@@ -100,14 +100,15 @@ def _print_explanation(document: dict[str, Any]) -> None:
         shown.print(table([_COLUMNS[name] for name in columns], rows))
 
 
-def _read(what: str) -> bytes:
+def read_body(what: str) -> bytes:
+    """The bytes of a file, or of standard input. Raises UsageError."""
     try:
-        return sys.stdin.buffer.read() if what == _STDIN else Path(what).read_bytes()
+        return sys.stdin.buffer.read() if what == STDIN else Path(what).read_bytes()
     except OSError as error:
         raise UsageError(f"{what}: {error.strerror}") from None
 
 
-def _path_for(body: bytes, what: str) -> str:
+def path_for(body: bytes, what: str) -> str:
     """The path that a body is for, by its fields. Raises UsageError if it is no request."""
     try:
         document = json.loads(body)

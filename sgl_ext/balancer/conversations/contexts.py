@@ -183,7 +183,14 @@ def describe(id: str, blocks: tuple[Block, ...], name: str | None, *, with_conte
     layers: dict[str, int] = {}
     for each in blocks:
         layers[each.layer] = layers.get(each.layer, 0) + len(packed(each.content))
-    described = [{**block._asdict(), "pinned_s": LAYERS[block.layer]} for block in blocks]
+    described = [
+        {
+            **block._asdict(),
+            "bytes": len(packed(block.content)),
+            "pinned_s": LAYERS[block.layer],
+        }
+        for block in blocks
+    ]
     if not with_content:
         for block in described:
             del block["content"]

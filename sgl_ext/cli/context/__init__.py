@@ -1,0 +1,1 @@
+"""`sgl-ext context`: builds, lists, shows and deletes contexts."""
