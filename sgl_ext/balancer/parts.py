@@ -91,7 +91,7 @@ class Parts:
             connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar()
         )
         secret.put_into(session)
-        strip = HeaderStrip(config.strip_headers)
+        strip = HeaderStrip(config.strip_headers, moves_lines=config.move_volatile_lines)
         slots, prefixes = (
             (Slots(), Prefixes(limit_segments=config.index_segments))
             if group is None or group.memory is None

@@ -29,11 +29,12 @@ without any block left: the prompt is then that of a request which never had the
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from sgl_ext.requests.protocol import INSTRUCTION_ROLES, Json, Part, Protocol
 from sgl_ext.requests.rewriting import DROPPED, altered, edited
+from sgl_ext.requests.volatile_lines.moving import Moved, move_lines
 
 BILLING_HEADER = "x-anthropic-billing-header"
 # A text with more is not a harness's. It stays as it is, and costs little to read.
@@ -53,9 +54,13 @@ class HeaderStrip:
     """Removes leading headers of the given names from a text.
 
     Names match in any case. Raises ValueError for a name that is not letters, digits and hyphens.
+    moves_lines: whether `strip_request` also moves volatile lines behind the system texts.
     """
 
-    def __init__(self, names: Iterable[str] = (BILLING_HEADER,)) -> None:
+    def __init__(
+        self, names: Iterable[str] = (BILLING_HEADER,), *, moves_lines: bool = False
+    ) -> None:
+        self.moves_lines = moves_lines
         lower = tuple(dict.fromkeys(name.lower() for name in names))
         for name in lower:
             if not _NAME.match(name):
@@ -100,15 +105,18 @@ class HeaderStrip:
 
 
 class Stripped(NamedTuple):
-    """A request body after the strip, the number of headers, and their fields (later wins)."""
+    """A request body after the strip, the number of headers, their fields (later wins), and how
+    many volatile lines of each kind were moved."""
 
     body: Any
     headers: int
     fields: dict[str, str]
+    moved: Mapping[str, int] = {}
 
 
 def strip_request(protocol: Protocol, body: Any, strip: HeaderStrip) -> Stripped:
-    """Strips the system texts of a parsed request body.
+    """Strips the system texts of a parsed request body, and moves their volatile lines if the
+    settings say so.
 
     A body that is not an object passes unchanged. Never raises on a malformed body: a field
     without the protocol's structure is left for the engine to reject.
@@ -121,7 +129,10 @@ def strip_request(protocol: Protocol, body: Any, strip: HeaderStrip) -> Stripped
         if part is not Part.TOOLS and name in body:
             new = visitor.visit(part, body[name])
             edits[name] = [] if new is DROPPED and part is not Part.INSTRUCTIONS else new
-    return Stripped(edited(body, edits), visitor.headers, visitor.fields)
+    moved = Moved(edited(body, edits), {})
+    if strip.moves_lines:
+        moved = move_lines(protocol, moved.body)
+    return Stripped(moved.body, visitor.headers, visitor.fields, moved.kinds)
 
 
 class _Visitor:

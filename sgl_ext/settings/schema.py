@@ -139,6 +139,9 @@ class RequestSettings(Settings, frozen=True, kw_only=True):
     sort_tools: Annotated[
         bool, HASHED, "Sort each request's tools by name, for a stable prefix."
     ] = False
+    move_volatile_lines: Annotated[
+        bool, HASHED, "Move lines such as the date behind the system text: volatile-lines.md."
+    ] = False
     max_priority: Annotated[Priority, RELOADS, "Highest priority that a client can request."] = 100
     aging_s: Annotated[Seconds, RELOADS, "Wait that raises a priority by one; 0: never."] = 10.0
     preemption_threshold: Annotated[

@@ -48,6 +48,10 @@ class ClientMetrics:
             "client_hints_ignored{hint}",
             "Headers and fields about the client that were malformed or unknown, and were ignored.",
         )
+        self.volatile_lines = counter(
+            "volatile_lines{kind}",
+            "Lines of system texts that differ between sessions: moved behind them, or kept.",
+        )
 
     def count(self, facts: ClientFacts, prompt_tokens: int, usage: Usage | None) -> None:
         """Counts an answered request. prompt_tokens: an estimate, if the usage has none."""

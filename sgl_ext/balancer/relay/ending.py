@@ -113,6 +113,7 @@ class Ending(Delivery):
             self._preparation.diagnosis,
             self._preparation.facts,
             self._preparation.saved_bytes,
+            self._preparation.moved,
         )
         self._services.request_log.keep(ended)
         if self._spans is not None and self._services.span_export is not None:

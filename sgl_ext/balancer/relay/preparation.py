@@ -1,5 +1,6 @@
 """Prepares a request from its body's reading, before it is placed: its route and its charge."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from sgl_ext.balancer.access.rate_limits import Charge
@@ -24,6 +25,7 @@ class Preparation(NamedTuple):
 
     recorder: stores the response, if the request continues or stores one.
     facts: what the client says about itself.
+    moved: how many volatile lines of each kind were moved.
     diagnosis: how the prompt differs from earlier ones, if prompts are compared.
     charge: what its tenant was charged, if it has limits.
     hides_usage: whether the engine reports a usage that the client did not request.
@@ -38,6 +40,7 @@ class Preparation(NamedTuple):
     diagnosis: PromptDiagnosis | None
     charge: Charge | None
     facts: ClientFacts = NO_FACTS
+    moved: Mapping[str, int] = {}
     hides_usage: bool = False
     sums_items: bool = False
     lines: bytes = b""
@@ -93,6 +96,8 @@ def prepare(
     stripped = reading.stripped
     if stripped.headers:
         services.metrics.stripped_headers.inc(stripped.headers)
+    for kind, count in stripped.moved.items():
+        services.metrics.clients.volatile_lines.counts[(kind,)] += count
     session = session_hash(asked.hints, stripped.body) if asked.runs else ""
     facts = with_body(head.facts, stripped.fields, session)
     for name in facts.ignored:
@@ -114,6 +119,7 @@ def prepare(
         diagnosis,
         None,
         facts,
+        stripped.moved,
         hides_usage=reading.hides_usage,
         sums_items=services.rate_limits.charges(head.tenant) and reading.path in GENERATE.paths,
         lines=written(reading.defaults) if has_defaults else b"",

@@ -6,6 +6,7 @@
 The event loop reads small bodies itself, and has large ones read in another process.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any, NamedTuple
@@ -157,7 +158,11 @@ class BodyReader:
         stripped = strip_request(protocol, document, self._strip)
         if own is not None:
             fields = {**own.fields, **stripped.fields}
-            stripped = stripped._replace(headers=own.headers + stripped.headers, fields=fields)
+            stripped = stripped._replace(
+                headers=own.headers + stripped.headers,
+                fields=fields,
+                moved=Counter(own.moved) + Counter(stripped.moved),
+            )
         defaults = NO_DEFAULTS
         if asked.defaults is not None:
             defaults = asked.defaults.of(document, stripped.fields)

@@ -1,9 +1,9 @@
 """What became of one request, in a line of JSON: the request log holds one for each.
 
     {"id", "trace", "time", "route", "status", "outcome", "error", "worker", "reason", "workers",
-     "tenant", "harness", "client", "model", "session", "prefix_hash", "tools_hash", "tools_count",
-     "segments", "prompt_tokens", "predicted_tokens", "expected_tokens", "reported_tokens",
-     "queue_ms", "ttft_ms", "total_ms", "attempts", "divergence", "saved_bytes"}
+     "tenant", "harness", "client", "moved_lines", "model", "session", "prefix_hash", "tools_hash",
+     "tools_count", "segments", "prompt_tokens", "predicted_tokens", "expected_tokens",
+     "reported_tokens", "queue_ms", "ttft_ms", "total_ms", "attempts", "divergence", "saved_bytes"}
 
 `outcome` is one of `Outcome`. `workers` are those that it could have gone to at its last attempt,
 the cheapest first, at most MOST_WORKERS of them, with their costs as `explain` shows them.
@@ -18,7 +18,7 @@ client did not send because its request named what is stored.
 Sessions and prefixes are hashes. No text of a prompt is written.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -84,6 +84,7 @@ class EndedRequest(NamedTuple):
     diagnosis: PromptDiagnosis | None
     facts: ClientFacts = NO_FACTS
     saved_bytes: int = 0
+    moved: Mapping[str, int] = {}
 
 
 def ended_request(
@@ -104,6 +105,7 @@ def ended_request(
     diagnosis: PromptDiagnosis | None,
     facts: ClientFacts = NO_FACTS,
     saved_bytes: int = 0,
+    moved: Mapping[str, int] = {},
 ) -> EndedRequest:
     """A request that has ended; `attempt` was its last."""
     worker = reason = predicted_tokens = expected_tokens = None
@@ -142,6 +144,7 @@ def ended_request(
         diagnosis,
         facts,
         saved_bytes,
+        moved,
     )
 
 
@@ -167,6 +170,7 @@ def as_line(ended: EndedRequest) -> bytes:
         "tenant": ended.tenant,
         "harness": ended.facts.harness,
         "client": {name: value for name, value in known.items() if name != "harness"},
+        "moved_lines": ended.moved,
         "model": None if found is None else found.model,
         "session": _hex(ended.session),
         "prefix_hash": _hex(ended.prefix_hash),

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 COUNTERS: dict[str, tuple[str, ...]] = {
     "headers_stripped": ("Session headers removed from system texts before tokenization.", "path"),
     "headers_not_stripped": ("Session headers that do not begin a system text; they stay.", "path"),
+    "volatile_lines": (
+        "Lines of system texts that differ between sessions: moved behind them, or kept.",
+        *("path", "kind"),
+    ),
     "long_chains_ignored": ("Requests with more segments than are published.",),
     "event_lines": ("Lines of prefix events and load received from the scheduler.",),
     "event_lines_dropped": ("Lines dropped because the socket was full; a snapshot followed.",),

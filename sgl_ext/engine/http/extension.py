@@ -37,7 +37,7 @@ class HttpExtension:
     def __init__(self, settings: EngineSettings) -> None:
         self.settings = settings
         self.tenants = Tenants(settings.tenants, settings.max_priority)
-        self.strip = HeaderStrip(settings.strip_headers)
+        self.strip = HeaderStrip(settings.strip_headers, moves_lines=settings.move_volatile_lines)
         self.broadcaster = EventBroadcaster()
         self.in_flight = 0
         self.is_ending = False

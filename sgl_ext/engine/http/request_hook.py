@@ -72,6 +72,8 @@ def _strip(
     stripped = strip_request(of_path(path), body, extension.strip)
     if stripped.headers:
         counter("headers_stripped").labels(path).inc(stripped.headers)
+    for kind, lines in stripped.moved.items():
+        counter("volatile_lines").labels(path, kind).inc(lines)
     # It reads the whole body for a metric, so it waits until the request is with the scheduler.
     asyncio.get_running_loop().call_soon(_count_left, extension, path, raw_body, stripped.headers)
     body = with_sorted_tools(stripped.body) if extension.settings.sort_tools else stripped.body

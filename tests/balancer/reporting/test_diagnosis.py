@@ -145,6 +145,44 @@ async def test_a_trace_without_divergence_has_no_findings(
         assert "No prompt diverges" in capsys.readouterr().out
 
 
+async def test_a_line_tells_the_agent_and_the_moved_lines(start: Start, tmp_path: Path) -> None:
+    log = tmp_path / "requests.log"
+    client = await start(Engine("a", answer), request_log=str(log), move_volatile_lines=True)
+    hints = {"class": "subagent", "agent-id": "a1", "agent-type": "Explore"}
+    headers = {
+        "x-claude-code-request-class": hints["class"],
+        "x-claude-code-agent-id": hints["agent-id"],
+        "x-claude-code-agent-type": hints["agent-type"],
+        "x-claude-code-prev-tool-durations": "Bash=34",
+        "x-claude-code-prompt-id": "no word",
+    }
+    billing = "x-anthropic-billing-header: cc_version=2.1.330.f8c; cc_is_subagent=true;"
+    for number, stated in enumerate((headers, {})):
+        date = f"Today's date is 2026-11-2{number}.\n"
+        body = messages(1, system=system(billing, date + SYSTEM))
+        await ask(client, body, "s", **stated)
+    first, second = await lines(log, 2)
+    session = second["client"]["session"]
+    assert first["client"] == {
+        "program": "claude-cli",
+        "version": "2.1.197",
+        "request_class": "subagent",
+        "agent_id": "a1",
+        "agent_type": "Explore",
+        "prev_tool_durations_ms": [["Bash", 34]],
+        "is_subagent": True,
+        "session": session,
+        "ignored": ["x-claude-code-prompt-id"],
+    }
+    assert second["client"]["request_class"] == "subagent"
+    assert first["session"] != second["session"]
+    assert first["moved_lines"] == {"date": 1}
+    assert first["prefix_hash"] == second["prefix_hash"]
+    page = await (await client.get("/metrics")).text()
+    assert 'sgl_ext_volatile_lines_total{kind="date"} 2.0' in page
+    assert 'sgl_ext_client_hints_ignored_total{hint="x-claude-code-prompt-id"} 1.0' in page
+
+
 async def test_no_text_of_a_prompt_key_or_header_is_logged(
     start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

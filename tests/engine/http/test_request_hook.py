@@ -15,9 +15,11 @@ from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import WHOLE_PROMPT, current
 from sgl_ext.engine.http import request_hook
 from sgl_ext.engine.http.extension import HttpExtension
+from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.default_hints import DEFAULTS_HEADER
 from sgl_ext.requests.priority import USUAL, Importance
 from sgl_ext.requests.segments import Chain
+from sgl_ext.requests.strip import HeaderStrip, strip_request
 from sgl_ext.settings.schema import Tenant
 from tests.requests.test_system_text import HEADER, S
 
@@ -71,6 +73,23 @@ async def test_what_the_client_says_about_itself_is_in_the_context() -> None:
 async def test_without_a_header_the_parsed_body_is_passed_on_unchanged(document: Any) -> None:
     request = Request(document)
     assert await request_hook.read_body(Request.json, request) is document
+
+
+async def test_volatile_lines_move_as_in_the_balancer(extend: Extend) -> None:
+    document = {
+        "system": f"{HEADER}\nToday's date is 2026-11-22.\n{S}",
+        "messages": [{"role": "user", "content": "hi"}],
+    }
+    plain = await request_hook.read_body(Request.json, Request(document))
+    assert plain["messages"] == document["messages"]
+    extend(move_volatile_lines=True)
+    moved = await request_hook.read_body(Request.json, Request(document))
+    strip = HeaderStrip(moves_lines=True)
+    assert moved == strip_request(of_path("/v1/messages"), document, strip).body
+    assert moved["system"] == S
+    context = current()
+    assert context is not None
+    assert context.body is moved
 
 
 async def test_without_names_nothing_is_stripped(extend: Extend) -> None:
