@@ -16,6 +16,7 @@ from docs.dashboards.panels import (
 from docs.dashboards.queries import ENGINE, OURS, VARIABLES, WORKER, quantile, rate, share
 
 _PROMPT = "sgl_ext_prompt_tokens_total"
+_CHANGED = OURS + ',kind!="evicted"'
 _CACHED = "sgl_ext_reported_cached_tokens_total"
 _PREDICTED = "sgl_ext_predicted_cached_tokens_total"
 _AHEAD = rate("sgl_ext_prefilled_ahead_tokens_total", ENGINE)
@@ -36,7 +37,7 @@ _SHARE = row(
         "Computed again",
         "Share of all prompt tokens that were computed again because prompts diverged. Needs "
         "--diagnose or --request-log.",
-        (share(rate("sgl_ext_diverged_tokens_total"), rate(_PROMPT, WORKER)), ""),
+        (share(rate("sgl_ext_diverged_tokens_total", _CHANGED), rate(_PROMPT, WORKER)), ""),
         unit="percentunit",
         colors=thresholds(GREEN, (0.05, YELLOW), (0.1, RED)),
         width=4,
@@ -123,7 +124,7 @@ _DIVERGENCE = row(
     "Where prompts diverge (sgl-ext doctor says where and what to do)",
     graph(
         "Tokens computed again, by kind",
-        "Estimate of the prompt tokens lost in a second, by what differed: docs/doctor.md.",
+        "Prompt tokens lost in a second, by what differed, or evicted: docs/doctor.md.",
         (rate("sgl_ext_diverged_tokens_total", by="kind"), "{{kind}}"),
         unit="suffix: tok/s",
         stacked=True,

@@ -11,12 +11,23 @@ from typing import NamedTuple
 
 from sgl_ext.doctor.blocks import ASSISTANT, SYSTEM, TOOLS, Block
 from sgl_ext.doctor.clock_or_id import CLOCK, ID, clock_or_id
+from sgl_ext.doctor.labels import list_or_format, tenant_field
 from sgl_ext.requests.breakpoints import common_prefix
 from sgl_ext.requests.strip import HeaderStrip
 
 _HEADER_NAME = re.compile(r"\s*([A-Za-z][A-Za-z0-9]*(?:-[A-Za-z0-9]+)+):")
 _HEADER_BYTES = 1024
 _MIN_RECURRING = 3
+COMPACTION = "compaction"
+# How clients begin the summary that replaces a long history.
+_SUMMARY = re.compile(
+    rb"continued from a previous conversation|ran out of context|produced a summary"
+    rb"|summary of (?:the|our|this) (?:conversation|work|session)|conversation summary"
+    rb"|(?:context|conversation|history) (?:was|has been) (?:compacted|summari[sz]ed)|<summary>",
+    re.IGNORECASE,
+)
+_SUMMARY_BYTES = 4096
+_SUMMARY_BLOCKS = 3
 
 
 class Difference(NamedTuple):
@@ -144,19 +155,55 @@ def _kind(old: Sequence[Block], new: Sequence[Block], first: int, byte: int) -> 
             return "tool_order"
         # One tool changed and all others stayed: its text may show a clock or an id.
         one_changed = (ours - theirs).total() == (theirs - ours).total()
-        return (one_changed and clock_or_id(left.text, right.text, byte)) or "tools_changed"
+        return (one_changed and _in_text(left.text, right.text, byte)) or "tools_changed"
     if left.part == right.part == SYSTEM and all(
         byte < _header_bytes(text) for text in (left.text, right.text)
     ):
         return "header"
+    if right.in_head:
+        return (
+            _in_text(left.text, right.text, byte)
+            or list_or_format(left.text, right.text, byte)
+            or "unknown"
+        )
+    if _is_compaction(old, new, first):
+        return COMPACTION
     if kind := clock_or_id(left.text, right.text, byte):
         return kind
-    if right.in_head:
-        return "unknown"
     dropped = any(block.text == right.text for block in old[first + 1 :])
     if dropped or 2 * len(right.text) < len(left.text) or 2 * new[-1].end < old[-1].end:
         return "truncated"
-    return "rewritten"
+    return list_or_format(left.text, right.text, byte) or "rewritten"
+
+
+def _in_text(left: bytes, right: bytes, byte: int) -> str | None:
+    return tenant_field(left, right, byte) or clock_or_id(left, right, byte)
+
+
+def begins_with_summary(blocks: Sequence[Block]) -> bool:
+    """Whether the messages begin with the summary of a longer conversation."""
+    first = [block.text[:_SUMMARY_BYTES] for block in blocks if not block.in_head][:_SUMMARY_BLOCKS]
+    return any(map(_SUMMARY.search, first))
+
+
+def _is_compaction(old: Sequence[Block], new: Sequence[Block], first: int) -> bool:
+    """Whether a summary replaces most of the messages from the first difference on."""
+    rest = new[first:]
+    return begins_with_summary(rest) and 2 * _size(rest) < _size(old[first:])
+
+
+def _size(blocks: Sequence[Block]) -> int:
+    return sum(len(block.text) for block in blocks)
+
+
+def shrinks_to_head(old: Sequence[Block], new: Sequence[Block]) -> bool:
+    """Whether two prompts have the same tools and instructions, and the later one has much less
+    after them: what a compaction leaves."""
+    left, right = ([b for b in blocks if b.in_head] for blocks in (old, new))
+    texts = [[(block.part, block.text) for block in head] for head in (left, right)]
+    if not left or texts[0] != texts[1]:
+        return False
+    return 2 * _size(new[len(right) :]) < _size(old[len(left) :])
 
 
 def _header_bytes(text: bytes) -> int:

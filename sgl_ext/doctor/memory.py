@@ -5,6 +5,8 @@
         it begins with an earlier prompt, or is the beginning of one .... no divergence
         it begins with one, but adds a different turn ................... a branch, no divergence
         otherwise ....................................................... it diverges
+      it has the tools and instructions of a conversation of its session,
+        and a summary in place of most messages ......................... a compaction
       it is a first prompt and begins like one of its fleet ............. no divergence
       otherwise, compared with the last prompts of the session and the fleet:
         same agent, and most of the following text is in both ........... it diverges
@@ -23,7 +25,14 @@ from typing import NamedTuple
 from cachetools import FIFOCache, LRUCache
 
 from sgl_ext.doctor.blocks import ASSISTANT, Block
-from sgl_ext.doctor.compare import Difference, compare
+from sgl_ext.doctor.compare import (
+    COMPACTION,
+    Difference,
+    begins_with_summary,
+    compare,
+    shrinks_to_head,
+)
+from sgl_ext.doctor.eviction import Left
 from sgl_ext.requests.breakpoints import common_prefix
 from sgl_ext.requests.segments import Chain
 
@@ -35,12 +44,14 @@ _HEADS = 256
 _BRANCHES = 8
 _ENDS = 64
 _CANDIDATES = 4
+# Causes that a compaction does not explain.
+_NO_COMPACTION = frozenset({"clock", "id", "header", "tool_order", "tenant_field"})
 # The memory of a prompt without its body: a hash and an offset for each segment, and objects.
 _SEGMENT_BYTES = 88
 _PROMPT_BYTES = 512
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Prompt:
     """A request to compare.
 
@@ -48,6 +59,10 @@ class Prompt:
     session: the client's name for the conversation, or None.
     thread: equal for all turns of a conversation until it diverges; None if unknown.
     body: the request's own bytes.
+    version: that of the client, "" if it is unknown.
+    is_compacted: whether the client says that it compacts its context, or has just done so.
+    left: what its turn left in an engine's cache; None until its answer is complete.
+    earlier: what the turn that it continues left there. None if it continues none.
     """
 
     group: Hashable
@@ -56,6 +71,10 @@ class Prompt:
     path: str
     chain: Chain
     body: bytes | bytearray
+    version: str = ""
+    is_compacted: bool = False
+    left: Left | None = None
+    earlier: Left | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -63,10 +82,14 @@ class Prompt:
 
 
 class Divergence(NamedTuple):
-    """A prompt that diverges from an earlier one; scope is SESSION or FLEET."""
+    """A prompt that diverges from an earlier one; scope is SESSION or FLEET.
+
+    version: that of the client that sent the earlier one.
+    """
 
     scope: str
     difference: Difference
+    version: str = ""
 
 
 @dataclass(slots=True)
@@ -113,6 +136,8 @@ class PromptMemory:
                 if prompt.chain.hashes[-1] in thread.ends:
                     return None
                 found, before = self._diverged(thread, prompt)
+            elif found is None:
+                prompt.earlier = before.left
         self._keep(thread, prompt, before)
         return found
 
@@ -128,7 +153,7 @@ class PromptMemory:
         held = (thread.ends.get(segment, 0) for segment in prompt.chain.hashes)
         if 0 < (end := max(held)) <= difference.at_bytes and _turns_after(new, end) <= 1:
             return None, None
-        return Divergence(SESSION, difference), nearest
+        return _found(SESSION, difference, nearest, prompt), nearest
 
     def _first_prompt(self, prompt: Prompt) -> Divergence | None:
         """Where a conversation's first prompt diverges from the nearest other conversation."""
@@ -142,6 +167,14 @@ class PromptMemory:
         if not own and not fleet:
             return None
         new = self._read(prompt.path, prompt.body)
+        if prompt.is_compacted or begins_with_summary(new):
+            for old in own:
+                blocks = self._read(old.path, old.body)
+                if not shrinks_to_head(blocks, new):
+                    continue
+                if (difference := compare(blocks, new)) is not None:
+                    self._forget(old.thread)
+                    return _found(SESSION, difference._replace(kind=COMPACTION), old, prompt)
         if is_known and _turns_after(new, 0) == 0:
             return None
         for scope, prompts in ((SESSION, own), (FLEET, fleet)):
@@ -156,10 +189,10 @@ class PromptMemory:
             if same:
                 difference, nearest = max(same, key=lambda pair: pair[0].lost_bytes)
                 if not difference.is_same_conversation:
-                    return Divergence(scope, difference)
+                    return _found(scope, difference, nearest, prompt)
                 # The conversation continues with this prompt, not from its earlier state.
                 self._forget(nearest.thread)
-                return Divergence(SESSION, difference)
+                return _found(SESSION, difference, nearest, prompt)
         return None
 
     def _forget(self, thread: int | None) -> None:
@@ -191,6 +224,12 @@ class PromptMemory:
         thread.ends[prompt.chain.hashes[-1]] = prompt.chain.ends[-1]
         while self.size_bytes > self._limit_bytes or len(self._threads) > _LIMIT_THREADS:
             self._forget(next(iter(self._threads)))
+
+
+def _found(scope: str, difference: Difference, old: Prompt, new: Prompt) -> Divergence:
+    if new.is_compacted and scope == SESSION and difference.kind not in _NO_COMPACTION:
+        difference = difference._replace(kind=COMPACTION)
+    return Divergence(scope, difference, old.version)
 
 
 def _grown_from(thread: _Thread, chain: Chain) -> Prompt | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 _WIDTH = 96
 _HEAD = ("tokens", "share", "times", "where", "between", "what")
+_ESTIMATED = "\nNumbers with ~ are estimated from bytes; engines counted the others.\n"
 _BETWEEN = {"session": "turns", "fleet": "sessions"}
 MEANINGS = {
     "clock": "a date or time changes",
@@ -16,6 +17,11 @@ MEANINGS = {
     "rewritten": "earlier messages changed",
     "truncated": "earlier messages were shortened or left out",
     "header": "a header line that is not stripped changes",
+    "tenant_field": "a field that names a tenant or a user changes",
+    "response_format": "an output format or a schema changes",
+    "task_list": "a task list changes",
+    "compaction": "a summary replaces earlier messages",
+    "evicted": "the prompt is the same, and the engine no longer had it",
     "unknown": "a text changes",
 }
 _DO = {
@@ -25,10 +31,20 @@ _DO = {
     "rewritten": "send the history back unchanged, with all output of the model and its thinking",
     "truncated": "shorten the history rarely and by much, not a little in every turn",
     "header": "start the launcher with --strip-header NAME, the name that this block begins with",
+    "response_format": "send the format as a field of the request (response_format, text.format, "
+    "output_config), which is no part of the prompt, or write it into the last message",
+    "task_list": "keep the task list out of {part}: send it as the last message or as a tool's "
+    "result, and leave earlier copies as they were",
+    "compaction": "let the request that writes the summary have the same tools and instructions, "
+    "and compact rarely: raise the size at which the client compacts",
+    "evicted": "give the cache more room (more KV memory, a host cache, fewer prompts at once), "
+    "mark the prefix with a longer TTL or pin it; look for flushes and restarts of the engine",
 }
 _DO_IN_HEAD = {
     "clock": "move the date or time out of {part}, into the last message, or round it to the day",
     "id": "move the id out of {part}, into a header or the last message",
+    "tenant_field": "let the gateway send the tenant as a header or as metadata, not in {part}; "
+    "if the model needs it, write it into the first message",
     "unknown": "move what changes (a folder, a state, a name) to the end of {part} or into "
     "the first message",
 }
@@ -41,10 +57,9 @@ _PARTS = {"tools": "the tools", "system": "the instructions", "messages": "the m
 
 def advice(kind: str, part: str) -> str:
     """What to do about a divergence of this kind in this part of the prompt."""
-    if kind in _DO:
-        return _DO[kind]
     by_part = _DO_IN_MESSAGES if part == "messages" else _DO_IN_HEAD
-    text = by_part.get(kind, "compare two requests of this client at that place")
+    other = "compare two requests of this client at that place"
+    text = _DO.get(kind) or by_part.get(kind, other)
     return text.format(part=_PARTS.get(part, part))
 
 
@@ -61,7 +76,9 @@ def as_text(document: Mapping[str, Any]) -> str:
     harnesses = document["harnesses"]
     if not harnesses:
         return "There are no prompts yet.\n"
-    return "\n".join(_of_harness(entry) for entry in harnesses)
+    text = "\n".join(_of_harness(entry) for entry in harnesses)
+    rows = (row for entry in harnesses for row in entry["findings"])
+    return text + (_ESTIMATED if any(row.get("estimated", True) for row in rows) else "")
 
 
 def _of_harness(entry: Mapping[str, Any]) -> str:
@@ -73,7 +90,8 @@ def _of_harness(entry: Mapping[str, Any]) -> str:
         return f"{title}\n  No prompt diverges from earlier ones.\n"
     total = entry["prompt_tokens"]
     share = f" ({entry['lost_tokens'] / total:.1%})" if total else ""
-    title += f", of them {entry['lost_tokens']:,}{share} computed again"
+    sign = _sign(any(row.get("estimated", True) for row in entry["findings"]))
+    title += f", of them {sign}{entry['lost_tokens']:,}{share} computed again"
     rows = [_HEAD, *(_cells(row) for row in entry["findings"])]
     lines = [title, *_table(rows), "  What to do:"]
     places_by_advice: defaultdict[str, dict[str, None]] = defaultdict(dict)
@@ -87,8 +105,17 @@ def _of_harness(entry: Mapping[str, Any]) -> str:
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     between = _BETWEEN.get(row["scope"], row["scope"])
-    counts = (f"{row['tokens']:,}", f"{row['share']:.1%}", f"{row['times']:,}")
-    return (*counts, _plain(row["where"]), between, f"{row['kind']}: {row['means']}")
+    tokens = f"{_sign(row.get('estimated', True))}{row['tokens']:,}"
+    counts = (tokens, f"{row['share']:.1%}", f"{row['times']:,}")
+    what = f"{row['kind']}: {row['means']}"
+    if versions := row.get("versions"):
+        what += f" (version {_plain(', '.join(versions))})"
+    return (*counts, _plain(row["where"]), between, what)
+
+
+def _sign(is_estimated: bool) -> str:
+    """What stands before a number that is estimated."""
+    return "~" if is_estimated else ""
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -35,7 +35,7 @@ def test_findings_are_ranked_by_tokens_lost(
     assert main([log]) == 1
     shown = capsys.readouterr().out
     assert shown.index("messages[*].content[0]") < shown.index("tools[*]")
-    assert "120  40.0%      2  messages[*].content[0]  turns" in shown
+    assert "~120  40.0%      2  messages[*].content[0]  turns" in shown
     assert "sdk, model m: 1 prompt, 100 tokens\n  No prompt diverges" in shown
 
 

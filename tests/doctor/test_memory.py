@@ -28,12 +28,14 @@ class Watch:
         self.reads += 1
         return read_blocks(of_path(path), orjson.loads(raw))
 
-    def sees(self, body: Any, session: str | None = "s", group: str = "g") -> Divergence | None:
+    def sees(
+        self, body: Any, session: str | None = "s", group: str = "g", **facts: Any
+    ) -> Divergence | None:
         chain = read_chain(of_path(MESSAGES), body)
         headers = {} if session is None else {"session-id": session}
         thread = session_key(headers, body, chain)
         raw = orjson.dumps(body)
-        return self.memory.compare(Prompt(group, session, thread, MESSAGES, chain, raw))
+        return self.memory.compare(Prompt(group, session, thread, MESSAGES, chain, raw, **facts))
 
 
 def parts_at(found: Divergence | None) -> tuple[str, str, str]:

@@ -184,11 +184,17 @@ class Metrics(Page):
         self.clients = ClientMetrics(counter, histogram)
         self.diverged_prompts = counter(
             "diverged_prompts{harness,kind}",
-            "Prompts that did not begin like an earlier prompt of their session or fleet.",
+            "Prompts that did not begin like an earlier prompt of their session or fleet, and "
+            "those whose earlier prompt was evicted.",
         )
         self.diverged_tokens = counter(
             "diverged_tokens{harness,kind}",
-            "Estimate of the prompt tokens that had to be computed again because prompts diverged.",
+            "Prompt tokens that had to be computed again because prompts diverged, by estimate, "
+            "or because they were evicted.",
+        )
+        self.cache_diagnoses = counter(
+            "cache_diagnoses{reason}",
+            "Answers that said why the cache missed, by the reason; none if it did not.",
         )
         self.prompts_not_compared = counter(
             "prompts_not_compared{reason}",

@@ -1,5 +1,6 @@
 """How a request ends: what its tenant pays, the metrics, and its entry in the request log."""
 
+import logging
 import time
 from http import HTTPStatus
 from typing import Protocol
@@ -11,8 +12,11 @@ from sgl_ext.balancer.relay.response import Response
 from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.reporting.ended_request import Outcome, ended_request
 from sgl_ext.balancer.reporting.request_log import AnsweredRequest
+from sgl_ext.protocols.cache_diagnostics import find_event, with_diagnosis
 from sgl_ext.protocols.errors import BalancerError
-from sgl_ext.requests.usage import Usage
+from sgl_ext.requests.usage import Usage, read_usage
+
+log = logging.getLogger(__name__)
 
 
 class Client(Protocol):
@@ -50,6 +54,11 @@ class Ending(Delivery):
                 self._services.router.attempts.succeed(attempt)
             else:
                 self._services.router.attempts.fail(attempt, by_worker=True, answered=True)
+            if (turn := self._preparation.turn) is not None and status == HTTPStatus.OK:
+                diagnosis = self._services.cache_turns.end(
+                    turn, self._preparation.diagnosis, attempt, usage, self._response.first_data
+                )
+                self._preparation = self._preparation._replace(diagnosis=diagnosis)
             answered = AnsweredRequest(
                 attempt,
                 "" if self._head.route is None else self._head.route.label,
@@ -65,6 +74,23 @@ class Ending(Delivery):
             self._keep(Outcome.COMPLETE, status, usage=usage)
         self._settle(None if usage is None else usage.computed_tokens)
         self._count()
+
+    def _with_cache_diagnosis(self, data: bytes, *, streams: bool) -> bytes:
+        """A whole answer, or events of one, with why the cache missed if the request asks that."""
+        turn, attempt = self._preparation.turn, self._attempt
+        if turn is None or turn.question is None or attempt is None:
+            return data
+        event = find_event(turn.path, turn.question, data) if streams else None
+        if streams and event is None:
+            return data
+        told = data if event is None else event[2]
+        try:
+            found = self._services.cache_turns.find(turn, attempt, read_usage(told, told), told)
+            told = with_diagnosis(turn.path, told, found, streams=streams)
+        except Exception:
+            log.exception("a cache miss could not be explained")
+            self._services.metrics.cache_diagnoses.counts[("error",)] += 1
+        return told if event is None else data[: event.start(2)] + told + data[event.end(2) :]
 
     def _end_early(self, *, by_worker: bool, cost: int | None = None) -> None:
         """The worker or the client ended the response before it was complete."""

@@ -174,6 +174,8 @@ class Exchange(Ending):
         response = self._response
         head, body = response.head, response.rest()
         recorder = self._preparation.recorder
+        if body and head.status == HTTPStatus.OK and not head.streams:
+            body = self._with_cache_diagnosis(body, streams=False)
         if head.status == HTTPStatus.UNAUTHORIZED and self._is_refused(head):
             return
         if head.streams and (body or self._stage is Stage.RELAYING):
@@ -227,6 +229,8 @@ class Exchange(Ending):
             self._connection.resume()
 
     def _relay(self, data: bytes) -> None:
+        if self._preparation.turn is not None:
+            data = self._with_cache_diagnosis(data, streams=True)
         if self._preparation.recorder is not None:
             data = self._preparation.recorder.record_events(data)
             self._hold()

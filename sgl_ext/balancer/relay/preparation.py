@@ -11,6 +11,7 @@ from sgl_ext.balancer.conversations.threads import ThreadRecorder
 from sgl_ext.balancer.http.request_reader import Request
 from sgl_ext.balancer.relay.reading import Asked, Reading, asked_by
 from sgl_ext.balancer.relay.services import Services
+from sgl_ext.balancer.reporting.cache_turns import CacheTurn
 from sgl_ext.balancer.reporting.diagnosis import PromptDiagnosis
 from sgl_ext.balancer.routing.attempts import NO_ROUTING, RoutingRequest
 from sgl_ext.protocols.errors import no_memory
@@ -33,6 +34,7 @@ class Preparation(NamedTuple):
     lines: header lines for the engine, besides those of the head.
     saved_bytes: what the client would have sent in addition if it named nothing that is stored.
     context_path: the path of its protocol if it asks for a context of what its marks cover.
+    turn: what the doctor and cache diagnostics learn of it; None if neither needs to.
     """
 
     routing: RoutingRequest
@@ -46,6 +48,7 @@ class Preparation(NamedTuple):
     lines: bytes = b""
     saved_bytes: int = 0
     context_path: str = ""
+    turn: CacheTurn | None = None
 
 
 _CONTEXT = HEADER.encode()
@@ -102,17 +105,20 @@ def prepare(
     facts = with_body(head.facts, stripped.fields, session)
     for name in facts.ignored:
         services.metrics.clients.hints_ignored.counts[(name,)] += 1
-    routing, diagnosis = NO_ROUTING, None
+    routing, diagnosis, prompt = NO_ROUTING, None, None
     if reading.prompt is not None:
         routing = services.router.routing_of(reading.prompt, asked.hints, warms=asked.warms)
         if asked.runs and services.request_log.detector is not None:
-            diagnosis = services.request_log.detector.diagnose(
+            diagnosis, prompt = services.request_log.detector.diagnose(
                 reading.path, facts, asked.hints, stripped, routing, request.body
             )
     # Another process that read a large body returns a copy.
     has_defaults = asked.defaults is not None and reading.defaults != NO_DEFAULTS
     tenant = services.router.tenants.asking(asked.hints).name
     recorder = services.conversations.recorder(reading.turn, tenant, turns) if asked.runs else None
+    turn = None
+    if prompt is not None or reading.settings is not None:
+        turn = CacheTurn(reading.path, tenant, reading.question, reading.settings, prompt)
     return Preparation(
         routing,
         recorder,
@@ -125,4 +131,5 @@ def prepare(
         lines=written(reading.defaults) if has_defaults else b"",
         saved_bytes=reading.saved_bytes,
         context_path=reading.path if wants_context else "",
+        turn=turn,
     )

@@ -21,10 +21,13 @@ from sgl_ext.balancer.http.request_head import RequestHead
 from sgl_ext.balancer.relay.hidden_usage import with_usage
 from sgl_ext.balancer.relay.hint_rules import AskedHints
 from sgl_ext.balancer.routing.prompt import Prompt, read_prompt
+from sgl_ext.doctor.cache_miss import Settings, settings_of
 from sgl_ext.limits.bounds import MAX_TOOLS
 from sgl_ext.limits.elements import Excess, find_excess, find_many
+from sgl_ext.protocols.cache_diagnostics import Question, read_question
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.protocols.registry import detect, of_path, with_name
+from sgl_ext.protocols.responses import RESPONSES
 from sgl_ext.requests.default_hints import NO_DEFAULTS, DefaultHints
 from sgl_ext.requests.field_types import find_wrong_field
 from sgl_ext.requests.protocol import Json
@@ -94,6 +97,8 @@ class Reading(NamedTuple):
     hides_usage: whether the engine reports a usage that the client did not request.
     defaults: its default hints.
     saved_bytes: what the client would have sent in addition if it named nothing that is stored.
+    question: what it asks about its cache; None if nothing.
+    settings: those that matter to the cache; None if no later request can name its answer.
     """
 
     path: str
@@ -105,6 +110,8 @@ class Reading(NamedTuple):
     hides_usage: bool
     defaults: DefaultHints = NO_DEFAULTS
     saved_bytes: int = 0
+    question: Question | None = None
+    settings: Settings | None = None
 
 
 class BodyReader:
@@ -135,6 +142,7 @@ class BodyReader:
             named = self.expander.names(path, document, refers=refers, remembers=remembers)
             if named is not None:
                 return named
+        question = read_question(path, document) if asked.runs else None
         own = None
         if found is not None and found.context is not None:
             # The context's texts will stand before the headers.
@@ -181,6 +189,7 @@ class BodyReader:
         if asked.is_charged:
             asking = with_usage(path, document, body if sent is None else sent)
         sent = sent if asking is None else asking
+        is_named = question is not None or (asked.runs and path in RESPONSES.paths)
         return Reading(
             path,
             sent,
@@ -191,6 +200,8 @@ class BodyReader:
             hides_usage=asking is not None,
             defaults=defaults,
             saved_bytes=saved_bytes,
+            question=question,
+            settings=settings_of(document) if is_named else None,
         )
 
 

@@ -50,6 +50,11 @@ class Response:
         return whole
 
     @property
+    def first_data(self) -> bytes:
+        """The first events, or the whole body, that were sent to the client."""
+        return self._first_data
+
+    @property
     def held_bytes(self) -> int:
         """The size of what is collected."""
         return len(self._collected)

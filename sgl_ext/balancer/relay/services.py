@@ -24,6 +24,7 @@ from sgl_ext.balancer.relay.hint_rules import HintRules
 from sgl_ext.balancer.relay.large_bodies import LargeBodies
 from sgl_ext.balancer.relay.reading import Asked, BodyReader, Reading, read_registration
 from sgl_ext.balancer.reporting.activity import Activity
+from sgl_ext.balancer.reporting.cache_turns import CacheTurns
 from sgl_ext.balancer.reporting.hit_rates import HitRates
 from sgl_ext.balancer.reporting.request_log import RequestLog
 from sgl_ext.balancer.reporting.sampled_log import SampledLog
@@ -93,6 +94,7 @@ class Services:
         self.hit_rates = HitRates(cached.counts, prompt.counts)
         self.sampled_log = SampledLog()
         self.context_guard = Guard("making a context", self.metrics.background_failed)
+        self.cache_turns = CacheTurns(self.metrics, self.request_log.detector)
         self.standby_prefill = StandbyPrefill(self.router, self.metrics, self.session)
         settings = {
             "sort_tools": self.router.sort_tools,

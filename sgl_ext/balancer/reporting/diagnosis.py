@@ -7,17 +7,19 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import orjson
 
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempts import RoutingRequest
 from sgl_ext.doctor.blocks import Block, read_blocks
-from sgl_ext.doctor.findings import MOST_ROWS, Findings
-from sgl_ext.doctor.memory import LIMIT_BYTES, Divergence, Prompt, PromptMemory
+from sgl_ext.doctor.compare import compare
+from sgl_ext.doctor.eviction import EVICTED, evicted_tokens
+from sgl_ext.doctor.findings import MOST_ROWS, Findings, is_estimated
+from sgl_ext.doctor.memory import LIMIT_BYTES, SESSION, Prompt, PromptMemory
 from sgl_ext.protocols.registry import of_path
-from sgl_ext.requests.client_facts import ClientFacts
+from sgl_ext.requests.client_facts import COMPACTION, MAIN, ClientFacts
 from sgl_ext.requests.segments import with_sorted_tools
 from sgl_ext.requests.session import stated_session
 from sgl_ext.requests.strip import HeaderStrip, Stripped, strip_request
@@ -35,12 +37,18 @@ _MAX_BURST_S = 2.0
 _MAX_BODY_BYTES = 1024 * 1024
 
 
+_Found = TypeVar("_Found")
+
+
 class _Busy(Exception):
     """The time for comparisons is used up."""
 
 
 class PromptDiagnosis(NamedTuple):
-    """A prompt's sender, and where it diverges as the request log has it, None if nowhere."""
+    """A prompt's sender, and where it diverges as the request log has it, None if nowhere.
+
+    It holds no prompt.
+    """
 
     harness: str
     model: str
@@ -73,44 +81,81 @@ class DivergenceDetector:
         stripped: Stripped,
         routing: RoutingRequest,
         raw: bytes | bytearray,
-    ) -> PromptDiagnosis:
+    ) -> tuple[PromptDiagnosis, Prompt | None]:
         """Compares a prompt with earlier ones. Never raises, so a request cannot fail by it.
 
         facts: of its client. hints: the headers that `hints_of` reads. raw: its body, which is
-        remembered as it is.
+        remembered as it is. The prompt is None if it is not compared.
         """
         harness = facts.harness
         body = stripped.body if isinstance(stripped.body, dict) else {}
         model = body.get("model")
         model = model[:_MAX_MODEL_CHARS] if isinstance(model, str) else ""
         if of_path(path).turns_field is None or body.get("previous_response_id") is not None:
-            return PromptDiagnosis(harness, model, None)
+            return PromptDiagnosis(harness, model, None), None
         if len(raw) > _MAX_BODY_BYTES:
             self.metrics.prompts_not_compared.counts[("long",)] += 1
-            return PromptDiagnosis(harness, model, None)
+            return PromptDiagnosis(harness, model, None), None
         cache_fields = (
             "" if _CACHE_FIELDS.isdisjoint(body) else str([body.get(key) for key in _CACHE_FIELDS])
         )
-        # An agent's prompts are compared with those of its own kind.
-        agent = (facts.request_class, facts.agent_type)
+        # An agent's prompts are compared with those of its own kind; a compaction continues one.
+        is_compaction = facts.request_class == COMPACTION
+        agent = (MAIN if is_compaction else facts.request_class, facts.agent_type)
         group = (routing.tenant, harness, *agent, model, path, cache_fields)
         session = stated_session(hints, body)
         prompt = Prompt(group, session, routing.session, path, routing.chain, raw)
-        found = self._compare(prompt)
+        prompt.version = facts.version
+        is_compacted = is_compaction or bool(facts.compaction or facts.context_compacted)
+        prompt.is_compacted = is_compacted
+        found = self._timed(lambda: self._memory.compare(prompt))
         if found is None:
-            return PromptDiagnosis(harness, model, None)
+            return PromptDiagnosis(harness, model, None), prompt
         difference = found.difference
         tokens = difference.lost_bytes * routing.prompt_tokens // max(routing.chain.ends[-1], 1)
         logged = {key: getattr(difference, key) for key in _LOGGED}
-        return PromptDiagnosis(harness, model, {"scope": found.scope, **logged, "tokens": tokens})
+        divergence = {"scope": found.scope, **logged, "tokens": tokens, "estimated": True}
+        divergence |= {"version": prompt.version or None, "earlier_version": found.version or None}
+        return PromptDiagnosis(harness, model, divergence), prompt
 
-    def _compare(self, prompt: Prompt) -> Divergence | None:
+    def with_eviction(
+        self,
+        diagnosis: PromptDiagnosis,
+        prompt: Prompt,
+        held_tokens: int | None,
+        cached_tokens: int | None,
+    ) -> PromptDiagnosis:
+        """The diagnosis of a prompt that was answered: a prompt that diverges nowhere may have been
+        evicted.
+
+        held_tokens: as `held_by` says of the engine that answered the earlier prompt.
+        """
+        if diagnosis.divergence is not None:
+            return diagnosis
+        tokens = evicted_tokens(prompt.earlier, held_tokens, cached_tokens)
+        if not tokens:
+            return diagnosis
+        evicted = {"scope": SESSION, "part": "cache", "block": "cache", "byte": 0, "bytes": 0}
+        evicted |= {"kind": EVICTED, "tokens": tokens, "estimated": is_estimated(EVICTED)}
+        evicted |= {"version": prompt.version or None, "earlier_version": None}
+        return diagnosis._replace(divergence=evicted)
+
+    def place(self, old: Prompt, new: Prompt) -> dict[str, Any]:
+        """The block and the byte where a prompt diverges from an earlier one, and the kind of the
+        difference; empty if they are not known. Never raises."""
+        found = self._timed(lambda: compare(*(self._read(p.path, p.body) for p in (old, new))))
+        if found is None:
+            return {}
+        return {"block": found.block, "byte": found.byte, "cause": found.kind}
+
+    def _timed(self, comparison: Callable[[], _Found | None]) -> _Found | None:
+        """What a comparison finds; None if it fails, or if there is no time for it."""
         now_s = self.clock()
         self._budget_s = min(
             self._budget_s + _TIME_SHARE * (now_s - self._compared_s), _MAX_BURST_S
         )
         try:
-            return self._memory.compare(prompt)
+            return comparison()
         except _Busy:
             self.metrics.prompts_not_compared.counts[("busy",)] += 1
         except Exception as error:

@@ -181,7 +181,7 @@ export class View {
         { head: "What changes", kind: "text", show: changeCell },
         { head: "Between", kind: "extra", text: ({ scope }) => ({ session: "turns", fleet: "sessions" })[scope] ?? scope },
         { head: "Times", kind: "number extra", text: ({ times }) => count(times) },
-        { head: "Tokens lost", kind: "number", text: ({ tokens }) => compact(tokens) },
+        { head: "Tokens lost", kind: "number", text: ({ tokens, estimated }) => (estimated ? "~" : "") + compact(tokens) },
         { head: "Share", kind: "number extra", text: ({ share }) => percent(share) },
       ],
     });
@@ -266,9 +266,10 @@ function whereCell(cell, { where, harness, model }) {
   setText(cell.children[1], [harness, model].filter(Boolean).join(", "));
 }
 
-function changeCell(cell, { kind, means, advice }) {
+function changeCell(cell, { kind, means, advice, versions }) {
   if (!cell.firstChild) cell.append(element("span"), element("span", { class: "note" }));
-  setText(cell.children[0], means ?? kind);
+  const sent = versions?.length ? ` (version ${versions.join(", ")})` : "";
+  setText(cell.children[0], (means ?? kind) + sent);
   setText(cell.children[1], advice ? `Do: ${advice}.` : "");
 }
 

@@ -110,6 +110,36 @@ async def test_the_doctor_names_a_planted_divergence(
     assert f'sgl_ext_diverged_prompts_total{{harness="claude-code",kind="{kind}"}} 3.0' in page
 
 
+async def test_the_client_version_that_broke_the_cache_is_named(
+    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "requests.log"
+    client = await start(Engine("a", answer), request_log=str(log))
+    for count, version in enumerate(("2.1.197", "2.1.330", "2.1.330")):
+        agent = {"user-agent": f"claude-cli/{version} (external, cli)"}
+        tools = TOOLS if version == "2.1.197" else [*TOOLS, {"name": "ToolSearch"}]
+        await ask(client, messages(count, tools=tools), "s1", **agent)
+    told = await lines(log, 3)
+    found = told[1]["divergence"]
+    assert (found["version"], found["earlier_version"]) == ("2.1.330", "2.1.197")
+    assert found["estimated"] is True
+    assert told[2]["divergence"] is None
+    assert await asyncio.to_thread(main, [str(log)]) == 1
+    shown = capsys.readouterr().out
+    assert "(version 2.1.197 -> 2.1.330)" in shown
+    assert f"~{found['tokens']:,}" in shown
+    assert "estimated from bytes" in shown
+
+
+async def test_a_compaction_is_known_by_the_clients_header(start: Start) -> None:
+    client = await start(Engine("a", answer), diagnose=True)
+    await ask(client, messages(12), "s1")
+    short = messages(messages=[{"role": "user", "content": "What matters: nothing. Go on."}])
+    await ask(client, short, "s1", **{"x-claude-code-context-compacted": "auto"})
+    document = await (await client.get("/sgl_ext/divergences")).json()
+    assert document["harnesses"][0]["findings"][0]["kind"] == "compaction"
+
+
 async def test_sessions_that_do_not_begin_alike_are_named(
     start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -235,7 +265,7 @@ async def test_comparisons_take_a_bounded_share_of_the_time() -> None:
         raw = orjson.dumps(clock(turn, turn))
         stripped = strip_request(of_path(MESSAGES), orjson.loads(raw), strip)
         routing = router.read(MESSAGES, hints, stripped.body, len(raw))
-        result = looks.diagnose(MESSAGES, NO_FACTS, hints, stripped, routing, raw)
+        result, _ = looks.diagnose(MESSAGES, NO_FACTS, hints, stripped, routing, raw)
         found.append(result.divergence is not None)
     assert any(found[:4])
     assert not all(found[8:])
