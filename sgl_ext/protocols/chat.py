@@ -139,7 +139,13 @@ CHAT = Protocol(
     tool_form=ToolForm(lambda tool: isinstance(tool.get("function"), dict), _write_tool),
     add_texts=_add_texts,
     translate=translate,
-    refused={"functions": "use tools", "function_call": "use tool_choice"},
+    refused={
+        "functions": "use tools",
+        "function_call": "use tool_choice",
+        "audio": "answers are text",
+        "modalities": "answers are text",
+        "moderation": "nothing here moderates",
+    },
     recognizes=lambda headers, body: isinstance(body.get("messages"), list),
 )
 OLLAMA_CHAT = Protocol(

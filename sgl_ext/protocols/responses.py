@@ -118,7 +118,11 @@ RESPONSES = Protocol(
     ),
     add_texts=_add_texts,
     translate=translate,
-    refused={"conversation": "use previous_response_id"},
+    refused={
+        "conversation": "use previous_response_id",
+        "prompt": "send instructions and input themselves",
+        "moderation": "nothing here moderates",
+    },
     recognizes=lambda headers, body: any(
         body.get(field) is not None for field in ("input", "previous_response_id")
     ),

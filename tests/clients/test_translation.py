@@ -145,6 +145,10 @@ def test_a_named_tool_is_the_one_that_is_called(gpt: openai.OpenAI, node: Node) 
 @pytest.mark.parametrize(
     ("path", "field", "value"),
     [
+        ("/v1/chat/completions", "modalities", ["text", "audio"]),
+        ("/v1/chat/completions", "audio", {"voice": "v", "format": "wav"}),
+        ("/v1/chat/completions", "moderation", {"model": "m"}),
+        ("/v1/responses", "prompt", {"id": "p"}),
         ("/v1/chat/completions", "functions", [{"name": "f", "parameters": {}}]),
         ("/v1/chat/completions", "function_call", {"name": "f"}),
         ("/v1/responses", "conversation", "conv_1"),

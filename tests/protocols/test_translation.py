@@ -467,6 +467,90 @@ def test_chat_parts_and_tools_that_sglang_rejects_are_rewritten() -> None:
     assert translated.counts == {"image": 1, "document": 1, "refusal": 1, "custom_tool": 1}
 
 
+@pytest.mark.parametrize(
+    ("earlier", "now", "counted"),
+    [
+        (
+            {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}},
+            {
+                "role": "assistant",
+                "tool_calls": [
+                    {
+                        "id": "call_f",
+                        "type": "function",
+                        "function": {"name": "f", "arguments": "{}"},
+                    }
+                ],
+            },
+            "function_call",
+        ),
+        (
+            {"role": "function", "name": "f", "content": "3"},
+            {"role": "tool", "name": "f", "tool_call_id": "call_f", "content": "3"},
+            "function_call",
+        ),
+        (
+            {
+                "role": "assistant",
+                "tool_calls": [
+                    {"id": "c", "type": "custom", "custom": {"name": "p", "input": "*** Patch"}}
+                ],
+            },
+            {
+                "role": "assistant",
+                "tool_calls": [
+                    {
+                        "id": "c",
+                        "type": "function",
+                        "function": {"name": "p", "arguments": '{"input":"*** Patch"}'},
+                    }
+                ],
+            },
+            "custom_tool",
+        ),
+        (
+            {"role": "assistant", "refusal": "No."},
+            {"role": "assistant", "refusal": "No.", "content": "No."},
+            "refusal",
+        ),
+        (
+            {"role": "assistant", "audio": {"id": "a"}},
+            {
+                "role": "assistant",
+                "audio": {"id": "a"},
+                "content": "[audio: not shown, this model reads text only]",
+            },
+            "media",
+        ),
+    ],
+)
+def test_calls_and_answers_in_openai_s_former_words_reach_the_prompt(
+    earlier: dict[str, Any], now: dict[str, Any], counted: str
+) -> None:
+    translated = translate(of_path(CHAT), {"messages": [earlier]}, TEXT_ONLY)
+    assert translated.body["messages"] == [now]
+    assert translated.counts == {counted: 1}
+    assert translate(of_path(CHAT), translated.body, TEXT_ONLY).body is translated.body
+
+
+def test_a_search_by_openai_is_left_out_and_counted() -> None:
+    translated = translate(of_path(CHAT), {"messages": [], "web_search_options": {}}, TEXT_ONLY)
+    assert translated.body == {"messages": []}
+    assert translated.counts == {"web_search_tool": 1}
+
+
+def test_examples_of_a_tool_s_input_are_part_of_its_description() -> None:
+    tool = {"name": "f", "input_schema": {}, "input_examples": [{"a": 1}]}
+    body, counts = messages(tools=[tool])
+    assert body["tools"] == [
+        {"name": "f", "input_schema": {}, "description": 'Examples of its input: [{"a":1}]'}
+    ]
+    assert counts == {"input_examples": 1}
+    body, _ = messages(tools=[{**tool, "description": "Finds."}])
+    about = body["tools"][0]["description"]
+    assert about == 'Finds.\n\nExamples of its input: [{"a":1}]'
+
+
 KINDS = st.sampled_from(
     [
         *("text", "image", "document", "tool_use", "tool_result", "redacted_thinking", "custom"),

@@ -25,7 +25,7 @@ from sgl_ext.requests.protocol import Model, Protocol
 from sgl_ext.requests.rewriting import translate
 
 # Values with which a request has its usual meaning.
-_NOTHING: tuple[Any, ...] = (None, [], {}, "none", {"type": "create"})
+_NOTHING: tuple[Any, ...] = (None, [], {}, "none", {"type": "create"}, ["text"])
 
 
 def model_of(serving: ServingChat | None) -> Model:

@@ -32,7 +32,15 @@ from sgl_ext.requests.rewriting import (
 )
 
 # Fields for Anthropic's own servers. SGLang ignores them.
-_IGNORED = ("betas", "container", "context_management", "inference_geo", "mcp_servers", "speed")
+_IGNORED = (
+    "betas",
+    "compaction",
+    "container",
+    "context_management",
+    "inference_geo",
+    "mcp_servers",
+    "speed",
+)
 _DISPLAYS = ("summarized", "omitted")
 _SERVER_TOOLS = (
     "web_search",
@@ -105,6 +113,11 @@ def _tool(tool: Any, is_searched: bool, counts: Counts) -> Any:
     if is_searched and tool.get("defer_loading"):  # no server here searches for it
         counts["defer_loading"] += 1
         edits["defer_loading"] = DROPPED
+    if examples := tool.get("input_examples"):
+        counts["input_examples"] += 1
+        about = tool.get("description") or ""
+        edits["description"] = f"{about}\n\nExamples of its input: {as_json(examples)}".lstrip()
+        edits["input_examples"] = DROPPED
     return edited(tool, edits)
 
 

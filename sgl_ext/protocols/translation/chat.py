@@ -5,10 +5,12 @@ from typing import Any
 
 from sgl_ext.protocols.translation.late_tools import LateTools
 from sgl_ext.protocols.translation.tool_choice import with_allowed_tools
-from sgl_ext.requests.protocol import INSTRUCTION_ROLES, Json, Model
+from sgl_ext.requests.protocol import INSTRUCTION_ROLES, Json, Model, listed
 from sgl_ext.requests.rewriting import (
     DROPPED,
     Counts,
+    as_json,
+    edited,
     joined_text,
     kind_of,
     not_shown,
@@ -33,6 +35,9 @@ def translate(body: Json, model: Model, counts: Counts) -> Json:
     choice = body.get("tool_choice")
     if isinstance(choice, dict) and isinstance(choice.get("allowed_tools"), dict):
         body = with_allowed_tools(body, model, counts)
+    if body.get("web_search_options") is not None:  # it searches at OpenAI
+        counts["web_search_tool"] += 1
+        body = edited(body, {"web_search_options": DROPPED})
     late = LateTools(body.get("tools"), counts)
     body = with_items(body, "messages", partial(_message, model=model, counts=counts, late=late))
     return body if model.takes_system_anywhere else with_reminders(body, "messages", counts)
@@ -68,7 +73,49 @@ def _message(message: Any, model: Model, counts: Counts, late: LateTools) -> Any
         return message
     if not model.defers_tools:
         message = late.with_definitions(message)
+    if message.get("role") in ("assistant", "function"):
+        message = _as_now(message, counts)
     return with_items(message, "content", partial(_part, model=model, counts=counts))
+
+
+def _as_now(message: Json, counts: Counts) -> Json:
+    """A message whose calls, refusal or audio have the form that SGLang reads."""
+    edits: Json = {}
+    function = message.get("function_call")
+    if isinstance(function, dict) and not message.get("tool_calls"):
+        counts["function_call"] += 1
+        call = {"id": _id_of(function.get("name")), "type": "function", "function": function}
+        edits |= {"tool_calls": [call], "function_call": DROPPED}
+    elif message.get("role") == "function":
+        counts["function_call"] += 1
+        edits |= {"role": "tool", "tool_call_id": _id_of(message.get("name"))}
+    calls = listed(message.get("tool_calls"))
+    if any(kind_of(call) == "custom" for call in calls):
+        edits["tool_calls"] = [_function_call(call, counts) for call in calls]
+    if not message.get("content"):
+        if isinstance(refusal := message.get("refusal"), str) and refusal:
+            counts["refusal"] += 1
+            edits["content"] = refusal
+        elif message.get("audio"):
+            counts["media"] += 1
+            edits["content"] = not_shown("audio")
+    return edited(message, edits)
+
+
+def _id_of(name: Any) -> str:
+    """The id of a call of OpenAI's former functions, which have none."""
+    return f"call_{name}"
+
+
+def _function_call(call: Any, counts: Counts) -> Any:
+    """A call of a tool whose input is a text, as a function's."""
+    custom = call.get("custom") if kind_of(call) == "custom" else None
+    if not isinstance(custom, dict):
+        return call
+    counts["custom_tool"] += 1
+    arguments = as_json({"input": custom.get("input")})
+    function = {"name": custom.get("name"), "arguments": arguments}
+    return {"id": call.get("id"), "type": "function", "function": function}
 
 
 def _part(part: Any, model: Model, counts: Counts) -> Any:

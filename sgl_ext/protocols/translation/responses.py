@@ -34,6 +34,8 @@ _INCLUDED = (
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
 )
+# For OpenAI's own servers. SGLang ignores it: a prompt that is too long is an error.
+_IGNORED = ("context_management",)
 _TIERS = ("auto", "default", "flex", "scale", "priority")
 _SUMMARIES = ("auto", "concise", "detailed")
 _KNOWN_ITEMS = ("message", "reasoning", "item_reference")
@@ -70,6 +72,7 @@ _MEDIA = {
 def translate(body: Json, model: Model, counts: Counts) -> Json:
     """A response's body for SGLang."""
     body = with_items(without_nulls(body), "include", partial(_included, counts=counts))
+    counts.update(field for field in _IGNORED if body.get(field))
     if isinstance(body.get("service_tier"), str) and body["service_tier"] not in _TIERS:
         counts["service_tier"] += 1
         body = edited(body, {"service_tier": DROPPED})

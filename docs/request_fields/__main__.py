@@ -1,0 +1,112 @@
+"""Writes docs/request-fields.md: `python -m docs.request_fields [PYTHON]`.
+
+PYTHON is an interpreter that has a newer OpenAI SDK than SGLang's own.
+"""
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from docs.request_fields import sdks
+from docs.request_fields.observed import Observer
+from docs.request_fields.states import (
+    ACTS,
+    COUNTED,
+    ELSEWHERE,
+    HARMLESS,
+    REFUSED,
+    UNKNOWN,
+    Notes,
+    State,
+    states_of,
+)
+
+PAGE = Path(__file__).parents[1] / "request-fields.md"
+_ROOT = "request"
+_HEAD = """# Request fields
+
+What becomes of each field that the vendors' SDKs can send. `python -m docs.request_fields` makes
+this page from requests with and without each field. Objects have the names of the SDKs' types.
+
+| state | meaning |
+|---|---|
+| acted on | with it, the model, its sampler or the cache gets something else than without it |
+| acted on in the balancer | the balancer does it, and an engine does not see the field |
+| translated or left out, and counted | [by this name](clients.md#what-is-translated) |
+| refused by name | an error with status 400 |
+| harmless | nothing acts on it, and the answer means the same |
+"""
+
+
+def read_schemas(openai_python: str | None = None) -> dict[str, dict[str, Any]]:
+    """Version and schemas of both SDKs."""
+    anthropic = sdks.read_sdk("anthropic")
+    if openai_python is None:
+        return {"anthropic": anthropic, "openai": sdks.read_sdk("openai")}
+    command = [openai_python, sdks.__file__, "openai"]
+    shown = subprocess.run(command, capture_output=True, check=True)
+    return {"anthropic": anthropic, "openai": json.loads(shown.stdout)}
+
+
+async def page(found: dict[str, dict[str, Any]]) -> str:
+    """The page's text."""
+    observer, parts = Observer(), [_HEAD]
+    for sdk, about in found.items():
+        for path, document in about["schemas"].items():
+            states = await states_of(observer, path, document, Notes(path))
+            parts.append(f"\n## {path}, by {sdk} {about['version']}\n")
+            parts += _tables(states)
+    return "\n".join(parts) + "\n"
+
+
+def _tables(states: list[State]) -> Iterator[str]:
+    yield "| field | state | |\n|---|---|---|"
+    own = [state for state in states if state.object == _ROOT]
+    for (state, text), group in _groups(own, lambda each: (each.state, _text(each))):
+        yield f"| {_names(each.field for each in group)} | {state} | {text} |"
+    yield "\n| fields of objects | state | |\n|---|---|---|"
+    others = [state for state in states if state.object != _ROOT]
+    for (state, text), group in _groups(others, lambda each: (each.state, _text(each))):
+        rows = [
+            f"{_short(name)}: {_names(each.field for each in of_one)}"
+            for name, of_one in _groups(group, lambda each: each.object)
+        ]
+        if state == COUNTED:  # whole objects
+            rows = [f"{_names(dict.fromkeys(_short(each.object) for each in group))}"]
+        yield f"| {'; '.join(rows)} | {state} | {text} |"
+
+
+def _groups(states: Iterable[State], key: Any) -> list[tuple[Any, list[State]]]:
+    groups = defaultdict(list)
+    for state in states:
+        groups[key(state)].append(state)
+    return sorted(groups.items(), key=lambda group: _rank(group[1][0]))
+
+
+def _rank(state: State) -> tuple[int, str]:
+    order = (ACTS, ELSEWHERE, COUNTED, REFUSED, HARMLESS, UNKNOWN)
+    return order.index(state.state), state.text
+
+
+def _text(state: State) -> str:
+    """What a row says of its state. Errors are SGLang's or ours, and each is in its own words."""
+    if state.state == COUNTED:
+        return f"`{state.text}`"
+    return state.text if state.state in (ELSEWHERE, HARMLESS) else ""
+
+
+def _short(name: str) -> str:
+    return name.rpartition("__")[2]
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(asyncio.run(page(read_schemas(*sys.argv[1:2]))))
