@@ -50,11 +50,9 @@ def start_progress(
 
 def summary(settings: LaunchSettings, engines: Sequence[Child], address: str) -> Panel:
     """The panel that stays on the screen once a node has started."""
-    key = "YOUR_KEY" if settings.balancer.api_key or settings.balancer.keys else "any"
-    model = settings.model_name
     table = Table.grid(padding=(0, 2))
     table.add_row("address", address)
-    table.add_row("model", model)
+    table.add_row("model", settings.model_name)
     if settings.ray_address is None:
         table.add_row("engines", "  ".join(engine.url for engine in engines))
     else:
@@ -62,10 +60,6 @@ def summary(settings: LaunchSettings, engines: Sequence[Child], address: str) ->
         table.add_row("engines", f"python -m sgl_ext.fleet {fleet} show")
     table.add_row("logs", settings.log_dir)
     table.add_row("see it", f"sgl-ext status --url {address}, or {address}/ in a browser")
-    claude = f"ANTHROPIC_BASE_URL={address} ANTHROPIC_API_KEY={key}"
-    table.add_row(
-        "Claude Code", f"{claude} CLAUDE_CODE_GATEWAY_HINT_HEADERS=1 claude --model {model}"
-    )
-    provider = f'base_url = "{address}/v1" and wire_api = "responses"'
-    table.add_row("Codex", f'model = "{model}" and a model provider with {provider}')
+    connect = f"sgl-ext clients claude-code --run --url {address}"
+    table.add_row("connect", f"{connect}, or codex, opencode, ...; without a name: all")
     return Panel(table, title="sgl-ext is serving", title_align="left", expand=False)

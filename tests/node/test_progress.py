@@ -24,7 +24,7 @@ def test_the_panel_shows_an_address_that_a_client_can_use(tmp_path: Path) -> Non
         with console.file:
             console.print(summary(settings, engines, child.url))
         shown = (tmp_path / "out").read_text()
-        assert f"ANTHROPIC_BASE_URL={address} " in shown
+        assert f"sgl-ext clients claude-code --run --url {address}, " in shown
         assert f"sgl-ext status --url {address}, or {address}/ in a browser" in shown
 
 
