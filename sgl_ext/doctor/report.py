@@ -22,6 +22,7 @@ MEANINGS = {
     "task_list": "a task list changes",
     "compaction": "a summary replaces earlier messages",
     "evicted": "the prompt is the same, and the engine no longer had it",
+    "context_changed": "the session moved to another context, in which this block differs",
     "unknown": "a text changes",
 }
 _DO = {
@@ -37,6 +38,8 @@ _DO = {
     "result, and leave earlier copies as they were",
     "compaction": "let the request that writes the summary have the same tools and instructions, "
     "and compact rarely: raise the size at which the client compacts",
+    "context_changed": "build the context no more often than needed, and put what changes most "
+    "into a later layer; sgl-ext context build names the line",
     "evicted": "give the cache more room (more KV memory, a host cache, fewer prompts at once), "
     "mark the prefix with a longer TTL or pin it; look for flushes and restarts of the engine",
 }

@@ -14,6 +14,7 @@ import orjson
 from radix.byte_lru import ByteLRU
 from sgl_ext.balancer.conversations import contexts, item_references, stored_turns, threads
 from sgl_ext.balancer.conversations.context_insertion import insert_context
+from sgl_ext.doctor.context_moves import NamedBlock
 from sgl_ext.limits.elements import find_many
 from sgl_ext.protocols.errors import BalancerError, bad_field
 from sgl_ext.protocols.registry import of_path
@@ -73,11 +74,13 @@ class Expanded(NamedTuple):
 
     turn: None if the response is neither stored nor continues one.
     marks_left_out: cache marks of its context for which the request had no room.
+    context: the blocks of its context that have content.
     """
 
     body: Any
     turn: Turn | None = None
     marks_left_out: int = 0
+    context: tuple[NamedBlock, ...] = ()
 
 
 @dataclass(slots=True)
@@ -127,20 +130,22 @@ class Expander:
         if not isinstance(body, dict):
             return Expanded(body)
         found, turn, marks_left_out = found or Found(), None, 0
+        blocks: tuple[contexts.Block, ...] = ()
         if self._continues(path, remembers):
             body, turn = _continue(body, found, self.keeps_turns, remembers)
         elif path in threads.PATHS:
             body, turn = _continue_thread(body, found.previous, self.keeps_turns)
         if (named := contexts.named(body)) is not None:
-            body, marks_left_out = self._insert_context(path, body, *named, found.context)
-        return Expanded(body, turn, marks_left_out)
+            body, marks_left_out, blocks = self._insert_context(path, body, *named, found.context)
+        context = tuple(NamedBlock(b.id, b.layer, b.hash) for b in blocks if b.hash is not None)
+        return Expanded(body, turn, marks_left_out, context)
 
     def _continues(self, path: str, remembers: bool) -> bool:
         return path in RESPONSES.paths and (self.keeps_turns or remembers)
 
     def _insert_context(
         self, path: str, body: _Json, id: Any, texts: Any, found: list[bytes] | None
-    ) -> tuple[_Json, int]:
+    ) -> tuple[_Json, int, tuple[contexts.Block, ...]]:
         if id is None:
             raise bad_field("context_id", "must be the id of a context")
         protocol = of_path(path)
@@ -152,7 +157,7 @@ class Expander:
         if blocks is None:
             blocks = contexts.unpacked_blocks(found[-1])
             self.blocks.add(id, blocks, len(found[-1]))
-        return insert_context(protocol, body, blocks, texts)
+        return *insert_context(protocol, body, blocks, texts), blocks
 
 
 def _continue(

@@ -110,7 +110,13 @@ def prepare(
         routing = services.router.routing_of(reading.prompt, asked.hints, warms=asked.warms)
         if asked.runs and services.request_log.detector is not None:
             diagnosis, prompt = services.request_log.detector.diagnose(
-                reading.path, facts, asked.hints, stripped, routing, request.body
+                reading.path,
+                facts,
+                asked.hints,
+                stripped,
+                routing,
+                request.body,
+                reading.context,
             )
     # Another process that read a large body returns a copy.
     has_defaults = asked.defaults is not None and reading.defaults != NO_DEFAULTS

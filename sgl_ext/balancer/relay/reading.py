@@ -22,6 +22,7 @@ from sgl_ext.balancer.relay.hidden_usage import with_usage
 from sgl_ext.balancer.relay.hint_rules import AskedHints
 from sgl_ext.balancer.routing.prompt import Prompt, read_prompt
 from sgl_ext.doctor.cache_miss import Settings, settings_of
+from sgl_ext.doctor.context_moves import NamedBlock
 from sgl_ext.limits.bounds import MAX_TOOLS
 from sgl_ext.limits.elements import Excess, find_excess, find_many
 from sgl_ext.protocols.cache_diagnostics import Question, read_question
@@ -97,6 +98,7 @@ class Reading(NamedTuple):
     hides_usage: whether the engine reports a usage that the client did not request.
     defaults: its default hints.
     saved_bytes: what the client would have sent in addition if it named nothing that is stored.
+    context: the blocks of the context that it names.
     question: what it asks about its cache; None if nothing.
     settings: those that matter to the cache; None if no later request can name its answer.
     """
@@ -110,6 +112,7 @@ class Reading(NamedTuple):
     hides_usage: bool
     defaults: DefaultHints = NO_DEFAULTS
     saved_bytes: int = 0
+    context: tuple[NamedBlock, ...] = ()
     question: Question | None = None
     settings: Settings | None = None
 
@@ -148,7 +151,7 @@ class BodyReader:
             # The context's texts will stand before the headers.
             own = strip_request(protocol, document, self._strip)
             document = own.body
-        expanded, turn, marks_left_out = self.expander.expand(
+        expanded, turn, marks_left_out, context = self.expander.expand(
             path, document, found, remembers=asked.remembers
         )
         sent: bytes | None = None
@@ -190,6 +193,7 @@ class BodyReader:
             asking = with_usage(path, document, body if sent is None else sent)
         sent = sent if asking is None else asking
         is_named = question is not None or (asked.runs and path in RESPONSES.paths)
+        is_named = is_named and isinstance(document, dict)
         return Reading(
             path,
             sent,
@@ -200,6 +204,7 @@ class BodyReader:
             hides_usage=asking is not None,
             defaults=defaults,
             saved_bytes=saved_bytes,
+            context=context,
             question=question,
             settings=settings_of(document) if is_named else None,
         )

@@ -15,6 +15,12 @@ from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempts import RoutingRequest
 from sgl_ext.doctor.blocks import Block, read_blocks
 from sgl_ext.doctor.compare import compare
+from sgl_ext.doctor.context_moves import (
+    CONTEXT_CHANGED,
+    MAX_SESSIONS,
+    ContextMoves,
+    NamedBlock,
+)
 from sgl_ext.doctor.eviction import EVICTED, evicted_tokens
 from sgl_ext.doctor.findings import MOST_ROWS, Findings, is_estimated
 from sgl_ext.doctor.memory import LIMIT_BYTES, SESSION, Prompt, PromptMemory
@@ -68,9 +74,13 @@ class DivergenceDetector:
         self._compared_s = self.clock()
         self._budget_s = _MAX_BURST_S
         self._memory = PromptMemory(self._read, LIMIT_BYTES)
+        self._contexts = ContextMoves()
         self.findings = Findings()
         size, limit = (lambda: self._memory.size_bytes), (lambda: LIMIT_BYTES)
         self.metrics.tables.add("compared_prompts", size, limit, "bytes")
+        self.metrics.tables.add(
+            "sessions_with_contexts", lambda: len(self._contexts), lambda: MAX_SESSIONS
+        )
         self.metrics.tables.add("findings", lambda: self.findings.row_count, lambda: MOST_ROWS)
 
     def diagnose(
@@ -81,11 +91,13 @@ class DivergenceDetector:
         stripped: Stripped,
         routing: RoutingRequest,
         raw: bytes | bytearray,
+        context: tuple[NamedBlock, ...] = (),
     ) -> tuple[PromptDiagnosis, Prompt | None]:
         """Compares a prompt with earlier ones. Never raises, so a request cannot fail by it.
 
         facts: of its client. hints: the headers that `hints_of` reads. raw: its body, which is
-        remembered as it is. The prompt is None if it is not compared.
+        remembered as it is. context: the blocks of the context that it names. The prompt is None
+        if it is not compared.
         """
         harness = facts.harness
         body = stripped.body if isinstance(stripped.body, dict) else {}
@@ -104,6 +116,9 @@ class DivergenceDetector:
         agent = (MAIN if is_compaction else facts.request_class, facts.agent_type)
         group = (routing.tenant, harness, *agent, model, path, cache_fields)
         session = stated_session(hints, body)
+        moved = None
+        if context and session is not None:
+            moved = self._contexts.note((routing.tenant, session), context)
         prompt = Prompt(group, session, routing.session, path, routing.chain, raw)
         prompt.version = facts.version
         is_compacted = is_compaction or bool(facts.compaction or facts.context_compacted)
@@ -116,6 +131,8 @@ class DivergenceDetector:
         logged = {key: getattr(difference, key) for key in _LOGGED}
         divergence = {"scope": found.scope, **logged, "tokens": tokens, "estimated": True}
         divergence |= {"version": prompt.version or None, "earlier_version": found.version or None}
+        if moved is not None:
+            divergence |= {"kind": CONTEXT_CHANGED, "block": moved}
         return PromptDiagnosis(harness, model, divergence), prompt
 
     def with_eviction(

@@ -511,7 +511,7 @@ async def one_turn(store: ConversationStore, body: dict[str, Any], id: str) -> A
     expander = Expander(keeps_turns=True)
     named = expander.names(PATH, body)
     found = None if named is None else await store.find(named, "")
-    whole, turn, _ = expander.expand(PATH, body, found)
+    whole, turn, *_ = expander.expand(PATH, body, found)
     recorder = store.recorder(turn, "")
     assert recorder is not None
     await recorder.record(

@@ -140,6 +140,43 @@ async def test_a_compaction_is_known_by_the_clients_header(start: Start) -> None
     assert document["harnesses"][0]["findings"][0]["kind"] == "compaction"
 
 
+async def test_a_session_that_moves_to_another_context_is_told_the_block(
+    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "requests.log"
+    client = await start(Engine("a", answer), request_log=str(log))
+    body = {key: value for key, value in messages(6).items() if key not in ("system", "tools")}
+
+    async def built(rules: str, notes: str = "Notes. ") -> dict[str, Any]:
+        blocks = [
+            {"id": "tools", "kind": "tools", "layer": "stable", "content": TOOLS},
+            {"id": "AGENTS.md", "layer": "stable", "content": rules + SYSTEM},
+            {"id": "notes", "layer": "project", "content": notes * 50},
+        ]
+        headers = {"x-tenant-id": "team-a"}
+        answered = await client.post("/v1/contexts", json={"blocks": blocks}, headers=headers)
+        return {**body, "context_id": (await answered.json())["context_id"]}
+
+    first, second = await built("Be brief. "), await built("Be kind. ")
+    for request, session in ((first, "s1"), (first, "s1"), (second, "s1"), (second, "s1")):
+        await ask(client, request, session)
+    await ask(client, await built("Be kind. ", "Other. "), "s1")
+    found = [line["divergence"] for line in await lines(log, 5)]
+    assert [each and each["block"] for each in found] == [
+        None,
+        None,
+        "block AGENTS.md of layer stable",
+        None,
+        "block notes of layer project",
+    ]
+    assert found[2]["kind"] == "context_changed"
+    assert found[2]["tokens"] > 0
+    assert main([str(log)]) == 1
+    report = capsys.readouterr().out
+    assert "block AGENTS.md of layer stable" in report
+    assert "sgl-ext context build" in " ".join(report.split())
+
+
 async def test_sessions_that_do_not_begin_alike_are_named(
     start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
