@@ -26,6 +26,7 @@ from sgl_ext.engine.http import (
     request_hook,
     translation,
 )
+from sgl_ext.engine.middleware import faults
 from sgl_ext.engine.middleware.secret import send_secret
 from sgl_ext.engine.scheduler import (
     admission,
@@ -120,6 +121,8 @@ _MAIN_HOOKS: dict[str, Hook] = {
     f"{_ANTHROPIC}._wrap_sse_event": ("AROUND", anthropic.complete_event),
     f"{_MESSAGES}._convert_response": ("AROUND", anthropic.note_finish_reason),
     f"{_CHAT}._generate_chat_stream": ("AROUND", anthropic.watch_stream),
+    f"{_TOKENIZER}._handle_abort_finish_reason": ("AROUND", faults.note_abort),
+    f"{_RESPONSES}.responses_full_generator": ("AROUND", faults.note_failure),
     f"{_OPENAI}.serving_chat.{_VERSIONS}": ("AROUND", openai.text_metadata),
     f"{_OPENAI}.serving_completions.{_VERSIONS}": ("AROUND", openai.text_metadata),
     f"{_DETECTOR}.parse_streaming_increment": ("AROUND", tool_calls.parse_chunk),

@@ -237,6 +237,7 @@ ANTHROPIC = Protocol(
     add_texts=_add_texts,
     translate=translate,
     refused=_REFUSED,
+    formats=("output_config.format", "output_format"),
     recognizes=_recognizes,
 )
 COUNT_TOKENS = Protocol(

@@ -146,6 +146,7 @@ CHAT = Protocol(
         "modalities": "answers are text",
         "moderation": "nothing here moderates",
     },
+    formats=("response_format",),
     recognizes=lambda headers, body: isinstance(body.get("messages"), list),
 )
 OLLAMA_CHAT = Protocol(

@@ -123,6 +123,7 @@ RESPONSES = Protocol(
         "prompt": "send instructions and input themselves",
         "moderation": "nothing here moderates",
     },
+    formats=("text.format",),
     recognizes=lambda headers, body: any(
         body.get(field) is not None for field in ("input", "previous_response_id")
     ),

@@ -186,6 +186,7 @@ class Protocol:
         it changed; None if nothing needs it.
     refused: fields that no engine acts on and that change what an answer means, each with what to
         use in its place.
+    formats: fields, as dotted paths, that can hold a schema for the whole answer.
     recognizes: whether a body, with its request's headers, speaks this protocol.
     """
 
@@ -200,6 +201,7 @@ class Protocol:
     add_texts: Callable[[Json, list[Json]], None] | None = None
     translate: Callable[[Json, Model, Counter[str]], Json] | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
+    formats: tuple[str, ...] = ()
     recognizes: Callable[[Mapping[str, str], Json], bool] = lambda headers, body: False
 
     @property

@@ -53,6 +53,7 @@ class RequestContext:
     are_hints_sent: whether a generation took the hints; later ones have another prompt.
     finish_reason, matched_stop: how SGLang says that the answer ended.
     usage: what the start of a stream counted. thinking: the hash of the block that is being sent.
+    failed_status, fault: the HTTP status and the text of its error, if SGLang answers others.
     withdrawn_tools: the names of tools that the conversation has removed.
     cached_messages: what the message cache found for the body, until SGLang converts it.
     is_array_allowed: whether the prompt's tokens may be an array, and not a list.
@@ -85,6 +86,8 @@ class RequestContext:
     matched_stop: Any = None
     usage: dict[str, Any] | None = None
     thinking: Any = None
+    failed_status: int | None = None
+    fault: str = ""
     withdrawn_tools: frozenset[str] = frozenset()
     cached_messages: tuple[Any, ...] = ()
     is_array_allowed: bool = False

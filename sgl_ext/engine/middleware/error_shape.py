@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import orjson
 
 from sgl_ext.protocols.anthropic import ANTHROPIC
-from sgl_ext.requests.protocol import ErrorShape
+from sgl_ext.requests.places import value_at
+from sgl_ext.requests.protocol import ErrorShape, Protocol
 
 _LIMIT_CHARS = 1000
 _SHOWN = 3
@@ -31,6 +32,8 @@ _TOO_MUCH = re.compile(
     r"maximum context length of (\d+) tokens\. You requested a total of \d+ tokens: "
     r"(\d+) tokens from the input messages and (\d+) tokens"
 )
+_NO_GRAMMAR = re.compile(r"^Failed to compile (\w+) grammar: ")
+_OWN_FIELDS = ("regex", "ebnf")
 _NO_MEMORY = "exceeds the KV memory budget"
 INTERNAL = "Internal server error"
 
@@ -106,6 +109,33 @@ def error_of_validation(errors: Sequence[Any]) -> EngineError:
         shown.append(f"and {len(found) - _SHOWN} more")
     param = next(iter(found), None)
     return EngineError(400, scrubbed(400, "; ".join(shown)), None if param == "body" else param)
+
+
+def with_field(error: EngineError, protocol: Protocol, body: Any) -> EngineError:
+    """An error that says which field no grammar can be made of.
+
+    A grammar with a structural tag is made of the tools, and of the answer's schema if there is
+    one.
+    """
+    found = _NO_GRAMMAR.match(error.message)
+    if found is None or error.param is not None:
+        return error
+    formats = (found[1],) if found[1] in _OWN_FIELDS else protocol.formats
+    fields = [path for path in formats if value_at(body, tuple(path.split(".")))]
+    if found[1] == "structural_tag" and value_at(body, ("tools",)):
+        fields.append("tools")
+    if not fields:
+        return error
+    reason = error.message[found.end() :]
+    message = f"{' or '.join(fields)}: no grammar can be made of it: {reason}"
+    return error._replace(message=message, param=fields[0])
+
+
+def read_failed_event(data: bytes) -> EngineError:
+    """The error in the last event of a failed response on /v1/responses."""
+    response = orjson.loads(data.partition(b"\ndata: ")[2])["response"]
+    message = (response.get("error") or {}).get("message") or ""
+    return EngineError(400, scrubbed(400, str(message)))
 
 
 def failed_event(data: bytes) -> bytes:

@@ -3,8 +3,10 @@
 status >= 400       the body is collected, and sent in the protocol's shape
 on a native path    likewise, in SGLang's own shape, if it exposes the server's internals
 an error event      the event is sent in the protocol's shape
-/v1/messages        SGLang answers status 200 to a stream that fails before its first event with
-                    content. So the head waits for the second event, and becomes an error's head
+a stream            SGLang answers status 200 to a stream that fails before its first event with
+                    content, for example because no grammar can be made of a schema. So the head
+                    waits for that event, and becomes an error's head. Only the scheduler knows
+                    whether a request can run, so nothing is known of it before
 """
 
 import traceback
@@ -13,8 +15,9 @@ from typing import Any
 import orjson
 from starlette.datastructures import Headers, MutableHeaders
 
+from sgl_ext.engine.core.request_context import context_in
 from sgl_ext.engine.core.request_names import request_id_of
-from sgl_ext.engine.middleware import error_shape
+from sgl_ext.engine.middleware import error_shape, faults
 from sgl_ext.engine.middleware.error_shape import INTERNAL, EngineError, scrubbed, shaped
 from sgl_ext.protocols.anthropic import ANTHROPIC, status_of_type
 from sgl_ext.protocols.chat import OLLAMA_CHAT
@@ -23,6 +26,7 @@ from sgl_ext.protocols.models import ANTHROPIC_HEADER
 from sgl_ext.protocols.models import PATH as MODELS
 from sgl_ext.protocols.native import GENERATE, OLLAMA_GENERATE
 from sgl_ext.protocols.registry import errors_of
+from sgl_ext.protocols.responses import RESPONSES
 from sgl_ext.protocols.routes import EMBEDDING, PARSING, SYSTEM_ONE
 from sgl_ext.requests.protocol import ErrorShape
 
@@ -31,7 +35,15 @@ _WRONG_VALUE = "body: a field has a value that nothing can be made of"
 _GENERATES = "This model generates text. It neither embeds nor classifies."
 # Their answers depend on the body alone, so what raises an error is in the body.
 _OF_BODY = frozenset((*PARSING, *GENERATE.paths, *OLLAMA_CHAT.paths, *OLLAMA_GENERATE.paths))
-_ERROR_EVENTS = (b"event: error", b'data: {"error"', b"event: response.failed")
+_FAILED = b"event: response.failed"
+_ERROR_EVENTS = (b"event: error", b'data: {"error"', _FAILED)
+# Events that say nothing of the answer.
+_FIRST_EVENTS = (
+    b"event: message_start",
+    b"event: response.created",
+    b"event: response.queued",
+    b"event: response.in_progress",
+)
 _DETOKENIZE = "/detokenize"  # with any prefix; SGLang answers 500 for tokens that do not exist
 
 
@@ -95,7 +107,7 @@ class _Answer:
             self.is_begun = True
             kind = Headers(raw=message.get("headers", ())).get("content-type", "")
             self._is_stream = "event-stream" in kind
-            waits = self._is_stream and self._shape is ANTHROPIC.errors
+            waits = self._is_stream and self._shape is not None
             if waits or message["status"] >= 400:
                 self._start = message
                 return
@@ -128,33 +140,46 @@ class _Answer:
         """Takes a part of the body while the head waits."""
         start, data, more = self._start, message.get("body", b""), message.get("more_body", False)
         status = start["status"]
-        if status < 400 and data.startswith(b"event: error"):
-            await self.reject(_event_error(data), start)
+        if status < 400 and data.startswith(_ERROR_EVENTS):
+            await self.reject(self._by_context(_error_in(data)), start)
             return
         self._parts.append(data)
-        if more and (status >= 400 or data.startswith(b"event: message_start")):
+        if more and (status >= 400 or self._says_nothing(data)):
             return
         self._start = None
         body = b"".join(self._parts)
         if status == 500 and self._path.endswith(_DETOKENIZE):
             await self.reject(EngineError(400, _WRONG_VALUE, "tokens"))
         elif status >= 400 and (self._shape is not None or error_shape.exposes_internals(body)):
-            await self.reject(error_shape.read_error(status, body), start)
+            await self.reject(self._by_context(error_shape.read_error(status, body)), start)
         else:
             await self._send(start)
             await self._send({**message, "body": body})
 
+    def _says_nothing(self, event: bytes) -> bool:
+        """Whether a stream can still fail without content: this event has none, or it is what
+        SGLang sends of a request that the scheduler has aborted."""
+        context = context_in(self._scope)
+        is_failed = context is not None and context.failed_status is not None
+        return is_failed or not event or event.startswith(_FIRST_EVENTS)
+
+    def _by_context(self, error: EngineError) -> EngineError:
+        """An error with what is known of it beside its answer."""
+        context = context_in(self._scope)
+        if context is None:
+            return error
+        if context.path in RESPONSES.paths:
+            error = faults.corrected(error, context)
+        return error_shape.with_field(error, context.protocol, context.body)
+
     def _reshaped(self, data: bytes) -> bytes:
         """An event that says that a stream failed, in the protocol's shape."""
-        if self._shape is not None and data.startswith(b"event: response.failed"):
+        if self._shape is not None and data.startswith(_FAILED):
             return error_shape.failed_event(data)
         if self._shape is ANTHROPIC.errors and data.startswith(b"event: error"):
-            return b"event: error\ndata: %b\n\n" % shaped(self._shape, _event_error(data), "")
+            return b"event: error\ndata: %b\n\n" % shaped(self._shape, _error_in(data), "")
         if self._shape is OPENAI_ERRORS and data.startswith(b"data: "):
-            text = data.removeprefix(b"data: ")
-            code = orjson.loads(text)["error"].get("code")
-            status = code if isinstance(code, int) and 400 <= code < 600 else 500
-            return b"data: %b\n\n" % shaped(self._shape, error_shape.read_error(status, text), "")
+            return b"data: %b\n\n" % shaped(self._shape, _error_in(data), "")
         return data
 
 
@@ -172,7 +197,15 @@ def _shaped_with_id(scope: Any, error: EngineError) -> tuple[str, str, bytes]:
     return shape.request_id_header, request_id, shaped(shape, error, request_id)
 
 
-def _event_error(data: bytes) -> EngineError:
+def _error_in(data: bytes) -> EngineError:
+    """The error in an event that says that a stream failed."""
+    if data.startswith(_FAILED):
+        return error_shape.read_failed_event(data)
+    if data.startswith(b"data: "):
+        text = data.removeprefix(b"data: ")
+        code = orjson.loads(text)["error"].get("code")
+        status = code if isinstance(code, int) and 400 <= code < 600 else 500
+        return error_shape.read_error(status, text)
     error = orjson.loads(data.partition(b"\ndata: ")[2])["error"]
     status = status_of_type(error["type"])
     return EngineError(status, scrubbed(status, error["message"]))
@@ -202,6 +235,7 @@ def install(app: Any) -> None:
     from fastapi.exceptions import RequestValidationError
     from starlette.responses import JSONResponse, Response
 
+    faults.install()
     app.add_middleware(ErrorMiddleware)
     sglangs_handler = app.exception_handlers[RequestValidationError]
     sglangs_other_handler = app.exception_handlers[HTTPException]

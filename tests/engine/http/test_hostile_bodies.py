@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,8 @@ import requests
 from sgl_ext_cpu.node import Node
 
 HI = '[{"role": "user", "content": "hi"}]'
+HIS = json.loads(HI)
+FUNCTION = {"type": "function", "name": "f", "strict": True}
 CALL = (
     '{"role": "assistant", "content": null, "tool_calls": [{"id": "c", "type": "function", '
     '"function": {"name": "f", "arguments": %s}}]}, '
@@ -105,6 +108,51 @@ def test_a_hostile_body_is_refused_by_the_field(node: Node, case: str, is_balanc
     answer = requests.post(url + path, data=body, headers=headers, timeout=60)
     assert answer.status_code == 400, answer.text[-300:]
     assert field in error_of(path, answer)["message"]
+
+
+BAD = {"type": "object", "properties": {"a": {"type": "nonsense"}}}
+_NAMED = {"type": "json_schema", "name": "x", "schema": BAD}
+SCHEMAS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "chat": (
+        CHAT,
+        {"messages": HIS, "response_format": {"type": "json_schema", "json_schema": _NAMED}},
+        "response_format",
+    ),
+    "responses": (RESPONSES, {"input": "hi", "text": {"format": _NAMED}}, "text.format"),
+    "messages": (
+        MESSAGES,
+        {"messages": HIS, "max_tokens": 2, "output_config": {"format": _NAMED}},
+        "output_config.format",
+    ),
+    "a tool": (
+        RESPONSES,
+        {"input": "hi", "tool_choice": "required", "tools": [{**FUNCTION, "parameters": BAD}]},
+        "tools",
+    ),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("case", SCHEMAS)
+def test_a_schema_without_a_grammar_is_refused_by_its_field_before_a_stream_begins(
+    node: Node, case: str, stream: bool
+) -> None:
+    path, body, field = SCHEMAS[case]
+    answer = requests.post(
+        node.url + path, json={"model": "tiny", **body, "stream": stream}, timeout=60
+    )
+    assert answer.status_code == 400, answer.text[-300:]
+    error = error_of(path, answer)
+    wanted = f'{field}: no grammar can be made of it: Unsupported type "nonsense"'
+    assert error["message"] == wanted
+    assert error.get("param", field) == field
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_text_of_an_error_ends_with_its_reason(node: Node, stream: bool) -> None:
+    body = {"model": "tiny", "input": [], "stream": stream}
+    error = error_of(RESPONSES, requests.post(node.url + RESPONSES, json=body, timeout=60))
+    assert error["message"].endswith("Provide at least one message.")
 
 
 @pytest.mark.parametrize("arguments", ['"{\\"a\\": 1e999}"', '"{\\"a\\": NaN}"'])
