@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from sgl_ext.protocols.anthropic import ANTHROPIC
 from sgl_ext.protocols.chat import CHAT
+from sgl_ext.protocols.responses import RESPONSES
 from sgl_ext.requests.breakpoints import Located, common_prefix, locate
+from sgl_ext.requests.places import first_text, last_instruction, last_text
 
 jinja2 = pytest.importorskip("jinja2")
 
@@ -547,3 +549,31 @@ def test_any_text_is_found_and_the_prompt_is_the_real_one(
     ends = [end for end in located.ends if end is not None]
     assert ends == sorted(ends)
     assert len(ends) == len(places) or template == "chatml"
+
+
+@pytest.mark.parametrize("key", ["content", "output"])
+def test_the_parts_of_a_response_s_items_are_found(key: str) -> None:
+    def render(body: Any) -> str:
+        turns = [f"<s>{body['instructions']}"]
+        for item in body["input"]:
+            parts = item.get("content") or item["output"]
+            turns.append("|".join(str(part.get("text", "<image>")) for part in parts))
+        return "".join(f"[{turn}]" for turn in turns)
+
+    items = [
+        {"role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
+        {key: [{"type": "input_image"}, {"type": "input_text", "text": "a"}]},
+        {"role": "user", "content": [{"type": "input_text", "text": "b "}]},
+    ]
+    body = {"instructions": "You help.", "input": items}
+    places: list[Any] = [("input", 0, "content", 0), ("input", 1, key, 0), ("input", 1, key, 1)]
+    places += [("input", 2, "content", 0), ("input", 2, "content", 7)]
+    located = locate(RESPONSES, body, places, render)
+    ends = [located.text[:end] if end else None for end in located.ends]
+    first = "[<s>You help.][Be brief."
+    image = f"{first}][<image>|"
+    assert ends == [first, image, f"{image}a", f"{image}a][b", None]
+    assert last_text(body, places[3]) == "b "
+    assert last_text(body, places[2]) is None
+    assert last_instruction(body) == ("input", 0)
+    assert first_text(body) == (None if key == "output" else ("input", 1, "content", 1, "text"))

@@ -129,6 +129,26 @@ def test_a_text_equals_a_list_of_one_text_block(body: dict[str, Any]) -> None:
     assert chain(other) == chain(body)
 
 
+@pytest.mark.parametrize(
+    ("path", "field", "key"),
+    [
+        ("/v1/chat/completions", "messages", "content"),
+        ("/v1/responses", "input", "content"),
+        ("/v1/responses", "input", "output"),
+    ],
+)
+def test_a_breakpoint_that_moves_makes_no_difference(path: str, field: str, key: str) -> None:
+    def chain(at: int | None) -> Chain:
+        parts: list[dict[str, Any]] = [{"type": "input_image", "file_id": k} for k in "ab"]
+        if at is not None:
+            parts[at]["prompt_cache_breakpoint"] = {"mode": "explicit"}
+        item = {"role": "user"} if key == "content" else {"type": "function_call_output"}
+        return read_chain(of_path(path), {field: [item | {key: parts}]})
+
+    assert chain(None).hashes
+    assert chain(0) == chain(1) == chain(None)
+
+
 def test_cache_control_and_ids_make_no_difference() -> None:
     other = copy.deepcopy(BODY)
     mark = {"type": "ephemeral", "ttl": "1h"}

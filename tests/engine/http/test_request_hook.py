@@ -126,6 +126,30 @@ async def test_cache_hints_are_in_the_request_s_context() -> None:
     assert context.pins == ((WHOLE_PROMPT, 3600.0),)
 
 
+def hinted(*kinds: str, **payload: Any) -> dict[str, Any]:
+    actions = [{"action_type": kind, "payload": payload} for kind in kinds]
+    return {"messages": [], "kv_hints": {"actions": actions}}
+
+
+async def test_kv_hints_are_in_the_request_s_context_and_counted() -> None:
+    others = counter("kv_hints").labels("other")
+    before = others._value.get()
+    document = hinted("kv.pin", "kv.fetch", "kv.prefetch") | {"priority": 3}
+    await request_hook.read_body(Request.json, Request(document))
+    context = current()
+    assert context is not None
+    assert context.pins == ((WHOLE_PROMPT, 300.0),)
+    assert context.importance == Importance(3, speculative_prefill=True)
+    assert others._value.get() - before == 1
+    document = hinted("kv.demote") | {"nvext": {"cache_control": {"type": "ephemeral"}}}
+    await request_hook.read_body(Request.json, Request(document))
+    context = current()
+    assert context is not None
+    assert (context.is_demoted, context.marks.keep, context.pins) == (True, False, ())
+    with pytest.raises(HTTPException, match=r"kv_hints.actions.0.payload.ttl: must be"):
+        await request_hook.read_body(Request.json, Request(hinted("kv.pin", ttl="soon")))
+
+
 TENANTS = (Tenant("people", 200), Tenant("batch", -5))
 
 

@@ -202,6 +202,20 @@ def test_time_displacement_deletion_and_an_ended_session_unlock() -> None:
     assert_locked_once(keeper, cache)
 
 
+def test_a_demoted_prompt_loses_the_session_s_own_pins() -> None:
+    cache = Cache()
+    keeper = keeper_of(cache)
+    pin(keeper, cache, prompt(1, 60), 30, WHOLE_PROMPT)
+    pin(keeper, cache, prompt(2, 40), WHOLE_PROMPT)
+    pin(keeper, cache, prompt(1, 30, cached=30), session="another")
+    demoted = marked(is_reusable=False)._replace(is_demoted=True)
+    keeper.prompt_stored(prompt(1, 60), demoted._replace(owner="another tenant"), 60)
+    assert pinned(keeper) == [30, 40, 60]
+    keeper.prompt_stored(prompt(1, 60), demoted, 60)
+    assert pinned(keeper) == [30, 40], "another session reads the first, and the last is another's"
+    assert_locked_once(keeper, cache)
+
+
 def test_a_prefix_beyond_the_budget_is_rejected_and_not_locked() -> None:
     cache = Cache()
     keeper = keeper_of(cache, budget=50)
