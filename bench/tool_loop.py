@@ -3,7 +3,8 @@
     python -m bench.tool_loop [--codex PATH]
 
 The engine answers at once, so that all of the time is the transport's and the balancer's. A client
-sends 40 KB of instructions and tools with each turn, as Codex does, and 4 KB of a tool's result:
+sends 21 KB of tools with each turn, as Codex does, first a prompt of 20 KB, and then 4 KB of a
+tool's result for each call:
 
     http         the whole conversation each time
     stored       only new items and `previous_response_id`, over HTTP; the balancer stores each turn

@@ -43,14 +43,13 @@ async def _respond(request: web.Request) -> web.StreamResponse:
     done = {**begun, "status": "completed", "output": [item], "usage": _USAGE}
     answer = web.StreamResponse(headers={"content-type": "text/event-stream"})
     await answer.prepare(request)
-    for number, (kind, fields) in enumerate(
-        (
-            ("response.created", {"response": begun}),
-            ("response.output_item.added", {"output_index": 0, "item": item}),
-            ("response.output_item.done", {"output_index": 0, "item": item}),
-            ("response.completed", {"response": done}),
-        )
-    ):
+    events: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("response.created", {"response": begun}),
+        ("response.output_item.added", {"output_index": 0, "item": item}),
+        ("response.output_item.done", {"output_index": 0, "item": item}),
+        ("response.completed", {"response": done}),
+    )
+    for number, (kind, fields) in enumerate(events):
         event = orjson.dumps({"type": kind, "sequence_number": number, **fields})
         await answer.write(b"event: %b\ndata: %b\n\n" % (kind.encode(), event))
     return answer

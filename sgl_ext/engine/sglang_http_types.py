@@ -85,6 +85,11 @@ class ServingChat(Protocol):
     def _process_messages(self, request: Any, is_multimodal: bool) -> Any: ...
 
 
+@stands_for(f"{_OPENAI}.serving_responses:OpenAIServingResponses")
+class ServingResponses(ServingChat, Protocol):
+    enable_response_store: bool
+
+
 @stands_for("sglang.srt.entrypoints.anthropic.serving:AnthropicServing")
 class AnthropicServing(Protocol):
     openai_serving_chat: ServingChat

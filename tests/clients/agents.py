@@ -102,6 +102,7 @@ name = "sgl-ext"
 base_url = "{url}/v1"
 wire_api = "responses"
 env_key = "SGL_EXT_KEY"
+supports_websockets = {websockets}
 
 [analytics]
 enabled = false
@@ -111,7 +112,8 @@ enabled = false
 class Person:
     """Someone with a home, where Codex's configuration is, and a folder for each project.
 
-    `settings` are lines of that configuration; `key` is sent as OpenAI's.
+    `settings` are lines of that configuration; `key` is sent as OpenAI's; `websockets` is whether
+    one connection has all requests.
     """
 
     def __init__(
@@ -122,12 +124,15 @@ class Person:
         home: Path,
         settings: str = "",
         key: str = "any",
+        *,
+        websockets: bool = False,
     ) -> None:
         self._codex = codex
         self._key = key
         self.home = home
         (home / ".codex").mkdir()
-        config = _CODEX_CONFIG.format(model=json.dumps(model), url=url, settings=settings)
+        about = {"model": json.dumps(model), "websockets": json.dumps(websockets)}
+        config = _CODEX_CONFIG.format(**about, url=url, settings=settings)
         (home / ".codex" / "config.toml").write_text(config)
 
     def run(self, project: str, *words: str) -> list[dict[str, Any]]:

@@ -30,6 +30,7 @@ from tests.clients.scripts import NEW, OLD, asked, mended
 pytestmark = pytest.mark.npm
 
 _CLAUDE_CODE, _CODEX = ("Ann", "Bob"), ("Cleo", "Dan")
+_OVER_WEBSOCKET = "Dan"
 _Events = Sequence[dict[str, Any]]
 
 
@@ -81,13 +82,16 @@ def codex_sessions(
     homes: dict[str, Path],
     api_keys: dict[str, str],
 ) -> dict[str, Session]:
-    """Two tenants at once."""
+    """Two tenants at once, one of them over a WebSocket."""
     # A sandbox of its own is more than a container may have.
     settings = 'sandbox_mode = "danger-full-access"'
 
     def run(name: str) -> Session:
         home, key = homes[name], api_keys[name]
-        person = Person(codex, fresh.url, scripted_model, home, settings, key)
+        websockets = name == _OVER_WEBSOCKET
+        person = Person(
+            codex, fresh.url, scripted_model, home, settings, key, websockets=websockets
+        )
         return Session(person.run("project", asked(name)), person.turns())
 
     with ThreadPoolExecutor() as threads:
@@ -163,4 +167,13 @@ def test_each_turn_of_codex_reads_its_own_tenants_cache_alone(
     turns = codex_sessions[name].turns
     assert_read_from_cache(turns, requests=3)
     assert turns[0].prompt_tokens > 5_000
-    assert turns[0].cached_tokens == 0
+    # Over a WebSocket its instructions and tools may have been prefilled.
+    assert turns[0].cached_tokens == 0 or name == _OVER_WEBSOCKET
+
+
+def test_codex_used_one_connection_for_its_loop(
+    fresh: Node, codex_sessions: dict[str, Session], api_keys: dict[str, str]
+) -> None:
+    headers = {"x-api-key": api_keys["root"]}
+    page = requests.get(f"{fresh.url}/metrics", headers=headers, timeout=60).text
+    assert 'sgl_ext_requests_total{path="/v1/responses",status="101"} 1.0' in page

@@ -152,6 +152,7 @@ def test_a_named_tool_is_the_one_that_is_called(gpt: openai.OpenAI, node: Node) 
         ("/v1/chat/completions", "functions", [{"name": "f", "parameters": {}}]),
         ("/v1/chat/completions", "function_call", {"name": "f"}),
         ("/v1/responses", "conversation", "conv_1"),
+        ("/v1/responses", "background", True),
     ],
 )
 def test_a_field_that_nobody_acts_on_is_refused_by_name(

@@ -13,7 +13,7 @@ from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import RequestContext, context_of, current
 from sgl_ext.engine.http.extension import installed
 from sgl_ext.engine.http.rendering import defers_tools
-from sgl_ext.engine.sglang_http_types import AnthropicServing, ServingChat
+from sgl_ext.engine.sglang_http_types import AnthropicServing, ServingChat, ServingResponses
 from sgl_ext.engine.sglang_types import Original
 from sgl_ext.limits.nesting import LIMIT_LEVELS, deep_field
 from sgl_ext.protocols.anthropic import ANTHROPIC, COUNT_TOKENS
@@ -65,6 +65,8 @@ def for_sglang(request: Any, context: RequestContext) -> Any:
     app = getattr(request, "scope", {}).get("app")
     name = "openai_serving_responses" if protocol is RESPONSES else "openai_serving_chat"
     serving = None if app is None else getattr(app.state, name, None)
+    if protocol is RESPONSES and serving is not None:
+        _reject_background(serving, context.body)
     model = model_of(serving)
     context.keeps_tools = model.keeps_tools
     context.allowed_tools = allowed_names(context.body, model)
@@ -81,6 +83,15 @@ def _reject_refused(protocol: Protocol, body: Any) -> None:
 
             error = {"message": f"{field}: is not supported; {instead}", "param": field}
             raise HTTPException(HTTPStatus.BAD_REQUEST, error)
+
+
+def _reject_background(serving: ServingResponses, body: Any) -> None:
+    """SGLang runs responses in the background only with a flag; its own error names no field."""
+    if body.get("background") and not serving.enable_response_store:
+        from fastapi import HTTPException
+
+        message = "background: is not supported; read the answer as a stream"
+        raise HTTPException(HTTPStatus.BAD_REQUEST, {"message": message, "param": "background"})
 
 
 def _reject_withdrawn(context: RequestContext) -> None:
