@@ -22,13 +22,17 @@ class Version(Struct):
 
 
 class Summary(Struct):
-    """status: "ok", "draining" or "no engine is ready"."""
+    """status: "ok", "draining" or "no engine is ready".
+
+    saved_bytes: what clients did not send because requests named what is stored.
+    """
 
     status: str
     started_s: float | None = None
     now_s: float | None = None
     in_flight: int | None = None
     model: str | None = None
+    saved_bytes: int | None = None
 
 
 class KvCache(Struct):

@@ -58,6 +58,8 @@ def figures(found: State) -> str:
         parts.append(f"hit rate {percent(recent.hit_rate)}")
     if recent.ttft_p50_s is not None:
         parts.append(f"TTFT p50 {cell(recent.ttft_p50_s)} s, p99 {cell(recent.ttft_p99_s)} s")
+    if node.saved_bytes:
+        parts.append(f"{node.saved_bytes / 1e6:,.1f} MB not sent again")
     return plain("   ".join(parts))
 
 

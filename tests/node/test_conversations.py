@@ -134,6 +134,71 @@ def test_a_context_has_the_prompt_of_its_content(node: Node, model: str) -> None
         assert (prompt, cached >= prompt - 1) == (first, True)
 
 
+_HOUR = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+_FUNCTION = {key: _TOOL[key] for key in ("name", "description", "parameters")}
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions", "/v1/responses"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_id_of_what_marks_cover_and_the_rest_have_the_whole_prompt(
+    node: Node, model: str, path: str, stream: bool
+) -> None:
+    """The answer's header says what the context has; the next request leaves out just that."""
+    rules, notes = text(200), text(100)
+    quiet = {"chat_template_kwargs": {"enable_thinking": False}}
+    user = {"role": "user", "content": [{"type": "text", "text": "What is in it?"}]}
+    header = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=7;"}
+    block, more = {"type": "text", "text": rules}, {"type": "text", "text": notes}
+    whole, rest, covers = {
+        "/v1/messages": (
+            {
+                "tools": [{**_FUNCTION, "input_schema": _TOOL["parameters"]}],
+                "system": [header, {**block, **_HOUR}, {"type": "text", "text": "Be brief."}],
+                "messages": [{"role": "user", "content": [{**more, **_HOUR}, *user["content"]]}],
+            },
+            {"messages": [user]},
+            "tools=1, system=3, content=1",
+        ),
+        "/v1/chat/completions": (
+            {
+                "tools": [{"type": "function", "function": _FUNCTION}],
+                "messages": [{"role": "system", "content": [{**block, **_HOUR}, more]}, user],
+            },
+            {"messages": [{"role": "system", "content": [more]}, user]},
+            "tools=1, content=1",
+        ),
+        "/v1/responses": (
+            {
+                "tools": [_TOOL],
+                "instructions": rules,
+                "input": [{"role": "user", "content": notes}],
+                "prompt_cache_retention": "24h",
+            },
+            {"input": []},
+            "tools=1, instructions=1, input=1",
+        ),
+    }[path]
+    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    usual = {"model": model, limit: 3, "temperature": 0}
+    usual |= {} if path == "/v1/messages" else quiet
+    headers = {"x-sgl-ext-context": "create"}
+    first = node.post(path, usual | whole | {"stream": stream}, headers=headers)
+    assert first.ok, first.text
+    assert first.headers["x-sgl-ext-context-covers"] == covers
+    id = first.headers["x-sgl-ext-context"]
+    explicit = node.post(path, usual | whole)
+    node.flush()
+    named = node.post(path, usual | rest | {"context_id": id})
+    again = node.post(path, usual | whole)
+    assert used(named)[0] == used(explicit)[0]
+    prompt, cached = used(again)
+    assert cached >= prompt - 1, "it is the same prompt, token by token"
+    said = [each.json() for each in (explicit, named)]
+    keys = {"/v1/messages": "content", "/v1/chat/completions": "choices"}
+    if path in keys:
+        assert said[0][keys[path]] == said[1][keys[path]]
+
+
 def test_a_context_is_pinned_by_its_layers_and_prefilled_by_its_name(node: Node) -> None:
     stable, project = text(200), text(200)
     blocks = [

@@ -36,6 +36,7 @@ def part(services: Services, now_s: float) -> dict[str, Any]:
         "cached": {
             worker.id: services.hit_rates.recent(worker.id) for worker in services.workers.all
         },
+        "saved_bytes": services.metrics.saved_bytes.counts[()],
     }
 
 
@@ -62,6 +63,7 @@ def document(
             "now_s": round(now_s, 3),
             "in_flight": sum(_in_flight(worker) for worker in workers.all),
             "model": workers.model or model,
+            "saved_bytes": sum(each.get("saved_bytes", 0) for each in parts),
         },
         "engines": [
             _engine(worker, started.get(worker.url, {}), _hit_rate(worker, parts))

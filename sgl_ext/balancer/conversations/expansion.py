@@ -130,14 +130,14 @@ class Expander:
         if not isinstance(body, dict):
             return Expanded(body)
         found, turn, marks_left_out = found or Found(), None, 0
-        blocks: tuple[contexts.Block, ...] = ()
+        context: tuple[NamedBlock, ...] = ()
         if self._continues(path, remembers):
             body, turn = _continue(body, found, self.keeps_turns, remembers)
         elif path in threads.PATHS:
             body, turn = _continue_thread(body, found.previous, self.keeps_turns)
         if (named := contexts.named(body)) is not None:
             body, marks_left_out, blocks = self._insert_context(path, body, *named, found.context)
-        context = tuple(NamedBlock(b.id, b.layer, b.hash) for b in blocks if b.hash is not None)
+            context = tuple(NamedBlock(b.id, b.layer, b.hash) for b in blocks if b.hash is not None)
         return Expanded(body, turn, marks_left_out, context)
 
     def _continues(self, path: str, remembers: bool) -> bool:

@@ -161,16 +161,24 @@ def _tokens(node: Node, id: str) -> int | None:
 
 
 @app.command("list")
-def list_contexts(url: Url = HERE, key: Key = None, as_json: Json = False) -> None:
+def list_contexts(
+    limit: Annotated[int, typer.Option(min=1, help="The most that are read.")] = 1000,
+    url: Url = HERE,
+    key: Key = None,
+    as_json: Json = False,
+) -> None:
     """List the contexts of the key's tenant, the last used first."""
     node = node_at(url, key)
     found: list[dict[str, Any]] = []
     after = ""
     while True:
-        page = node.get(f"{_PATH}?limit={_PAGE}{after}")
+        page = node.get(f"{_PATH}?limit={min(_PAGE, limit)}{after}")
         found += page["data"]
         after = f"&after={page['last_id']}"
         if not page["has_more"]:
+            break
+        if len(found) >= limit:
+            warn(f"there are more than these {len(found):,}: raise --limit")
             break
     found.sort(key=lambda context: -context["last_used_at"])
     if as_json:
