@@ -28,6 +28,7 @@ object is returned. A block whose text becomes empty is removed, and so is a mes
 without any block left: the prompt is then that of a request which never had the header.
 """
 
+import copy
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -77,6 +78,13 @@ class HeaderStrip:
         self._needles = tuple(
             cased.encode() for name in lower for cased in {name, name.upper(), name.title()}
         )
+
+    @property
+    def headers_only(self) -> "HeaderStrip":
+        """The same, which moves no lines: for a part of a body, whose whole has them moved."""
+        alone = copy.copy(self)
+        alone.moves_lines = False
+        return alone
 
     def strip(self, text: str) -> StrippedText:
         """Removes every header at the beginning of `text`."""

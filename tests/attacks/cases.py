@@ -95,6 +95,12 @@ _QUOTED = _TEXT + b'She said: \\"No.\\"\\n'
 _HEADER = b'"x-anthropic-billing-header: %b"' % (b"a=b; " * 400_000 + b"c")
 _HEADERS = b'"%b"' % (b"x-anthropic-billing-header: a=b;\\n" * 60_000)
 
+_CREATE = "x-sgl-ext-context: create"
+_MARK = b',"nvext":{"cache_control":{"type":"ephemeral"}}}'
+_MANY_MARKED = messages_of(_TURN % _ONE, 10_000)[:-1] + _MARK
+_BLOCKS_MARKED = messages_of(_TURN % b",".join([_ONE] * 9_990), 1)[:-1] + _MARK
+_LONG_MARKED = text_of(_QUOTED * 200_000)[:-1] + _MARK
+
 # fmt: off
 CASES = [
     # Memory without a key: what is declared, held back or inflated.
@@ -130,6 +136,9 @@ CASES = [
     Case("a session header of 2 MB", lambda: post(MESSAGES, system_of(_HEADER, 3 * _MIB)), 200),
     Case("60,000 session headers", lambda: post(MESSAGES, system_of(_HEADERS, 3 * _MIB)), 200),
     Case("a context of 15 MB", lambda: post(CONTEXTS, _LARGE_CONTEXT), 200),
+    Case("a context made of 10,000 messages", lambda: post(CHAT, _MANY_MARKED, _CREATE), 200),
+    Case("a context made of 10,000 blocks", lambda: post(CHAT, _BLOCKS_MARKED, _CREATE), 200),
+    Case("a context made of 20 MB", lambda: post(CHAT, _LONG_MARKED, _CREATE), 200),
     # What the control plane and two parsers could be made to do.
     Case("a web page that adds a worker", lambda: post("/sgl_ext/workers", b"{}", _FOREIGN), 403),
     Case("an action by GET", lambda: head("GET", "/flush_cache"), 405),

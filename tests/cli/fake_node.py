@@ -136,6 +136,7 @@ def state_of(**changed: Any) -> dict[str, Any]:
             "status": "ok",
             "started_s": 1000.0,
             "now_s": 4661.0,
+            "saved_bytes": 1_500_000,
             "in_flight": 4,
             "model": "tiny",
         },

@@ -18,7 +18,8 @@ def test_people_see_engines_queue_and_cache(node: FakeNode, run: Run) -> None:
     assert (code, err) == (0, "")
     assert "sgl-ext 0.1.0 (0123456789ab), SGLang 0.5.23" in out
     assert "ok   model tiny   up 1 h 1 min   4 in flight   3 of 1,024 queued" in out
-    assert "(3 at priority 10)   hit rate 90.0%   TTFT p50 0.9 s, p99 4 s" in out
+    figures = "hit rate 90.0%   TTFT p50 0.9 s, p99 4 s   1.5 MB not sent again"
+    assert f"(3 at priority 10)   {figures}" in out
     ready, loading = out.splitlines()[-2:]
     row = "engine-0@box:30000 ready 3 1 12,000 2,000 50,000 94.1%"
     assert " ".join(ready.split()) == row

@@ -181,19 +181,14 @@ def registration_of(blocks: tuple[Block, ...], name: str | None) -> Registration
 def describe(id: str, blocks: tuple[Block, ...], name: str | None, *, with_content: bool) -> _Json:
     """A context as clients see it. Its bytes are those of its content, by layer."""
     layers: dict[str, int] = {}
-    for each in blocks:
-        layers[each.layer] = layers.get(each.layer, 0) + len(packed(each.content))
-    described = [
-        {
-            **block._asdict(),
-            "bytes": len(packed(block.content)),
-            "pinned_s": LAYERS[block.layer],
-        }
-        for block in blocks
-    ]
+    described = []
+    for block in blocks:
+        size = len(packed(block.content))
+        layers[block.layer] = layers.get(block.layer, 0) + size
+        described.append({**block._asdict(), "bytes": size, "pinned_s": LAYERS[block.layer]})
     if not with_content:
-        for block in described:
-            del block["content"]
+        for each in described:
+            del each["content"]
     sizes = {"bytes": sum(layers.values()), "layers": layers}
     return {"context_id": id, "object": "context", "name": name, **sizes, "blocks": described}
 

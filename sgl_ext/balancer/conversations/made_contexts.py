@@ -16,6 +16,7 @@ import orjson
 
 from sgl_ext.balancer.conversations.contexts import (
     LAYERS,
+    MAX_BLOCKS,
     Block,
     Registration,
     read_blocks,
@@ -80,6 +81,8 @@ def make_context(protocol: Protocol, body: Any, strip: HeaderStrip) -> Made | st
     last = min(limit, max(end for end, _ in held))
     if last == _End():
         return "nothing_covered"
+    if last.texts > MAX_BLOCKS:
+        return "not_a_context"
     documents: list[Json] = []
     for layer, start, end in (("stable", _End(), stable), ("project", stable, last)):
         documents += _blocks(protocol, fields, values, layer, start, end, strip)
@@ -98,7 +101,7 @@ def make_context(protocol: Protocol, body: Any, strip: HeaderStrip) -> Made | st
 def read_made(body: bytes | bytearray, path: str, strip: HeaderStrip) -> tuple[Any, bytes | None]:
     """As `make_context`, of the bytes of a body that was read before: what the context is and what
     it covers, and its items; or why there is none."""
-    made = make_context(of_path(path), orjson.loads(body), strip)
+    made = make_context(of_path(path), orjson.loads(body), strip.headers_only)
     if isinstance(made, str):
         return made, None
     return (made.registration.about, made.covers), made.registration.items

@@ -9,10 +9,11 @@ from sgl_ext.balancer.conversations.contexts import Registration
 from sgl_ext.balancer.conversations.made_contexts import COVERS, HEADER, SKIPPED, read_made
 from sgl_ext.balancer.http.request_reader import Request
 from sgl_ext.balancer.relay.services import Services
-from sgl_ext.limits.bounds import LARGE_BODY_BYTES
 from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.requests.session import hints_of
 
+# Of the same size, copying and hashing messages takes several times as long as reading them.
+_LARGE_BYTES = 256 << 10
 _STORED = ("made", "renewed")
 
 
@@ -37,7 +38,7 @@ async def make_context(
 
 async def _make(services: Services, request: Request, path: str) -> tuple[str, bytes]:
     body, strip = request.body, services.strip
-    if len(body) > LARGE_BODY_BYTES:
+    if len(body) > _LARGE_BYTES:
         tenant = request.head.tenant
         made, items = await services.large_bodies.call(tenant, body, read_made, path, strip)
     else:

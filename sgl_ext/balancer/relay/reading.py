@@ -123,6 +123,7 @@ class BodyReader:
     def __init__(self, strip: HeaderStrip, *, sort_tools: bool, keeps_turns: bool) -> None:
         """keeps_turns: whether responses are stored."""
         self._strip = strip
+        self._strip_headers = strip.headers_only
         self._sort_tools = sort_tools
         self.expander = Expander(keeps_turns)
 
@@ -149,7 +150,7 @@ class BodyReader:
         own = None
         if found is not None and found.context is not None:
             # The context's texts will stand before the headers.
-            own = strip_request(protocol, document, self._strip)
+            own = strip_request(protocol, document, self._strip_headers)
             document = own.body
         expanded, turn, marks_left_out, context = self.expander.expand(
             path, document, found, remembers=asked.remembers

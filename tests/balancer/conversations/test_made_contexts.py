@@ -296,6 +296,23 @@ async def test_an_answer_names_the_context_and_the_next_request_is_the_whole_one
     assert float(line.split()[1]) == pytest.approx(saved, abs=10)
 
 
+async def test_volatile_lines_are_moved_as_in_the_whole_request(start: Start) -> None:
+    """The balancer reads both requests as the engine will, after it moved the lines."""
+    client = await start(Engine("a"), move_volatile_lines=True)
+    rules = "You are an agent.\nToday's date is 2026-11-22.\nBe brief. "
+    own = text("Current date: 2026-11-23\nBe kind.")
+    body = {"model": "m", "system": [text(rules * 20, HOUR), own], "messages": [said("user", "Hi")]}
+    answer = await client.post(MESSAGES, json=body, headers=WANTED)
+    rest = {**body, "system": [own], "context_id": answer.headers["x-sgl-ext-context"]}
+    whole = {**body, "system": [text(rules * 20, HOUR), own]}
+    explained = [
+        await (await client.post("/sgl_ext/explain/v1/messages", json=each)).json()
+        for each in (whole, rest)
+    ]
+    assert explained[0] == explained[1]
+    assert explained[0]["segments"] > 1
+
+
 async def test_an_answer_without_a_context_says_why(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
