@@ -44,12 +44,13 @@ _DO = {
     "mark the prefix with a longer TTL or pin it; look for flushes and restarts of the engine",
 }
 _DO_IN_HEAD = {
-    "clock": "move the date or time out of {part}, into the last message, or round it to the day",
+    "clock": "move the date or time out of {part}, into the last message, or round it to the day; "
+    "the launcher's --move-volatile-lines moves known lines",
     "id": "move the id out of {part}, into a header or the last message",
     "tenant_field": "let the gateway send the tenant as a header or as metadata, not in {part}; "
     "if the model needs it, write it into the first message",
     "unknown": "move what changes (a folder, a state, a name) to the end of {part} or into "
-    "the first message",
+    "the first message; the launcher's --move-volatile-lines moves known lines",
 }
 _DO_IN_MESSAGES = {
     "clock": "write a date or time once, into the message that it belongs to, and do not update it",

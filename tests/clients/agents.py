@@ -52,6 +52,7 @@ class Project:
             "ANTHROPIC_API_KEY": self.key,
             "DISABLE_TELEMETRY": "1",
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            "CLAUDE_CODE_GATEWAY_HINT_HEADERS": "1",
             "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(self.output_tokens),
         }
         if body := extra or self.extra:

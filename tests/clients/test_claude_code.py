@@ -70,6 +70,14 @@ def test_the_header_is_stripped_and_one_engine_gets_both_sessions(sessions: Sess
     assert grown[0] >= 2
 
 
+def test_the_balancer_knows_the_client(sessions: Sessions, node: Node) -> None:
+    found = requests.get(f"{node.url}/sgl_ext/state", timeout=30).json()["sessions"]
+    mine = [each for each in found if each["harness"] == "claude-code"]
+    # Versions before 2.1.330 do not say what a request is for.
+    assert {each["class"] for each in mine} <= {"main", None}
+    assert len({each["harness_session"] for each in mine} - {None}) >= 2
+
+
 def test_the_next_turn_reads_the_conversation_so_far_from_the_cache(sessions: Sessions) -> None:
     turn = sessions.project.ask("And why?", "--continue")
     assert turn["session_id"] == sessions.second["session_id"]
