@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 _MIB = 1 << 20
 MESSAGES, CHAT, CONTEXTS = "/v1/messages", "/v1/chat/completions", "/v1/contexts"
+RESPONSES = "/v1/responses"
 
 
 class Case(NamedTuple):
@@ -74,6 +75,21 @@ def text_of(text: bytes) -> bytes:
     return messages_of(_TURN % b'{"type":"text","text":"%b"}' % text, 1)
 
 
+_UPGRADE = (
+    *("connection: upgrade", "upgrade: websocket", "sec-websocket-version: 13"),
+    "sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==",
+)
+_MASK = bytes(4)
+HANDSHAKE = head("GET", RESPONSES, *_UPGRADE)
+FRAMES = {
+    "garbage": lambda: b"GET / HTTP/1.1\r\n" * 100_000,
+    "empty parts of a message": lambda: b"\x01\x80" + _MASK + (b"\0\x80" + _MASK) * 60_000,
+    "parts of one byte": lambda: b"\x01\x81" + _MASK + b" " + (b"\0\x81" + _MASK + b" ") * 60_000,
+    "pings": lambda: (b"\x89\x80" + _MASK) * 60_000,
+    "empty messages": lambda: (b"\x81\x80" + _MASK) * 60_000,
+    "a frame of 2^60 bytes": lambda: b"\x81\xff" + (1 << 60).to_bytes(8) + _MASK + _BLANKS,
+}
+"""What a client sends on a WebSocket, after its handshake."""
 _TENANT = "x-tenant-id: " + "x" * 60_000
 _CHUNKED = "transfer-encoding: chunked"
 _CHUNKS = b"1\r\n \r\n" * 300_000 + b"2\r\n{}\r\n0\r\n\r\n"
@@ -146,6 +162,7 @@ CASES = [
     Case("a fragment", lambda: head("GET", "/v1/loads#x"), 400),
     Case("a model nested 1,010 deep", lambda: post(CHAT, b'{"model":%b}' % _DEEP), 400),
     Case("a query that is empty", lambda: head("GET", "/?"), 200),
+    Case("half a WebSocket handshake", lambda: head("GET", RESPONSES, *_UPGRADE[:-1]), 400),
     Case("two transfer codings", lambda: head("POST", CHAT, _CHUNKED, _CHUNKED), 400),
     Case("a tenant's name of 60 KB", lambda: head("GET", "/metrics", _TENANT), 400),
     # What must pass: conversations as long as those of real clients, and more.

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 import requests
 
 from sgl_ext.limits.bounds import MAX_TOOLS
-from tests.attacks.cases import CASES, CONTEXTS, MESSAGES, Case, context_of, post
+from tests.attacks.cases import (
+    CASES,
+    CONTEXTS,
+    FRAMES,
+    HANDSHAKE,
+    MESSAGES,
+    Case,
+    context_of,
+    post,
+)
 from tests.attacks.target import Target, sample, target
 from tests.waiting import until
 
@@ -41,6 +51,23 @@ def test_an_attack_is_answered_within_the_bounds(balancer: Target, case: Case) -
     finally:
         balancer.hang_up()
     until(lambda: sample(balancer.page(), "sgl_ext_connections") <= 1)
+    assert balancer.stalls(STALL_S) == stalls
+    assert balancer.peak_kb() - balancer.idle_kb <= MEMORY_KB
+
+
+@pytest.mark.xdist_group("attacks")
+@pytest.mark.parametrize("name", FRAMES)
+def test_frames_of_a_websocket_stay_within_the_bounds(balancer: Target, name: str) -> None:
+    stalls = balancer.stalls(STALL_S)
+    connection = balancer.connect()
+    connection.sendall(HANDSHAKE)
+    assert connection.recv(4096).startswith(b"HTTP/1.1 101 ")
+    connection.settimeout(10)  # it is not read while its own answers are not
+    with suppress(OSError):
+        connection.sendall(FRAMES[name]())
+    assert requests.get(f"{balancer.url}/health", timeout=60).status_code == 200
+    balancer.hang_up()
+    until(lambda: sample(balancer.page(), "sgl_ext_websockets") == 0)
     assert balancer.stalls(STALL_S) == stalls
     assert balancer.peak_kb() - balancer.idle_kb <= MEMORY_KB
 

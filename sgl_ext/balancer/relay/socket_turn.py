@@ -154,7 +154,9 @@ class SocketTurn:
 
 def messages_of(events: bytes) -> Iterator[bytes]:
     """The data of events, as it is sent in messages."""
-    for event in events.replace(b"\r\n", b"\n").split(b"\n\n"):
+    if b"\r" in events:
+        events = events.replace(b"\r\n", b"\n")
+    for event in events.split(b"\n\n"):
         data = b"\n".join(_DATA.findall(event))
         if event.startswith(_ERROR):
             yield _wrapped(data)

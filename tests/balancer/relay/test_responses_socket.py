@@ -246,7 +246,8 @@ KEY = b"sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ=="
 @pytest.mark.parametrize(
     ("sent", "status", "named"),
     [
-        (opening(), b"400", b"Sec-WebSocket-Key"),
+        (opening(), b"400", b"sec-websocket-key"),
+        (opening(b"sec-websocket-key: short"), b"400", b"sec-websocket-key"),
         (opening(KEY, version=b"8"), b"426", b"sec-websocket-version: 13\r\n"),
         (opening(KEY, b"origin: https://a.example"), b"403", b"origin"),
         (opening(KEY, path=b"/v1/chat/completions"), b"405", b"allow: POST"),
