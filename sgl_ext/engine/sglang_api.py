@@ -45,6 +45,7 @@ HTTP_PROCESS = (
     f"{_OPENAI}.serving_chat:ResponseTemplateToolDetector",
     f"{_OPENAI}.serving_chat:normalize_assistant_tool_call_arguments",
     f"{_OPENAI}.serving_chat:parallel_prompt_encode",
+    "sglang.srt.constrained.json_schema_validation:validate_xgrammar_json_schema",
     f"{_MANAGERS}.io_struct:GenerateReqInput",
     f"{_MANAGERS}.kv_hints:KvHintAction",
     f"{_MANAGERS}.kv_hints:KvHintsEnvelope",

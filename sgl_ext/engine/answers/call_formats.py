@@ -63,8 +63,13 @@ def no_call(name: str) -> Format:
 
 
 def json_or(schema: str, calls: Any) -> tuple[str, Any]:
-    """JSON of a schema, or the calls of a constraint that `tag` made."""
-    answer = {"type": "json_schema", "json_schema": json.loads(schema)}
+    """JSON of a schema, or the calls of a constraint that `tag` made.
+
+    Raises ValueError, as SGLang does for a schema alone, if xgrammar would ignore a part of it.
+    """
+    document = json.loads(schema)
+    sglang_api.validate_xgrammar_json_schema(document)
+    answer = {"type": "json_schema", "json_schema": document}
     either = {"type": "or", "elements": [answer, calls.format]}
     return tag({"type": "sequence", "elements": [_AFTER_THINKING, either]})
 

@@ -103,5 +103,7 @@ def test_calls_or_an_answer_of_the_schema() -> None:
     either = tag.model_dump()["format"]
     for text in ('{"n": 1}', '\n\n{"n": 1}', written("look"), "\n\n" + written("write")):
         assert accepts(either, text)
+    with pytest.raises(ValueError, match="uniqueItems"):
+        call_formats.json_or('{"type": "array", "uniqueItems": true}', tag)
     for text in ('{"n": "1"}', "I look.", "", written("paint"), '{"n": 1} and more'):
         assert not accepts(either, text)
