@@ -316,6 +316,7 @@ async def test_a_request_counts_with_its_defaults_and_explain_says_so(
         "osl": {"value": 700, "from": source},
         "prefill": {"value": True, "from": source},
     }
+    assert found["client"] == {"harness": "codex", "program": "codex_exec", "version": "0.1"}
     assert found["output_tokens"] == 700
     assert (await explained(max_tokens=20))["output_tokens"] == 20
     assert (await explained(nvext={"agent_hints": {"osl": 5}}))["output_tokens"] == 5

@@ -30,6 +30,7 @@ from sgl_ext.balancer.routing.worker_probes import WorkerProbes
 from sgl_ext.balancer.routing.workers import MOST_ADDED
 from sgl_ext.protocols import routes
 from sgl_ext.protocols.errors import BalancerError, no_engine
+from sgl_ext.requests.client_facts import read_client
 from sgl_ext.requests.session import OWNER_HEADER, TENANT_HEADER
 from sgl_ext.settings.checks import is_worker_url, worker_url_problem
 
@@ -118,7 +119,9 @@ async def explain(request: web.Request) -> web.Response:
     routing = router.routing_of(reading.prompt, hints)
     stripped = reading.stripped
     explained = {
+        "client": read_client(fields, stripped.fields).known(),
         "headers_stripped": stripped.headers,
+        "moved_lines": stripped.moved,
         "priority": routing.priority,
         "output_tokens": routing.output_tokens,
         "default_hints": asked_hints.explain(stripped.body, stripped.fields),
