@@ -4,9 +4,9 @@
     messages [ u1 ][ u2: [doc, mark 5m][q] ]  project  C, u1, [doc] of u2     the rest: [q] of u2
 
 What a mark of an hour or more covers is `stable`, what only shorter ones cover is `project`. The
-client is told how much of each field the context has. It leaves out exactly that and sends the
-rest: also the rest of a message, which continues the one in the context. The prompt is then that
-of the whole request. Session headers are stripped before, so they do not change the id.
+answer says how much of each field the context has. The client leaves out exactly that and sends
+the rest: also the rest of a message, which continues the one in the context. The prompt is then
+that of the whole request. Session headers are stripped before, so they do not change the id.
 """
 
 import math
@@ -23,6 +23,7 @@ from sgl_ext.balancer.conversations.contexts import (
     registration_of,
 )
 from sgl_ext.protocols.errors import BalancerError, bad_field
+from sgl_ext.protocols.kv_hints import read_kv_hints
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.cache_marks import TtlLimits, read_marks
 from sgl_ext.requests.protocol import Json, Place, Protocol
@@ -70,7 +71,7 @@ def make_context(protocol: Protocol, body: Any, strip: HeaderStrip) -> Made | st
     fields = ("tools", texts, protocol.turns_field)
     values = [_entries(None if field is None else body.get(field)) for field in fields]
     whole = _End(*map(len, values))
-    marks = read_marks(protocol, body, _ANY_TTL)
+    marks = read_marks(protocol, body, _ANY_TTL, read_kv_hints(body).lease_s)
     held = [(whole, marks.whole_ttl_s)] if marks.whole_ttl_s else []
     held += [(_end(fields, values, whole, mark.place), mark.ttl_s) for mark in marks.blocks]
     if not held:
@@ -124,10 +125,12 @@ def _end(
         return _End(whole.tools, int(at[0]) + 1 if at else whole.texts)
     if len(at) == 1:
         return _End(whole.tools, whole.texts, int(at[0]) + 1)
-    turn, part = map(int, at)
-    if part + 1 == len(values[2][turn]["content"]):
+    turn, *key, part = int(at[0]), *at[1:-1], int(at[-1])
+    holder = key[0] if key else "content"
+    if part + 1 == len(values[2][turn][holder]):
         return _End(whole.tools, whole.texts, turn + 1)
-    return _End(whole.tools, whole.texts, turn, part + 1)
+    # Other holders, as the output of a tool, cannot go on in another request.
+    return _End(whole.tools, whole.texts, turn, part + 1 if holder == "content" else 0)
 
 
 def _last_plain(values: list[list[Any]], whole: _End) -> _End:

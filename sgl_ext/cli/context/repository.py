@@ -81,6 +81,7 @@ def read_repository(root: Path, documents: Sequence[str]) -> tuple[list[Source],
     if not root.is_dir():
         raise UsageError(f"{root}: is not a folder")
     files = files_of(root)
+    documents = [os.path.normpath(path) for path in documents]
     for path in documents:
         if path not in files:
             raise UsageError(f"--document {path}: is not in {root}, or git ignores it")
@@ -115,7 +116,7 @@ def files_of(root: Path) -> list[str]:
 
 def _git_files(root: Path) -> list[str] | None:
     """What git lists; None without a repository or without git."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")} | {"LC_ALL": "C"}
     # A repository's own settings must not start a program.
     git = ["git", "-C", str(root), "-c", "core.fsmonitor=false"]
 

@@ -170,6 +170,33 @@ def test_a_mark_of_the_whole_prompt_covers_the_conversation_of_responses() -> No
 
 
 @pytest.mark.parametrize(
+    ("path", "more", "covers"),
+    [
+        (CHAT, {"nvext": {"cache_control": MINUTES}}, {"messages": 2}),
+        (CHAT, {"prompt_cache_options": {"mode": "implicit"}}, {"messages": 2}),
+        (CHAT, {"prompt_cache_options": {"mode": "explicit"}}, {"messages": 1, "content": 1}),
+        (CHAT, {"kv_hints": {"actions": [{"action_type": "kv.pin", "payload": {}}]}}, None),
+        (RESPONSES, {"prompt_cache_options": {"mode": "explicit"}}, {"input": 1, "content": 1}),
+    ],
+)
+def test_every_form_of_marks_counts(path: str, more: Any, covers: dict[str, int] | None) -> None:
+    kind = "text" if path == CHAT else "input_text"
+    parts = [text("A", kind=kind), text("B", kind=kind)]
+    if "mode" in str(more):
+        parts[0]["prompt_cache_breakpoint"] = {"mode": "explicit"}
+    turns = [said("system", "Rules"), said("user", parts)]
+    body = {"messages" if path == CHAT else "input": turns, **more}
+    if path == RESPONSES:
+        output = {"type": "function_call_output", "call_id": "c", "output": parts}
+        items = {**body, "input": [turns[0], output, turns[1]]}
+        items["input"][2] = said("user", "Go on")
+        assert made_of(path, items).covers == {"input": 1}
+    made = made_of(path, body)
+    assert made.covers == (covers or {"messages": 2})
+    assert not any("breakpoint" in str(block.content) for block in blocks_of(made))
+
+
+@pytest.mark.parametrize(
     ("path", "body", "reason"),
     [
         (MESSAGES, {"messages": [said("user", "Hi")]}, "no_marks"),
