@@ -15,7 +15,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from sgl_ext.engine import http_server, sglang_api, startup
-from sgl_ext.engine.answers import anthropic, openai, tool_calls, tool_choice
+from sgl_ext.engine.answers import anthropic, early_calls, openai, tool_calls, tool_choice
 from sgl_ext.engine.core import request_names, shared_prefixes
 from sgl_ext.engine.host_cache import chat_templates
 from sgl_ext.engine.http import (
@@ -93,7 +93,6 @@ _MAIN_HOOKS: dict[str, Hook] = {
     f"{_TOKENIZER}.generate_request": ("BEFORE", generation_hook.send_hints),
     f"{_MANAGERS}.io_struct.GenerateReqInput.regenerate_rid": ("AROUND", request_names.keep_id),
     f"{_CHAT}._convert_to_internal_request": ("AROUND", pin_placement.place_pins),
-    f"{_CHAT}._effective_tools": ("AROUND", translation.callable_tools),
     f"{_CHAT}._apply_jinja_template": (
         "AROUND",
         _nested(tool_choice.keep_tools, rendering.leave_deferred_out),
@@ -123,6 +122,7 @@ _MAIN_HOOKS: dict[str, Hook] = {
     f"{_CHAT}._generate_chat_stream": ("AROUND", anthropic.watch_stream),
     f"{_TOKENIZER}._handle_abort_finish_reason": ("AROUND", faults.note_abort),
     f"{_RESPONSES}.responses_full_generator": ("AROUND", faults.note_failure),
+    f"{_RESPONSES}.responses_stream_generator_non_harmony": ("AROUND", early_calls.stream_response),
     f"{_OPENAI}.serving_chat.{_VERSIONS}": ("AROUND", openai.text_metadata),
     f"{_OPENAI}.serving_completions.{_VERSIONS}": ("AROUND", openai.text_metadata),
     f"{_DETECTOR}.parse_streaming_increment": ("AROUND", tool_calls.parse_chunk),

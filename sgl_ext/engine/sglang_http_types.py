@@ -89,6 +89,8 @@ class ServingChat(Protocol):
 class ServingResponses(ServingChat, Protocol):
     enable_response_store: bool
 
+    def _responses_stream_generator_non_harmony(self, *args: Any, **kw: Any) -> Any: ...
+
 
 @stands_for("sglang.srt.entrypoints.anthropic.serving:AnthropicServing")
 class AnthropicServing(Protocol):

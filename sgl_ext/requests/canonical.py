@@ -3,13 +3,15 @@
 It leaves out the order of JSON keys and white space, marks for the cache, ids of messages and tool
 calls, and whether a text stands alone or in a list of text blocks. Parts are framed
 by the byte 0xFF, which no UTF-8 text contains.
+
+A client defers a tool (`defer_loading`) so that it can offer it later without changing the head of
+the prompt: a message that refers to the tool shows it. If a vendor's server should search the
+deferred tools, all are at the head, because no server here does.
 """
 
 from typing import Any
 
 import orjson
-
-from sgl_ext.requests.deferred_tools import tools_at_head
 
 MARKS = frozenset({"cache_control", "prompt_cache_breakpoint"})
 """The keys with which clients mark the end of a prefix."""
@@ -19,6 +21,7 @@ _RESULT_KEYS = frozenset({"type", "tool_use_id", "content", "cache_control"})
 _ROLES: dict[Any, bytes] = {
     role: b"\xffm" + role.encode() for role in ("user", "assistant", "tool")
 }
+_SEARCHES = "tool_search"
 SORTED = orjson.OPT_SORT_KEYS
 
 
@@ -26,6 +29,29 @@ def offered_tools(body: dict[str, Any]) -> list[Any]:
     """The tools that reach the prompt, as they are rendered: all, whichever may be called."""
     tools = body.get("tools")
     return [rendered(tool) for tool in tools_at_head(tools)] if isinstance(tools, list) else []
+
+
+def tools_at_head(tools: list[Any]) -> list[Any]:
+    """The tools that the prompt shows at its head; the same list if none is deferred."""
+    if not any(map(is_deferred, tools)) or are_searched(tools):
+        return tools
+    return [tool for tool in tools if not is_deferred(tool)]
+
+
+def is_deferred(tool: Any) -> bool:
+    """Whether a tool, of any protocol, says that it is shown later."""
+    if not isinstance(tool, dict):
+        return False
+    function = tool.get("function")
+    return tool.get("defer_loading") is True or (
+        isinstance(function, dict) and function.get("defer_loading") is True
+    )
+
+
+def are_searched(tools: list[Any]) -> bool:
+    """Whether a vendor's server should search these tools for those that the model needs."""
+    kinds = (tool.get("type") for tool in tools if isinstance(tool, dict))
+    return any(isinstance(kind, str) and kind.startswith(_SEARCHES) for kind in kinds)
 
 
 def items_in(value: Any) -> list[Any]:

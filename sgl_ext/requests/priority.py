@@ -4,6 +4,7 @@
     nvext.agent_hints.priority                        an integer in the body
     nvext.agent_hints.osl                             the expected length of the answer, in tokens
     nvext.agent_hints.speculative_prefill             whether to prefill the next turn ahead
+    nvext.agent_hints.mark_complete_calls             whether a chat completion's stream marks them
     priority                                          SGLang's own, in the body
     service_tier                                      OpenAI's: "priority" is 10, "flex" is -10
 
@@ -28,6 +29,7 @@ _HINTS = (
     ("priority", int, "an integer"),
     ("osl", int, "an integer"),
     ("speculative_prefill", bool, "true or false"),
+    ("mark_complete_calls", bool, "true or false"),
 )
 _OUTPUT_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _INTEGER = re.compile(r"[+-]?[0-9]{1,20}")

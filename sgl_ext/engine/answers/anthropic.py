@@ -18,6 +18,7 @@ from typing import Any
 
 import orjson
 
+from sgl_ext.engine.answers.early_calls import ObjectEnd, marks_ends, with_marks
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import RequestContext, current
 from sgl_ext.engine.sglang_types import Original
@@ -26,6 +27,7 @@ from sgl_ext.requests.usage import with_cache_creation
 
 ABORTED = "The answer was aborted before it was complete."
 _FINISH_REASON = '"finish_reason":"'
+_CALL_BLOCK = '"content_block":{"type":"tool_use"'
 _THINKING_BLOCK = '"content_block":{"type":"thinking"'
 _key = secrets.token_bytes(32)
 
@@ -51,12 +53,12 @@ def note_finish_reason(original: Original, serving: Any, response: Any) -> Any:
 
 def watch_stream(original: Original, *args: Any, **kw: Any) -> Any:
     """Around `OpenAIServingChat._generate_chat_stream`, which Anthropic's stream is made of: notes
-    why the answer ended. Other protocols' streams pass unchanged."""
+    why the answer ended. A chat completion's marks the ends of calls, if its client asks for it."""
     stream = original(*args, **kw)
     context = current()
-    if context is None or context.path not in ANTHROPIC.paths:
-        return stream
-    return _watched(stream, context)
+    if context is not None and context.path in ANTHROPIC.paths:
+        return _watched(stream, context)
+    return with_marks(stream) if context is not None and marks_ends(context.body) else stream
 
 
 async def _watched(stream: AsyncIterator[str], context: RequestContext) -> AsyncIterator[str]:
@@ -131,12 +133,34 @@ def complete_event(original: Callable[[str, str], str], data: str, event_type: s
         data = orjson.dumps(document).decode()
     elif event_type == "content_block_delta" and context.thinking is not None:
         context.thinking.update(orjson.loads(data)["delta"]["thinking"].encode())
+    elif event_type == "content_block_start" and _CALL_BLOCK in data:
+        context.call_end = ObjectEnd()
+    elif context.call_end is not None and event_type.startswith("content_block"):
+        return _with_end(original, data, event_type, context)
     elif event_type == "content_block_stop" and context.thinking is not None:
         delta = {"type": "signature_delta", "signature": _signature(context.thinking)}
         index, context.thinking = orjson.loads(data)["index"], None
         signed = {"type": "content_block_delta", "index": index, "delta": delta}
         return original(orjson.dumps(signed).decode(), signed["type"]) + original(data, event_type)
     return original(data, event_type)
+
+
+def _with_end(
+    original: Callable[[str, str], str], data: str, event_type: str, context: RequestContext
+) -> str:
+    """An event of a call, with the end of the call as soon as its arguments are complete."""
+    end = context.call_end
+    if event_type == "content_block_stop":
+        context.call_end = None
+    if end.is_complete:  # its end is sent
+        return ""
+    event = original(data, event_type)
+    if event_type == "content_block_delta":
+        document = orjson.loads(data)
+        if end.completed_by(document["delta"].get("partial_json", "")):
+            stop = {"type": "content_block_stop", "index": document["index"]}
+            return event + original(orjson.dumps(stop).decode(), stop["type"])
+    return event
 
 
 def _hash_of_thinking(text: str = "") -> Any:

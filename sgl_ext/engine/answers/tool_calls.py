@@ -22,6 +22,7 @@ import os
 from typing import Any
 
 from sgl_ext.engine import sglang_api
+from sgl_ext.engine.answers.early_calls import without_tails
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import current
 from sgl_ext.engine.sglang_http_types import FormatDetector
@@ -76,7 +77,7 @@ def parse_chunk(original: Original, detector: FormatDetector, text: str, tools: 
 def hold_space(original: Original, parser: Any, chunk: str) -> Any:
     """Around `FunctionCallParser.parse_stream_chunk`."""
     text, calls = original(parser, chunk)
-    calls = _allowed_parts(parser, calls)
+    calls = _allowed_parts(parser, without_tails(parser, calls))
     begins = any(call.name for call in calls)
     text = getattr(parser, "sgl_ext_space", "") + text
     words = text.rstrip()
@@ -88,7 +89,7 @@ def hold_space(original: Original, parser: Any, chunk: str) -> Any:
 def release_space(original: Original, parser: Any) -> Any:
     """Around `FunctionCallParser.parse_stream_end`: no call follows any more."""
     text, calls = original(parser)
-    calls = _allowed_parts(parser, calls)
+    calls = _allowed_parts(parser, without_tails(parser, calls))
     if calls or getattr(parser, "sgl_ext_called", False):
         return text, calls
     detector = parser.detector

@@ -177,7 +177,8 @@ _FIELDS = {"ChatCompletionRequest": "response_format", "ResponsesRequest": "text
 
 
 def _leave_out_tools(context: RequestContext, request: Any, allowed: frozenset[str]) -> None:
-    left = [tool for tool in request.tools if tool.function.name in allowed]
+    kept = allowed | context.withdrawn_tools  # of these, the prompt says that they are gone
+    left = [tool for tool in request.tools if tool.function.name in kept]
     if left != request.tools:
         request.tools = left
         _count(context, "tool_choice")

@@ -14,7 +14,7 @@ from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.request_context import current
 from sgl_ext.engine.sglang_http_types import ServingChat
 from sgl_ext.engine.sglang_types import Original
-from sgl_ext.requests.deferred_tools import tools_at_head
+from sgl_ext.requests.canonical import tools_at_head
 
 _THOUGHT = "4ab1ce57 was thought"
 _CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}

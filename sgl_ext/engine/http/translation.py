@@ -21,7 +21,7 @@ from sgl_ext.protocols.responses import RESPONSES
 from sgl_ext.protocols.translation.late_tools import withdrawn_tools
 from sgl_ext.protocols.translation.response_tools import namespaced_names
 from sgl_ext.protocols.translation.tool_choice import allowed_names
-from sgl_ext.requests.protocol import Model, Protocol
+from sgl_ext.requests.protocol import Model, Protocol, objects
 from sgl_ext.requests.rewriting import translate
 
 # Values with which a request has its usual meaning.
@@ -60,8 +60,7 @@ def for_sglang(request: Any, context: RequestContext) -> Any:
         raise HTTPException(HTTPStatus.BAD_REQUEST, message)
     _reject_refused(protocol, context.body)
     if protocol in (ANTHROPIC, COUNT_TOKENS):
-        context.withdrawn_tools = withdrawn_tools(context.body.get("messages"))
-        _reject_withdrawn(context)
+        context.withdrawn_tools = _withdrawn_tools(context.body)
     app = getattr(request, "scope", {}).get("app")
     name = "openai_serving_responses" if protocol is RESPONSES else "openai_serving_chat"
     serving = None if app is None else getattr(app.state, name, None)
@@ -73,6 +72,9 @@ def for_sglang(request: Any, context: RequestContext) -> Any:
     translated = translate(protocol, context.body, model)
     for what, times in translated.counts.items():
         counter("translated_parts").labels(context.path, what).inc(times)
+    if context.withdrawn_tools:  # they stay in the prompt
+        names: set[Any] = {tool.get("name") for tool in objects(translated.body.get("tools"))}
+        context.allowed_tools = frozenset(names - context.withdrawn_tools)
     return translated.body
 
 
@@ -94,26 +96,17 @@ def _reject_background(serving: ServingResponses, body: Any) -> None:
         raise HTTPException(HTTPStatus.BAD_REQUEST, {"message": message, "param": "background"})
 
 
-def _reject_withdrawn(context: RequestContext) -> None:
-    choice = context.body.get("tool_choice")
+def _withdrawn_tools(body: Any) -> frozenset[str]:
+    """The tools that a conversation has removed. A choice that names one is rejected."""
+    withdrawn = withdrawn_tools(body.get("messages"))
+    choice = body.get("tool_choice")
     name = choice.get("name") if isinstance(choice, dict) else None
-    if isinstance(name, str) and name in context.withdrawn_tools:
+    if isinstance(name, str) and name in withdrawn:
         from fastapi import HTTPException
 
         error = {"message": f"tool_choice.name: the tool {name!r} was removed by a tool_removal"}
         raise HTTPException(HTTPStatus.BAD_REQUEST, {**error, "param": "tool_choice.name"})
-
-
-def callable_tools(original: Original, chat: ServingChat, request: Any) -> Any:
-    """Around `OpenAIServingChat._effective_tools`: grammars allow no tool that was removed.
-
-    Such a tool stays in the prompt, whose head must not change.
-    """
-    tools, context = original(chat, request), current()
-    withdrawn = frozenset() if context is None else context.withdrawn_tools
-    if not withdrawn:
-        return tools
-    return [tool for tool in tools if tool.function.name not in withdrawn] or tools
+    return withdrawn
 
 
 def keep_deferral(original: Original, serving: ServingChat, request: Any) -> Any:

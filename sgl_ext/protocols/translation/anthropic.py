@@ -14,7 +14,7 @@ from sgl_ext.protocols.translation.late_tools import (
     REMOVAL,
     LateTools,
 )
-from sgl_ext.requests.deferred_tools import are_searched
+from sgl_ext.requests.canonical import are_searched
 from sgl_ext.requests.protocol import Json, Model, listed, objects
 from sgl_ext.requests.rewriting import (
     DROPPED,

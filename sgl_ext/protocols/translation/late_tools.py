@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from itertools import groupby
 from typing import Any
 
-from sgl_ext.requests.deferred_tools import is_deferred, tools_at_head
+from sgl_ext.requests.canonical import is_deferred, tools_at_head
 from sgl_ext.requests.protocol import Json, listed, objects
 from sgl_ext.requests.rewriting import Counts, as_json, edited, kind_of, text_part
 

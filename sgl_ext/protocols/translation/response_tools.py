@@ -5,7 +5,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from sgl_ext.requests.deferred_tools import are_searched, is_deferred
+from sgl_ext.requests.canonical import are_searched, is_deferred
 from sgl_ext.requests.protocol import Json, Model, listed, objects
 from sgl_ext.requests.rewriting import (
     DROPPED,

@@ -12,14 +12,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi import HTTPException
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_ext.engine.core.request_context import RequestContext, entered
+from sgl_ext.engine.core.request_context import RequestContext
 from sgl_ext.engine.http.rendering import leave_deferred_out
-from sgl_ext.engine.http.translation import callable_tools, keep_deferral
+from sgl_ext.engine.http.translation import for_sglang, keep_deferral
 from sgl_ext.protocols.registry import of_path
-from sgl_ext.protocols.translation.late_tools import withdrawn_tools
 from sgl_ext.requests.protocol import Model
 from sgl_ext.requests.rewriting import translate
 from sgl_ext.requests.segments import read_chain
@@ -178,17 +178,25 @@ def test_a_tool_that_is_added_can_be_named_and_parsed(front_end: FrontEnd) -> No
         assert effective[1].function.parameters == tool("fly")["input_schema"]
 
 
-def test_no_grammar_allows_a_tool_that_was_removed(front_end: FrontEnd) -> None:
+@pytest.mark.usefixtures("extension")
+def test_a_tool_that_was_removed_stays_in_the_prompt_and_is_not_allowed(
+    front_end: FrontEnd,
+) -> None:
     messages = [{"role": "user", "content": "Begin."}, *turn(1, "tool_removal", LOOK)]
     tools = [tool(LOOK), tool("mend")]
     body = {"model": "m", "max_tokens": 5, "tools": tools, "messages": messages}
-    request = front_end.request(MESSAGES, body)
-    assert withdrawn_tools(messages) == {LOOK}
-    with entered(RequestContext(MESSAGES, withdrawn_tools=withdrawn_tools(messages))):
-        left = callable_tools(type(front_end.chat)._effective_tools, front_end.chat, request)
-    assert [each.function.name for each in left] == ["mend"]
-    assert LOOK in front_end.text(front_end.ids(MESSAGES, body))
-    assert not withdrawn_tools([*messages, *turn(2, "tool_addition", LOOK)])
+    assert f'"name": "{LOOK}"' in front_end.text(front_end.ids(MESSAGES, body))
+    context = RequestContext(MESSAGES, body)
+    for_sglang(SimpleNamespace(), context)
+    assert context.allowed_tools == {"mend"}
+    again = RequestContext(
+        MESSAGES, {**body, "messages": [*messages, *turn(2, "tool_addition", LOOK)]}
+    )
+    for_sglang(SimpleNamespace(), again)
+    assert again.allowed_tools is None
+    named = {**body, "tool_choice": {"type": "tool", "name": LOOK}}
+    with pytest.raises(HTTPException, match=f"'{LOOK}' was removed"):
+        for_sglang(SimpleNamespace(), RequestContext(MESSAGES, named))
 
 
 def test_a_later_definition_of_a_tool_replaces_an_earlier_one(front_end: FrontEnd) -> None:
