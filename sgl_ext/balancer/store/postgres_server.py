@@ -65,7 +65,7 @@ ALTER TABLE sgl_ext.documents ALTER items SET STORAGE EXTERNAL, ALTER about SET 
 """
 # Schemas of earlier versions lack it, and their balancers need not know it.
 _LISTED = """
-CREATE TABLE IF NOT EXISTS sgl_ext.listed (
+CREATE TABLE sgl_ext.listed (
     key bytea PRIMARY KEY REFERENCES sgl_ext.documents ON DELETE CASCADE,
     owner text NOT NULL, id text COLLATE "C" NOT NULL, UNIQUE (owner, id));
 """
@@ -163,13 +163,15 @@ async def prepare(connection: Any) -> int:
         await connection.execute("SELECT pg_advisory_xact_lock(%s)", (LOCK,))
         cursor = await connection.execute(
             "SELECT to_regclass('sgl_ext.format') IS NOT NULL,"
-            " EXISTS (SELECT FROM pg_namespace WHERE nspname = 'sgl_ext')"
+            " EXISTS (SELECT FROM pg_namespace WHERE nspname = 'sgl_ext'),"
+            " to_regclass('sgl_ext.listed') IS NOT NULL"
         )
-        is_ours, exists = await cursor.fetchone()
+        is_ours, exists, has_listed = await cursor.fetchone()
         if not exists:
             await connection.execute(_TABLES)
         elif not is_ours:
             return 0
-        await connection.execute(_LISTED)
+        if not has_listed:
+            await connection.execute(_LISTED)
         cursor = await connection.execute("SELECT version FROM sgl_ext.format")
         return int((await cursor.fetchone())[0])

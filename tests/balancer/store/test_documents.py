@@ -70,6 +70,8 @@ async def test_a_list_has_an_owners_listed_documents_in_pages(opened: Open) -> N
         Listed("c4", b"about 4", 9000, 4.0, 64.0),
     ]
     assert [each.id for each in await store.listing("k b", "", 9, 5.0)] == ["c7"]
+    assert await store.sweep(63.5) == 4
+    assert [each.id for each in await store.listing("k a b", "", 9, 0.0)] == ["c2", "c4"]
     assert await store.listing("k c", "", 9, 5.0) == []
 
 
