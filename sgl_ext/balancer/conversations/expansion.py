@@ -94,13 +94,10 @@ class Expander:
         default_factory=lambda: ByteLRU(_PARSED_BYTES)
     )
 
-    def names(
-        self, path: str, body: Any, *, refers: bool = True, remembers: bool = False
-    ) -> Named | None:
+    def names(self, path: str, body: Any, *, remembers: bool = False) -> Named | None:
         """What a parsed body names of the store; None without a name.
 
-        refers: whether it may refer to items. remembers: whether its connection remembers turns.
-        Raises BalancerError 400.
+        remembers: whether its connection remembers turns. Raises BalancerError 400.
         """
         if not isinstance(body, dict):
             return None
@@ -110,7 +107,7 @@ class Expander:
             previous = threads.previous_id(body)
         elif self._continues(path, remembers) and (own := stored_turns.own_items(body)) is not None:
             previous = body.get("previous_response_id")
-            items = item_references.ids_in(own) if refers else ()
+            items = item_references.ids_in(own)
         if previous is not None and not isinstance(previous, str):
             raise bad_field("previous_response_id", "must be the id of a response")
         context, _ = contexts.named(body) or (None, None)

@@ -15,8 +15,7 @@ import orjson
 from sgl_ext.balancer.store.documents import Document
 from sgl_ext.protocols.errors import BalancerError, bad_field
 
-KIND = b"item_reference"
-"""Without these bytes a body has no reference."""
+_KIND = "item_reference"
 MAX_REFERENCES = 2_000
 """Of one request: each is a lookup in the store."""
 MAX_ITEMS = 256
@@ -24,22 +23,17 @@ MAX_ITEMS = 256
 _Json = dict[str, Any]
 
 
-def is_reference(item: Any) -> bool:
-    return isinstance(item, dict) and item.get("type") == "item_reference"
-
-
 def ids_in(items: list[Any]) -> tuple[str, ...]:
     """The ids that input items refer to. Raises BalancerError 400, also for an id that comes twice:
     a small body could repeat a large item."""
     ids: dict[str, None] = {}
-    for at, item in enumerate(items):
-        if is_reference(item):
-            id = item.get("id")
-            if not isinstance(id, str):
-                raise bad_field(f"input[{at}].id", "must be the id of an item")
-            if id in ids:
-                raise bad_field(f"input[{at}].id", f"refers to {id!r} again")
-            ids[id] = None
+    for at in _references(items):
+        id = items[at].get("id")
+        if not isinstance(id, str):
+            raise bad_field(f"input[{at}].id", "must be the id of an item")
+        if id in ids:
+            raise bad_field(f"input[{at}].id", f"refers to {id!r} again")
+        ids[id] = None
     if len(ids) > MAX_REFERENCES:
         raise bad_field("input", f"refers to more than {MAX_REFERENCES} items")
     return tuple(ids)
@@ -50,7 +44,17 @@ def resolved(items: list[Any], found: Mapping[str, bytes]) -> list[Any]:
 
     found: the JSON of items by their ids. Raises BalancerError 404 for an id that is not there.
     """
-    return [_item(at, item, found) if is_reference(item) else item for at, item in enumerate(items)]
+    own = [*items]
+    for at in _references(items):
+        own[at] = _item(at, items[at], found)
+    return own
+
+
+def _references(items: list[Any]) -> list[int]:
+    """Where references are. In one expression, as it looks at each item of each request."""
+    return [
+        at for at, item in enumerate(items) if isinstance(item, dict) and item.get("type") == _KIND
+    ]
 
 
 def _item(at: int, reference: _Json, found: Mapping[str, bytes]) -> Any:

@@ -16,7 +16,6 @@ import orjson
 
 from sgl_ext.balancer.conversations import contexts
 from sgl_ext.balancer.conversations.expansion import Expander, Found, Named, Turn
-from sgl_ext.balancer.conversations.item_references import KIND as REFERENCE
 from sgl_ext.balancer.http.request_head import RequestHead
 from sgl_ext.balancer.relay.hidden_usage import with_usage
 from sgl_ext.balancer.relay.hint_rules import AskedHints
@@ -142,8 +141,7 @@ class BodyReader:
         if asked.warms and (detected := _prefill_protocol(asked, document)) is not None:
             protocol, path = detected, detected.paths[0]
         if found is None:
-            refers, remembers = REFERENCE in body, asked.remembers
-            named = self.expander.names(path, document, refers=refers, remembers=remembers)
+            named = self.expander.names(path, document, remembers=asked.remembers)
             if named is not None:
                 return named
         question = read_question(path, document) if asked.runs else None

@@ -169,7 +169,8 @@ def _wrapped(data: bytes) -> bytes:
     try:
         event = orjson.loads(data)
         if "error" in event:
-            return data
+            # Codex takes an error without a status for an event that it does not know.
+            return orjson.dumps({"status": HTTPStatus.INTERNAL_SERVER_ERROR, **event})
         number = event.get("sequence_number")
         error = {"type": "server_error", **{k: event.get(k) for k in ("code", "message", "param")}}
         told = {

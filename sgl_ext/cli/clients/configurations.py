@@ -109,7 +109,8 @@ def _claude_code(node: Node) -> Client:
 
 
 def _codex(node: Node) -> Client:
-    provider = {"name": "sgl-ext", "base_url": f"{node.url}/v1", "wire_api": "responses"}
+    provider: dict[str, Any] = {"name": "sgl-ext", "base_url": f"{node.url}/v1"}
+    provider |= {"wire_api": "responses", "supports_websockets": True}
     document: dict[str, Any] = {"model": node.model, "model_provider": "sgl_ext"}
     if node.window_tokens:
         document["model_context_window"] = node.window_tokens

@@ -16,6 +16,7 @@ from wsproto.events import CloseConnection, Event, Ping, Pong, TextMessage
 
 from sgl_ext import keys
 from sgl_ext.balancer.conversations.connection_turns import ConnectionTurns
+from sgl_ext.balancer.relay.socket_turn import messages_of
 from sgl_ext.balancer.server import Balancer
 from sgl_ext.limits.bounds import (
     LARGE_BODY_BYTES,
@@ -225,6 +226,14 @@ async def test_a_stream_that_is_cut_ends_in_an_error(serve: Serve) -> None:
         assert kinds(events) == ["response.created", "error"]
         assert events[1]["status"] == 502
         assert events[1]["error"]["type"] == "server_error"
+
+
+@pytest.mark.parametrize("data", [b'{"type":"error","message":"m"}', b'{"error":{"message":"m"}}'])
+def test_an_error_of_a_stream_has_a_status_and_its_fields_below_error(data: bytes) -> None:
+    [message] = messages_of(b"event: error\ndata: %b\n\n" % data)
+    event = orjson.loads(message)
+    assert event["status"] >= 500
+    assert event["error"]["message"] == "m"
 
 
 # Handshakes.
