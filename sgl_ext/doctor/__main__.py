@@ -77,7 +77,7 @@ def summed(lines: Iterable[bytes]) -> dict[str, Any]:
             record = orjson.loads(line)
             harness, model = record["harness"], record["model"] or ""
             tokens, divergence = int(record["prompt_tokens"]), record["divergence"]
-            if harness is not None and record.get("outcome", "complete") == "complete":
+            if harness is not None and tokens and record.get("outcome", "complete") == "complete":
                 findings.add(str(harness), str(model), tokens, divergence)
         except (ValueError, TypeError, KeyError):
             unreadable += 1

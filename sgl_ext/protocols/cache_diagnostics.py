@@ -6,9 +6,11 @@
     chat           the same                                      the same
 
 A stream says it on messages in `message_start`, on responses in the event that ends it, and on
-chat in the chunk with the usage, or else in the one with the `finish_reason`. Anthropic's and
-OpenAI's shapes have no word for an eviction, for the place, or for the cause: `evicted`, `block`,
-`byte` and `cause` are added to them.
+chat in the chunk with the usage, or else in the one with the `finish_reason`.
+
+The vendors' shapes have no word for an eviction. A reason that an SDK does not know is parsed as
+another one: the anthropic SDK makes `model_changed` of it. So all that the vendors have no word for
+is `unavailable` with a `cause`, a field that is added to their shapes, as are `block` and `byte`.
 """
 
 import re
@@ -24,7 +26,6 @@ from sgl_ext.protocols.errors import bad_field
 from sgl_ext.protocols.responses import RESPONSES
 from sgl_ext.requests.protocol import Json
 
-EVICTED = "evicted"
 _MAX_ID_CHARS = 256
 # An answer's id is at its beginning.
 _ID_BYTES = 2048
@@ -110,7 +111,6 @@ _MESSAGES_REASONS = {
     "tools": "tools_changed",
     "messages": "messages_changed",
     "compacted": "messages_changed",
-    EVICTED: EVICTED,
 }
 
 
@@ -120,12 +120,16 @@ def _of_messages(found: Found | None) -> Json | None:
         return None
     if found is NOT_FOUND:
         return {"cache_miss_reason": {"type": "previous_message_not_found"}}
-    kind = _MESSAGES_REASONS.get(found.reason)
-    if kind is None:  # a setting, or nothing that is known
-        place = found.place or ({} if found.reason == "unavailable" else {"cause": found.reason})
-        return {"cache_miss_reason": {"type": "unavailable", **place}}
-    reason = {"type": kind, "cache_missed_input_tokens": found.tokens, **found.place}
-    return {"cache_miss_reason": reason}
+    told: Json = {"type": _MESSAGES_REASONS.get(found.reason, "unavailable")}
+    if found.tokens or told["type"] != "unavailable":
+        told["cache_missed_input_tokens"] = found.tokens
+    return {"cache_miss_reason": told | _more(found, told["type"])}
+
+
+def _more(found: Found, kind: str) -> Mapping[str, Any]:
+    """The place, or for `unavailable` the reason that the vendor has no word for."""
+    is_unnamed = kind == "unavailable" and found.reason != "unavailable"
+    return {"cause": found.reason} if is_unnamed else found.place
 
 
 _RESPONSES_REASONS = {
@@ -138,7 +142,6 @@ _RESPONSES_REASONS = {
     "text_format": "text_format_changed",
     "reasoning_effort": "reasoning_effort_changed",
     "verbosity": "verbosity_changed",
-    EVICTED: EVICTED,
 }
 
 
@@ -148,17 +151,13 @@ def _of_responses(found: Found | None) -> Json:
         return {"type": "cache_hit"}
     if found is NOT_FOUND:
         return {"type": "comparison_response_not_found"}
-    reason = _RESPONSES_REASONS.get(found.reason)
-    if reason is None:
-        place = found.place or ({} if found.reason == "unavailable" else {"cause": found.reason})
-        return {"type": "unavailable", **place}
-    return {
-        "type": "cache_miss",
-        "reason": reason,
-        "cache_missed_tokens": found.tokens,
-        "comparison_reusable_tokens": found.reusable_tokens,
-        **found.place,
-    }
+    told: Json = {"type": "unavailable"}
+    if reason := _RESPONSES_REASONS.get(found.reason):
+        told = {"type": "cache_miss", "reason": reason}
+    if reason or found.tokens:
+        told["cache_missed_tokens"] = found.tokens
+        told["comparison_reusable_tokens"] = found.reusable_tokens
+    return told | _more(found, told["type"])
 
 
 _OPENAI = ("prompt_cache_options", "comparison_response_id")

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import orjson
 import pytest
+from anthropic.types import Message
 from sgl_ext_cpu.node import Node, running_balancer
 
 from sgl_ext.doctor.__main__ import main
-from tests.doctor.prompts import CHAT, RULE, turns
+from tests.doctor.prompts import CHAT, MESSAGES, RULE, turns
 
 
 def asked(node: Node, agent: str, count: int, begin: str) -> tuple[int, int]:
@@ -50,3 +51,37 @@ def test_it_finds_a_clock_and_what_it_costs(
     assert (found["kind"], found["where"], found["times"]) == ("clock", "messages[0].content", 2)
     again = sum(tokens for _, tokens in computed[1:])
     assert found["tokens"] == pytest.approx(again, rel=0.35)
+
+
+def test_an_answer_tells_a_change_from_an_eviction(fresh: Node) -> None:
+    """Without the doctor's guess: both prompts continue one conversation, or do not."""
+    said = [{"role": "user", "content": RULE * 30}]
+    asked: dict[str, object] = {
+        "model": "m",
+        "max_tokens": 2,
+        "system": f"It is 12:00.\n{RULE * 60}",
+    }
+
+    def told(earlier: str | None, **changed: object) -> Message:
+        body = asked | {"messages": said, "diagnostics": {"previous_message_id": earlier}}
+        answer = fresh.post(MESSAGES, body | changed, headers={"session-id": "diagnosed"})
+        assert answer.status_code == 200, answer.text
+        return Message.model_validate(answer.json())
+
+    first = told(None)
+    assert first.diagnostics is None
+    said += [{"role": "assistant", "content": RULE}, {"role": "user", "content": RULE * 9}]
+    second = told(first.id)
+    assert second.diagnostics is None
+    changed = told(second.id, system=f"It is 12:01.\n{RULE * 60}").diagnostics
+    assert changed is not None
+    assert changed.cache_miss_reason is not None
+    found = changed.cache_miss_reason.model_dump()
+    assert (found["type"], found["block"], found["cause"]) == ("system_changed", "system", "clock")
+    fresh.flush()
+    lost = told(second.id).diagnostics
+    assert lost is not None
+    assert lost.cache_miss_reason is not None
+    found = lost.cache_miss_reason.model_dump()
+    assert (found["type"], found["cause"]) == ("unavailable", "evicted")
+    assert found["cache_missed_input_tokens"] > 500

@@ -93,9 +93,8 @@ def reason(told: Any) -> str:
     """What was told, in one word."""
     if told is None:
         return "none"
-    if "cache_miss_reason" in told:
-        return str(told["cache_miss_reason"]["type"])
-    return str(told.get("reason", told["type"]))
+    told = told.get("cache_miss_reason", told)
+    return str(told.get("reason") or told["type"])
 
 
 STREAMED = pytest.mark.parametrize("stream", [False, True])
@@ -139,7 +138,10 @@ async def test_what_the_engine_lost_is_evicted(start: Start, path: str, stream: 
     engine.flush()
     await settled(client, "0.0")
     told = (await ask(client, path, turn(path, 1) | asking(path, engine.ids[0]) | ends))["told"]
-    assert reason(told) == "evicted"
+    assert reason(told) == "unavailable"
+    found = told.get("cache_miss_reason", told)
+    assert found["cause"] == "evicted"
+    assert (found.get("cache_missed_tokens") or found["cache_missed_input_tokens"]) > 1000
     page = await (await client.get("/metrics")).text()
     assert 'sgl_ext_cache_diagnoses_total{reason="evicted"} 1.0' in page
 
