@@ -126,10 +126,10 @@ def _of_messages(found: Found | None) -> Json | None:
     return {"cache_miss_reason": told | _more(found, told["type"])}
 
 
-def _more(found: Found, kind: str) -> Mapping[str, Any]:
+def _more(found: Found, kind: str) -> Json:
     """The place, or for `unavailable` the reason that the vendor has no word for."""
     is_unnamed = kind == "unavailable" and found.reason != "unavailable"
-    return {"cause": found.reason} if is_unnamed else found.place
+    return {"cause": found.reason} if is_unnamed else dict(found.place)
 
 
 _RESPONSES_REASONS = {
