@@ -55,7 +55,7 @@ class HeaderStrip:
     """Removes leading headers of the given names from a text.
 
     Names match in any case. Raises ValueError for a name that is not letters, digits and hyphens.
-    moves_lines: whether `strip_request` also moves volatile lines behind the system texts.
+    moves_lines: whether `strip_request` also moves volatile lines out of the system texts.
     """
 
     def __init__(

@@ -140,7 +140,7 @@ class RequestSettings(Settings, frozen=True, kw_only=True):
         bool, HASHED, "Sort each request's tools by name, for a stable prefix."
     ] = False
     move_volatile_lines: Annotated[
-        bool, HASHED, "Move lines such as the date behind the system text: volatile-lines.md."
+        bool, HASHED, "Move lines such as the date out of the system text: volatile-lines.md."
     ] = False
     max_priority: Annotated[Priority, RELOADS, "Highest priority that a client can request."] = 100
     aging_s: Annotated[Seconds, RELOADS, "Wait that raises a priority by one; 0: never."] = 10.0

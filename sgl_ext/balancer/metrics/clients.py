@@ -50,7 +50,7 @@ class ClientMetrics:
         )
         self.volatile_lines = counter(
             "volatile_lines{kind}",
-            "Lines of system texts that differ between sessions: moved behind them, or kept.",
+            "Volatile lines found in system texts: moved to the first user message, or kept.",
         )
 
     def count(self, facts: ClientFacts, prompt_tokens: int, usage: Usage | None) -> None:

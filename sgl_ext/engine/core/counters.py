@@ -16,7 +16,7 @@ COUNTERS: dict[str, tuple[str, ...]] = {
     "headers_stripped": ("Session headers removed from system texts before tokenization.", "path"),
     "headers_not_stripped": ("Session headers that do not begin a system text; they stay.", "path"),
     "volatile_lines": (
-        "Lines of system texts that differ between sessions: moved behind them, or kept.",
+        "Volatile lines found in system texts: moved to the first user message, or kept.",
         *("path", "kind"),
     ),
     "long_chains_ignored": ("Requests with more segments than are published.",),

@@ -1,1 +1,1 @@
-"""Lines of system texts that differ between sessions, and their move behind the stable part."""
+"""Lines of system texts that differ between sessions, and their move to the first user message."""

@@ -1,7 +1,7 @@
 """Which lines of a system text are known to differ between sessions, by their exact shape.
 
-A rule has a kind, a text that its lines contain, and the shape of the whole lines. It does not
-matter who sends the text: the shapes are those of the clients named here, and the balancer and the
+A rule has a kind, a text that its lines contain, and the shape of the whole lines. The
+sender does not matter: the shapes are those of the clients named here, and the balancer and the
 engine must find the same lines.
 """
 
@@ -36,7 +36,7 @@ RULES = (
         r"You have a persistent,? file-based memory (?:system )?(?:at|with two directories:) "
         r"[^\n]*`[^`\n]+`[^\n]*",
     ),
-    # Claude Code up to 2.1.197, behind its instructions.
+    # Claude Code up to 2.1.197, at the end of its instructions.
     _rule(
         "git_status",
         "This is the git status at the start of the conversation",
