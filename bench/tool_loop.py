@@ -75,7 +75,7 @@ def main() -> None:
 def compare(size: Size, codex: Path | None) -> dict[str, object]:
     """The figures of each way."""
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=Path.home())))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         engine = f"http://127.0.0.1:{free_port()}"
         command = [sys.executable, "-m", "bench.lib.tool_caller"]
         command += [engine.rpartition(":")[2], str(_CALLS)]
