@@ -4,8 +4,8 @@
     prompt_cache_breakpoint   {"mode": "explicit"}, on a part of a message: a prefix ends here
     prompt_cache_retention    how long at most to keep the whole prompt; superseded by the first
 
-With the mode "implicit", the whole prompt is kept, too. With "explicit" and no breakpoint, nothing
-is kept. A request writes at most four breakpoints, the last ones. Earlier ones were written by the
+The mode "implicit" keeps the whole prompt, too. The mode "explicit" without a breakpoint keeps
+nothing. A request writes at most four breakpoints, the last ones. Earlier ones were written by the
 requests that had them last, and reading a prefix renews its lease. Of a conversation, OpenAI
 considers the last LIMIT_BREAKPOINTS; earlier ones are counted as ignored.
 

@@ -16,7 +16,7 @@ neither the tools nor the instructions.
 
 A request that has the same content in these places by itself has the same prompt. The end of
 each layer gets a cache mark, unless the request's own marks hold it as long; /v1/responses
-has no marks inside a prompt, so its whole prompt is pinned.
+has one text for all layers, so its whole prompt is pinned.
 """
 
 import math
