@@ -41,6 +41,7 @@ from sgl_ext.requests.strip import strip_request
 
 MAX_SEGMENTS = 16_384
 MAX_QUEUED_S = 3600.0
+_FIELD = re.compile(r"[\w.]+(?=: )")
 _SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 
 
@@ -114,7 +115,9 @@ def _read_context(extension: HttpExtension, request: Any, path: str, body: Any) 
     if error := marks.error or importance.error or hints.error:
         from fastapi import HTTPException
 
-        raise HTTPException(HTTPStatus.BAD_REQUEST, error)
+        field = _FIELD.match(error)
+        param = None if field is None else field[0]
+        raise HTTPException(HTTPStatus.BAD_REQUEST, {"message": error, "param": param})
     chain = read_chain(protocol, body, salt=salt_of(headers))
     if len(chain.hashes) > MAX_SEGMENTS:
         counter("long_chains_ignored").inc()
