@@ -5,6 +5,7 @@
         it begins with an earlier prompt, or is the beginning of one .... no divergence
         it begins with one, but adds a different turn ................... a branch, no divergence
         otherwise ....................................................... it diverges
+      it is a prompt of its session with another cache salt ............. a tenant's field
       it has the tools and instructions of a conversation of its session,
         and a summary in place of most messages ......................... a compaction
       it is a first prompt and begins like one of its fleet ............. no divergence
@@ -33,6 +34,7 @@ from sgl_ext.doctor.compare import (
     shrinks_to_head,
 )
 from sgl_ext.doctor.eviction import Left
+from sgl_ext.doctor.labels import TENANT_FIELD
 from sgl_ext.requests.breakpoints import common_prefix
 from sgl_ext.requests.segments import Chain
 
@@ -55,7 +57,7 @@ _PROMPT_BYTES = 512
 class Prompt:
     """A request to compare.
 
-    group: prompts of a group should begin alike: tenant, harness, model and cache salts.
+    group: prompts of a group should begin alike: tenant, harness and model.
     session: the client's name for the conversation, or None.
     thread: equal for all turns of a conversation until it diverges; None if unknown.
     body: the request's own bytes.
@@ -63,6 +65,8 @@ class Prompt:
     is_compacted: whether the client says that it compacts its context, or has just done so.
     left: what its turn left in an engine's cache; None until its answer is complete.
     earlier: what the turn that it continues left there. None if it continues none.
+    salts: the fields of the request that separate caches, with their values. Prompts of different
+        salts share nothing, so only those of one session are compared.
     """
 
     group: Hashable
@@ -75,6 +79,7 @@ class Prompt:
     is_compacted: bool = False
     left: Left | None = None
     earlier: Left | None = None
+    salts: tuple[tuple[str, str], ...] = ()
 
     @property
     def size_bytes(self) -> int:
@@ -157,16 +162,23 @@ class PromptMemory:
 
     def _first_prompt(self, prompt: Prompt) -> Divergence | None:
         """Where a conversation's first prompt diverges from the nearest other conversation."""
-        heads = self._heads.setdefault(prompt.group, FIFOCache(_HEADS))
+        heads = self._heads.setdefault((prompt.group, prompt.salts), FIFOCache(_HEADS))
         count = prompt.chain.head_segments
         head = prompt.chain.hashes[count - 1] if count else 0
         is_known = head in heads or not count
         heads[head] = None
-        own = [] if prompt.session is None else self._candidates((prompt.group, prompt.session))
-        fleet = self._candidates((prompt.group, None))
-        if not own and not fleet:
+        session = [] if prompt.session is None else self._candidates(_session_of(prompt))
+        fleet = self._candidates(_fleet_of(prompt))
+        if not session and not fleet:
             return None
         new = self._read(prompt.path, prompt.body)
+        own = [old for old in session if old.salts == prompt.salts]
+        for old in session:
+            if old.salts != prompt.salts:
+                blocks = self._read(old.path, old.body)
+                if compare(blocks, new) is None:
+                    self._forget(old.thread)
+                    return _found(SESSION, _salted(old, prompt, blocks, new), old, prompt)
         if prompt.is_compacted or begins_with_summary(new):
             for old in own:
                 blocks = self._read(old.path, old.body)
@@ -206,8 +218,10 @@ class PromptMemory:
 
     def _enter_scopes(self, prompt: Prompt) -> None:
         assert prompt.thread is not None
-        for session in {prompt.session, None}:
-            scope = (prompt.group, session)
+        scopes = [_fleet_of(prompt)]
+        if prompt.session is not None:
+            scopes.append(_session_of(prompt))
+        for scope in scopes:
             threads = self._scopes.setdefault(scope, deque(maxlen=_CANDIDATES))
             if prompt.thread not in threads:
                 threads.append(prompt.thread)
@@ -224,6 +238,32 @@ class PromptMemory:
         thread.ends[prompt.chain.hashes[-1]] = prompt.chain.ends[-1]
         while self.size_bytes > self._limit_bytes or len(self._threads) > _LIMIT_THREADS:
             self._forget(next(iter(self._threads)))
+
+
+def _session_of(prompt: Prompt) -> Hashable:
+    return prompt.group, prompt.session
+
+
+def _fleet_of(prompt: Prompt) -> Hashable:
+    return prompt.group, prompt.salts, None
+
+
+def _salted(old: Prompt, new: Prompt, left: Sequence[Block], right: Sequence[Block]) -> Difference:
+    """The difference of two prompts that differ in a field that separates caches."""
+    (name, _), *_ = sorted(set(old.salts) ^ set(new.salts))
+    same_bytes = min(sum(len(block.text) for block in blocks) for blocks in (left, right))
+    return Difference(
+        block=name,
+        byte=0,
+        bytes=0,
+        kind=TENANT_FIELD,
+        part="cache",
+        at_bytes=0,
+        lost_bytes=same_bytes,
+        rest_bytes=same_bytes,
+        is_same_agent=True,
+        is_same_conversation=True,
+    )
 
 
 def _found(scope: str, difference: Difference, old: Prompt, new: Prompt) -> Divergence:

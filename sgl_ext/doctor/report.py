@@ -56,7 +56,12 @@ _DO_IN_MESSAGES = {
     "clock": "write a date or time once, into the message that it belongs to, and do not update it",
     "id": "send messages back with the ids they had",
 }
-_PARTS = {"tools": "the tools", "system": "the instructions", "messages": "the messages"}
+_PARTS = {
+    "tools": "the tools",
+    "system": "the instructions",
+    "messages": "the messages",
+    "cache": "the fields that separate caches",
+}
 
 
 def advice(kind: str, part: str) -> str:

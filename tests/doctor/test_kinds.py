@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from sgl_ext.doctor.memory import Divergence
 from sgl_ext.doctor.report import MEANINGS, advice
 from tests.doctor.prompts import SYSTEM, messages, system, turns
 from tests.doctor.test_compare import difference
@@ -163,3 +164,19 @@ def test_each_kind_has_a_cure(kind: str) -> None:
     for part in ("tools", "system", "messages", "cache"):
         assert "{" not in advice(kind, part)
     assert advice(kind, "system") != advice("no such kind", "system")
+
+
+def test_another_cache_salt_in_one_session_is_a_tenants_field() -> None:
+    def salted(salt: str, count: int, session: str = "s") -> Divergence | None:
+        body = messages(count, cache_salt=salt)
+        return watch.sees(body, session, salts=(("cache_salt", salt),))
+
+    watch = Watch()
+    assert salted("team-a", 1) is None
+    assert salted("team-a", 2) is None
+    assert salted("team-b", 1, "another session") is None, "caches may be separate"
+    found = salted("gateway-7", 3)
+    assert parts_at(found) == ("session", "tenant_field", "cache_salt")
+    assert found is not None
+    assert found.difference.lost_bytes > 5000
+    assert salted("gateway-7", 4) is None

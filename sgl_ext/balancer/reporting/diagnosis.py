@@ -32,8 +32,8 @@ from sgl_ext.requests.strip import HeaderStrip, Stripped, strip_request
 
 log = logging.getLogger(__name__)
 
-# Clients separate caches by these fields: prompts that differ in them are not compared.
-_CACHE_FIELDS = frozenset({"lora_path", "cache_salt", "extra_key"})
+# Clients separate caches by these fields.
+_SALTS = ("cache_salt", "extra_key")
 _LOGGED = ("part", "block", "byte", "bytes", "kind")
 _MAX_MODEL_CHARS = 100
 # Comparisons may take this share of the process's time, and at most this long at once.
@@ -108,18 +108,16 @@ class DivergenceDetector:
         if len(raw) > _MAX_BODY_BYTES:
             self.metrics.prompts_not_compared.counts[("long",)] += 1
             return PromptDiagnosis(harness, model, None), None
-        cache_fields = (
-            "" if _CACHE_FIELDS.isdisjoint(body) else str([body.get(key) for key in _CACHE_FIELDS])
-        )
         # An agent's prompts are compared with those of its own kind; a compaction continues one.
         is_compaction = facts.request_class == COMPACTION
         agent = (MAIN if is_compaction else facts.request_class, facts.agent_type)
-        group = (routing.tenant, harness, *agent, model, path, cache_fields)
+        group = (routing.tenant, harness, *agent, model, path, str(body.get("lora_path")))
         session = stated_session(hints, body)
         moved = None
         if context and session is not None:
             moved = self._contexts.note((routing.tenant, session), context)
         prompt = Prompt(group, session, routing.session, path, routing.chain, raw)
+        prompt.salts = tuple((name, str(body[name])) for name in _SALTS if body.get(name))
         prompt.version = facts.version
         is_compacted = is_compaction or bool(facts.compaction or facts.context_compacted)
         prompt.is_compacted = is_compacted
