@@ -49,7 +49,6 @@ STARTS: dict[str, tuple[str, ...]] = {
 """The texts with which calls begin, by SGLang's name of the parser."""
 
 Format = dict[str, Any]
-_AFTER_THINKING: Format = {"type": "regex", "pattern": r"\n{0,2}"}
 
 
 def tag(form: Format) -> tuple[str, Any]:
@@ -71,7 +70,13 @@ def json_or(schema: str, calls: Any) -> tuple[str, Any]:
     sglang_api.validate_xgrammar_json_schema(document)
     answer = {"type": "json_schema", "json_schema": document}
     either = {"type": "or", "elements": [answer, calls.format]}
-    return tag({"type": "sequence", "elements": [_AFTER_THINKING, either]})
+    return tag(after_thinking(either))
+
+
+def after_thinking(form: Format) -> Format:
+    """A format behind the line breaks that models write after their thinking."""
+    breaks: Format = {"type": "regex", "pattern": r"\n{0,2}"}
+    return {"type": "sequence", "elements": [breaks, form]}
 
 
 def calls_of(

@@ -104,6 +104,14 @@ def constrain_calls(
             thinks = thinking_mode and not calls.separates_thinking
             return _auto(calls, parser, one=not parallel_tool_calls, thinks=thinks)
         found = original(parser, choice, parallel_tool_calls, thinking_mode)
+        if calls is not None and calls.parser and found and hasattr(found[1], "structures"):
+            # SGLang's older grammar, which leaves out white space that models write.
+            must_call, one = choice != "auto", not parallel_tool_calls
+            form = call_formats.calls_of(
+                parser, calls.parser, must_call=must_call, one=one, thinks=False
+            )
+            if form is not None:
+                found = call_formats.tag(call_formats.after_thinking(form) if must_call else form)
     finally:
         parser.tools = tools
     if calls is not None and names is not None:

@@ -138,8 +138,10 @@ def test_only_allowed_tools_can_be_called() -> None:
     assert auto.accepts("I need not look.")
     assert auto.accepts(written("look"))
     assert not auto.accepts(written("write"))
-    assert json.loads(required.params["structural_tag"])["structures"][0]["begin"].count("look")
-    assert len(json.loads(required.params["structural_tag"])["structures"]) == 1
+    for forced in (required, Prepared(LOOK)):
+        assert forced.accepts("\n\n" + written("look"))
+        assert not forced.accepts(written("write"))
+        assert not forced.accepts("I need not look.")
 
 
 def test_a_schema_allows_a_call_or_an_answer() -> None:
