@@ -411,6 +411,8 @@ async def test_a_request_that_names_a_context_is_placed_like_the_expanded_reques
     await client.post("/v1/prefill?protocol=messages", json=routing)
     _, body, _ = engine.seen[-1]
     assert orjson.loads(body) == {**whole, "nvext": {"protocol": "messages"}}
+    assert (await client.delete(f"/v1/contexts/{id}")).status == 200
+    assert (await client.post("/v1/messages", json=routing)).status == 404, "though it was parsed"
 
 
 async def test_a_session_header_behind_a_context_is_removed(start: Start) -> None:
