@@ -17,7 +17,7 @@ import orjson
 import xxhash
 
 from sgl_ext.doctor.eviction import EVICTED, SLACK_TOKENS, Left, evicted_tokens
-from sgl_ext.doctor.memory import Prompt
+from sgl_ext.doctor.prompts import Prompt
 from sgl_ext.protocols.cache_diagnostics import Found
 from sgl_ext.requests.breakpoints import common_prefix
 from sgl_ext.requests.canonical import SORTED

@@ -21,7 +21,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import NamedTuple
 
 from cachetools import FIFOCache, LRUCache
 
@@ -33,68 +32,26 @@ from sgl_ext.doctor.compare import (
     compare,
     shrinks_to_head,
 )
-from sgl_ext.doctor.eviction import Left
-from sgl_ext.doctor.labels import TENANT_FIELD
+from sgl_ext.doctor.prompts import (
+    FLEET,
+    SESSION,
+    Divergence,
+    Prompt,
+    diverged,
+    fleet_of,
+    salted,
+    session_of,
+)
 from sgl_ext.requests.breakpoints import common_prefix
 from sgl_ext.requests.segments import Chain
 
 LIMIT_BYTES = 64 * 1024 * 1024
-SESSION, FLEET = "session", "fleet"
 _LIMIT_THREADS = 4096
 _LIMIT_SCOPES = 4096
 _HEADS = 256
 _BRANCHES = 8
 _ENDS = 64
 _CANDIDATES = 4
-# Causes that a compaction does not explain.
-_NO_COMPACTION = frozenset({"clock", "id", "header", "tool_order", "tenant_field"})
-# The memory of a prompt without its body: a hash and an offset for each segment, and objects.
-_SEGMENT_BYTES = 88
-_PROMPT_BYTES = 512
-
-
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class Prompt:
-    """A request to compare.
-
-    group: prompts of a group should begin alike: tenant, harness and model.
-    session: the client's name for the conversation, or None.
-    thread: equal for all turns of a conversation until it diverges; None if unknown.
-    body: the request's own bytes.
-    version: that of the client, "" if it is unknown.
-    is_compacted: whether the client says that it compacts its context, or has just done so.
-    left: what its turn left in an engine's cache; None until its answer is complete.
-    earlier: what the turn that it continues left there. None if it continues none.
-    salts: the fields of the request that separate caches, with their values. Prompts of different
-        salts share nothing, so only those of one session are compared.
-    """
-
-    group: Hashable
-    session: str | None
-    thread: int | None
-    path: str
-    chain: Chain
-    body: bytes | bytearray
-    version: str = ""
-    is_compacted: bool = False
-    left: Left | None = None
-    earlier: Left | None = None
-    salts: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def size_bytes(self) -> int:
-        return len(self.body) + len(self.chain.hashes) * _SEGMENT_BYTES + _PROMPT_BYTES
-
-
-class Divergence(NamedTuple):
-    """A prompt that diverges from an earlier one; scope is SESSION or FLEET.
-
-    version: that of the client that sent the earlier one.
-    """
-
-    scope: str
-    difference: Difference
-    version: str = ""
 
 
 @dataclass(slots=True)
@@ -158,7 +115,7 @@ class PromptMemory:
         held = (thread.ends.get(segment, 0) for segment in prompt.chain.hashes)
         if 0 < (end := max(held)) <= difference.at_bytes and _turns_after(new, end) <= 1:
             return None, None
-        return _found(SESSION, difference, nearest, prompt), nearest
+        return diverged(SESSION, difference, nearest, prompt), nearest
 
     def _first_prompt(self, prompt: Prompt) -> Divergence | None:
         """Where a conversation's first prompt diverges from the nearest other conversation."""
@@ -167,8 +124,8 @@ class PromptMemory:
         head = prompt.chain.hashes[count - 1] if count else 0
         is_known = head in heads or not count
         heads[head] = None
-        session = [] if prompt.session is None else self._candidates(_session_of(prompt))
-        fleet = self._candidates(_fleet_of(prompt))
+        session = [] if prompt.session is None else self._candidates(session_of(prompt))
+        fleet = self._candidates(fleet_of(prompt))
         if not session and not fleet:
             return None
         new = self._read(prompt.path, prompt.body)
@@ -178,7 +135,7 @@ class PromptMemory:
                 blocks = self._read(old.path, old.body)
                 if compare(blocks, new) is None:
                     self._forget(old.thread)
-                    return _found(SESSION, _salted(old, prompt, blocks, new), old, prompt)
+                    return diverged(SESSION, salted(old, prompt, blocks, new), old, prompt)
         if prompt.is_compacted or begins_with_summary(new):
             for old in own:
                 blocks = self._read(old.path, old.body)
@@ -186,7 +143,7 @@ class PromptMemory:
                     continue
                 if (difference := compare(blocks, new)) is not None:
                     self._forget(old.thread)
-                    return _found(SESSION, difference._replace(kind=COMPACTION), old, prompt)
+                    return diverged(SESSION, difference._replace(kind=COMPACTION), old, prompt)
         if is_known and _turns_after(new, 0) == 0:
             return None
         for scope, prompts in ((SESSION, own), (FLEET, fleet)):
@@ -201,10 +158,10 @@ class PromptMemory:
             if same:
                 difference, nearest = max(same, key=lambda pair: pair[0].lost_bytes)
                 if not difference.is_same_conversation:
-                    return _found(scope, difference, nearest, prompt)
+                    return diverged(scope, difference, nearest, prompt)
                 # The conversation continues with this prompt, not from its earlier state.
                 self._forget(nearest.thread)
-                return _found(SESSION, difference, nearest, prompt)
+                return diverged(SESSION, difference, nearest, prompt)
         return None
 
     def _forget(self, thread: int | None) -> None:
@@ -218,9 +175,9 @@ class PromptMemory:
 
     def _enter_scopes(self, prompt: Prompt) -> None:
         assert prompt.thread is not None
-        scopes = [_fleet_of(prompt)]
+        scopes = [fleet_of(prompt)]
         if prompt.session is not None:
-            scopes.append(_session_of(prompt))
+            scopes.append(session_of(prompt))
         for scope in scopes:
             threads = self._scopes.setdefault(scope, deque(maxlen=_CANDIDATES))
             if prompt.thread not in threads:
@@ -238,38 +195,6 @@ class PromptMemory:
         thread.ends[prompt.chain.hashes[-1]] = prompt.chain.ends[-1]
         while self.size_bytes > self._limit_bytes or len(self._threads) > _LIMIT_THREADS:
             self._forget(next(iter(self._threads)))
-
-
-def _session_of(prompt: Prompt) -> Hashable:
-    return prompt.group, prompt.session
-
-
-def _fleet_of(prompt: Prompt) -> Hashable:
-    return prompt.group, prompt.salts, None
-
-
-def _salted(old: Prompt, new: Prompt, left: Sequence[Block], right: Sequence[Block]) -> Difference:
-    """The difference of two prompts that differ in a field that separates caches."""
-    (name, _), *_ = sorted(set(old.salts) ^ set(new.salts))
-    same_bytes = min(sum(len(block.text) for block in blocks) for blocks in (left, right))
-    return Difference(
-        block=name,
-        byte=0,
-        bytes=0,
-        kind=TENANT_FIELD,
-        part="cache",
-        at_bytes=0,
-        lost_bytes=same_bytes,
-        rest_bytes=same_bytes,
-        is_same_agent=True,
-        is_same_conversation=True,
-    )
-
-
-def _found(scope: str, difference: Difference, old: Prompt, new: Prompt) -> Divergence:
-    if new.is_compacted and scope == SESSION and difference.kind not in _NO_COMPACTION:
-        difference = difference._replace(kind=COMPACTION)
-    return Divergence(scope, difference, old.version)
 
 
 def _grown_from(thread: _Thread, chain: Chain) -> Prompt | None:

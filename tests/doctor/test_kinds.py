@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sgl_ext.doctor.memory import Divergence
+from sgl_ext.doctor.prompts import Divergence
 from sgl_ext.doctor.report import MEANINGS, advice
 from tests.doctor.prompts import SYSTEM, messages, system, turns
 from tests.doctor.test_compare import difference

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_ext.doctor.blocks import Block, read_blocks
-from sgl_ext.doctor.memory import Divergence, Prompt, PromptMemory
+from sgl_ext.doctor.memory import PromptMemory
+from sgl_ext.doctor.prompts import Divergence, Prompt
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.segments import read_chain
 from sgl_ext.requests.session import session_key

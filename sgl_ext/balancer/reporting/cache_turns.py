@@ -18,7 +18,7 @@ from sgl_ext.balancer.reporting.diagnosis import DivergenceDetector, PromptDiagn
 from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest
 from sgl_ext.doctor.cache_miss import Fingerprint, Settings, find_miss
 from sgl_ext.doctor.eviction import Left, left_by
-from sgl_ext.doctor.memory import Prompt
+from sgl_ext.doctor.prompts import Prompt
 from sgl_ext.protocols.cache_diagnostics import NOT_FOUND, Found, Question, answer_id
 from sgl_ext.requests.usage import Usage
 

@@ -23,7 +23,8 @@ from sgl_ext.doctor.context_moves import (
 )
 from sgl_ext.doctor.eviction import EVICTED, evicted_tokens
 from sgl_ext.doctor.findings import MOST_ROWS, Findings, is_estimated
-from sgl_ext.doctor.memory import LIMIT_BYTES, SESSION, Prompt, PromptMemory
+from sgl_ext.doctor.memory import LIMIT_BYTES, PromptMemory
+from sgl_ext.doctor.prompts import SESSION, Prompt
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.client_facts import COMPACTION, MAIN, ClientFacts
 from sgl_ext.requests.segments import with_sorted_tools
