@@ -11,13 +11,18 @@ from sgl_ext.balancer.access.sent_secret import SentSecret
 from sgl_ext.balancer.cluster.launcher import LauncherUnreachable
 from sgl_ext.balancer.cluster.peers import PeerGroup
 from sgl_ext.balancer.conversations.connection_turns import LaneTurns
-from sgl_ext.balancer.http.downstream import DownstreamConnection, RawResponse, RunningExchange
+from sgl_ext.balancer.http.downstream import DownstreamConnection
+from sgl_ext.balancer.http.interfaces import (
+    Client,
+    Connection,
+    HttpClient,
+    RawResponse,
+    RunningExchange,
+)
 from sgl_ext.balancer.http.request_head import RequestHeadCache
 from sgl_ext.balancer.http.request_reader import Request, RequestReader
-from sgl_ext.balancer.http.websocket import WebSocketConnection
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.parts import Parts
-from sgl_ext.balancer.relay.ending import Client
 from sgl_ext.balancer.relay.exchange import Exchange
 from sgl_ext.balancer.relay.responses_socket import SocketHandshake
 from sgl_ext.limits.byte_account import ByteAccount
@@ -63,7 +68,7 @@ class Balancer:
         self._shares_port = group is not None
         self.draining = False
         self.now = 0.0
-        self._connections: set[DownstreamConnection | WebSocketConnection] = set()
+        self._connections: set[Connection] = set()
         self._empty = asyncio.Event()
         self._drained = asyncio.Event()
         self._metrics = metrics = Metrics(0 if group is None else group.number)
@@ -173,7 +178,7 @@ class Balancer:
 
     # The interface for downstream connections.
 
-    def joined(self, connection: DownstreamConnection | WebSocketConnection) -> bool:
+    def joined(self, connection: Connection) -> bool:
         self._connections.add(connection)
         self._empty.clear()
         is_served = len(self._connections) <= self._config.max_connections
@@ -181,7 +186,7 @@ class Balancer:
             self._metrics.connections_rejected.inc()
         return is_served
 
-    def left(self, connection: DownstreamConnection | WebSocketConnection) -> None:
+    def left(self, connection: Connection) -> None:
         self._connections.discard(connection)
         if not self._connections:
             self._empty.set()
@@ -191,7 +196,7 @@ class Balancer:
     def reader(self) -> RequestReader:
         return RequestReader(self._heads, self._config.max_body_bytes, self.account)
 
-    def exchange(self, connection: DownstreamConnection, request: Request) -> RunningExchange:
+    def exchange(self, connection: HttpClient, request: Request) -> RunningExchange:
         if request.head.is_socket:
             return SocketHandshake(
                 self._services,

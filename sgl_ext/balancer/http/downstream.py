@@ -12,10 +12,11 @@ client could lose the answer.
 import asyncio
 import math
 from http import HTTPStatus
-from typing import Protocol, cast
+from typing import cast
 
 from sgl_ext.balancer.http import http2
-from sgl_ext.balancer.http.request_reader import Request, RequestReader
+from sgl_ext.balancer.http.interfaces import RunningExchange, Server
+from sgl_ext.balancer.http.request_reader import Request
 from sgl_ext.balancer.http.response_head import NO_BODY
 from sgl_ext.limits.bounds import (
     HEAD_S,
@@ -29,35 +30,6 @@ from sgl_ext.limits.byte_account import Hold
 from sgl_ext.protocols.errors import BalancerError, too_many_connections
 
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-
-
-# Status, reason, header lines without framing, and body.
-RawResponse = tuple[int, bytes, bytes, bytes]
-
-
-class RunningExchange(Protocol):
-    """The exchange, as its connection uses it."""
-
-    def begin(self) -> None: ...
-    def client_gone(self) -> None: ...
-    def resume(self) -> None: ...
-    def end(self) -> None: ...
-
-
-class Server(Protocol):
-    """The server, as its connections use it. `now` is the time of its last sweep.
-
-    joined: False if there are too many connections, so that this one must end.
-    """
-
-    draining: bool
-    now: float
-
-    def joined(self, connection: "DownstreamConnection") -> bool: ...
-    def left(self, connection: "DownstreamConnection") -> None: ...
-    def reader(self) -> RequestReader: ...
-    def exchange(self, connection: "DownstreamConnection", request: Request) -> RunningExchange: ...
-    def error_response(self, error: BalancerError, path: str) -> RawResponse: ...
 
 
 class DownstreamConnection(asyncio.BufferedProtocol):

@@ -1,8 +1,8 @@
-"""A client's WebSocket: its handshake, its frames and its end. wsproto reads and writes frames.
+"""A client's open WebSocket: its frames and its end. wsproto reads and writes frames.
 
-    handshake --101--> open --a whole text message--> its user, which sends text messages
-                        |
-                        +--garbage, too large, unread, idle, shutdown--> close frame, then linger
+    open --a whole text message--> its user, which sends text messages
+      |
+      +--garbage, too large, unread, idle, shutdown--> close frame, then linger
 
 A message grows in the byte budget as it arrives and may be as large as a body. While the user has
 as many messages as it takes, or the client does not read, nothing is read. Extensions are declined:
@@ -12,15 +12,13 @@ client that answers none is not cut, because some read only while they wait for 
 
 import asyncio
 import math
-import re
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Protocol, cast
 
-from wsproto import ConnectionType, WSConnection
+from wsproto import WSConnection
 from wsproto.connection import ConnectionState
 from wsproto.events import (
-    AcceptConnection,
     BytesMessage,
     CloseConnection,
     Event,
@@ -28,7 +26,7 @@ from wsproto.events import (
     TextMessage,
 )
 
-from sgl_ext.balancer.http.request_head import RequestHead
+from sgl_ext.balancer.http.interfaces import Connections
 from sgl_ext.limits.bounds import (
     LINGER_S,
     SOCKET_IDLE_S,
@@ -37,24 +35,13 @@ from sgl_ext.limits.bounds import (
     body_deadline_s,
 )
 from sgl_ext.limits.byte_account import ByteAccount, Hold
-from sgl_ext.protocols.errors import BalancerError, bad_field, body_too_large, no_memory
+from sgl_ext.protocols.errors import BalancerError, body_too_large, no_memory
 
 # Shared by all sockets: its content is copied before the next read.
 _SCRATCH = memoryview(bytearray(16 * 1024))
 # Of one socket, in one round of the event loop. An empty frame has 6 bytes and takes 20 us.
 _FRAMES = 64
-_KEY = re.compile(rb"[A-Za-z0-9+/]{22}==")
-_UPGRADE = ((b"host", b"-"), (b"connection", b"upgrade"), (b"upgrade", b"websocket"))
 _GOING_AWAY, _UNSUPPORTED, _POLICY, _TOO_LARGE, _LATER = 1001, 1003, 1008, 1009, 1013
-
-
-class Server(Protocol):
-    """The server, as its sockets use it."""
-
-    now: float
-
-    def joined(self, connection: "WebSocketConnection") -> bool: ...
-    def left(self, connection: "WebSocketConnection") -> None: ...
 
 
 class SocketUser(Protocol):
@@ -74,25 +61,6 @@ class SocketUser(Protocol):
     def end(self) -> None: ...
 
 
-def handshake(head: RequestHead) -> tuple[WSConnection, bytes]:
-    """The frames of a connection that begins with this head, and the answer that opens it.
-
-    Raises BalancerError 400 for a malformed handshake, 426 for another version.
-    """
-    version = head.fields.get(b"sec-websocket-version", b"")
-    if version != b"13":
-        message = f"sec-websocket-version: must be 13, not {version.decode('latin-1')[:40]!r}"
-        raise BalancerError(HTTPStatus.UPGRADE_REQUIRED, message, param="sec-websocket-version")
-    key = head.fields.get(b"sec-websocket-key", b"")
-    if not _KEY.fullmatch(key):
-        raise bad_field("sec-websocket-key", "must be 16 bytes in base64")
-    frames = WSConnection(ConnectionType.SERVER)
-    checked = [(b"sec-websocket-key", key), (b"sec-websocket-version", version)]
-    frames.initiate_upgrade_connection([*_UPGRADE, *checked], "/")
-    list(frames.events())  # the request
-    return frames, frames.send(AcceptConnection())
-
-
 class WebSocketConnection(asyncio.BufferedProtocol):
     """The server side of an open WebSocket.
 
@@ -105,7 +73,7 @@ class WebSocketConnection(asyncio.BufferedProtocol):
 
     def __init__(
         self,
-        server: Server,
+        server: Connections,
         frames: WSConnection,
         tenant: str,
         account: ByteAccount,

@@ -3,8 +3,8 @@
 import logging
 import time
 from http import HTTPStatus
-from typing import Protocol
 
+from sgl_ext.balancer.http.interfaces import Client
 from sgl_ext.balancer.http.request_reader import Request
 from sgl_ext.balancer.relay.delivery import Delivery, Stage
 from sgl_ext.balancer.relay.preparation import NOT_PREPARED
@@ -17,20 +17,6 @@ from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.requests.usage import Usage, read_usage
 
 log = logging.getLogger(__name__)
-
-
-class Client(Protocol):
-    """The connection of a request's client, as its exchange uses it.
-
-    paused: the client does not read as fast as the response arrives.
-    """
-
-    @property
-    def paused(self) -> bool: ...
-    def answer(self, status: int, reason: bytes, lines: bytes, body: bytes) -> None: ...
-    def start_stream(self, status: int, reason: bytes, lines: bytes, data: bytes = b"") -> None: ...
-    def write(self, data: bytes) -> None: ...
-    def end_stream(self) -> None: ...
 
 
 class Ending(Delivery):

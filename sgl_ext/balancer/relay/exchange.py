@@ -19,12 +19,13 @@ from typing import Any
 
 from sgl_ext.balancer.conversations.connection_turns import LaneTurns
 from sgl_ext.balancer.conversations.expansion import Named
+from sgl_ext.balancer.http.interfaces import Client
 from sgl_ext.balancer.http.request_reader import Request
 from sgl_ext.balancer.http.response_head import ResponseHead
 from sgl_ext.balancer.metrics.registry import band
 from sgl_ext.balancer.relay.context_making import make_context
 from sgl_ext.balancer.relay.delivery import MAX_ATTEMPTS, Stage
-from sgl_ext.balancer.relay.ending import Client, Ending
+from sgl_ext.balancer.relay.ending import Ending
 from sgl_ext.balancer.relay.hidden_usage import without_usage
 from sgl_ext.balancer.relay.preparation import NOT_PREPARED, Preparation, ask, prepare
 from sgl_ext.balancer.relay.reading import Asked, Reading

@@ -14,11 +14,11 @@ from collections import deque
 from collections.abc import Callable
 
 from sgl_ext.balancer.conversations.connection_turns import ConnectionTurns, LaneTurns
-from sgl_ext.balancer.http.downstream import DownstreamConnection, RunningExchange
+from sgl_ext.balancer.http.interfaces import Client, Connections, HttpClient, RunningExchange
 from sgl_ext.balancer.http.request_head import RequestHead, RequestHeadCache, header_lines
 from sgl_ext.balancer.http.request_reader import Request
-from sgl_ext.balancer.http.websocket import Server, WebSocketConnection, handshake
-from sgl_ext.balancer.relay.ending import Client
+from sgl_ext.balancer.http.websocket import WebSocketConnection
+from sgl_ext.balancer.http.websocket_handshake import VERSION_LINE, handshake
 from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.relay.socket_turn import (
     Message,
@@ -38,7 +38,6 @@ _NOT_OF_TURNS = frozenset(
     b"content-encoding content-type expect sec-websocket-extensions sec-websocket-key "
     b"sec-websocket-protocol sec-websocket-version x-request-id".split()
 )
-_VERSION = b"sec-websocket-version: 13\r\n"
 _HEAD = b"POST %b HTTP/1.1\r\n%bcontent-type: application/json\r\n\r\n"
 _WARMS = f"{PREFILL}?wait=false&protocol={RESPONSES.name}".encode()
 
@@ -51,9 +50,9 @@ class SocketHandshake:
     def __init__(
         self,
         services: Services,
-        server: Server,
+        server: Connections,
         heads: RequestHeadCache,
-        connection: DownstreamConnection,
+        connection: HttpClient,
         request: Request,
         limit_bytes: int,
         begin: Begin,
@@ -76,7 +75,7 @@ class SocketHandshake:
             frames, answer = handshake(head)
         except BalancerError as error:
             status, reason, lines, body = services.error_response(error, head.path)
-            self._connection.answer(status, reason, lines + _VERSION, body)
+            self._connection.answer(status, reason, lines + VERSION_LINE, body)
             return
         metrics = services.metrics
         metrics.requests.counts[head.path, 101] += 1
