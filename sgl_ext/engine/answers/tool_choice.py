@@ -170,7 +170,8 @@ def join_schema(
         return original(request, *args, tool_call_constraint=tool_call_constraint, **kw)
     free = original(request, *args, **kw)
     schema = free.get("json_schema")
-    choice = request.tool_choice
+    effective = getattr(request, "effective_tool_choice", None)  # of responses
+    choice = effective() if effective else request.tool_choice
     if choice == "none":
         if any(free.get(field) for field in ("json_schema", "regex", "ebnf", "structural_tag")):
             return free  # no call is read from it

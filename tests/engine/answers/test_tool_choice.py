@@ -193,12 +193,13 @@ def test_a_clients_own_grammar_stays() -> None:
     assert prepared.params.get("structural_tag") is None
 
 
-def test_on_responses_too_a_schema_allows_a_call_or_an_answer() -> None:
+@pytest.mark.parametrize("choice", ["auto", {"type": "web_search"}])
+def test_on_responses_too_a_schema_allows_a_call_or_an_answer(choice: Any) -> None:
     from sglang.srt.entrypoints.openai.protocol import ResponsesRequest
 
     prepared = Prepared("auto", form=FORM)
     text = {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}
-    request = ResponsesRequest(model="m", input="a", tool_choice="auto", text=text)
+    request = ResponsesRequest(model="m", input="a", tool_choice=choice, text=text)
     original = ResponsesRequest.to_sampling_params
     params = join_schema(original, request, tool_call_constraint=prepared.constraint)
     assert params.get("json_schema") is None
