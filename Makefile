@@ -24,7 +24,7 @@ AUDIT_URL ?= https://api.osv.dev/v1/querybatch
 CONFIG ?= $(if $(GPU),launch/gpu.toml,launch/cpu.toml)
 BENCHES := $(patsubst bench/%.py,%,$(filter-out bench/__init__.py,$(wildcard bench/*.py)))
 
-.PHONY: setup serve serve-ray check test pure lint audit constraints wheels bench clean
+.PHONY: setup serve serve-ray check test test-clients pure lint audit constraints wheels bench clean
 
 setup: $(READY)
 
@@ -54,6 +54,11 @@ check: setup
 
 test: setup
 	$(PYTHON) -m pytest -n $(TEST_PROCESSES)
+
+# All real clients, and the table of docs/clients.md from what was measured.
+test-clients: setup
+	$(PYTHON) -m pytest -n $(TEST_PROCESSES) -m installs
+	$(PYTHON) -m docs.clients_table
 
 pure: setup
 	$(PYTHON) -m pytest -n $(TEST_PROCESSES) -m "not engine and not long" --hypothesis-profile=quick

@@ -1,4 +1,4 @@
-"""Real clients: each installed from npm at one version, once a checkout.
+"""Real clients, at the versions of versions.toml.
 
 And engines whose model follows a script, so that clients can use their tools.
 """
@@ -6,11 +6,6 @@ And engines whose model follows a script, so that clients can use their tools.
 from __future__ import annotations
 
 import json
-import os
-import re
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,29 +13,26 @@ import anthropic
 import openai
 import pytest
 import requests
-from sgl_ext_cpu.node import ROOT, Node, StartNode
+from sgl_ext_cpu.node import Node, StartNode
 
 from sgl_ext import keys
+from tests.answers import answers_are_the_sdks, looked_at_answers
 from tests.clients import scripts
+from tests.clients.install import installed
 
-_CACHE = ROOT / ".models" / "npm"
-_INSTALL_TIMEOUT_S = 300.0
-_OFFLINE = re.compile(
-    r"npm error code (EAI_AGAIN|ECONNREFUSED|ECONNRESET|EHOSTUNREACH|ENETUNREACH|ENOTFOUND"
-    r"|ERR_SOCKET_TIMEOUT|ETIMEDOUT)\b"
-)
+__all__ = ["answers_are_the_sdks", "looked_at_answers"]
 
 
 @pytest.fixture(scope="session")
 def claude_code() -> Path:
     """The `claude` command."""
-    return _installed("@anthropic-ai/claude-code", "2.1.197", "claude")
+    return installed("Claude Code") / "claude"
 
 
 @pytest.fixture(scope="session")
 def codex() -> Path:
     """The `codex` command."""
-    return _installed("@openai/codex", "0.169.0", "codex")
+    return installed("Codex") / "codex"
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +55,9 @@ def served_model(node: Node) -> str:
 
 @pytest.fixture(scope="session")
 def homes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The homes of four people, each with a greeting to be mended in its folder `project`."""
-    found = {name: tmp_path_factory.mktemp(name) for name in ("Ann", "Bob", "Cleo", "Dan")}
+    """The homes of those who mend a greeting, each with that greeting in its folder `project`."""
+    names = ("Ann", "Bob", "Cleo", "Dan", "OpenCode", "Qwen", "aider", "agents")
+    found = {name: tmp_path_factory.mktemp(name) for name in names}
     for home in found.values():
         _greeting(home).parent.mkdir()
         _greeting(home).write_text(scripts.OLD)
@@ -102,9 +95,14 @@ def scripted(
         *scripts.for_claude_code("Bob", _greeting(homes["Bob"])),
         *scripts.for_codex("Cleo", _greeting(homes["Cleo"])),
         *scripts.for_codex("Dan", _greeting(homes["Dan"])),
+        *scripts.for_claude_code("agents", _greeting(homes["agents"])),
+        *scripts.for_open_code("OpenCode", _greeting(homes["OpenCode"])),
+        *scripts.for_qwen_code("Qwen", _greeting(homes["Qwen"])),
+        *scripts.for_aider("aider", _greeting(homes["aider"])),
         *scripts.for_sdks(),
         *scripts.for_odd_calls(),
         *scripts.for_schemas(),
+        *scripts.for_libraries(),
     ]
     script = folder / "script.jsonl"
     script.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -128,38 +126,3 @@ def _served_model(node: Node, key: str = "any") -> str:
 
 def _greeting(home: Path) -> Path:
     return home / "project" / "hello.py"
-
-
-def _installed(package: str, version: str, command: str) -> Path:
-    """The command of an npm package. Skips the test if npm or its registry is out of reach."""
-    folder = _CACHE / f"{command}-{version}"
-    binary = folder / "node_modules" / ".bin" / command
-    if binary.exists():
-        return binary
-    npm = shutil.which("npm")
-    if npm is None:
-        pytest.skip(f"npm is not on PATH, and {package}@{version} is not installed")
-    _CACHE.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{command}-", dir=_CACHE))
-    try:
-        install = [npm, "install", "--no-save", "--no-audit", "--no-fund", "--fetch-retries=1"]
-        done = subprocess.run(
-            [*install, f"--prefix={draft}", f"{package}@{version}"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_INSTALL_TIMEOUT_S,
-            check=False,
-        )
-        if offline := _OFFLINE.search(done.stderr):
-            pytest.skip(f"the npm registry is out of reach for {package}: {offline[1]}")
-        assert done.returncode == 0, done.stderr
-        draft.chmod(0o755)
-        try:
-            os.rename(draft, folder)
-        except OSError:
-            # Another run was first.
-            assert binary.exists()
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-    return binary

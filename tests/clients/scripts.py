@@ -20,16 +20,7 @@ def mended(name: str) -> str:
 def for_claude_code(name: str, file: Path) -> list[dict[str, Any]]:
     """Reads a file and edits it with Claude Code's own tools."""
     edit = {"file_path": str(file), "old_string": "hello", "new_string": "good day"}
-    return _lines(
-        asked(name),
-        {
-            "thinking": "The file comes first.",
-            "text": "I will read it.",
-            "tool_calls": [{"name": "Read", "arguments": {"file_path": str(file)}}],
-        },
-        {"tool_calls": [{"name": "Edit", "arguments": edit}]},
-        {"text": mended(name)},
-    )
+    return _mending(name, ("Read", {"file_path": str(file)}), ("Edit", edit))
 
 
 def for_codex(name: str, file: Path) -> list[dict[str, Any]]:
@@ -51,6 +42,34 @@ def for_codex(name: str, file: Path) -> list[dict[str, Any]]:
                 {"name": "exec_command", "arguments": {"cmd": f"apply_patch <<'END'\n{patch}END\n"}}
             ],
         },
+        {"text": mended(name)},
+    )
+
+
+def for_open_code(name: str, file: Path) -> list[dict[str, Any]]:
+    """Reads a file and edits it with OpenCode's own tools."""
+    edit = {"filePath": str(file), "oldString": "hello", "newString": "good day"}
+    return _mending(name, ("read", {"filePath": str(file)}), ("edit", edit))
+
+
+def for_qwen_code(name: str, file: Path) -> list[dict[str, Any]]:
+    """Reads a file and edits it with Qwen Code's own tools."""
+    edit = {"file_path": str(file), "old_string": "hello", "new_string": "good day"}
+    return _mending(name, ("read_file", {"file_path": str(file)}), ("edit", edit))
+
+
+def for_aider(name: str, file: Path) -> list[dict[str, Any]]:
+    """Changes a file with a block of text, since aider offers no tools."""
+    block = f"{file.name}\n```\n<<<<<<< SEARCH\n{OLD}=======\n{NEW}>>>>>>> REPLACE\n```\n"
+    return _lines(asked(name), {"thinking": "The file is here.", "text": f"I mend it.\n\n{block}"})
+
+
+def _mending(name: str, *calls: tuple[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    read, edit = ([{"name": tool, "arguments": arguments}] for tool, arguments in calls)
+    return _lines(
+        asked(name),
+        {"thinking": "The file comes first.", "text": "I will read it.", "tool_calls": read},
+        {"tool_calls": edit},
         {"text": mended(name)},
     )
 
@@ -113,3 +132,31 @@ def for_schemas() -> list[dict[str, Any]]:
 
 def _lines(after: str, *answers: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"after": after, **answer} for answer in answers]
+
+
+CLIENT_PROMPTS = (
+    "Before the review, find out which port the gateway listens on.",
+    "For the notes of the deployment, find out which port the gateway listens on.",
+)
+CLIENT_CALLS = [
+    ["read_file", {"path": "settings.toml"}],
+    ["search", {"text": 'naïve "port"\n'}],
+    ["patch", {"input": "-port = 1\n+port = 30000\n"}],
+]
+CLIENT_ANSWER = 'It listens on port 30000, says "naïve".'
+CLIENT_THOUGHT = "The settings will say."
+CLIENT_SYSTEM = " ".join(
+    f"Rule {number}: read a file before you change it, and say in a few words what you did."
+    for number in range(1, 101)
+)
+
+
+def for_libraries() -> list[dict[str, Any]]:
+    """For both prompts: a call, two at once, and an answer."""
+    first, *both = [{"name": name, "arguments": arguments} for name, arguments in CLIENT_CALLS]
+    return _lines(
+        "find out which port the gateway listens on.",
+        {"thinking": CLIENT_THOUGHT, "text": "I will look.", "tool_calls": [first]},
+        {"thinking": CLIENT_THOUGHT, "tool_calls": both},
+        {"text": CLIENT_ANSWER},
+    )

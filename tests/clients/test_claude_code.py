@@ -16,7 +16,7 @@ from sgl_ext_cpu.node import Node
 
 from tests.clients.agents import Project, prompt_tokens, read_tokens
 
-pytestmark = pytest.mark.npm
+pytestmark = pytest.mark.installs
 
 _ONE_WORD = {
     "thinking": {"type": "disabled"},

@@ -16,7 +16,7 @@ from sgl_ext_cpu.node import Node
 
 from tests.clients.agents import Person, completed
 
-pytestmark = pytest.mark.npm
+pytestmark = pytest.mark.installs
 
 _ONE_WORD = {"const": "hello"}
 

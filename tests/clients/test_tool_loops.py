@@ -27,7 +27,7 @@ from tests.clients.agents import (
 )
 from tests.clients.scripts import NEW, OLD, asked, mended
 
-pytestmark = pytest.mark.npm
+pytestmark = pytest.mark.installs
 
 _CLAUDE_CODE, _CODEX = ("Ann", "Bob"), ("Cleo", "Dan")
 _OVER_WEBSOCKET = "Dan"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from sgl_ext_cpu.script import Answer, Call, Script, ScriptError, read_script
+from sgl_ext_cpu.script import Answer, Call, Script, ScriptError, call_begins, read_script
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tests.cpu.conftest import FLAGS, Engine, running_engine
@@ -52,6 +52,15 @@ def render(
     )
     assert isinstance(text, str)
     return text
+
+
+def test_a_call_begins_as_the_requests_grammar_has_it() -> None:
+    begin = '<tool_call>\n{"name":"read", "arguments":'
+    tag = json.dumps({"structures": [{"begin": begin, "schema": {}, "end": "}\n</tool_call>"}]})
+    text = ANSWER.written("", call_begins(tag))
+    assert f"{begin}{json.dumps(SETTINGS, ensure_ascii=False)}}}\n</tool_call>" in text
+    assert '<tool_call>\n{"name": "list", "arguments": {}}' in text
+    assert ANSWER.written("", call_begins(None)) == ANSWER.written("")
 
 
 @pytest.fixture(scope="module")

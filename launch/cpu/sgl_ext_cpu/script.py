@@ -18,16 +18,19 @@ protocol, every engine, and a request that is sent again. Prompts and answers ha
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from sgl_ext_cpu.tokenizer import END_OF_TURN, START_OF_TURN
 
 _SILENT = "</think>\n\n"
 """The end of a prompt that turns thinking off."""
+_NAME = re.compile(r'"name": ?("(?:[^"\\]|\\.)*")')
 
 
 class ScriptError(ValueError):
@@ -50,17 +53,18 @@ class Answer:
     text: str = ""
     tool_calls: tuple[Call, ...] = ()
 
-    def written(self, prompt: str) -> str:
+    def written(self, prompt: str, begins: Mapping[str, str] = MappingProxyType({})) -> str:
         """The answer as the model would generate it after `prompt`, to the end of its turn.
 
         It has no thinking if the prompt turns that off. Otherwise it has at least an empty block:
-        SGLang's parser takes everything before the end of that block as thinking.
+        SGLang's parser takes everything before the end of that block as thinking. `begins` are the
+        beginnings of calls that a grammar allows, as `call_begins` finds them.
         """
         is_silent = prompt.endswith(_SILENT)
         thought = "" if is_silent else f"<think>\n{self.thinking}\n</think>\n\n"
         calls = [
-            f'<tool_call>\n{{"name": {_json(call.name)}, "arguments": {_json(call.arguments)}}}'
-            "\n</tool_call>"
+            begins.get(call.name, f'<tool_call>\n{{"name": {_json(call.name)}, "arguments": ')
+            + f"{_json(call.arguments)}}}\n</tool_call>"
             for call in self.tool_calls
         ]
         said = [self.text] if self.text else []
@@ -86,6 +90,24 @@ class Script:
         roles = [role for role, _ in groupby(turn.partition("\n")[0] for turn in turns)]
         answers, given = self._answers[after], roles.count("assistant") - 1
         return answers[given] if given < len(answers) else None
+
+
+def call_begins(structural_tag: str | None) -> dict[str, str]:
+    """How the calls of each tool begin by a grammar of SGLang's, which may leave out a space."""
+    found = {}
+
+    def look(value: Any) -> None:
+        if isinstance(value, list):
+            for inner in value:
+                look(inner)
+        elif isinstance(value, dict):
+            begin = value.get("begin")
+            if isinstance(begin, str) and (name := _NAME.search(begin)):
+                found[json.loads(name[1])] = begin
+            look(list(value.values()))
+
+    look(json.loads(structural_tag or "{}"))
+    return found
 
 
 def read_script(path: Path) -> Script:

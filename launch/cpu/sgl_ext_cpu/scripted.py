@@ -18,7 +18,7 @@ from typing import Any
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
-from sgl_ext_cpu.script import Script, ScriptError, read_script
+from sgl_ext_cpu.script import Script, ScriptError, call_begins, read_script
 
 _TOKENS = "sgl_ext_cpu_script"
 _logger = logging.getLogger(__name__)
@@ -75,8 +75,9 @@ def prescribe(script: Script, tokenizer: Any, request: Any) -> None:
     answer = script.next(prompt) if prompt else None
     if answer is None:
         return
-    tokens = tokenizer.encode(answer.written(prompt), add_special_tokens=False)
     sampling = request.sampling_params or {}
+    text = answer.written(prompt, call_begins(sampling.get("structural_tag")))
+    tokens = tokenizer.encode(text, add_special_tokens=False)
     custom = sampling.get("custom_params") or {}
     request.sampling_params = {**sampling, "custom_params": {**custom, _TOKENS: tokens}}
     request.custom_logit_processor = _processor()

@@ -1,0 +1,39 @@
+"""instructor: an answer as a model of pydantic, by a named tool or by a schema."""
+
+from __future__ import annotations
+
+import instructor
+import openai
+import pydantic
+from loop import KEY, MODEL, SYSTEM, TOKENS, URL, VARIANT, sessions
+
+
+class Port(pydantic.BaseModel):
+    port: int
+
+
+def ask(prompt: str, is_streamed: bool) -> str:
+    client = instructor.from_openai(
+        openai.OpenAI(base_url=f"{URL}/v1", api_key=KEY, max_retries=0),
+        mode=getattr(instructor.Mode, VARIANT.upper()),
+    )
+    request = {
+        "model": MODEL,
+        "max_tokens": TOKENS,
+        "messages": [
+            {"role": "system", "content": SYSTEM},
+            {"role": "user", "content": prompt},
+        ],
+        "max_retries": 0,
+    }
+    if is_streamed:
+        usage = {"include_usage": True}
+        *_, port = client.chat.completions.create_partial(
+            response_model=Port, stream_options=usage, **request
+        )
+    else:
+        port = client.chat.completions.create(response_model=Port, **request)
+    return str(port.port)
+
+
+sessions(ask)
