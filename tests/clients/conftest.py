@@ -103,6 +103,7 @@ def scripted(
         *scripts.for_odd_calls(),
         *scripts.for_schemas(),
         *scripts.for_libraries(),
+        *scripts.for_structures(),
     ]
     script = folder / "script.jsonl"
     script.write_text("".join(json.dumps(line) + "\n" for line in lines))

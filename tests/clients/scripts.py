@@ -160,3 +160,13 @@ def for_libraries() -> list[dict[str, Any]]:
         {"thinking": CLIENT_THOUGHT, "tool_calls": both},
         {"text": CLIENT_ANSWER},
     )
+
+
+def for_structures() -> list[dict[str, Any]]:
+    """The port as an object: by a tool, and by a schema."""
+    port = {"port": 30000}
+    call = {"name": "Port", "arguments": port}
+    return [
+        *_lines("tell the port by a tool.", {"tool_calls": [call]}),
+        *_lines("tell the port by a schema.", {"text": json.dumps(port)}),
+    ]

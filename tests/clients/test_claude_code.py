@@ -14,7 +14,8 @@ import pytest
 import requests
 from sgl_ext_cpu.node import Node
 
-from tests.clients.agents import Project, prompt_tokens, read_tokens
+from tests.clients import table
+from tests.clients.agents import Project, Turn, prompt_tokens, read_tokens
 
 pytestmark = pytest.mark.installs
 
@@ -61,6 +62,8 @@ def test_a_second_session_reads_tools_and_system_prompt_from_the_cache(sessions:
     assert _read(sessions.first) == 0
     assert _read(sessions.second) >= 0.9 * _prompt(sessions.second)
     assert _prompt(sessions.second) > 20_000
+    turn = Turn(_prompt(sessions.second), _read(sessions.second))
+    table.note("Claude Code", "messages", share=table.share(turn))
 
 
 def test_the_header_is_stripped_and_one_engine_gets_both_sessions(sessions: Sessions) -> None:

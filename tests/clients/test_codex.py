@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from sgl_ext_cpu.node import Node
 
-from tests.clients.agents import Person, completed
+from tests.clients import table
+from tests.clients.agents import Person, Turn, completed
 
 pytestmark = pytest.mark.installs
 
@@ -77,6 +78,8 @@ def test_a_second_session_reads_tools_and_instructions_from_the_cache(sessions: 
     assert sessions.first.read == 0
     assert sessions.second.read >= 0.95 * sessions.second.prompt
     assert sessions.second.prompt > 5_000
+    turn = Turn(sessions.second.prompt, sessions.second.read)
+    table.note("Codex", "responses", share=table.share(turn))
 
 
 def test_the_next_turn_reads_the_conversation_so_far_from_the_cache(sessions: Sessions) -> None:

@@ -40,13 +40,21 @@ _URL = "the base URL"
 
 @dataclass(frozen=True)
 class Library:
-    """A driver's variant. protocol: what it says. settings: what had to be set, for the table."""
+    """A driver's variant.
+
+    protocol: what it says. settings: what had to be set, for the table. The script follows the
+    prompts with calls and an answer, in this number of requests.
+    """
 
     client: str
     driver: str
     variant: str
     protocol: str
     settings: str = _URL
+    prompts: Sequence[str] = CLIENT_PROMPTS
+    calls: Sequence[Any] = tuple(CLIENT_CALLS)
+    answer: str = CLIENT_ANSWER
+    requests: int = 3
 
     def __str__(self) -> str:
         return f"{self.client} {self.variant}".replace(" ", "-").lower()
@@ -76,6 +84,16 @@ OTHERS = [
     Library("LiteLLM", "litellm_model.py", "hosted_vllm", "chat (`hosted_vllm/`)"),
     Library("LiteLLM", "litellm_model.py", "anthropic", "messages (`anthropic/`)"),
     Library("llm", "llm_model.py", "chat", "chat", "`extra-openai-models.yaml`"),
+    *(
+        Library(
+            *("instructor", "instructor_model.py", variant, f"chat (`Mode.{variant.upper()}`)"),
+            prompts=(f"First, tell the port by a {way}.", f"And now, tell the port by a {way}."),
+            calls=(),
+            answer="30000",
+            requests=1,
+        )
+        for variant, way in (("tools", "tool"), ("json_schema", "schema"))
+    ),
 ]
 
 
@@ -99,7 +117,7 @@ def run(
         "NODE_URL": recorder.url,
         "NODE_KEY": key,
         "NODE_MODEL": model,
-        "NODE_PROMPTS": json.dumps(CLIENT_PROMPTS),
+        "NODE_PROMPTS": json.dumps(library.prompts),
         "NODE_SYSTEM": CLIENT_SYSTEM,
         "NODE_RESULT": _RESULT,
         "NODE_PACKAGES": str(commands.parent),
@@ -119,9 +137,9 @@ def run(
     return told
 
 
-def sessions(exchanges: Sequence[Exchange]) -> tuple[Sequence[Exchange], Sequence[Exchange]]:
+def sessions(library: Library, exchanges: Sequence[Exchange]) -> Sequence[Sequence[Exchange]]:
     """Those of the first and of the second prompt."""
-    second = json.dumps(CLIENT_PROMPTS[1])[1:-1].encode()
+    second = library.prompts[1].encode()
     begin = next(n for n, each in enumerate(exchanges) if second in each.body)
     return exchanges[:begin], exchanges[begin:]
 
@@ -129,17 +147,19 @@ def sessions(exchanges: Sequence[Exchange]) -> tuple[Sequence[Exchange], Sequenc
 def check(library: Library, recorder: Recorder, model: str, key: str, folder: Path) -> None:
     recorder.exchanges.clear()
     told = run(library, recorder, model, key, folder)
-    assert [each["answer"] for each in told] == [CLIENT_ANSWER] * 2
+    assert [each["answer"] for each in told] == [library.answer] * 2
     for each in told:
         # Two calls at once are made at once.
-        assert sorted(each["calls"]) == sorted(CLIENT_CALLS)
+        assert sorted(each["calls"]) == sorted(library.calls)
         if library.client == "AI SDK" and library.variant != "chat":
             assert [text.strip() for text in each["reasoning"][:2]] == [CLIENT_THOUGHT] * 2
     assert recorder.problems() == ""
-    both = sessions(recorder.generated())
+    both = sessions(library, recorder.generated())
     for session in both:
         assert {_PROTOCOLS[each.path] for each in session} == {library.protocol.split()[0]}
-        assert_read_from_cache([turn for each in session if (turn := each.turn())], requests=3)
+        assert_read_from_cache(
+            [turn for each in session if (turn := each.turn())], requests=library.requests
+        )
     first = both[1][0].turn()
     assert first
     assert first.cached_tokens >= 0.9 * first.prompt_tokens

@@ -16,6 +16,7 @@ import pytest
 import requests
 from sgl_ext_cpu.node import Node
 
+from tests.clients import table
 from tests.clients.agents import (
     Person,
     Project,
@@ -25,6 +26,7 @@ from tests.clients.agents import (
     claude_turns,
     completed,
 )
+from tests.clients.recorder import recording
 from tests.clients.scripts import NEW, OLD, asked, mended
 
 pytestmark = pytest.mark.installs
@@ -59,8 +61,10 @@ def mend(
         home, key = homes[name], api_keys[tenant]
         folder = home / "project"
         (folder / "hello.py").write_text(OLD)
-        project = Project(claude_code, fresh.url, home, folder, output_tokens=400, key=key)
-        events = project.run(asked(name), "--permission-mode", "acceptEdits")
+        with recording(fresh.url) as recorder:
+            project = Project(claude_code, recorder.url, home, folder, output_tokens=400, key=key)
+            events = project.run(asked(name), "--permission-mode", "acceptEdits")
+        assert recorder.problems() == ""
         assert (folder / "hello.py").read_text() == NEW
         return Session(events, claude_turns(events))
 
@@ -89,10 +93,13 @@ def codex_sessions(
     def run(name: str) -> Session:
         home, key = homes[name], api_keys[name]
         websockets = name == _OVER_WEBSOCKET
-        person = Person(
-            codex, fresh.url, scripted_model, home, settings, key, websockets=websockets
-        )
-        return Session(person.run("project", asked(name)), person.turns())
+        with recording(fresh.url) as recorder:
+            # The recorder passes no WebSocket on.
+            url = fresh.url if websockets else recorder.url
+            person = Person(codex, url, scripted_model, home, settings, key, websockets=websockets)
+            events = person.run("project", asked(name))
+        assert recorder.problems() == ""
+        return Session(events, person.turns())
 
     with ThreadPoolExecutor() as threads:
         return dict(zip(_CODEX, threads.map(run, _CODEX), strict=True))
@@ -130,6 +137,7 @@ def test_each_turn_of_claude_code_reads_the_one_before_it_from_the_cache(
     turns = sessions[name].turns
     assert_read_from_cache(turns, requests=3)
     assert turns[0].prompt_tokens > 20_000
+    table.note("Claude Code", "messages", requests=3, set="`ANTHROPIC_BASE_URL`")
     assert turns[0].cached_tokens == 0
 
 
@@ -167,6 +175,7 @@ def test_each_turn_of_codex_reads_its_own_tenants_cache_alone(
     turns = codex_sessions[name].turns
     assert_read_from_cache(turns, requests=3)
     assert turns[0].prompt_tokens > 5_000
+    table.note("Codex", "responses", requests=3, set="a provider in `config.toml`")
     # Over a WebSocket its instructions and tools may have been prefilled.
     assert turns[0].cached_tokens == 0 or name == _OVER_WEBSOCKET
 
