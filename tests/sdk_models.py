@@ -72,9 +72,10 @@ def problems(path: str, status: int, kind: str, body: bytes) -> list[str]:
         return _differs(path, model, body) if model else []
     found = []
     for data in re.findall(rb"^data: ?(\{.*\})\r?\n\r?\n", body, re.MULTILINE):
-        is_error = data.startswith((b'{"error"', b'{"type":"error","error"'))
+        event = json.loads(data)
+        is_error = isinstance(event.get("error"), dict) and event.get("type", "error") == "error"
         model = error if is_error else _PIECES.get(path)
-        is_ping = is_anthropic and b'"ping"' in data[:20]
+        is_ping = is_anthropic and event.get("type") == "ping"
         found += _differs(path, model, data) if model and not is_ping else []
     return list(dict.fromkeys(found))
 

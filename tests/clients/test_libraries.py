@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sgl_ext_cpu.node import Node
+from sgl_ext_cpu.node import ROOT, Node
 
 from tests.clients import table
 from tests.clients.agents import assert_read_from_cache
@@ -144,6 +144,21 @@ def sessions(library: Library, exchanges: Sequence[Exchange]) -> Sequence[Sequen
     return exchanges[:begin], exchanges[begin:]
 
 
+def read_by_current_sdks(exchanges: Sequence[Exchange]) -> str:
+    """What the current SDKs do not know of these answers."""
+    told = [[each.path, each.status, each.kind, each.answer.decode()] for each in exchanges]
+    done = subprocess.run(
+        [installed("openai SDK") / "python", "-m", "tests.sdk_models"],
+        input="".join(json.dumps(each) + "\n" for each in told),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return done.stdout
+
+
 def check(library: Library, recorder: Recorder, model: str, key: str, folder: Path) -> None:
     recorder.exchanges.clear()
     told = run(library, recorder, model, key, folder)
@@ -154,6 +169,8 @@ def check(library: Library, recorder: Recorder, model: str, key: str, folder: Pa
         if library.client == "AI SDK" and library.variant != "chat":
             assert [text.strip() for text in each["reasoning"][:2]] == [CLIENT_THOUGHT] * 2
     assert recorder.problems() == ""
+    if library.client in ("openai SDK", "anthropic SDK"):
+        assert read_by_current_sdks(recorder.exchanges) == ""
     both = sessions(library, recorder.generated())
     for session in both:
         assert {_PROTOCOLS[each.path] for each in session} == {library.protocol.split()[0]}

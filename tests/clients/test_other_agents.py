@@ -47,7 +47,7 @@ def run(command: list[str | Path], place: Place, **environment: str) -> None:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=60,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
