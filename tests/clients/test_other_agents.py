@@ -26,6 +26,10 @@ _OPEN_CODE = {
 }
 
 
+# The rest is behind the prompt, where Claude Code tells of its environment.
+_SHARED = {"claude-agent-sdk": 0.75}
+
+
 class Place(NamedTuple):
     """Where an agent runs, and the node that it uses."""
 
@@ -87,7 +91,8 @@ def qwen_code(place: Place, protocol: str, prompt: str) -> None:
 
 def aider(place: Place, protocol: str, prompt: str) -> None:
     flags = ["--yes-always", "--no-git", "--no-check-update", "--no-show-model-warnings"]
-    flags += ["--analytics-disable", "--edit-format", "diff", "--message", prompt]
+    # It asks for no counts of a stream.
+    flags += ["--no-stream", "--analytics-disable", "--edit-format", "diff", "--message", prompt]
     run(
         [installed("aider") / "aider", "--model", f"openai/{place.model}", *flags, "hello.py"],
         place,
@@ -154,6 +159,6 @@ def test_a_second_session_reads_what_it_shares_from_the_cache(
         assert_read_from_cache(turns, requests=requests)
     first_turn = sessions[1][0].turn()
     assert first_turn
-    assert first_turn.cached_tokens >= 0.9 * first_turn.prompt_tokens
+    assert first_turn.cached_tokens >= _SHARED.get(client, 0.9) * first_turn.prompt_tokens
     measured = {"requests": requests, "share": table.share(first_turn), "set": settings}
     table.note(client, protocol, **measured)

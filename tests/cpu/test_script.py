@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from sgl_ext_cpu.script import Answer, Call, Script, ScriptError, call_begins, read_script
+from sgl_ext_cpu.script import Answer, Call, Script, ScriptError, read_grammar, read_script
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tests.cpu.conftest import FLAGS, Engine, running_engine
@@ -54,13 +54,19 @@ def render(
     return text
 
 
-def test_a_call_begins_as_the_requests_grammar_has_it() -> None:
+def test_an_answer_has_the_form_that_its_grammar_allows() -> None:
     begin = '<tool_call>\n{"name":"read", "arguments":'
-    tag = json.dumps({"structures": [{"begin": begin, "schema": {}, "end": "}\n</tool_call>"}]})
-    text = ANSWER.written("", call_begins(tag))
+    tag = {"structures": [{"begin": begin, "schema": {}, "end": "}\n</tool_call>"}]}
+    text = ANSWER.written("", read_grammar({"structural_tag": json.dumps(tag)}))
     assert f"{begin}{json.dumps(SETTINGS, ensure_ascii=False)}}}\n</tool_call>" in text
     assert '<tool_call>\n{"name": "list", "arguments": {}}' in text
-    assert ANSWER.written("", call_begins(None)) == ANSWER.written("")
+    usual = {"begin": '<tool_call>\n{"name": "read", "arguments": '}
+    for tags in ([usual, *tag["structures"]], [*tag["structures"], usual]):
+        told = json.dumps({"format": {"tags": tags, "at_least_one": False}})
+        assert ANSWER.written("", read_grammar({"structural_tag": told})) == ANSWER.written("")
+    for sampling in ({"json_schema": "{}"}, {"structural_tag": '{"at_least_one": true}'}):
+        assert "</think>I look." in ANSWER.written("", read_grammar(sampling))
+    assert ANSWER.written("", read_grammar({})) == ANSWER.written("")
 
 
 @pytest.fixture(scope="module")

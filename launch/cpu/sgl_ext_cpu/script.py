@@ -20,10 +20,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from sgl_ext_cpu.tokenizer import END_OF_TURN, START_OF_TURN
@@ -46,6 +45,24 @@ class Call:
 
 
 @dataclass(frozen=True)
+class Grammar:
+    """What SGLang's grammar of an answer says of its form.
+
+    begins: the text before a call's arguments, by the tool's name, where it is not the usual one.
+    begins_at_once: what follows the thinking has no white space before it.
+    """
+
+    begins: Mapping[str, str] = field(default_factory=dict)
+    begins_at_once: bool = False
+
+    def begin(self, name: str) -> str:
+        return self.begins.get(name, _begin(name))
+
+
+FREE = Grammar()
+
+
+@dataclass(frozen=True)
 class Answer:
     """One answer: thinking, then text, then tool calls."""
 
@@ -53,18 +70,17 @@ class Answer:
     text: str = ""
     tool_calls: tuple[Call, ...] = ()
 
-    def written(self, prompt: str, begins: Mapping[str, str] = MappingProxyType({})) -> str:
+    def written(self, prompt: str, grammar: Grammar = FREE) -> str:
         """The answer as the model would generate it after `prompt`, to the end of its turn.
 
         It has no thinking if the prompt turns that off. Otherwise it has at least an empty block:
-        SGLang's parser takes everything before the end of that block as thinking. `begins` are the
-        beginnings of calls that a grammar allows, as `call_begins` finds them.
+        SGLang's parser takes everything before the end of that block as thinking.
         """
         is_silent = prompt.endswith(_SILENT)
-        thought = "" if is_silent else f"<think>\n{self.thinking}\n</think>\n\n"
+        blank = "" if grammar.begins_at_once else "\n\n"
+        thought = "" if is_silent else f"<think>\n{self.thinking}\n</think>{blank}"
         calls = [
-            begins.get(call.name, f'<tool_call>\n{{"name": {_json(call.name)}, "arguments": ')
-            + f"{_json(call.arguments)}}}\n</tool_call>"
+            f"{grammar.begin(call.name)}{_json(call.arguments)}}}\n</tool_call>"
             for call in self.tool_calls
         ]
         said = [self.text] if self.text else []
@@ -92,22 +108,31 @@ class Script:
         return answers[given] if given < len(answers) else None
 
 
-def call_begins(structural_tag: str | None) -> dict[str, str]:
-    """How the calls of each tool begin by a grammar of SGLang's, which may leave out a space."""
-    found = {}
+def read_grammar(sampling: Mapping[str, Any]) -> Grammar:
+    """The grammar in a request's sampling parameters."""
+    begins: dict[str, str] = {}
+    at_once = bool(sampling.get("json_schema"))
 
     def look(value: Any) -> None:
+        nonlocal at_once
         if isinstance(value, list):
             for inner in value:
                 look(inner)
         elif isinstance(value, dict):
             begin = value.get("begin")
-            if isinstance(begin, str) and (name := _NAME.search(begin)):
-                found[json.loads(name[1])] = begin
+            if isinstance(begin, str) and (found := _NAME.search(begin)):
+                name = json.loads(found[1])
+                if begins.get(name) != _begin(name):
+                    begins[name] = begin
+            at_once = at_once or value.get("at_least_one") is True
             look(list(value.values()))
 
-    look(json.loads(structural_tag or "{}"))
-    return found
+    look(json.loads(sampling.get("structural_tag") or "{}"))
+    return Grammar(begins, at_once)
+
+
+def _begin(name: str) -> str:
+    return f'<tool_call>\n{{"name": {_json(name)}, "arguments": '
 
 
 def read_script(path: Path) -> Script:

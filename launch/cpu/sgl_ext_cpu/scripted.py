@@ -18,7 +18,7 @@ from typing import Any
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
-from sgl_ext_cpu.script import Script, ScriptError, call_begins, read_script
+from sgl_ext_cpu.script import Script, ScriptError, read_grammar, read_script
 
 _TOKENS = "sgl_ext_cpu_script"
 _logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def prescribe(script: Script, tokenizer: Any, request: Any) -> None:
     if answer is None:
         return
     sampling = request.sampling_params or {}
-    text = answer.written(prompt, call_begins(sampling.get("structural_tag")))
+    text = answer.written(prompt, read_grammar(sampling))
     tokens = tokenizer.encode(text, add_special_tokens=False)
     custom = sampling.get("custom_params") or {}
     request.sampling_params = {**sampling, "custom_params": {**custom, _TOKENS: tokens}}

@@ -6,6 +6,7 @@ import asyncio
 
 from agents import (
     Agent,
+    ModelSettings,
     OpenAIChatCompletionsModel,
     OpenAIResponsesModel,
     Runner,
@@ -22,6 +23,8 @@ async def ask(prompt: str, is_streamed: bool) -> str:
     agent = Agent(
         name="reader",
         instructions=SYSTEM,
+        # Whoever wants the counts of a stream asks for them.
+        model_settings=ModelSettings(include_usage=True),
         model=kind(model=MODEL, openai_client=client),
         tools=[function_tool(function) for function in FUNCTIONS.values()],
     )
