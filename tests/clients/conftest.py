@@ -75,7 +75,7 @@ def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def api_keys(keys_file: Path) -> dict[str, str]:
     """A key of each tenant of the scripted node: the people, one who has no home, and others."""
-    tenants = ("Ann", "Bob", "Cleo", "Dan", "Eve", "sdks", "root")
+    tenants = ("Ann", "Bob", "Cleo", "Dan", "Eve", "Fay", "sdks", "root")
     return {tenant: keys.add_key(keys_file, tenant)[0] for tenant in tenants}
 
 
@@ -104,6 +104,7 @@ def scripted(
         *scripts.for_schemas(),
         *scripts.for_libraries(),
         *scripts.for_structures(),
+        *scripts.for_short_sessions(),
     ]
     script = folder / "script.jsonl"
     script.write_text("".join(json.dumps(line) + "\n" for line in lines))

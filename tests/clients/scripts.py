@@ -170,3 +170,14 @@ def for_structures() -> list[dict[str, Any]]:
         *_lines("tell the port by a tool.", {"tool_calls": [call]}),
         *_lines("tell the port by a schema.", {"text": json.dumps(port)}),
     ]
+
+
+GREETING, SUM = "Say hello to the gateway.", "What is two and two?"
+
+
+def for_short_sessions() -> list[dict[str, Any]]:
+    """A session of one answer, and one of two."""
+    return [
+        *_lines(GREETING, {"text": "Hello."}),
+        *_lines(SUM, {"text": "Four."}, {"text": "Because."}),
+    ]

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.installs
 
 _ONE_WORD = {
     "thinking": {"type": "disabled"},
+    "tool_choice": {"type": "none"},
     "output_config": {"format": {"type": "json_schema", "schema": {"const": "hello"}}},
 }
 _STRIPPED = "sgl_ext_headers_stripped_total"

@@ -1,12 +1,7 @@
-"""Codex through the balancer, over `/v1/responses` and streaming.
-
-Random weights do not know when to stop, so each session asks for an answer of one
-word by Codex's own flag for it, `--output-schema`.
-"""
+"""Codex through the balancer, over `/v1/responses` and streaming, with answers by script."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +11,9 @@ from sgl_ext_cpu.node import Node
 
 from tests.clients import table
 from tests.clients.agents import Person, Turn, completed
+from tests.clients.scripts import GREETING, SUM
 
 pytestmark = pytest.mark.installs
-
-_ONE_WORD = {"const": "hello"}
 
 
 @dataclass(frozen=True)
@@ -48,28 +42,30 @@ class Sessions:
 
 
 def _ask(person: Person, project: str, *words: str) -> Answer:
-    schema = person.home / "schema.json"
-    schema.write_text(json.dumps(_ONE_WORD))
-    events = person.run(project, "--output-schema", str(schema), *words)
-    texts = [item["text"] for item in completed(events, "agent_message")]
+    events = person.run(project, *words)
+    texts = [item["text"].strip() for item in completed(events, "agent_message")]
     (ended,) = [event for event in events if event["type"] == "turn.completed"]
     return Answer(texts, ended["usage"])
 
 
 @pytest.fixture(scope="module")
 def sessions(
-    node: Node, codex: Path, served_model: str, tmp_path_factory: pytest.TempPathFactory
+    scripted: Node,
+    codex: Path,
+    scripted_model: str,
+    api_keys: dict[str, str],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Sessions:
-    """Two sessions with different prompts on empty caches."""
+    """Two sessions with different prompts, of a tenant that has nothing in the caches."""
     home = tmp_path_factory.mktemp("home")
-    person = Person(codex, node.url, served_model, home, 'model_reasoning_effort = "none"')
-    node.flush()
-    first = _ask(person, "one", "Say hello.")
-    return Sessions(person, first, _ask(person, "other", "What is two and two?"))
+    settings = 'model_reasoning_effort = "none"'
+    person = Person(codex, scripted.url, scripted_model, home, settings, api_keys["Fay"])
+    first = _ask(person, "one", GREETING)
+    return Sessions(person, first, _ask(person, "other", SUM))
 
 
 def test_each_session_ends_with_an_answer(sessions: Sessions) -> None:
-    assert sessions.first.texts == sessions.second.texts == ['"hello"']
+    assert (sessions.first.texts, sessions.second.texts) == (["Hello."], ["Four."])
 
 
 def test_a_second_session_reads_tools_and_instructions_from_the_cache(sessions: Sessions) -> None:
@@ -85,7 +81,7 @@ def test_a_second_session_reads_tools_and_instructions_from_the_cache(sessions: 
 def test_the_next_turn_reads_the_conversation_so_far_from_the_cache(sessions: Sessions) -> None:
     before = sessions.second
     after = _ask(sessions.person, "other", "resume", "--last", "And why?")
-    assert after.texts == ['"hello"']
+    assert after.texts == ["Because."]
     assert after.read - before.read >= 0.99 * (after.prompt - before.prompt)
 
 
