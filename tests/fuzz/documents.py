@@ -27,7 +27,10 @@ _COMMON: dict[str, Any] = {
     "prompt_cache_key": "k",
     "cache_salt": "s",
     "nvext": {"agent_hints": {"priority": 7, "osl": 50}, "cache_control": _MARK},
+    "kv_hints": {"actions": [{"action_type": "kv.pin", "payload": {"ttl": "5m"}}]},
 }
+_BREAK = {"prompt_cache_breakpoint": {"mode": "explicit"}}
+_OPTIONS = {"prompt_cache_options": {"mode": "implicit", "ttl": "30m"}}
 _BODIES: dict[str, dict[str, Any]] = {
     "/v1/messages": {
         **_COMMON,
@@ -48,8 +51,9 @@ _BODIES: dict[str, dict[str, Any]] = {
         "max_completion_tokens": 5,
         "messages": [
             {"role": "system", "content": "x-anthropic-billing-header: a=b;\nhello"},
-            {"role": "user", "content": [{"type": "text", "text": "a"}]},
+            {"role": "user", "content": [{"type": "text", "text": "a", **_BREAK}]},
         ],
+        **_OPTIONS,
         "stream_options": {"include_usage": True},
         "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
         "tool_choice": "none",
@@ -58,7 +62,8 @@ _BODIES: dict[str, dict[str, Any]] = {
         **_COMMON,
         "max_output_tokens": 5,
         "instructions": "i",
-        "input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}],
+        "input": [{"role": "user", "content": [{"type": "input_text", "text": "a", **_BREAK}]}],
+        **_OPTIONS,
         "store": False,
         "background": False,
     },
