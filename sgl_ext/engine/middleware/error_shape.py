@@ -25,7 +25,7 @@ _FILE = re.compile(
 )
 _WORD = re.compile(r"[a-z_][a-z0-9_]*\Z")
 _TYPES = frozenset({"body", "str", "list", "dict", "int", "float", "bool"})
-_TOO_LONG = re.compile(
+_LONG_PROMPT = re.compile(
     r"The input \((\d+) tokens\) is longer than the model's context length \((\d+)"
 )
 _TOO_MUCH = re.compile(
@@ -36,6 +36,7 @@ _NO_GRAMMAR = re.compile(r"^Failed to compile (\w+) grammar: ")
 _OWN_FIELDS = ("regex", "ebnf")
 _NO_MEMORY = "exceeds the KV memory budget"
 INTERNAL = "Internal server error"
+TOO_LONG = "context_length_exceeded"
 
 
 class EngineError(NamedTuple):
@@ -49,7 +50,7 @@ class EngineError(NamedTuple):
     def code(self) -> str | None:
         """OpenAI's name for it, if it has one."""
         if _anthropic_words(self.message) != self.message:
-            return "context_length_exceeded"
+            return TOO_LONG
         return "model_not_found" if self.status == 404 and self.param == "model" else None
 
 
@@ -158,7 +159,7 @@ def _is_field(step: Any) -> bool:
 
 def _anthropic_words(message: str) -> str:
     """A message in Anthropic's words if prompt and answer together are too long for the model."""
-    if found := _TOO_LONG.search(message):
+    if found := _LONG_PROMPT.search(message):
         return f"prompt is too long: {found[1]} tokens > {found[2]} maximum"
     if found := _TOO_MUCH.search(message):
         return (

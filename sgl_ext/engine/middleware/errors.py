@@ -18,7 +18,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from sgl_ext.engine.core.request_context import context_in
 from sgl_ext.engine.core.request_names import request_id_of
 from sgl_ext.engine.middleware import error_shape, faults
-from sgl_ext.engine.middleware.error_shape import INTERNAL, EngineError, scrubbed, shaped
+from sgl_ext.engine.middleware.error_shape import INTERNAL, TOO_LONG, EngineError, scrubbed, shaped
 from sgl_ext.protocols.anthropic import ANTHROPIC, status_of_type
 from sgl_ext.protocols.chat import OLLAMA_CHAT
 from sgl_ext.protocols.errors import OPENAI_ERRORS
@@ -141,8 +141,12 @@ class _Answer:
         start, data, more = self._start, message.get("body", b""), message.get("more_body", False)
         status = start["status"]
         if status < 400 and data.startswith(_ERROR_EVENTS):
-            await self.reject(self._by_context(_error_in(data)), start)
-            return
+            error = self._by_context(_error_in(data))
+            # Codex compacts a conversation that is too long if an event says so, and on no status.
+            if error.code != TOO_LONG or not data.startswith(_FAILED):
+                await self.reject(error, start)
+                return
+            data = self._reshaped(data)
         self._parts.append(data)
         if more and (status >= 400 or self._says_nothing(data)):
             return

@@ -22,6 +22,8 @@ CREATED = b'event: response.created\ndata: {"type": "response.created"}\n\n'
 ADDED = b'event: response.output_item.added\ndata: {"type": "x"}\n\n'
 FAILED = b'event: response.failed\ndata: {"response": {"error": {"message": "Aborted"}}}\n\n'
 
+TOO_LONG = b"The input (9 tokens) is longer than the model's context length (5 tokens)."
+
 
 def abort(status: int) -> Any:
     """What the scheduler answers to a request that it aborts."""
@@ -78,6 +80,9 @@ def client() -> TestClient:
 
         async def events() -> Any:
             yield CREATED
+            if body["fails"] == "too long":
+                yield FAILED.replace(b"Aborted", TOO_LONG)
+                return
             if body["fails"] == "late":
                 yield ADDED
             await fail(lambda: abort(503))
@@ -108,6 +113,10 @@ def test_a_stream_that_is_aborted_before_its_content_has_a_status(client: TestCl
     answer = client.post(PATH, json={"fails": "early"})
     assert answer.status_code == 503
     assert answer.json()["error"]["message"] == "Aborted"
+    long = client.post(PATH, json={"fails": "too long"})  # as Codex looks for it
+    assert long.status_code == 200
+    assert long.content.startswith(CREATED + b"event: response.failed")
+    assert b'"code":"context_length_exceeded"' in long.content
     late = client.post(PATH, json={"fails": "late"})
     assert late.status_code == 200
     assert late.content.startswith(CREATED + ADDED + ADDED)
