@@ -32,6 +32,7 @@ from sgl_ext.limits.byte_account import Hold
 from sgl_ext.protocols.errors import BalancerError, internal_error
 from sgl_ext.protocols.responses import RESPONSES
 from sgl_ext.protocols.routes import PREFILL
+from sgl_ext.supervision import Guard
 
 # Of the handshake, and not of the requests.
 _NOT_OF_TURNS = frozenset(
@@ -122,6 +123,7 @@ class ResponsesSocket:
         self._unsent: list[Hold] = []
         self._starting = False
         self._gone = False
+        self._guard = Guard("websocket_messages", services.metrics.background_failed)
         services.metrics.sockets.inc()
 
     @property
@@ -162,8 +164,6 @@ class ResponsesSocket:
             return
         self._gone = True
         self._services.metrics.sockets.dec()
-        if self._reading is not None:
-            self._reading.cancel()
         running, self._running = self._running, {}
         for turn in running.values():
             turn.exchange.client_gone()
@@ -198,24 +198,24 @@ class ResponsesSocket:
 
     async def _read_large(self, text: bytearray, hold: Hold) -> None:
         # An event loop keeps no reference to a task, but `_reading` does.
-        error, message = None, None
-        try:
-            bodies = self._services.large_bodies
-            message, _ = await bodies.call(self._tenant, text, read_large_message)
-        except BalancerError as refused:
-            error = refused
-        except Exception:
-            error = internal_error()
-            self._services.metrics.background_failed("socket_message")
+        message, error = None, internal_error()
+        with self._guard:
+            try:
+                bodies = self._services.large_bodies
+                message, body = await bodies.call(self._tenant, text, read_large_message)
+                message = message._replace(body=body)
+            except BalancerError as refused:
+                error = refused
         self._reading = None
-        if self._gone or message is None:
+        if self._gone:
             hold.release()
+            return
+        if message is None:
+            hold.release()
+            self.refuse(error)
         else:
             self._add(message, hold)
-        if not self._gone:
-            if error is not None:
-                self.refuse(error)
-            self._read_next()
+        self._read_next()
 
     def _add(self, message: Message, hold: Hold) -> None:
         lane = self._turns.lane(message.lane)
@@ -247,6 +247,7 @@ class ResponsesSocket:
         raw = self._head if turn.message.warms is None else self._warm_head
         head, _ = self._heads.read(raw)
         body = turn.message.body
+        turn.message = turn.message._replace(body=b"")  # the exchange drops it when it is sent
         request = Request(head, len(body), True, head.rejection, turn.hold, body)
         turn.exchange = self._begin(turn, request, turn.turns)
         turn.exchange.begin()

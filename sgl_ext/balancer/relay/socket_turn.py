@@ -74,9 +74,10 @@ def read_message(text: bytes | bytearray) -> Message:
         raise bad_field("body", "is nested too deeply") from None
 
 
-def read_large_message(text: bytes) -> tuple[Message, None]:
-    """As `read_message`, in another process."""
-    return read_message(text), None
+def read_large_message(text: bytes) -> tuple[Message, bytes]:
+    """As `read_message`, in another process: the message without its body, and the body."""
+    message = read_message(text)
+    return message._replace(body=b""), message.body
 
 
 class Socket(Protocol):
