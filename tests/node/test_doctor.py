@@ -54,7 +54,7 @@ def test_it_finds_a_clock_and_what_it_costs(
 
 
 def test_an_answer_tells_a_change_from_an_eviction(fresh: Node) -> None:
-    """Without the doctor's guess: both prompts continue one conversation, or do not."""
+    """The same conversation with another system prompt, and after its cache was flushed."""
     said = [{"role": "user", "content": RULE * 30}]
     asked: dict[str, object] = {
         "model": "m",
