@@ -21,6 +21,7 @@ from sgl_ext.balancer.http.websocket import WebSocketConnection
 from sgl_ext.balancer.http.websocket_handshake import VERSION_LINE, handshake
 from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.relay.socket_turn import (
+    RESTATED,
     Message,
     SocketTurn,
     error_event,
@@ -39,7 +40,7 @@ _NOT_OF_TURNS = frozenset(
     b"content-encoding content-type expect sec-websocket-extensions sec-websocket-key "
     b"sec-websocket-protocol sec-websocket-version x-request-id".split()
 )
-_HEAD = b"POST %b HTTP/1.1\r\n%bcontent-type: application/json\r\n\r\n"
+_HEAD = b"POST %b HTTP/1.1\r\ncontent-type: application/json\r\n%b%b\r\n"
 _WARMS = f"{PREFILL}?wait=false&protocol={RESPONSES.name}".encode()
 
 Begin = Callable[[Client, Request, LaneTurns], RunningExchange]
@@ -111,8 +112,10 @@ class ResponsesSocket:
         self._heads = heads
         self._connection = connection
         self._path, self._tenant = head.path, head.tenant
-        lines = header_lines(head.headers, _NOT_OF_TURNS)
-        self._head, self._warm_head = _HEAD % (head.target, lines), _HEAD % (_WARMS, lines)
+        self._target = head.target
+        self._lines = header_lines(head.headers, {*_NOT_OF_TURNS, RESTATED.encode()})
+        stated = head.fields.get(RESTATED.encode())
+        self._stated = b"" if stated is None else b"%b: %b\r\n" % (RESTATED.encode(), stated)
         self._begin = begin
         forgot = services.metrics.socket_turns_forgotten.inc
         self._turns = ConnectionTurns(services.account.hold(head.tenant), forgot)
@@ -244,8 +247,9 @@ class ResponsesSocket:
 
     def _start(self, turn: SocketTurn) -> None:
         self._running[turn.message.lane] = turn
-        raw = self._head if turn.message.warms is None else self._warm_head
-        head, _ = self._heads.read(raw)
+        target = self._target if turn.message.warms is None else _WARMS
+        stated = turn.message.lines or self._stated
+        head, _ = self._heads.read(_HEAD % (target, self._lines, stated))
         body = turn.message.body
         turn.message = turn.message._replace(body=b"")  # the exchange drops it when it is sent
         request = Request(head, len(body), True, head.rejection, turn.hold, body)

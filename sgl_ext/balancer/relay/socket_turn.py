@@ -23,6 +23,8 @@ from sgl_ext.balancer.relay.reading import parse_json
 from sgl_ext.limits.byte_account import Hold
 from sgl_ext.protocols.errors import bad_field
 
+RESTATED = "x-codex-turn-metadata"
+_PRINTABLE = re.compile(r"[ -~]{1,8192}")
 _MAX_LANE_CHARS = 256
 _DATA = re.compile(rb"^data: ?(.*)$", re.MULTILINE)
 _DONE = b"[DONE]"
@@ -38,6 +40,7 @@ class Message(NamedTuple):
 
     lane: its `stream_id`. body: the body of the request that it makes.
     warms: its own input items if its prompt is only prefilled; None if it is answered.
+    lines: header lines that hold for this request in place of the handshake's.
     """
 
     lane: str | None
@@ -45,6 +48,7 @@ class Message(NamedTuple):
     warms: bytes | None = None
     model: str = ""
     previous: str | None = None
+    lines: bytes = b""
 
 
 def read_message(text: bytes | bytearray) -> Message:
@@ -64,14 +68,25 @@ def read_message(text: bytes | bytearray) -> Message:
     del document["type"]
     try:
         if generates is not False:
-            return Message(lane, orjson.dumps(document | {"stream": True}))
+            body = orjson.dumps(document | {"stream": True})
+            return Message(lane, body, lines=_restated(document))
         own, previous = stored_turns.own_items(document), document.get("previous_response_id")
         if own is None:
             raise bad_field("input", "must be a text or a list")
         model = str(document.get("model", ""))
-        return Message(lane, orjson.dumps(document), orjson.dumps(own), model, previous)
+        lines = _restated(document)
+        return Message(lane, orjson.dumps(document), orjson.dumps(own), model, previous, lines)
     except TypeError:
         raise bad_field("body", "is nested too deeply") from None
+
+
+def _restated(document: _Json) -> bytes:
+    """Codex's header about its turn, which over a WebSocket is in the body of each request."""
+    about = document.get("client_metadata")
+    value = about.get(RESTATED) if isinstance(about, dict) else None
+    if not isinstance(value, str) or not _PRINTABLE.fullmatch(value):
+        return b""
+    return f"{RESTATED}: {value}\r\n".encode()
 
 
 def read_large_message(text: bytes) -> tuple[Message, bytes]:

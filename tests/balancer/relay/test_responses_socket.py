@@ -82,6 +82,17 @@ async def test_turns_that_are_not_stored_continue_on_their_connection(start: Sta
     assert not [name for name in sent if name.lower().startswith(("sec-websocket", "upgrade"))]
 
 
+async def test_what_codex_says_of_each_turn_is_a_header_of_its_request(start: Start) -> None:
+    engine = Answering().engine()
+    client = await start(engine)
+    name = "x-codex-turn-metadata"
+    async with client.ws_connect(PATH, headers={name: "of the handshake"}) as socket:
+        for value in ("of the turn", "a\r\nx-tenant-id: other", 5, None):
+            await turn(socket, input="One", client_metadata={name: value})
+    assert [sent[name] for _, _, sent in engine.seen] == ["of the turn", *["of the handshake"] * 3]
+    assert not any("x-tenant-id" in sent for _, _, sent in engine.seen)
+
+
 async def test_another_connection_does_not_know_them(start: Start) -> None:
     engine = Answering()
     client = await start(engine.engine())
