@@ -64,7 +64,7 @@ def test_a_second_session_reads_tools_and_system_prompt_from_the_cache(sessions:
     assert _read(sessions.second) >= 0.75 * _prompt(sessions.second)
     assert _prompt(sessions.second) > 10_000
     turn = Turn(_prompt(sessions.second), _read(sessions.second))
-    table.note("Claude Code", "messages", share=table.share(turn))
+    table.note("Claude Code", "messages", turn)
 
 
 def test_the_header_is_stripped_and_one_engine_gets_both_sessions(sessions: Sessions) -> None:

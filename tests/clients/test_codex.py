@@ -75,7 +75,7 @@ def test_a_second_session_reads_tools_and_instructions_from_the_cache(sessions: 
     assert sessions.second.read >= 0.95 * sessions.second.prompt
     assert sessions.second.prompt > 5_000
     turn = Turn(sessions.second.prompt, sessions.second.read)
-    table.note("Codex", "responses", share=table.share(turn))
+    table.note("Codex", "responses", turn)
 
 
 def test_the_next_turn_reads_the_conversation_so_far_from_the_cache(sessions: Sessions) -> None:

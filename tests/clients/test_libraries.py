@@ -180,8 +180,8 @@ def check(library: Library, recorder: Recorder, model: str, key: str, folder: Pa
     first = both[1][0].turn()
     assert first
     assert first.cached_tokens >= 0.9 * first.prompt_tokens
-    measured = {"requests": len(both[1]), "share": table.share(first), "set": library.settings}
-    table.note(library.client, library.protocol, **measured)
+    measured = {"requests": len(both[1]), "set": library.settings}
+    table.note(library.client, library.protocol, first, **measured)
 
 
 @pytest.mark.parametrize("library", IN_THE_SUITE, ids=str)

@@ -160,5 +160,4 @@ def test_a_second_session_reads_what_it_shares_from_the_cache(
     first_turn = sessions[1][0].turn()
     assert first_turn
     assert first_turn.cached_tokens >= _SHARED.get(client, 0.9) * first_turn.prompt_tokens
-    measured = {"requests": requests, "share": table.share(first_turn), "set": settings}
-    table.note(client, protocol, **measured)
+    table.note(client, protocol, first_turn, requests=requests, set=settings)
