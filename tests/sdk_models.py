@@ -29,6 +29,8 @@ _WHOLE: dict[str, Any] = {
     "/v1/completions": openai.types.Completion,
     "/v1/responses": Response,
 }
+# Their errors are SGLang's, or those of several engines.
+_OTHERS = {"/v1/pins", "/v1/systemone"}
 _PIECES: dict[str, Any] = {
     _MESSAGES: anthropic.types.beta.BetaRawMessageStreamEvent,
     "/v1/chat/completions": openai.types.chat.ChatCompletionChunk,
@@ -41,12 +43,16 @@ OURS: dict[str, set[str]] = {
     "/v1/chat/completions": {
         *("choices.delta.reasoning_content", "choices.message.reasoning_content"),
         *("choices.matched_stop", "choices.message.tool_calls.index"),
+        *("choices.prompt_token_ids", "choices.response_token_ids"),
         *("metadata", "usage.reasoning_tokens"),
+        "usage.prompt_tokens_details.cache_write_tokens",
     },
     "/v1/completions": {"choices.matched_stop", "metadata", "usage.reasoning_tokens"},
     "/v1/responses": {
         *("item.phase", "output.phase", "name", "store"),
+        *("namespace", "item.namespace", "output.namespace"),
         *("tools.defer_loading", "tools.format", "tools.tools"),
+        *("tools.parameters", "tools.strict"),
         "usage.input_tokens_details.cache_write_tokens",
     },
 }
@@ -61,7 +67,7 @@ def problems(path: str, status: int, kind: str, body: bytes) -> list[str]:
 
     `kind` is the content type. Of a stream, every complete event is looked at.
     """
-    if not path.startswith("/v1/") or not body:
+    if not path.startswith("/v1/") or path in _OTHERS or not body:
         return []
     is_anthropic = path.startswith(_MESSAGES)
     error = BetaErrorResponse if is_anthropic else _OpenAIError

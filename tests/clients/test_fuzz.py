@@ -18,6 +18,7 @@ from sgl_ext_cpu.node import Node
 
 from sgl_ext.engine.middleware.errors import is_shaped
 
+pytestmark = pytest.mark.wrong_requests
 _TRIES = 130
 _WRONG: list[Any] = [
     *(None, True, 0, -1, 2**63, 1e300, "", "x", [], {}, [[]], [None], {"type": 5}, [{"type": []}]),

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import requests
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
@@ -20,6 +21,7 @@ from sgl_ext_cpu.node import Node
 from sgl_ext.protocols import routes
 from tests.clients.test_fuzz import problem
 
+pytestmark = pytest.mark.wrong_requests
 _TRIES = 3
 _SLOW = {"/v1/chat/completions", "/v1/completions", "/invocations", "/vertex_generate"}
 _LONG = {"/api/chat", "/api/generate"}
