@@ -101,6 +101,7 @@ def scripted(
         *scripts.for_aider("aider", _greeting(homes["aider"])),
         *scripts.for_sdks(),
         *scripts.for_odd_calls(),
+        *scripts.for_late_tools(),
         *scripts.for_schemas(),
         *scripts.for_libraries(),
         *scripts.for_structures(),

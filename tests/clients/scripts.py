@@ -109,6 +109,17 @@ def for_odd_calls() -> list[dict[str, Any]]:
     return _lines(ODD_PROMPT, {**said, "tool_calls": calls}, said)
 
 
+LATE_PROMPT = "Paint the balancer when you can. " + "There is no hurry. " * 40
+LATE_CALL = ("paint", {"colour": "blue"})
+
+
+def for_late_tools() -> list[dict[str, Any]]:
+    """A word, and a call of a tool that has come meanwhile."""
+    name, arguments = LATE_CALL
+    called = {"tool_calls": [{"name": name, "arguments": arguments}]}
+    return _lines(LATE_PROMPT, {"text": ODD_WORD}, called)
+
+
 CHOICE_PROMPT = "Say the port of the balancer as JSON. " + "Be sure of it. " * 20
 CHOICE_SCHEMA = {
     "type": "object",

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from sgl_ext_cpu.node import Node
 
-from tests.clients.scripts import ODD_CALLS, ODD_PROMPT, ODD_WORD
+from tests.clients.scripts import LATE_CALL, LATE_PROMPT, ODD_CALLS, ODD_PROMPT, ODD_WORD
 
 _SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}}
 _DECLARED = ("read_file", "search")
@@ -106,6 +106,32 @@ def test_chat_completions(scripted: Node, key: str, one: bool) -> None:
             arguments[index] = arguments.get(index, "") + part["arguments"]
     assert said.lstrip() == ODD_WORD
     assert [(names[n], json.loads(arguments[n])) for n in sorted(names)] == expected
+
+
+def test_a_tool_that_is_added_is_called_and_leaves_the_prompt_before_it_in_the_cache(
+    scripted: Node, key: str
+) -> None:
+    schema = {"type": "object", "properties": {"colour": {"type": "string"}}}
+    definition = {"name": LATE_CALL[0], "input_schema": schema}
+    added = {"type": "tool_definition", "definition": definition}
+    conversation = [
+        {"role": "user", "content": LATE_PROMPT},
+        {"role": "assistant", "content": ODD_WORD},
+        {"role": "user", "content": "Now."},
+        {"role": "system", "content": [{"type": "tool_addition", "tool": added}]},
+    ]
+    body = {
+        "model": "tiny",
+        "max_tokens": 100,
+        "thinking": {"type": "disabled"},
+        "tools": [{"name": name, "input_schema": _SCHEMA} for name in _DECLARED],
+    }
+    first = whole(scripted, key, "/v1/messages", {**body, "messages": conversation[:1]})
+    second = whole(scripted, key, "/v1/messages", {**body, "messages": conversation})
+    assert of_messages(second["content"]) == [LATE_CALL]
+    prompt = sum(first["usage"].get(f"{kind}input_tokens", 0) for kind in ("", "cache_read_"))
+    # The last tokens only begin the answer, for which thinking is off.
+    assert second["usage"]["cache_read_input_tokens"] >= prompt - 16
 
 
 def of_response(output: list[dict[str, Any]]) -> list[Any]:
