@@ -21,6 +21,7 @@ _RESULT_KEYS = frozenset({"type", "tool_use_id", "content", "cache_control"})
 _ROLES: dict[Any, bytes] = {
     role: b"\xffm" + role.encode() for role in ("user", "assistant", "tool")
 }
+_DEFERRED = "defer_loading"
 _SEARCHES = "tool_search"
 SORTED = orjson.OPT_SORT_KEYS
 
@@ -33,7 +34,13 @@ def offered_tools(body: dict[str, Any]) -> list[Any]:
 
 def tools_at_head(tools: list[Any]) -> list[Any]:
     """The tools that the prompt shows at its head; the same list if none is deferred."""
-    if not any(map(is_deferred, tools)) or are_searched(tools):
+    marked = [  # each request comes here, and few have such a tool
+        tool
+        for tool in tools
+        if type(tool) is dict
+        and (_DEFERRED in tool or (type(f := tool.get("function")) is dict and _DEFERRED in f))
+    ]
+    if not any(map(is_deferred, marked)) or are_searched(tools):
         return tools
     return [tool for tool in tools if not is_deferred(tool)]
 
@@ -43,8 +50,8 @@ def is_deferred(tool: Any) -> bool:
     if not isinstance(tool, dict):
         return False
     function = tool.get("function")
-    return tool.get("defer_loading") is True or (
-        isinstance(function, dict) and function.get("defer_loading") is True
+    return tool.get(_DEFERRED) is True or (
+        isinstance(function, dict) and function.get(_DEFERRED) is True
     )
 
 
