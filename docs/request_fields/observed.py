@@ -58,6 +58,7 @@ class Observer:
         self._chat.supports_inline_system = True
         self._chat.use_harmony = self._chat._translates_tools = False
         self._chat.tool_server, self._chat.msg_store = None, {}
+        self._chat.enable_response_store = False
         self._chat.supports_native_reasoning_history = lambda: True
         self._chat.apply_reasoning_enabled = _note_thinking
         state = SimpleNamespace(openai_serving_chat=self._chat, openai_serving_responses=self._chat)
