@@ -38,7 +38,8 @@ def page(text: str, measured: Iterable[Mapping[str, Any]]) -> str:
         notes.setdefault((each["client"], each["protocol"]), {}).update(each)
     for key, note in notes.items():
         old = found.get(key, ("",) * 6)
-        loop = f"{note['requests']} requests" if "requests" in note else old[3]
+        count = note.get("requests")
+        loop = f"{count} request{'s' * (count > 1)}" if count else old[3]
         share = f"{note['share']:g} %" if "share" in note else old[4]
         found[key] = (key[0], note["version"], key[1], loop, share, note.get("set", old[5]))
     body = "".join(f"| {' | '.join(found[key])} |\n" for key in sorted(found, key=_order))

@@ -26,8 +26,8 @@ _OPEN_CODE = {
 }
 
 
-# The rest is behind the prompt, where Claude Code tells of its environment.
-_SHARED = {"claude-agent-sdk": 0.75}
+# The rest is behind the prompt: what Claude Code tells of its environment, and aider's reminder.
+_SHARED = {"claude-agent-sdk": 0.75, "aider": 0.7}
 
 
 class Place(NamedTuple):
