@@ -15,7 +15,7 @@ from starlette.requests import Request
 
 from sgl_ext.engine.core.request_context import context_of
 from sgl_ext.engine.http.request_hook import read_body
-from sgl_ext.engine.http.translation import model_of
+from sgl_ext.engine.http.translation import keep_deferral, model_of
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.field_types import find_wrong_field
 from sgl_ext.requests.rewriting import translate
@@ -112,11 +112,10 @@ class Observer:
         if path == CHAT:
             return _used(self._protocol.ChatCompletionRequest.model_validate(body))
         request = self._protocol.ResponsesRequest.model_validate(body)
+        convert = type(self._chat)._response_tools_to_chat_tools
         converted = {
             "input": self._chat._construct_input_messages(request),
-            "tools": [
-                tool.model_dump() for tool in self._chat._response_tools_to_chat_tools(request)
-            ],
+            "tools": [tool.model_dump() for tool in keep_deferral(convert, self._chat, request)],
         }
         return _used(request) | converted
 
