@@ -53,8 +53,14 @@ class Prepared:
         allowed: frozenset[str] | None = None,
         form: Any = None,
         keeps: bool = True,
+        withdrawn: frozenset[str] = frozenset(),
     ) -> None:
-        context = RequestContext("/v1/chat/completions", keeps_tools=keeps, allowed_tools=allowed)
+        context = RequestContext(
+            "/v1/chat/completions",
+            keeps_tools=keeps,
+            allowed_tools=allowed,
+            withdrawn_tools=withdrawn,
+        )
         enter(context)
         self.shown: list[str] = []
         self._serving: Any = SimpleNamespace(
@@ -178,6 +184,12 @@ def test_without_a_grammar_the_prompt_has_the_allowed_tools_only() -> None:
     assert (generic.shown, generic.counted) == (["look"], {"tool_choice"})
     native = Prepared(LOOK, parser="hunyuan")
     assert (native.shown, native.counted) == (["look"], {"tool_choice"})
+
+
+@pytest.mark.parametrize("parser", ["qwen25", "llama3"])
+def test_a_tool_that_the_conversation_removed_stays_in_the_prompt(parser: str) -> None:
+    prepared = Prepared("auto", parser=parser, allowed=ALLOWED, withdrawn=frozenset({"write"}))
+    assert prepared.shown == [*NAMES]
 
 
 def test_a_schema_without_a_grammar_of_calls_is_counted() -> None:
