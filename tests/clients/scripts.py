@@ -176,11 +176,9 @@ def for_libraries() -> list[dict[str, Any]]:
 def for_structures() -> list[dict[str, Any]]:
     """The port as an object: by a tool, and by a schema."""
     port = {"port": 30000}
-    # instructor streams the parts of an object under another name.
-    calls = [{"name": name, "arguments": port} for name in ("Port", "PartialPort")]
+    call = {"name": "Port", "arguments": port}
     return [
-        *_lines("First, tell the port by a tool.", {"tool_calls": calls[:1]}),
-        *_lines("And now, tell the port by a tool.", {"tool_calls": calls[1:]}),
+        *_lines("tell the port by a tool.", {"tool_calls": [call]}),
         *_lines("tell the port by a schema.", {"text": json.dumps(port)}),
     ]
 

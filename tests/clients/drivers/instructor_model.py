@@ -13,26 +13,18 @@ class Port(pydantic.BaseModel):
 
 
 def ask(prompt: str, is_streamed: bool) -> str:
+    """Both sessions are whole: a stream's tool has another name, and so another prompt."""
     client = instructor.from_openai(
         openai.OpenAI(base_url=f"{URL}/v1", api_key=KEY, max_retries=0),
         mode=getattr(instructor.Mode, VARIANT.upper()),
     )
-    request = {
-        "model": MODEL,
-        "max_tokens": TOKENS,
-        "messages": [
-            {"role": "system", "content": SYSTEM},
-            {"role": "user", "content": prompt},
-        ],
-        "max_retries": 0,
-    }
-    if is_streamed:
-        usage = {"include_usage": True}
-        *_, port = client.chat.completions.create_partial(
-            response_model=Port, stream_options=usage, **request
-        )
-    else:
-        port = client.chat.completions.create(response_model=Port, **request)
+    port = client.chat.completions.create(
+        response_model=Port,
+        model=MODEL,
+        max_tokens=TOKENS,
+        messages=[{"role": "system", "content": SYSTEM}, {"role": "user", "content": prompt}],
+        max_retries=0,
+    )
     return str(port.port)
 
 
