@@ -10,7 +10,7 @@ from tests.clients.install import CLIENTS, RAISED, version
 
 def test_the_table_names_the_clients_of_the_file_at_their_versions() -> None:
     rows = clients_table.rows(clients_table.PAGE.read_text()).values()
-    assert {(row[0], row[1]) for row in rows} <= {(name, version(name)) for name in CLIENTS}
+    assert {(row[0], row[1]) for row in rows} == {(name, version(name)) for name in CLIENTS}
     assert isinstance(RAISED, datetime.date)
 
 
