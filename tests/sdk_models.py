@@ -29,17 +29,33 @@ _WHOLE: dict[str, Any] = {
     "/v1/completions": openai.types.Completion,
     "/v1/responses": Response,
 }
+
+
+class _PieceOfText(openai.types.CompletionChoice):
+    finish_reason: str | None  # type: ignore[assignment]  # null until the end, as OpenAI sends it
+
+
+class _CompletionPiece(openai.types.Completion):
+    choices: list[_PieceOfText]  # type: ignore[assignment]
+
+
+# OpenAI sends this code, on which Codex compacts; the SDK's list lacks it.
+_TOO_LONG = b'"code":"context_length_exceeded"'
 # Their errors are SGLang's, or those of several engines.
 _OTHERS = {"/v1/pins", "/v1/systemone"}
 _PIECES: dict[str, Any] = {
     _MESSAGES: anthropic.types.beta.BetaRawMessageStreamEvent,
     "/v1/chat/completions": openai.types.chat.ChatCompletionChunk,
-    "/v1/completions": openai.types.Completion,
+    "/v1/completions": _CompletionPiece,
     "/v1/responses": ResponseStreamEvent,
 }
 # SGLang's own fields, and OpenAI's own that are newer than the SDK that SGLang asks for.
 OURS: dict[str, set[str]] = {
-    "/v1/messages": {"usage.cache_creation"},
+    "/v1/messages": {
+        "usage.cache_creation",
+        *(f"diagnostics.cache_miss_reason.{name}" for name in ("block", "byte", "cause")),
+        *(f"message.diagnostics.cache_miss_reason.{name}" for name in ("block", "byte", "cause")),
+    },
     "/v1/chat/completions": {
         *("choices.delta.reasoning_content", "choices.message.reasoning_content"),
         *("choices.matched_stop", "choices.message.tool_calls.index"),
@@ -78,6 +94,7 @@ def problems(path: str, status: int, kind: str, body: bytes) -> list[str]:
         return _differs(path, model, body) if model else []
     found = []
     for data in re.findall(rb"^data: ?(\{.*\})\r?\n\r?\n", body, re.MULTILINE):
+        data = data.replace(_TOO_LONG, b'"code":"invalid_prompt"')
         event = json.loads(data)
         is_error = isinstance(event.get("error"), dict) and event.get("type", "error") == "error"
         model = error if is_error else _PIECES.get(path)

@@ -62,3 +62,10 @@ def test_errors() -> None:
     assert not stream(_CHAT, gpt)
     assert found(_CHAT, {"detail": "Not Found"}, 404)
     assert not found("/generate", {"detail": "Not Found"}, 404)
+
+
+def test_what_openai_sends_and_the_sdk_has_not() -> None:
+    piece: dict[str, Any] = {"id": "c", "object": "text_completion", "created": 1, "model": "tiny"}
+    choice = {"index": 0, "text": "a", "logprobs": None, "finish_reason": None}
+    assert not stream("/v1/completions", {**piece, "choices": [choice]})
+    assert found("/v1/completions", {**piece, "choices": [choice]})
