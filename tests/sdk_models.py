@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Iterator
 from functools import cache
+from itertools import product
 from typing import Any
 
 import anthropic
@@ -49,12 +50,12 @@ _PIECES: dict[str, Any] = {
     "/v1/completions": _CompletionPiece,
     "/v1/responses": ResponseStreamEvent,
 }
-# SGLang's own fields, and OpenAI's own that are newer than the SDK that SGLang asks for.
+_REASONS = product(("", "message."), ("block", "byte", "cause", "cache_missed_input_tokens"))
+# Fields of ours and of SGLang's, and OpenAI's own that are newer than the SDK that SGLang asks for.
 OURS: dict[str, set[str]] = {
     "/v1/messages": {
         "usage.cache_creation",
-        *(f"diagnostics.cache_miss_reason.{name}" for name in ("block", "byte", "cause")),
-        *(f"message.diagnostics.cache_miss_reason.{name}" for name in ("block", "byte", "cause")),
+        *(f"{where}diagnostics.cache_miss_reason.{name}" for where, name in _REASONS),
     },
     "/v1/chat/completions": {
         *("choices.delta.reasoning_content", "choices.message.reasoning_content"),
