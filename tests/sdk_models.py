@@ -73,8 +73,6 @@ OURS: dict[str, set[str]] = {
         "usage.input_tokens_details.cache_write_tokens",
     },
 }
-# Codex looks for this code in the event of a failed response; the SDK does not list it.
-_UNLISTED_CODE = (b'"code":"context_length_exceeded"', b'"code":"invalid_prompt"')
 
 
 class _OpenAIError(pydantic.BaseModel, extra="allow"):
@@ -97,7 +95,6 @@ def problems(path: str, status: int, kind: str, body: bytes) -> list[str]:
         return _differs(path, model, body) if model else []
     found = []
     for data in re.findall(rb"^data: ?(\{.*\})\r?\n\r?\n", body, re.MULTILINE):
-        data = data.replace(*_UNLISTED_CODE)
         data = data.replace(_TOO_LONG, b'"code":"invalid_prompt"')
         event = json.loads(data)
         is_error = isinstance(event.get("error"), dict) and event.get("type", "error") == "error"
