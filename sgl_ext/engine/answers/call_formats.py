@@ -105,8 +105,8 @@ def calls_of(
         {"type": "tag", "begin": begin, "content": content, "end": ends}
         for found in legacy.structures
         for content in [{"type": "json_schema", "json_schema": found.schema_ or {}}]
-        for ends in [_spaced_ends(found.end)]
-        for begin in _spaced_begins(found.begin)
+        for ends in [_read(_spaced_ends(found.end), found.end, detector.eot_token)]
+        for begin in _read(_spaced_begins(found.begin), found.begin, detector.bot_token)
     ]
     limits = {"at_least_one": must_call, "stop_after_first": one}
     return {"type": "triggered_tags", "triggers": legacy.triggers, "tags": tags, **limits}
@@ -117,6 +117,11 @@ def any_call(name: str) -> Format:
     starts = [{"type": "const_string", "value": start} for start in STARTS[name]]
     begin = starts[0] if len(starts) == 1 else {"type": "or", "elements": starts}
     return {"type": "sequence", "elements": [begin, {"type": "any_text"}]}
+
+
+def _read(texts: Sequence[str], own: str, token: str) -> list[str]:
+    """Those of the texts that a parser with this token reads: `qwen25` wants the line breaks."""
+    return [text for text in texts if text == own or text.startswith(token) or text.endswith(token)]
 
 
 def _spaced_begins(begin: str) -> Sequence[str]:
