@@ -49,7 +49,7 @@ class Notes:
         self.unused = {*self._elsewhere, *self._harmless}
 
     def explained(self, state: State) -> State:
-        """The state of a field of which no effect was seen."""
+        """The state of a field without an effect that the examples show."""
         for kind, notes in ((ELSEWHERE, self._elsewhere), (HARMLESS, self._harmless)):
             for pattern, reason in notes.items():
                 if fnmatchcase(state.name, pattern):

@@ -15,8 +15,8 @@ counted. `nvext.cache_control` is our own field, and a malformed one is rejected
 
 If two marks cover the same prefix, the longer TTL counts. TTLs are clamped to the server's
 limits after Anthropic's rules were checked, so whether a request is valid does not depend on the
-limits. For the same reason a mark without a TTL counts as '5m' in the rule on order. A client that
-states a TTL above the limit is told the TTL that it got.
+limits. For the same reason a mark without a TTL counts as '5m' in the rule on order. The
+usage of an answer says which TTL a client got that states one above the limit.
 """
 
 import re

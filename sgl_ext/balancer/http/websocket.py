@@ -45,7 +45,7 @@ _GOING_AWAY, _UNSUPPORTED, _POLICY, _TOO_LARGE, _LATER = 1001, 1003, 1008, 1009,
 
 
 class SocketUser(Protocol):
-    """Whoever takes the messages of a socket.
+    """What takes the messages of a socket.
 
     is_idle: nothing is left to do for any message. is_full: it takes no more for now.
     """

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import tomlkit
 
 KEY_VARIABLE = "SGL_KEY"
-"""Which variable holds the key, where a client reads it from a variable that it can be told."""
+"""The variable that holds the key, for clients that let us choose its name."""
 PLACE_OF_KEY, NO_KEY = "YOUR_KEY", "any"
 # Claude Code takes a smaller one for this one.
 _LEAST_COMPACT_WINDOW = 100_000

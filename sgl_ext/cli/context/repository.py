@@ -3,8 +3,8 @@
     stable    tools of a file; AGENTS.md and CLAUDE.md at the top; skills
     project   AGENTS.md and CLAUDE.md further down; named documents; the list of files
 
-Only files that git does not ignore are listed or read, so no key that is kept out of git gets into
-a prompt. A link is read only if it ends at such a file. The same files give the same bytes on every
+Only files that git does not ignore are listed or read, so no key in an ignored file gets into a
+prompt. A link is read only if it ends at such a file. The same files give the same bytes on every
 machine: nothing depends on the folder's name, a date, or the order of a directory.
 """
 

@@ -113,7 +113,7 @@ def calls_of(
 
 
 def any_call(name: str) -> Format:
-    """An answer that begins with a call, of whichever tool and with any arguments."""
+    """An answer that begins with a call of any tool, with any arguments."""
     starts = [{"type": "const_string", "value": start} for start in STARTS[name]]
     begin = starts[0] if len(starts) == 1 else {"type": "or", "elements": starts}
     return {"type": "sequence", "elements": [begin, {"type": "any_text"}]}

@@ -1,7 +1,7 @@
 """What a request allows its answer to hold is a matter of grammar, and not of the prompt.
 
 SGLang renders no tools for `tool_choice: none` and only one for a named choice, so each change of
-the choice is another prompt, of which the cache has nothing behind the first tool. Here all tools
+the choice is another prompt, and the cache has nothing behind its first tool. Here all tools
 stay in the prompt, and a grammar excludes the calls that are not allowed. A JSON schema for the
 answer means a call or an answer of the schema; SGLang's grammar would have no call.
 

@@ -1,7 +1,7 @@
 """Lists of allowed tools in `tool_choice`, as OpenAI's protocols have them.
 
-SGLang knows no such list. Its `mode` says whether a tool must be called; the rest is for whoever
-makes the answer's grammar, or for the prompt, if that has only tools that may be called.
+SGLang knows no such list. Its `mode` says whether a tool must be called. The rest goes into the
+answer's grammar, or into the prompt, if that has only tools that may be called.
 """
 
 from typing import Any
