@@ -533,6 +533,14 @@ def test_calls_and_answers_in_openai_s_former_words_reach_the_prompt(
     assert translate(of_path(CHAT), translated.body, TEXT_ONLY).body is translated.body
 
 
+def test_metadata_that_an_answer_repeats_are_texts() -> None:
+    body = {"input": "a", "metadata": {"run": 3, "name": "n", "tags": ["a"]}}
+    translated = translate(of_path("/v1/responses"), body, TEXT_ONLY)
+    assert translated.body["metadata"] == {"run": "3", "name": "n", "tags": '["a"]'}
+    assert translated.counts == {"metadata": 1}
+    assert translate(of_path("/v1/responses"), translated.body, TEXT_ONLY).body is translated.body
+
+
 def test_a_search_by_openai_is_left_out_and_counted() -> None:
     translated = translate(of_path(CHAT), {"messages": [], "web_search_options": {}}, TEXT_ONLY)
     assert translated.body == {"messages": []}

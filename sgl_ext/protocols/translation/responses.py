@@ -73,6 +73,7 @@ def translate(body: Json, model: Model, counts: Counts) -> Json:
     """A response's body for SGLang."""
     body = with_items(without_nulls(body), "include", partial(_included, counts=counts))
     counts.update(field for field in _IGNORED if body.get(field))
+    body = _with_text_metadata(body, counts)
     if isinstance(body.get("service_tier"), str) and body["service_tier"] not in _TIERS:
         counts["service_tier"] += 1
         body = edited(body, {"service_tier": DROPPED})
@@ -88,6 +89,16 @@ def translate(body: Json, model: Model, counts: Counts) -> Json:
     if late.added:
         body = edited(body, {"tools": late.with_added(body.get("tools"))})
     return body if model.takes_system_anywhere else with_reminders(body, "input", counts)
+
+
+def _with_text_metadata(body: Json, counts: Counts) -> Json:
+    """A body whose metadata, which the answer repeats, holds texts, as the SDKs' types want."""
+    metadata = body.get("metadata")
+    if not isinstance(metadata, dict) or all(isinstance(each, str) for each in metadata.values()):
+        return body
+    counts["metadata"] += 1
+    texts = {key: v if isinstance(v, str) else as_json(v) for key, v in metadata.items()}
+    return edited(body, {"metadata": texts})
 
 
 def _included(name: Any, counts: Counts) -> Any:
