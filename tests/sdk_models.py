@@ -54,7 +54,8 @@ _REASONS = product(("", "message."), ("block", "byte", "cause", "cache_missed_in
 # Fields of ours and of SGLang's, and OpenAI's own that are newer than the SDK that SGLang asks for.
 OURS: dict[str, set[str]] = {
     "/v1/messages": {
-        "usage.cache_creation",
+        *("usage.cache_creation", "usage.cache_creation.granted_ttl_s"),
+        "message.usage.cache_creation.granted_ttl_s",
         *(f"{where}diagnostics.cache_miss_reason.{name}" for where, name in _REASONS),
     },
     "/v1/chat/completions": {
@@ -63,6 +64,7 @@ OURS: dict[str, set[str]] = {
         *("choices.prompt_token_ids", "choices.response_token_ids"),
         *("metadata", "usage.reasoning_tokens"),
         "usage.prompt_tokens_details.cache_write_tokens",
+        "usage.prompt_tokens_details.granted_ttl_s",
     },
     "/v1/completions": {"choices.matched_stop", "metadata", "usage.reasoning_tokens"},
     "/v1/responses": {
@@ -71,6 +73,7 @@ OURS: dict[str, set[str]] = {
         *("tools.defer_loading", "tools.format", "tools.tools"),
         *("tools.parameters", "tools.strict"),
         "usage.input_tokens_details.cache_write_tokens",
+        "usage.input_tokens_details.granted_ttl_s",
     },
 }
 

@@ -443,12 +443,12 @@ def test_in_sglangs_own_field_it_refuses_what_is_no_whole_number_and_the_rest_sa
 
 
 def told(path: str, refused: requests.Response) -> str:
-    """What the refusal says, in its protocol's shape; /generate has SGLang's own."""
+    """What the refusal says, in its protocol's shape."""
     body = refused.json()
     if path == "/v1/messages":
         assert body["type"] == "error"
         assert body["error"]["type"] == "invalid_request_error"
-    return str((body["error"] if path.startswith("/v1/") else body)["message"])
+    return str(body["error"]["message"])
 
 
 @pytest.mark.parametrize("path", ROUTES)
