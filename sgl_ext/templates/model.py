@@ -1,0 +1,68 @@
+"""What a chat template does with roles, lists of parts, tools, thinking and calls."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+INSTRUCTIONS = ("system", "developer")
+ROLES = (*INSTRUCTIONS, "user", "assistant", "tool")
+
+
+class Place(StrEnum):
+    """Where the text of a message is in the prompt."""
+
+    IN_PLACE = "in place"
+    HEAD = "moved to the head"
+    END = "moved to the end"
+    LOST = "lost"
+    REFUSED = "refused"
+
+
+class Lists(StrEnum):
+    """What becomes of a content that is a list of texts."""
+
+    WHOLE = "whole"
+    PARTLY = "partly lost"
+    LOST = "lost"
+    PRINTED = "printed as a list"
+    REFUSED = "refused"
+
+
+class Tools(StrEnum):
+    """Where the definitions of tools are."""
+
+    FIRST = "before the system text"
+    AFTER_SYSTEM = "behind the system text"
+    LAST = "in the last user's turn"
+    ABSENT = "nowhere"
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateModel:
+    """What a template does. Each fact was seen on a rendered conversation.
+
+    first: the place of the first message's text, by its role.
+    later: the same of a message between turns, behind a user's and in front of the next.
+    lists: what becomes of lists of parts, by role.
+    tools: where tools are defined.
+    keeps_thinking: whether an answer's thinking stays in the prompt of a next user's turn.
+    keeps_loop_thinking: whether it stays in a loop of tool calls.
+    has_text_with_calls: whether a text beside calls stays.
+    has_parallel_calls: whether both of two calls of one answer stay, and both results.
+    has_call_ids: whether a call's id is in the prompt.
+    grows_by_turns: whether the prompt of a turn is the beginning of the next one's, where a user
+        speaks between them.
+    grows_in_loops: the same in a loop of tool calls.
+    """
+
+    first: Mapping[str, Place]
+    later: Mapping[str, Place]
+    lists: Mapping[str, Lists]
+    tools: Tools
+    keeps_thinking: bool
+    keeps_loop_thinking: bool
+    has_text_with_calls: bool
+    has_parallel_calls: bool
+    has_call_ids: bool
+    grows_by_turns: bool
+    grows_in_loops: bool

@@ -1,0 +1,169 @@
+"""Finds out what a template does: words that occur nowhere else are said, and looked for.
+
+No name of a model or a template decides anything, so a template that is changed is observed anew.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+from sgl_ext.templates.model import INSTRUCTIONS, ROLES, Lists, Place, TemplateModel, Tools
+
+Json = dict[str, Any]
+Render = Callable[[list[Json], list[Json]], str]
+"""Renders messages and tools as a prompt that the model would continue. Raises any error."""
+
+_WORDS = ("jelquin", "morvast", "tubriko", "sandovel", "hirtemo", "wexolin", "pradunk", "gostiva")
+_A, _B, _C, _D, _E, _THOUGHT, _TOOL, _ID = _WORDS
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": _TOOL,
+            "description": "Looks up.",
+            "parameters": {"type": "object", "properties": {"key": {"type": "string"}}},
+        },
+    }
+]
+
+
+def observe(render: Render) -> TemplateModel:
+    """What a template does. Raises ValueError if it does not even render a user's text."""
+    if _rendered(render, [_said("user", _A)]) is None:
+        raise ValueError("the template renders no user's message")
+    return TemplateModel(
+        first={role: _place_of_first(render, role) for role in INSTRUCTIONS},
+        later={role: _place_of_later(render, role) for role in INSTRUCTIONS},
+        lists={role: _lists(render, role) for role in ROLES},
+        tools=_place_of_tools(render),
+        keeps_thinking=_has(render, [*_thinking_turn(), _said("user", _E)], _THOUGHT),
+        keeps_loop_thinking=_has(render, [*_called(reasoning_content=_THOUGHT)], _THOUGHT),
+        has_text_with_calls=_has(render, _called(content=_B), _B),
+        has_parallel_calls=_has(render, _called(calls=2), _C, _D, "alpha", "beta"),
+        has_call_ids=_has(render, _called(), _ID),
+        grows_by_turns=_grows(render, _turns()),
+        grows_in_loops=_grows(render, _loop()),
+    )
+
+
+def _said(role: str, text: Any) -> Json:
+    return {"role": role, "content": text}
+
+
+def _call(key: str, number: int) -> Json:
+    arguments = {"key": key}
+    function = {"name": _TOOL, "arguments": arguments}
+    return {"id": f"functions.{_TOOL}:{number}{_ID}", "type": "function", "function": function}
+
+
+def _called(calls: int = 1, **fields: Any) -> list[Json]:
+    """A user's turn, an answer with calls, and their results."""
+    keys, results = ("alpha", "beta")[:calls], (_C, _D)[:calls]
+    made = [_call(key, number) for number, key in enumerate(keys)]
+    answer = {"role": "assistant", "content": "", "tool_calls": made, **fields}
+    outputs = [
+        {"role": "tool", "tool_call_id": call["id"], "name": _TOOL, "content": result}
+        for call, result in zip(made, results, strict=True)
+    ]
+    return [_said("user", _A), answer, *outputs]
+
+
+def _thinking_turn() -> list[Json]:
+    answer = {"role": "assistant", "content": _B, "reasoning_content": _THOUGHT}
+    return [_said("user", _A), answer]
+
+
+def _turns() -> list[list[Json]]:
+    """Prompts of two turns of a user; the first has the answer in place of a user's next words."""
+    return [_thinking_turn()[:1], [*_thinking_turn(), _said("user", _E)]]
+
+
+def _loop() -> list[list[Json]]:
+    first, second = _called(reasoning_content=_THOUGHT), _called(calls=2)[1:]
+    return [first[:1], first, [*first, *second]]
+
+
+def _rendered(render: Render, messages: list[Json], tools: Sequence[Json] = ()) -> str | None:
+    """The prompt; None if the template refuses the messages."""
+    try:
+        return render(messages, list(tools))
+    except Exception:  # templates raise errors of all kinds
+        return None
+
+
+def _has(render: Render, messages: list[Json], *words: str) -> bool:
+    """Whether each word is in the prompt of messages with calls."""
+    text = _rendered(render, messages, _TOOLS)
+    return text is not None and all(word in text for word in words)
+
+
+def _place_of_first(render: Render, role: str) -> Place:
+    return _place(_rendered(render, [_said(role, _A), _said("user", _B)]), "", _A, _B)
+
+
+def _place_of_later(render: Render, role: str) -> Place:
+    messages = [
+        _said("system", _E),
+        _said("user", _A),
+        _said("assistant", _B),
+        _said("user", _C),
+        _said(role, _D),
+    ]
+    after = _place(_rendered(render, [*messages, _said("assistant", _THOUGHT)]), _C, _D, _THOUGHT)
+    last = _place(_rendered(render, messages), _C, _D, "")
+    return after if after is not Place.IN_PLACE else last
+
+
+def _place(text: str | None, before: str, word: str, after: str) -> Place:
+    """Where a word is that should be between two others; "" is an end of the prompt."""
+    if text is None:
+        return Place.REFUSED
+    at = text.find(word)
+    if at < 0:
+        return Place.LOST
+    if before and at < text.find(before):
+        return Place.HEAD
+    if after and at > text.find(after):
+        return Place.END
+    return Place.IN_PLACE
+
+
+def _lists(render: Render, role: str) -> Lists:
+    parts = [{"type": "text", "text": text} for text in (_C, _D)]
+    if role == "tool":
+        messages = _called()
+        messages[-1]["content"] = parts
+    elif role == "assistant":
+        messages = [_said("user", _A), _said(role, parts), _said("user", _B)]
+    else:
+        messages = [_said(role, parts), *([_said("user", _A)] if role in INSTRUCTIONS else ())]
+    text = _rendered(render, messages)
+    if text is None:
+        return Lists.REFUSED
+    if "'type'" in text or '"type"' in text:
+        return Lists.PRINTED
+    found = (_C in text) + (_D in text)
+    return (Lists.LOST, Lists.PARTLY, Lists.WHOLE)[found]
+
+
+def _place_of_tools(render: Render) -> Tools:
+    messages = [_said("system", _A), _said("user", _B), _said("assistant", _C), _said("user", _D)]
+    text = _rendered(render, messages, _TOOLS)
+    if text is None or _TOOL not in text:
+        return Tools.ABSENT
+    at = text.find(_TOOL)
+    if at > text.find(_C):
+        return Tools.LAST
+    return Tools.FIRST if at < text.find(_A) else Tools.AFTER_SYSTEM
+
+
+def _grows(render: Render, prompts: list[list[Json]]) -> bool:
+    """Whether each prompt begins with the one before, without what opens the answer."""
+    texts = [_rendered(render, messages, _TOOLS) for messages in prompts]
+    for before, after in pairwise(texts):
+        if before is None or after is None:
+            return False
+        end = max(before.rfind(word) + len(word) for word in _WORDS)
+        if not after.startswith(before[:end]):
+            return False
+    return True

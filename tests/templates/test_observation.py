@@ -1,0 +1,155 @@
+"""What a template does is seen in what it renders, by made-up templates of known behaviour."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import jinja2
+import pytest
+
+from sgl_ext.templates.model import Lists, Place, Tools
+from sgl_ext.templates.observation import Render, observe
+
+_TOOLS = "{% for t in tools %}({{ t.function.name }}){% endfor %}"
+_CALLS = "{% for c in m.tool_calls %}<{{ c.function.name }}{{ c.function.arguments }}>{% endfor %}"
+_ALL = "[{{ m.role }}]{{ m.reasoning_content }}{{ m.content }}" + _CALLS
+PLAIN = _TOOLS + "{% for m in messages %}" + _ALL + "{% endfor %}"
+
+
+def render_with(template: str) -> Render:
+    environment = jinja2.Environment()
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    environment.globals["refuse"] = refuse
+    compiled = environment.from_string(template)
+
+    def render(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
+        return compiled.render(messages=messages, tools=tools) + "[assistant]"
+
+    return render
+
+
+def facts(template: str) -> dict[str, Any]:
+    return asdict(observe(render_with(template)))
+
+
+def test_a_template_that_shows_everything_in_order() -> None:
+    assert facts(PLAIN) == {
+        "first": {"system": Place.IN_PLACE, "developer": Place.IN_PLACE},
+        "later": {"system": Place.IN_PLACE, "developer": Place.IN_PLACE},
+        "lists": dict.fromkeys(("system", "developer", "user", "assistant", "tool"), Lists.PRINTED),
+        "tools": Tools.FIRST,
+        "keeps_thinking": True,
+        "keeps_loop_thinking": True,
+        "has_text_with_calls": True,
+        "has_parallel_calls": True,
+        "has_call_ids": False,
+        "grows_by_turns": True,
+        "grows_in_loops": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("template", "place"),
+    [
+        ("{% for m in messages if m.role != 'developer' %}{{ m.content }} {% endfor %}", "lost"),
+        (
+            "{% for m in messages %}{% if m.role == 'developer' %}{{ refuse('who?') }}{% endif %}"
+            "{{ m.content }} {% endfor %}",
+            "refused",
+        ),
+        (
+            "{% for m in messages if m.role == 'developer' %}{{ m.content }} {% endfor %}"
+            "{% for m in messages if m.role != 'developer' %}{{ m.content }} {% endfor %}",
+            "moved to the head",
+        ),
+        (
+            "{% for m in messages if m.role != 'developer' %}{{ m.content }} {% endfor %}"
+            "{% for m in messages if m.role == 'developer' %}{{ m.content }} {% endfor %}",
+            "moved to the end",
+        ),
+    ],
+)
+def test_a_role_is_found_where_its_text_is(template: str, place: str) -> None:
+    model = observe(render_with(template))
+    assert model.later["developer"] == place
+    assert model.later["system"] == Place.IN_PLACE
+    first = "in place" if place == "moved to the head" else place
+    assert model.first["developer"] == first
+
+
+def test_a_message_that_only_the_last_place_keeps_is_not_in_place() -> None:
+    template = "{% for m in messages %}{% if m.role != 'system' or loop.last or loop.first %}"
+    model = observe(render_with(template + "{{ m.content }} {% endif %}{% endfor %}"))
+    assert model.later["system"] == Place.LOST
+
+
+@pytest.mark.parametrize(
+    ("content", "lists"),
+    [
+        ("{{ m.content }}", Lists.PRINTED),
+        ("{{ m.content | tojson }}", Lists.PRINTED),
+        ("{{ m.content if m.content is string else m.content[0].text }}", Lists.PARTLY),
+        ("{{ m.content if m.content is string else '' }}", Lists.LOST),
+        ("{{ m.content + '' }}", Lists.REFUSED),
+        (
+            "{% if m.content is string %}{{ m.content }}{% else %}"
+            "{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}",
+            Lists.WHOLE,
+        ),
+    ],
+)
+def test_lists_of_parts_are_whole_or_not(content: str, lists: Lists) -> None:
+    model = observe(render_with("{% for m in messages %}" + content + "{% endfor %}"))
+    assert model.lists["user"] == lists
+
+
+@pytest.mark.parametrize(
+    ("template", "tools"),
+    [
+        ("{{ messages[0].content }}" + _TOOLS + PLAIN.removeprefix(_TOOLS), Tools.AFTER_SYSTEM),
+        (
+            "{% for m in messages %}{% if loop.last %}"
+            + _TOOLS
+            + "{% endif %}"
+            + _ALL
+            + "{% endfor %}",
+            Tools.LAST,
+        ),
+        (PLAIN.removeprefix(_TOOLS), Tools.ABSENT),
+    ],
+)
+def test_tools_are_found_where_they_stand(template: str, tools: Tools) -> None:
+    assert observe(render_with(template)).tools == tools
+
+
+def test_what_a_template_leaves_out_of_the_history_is_seen() -> None:
+    dropped = observe(
+        render_with(
+            _TOOLS + "{% for m in messages %}[{{ m.role }}]"
+            "{% if loop.index0 > messages | length - 2 %}{{ m.reasoning_content }}{% endif %}"
+            "{% if m.tool_calls %}<{{ m.tool_calls[0].id }}>{% else %}{{ m.content }}{% endif %}"
+            "{% endfor %}"
+        )
+    )
+    assert not dropped.keeps_thinking
+    assert not dropped.keeps_loop_thinking
+    assert not dropped.has_text_with_calls
+    assert not dropped.has_parallel_calls
+    assert dropped.has_call_ids
+    assert dropped.grows_in_loops
+
+
+def test_thinking_that_goes_when_the_loop_goes_on_changes_the_prompt() -> None:
+    shown_once = "{% if loop.index0 > messages | length - 3 %}{{ m.reasoning_content }}{% endif %}"
+    model = observe(render_with(PLAIN.replace("{{ m.reasoning_content }}", shown_once)))
+    assert model.keeps_loop_thinking
+    assert not model.grows_in_loops
+
+
+def test_a_template_that_renders_no_user_is_an_error() -> None:
+    with pytest.raises(ValueError, match="renders no user's message"):
+        observe(render_with("{{ refuse('no') }}"))
