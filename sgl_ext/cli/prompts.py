@@ -14,6 +14,7 @@ import typer
 from sgl_ext.cli.node import KEY_VARIABLE, NodeError, UsageError, node_at
 from sgl_ext.cli.options import HERE, Json, Key, Url
 from sgl_ext.cli.show import console, print_json, print_record, table, warn
+from sgl_ext.cli.template import show_template
 
 _EXPLAIN = "/sgl_ext/explain"
 _PAST = "/sgl_ext/requests"
@@ -133,6 +134,10 @@ def doctor(
     log: Annotated[
         str | None, typer.Argument(metavar="LOG", help="A request log; - is stdin.")
     ] = None,
+    template: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Show what a model's chat template does."),
+    ] = None,
     url: Url = HERE,
     key: Key = None,
     as_json: Json = False,
@@ -141,6 +146,9 @@ def doctor(
 
     Exit code 1: prompts diverge. 2: the log or the node cannot be read.
     """
+    if template is not None:
+        show_template(template, as_json=as_json)
+        return
     from sgl_ext.doctor.__main__ import main
 
     flags = ["--json"] if as_json else []

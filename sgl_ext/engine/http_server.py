@@ -21,6 +21,7 @@ from sgl_ext.engine.http.model_routes import model_routes
 from sgl_ext.engine.http.pin_routes import pin_routes
 from sgl_ext.engine.http.ready_route import ready_route
 from sgl_ext.engine.http.settings_route import settings_route
+from sgl_ext.engine.http.template_facts import log_template, template_route
 from sgl_ext.engine.middleware import errors
 from sgl_ext.engine.middleware import secret as secret_check
 from sgl_ext.engine.middleware.cache_writes import CacheWritesMiddleware
@@ -61,6 +62,7 @@ def extend(server_args: ServerArgs, *_: Any, **__: Any) -> None:
         settings_route(extension, outbox),
         *pin_routes(broadcaster.pins, outbox),
         *model_routes(),
+        template_route(),
     ]
     original = app.router.lifespan_context
 
@@ -71,6 +73,7 @@ def extend(server_args: ServerArgs, *_: Any, **__: Any) -> None:
         stalls.start()
         async with broadcaster.listening(), original(application) as state:
             manager = sglang_api.get_global_state().tokenizer_manager
+            log_template(application)
             async with extension.serving(application, manager), gauging(extension):
                 yield state
         stalls.stop()

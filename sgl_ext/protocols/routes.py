@@ -38,8 +38,12 @@ PREFILL = "/v1/prefill"
 CONTEXTS = "/v1/contexts"
 RESPONSE = "/v1/responses/{response}"
 
+# What the model's chat template does.
+TEMPLATE = "/sgl_ext/template"
+
 # One worker, any: all give the same answer. The body, if any, is not JSON.
 ANY_GET = (
+    TEMPLATE,
     "/v1/models",
     "/v1/models/{model}",
     "/model_info",

@@ -45,8 +45,9 @@ class TemplateModel:
     later: the same of a message between turns, behind a user's and in front of the next.
     lists: what becomes of lists of parts, by role.
     tools: where tools are defined.
-    keeps_thinking: whether an answer's thinking stays in the prompt of a next user's turn.
-    keeps_loop_thinking: whether it stays in a loop of tool calls.
+    thinking: where an answer's thinking is in the prompt of the user's next turn: in place, lost,
+        or the template refuses it.
+    loop_thinking: the same in a loop of tool calls.
     has_text_with_calls: whether a text beside calls stays.
     has_parallel_calls: whether both of two calls of one answer stay, and both results.
     has_call_ids: whether a call's id is in the prompt.
@@ -59,10 +60,27 @@ class TemplateModel:
     later: Mapping[str, Place]
     lists: Mapping[str, Lists]
     tools: Tools
-    keeps_thinking: bool
-    keeps_loop_thinking: bool
+    thinking: Place
+    loop_thinking: Place
     has_text_with_calls: bool
     has_parallel_calls: bool
     has_call_ids: bool
     grows_by_turns: bool
     grows_in_loops: bool
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Its facts for a person: what it is about, and what was seen."""
+        rows = [(f"first {role}", str(place)) for role, place in self.first.items()]
+        rows += [(f"{role} between turns", str(place)) for role, place in self.later.items()]
+        rows += [(f"list of parts, {role}", str(kind)) for role, kind in self.lists.items()]
+        rows += [
+            ("tools", str(self.tools)),
+            ("thinking before a user's turn", str(self.thinking)),
+            ("thinking in a loop of tools", str(self.loop_thinking)),
+            ("text beside calls", "kept" if self.has_text_with_calls else "lost"),
+            ("parallel calls", "kept" if self.has_parallel_calls else "lost or refused"),
+            ("ids of calls", "in the prompt" if self.has_call_ids else "not in the prompt"),
+            ("prompt of the next turn", "grows" if self.grows_by_turns else "changes"),
+            ("prompt in a loop of tools", "grows" if self.grows_in_loops else "changes"),
+        ]
+        return rows

@@ -3,6 +3,7 @@
 No name of a model or a template decides anything, so a template that is changed is observed anew.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -11,7 +12,7 @@ from sgl_ext.templates.model import INSTRUCTIONS, ROLES, Lists, Place, TemplateM
 
 Json = dict[str, Any]
 Render = Callable[[list[Json], list[Json]], str]
-"""Renders messages and tools as a prompt that the model would continue. Raises any error."""
+"""Renders messages and tools in OpenAI's form, as a prompt for an answer. Raises any error."""
 
 _WORDS = ("jelquin", "morvast", "tubriko", "sandovel", "hirtemo", "wexolin", "pradunk", "gostiva")
 _A, _B, _C, _D, _E, _THOUGHT, _TOOL, _ID = _WORDS
@@ -36,8 +37,8 @@ def observe(render: Render) -> TemplateModel:
         later={role: _place_of_later(render, role) for role in INSTRUCTIONS},
         lists={role: _lists(render, role) for role in ROLES},
         tools=_place_of_tools(render),
-        keeps_thinking=_has(render, [*_thinking_turn(), _said("user", _E)], _THOUGHT),
-        keeps_loop_thinking=_has(render, [*_called(reasoning_content=_THOUGHT)], _THOUGHT),
+        thinking=_place_of_thinking(render, [*_thinking_turn(), _said("user", _E)]),
+        loop_thinking=_place_of_thinking(render, _called(reasoning_content=_THOUGHT)),
         has_text_with_calls=_has(render, _called(content=_B), _B),
         has_parallel_calls=_has(render, _called(calls=2), _C, _D, "alpha", "beta"),
         has_call_ids=_has(render, _called(), _ID),
@@ -51,8 +52,7 @@ def _said(role: str, text: Any) -> Json:
 
 
 def _call(key: str, number: int) -> Json:
-    arguments = {"key": key}
-    function = {"name": _TOOL, "arguments": arguments}
+    function = {"name": _TOOL, "arguments": json.dumps({"key": key})}
     return {"id": f"functions.{_TOOL}:{number}{_ID}", "type": "function", "function": function}
 
 
@@ -95,6 +95,10 @@ def _has(render: Render, messages: list[Json], *words: str) -> bool:
     """Whether each word is in the prompt of messages with calls."""
     text = _rendered(render, messages, _TOOLS)
     return text is not None and all(word in text for word in words)
+
+
+def _place_of_thinking(render: Render, messages: list[Json]) -> Place:
+    return _place(_rendered(render, messages, _TOOLS), "", _THOUGHT, "")
 
 
 def _place_of_first(render: Render, role: str) -> Place:

@@ -42,8 +42,8 @@ def test_a_template_that_shows_everything_in_order() -> None:
         "later": {"system": Place.IN_PLACE, "developer": Place.IN_PLACE},
         "lists": dict.fromkeys(("system", "developer", "user", "assistant", "tool"), Lists.PRINTED),
         "tools": Tools.FIRST,
-        "keeps_thinking": True,
-        "keeps_loop_thinking": True,
+        "thinking": Place.IN_PLACE,
+        "loop_thinking": Place.IN_PLACE,
         "has_text_with_calls": True,
         "has_parallel_calls": True,
         "has_call_ids": False,
@@ -135,8 +135,8 @@ def test_what_a_template_leaves_out_of_the_history_is_seen() -> None:
             "{% endfor %}"
         )
     )
-    assert not dropped.keeps_thinking
-    assert not dropped.keeps_loop_thinking
+    assert dropped.thinking == Place.LOST
+    assert dropped.loop_thinking == Place.LOST
     assert not dropped.has_text_with_calls
     assert not dropped.has_parallel_calls
     assert dropped.has_call_ids
@@ -146,7 +146,7 @@ def test_what_a_template_leaves_out_of_the_history_is_seen() -> None:
 def test_thinking_that_goes_when_the_loop_goes_on_changes_the_prompt() -> None:
     shown_once = "{% if loop.index0 > messages | length - 3 %}{{ m.reasoning_content }}{% endif %}"
     model = observe(render_with(PLAIN.replace("{{ m.reasoning_content }}", shown_once)))
-    assert model.keeps_loop_thinking
+    assert model.loop_thinking == Place.IN_PLACE
     assert not model.grows_in_loops
 
 

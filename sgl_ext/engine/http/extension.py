@@ -19,14 +19,15 @@ from sgl_ext.engine.prefill_ahead.service import prefilling_ahead
 from sgl_ext.engine.sglang_http_types import ServingChat, TokenizerManager
 from sgl_ext.requests.strip import HeaderStrip
 from sgl_ext.settings.schema import EngineSettings
+from sgl_ext.templates.model import TemplateModel
 from sgl_ext.tenants import Tenants
 
 
 class HttpExtension:
     """The state of one process.
 
-    chats: the token offsets of each chat front end, which has one tokenizer and template, and
-        whether the template drops thinking.
+    chats: the token offsets of each chat front end, which has one tokenizer.
+    templates: what each one's template does; None if it has none.
     in_flight: requests, without the streams of events, which end with the engine.
     is_ending: after SIGTERM and the last request.
     settings_number: the version of the settings that were changed since the start; 0: none.
@@ -44,7 +45,8 @@ class HttpExtension:
         self.settings_number = 0
         self.has_several_schedulers = False
         self.schemas = SchemaCache()
-        self.chats: WeakKeyDictionary[ServingChat, tuple[TokenOffsets, bool]] = WeakKeyDictionary()
+        self.chats: WeakKeyDictionary[ServingChat, TokenOffsets] = WeakKeyDictionary()
+        self.templates: WeakKeyDictionary[ServingChat, TemplateModel | None] = WeakKeyDictionary()
         self.token_cache: TokenCache | None = None
         self.message_cache: MessageCache | None = None
         self.next_turns: NextTurns | None = None

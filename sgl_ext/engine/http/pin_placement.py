@@ -26,7 +26,8 @@ from sgl_ext.engine.core.request_context import (
 )
 from sgl_ext.engine.host_cache.token_array import is_array_allowed, restore_list
 from sgl_ext.engine.http.extension import installed
-from sgl_ext.engine.http.rendering import collecting, drops_thinking
+from sgl_ext.engine.http.rendering import collecting
+from sgl_ext.engine.http.template_facts import drops_thinking
 from sgl_ext.engine.http.token_offsets import TokenOffsets
 from sgl_ext.engine.http.translation import model_of
 from sgl_ext.engine.sglang_http_types import ServingChat
@@ -54,7 +55,7 @@ def place_pins(original: Original, chat: ServingChat, request: Any, *args: Any, 
         context.is_array_allowed = False
         if not context.are_hints_sent:
             if converted[0].require_reasoning:
-                context.is_answer_reusable = not _facts_of(chat)[1]
+                context.is_answer_reusable = not drops_thinking(chat)
             if context.marks.blocks:
                 render = partial(_render, chat, context.protocol)
                 _place_pins(chat, context, converted[0].input_ids, render)
@@ -109,7 +110,7 @@ def _find_ends(
     chat: ServingChat, context: RequestContext, ids: "array[int]", render: Render
 ) -> list[tuple[int, float]]:
     """For each marked block whose end is found, the tokens up to there, and its TTL."""
-    marks, body, offsets = context.marks.blocks, context.body, _facts_of(chat)[0]
+    marks, body, offsets = context.marks.blocks, context.body, _offsets_of(chat)
     places = [mark.place for mark in marks]
     keys = [_key(context, place) for place in places]
     known = [offsets.recall(key, ids) for key in keys]
@@ -145,13 +146,12 @@ def _key(context: RequestContext, place: Place) -> int:
     return xxhash.xxh3_128_intdigest(orjson.dumps((context.group, place, block, preceding)))
 
 
-def _facts_of(chat: ServingChat) -> tuple[TokenOffsets, bool]:
-    """A front end's token offsets, and whether its template drops thinking."""
+def _offsets_of(chat: ServingChat) -> TokenOffsets:
     known = installed().chats
     if chat not in known:
         tokenizer = chat.tokenizer_manager.tokenizer
         encode = partial(tokenizer.encode, add_special_tokens=False)
-        known[chat] = TokenOffsets(encode, tokenizer.decode), drops_thinking(chat)
+        known[chat] = TokenOffsets(encode, tokenizer.decode)
     return known[chat]
 
 

@@ -1,31 +1,15 @@
 """What SGLang's rendering of prompts does otherwise here: it leaves tools out that are shown later,
-and it renders without tokenizing copies of a request's body, and the chats that show whether a
-template leaves the thinking of earlier answers out.
-
-After a prompt of such a template, the generated answer begins with thinking that no later prompt
-has, so the answer is never read from the cache again.
+and it renders without tokenizing copies of a request's body, and made-up chats.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.request_context import current
 from sgl_ext.engine.sglang_http_types import ServingChat
 from sgl_ext.engine.sglang_types import Original
 from sgl_ext.requests.canonical import tools_at_head
-
-_THOUGHT = "4ab1ce57 was thought"
-_CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
-_TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
-_ANSWERS: tuple[list[dict[str, Any]], ...] = (
-    [{"content": "Done."}, {"role": "user", "content": "Go on."}],
-    [
-        {"content": "", "tool_calls": [_CALL]},
-        {"role": "tool", "tool_call_id": "call_1", "content": "Seen."},
-    ],
-)
 
 
 def leave_deferred_out(
@@ -93,21 +77,3 @@ def collecting() -> Iterator[list[str]]:
         yield rendered
     finally:
         context.renderings = None
-
-
-def drops_thinking(chat: ServingChat) -> bool:
-    """Whether `chat`'s template leaves thinking out, both before a user's turn and in a loop of
-    tools. False if rendering fails."""
-    return all(_is_dropped(chat, turns) for turns in _ANSWERS)
-
-
-def _is_dropped(chat: ServingChat, turns: list[dict[str, Any]]) -> bool:
-    answer = {"role": "assistant", "reasoning_content": _THOUGHT, **turns[0]}
-    messages = [{"role": "user", "content": "Begin."}, answer, *turns[1:]]
-    try:
-        request = sglang_api.ChatCompletionRequest(model="", messages=messages, tools=[_TOOL])
-        with collecting() as rendered:
-            chat._process_messages(request, False)
-    except Exception:
-        return False  # templates raise errors of all kinds on what they do not know
-    return bool(rendered) and _THOUGHT not in rendered[-1]

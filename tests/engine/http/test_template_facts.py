@@ -1,16 +1,22 @@
-"""Finds out whether a template drops thinking, with templates that do and do not."""
+"""What a template does is observed through SGLang's front end, once."""
 
 from __future__ import annotations
 
+import json
 import warnings
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import jinja2
 import pytest
+from sgl_ext_cpu.tokenizer import save
+from tokenizers import Tokenizer, models
 
-from sgl_ext.engine.core.request_context import RequestContext, current, entered
-from sgl_ext.engine.http.rendering import drops_thinking
+from sgl_ext.engine.core.request_context import current
+from sgl_ext.engine.http.template_facts import drops_thinking, template_of
+from sgl_ext.engine.http.template_folder import main
+from sgl_ext.templates.model import Place
 
 PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 THINKS = "{% for m in messages %}[{{ m.role }}]{{ m.reasoning_content }}{{ m.content }}{% endfor %}"
@@ -42,5 +48,33 @@ def test_thinking_is_dropped_if_it_is_in_neither_kind_of_turn(template: str, dro
     with warnings.catch_warnings(action="ignore"):  # SGLang's, while it is imported
         import_module("sglang.srt.entrypoints.openai.protocol")
     chat: Any = Chat(template)
-    with entered(RequestContext()):
-        assert drops_thinking(chat) is drops
+    assert drops_thinking(chat) is drops
+    assert current() is None
+
+
+def test_a_front_end_is_observed_once() -> None:
+    chat: Any = Chat(PLAIN)
+    model = template_of(chat)
+    assert model is not None
+    assert model.later["developer"] == Place.IN_PLACE
+    chat.template = None
+    assert template_of(chat) is model
+    assert template_of(Chat(REFUSES)) is None  # type: ignore[arg-type]
+
+
+def test_a_folder_s_template_is_shown_without_an_engine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(
+        Tokenizer(models.BPE()),
+        tmp_path,
+        THINKS.replace("reasoning_content", "reasoning_content or ''"),
+        64,
+    )
+    with warnings.catch_warnings(action="ignore"):
+        assert main(str(tmp_path)) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["thinking in a loop of tools"] == "in place"
+    assert facts["tools"] == "nowhere"
+    assert main(str(tmp_path / "none")) == 1
+    assert "has no tokenizer that can be read" in capsys.readouterr().err
