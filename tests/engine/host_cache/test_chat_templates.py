@@ -95,7 +95,7 @@ def test_templates_of_real_models_structure_render_the_same(file: Path) -> None:
         {"role": "user", "content": "Thanks."},
     ]
     tools = [{"type": "function", "function": edit}]
-    for length in range(1, len(chat) + 1):
+    for length in range(2, len(chat) + 1):  # some need a user's message
         values = {"tools": tools, "add_generation_prompt": True, "messages": chat[:length]}
         plain, quick = (compiled(file.read_text(), quick=q).render(values) for q in (False, True))
         assert plain == quick
