@@ -76,6 +76,8 @@ _CALLS = "sglang.srt.function_call"
 _PARSER = f"{_CALLS}.function_call_parser.FunctionCallParser"
 _DETECTOR = f"{_CALLS}.base_format_detector.BaseFormatDetector"
 _VERSIONS = "build_endpoint_weight_version_metadata"
+_RECIPE = "sglang.srt.parser.deepseek_recipe_renderer"
+_TOKENIZERS = "transformers.tokenization_utils_base"
 _TEMPLATES = "transformers.utils.chat_template_utils"
 
 _MAIN_HOOKS: dict[str, Hook] = {
@@ -98,6 +100,8 @@ _MAIN_HOOKS: dict[str, Hook] = {
         _nested(tool_choice.keep_tools, rendering.leave_deferred_out),
     ),
     f"{_CHAT}._render_and_encode_chat_template": ("AROUND", rendering.render_only),
+    f"{_CHAT}._encode_messages": ("AROUND", rendering.render_tokens),
+    f"{_OPENAI}.encoding_dsv32.encode_messages": ("AROUND", rendering.note_text),
     f"{_CHAT}._process_messages": ("AROUND", tool_choice.hold_choice),
     f"{_PARSER}.get_structure_constraint": ("AROUND", tool_choice.constrain_calls),
     f"{_MESSAGES}._convert_to_chat_completion_request": ("AROUND", translation.convert_messages),
@@ -111,6 +115,9 @@ _MAIN_HOOKS: dict[str, Hook] = {
     ),
     # Caches
     f"{_OPENAI}.serving_chat.parallel_prompt_encode": ("AROUND", cache_hooks.encode_prompt),
+    f"{_OPENAI}.serving_chat.encode_prompt_segments": ("AROUND", cache_hooks.encode_segments),
+    f"{_TOKENIZERS}.PreTrainedTokenizerBase.encode": ("AROUND", cache_hooks.encode_text),
+    f"{_RECIPE}.DeepSeekRecipe.__init__": ("AFTER", cache_hooks.use_pieces),
     "jsonschema.Draft202012Validator.check_schema": ("AROUND", cache_hooks.check_schema),
     f"{_MESSAGE}GenericParam.model_dump": ("AROUND", cache_hooks.dump_message),
     f"{_MESSAGE}UserParam.model_dump": ("AROUND", cache_hooks.dump_message),

@@ -18,6 +18,7 @@ from sgl_ext.engine.http.extension import HttpExtension, install, installed
 from sgl_ext.engine.http.flush_route import flush_route
 from sgl_ext.engine.http.gauges import gauging
 from sgl_ext.engine.http.model_routes import model_routes
+from sgl_ext.engine.http.pin_placement import log_limits
 from sgl_ext.engine.http.pin_routes import pin_routes
 from sgl_ext.engine.http.ready_route import ready_route
 from sgl_ext.engine.http.settings_route import settings_route
@@ -75,6 +76,7 @@ def extend(server_args: ServerArgs, *_: Any, **__: Any) -> None:
             manager = sglang_api.get_global_state().tokenizer_manager
             log_template(application)
             async with extension.serving(application, manager), gauging(extension):
+                log_limits(application)
                 yield state
         stalls.stop()
 

@@ -27,6 +27,10 @@ COUNTERS: dict[str, tuple[str, ...]] = {
     "event_sweeps_deferred": ("Iterations that left evicted segments to find for the next one.",),
     "slow_event_subscribers": ("Event streams ended because the subscriber read too slowly.",),
     "breakpoints_not_found": ("Marked blocks whose end in the prompt was not found.", "path"),
+    "prompt_features_off": (
+        "Features that do not work with what writes this model's prompts: pins, tokens.",
+        "feature",
+    ),
     "cache_hints_ignored": ("Other vendors' cache hints with unknown values.", "path"),
     "cache_ttls_clamped": ("Requests that stated a longer TTL than pins may have.", "path"),
     "kv_hints": ("Actions in the kv_hints of requests; of type other, they had no effect.", "type"),

@@ -59,6 +59,7 @@ class RequestContext:
     cached_messages: what the message cache found for the body, until SGLang converts it.
     is_array_allowed: whether the prompt's tokens may be an array, and not a list.
     renderings: collects rendered prompts while a copy of the body is rendered, and not tokenized.
+    encoded_text: the prompt that an encoder has just written as text, until it is tokenized.
     dry_run: stops this request before its generation.
     keeps_tools: whether tools that may not be called stay in the prompt.
     allowed_tools: the names that `tool_choice` allows; None: it has no list of them.
@@ -94,6 +95,7 @@ class RequestContext:
     cached_messages: tuple[Any, ...] = ()
     is_array_allowed: bool = False
     renderings: list[str] | None = None
+    encoded_text: str | None = None
     dry_run: "DryRun | None" = None
     keeps_tools: bool = False
     allowed_tools: frozenset[str] | None = None

@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from inspect import unwrap
 from typing import Any
 
+import numpy as np
+
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.host_cache.piece_tokenizer import Inexact, PieceTokenizer
@@ -27,20 +29,27 @@ Original = Callable[..., list[int]]
 
 
 class TokenCache:
-    """Encodes prompts for one tokenizer. `original` encodes as SGLang does."""
+    """Encodes prompts for one tokenizer. `original` encodes as SGLang does.
+
+    prompts: how many it has encoded.
+    """
 
     def __init__(self, tokenizer: Any, original: Original, limit_bytes: int) -> None:
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
         self._original = original
+        added_tokens = self._backend.get_added_tokens_decoder().items()
         added = {
             token.content: number
-            for number, token in self._backend.get_added_tokens_decoder().items()
+            for number, token in added_tokens
             if token.content and not token.normalized
         }
+        self._added = {token.content: number for number, token in added_tokens}
+        self._added_ids = np.array(list(self._added.values()), dtype=np.int64)
         self._pieces = PieceTokenizer(added, self._whole, self._many, limit_bytes)
         self._checked_s = time.monotonic()
         self.is_off = False
+        self.prompts = 0
 
     @property
     def new_tokens(self) -> int:
@@ -82,26 +91,67 @@ class TokenCache:
         adds = processor is not None and processor.num_special_tokens_to_add(False) > 0
         return not (adds and options.get("add_special_tokens", True))
 
+    def serves_backend(self, backend: Any) -> bool:
+        """Whether the cache may encode texts for the library's tokenizer itself."""
+        return not self.is_off and backend is self._backend and not self._has_options()
+
+    def added_before(self) -> list[int] | None:
+        """What the tokenizer puts before a text; None if it puts something after it, too."""
+        before: list[int] = self._backend.encode("").ids
+        plain: list[int] = self._backend.encode("a", add_special_tokens=False).ids
+        return before if self._backend.encode("a").ids == before + plain else None
+
     def encode(self, text: str, group: str | None = None) -> array[int]:
         """A prompt's tokens. Cache groups do not find each other's pieces."""
         before = self._pieces.new_tokens
         try:
-            tokens = self._pieces.encode(text, "" if group is None else f"g{group}")
+            tokens = self._pieces.encode(text, _space(group))
         except Inexact:
             self.turn_off("inexact")
             return array("q", self._whole(text))
+        self._note(tokens, before, lambda: self._whole(text))
+        return tokens
+
+    def encode_with(
+        self,
+        added: Sequence[str],
+        text: str,
+        group: str | None,
+        whole: Callable[[], list[int]],
+    ) -> array[int] | None:
+        """As `encode`; None if the text's added tokens are not exactly these, in their order.
+
+        whole: how SGLang makes the tokens, for the checks.
+        """
+        before = self._pieces.new_tokens
+        try:
+            tokens = self._pieces.encode(text, _space(group))
+        except Inexact:
+            self.turn_off("inexact")
+            return None
+        ids = np.frombuffer(tokens, dtype=np.int64)
+        found = ids[np.isin(ids, self._added_ids)].tolist()
+        if found != [self._added.get(token) for token in added]:
+            counter("prompt_tokens_encoded").labels("new").inc(len(tokens))
+            return None
+        self._note(tokens, before, whole)
+        return tokens
+
+    def _note(self, tokens: array[int], before: int, whole: Callable[[], list[int]]) -> None:
+        """Counts a prompt's tokens, and checks them now and then."""
+        self.prompts += 1
         new = self._pieces.new_tokens - before
         counter("prompt_tokens_encoded").labels("known").inc(max(len(tokens) - new, 0))
         counter("prompt_tokens_encoded").labels("new").inc(new)
         if time.monotonic() - self._checked_s >= CHECK_EVERY_S:
             self._checked_s = time.monotonic()
-            threading.Thread(target=self.check, args=(text, tokens.tolist()), daemon=True).start()
-        return tokens
+            ids = tokens.tolist()
+            threading.Thread(target=lambda: self.check(whole(), ids), daemon=True).start()
 
-    def check(self, text: str, tokens: list[int]) -> None:
-        """Turns the cache off unless these are the tokens that the tokenizer makes of a prompt."""
+    def check(self, whole: list[int], tokens: list[int]) -> None:
+        """Turns the cache off unless a prompt's tokens are those that SGLang makes of it."""
         counter("token_cache_checks").inc()
-        if self._whole(text) != tokens:
+        if whole != tokens:
             self.turn_off("differs")
 
     def _has_options(self) -> bool:
@@ -123,6 +173,10 @@ class TokenCache:
             return [self._whole(texts[0])]
         encodings = self._backend.encode_batch(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
+
+
+def _space(group: str | None) -> str:
+    return "" if group is None else f"g{group}"
 
 
 def make_token_cache(tokenizer: Any, limit_bytes: int) -> TokenCache | None:

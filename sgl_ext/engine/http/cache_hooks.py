@@ -1,11 +1,12 @@
 """Hooks that let SGLang use the host caches: of tokens, messages and schemas."""
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from sgl_ext.engine.core.request_context import current
+from sgl_ext.engine.host_cache.recipe_encoding import RecipeEncoding
 from sgl_ext.engine.host_cache.shortcuts import Message
 from sgl_ext.engine.http.extension import installed
 from sgl_ext.engine.sglang_types import Original
@@ -25,6 +26,51 @@ def encode_prompt(
     tokens = cache.encode(text, None if context is None else context.group)
     is_array_allowed = context is not None and context.is_array_allowed
     return tokens if is_array_allowed else tokens.tolist()
+
+
+def encode_segments(
+    original: Callable[..., list[int]],
+    tokenizer: Any,
+    segments: Sequence[str],
+    encode_kwargs: dict[str, Any] | None = None,
+) -> "list[int] | array[int]":
+    """Around `encode_prompt_segments`, for templates in Python: the same for their prompts."""
+
+    def encode(*_: Any) -> list[int]:
+        return original(tokenizer, segments, encode_kwargs)
+
+    return encode_prompt(encode, tokenizer, "".join(segments), encode_kwargs)
+
+
+def encode_text(
+    original: Callable[..., list[int]], tokenizer: Any, text: Any, *args: Any, **options: Any
+) -> "list[int] | array[int]":
+    """Around `encode` of tokenizers: the same for a prompt that an encoder has written as text.
+
+    Inside of `collecting`, it is collected, with what the tokenizer puts before it.
+    """
+    context = current()
+    if context is None or context.encoded_text is None or context.encoded_text is not text:
+        return original(tokenizer, text, *args, **options)
+    context.encoded_text = None
+    if context.renderings is not None:
+        begin = original(tokenizer, "", *args, **options)
+        context.renderings.append(f"{tokenizer.decode(begin)}{text}")
+        return begin
+    cache, plain = installed().token_cache, {"add_special_tokens": False}
+    is_served = cache is not None and not args and not options and cache.serves(tokenizer, plain)
+    before = cache.added_before() if cache is not None and is_served else None
+    if before is None:
+        return original(tokenizer, text, *args, **options)
+    tokens = encode_prompt(lambda *_: original(tokenizer, text, **plain), tokenizer, text, plain)
+    return before + tokens if isinstance(tokens, list) else array("q", before) + tokens
+
+
+def use_pieces(result: None, recipe: Any, *args: Any, **kw: Any) -> None:
+    """After the start of the encoder of DeepSeek V4: the same for the prompts that it writes."""
+    recipe._encoding = RecipeEncoding(
+        recipe._encoding, recipe.hf_tokenizer, lambda: installed().token_cache
+    )
 
 
 def dump_message(original: Original, message: Any, **options: Any) -> Message:

@@ -26,7 +26,8 @@ from sgl_ext.tenants import Tenants
 class HttpExtension:
     """The state of one process.
 
-    chats: the token offsets of each chat front end, which has one tokenizer.
+    chats: the token offsets of each chat front end, which has one tokenizer; None: no text of its
+        prompts has their tokens.
     templates: what each one's template does; None if it has none.
     in_flight: requests, without the streams of events, which end with the engine.
     is_ending: after SIGTERM and the last request.
@@ -45,7 +46,7 @@ class HttpExtension:
         self.settings_number = 0
         self.has_several_schedulers = False
         self.schemas = SchemaCache()
-        self.chats: WeakKeyDictionary[ServingChat, TokenOffsets] = WeakKeyDictionary()
+        self.chats: WeakKeyDictionary[ServingChat, TokenOffsets | None] = WeakKeyDictionary()
         self.templates: WeakKeyDictionary[ServingChat, TemplateModel | None] = WeakKeyDictionary()
         self.token_cache: TokenCache | None = None
         self.message_cache: MessageCache | None = None

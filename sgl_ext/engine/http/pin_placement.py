@@ -39,6 +39,7 @@ from sgl_ext.requests.places import TURNS, last_text, path_of, value_at
 from sgl_ext.requests.protocol import Place, Protocol
 from sgl_ext.requests.rewriting import translate
 
+_PROBE = [{"role": "user", "content": "Begin with a look at main.py, please."}]
 _logger = logging.getLogger(__name__)
 
 
@@ -58,7 +59,9 @@ def place_pins(original: Original, chat: ServingChat, request: Any, *args: Any, 
                 context.is_answer_reusable = not drops_thinking(chat)
             if context.marks.blocks:
                 render = partial(_render, chat, context.protocol)
-                _place_pins(chat, context, converted[0].input_ids, render)
+                # Media take more tokens than SGLang has written for them by now.
+                ids = None if converted[0].contains_mm_input() else converted[0].input_ids
+                _place_pins(chat, context, ids, render)
     restore_list(chat, converted[0])
     return converted
 
@@ -111,6 +114,8 @@ def _find_ends(
 ) -> list[tuple[int, float]]:
     """For each marked block whose end is found, the tokens up to there, and its TTL."""
     marks, body, offsets = context.marks.blocks, context.body, _offsets_of(chat)
+    if offsets is None:
+        return []
     places = [mark.place for mark in marks]
     keys = [_key(context, place) for place in places]
     known = [offsets.recall(key, ids) for key in keys]
@@ -146,13 +151,50 @@ def _key(context: RequestContext, place: Place) -> int:
     return xxhash.xxh3_128_intdigest(orjson.dumps((context.group, place, block, preceding)))
 
 
-def _offsets_of(chat: ServingChat) -> TokenOffsets:
+def log_limits(app: Any) -> None:
+    """Logs and counts what does not work with the way in which this model's prompts are written."""
+    chat, cache = getattr(app.state, "openai_serving_chat", None), installed().token_cache
+    if chat is None or chat.tokenizer_manager.tokenizer is None:
+        return
+    if _offsets_of(chat) is None:
+        counter("prompt_features_off").labels("pins").inc()
+        _logger.warning(
+            "sgl-ext: marked blocks get no pins: the tokens of this model's prompts are not those"
+            " of a text"
+        )
+    if cache is None or cache.is_off:
+        return  # which is logged
+    before = cache.prompts
+    if _probe(chat) is not None and cache.prompts == before and not cache.is_off:
+        counter("prompt_features_off").labels("tokens").inc()
+        _logger.warning(
+            "sgl-ext: the token cache is not used: what writes this model's prompts tokenizes them"
+        )
+
+
+def _offsets_of(chat: ServingChat) -> TokenOffsets | None:
+    """A front end's token offsets; None if its prompts' tokens are not those of their text."""
     known = installed().chats
     if chat not in known:
         tokenizer = chat.tokenizer_manager.tokenizer
         encode = partial(tokenizer.encode, add_special_tokens=False)
-        known[chat] = TokenOffsets(encode, tokenizer.decode)
+        probed = _probe(chat)
+        is_text = probed is None or encode(probed[0]) == probed[1]
+        known[chat] = TokenOffsets(encode, tokenizer.decode) if is_text else None
     return known[chat]
+
+
+def _probe(chat: ServingChat) -> tuple[str, list[int]] | None:
+    """The text of a prompt, "" if it has none, and its tokens; None if the template refuses it."""
+    try:
+        with entered(RequestContext()):
+            request = sglang_api.ChatCompletionRequest(model="", messages=_PROBE)
+            ids = list(chat._process_messages(request, False).prompt_ids)
+            with collecting() as rendered:
+                chat._process_messages(request, False)
+    except Exception:  # templates and tokenizers may raise anything
+        return None
+    return (rendered[-1] if rendered else ""), ids
 
 
 def _render(chat: ServingChat, protocol: Protocol, body: Any) -> str | None:

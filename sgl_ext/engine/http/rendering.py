@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from sgl_ext.engine.core.request_context import current
+from sgl_ext.engine.core.request_context import RequestContext, current
 from sgl_ext.engine.sglang_http_types import ServingChat
 from sgl_ext.engine.sglang_types import Original
 from sgl_ext.requests.canonical import tools_at_head
@@ -49,21 +49,45 @@ def render_only(original: Original, chat: ServingChat, messages: Any, **options:
     """Around `OpenAIServingChat._render_and_encode_chat_template`: inside of `collecting`, collects
     the prompt as text, and does not tokenize it."""
     context = current()
-    rendered = None if context is None else context.renderings
-    if rendered is None:
+    if context is None or context.renderings is None:
         return original(chat, messages, **options)
-    if not (chat._prompt_text_round_trip_is_lossy or chat.template_manager.python_chat_template):
-        rendered.append(
-            chat.tokenizer_manager.tokenizer.apply_chat_template(
-                messages,
-                tokenize=False,
-                add_generation_prompt=options.get("add_generation_prompt", True),
-                tools=options["tools"],
-                return_dict=False,
-                **options["template_kwargs"],
-            )
+    if chat._prompt_text_round_trip_is_lossy:  # the text is made of the tokens, not they of it
+        ids, _ = original(chat, messages, **options)
+        return _collect(chat, context, ids), None
+    context.renderings.append(
+        chat.tokenizer_manager.tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=options.get("add_generation_prompt", True),
+            tools=options["tools"],
+            return_dict=False,
+            **options["template_kwargs"],
         )
+    )
     return [], None
+
+
+def render_tokens(original: Original, chat: ServingChat, *args: Any, **kw: Any) -> Any:
+    """Around `OpenAIServingChat._encode_messages`: inside of `collecting`, collects the text of the
+    tokens that an encoder writes. None: it writes none."""
+    ids, context = original(chat, *args, **kw), current()
+    if ids is None or context is None or context.renderings is None:
+        return ids
+    return _collect(chat, context, ids)
+
+
+def note_text(original: Original, *args: Any, **kw: Any) -> Any:
+    """Around DeepSeek V3.2's `encode_messages`: SGLang next encodes the text that it returns."""
+    text, context = original(*args, **kw), current()
+    if context is not None:
+        context.encoded_text = text
+    return text
+
+
+def _collect(chat: ServingChat, context: RequestContext, ids: list[int]) -> list[int]:
+    assert context.renderings is not None
+    context.renderings.append(chat.tokenizer_manager.tokenizer.decode(ids))
+    return []
 
 
 @contextmanager

@@ -77,9 +77,10 @@ def test_another_tokenizer_is_left_to_sglang(cache: TokenCache, tiny_model: Path
 
 def test_a_wrong_token_found_while_serving_turns_it_off(cache: TokenCache, tokenizer: Any) -> None:
     right = encode_prompt(whole, tokenizer, TURN, PLAIN)
-    cache.check(TURN, right)
+    expected = whole(tokenizer, TURN, PLAIN)
+    cache.check(expected, list(right))
     assert not cache.is_off
-    cache.check(TURN, [*right[:-1], 0])
+    cache.check(expected, [*right[:-1], 0])
     assert cache.is_off
     assert encode_prompt(whole, tokenizer, TURN, PLAIN) == right
 
