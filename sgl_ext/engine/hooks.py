@@ -24,6 +24,7 @@ from sgl_ext.engine.http import (
     pin_placement,
     rendering,
     request_hook,
+    template_facts,
     translation,
 )
 from sgl_ext.engine.middleware import faults
@@ -99,7 +100,12 @@ _MAIN_HOOKS: dict[str, Hook] = {
         "AROUND",
         _nested(tool_choice.keep_tools, rendering.leave_deferred_out),
     ),
-    f"{_CHAT}._render_and_encode_chat_template": ("AROUND", rendering.render_only),
+    f"{_CHAT}._render_and_encode_chat_template": (
+        "AROUND",
+        _nested(rendering.fit_messages, rendering.render_only),
+    ),
+    f"{_CHAT}._resolve_inline_system_support": ("AROUND", template_facts.takes_system_anywhere),
+    f"{_CHAT}.supports_native_reasoning_history": ("AROUND", template_facts.takes_thinking),
     f"{_CHAT}._encode_messages": ("AROUND", rendering.render_tokens),
     f"{_OPENAI}.encoding_dsv32.encode_messages": ("AROUND", rendering.note_text),
     f"{_CHAT}._process_messages": ("AROUND", tool_choice.hold_choice),

@@ -68,6 +68,7 @@ class GlobalState(Protocol):
 @stands_for("sglang.srt.parser.template_manager:TemplateManager")
 class TemplateManager(Protocol):
     python_chat_template: Any
+    chat_template_name: str | None
 
 
 @stands_for(f"{_OPENAI}.serving_chat:OpenAIServingChat")

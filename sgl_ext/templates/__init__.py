@@ -1,1 +1,1 @@
-"""What a chat template does with a conversation, found out by rendering made-up ones."""
+"""What a chat template does with a conversation, and messages fitted to it."""

@@ -48,8 +48,10 @@ class TemplateModel:
     thinking: where an answer's thinking is in the prompt of the user's next turn: in place, lost,
         or the template refuses it.
     loop_thinking: the same in a loop of tool calls.
-    has_text_with_calls: whether a text beside calls stays.
+    has_calls: whether a call is in the prompt.
+    has_text_with_calls: whether a text beside calls stays, and ahead of the results.
     has_parallel_calls: whether both of two calls of one answer stay, and both results.
+    has_user_after_results: whether a user's text between results and the next answer stays.
     has_call_ids: whether a call's id is in the prompt.
     grows_by_turns: whether the prompt of a turn is the beginning of the next one's, where a user
         speaks between them.
@@ -62,8 +64,10 @@ class TemplateModel:
     tools: Tools
     thinking: Place
     loop_thinking: Place
+    has_calls: bool
     has_text_with_calls: bool
     has_parallel_calls: bool
+    has_user_after_results: bool
     has_call_ids: bool
     grows_by_turns: bool
     grows_in_loops: bool
@@ -77,8 +81,10 @@ class TemplateModel:
             ("tools", str(self.tools)),
             ("thinking before a user's turn", str(self.thinking)),
             ("thinking in a loop of tools", str(self.loop_thinking)),
+            ("calls", "kept" if self.has_calls else "lost or refused"),
             ("text beside calls", "kept" if self.has_text_with_calls else "lost"),
             ("parallel calls", "kept" if self.has_parallel_calls else "lost or refused"),
+            ("user after results", "kept" if self.has_user_after_results else "lost or refused"),
             ("ids of calls", "in the prompt" if self.has_call_ids else "not in the prompt"),
             ("prompt of the next turn", "grows" if self.grows_by_turns else "changes"),
             ("prompt in a loop of tools", "grows" if self.grows_in_loops else "changes"),

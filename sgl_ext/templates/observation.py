@@ -16,6 +16,7 @@ Render = Callable[[list[Json], list[Json]], str]
 
 _WORDS = ("jelquin", "morvast", "tubriko", "sandovel", "hirtemo", "wexolin", "pradunk", "gostiva")
 _A, _B, _C, _D, _E, _THOUGHT, _TOOL, _ID = _WORDS
+_KEY, _KEY_2 = "tosquin", "velmarh"
 _TOOLS = [
     {
         "type": "function",
@@ -39,8 +40,10 @@ def observe(render: Render) -> TemplateModel:
         tools=_place_of_tools(render),
         thinking=_place_of_thinking(render, [*_thinking_turn(), _said("user", _E)]),
         loop_thinking=_place_of_thinking(render, _called(reasoning_content=_THOUGHT)),
-        has_text_with_calls=_has(render, _called(content=_B), _B),
-        has_parallel_calls=_has(render, _called(calls=2), _C, _D, "alpha", "beta"),
+        has_calls=_has(render, _called(), _KEY),
+        has_text_with_calls=_has_text_with_calls(render),
+        has_parallel_calls=_has(render, _called(calls=2), _C, _D, _KEY, _KEY_2),
+        has_user_after_results=_has(render, [*_called(), _said("user", _E)], _E),
         has_call_ids=_has(render, _called(), _ID),
         grows_by_turns=_grows(render, _turns()),
         grows_in_loops=_grows(render, _loop()),
@@ -58,7 +61,7 @@ def _call(key: str, number: int) -> Json:
 
 def _called(calls: int = 1, **fields: Any) -> list[Json]:
     """A user's turn, an answer with calls, and their results."""
-    keys, results = ("alpha", "beta")[:calls], (_C, _D)[:calls]
+    keys, results = (_KEY, _KEY_2)[:calls], (_C, _D)[:calls]
     made = [_call(key, number) for number, key in enumerate(keys)]
     answer = {"role": "assistant", "content": "", "tool_calls": made, **fields}
     outputs = [
@@ -101,8 +104,21 @@ def _place_of_thinking(render: Render, messages: list[Json]) -> Place:
     return _place(_rendered(render, messages, _TOOLS), "", _THOUGHT, "")
 
 
+def _has_text_with_calls(render: Render) -> bool:
+    """Whether a text beside a call stays ahead of the result, also after the final answer."""
+    called = _called(content=_B)
+    for messages in (called, [*called, _said("assistant", _D), _said("user", _E)]):
+        text = _rendered(render, messages, _TOOLS)
+        if text is None or not 0 <= text.find(_B) < text.find(_C):
+            return False
+    return True
+
+
 def _place_of_first(render: Render, role: str) -> Place:
-    return _place(_rendered(render, [_said(role, _A), _said("user", _B)]), "", _A, _B)
+    messages = [_said(role, _A), _said("user", _B)]
+    later = [*messages, _said("assistant", _C), _said("user", _D)]
+    alone = _place(_rendered(render, messages), "", _A, _B)
+    return alone if alone is not Place.IN_PLACE else _place(_rendered(render, later), "", _A, _B)
 
 
 def _place_of_later(render: Render, role: str) -> Place:
@@ -113,7 +129,8 @@ def _place_of_later(render: Render, role: str) -> Place:
         _said("user", _C),
         _said(role, _D),
     ]
-    after = _place(_rendered(render, [*messages, _said("assistant", _THOUGHT)]), _C, _D, _THOUGHT)
+    more = [_said("assistant", _THOUGHT), _said("user", _ID)]
+    after = _place(_rendered(render, [*messages, *more]), _C, _D, _THOUGHT)
     last = _place(_rendered(render, messages), _C, _D, "")
     return after if after is not Place.IN_PLACE else last
 

@@ -42,7 +42,8 @@ USUAL = {
     "grows_by_turns": True,
     "grows_in_loops": True,
 }
-ONE_CALL = frozenset({"has_parallel_calls"})
+ONE_CALL = frozenset({"has_text_with_calls", "has_parallel_calls"})
+NO_TEXT = frozenset({"has_text_with_calls"})
 WITH_IDS = frozenset({"has_call_ids"})
 CALL_ALONE = frozenset({"has_text_with_calls", "has_parallel_calls", "grows_in_loops"})
 ANYWHERE, NOWHERE = (IN_PLACE, IN_PLACE), (LOST, LOST)
@@ -59,7 +60,7 @@ FAMILIES = {
     "llama33": Facts(IN_PLACE, ANYWHERE, (P, P, P, P, P), BEHIND, LOST, CALL_ALONE),
     "devstral": Facts(REFUSED, (IN_PLACE, REFUSED), (N, R, W, N, P), BEHIND),
     "harmony": Facts(IN_PLACE, NOWHERE, (P, P, R, R, P), BEHIND, LOST, ONE_CALL),
-    "gemma4": Facts(IN_PLACE, ANYWHERE, (P, P, W, W, W), BEHIND, IN_PLACE),
+    "gemma4": Facts(IN_PLACE, ANYWHERE, (P, P, W, W, W), BEHIND, IN_PLACE, NO_TEXT),
 }
 
 

@@ -44,8 +44,10 @@ def test_a_template_that_shows_everything_in_order() -> None:
         "tools": Tools.FIRST,
         "thinking": Place.IN_PLACE,
         "loop_thinking": Place.IN_PLACE,
+        "has_calls": True,
         "has_text_with_calls": True,
         "has_parallel_calls": True,
+        "has_user_after_results": True,
         "has_call_ids": False,
         "grows_by_turns": True,
         "grows_in_loops": True,
@@ -153,3 +155,25 @@ def test_thinking_that_goes_when_the_loop_goes_on_changes_the_prompt() -> None:
 def test_a_template_that_renders_no_user_is_an_error() -> None:
     with pytest.raises(ValueError, match="renders no user's message"):
         observe(render_with("{{ refuse('no') }}"))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "{{ m.content if not m.tool_calls }}",
+        "{{ m.content if not m.tool_calls or not messages[loop.index + 1 :] }}",
+    ],
+)
+def test_a_text_beside_a_call_must_stay_ahead_of_the_result_and_after_the_answer(
+    answer: str,
+) -> None:
+    template = "{% for m in messages %}" + answer + _CALLS + "{% endfor %}"
+    assert not facts(template)["has_text_with_calls"]
+
+
+def test_a_system_text_in_the_last_user_s_turn_is_moved_to_the_end() -> None:
+    template = (
+        "{% for m in messages if m.role != 'system' %}"
+        "{{ messages[0].content if loop.last }}{{ m.content }}{% endfor %}"
+    )
+    assert facts(template)["first"]["system"] is Place.END

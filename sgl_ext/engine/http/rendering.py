@@ -1,15 +1,20 @@
 """What SGLang's rendering of prompts does otherwise here: it leaves tools out that are shown later,
-and it renders without tokenizing copies of a request's body, and made-up chats.
+fits messages to the chat template, and renders without tokenizing copies of a request's body, and
+made-up chats.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import RequestContext, current
+from sgl_ext.engine.http.extension import installed
 from sgl_ext.engine.sglang_http_types import ServingChat
 from sgl_ext.engine.sglang_types import Original
 from sgl_ext.requests.canonical import tools_at_head
+from sgl_ext.templates.fitting import fitted
 
 
 def leave_deferred_out(
@@ -46,8 +51,7 @@ def defers_tools(chat: ServingChat) -> bool:
 
 
 def render_only(original: Original, chat: ServingChat, messages: Any, **options: Any) -> Any:
-    """Around `OpenAIServingChat._render_and_encode_chat_template`: inside of `collecting`, collects
-    the prompt as text, and does not tokenize it."""
+    """Inside of `collecting`, collects the prompt as text, and does not tokenize it."""
     context = current()
     if context is None or context.renderings is None:
         return original(chat, messages, **options)
@@ -65,6 +69,20 @@ def render_only(original: Original, chat: ServingChat, messages: Any, **options:
         )
     )
     return [], None
+
+
+def fit_messages(original: Original, chat: ServingChat, messages: Any, **options: Any) -> Any:
+    """Around `OpenAIServingChat._render_and_encode_chat_template`: gives the template messages of
+    which it loses nothing."""
+    plan = installed().plans.get(chat)
+    if plan is not None:
+        counts: Counter[str] = Counter()
+        messages = fitted(messages, plan, counts)
+        context = current()
+        if context is not None and context.renderings is None:
+            for what, times in counts.items():
+                counter("translated_parts").labels(context.path, what).inc(times)
+    return original(chat, messages, **options)
 
 
 def render_tokens(original: Original, chat: ServingChat, *args: Any, **kw: Any) -> Any:

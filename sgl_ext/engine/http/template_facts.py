@@ -16,7 +16,9 @@ from sgl_ext.engine.core.request_context import RequestContext, entered
 from sgl_ext.engine.http.extension import installed
 from sgl_ext.engine.http.rendering import collecting
 from sgl_ext.engine.sglang_http_types import ServingChat
+from sgl_ext.engine.sglang_types import Original
 from sgl_ext.protocols.routes import TEMPLATE
+from sgl_ext.templates.fitting import REASONING, Plan
 from sgl_ext.templates.model import Place, TemplateModel
 from sgl_ext.templates.observation import Json, observe
 
@@ -32,15 +34,70 @@ def template_of(chat: ServingChat) -> TemplateModel | None:
     return known[chat]
 
 
+def make_plan(chat: ServingChat) -> Plan | None:
+    """Makes the plan by which messages are fitted to a front end's template from now on.
+
+    None if it has no template that is known: then messages reach it as they are.
+    """
+    model = template_of(chat)
+    plans = installed().plans
+    if model is None or chat in plans:
+        return plans.get(chat)
+    plan = plans[chat] = Plan(model)
+    after = _observed(chat)
+    if after is not None and _drops(after):
+        plans[chat] = Plan(model, "thinking")
+        with_thinking = _observed(chat)
+        if with_thinking is not None and not _drops(with_thinking):
+            plan, after = plans[chat], with_thinking
+    seen = model if after is None else after
+    kept = {
+        "text beside calls": seen.has_text_with_calls,
+        "parallel calls": seen.has_parallel_calls,
+    }
+    unsayable = frozenset(what for what in kept if seen.has_calls and not kept[what])
+    plans[chat] = Plan(model, plan.thinking_field, unsayable, _drops(seen))
+    return plans[chat]
+
+
 def drops_thinking(chat: ServingChat) -> bool:
     """Whether the template leaves thinking out both before a user's turn and in a loop of tools."""
-    model = template_of(chat)
-    return model is not None and model.thinking == model.loop_thinking == Place.LOST
+    plan, model = make_plan(chat), template_of(chat)
+    return plan.drops_thinking if plan is not None else model is not None and _drops(model)
+
+
+def takes_system_anywhere(original: Original, chat: ServingChat) -> bool:
+    """Around `OpenAIServingChat._resolve_inline_system_support`: SGLang leaves instructions where
+    they are, and they are fitted to the template there, if it is one of Jinja's."""
+    return bool(
+        original(chat)
+        or (
+            chat.chat_encoding_spec is None
+            and chat.template_manager.chat_template_name is None
+            and chat.template_manager.python_chat_template is None
+            and isinstance(getattr(chat.tokenizer_manager.tokenizer, "chat_template", None), str)
+        )
+    )
+
+
+def takes_thinking(original: Original, chat: ServingChat) -> bool:
+    """Around `OpenAIServingChat.supports_native_reasoning_history`: thinking stays apart from the
+    text for a template that reads it from a field that SGLang does not know."""
+    plan = installed().plans.get(chat)
+    return bool(original(chat) or (plan is not None and plan.thinking_field != REASONING))
+
+
+def _drops(model: TemplateModel) -> bool:
+    return model.thinking == model.loop_thinking == Place.LOST
 
 
 def log_template(app: Any) -> None:
     """Writes into the log what the template does, once SGLang's front end is there."""
     chat = getattr(app.state, "openai_serving_chat", None)
+    responses = getattr(app.state, "openai_serving_responses", None)
+    for front_end in (chat, responses):
+        if front_end is not None:
+            make_plan(front_end)
     model = None if chat is None else template_of(chat)
     facts = {"template": _NONE} if model is None else dict(model.lines())
     _logger.info("chat template: %s", "; ".join(f"{name}: {fact}" for name, fact in facts.items()))

@@ -1,0 +1,192 @@
+"""Says what a client said in the terms that a chat template renders.
+
+    messages, as SGLang gives them to the template --> fitted --> messages of which no word is lost
+
+A role that is lost or refused becomes one that is rendered in the same place; if no role for
+instructions is, their text becomes a reminder in the user's turn or the tool's result beside it.
+Messages that need no change are the same objects, and none is modified.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_ext.requests.protocol import INSTRUCTION_ROLES
+from sgl_ext.requests.rewriting import reminder
+from sgl_ext.templates.model import Lists, Place, TemplateModel
+
+Json = dict[str, Any]
+REASONING = "reasoning_content"
+_GAP = "\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How to give messages to one template.
+
+    model: what it does with messages as they are.
+    thinking_field: where it reads an answer's thinking.
+    unsayable: what it loses however it is given: "text beside calls", "parallel calls".
+    drops_thinking: thinking is in no later prompt, wherever it is given.
+    """
+
+    model: TemplateModel
+    thinking_field: str = REASONING
+    unsayable: frozenset[str] = frozenset()
+    drops_thinking: bool = False
+
+
+def fitted(messages: list[Json], plan: Plan, counts: Counter[str]) -> list[Json]:
+    """Messages for the plan's template. Counts what was translated.
+
+    Raises ValueError if the template has no way to say them.
+    """
+    told = _with_sayable_roles([_with_text(m, plan.model, counts) for m in messages], plan, counts)
+    if plan.model.has_calls and not plan.model.has_user_after_results:
+        told = _with_longer_results(told, counts)
+    if any(message.get("tool_calls") or REASONING in message for message in told):
+        return list(_with_sayable_answers(told, plan, counts))
+    return told
+
+
+def _with_text(message: Json, model: TemplateModel, counts: Counter[str]) -> Json:
+    """A message whose list of texts is one text, where the template does not take it whole."""
+    content, role = message.get("content"), message["role"]
+    if not isinstance(content, list) or not content:
+        return message
+    asked = "system" if role == "developer" and _sayable_role(role, model.first) != role else role
+    if asked != "assistant" and model.lists.get(asked, Lists.WHOLE) is Lists.WHOLE:
+        return message
+    # An answer was generated as one text; others are separate texts.
+    text = _text_of(message, "" if role == "assistant" else "\n")
+    if text is None:
+        return message
+    counts["list_of_texts"] += 1
+    return {**message, "content": text}
+
+
+def _sayable_role(role: str, places: Any) -> str | None:
+    """The role with which a template renders an instruction in place; None if there is none."""
+    return next((each for each in (role, "system") if places.get(each) is Place.IN_PLACE), None)
+
+
+def _with_sayable_roles(messages: list[Json], plan: Plan, counts: Counter[str]) -> list[Json]:
+    if not any(message["role"] in INSTRUCTION_ROLES for message in messages):
+        return messages
+    out: list[Json] = []
+    waiting: list[str] = []
+    begun = False
+    for message in messages:
+        role = message["role"]
+        if role in INSTRUCTION_ROLES:
+            places = plan.model.later if out else plan.model.first
+            sayable, text = _sayable_role(role, places), _text_of(message)
+            if sayable is not None and not waiting:
+                counts[f"{role}_message"] += sayable != role
+                out.append(message if sayable == role else {**message, "role": sayable})
+                continue
+            if text is None:
+                out.append(message)
+                continue
+            counts[f"{role}_message"] += 1
+            last = out[-1] if out else None
+            if last is not None and not begun:
+                out[-1] = _longer(last, after=text)
+            elif last is not None and last["role"] in ("user", "tool") and not waiting:
+                out[-1] = _longer(last, after=reminder(text))
+            else:
+                waiting.append(reminder(text))
+            continue
+        begun = True
+        if waiting:
+            added = _GAP.join(waiting)
+            waiting = []
+            if role == "user":
+                message = _longer(message, before=added)
+            elif role == "tool":
+                message = _longer(message, after=added)
+            else:
+                out.append({"role": "user", "content": added})
+        out.append(message)
+    if waiting:
+        out.append({"role": "user", "content": _GAP.join(waiting)})
+    return out
+
+
+def _with_longer_results(messages: list[Json], counts: Counter[str]) -> list[Json]:
+    """Messages in which what a user says between results and the next answer ends the result."""
+    out: list[Json] = []
+    for message in messages:
+        text = _text_of(message) if message["role"] == "user" else None
+        if text is not None and out and out[-1]["role"] == "tool":
+            counts["user_after_result"] += 1
+            out[-1] = _longer(out[-1], after=text)
+        else:
+            out.append(message)
+    return out
+
+
+def _text_of(message: Json, between: str = "\n") -> str | None:
+    """The text of a message; None if it has anything else."""
+    content = message.get("content")
+    if isinstance(content, list):
+        texts: list[Any] = [p.get("text") if isinstance(p, dict) else None for p in content]
+        return between.join(texts) if all(isinstance(text, str) for text in texts) else None
+    return content if isinstance(content, str) else None
+
+
+def _longer(message: Json, before: str = "", after: str = "") -> Json:
+    """A message with a text ahead of its content, or behind it."""
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        parts = [[{"type": "text", "text": text}] if text else [] for text in (before, after)]
+        return {**message, "content": [*parts[0], *content, *parts[1]]}
+    return {**message, "content": _GAP.join(text for text in (before, content, after) if text)}
+
+
+def _with_sayable_answers(messages: list[Json], plan: Plan, counts: Counter[str]) -> Iterator[Json]:
+    at = 0
+    while at < len(messages):
+        message = messages[at]
+        at += 1
+        if message["role"] != "assistant":
+            yield message
+            continue
+        if plan.thinking_field != REASONING and REASONING in message:
+            counts["thinking_field"] += 1
+            message = {**message, plan.thinking_field: message[REASONING]}
+        calls = message.get("tool_calls") or []
+        if calls and _text_of(message) and not plan.model.has_text_with_calls:
+            _require("text beside calls", plan)
+            counts["text_beside_calls"] += 1
+            yield {"role": "assistant", "content": message["content"]}
+            message = {**message, "content": ""}
+        if len(calls) < 2 or plan.model.has_parallel_calls:
+            yield message
+            continue
+        _require("parallel calls", plan)
+        counts["parallel_calls"] += 1
+        results = []
+        while at < len(messages) and messages[at]["role"] == "tool":
+            results.append(messages[at])
+            at += 1
+        yield from _one_by_one(message, calls, results)
+
+
+def _one_by_one(message: Json, calls: list[Json], results: list[Json]) -> Iterator[Json]:
+    """Answers with one call each, each with its results. The first has the thinking."""
+    ids = [call.get("id") for call in calls]
+    for number, call in enumerate(calls):
+        bare = {"role": "assistant", "content": ""}
+        yield {**(bare if number else message), "tool_calls": [call]}
+        is_last = number == len(calls) - 1
+        for result in results:
+            answered = result.get("tool_call_id")
+            if answered == call.get("id") or (is_last and answered not in ids):
+                yield result
+
+
+def _require(what: str, plan: Plan) -> None:
+    if what in plan.unsayable:
+        raise ValueError(f"messages: the chat template of this model loses {what}")

@@ -1,0 +1,149 @@
+"""What a client said is in the prompt once and in order, with the template of every family."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sgl_ext_cpu
+
+from sgl_ext.engine.core.request_context import RequestContext, entered
+from sgl_ext.engine.http.template_facts import make_plan
+from sgl_ext.protocols.registry import of_path
+from sgl_ext.requests.breakpoints import locate
+from sgl_ext.templates.fitting import Plan, fitted
+from sgl_ext.templates.model import Place
+from tests.templates.conversations import Writer
+from tests.templates.front_end import CHAT, MESSAGES, RESPONSES, FrontEnd
+
+FOLDER = Path(sgl_ext_cpu.__file__).parent / "templates"
+FAMILIES = sorted(file.stem for file in FOLDER.glob("*.jinja"))
+PATHS = (MESSAGES, CHAT, RESPONSES)
+CONVERSATIONS = {
+    "a developer's message first": ["developer+", "user+"],
+    "a context and a developer's message": ["system+", "developer", "user+", "answer:s", "user"],
+    "instructions between turns": [
+        *("system", "user", "answer:s", "system", "user"),
+        *("answer:s", "developer+", "user", "system", "answer:s", "user", "developer"),
+    ],
+    "thinking": ["user", "answer:ts", "user", "answer:ts", "user"],
+    "a loop of tools": [
+        *("system", "user", "answer:tsc", "answer:tc", "answer:sc", "answer:s", "user"),
+    ],
+    "instructions in a loop": [
+        *("system", "user", "answer:tc", "system", "answer:sc", "developer"),
+        *("answer:s", "user"),
+    ],
+    "parallel calls": ["system", "user", "answer:tscc", "answer:cc", "answer:s", "user"],
+    "a user who interrupts": ["system", "user", "answer:sc", "user"],
+}
+
+
+@cache
+def front_end(family: str, *, fits: bool = True) -> FrontEnd:
+    source = (FOLDER / f"{family}.jinja").read_text()
+    return FrontEnd(source, "gpt-oss" if family == "harmony" else "qwen3", fits=fits)
+
+
+def faults(family: str, path: str, turns: list[str], *, fits: bool = True) -> dict[str, Any]:
+    """What a prompt lost, says twice, has in another order, or prints as a list."""
+    written = Writer(path).write(turns)
+    prompt = front_end(family, fits=fits).prompt(path, written.body)
+    said = [*written.texts, *written.keys]
+    places = [prompt.find(text) for text in written.texts if text in prompt]
+    found = {
+        "lost": [text for text in said if text not in prompt],
+        "twice": [text for text in [*said, *written.thoughts] if prompt.count(text) > 1],
+        "moved": places != sorted(places),
+        "printed": "'type': 'text'" in prompt or "'type': 'output_text'" in prompt,
+    }
+    return {what: fault for what, fault in found.items() if fault}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("about", CONVERSATIONS)
+def test_each_text_is_in_the_prompt_once_and_in_order(family: str, about: str) -> None:
+    for path in PATHS:
+        assert faults(family, path, CONVERSATIONS[about]) == {}, path
+
+
+def test_without_fitting_these_templates_lose_texts() -> None:
+    turns = CONVERSATIONS["a developer's message first"]
+    for family in ("qwen3", "glm46", "minimax_m2", "deepseek_v31"):
+        assert "lost" in faults(family, CHAT, turns, fits=False)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("path", [MESSAGES, CHAT])
+def test_marked_blocks_are_found_where_they_were_put(family: str, path: str) -> None:
+    written = Writer(path).write(CONVERSATIONS["instructions between turns"])
+    serving = front_end(family)
+    places = [
+        (("messages", i, len(content) - 1) if isinstance(content, list) else ("messages", i))
+        for i, content in enumerate(each["content"] for each in written.body["messages"])
+    ]
+    places = places[path == CHAT :]  # the system text ends with the tools
+    located = locate(of_path(path), written.body, places, lambda body: serving.prompt(path, body))
+    ends = [None if end is None else located.text[:end][-5:] for end in located.ends]
+    assert None not in ends
+    assert set(ends) <= set(written.texts)
+    assert sorted(located.ends, key=lambda end: end or 0) == list(located.ends)
+
+
+def test_what_a_template_cannot_say_is_refused_by_name() -> None:
+    serving = FrontEnd(
+        "{% for m in messages %}{{ m.content if loop.first or m.role != 'assistant' }}"
+        "{{ m.tool_calls[0].function.arguments if m.tool_calls and loop.index0 == 1 }}{% endfor %}"
+    )
+    plan = make_plan(serving.chat)
+    assert plan is not None
+    assert plan.unsayable == {"text beside calls", "parallel calls"}
+    body = Writer(CHAT).write(["user", "answer:sc"]).body
+    with pytest.raises(ValueError, match="loses text beside calls"):
+        serving.prompt(CHAT, body)
+    assert serving.prompt(CHAT, Writer(CHAT).write(["user", "answer:c"]).body)
+
+
+def test_translations_are_counted_and_nothing_given_is_modified() -> None:
+    plan = make_plan(front_end("qwen35").chat)
+    assert plan is not None
+    given = [
+        {"role": "developer", "content": "a"},
+        {"role": "user", "content": "b"},
+        {"role": "system", "content": "c"},
+    ]
+    counts: Counter[str] = Counter()
+    told = fitted(given, plan, counts)
+    assert [message["role"] for message in told] == ["system", "user"]
+    assert told[1]["content"] == "b\n\n<system-reminder>\nc\n</system-reminder>"
+    assert given[1] == {"role": "user", "content": "b"}
+    assert counts == {"developer_message": 1, "system_message": 1}
+    assert fitted(given[1:2], plan, Counter()) == given[1:2]
+
+
+def test_a_template_without_instructions_gets_them_in_the_user_s_turn() -> None:
+    model = make_plan(front_end("devstral").chat)
+    assert model is not None
+    serving = FrontEnd(
+        "{% for m in messages %}{{ raise_exception('no') if m.role == 'system' }}"
+        "[{{ m.role }}]{{ m.content }}{% endfor %}"
+    )
+    plan = make_plan(serving.chat)
+    assert isinstance(plan, Plan)
+    assert plan.model.first["system"] is Place.REFUSED
+    prompt = serving.prompt(CHAT, Writer(CHAT).write(["system", "user"]).body)
+    assert prompt == "[user]<system-reminder>\nwaaqx\n</system-reminder>\n\nwabqx"
+
+
+def test_thinking_is_given_in_the_field_that_a_template_reads() -> None:
+    serving = front_end("harmony")
+    plan = make_plan(serving.chat)
+    assert plan is not None
+    assert plan.thinking_field == "thinking"
+    for path in PATHS:
+        written = Writer(path).write(["user", "answer:tc"])
+        with entered(RequestContext()):
+            assert serving.prompt(path, written.body).count(written.thoughts[0]) == 1
