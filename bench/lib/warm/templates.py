@@ -30,7 +30,7 @@ def template_sources() -> dict[str, str]:
 
 def template_times(rounds: int) -> dict[str, dict[str, Any]]:
     """For each template, milliseconds of CPU time by arm, and the ratio with its range."""
-    return {name: _times(source, rounds) for name, source in template_sources().items()}
+    return {name: times_of(source, rounds) for name, source in template_sources().items()}
 
 
 def compiled(source: str, *, quick: bool) -> Any:
@@ -71,7 +71,8 @@ def chat(messages: int) -> Mapping[str, Any]:
     }
 
 
-def _times(source: str, rounds: int) -> dict[str, Any]:
+def times_of(source: str, rounds: int) -> dict[str, Any]:
+    """Milliseconds of CPU time of both arms, in turn. Raises RuntimeError if they differ."""
     asked = chat(_MESSAGES)
     arms = {"stock": compiled(source, quick=False), "ours": compiled(source, quick=True)}
     if len({template.render(asked) for template in arms.values()}) != 1:

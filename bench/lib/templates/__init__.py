@@ -1,0 +1,1 @@
+"""How bench.templates makes conversations and what it compares."""
