@@ -42,19 +42,23 @@ def fitted(messages: list[Json], plan: Plan, counts: Counter[str]) -> list[Json]
 
     Raises ValueError if the template has no way to say them.
     """
-    told = _with_sayable_roles([_with_text(m, plan.model, counts) for m in messages], plan, counts)
-    if plan.model.has_calls and not plan.model.has_user_after_results:
+    model = plan.model
+    told = [
+        _with_text(message, model, counts) if type(message.get("content")) is list else message
+        for message in messages
+    ]
+    told = _with_sayable_roles(told, plan, counts)
+    if model.has_calls and not model.has_user_after_results:
         told = _with_longer_results(told, counts)
-    if any(message.get("tool_calls") or REASONING in message for message in told):
-        return list(_with_sayable_answers(told, plan, counts))
-    return told
+    takes_answers = model.has_text_with_calls and model.has_parallel_calls
+    if takes_answers and plan.thinking_field == REASONING:
+        return told
+    return list(_with_sayable_answers(told, plan, counts))
 
 
 def _with_text(message: Json, model: TemplateModel, counts: Counter[str]) -> Json:
     """A message whose list of texts is one text, where the template does not take it whole."""
-    content, role = message.get("content"), message["role"]
-    if not isinstance(content, list) or not content:
-        return message
+    role = message["role"]
     asked = "system" if role == "developer" and _sayable_role(role, model.first) != role else role
     if asked != "assistant" and model.lists.get(asked, Lists.WHOLE) is Lists.WHOLE:
         return message

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import sgl_ext_cpu
 
+from sgl_ext.balancer.conversations.context_insertion import insert_context
+from sgl_ext.balancer.conversations.contexts import Block
 from sgl_ext.engine.core.request_context import RequestContext, entered
 from sgl_ext.engine.http.template_facts import make_plan
 from sgl_ext.protocols.registry import of_path
@@ -22,6 +24,7 @@ from tests.templates.front_end import CHAT, MESSAGES, RESPONSES, FrontEnd
 FOLDER = Path(sgl_ext_cpu.__file__).parent / "templates"
 FAMILIES = sorted(file.stem for file in FOLDER.glob("*.jinja"))
 PATHS = (MESSAGES, CHAT, RESPONSES)
+CONTEXT_TOOL = {"name": "xetool", "description": "", "input_schema": {"type": "object"}}
 CONVERSATIONS = {
     "a developer's message first": ["developer+", "user+"],
     "a context and a developer's message": ["system+", "developer", "user+", "answer:s", "user"],
@@ -91,6 +94,40 @@ def test_marked_blocks_are_found_where_they_were_put(family: str, path: str) -> 
     assert None not in ends
     assert set(ends) <= set(written.texts)
     assert sorted(located.ends, key=lambda end: end or 0) == list(located.ends)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_prompt_of_each_turn_begins_with_the_one_before(family: str) -> None:
+    turns = CONVERSATIONS["instructions between turns"]
+    for path in PATHS:
+        before = ""
+        for end in (2, 5, 8, 11):
+            written = Writer(path).write(turns[:end])
+            prompt = front_end(family).prompt(path, written.body)
+            assert prompt.startswith(before), path
+            before = prompt[: prompt.rfind(written.texts[-1]) + 5]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_a_context_is_in_the_prompt_with_the_request_s_own_words(family: str, role: str) -> None:
+    blocks = (
+        Block("rules", "text", "stable", "", "xarul"),
+        Block("tools", "tools", "stable", "", [CONTEXT_TOOL]),
+        Block("notes", "text", "project", "", "xbnot"),
+        Block("now", "text", "runtime", None, None),
+    )
+    for path in PATHS:
+        written = Writer(path).write([f"{role}+", "user+"])
+        body, _ = insert_context(of_path(path), written.body, blocks, {"now": "xcnow"})
+        prompt = front_end(family).prompt(path, body)
+        said = ["xarul", "xbnot", *written.texts[:2], "xcnow", *written.texts[2:]]
+        places = [prompt.find(text) for text in said]
+        assert -1 not in places
+        assert places == sorted(places)
+        assert all(prompt.count(text) == 1 for text in said)
+        assert "'type': 'text'" not in prompt
+        assert prompt.rfind("xetool") < prompt.find("xcnow")  # a changed text leaves the tools
 
 
 def test_what_a_template_cannot_say_is_refused_by_name() -> None:
