@@ -14,7 +14,7 @@ from sgl_ext_cpu.nursery import Nursery
 
 from bench.lib.script import require, run
 
-WITHOUT_ENGINES = ("index", "proxy", "routing", "store", "tool_loop")
+WITHOUT_ENGINES = ("index", "proxy", "routing", "store", "templates", "tool_loop")
 WITH_ENGINES = (
     *("fanout", "header_strip", "misroute", "pin_flood", "priority", "speculative_prefill"),
     *("tenant_probe", "warm_turn", "chaos", "soak"),

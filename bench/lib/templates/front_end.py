@@ -12,6 +12,7 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
+from bench.lib.script import require
 from bench.lib.templates.forms import Form
 
 _SPECIAL = re.compile(
@@ -19,6 +20,7 @@ _SPECIAL = re.compile(
     r"|</?(?:minimax:)?tool_call>|</?tool_response>|\]~!?b\[?\]?|\[e~\["
 )
 _ENCODERS = ("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>")
+_CACHE_BYTES = 1 << 26
 
 
 @dataclass
@@ -102,6 +104,7 @@ class FrontEnd:
         tokenizer = _tokenizer(source, form, vocabulary)
         self._engine = _Engine(tokenizer, form)
         templates.initialize_templates(self._engine, "bench")
+        _install_caches(tokenizer)
         self.app = import_module(f"{sglang}.entrypoints.http_server").app
         state = self.app.state
         state.openai_serving_chat = chat.OpenAIServingChat(self._engine, templates)
@@ -123,6 +126,8 @@ class FrontEnd:
         response = client.post(path, json=body)
         asked = self._engine.asked
         asked.status, asked.document = response.status_code, response.json()
+        whole = self._engine.tokenizer.encode(asked.text, add_special_tokens=False)
+        require(whole == asked.prompt, "a prompt's tokens are those of its whole text", path=path)
         return asked
 
     def text_around(self, ids: list[int], at: int) -> str:
@@ -133,16 +138,26 @@ class FrontEnd:
 def prepare() -> None:
     """Loads SGLang's front end and applies our hooks to it, once a process."""
     from sgl_ext.engine.hooks import HOOKS, Role, apply_hooks
-    from sgl_ext.engine.http.extension import HttpExtension, install
-    from sgl_ext.settings.schema import EngineSettings
 
     warnings.simplefilter("ignore")  # SGLang's
     import_module("sglang.srt.entrypoints.http_server")
     apply_hooks(Role.MAIN, HOOKS[Role.MAIN])
     context = import_module("sglang.srt.runtime_context").get_context()
     context.override_server_args().install()
-    install(HttpExtension(EngineSettings()))
     logging.disable(logging.CRITICAL)
+
+
+def _install_caches(tokenizer: Any) -> None:
+    """The extension's state of an engine of this tokenizer."""
+    from sgl_ext.engine.host_cache.message_cache import MessageCache
+    from sgl_ext.engine.host_cache.token_cache import make_token_cache
+    from sgl_ext.engine.http.extension import HttpExtension, install
+    from sgl_ext.settings.schema import EngineSettings
+
+    extension = HttpExtension(EngineSettings())
+    extension.token_cache = make_token_cache(tokenizer, _CACHE_BYTES)
+    extension.message_cache = MessageCache(_CACHE_BYTES)
+    install(extension)
 
 
 def _tokenizer(source: str | None, form: Form, vocabulary: Any) -> Any:
