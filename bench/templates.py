@@ -10,6 +10,7 @@ engine runs. Contexts are inserted as a balancer does it. By family:
                      same where a user speaks next, when most templates leave thinking out
     lost, moved      texts of requests that are not in the prompt, or not in their order
     repeated         texts that are in the prompt more than once
+    without_tools    conversations in which `tool_choice: "none"` leaves the tools out
     first_difference the end of what is read back of the first such answer, and what comes then
     refused          conversations that end with an error, and which
     template_ms      CPU time to render 400 messages, as SGLang does it and with our code
@@ -94,7 +95,7 @@ def figures_of(front_end: FrontEnd, form: Form) -> dict[str, Any]:
         "user_read_back_share": {name: one.user_read_back_share for name, one in seen.items()},
         **{
             what: sorted(text for one in seen.values() for text in getattr(one, what))
-            for what in ("lost", "moved", "repeated")
+            for what in ("lost", "moved", "repeated", "without_tools")
         },
         "first_difference": {n: one.difference for n, one in seen.items() if one.difference},
         "refused": errors,

@@ -52,15 +52,19 @@ class Seen:
     """What was seen of one conversation, or of several.
 
     lost, moved, repeated: texts of a request that its prompt lacks, has in another order, or has
-    more than once. refused: the answer to a request that was not answered.
+        more than once.
+    without_tools: conversations whose tools are not in each prompt.
+    refused: the error of each conversation that ends with one.
     difference: the first answer in a loop that the next prompt does not have, and what it has.
-    read, generated: tokens of answers, and how many of them are in the next prompt, with all that
-    was before them; in loops of tools, and before a user's turn.
+    read, generated: tokens of answers in loops of tools, and how many of them are in the next
+        prompt, with all that was before them. read_by_user, generated_by_user: the same before a
+        user's turn.
     """
 
     lost: set[str] = field(default_factory=set)
     moved: set[str] = field(default_factory=set)
     repeated: set[str] = field(default_factory=set)
+    without_tools: set[str] = field(default_factory=set)
     refused: dict[str, str] = field(default_factory=dict)
     difference: dict[str, str] | None = None
     read: int = 0
@@ -165,22 +169,23 @@ class _Conversation:
         return True
 
     def _compare_texts(self, prompt: str, new: set[str]) -> None:
-        last = -1
-        tools = _TOOLS[0]["description"]
-        if self._before is not None and tools in self._before.text and tools not in prompt:
-            self._seen.lost.add(f"tools: {self._name}")
+        # A call may come after an earlier call's result, if a template has one call in an answer.
+        last = {True: -1, False: -1}
         for what, word in self._said:
             if word in new:
                 continue
-            at, name = prompt.find(word), f"{what}: {self._name}"
+            at, name, is_call = prompt.find(word), f"{what}: {self._name}", what == "call"
             if at < 0:
                 self._seen.lost.add(name)
                 continue
-            if at < last:
+            if at < last[is_call]:
                 self._seen.moved.add(name)
             if prompt.count(word) > 1:
                 self._seen.repeated.add(name)
-            last = max(at, last)
+            last[is_call] = max(at, last[is_call])
+        tools = _TOOLS[0]["description"]
+        if self._before is not None and tools in self._before.text and tools not in prompt:
+            self._seen.without_tools.add(self._name)
 
     def _compare_tokens(self, asked: Asked, choice: str | None) -> None:
         before = self._before

@@ -115,6 +115,7 @@ class FrontEnd:
             state.openai_serving_responses = responses.OpenAIServingResponses(
                 self._engine, templates
             )
+        import_module("sgl_ext.engine.http.template_facts").log_template(self.app)
 
     def ask(self, path: str, body: dict[str, Any], write: Callable[[str], str]) -> Asked:
         """Sends a request. write: the answer to a prompt."""
