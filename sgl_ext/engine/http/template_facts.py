@@ -22,7 +22,7 @@ from sgl_ext.templates.fitting import REASONING, Plan
 from sgl_ext.templates.model import Place, TemplateModel
 from sgl_ext.templates.observation import Json, observe
 
-_NONE = "this model's prompts are written by an encoder, not by a chat template"
+_NONE = "what writes this model's prompts takes no user's message"
 _logger = logging.getLogger(__name__)
 
 
