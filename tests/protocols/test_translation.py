@@ -233,7 +233,7 @@ def test_later_instructions_become_reminders_at_the_same_place() -> None:
         {"role": "system", "content": [text("A"), text("B")]},
         {"role": "assistant", "content": "ok"},
         {"role": "system", "content": "C"},
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t"}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t"}, text("so")]},
         {"role": "assistant", "content": "ok"},
         {"role": "system", "content": "D"},
     ]
@@ -244,7 +244,7 @@ def test_later_instructions_become_reminders_at_the_same_place() -> None:
     first, last = body["messages"][1]["content"], body["messages"][3]["content"]
     assert first == [text("Go on."), text("<system-reminder>\nA\nB\n</system-reminder>")]
     assert last[0]["type"] == "tool_result"
-    assert last[1] == text("<system-reminder>\nC\n</system-reminder>")
+    assert last[1:] == [text("<system-reminder>\nC\n</system-reminder>"), text("so")]
     assert body["messages"][5]["content"] == [text("<system-reminder>\nD\n</system-reminder>")]
     assert counts == {"system_message": 3}
     assert messages(Model(), messages=said)[0]["messages"] is said

@@ -144,7 +144,7 @@ def _is_system(message: Any) -> bool:
 
 
 def _with_reminders(messages: list[Any], counts: Counts) -> list[Any]:
-    """Messages in which later instructions are at the end of the nearest user's turn."""
+    """Messages in which later instructions are in the nearest user's turn, in order."""
     out: list[Any] = []
     waiting: list[str] = []
     for message in messages:
@@ -159,7 +159,7 @@ def _with_reminders(messages: list[Any], counts: Counts) -> list[Any]:
             continue
         if waiting:
             if role == "user":
-                message = _with_texts(message, waiting)
+                message = _with_texts(message, waiting, first=True)
             else:
                 out.append(_with_texts({"role": "user", "content": []}, waiting))
             waiting = []
@@ -169,14 +169,17 @@ def _with_reminders(messages: list[Any], counts: Counts) -> list[Any]:
     return out
 
 
-def _with_texts(message: Json, texts: list[str]) -> Json:
+def _with_texts(message: Json, texts: list[str], *, first: bool = False) -> Json:
+    """A message with reminders behind its content, or ahead of its texts: results stay first."""
     content = message.get("content")
     if isinstance(content, str):
         content = [text_part(content)] if content else []
     if not isinstance(content, list):
         return message
     added = [text_part(reminder(text)) for text in texts]
-    return {**message, "content": [*content, *added]}
+    kinds = [kind_of(block) for block in content]
+    at = sum(kind == "tool_result" for kind in kinds) if first else len(content)
+    return {**message, "content": [*content[:at], *added, *content[at:]]}
 
 
 def _block(
