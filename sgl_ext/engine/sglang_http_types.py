@@ -84,6 +84,7 @@ class ServingChat(Protocol):
     _prompt_text_round_trip_is_lossy: bool
 
     def _process_messages(self, request: Any, is_multimodal: bool) -> Any: ...
+    def wrap_reasoning_history(self, reasoning_text: str) -> str: ...
 
 
 @stands_for(f"{_OPENAI}.serving_responses:OpenAIServingResponses")

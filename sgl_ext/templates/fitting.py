@@ -9,12 +9,12 @@ Messages that need no change are the same objects, and none is modified.
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sgl_ext.requests.protocol import INSTRUCTION_ROLES
 from sgl_ext.requests.rewriting import reminder
-from sgl_ext.templates.model import Lists, Place, TemplateModel
+from sgl_ext.templates.model import Frame, Lists, Place, TemplateModel
 
 Json = dict[str, Any]
 REASONING = "reasoning_content"
@@ -29,12 +29,18 @@ class Plan:
     thinking_field: where it reads an answer's thinking.
     unsayable: what it loses however it is given: "text beside calls", "parallel calls".
     drops_thinking: thinking is in no later prompt, wherever it is given.
+    frame: what it writes around the parts of an answer.
+    takes_reasoning: thinking must be apart from the text: the template does not find it in there.
+    numbers_calls: the model names calls by their number in the conversation, and reads the names.
     """
 
     model: TemplateModel
     thinking_field: str = REASONING
     unsayable: frozenset[str] = frozenset()
     drops_thinking: bool = False
+    frame: Frame = field(default_factory=Frame)
+    takes_reasoning: bool = False
+    numbers_calls: bool = False
 
 
 def fitted(messages: list[Json], plan: Plan, counts: Counter[str]) -> list[Json]:
@@ -50,6 +56,7 @@ def fitted(messages: list[Json], plan: Plan, counts: Counter[str]) -> list[Json]
     told = _with_sayable_roles(told, plan, counts)
     if model.has_calls and not model.has_user_after_results:
         told = _with_longer_results(told, counts)
+    told = _with_bare_answers(told, plan, counts)
     takes_answers = model.has_text_with_calls and model.has_parallel_calls
     if takes_answers and plan.thinking_field == REASONING:
         return told
@@ -129,6 +136,61 @@ def _with_longer_results(messages: list[Json], counts: Counter[str]) -> list[Jso
         else:
             out.append(message)
     return out
+
+
+def _with_bare_answers(messages: list[Json], plan: Plan, counts: Counter[str]) -> list[Json]:
+    """Messages whose answers lack what the template writes itself: parsers leave some of it."""
+    names: dict[str, str] = {}
+    number = 0
+    out = []
+    for message in messages:
+        calls = message.get("tool_calls") or ()
+        if calls or REASONING in message:
+            bare = _bare(message, plan.frame)
+            counts["answer_frame"] += bare is not message
+            message = bare
+        if plan.numbers_calls and calls:
+            named = []
+            for call in calls:
+                name = f"functions.{call['function']['name']}:{number}"
+                number += 1
+                if str(call.get("id")).startswith("call_"):  # as SGLang names them on /v1/responses
+                    counts["call_id"] += 1
+                    names[call["id"]] = name
+                    call = {**call, "id": name}
+                named.append(call)
+            message = {**message, "tool_calls": named}
+        elif message.get("tool_call_id") in names:
+            message = {**message, "tool_call_id": names[message["tool_call_id"]]}
+        out.append(message)
+    return out
+
+
+def _bare(message: Json, frame: Frame) -> Json:
+    thinking, content = message.get(REASONING), message.get("content")
+    edits: Json = {}
+    if isinstance(thinking, str):
+        bare = thinking[_overlap(frame.before_thinking, thinking) :]
+        edits[REASONING] = bare[: len(bare) - _overlap(bare, frame.after_thinking)]
+    if isinstance(content, str):
+        text = content
+        if isinstance(thinking, str):
+            text = text[_overlap(frame.before_text, text) :]
+        if message.get("tool_calls"):
+            text = text[: len(text) - _overlap(text, frame.before_call)]
+        edits["content"] = text
+    if all(message[key] == value for key, value in edits.items()):
+        return message
+    return {**message, **edits}
+
+
+def _overlap(before: str, after: str) -> int:
+    """How much of the end of a text is the beginning of another, if that is space or markup."""
+    for length in range(min(len(before), len(after), 40), 0, -1):
+        shared = after[:length]
+        if before.endswith(shared) and (shared.isspace() or "<" in shared):
+            return length
+    return 0
 
 
 def _text_of(message: Json, between: str = "\n") -> str | None:

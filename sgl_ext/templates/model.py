@@ -38,6 +38,17 @@ class Tools(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Frame:
+    """What a template writes in an answer: what is before its thinking, the space after this, and
+    that before its text and before a call. "" where it writes none, or shows no thinking."""
+
+    before_thinking: str = ""
+    after_thinking: str = ""
+    before_text: str = ""
+    before_call: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class TemplateModel:
     """What a template does. Each fact was seen on a rendered conversation.
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from sgl_ext.templates.model import INSTRUCTIONS, ROLES, Lists, Place, TemplateModel, Tools
+from sgl_ext.templates.model import INSTRUCTIONS, ROLES, Frame, Lists, Place, TemplateModel, Tools
 
 Json = dict[str, Any]
 Render = Callable[[list[Json], list[Json]], str]
@@ -48,6 +48,33 @@ def observe(render: Render) -> TemplateModel:
         grows_by_turns=_grows(render, _turns()),
         grows_in_loops=_grows(render, _loop()),
     )
+
+
+def frame_of(render: Render) -> Frame:
+    """What the template writes around the thinking and the text of an answer with a call."""
+    answer = _called(content=_B, reasoning_content=_THOUGHT)
+    text = _rendered(render, answer, _TOOLS) or _rendered(render, _called(content=_B), _TOOLS) or ""
+    asked, thought, said = text.find(_A) + len(_A), text.find(_THOUGHT), text.find(_B)
+    if said < 0:
+        return Frame()
+    behind = text[said + len(_B) :]
+    before_call = _space_at_start(behind) if thought < said else ""
+    if thought < 0:
+        return Frame(before_call=before_call)
+    after = _space_at_start(text[thought + len(_THOUGHT) :])
+    between = text[thought:said]
+    before_text = between[len(between.rstrip()) :]
+    return Frame(text[asked:thought], after, before_text, before_call)
+
+
+def _space_at_start(text: str) -> str:
+    return text[: len(text) - len(text.lstrip())]
+
+
+def is_found_in_text(render: Render, wrap: Callable[[str], str]) -> bool:
+    """Whether thinking that is wrapped in an answer's text is rendered as in its own field."""
+    inside = render(_called(content=wrap(_THOUGHT) + _B), list(_TOOLS))
+    return inside == render(_called(content=_B, reasoning_content=_THOUGHT), list(_TOOLS))
 
 
 def _said(role: str, text: Any) -> Json:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -184,3 +186,46 @@ def test_thinking_is_given_in_the_field_that_a_template_reads() -> None:
         written = Writer(path).write(["user", "answer:tc"])
         with entered(RequestContext()):
             assert serving.prompt(path, written.body).count(written.thoughts[0]) == 1
+
+
+@pytest.mark.parametrize("family", ["qwen3", "glm46", "minimax_m2", "kimi_k2_thinking", "gemma4"])
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+def test_what_a_parser_leaves_of_the_template_s_own_text_is_not_there_twice(
+    family: str, path: str
+) -> None:
+    serving = front_end(family)
+    plan = make_plan(serving.chat)
+    assert plan is not None
+    frame = plan.frame
+    assert frame.before_thinking
+    written = Writer(path).write(["user", "answer:tc"])
+    plain = serving.prompt(path, written.body)
+    thought = written.thoughts[0]
+    start = "".join(frame.before_thinking.partition("<think>")[1:])
+    left = json.dumps(written.body).replace(
+        f'"{thought}"', json.dumps(start + thought + frame.after_thinking)
+    )
+    assert serving.prompt(path, json.loads(left)) == plain
+
+
+def test_calls_have_the_names_that_the_model_gave_them() -> None:
+    serving = FrontEnd((FOLDER / "kimi_k2.jinja").read_text())
+    made = make_plan(serving.chat)
+    assert made is not None
+    call = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": {}}}
+    given = [
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [call, {**call, "id": "functions.look:1"}],
+        },
+        {"role": "tool", "tool_call_id": "call_1", "content": "a"},
+    ]
+    counts: Counter[str] = Counter()
+    told = fitted(given, replace(made, numbers_calls=True), counts)
+    assert [each["id"] for each in told[0]["tool_calls"]] == [
+        "functions.look:0",
+        "functions.look:1",
+    ]
+    assert told[1]["tool_call_id"] == "functions.look:0"
+    assert counts["call_id"] == 1

@@ -5,6 +5,7 @@ that no later prompt has, so the answer is never read from the cache again.
 """
 
 import logging
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -20,7 +21,7 @@ from sgl_ext.engine.sglang_types import Original
 from sgl_ext.protocols.routes import TEMPLATE
 from sgl_ext.templates.fitting import REASONING, Plan
 from sgl_ext.templates.model import Place, TemplateModel
-from sgl_ext.templates.observation import Json, observe
+from sgl_ext.templates.observation import Json, frame_of, is_found_in_text, observe
 
 _NONE = "what writes this model's prompts takes no user's message"
 _logger = logging.getLogger(__name__)
@@ -56,7 +57,17 @@ def make_plan(chat: ServingChat) -> Plan | None:
         "parallel calls": seen.has_parallel_calls,
     }
     unsayable = frozenset(what for what in kept if seen.has_calls and not kept[what])
-    plans[chat] = Plan(model, plan.thinking_field, unsayable, _drops(seen))
+    field = plan.thinking_field
+    plans[chat] = Plan(
+        model,
+        field,
+        unsayable,
+        _drops(seen),
+        frame=frame_of(partial(_render, chat)),
+        takes_reasoning=field != REASONING or not _finds_thinking(chat, seen),
+        # SGLang's own names of calls are such ones for this parser, except on /v1/responses.
+        numbers_calls=chat.tool_call_parser == "kimi_k2" and seen.has_call_ids,
+    )
     return plans[chat]
 
 
@@ -82,9 +93,19 @@ def takes_system_anywhere(original: Original, chat: ServingChat) -> bool:
 
 def takes_thinking(original: Original, chat: ServingChat) -> bool:
     """Around `OpenAIServingChat.supports_native_reasoning_history`: thinking stays apart from the
-    text for a template that reads it from a field that SGLang does not know."""
+    text for a template that does not find it in there."""
     plan = installed().plans.get(chat)
-    return bool(original(chat) or (plan is not None and plan.thinking_field != REASONING))
+    return bool(original(chat) or (plan is not None and plan.takes_reasoning))
+
+
+def _finds_thinking(chat: ServingChat, model: TemplateModel) -> bool:
+    """Whether thinking in an answer's text is rendered as it is in its own field."""
+    if model.loop_thinking is not Place.IN_PLACE:
+        return True
+    try:
+        return is_found_in_text(partial(_render, chat), chat.wrap_reasoning_history)
+    except Exception:  # templates raise errors of all kinds, and a model may have no parser
+        return True
 
 
 def _drops(model: TemplateModel) -> bool:
@@ -115,13 +136,14 @@ def template_route() -> Route:
 
 
 def _observed(chat: ServingChat) -> TemplateModel | None:
-    def render(messages: list[Json], tools: list[Json]) -> str:
-        request = sglang_api.ChatCompletionRequest(model="", messages=messages, tools=tools or None)
-        with entered(RequestContext()), collecting() as rendered:
-            chat._process_messages(request, False)
-        return rendered[-1]
-
     try:
-        return observe(render)
+        return observe(partial(_render, chat))
     except ValueError:
         return None
+
+
+def _render(chat: ServingChat, messages: list[Json], tools: list[Json]) -> str:
+    request = sglang_api.ChatCompletionRequest(model="", messages=messages, tools=tools or None)
+    with entered(RequestContext()), collecting() as rendered:
+        chat._process_messages(request, False)
+    return rendered[-1]

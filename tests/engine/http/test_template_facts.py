@@ -30,6 +30,8 @@ REFUSES = "{{ nothing.at.all }}"
 class Chat:
     """The part of SGLang's front end that is used."""
 
+    tool_call_parser = None
+
     def __init__(self, template: str) -> None:
         self.template = jinja2.Template(template)
 
