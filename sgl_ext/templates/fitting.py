@@ -49,18 +49,18 @@ def fitted(messages: list[Json], plan: Plan, counts: Counter[str]) -> list[Json]
     Raises ValueError if the template has no way to say them.
     """
     model = plan.model
-    told = [
+    given = [
         _with_text(message, model, counts) if type(message.get("content")) is list else message
         for message in messages
     ]
-    told = _with_sayable_roles(told, plan, counts)
+    given = _with_sayable_roles(given, plan, counts)
     if model.has_calls and not model.has_user_after_results:
-        told = _with_longer_results(told, counts)
-    told = _with_bare_answers(told, plan, counts)
+        given = _with_longer_results(given, counts)
+    given = _with_bare_answers(given, plan, counts)
     takes_answers = model.has_text_with_calls and model.has_parallel_calls
     if takes_answers and plan.thinking_field == REASONING:
-        return told
-    return list(_with_sayable_answers(told, plan, counts))
+        return given
+    return list(_with_sayable_answers(given, plan, counts))
 
 
 def _with_text(message: Json, model: TemplateModel, counts: Counter[str]) -> Json:
