@@ -15,18 +15,18 @@ from sgl_ext.engine.core.folder import Outbox
 from sgl_ext.engine.core.request_context import context_in, current_dry_run
 from sgl_ext.engine.http.event_broadcaster import PATH, SUBSCRIBERS_PATH
 from sgl_ext.engine.http.extension import HttpExtension, install, installed
-from sgl_ext.engine.http.flush_route import flush_route
 from sgl_ext.engine.http.gauges import gauging
-from sgl_ext.engine.http.model_routes import model_routes
 from sgl_ext.engine.http.pin_placement import log_limits
-from sgl_ext.engine.http.pin_routes import pin_routes
-from sgl_ext.engine.http.ready_route import ready_route
-from sgl_ext.engine.http.settings_route import settings_route
 from sgl_ext.engine.http.template_facts import log_template, template_route
 from sgl_ext.engine.middleware import errors
 from sgl_ext.engine.middleware import secret as secret_check
 from sgl_ext.engine.middleware.cache_writes import CacheWritesMiddleware
 from sgl_ext.engine.middleware.error_shape import EngineError
+from sgl_ext.engine.routes.flush_route import flush_route
+from sgl_ext.engine.routes.model_routes import model_routes
+from sgl_ext.engine.routes.pin_routes import pin_routes
+from sgl_ext.engine.routes.ready_route import ready_route
+from sgl_ext.engine.routes.settings_route import settings_route
 from sgl_ext.engine.sglang_http_types import TokenizerManager
 from sgl_ext.engine.sglang_types import ServerArgs
 from sgl_ext.limits.stall import StallMonitor

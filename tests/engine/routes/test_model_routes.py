@@ -10,8 +10,8 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from sgl_ext.engine import sglang_api
-from sgl_ext.engine.http.model_routes import model_routes
 from sgl_ext.engine.middleware.errors import ErrorMiddleware
+from sgl_ext.engine.routes.model_routes import model_routes
 
 ANTHROPIC = {"anthropic-version": "2023-06-01"}
 

@@ -13,8 +13,8 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from sgl_ext.engine.http.extension import HttpExtension
-from sgl_ext.engine.http.settings_route import settings_route
 from sgl_ext.engine.prefill_ahead.prefiller import Prefiller
+from sgl_ext.engine.routes.settings_route import settings_route
 from sgl_ext.engine.scheduler.state import SchedulerExtension
 from sgl_ext.settings.fields import fields_of
 from sgl_ext.settings.reloading import SETTINGS_PATH

@@ -1,0 +1,1 @@
+"""Paths that the extension adds to SGLang's HTTP server, or answers in its place."""
