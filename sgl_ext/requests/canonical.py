@@ -16,6 +16,8 @@ import orjson
 MARKS = frozenset({"cache_control", "prompt_cache_breakpoint"})
 """The keys with which clients mark the end of a prefix."""
 _NOT_RENDERED = MARKS | {"id", "tool_use_id", "tool_call_id", "call_id", "status", "signature"}
+# Some SDKs send it with the tools of a streamed request only.
+_NOT_RENDERED |= {"eager_input_streaming"}
 _TEXT_TYPES = frozenset({None, "text", "input_text", "output_text"})
 _RESULT_KEYS = frozenset({"type", "tool_use_id", "content", "cache_control"})
 _ROLES: dict[Any, bytes] = {

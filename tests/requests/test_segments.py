@@ -268,6 +268,12 @@ def test_sorting_schemas_changes_the_order_of_their_keys_only(value: Any, schema
     assert json.dumps(again) == json.dumps(found["tools"][0])
 
 
+def test_a_request_that_streams_its_tools_inputs_has_the_same_prefix() -> None:
+    streamed = {**BODY, "tools": [{**tool, "eager_input_streaming": True} for tool in TOOLS]}
+    protocol = of_path(MESSAGES)
+    assert read_chain(protocol, streamed).hashes == read_chain(protocol, BODY).hashes
+
+
 def test_tools_that_may_not_be_called_are_in_the_prompt() -> None:
     for choice in ("none", {"type": "none"}, {"type": "tool", "name": "a"}):
         assert chain({**BODY, "tool_choice": choice}) == chain(BODY)
