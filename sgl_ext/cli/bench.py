@@ -47,7 +47,7 @@ def bench(
     if path.startswith(("/", ".")) and not Path(path).exists():
         problem = f"bench: the node's model is in {path}, which is not on this machine"
         raise UsageError(f"{problem}: give --tokenizer PATH")
-    command = _command(node.url, path, _served_name(node), requests)
+    command = _command(node.url, path, node.model()["id"], requests)
     # Without a name it would write to this folder.
     command += ["--output-file", str(output or os.devnull)]
     command += flags or []
@@ -96,10 +96,3 @@ def _model_path(node: Node) -> str:
         return str(node.get("/model_info")["model_path"])
     except (TypeError, LookupError):
         raise NodeError(f"{node.url} does not name its model: give --tokenizer PATH") from None
-
-
-def _served_name(node: Node) -> str:
-    try:
-        return str(node.get("/v1/models")["data"][0]["id"])
-    except (TypeError, LookupError):
-        raise NodeError(f"what answers at {node.url} is no node of sgl-ext") from None

@@ -52,6 +52,14 @@ class Node:
         """The JSON at a path. Raises NodeError."""
         return self._ask("GET", path)
 
+    def model(self) -> dict[str, Any]:
+        """What it says of its model; `id` is the name. Raises NodeError."""
+        try:
+            card: dict[str, Any] = self.get("/v1/models")["data"][0]
+            return {**card, "id": str(card["id"])}
+        except (TypeError, LookupError):
+            raise NodeError(f"what answers at {self.url} is no node of sgl-ext") from None
+
     def post(self, path: str, document: Any = None) -> Any:
         """The JSON answer to a document that is posted. Raises NodeError."""
         return self._ask("POST", path, None if document is None else json.dumps(document).encode())

@@ -34,7 +34,7 @@ def require_active() -> None:
 
 
 def _activate() -> None:
-    from sgl_ext.engine.answers import tool_calls
+    from sgl_ext.engine.answers import early_calls, tool_calls
     from sgl_ext.engine.core.folder import acknowledge, open_folder
     from sgl_ext.engine.hooks import HOOKS, SHARING_HOOKS, Role, apply_hooks, current_role
     from sgl_ext.engine.startup import CACHE_BACKEND, check_environment
@@ -54,7 +54,7 @@ def _activate() -> None:
         hooks = hooks | SHARING_HOOKS.get(role, {})
     apply_hooks(role, hooks)
     if role is Role.MAIN:
-        sglang_check.verify(sglang_api.HTTP_PROCESS, [sglang_http_types])
+        sglang_check.verify(sglang_api.HTTP_PROCESS, [sglang_http_types], early_calls.VARIABLES)
     if role is Role.SCHEDULER:
         sglang_check.verify(sglang_api.SCHEDULER_PROCESS, [sglang_types])
     outlive_output()

@@ -12,9 +12,14 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 
-def verify(symbols: Iterable[str], types: Iterable[ModuleType]) -> None:
-    """Raises RuntimeError that names what SGLang lacks of these symbols and declared attributes."""
-    if lacking := missing(symbols, types):
+def verify(
+    symbols: Iterable[str],
+    types: Iterable[ModuleType],
+    variables: Iterable[tuple[str, str]] = (),
+) -> None:
+    """Raises RuntimeError that names what SGLang lacks of these symbols, declared attributes, and
+    local variables, each with the path of its function."""
+    if lacking := missing(symbols, types) + missing_variables(variables):
         raise RuntimeError(f"it has no {', '.join(lacking)}")
 
 
@@ -29,6 +34,17 @@ def missing(symbols: Iterable[str], types: Iterable[ModuleType]) -> list[str]:
             else:
                 lacking += [f"{path}.{name}" for name in names if not _has(found, name)]
     return lacking
+
+
+def missing_variables(variables: Iterable[tuple[str, str]]) -> list[str]:
+    """Those of these variables that their functions lack."""
+    return [f"{path}: {name}" for path, name in variables if name not in _variables_of(path)]
+
+
+def _variables_of(path: str) -> tuple[str, ...]:
+    found = _resolved(path)
+    code = None if found is None else unwrap(found).__code__
+    return () if code is None else code.co_varnames + code.co_cellvars
 
 
 def declared(module: ModuleType) -> Iterator[tuple[str, list[str]]]:

@@ -15,9 +15,9 @@ import orjson
 
 MARKS = frozenset({"cache_control", "prompt_cache_breakpoint"})
 """The keys with which clients mark the end of a prefix."""
-_NOT_RENDERED = MARKS | {"id", "tool_use_id", "tool_call_id", "call_id", "status", "signature"}
-# Some SDKs send it with the tools of a streamed request only.
-_NOT_RENDERED |= {"eager_input_streaming"}
+_IDS = {"id", "tool_use_id", "tool_call_id", "call_id"}
+# Some SDKs send the last one with the tools of streamed requests only.
+_NOT_RENDERED = MARKS | _IDS | {"status", "signature", "eager_input_streaming"}
 _TEXT_TYPES = frozenset({None, "text", "input_text", "output_text"})
 _RESULT_KEYS = frozenset({"type", "tool_use_id", "content", "cache_control"})
 _ROLES: dict[Any, bytes] = {

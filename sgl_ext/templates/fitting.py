@@ -1,6 +1,6 @@
-"""Says what a client said in the terms that a chat template renders.
+"""Rewrites messages so that the chat template renders every word of them.
 
-    messages, as SGLang gives them to the template --> fitted --> messages of which no word is lost
+    messages, as SGLang gives them to the template --> fitted --> messages that it renders whole
 
 A role that is lost or refused becomes one that is rendered in the same place; if no role for
 instructions is, their text becomes a reminder in the user's turn or the tool's result beside it.

@@ -173,3 +173,10 @@ def test_what_cannot_be_written_or_started_is_said(
     monkeypatch.delenv("SGL_EXT_API_KEY", raising=False)
     code, _, err = run("clients", "codex", "--run")
     assert (code, "needs a key" in err) == (1, True)
+
+
+@pytest.mark.parametrize("models", [{}, {"data": []}, {"data": [{"id_": 1}]}, [1]])
+def test_what_is_no_node_is_said(node: FakeNode, run: Run, models: Any) -> None:
+    node.answers["GET /v1/models"] = models
+    code, out, err = run("clients")
+    assert (code, out, "is no node of sgl-ext" in err) == (1, "", True)

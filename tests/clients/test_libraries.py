@@ -184,20 +184,12 @@ def check(library: Library, recorder: Recorder, model: str, key: str, folder: Pa
     table.note(library.client, library.protocol, first, **measured)
 
 
-@pytest.mark.parametrize("library", IN_THE_SUITE, ids=str)
+@pytest.mark.parametrize(
+    "library",
+    [*IN_THE_SUITE, *(pytest.param(each, marks=pytest.mark.other_clients) for each in OTHERS)],
+    ids=str,
+)
 def test_a_tool_loop(
-    library: Library,
-    recorder: Recorder,
-    scripted_model: str,
-    api_keys: dict[str, str],
-    tmp_path: Path,
-) -> None:
-    check(library, recorder, scripted_model, api_keys["sdks"], tmp_path)
-
-
-@pytest.mark.other_clients
-@pytest.mark.parametrize("library", OTHERS, ids=str)
-def test_a_tool_loop_of_others(
     library: Library,
     recorder: Recorder,
     scripted_model: str,

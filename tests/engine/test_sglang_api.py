@@ -119,3 +119,21 @@ def is_api(node: ast.expr) -> bool:
 def test_an_undeclared_symbol_cannot_be_imported() -> None:
     with pytest.raises(AttributeError, match="declares no Engine"):
         _ = sglang_api.Engine
+
+
+def test_a_local_variable_that_is_read_must_be_there() -> None:
+    module: Any = sys.modules["an_sglang"]
+
+    def generate() -> Any:
+        states: dict[str, int] = {}
+
+        def end() -> Any:
+            return states
+
+        return end
+
+    module.generate = generate
+    path = "an_sglang:generate"
+    sglang_check.verify([], [], [(path, "states"), (path, "end")])
+    with pytest.raises(RuntimeError, match="generate: ended, an_sglang:none: end"):
+        sglang_check.verify([], [], [(path, "ended"), ("an_sglang:none", "end")])

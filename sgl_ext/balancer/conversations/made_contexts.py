@@ -26,13 +26,13 @@ from sgl_ext.protocols.errors import BalancerError, bad_field
 from sgl_ext.protocols.kv_hints import read_kv_hints
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.cache_marks import TtlLimits, read_marks
+from sgl_ext.requests.canonical import MARKS
 from sgl_ext.requests.protocol import Json, Place, Protocol
 from sgl_ext.requests.strip import HeaderStrip, strip_request
 
 HEADER = "x-sgl-ext-context"
 COVERS, SKIPPED = f"{HEADER}-covers", f"{HEADER}-skipped"
 _WANTED = b"create"
-_MARKS = ("cache_control", "prompt_cache_breakpoint")
 _ANY_TTL = TtlLimits(0.0, math.inf)
 
 
@@ -212,7 +212,7 @@ def _unmarked(holder: Any, depth: int = 2) -> Any:
     tool's result has some."""
     if not isinstance(holder, dict):
         return holder
-    copy = {key: value for key, value in holder.items() if key not in _MARKS}
+    copy = {key: value for key, value in holder.items() if key not in MARKS}
     if depth and isinstance(content := copy.get("content"), list):
         copy["content"] = [_unmarked(part, depth - 1) for part in content]
     return copy

@@ -4,7 +4,7 @@ import os
 import shlex
 import shutil
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -40,14 +40,14 @@ def clients(
     if arguments and not run:
         raise UsageError("clients: ARGUMENTS are for --run")
     node = node_at(url, key)
-    card, needs_key = _card(node), _needs_key(node)
+    card, needs_key = node.model(), _needs_key(node)
     # A key is passed on to what is started, and never printed or written.
     shown_key = node.key if run else PLACE_OF_KEY
     window = card.get("context_length")
     known = clients_of(
         configurations.Node(
             node.url,
-            str(card["id"]),
+            card["id"],
             shown_key if needs_key else None,
             window if isinstance(window, int) else None,
         )
@@ -60,16 +60,7 @@ def clients(
         _write(name, known[name])
     else:
         chosen = known if name is None else {name: known[name]}
-        _show(node.url, str(card["id"]), chosen, needs_key=needs_key, as_json=as_json)
-
-
-def _card(node: Node) -> dict[str, Any]:
-    """What the node says of its model. Raises NodeError."""
-    try:
-        card: dict[str, Any] = node.get("/v1/models")["data"][0]
-        return card if card["id"] else {}
-    except (TypeError, LookupError):
-        raise NodeError(f"what answers at {node.url} is no node of sgl-ext") from None
+        _show(node.url, card["id"], chosen, needs_key=needs_key, as_json=as_json)
 
 
 def _needs_key(node: Node) -> bool:

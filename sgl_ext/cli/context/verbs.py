@@ -4,7 +4,7 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +12,9 @@ from sgl_ext.cli.node import Node, NodeError, UsageError, node_at
 from sgl_ext.cli.options import HERE, Json, Key, Url
 from sgl_ext.cli.prompts import STDIN, path_for, read_body
 from sgl_ext.cli.show import console, duration, plain, print_json, table, warn
+
+if TYPE_CHECKING:
+    from sgl_ext.cli.context.last_build import Build
 
 _PATH = "/v1/contexts"
 _MOST_NAME_CHARS = 128
@@ -69,12 +72,11 @@ def build(
 
         body = read_body(request)
         sources, covers = read_captured(path or path_for(body, request), body, request)
-        of = Path(request)
     else:
         sources, skipped = read_repository(folder, document or [])
         if tools is not None:
             sources.insert(0, tools_source("tools", "stable", _read_tools(tools), str(tools)))
-        of = folder.resolve()
+    of = folder.resolve() if request is None else Path(request)
     sources += [Source(id, "system", "runtime", None, id, []) for id in runtime or ()]
     fields = ("id", "kind", "layer", "content")
     blocks = [{field: getattr(each, field) for field in fields} for each in sources]
@@ -83,12 +85,7 @@ def build(
     name = (name or of.name)[:_MOST_NAME_CHARS]
     made = node.post(_PATH, {"name": name, "blocks": blocks})
     state = state or (None if request == STDIN else last_build.state_path(of, dict(os.environ)))
-    old = None
-    if state is not None:
-        try:
-            old = last_build.read_build(state)
-        except (OSError, ValueError) as error:
-            warn(f"{state}: {error}; nothing is compared")
+    old = _read_last(state)
     changed = [] if old is None else last_build.changes(old, sources)
     document_ = {
         **made,
@@ -108,6 +105,17 @@ def build(
             last_build.write_build(state, last_build.build_of(made["context_id"], sources))
         except OSError as error:
             warn(f"{state}: {error.strerror}; the next build cannot name what changed")
+
+
+def _read_last(state: Path | None) -> "Build | None":
+    """The last build; None if there is none, or none that can be read."""
+    from sgl_ext.cli.context.last_build import read_build
+
+    try:
+        return None if state is None else read_build(state)
+    except (OSError, ValueError) as error:
+        warn(f"{state}: {error}; nothing is compared")
+        return None
 
 
 def _print_build(made: dict[str, Any], *, is_first: bool) -> None:
@@ -149,7 +157,7 @@ def _read_tools(file: Path) -> list[Any]:
 def _tokens(node: Node, id: str) -> int | None:
     """How many tokens a context adds to a prompt; None if the node cannot count them."""
     try:
-        model = node.get("/v1/models")["data"][0]["id"]
+        model = node.model()["id"]
         body = {"model": model, "messages": [{"role": "user", "content": "x"}]}
         counted = [
             int(node.post("/v1/messages/count_tokens", body | more)["input_tokens"])

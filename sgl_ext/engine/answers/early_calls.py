@@ -31,6 +31,16 @@ _PHASE, _NO_PHASE = '"phase":"final_answer"', '"phase":null'
 _CALLS = '"tool_calls":[{'
 
 
+# The generator's state of its calls, and its function that ends one.
+_CALL_STATES, _END_CALL = "tool_call_states", "_close_tool_call_state"
+_GENERATOR = (
+    "sglang.srt.entrypoints.openai.serving_responses:OpenAIServingResponses"
+    "._responses_stream_generator_non_harmony"
+)
+VARIABLES = ((_GENERATOR, _CALL_STATES), (_GENERATOR, _END_CALL))
+"""Local variables of SGLang's that are read here, each with the path of its function."""
+
+
 class ObjectEnd:
     """Finds the end of a JSON object that arrives in pieces. read: its characters so far."""
 
@@ -93,9 +103,9 @@ def _ends_of(stream: Any, item: str, end: ObjectEnd) -> list[str]:
     That one then knows that they are sent.
     """
     variables = stream.ag_frame.f_locals
-    for number, state in variables["tool_call_states"].items():
+    for number, state in variables[_CALL_STATES].items():
         if state["item_id"] == item and end.completed_by(state["arguments"][end.read :]):
-            return list(variables["_close_tool_call_state"](number))
+            return list(variables[_END_CALL](number))
     return []
 
 

@@ -80,7 +80,7 @@ def fit_messages(original: Original, chat: ServingChat, messages: Any, **options
         messages = fitted(messages, plan, counts)
         context = current()
         if context is not None and context.renderings is None:
-            for what, times in counts.items():
+            for what, times in (+counts).items():  # without zeros
                 counter("translated_parts").labels(context.path, what).inc(times)
     return original(chat, messages, **options)
 
