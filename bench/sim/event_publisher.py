@@ -43,7 +43,8 @@ class Publisher:
         self._publish()
         held = _stored(self._engine.segments.snapshot())
         whole = {"snapshot": True, "cleared": True, "complete": True}
-        queue.put_nowait({**whole, "stored": held, "load": self._now()})
+        publishes = ["prefixes", "load"]
+        queue.put_nowait({**whole, "publishes": publishes, "stored": held, "load": self._now()})
         self._followers.add(queue)
         try:
             number = 0

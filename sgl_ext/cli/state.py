@@ -43,7 +43,8 @@ class KvCache(Struct):
 
 
 class Engine(Struct):
-    """progress: how far it has loaded, 0 to 1. fault: why it gets no requests."""
+    """progress: how far it has loaded, 0 to 1. fault: why it gets no requests. note: what of it
+    works less well than usual."""
 
     id: str
     url: str | None = None
@@ -54,6 +55,7 @@ class Engine(Struct):
     waiting: int | None = None
     in_flight: int | None = None
     fault: str | None = None
+    note: str | None = None
     kv: KvCache | None = None
     hit_rate: float | None = None
 

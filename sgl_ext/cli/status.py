@@ -96,6 +96,7 @@ def _state_of(engine: Engine) -> Text:
     said = state(engine.state)
     loaded = "" if engine.progress is None else f" {engine.progress:.0%}"
     detail = f"{engine.stage}{loaded}" if engine.stage else engine.fault
-    if detail and engine.state != "ready":
+    detail = engine.note if engine.state == "ready" else detail
+    if detail:
         said.append(plain(f": {detail}"), style="default")
     return said

@@ -61,7 +61,8 @@ class Slow(Raw):
 
 def snapshot() -> bytes:
     load = {"capacity_tokens": 1_000_000, "max_running": MAX_RUNNING, "queued": 0}
-    return orjson.dumps({"seq": 1, "snapshot": True, "cleared": True, "load": load}) + b"\n"
+    line = {"seq": 1, "snapshot": True, "cleared": True, "publishes": ["prefixes"], "load": load}
+    return orjson.dumps(line) + b"\n"
 
 
 class Client(asyncio.Protocol):

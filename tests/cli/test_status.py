@@ -53,6 +53,12 @@ def test_unknown_figures_are_left_out(node: FakeNode, run: Run) -> None:
     assert "b       unreachable: refuses the engine secret" in out.splitlines()[-1]
 
 
+def test_what_works_less_well_stands_beside_the_state(node: FakeNode, run: Run) -> None:
+    noted = {"id": "a", "state": "ready", "note": "publishes no prefixes"}
+    node.answers[PATH] = state_of(engines=[noted])
+    assert "ready: publishes no prefixes" in run("status")[1]
+
+
 def test_a_state_of_another_form_is_another_version(node: FakeNode, run: Run) -> None:
     node.answers[PATH] = state_of(engines=[{"id": 7}])
     code, out, err = run("status")

@@ -91,7 +91,8 @@ class FakeEngine:
         lines: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._lines.append(lines)
         pins = [*self.pins.values()]
-        lines.put_nowait({"snapshot": True, "cleared": True, "load": load(self.number)})
+        first = {"snapshot": True, "cleared": True, "publishes": ["prefixes", "load"]}
+        lines.put_nowait({**first, "load": load(self.number)})
         lines.put_nowait({"pinned": pins, "complete": True})
         for number in range(1 << 30):
             line = {"seq": number, **await lines.get()}

@@ -101,6 +101,7 @@ def _engine(worker: Worker, child: Mapping[str, Any], hit_rate: float | None) ->
         "url": worker.url,
         "state": state,
         "fault": worker.fault or None,
+        "note": worker.unpublished or None if state == "ready" else None,
         "stage": child.get("stage") if state == "starting" else None,
         "progress": child.get("progress") if state == "starting" else None,
         "running": report.get("running"),

@@ -23,8 +23,11 @@ from sgl_ext.supervision import Guard, supervise
 log = logging.getLogger(__name__)
 
 EVENTS_PATH = "/sgl_ext/events"
+PREFIXES = "prefixes"
+"""What an engine says that it publishes, if it publishes the prefixes that it holds."""
 LONGEST_LINE_BYTES = 64 * 1024 * 1024
 _RECONNECT_S = 0.5
+_SYNCS_TO_PUBLISH = 3
 _RECONNECT_UNSUPPORTED_S = 30.0
 # Engines send a line at least every 20 s, if only to show that they are alive.
 _SILENCE_S = 60.0
@@ -42,6 +45,7 @@ class EventSubscribers:
         self._tried: dict[Worker, asyncio.Event] = {}
         self._reporting: set[Worker] = set()
         self._complete: set[Worker] = set()
+        self._unpublished: dict[Worker, int] = {}
         router.workers.on_leave.append(self._restart)
 
     def sync(self) -> None:
@@ -54,12 +58,26 @@ class EventSubscribers:
             del self._tried[worker]
             self._reporting.discard(worker)
             self._complete.discard(worker)
+            self._unpublished.pop(worker, None)
         for worker in workers - self._tasks.keys():
             self._tried[worker] = asyncio.Event()
             failed = self._metrics.background_failed
             step = partial(self._subscribe, worker, Guard("prefix_events", failed))
             task = supervise("subscription", failed, step, _RECONNECT_S)
             self._tasks[worker] = asyncio.create_task(task)
+        for worker in self._router.workers.ready:
+            self._note_unpublished(worker)
+
+    def _note_unpublished(self, worker: Worker) -> None:
+        """Logs once that a ready worker publishes no prefixes. Its scheduler may say that it does
+        a moment after the snapshot."""
+        times = self._unpublished.get(worker, 0)
+        if worker.publishes:
+            self._unpublished.pop(worker, None)
+        elif times < _SYNCS_TO_PUBLISH and self._tried[worker].is_set():
+            self._unpublished[worker] = times + 1
+            if times + 1 == _SYNCS_TO_PUBLISH:
+                log.warning("%s %s", worker.id, worker.unpublished)
 
     async def wait_until_tried(self, timeout_s: float) -> None:
         """Waits until each worker has sent its snapshot or failed to, for at most `timeout_s`."""
@@ -111,10 +129,10 @@ class EventSubscribers:
         next is longer than usual."""
         url = worker.url + EVENTS_PATH
         async with self._session.get(url, timeout=_TIMEOUT) as response:
-            worker.publishes = response.status == 200
             if response.status == HTTPStatus.UNAUTHORIZED:  # until the secrets agree again
                 return 0.0
-            if not worker.publishes:
+            if response.status != HTTPStatus.OK:
+                worker.publishes = False
                 self._complete.add(worker)
                 return _RECONNECT_UNSUPPORTED_S
             prefixes = self._router.prefixes
@@ -132,6 +150,8 @@ class EventSubscribers:
     def _note(self, worker: Worker, event: Event, reader: PrefixEventReader, now_s: float) -> None:
         if event.complete and self._router.prefixes.written is not None:
             self._complete.add(worker)
+        if event.publishes is not None:
+            worker.publishes = PREFIXES in event.publishes
         if not event.alive:
             worker.last_heard_s = now_s
             self._router.attempts.confirm(worker)

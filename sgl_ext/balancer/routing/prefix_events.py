@@ -34,6 +34,7 @@ class Event(msgspec.Struct):
 
     alive: the engine's HTTP process sent it, and not its scheduler.
     complete: the snapshot ends with this line.
+    publishes: what the engine publishes from now on: "prefixes", "load".
     """
 
     seq: _Count
@@ -41,6 +42,7 @@ class Event(msgspec.Struct):
     cleared: Any = None
     alive: Any = None
     complete: Any = None
+    publishes: list[str] | None = None
     removed: list[_Segment] = []
     unpinned: list[_Segment] = []
     pinned: list[dict[str, Any]] = []

@@ -53,7 +53,7 @@ class Worker:
     report: the load that it last reported, empty without a report.
     peer_load: the load that the node's other balancer processes put on it.
     recent_prefill: tokens that it was given to prefill in the last seconds.
-    publishes: whether it sends prefix events.
+    publishes: whether it says that it publishes the prefixes that it holds.
     last_heard_s: when its scheduler last sent an event, or got its first work after being idle.
     refuses_secret: its engine secret is another than this balancer's; it gets no requests.
     is_hung: it accepts connections, but does nothing; it gets no requests.
@@ -131,9 +131,17 @@ class Worker:
         """The load that this process puts on it."""
         return Load(self.in_flight, self.decoding, self.pending_tokens)
 
+    @property
+    def unpublished(self) -> str:
+        """What it means that it publishes no prefixes; "" if it does."""
+        if self.publishes:
+            return ""
+        return "publishes no prefixes: it is routed to by what this balancer sent there"
+
     def has_stalled(self, now_s: float) -> bool:
         """Whether it has had work for a long time and sent no event."""
-        return self.publishes and self.in_flight > 0 and now_s - self.last_heard_s > STALL_S
+        sends_events = self.publishes or bool(self.report)
+        return sends_events and self.in_flight > 0 and now_s - self.last_heard_s > STALL_S
 
     def warmth(self, now_s: float) -> float:
         """Rises from 0 to 1 over the first seconds after it came back; 1 otherwise."""

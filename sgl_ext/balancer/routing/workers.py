@@ -54,7 +54,8 @@ _GAUGES: dict[str, tuple[str, Callable[[Worker, float], int]]] = {
         lambda worker, now_s: len(worker.pins),
     ),
     "subscribed": (
-        "Whether the worker sends its prefix events, so that its cache is known.",
+        "Whether the worker publishes the prefixes that it holds. Without them it is routed to by "
+        "what this balancer sent there.",
         lambda worker, now_s: worker.publishes,
     ),
 }

@@ -49,7 +49,7 @@ function stateCell(cell, engine) {
   pill.dataset.state = engine.state;
   setText(pill, engine.state);
   const starting = engine.state === "starting";
-  aside(cell, starting ? engine.stage ?? "" : engine.fault ?? "", "note");
+  aside(cell, (starting ? engine.stage : engine.fault ?? engine.note) ?? "", "note");
   let progress = cell.querySelector("progress");
   const known = starting && engine.progress !== null;
   if (known && !progress) {

@@ -72,6 +72,7 @@ class EventBroadcaster:
 
     def __init__(self, buffer_bytes: int = BUFFER_BYTES) -> None:
         self._mirror = PrefixIndex()
+        self._publishes: list[str] = []
         self._load: dict[str, int] = {}
         self.pins = PinMirror()
         self.on_cleared: Callable[[], object] = lambda: None
@@ -92,6 +93,7 @@ class EventBroadcaster:
             above = None if parent is None else int(parent, 16)
             if not self._mirror.store(0, above, int(segment, 16), tokens):
                 raise ValueError(f"segment {segment} is stored below {parent}, which is not held")
+        self._publishes = event.get("publishes", self._publishes)
         self._load = event.get("load", self._load)
         self.pins.apply(event, time.monotonic())
         counter("event_lines").inc()
@@ -101,7 +103,7 @@ class EventBroadcaster:
     def _snapshot(self) -> Iterator[bytes]:
         """Lines, without their numbers, that describe the present state to a new subscriber."""
         held = [(segment, parent, tokens) for parent, segment, tokens in self._mirror.snapshot(0)]
-        first: dict[str, Any] = {"snapshot": True, "cleared": True}
+        first: dict[str, Any] = {"snapshot": True, "cleared": True, "publishes": self._publishes}
         if self._load:
             first["load"] = self._load
         pins = self.pins.rows(time.monotonic())

@@ -54,6 +54,8 @@ class EventPublisher:
         self._cache = cache
         self._channel = channel
         self._needs_snapshot = False
+        has_prefixes = cache is not None and cache.residency is not None
+        self._publishes = ["prefixes", "load"] if has_prefixes else ["load"]
         self._has_waited = False
         self._load: dict[str, int] = {}
         self._load_due_s = 0.0
@@ -74,8 +76,9 @@ class EventPublisher:
             load = load_of(self._scheduler, plan, pinned)
             if load != self._load:
                 self._load_due_s = now_s + _LOAD_INTERVAL_S
+                said = {} if self._load else {"publishes": self._publishes}
                 self._load = load
-                lines = _with(lines, {"load": load})
+                lines = _with(lines, {**said, "load": load})
         if self._needs_snapshot:
             if not self._channel.send({"cleared": True}):
                 return
@@ -107,13 +110,13 @@ class EventPublisher:
         """Everything that there is, as lines for a receiver that was cleared."""
         cache = self._cache
         if cache is None or (residency := cache.residency) is None:
-            return [{"load": self._load}]
+            return [{"publishes": self._publishes, "load": self._load}]
         residency.take()
         cache.pins.changed.clear()
         rows = [pin_row(pin, cache.pins.now_s) for pin in cache.pins.pins]
         pinned = [{"pinned": rows}] if rows else []
         stored = stored_lines(residency.snapshot())
-        return [*stored, *pinned, {"load": self._load}]
+        return [*stored, *pinned, {"publishes": self._publishes, "load": self._load}]
 
     def _count(self, name: str, total: int) -> None:
         if total != self._counted[name]:

@@ -92,7 +92,9 @@ async def chat(client: ClientSession, **headers: str) -> None:
 
 
 async def test_it_has_what_engines_report(start: Start) -> None:
-    client = await start(reporting({"snapshot": True, "load": LOAD, "pinned": [PIN]}))
+    client = await start(
+        reporting({"snapshot": True, "publishes": ["prefixes"], "load": LOAD, "pinned": [PIN]})
+    )
     found = await state_with(client, lambda state: state["pins"])
     (engine,) = found["engines"]
     assert engine["state"] == "ready"

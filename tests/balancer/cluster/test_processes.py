@@ -79,7 +79,8 @@ class Publishes(Answers):
         self.end_headers()
         names = [f"{segment:032x}" for segment in self.held]
         stored = list(zip(names, [None, *names], count(1000, 1000), strict=False))
-        line = {"snapshot": True, "cleared": True, "complete": True, "stored": stored}
+        line = {"snapshot": True, "cleared": True, "complete": True, "publishes": ["prefixes"]}
+        line["stored"] = stored
         with suppress(ConnectionError):
             for number in count():
                 self.wfile.write(json.dumps({"seq": number, **line}).encode() + b"\n")

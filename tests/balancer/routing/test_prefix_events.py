@@ -167,6 +167,7 @@ events = st.fixed_dictionaries(
     optional={
         "snapshot": st.booleans(),
         "cleared": st.booleans(),
+        "publishes": st.lists(st.sampled_from(["prefixes", "load"]), max_size=2),
         "removed": st.lists(names, max_size=3),
         "stored": st.lists(
             st.tuples(names, st.none() | names, st.integers(0, 1000)).map(list), max_size=5

@@ -110,7 +110,8 @@ def test_a_process_waits_for_the_group_s_index_up_to_the_limit() -> None:
 async def test_a_balancer_is_ready_when_the_last_line_of_each_snapshot_has_come(
     start: Start,
 ) -> None:
-    first = orjson.dumps({"seq": 0, "snapshot": True, "cleared": True}) + b"\n"
+    line = {"seq": 0, "snapshot": True, "cleared": True, "publishes": ["prefixes"]}
+    first = orjson.dumps(line) + b"\n"
     engine = telling("a", [first])
     client = await start(engine, Engine("publishes nothing"))
     answer = await client.get("/ready")

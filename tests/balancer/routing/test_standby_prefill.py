@@ -21,7 +21,7 @@ class Gated(Engine):
     def __init__(self, name: str, gate: asyncio.Event) -> None:
         super().__init__(name, self._answer)
         self._gate = gate
-        line = {"seq": 1, "snapshot": True, "cleared": True, "load": _LOAD}
+        line = {"seq": 1, "snapshot": True, "cleared": True, "publishes": ["load"], "load": _LOAD}
         lines: asyncio.Queue[bytes] = asyncio.Queue()
         lines.put_nowait(orjson.dumps(line) + b"\n")
         self.events.append(lines)

@@ -93,7 +93,7 @@ async def test_a_subscriber_gets_a_snapshot_and_then_every_line() -> None:
     await reader.have(5)
     assert reader.status == 200
     assert reader.lines == [
-        {"seq": 0, "snapshot": True, "cleared": True, "load": LOAD},
+        {"seq": 0, "snapshot": True, "cleared": True, "publishes": [], "load": LOAD},
         {"seq": 1, "stored": [[A, None, 5], [B, A, 9]]},
         {"seq": 2, "complete": True},
         {"seq": 3, "removed": [B], "stored": [[C, A, 7]]},
@@ -312,7 +312,8 @@ def test_changes_are_published_once_and_load_when_it_changed() -> None:
         "context_tokens": 64,
     }
     load = {"running": 1, "queued": 0, **idle}
-    assert pipe.take() == [{"stored": [[A, None, 5]], "load": load}]
+    publishes = ["prefixes", "load"]
+    assert pipe.take() == [{"stored": [[A, None, 5]], "publishes": publishes, "load": load}]
     sender.publish(plan(2, prefill=1, tokens=700), now_s=0.05)  # too soon
     assert pipe.take() == []
     scheduler.waiting_queue.append(None)
@@ -379,7 +380,21 @@ def test_without_our_cache_only_load_is_published() -> None:
     sender.publish(plan(1), now_s=0.0)
     pipe.room = 9
     sender.publish(plan(1), now_s=1.0)
-    assert [line.keys() for line in pipe.take()] == [{"cleared"}, {"load"}]
+    cleared, loaded = pipe.take()
+    assert cleared == {"cleared": True}
+    assert loaded.keys() == {"publishes", "load"}
+    assert loaded["publishes"] == ["load"]
+
+
+async def test_a_later_subscriber_learns_what_is_published() -> None:
+    broadcaster = EventBroadcaster()
+    broadcaster.apply(line(publishes=["load"], load=LOAD))
+    broadcaster.apply(line(load={**LOAD, "queued": 1}))
+    reader = Reader(broadcaster)
+    await reader.have(2)
+    assert reader.lines[0]["publishes"] == ["load"]
+    reader.left.set()
+    await reader.task
 
 
 def test_a_clear_and_stored_segments_go_in_one_line() -> None:
