@@ -167,16 +167,19 @@ class Pins:
         """The pins on prefixes of the key's first `tokens`, the shortest first."""
         return [self._pins[number] for number in self._tree.find(space, key, tokens)]
 
-    def expire(self, now: float) -> list[Pin]:
-        """Removes the pins whose lease is over; returns them, the soonest deadline first."""
+    def expire(self, now: float, most: int | None = None) -> list[Pin]:
+        """Removes the pins whose lease is over, or `most` of them; returns them, the soonest
+        deadline first."""
         now = self._advance(now)
         if now < self._soonest_s:
             return []
-        over = [pin for pin in self if pin.deadline_s <= now]
+        over = sorted(
+            (pin for pin in self if pin.deadline_s <= now), key=lambda pin: (pin.deadline_s, pin.id)
+        )[:most]
         for pin in over:
             self._remove(pin)
         self._soonest_s = min((pin.deadline_s for pin in self), default=inf)
-        return sorted(over, key=lambda pin: (pin.deadline_s, pin.id))
+        return over
 
     def change_limits(
         self, budget_tokens: int, owner_share: float, owner_shares: Mapping[str, float]

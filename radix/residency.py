@@ -26,6 +26,7 @@ segments without children are the leaves.
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 Stored = tuple[int, int | None, int]
@@ -33,6 +34,8 @@ Stored = tuple[int, int | None, int]
 
 MATCH_TOKENS_PER_STEP = 300
 """Matching this many tokens takes as long as checking one leaf, 0.3 us."""
+_LISTED_PER_STEP = 32
+"""So does listing this many leaves."""
 
 
 class Tree(Protocol):
@@ -94,6 +97,7 @@ class Residency:
         self._cleared = False
         self._suspect = False
         self._unswept: list[int] = []
+        self._unsent: dict[int, None] = {}  # after `renew`, in its order
 
     def __len__(self) -> int:
         return len(self._segments)
@@ -106,7 +110,7 @@ class Residency:
     @property
     def changed(self) -> bool:
         """Whether `take` would return anything."""
-        return bool(self._changed) or self._cleared
+        return bool(self._changed or self._unsent) or self._cleared
 
     def add(
         self,
@@ -165,13 +169,15 @@ class Residency:
         self._suspect = True
 
     def sweep(self, tree: Tree, steps: int) -> None:
-        """Checks leaves, the least recently used first, until done or out of steps."""
+        """Checks leaves, the least recently used first, until done or out of steps. The last step
+        may take as many more as the longest prompt has tokens to match."""
         while steps > 0:
             if not self._unswept:
                 if not self._suspect:
                     return
                 self._suspect = False
                 self._unswept = list(reversed(self._leaves))
+                steps -= len(self._unswept) // _LISTED_PER_STEP
                 continue
             steps -= 1
             segment = self._unswept.pop()
@@ -186,31 +192,46 @@ class Residency:
 
     def clear(self) -> None:
         """Records that the tree was emptied."""
-        for record in (self._segments, self._leaves, self._changed, self._unswept):
-            record.clear()
+        for table in (self._segments, self._leaves, self._changed, self._unswept, self._unsent):
+            table.clear()
         self._key_tokens = 0
         self._suspect = False
         self._cleared = True
 
-    def take(self) -> Changes:
-        """What changed since the last call, as the state is now.
+    def renew(self) -> None:
+        """Makes `take` return everything once more, for a receiver that was cleared."""
+        self._unsent = dict.fromkeys(self._segments)
+        self._changed.clear()
+        self._cleared = False
+
+    def take(self, most: int | None = None) -> Changes:
+        """What changed since the last call, as the state is now; of at most `most` segments, those
+        that changed first. `changed` says whether there are more.
 
         Parents come first in `stored`, because a child that changed before its parent was
         returned by an earlier call.
         """
         segments = self._segments
+        most = len(self._unsent) + len(self._changed) if most is None else most
+        renewed = list(islice(self._unsent, most))
+        some = dict(islice(self._changed.items(), most - len(renewed)))
+        for segment in renewed:
+            del self._unsent[segment]
+        for segment in some:
+            del self._changed[segment]
         removed = [
             segment
-            for segment, parent in self._changed.items()
-            if segment not in segments and (parent is None or parent in segments)
+            for segment, parent in some.items()
+            if segment not in segments
+            # A parent that is removed by this call removes what is below it.
+            and (parent is None or parent in segments or parent not in some)
         ]
         stored = [
             (segment, segments[segment].parent, segments[segment].tokens)
-            for segment in self._changed
+            for segment in (*renewed, *some)
             if segment in segments
         ]
         changes = Changes(self._cleared, removed, stored)
-        self._changed.clear()
         self._cleared = False
         return changes
 
@@ -242,7 +263,8 @@ class Residency:
             self._segments[parent].children += 1
             self._drop_leaf(parent)
         self._segments[segment] = _Segment(parent, tokens - tokens % self.page, measured)
-        self._changed.setdefault(segment, parent)
+        self._changed.pop(segment, None)  # one that was removed comes after its parent again
+        self._changed[segment] = parent
 
     def _add_leaf(self, segment: int, leaf: _Leaf) -> None:
         """Adds a leaf as the most recently used."""
@@ -268,6 +290,7 @@ class Residency:
                 self._add_leaf(current, _Leaf(node, leaf.key))
                 return
             del self._segments[current]
+            self._unsent.pop(current, None)
             self._changed.setdefault(current, entry.parent)
             if entry.parent is not None:
                 self._segments[entry.parent].children -= 1

@@ -144,10 +144,13 @@ _MAIN_HOOKS: dict[str, Hook] = {
     f"{_PARSER}.parse_non_stream": ("AROUND", tool_calls.parse_whole),
 }
 _SCHEDULER_HOOKS: dict[str, Hook] = {
-    f"{_SCHEDULER}.get_next_batch_to_run": ("AFTER", iteration.publish_events),
+    f"{_SCHEDULER}.get_next_batch_to_run": ("AFTER", iteration.note_plan),
     f"{_SCHEDULER}._poll_timeout_aborts": ("AFTER", iteration.send_orders),
     f"{_SCHEDULER}.process_input_requests": ("AROUND", iteration.take_orders),
-    f"{_SCHEDULER}.process_batch_result": ("AROUND", first_token.send_output_first),
+    f"{_SCHEDULER}.process_batch_result": (
+        "AROUND",
+        _nested(iteration.publish_events, first_token.send_output_first),
+    ),
     f"{_SCHEDULER}.publish_load_snapshot": ("AROUND", first_token.publish_load_later),
     f"{_STREAMER}.stream_output": ("AFTER", first_token.after_output),
     f"{_SCHEDULER}._should_defer_prefill": ("AROUND", priority.defer_vain_try),

@@ -314,6 +314,7 @@ class Scheduler(Protocol):
     token_to_kv_pool_allocator: KvAllocator
     waiting_queue: list[Req]
     running_batch: ScheduleBatch
+    last_batch: ScheduleBatch | None
     chunked_req: Req | None
     chunked_prefill_size: int | None
     max_running_requests: int

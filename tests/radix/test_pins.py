@@ -90,6 +90,17 @@ def test_pins_expire_in_the_order_of_their_deadlines() -> None:
     assert pins.expire(10) == [quicker, quick, slow]
 
 
+def test_leases_that_end_together_end_in_parts() -> None:
+    pins = Pins(budget_tokens=100)
+    slow, quick, quicker = (
+        pin(pins, n, 5, now=0, ttl_s=ttl_s) for n, ttl_s in enumerate((9, 7, 5))
+    )
+    assert pins.expire(10, most=2) == [quicker, quick]
+    pins.check()
+    assert pins.expire(10, most=2) == [slow], "the rest is not forgotten"
+    assert_nothing_left(pins)
+
+
 def test_a_renewal_after_an_expiry_check_counts_in_the_next() -> None:
     """The soonest deadline is remembered: it must not be remembered for too long."""
     pins = Pins(budget_tokens=100)

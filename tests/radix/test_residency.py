@@ -112,9 +112,16 @@ class Engine:
             self.held.sweep(self.tree, steps)
         self.held.check()
 
-    def hear(self) -> Changes:
+    def flush(self) -> None:
+        self.tree = TokenTree()
+        self.held.clear()
+        self.held.check()
+
+    def hear(self, most: int | None = None) -> Changes:
         """Applies what is published, as a subscriber does."""
-        changes = self.held.take()
+        changes = self.held.take(most)
+        if most is not None:
+            assert len(changes.removed) + len(changes.stored) <= most
         if changes.cleared:
             self.published.clear()
         for segment in changes.removed:
@@ -322,6 +329,22 @@ def test_beyond_a_limit_the_branch_unused_for_longest_is_forgotten(limit: str) -
     assert engine.tokens().keys() == {1, 3, 4}
 
 
+def test_a_segment_that_comes_back_between_two_parts_of_the_changes_brings_nothing_else_back() -> (
+    None
+):
+    engine = Engine()
+    engine.run([A], [100], prompt((1, 20)))
+    engine.run([A, B], [100, 200], prompt((1, 20), (2, 20)))
+    engine.hear()
+    engine.evict(0)
+    engine.evict(0)
+    engine.hear(1)
+    engine.run([A], [100], prompt((1, 20)))
+    while engine.held.changed:
+        engine.hear(1)
+    assert engine.published.keys() == {A}
+
+
 class Said(NamedTuple):
     """A request: its messages, each a name; names decide texts, hashes and tokens."""
 
@@ -350,7 +373,9 @@ STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("run"), SAID, st.integers(1, 60)),
         st.tuples(st.just("evict"), st.integers(0, 9)),
-        st.tuples(st.just("hear")),
+        st.tuples(st.just("hear"), st.integers(1, 3)),
+        st.tuples(st.just("renew")),
+        st.tuples(st.just("flush")),
     ),
     max_size=40,
 )
@@ -386,9 +411,15 @@ def test_the_claims_equal_the_resident_tokens(steps: list[tuple[object, ...]], p
                     # A prompt that ends there claimed its own last token, too.
                     most, own = resident(segment), resident(segment, ends=True)
                     assert before[segment] == 0 or min(most, own) < before[segment]
+            case ("hear", int(most)):
+                engine.hear(most)
+            case ("renew",):
+                engine.published.clear()
+                engine.held.renew()
             case _:
-                engine.hear()
+                engine.flush()
         for segment, tokens in engine.tokens().items():
             assert tokens <= resident(segment)
-    engine.hear()
+    while engine.held.changed:
+        engine.hear(2)
     assert engine.published == {s: (parent, tokens) for s, parent, tokens in engine.held.snapshot()}

@@ -72,8 +72,12 @@ class Outbox:
 class Orders(NamedTuple):
     """The prefixes to unpin, and the settings that change, by their names."""
 
-    unpin: tuple[str, ...]
-    settings: Mapping[str, Any]
+    unpin: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = {}
+
+    def and_then(self, later: "Orders") -> "Orders":
+        """These orders and later ones."""
+        return Orders(self.unpin + later.unpin, {**self.settings, **later.settings})
 
 
 class Inbox:

@@ -1,7 +1,9 @@
-"""Prefix events and load: once an iteration, the entry rank sends what changed to the HTTP process.
+"""Prefix events and load: after each batch's output, the entry rank sends what changed to the HTTP
+process.
 
 Nothing here waits. A line is dropped if the socket is full. As soon as the socket takes lines
-again, a snapshot of everything that is resident is sent.
+again, everything that is resident is sent once more. What one call does is bounded, and the next
+one goes on: a request that arrives meanwhile waits for it.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -10,19 +12,20 @@ import orjson
 import zmq
 
 from sgl_ext.engine.core.counters import counter
-from sgl_ext.engine.core.event_lines import lines_of, pin_row, stored_lines
+from sgl_ext.engine.core.event_lines import lines_of, pin_row
 from sgl_ext.engine.core.folder import address
 from sgl_ext.engine.core.slices import is_slice
 from sgl_ext.engine.scheduler.pin_keeper import PinKeeper
-from sgl_ext.engine.sglang_types import NextBatchPlan, Scheduler
+from sgl_ext.engine.sglang_types import NextBatchPlan, ScheduleBatch, Scheduler
 
 if TYPE_CHECKING:
     from sgl_ext.engine.scheduler.radix_cache import ExtendedRadixCache
 
 _SWEEP_STEPS = 2000  # at most about 1 ms
+_SEGMENTS = 1000  # at most about 1 ms
+# How much more an idle scheduler does in a call. Then it may sleep for a second.
+_IDLE_FACTOR = 10
 _LOAD_INTERVAL_S = 0.1
-# A prefill of at most this length takes about as long as one step of decoding.
-_SHORT_TOKENS = 512
 _LINES_WAITING = 1000
 
 
@@ -53,83 +56,71 @@ class EventPublisher:
         self._scheduler = scheduler
         self._cache = cache
         self._channel = channel
-        self._needs_snapshot = False
+        self._has_lost = False
         has_prefixes = cache is not None and cache.residency is not None
         self._publishes = ["prefixes", "load"] if has_prefixes else ["load"]
-        self._has_waited = False
         self._load: dict[str, int] = {}
         self._load_due_s = 0.0
         self._counted = {"event_sweeps_deferred": 0, "event_branches_dropped": 0}
+        self.plan: NextBatchPlan | None = None
 
-    def publish(self, plan: NextBatchPlan, now_s: float) -> None:
-        """Publishes what changed since the last iteration. `plan` is what the scheduler runs next.
+    def publish(self, now_s: float, computed: ScheduleBatch | None = None) -> None:
+        """Publishes what changed since the last call. Call it after a batch's output is sent, and
+        when the scheduler is idle.
 
-        A first token that comes soon does not wait for this: the next iteration publishes.
+        computed: the batch whose output was sent. `plan` is what the scheduler has decided last: it
+        runs the plan's batch, unless that is the computed one.
         """
-        self._has_waited = not self._has_waited and _is_short_prefill(plan)
-        if self._has_waited:
+        if self.plan is None:
             return
-        is_idle = plan.batch_to_run is None
-        lines = self._changes(is_idle)
+        if self._has_lost:
+            if not self._channel.send({"cleared": True}):
+                return
+            self._renew()
+        is_idle = self.plan.batch_to_run is None
+        lines = self._changes(_IDLE_FACTOR if is_idle else 1)
         if now_s >= self._load_due_s or is_idle:
             pinned = self._cache.pins.tokens if self._cache is not None else 0
-            load = load_of(self._scheduler, plan, pinned)
+            load = load_of(self._scheduler, self.plan, pinned, computed)
             if load != self._load:
                 self._load_due_s = now_s + _LOAD_INTERVAL_S
                 said = {} if self._load else {"publishes": self._publishes}
                 self._load = load
                 lines = _with(lines, {**said, "load": load})
-        if self._needs_snapshot:
-            if not self._channel.send({"cleared": True}):
-                return
-            lines = self._snapshot()
         for line in lines:
             if not self._channel.send(line):
                 counter("event_lines_dropped").inc()
-                self._needs_snapshot = True
+                self._has_lost = True
                 return
-        self._needs_snapshot = False
+        self._has_lost = False
 
-    def _changes(self, is_idle: bool) -> list[dict[str, Any]]:
+    def _renew(self) -> None:
+        """Makes the next calls send everything once more, to a receiver that was cleared."""
+        self._load = {}
+        self._load_due_s = 0.0
+        if self._cache is not None and self._cache.residency is not None:
+            self._cache.residency.renew()
+            pins = self._cache.pins
+            pins.changed = {pin.prefix: pin for pin in pins.pins}
+
+    def _changes(self, factor: int) -> list[dict[str, Any]]:
         cache = self._cache
         if cache is None or (residency := cache.residency) is None:
             return []
-        # No request waits for an idle scheduler, which may now sleep for a second.
-        cache.sweep(1 << 60 if is_idle else _SWEEP_STEPS)
+        cache.sweep(factor * _SWEEP_STEPS)
         lines: list[dict[str, Any]] = []
-        if not self._needs_snapshot:
-            if residency.changed:
-                lines += lines_of(residency.take())
-            if cache.pins.changed:
-                lines = _with(lines, pin_changes(cache.pins))
+        if residency.changed:
+            lines += lines_of(residency.take(factor * _SEGMENTS))
+        if cache.pins.changed:
+            lines = _with(lines, pin_changes(cache.pins))
         self._count("event_sweeps_deferred", residency.deferred)
         self._count("event_branches_dropped", residency.forgotten)
         return lines
-
-    def _snapshot(self) -> list[dict[str, Any]]:
-        """Everything that there is, as lines for a receiver that was cleared."""
-        cache = self._cache
-        if cache is None or (residency := cache.residency) is None:
-            return [{"publishes": self._publishes, "load": self._load}]
-        residency.take()
-        cache.pins.changed.clear()
-        rows = [pin_row(pin, cache.pins.now_s) for pin in cache.pins.pins]
-        pinned = [{"pinned": rows}] if rows else []
-        stored = stored_lines(residency.snapshot())
-        return [*stored, *pinned, {"publishes": self._publishes, "load": self._load}]
 
     def _count(self, name: str, total: int) -> None:
         if total != self._counted[name]:
             counter(name).inc(total - self._counted[name])
             self._counted[name] = total
-
-
-def _is_short_prefill(plan: NextBatchPlan) -> bool:
-    """Whether prompts are computed next, and few of their tokens are uncached."""
-    batch = plan.batch_to_run
-    if batch is None or batch is plan.running_batch:
-        return False
-    return (batch.extend_num_tokens or 0) <= _SHORT_TOKENS
 
 
 def _with(lines: list[dict[str, Any]], fields: dict[str, Any]) -> list[dict[str, Any]]:
@@ -145,19 +136,26 @@ def pin_changes(pins: PinKeeper) -> dict[str, Any]:
     return ({"unpinned": ended} if ended else {}) | ({"pinned": pinned} if pinned else {})
 
 
-def load_of(scheduler: Scheduler, plan: NextBatchPlan, pinned_tokens: int) -> dict[str, int]:
-    """A scheduler's load as it starts an iteration: requests, and tokens of prompts and memory.
+def load_of(
+    scheduler: Scheduler,
+    plan: NextBatchPlan,
+    pinned_tokens: int,
+    computed: ScheduleBatch | None = None,
+) -> dict[str, int]:
+    """A scheduler's load: requests, and tokens of prompts and memory. computed: the batch whose
+    output was just sent.
 
     Prefill slices are no load: they are dropped when a request comes.
     """
     inquirer, batch, chunked = scheduler.load_inquirer, plan.batch_to_run, scheduler.chunked_req
-    running = sum(not is_slice(req) for req in plan.running_batch.reqs)
+    running = _requests(plan.running_batch)
     pending = inquirer.get_num_waiting_uncached_tokens()
     is_ahead = batch is not None and any(is_slice(req) for req in batch.reqs)
     if batch is not None and batch is not plan.running_batch and not is_ahead:
-        running += len(batch.reqs)
-        pending += batch.extend_num_tokens or 0
-        if chunked is not None:  # its chunk is in both
+        running += _requests(batch)
+        if batch is not computed:
+            pending += batch.extend_num_tokens or 0
+        if chunked is not None:  # its chunk is counted as if it waited
             pending -= max(0, (chunked.extend_end or 0) - chunked.prefix_len)
     used, _ = inquirer.pool_stats_observer.get_pool_stats().get_kv_token_stats()
     return {
@@ -170,3 +168,8 @@ def load_of(scheduler: Scheduler, plan: NextBatchPlan, pinned_tokens: int) -> di
         "max_running": scheduler.max_running_requests,
         "context_tokens": scheduler.max_req_len,
     }
+
+
+def _requests(batch: ScheduleBatch) -> int:
+    """How many of a batch's requests go on. One that has ended stays in it for an iteration."""
+    return sum(not (is_slice(req) or req.finished()) for req in batch.reqs)

@@ -15,10 +15,9 @@ from sgl_ext.engine.core.folder import Orders
 from sgl_ext.engine.scheduler import slice_gate
 from sgl_ext.engine.scheduler.event_publisher import EventChannel, EventPublisher
 from sgl_ext.engine.scheduler.state import extension_of
-from sgl_ext.engine.sglang_types import NextBatchPlan, Scheduler
+from sgl_ext.engine.sglang_types import NextBatchPlan, Original, ScheduleBatch, Scheduler
 
 TICK_S = 1.0
-NO_ORDERS = Orders((), {})
 _logger = logging.getLogger(__name__)
 
 
@@ -34,12 +33,18 @@ class Order:
 
 def send_orders(aborts: list[Any], scheduler: Scheduler) -> list[Any]:
     """After `Scheduler._poll_timeout_aborts`, which runs on entry ranks: adds an order if one is
-    due."""
+    due.
+
+    With --scheduler-recv-interval SGLang drops what it is given in most iterations. So an order is
+    sent until it arrives.
+    """
     extension = extension_of(scheduler.tree_cache)
     pins = extension.pins
     if pins is None:
         return aborts
-    wanted = extension.orders.take() if extension.is_entry_rank else NO_ORDERS
+    if extension.is_entry_rank:
+        extension.wanted = extension.wanted.and_then(extension.orders.take())
+    wanted = extension.wanted
     now_s = time.monotonic()
     is_due = now_s >= pins.now_s + TICK_S and (
         len(pins.pins) or scheduler.waiting_queue or not scheduler.running_batch.is_empty()
@@ -59,6 +64,7 @@ def take_orders(
         requests = [request for request in requests if not isinstance(request, Order)]
         pins = extension.pins
         assert pins is not None, "only a scheduler that has pins sends orders"
+        extension.wanted = Orders()
         for order in orders:
             pins.advance(order.now_s)
             pins.release_named(order.unpin)
@@ -67,14 +73,39 @@ def take_orders(
     slice_gate.reject_slices(extension, scheduler)
 
 
-def publish_events(plan: NextBatchPlan, scheduler: Scheduler, *_: Any, **__: Any) -> None:
-    """After `Scheduler.get_next_batch_to_run`: publishes what changed since the last iteration."""
+def note_plan(plan: NextBatchPlan, scheduler: Scheduler, *_: Any, **__: Any) -> None:
+    """After `Scheduler.get_next_batch_to_run`: notes what the scheduler runs next. Publishes if it
+    is idle, as no output comes then.
+
+    With overlap scheduling the last batch's output is not sent yet: the scheduler is idle only
+    once there is no last batch either.
+    """
+    publisher = _publisher(scheduler)
+    if publisher is None:
+        return
+    publisher.plan = plan
+    if plan.batch_to_run is None and scheduler.last_batch is None:
+        publisher.publish(time.monotonic())
+
+
+def publish_events(
+    original: Original, scheduler: Scheduler, batch: ScheduleBatch, *args: Any, **kw: Any
+) -> None:
+    """Around `Scheduler.process_batch_result`: publishes what changed once the output is sent."""
+    original(scheduler, batch, *args, **kw)
+    publisher = _publisher(scheduler)
+    if publisher is not None:
+        publisher.publish(time.monotonic(), batch)
+
+
+def _publisher(scheduler: Scheduler) -> EventPublisher | None:
+    """Publishes for the engine; None on ranks that do not."""
     extension = extension_of(scheduler.tree_cache)
     if not extension.is_entry_rank:
-        return
+        return None
     if extension.publisher is None:
         if extension.cache is None:
             name = type(scheduler.tree_cache).__name__
             _logger.warning(f"sgl-ext: {name} is SGLang's own: only its load is published")
         extension.publisher = EventPublisher(scheduler, extension.cache, EventChannel())
-    extension.publisher.publish(plan, time.monotonic())
+    return extension.publisher

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from sgl_ext.engine.scheduler.radix_cache import ExtendedRadixCache
 
 _TOKEN_BYTES = 8
+_MOST_EXPIRED = 256  # at most about 3 ms
 
 
 @dataclass(slots=True, eq=False)
@@ -72,10 +73,11 @@ class PinKeeper:
         return self.pins.tokens
 
     def advance(self, now_s: float) -> None:
-        """Sets the clock, on every rank alike, and ends the leases that expire."""
+        """Sets the clock, on every rank alike, and ends the leases that expire, a bounded number in
+        a call: a batch's output may wait for this."""
         if now_s > self.now_s:
             self.now_s = now_s
-            self._drop(self.pins.expire(now_s), "expired")
+            self._drop(self.pins.expire(now_s, _MOST_EXPIRED), "expired")
 
     def prompt_stored(self, req: Req, hints: Hints, resident: int) -> None:
         """A request's prompt is in the tree up to `resident` tokens: counts the pins that it read,

@@ -14,7 +14,7 @@ from scheduler.order import Served
 from scheduler.preemption import PreemptionHistory
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.counters import counter
-from sgl_ext.engine.core.folder import Inbox
+from sgl_ext.engine.core.folder import Inbox, Orders
 from sgl_ext.engine.core.hints import Hints, decode_hints
 from sgl_ext.engine.sglang_types import Req, TreeCache
 from sgl_ext.settings.reloading import with_values
@@ -40,6 +40,7 @@ class SchedulerExtension:
     last_try: what the last attempt to admit requests depended on.
     is_prefix_awaited: whether a request has waited for a prefix since the last attempt.
     are_slices_expected: whether slices that are prefilled ahead may be in the queue.
+    wanted: on the entry rank, the orders of the HTTP process that are not carried out yet.
     """
 
     def __init__(self, cache: TreeCache) -> None:
@@ -56,6 +57,7 @@ class SchedulerExtension:
         self.last_try: tuple[object, ...] | None = None
         self.is_prefix_awaited = False
         self.are_slices_expected = False
+        self.wanted = Orders()
 
     @cached_property
     def is_entry_rank(self) -> bool:

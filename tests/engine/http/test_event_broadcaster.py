@@ -222,10 +222,17 @@ class Scheduler:
         )
 
 
-def plan(running: int, prefill: int = 0, tokens: int = 0) -> Any:
-    batch = SimpleNamespace(reqs=[None] * running)
-    new = SimpleNamespace(reqs=[None] * prefill, extend_num_tokens=tokens) if prefill else None
+def plan(running: int, prefill: int = 0, tokens: int = 0, ended: int = 0) -> Any:
+    reqs = [SimpleNamespace(finished=lambda at=at: at < ended) for at in range(running + prefill)]
+    batch = SimpleNamespace(reqs=reqs[:running])
+    new = SimpleNamespace(reqs=reqs[running:], extend_num_tokens=tokens) if prefill else None
     return SimpleNamespace(running_batch=batch, batch_to_run=new or (batch if running else None))
+
+
+def publish(sender: EventPublisher, decided: Any, now_s: float, computed: Any = None) -> None:
+    """Publishes after the output of a batch, with what the scheduler has decided by then."""
+    sender.plan = decided
+    sender.publish(now_s, computed)
 
 
 class Cache:
@@ -273,7 +280,7 @@ def test_pins_are_published_and_sent_again_like_segments() -> None:
     cache, pipe = Cache(), Pipe()
     sender = EventPublisher(Scheduler(), cache, pipe)
     pin(cache)
-    sender.publish(plan(1), now_s=0.0)
+    publish(sender, plan(1), now_s=0.0)
     (event,) = pipe.take()
     (row,) = event["pinned"]
     assert row == {
@@ -289,12 +296,12 @@ def test_pins_are_published_and_sent_again_like_segments() -> None:
     assert event["load"]["pinned_tokens"] == 10
     pipe.room = 0
     with counted("event_lines_dropped", 1):
-        sender.publish(plan(2), now_s=1.0)
+        publish(sender, plan(2), now_s=1.0)
     pipe.room = 9
-    sender.publish(plan(2), now_s=2.0)
-    assert [line.get("pinned") for line in pipe.take()] == [None, [row], None]
+    publish(sender, plan(2), now_s=2.0)
+    assert [line.get("pinned") for line in pipe.take()] == [None, [row]]
     cache.pins.advance(1000.0)
-    sender.publish(plan(2), now_s=3.0)
+    publish(sender, plan(2), now_s=3.0)
     assert pipe.take()[0]["unpinned"] == [row["prefix"]]
 
 
@@ -302,7 +309,7 @@ def test_changes_are_published_once_and_load_when_it_changed() -> None:
     cache, pipe, scheduler = Cache(), Pipe(), Scheduler()
     sender = EventPublisher(scheduler, cache, pipe)
     add(cache, 0xA)
-    sender.publish(plan(1), now_s=0.0)
+    publish(sender, plan(1), now_s=0.0)
     idle = {
         "pending_tokens": 0,
         "used_tokens": 0,
@@ -314,29 +321,52 @@ def test_changes_are_published_once_and_load_when_it_changed() -> None:
     load = {"running": 1, "queued": 0, **idle}
     publishes = ["prefixes", "load"]
     assert pipe.take() == [{"stored": [[A, None, 5]], "publishes": publishes, "load": load}]
-    sender.publish(plan(2, prefill=1, tokens=700), now_s=0.05)  # too soon
+    publish(sender, plan(2, prefill=1, tokens=700), now_s=0.05)  # too soon
     assert pipe.take() == []
     scheduler.waiting_queue.append(None)
-    sender.publish(plan(2, prefill=1, tokens=700), now_s=0.11)
+    publish(sender, plan(2, prefill=1, tokens=700), now_s=0.11)
     load = {**idle, "pending_tokens": 710}
     assert pipe.take() == [{"load": {"running": 3, "queued": 1, **load}}]
     scheduler.waiting_queue.clear()
-    sender.publish(plan(0), now_s=0.12)  # soon, but an idle scheduler may sleep
+    publish(sender, plan(0), now_s=0.12)  # soon, but an idle scheduler may sleep
     assert pipe.take() == [{"load": {"running": 0, "queued": 0, **idle}}]
-    sender.publish(plan(0), now_s=5.0)
+    publish(sender, plan(0), now_s=5.0)
     assert pipe.take() == []
 
 
-def test_a_short_prefill_is_not_delayed_and_the_next_iteration_publishes() -> None:
-    cache, pipe = Cache(), Pipe()
+def test_a_prefill_is_pending_until_it_is_computed_and_ended_requests_do_not_run() -> None:
+    pipe = Pipe()
+    sender = EventPublisher(Scheduler(), Cache(), pipe)
+    decided = plan(3, prefill=1, tokens=20, ended=2)
+    publish(sender, decided, now_s=0.0, computed=plan(3).running_batch)
+    publish(sender, decided, now_s=1.0, computed=decided.batch_to_run)
+    loads = [line["load"] for line in pipe.take()]
+    assert [(load["running"], load["pending_tokens"]) for load in loads] == [(2, 20), (2, 0)]
+
+
+def test_one_call_publishes_a_bounded_part_and_the_next_ones_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(event_publisher, "_SEGMENTS", 3)
+    cache, pipe, steps = Cache(), Pipe(), list[int]()
+    monkeypatch.setattr(cache, "sweep", steps.append)
     sender = EventPublisher(Scheduler(), cache, pipe)
-    add(cache, 0xA)
-    sender.publish(plan(0, prefill=1, tokens=20), now_s=0.0)
-    assert pipe.take() == []
-    sender.publish(plan(0, prefill=1, tokens=20), now_s=0.01)
-    (event,) = pipe.take()
-    assert event["stored"] == [[A, None, 5]]
-    assert (event["load"]["running"], event["load"]["pending_tokens"]) == (1, 20)
+    for segment in range(40):
+        add(cache, segment)
+
+    def sent() -> int:
+        return sum(len(line.get("stored", ())) for line in pipe.take())
+
+    publish(sender, plan(1), now_s=0.0)
+    assert sent() == 3
+    publish(sender, plan(0), now_s=0.0)
+    assert sent() == 30, "an idle scheduler does more, and not all"
+    assert steps == [2000, 20000]
+    pipe.room = 0
+    publish(sender, plan(2), now_s=1.0)
+    pipe.room = 99
+    total = [sent() for _ in range(15) if publish(sender, plan(2), now_s=2.0) is None]
+    assert (sum(total), max(total)) == (40, 3), "what is sent again is sent in parts, too"
 
 
 def test_a_chunk_is_pending_once() -> None:
@@ -352,24 +382,24 @@ def test_after_a_dropped_line_everything_is_sent_again() -> None:
     cache, pipe, scheduler = Cache(), Pipe(), Scheduler()
     sender = EventPublisher(scheduler, cache, pipe)
     add(cache, 0xA)
-    sender.publish(plan(1), now_s=0.0)
+    publish(sender, plan(1), now_s=0.0)
     pipe.take()
     pipe.room = 0
     add(cache, 0xB)
     with counted("event_lines_dropped", 1):
-        sender.publish(plan(1), now_s=0.0)
+        publish(sender, plan(1), now_s=0.0)
         add(cache, 0xC)
-        sender.publish(plan(1), now_s=0.0)
+        publish(sender, plan(1), now_s=0.0)
     pipe.room = 1
     with counted("event_lines_dropped", 1):
-        sender.publish(plan(1), now_s=0.0)  # room for the first line alone
+        publish(sender, plan(1), now_s=0.0)  # room for the first line alone
     pipe.room = 9
-    sender.publish(plan(1), now_s=0.0)
-    first, second, third = pipe.take()[1:]
+    publish(sender, plan(1), now_s=0.0)
+    first, second = pipe.take()[1:]
     assert first == {"cleared": True}
-    assert second == {"stored": [[A, None, 5], [B, None, 5], [C, None, 5]]}
-    assert third["load"]["running"] == 1
-    sender.publish(plan(1), now_s=0.0)
+    assert second["stored"] == [[A, None, 5], [B, None, 5], [C, None, 5]]
+    assert second["load"]["running"] == 1
+    publish(sender, plan(1), now_s=0.0)
     assert pipe.take() == []
 
 
@@ -377,9 +407,9 @@ def test_without_our_cache_only_load_is_published() -> None:
     pipe = Pipe()
     sender = EventPublisher(Scheduler(), None, pipe)
     pipe.room = 0
-    sender.publish(plan(1), now_s=0.0)
+    publish(sender, plan(1), now_s=0.0)
     pipe.room = 9
-    sender.publish(plan(1), now_s=1.0)
+    publish(sender, plan(1), now_s=1.0)
     cleared, loaded = pipe.take()
     assert cleared == {"cleared": True}
     assert loaded.keys() == {"publishes", "load"}
@@ -402,7 +432,7 @@ def test_a_clear_and_stored_segments_go_in_one_line() -> None:
     sender = EventPublisher(Scheduler(), cache, pipe)
     cache.residency.clear()
     add(cache, 0xA)
-    sender.publish(plan(1), now_s=0.0)
+    publish(sender, plan(1), now_s=0.0)
     (event,) = pipe.take()
     assert (event["cleared"], event["stored"]) == (True, [[A, None, 5]])
 
@@ -412,7 +442,7 @@ def test_many_segments_go_in_lines_of_a_bounded_length(monkeypatch: pytest.Monke
     cache, pipe = Cache(), Pipe()
     for segment in (0xA, 0xB, 0xC):
         add(cache, segment)
-    EventPublisher(Scheduler(), cache, pipe).publish(plan(1), now_s=0.0)
+    publish(EventPublisher(Scheduler(), cache, pipe), plan(1), now_s=0.0)
     assert [len(line.get("stored", ())) for line in pipe.take()] == [2, 1]
 
 
