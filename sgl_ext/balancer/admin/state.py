@@ -101,7 +101,7 @@ def _engine(worker: Worker, child: Mapping[str, Any], hit_rate: float | None) ->
         "url": worker.url,
         "state": state,
         "fault": worker.fault or None,
-        "note": worker.unpublished or None if state == "ready" else None,
+        "note": _note(worker) or None if state == "ready" else None,
         "stage": child.get("stage") if state == "starting" else None,
         "progress": child.get("progress") if state == "starting" else None,
         "running": report.get("running"),
@@ -110,6 +110,12 @@ def _engine(worker: Worker, child: Mapping[str, Any], hit_rate: float | None) ->
         "kv": kv if total else None,
         "hit_rate": hit_rate,
     }
+
+
+def _note(worker: Worker) -> str:
+    """What works less well than usual."""
+    off = f"caches off: {', '.join(worker.caches_off)}" if worker.caches_off else ""
+    return "; ".join(note for note in (worker.unpublished, off) if note)
 
 
 def _state(worker: Worker, *, is_starting: bool) -> str:

@@ -160,6 +160,8 @@ class EventSubscribers:
             if count:
                 self._metrics.prefix_event_faults.counts[worker.id, str(fault)] += count
         reader.orphans = reader.repeated = 0
+        if event.snapshot or event.caches_off is not None:
+            worker.caches_off = event.caches_off or []
         if event.load is not None:
             worker.apply_load(event.load, now_s)
             self._reporting.add(worker)

@@ -35,6 +35,7 @@ class Event(msgspec.Struct):
     alive: the engine's HTTP process sent it, and not its scheduler.
     complete: the snapshot ends with this line.
     publishes: what the engine publishes from now on: "prefixes", "load".
+    caches_off: the caches of its HTTP process that are off now; None: as before.
     """
 
     seq: _Count
@@ -47,6 +48,7 @@ class Event(msgspec.Struct):
     unpinned: list[_Segment] = []
     pinned: list[dict[str, Any]] = []
     load: dict[str, _Count] | None = None
+    caches_off: list[str] | None = None
 
 
 class StoringEvent(Event):

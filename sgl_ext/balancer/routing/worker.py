@@ -51,6 +51,7 @@ class Worker:
     attempts: the attempts in flight there.
     capacity: what it reports that it can run; None without a report.
     report: the load that it last reported, empty without a report.
+    caches_off: the caches of its HTTP process that turned themselves off.
     peer_load: the load that the node's other balancer processes put on it.
     recent_prefill: tokens that it was given to prefill in the last seconds.
     publishes: whether it says that it publishes the prefixes that it holds.
@@ -85,6 +86,7 @@ class Worker:
         self.attempts: set[Attempt] = set()
         self.capacity: Capacity | None = None
         self.report: Mapping[str, int] = {}
+        self.caches_off: list[str] = []
         self.peer_load = Load()
         self.recent_prefill = DecayingSum(RECENT_S)
         self.pins = PinMirror()

@@ -74,6 +74,10 @@ COUNTERS: dict[str, tuple[str, ...]] = {
     "prompt_tokens_encoded": ("Prompt tokens, by whether they were tokenized or cached.", "source"),
     "token_cache_checks": ("Prompts tokenized whole as well, to check the token cache.",),
     "token_cache_disabled": ("Times that the token cache was disabled.", "reason"),
+    "host_caches_turned_off": (
+        "Times that requests took longer with a cache of the HTTP process, so that it turned off.",
+        "cache",
+    ),
     "requests_refused": ("Requests without the engine secret, or with a wrong one.", "reason"),
     "secret_reload_failures": ("Changes of the engine secret's file that could not be used.",),
     "event_loop_stall_seconds": ("Time that the HTTP process's event loop stood still.", "clock"),
@@ -92,6 +96,12 @@ GAUGES: dict[str, tuple[str, ...]] = {
         "Bound of a table, in entries or bytes; beyond it entries are dropped or rejected.",
         *("table", "unit"),
     ),
+    "host_cache_seconds": (
+        "Time that requests spent in a cache of the HTTP process (taken), and that the same work"
+        " would have taken without it (replaced).",
+        *("cache", "work"),
+    ),
+    "host_cache_off": ("1 while a cache is off because requests took longer with it.", "cache"),
     "event_subscribers": ("Balancers that read the engine's prefix events.",),
     "engine_memory_bytes": ("Resident memory of the engine's processes, by kind.", "process"),
 }

@@ -30,6 +30,7 @@ from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import RequestContext
 from sgl_ext.engine.host_cache.shortcuts import Message
+from sgl_ext.engine.host_cache.worth import Worth, turned_off
 from sgl_ext.engine.sglang_http_types import AnthropicServing
 from sgl_ext.protocols.anthropic import ANTHROPIC, COUNT_TOKENS
 
@@ -50,12 +51,14 @@ class _Message(NamedTuple):
 
     key: its cache group, and a quick hash of its content. Other content may have the same hash, so
         a message is found only if its content is the same, too.
+    validated_s: what its validation took; 0 if it was known.
     """
 
     message: Any
     key: Key
     content: bytes
     converted: tuple[Any, ...] | None = None
+    validated_s: float = 0.0
 
 
 class FrozenMessage(Message):
@@ -66,12 +69,13 @@ class FrozenMessage(Message):
 
 
 class MessageCache:
-    """Results for messages, within so many bytes."""
+    """Results for messages, within so many bytes. worth: its account, in messages."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._known: ByteLRU[_Message] = ByteLRU(limit_bytes, _ENTRY_BYTES)
         self._dicts: dict[int, tuple[weakref.ref[Any], FrozenMessage]] = {}
         self._validate: Callable[[Any], Any] = sglang_api.AnthropicMessage.model_validate
+        self.worth = Worth("messages")
 
     @property
     def used_bytes(self) -> int:
@@ -87,14 +91,22 @@ class MessageCache:
         """A body for SGLang with its messages as pydantic's objects, if all of them are valid."""
         is_anthropic = context.protocol in (ANTHROPIC, COUNT_TOKENS) and isinstance(body, dict)
         messages = body.get("messages") if is_anthropic else None
-        if not isinstance(messages, list):
+        if not isinstance(messages, list) or not self.worth.is_on():
             return body
+        begun_s = self.worth.now()
         try:
             sent = tuple(self._find(message, context.group) for message in messages)
         except ValueError:  # too deeply nested, or invalid, which SGLang answers
             return body
         context.cached_messages = sent
+        new_s = sum(one.validated_s for one in sent)
+        self._weigh(self.worth.now() - begun_s - new_s, 0)
         return {**body, "messages": [one.message for one in sent]}
+
+    def _weigh(self, took_s: float, messages: int) -> None:
+        if self.worth.note(took_s, messages):
+            turned_off(self.worth)
+            self._known.clear()
 
     def _find(self, message: Any, group: str | None) -> _Message:
         content = marshal.dumps(message, _MARSHAL_VERSION)
@@ -102,7 +114,9 @@ class MessageCache:
         found = self._known.get(key)
         if found is not None and found.content == content:
             return found
-        return _Message(self._validate(message), key, content)
+        begun_s = self.worth.now()
+        valid = self._validate(message)
+        return _Message(valid, key, content, validated_s=self.worth.now() - begun_s)
 
     def convert(
         self, original: Convert, serving: AnthropicServing, request: Any, context: RequestContext
@@ -123,20 +137,29 @@ class MessageCache:
     ) -> Any:
         *earlier, last = sent
         converted: list[Any] = []
+        now, new_s = self.worth.now, 0.0
+        begun_s = now()
         for one in earlier:
             if one.converted is None:
+                one_s = now()
                 alone = type(request).model_construct(
                     model=request.model, max_tokens=request.max_tokens, messages=[one.message]
                 )
                 converted += self._add(one, original(serving, alone).messages)
+                one_s = now() - one_s
+                self.worth.learn(1, one.validated_s + one_s)
+                new_s += one_s
             else:
                 converted += one.converted
+        last_s = now()
         chat = original(serving, request.model_copy(update={"messages": [last.message]}))
         begin = 1 if chat.messages and chat.messages[0].role == _SYSTEM else 0
         if last.converted is None:
             self._add(last, chat.messages[begin:])
+        new_s += now() - last_s
         chat.messages[begin:begin] = converted
         new = sum(one.converted is None for one in sent)
+        self._weigh(now() - begun_s - new_s, len(sent) - new)
         counter("messages_converted").labels("known").inc(len(sent) - new)
         counter("messages_converted").labels("new").inc(new)
         return chat
@@ -146,7 +169,8 @@ class MessageCache:
             self._add_dict(message)
         calls = any(getattr(message, "tool_calls", None) for message in converted)
         size_bytes = len(sent.content) * (_COPIES_WITH_CALLS if calls else _COPIES)
-        self._known.add(sent.key, sent._replace(converted=tuple(converted)), size_bytes)
+        known = sent._replace(converted=tuple(converted), validated_s=0.0)
+        self._known.add(sent.key, known, size_bytes)
         return converted
 
     def _add_dict(self, message: Any) -> None:

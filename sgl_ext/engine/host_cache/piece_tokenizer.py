@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -60,6 +61,7 @@ class PieceTokenizer:
     added: the tokenizer's added tokens, at which texts are cut, each with its number.
     encode_many: several texts at once, each as `encode` would.
     long_tokens: prompts of at least this length are also cached as a whole.
+    new_tokens, new_chars, new_s: the tokens and characters of new pieces, and their tokenization.
     """
 
     def __init__(
@@ -80,7 +82,8 @@ class PieceTokenizer:
         self.pieces = TokenPieces(limit_bytes - limit_bytes // 2)
         ahead = len(longest_first[0]) if longest_first else 0
         self.prompts = PromptHistory(limit_bytes // 2, ahead)
-        self.new_tokens = 0
+        self.new_tokens = self.new_chars = 0
+        self.new_s = 0.0
 
     def encode(self, text: str, space: str = "") -> array[int]:
         """The text's tokens, 8 bytes each, as a new array. Spaces do not find each other's pieces.
@@ -143,7 +146,10 @@ class PieceTokenizer:
     def _fill(self, missing: Mapping[bytes, _New]) -> None:
         """Tokenizes new pieces, into the arrays that were reserved for them."""
         texts = [new.before + new.piece for new in missing.values()]
+        begun_s = time.perf_counter()
         many = self._encode_many(texts)
+        self.new_s += time.perf_counter() - begun_s
+        self.new_chars += sum(map(len, texts))
         for (name, new), tokens in zip(missing.items(), many, strict=True):
             if new.before:
                 if tokens[:1] != self._added[new.before].tolist():

@@ -15,28 +15,41 @@ from typing import Any
 import orjson
 from cachetools import FIFOCache
 
+from sgl_ext.engine.host_cache.worth import Worth, turned_off
+
 MAX_SCHEMAS = 4096
 
 
 class SchemaCache:
-    """Digests of the latest schemas that were found valid."""
+    """Digests of the latest schemas that were found valid. worth: its account, in schemas."""
 
     def __init__(self, max_schemas: int = MAX_SCHEMAS) -> None:
         self._valid: FIFOCache[bytes, None] = FIFOCache(max_schemas)
+        self.worth = Worth("schemas")
 
     def __len__(self) -> int:
         return len(self._valid)
 
     def check(self, schema: Any, validate: Callable[[Any], None]) -> None:
         """Calls `validate`, which raises on an invalid schema, unless it passed before."""
+        worth = self.worth
+        if not worth.is_on():
+            validate(schema)
+            return
+        begun_s = worth.now()
         try:
             digest = hashlib.blake2b(orjson.dumps(schema), digest_size=16).digest()
         except (TypeError, RecursionError):
             validate(schema)
             return
         if digest not in self._valid:
+            new_s = worth.now()
             validate(schema)
+            worth.learn(1, worth.now() - new_s)
             self._valid[digest] = None
+        if worth.note(worth.now() - begun_s, 1):
+            turned_off(worth)
+            self._valid.clear()
 
 
 class Message(dict[str, Any]):

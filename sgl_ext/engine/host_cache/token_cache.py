@@ -14,13 +14,14 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from inspect import unwrap
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.host_cache.piece_tokenizer import Inexact, PieceTokenizer
+from sgl_ext.engine.host_cache.worth import Worth, turned_off
 
 CHECK_EVERY_S = 60.0
 _logger = logging.getLogger(__name__)
@@ -28,10 +29,19 @@ _logger = logging.getLogger(__name__)
 Original = Callable[..., list[int]]
 
 
+class _Before(NamedTuple):
+    """The clock and what was tokenized, before a prompt."""
+
+    begun_s: float
+    new_tokens: int
+    new_chars: int
+    new_s: float
+
+
 class TokenCache:
     """Encodes prompts for one tokenizer. `original` encodes as SGLang does.
 
-    prompts: how many it has encoded.
+    prompts: how many it has encoded. worth: its account, in characters.
     """
 
     def __init__(self, tokenizer: Any, original: Original, limit_bytes: int) -> None:
@@ -50,6 +60,7 @@ class TokenCache:
         self._checked_s = time.monotonic()
         self.is_off = False
         self.prompts = 0
+        self.worth = Worth("tokens")
 
     @property
     def new_tokens(self) -> int:
@@ -83,7 +94,7 @@ class TokenCache:
     def serves(self, tokenizer: Any, options: dict[str, Any] | None) -> bool:
         """Whether the cache may encode a prompt for this tokenizer with these options."""
         options = options or {}
-        if self.is_off or tokenizer is not self._tokenizer:
+        if self.is_off or tokenizer is not self._tokenizer or not self.worth.is_on():
             return False
         if options.keys() - {"add_special_tokens"} or self._has_options():
             return False
@@ -93,7 +104,8 @@ class TokenCache:
 
     def serves_backend(self, backend: Any) -> bool:
         """Whether the cache may encode texts for the library's tokenizer itself."""
-        return not self.is_off and backend is self._backend and not self._has_options()
+        is_served = not self.is_off and backend is self._backend and not self._has_options()
+        return is_served and self.worth.is_on()
 
     def added_before(self) -> list[int] | None:
         """What the tokenizer puts before a text; None if it puts something after it, too."""
@@ -103,13 +115,13 @@ class TokenCache:
 
     def encode(self, text: str, group: str | None = None) -> array[int]:
         """A prompt's tokens. Cache groups do not find each other's pieces."""
-        before = self._pieces.new_tokens
+        before = self._before()
         try:
             tokens = self._pieces.encode(text, _space(group))
         except Inexact:
             self.turn_off("inexact")
             return array("q", self._whole(text))
-        self._note(tokens, before, lambda: self._whole(text))
+        self._note(tokens, text, before, lambda: self._whole(text))
         return tokens
 
     def encode_with(
@@ -123,7 +135,7 @@ class TokenCache:
 
         whole: how SGLang makes the tokens, for the checks.
         """
-        before = self._pieces.new_tokens
+        before = self._before()
         try:
             tokens = self._pieces.encode(text, _space(group))
         except Inexact:
@@ -133,20 +145,44 @@ class TokenCache:
         found = ids[np.isin(ids, self._added_ids)].tolist()
         if found != [self._added.get(token) for token in added]:
             counter("prompt_tokens_encoded").labels("new").inc(len(tokens))
+            self._weigh(before, 0)
             return None
-        self._note(tokens, before, whole)
+        self._note(tokens, text, before, whole)
         return tokens
 
-    def _note(self, tokens: array[int], before: int, whole: Callable[[], list[int]]) -> None:
+    def _before(self) -> _Before:
+        pieces = self._pieces
+        return _Before(self.worth.now(), pieces.new_tokens, pieces.new_chars, pieces.new_s)
+
+    def _weigh(self, before: _Before, chars: int) -> None:
+        """Notes what a prompt took, of which so much did not have to be tokenized otherwise."""
+        pieces, took_s = self._pieces, self.worth.now() - before.begun_s
+        if pieces.new_chars > before.new_chars:
+            self.worth.learn(pieces.new_chars - before.new_chars, pieces.new_s - before.new_s)
+        if self.worth.note(took_s, chars):
+            turned_off(self.worth)
+            pieces.clear()
+
+    def _note(
+        self, tokens: array[int], text: str, before: _Before, whole: Callable[[], list[int]]
+    ) -> None:
         """Counts a prompt's tokens, and checks them now and then."""
         self.prompts += 1
-        new = self._pieces.new_tokens - before
+        new = self._pieces.new_tokens - before.new_tokens
+        self._weigh(before, len(text))
         counter("prompt_tokens_encoded").labels("known").inc(max(len(tokens) - new, 0))
         counter("prompt_tokens_encoded").labels("new").inc(new)
         if time.monotonic() - self._checked_s >= CHECK_EVERY_S:
             self._checked_s = time.monotonic()
             ids = tokens.tolist()
-            threading.Thread(target=lambda: self.check(whole(), ids), daemon=True).start()
+
+            def check() -> None:
+                begun_s = self.worth.now()
+                expected = whole()
+                self.worth.learn(len(text), self.worth.now() - begun_s)
+                self.check(expected, ids)
+
+            threading.Thread(target=check, daemon=True).start()
 
     def check(self, whole: list[int], tokens: list[int]) -> None:
         """Turns the cache off unless a prompt's tokens are those that SGLang makes of it."""

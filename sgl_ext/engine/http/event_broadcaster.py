@@ -74,6 +74,7 @@ class EventBroadcaster:
         self._mirror = PrefixIndex()
         self._publishes: list[str] = []
         self._load: dict[str, int] = {}
+        self._caches_off: list[str] = []
         self.pins = PinMirror()
         self.on_cleared: Callable[[], object] = lambda: None
         self._subscribers: set[_Subscriber] = set()
@@ -100,12 +101,22 @@ class EventBroadcaster:
         for subscriber in self._subscribers:
             subscriber.put(line)
 
+    def show_caches_off(self, names: list[str]) -> None:
+        """Sends the caches of this process that are off, if they are others than before."""
+        if names != self._caches_off:
+            self._caches_off = names
+            line = orjson.dumps({"alive": True, "caches_off": names})
+            for subscriber in self._subscribers:
+                subscriber.put(line)
+
     def _snapshot(self) -> Iterator[bytes]:
         """Lines, without their numbers, that describe the present state to a new subscriber."""
         held = [(segment, parent, tokens) for parent, segment, tokens in self._mirror.snapshot(0)]
         first: dict[str, Any] = {"snapshot": True, "cleared": True, "publishes": self._publishes}
         if self._load:
             first["load"] = self._load
+        if self._caches_off:
+            first["caches_off"] = self._caches_off
         pins = self.pins.rows(time.monotonic())
         last = {"pinned": pins, "complete": True} if pins else {"complete": True}
         return map(orjson.dumps, chain([first], stored_lines(held), [last]))

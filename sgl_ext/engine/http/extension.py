@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 from sgl_ext.engine.host_cache.message_cache import MessageCache
 from sgl_ext.engine.host_cache.shortcuts import SchemaCache
 from sgl_ext.engine.host_cache.token_cache import TokenCache, make_token_cache
+from sgl_ext.engine.host_cache.worth import Worth
 from sgl_ext.engine.http.event_broadcaster import EventBroadcaster
 from sgl_ext.engine.http.token_offsets import TokenOffsets
 from sgl_ext.engine.prefill_ahead.next_turns import NextTurns
@@ -62,6 +63,13 @@ class HttpExtension:
                 yield name, "bytes", cache.used_bytes, cache.limit_bytes
         if self.next_turns is not None:
             yield from self.next_turns.tables()
+
+    def accounts(self) -> Iterator[Worth]:
+        """What each cache of this process costs and saves."""
+        yield self.schemas.worth
+        for cache in (self.token_cache, self.message_cache, *self.chats.values()):
+            if cache is not None:
+                yield cache.worth
 
     def change(self, settings: EngineSettings, number: int) -> None:
         """Puts changed settings into effect in this process. number: their version."""

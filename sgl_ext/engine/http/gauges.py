@@ -44,6 +44,17 @@ def set_gauges(extension: HttpExtension) -> None:
     for table, unit, size, limit in extension.tables():
         gauge("table_size").labels(table, unit).set(size)
         gauge("table_limit").labels(table, unit).set(limit)
+    seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
+    off = set()
+    for worth in extension.accounts():
+        seconds[worth.name, "taken"] += worth.took_s
+        seconds[worth.name, "replaced"] += worth.replaced_s
+        if worth.is_off:
+            off.add(worth.name)
+    for (name, work), so_far_s in seconds.items():
+        gauge("host_cache_seconds").labels(name, work).set(so_far_s)
+        gauge("host_cache_off").labels(name).set(name in off)
+    extension.broadcaster.show_caches_off(sorted(off))
 
 
 def set_memory(by_kind: dict[str, int]) -> None:

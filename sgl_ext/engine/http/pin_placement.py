@@ -25,6 +25,7 @@ from sgl_ext.engine.core.request_context import (
     entered,
 )
 from sgl_ext.engine.host_cache.token_array import is_array_allowed, restore_list
+from sgl_ext.engine.host_cache.worth import turned_off
 from sgl_ext.engine.http.extension import installed
 from sgl_ext.engine.http.rendering import collecting
 from sgl_ext.engine.http.template_facts import drops_thinking
@@ -116,14 +117,17 @@ def _find_ends(
     marks, body, offsets = context.marks.blocks, context.body, _offsets_of(chat)
     if offsets is None:
         return []
+    worth = offsets.worth
+    begun_s, recalls = worth.now(), worth.is_on()
     places = [mark.place for mark in marks]
     keys = [_key(context, place) for place in places]
-    known = [offsets.recall(key, ids) for key in keys]
+    known = [offsets.recall(key, ids) if recalls else None for key in keys]
     tokens = known.copy()
     last = last_text(body, places[-1])
-    if tokens[-1] is None and last:
+    if tokens[-1] is None and last and recalls:
         tokens[-1] = offsets.by_tail(last, ids)
     if None in tokens:
+        located_s = worth.now()
         located = locate(context.protocol, body, places, render)
         ends = sorted({end for end in located.ends if end is not None})
         counted = dict(zip(ends, offsets.count(located.text, ends, ids), strict=True))
@@ -131,12 +135,16 @@ def _find_ends(
         # A template that trims a block hides where the text after the block begins.
         if located.ends[-1] is not None and last and last == last.rstrip():
             offsets.remember_tail(located.text[located.ends[-1] :])
+        worth.learn(1, worth.now() - located_s)
     found = []
     for key, before, end, mark in zip(keys, known, tokens, marks, strict=True):
         if end:
             if end != before:
                 offsets.remember(key, end, ids)
             found.append((end, mark.ttl_s))
+    if worth.note(worth.now() - begun_s, 1):
+        turned_off(worth)
+        offsets.clear()
     return found
 
 

@@ -17,6 +17,7 @@ from threading import Lock
 import xxhash
 from cachetools import FIFOCache, LRUCache
 
+from sgl_ext.engine.host_cache.worth import Worth
 from sgl_ext.requests.breakpoints import common_prefix
 
 # A place may lie inside a token. Then the text before it ends in at most so many other tokens.
@@ -35,7 +36,8 @@ Decode = Callable[[Sequence[int]], str]
 class TokenOffsets:
     """Ends of blocks in prompts of one tokenizer and template. It is thread-safe.
 
-    `encode` tokenizes a text without adding anything, `decode` is its inverse.
+    `encode` tokenizes a text without adding anything, `decode` is its inverse. worth: the account
+    of what is found again, in requests.
     """
 
     def __init__(self, encode: Encode, decode: Decode, limit: int = _LIMIT_KNOWN) -> None:
@@ -44,6 +46,13 @@ class TokenOffsets:
         self._known: LRUCache[int, tuple[int, int]] = LRUCache(limit)  # tokens, and their digest
         self._tails: FIFOCache[str, int] = FIFOCache(_LIMIT_TAILS)  # with their lengths in tokens
         self._lock = Lock()
+        self.worth = Worth("block ends")
+
+    def clear(self) -> None:
+        """Forgets what was found."""
+        with self._lock:
+            self._known.clear()
+            self._tails.clear()
 
     def recall(self, key: int, ids: "array[int]") -> int | None:
         """The end of the block whose content has the hash `key`, with everything before it."""

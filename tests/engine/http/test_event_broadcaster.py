@@ -103,6 +103,25 @@ async def test_a_subscriber_gets_a_snapshot_and_then_every_line() -> None:
     await reader.task
 
 
+async def test_subscribers_learn_which_caches_are_off() -> None:
+    broadcaster = EventBroadcaster()
+    broadcaster.show_caches_off([])
+    first = Reader(broadcaster)
+    await first.have(2)
+    for _ in range(2):
+        broadcaster.show_caches_off(["tokens"])
+    later = Reader(broadcaster)
+    await later.have(2)
+    broadcaster.show_caches_off([])
+    await first.have(4)
+    await later.have(3)
+    broadcaster.close()
+    await asyncio.gather(first.task, later.task)
+    shown = [(read["seq"], read.get("caches_off")) for read in first.lines]
+    assert shown == [(0, None), (1, None), (2, ["tokens"]), (3, [])]
+    assert [read.get("caches_off") for read in later.lines] == [["tokens"], None, []]
+
+
 async def test_a_later_subscriber_gets_the_state_after_all_lines() -> None:
     broadcaster = EventBroadcaster()
     broadcaster.apply(line(stored=[[A, None, 5], [B, A, 9], [C, B, 12]]))
