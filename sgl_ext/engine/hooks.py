@@ -83,7 +83,7 @@ _TEMPLATES = "transformers.utils.chat_template_utils"
 
 _MAIN_HOOKS: dict[str, Hook] = {
     # The start and the server
-    "sglang.srt.server_args.prepare_server_args": ("AFTER", startup.reject_unsupported),
+    "sglang.srt.server_args.prepare_server_args": ("AFTER", startup.check_arguments),
     f"{_ENTRY}.engine.Engine._launch_subprocesses": ("AFTER", startup.await_acknowledgements),
     f"{_ENTRY}.engine._server_args_for_logging": ("AFTER", startup.changed_args),
     f"{_ENTRY}.http_server._freeze_gc_after_server_warmup": ("BEFORE", startup.await_listening),

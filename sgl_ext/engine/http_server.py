@@ -9,7 +9,7 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.routing import Route
 
-from sgl_ext.engine import sglang_api
+from sgl_ext.engine import sglang_api, topology
 from sgl_ext.engine.core.counters import background_failed, counter
 from sgl_ext.engine.core.folder import Outbox
 from sgl_ext.engine.core.request_context import context_in, current_dry_run
@@ -45,6 +45,7 @@ def extend(server_args: ServerArgs, *_: Any, **__: Any) -> None:
     """Before SGLang's HTTP server runs."""
     extension, app = HttpExtension(EngineSettings.from_environment()), sglang_api.app
     install(extension)
+    extension.degraded = topology.features(topology.degraded(topology.facts_of(server_args)))
     app.add_middleware(AnswerMiddleware, extension=extension)
     app.add_middleware(CacheWritesMiddleware)
     errors.install(app)

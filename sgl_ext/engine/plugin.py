@@ -37,7 +37,8 @@ def _activate() -> None:
     from sgl_ext.engine.answers import early_calls, tool_calls
     from sgl_ext.engine.core.folder import acknowledge, open_folder
     from sgl_ext.engine.hooks import HOOKS, SHARING_HOOKS, Role, apply_hooks, current_role
-    from sgl_ext.engine.startup import CACHE_BACKEND, check_environment
+    from sgl_ext.engine.startup import check_environment
+    from sgl_ext.engine.topology import CACHE_BACKEND
     from sgl_ext.settings.schema import EngineSettings
 
     check_environment()

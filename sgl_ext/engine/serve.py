@@ -14,7 +14,8 @@ from itertools import pairwise
 
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.plugin import require_active
-from sgl_ext.engine.startup import CACHE_BACKEND, check_environment, require_secret
+from sgl_ext.engine.startup import check_environment, require_secret
+from sgl_ext.engine.topology import CACHE_BACKEND
 from sgl_ext.node.lifeline import end_with_parent
 from sgl_ext.settings.schema import EngineSettings
 

@@ -27,6 +27,8 @@ HTTP_PROCESS = (
     "sglang.srt.plugins:load_plugins",
     "sglang.launch_server:run_server",
     "sglang.srt.server_args:prepare_server_args",
+    "sglang.srt.arg_groups.overrides:model_config_of",
+    "sglang.srt.arg_groups.overrides:resolving_view",
     "sglang.srt.utils:kill_process_tree",
     "sglang.srt.utils.auth:AuthLevel",
     "sglang.srt.environ:envs",

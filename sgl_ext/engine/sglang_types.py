@@ -47,6 +47,7 @@ class ServerArgs(Protocol):
     grpc_port: int | None
     host: str
     kv_events_config: str | None
+    model_path: str
     nnodes: int
     page_size: int | None
     pp_size: int
@@ -57,6 +58,7 @@ class ServerArgs(Protocol):
     tokenizer_worker_num: int
     use_ray: bool
 
+    def resolve_once(self) -> None: ...
     def url(self) -> str: ...
 
 

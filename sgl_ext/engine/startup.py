@@ -2,6 +2,7 @@
 seconds; then, as hooks, of the flags and of the hooks of each process. Two more hooks keep the log
 of a start readable."""
 
+import logging
 import os
 import socket
 import time
@@ -13,21 +14,19 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from sgl_ext.engine import topology
 from sgl_ext.engine.core.folder import acknowledged
 from sgl_ext.engine.sglang_types import ServerArgs
-from sgl_ext.settings.checks import USE_RAY
 from sgl_ext.settings.engine_secret import EngineSecret, is_reachable
 from sgl_ext.settings.schema import EngineSettings
 
 SUPPORTED_SGLANG = "0.5.23"
 PLUGIN = "sgl_ext"
 _OFF = ("", "0", "false", "no", "off", "n", "f")
-
-CACHE_BACKEND = "sgl_ext"
-"""The name under which `--radix-cache-backend` selects our cache."""
 _DETOKENIZER_TIMEOUT_S = 120.0
 _LISTENING_TIMEOUT_S = 60.0
 _SECRET_ENDS = ("api_key", "password")
+_logger = logging.getLogger(__name__)
 
 
 def check_environment(environ: Mapping[str, str] = os.environ) -> None:
@@ -56,49 +55,15 @@ def require_secret(host: str) -> None:
         raise ValueError(f"--host {host}: {reason}")
 
 
-def reject_unsupported(server_args: ServerArgs, *_: Any) -> None:
-    """After argument parsing: stops the start if hooks would not see every request."""
-    flags = {
-        "--tokenizer-worker-num": server_args.tokenizer_worker_num > 1,
-        "--grpc-port": server_args.grpc_port is not None,
-        "--grpc-mode": server_args.grpc_mode,
-        "--smg-grpc-mode": server_args.smg_grpc_mode,
-        "--encoder-only": server_args.encoder_only,
-    }
-    _reject(
-        flags,
-        "the extension hooks SGLang's single Python HTTP process, and with this flag requests "
-        "would bypass it; leave it out",
-    )
-    _reject({"--use-ray": server_args.use_ray}, USE_RAY)
-    settings = EngineSettings.from_environment()
-    if settings.shared_prefixes:
-        reject_unshareable(server_args)
-    if settings.engine_secret is not None:
-        disaggregates = server_args.disaggregation_mode != "null"
-        why = "SGLang's router would not send the engine secret; leave one out"
-        _reject({"--disaggregation-mode": disaggregates}, why)
-
-
-def reject_unshareable(server_args: ServerArgs) -> None:
-    """Stops the start if the cache has no prefixes, own keys, or hashes with 32 bits a token."""
-    flags = {
-        "--disable-radix-cache": server_args.disable_radix_cache,
-        "--radix-cache-backend": server_args.radix_cache_backend != CACHE_BACKEND,
-        "--enable-hierarchical-cache": server_args.enable_hierarchical_cache,
-        "--enable-lmcache": server_args.enable_lmcache,
-        "--enable-flexkv": server_args.enable_flexkv,
-        "--kv-events-config": server_args.kv_events_config is not None,
-        "--disaggregation-mode": server_args.disaggregation_mode != "null",
-        "--skip-tokenizer-init": server_args.skip_tokenizer_init,
-        "--nnodes": server_args.nnodes > 1,
-    }
-    _reject(flags, "cannot be combined with --shared-prefixes; leave one out")
-
-
-def _reject(flags: dict[str, bool], why: str) -> None:
-    if given := [flag for flag, is_set in flags.items() if is_set]:
-        raise SystemExit(f"sgl-ext: {', '.join(given)}: {why}")
+def check_arguments(server_args: ServerArgs, *_: Any) -> None:
+    """After argument parsing: resolves the arguments as SGLang is about to, stops the start if the
+    extension does not work with them, and logs once what it serves without."""
+    server_args.resolve_once()
+    facts = topology.facts_of(server_args)
+    if rules := topology.refused(facts):
+        raise SystemExit("\n".join(f"sgl-ext: {rule}" for rule in rules))
+    for rule in topology.degraded(facts):
+        _logger.warning("sgl-ext: %s", rule)
 
 
 def await_acknowledgements(launched: Any, *_: Any, **__: Any) -> None:

@@ -126,25 +126,3 @@ def test_another_sglang_version_is_rejected(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(startup, "version", lambda _: "0.5.24")
     with pytest.raises(RuntimeError, match=r"0\.5\.23 alone, and this is 0\.5\.24"):
         startup.check_environment({})
-
-
-@pytest.mark.parametrize(
-    ("argument", "value", "flag"),
-    [
-        ("tokenizer_worker_num", 2, "--tokenizer-worker-num"),
-        ("grpc_port", 1, "--grpc-port"),
-        ("grpc_mode", True, "--grpc-mode"),
-        ("smg_grpc_mode", True, "--smg-grpc-mode"),
-        ("encoder_only", True, "--encoder-only"),
-        ("use_ray", True, "--use-ray.*sglang#26723"),
-    ],
-)
-def test_front_ends_that_bypass_the_hooks_are_rejected(
-    argument: str, value: object, flag: str
-) -> None:
-    plain = {"tokenizer_worker_num": 1, "grpc_port": None, "grpc_mode": False}
-    arguments = SimpleNamespace(**plain, smg_grpc_mode=False, encoder_only=False, use_ray=False)
-    startup.reject_unsupported(arguments)
-    setattr(arguments, argument, value)
-    with pytest.raises(SystemExit, match=flag):
-        startup.reject_unsupported(arguments)

@@ -91,6 +91,10 @@ GAUGES: dict[str, tuple[str, ...]] = {
         "Versions of sgl-ext and SGLang, and the commit that runs. The value is 1.",
         *("version", "commit", "sglang"),
     ),
+    "degraded": (
+        "Features of SGLang with which the extension does less: topologies.md. The value is 1.",
+        "feature",
+    ),
     "table_size": ("Entries or bytes in a bounded table.", "table", "unit"),
     "table_limit": (
         "Bound of a table, in entries or bytes; beyond it entries are dropped or rejected.",

@@ -35,6 +35,7 @@ class HttpExtension:
     is_ending: after SIGTERM and the last request.
     settings_number: the version of the settings that were changed since the start; 0: none.
     has_several_schedulers: replicas, which no order reaches.
+    degraded: what the engine serves without, as rows of docs/topologies.md.
     token_cache, message_cache, next_turns: None until the server starts, or if they are off.
     """
 
@@ -47,6 +48,7 @@ class HttpExtension:
         self.is_ending = False
         self.settings_number = 0
         self.has_several_schedulers = False
+        self.degraded: tuple[str, ...] = ()
         self.schemas = SchemaCache()
         self.chats: WeakKeyDictionary[ServingChat, TokenOffsets | None] = WeakKeyDictionary()
         self.templates: WeakKeyDictionary[ServingChat, TemplateModel | None] = WeakKeyDictionary()

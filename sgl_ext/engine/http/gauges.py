@@ -25,6 +25,8 @@ async def gauging(extension: HttpExtension) -> AsyncIterator[None]:
     """Sets the gauges while the block runs, and shows every counter from the start."""
     show_counters()
     gauge("build_info").labels(*(found or "" for found in versions())).set(1)
+    for feature in extension.degraded:
+        gauge("degraded").labels(feature).set(1)
 
     async def step() -> None:
         set_gauges(extension)

@@ -15,7 +15,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sgl_ext.engine import startup
 from sgl_ext.engine.core import counters, shared_prefixes
 from sgl_ext.engine.core.dry_run import DryRun
 from sgl_ext.engine.core.folder import secret
@@ -26,7 +25,6 @@ from sgl_ext.engine.prefill_ahead import service
 from sgl_ext.engine.scheduler import single_flight
 from sgl_ext.engine.scheduler.single_flight import FOLLOW_TOKENS
 from sgl_ext.engine.scheduler.state import RequestState
-from sgl_ext.engine.startup import CACHE_BACKEND
 from sgl_ext.settings.schema import EngineSettings
 
 TOKENS = 1000
@@ -482,40 +480,3 @@ async def test_a_line_that_cannot_be_shared_is_named(
     good = line if line == GOOD else GOOD
     with pytest.raises(ValueError, match=rf"share\.jsonl': line [12]: .*{named}"):
         await list_all(good, line, made=made, **fields)
-
-
-def flags(**more: Any) -> Any:
-    off = dict.fromkeys(
-        (
-            "disable_radix_cache",
-            "enable_hierarchical_cache",
-            "enable_lmcache",
-            "enable_flexkv",
-            "skip_tokenizer_init",
-        ),
-        False,
-    )
-    usual = {
-        "radix_cache_backend": CACHE_BACKEND,
-        "kv_events_config": None,
-        "disaggregation_mode": "null",
-    }
-    return SimpleNamespace(**(off | usual | {"nnodes": 1} | more))
-
-
-def test_flags_that_do_not_work_with_shared_prefixes_are_rejected_by_name() -> None:
-    startup.reject_unshareable(flags())
-    for flag, value in (
-        ("disable_radix_cache", True),
-        ("radix_cache_backend", None),
-        ("enable_hierarchical_cache", True),
-        ("enable_lmcache", True),
-        ("enable_flexkv", True),
-        ("kv_events_config", "{}"),
-        ("disaggregation_mode", "prefill"),
-        ("skip_tokenizer_init", True),
-        ("nnodes", 2),
-    ):
-        message = f"--{flag.replace('_', '-')}: cannot be combined with --shared-prefixes"
-        with pytest.raises(SystemExit, match=message):
-            startup.reject_unshareable(flags(**{flag: value}))

@@ -1,0 +1,155 @@
+"""What of SGLang the extension refuses at the start, and what it serves with some features off.
+
+A rule looks at SGLang's resolved arguments, its model and our settings, and stands for a row of
+docs/topologies.md. Whoever starts the engine raises, logs and counts what this finds.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from sgl_ext.engine import sglang_api
+from sgl_ext.engine.sglang_http_types import ModelConfig
+from sgl_ext.engine.sglang_types import ServerArgs
+from sgl_ext.settings.checks import USE_RAY
+from sgl_ext.settings.schema import EngineSettings
+
+CACHE_BACKEND = "sgl_ext"
+"""The name under which `--radix-cache-backend` selects our cache."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a start decides by. args: as SGLang resolved them. model: None if there is none."""
+
+    args: ServerArgs
+    model: ModelConfig | None
+    settings: EngineSettings
+
+
+def facts_of(server_args: ServerArgs) -> Facts:
+    """The facts of a start whose arguments SGLang has resolved."""
+    args = sglang_api.resolving_view(server_args)
+    has_model = args.model_path.lower() not in ("none", "dummy")
+    model = sglang_api.model_config_of(server_args) if has_model else None
+    return Facts(args, model, EngineSettings.from_environment())
+
+
+class Rule(NamedTuple):
+    """feature: the row in docs/topologies.md, and the label of the metric. flag: what to change.
+    why: what is refused or lost, the reason, and what to do."""
+
+    feature: str
+    flag: str
+    applies: Callable[[Facts], bool]
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.flag}: {self.why}"
+
+
+_BYPASS = (
+    "the extension hooks SGLang's single Python HTTP process, and with this flag requests "
+    "would bypass it; leave it out"
+)
+_UNSHAREABLE = "cannot be combined with --shared-prefixes; leave one out"
+_NO_PREFIXES = "no prefixes are published and nothing is pinned"
+
+
+def _shares(applies: Callable[[ServerArgs], bool]) -> Callable[[Facts], bool]:
+    return lambda facts: bool(facts.settings.shared_prefixes) and applies(facts.args)
+
+
+def _is_pure_swa(model: ModelConfig | None) -> bool:
+    return model is not None and model.is_hybrid_swa and model.full_attention_layer_ids == []
+
+
+def _serves_grpc(facts: Facts) -> bool:
+    # Each of these flags sets others of them.
+    args = facts.args
+    return args.grpc_mode or args.smg_grpc_mode or args.grpc_port is not None
+
+
+REFUSED = (
+    Rule(
+        "several tokenizer workers",
+        "--tokenizer-worker-num",
+        lambda facts: facts.args.tokenizer_worker_num > 1,
+        _BYPASS,
+    ),
+    Rule("gRPC", "--grpc-port, --grpc-mode, --smg-grpc-mode", _serves_grpc, _BYPASS),
+    Rule("encoder server", "--encoder-only", lambda facts: facts.args.encoder_only, _BYPASS),
+    Rule("Ray", "--use-ray", lambda facts: facts.args.use_ray, USE_RAY),
+    Rule(
+        "PD disaggregation with an engine secret",
+        "--disaggregation-mode",
+        lambda facts: (
+            facts.settings.engine_secret is not None and facts.args.disaggregation_mode != "null"
+        ),
+        "SGLang's router would not send the engine secret; leave one out",
+    ),
+    *(
+        Rule("shared prefixes", flag, _shares(applies), _UNSHAREABLE)
+        for flag, applies in (
+            ("--disable-radix-cache", lambda args: args.disable_radix_cache),
+            ("--radix-cache-backend", lambda args: args.radix_cache_backend != CACHE_BACKEND),
+            ("--enable-hierarchical-cache", lambda args: args.enable_hierarchical_cache),
+            ("--enable-lmcache", lambda args: args.enable_lmcache),
+            ("--enable-flexkv", lambda args: args.enable_flexkv),
+            ("--kv-events-config", lambda args: args.kv_events_config is not None),
+            ("--disaggregation-mode", lambda args: args.disaggregation_mode != "null"),
+            ("--skip-tokenizer-init", lambda args: args.skip_tokenizer_init),
+            ("--nnodes", lambda args: args.nnodes > 1),
+        )
+    ),
+)
+"""What ends a start."""
+
+DEGRADED = (
+    Rule(
+        "no radix cache",
+        "--disable-radix-cache",
+        lambda facts: facts.args.disable_radix_cache,
+        f"{_NO_PREFIXES}; leave it out for both",
+    ),
+    Rule(
+        "LMCache",
+        "--enable-lmcache",
+        lambda facts: facts.args.enable_lmcache,
+        f"with LMCache's own radix cache {_NO_PREFIXES}; leave it out for both",
+    ),
+    Rule(
+        "FlexKV",
+        "--enable-flexkv",
+        lambda facts: facts.args.enable_flexkv,
+        f"with FlexKV's own radix cache {_NO_PREFIXES}; leave it out for both",
+    ),
+    Rule(
+        "another radix cache",
+        "--radix-cache-backend",
+        lambda facts: facts.args.radix_cache_backend != CACHE_BACKEND,
+        f"with another radix cache than {CACHE_BACKEND} {_NO_PREFIXES}",
+    ),
+    Rule(
+        "sliding windows in all layers",
+        "--model-path",
+        lambda facts: _is_pure_swa(facts.model),
+        f"with this model SGLang uses another radix cache, so {_NO_PREFIXES}",
+    ),
+)
+"""What takes something away, and is said once."""
+
+
+def refused(facts: Facts) -> list[Rule]:
+    """The rules that end this start."""
+    return [rule for rule in REFUSED if rule.applies(facts)]
+
+
+def degraded(facts: Facts) -> list[Rule]:
+    """The rules that take something away from this engine."""
+    return [rule for rule in DEGRADED if rule.applies(facts)]
+
+
+def features(rules: Iterable[Rule]) -> tuple[str, ...]:
+    """The features of these rules, each once."""
+    return tuple(dict.fromkeys(rule.feature for rule in rules))
