@@ -25,6 +25,8 @@ class Rejection(StrEnum):
     TOO_SHORT = "too_short"
     TOO_LONG = "too_long"
     MEMORY = "memory"
+    UNSUPPORTED = "unsupported"
+    """No slice ever runs: the cache cannot use a part of a prompt by itself."""
 
 
 def least_tokens(page: int) -> int:

@@ -93,7 +93,11 @@ class NextTurns:
         seen = self._seen.get(name)
         if not hint and not (self.policy == "auto" and seen is not None and seen.is_growing):
             return False
-        return self._history.should_guess(name)
+        if not self._history.should_guess(name):
+            return False
+        if not self.prefiller.is_supported:
+            counter("next_turns_not_guessed").labels("unsupported").inc()
+        return self.prefiller.is_supported
 
     def predict(
         self, headers: Headers, context: RequestContext, data: bytes, is_stream: bool

@@ -77,7 +77,11 @@ class Job:
 
 
 class Prefiller:
-    """Prefills jobs in the order in which they came, in slices of at most `slice_tokens`."""
+    """Prefills jobs in the order in which they came, in slices of at most `slice_tokens`.
+
+    is_supported: False once the scheduler has rejected a slice because no slice ever runs. Then
+        no prompt needs to be converted for a job.
+    """
 
     def __init__(self, manager: TokenizerManager, slice_tokens: int) -> None:
         self._manager = manager
@@ -86,6 +90,7 @@ class Prefiller:
         self._page = manager.server_args.page_size or 1
         self._jobs: OrderedDict[str, Job] = OrderedDict()
         self._has_jobs = asyncio.Event()
+        self.is_supported = True
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -101,6 +106,8 @@ class Prefiller:
         self.drop(job.name, "replaced")
         if len(self._jobs) >= MOST_JOBS:
             self.drop(next(iter(self._jobs)), "crowded")
+        if not self.is_supported:
+            return self._finish(job, "unsupported")
         self._jobs[job.name] = job
         self._has_jobs.set()
         counter("prefills_ahead").labels("guess" if job.is_guess else "asked").inc()
@@ -151,6 +158,8 @@ class Prefiller:
             reason, cached = read_rejection(finish.get("message") or "") or (None, None)
         if cached is None:
             return self._finish(job, "failed")
+        if reason is Rejection.UNSUPPORTED:
+            return self._stop()
         if reason in (Rejection.BUSY, Rejection.MEMORY):
             counter("prefill_ahead_slices_rejected").labels(reason).inc()
         if reason is Rejection.BUSY:
@@ -172,6 +181,14 @@ class Prefiller:
         if job.is_complete:
             return self._finish(job, "")
         job.end = slice_end(job.total, cached, self._slice_tokens, self._page)
+
+    def _stop(self) -> None:
+        """Ends all jobs, and every later one."""
+        self.is_supported = False
+        self.drop_all("unsupported")
+        _logger.warning(
+            "sgl-ext: nothing is prefilled ahead: this engine's cache cannot use a part of a prompt"
+        )
 
     def _adapt(self, tokens: int, took_s: float) -> None:
         """Moves the slice length half way to what takes _SLICE_S at the last slice's speed."""

@@ -106,6 +106,9 @@ class PrefillRequests:
         if protocol is None:
             names = "messages, chat or responses"
             return _error(f"protocol: must be {names}, as the body leaves it open")
+        if not self._prefiller.is_supported:  # before the prompt is converted
+            counter("prefills_ahead_dropped").labels("unsupported").inc()
+            return JSONResponse(_so_far([], "unsupported"))
         owner = request.headers.get(TENANT_HEADER, "")
         if self._is_full(owner):
             what = f"{len(self._owners)} prompts are waiting to be prefilled"

@@ -198,15 +198,22 @@ class ExtendedRadixCache(sglang_api.UnifiedRadixCache):
         return self._evict_with_pins(super().evict, params)
 
     def evict_for_alloc(self, params: EvictParams, **kwargs: Any) -> EvictResult:
-        return self._evict_with_pins(partial(super().evict_for_alloc, **kwargs), params)
+        """With --enable-unified-memory, SGLang wants no amounts but memory for an allocation: the
+        amounts are the most that may be evicted for it."""
+        is_satisfied = kwargs.get("allocation_reclaim_satisfied") or (lambda: False)
+        evict = partial(super().evict_for_alloc, **kwargs)
+        return self._evict_with_pins(evict, params, is_satisfied)
 
     def _evict_with_pins(
-        self, evict: Callable[[EvictParams], EvictResult], params: EvictParams
+        self,
+        evict: Callable[[EvictParams], EvictResult],
+        params: EvictParams,
+        is_satisfied: Callable[[], bool] = lambda: False,
     ) -> EvictResult:
         """Evicts what is wanted, and gives up pins if that is not enough.
 
-        It is enough once each amount is counted as evicted or is free: evicted memory may become
-        free later, and memory may become free without being evicted.
+        It is enough once `is_satisfied`, or once each amount is counted as evicted or is free:
+        evicted memory may become free later, and memory may become free without being evicted.
         """
         wanted = (params.num_tokens, params.swa_num_tokens, params.mamba_num)
         goals = list(map(add, self._free(wanted), wanted))
@@ -222,12 +229,14 @@ class ExtendedRadixCache(sglang_api.UnifiedRadixCache):
             return [max(0, min(amount - had, goal - free)) for amount, had, goal, free in rows]
 
         def is_enough() -> bool:
+            if is_satisfied():
+                return True
             if any(amounts := missing()):
                 more = evict(sglang_api.EvictParams(*amounts))
                 total.num_tokens_evicted += more.num_tokens_evicted
                 total.swa_num_tokens_evicted += more.swa_num_tokens_evicted
                 total.mamba_num_evicted += more.mamba_num_evicted
-            return not any(missing())
+            return is_satisfied() or not any(missing())
 
         if len(self.pins.pins):
             self.pins.make_room(is_enough)

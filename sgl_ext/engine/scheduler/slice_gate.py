@@ -49,7 +49,7 @@ def _decide(
     state.is_slice_checked = True
     tree = scheduler.tree_cache
     if extension.cache is None or not is_plain(tree):
-        return Rejection.MEMORY, 0
+        return Rejection.UNSUPPORTED, 0
     key = sglang_api.RadixKey(req.origin_input_ids, req.extra_key, cache_salt=req.cache_salt)
     cached, *_ = tree.tree_core.match_full_device_prefix(key)
     new = len(req.origin_input_ids) - cached

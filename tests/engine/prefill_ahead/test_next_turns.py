@@ -61,6 +61,8 @@ def test_no_token_is_certain_if_the_nonce_is_not_found(ids: Any) -> None:
 
 
 class NoPrefiller:
+    is_supported = True
+
     def drop(self, name: str, why: str) -> bool:
         return False
 
@@ -133,3 +135,10 @@ def test_tenants_do_not_share_a_conversation() -> None:
     seen.compare(context_of(1, 2, owner="other"), NO_REQUEST)
     assert not seen.wants(context_of(1, 2, owner="one"))
     assert not seen.wants(context_of(1, 2, owner="other"))
+
+
+def test_where_no_slice_runs_no_turn_is_guessed() -> None:
+    seen = turns()
+    assert seen.wants(context_of(1, 2, hint=True))
+    seen.prefiller.is_supported = False
+    assert not seen.wants(context_of(1, 2, hint=True))

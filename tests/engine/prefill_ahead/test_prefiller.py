@@ -214,3 +214,17 @@ async def test_a_late_job_is_dropped() -> None:
     prefiller.put(other)
     await worked(prefiller, late, other)
     assert (late.reason, other.is_complete) == ("late", True)
+
+
+async def test_after_one_slice_that_can_never_run_no_other_is_sent() -> None:
+    """With sliding windows or Mamba layers."""
+    manager = Manager(lambda _: refused("unsupported", 0))
+    prefiller, first, second = Prefiller(manager, 256), job("one"), job("two")
+    for one in (first, second):
+        prefiller.put(one)
+    assert prefiller.is_supported
+    await worked(prefiller, first, second)
+    third = job("three")
+    prefiller.put(third)
+    assert [one.reason for one in (first, second, third)] == ["unsupported"] * 3
+    assert (prefiller.is_supported, len(manager.sent), len(prefiller)) == (False, 1, 0)

@@ -23,6 +23,8 @@ BODY = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
 class Halfway:
     """Prefills a part of each job, and never completes it."""
 
+    is_supported = True
+
     async def idle(self) -> None:
         """It always is."""
 
@@ -91,3 +93,14 @@ async def test_however_many_prompts_a_tenant_sends_another_finds_room(
         return [(await requests.post(call)).status_code for call in calls].count(202)
 
     assert [await admitted(tenant) for tenant in "abcab"] == [32, 16, 8, 0, 0]
+
+
+async def test_where_no_slice_runs_no_prompt_is_converted(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def convert(*_: Any) -> DryRun:
+        raise AssertionError("the prompt is converted in vain")
+
+    monkeypatch.setattr(service, "convert", convert)
+    refusing = SimpleNamespace(is_supported=False)
+    requests = PrefillRequests(None, SimpleNamespace(), refusing)  # type: ignore[arg-type]
+    answer = json.loads(bytes((await requests.post(posted(BODY))).body))
+    assert (answer["complete"], answer["why"]) == (False, "unsupported")

@@ -214,6 +214,29 @@ def test_want_of_states_alone_costs_as_few_pins_as_do(model: Model) -> None:
     model.assert_nothing_lost()
 
 
+def test_memory_that_all_kinds_share_is_had_for_as_few_pins_as_do(model: Model) -> None:
+    """With --enable-unified-memory SGLang evicts until an allocation is possible. The amounts that
+    it gives are bounds, of which most may not be needed."""
+    for sent_s in range(6):
+        model.serve(prompt(30), WHOLE_PROMPT, sent_s=sent_s)
+    one = model.states("protected") // 6
+    bounds = (TOKENS, WINDOWED, 0) if model.part == "swa" else (TOKENS, 0, SLOTS)
+    most = sglang("mem_cache.base_prefix_cache").EvictParams(*bounds)
+
+    def evict_until(states: int) -> None:
+        reached = model.free + states
+        model.cache.evict_for_alloc(
+            most, allocation_reclaim_satisfied=lambda: model.free >= reached
+        )
+        assert model.free >= reached
+
+    evict_until(model.states("evictable"))
+    assert len(model.keeper.pins) == 6, "what was evictable was enough"
+    evict_until(2 * one)
+    assert len(model.keeper.pins) == 4
+    model.assert_nothing_lost()
+
+
 def test_states_of_pins_are_had_though_a_request_holds_all_their_tokens(model: Model) -> None:
     with model.running(prompt(150), CHUNK, 2 * CHUNK):
         one = model.states("protected") // 3  # two pins, and the request
