@@ -50,7 +50,7 @@ def extend(server_args: ServerArgs, *_: Any, **__: Any) -> None:
     app.add_middleware(CacheWritesMiddleware)
     errors.install(app)
     secret = EngineSecret(extension.settings.engine_secret)
-    secret_check.install(app, server_args, secret)
+    secret_check.install(app, server_args.url(), secret)
     app.add_middleware(InFlightMiddleware, extension=extension)
     broadcaster = extension.broadcaster
     events = Route(PATH, broadcaster, methods=["GET"])

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 
 from sgl_ext.engine import sglang_api
+from sgl_ext.engine.arguments import resolved
 from sgl_ext.engine.plugin import require_active
 from sgl_ext.engine.startup import check_environment, require_secret
 from sgl_ext.engine.topology import CACHE_BACKEND
@@ -62,7 +63,7 @@ def main(argv: list[str]) -> None:
     try:
         args = sglang_api.prepare_server_args([*argv, *cache_flags(argv), *priority_flags(argv)])
         with _named_problems():
-            require_secret(args.host)  # SGLang's --config may have named another
+            require_secret(resolved(args).host)  # SGLang's --config may have named another
         sglang_api.run_server(args)
     finally:
         sglang_api.kill_process_tree(os.getpid(), include_parent=False)

@@ -9,7 +9,7 @@ in `sgl_ext.engine.sglang_types`, or in its neighbour for HTTP.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -18,17 +18,19 @@ _ANTHROPIC = "sglang.srt.entrypoints.anthropic"
 _MANAGERS = "sglang.srt.managers"
 _CACHE = "sglang.srt.mem_cache"
 _CONTEXT = "sglang.srt.runtime_context"
+_ARGUMENTS = "sglang.srt.arg_groups.overrides"
 
 ANY_PROCESS = (
     "sglang.srt.plugins.hook_registry:HookRegistry",
     "sglang.srt.plugins.hook_registry:HookType",
+    f"{_CONTEXT}:get_context",
 )
 HTTP_PROCESS = (
     "sglang.srt.plugins:load_plugins",
     "sglang.launch_server:run_server",
     "sglang.srt.server_args:prepare_server_args",
-    "sglang.srt.arg_groups.overrides:model_config_of",
-    "sglang.srt.arg_groups.overrides:resolving_view",
+    f"{_ARGUMENTS}:model_config_of",
+    f"{_ARGUMENTS}:resolving_view",
     "sglang.srt.utils:kill_process_tree",
     "sglang.srt.utils.auth:AuthLevel",
     "sglang.srt.environ:envs",
@@ -68,9 +70,7 @@ SCHEDULER_PROCESS = (
     f"{_CACHE}.registry:register_radix_cache_backend",
     f"{_CACHE}.registry:create_unified_radix_cache",
     f"{_CACHE}.registry:default_radix_cache_factory",
-    f"{_CONTEXT}:get_memory",
     f"{_CONTEXT}:get_parallel",
-    f"{_CONTEXT}:get_schedule",
 )
 _PATHS = (path.split(":") for path in ANY_PROCESS + HTTP_PROCESS + SCHEDULER_PROCESS)
 _MODULES = {name: module for module, name in _PATHS}
@@ -79,6 +79,8 @@ if TYPE_CHECKING:  # the other symbols are Any
     from sgl_ext.engine import sglang_http_types as http_types
     from sgl_ext.engine import sglang_types as types
 
+    prepare_server_args: Callable[[Sequence[str]], types.ServerArgs]
+    resolving_view: Callable[[types.ServerArgs], types.ResolvedArgs]
     get_global_state: Callable[[], http_types.GlobalState]
     AnthropicServing: Callable[[http_types.ServingChat], http_types.AnthropicServing]
     GenerateReqInput: Callable[..., http_types.GenerateReqInput]
@@ -93,9 +95,7 @@ if TYPE_CHECKING:  # the other symbols are Any
     UnifiedRadixCache = types.TreeCache
     create_unified_radix_cache: Callable[..., types.TreeCache]
     default_radix_cache_factory: Callable[[types.TreeCacheBuildContext], types.TreeCache]
-    get_memory: Callable[[], types.ServerArgs]
     get_parallel: Callable[[], types.ParallelContext]
-    get_schedule: Callable[[], types.ServerArgs]
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,7 @@ See `sgl_ext.engine.sglang_types`, which has those of the scheduler.
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
-from sgl_ext.engine.sglang_types import ServerArgs, stands_for
+from sgl_ext.engine.sglang_types import stands_for
 
 _OPENAI = "sglang.srt.entrypoints.openai"
 _MANAGERS = "sglang.srt.managers"
@@ -40,7 +40,6 @@ class FlushCacheReqOutput(Protocol):
 
 @stands_for(f"{_MANAGERS}.tokenizer_manager:TokenizerManager")
 class TokenizerManager(Protocol):
-    server_args: ServerArgs
     model_config: ModelConfig
     tokenizer: Any
     mm_processor: Any
@@ -56,7 +55,6 @@ class TokenizerManager(Protocol):
     crash_dump_folder: str | None
     request_metrics_exporter_manager: RequestMetricsExporterManager
 
-    def config_value(self, name: str) -> Any: ...
     def generate_request(self, obj: Any, request: Any) -> AsyncIterator[dict[str, Any]]: ...
     def is_ready(self) -> bool: ...
     async def flush_cache(self, timeout_s: float | None = None) -> FlushCacheReqOutput: ...

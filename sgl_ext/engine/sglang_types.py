@@ -30,8 +30,18 @@ def stands_for(path: str) -> Callable[[_Class], _Class]:
 
 @stands_for("sglang.srt.server_args:ServerArgs")
 class ServerArgs(Protocol):
-    """`get_memory` and `get_schedule` return parts of it."""
+    """SGLang's record of what the operator wrote. What is in effect, `sgl_ext.engine.arguments`
+    says."""
 
+    def resolve_once(self) -> None: ...
+    def url(self) -> str: ...
+
+
+@stands_for("sglang.srt.server_args:ServerArgs")
+class ResolvedArgs(Protocol):
+    """The same arguments as SGLang resolved them, by their names there."""
+
+    attn_dp_size: int
     chunked_prefill_size: int | None
     disable_radix_cache: bool
     disable_priority_preemption: bool
@@ -43,13 +53,14 @@ class ServerArgs(Protocol):
     enable_lmcache: bool
     enable_priority_scheduling: bool
     encoder_only: bool
+    grammar_backend: str | None
     grpc_mode: bool
     grpc_port: int | None
     host: str
     kv_events_config: str | None
     model_path: str
     nnodes: int
-    page_size: int | None
+    page_size: int
     pp_size: int
     radix_cache_backend: str | None
     schedule_low_priority_values_first: bool
@@ -58,13 +69,10 @@ class ServerArgs(Protocol):
     tokenizer_worker_num: int
     use_ray: bool
 
-    def resolve_once(self) -> None: ...
-    def url(self) -> str: ...
-
 
 @stands_for("sglang.srt.runtime_context:ParallelContext")
-class ParallelContext(ServerArgs, Protocol):
-    """What `get_parallel` returns: its own ranks, and a part of the server's arguments."""
+class ParallelContext(Protocol):
+    """The ranks of this process."""
 
     num_dp_ranks: int
     tp_rank: int

@@ -58,7 +58,6 @@ def require_secret(host: str) -> None:
 def check_arguments(server_args: ServerArgs, *_: Any) -> None:
     """After argument parsing: resolves the arguments as SGLang is about to, stops the start if the
     extension does not work with them, and logs once what it serves without."""
-    server_args.resolve_once()
     facts = topology.facts_of(server_args)
     if rules := topology.refused(facts):
         raise SystemExit("\n".join(f"sgl-ext: {rule}" for rule in rules))

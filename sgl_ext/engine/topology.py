@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sgl_ext.engine import sglang_api
+from sgl_ext.engine.arguments import resolved
 from sgl_ext.engine.sglang_http_types import ModelConfig
-from sgl_ext.engine.sglang_types import ServerArgs
+from sgl_ext.engine.sglang_types import ResolvedArgs, ServerArgs
 from sgl_ext.settings.checks import USE_RAY
 from sgl_ext.settings.schema import EngineSettings
 
@@ -22,14 +23,14 @@ CACHE_BACKEND = "sgl_ext"
 class Facts:
     """What a start decides by. args: as SGLang resolved them. model: None if there is none."""
 
-    args: ServerArgs
+    args: ResolvedArgs
     model: ModelConfig | None
     settings: EngineSettings
 
 
 def facts_of(server_args: ServerArgs) -> Facts:
-    """The facts of a start whose arguments SGLang has resolved."""
-    args = sglang_api.resolving_view(server_args)
+    """The facts of a start with these arguments."""
+    args = resolved(server_args)
     has_model = args.model_path.lower() not in ("none", "dummy")
     model = sglang_api.model_config_of(server_args) if has_model else None
     return Facts(args, model, EngineSettings.from_environment())
@@ -56,7 +57,7 @@ _UNSHAREABLE = "cannot be combined with --shared-prefixes; leave one out"
 _NO_PREFIXES = "no prefixes are published and nothing is pinned"
 
 
-def _shares(applies: Callable[[ServerArgs], bool]) -> Callable[[Facts], bool]:
+def _shares(applies: Callable[[ResolvedArgs], bool]) -> Callable[[Facts], bool]:
     return lambda facts: bool(facts.settings.shared_prefixes) and applies(facts.args)
 
 

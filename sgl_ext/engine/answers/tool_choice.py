@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sgl_ext.engine.answers import call_formats
+from sgl_ext.engine.arguments import in_effect
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import RequestContext, current
 from sgl_ext.engine.sglang_http_types import FunctionCallParser, ServingChat
@@ -60,10 +61,7 @@ def hold_choice(
     if not request.tools:
         return original(serving, request, *args, **kw)
     name = serving.tool_call_parser
-    described = (
-        name in call_formats.STARTS
-        and serving.tokenizer_manager.config_value("grammar_backend") == _BACKEND
-    )
+    described = name in call_formats.STARTS and in_effect().grammar_backend == _BACKEND
     calls = context.calls = Calls(
         name if described else None,
         context.keeps_tools,

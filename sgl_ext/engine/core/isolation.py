@@ -14,8 +14,8 @@ requests out of earlier ones, so a salt that already begins with the group stays
 
 from typing import Any
 
+from sgl_ext.engine.arguments import in_effect
 from sgl_ext.engine.core.request_context import RequestContext
-from sgl_ext.engine.sglang_http_types import TokenizerManager
 from sgl_ext.requests.session import GROUP_HEADER
 
 
@@ -26,7 +26,7 @@ def group_of(context: RequestContext | None, raw_request: Any) -> str | None:
     return None if raw_request is None else raw_request.headers.get(GROUP_HEADER)
 
 
-def isolate(manager: TokenizerManager | None, request: Any, group: str | None) -> None:
+def isolate(request: Any, group: str | None) -> None:
     """Puts a request of SGLang's into the name space of its group.
 
     Raises ValueError, which is answered 400, if that is impossible.
@@ -35,7 +35,7 @@ def isolate(manager: TokenizerManager | None, request: Any, group: str | None) -
         return
     if hasattr(request, "cache_salt"):
         request.cache_salt = salted(group, request.cache_salt)
-    elif manager is None or not manager.server_args.disable_radix_cache:
+    elif not in_effect().disable_radix_cache:
         raise ValueError(
             "This engine's cache cannot keep embeddings of tenants apart. Start it with "
             "--disable-radix-cache."

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from sgl_ext.engine.arguments import caches, in_effect
 from sgl_ext.engine.host_cache.message_cache import MessageCache
 from sgl_ext.engine.host_cache.shortcuts import SchemaCache
 from sgl_ext.engine.host_cache.token_cache import TokenCache, make_token_cache
@@ -84,7 +85,7 @@ class HttpExtension:
     @asynccontextmanager
     async def serving(self, app: Any, manager: TokenizerManager) -> AsyncIterator[None]:
         """Makes the caches, and prefills ahead while the block runs."""
-        self.has_several_schedulers = manager.server_args.dp_size > 1
+        self.has_several_schedulers = caches(in_effect()) > 1
         limit_bytes = self.settings.token_cache_bytes
         quarter = limit_bytes // 4
         self.token_cache = make_token_cache(manager.tokenizer, limit_bytes - quarter)

@@ -23,7 +23,7 @@ def send_hints(
     """
     context = current()
     if not is_slice(request):  # a slice has the name space of the request that it is a slice of
-        isolate(manager, request, group_of(context, raw_request))
+        isolate(request, group_of(context, raw_request))
     if context is None:
         return
     if not is_slice(request):

@@ -18,11 +18,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from sgl_ext.engine.arguments import in_effect
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import current_dry_run
 from sgl_ext.engine.middleware.error_shape import EngineError
 from sgl_ext.engine.middleware.errors import send_error
-from sgl_ext.engine.sglang_types import ServerArgs
 from sgl_ext.protocols.request_ids import HEADER as REQUEST_ID_HEADER
 from sgl_ext.requests.session import INTERNAL_HEADERS, REFUSED, SECRET_HEADER
 from sgl_ext.settings.engine_secret import EngineSecret, is_reachable
@@ -118,13 +118,16 @@ async def _refuse(scope: Any, receive: Any, send: Any, reason: str) -> None:
 _own: tuple[str, EngineSecret] | None = None
 
 
-def install(app: Any, args: ServerArgs, secret: EngineSecret) -> None:
-    """Puts the middleware that an engine needs around its application, before it serves."""
+def install(app: Any, url: str, secret: EngineSecret) -> None:
+    """Puts the middleware that an engine needs around its application, before it serves.
+
+    url: where SGLang reaches its own server.
+    """
     global _own
-    _own = f"{args.url()}/", secret
+    _own = f"{url}/", secret
     if secret.accepted:
         app.add_middleware(SecretMiddleware, secret=secret)
-    elif is_reachable(args.host):
+    elif is_reachable(in_effect().host):
         log.warning("without engine-secret this engine believes no header of a balancer")
         app.add_middleware(StrangersMiddleware)
 

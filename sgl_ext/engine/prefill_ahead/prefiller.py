@@ -22,6 +22,7 @@ from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import RequestContext, enter
 from sgl_ext.engine.core.slices import is_slice_name, read_rejection, slice_name
 from sgl_ext.engine.sglang_http_types import GenerateReqInput, TokenizerManager
+from sgl_ext.engine.sglang_types import ResolvedArgs
 from sgl_ext.requests.priority import LIMIT, Importance
 
 MOST_JOBS = 256
@@ -83,11 +84,12 @@ class Prefiller:
         no prompt needs to be converted for a job.
     """
 
-    def __init__(self, manager: TokenizerManager, slice_tokens: int) -> None:
+    def __init__(self, manager: TokenizerManager, args: ResolvedArgs, slice_tokens: int) -> None:
         self._manager = manager
+        self._page = args.page_size
+        self._chunk_tokens = args.chunked_prefill_size or 0
         self._slice_tokens = _FIRST_SLICE_TOKENS
         self.limit_slices(slice_tokens)
-        self._page = manager.server_args.page_size or 1
         self._jobs: OrderedDict[str, Job] = OrderedDict()
         self._has_jobs = asyncio.Event()
         self.is_supported = True
@@ -97,7 +99,7 @@ class Prefiller:
 
     def limit_slices(self, tokens: int) -> None:
         """Changes the longest slice, which is a chunk of SGLang's at most."""
-        chunk = self._manager.server_args.chunked_prefill_size or 0
+        chunk = self._chunk_tokens
         self._max_slice_tokens = min(chunk, tokens) if chunk > 0 else tokens
         self._slice_tokens = min(self._slice_tokens, self._max_slice_tokens)
 

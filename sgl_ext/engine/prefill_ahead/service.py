@@ -28,6 +28,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from sgl_ext.engine.arguments import caches, in_effect
 from sgl_ext.engine.core.counters import background_failed, counter
 from sgl_ext.engine.core.dry_run import Headers, convert
 from sgl_ext.engine.core.shared_prefixes import prefixes
@@ -60,12 +61,12 @@ async def prefilling_ahead(
     Yields None if it is off, or if the engine has several caches or no tokenizer.
     """
     shared = await share_prompts(app, manager, settings.shared_prefixes)
-    flags = manager.server_args
-    has_one_cache = flags.dp_size <= 1 and flags.disaggregation_mode == "null"
+    args = in_effect()
+    has_one_cache = caches(args) == 1 and args.disaggregation_mode == "null"
     if settings.prefill_ahead == "off" or not has_one_cache or manager.tokenizer is None:
         yield None
         return
-    prefiller = Prefiller(manager, settings.prefill_ahead_slice_tokens)
+    prefiller = Prefiller(manager, args, settings.prefill_ahead_slice_tokens)
     requests = PrefillRequests(app, manager, prefiller)
     app.router.routes[:0] = [
         Route(PREFILL, requests.post, methods=["POST"]),

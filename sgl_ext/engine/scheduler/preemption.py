@@ -8,6 +8,7 @@ are there, the victim continues where it was.
 
 from scheduler.preemption import Running, victims
 from sgl_ext.engine import sglang_api
+from sgl_ext.engine.arguments import in_effect
 from sgl_ext.engine.scheduler.priority import applies
 from sgl_ext.engine.scheduler.state import SchedulerExtension, extension_of, is_plain, state_of
 from sgl_ext.engine.sglang_types import Original, PrefillAdder, Req, TreeCache
@@ -142,7 +143,7 @@ def interrupts(extension: SchedulerExtension, adder: PrefillAdder, req: Req) -> 
 def _can_be_interrupted(req: Req) -> bool:
     """Not a request with several answers, nor one for which SGLang accounts chunk by chunk."""
     is_alone = req.session is None and req.beam_group is None and not req.skip_radix_cache_insert
-    return bool(is_alone and not req.return_logprob and sglang_api.get_parallel().pp_size == 1)
+    return bool(is_alone and not req.return_logprob and in_effect().pp_size == 1)
 
 
 def _running(adder: PrefillAdder, req: Req) -> Running:

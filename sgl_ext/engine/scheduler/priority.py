@@ -10,6 +10,7 @@ from typing import Any
 
 from scheduler.order import Waiting, in_order, step
 from sgl_ext.engine import sglang_api
+from sgl_ext.engine.arguments import in_effect
 from sgl_ext.engine.scheduler.state import Admission, SchedulerExtension, extension_of, state_of
 from sgl_ext.engine.sglang_types import (
     Original,
@@ -135,11 +136,11 @@ def applies(req: Req) -> bool:
     """Whether SGLang schedules by priority in the extension's way: higher first, preempting."""
     if req.priority is None:
         return False
-    schedule = sglang_api.get_schedule()
-    return bool(
-        schedule.enable_priority_scheduling
-        and not schedule.disable_priority_preemption
-        and not schedule.schedule_low_priority_values_first
+    args = in_effect()
+    return (
+        args.enable_priority_scheduling
+        and not args.disable_priority_preemption
+        and not args.schedule_low_priority_values_first
     )
 
 

@@ -15,6 +15,7 @@ from radix.pins import Pins
 from radix.residency import Residency
 from scheduler.eviction_priority import EVICT_FIRST, EvictionPriority, eviction_priority
 from sgl_ext.engine import sglang_api
+from sgl_ext.engine.arguments import in_effect
 from sgl_ext.engine.core.hints import Hints
 from sgl_ext.engine.core.slices import is_guess
 from sgl_ext.engine.scheduler import first_token, state
@@ -39,9 +40,9 @@ _MOST_EVICTED_FIRST = 4096
 def make_cache(context: TreeCacheBuildContext) -> TreeCache:
     """SGLang's factory of caches: the extension's where it serves the configuration, else SGLang's
     choice."""
-    memory = sglang_api.get_memory()
+    args = in_effect()
     pure_swa = context.is_hybrid_swa and context.full_tokens_per_layer == 0
-    if context.disable_radix_cache or memory.enable_lmcache or memory.enable_flexkv or pure_swa:
+    if context.disable_radix_cache or args.enable_lmcache or args.enable_flexkv or pure_swa:
         return sglang_api.default_radix_cache_factory(context)
     return sglang_api.create_unified_radix_cache(context, cache_class=ExtendedRadixCache)
 

@@ -11,7 +11,7 @@ from datetime import timedelta
 from ipaddress import ip_address
 from typing import Any
 
-from sgl_ext.engine import sglang_api
+from sgl_ext.engine.arguments import in_effect
 
 _EVERY_INTERFACE = ("", "0.0.0.0", "::")
 
@@ -26,12 +26,12 @@ def listen_on_loopback(
     use_libuv: bool = True,
 ) -> Any:
     """Around torch's `_create_c10d_store`."""
-    parallel = sglang_api.get_parallel()
+    args = in_effect()
     is_of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     # Without an address from the operator, SGLang takes the one that the engine serves at.
-    is_ours = parallel.dist_init_addr is None or hostname in (*_EVERY_INTERFACE, "localhost")
+    is_ours = args.dist_init_addr is None or hostname in (*_EVERY_INTERFACE, "localhost")
     address = "127.0.0.1" if is_ours else hostname
-    if is_of_agent or parallel.nnodes > 1 or not _is_loopback(address):
+    if is_of_agent or args.nnodes > 1 or not _is_loopback(address):
         return original(hostname, port, rank, world_size, timeout, use_libuv)
     if rank != 0:
         return original(address, port, rank, world_size, timeout, use_libuv)

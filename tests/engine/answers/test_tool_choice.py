@@ -6,9 +6,11 @@ import json
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
+from sgl_ext.engine.answers import tool_choice
 from sgl_ext.engine.answers.tool_choice import (
     constrain_calls,
     hold_choice,
@@ -66,11 +68,12 @@ class Prepared:
         self._serving: Any = SimpleNamespace(
             tool_call_parser=parser,
             reasoning_parser="qwen3",
-            tokenizer_manager=SimpleNamespace(config_value=lambda name: backend),
         )
         self.request = chat_request(choice, form)
         before = {what: self._count(what) for what in ("tool_choice", "answer_schema")}
-        processed = hold_choice(self._process, self._serving, self.request, False)
+        args = SimpleNamespace(grammar_backend=backend)
+        with patch.object(tool_choice, "in_effect", lambda: args):
+            processed = hold_choice(self._process, self._serving, self.request, False)
         self.counted = {what for what, times in before.items() if self._count(what) > times}
         self.constraint = processed.tool_call_constraint
 

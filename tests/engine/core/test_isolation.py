@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.requests import Request
 
+from sgl_ext.engine.core import isolation
 from sgl_ext.engine.core.dry_run import DryRun, Stopped
 from sgl_ext.engine.core.isolation import group_of, isolate, salted
 from sgl_ext.engine.core.request_context import RequestContext, entered
@@ -43,9 +44,9 @@ def test_each_prompt_of_a_batch_is_salted() -> None:
 
 def test_a_request_without_a_group_is_unchanged() -> None:
     request = SimpleNamespace(cache_salt="x")
-    isolate(None, request, None)
+    isolate(request, None)
     assert request.cache_salt == "x"
-    isolate(None, request, "")
+    isolate(request, "")
     assert request.cache_salt == "0:x"
 
 
@@ -57,14 +58,16 @@ def test_the_group_is_the_context_s_or_else_the_headers() -> None:
     assert group_of(None, None) is None
 
 
-def test_embeddings_have_no_name_spaces_and_are_rejected_where_they_would_share() -> None:
-    def manager(disabled: bool) -> Any:
-        return SimpleNamespace(server_args=SimpleNamespace(disable_radix_cache=disabled))
-
-    isolate(manager(True), SimpleNamespace(), "team")
-    isolate(manager(False), SimpleNamespace(), None)
+def test_embeddings_have_no_name_spaces_and_are_rejected_where_they_would_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    args = SimpleNamespace(disable_radix_cache=True)
+    monkeypatch.setattr(isolation, "in_effect", lambda: args)
+    isolate(SimpleNamespace(), "team")
+    args.disable_radix_cache = False
+    isolate(SimpleNamespace(), None)
     with pytest.raises(ValueError, match="--disable-radix-cache"):
-        isolate(manager(False), SimpleNamespace(), "team")
+        isolate(SimpleNamespace(), "team")
 
 
 def context_of(**more: Any) -> RequestContext:
@@ -97,10 +100,8 @@ def test_what_a_dry_run_comes_to_is_salted() -> None:
 
 @pytest.mark.parametrize(("owner", "deleted"), [("bob", 0), ("alice", 1), (None, 1)])
 async def test_only_the_owner_s_prefills_are_deleted(owner: str | None, deleted: int) -> None:
-    anything: Any = SimpleNamespace(
-        server_args=SimpleNamespace(page_size=1, chunked_prefill_size=None)
-    )
-    prefiller = Prefiller(anything, 256)
+    anything: Any = SimpleNamespace(page_size=1, chunked_prefill_size=None)
+    prefiller = Prefiller(anything, anything, 256)
     requests = PrefillRequests(None, anything, prefiller)
     context = context_of(owner="alice", session="s")
     prefiller.put(Job("name", [1], anything, context))

@@ -215,7 +215,7 @@ def test_a_key_leaves_the_tokens_of_its_request_as_they_are() -> None:
 def asks(salt: Any, **more: Any) -> Any:
     """A request as SGLang makes it of a client's, with the salt that its group has it have."""
     asked = SimpleNamespace(cache_salt=salt, lora_path=None)
-    isolate(None, asked, "bob")
+    isolate(asked, "bob")
     fields = dict.fromkeys(shared_prefixes._MORE_THAN_TOKENS)
     fields |= {"extra_key": None, "need_wait_for_mm_inputs": None, "rid": "r"}
     made = SimpleNamespace(**fields, cache_salt=asked.cache_salt, input_ids=array("q", [1, 2, 3]))
@@ -280,7 +280,7 @@ FORGED = st.builds(
 def test_no_salt_of_a_client_is_taken_for_ours(salt: str, group: str | None) -> None:
     """Not even of one who reaches an engine without the balancer."""
     request = SimpleNamespace(cache_salt=salt)
-    isolate(None, request, group)
+    isolate(request, group)
     given_ = request.cache_salt
     assert shared_prefixes.group_salt(given_) is None
     assert shared_prefixes.tokens_in_common(given_, shared_prefixes.shared_salt("3:bob", 4)) == 0

@@ -3,6 +3,7 @@
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import pytest
@@ -57,8 +58,8 @@ def made(host: str, source: str | None = None) -> Starlette:
     """An application as an engine at this address serves it."""
     anything = Route("/{path:path}", echo, methods=["GET", "HEAD", "POST", "DELETE"])
     app = Starlette(routes=[WebSocketRoute("/v1/realtime", talk), anything])
-    args: Any = SimpleNamespace(host=host, url=lambda: "http://127.0.0.1:1")
-    install(app, args, EngineSecret(source))
+    with patch.object(secret_middleware, "in_effect", lambda: SimpleNamespace(host=host)):
+        install(app, "http://127.0.0.1:1", EngineSecret(source))
     return app
 
 

@@ -18,6 +18,7 @@ from sgl_ext.engine.core.request_context import RequestContext
 from sgl_ext.engine.prefill_ahead.prefiller import MOST_JOBS, Job, Prefiller
 
 ASKED = SimpleNamespace(extra_key="adapter", cache_salt="salt", lora_path=None)
+ARGS: Any = SimpleNamespace(page_size=1, chunked_prefill_size=None)
 Answer = Callable[[Any], dict[str, Any]]
 
 
@@ -25,7 +26,6 @@ class Manager:
     """The part of SGLang's manager that is used. `answer` gets each slice."""
 
     def __init__(self, answer: Answer) -> None:
-        self.server_args = SimpleNamespace(page_size=1, chunked_prefill_size=None)
         self.rid_to_state: dict[str, Any] = {}
         self.sent: list[Any] = []
         self._answer = answer
@@ -82,7 +82,7 @@ def sglang(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 async def test_a_prompt_is_computed_in_slices_from_where_it_is_cached() -> None:
     manager = Manager(Tree(256, cached=100))
     one = job()
-    prefiller = Prefiller(manager, 256)
+    prefiller = Prefiller(manager, ARGS, 256)
     prefiller.put(one)
     await worked(prefiller, one)
     assert [len(request.input_ids) for request in manager.sent] == [1000, 356, 612, 868, 1000]
@@ -98,7 +98,7 @@ async def test_slices_say_for_which_request_they_run() -> None:
     manager = Manager(Tree(256))
     one = job(purpose="standby")
     one.context.request_id = "req_1"
-    prefiller = Prefiller(manager, 256)
+    prefiller = Prefiller(manager, ARGS, 256)
     prefiller.put(one)
     await worked(prefiller, one)
     names = [request.rid for request in manager.sent]
@@ -122,7 +122,7 @@ async def test_slices_grow_to_take_a_fixed_time(
     monkeypatch.setattr(time, "monotonic", lambda: clock.now_s)
     manager = Manager(slow)
     one = job(tokens=4000, deadline_s=1e9)
-    prefiller = Prefiller(manager, 2048)
+    prefiller = Prefiller(manager, ARGS, 2048)
     prefiller.put(one)
     await worked(prefiller, one)
     ends = [len(request.input_ids) for request in manager.sent][1:]
@@ -134,7 +134,7 @@ async def test_slices_grow_to_take_a_fixed_time(
 async def test_a_cached_prompt_takes_one_request() -> None:
     manager = Manager(Tree(256, cached=5000))
     one = job()
-    prefiller = Prefiller(manager, 256)
+    prefiller = Prefiller(manager, ARGS, 256)
     prefiller.put(one)
     await worked(prefiller, one)
     assert len(manager.sent) == 1
@@ -145,7 +145,7 @@ async def test_a_slice_is_sent_again_to_a_busy_scheduler() -> None:
     tree, refusals = Tree(2000), [refused("busy", 0)] * 2
     manager = Manager(lambda request: refusals.pop() if refusals else tree(request))
     one = job()
-    prefiller = Prefiller(manager, 2000)
+    prefiller = Prefiller(manager, ARGS, 2000)
     prefiller.put(one)
     await worked(prefiller, one)
     assert len(manager.sent) == 3
@@ -163,7 +163,7 @@ async def test_a_slice_is_sent_again_to_a_busy_scheduler() -> None:
 async def test_a_rejected_job_is_dropped(meta: dict[str, Any], why: str) -> None:
     manager = Manager(lambda _: meta)
     one, other = job("one"), job("other")
-    prefiller = Prefiller(manager, 256)
+    prefiller = Prefiller(manager, ARGS, 256)
     prefiller.put(one)
     prefiller.put(other)
     await worked(prefiller, one, other)
@@ -174,7 +174,7 @@ async def test_a_rejected_job_is_dropped(meta: dict[str, Any], why: str) -> None
 async def test_no_slice_is_sent_while_a_real_request_runs() -> None:
     manager = Manager(Tree(2000))
     manager.rid_to_state["real"] = None
-    prefiller = Prefiller(manager, 2000)
+    prefiller = Prefiller(manager, ARGS, 2000)
     one = job()
     prefiller.put(one)
     working = asyncio.create_task(worked(prefiller, one))
@@ -187,7 +187,7 @@ async def test_no_slice_is_sent_while_a_real_request_runs() -> None:
 
 
 async def test_a_newer_job_replaces_an_older_one() -> None:
-    prefiller = Prefiller(Manager(Tree(2000)), 2000)
+    prefiller = Prefiller(Manager(Tree(2000)), ARGS, 2000)
     older, newer = job(), job()
     prefiller.put(older)
     prefiller.put(newer)
@@ -198,7 +198,7 @@ async def test_a_newer_job_replaces_an_older_one() -> None:
 
 
 async def test_of_too_many_jobs_the_oldest_is_dropped() -> None:
-    prefiller = Prefiller(Manager(Tree(2000)), 2000)
+    prefiller = Prefiller(Manager(Tree(2000)), ARGS, 2000)
     jobs = [job(f"{number}", 20) for number in range(MOST_JOBS + 1)]
     for one in jobs:
         prefiller.put(one)
@@ -208,7 +208,7 @@ async def test_of_too_many_jobs_the_oldest_is_dropped() -> None:
 
 
 async def test_a_late_job_is_dropped() -> None:
-    prefiller = Prefiller(Manager(Tree(2000)), 2000)
+    prefiller = Prefiller(Manager(Tree(2000)), ARGS, 2000)
     late, other = job("late", deadline_s=time.monotonic() - 1), job("other")
     prefiller.put(late)
     prefiller.put(other)

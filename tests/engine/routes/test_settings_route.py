@@ -104,8 +104,8 @@ def test_each_setting_of_an_engine_that_changes_is_tested() -> None:
 
 
 def test_the_http_process_uses_what_was_changed(served: Served) -> None:
-    manager: Any = SimpleNamespace(server_args=SimpleNamespace(page_size=1, chunked_prefill_size=0))
-    prefiller = Prefiller(manager, 2048)
+    args: Any = SimpleNamespace(page_size=1, chunked_prefill_size=0)
+    prefiller = Prefiller(args, args, 2048)
     served.extension.next_turns = SimpleNamespace(policy="auto", prefiller=prefiller)  # type: ignore[assignment]
     answer = served.post(5, **_OTHER)
     assert (answer.status_code, answer.json()) == (200, {"applied": True, "why": ""})
