@@ -132,7 +132,14 @@ def _is_anthropic(document: Mapping[str, Any]) -> bool:
 
 def doctor(
     log: Annotated[
-        str | None, typer.Argument(metavar="LOG", help="A request log; - is stdin.")
+        list[str] | None,
+        typer.Argument(
+            metavar="LOG | compare BEFORE AFTER", help="A request log; - is stdin. Or two of them."
+        ),
+    ] = None,
+    prices: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="With compare: what a million tokens cost."),
     ] = None,
     template: Annotated[
         Path | None,
@@ -142,7 +149,7 @@ def doctor(
     key: Key = None,
     as_json: Json = False,
 ) -> None:
-    """Show where prompts diverge, by a request log or the running node.
+    """Show where prompts diverge, by a request log or the running node. Or compare two logs.
 
     Exit code 1: prompts diverge. 2: the log or the node cannot be read.
     """
@@ -152,8 +159,9 @@ def doctor(
     from sgl_ext.doctor.__main__ import main
 
     flags = ["--json"] if as_json else []
-    if log is not None:
-        raise typer.Exit(main([log, *flags]))
+    flags += ["--prices", str(prices)] if prices is not None else []
+    if log:
+        raise typer.Exit(main([*log, *flags]))
     if key is None and os.environ.get(KEY_VARIABLE):
         key = f"env:{KEY_VARIABLE}"
     flags += ["--api-key", key] if key is not None else []

@@ -2,6 +2,7 @@
 
     sgl-ext doctor .run/requests.log
     sgl-ext doctor --url http://127.0.0.1:30000
+    sgl-ext doctor compare before.log after.log
 
 Exit code 0: no prompt diverges. 1: prompts diverge. 2: the log or the balancer cannot be read.
 """
@@ -18,6 +19,7 @@ from typing import Any
 import orjson
 
 from sgl_ext.doctor.findings import Findings, merged
+from sgl_ext.doctor.logs import comparison
 from sgl_ext.doctor.report import add_advice, as_text
 from sgl_ext.settings.checks import read_api_key
 from sgl_ext.settings.schema import SettingsError
@@ -32,6 +34,8 @@ class DoctorError(Exception):
 
 def main(argv: Sequence[str]) -> int:
     """Prints the report and returns the exit code."""
+    if list(argv[:1]) == ["compare"]:
+        return comparison.main(argv[1:])
     parser = argparse.ArgumentParser(
         prog="sgl-ext doctor",
         allow_abbrev=False,

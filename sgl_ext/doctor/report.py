@@ -91,8 +91,8 @@ def as_text(document: Mapping[str, Any]) -> str:
 
 
 def _of_harness(entry: Mapping[str, Any]) -> str:
-    model = f", model {_plain(entry['model'])}" if entry["model"] else ""
-    title = f"{_plain(entry['harness'])}{model}: "
+    model = f", model {plain(entry['model'])}" if entry["model"] else ""
+    title = f"{plain(entry['harness'])}{model}: "
     prompts = "prompt" if entry["prompts"] == 1 else "prompts"
     title += f"{entry['prompts']:,} {prompts}, {entry['prompt_tokens']:,} tokens"
     if not entry["findings"]:
@@ -107,7 +107,7 @@ def _of_harness(entry: Mapping[str, Any]) -> str:
     for row in entry["findings"]:
         places_by_advice[row["advice"]][row["where"]] = None
     for what, places in places_by_advice.items():
-        text = f"{_plain(', '.join(places))}: {what}."
+        text = f"{plain(', '.join(places))}: {what}."
         lines += textwrap.wrap(text, _WIDTH, initial_indent="  - ", subsequent_indent="    ")
     return "\n".join(lines) + "\n"
 
@@ -118,8 +118,8 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     counts = (tokens, f"{row['share']:.1%}", f"{row['times']:,}")
     what = f"{row['kind']}: {row['means']}"
     if versions := row.get("versions"):
-        what += f" (version {_plain(', '.join(versions))})"
-    return (*counts, _plain(row["where"]), between, what)
+        what += f" (version {plain(', '.join(versions))})"
+    return (*counts, plain(row["where"]), between, what)
 
 
 def _sign(is_estimated: bool) -> str:
@@ -139,6 +139,6 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def _plain(text: object) -> str:
+def plain(text: object) -> str:
     """A client's text without characters that could control the terminal."""
     return "".join(c if c.isprintable() else "?" for c in str(text))

@@ -117,7 +117,7 @@ class Ending(Delivery):
             error,
             self.routing,
             self._last_attempt,
-            None if usage is None else usage.cached_tokens,
+            usage,
             self._queued_s,
             self._ttft_s,
             time.perf_counter() - self._arrived_s,
@@ -129,7 +129,7 @@ class Ending(Delivery):
         )
         self._services.request_log.keep(ended)
         if self._spans is not None and self._services.span_export is not None:
-            self._services.span_export.add(self._spans, ended, usage)
+            self._services.span_export.add(self._spans, ended)
 
     def _settle(self, cost: int | None) -> None:
         """Settles the charge by the computed tokens, None if they are unknown."""

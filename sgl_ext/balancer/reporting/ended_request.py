@@ -3,12 +3,15 @@
     {"id", "trace", "time", "route", "status", "outcome", "error", "worker", "reason", "workers",
      "tenant", "harness", "client", "moved_lines", "model", "session", "prefix_hash", "tools_hash",
      "tools_count", "segments", "prompt_tokens", "predicted_tokens", "expected_tokens",
-     "reported_tokens", "queue_ms", "ttft_ms", "total_ms", "attempts", "divergence", "saved_bytes"}
+     "reported_tokens", "counted_tokens", "output_tokens", "queue_ms", "ttft_ms", "total_ms",
+     "attempts", "divergence", "saved_bytes"}
 
 `outcome` is one of `Outcome`. `workers` are those that it could have gone to at its last attempt,
 the cheapest first, at most MOST_WORKERS of them, with their costs as `explain` shows them.
 `predicted_tokens` counts the prompt tokens that the engine was known to have cached.
-`expected_tokens` adds those that another request was still computing there. `prefix_hash` is
+`expected_tokens` adds those that another request was still computing there. `reported_tokens`,
+`counted_tokens` and `output_tokens` are the engine's own: read from its cache, in the whole
+prompt, and generated. `prefix_hash` is
 equal for prompts of a tenant and a model that have the same tools and instructions in the same
 order, `tools_hash` for those with the same tools; both are null if there are none. `divergence`
 is null unless the prompt diverges from an earlier one (docs/doctor.md). `saved_bytes` is what the
@@ -29,6 +32,7 @@ from sgl_ext.balancer.reporting.diagnosis import PromptDiagnosis
 from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest
 from sgl_ext.requests.client_facts import NO_FACTS, ClientFacts
 from sgl_ext.requests.segments import Chain
+from sgl_ext.requests.usage import Usage
 
 MOST_WORKERS = 8
 
@@ -76,7 +80,7 @@ class EndedRequest(NamedTuple):
     prompt_tokens: int
     predicted_tokens: int | None
     expected_tokens: int | None
-    reported_tokens: int | None
+    usage: Usage | None
     queued_s: float
     ttft_s: float
     total_s: float
@@ -97,7 +101,7 @@ def ended_request(
     error: str | None,
     routing: RoutingRequest,
     attempt: Attempt | None,
-    reported_tokens: int | None,
+    usage: Usage | None,
     queued_s: float,
     ttft_s: float,
     total_s: float,
@@ -136,7 +140,7 @@ def ended_request(
         routing.prompt_tokens,
         predicted_tokens,
         expected_tokens,
-        reported_tokens,
+        usage,
         queued_s,
         ttft_s,
         total_s,
@@ -155,7 +159,7 @@ def start_of_line(request_id: str) -> bytes:
 
 def as_line(ended: EndedRequest) -> bytes:
     """The line of a request."""
-    found, known = ended.diagnosis, ended.facts.known()
+    found, known, usage = ended.diagnosis, ended.facts.known(), ended.usage
     record: dict[str, Any] = {
         "id": ended.request_id,
         "trace": ended.trace,
@@ -180,7 +184,9 @@ def as_line(ended: EndedRequest) -> bytes:
         "prompt_tokens": ended.prompt_tokens,
         "predicted_tokens": ended.predicted_tokens,
         "expected_tokens": ended.expected_tokens,
-        "reported_tokens": ended.reported_tokens,
+        "reported_tokens": None if usage is None else usage.cached_tokens,
+        "counted_tokens": None if usage is None else usage.prompt_tokens,
+        "output_tokens": None if usage is None else usage.output_tokens,
         "queue_ms": int(ended.queued_s * 1e6) / 1e3,
         "ttft_ms": int(ended.ttft_s * 1e6) / 1e3,
         "total_ms": int(ended.total_s * 1e6) / 1e3,

@@ -21,7 +21,6 @@ from sgl_ext.balancer.http.request_head import RequestHead
 from sgl_ext.balancer.reporting.ended_request import EndedRequest, Outcome
 from sgl_ext.balancer.routing.attempts import Attempt
 from sgl_ext.protocols.trace_context import TraceContext, new_span_id
-from sgl_ext.requests.usage import Usage
 
 _MAX_MODEL_CHARS = 100
 _OPERATIONS = {
@@ -148,12 +147,13 @@ class RequestSpans:
             attributes["http.response.status_code"] = status
         self._add("upstream", began_s, attributes, span_id=span_id, kind=Kind.CLIENT, error=error)
 
-    def end(self, ended: EndedRequest, usage: Usage | None) -> list[Span]:
+    def end(self, ended: EndedRequest) -> list[Span]:
         """It has ended. All of its spans."""
         error = None
         if ended.outcome is not Outcome.COMPLETE or (ended.status or 0) >= 500:
             error = ended.error or f"{ended.outcome}: status {ended.status}"
         self.upstream_ended(error, ended.status if ended.outcome is Outcome.COMPLETE else None)
+        usage = ended.usage
         attributes: dict[str, Value | None] = {
             "http.request.method": self._head.method,
             "http.route": ended.route,
@@ -164,7 +164,7 @@ class RequestSpans:
             "gen_ai.operation.name": _OPERATIONS.get(ended.route),
             "gen_ai.request.model": self._model or None,
             "gen_ai.usage.input_tokens": None if usage is None else usage.prompt_tokens,
-            "gen_ai.usage.cache_read.input_tokens": ended.reported_tokens,
+            "gen_ai.usage.cache_read.input_tokens": None if usage is None else usage.cached_tokens,
             "gen_ai.usage.output_tokens": None if usage is None else usage.output_tokens,
             "sgl_ext.request.id": ended.request_id,
             "sgl_ext.outcome": ended.outcome.value,

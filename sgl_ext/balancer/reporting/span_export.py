@@ -19,7 +19,6 @@ from urllib.parse import urlsplit
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.reporting.ended_request import EndedRequest
 from sgl_ext.balancer.reporting.request_spans import RequestSpans, Span
-from sgl_ext.requests.usage import Usage
 from sgl_ext.settings.schema import BalancerSettings, SettingsError
 
 log = logging.getLogger(__name__)
@@ -70,9 +69,9 @@ class SpanExport:
             return is_sampled
         return int(spans_trace_id[16:], 16) >= self._least_id
 
-    def add(self, spans: RequestSpans, ended: EndedRequest, usage: Usage | None) -> None:
+    def add(self, spans: RequestSpans, ended: EndedRequest) -> None:
         """Adds a request's spans, all or none."""
-        made = spans.end(ended, usage)
+        made = spans.end(ended)
         if len(self._waiting) + len(made) > MOST_WAITING:
             self._count("dropped", len(made))
         else:

@@ -32,7 +32,7 @@ class CachedEngine(Engine):
         self._seq = 0
         self.ids: list[str] = []
         self.rendered_anew = 0
-        self._write(snapshot=True, cleared=True, complete=True)
+        self._write(snapshot=True, cleared=True, complete=True, publishes=["prefixes"])
 
     @property
     def held_segments(self) -> int:

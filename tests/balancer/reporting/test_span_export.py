@@ -216,7 +216,7 @@ async def test_spans_that_the_collector_refuses_are_counted_and_an_outage_is_log
 
     with caplog.at_level("INFO"):
         for number in range(1, 5):
-            export.add(spans, ended, None)
+            export.add(spans, ended)
 
             async def is_counted(number: int = number) -> bool:
                 await asyncio.sleep(0)

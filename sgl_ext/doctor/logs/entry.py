@@ -1,0 +1,57 @@
+"""One line of a request log (`balancer/reporting/ended_request.py`), as far as sums need it."""
+
+from typing import Any, NamedTuple
+
+import orjson
+
+from sgl_ext.doctor.logs.tokens import Tokens
+
+
+class Entry(NamedTuple):
+    """A request that an engine answered.
+
+    prefix, tools: the hashes of tools and instructions, and of tools; "" where there are none.
+    session: a hash of its conversation; "" if that is unknown.
+    agent: what the harness sends it for, such as "subagent"; "" if it does not say.
+    """
+
+    time_s: float
+    harness: str
+    version: str
+    agent: str
+    model: str
+    session: str
+    prefix: str
+    tools: str
+    tools_count: int
+    ttft_ms: float
+    tokens: Tokens
+
+
+def read_entry(line: bytes) -> Entry | None:
+    """The request of a line; None if no engine answered it with tokens.
+
+    Raises ValueError, TypeError or KeyError if the line is from no request log.
+    """
+    record = orjson.loads(line)
+    estimate, read = int(record["prompt_tokens"]), record["reported_tokens"]
+    status, is_whole = record["status"], record.get("outcome", "complete") == "complete"
+    if not (is_whole and estimate and status is not None and int(status) < 400):
+        return None
+    # Lines of older balancers have only the estimate.
+    prompt = int(record.get("counted_tokens") or estimate)
+    read = min(int(read or 0), prompt)
+    client: dict[str, Any] = record.get("client") or {}
+    return Entry(
+        float(record["time"]),
+        str(record["harness"] or "unknown"),
+        str(client.get("version", "")),
+        str(client.get("request_class", "")),
+        str(record["model"] or ""),
+        str(record["session"] or ""),
+        str(record["prefix_hash"] or ""),
+        str(record["tools_hash"] or ""),
+        int(record["tools_count"]),
+        float(record["ttft_ms"]),
+        Tokens(prompt - read, read, int(record.get("output_tokens") or 0)),
+    )

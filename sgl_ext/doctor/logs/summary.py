@@ -1,0 +1,116 @@
+"""What one request log says: the shape of prompts, how stable they begin, and what was computed.
+
+A task is a conversation: all requests with one `session`.
+"""
+
+from array import array
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from sgl_ext.doctor.logs.entry import Entry
+from sgl_ext.doctor.logs.families import Families
+from sgl_ext.doctor.logs.prices import Prices
+from sgl_ext.doctor.logs.tokens import Tokens
+
+
+class _Task:
+    """requests: of the conversation. prefix, tools: the hashes of its latest prompt."""
+
+    __slots__ = ("prefix", "requests", "tools")
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.prefix = self.tools = ""
+
+
+class Summary:
+    """Sums over the requests of a log. It grows by about 20 bytes a request, 200 a task."""
+
+    def __init__(self, prices: Prices | None = None) -> None:
+        self.families = Families()
+        self.requests = 0
+        self.tokens = Tokens()
+        self.cost = 0.0
+        self._prices = prices
+        self._tasks: dict[str, _Task] = {}
+        self._in_tasks = Tokens()
+        self._cost_in_tasks = 0.0
+        self._later = self._same_prefix = self._same_tools = 0
+        self._prompt_tokens, self._tools = array("L"), array("L")
+        self._cached, self._ttft_ms = array("d"), array("d")
+
+    def add(self, entry: Entry) -> None:
+        """Adds a request."""
+        tokens = entry.tokens
+        cost = 0.0 if self._prices is None else self._prices.of(entry.model, tokens)
+        self.requests += 1
+        self.tokens = self.tokens.plus(tokens)
+        self.cost += cost
+        self.families.add(entry, cost)
+        self._prompt_tokens.append(tokens.prompt)
+        self._tools.append(entry.tools_count)
+        self._cached.append(tokens.read / tokens.prompt)
+        self._ttft_ms.append(entry.ttft_ms)
+        if entry.session:
+            self._in_tasks = self._in_tasks.plus(tokens)
+            self._cost_in_tasks += cost
+            self._add_to_task(entry)
+
+    def _add_to_task(self, entry: Entry) -> None:
+        task = self._tasks.setdefault(entry.session, _Task())
+        if task.requests:
+            self._later += 1
+            self._same_prefix += task.prefix == entry.prefix
+            self._same_tools += task.tools == entry.tools
+        task.requests += 1
+        task.prefix, task.tools = entry.prefix, entry.tools
+
+    def as_json(self) -> dict[str, Any]:
+        """Its figures. Those that have nothing to count are null."""
+        tasks = [task.requests for task in self._tasks.values()]
+        tokens, in_tasks = self.tokens, self._in_tasks
+        figures: dict[str, Any] = {
+            "requests": self.requests,
+            "tasks": len(tasks),
+            "requests_per_task_p50": median(tasks) if tasks else None,
+            "prompt_tokens_p50": _at(self._prompt_tokens, 0.5),
+            "prompt_tokens_p90": _at(self._prompt_tokens, 0.9),
+            "prompt_tokens_max": max(self._prompt_tokens, default=None),
+            "tools_p50": _at(self._tools, 0.5),
+            "same_prefix_share": _share(self._same_prefix, self._later),
+            "same_tools_share": _share(self._same_tools, self._later),
+            "cached_share": _share(tokens.read, tokens.prompt),
+            "cached_share_p10": _rounded(_at(self._cached, 0.1)),
+            "cached_share_p50": _rounded(_at(self._cached, 0.5)),
+            "cached_share_p90": _rounded(_at(self._cached, 0.9)),
+            "ttft_ms_p50": _at(self._ttft_ms, 0.5),
+            "ttft_ms_p90": _at(self._ttft_ms, 0.9),
+            "ttft_ms_p99": _at(self._ttft_ms, 0.99),
+            "computed_per_task": _per(in_tasks.computed, len(tasks)),
+            "read_per_task": _per(in_tasks.read, len(tasks)),
+            "output_per_task": _per(in_tasks.output, len(tasks)),
+        }
+        if self._prices is not None:
+            cost_per_task = self._cost_in_tasks / len(tasks) if tasks else None
+            figures["cost"] = round(self.cost, 4)
+            figures["cost_per_task"] = None if cost_per_task is None else round(cost_per_task, 6)
+        return figures
+
+
+def _at(values: Sequence[float], share: float) -> float | None:
+    """The value below which this share of the values is, by nearest rank."""
+    ordered = sorted(values)
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else None
+
+
+def _share(part: int, whole: int) -> float | None:
+    return round(part / whole, 4) if whole else None
+
+
+def _per(tokens: int, tasks: int) -> int | None:
+    return round(tokens / tasks) if tasks else None
+
+
+def _rounded(share: float | None) -> float | None:
+    return None if share is None else round(share, 4)
