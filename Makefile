@@ -4,7 +4,6 @@
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 UV := $(VENV)/bin/uv
-READY := $(VENV)/.ready
 SETUP_FILES := pyproject.toml hatch_build.py launch/cpu/pyproject.toml launch/cpu/overrides.txt Makefile
 
 # Local wheels that pip knows of are for uv too; without any, torch's CPU build
@@ -13,7 +12,11 @@ UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 export UV_FIND_LINKS
 TORCH := $(if $(UV_FIND_LINKS),,--torch-backend=cpu)
 EXTRAS := engine,kubernetes,postgres,ray,redis,dev
+# What there is of these decides what is installed, and so which stamp says that it is: torch is
+# built for CUDA or for the CPU alone. nvidia-smi that fails is an error of `make serve`, not a CPU.
 GPU := $(shell command -v nvidia-smi)
+READY := $(VENV)/.ready$(if $(GPU),-gpu)
+OTHER := $(VENV)/.ready$(if $(GPU),,-gpu)
 # uv shows what it downloads, but not in a log of CI.
 CALM := $(if $(CI),--quiet)
 
@@ -30,7 +33,7 @@ setup: $(READY)
 
 $(READY): $(SETUP_FILES)
 	@echo "Setting up $(VENV): SGLang, torch and the rest, several GB of downloads at the first time."
-	python3 -m venv $(VENV)
+	python3 -m venv $(if $(wildcard $(OTHER)),--clear) $(VENV)
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check uv
 ifeq ($(GPU),)
 	$(UV) pip install $(CALM) --compile-bytecode --python $(PYTHON) $(TORCH) --overrides launch/cpu/overrides.txt -e '.[$(EXTRAS)]' -e launch/cpu

@@ -8,6 +8,7 @@ compares the table with the parser.
 
 import argparse
 import json
+import os
 from importlib import import_module
 from importlib.metadata import version
 from typing import Any
@@ -19,6 +20,7 @@ _TYPES = {int: "int", float: "float", json.loads: "json"}
 
 def table() -> dict[str, Any]:
     """The table as the installed SGLang has it. It imports SGLang."""
+    os.environ.setdefault("SGLANG_PLATFORM", "sgl_ext_cpu")  # it adds choices
     parser = argparse.ArgumentParser()
     import_module("sglang.srt.server_args").ServerArgs.add_cli_args(parser)
     return {

@@ -16,6 +16,10 @@ from sgl_ext_cpu.nursery import Nursery
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, (str(ROOT / "launch/cpu"), os.environ.get("PYTHONPATH")))
 )
+# What tests import of SGLang runs on the CPU, also on a machine with GPUs: SGLang would load
+# kernels for a GPU that it sees. Tests of a GPU start processes that see it again.
+GPUS = os.environ.get("CUDA_VISIBLE_DEVICES")
+os.environ |= {"SGLANG_PLATFORM": "sgl_ext_cpu", "CUDA_VISIBLE_DEVICES": ""}
 
 # Engines may be starting beside a property test: its speed is no assertion.
 hypothesis.settings.register_profile("sgl_ext", deadline=None, derandomize="CI" in os.environ)

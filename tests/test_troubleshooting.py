@@ -26,6 +26,7 @@ OTHERS = {
 }
 # Of `sgl-ext size` and of the command, whose options are not settings.
 VERB_OPTIONS = {
+    "--config",
     "--model",
     "--help",
     "--gpu",
@@ -41,7 +42,9 @@ VERB_OPTIONS = {
 @pytest.mark.parametrize(
     "message",
     [
-        "no GPU found, and no CPU platform is installed: pip install 'sgl-ext[cpu]'",
+        "no GPU found: ",
+        "GPUs cannot be used: ",
+        ": it hides all GPUs",
         "No engine is ready.",
         "Invalid or missing API key.",
         "needs an operator's key",

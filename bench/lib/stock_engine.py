@@ -25,7 +25,7 @@ def stock_engine(
     config = launch_settings(
         ["--config", str(ROOT / "launch/cpu.toml"), "--model-path", str(model), *flags]
     )
-    found, port = find_hardware(), free_port()
+    found, port = find_hardware(config), free_port()
     command = engine_command(config, found, port)
     command[command.index("-m") + 1] = "sglang.launch_server"
     own = engine_environment(config, found, 0) | {"SGLANG_PLUGINS": "none"}

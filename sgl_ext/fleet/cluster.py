@@ -27,6 +27,7 @@ from sgl_ext.fleet.engine_host import EngineHost
 from sgl_ext.fleet.orders import Order, name_of, number_of
 from sgl_ext.fleet.plan import Room, too_small
 from sgl_ext.membership.gcs import gcs_address
+from sgl_ext.node.devices.sizes import gpus_of_engine
 
 _PLACED_S = 10.0
 
@@ -56,11 +57,6 @@ class Cluster:
     def close(self) -> None:
         """Leaves the cluster."""
         ray.shutdown()
-
-    @property
-    def has_gpus(self) -> bool:
-        """Whether a node of the cluster has GPUs."""
-        return any(node["Resources"].get("GPU") for node in _nodes())
 
     def numbers(self) -> list[int]:
         """The engines whose actors exist."""
@@ -92,7 +88,8 @@ class Cluster:
         if missing:
             settings = orders[0].settings
             kind = next(iter(bundles[missing[0]]))
-            if problem := too_small(len(missing), settings.tp, kind, _rooms(kind)):
+            each = gpus_of_engine(settings).gpus
+            if problem := too_small(len(missing), each, kind, _rooms(kind)):
                 raise FleetError(problem)
         made = {
             number: placement_group(
@@ -161,7 +158,8 @@ def _rooms(kind: str) -> list[Room]:
 
 
 def _bundle(order: Order) -> dict[str, float]:
-    return {"GPU" if order.platform is None else "CPU": float(order.settings.tp)}
+    devices = float(gpus_of_engine(order.settings).gpus)
+    return {"GPU" if order.platform is None else "CPU": devices}
 
 
 def _group(number: int) -> Any:

@@ -16,7 +16,7 @@ from sgl_ext.fleet.orders import Board, Status, Wanted, make_order, name_of, num
 from sgl_ext.fleet.plan import Engine, is_settled, next_steps
 from sgl_ext.membership.member import MembershipError
 from sgl_ext.membership.ray import Entry, decoded, engines_key
-from sgl_ext.node.hardware import cluster_platform
+from sgl_ext.node.hardware import named_platform
 from sgl_ext.settings.engine_secret import EngineSecret
 from sgl_ext.settings.schema import LaunchSettings
 
@@ -43,7 +43,7 @@ class Keeper:
         self._board = board
         self._order = make_order(
             settings,
-            cluster_platform(has_gpus=cluster.has_gpus),
+            named_platform(settings),
             "\n".join(EngineSecret(settings.balancer.engine_secret).accepted) or None,
         )
         self._where = f"{socket.gethostname()}, process {os.getpid()}"

@@ -60,17 +60,18 @@ class Room(NamedTuple):
     total: float
 
 
-def too_small(engines: int, tp: int, resource: str, rooms: Sequence[Room]) -> str:
-    """Why so many more engines, with `tp` on one node for each, do not fit into a cluster; ""
+def too_small(engines: int, devices: int, resource: str, rooms: Sequence[Room]) -> str:
+    """Why so many more engines, with `devices` on one node for each, do not fit into a cluster; ""
     if they do."""
-    fitting = sum(int(room.free // tp) for room in rooms)
+    fitting = sum(int(room.free // devices) for room in rooms)
     if fitting >= engines:
         return ""
-    each = f"{tp} {resource}{'s' if tp > 1 else ''} on one node"
+    each = f"{devices} {resource}{'s' if devices > 1 else ''} on one node"
     found = ", ".join(
         f"{room.node} has {room.free:g} of {room.total:g} free" for room in rooms if room.total
     )
-    return (
-        f"{engines} more engines need {each} each, {engines * tp} {resource}s in all, and there is "
-        f"room for {fitting}: {found or f'no node of the cluster has a {resource}'}"
-    )
+    if not found:
+        found = f"no node of the cluster has a {resource}"
+        found += "; platform='cpu' runs engines on CPUs" if resource == "GPU" else ""
+    need = f"{engines} more engines need {each} each, {engines * devices} {resource}s in all"
+    return f"{need}, and there is room for {fitting}: {found}"

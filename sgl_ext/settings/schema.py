@@ -295,6 +295,11 @@ class LaunchSettings(Settings, frozen=True, kw_only=True):
     model_path: Annotated[Text, ENGINES, "The model: a directory or a name."]
     instances: Annotated[Count, ENGINES, "Number of engines."] = 1
     tp: Annotated[Count, ENGINES, "GPUs of each engine, for tensor parallelism."] = 1
+    platform: Annotated[
+        Literal["gpu", "cpu"],
+        ENGINES,
+        "What engines run on. Without a GPU nothing starts, unless this is cpu: cpu.md.",
+    ] = "gpu"
     engine_host: Annotated[
         Text, ENGINES, "Address that engines listen on; beyond loopback it needs engine-secret."
     ] = "127.0.0.1"

@@ -40,6 +40,7 @@ TABLES: Mapping[str, Mapping[str, Field]] = {
     "engine": {},
 }
 """The tables of the TOML file and their keys. `[engine]` has SGLang's flags as keys."""
+_TP = ("tp", "tp-size", "tensor-parallel-size")
 _CONFIG_HELP = "TOML file, or the name of one that comes with sgl-ext: gpu, cpu. Flags win over it."
 _TENANT_FORM = "NAME:" + ",".join(f"{key}={at.metavar}" for key, at in TABLES["tenants"].items())
 
@@ -48,7 +49,8 @@ def launch_settings(argv: Sequence[str]) -> LaunchSettings:
     """The launcher's settings from its command line and the file that `--config` names.
 
     A flag that is not the launcher's goes to every engine unchanged, after the flags of the
-    file's `[engine]` table, and SGLang's own parser judges it. Raises SettingsError.
+    file's `[engine]` table, and SGLang's own parser judges it. SGLang's names for `tp` are the
+    launcher's, too. Raises SettingsError.
     """
     parser = _parser("sgl-ext serve", "Start SGLang engines with one balancer in front of them.")
     parser.epilog = "Any other flag goes to every engine: see python -m sglang.launch_server --help"
@@ -136,7 +138,14 @@ class _Given:
                 self._add_hints(table, f"{path}: ")
             elif name != "engine":
                 self.values |= self._converted(table, TABLES[name], f"{path}: [{name}] ")
-        return _as_flags(document.get("engine", {}))
+        engine = dict(document.get("engine", {}))
+        for key in [key for key in engine if key.replace("_", "-") in _TP]:
+            called = f"{path}: [engine] {key}"
+            if "tp" in self.values:
+                raise SettingsError(f"{called}: {self.names['tp']} is the same; keep one of them")
+            self.values["tp"] = TABLES["launch"]["tp"].convert(engine.pop(key), called)
+            self.names["tp"] = called
+        return _as_flags(engine)
 
     def read_flags(self, flags: dict[str, Any], fields: Mapping[str, Field]) -> None:
         """Lays flags over what was read before."""
@@ -214,7 +223,7 @@ def _add_flags(parser: argparse._ActionsContainer, fields: Mapping[str, Field]) 
             parser.add_argument(field.flag, action=argparse.BooleanOptionalAction, help=text)
             continue
         action = "append" if field.is_list else "store"
-        flags = [field.flag, "--tp-size"] if name == "tp" else [field.flag]
+        flags = [f"--{one}" for one in _TP] if name == "tp" else [field.flag]
         parser.add_argument(*flags, action=action, dest=name, metavar=field.metavar, help=text)
         if field.is_list and field.default:
             no_flag = f"--no-{name.replace('_', '-')}"

@@ -13,7 +13,6 @@ pytest.importorskip("ray")
 import ray
 
 from sgl_ext.fleet.cluster import Cluster, FleetError
-from sgl_ext.node.hardware import CPU_PLATFORM, cluster_platform
 
 MISMATCH = """Version mismatch: The cluster was started with:
     Ray: 2.55.1
@@ -43,9 +42,3 @@ def test_what_ray_refuses_is_one_line(
     assert message.startswith(f"ray_address='{listener}': ")
     assert "\n" not in message
     assert "Ray: 2.55.1" in message or "not a node" in message
-
-
-def test_a_cluster_with_gpus_uses_them_and_one_without_the_cpu_platform() -> None:
-    assert cluster_platform(has_gpus=True, environ={}) is None
-    assert cluster_platform(has_gpus=False, environ={}) == CPU_PLATFORM
-    assert cluster_platform(has_gpus=True, environ={"SGLANG_PLATFORM": "x"}) == "x"

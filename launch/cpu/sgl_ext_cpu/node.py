@@ -96,7 +96,9 @@ def running_node(
     def serving() -> bool:
         return "sgl-ext is serving" in output.read_text()
 
-    with running_process(command, output, serving, environment=environment) as process:
+    # launch/cpu.toml names the CPU platform, as for every user.
+    whole = {"SGLANG_PLATFORM": "", **(environment or {})}
+    with running_process(command, output, serving, environment=whole) as process:
         workers = requests.get(f"{url}/health", timeout=30).json()["workers"]
         yield Node(url, tuple(worker["url"] for worker in workers), process, log_dir)
 

@@ -51,6 +51,9 @@ PRELOAD = (
 )
 """The modules that a server and its children import."""
 
+# A GPU must be hidden before SGLang is imported, which looks for it then.
+_ON_THE_CPU = {"SGLANG_PLATFORM": "sgl_ext_cpu", "CUDA_VISIBLE_DEVICES": ""}
+
 
 class Server:
     """A server forked from a nursery, and the processes it started."""
@@ -90,7 +93,7 @@ class Nursery:
             listener.listen()
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__, str(listener.fileno()), *modules],
-                env={**os.environ, "SGLANG_PLATFORM": "sgl_ext_cpu", **(environment or {})},
+                env={**os.environ, **_ON_THE_CPU, **(environment or {})},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,

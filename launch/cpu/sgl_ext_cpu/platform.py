@@ -36,11 +36,13 @@ _threads_settled = False
 def activate() -> str | None:
     """Return the platform's class for SGLang to load, or None to decline.
 
-    It declines if CUDA is available, unless SGLANG_PLATFORM names it.
+    It declines unless SGLANG_PLATFORM names it: an engine must not run on the CPU because its
+    driver is too old, or its torch is built without CUDA. GPUs that are there are hidden, as SGLang
+    would load their kernels.
     """
-    asked = os.environ.get("SGLANG_PLATFORM") == NAME
-    if torch.cuda.is_available() and not asked:
+    if os.environ.get("SGLANG_PLATFORM") != NAME:
         return None
+    os.environ |= dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "")
     if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
         raise RuntimeError(
             "SGLANG_USE_CPU_ENGINE=1 selects SGLang's own CPU engine, which needs "

@@ -41,6 +41,35 @@ def check_flags(argv: Sequence[str], own: Iterable[str] = ()) -> None:
         raise SettingsError(f"{rest[0]!r}: belongs to no flag")
 
 
+def sizes_given(argv: Sequence[str], names: Sequence[str]) -> dict[str, int]:
+    """The numbers that a command line gives to these flags of SGLang, by their first names.
+
+    Of several the last counts, as in SGLang. Raises SettingsError if one flag has two numbers under
+    two names.
+    """
+    parser = _Parser(add_help=False, argument_default=argparse.SUPPRESS)
+    for row in json.loads(TABLE.read_text())["flags"]:
+        if row["names"][0] in names:
+            parser.add_argument(*row["names"], dest=row["names"][0], action=_Collect, type=int)
+    found, _ = parser.parse_known_args(list(argv))
+    given: dict[str, dict[str, int]] = vars(found)
+    for by_name in given.values():
+        if len({*by_name.values()}) > 1:
+            both = " and ".join(f"{name}={number}" for name, number in by_name.items())
+            raise SettingsError(f"{both}: two names of one setting; keep one of them")
+    return {name: next(iter(by_name.values())) for name, by_name in given.items()}
+
+
+class _Collect(argparse.Action):
+    """Collects the values of a flag by the name under which each was given."""
+
+    def __call__(
+        self, _: object, namespace: argparse.Namespace, value: Any, name: str | None = None
+    ) -> None:
+        by_name = getattr(namespace, self.dest, {})
+        setattr(namespace, self.dest, {**by_name, name: value})
+
+
 class _Choices(tuple[Any, ...]):
     """Choices to which another plugin of SGLang's can add: a value that is like none of them may be
     such a one."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from sgl_ext.node.devices.sizes import gpus_of_engine
 from sgl_ext.node.hardware import CPU_PLATFORM, Hardware
 from sgl_ext.node.start.model import given, local_folder
 from sgl_ext.settings.schema import IN_MEMORY, LaunchSettings, SettingsError
@@ -76,12 +77,12 @@ def check_memory(settings: LaunchSettings, found: Hardware, free: int | None = N
 def check_gpus(settings: LaunchSettings, found: Hardware) -> None:
     """Raises SettingsError if there is no such GPU, or none with room for its part of the
     weights."""
-    names = found.gpus[: settings.instances * settings.tp]
+    names = found.gpus[: settings.instances * gpus_of_engine(settings).gpus]
     free = free_gpu_memory() if names else {}
     for name in names:
         if free and name.isdecimal() and name not in free:
             there = ", ".join(index for index in free if index.isdecimal())
-            raise SettingsError(f"CUDA_VISIBLE_DEVICES: there is no GPU {name}, only {there}")
+            raise SettingsError(f"{found.variable}: there is no GPU {name}, only {there}")
     weights = _weights(settings) if names else None
     part = 0 if weights is None else weights // settings.tp
     for name in names:
