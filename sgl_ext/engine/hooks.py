@@ -30,6 +30,7 @@ from sgl_ext.engine.http import (
 from sgl_ext.engine.middleware import faults
 from sgl_ext.engine.middleware.secret import send_secret
 from sgl_ext.engine.scheduler import (
+    adapters,
     admission,
     first_token,
     iteration,
@@ -154,6 +155,7 @@ _SCHEDULER_HOOKS: dict[str, Hook] = {
     f"{_SCHEDULER}.publish_load_snapshot": ("AROUND", first_token.publish_load_later),
     f"{_STREAMER}.stream_output": ("AFTER", first_token.after_output),
     f"{_SCHEDULER}._should_defer_prefill": ("AROUND", priority.defer_vain_try),
+    f"{_SCHEDULER}.can_schedule_lora_req": ("AROUND", adapters.count_admitted),
     f"{_POLICY}.SchedulePolicy.calc_priority": ("AROUND", priority.order_queue),
     f"{_POLICY}.PrefillAdder.preempt_to_schedule": ("AROUND", preemption.preempt_for_slot),
     f"{_POLICY}.PrefillAdder.add_one_req": ("AROUND", admission.add_one),

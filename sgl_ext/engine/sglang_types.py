@@ -103,6 +103,7 @@ class Req(Protocol):
     input_embeds: Any
     extra_key: str | None
     cache_salt: str | None
+    lora_id: str | None
     origin_input_ids: "array[int]"
     output_ids: "array[int]"
     full_untruncated_fill_ids: "array[int]"

@@ -27,6 +27,7 @@ def add_one(
         runs = not adder.can_run_list and not _is_chunked(adder, req)
         return original(adder, req, *args, **kw) if runs else results.OTHER
     extension = extension_of(adder.tree_cache)
+    extension.adder = adder
     if single_flight.must_wait(extension, adder, req):
         return results.CONTINUE
     result = original(adder, req, *args, **kw)

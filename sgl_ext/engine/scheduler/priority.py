@@ -36,6 +36,7 @@ def order_queue(
     original(policy, queue, *args, **kw)
     extension = extension_of(policy.tree_cache)
     extension.passed = 0
+    extension.adder = None
     pins = extension.pins
     if len(queue) > 1 and pins is not None and _orders_by_priority(policy):
         now_s = pins.now_s

@@ -16,7 +16,7 @@ from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.folder import Inbox, Orders
 from sgl_ext.engine.core.hints import Hints, decode_hints
-from sgl_ext.engine.sglang_types import Req, TreeCache
+from sgl_ext.engine.sglang_types import PrefillAdder, Req, TreeCache
 from sgl_ext.settings.reloading import with_values
 from sgl_ext.settings.schema import EngineSettings
 from sgl_ext.tenants import Tenants
@@ -36,6 +36,7 @@ class SchedulerExtension:
     after_output: actions that wait until a batch's output is sent; None while none may wait.
     served: the tokens that each tenant was given lately.
     first_waiting: the first request of the queue that was ordered last.
+    adder: what admits requests in this pass, once one was tried.
     passed: how many requests that did not fit were passed in this scheduling pass.
     last_try: what the last attempt to admit requests depended on.
     is_prefix_awaited: whether a request has waited for a prefix since the last attempt.
@@ -54,6 +55,7 @@ class SchedulerExtension:
         self.preemptions = PreemptionHistory()
         self.first_waiting: Req | None = None
         self.passed = 0
+        self.adder: PrefillAdder | None = None
         self.last_try: tuple[object, ...] | None = None
         self.is_prefix_awaited = False
         self.are_slices_expected = False
