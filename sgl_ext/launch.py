@@ -34,6 +34,7 @@ from sgl_ext.node.reloads import Reloads, live_settings
 from sgl_ext.node.replacement import Replacement
 from sgl_ext.node.restarts import Restarts
 from sgl_ext.node.stages import FLEET, READY, stage_of
+from sgl_ext.node.start.addresses import why_one_start
 from sgl_ext.node.start.checks import check_hardware, check_restart, check_settings
 from sgl_ext.node.start.failure import reason_of
 from sgl_ext.node.start.launcher_log import begin_log, launcher_log
@@ -267,7 +268,7 @@ async def _check_engine(settings: LaunchSettings) -> None:
 def _why_no_restarts(settings: LaunchSettings) -> str:
     """Why this launcher restarts no engines; "" if it does."""
     if settings.ray_address is None:
-        return ""
+        return why_one_start(settings)
     command = f"--ray-address {settings.ray_address} --ray-fleet {settings.ray_fleet} restart"
     return f"The engines run on Ray: python -m sgl_ext.fleet {command}"
 

@@ -34,6 +34,7 @@ from sgl_ext.engine.scheduler import (
     admission,
     first_token,
     iteration,
+    nodes,
     preemption,
     priority,
     rendezvous,
@@ -160,6 +161,7 @@ _SCHEDULER_HOOKS: dict[str, Hook] = {
     f"{_POLICY}.PrefillAdder.preempt_to_schedule": ("AROUND", preemption.preempt_for_slot),
     f"{_POLICY}.PrefillAdder.add_one_req": ("AROUND", admission.add_one),
     f"{_POLICY}.PrefillAdder.add_chunked_req": ("AROUND", admission.add_chunk),
+    "sglang.srt.distributed.bootstrap.init_parallel_runtime": ("AFTER", nodes.agree_with_nodes),
     "torch.distributed.rendezvous._create_c10d_store": ("AROUND", rendezvous.listen_on_loopback),
 }
 HOOKS = {Role.MAIN: _MAIN_HOOKS, Role.SCHEDULER: _SCHEDULER_HOOKS}

@@ -71,6 +71,7 @@ SCHEDULER_PROCESS = (
     f"{_CACHE}.registry:create_unified_radix_cache",
     f"{_CACHE}.registry:default_radix_cache_factory",
     f"{_CONTEXT}:get_parallel",
+    "sglang.srt.utils.rank_consensus_checker:assert_same",
 )
 _PATHS = (path.split(":") for path in ANY_PROCESS + HTTP_PROCESS + SCHEDULER_PROCESS)
 _MODULES = {name: module for module, name in _PATHS}
@@ -96,6 +97,7 @@ if TYPE_CHECKING:  # the other symbols are Any
     create_unified_radix_cache: Callable[..., types.TreeCache]
     default_radix_cache_factory: Callable[[types.TreeCacheBuildContext], types.TreeCache]
     get_parallel: Callable[[], types.ParallelContext]
+    assert_same: Callable[..., None]
 
 
 def __getattr__(name: str) -> Any:

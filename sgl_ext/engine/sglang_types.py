@@ -43,6 +43,7 @@ class ResolvedArgs(Protocol):
 
     attn_dp_size: int
     chunked_prefill_size: int | None
+    disable_overlap_schedule: bool
     disable_radix_cache: bool
     disable_priority_preemption: bool
     disaggregation_mode: str
@@ -58,12 +59,15 @@ class ResolvedArgs(Protocol):
     grpc_port: int | None
     host: str
     kv_events_config: str | None
+    max_running_requests: int | None
     model_path: str
     nnodes: int
     page_size: int
     pp_size: int
     radix_cache_backend: str | None
+    radix_eviction_policy: str
     schedule_low_priority_values_first: bool
+    schedule_policy: str
     skip_tokenizer_init: bool
     smg_grpc_mode: bool
     tokenizer_worker_num: int

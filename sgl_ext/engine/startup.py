@@ -69,9 +69,13 @@ def await_acknowledgements(launched: Any, *_: Any, **__: Any) -> None:
     """After an engine's processes are up: stops the start unless each has verified its hooks.
 
     A scheduler reports that it is ready only after it loaded plugins, so its acknowledgement must
-    exist by now. A detokenizer reports nothing, and may still import modules.
+    exist by now. A detokenizer reports nothing, and may still import modules. On the further
+    machines of an engine there is no tokenizer either, and the schedulers have ended by now; the
+    engine's first rank has verified them (`sgl_ext.engine.scheduler.nodes`).
     """
-    _, _, _, scheduler_init_result, *_ = launched
+    tokenizer, _, _, scheduler_init_result, *_ = launched
+    if tokenizer is None:
+        return
     if acknowledged()["scheduler"] < len(scheduler_init_result.scheduler_infos):
         raise SystemExit("sgl-ext: the plugin was not loaded in a scheduler process")
     deadline = time.monotonic() + _DETOKENIZER_TIMEOUT_S

@@ -30,6 +30,7 @@ from sgl_ext.node import hardware
 from sgl_ext.node.child import Child
 from sgl_ext.node.log_dir import new_log, rotated
 from sgl_ext.node.ports import free_ports, reachable
+from sgl_ext.node.start.addresses import ports_beside
 from sgl_ext.node.start.failure import reason_of
 from sgl_ext.requests.session import SECRET_HEADER
 from sgl_ext.supervision import supervise
@@ -132,7 +133,7 @@ class EngineHost:
         found = hardware.Hardware((), order.platform)
         # Two actors on a node must not find the same port free, so each begins somewhere else.
         first = secrets.choice(PORTS)
-        (port,) = free_ports(first, 1, self._host)
+        (port,) = free_ports(first, 1, self._host, ports_beside(settings.engine_args))
         command = hardware.engine_command(settings, found, port)
         environment = hardware.engine_environment(settings, found, 0)
         if order.secret is not None:

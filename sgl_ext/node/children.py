@@ -19,6 +19,7 @@ from sgl_ext.node.log_dir import new_log
 from sgl_ext.node.ports import free_ports, reachable, require_free
 from sgl_ext.node.reloads import changes_path
 from sgl_ext.node.stages import FLEET
+from sgl_ext.node.start.addresses import ports_beside
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
 
 _STORE = "store.sqlite"
@@ -99,7 +100,8 @@ def make_children(
 
 
 def _node_engines(settings: LaunchSettings, found: hardware.Hardware, logs: Path) -> list[Engine]:
-    ports = free_ports(settings.balancer.port + 1, settings.instances, settings.engine_host)
+    first, beside = settings.balancer.port + 1, ports_beside(settings.engine_args)
+    ports = free_ports(first, settings.instances, settings.engine_host, beside)
     return [
         Engine(settings, found, index, port, new_log(logs / f"engine-{index}.log"))
         for index, port in enumerate(ports)

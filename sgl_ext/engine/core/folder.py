@@ -16,24 +16,35 @@ import zmq
 
 from sgl_ext.temporary_folder import ENGINE_FOLDERS, make_folder
 
-_VARIABLE = "SGLEXT_ENGINE_FOLDER"
+_FOLDER, _NAME = "SGLEXT_ENGINE_FOLDER", "SGLEXT_ENGINE_NAME"
 
 
 def open_folder() -> None:
     """Makes a new folder for this engine, which ends with this process. Its child processes find
     it by the environment."""
-    os.environ[_VARIABLE] = str(make_folder(ENGINE_FOLDERS))
+    os.environ[_FOLDER] = str(make_folder(ENGINE_FOLDERS))
 
 
 def folder() -> Path:
-    """The engine's folder."""
-    return Path(os.environ[_VARIABLE])
+    """The engine's folder on this machine."""
+    return Path(os.environ[_FOLDER])
+
+
+def engine_name() -> str:
+    """The engine's name, which no client knows: that of its folder on its first machine."""
+    return os.environ.get(_NAME) or folder().name
+
+
+def adopt_name(name: str) -> None:
+    """Gives this process the name that its engine has on another machine."""
+    os.environ[_NAME] = name
+    secret.cache_clear()
 
 
 @cache
 def secret(mark: str) -> str:
-    """A text that begins with `mark` and that no client can forge, as none knows the folder."""
-    return f"{mark}{folder().name}-"
+    """A text that begins with `mark` and that no client can forge, as none knows the name."""
+    return f"{mark}{engine_name()}-"
 
 
 def acknowledge(role: str) -> None:

@@ -4,7 +4,7 @@
     scheduler      decode_hints    reads it once, into the request's state
 
 SGLang carries `kv_hints` from one process to the other and reads none of them. The action's id is
-the name of the engine's own folder, which no client knows, so no client can forge an action.
+the engine's name, which no client knows, so no client can forge an action.
 """
 
 import time
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from sgl_ext.engine import sglang_api
-from sgl_ext.engine.core.folder import folder
+from sgl_ext.engine.core.folder import engine_name
 from sgl_ext.engine.core.request_context import RequestContext
 from sgl_ext.engine.sglang_http_types import GenerateReqInput, KvHintAction, KvHintsEnvelope
 from sgl_ext.requests.client_facts import NO_FACTS, ClientFacts, of_known
@@ -86,7 +86,7 @@ def _encode(context: RequestContext) -> KvHintAction:
     )
     packed = b"".join([segment.to_bytes(_HASH_BYTES) for segment in hints.hashes])
     return sglang_api.KvHintAction(
-        action_id=folder().name,
+        action_id=engine_name(),
         action_type=_ACTION,
         action_version="1",
         payload=hints._asdict() | {"hashes": packed.hex(), "facts": context.facts.known()},
@@ -96,7 +96,7 @@ def _encode(context: RequestContext) -> KvHintAction:
 def decode_hints(envelope: KvHintsEnvelope | None) -> Hints | None:
     """The hints in the `kv_hints` of a scheduler's request, if there are any."""
     for action in envelope.actions if envelope is not None else ():
-        if action.action_type == _ACTION and action.action_id == folder().name:
+        if action.action_type == _ACTION and action.action_id == engine_name():
             hints = Hints(**action.payload)
             packed = bytes.fromhex(action.payload["hashes"])
             starts = range(0, len(packed), _HASH_BYTES)

@@ -14,7 +14,8 @@ from typing import Any
 from sgl_ext.engine.core.folder import Orders
 from sgl_ext.engine.scheduler import slice_gate
 from sgl_ext.engine.scheduler.event_publisher import EventChannel, EventPublisher
-from sgl_ext.engine.scheduler.state import extension_of
+from sgl_ext.engine.scheduler.nodes import clock_s
+from sgl_ext.engine.scheduler.state import compare, extension_of
 from sgl_ext.engine.sglang_types import NextBatchPlan, Original, ScheduleBatch, Scheduler
 
 TICK_S = 1.0
@@ -45,7 +46,7 @@ def send_orders(aborts: list[Any], scheduler: Scheduler) -> list[Any]:
     if extension.is_entry_rank:
         extension.wanted = extension.wanted.and_then(extension.orders.take())
     wanted = extension.wanted
-    now_s = time.monotonic()
+    now_s = clock_s()
     is_due = now_s >= pins.now_s + TICK_S and (
         len(pins.pins) or scheduler.waiting_queue or not scheduler.running_batch.is_empty()
     )
@@ -66,6 +67,7 @@ def take_orders(
         assert pins is not None, "only a scheduler that has pins sends orders"
         extension.wanted = Orders()
         for order in orders:
+            compare("%s", order)
             pins.advance(order.now_s)
             pins.release_named(order.unpin)
             extension.change(order.settings)

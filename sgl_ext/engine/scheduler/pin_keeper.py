@@ -25,7 +25,7 @@ from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.hints import Hints
 from sgl_ext.engine.core.request_context import WHOLE_PROMPT
 from sgl_ext.engine.core.shared_prefixes import group_salt
-from sgl_ext.engine.scheduler.state import state_of
+from sgl_ext.engine.scheduler.state import compare, state_of
 from sgl_ext.engine.sglang_types import Req
 
 if TYPE_CHECKING:
@@ -242,6 +242,7 @@ class PinKeeper:
             self._note(pin.prefix, None)
 
     def _note(self, prefix: str, pin: Pin | None) -> None:
+        compare("pin %s: %s", prefix, pin is not None)
         if self._is_entry_rank:
             self.changed[prefix] = pin
 

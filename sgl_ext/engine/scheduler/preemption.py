@@ -10,7 +10,13 @@ from scheduler.preemption import Running, victims
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.arguments import in_effect
 from sgl_ext.engine.scheduler.priority import applies
-from sgl_ext.engine.scheduler.state import SchedulerExtension, extension_of, is_plain, state_of
+from sgl_ext.engine.scheduler.state import (
+    SchedulerExtension,
+    compare,
+    extension_of,
+    is_plain,
+    state_of,
+)
 from sgl_ext.engine.sglang_types import Original, PrefillAdder, Req, TreeCache
 
 
@@ -88,6 +94,7 @@ def _release(extension: SchedulerExtension, adder: PrefillAdder, indices: list[i
     gone = set(indices)
     for count, index in enumerate(sorted(gone), start=1):
         one = batch.reqs[index]
+        compare("preempted %s", one.rid)
         extension.count("preempted_requests")
         extension.count("preempted_tokens", len(one.output_ids))
         state_of(one).times_preempted += 1
@@ -126,6 +133,7 @@ def interrupts(extension: SchedulerExtension, adder: PrefillAdder, req: Req) -> 
     cache = adder.tree_cache
     if not (_can_be_interrupted(req) and is_plain(cache)):
         return False
+    compare("interrupted %s", req.rid)
     extension.count("prefills_interrupted")
     state_of(req).computed_tokens = req.prefix_len
     sglang_api.release_req(

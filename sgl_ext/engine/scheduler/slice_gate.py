@@ -12,7 +12,7 @@ from typing import Any
 from scheduler.prefill import Rejection, least_tokens, rejection
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.slices import is_forced, is_slice
-from sgl_ext.engine.scheduler.state import SchedulerExtension, is_plain, state_of
+from sgl_ext.engine.scheduler.state import SchedulerExtension, compare, is_plain, state_of
 from sgl_ext.engine.sglang_types import Req, Scheduler
 
 
@@ -34,6 +34,7 @@ def reject_slices(extension: SchedulerExtension, scheduler: Scheduler) -> None:
     extension.are_slices_expected = bool(slices)
     for req in slices:
         why, cached = _decide(extension, scheduler, req)
+        compare("slice %s: %s %s", req.rid, why, cached)
         if why is not None:
             reason = {"type": "abort", "message": f"{why} {cached}"}
             scheduler.abort_request(sglang_api.AbortReq(rid=req.rid, finished_reason=reason))

@@ -5,6 +5,7 @@ SGLang passes hooks a scheduler, its queue policy, an adder of requests or a str
 All of them have the scheduler's `tree_cache`, so hooks find the state there.
 """
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -97,6 +98,13 @@ def is_entry_rank() -> bool:
     """
     parallel = sglang_api.get_parallel()
     return bool(parallel.num_dp_ranks == 1 and parallel.tp_rank == 0 and parallel.pp_rank == 0)
+
+
+def compare(decision: str, *values: object) -> None:
+    """Has SGLang compare a decision between all ranks, if its checker is on: each rank must take
+    the same ones in the same order. `values` are formatted with %."""
+    if "sglang" in sys.modules:
+        sglang_api.assert_same(decision, *values)
 
 
 def extension_of(cache: TreeCache) -> SchedulerExtension:

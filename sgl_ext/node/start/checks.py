@@ -1,6 +1,7 @@
 """All checks of the node's engines that need no engine."""
 
 from sgl_ext.node.hardware import Hardware, check_capacity
+from sgl_ext.node.start.addresses import check_addresses
 from sgl_ext.node.start.flags import check_flags
 from sgl_ext.node.start.model import check_model
 from sgl_ext.node.start.room import check_disks, check_gpus, check_memory
@@ -12,6 +13,7 @@ def check_settings(settings: LaunchSettings) -> list[str]:
     """What a start should know that ends nothing, without a look at the machine's devices. Raises
     SettingsError for what would end it."""
     check_flags(settings.engine_args, launch_flags())
+    check_addresses(settings)
     notes = [check_disks(settings)]
     if settings.ray_address is None:  # else engines run on machines of which nothing is known
         notes.append(check_model(settings))

@@ -70,6 +70,14 @@ class _Collect(argparse.Action):
         setattr(namespace, self.dest, {**by_name, name: value})
 
 
+def values_of(argv: Sequence[str]) -> dict[str, Any]:
+    """SGLang's flags in a command line with their values, by their first names: numbers as numbers,
+    True for a flag without a value. Of several, the last counts. Raises SettingsError."""
+    parser, _ = _parser(json.loads(TABLE.read_text())["flags"])
+    values, _ = parser.parse_known_args(list(argv))
+    return {name: value for name, value in vars(values).items() if value not in (None, False)}
+
+
 class _Choices(tuple[Any, ...]):
     """Choices to which another plugin of SGLang's can add: a value that is like none of them may be
     such a one."""

@@ -1,0 +1,120 @@
+"""The ports beside an engine's own, and which engines of several machines a launcher starts."""
+
+from __future__ import annotations
+
+import re
+import socket
+from typing import Any
+
+import pytest
+
+from sgl_ext.node.ports import free_ports
+from sgl_ext.node.start.addresses import check_addresses, ports_beside, why_one_start
+from sgl_ext.settings.schema import LaunchSettings, SettingsError
+
+ATTENTION_DP = ("--attn-dp-size", "2")
+
+
+def settings(*engine_args: str, **more: Any) -> LaunchSettings:
+    return LaunchSettings(model_path="m", engine_args=engine_args, **more)
+
+
+def test_sglang_derives_these_ports_from_an_engines_own() -> None:
+    server_args = pytest.importorskip("sglang.srt.server_args")
+    first, second = free_ports(21_000, 2, beside=ports_beside(ATTENTION_DP))
+    used = []
+    for port in (first, second):
+        args = server_args.ServerArgs(model_path="m", tp_size=2, attn_dp_size=2, port=port)
+        derived = server_args.PortArgs.init_new(args)
+        names = [value for name, value in vars(derived).items() if name.endswith("_ipc_name")]
+        found = {int(name.rpartition(":")[2]) for name in names if name and "tcp" in name}
+        handshake = port + server_args.DP_ATTENTION_HANDSHAKE_PORT_DELTA
+        met = port + server_args.ZMQ_TCP_PORT_DELTA
+        used.append({*found, handshake, met})
+        assert used[-1] == {port + distance for distance in ports_beside(ATTENTION_DP)}
+    assert used[0].isdisjoint(used[1])
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ATTENTION_DP,
+        ("--attention-data-parallel-size=2",),
+        ("--dp-size", "2", "--enable-dp-attention"),
+        ("--dwdp-size", "2"),
+    ],
+)
+def test_engines_with_data_parallel_attention_share_no_port(flags: tuple[str, ...]) -> None:
+    beside = ports_beside(flags)
+    found = free_ports(22_000, 8, beside=beside)
+    every = [port + distance for port in found for distance in (0, *beside)]
+    assert len(set(every)) == len(every)
+
+
+def test_other_engines_have_consecutive_ports_and_none_beside() -> None:
+    assert ports_beside(("--dp-size", "2", "--tp-size", "2", "--attn-dp-size", "1")) == ()
+
+
+def test_a_port_beside_that_is_taken_moves_the_engine() -> None:
+    (port,) = free_ports(23_000, 1, beside=(233,))
+    with socket.create_server(("127.0.0.1", port + 233)):
+        (other,) = free_ports(port, 1, beside=(233,))
+    assert other != port
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("--nccl-port", "{}"), ("--dist-init-addr", "127.0.0.1:{}")],
+)
+def test_a_named_port_that_is_taken_is_refused_with_its_flag(flag: str, value: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        named = value.format(server.getsockname()[1])
+        with pytest.raises(SettingsError, match=f"^{flag}={named}: Address already in use by pro"):
+            check_addresses(settings(flag, named))
+    check_addresses(settings(flag, named))
+
+
+def test_a_port_that_is_derived_from_a_named_one_is_named_too() -> None:
+    (first,) = free_ports(24_000, 1, beside=(13, *range(1, 7)))
+    meeting = f"127.0.0.1:{first}"
+    taken = socket.create_server(("127.0.0.1", first + 5))
+    reason = f"{meeting}: port {first + 5}: Address already in"
+    with taken, pytest.raises(SettingsError, match=reason):
+        check_addresses(settings("--dist-init-addr", meeting, *ATTENTION_DP))
+
+
+@pytest.mark.parametrize(
+    ("refused", "reason"),
+    [
+        (
+            settings("--nccl-port", "29500", instances=2),
+            "--nccl-port=29500: with instances=2, all engines would listen on it",
+        ),
+        (
+            settings("--nnodes", "2", "--node-rank", "1", "--dist-init-addr", "10.0.0.1:5000"),
+            "--node-rank=1: only the first machine has a launcher; it has no HTTP server; start",
+        ),
+        (
+            settings("--nnodes", "2", "--dist-init-addr", "10.0.0.1:5000", instances=2),
+            "instances=2: with --nnodes=2, an engine of several machines needs a launcher",
+        ),
+        (settings("--nnodes", "2"), "--nnodes=2: its ranks need an address where they meet: --dis"),
+        (
+            settings("--nnodes", "2", ray_address="a:1"),
+            "--nnodes=2: an engine on Ray has one machine",
+        ),
+    ],
+)
+def test_what_the_launcher_cannot_start_is_refused(refused: LaunchSettings, reason: str) -> None:
+    with pytest.raises(SettingsError, match=f"^{re.escape(reason)}"):
+        check_addresses(refused)
+
+
+def test_the_first_of_several_machines_is_started() -> None:
+    (port,) = free_ports(25_000, 1)
+    check_addresses(settings("--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{port}"))
+
+
+def test_an_engine_of_several_machines_is_not_restarted_by_one_launcher() -> None:
+    assert why_one_start(settings("--nnodes", "2")).startswith("--nnodes=2: the engine's other")
+    assert why_one_start(settings()) == ""
