@@ -77,13 +77,13 @@ class ServingChat(Protocol):
     template_manager: TemplateManager
     tool_call_parser: str | None
     reasoning_parser: str | None
-    supports_inline_system: bool
     encoding_adapter: Any
     chat_encoding_spec: Any
     _reasoning_detector: Any
     _prompt_text_round_trip_is_lossy: bool
 
     def _process_messages(self, request: Any, is_multimodal: bool) -> Any: ...
+    def _resolve_inline_system_support(self) -> bool: ...
     def wrap_reasoning_history(self, reasoning_text: str) -> str: ...
 
 

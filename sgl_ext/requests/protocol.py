@@ -150,7 +150,6 @@ class Model:
 
     thinks: it can think before it answers: the engine has a reasoning parser.
     sees: it takes images, or other media.
-    takes_system_anywhere: its template accepts system messages between other messages.
     takes_namespaces: the engine renders tools that are grouped in a namespace.
     runs_tools: the engine has a server for OpenAI's built-in tools.
     keeps_tools: its prompts have tools that a request does not allow, too; a grammar excludes them.
@@ -160,7 +159,6 @@ class Model:
 
     thinks: bool = True
     sees: bool = True
-    takes_system_anywhere: bool = True
     takes_namespaces: bool = False
     runs_tools: bool = False
     keeps_tools: bool = True

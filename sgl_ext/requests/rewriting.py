@@ -140,15 +140,3 @@ def not_shown(what: str, name: Any = None) -> str:
 def reminder(text: str) -> str:
     """Instructions as part of a user's turn, for a template that takes no system messages there."""
     return f"<system-reminder>\n{text}\n</system-reminder>"
-
-
-def joined_text(content: Any) -> str | None:
-    """The text of a message's content; None if it contains anything else."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        return None
-    texts = [part.get("text") if isinstance(part, dict) else None for part in content]
-    if not all(isinstance(text, str) for text in texts):
-        return None
-    return "\n".join(text for text in texts if text)

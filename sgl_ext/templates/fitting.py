@@ -12,13 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from sgl_ext.requests.protocol import INSTRUCTION_ROLES
-from sgl_ext.requests.rewriting import reminder
-from sgl_ext.templates.model import Frame, Lists, Place, TemplateModel
+from sgl_ext.templates.instructions import Places, longer, sayable_role, text_of, with_sayable_roles
+from sgl_ext.templates.model import Frame, Lists, TemplateModel
 
 Json = dict[str, Any]
 REASONING = "reasoning_content"
-_GAP = "\n\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +51,7 @@ def fitted(messages: list[Json], plan: Plan, counts: Counter[str]) -> list[Json]
         _with_text(message, model, counts) if type(message.get("content")) is list else message
         for message in messages
     ]
-    given = _with_sayable_roles(given, plan, counts)
+    given = with_sayable_roles(given, Places(model.first, model.later), counts)
     if model.has_calls and not model.has_user_after_results:
         given = _with_longer_results(given, counts)
     given = _with_bare_answers(given, plan, counts)
@@ -66,73 +64,25 @@ def fitted(messages: list[Json], plan: Plan, counts: Counter[str]) -> list[Json]
 def _with_text(message: Json, model: TemplateModel, counts: Counter[str]) -> Json:
     """A message whose list of texts is one text, where the template does not take it whole."""
     role = message["role"]
-    asked = "system" if role == "developer" and _sayable_role(role, model.first) != role else role
+    asked = "system" if role == "developer" and sayable_role(role, model.first) != role else role
     if asked != "assistant" and model.lists.get(asked, Lists.WHOLE) is Lists.WHOLE:
         return message
     # An answer was generated as one text; others are separate texts.
-    text = _text_of(message, "" if role == "assistant" else "\n")
+    text = text_of(message, "" if role == "assistant" else "\n")
     if text is None:
         return message
     counts["list_of_texts"] += 1
     return {**message, "content": text}
 
 
-def _sayable_role(role: str, places: Any) -> str | None:
-    """The role with which a template renders an instruction in place; None if there is none."""
-    return next((each for each in (role, "system") if places.get(each) is Place.IN_PLACE), None)
-
-
-def _with_sayable_roles(messages: list[Json], plan: Plan, counts: Counter[str]) -> list[Json]:
-    if not any(message["role"] in INSTRUCTION_ROLES for message in messages):
-        return messages
-    out: list[Json] = []
-    waiting: list[str] = []
-    begun = False
-    for message in messages:
-        role = message["role"]
-        if role in INSTRUCTION_ROLES:
-            places = plan.model.later if out else plan.model.first
-            sayable, text = _sayable_role(role, places), _text_of(message)
-            if sayable is not None and not waiting:
-                counts[f"{role}_message"] += sayable != role
-                out.append(message if sayable == role else {**message, "role": sayable})
-                continue
-            if text is None:
-                out.append(message)
-                continue
-            counts[f"{role}_message"] += 1
-            last = out[-1] if out else None
-            if last is not None and not begun:
-                out[-1] = _longer(last, after=text)
-            elif last is not None and last["role"] in ("user", "tool") and not waiting:
-                out[-1] = _longer(last, after=reminder(text))
-            else:
-                waiting.append(reminder(text))
-            continue
-        begun = True
-        if waiting:
-            added = _GAP.join(waiting)
-            waiting = []
-            if role == "user":
-                message = _longer(message, before=added)
-            elif role == "tool":
-                message = _longer(message, after=added)
-            else:
-                out.append({"role": "user", "content": added})
-        out.append(message)
-    if waiting:
-        out.append({"role": "user", "content": _GAP.join(waiting)})
-    return out
-
-
 def _with_longer_results(messages: list[Json], counts: Counter[str]) -> list[Json]:
     """Messages in which what a user says between results and the next answer ends the result."""
     out: list[Json] = []
     for message in messages:
-        text = _text_of(message) if message["role"] == "user" else None
+        text = text_of(message) if message["role"] == "user" else None
         if text is not None and out and out[-1]["role"] == "tool":
             counts["user_after_result"] += 1
-            out[-1] = _longer(out[-1], after=text)
+            out[-1] = longer(out[-1], after=text)
         else:
             out.append(message)
     return out
@@ -193,24 +143,6 @@ def _overlap(before: str, after: str) -> int:
     return 0
 
 
-def _text_of(message: Json, between: str = "\n") -> str | None:
-    """The text of a message; None if it has anything else."""
-    content = message.get("content")
-    if isinstance(content, list):
-        texts: list[Any] = [p.get("text") if isinstance(p, dict) else None for p in content]
-        return between.join(texts) if all(isinstance(text, str) for text in texts) else None
-    return content if isinstance(content, str) else None
-
-
-def _longer(message: Json, before: str = "", after: str = "") -> Json:
-    """A message with a text ahead of its content, or behind it."""
-    content = message.get("content") or ""
-    if isinstance(content, list):
-        parts = [[{"type": "text", "text": text}] if text else [] for text in (before, after)]
-        return {**message, "content": [*parts[0], *content, *parts[1]]}
-    return {**message, "content": _GAP.join(text for text in (before, content, after) if text)}
-
-
 def _with_sayable_answers(messages: list[Json], plan: Plan, counts: Counter[str]) -> Iterator[Json]:
     at = 0
     while at < len(messages):
@@ -223,7 +155,7 @@ def _with_sayable_answers(messages: list[Json], plan: Plan, counts: Counter[str]
             counts["thinking_field"] += 1
             message = {**message, plan.thinking_field: message[REASONING]}
         calls = message.get("tool_calls") or []
-        if calls and _text_of(message) and not plan.model.has_text_with_calls:
+        if calls and text_of(message) and not plan.model.has_text_with_calls:
             _require("text beside calls", plan)
             counts["text_beside_calls"] += 1
             yield {"role": "assistant", "content": message["content"]}

@@ -225,37 +225,6 @@ def test_fields_for_anthropics_servers_are_counted() -> None:
     assert messages(context_management={}, mcp_servers=[])[1] == {}
 
 
-def test_later_instructions_become_reminders_at_the_same_place() -> None:
-    strict = Model(takes_system_anywhere=False)
-    said = [
-        {"role": "system", "content": "first"},
-        USER,
-        {"role": "system", "content": [text("A"), text("B")]},
-        {"role": "assistant", "content": "ok"},
-        {"role": "system", "content": "C"},
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t"}, text("so")]},
-        {"role": "assistant", "content": "ok"},
-        {"role": "system", "content": "D"},
-    ]
-    body, counts = messages(strict, messages=said)
-    assert [m["role"] for m in body["messages"]] == [
-        *("system", "user", "assistant", "user", "assistant", "user")
-    ]
-    first, last = body["messages"][1]["content"], body["messages"][3]["content"]
-    assert first == [text("Go on."), text("<system-reminder>\nA\nB\n</system-reminder>")]
-    assert last[0]["type"] == "tool_result"
-    assert last[1:] == [text("<system-reminder>\nC\n</system-reminder>"), text("so")]
-    assert body["messages"][5]["content"] == [text("<system-reminder>\nD\n</system-reminder>")]
-    assert counts == {"system_message": 3}
-    assert messages(Model(), messages=said)[0]["messages"] is said
-    for path, field in ((CHAT, "messages"), (RESPONSES, "input")):
-        late = [USER, {"role": "developer", "content": "C"}]
-        other = translate(of_path(path), {field: late}, strict)
-        assert other.body[field][1]["role"] == "user"
-        assert other.body[field][1]["content"] == "<system-reminder>\nC\n</system-reminder>"
-        assert other.counts == {"system_message": 1}
-
-
 def responses(model: Model = TEXT_ONLY, **fields: Any) -> tuple[dict[str, Any], dict[str, int]]:
     body = {"model": "m", "input": "Hello.", **fields}
     before = copy.deepcopy(body)

@@ -68,7 +68,7 @@ def read_all(path: str, body: Any) -> None:
             [mark.place for mark in marks.blocks],
             lambda copy: str(copy)[:1000],
         )
-    model = Model(sees=False, takes_system_anywhere=False)
+    model = Model(sees=False)
     translated = translate(protocol, stripped, model).body
     assert translate(protocol, translated, model).body == translated
 

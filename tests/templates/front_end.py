@@ -11,7 +11,7 @@ from typing import Any
 
 from sgl_ext.engine.core.request_context import RequestContext, entered
 from sgl_ext.engine.http.rendering import collecting, fit_messages, render_only
-from sgl_ext.engine.http.template_facts import make_plan, takes_system_anywhere, takes_thinking
+from sgl_ext.engine.http.template_facts import leave_instructions, make_plan, takes_thinking
 from sgl_ext.engine.http.translation import convert_messages, model_of
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.rewriting import translate
@@ -95,7 +95,7 @@ class FrontEnd:
         chat.supports_inline_system = original._resolve_inline_system_support(chat)
         if fits:
             resolve = original._resolve_inline_system_support
-            chat.supports_inline_system = takes_system_anywhere(resolve, chat)
+            chat.supports_inline_system = leave_instructions(resolve, chat)
             make_plan(chat)
         self._messages = sglang.messages.AnthropicServing(chat)
 

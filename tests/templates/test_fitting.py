@@ -19,6 +19,7 @@ from sgl_ext.engine.http.template_facts import make_plan
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.breakpoints import locate
 from sgl_ext.templates.fitting import Plan, fitted
+from sgl_ext.templates.instructions import Places, with_sayable_roles
 from sgl_ext.templates.model import Place
 from tests.templates.conversations import Writer
 from tests.templates.front_end import CHAT, MESSAGES, RESPONSES, FrontEnd
@@ -161,6 +162,30 @@ def test_translations_are_counted_and_nothing_given_is_modified() -> None:
     assert given[1] == {"role": "user", "content": "b"}
     assert counts == {"developer_message": 1, "system_message": 1}
     assert fitted(given[1:2], plan, Counter()) == given[1:2]
+
+
+def test_later_instructions_become_reminders_at_the_same_place() -> None:
+    said = [
+        {"role": "system", "content": "first"},
+        {"role": "user", "content": "Go on."},
+        {"role": "system", "content": [{"type": "text", "text": text} for text in "AB"]},
+        {"role": "assistant", "content": "ok"},
+        {"role": "system", "content": "C"},
+        {"role": "tool", "content": "done", "tool_call_id": "t"},
+        {"role": "assistant", "content": "ok"},
+        {"role": "system", "content": "D"},
+    ]
+    counts: Counter[str] = Counter()
+    head = Places({"system": Place.IN_PLACE}, {"system": Place.LOST})
+    given = with_sayable_roles(said, head, counts)
+    assert [message["role"] for message in given] == [
+        *("system", "user", "assistant", "tool", "assistant", "user")
+    ]
+    texts = [message["content"] for message in given]
+    assert texts[1] == "Go on.\n\n<system-reminder>\nA\nB\n</system-reminder>"
+    assert texts[3] == "done\n\n<system-reminder>\nC\n</system-reminder>"
+    assert texts[5] == "<system-reminder>\nD\n</system-reminder>"
+    assert counts == {"system_message": 3}
 
 
 def test_a_template_without_instructions_gets_them_in_the_user_s_turn() -> None:

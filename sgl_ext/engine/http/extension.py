@@ -22,6 +22,7 @@ from sgl_ext.engine.sglang_http_types import ServingChat, TokenizerManager
 from sgl_ext.requests.strip import HeaderStrip
 from sgl_ext.settings.schema import EngineSettings
 from sgl_ext.templates.fitting import Plan
+from sgl_ext.templates.instructions import Places
 from sgl_ext.templates.model import TemplateModel
 from sgl_ext.tenants import Tenants
 
@@ -32,6 +33,7 @@ class HttpExtension:
     chats: the token offsets of each chat front end, which has one tokenizer; None: no text of its
         prompts has their tokens.
     templates: what each one's template does; None if it has none. plans: how to fit messages to it.
+    places: where what is no template writes instructions.
     in_flight: requests, without the streams of events, which end with the engine.
     is_ending: after SIGTERM and the last request.
     settings_number: the version of the settings that were changed since the start; 0: none.
@@ -53,6 +55,7 @@ class HttpExtension:
         self.schemas = SchemaCache()
         self.chats: WeakKeyDictionary[ServingChat, TokenOffsets | None] = WeakKeyDictionary()
         self.templates: WeakKeyDictionary[ServingChat, TemplateModel | None] = WeakKeyDictionary()
+        self.places: WeakKeyDictionary[ServingChat, Places] = WeakKeyDictionary()
         self.plans: WeakKeyDictionary[ServingChat, Plan] = WeakKeyDictionary()
         self.token_cache: TokenCache | None = None
         self.message_cache: MessageCache | None = None

@@ -6,6 +6,7 @@ that no later prompt has, so the answer is never read from the cache again.
 
 import logging
 from functools import partial
+from inspect import unwrap
 from typing import Any
 
 from starlette.requests import Request
@@ -20,7 +21,8 @@ from sgl_ext.engine.sglang_http_types import ServingChat
 from sgl_ext.engine.sglang_types import Original
 from sgl_ext.protocols.routes import TEMPLATE
 from sgl_ext.templates.fitting import REASONING, Plan
-from sgl_ext.templates.model import Place, TemplateModel
+from sgl_ext.templates.instructions import Places
+from sgl_ext.templates.model import INSTRUCTIONS, Place, TemplateModel
 from sgl_ext.templates.observation import Json, frame_of, is_found_in_text, observe
 
 _NONE = "what writes this model's prompts takes no user's message"
@@ -41,7 +43,9 @@ def make_plan(chat: ServingChat) -> Plan | None:
     None if it has no template that is known: then messages reach it as they are.
     """
     model = template_of(chat)
-    plans = installed().plans
+    plans, places = installed().plans, installed().places
+    if chat not in places and _is_no_template(chat):
+        places[chat] = _places_of(chat, model)
     if model is None or chat in plans:
         return plans.get(chat)
     plan = plans[chat] = Plan(model)
@@ -77,18 +81,25 @@ def drops_thinking(chat: ServingChat) -> bool:
     return plan.drops_thinking if plan is not None else model is not None and _drops(model)
 
 
-def takes_system_anywhere(original: Original, chat: ServingChat) -> bool:
-    """Around `OpenAIServingChat._resolve_inline_system_support`: SGLang leaves instructions where
-    they are, and they are fitted to the template there, if it is one of Jinja's."""
-    return bool(
-        original(chat)
-        or (
-            chat.chat_encoding_spec is None
-            and chat.template_manager.chat_template_name is None
-            and chat.template_manager.python_chat_template is None
-            and isinstance(getattr(chat.tokenizer_manager.tokenizer, "chat_template", None), str)
-        )
-    )
+def leave_instructions(original: Original, chat: ServingChat) -> bool:
+    """In place of `OpenAIServingChat._resolve_inline_system_support`: SGLang leaves instructions
+    where they are, and they are fitted to what writes the prompts."""
+    return True
+
+
+def _is_no_template(chat: ServingChat) -> bool:
+    """Whether an encoder writes the prompts, or one of the forms that SGLang has itself."""
+    is_form = chat.template_manager.chat_template_name is not None
+    return is_form or chat.chat_encoding_spec is not None
+
+
+def _places_of(chat: ServingChat, model: TemplateModel | None) -> Places:
+    """Where these write instructions. Encoders write bare text between turns, which is right only
+    for models of which SGLang says so."""
+    first = {"system": Place.IN_PLACE} if model is None else model.first
+    resolve = unwrap(type(chat)._resolve_inline_system_support)
+    later = Place.IN_PLACE if resolve(chat) else Place.LOST
+    return Places(first, dict.fromkeys(INSTRUCTIONS, later))
 
 
 def takes_thinking(original: Original, chat: ServingChat) -> bool:

@@ -36,7 +36,6 @@ def model_of(serving: ServingChat | None) -> Model:
     return Model(
         thinks=bool(serving.reasoning_parser),
         sees=bool(serving.tokenizer_manager.model_config.is_multimodal),
-        takes_system_anywhere=bool(serving.supports_inline_system),
         takes_namespaces=serving.tool_call_parser == "muse"
         or getattr(serving, "_translates_tools", False),
         runs_tools=is_harmony and getattr(serving, "tool_server", None) is not None,

@@ -22,11 +22,9 @@ from sgl_ext.requests.rewriting import (
     as_json,
     edited,
     family_of,
-    joined_text,
     kind_of,
     not_shown,
     readable,
-    reminder,
     text_part,
     with_items,
 )
@@ -81,9 +79,6 @@ def translate(body: Json, model: Model, counts: Counts) -> Json:
     body = with_items(body, "messages", partial(_message, block=block))
     if late.added:
         body = edited(body, {"tools": late.with_added(body.get("tools"))})
-    messages = listed(body.get("messages"))
-    if not model.takes_system_anywhere and any(map(_is_system, messages)):
-        body = edited(body, {"messages": _with_reminders(messages, counts)})
     return body
 
 
@@ -137,49 +132,6 @@ def _is_plain(block: Any) -> bool:
     if kind == "tool_result":
         return type(block.get("content")) is str
     return kind == "text" or (kind == "tool_use" and type(block.get("input")) is dict)
-
-
-def _is_system(message: Any) -> bool:
-    return isinstance(message, dict) and message.get("role") == "system"
-
-
-def _with_reminders(messages: list[Any], counts: Counts) -> list[Any]:
-    """Messages in which later instructions are in the nearest user's turn, in order."""
-    out: list[Any] = []
-    waiting: list[str] = []
-    for message in messages:
-        role = message.get("role") if isinstance(message, dict) else None
-        text = joined_text(message.get("content")) if role == "system" else None
-        if text is not None and any(not _is_system(before) for before in out):
-            counts["system_message"] += 1
-            if isinstance(out[-1], dict) and out[-1].get("role") == "user":
-                out[-1] = _with_texts(out[-1], [text])
-            else:
-                waiting.append(text)
-            continue
-        if waiting:
-            if role == "user":
-                message = _with_texts(message, waiting, first=True)
-            else:
-                out.append(_with_texts({"role": "user", "content": []}, waiting))
-            waiting = []
-        out.append(message)
-    if waiting:
-        out.append(_with_texts({"role": "user", "content": []}, waiting))
-    return out
-
-
-def _with_texts(message: Json, texts: list[str], *, first: bool = False) -> Json:
-    """A message with reminders behind its content, or ahead of its texts: results stay first."""
-    content = message.get("content")
-    if isinstance(content, str):
-        content = [text_part(content)] if content else []
-    if not isinstance(content, list):
-        return message
-    added = [text_part(reminder(text)) for text in texts]
-    kinds = [kind_of(block) for block in content]
-    at = sum(kind == "tool_result" for kind in kinds) if first else len(content)
-    return {**message, "content": [*content[:at], *added, *content[at:]]}
 
 
 def _block(

@@ -5,16 +5,14 @@ from typing import Any
 
 from sgl_ext.protocols.translation.late_tools import LateTools
 from sgl_ext.protocols.translation.tool_choice import with_allowed_tools
-from sgl_ext.requests.protocol import INSTRUCTION_ROLES, Json, Model, listed
+from sgl_ext.requests.protocol import Json, Model, listed
 from sgl_ext.requests.rewriting import (
     DROPPED,
     Counts,
     as_json,
     edited,
-    joined_text,
     kind_of,
     not_shown,
-    reminder,
     text_part,
     with_items,
     without_nulls,
@@ -39,8 +37,7 @@ def translate(body: Json, model: Model, counts: Counts) -> Json:
         counts["web_search_tool"] += 1
         body = edited(body, {"web_search_options": DROPPED})
     late = LateTools(body.get("tools"), counts)
-    body = with_items(body, "messages", partial(_message, model=model, counts=counts, late=late))
-    return body if model.takes_system_anywhere else with_reminders(body, "messages", counts)
+    return with_items(body, "messages", partial(_message, model=model, counts=counts, late=late))
 
 
 def _tool(tool: Any, counts: Counts) -> Any:
@@ -49,23 +46,6 @@ def _tool(tool: Any, counts: Counts) -> Any:
         return tool
     counts["custom_tool" if kind == "custom" else "unknown_tool"] += 1
     return DROPPED
-
-
-def with_reminders(body: Json, field: str, counts: Counts) -> Json:
-    """A request in which instructions after the first turn are part of a user's turn."""
-    begun = False
-
-    def change(item: Any) -> Any:
-        nonlocal begun
-        role = item.get("role") if isinstance(item, dict) else None
-        text = joined_text(item.get("content")) if role in INSTRUCTION_ROLES else None
-        was_begun, begun = begun, begun or role not in INSTRUCTION_ROLES
-        if not was_begun or text is None:
-            return item
-        counts["system_message"] += 1
-        return {**item, "role": "user", "content": reminder(text)}
-
-    return with_items(body, field, change)
 
 
 def _message(message: Any, model: Model, counts: Counts, late: LateTools) -> Any:

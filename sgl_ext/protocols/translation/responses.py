@@ -3,7 +3,6 @@
 from functools import partial
 from typing import Any
 
-from sgl_ext.protocols.translation.chat import with_reminders
 from sgl_ext.protocols.translation.late_tools import LateTools
 from sgl_ext.protocols.translation.response_tools import (
     OFFERED,
@@ -88,7 +87,7 @@ def translate(body: Json, model: Model, counts: Counts) -> Json:
     body = with_items(body, "input", partial(_item, model=model, counts=counts, late=late))
     if late.added:
         body = edited(body, {"tools": late.with_added(body.get("tools"))})
-    return body if model.takes_system_anywhere else with_reminders(body, "input", counts)
+    return body
 
 
 def _with_text_metadata(body: Json, counts: Counts) -> Json:

@@ -24,7 +24,7 @@ from sgl_ext.engine.host_cache.token_cache import make_token_cache
 from sgl_ext.engine.http import pin_placement
 from sgl_ext.engine.http.extension import HttpExtension
 from sgl_ext.engine.http.pin_placement import log_limits, place_pins
-from sgl_ext.engine.http.template_facts import template_of
+from sgl_ext.engine.http.template_facts import make_plan, template_of
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.cache_marks import TtlLimits, read_marks
 from sgl_ext.templates.model import Place
@@ -46,7 +46,7 @@ SPECIAL = (
 HOOKED = (
     *("_encode_messages", "_render_and_encode_chat_template", "parallel_prompt_encode"),
     *("encode_prompt_segments", "encoding_dsv32.encode_messages"),
-    *("PreTrainedTokenizerBase.encode", "DeepSeekRecipe.__init__"),
+    *("PreTrainedTokenizerBase.encode", "DeepSeekRecipe.__init__", "Chat._process_messages"),
 )
 MARK = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
 SPECS = ("dsv32", "dsv4", "dsv41", "kimi_k3", "glm", "lossy")
@@ -319,6 +319,19 @@ def test_media_take_other_tokens_than_their_places_so_nothing_is_pinned(
     front_end = FrontEnd(tiny_model, "kimi_k3")
     front_end.has_media = True
     assert front_end.place(body())[1] == []
+
+
+def test_instructions_between_turns_are_where_the_model_knows_them(
+    front_end: FrontEnd, spec: str, extension: HttpExtension
+) -> None:
+    make_plan(front_end.chat)
+    asked = body()
+    asked["messages"][2:2] = [said("system", "Mind the time."), said("developer", "Be brief.")]
+    text = front_end.tokenizer.decode(front_end.ids(asked))
+    places = [text.find(words) for words in ("line 0.", "Mind the time.", "Be brief.", "run_0")]
+    assert places == sorted(places)
+    has_reminder = "<system-reminder>\nMind the time.\n</system-reminder>" in text
+    assert has_reminder == (spec in ("dsv32", "dsv4", "dsv41"))
 
 
 def test_what_the_encoder_does_is_observed(front_end: FrontEnd, spec: str) -> None:

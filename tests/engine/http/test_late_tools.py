@@ -6,6 +6,7 @@ The tiny model's tokenizer and template, with SGLang's own conversion and render
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,9 +24,12 @@ from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.protocol import Model
 from sgl_ext.requests.rewriting import translate
 from sgl_ext.requests.segments import read_chain
+from sgl_ext.templates.instructions import Places, with_sayable_roles
+from sgl_ext.templates.model import Place
 
 MESSAGES, CHAT = "/v1/messages", "/v1/chat/completions"
 SEARCH, LOOK = "ToolSearch", "look"
+HEAD_ONLY = Places({"system": Place.IN_PLACE}, {"system": Place.LOST})
 DEFERRED, INLINE = ("mend", "paint", "sell"), ("dig", "fly")
 
 
@@ -76,20 +80,23 @@ class FrontEnd:
         for name, value in facts.items():
             setattr(self.chat, name, value)
         self._messages = messages.AnthropicServing(self.chat)
+        self.takes_system_anywhere = True
 
     def _render(self, messages: Any, *, tools: Any, **_: Any) -> Any:
+        if not self.takes_system_anywhere:
+            messages = with_sayable_roles(messages, HEAD_ONLY, Counter())
         options = {"add_generation_prompt": True, "return_dict": False}
         return self.tokenizer.apply_chat_template(messages, tools=tools, **options), None
 
-    def request(self, path: str, body: dict[str, Any], **facts: Any) -> Any:
-        body = translate(of_path(path), body, Model(**facts)).body
+    def request(self, path: str, body: dict[str, Any]) -> Any:
+        body = translate(of_path(path), body, Model()).body
         if path == CHAT:
             return self._protocol.ChatCompletionRequest(**body)
         request = self._anthropic.AnthropicMessagesRequest(**body)
         return self._messages._convert_to_chat_completion_request(request)
 
-    def ids(self, path: str, body: dict[str, Any], **facts: Any) -> list[int]:
-        request = self.request(path, body, **facts)
+    def ids(self, path: str, body: dict[str, Any]) -> list[int]:
+        request = self.request(path, body)
         declared = list(request.tools)
 
         def apply(chat: Any, *given: Any) -> Any:
@@ -154,7 +161,8 @@ def test_each_turn_continues_the_one_before_and_defines_each_tool_once(
             named.append(name)
         tools = [tool(LOOK), *(tool(each, defer_loading=True) for each in named), tool(SEARCH)]
         body = {"model": "m", "max_tokens": 5, "tools": tools, "messages": messages}
-        ids = front_end.ids(MESSAGES, body, takes_system_anywhere=anywhere)
+        front_end.takes_system_anywhere = anywhere
+        ids = front_end.ids(MESSAGES, body)
         assert ids[: len(before)] == before
         before = ids
     prompt = front_end.text(before)

@@ -6,6 +6,7 @@ import json
 import warnings
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jinja2
@@ -14,7 +15,8 @@ from sgl_ext_cpu.tokenizer import save
 from tokenizers import Tokenizer, models
 
 from sgl_ext.engine.core.request_context import current
-from sgl_ext.engine.http.template_facts import drops_thinking, template_of
+from sgl_ext.engine.http.rendering import place_instructions
+from sgl_ext.engine.http.template_facts import drops_thinking, make_plan, template_of
 from sgl_ext.engine.http.template_folder import main
 from sgl_ext.templates.model import Place
 
@@ -30,10 +32,14 @@ REFUSES = "{{ nothing.at.all }}"
 class Chat:
     """The part of SGLang's front end that is used."""
 
-    tool_call_parser = None
+    tool_call_parser = chat_encoding_spec = None
+    template_manager = SimpleNamespace(chat_template_name=None)
 
     def __init__(self, template: str) -> None:
         self.template = jinja2.Template(template)
+
+    def _resolve_inline_system_support(self) -> bool:
+        return False
 
     def _process_messages(self, request: Any, _: bool) -> None:
         messages = [message.model_dump() for message in request.messages]
@@ -52,6 +58,24 @@ def test_thinking_is_dropped_if_it_is_in_neither_kind_of_turn(template: str, dro
     chat: Any = Chat(template)
     assert drops_thinking(chat) is drops
     assert current() is None
+
+
+def test_forms_that_sglang_has_itself_get_reminders() -> None:
+    chat: Any = Chat(REFUSES)
+    chat.template_manager = SimpleNamespace(chat_template_name="chatml")
+    assert make_plan(chat) is None
+    said = [("developer", "Be brief."), ("user", "Go."), ("system", "Now.")]
+    messages = [{"role": role, "content": text} for role, text in said]
+    protocol = import_module("sglang.srt.entrypoints.openai.protocol")
+    request = protocol.ChatCompletionRequest(model="", messages=messages)
+    user = request.messages[1]
+    place_instructions(lambda *_: None, chat, request, False)
+    assert [message.role for message in request.messages] == ["system", "user"]
+    assert request.messages[1].content == "Go.\n\n<system-reminder>\nNow.\n</system-reminder>"
+    whole = [*request.messages]
+    place_instructions(lambda *_: None, chat, request, False)
+    assert request.messages == whole
+    assert user.content == "Go."
 
 
 def test_a_front_end_is_observed_once() -> None:

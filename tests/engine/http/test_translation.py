@@ -18,7 +18,7 @@ TOOLS = [{"type": "namespace", "name": "agents", "tools": [{"type": "function", 
 
 def front_end(**facts: Any) -> Any:
     config = SimpleNamespace(is_multimodal=facts.pop("sees", False))
-    usual = {"reasoning_parser": None, "tool_call_parser": "qwen25", "supports_inline_system": True}
+    usual = {"reasoning_parser": None, "tool_call_parser": "qwen25"}
     tokenizer = SimpleNamespace(chat_template=facts.pop("chat_template", "{{ messages }}"))
     manager = SimpleNamespace(model_config=config, tokenizer=tokenizer)
     templates = SimpleNamespace(python_chat_template=facts.pop("python_chat_template", None))
@@ -29,8 +29,7 @@ def front_end(**facts: Any) -> Any:
 def test_a_model_s_abilities_are_read_from_its_front_end() -> None:
     assert model_of(None) == Model()
     assert model_of(front_end()) == Model(thinks=False, sees=False)
-    able = front_end(reasoning_parser="qwen3", sees=True, supports_inline_system=False)
-    assert model_of(able) == Model(takes_system_anywhere=False)
+    assert model_of(front_end(reasoning_parser="qwen3", sees=True)) == Model()
     muse = model_of(front_end(tool_call_parser="muse"))
     assert muse.takes_namespaces
     assert muse.has_phases
