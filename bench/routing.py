@@ -16,8 +16,10 @@ needs; other fields say where all routers get it.
 `share_of_ideal` compares with one worker that has an infinite cache, over the calls that were
 made: calls stop at a run's time limit, so a slow router makes fewer. `read_write` counts output
 tokens as written. `load_max_over_mean` is of seconds of prefill. `--quick` halves prompts and
-prefill speed. `--real` sends a small trace to two real CPU engines: all to one of them, through
-our balancer, and in rotation.
+prefill speed. `--variant published_kind` and `published_unkind` send sessions of the published
+shape instead (bench/trace/published.py), and `--trace FILE` a trace in Mooncake's format. `--real`
+sends a small trace to two real CPU engines: all to one of them, through our balancer, and in
+rotation.
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ from typing import Any
 
 from bench.lib.script import parser_of, run
 from bench.sim.engine import EngineConfig
+from bench.trace.agents import TraceConfig
 from bench.trace.run import POLICIES, Setup, ideal_ratio, measure
-from bench.trace.swarm import TraceConfig
+from bench.trace.variants import MOONCAKE, VARIANTS
 
 _HEADER_GIVEN = "vllm_router"
 _COLLAPSING = ("ours", "sglang_router", "smg")
@@ -84,15 +87,34 @@ def compare(
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--real", action="store_true", help="two real CPU engines instead")
+    parser.add_argument("--variant", choices=VARIANTS, help="this trace alone")
+    parser.add_argument("--trace", metavar="FILE", help="a trace in Mooncake's format alone")
     options = parser.parse_args()
+    if options.trace:
+        options.variant = MOONCAKE
     if options.real:
         from bench.trace.real_engines import measure_real
 
         run("routing", measure_real)
+    elif options.variant:
+        setup = setup_of(options.variant, options.trace, is_quick=options.size == "quick")
+        run("routing", partial(measure_one, setup))
     elif options.size == "smallest":
         run("routing", measure_smallest)
     else:
         run("routing", partial(measure_all, is_quick=options.size == "quick"))
+
+
+def setup_of(variant: str, file: str | None, *, is_quick: bool) -> Setup:
+    """The quick or the full setup with another trace."""
+    setup = quick_setup() if is_quick else full_setup()
+    return replace(setup, trace=replace(setup.trace, variant=variant, file=file))
+
+
+def measure_one(setup: Setup) -> dict[str, Any]:
+    """All routers on one trace."""
+    ideal = round(ideal_ratio(setup.trace), 4)
+    return {"workers": setup.workers, "ideal_cached_ratio": ideal, **compare(setup)}
 
 
 def measure_smallest() -> dict[str, Any]:

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 from bench.sim.engine import Engine, EngineConfig, Event, Load, Request
 from bench.sim.segments import Stored
+from bench.trace.agents import Agent
 from bench.trace.calls import Call, Ideal, Loop
-from bench.trace.swarm import Agent
 
 Policy = Callable[[Call, Sequence[Engine], float], int]
 

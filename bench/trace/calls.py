@@ -20,9 +20,8 @@ from bench.sim.prompts import (
     answer_to,
     beginning,
     rendered,
-    text_of,
 )
-from bench.trace.swarm import Agent, Turn
+from bench.trace.agents import Agent, Turn
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.segments import Chain, read_chain
 from sgl_ext.requests.strip import HeaderStrip, strip_request
@@ -106,8 +105,7 @@ class Conversation:
 
     def ask(self, turn: Turn) -> dict[str, Any]:
         """The body of the next call. Its message lists go on growing; send or read it at once."""
-        text = text_of(turn.tag, turn.tokens)
-        self._messages.append({"role": "user", "content": text})
+        self._messages.append({"role": "user", "content": turn.text()})
         body: dict[str, Any] = {
             "model": MODEL,
             "max_tokens": turn.answer_tokens,

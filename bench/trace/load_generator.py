@@ -23,8 +23,9 @@ import aiohttp
 import orjson
 import uvloop
 
+from bench.trace.agents import Agent, TraceConfig
 from bench.trace.calls import CHAT, Conversation, Loop
-from bench.trace.swarm import Agent, TraceConfig, make_trace
+from bench.trace.variants import make_trace
 
 _CONTENT = re.compile(rb'"content":\s*"[^"]')
 

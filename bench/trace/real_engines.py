@@ -16,8 +16,8 @@ from typing import Any
 
 from sgl_ext_cpu.node import local_model, running_node
 
+from bench.trace.agents import TraceConfig
 from bench.trace.run import figures, send
-from bench.trace.swarm import TraceConfig
 
 _TRACE = TraceConfig(sessions=10, calls=12, scale=0.1, pace=1, ramp_s=10)
 _LIMIT_S = 240.0

@@ -20,9 +20,10 @@ from sgl_ext_cpu.node import ROOT, free_port, is_healthy, running_balancer, runn
 from bench.lib.other_routers import running_peer
 from bench.lib.script import require
 from bench.sim.engine import EngineConfig
+from bench.trace.agents import Agent, TraceConfig
 from bench.trace.calls import Call, compile_calls, ideal_of
 from bench.trace.load_generator import Outcome
-from bench.trace.swarm import Agent, TraceConfig, make_trace
+from bench.trace.variants import make_trace
 
 SESSION_HEADER = "x-session-id"
 _OF_ITS_OWN_REQUESTS = ("--policy", "power_of_two", "--power-of-two-load-metric", "least_requests")

@@ -18,85 +18,22 @@ of a new session.
 
 from __future__ import annotations
 
-import functools
 import random
-from dataclasses import dataclass
-from typing import Any
 
 import xxhash
 
-from bench.sim.prompts import text_of
+from bench.trace.agents import Agent, TraceConfig, Turn
 
 VARIANTS = ("team", "one_harness", "many_harnesses", "no_sharing")
 MATES = 4
 _HARNESSES = 8
-_TOOLS = 16
 # tools, instructions, the project's text
 _MAIN = (12_000, 8_000, 12_000)
 _EXPLORE = (6_000, 6_000, 4_000)
 
 
-@dataclass(frozen=True, slots=True)
-class TraceConfig:
-    """`sessions` counts leads and mates. `scale` multiplies all sizes in tokens, `pace`
-    divides all gaps; a trace at scale s on engines s times as slow keeps its times."""
-
-    variant: str = "team"
-    sessions: int = 120
-    calls: int = 42
-    scale: float = 1.0
-    pace: float = 1.0
-    ramp_s: float = 20.0
-    billing_header: bool = False
-    seed: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """A call: a message of so many tokens, sent `gap_s` after the last answer and after
-    the agents in `waits_for` are done; `starts` are agents that begin with its answer."""
-
-    tag: str
-    tokens: int
-    answer_tokens: int
-    gap_s: float
-    starts: tuple[int, ...] = ()
-    waits_for: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Agent:
-    """One conversation. `session` is what a client sends as its header: explorers
-    send that of the agent who sent them out. `starts_at` is None for a started one."""
-
-    number: int
-    kind: str
-    session: str
-    header: str | None
-    harness: str | None
-    project: str
-    sizes: tuple[int, int, int]
-    turns: tuple[Turn, ...]
-    starts_at: float | None = None
-
-    def tools(self) -> list[dict[str, Any]]:
-        return _tools(self.harness, self.sizes[0]) if self.harness else []
-
-    def system(self) -> list[dict[str, Any]]:
-        """The messages that open the conversation."""
-        if self.harness is None:
-            return []
-        instructions = text_of(f"instructions {self.harness}", self.sizes[1])
-        if self.header is not None:
-            instructions = f"{self.header}\n{instructions}"
-        project = text_of(f"project {self.project}", self.sizes[2])
-        return [{"role": "system", "content": text} for text in (instructions, project)]
-
-
-def make_trace(config: TraceConfig) -> tuple[Agent, ...]:
-    """The agents of a trace; an agent's number is its place."""
-    if config.variant not in VARIANTS:
-        raise ValueError(f"variant: {config.variant!r} is none of {VARIANTS}")
+def make_swarm(config: TraceConfig) -> tuple[Agent, ...]:
+    """The agents of a swarm; an agent's number is its place."""
     maker = _Maker(config)
     if config.variant == "no_sharing":
         for client in range(config.sessions):
@@ -226,19 +163,3 @@ class _Maker:
             tuple(turns),
             starts_at,
         )
-
-
-@functools.lru_cache(maxsize=256)
-def _tools(harness: str, tokens: int) -> list[dict[str, Any]]:
-    each = max(1, tokens // _TOOLS - 50)
-    return [
-        {
-            "type": "function",
-            "function": {
-                "name": f"tool_{place}",
-                "description": text_of(f"tool {place} {harness}", each),
-                "parameters": {"type": "object", "properties": {"path": {"type": "string"}}},
-            },
-        }
-        for place in range(_TOOLS)
-    ]

@@ -6,8 +6,10 @@ import pytest
 from bench.sim.engine import Engine, EngineConfig, Request
 from bench.sim.prompts import BLOCK_TOKENS, BYTES_PER_TOKEN, answer_to, prompt_blocks
 from bench.sim.virtual_time import LeastLoaded, RoundRobin, simulate
+from bench.trace.agents import Agent, TraceConfig
 from bench.trace.calls import CHAT, Call, Conversation, Loop, compile_calls, ideal_of
-from bench.trace.swarm import VARIANTS, Agent, TraceConfig, make_trace
+from bench.trace.swarm import VARIANTS
+from bench.trace.variants import make_trace
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.segments import read_chain
 
