@@ -2,18 +2,18 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from http import HTTPStatus
 from typing import Any
 
 from starlette.datastructures import Headers
-from starlette.routing import Route
 
 from sgl_ext.engine import sglang_api, topology
+from sgl_ext.engine.arguments import caches, in_effect
 from sgl_ext.engine.core.counters import background_failed, counter
 from sgl_ext.engine.core.folder import Outbox
 from sgl_ext.engine.core.request_context import context_in, current_dry_run
-from sgl_ext.engine.http.event_broadcaster import PATH, SUBSCRIBERS_PATH
+from sgl_ext.engine.http.event_broadcaster import PATH
 from sgl_ext.engine.http.extension import HttpExtension, install, installed
 from sgl_ext.engine.http.gauges import gauging
 from sgl_ext.engine.http.pin_placement import log_limits
@@ -22,6 +22,7 @@ from sgl_ext.engine.middleware import errors
 from sgl_ext.engine.middleware import secret as secret_check
 from sgl_ext.engine.middleware.cache_writes import CacheWritesMiddleware
 from sgl_ext.engine.middleware.error_shape import EngineError
+from sgl_ext.engine.routes.event_routes import event_routes
 from sgl_ext.engine.routes.flush_route import flush_route
 from sgl_ext.engine.routes.model_routes import model_routes
 from sgl_ext.engine.routes.pin_routes import pin_routes
@@ -38,12 +39,14 @@ from sgl_ext.supervision import count_unhandled
 
 _SIGTERM_POLL_S = 0.2
 _UNHEALTHY = "UnHealthy"
+_REMOTE = "its ranks on other nodes keep pin, aging and preemption settings"
 _ENDING = "This engine is shutting down."
 
 
 def extend(server_args: ServerArgs, *_: Any, **__: Any) -> None:
     """Before SGLang's HTTP server runs."""
-    extension, app = HttpExtension(EngineSettings.from_environment()), sglang_api.app
+    ranks, app = caches(in_effect()), sglang_api.app
+    extension = HttpExtension(EngineSettings.from_environment(), ranks)
     install(extension)
     extension.degraded = topology.features(topology.degraded(topology.facts_of(server_args)))
     app.add_middleware(AnswerMiddleware, extension=extension)
@@ -52,17 +55,14 @@ def extend(server_args: ServerArgs, *_: Any, **__: Any) -> None:
     secret = EngineSecret(extension.settings.engine_secret)
     secret_check.install(app, server_args.url(), secret)
     app.add_middleware(InFlightMiddleware, extension=extension)
-    broadcaster = extension.broadcaster
-    events = Route(PATH, broadcaster, methods=["GET"])
-    subscribers = Route(SUBSCRIBERS_PATH, broadcaster.show_subscribers, methods=["GET"])
-    outbox = Outbox()
+    broadcasters = extension.broadcasters
+    outboxes = [Outbox(rank) for rank in range(ranks)]
     app.router.routes[:0] = [
-        events,
-        subscribers,
+        *event_routes(broadcasters, lambda: extension.subscriber_count),
         flush_route(),
-        ready_route(lambda: extension.settings_number),
-        settings_route(extension, outbox),
-        *pin_routes(broadcaster.pins, outbox),
+        ready_route(lambda: extension.settings_number, ranks),
+        settings_route(extension, outboxes, _REMOTE if ranks > 1 < in_effect().nnodes else ""),
+        *pin_routes([each.pins for each in broadcasters], outboxes),
         *model_routes(),
         template_route(),
     ]
@@ -73,7 +73,10 @@ def extend(server_args: ServerArgs, *_: Any, **__: Any) -> None:
         count_unhandled(asyncio.get_running_loop(), background_failed)
         stalls = StallMonitor(_count_stall)
         stalls.start()
-        async with broadcaster.listening(), original(application) as state:
+        async with AsyncExitStack() as stack:
+            for broadcaster in broadcasters:
+                await stack.enter_async_context(broadcaster.listening())
+            state = await stack.enter_async_context(original(application))
             manager = sglang_api.get_global_state().tokenizer_manager
             log_template(application)
             async with extension.serving(application, manager), gauging(extension):
@@ -90,7 +93,8 @@ def _count_stall(clock: str, seconds: float) -> None:
 
 def end_streams(*_: Any, **__: Any) -> None:
     """Before uvicorn's shutdown, which waits until every response has ended."""
-    installed().broadcaster.close()
+    for broadcaster in installed().broadcasters:
+        broadcaster.close()
 
 
 class AnswerMiddleware:

@@ -78,8 +78,10 @@ class ResolvedArgs(Protocol):
 class ParallelContext(Protocol):
     """The ranks of this process."""
 
+    attn_cp_rank: int
+    attn_tp_rank: int
+    dp_rank: int | None
     num_dp_ranks: int
-    tp_rank: int
     pp_rank: int
 
 

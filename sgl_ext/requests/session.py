@@ -33,6 +33,10 @@ OWNER_HEADER = "x-sgl-ext-owner"
 QUEUED_HEADER = "x-sgl-ext-queued-s"
 # What a request is for, if it is not the first attempt of a client's own: "retry-1", "standby".
 PURPOSE_HEADER = "x-sgl-ext-purpose"
+# The data-parallel rank of the engine that the balancer chose.
+RANK_HEADER = "x-sgl-ext-rank"
+# How many ranks an engine has, in its answers to readiness probes.
+RANKS_HEADER = "x-sgl-ext-ranks"
 # Proves to an engine that a request is from its balancer.
 SECRET_HEADER = "x-sgl-ext-engine-secret"
 # What an engine answers in it to a request that does not prove that.
@@ -43,6 +47,7 @@ INTERNAL_HEADERS = (
     OWNER_HEADER,
     PURPOSE_HEADER,
     QUEUED_HEADER,
+    RANK_HEADER,
     DEFAULTS_HEADER,
     SECRET_HEADER,
 )

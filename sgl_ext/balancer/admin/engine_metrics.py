@@ -75,7 +75,7 @@ class EngineMetrics:
         return web.Response(body=page, headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
 
     async def _read_all(self) -> bytes:
-        workers = {worker.id: worker for worker in self._workers.all}
+        workers = {worker.id: worker for worker in self._workers.all if not worker.rank}
         left_bytes = [MOST_BYTES_IN_ALL]
         read = [self._read(worker, left_bytes) for worker in workers.values()]
         children, *found = await asyncio.gather(self._launcher.children(), *read)

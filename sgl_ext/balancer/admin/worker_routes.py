@@ -5,6 +5,7 @@ POST   /sgl_ext/workers  {"url": "http://..."}  adds a worker, or ends its drain
 DELETE /sgl_ext/workers?url=http://...          drains a worker: it gets no new requests and
                                                 leaves after its last one; also ?id=...
 GET    /v1/pins                                 the pinned prefixes of every engine, with its id
+                                                and its data-parallel rank
 DELETE /v1/pins?prefix=HASH                     deletes pins at every engine; also ?session=ID; with
                                                 &worker=ID at this one
 GET    /sgl_ext/divergences                     where prompts diverge from earlier ones
@@ -31,7 +32,7 @@ from sgl_ext.balancer.routing.workers import MOST_ADDED
 from sgl_ext.protocols import routes
 from sgl_ext.protocols.errors import BalancerError, no_engine
 from sgl_ext.requests.client_facts import read_client
-from sgl_ext.requests.session import OWNER_HEADER, TENANT_HEADER
+from sgl_ext.requests.session import OWNER_HEADER, RANK_HEADER, TENANT_HEADER
 from sgl_ext.settings.checks import is_worker_url, worker_url_problem
 
 SERVICES = web.AppKey("services", Services)
@@ -80,7 +81,9 @@ async def show_pins(request: web.Request) -> web.Response:
     now_s = asyncio.get_running_loop().time()
     workers = request.app[SERVICES].router.workers.all
     owner = request.headers.get(OWNER_HEADER)
-    pins = [row | {"worker": w.id} for w in workers for row in w.pins.rows(now_s, owner)]
+    pins = [
+        row | {"worker": w.id, "rank": w.rank} for w in workers for row in w.pins.rows(now_s, owner)
+    ]
     return json_response({"pins": pins})
 
 
@@ -91,7 +94,7 @@ async def delete_pins(request: web.Request) -> web.Response:
     worker = request.app[SERVICES].workers.find(name)
     if worker is None:
         raise BalancerError(HTTPStatus.NOT_FOUND, f"worker: no worker is {name!r}")
-    return await _to_each(request, [worker])
+    return await _to_each(request, [worker], are_ranks=worker.has_ranks)
 
 
 async def show_divergences(request: web.Request) -> web.Response:
@@ -130,12 +133,15 @@ async def explain(request: web.Request) -> web.Response:
 
 
 async def to_all(request: web.Request) -> web.Response:
-    """Sends the request to every ready worker. The status is the highest of theirs."""
+    """Sends the request to every ready engine. The status is the highest of theirs."""
     return await _to_each(request, _ready(request))
 
 
-async def _to_each(request: web.Request, workers: Sequence[Worker]) -> web.Response:
-    answers = await asyncio.gather(*(_send(worker, request) for worker in workers))
+async def _to_each(
+    request: web.Request, workers: Sequence[Worker], *, are_ranks: bool = False
+) -> web.Response:
+    sent = [_send(worker, request, is_for_rank=are_ranks) for worker in workers]
+    answers = await asyncio.gather(*sent)
     document = {w.url: _decoded(text) for w, (_, text) in zip(workers, answers, strict=True)}
     return json_response(document, max(status for status, _ in answers))
 
@@ -152,15 +158,19 @@ async def to_holder(request: web.Request) -> web.Response:
 
 def _ready(request: web.Request) -> list[Worker]:
     if workers := request.app[SERVICES].router.workers.ready:
-        return workers
+        return [*{worker.url: worker for worker in workers}.values()]  # each engine once
     raise no_engine()
 
 
-async def _send(worker: Worker, request: web.Request) -> tuple[int, bytes]:
+async def _send(
+    worker: Worker, request: web.Request, *, is_for_rank: bool = False
+) -> tuple[int, bytes]:
     body = await request.read()
     headers = {
         name: request.headers[name] for name in _FORWARDED_HEADERS if name in request.headers
     }
+    if is_for_rank:
+        headers[RANK_HEADER] = str(worker.rank)
     if body:
         headers["content-type"] = request.content_type
     url = worker.url + request.path_qs
@@ -197,6 +207,7 @@ def _shown(worker: Worker) -> dict[str, Any]:
     return {
         "id": worker.id,
         "url": worker.url,
+        "rank": worker.rank,
         "model": worker.member.model,
         "labels": dict(worker.member.labels),
         "source": worker.source,

@@ -40,8 +40,11 @@ from sgl_ext.protocols import routes
 from sgl_ext.protocols.errors import BalancerError, error_headers, wire_status
 from sgl_ext.protocols.registry import errors_of
 from sgl_ext.protocols.request_ids import id_line, new_request_id
+from sgl_ext.requests.session import RANK_HEADER
 from sgl_ext.requests.strip import HeaderStrip
 from sgl_ext.supervision import Guard
+
+_RANK_LINE = b"%b: %%d\r\n" % RANK_HEADER.encode()
 
 
 @dataclass(eq=False)
@@ -158,15 +161,19 @@ class Services:
         """The connections to a worker."""
         pool = self._pools.get(worker)
         if pool is None:
-            pool = self._pools[worker] = ConnectionPool(worker.url, self.secret.line)
+            pool = self._pools[worker] = ConnectionPool(worker.url, self._lines_for(worker))
         return pool
+
+    def _lines_for(self, worker: Worker) -> bytes:
+        """The header lines of each request to a worker. An engine of one rank ignores that."""
+        return self.secret.line + _RANK_LINE % worker.rank
 
     def reload_secret(self) -> None:
         """Sends a changed secret from now on. Call it periodically."""
         if self.secret.reload_if_changed():
             self.secret.put_into(self.session)
-            for pool in self._pools.values():
-                pool.add_to_each(self.secret.line)
+            for worker, pool in self._pools.items():
+                pool.add_to_each(self._lines_for(worker))
 
     def sample_hit_rates(self) -> None:
         """Notes the engines' hit rates. Call it periodically."""

@@ -127,7 +127,7 @@ class EventSubscribers:
     async def _receive(self, worker: Worker) -> float:
         """Applies the events of one connection until it ends; returns what the pause before the
         next is longer than usual."""
-        url = worker.url + EVENTS_PATH
+        url = worker.url + EVENTS_PATH + (f"?rank={worker.rank}" if worker.rank else "")
         async with self._session.get(url, timeout=_TIMEOUT) as response:
             if response.status == HTTPStatus.UNAUTHORIZED:  # until the secrets agree again
                 return 0.0

@@ -22,7 +22,7 @@ from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.protocols.request_ids import HEADER
 from sgl_ext.protocols.routes import PREFILL
-from sgl_ext.requests.session import PURPOSE_HEADER
+from sgl_ext.requests.session import PURPOSE_HEADER, RANK_HEADER
 from sgl_ext.supervision import Guard
 
 # How long a session is not considered again.
@@ -30,7 +30,11 @@ REPEAT_S = 30.0
 _MOST_SESSIONS = 10_000
 # Of the bodies that are being sent. They are copies.
 _MOST_SENDING_BYTES = 32 << 20
-_NAMED_LINES = b"%b: %%b\r\n%b: standby\r\n" % (HEADER.encode(), PURPOSE_HEADER.encode())
+_NAMED_LINES = b"%b: %%b\r\n%b: standby\r\n%b: %%d\r\n" % (
+    HEADER.encode(),
+    PURPOSE_HEADER.encode(),
+    RANK_HEADER.encode(),
+)
 _TIMEOUT = aiohttp.ClientTimeout(total=30)
 
 
@@ -78,7 +82,7 @@ class StandbyPrefill:
         self._sent[routing.session] = None
         worker = next(w for w, _ in others if w.id == standby)
         url = f"{worker.url}{PREFILL}?wait=false&protocol={protocol.name}"
-        lines = head.upstream_lines + _NAMED_LINES % request_id.encode()
+        lines = head.upstream_lines + _NAMED_LINES % (request_id.encode(), worker.rank)
         task = asyncio.create_task(self._send(url, lines, bytes(body)))
         self._sending.add(task)
         self._sending_bytes += (size := len(body))

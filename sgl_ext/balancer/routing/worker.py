@@ -1,4 +1,5 @@
-"""One engine as the balancer sees it: its state, its load and its capacity."""
+"""One engine as the balancer sees it: its state, its load and its capacity. Of an engine with data
+parallelism each rank is a worker, with a cache, a load and a capacity of its own."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
@@ -37,10 +38,17 @@ class Load(NamedTuple):
     pending_tokens: int = 0
 
 
+def rank_id(engine: str, rank: int) -> str:
+    """The id of a rank of an engine."""
+    return f"{engine}#{rank}" if rank else engine
+
+
 class Worker:
-    """One engine. It is not ready until a probe succeeds.
+    """One engine, or one rank of it. It is not ready until a probe succeeds.
 
     member: what its source says of it. id: its identity, also among balancers and in metrics.
+    rank: its data-parallel rank. The id of rank 0 is that of the engine, that of rank 1 `ID#1`.
+    has_ranks: whether its engine has several.
     source: the name of its source.
     cause: why it was not ready at last; "" if it was from the start.
     draining: it gets no new requests. is_gone: it is also removed after its last one.
@@ -66,9 +74,11 @@ class Worker:
     was_ready: whether it has ever been ready.
     """
 
-    def __init__(self, member: Member, slot: int, source: str = "") -> None:
+    def __init__(self, member: Member, slot: int, source: str = "", rank: int = 0) -> None:
         self.member = member
-        self.id = member.id
+        self.id = rank_id(member.id, rank)
+        self.rank = rank
+        self.has_ranks = rank > 0
         self.url = member.url
         self.source = source
         self.slot = slot

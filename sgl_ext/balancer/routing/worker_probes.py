@@ -4,14 +4,18 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
+from types import MappingProxyType
+from typing import Any
 
 import aiohttp
 
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.balancer.routing.workers import Workers
+from sgl_ext.requests.session import RANK_HEADER, RANKS_HEADER
 from sgl_ext.settings.reloading import SETTINGS_HEADER
 from sgl_ext.supervision import Failed, supervise
 
@@ -20,6 +24,7 @@ log = logging.getLogger(__name__)
 _PROBE_TIMEOUT = aiohttp.ClientTimeout(total=10)
 # So many probes in a row that an engine accepted and left without an answer show that it hangs.
 SILENT_PROBES = 3
+_TOKEN = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
 _GENERATE_TIMEOUT = aiohttp.ClientTimeout(total=30)
 
 
@@ -65,13 +70,17 @@ class WorkerProbes:
         if worker.is_hung:
             return
         try:
-            status, number, cause = await self._ready(worker)
+            status, head, cause = await self._ready(worker)
         except TimeoutError:
             status, cause = None, f"no answer for {_PROBE_TIMEOUT.total:g} s"
             worker.silent_probes += 1
         else:
             worker.silent_probes = 0
-            worker.settings_number = number
+            worker.settings_number = _number(head, SETTINGS_HEADER)
+            ranks = _number(head, RANKS_HEADER)
+            if status == HTTPStatus.OK:
+                for rank in self.workers.set_ranks(worker, 1 if ranks is None else ranks):
+                    await self.probe(rank)
         worker.is_reachable = status is not None
         self.workers.mark(worker, ready=status == HTTPStatus.OK, cause=cause)
         if status is not None:
@@ -103,37 +112,42 @@ class WorkerProbes:
                 attempt.abandon("the engine hangs")
 
     async def _generates(self, worker: Worker) -> bool:
+        path, sent = "/health_generate", {}
+        if worker.has_ranks:  # SGLang's own check takes the ranks in turn
+            path, sent = "/generate", {"json": _TOKEN, "headers": {RANK_HEADER: str(worker.rank)}}
         try:
-            status = await self._status(f"{worker.url}/health_generate", _GENERATE_TIMEOUT)
+            head, _ = await self._head(worker.url + path, _GENERATE_TIMEOUT, sent)
         except TimeoutError:
             return False
+        status = None if head is None else head.status
         # One that refuses the secret does not hang, and the next probe finds the reason.
         return status in (HTTPStatus.OK, HTTPStatus.UNAUTHORIZED)
 
-    async def _ready(self, worker: Worker) -> tuple[int | None, int | None, str]:
-        """The status of the answer, the version of reloaded settings that it states, and the status
-        or the failure in words. As `_head`."""
+    async def _ready(self, worker: Worker) -> tuple[int | None, Mapping[str, str], str]:
+        """The status of the answer, its headers, and the status or the failure in words. As
+        `_head`."""
         head, cause = await self._head(f"{worker.url}/ready", _PROBE_TIMEOUT)
         if head is None:
-            return None, None, cause
-        number = head.headers.get(SETTINGS_HEADER, "")
-        return head.status, int(number) if number.isdecimal() else None, f"status {head.status}"
-
-    async def _status(self, url: str, limit: aiohttp.ClientTimeout) -> int | None:
-        """The status of the answer. As `_head`."""
-        head, _ = await self._head(url, limit)
-        return None if head is None else head.status
+            return None, {}, cause
+        return head.status, head.headers, f"status {head.status}"
 
     async def _head(
-        self, url: str, limit: aiohttp.ClientTimeout
+        self, url: str, limit: aiohttp.ClientTimeout, sent: Mapping[str, Any] = MappingProxyType({})
     ) -> tuple[aiohttp.ClientResponse | None, str]:
-        """An answer, or why the connection is refused or breaks. Raises TimeoutError if nothing
-        comes in time."""
+        """The answer to a GET, or to a POST of what is `sent`; or why the connection is refused or
+        breaks. Raises TimeoutError if nothing comes in time."""
         try:
-            async with self.session.get(url, timeout=limit) as response:
+            method = "POST" if sent else "GET"
+            async with self.session.request(method, url, timeout=limit, **sent) as response:
                 return response, ""
         except TimeoutError:  # some of aiohttp's are a ClientError, too
             raise
         except aiohttp.ClientError as error:
             number = getattr(error, "errno", None)
             return None, os.strerror(number) if number else str(error) or type(error).__name__
+
+
+def _number(headers: Mapping[str, str], name: str) -> int | None:
+    """The number that a header states, if it does."""
+    text = headers.get(name, "")
+    return int(text) if text.isascii() and text.isdecimal() else None

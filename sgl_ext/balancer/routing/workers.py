@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from scheduler.breaker import State
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.slots import Slots
-from sgl_ext.balancer.routing.worker import STATES, Worker
+from sgl_ext.balancer.routing.worker import STATES, Worker, rank_id
 from sgl_ext.membership.member import Member
 from sgl_ext.membership.merging import ADMIN, AdminChanges, merge
 
@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 MOST_ADDED = 256
 # How many removed workers are remembered that no source of this balancer lists.
 MOST_ELSEWHERE = 256
+# Data-parallel ranks of one engine.
+MOST_RANKS = 256
 
 # Each metric of a worker: its help text and its value at a time.
 _GAUGES: dict[str, tuple[str, Callable[[Worker, float], int]]] = {
@@ -101,6 +103,7 @@ class Workers(Collector):
         self._lists: dict[str, Sequence[Member]] = {}
         self._ignored: set[str] = set()
         self._by_id: dict[str, Worker] = {}
+        self._ranks: dict[tuple[str, str], int] = {}
         metrics.registry.register(self)
         metrics.tables.add("added_workers", lambda: len(self.admin.added), lambda: MOST_ADDED)
 
@@ -173,7 +176,7 @@ class Workers(Collector):
     def remove(self, worker: Worker, wall_s: float) -> None:
         """Lets a worker leave, whatever its source says, until `add` takes it back."""
         there = {member.id for member in self._members()}
-        own = () if worker.source == ADMIN else (worker.id,)
+        own = () if worker.source == ADMIN else (worker.member.id,)
         removed = [*dict.fromkeys((*self.admin.removed, *own))]
         # Other balancers may list what is not there: only as many of those as the bound allows.
         elsewhere = [name for name in removed if name not in there]
@@ -187,6 +190,19 @@ class Workers(Collector):
         wall_s = max(wall_s, nextafter(self.admin.changed_s, inf))
         self.change(AdminChanges(wall_s, added, removed))
 
+    def set_ranks(self, worker: Worker, ranks: int) -> list[Worker]:
+        """Makes each data-parallel rank of an engine a worker, as its rank 0 found that it has so
+        many; returns those that are new."""
+        engine = (worker.member.id, worker.url)
+        if worker.rank or ranks == self._ranks.get(engine, 1) or not 1 <= ranks <= MOST_RANKS:
+            return []
+        log.info("engine has data-parallel ranks", extra={**_named(worker), "ranks": ranks})
+        before = {*self.all}
+        worker.has_ranks = ranks > 1
+        self._ranks[engine] = ranks
+        self._update(worker.recovered_s)
+        return [each for each in self.all if each not in before]
+
     def remove_drained(self) -> None:
         """Removes the workers that leave and whose requests have ended. Call it periodically."""
         leaving = [worker for worker in self.all if worker.is_gone and not worker.in_flight]
@@ -198,6 +214,8 @@ class Workers(Collector):
             log.info("engine gone", extra=_named(worker))
             self._left(worker)
             self._slots.give_back(worker.slot)
+            if not worker.rank:
+                self._ranks.pop((worker.member.id, worker.url), None)
             self._metrics.workers_left.inc()
             if worker.id not in self._by_id:
                 self._metrics.forget_worker(worker.id)
@@ -234,12 +252,18 @@ class Workers(Collector):
     def _update(self, joined_s: float | None) -> None:
         listed, self.model, ignored = merge(self._lists, self.admin, self.model)
         known = {(worker.id, worker.url): worker for worker in self.all}
+        listed_ranks = [
+            (member, source, rank)
+            for member, source in listed
+            for rank in range(self._ranks.get((member.id, member.url), 1))
+        ]
         drained = {worker for worker in self.all if worker.draining}
         for worker in self.all:
             worker.is_gone = worker.draining = True
             worker.is_expected = False
-        for member, source in listed:
-            worker = known.get((member.id, member.url)) or self._join(member, joined_s)
+        for member, source, rank in listed_ranks:
+            name = (rank_id(member.id, rank), member.url)
+            worker = known.get(name) or self._join(member, rank, joined_s)
             worker.is_gone, worker.draining = False, member.state != "ready"
             worker.is_expected = member.state == "restarting"
             worker.member, worker.source = member, source
@@ -258,8 +282,9 @@ class Workers(Collector):
         leaving_first = sorted(self.all, key=lambda worker: not worker.is_gone)
         self._by_id = {worker.id: worker for worker in leaving_first}
 
-    def _join(self, member: Member, joined_s: float | None) -> Worker:
-        worker = Worker(member, self._slots.take(f"{member.id}\n{member.url}"))
+    def _join(self, member: Member, rank: int, joined_s: float | None) -> Worker:
+        slot = self._slots.take(f"{rank_id(member.id, rank)}\n{member.url}")
+        worker = Worker(member, slot, rank=rank)
         worker.recovered_s = joined_s
         self._metrics.workers_joined.inc()
         self.all.append(worker)

@@ -58,18 +58,18 @@ def acknowledged() -> Counter[str]:
 
 
 def address(name: str) -> str:
-    """The address of one of the engine's sockets: the scheduler sends "events", and the HTTP
-    process sends "orders"."""
+    """The address of one of the engine's sockets: the scheduler of rank 1 sends "events-1", and the
+    HTTP process sends it "orders-1"."""
     return f"ipc://{folder() / name}"
 
 
 class Outbox:
-    """Sends orders from the HTTP process to the scheduler."""
+    """Sends orders from the HTTP process to the scheduler of a data-parallel rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(address("orders"))
+        self._socket.connect(address(f"orders-{rank}"))
 
     def unpin(self, prefixes: list[str]) -> None:
         """Orders that these pins are given up, which takes a second or two."""
@@ -92,11 +92,11 @@ class Orders(NamedTuple):
 
 
 class Inbox:
-    """Receives these orders on the scheduler's entry rank."""
+    """Receives these orders in the first process of that rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
-        self._socket.bind(address("orders"))
+        self._socket.bind(address(f"orders-{rank}"))
 
     def take(self) -> Orders:
         """What came since the last call."""

@@ -47,6 +47,7 @@ class RequestContext:
     request_id: by which the client and the balancer know it.
     purpose: what the balancer sent it for, "" for the first attempt of a client's own.
     queued_s: how long the request waited in the balancer's admission queue.
+    rank: the data-parallel rank that the balancer chose; None: SGLang chooses.
     is_last: the client says that this is the conversation's last turn.
     is_demoted: the client wants the session's pins on this prompt to end.
     is_answer_reusable: whether the next turn's prompt continues with the answer as generated.
@@ -79,6 +80,7 @@ class RequestContext:
     request_id: str = ""
     purpose: str = ""
     queued_s: float = 0.0
+    rank: int | None = None
     is_last: bool = False
     is_demoted: bool = False
     is_answer_reusable: bool = True

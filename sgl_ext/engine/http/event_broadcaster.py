@@ -1,7 +1,8 @@
 """`GET /sgl_ext/events`: what the engine's cache holds, and then each change, as lines of JSON.
 
 The HTTP process mirrors the scheduler's cache from its events, so it serves a new subscriber a
-snapshot without the scheduler. Lines are numbered for each connection.
+snapshot without the scheduler. Lines are numbered for each connection. With data parallelism each
+rank has a scheduler, a cache and a stream of its own: `?rank=1`.
 """
 
 import asyncio
@@ -16,8 +17,6 @@ from typing import Any
 import orjson
 import zmq
 import zmq.asyncio
-from starlette.requests import Request
-from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from radix.index import PrefixIndex
@@ -65,12 +64,14 @@ class _Subscriber:
 
 
 class EventBroadcaster:
-    """Mirrors what the scheduler's cache holds, and sends its events to all subscribers.
+    """Mirrors what one scheduler's cache holds, and sends its events to all subscribers.
 
+    rank: the scheduler's data-parallel rank.
     on_cleared: called when the cache was emptied.
     """
 
-    def __init__(self, buffer_bytes: int = BUFFER_BYTES) -> None:
+    def __init__(self, buffer_bytes: int = BUFFER_BYTES, rank: int = 0) -> None:
+        self.rank = rank
         self._mirror = PrefixIndex()
         self._publishes: list[str] = []
         self._load: dict[str, int] = {}
@@ -155,11 +156,6 @@ class EventBroadcaster:
         yield "residency_mirror", "entries", len(mirror), mirror.limit_segments
         yield "unread_events", "bytes", unsent, self._buffer_bytes
 
-    async def show_subscribers(self, _: Request) -> JSONResponse:
-        """How many subscribers there are. A balancer is one of an engine that drains until the last
-        answer has come: with 0 the engine may end."""
-        return JSONResponse({"subscribers": self.subscriber_count})
-
     async def _stream(self, subscriber: _Subscriber, send: Send) -> None:
         """Sends lines until cancelled. After a failure the stream ends, and its subscriber begins
         another with a snapshot."""
@@ -175,7 +171,7 @@ class EventBroadcaster:
     async def listening(self) -> AsyncIterator[None]:
         """Applies the scheduler's lines while the block runs."""
         socket = zmq.asyncio.Context.instance().socket(zmq.PULL)
-        socket.bind(address("events"))
+        socket.bind(address(f"events-{self.rank}"))
         read = partial(self._read, socket)
         reader = asyncio.create_task(supervise("event_lines", background_failed, read, _RETRY_S))
         try:

@@ -3,13 +3,12 @@
 SGLang calls our hooks as plain functions, so they reach this object through `installed()`.
 """
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from sgl_ext.engine.arguments import caches, in_effect
 from sgl_ext.engine.host_cache.message_cache import MessageCache
 from sgl_ext.engine.host_cache.shortcuts import SchemaCache
 from sgl_ext.engine.host_cache.token_cache import TokenCache, make_token_cache
@@ -37,20 +36,19 @@ class HttpExtension:
     in_flight: requests, without the streams of events, which end with the engine.
     is_ending: after SIGTERM and the last request.
     settings_number: the version of the settings that were changed since the start; 0: none.
-    has_several_schedulers: replicas, which no order reaches.
+    broadcasters: of the prefix events of each data-parallel rank.
     degraded: what the engine serves without, as rows of docs/topologies.md.
     token_cache, message_cache, next_turns: None until the server starts, or if they are off.
     """
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: EngineSettings, ranks: int = 1) -> None:
         self.settings = settings
         self.tenants = Tenants(settings.tenants, settings.max_priority)
         self.strip = HeaderStrip(settings.strip_headers, moves_lines=settings.move_volatile_lines)
-        self.broadcaster = EventBroadcaster()
+        self.broadcasters = tuple(EventBroadcaster(rank=rank) for rank in range(ranks))
         self.in_flight = 0
         self.is_ending = False
         self.settings_number = 0
-        self.has_several_schedulers = False
         self.degraded: tuple[str, ...] = ()
         self.schemas = SchemaCache()
         self.chats: WeakKeyDictionary[ServingChat, TokenOffsets | None] = WeakKeyDictionary()
@@ -61,9 +59,23 @@ class HttpExtension:
         self.message_cache: MessageCache | None = None
         self.next_turns: NextTurns | None = None
 
+    def rank_of(self, stated: str | None) -> int | None:
+        """The data-parallel rank that a balancer states; None if there is only one, or if this
+        engine, started again with fewer, does not have it."""
+        ranks = len(self.broadcasters)
+        if ranks == 1 or stated is None or not (stated.isascii() and stated.isdecimal()):
+            return None
+        rank = int(stated[:9])
+        return rank if rank < ranks else None
+
+    @property
+    def subscriber_count(self) -> int:
+        """How many readers of prefix events there are."""
+        return sum(each.subscriber_count for each in self.broadcasters)
+
     def tables(self) -> Iterator[tuple[str, str, int, int]]:
         """Name, unit, size and bound of each bounded table."""
-        yield from self.broadcaster.tables()
+        yield from _largest(each.tables() for each in self.broadcasters)
         for name, cache in (("token_cache", self.token_cache), ("messages", self.message_cache)):
             if cache is not None:
                 yield name, "bytes", cache.used_bytes, cache.limit_bytes
@@ -88,7 +100,6 @@ class HttpExtension:
     @asynccontextmanager
     async def serving(self, app: Any, manager: TokenizerManager) -> AsyncIterator[None]:
         """Makes the caches, and prefills ahead while the block runs."""
-        self.has_several_schedulers = caches(in_effect()) > 1
         limit_bytes = self.settings.token_cache_bytes
         quarter = limit_bytes // 4
         self.token_cache = make_token_cache(manager.tokenizer, limit_bytes - quarter)
@@ -96,8 +107,17 @@ class HttpExtension:
         async with prefilling_ahead(app, manager, self.settings) as next_turns:
             if next_turns is not None:
                 self.next_turns = next_turns
-                self.broadcaster.on_cleared = partial(next_turns.prefiller.drop_all, "flushed")
+                for broadcaster in self.broadcasters:
+                    broadcaster.on_cleared = partial(next_turns.prefiller.drop_all, "flushed")
             yield
+
+
+def _largest(
+    tables: Iterable[Iterable[tuple[str, str, int, int]]],
+) -> Iterator[tuple[str, str, int, int]]:
+    """Of the tables of several ranks, each by the rank where it is largest."""
+    for same in zip(*tables, strict=True):
+        yield max(same, key=lambda table: table[2])
 
 
 _installed: HttpExtension | None = None

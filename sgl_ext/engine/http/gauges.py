@@ -42,7 +42,7 @@ async def gauging(extension: HttpExtension) -> AsyncIterator[None]:
 
 def set_gauges(extension: HttpExtension) -> None:
     """Sets the gauges of the HTTP process's own state."""
-    gauge("event_subscribers").set(extension.broadcaster.subscriber_count)
+    gauge("event_subscribers").set(extension.subscriber_count)
     for table, unit, size, limit in extension.tables():
         gauge("table_size").labels(table, unit).set(size)
         gauge("table_limit").labels(table, unit).set(limit)
@@ -56,7 +56,8 @@ def set_gauges(extension: HttpExtension) -> None:
     for (name, work), so_far_s in seconds.items():
         gauge("host_cache_seconds").labels(name, work).set(so_far_s)
         gauge("host_cache_off").labels(name).set(name in off)
-    extension.broadcaster.show_caches_off(sorted(off))
+    for broadcaster in extension.broadcasters:
+        broadcaster.show_caches_off(sorted(off))
 
 
 def set_memory(by_kind: dict[str, int]) -> None:

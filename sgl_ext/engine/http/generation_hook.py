@@ -3,6 +3,7 @@
 from typing import Any
 
 from sgl_ext.engine.core import hints
+from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.isolation import group_of, isolate
 from sgl_ext.engine.core.request_context import current
 from sgl_ext.engine.core.request_names import name_after_id
@@ -16,7 +17,8 @@ def send_hints(
     manager: TokenizerManager | None, request: Any, raw_request: Any = None, *_: Any, **__: Any
 ) -> None:
     """Before `TokenizerManager.generate_request`: isolates the request in its cache group and its
-    tenant's names, names it by its id, sets its priority, and adds its hints. Ends a dry run.
+    tenant's names, names it by its id, sends it to its rank, sets its priority, and adds its hints.
+    Ends a dry run.
 
     Of one HTTP request the first generation takes the hints: later ones (a tool loop inside the
     engine) have another prompt. `request` is one of several classes, embeddings among them.
@@ -31,6 +33,10 @@ def send_hints(
         name_after_id(request, context)
         if manager is not None and manager.enable_lora:
             check_adapters(request, installed().tenants.of(context.owner))
+    if context.rank is not None and hasattr(request, "routed_dp_rank"):
+        if request.routed_dp_rank not in (None, context.rank):
+            counter("translated_parts").labels(context.path, "routed_dp_rank").inc()
+        request.routed_dp_rank = context.rank
     if context.dry_run is not None:
         context.dry_run.stop(request, context)
     next_turns = installed().next_turns

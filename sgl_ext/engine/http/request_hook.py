@@ -32,6 +32,7 @@ from sgl_ext.requests.segments import Chain, read_chain, with_sorted_schemas, wi
 from sgl_ext.requests.session import (
     GROUP_HEADER,
     QUEUED_HEADER,
+    RANK_HEADER,
     is_final,
     salt_of,
     session_key,
@@ -134,6 +135,7 @@ def _read_context(extension: HttpExtension, request: Any, path: str, body: Any) 
         request_id=request_id_of(request.scope),
         purpose=purpose_of(headers),
         queued_s=_read_queued_s(path, headers),
+        rank=extension.rank_of(headers.get(RANK_HEADER)),
         is_last=is_final(headers),
         is_demoted=hints.demotes,
         pins=((WHOLE_PROMPT, marks.whole_ttl_s),) if marks.whole_ttl_s else (),

@@ -18,6 +18,7 @@ from typing import Any
 
 from scheduler.prefill import Rejection, slice_end
 from sgl_ext.engine import sglang_api
+from sgl_ext.engine.arguments import caches
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import RequestContext, enter
 from sgl_ext.engine.core.slices import is_slice_name, read_rejection, slice_name
@@ -78,13 +79,15 @@ class Job:
 
 
 class Prefiller:
-    """Prefills jobs in the order in which they came, in slices of at most `slice_tokens`.
+    """Prefills jobs in the order in which they came, in slices of at most `slice_tokens`, at the
+    data-parallel rank that the balancer chose.
 
     is_supported: False once the scheduler has rejected a slice because no slice ever runs. Then
         no prompt needs to be converted for a job.
     """
 
     def __init__(self, manager: TokenizerManager, args: ResolvedArgs, slice_tokens: int) -> None:
+        self._has_ranks = caches(args) > 1
         self._manager = manager
         self._page = args.page_size
         self._chunk_tokens = args.chunked_prefill_size or 0
@@ -104,7 +107,10 @@ class Prefiller:
         self._slice_tokens = min(self._slice_tokens, self._max_slice_tokens)
 
     def put(self, job: Job) -> None:
-        """Adds a job, and drops the oldest if there are too many."""
+        """Adds a job, and drops the oldest if there are too many. One that no balancer sent to a
+        rank ends at once: its request could go to another."""
+        if self._has_ranks and job.context.rank is None:
+            return self._finish(job, "no_rank")
         self.drop(job.name, "replaced")
         if len(self._jobs) >= MOST_JOBS:
             self.drop(next(iter(self._jobs)), "crowded")
@@ -216,6 +222,7 @@ class Prefiller:
             cache_salt=job.request.cache_salt,
             lora_path=job.request.lora_path,
             log_metrics=False,
+            routed_dp_rank=job.context.rank,
         )
         slice_context = contextvars.Context()
         if is_last:

@@ -19,6 +19,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ from sgl_ext.protocols.request_ids import HEADER as REQUEST_ID_HEADER
 from sgl_ext.protocols.routes import PREFILL
 from sgl_ext.requests.next_turn import Turn, partial_turn
 from sgl_ext.requests.protocol import Protocol
-from sgl_ext.requests.session import OWNER_HEADER, PURPOSE_HEADER, TENANT_HEADER
+from sgl_ext.requests.session import OWNER_HEADER, PURPOSE_HEADER, RANK_HEADER, TENANT_HEADER
 from sgl_ext.settings.schema import EngineSettings
 from sgl_ext.supervision import Guard, supervise
 
@@ -58,16 +59,16 @@ async def prefilling_ahead(
     """Lists the shared prompts. Then prefills while the block runs: first the shared prompts, then
     warmup requests, and next turns and `/v1/prefill` as they come.
 
-    Yields None if it is off, or if the engine has several caches or no tokenizer.
+    Yields None if it is off, or if the engine has no tokenizer or does not both prefill and decode.
     """
     shared = await share_prompts(app, manager, settings.shared_prefixes)
     args = in_effect()
-    has_one_cache = caches(args) == 1 and args.disaggregation_mode == "null"
-    if settings.prefill_ahead == "off" or not has_one_cache or manager.tokenizer is None:
+    is_whole = args.disaggregation_mode == "null"
+    if settings.prefill_ahead == "off" or not is_whole or manager.tokenizer is None:
         yield None
         return
     prefiller = Prefiller(manager, args, settings.prefill_ahead_slice_tokens)
-    requests = PrefillRequests(app, manager, prefiller)
+    requests = PrefillRequests(app, manager, prefiller, caches(args))
     app.router.routes[:0] = [
         Route(PREFILL, requests.post, methods=["POST"]),
         Route(PREFILL, requests.delete, methods=["DELETE"]),
@@ -85,9 +86,13 @@ async def prefilling_ahead(
 
 
 class PrefillRequests:
-    """The requests to prefill: of clients, and of the operator's files."""
+    """The requests to prefill: of clients, and of the operator's files, which each data-parallel
+    rank prefills."""
 
-    def __init__(self, app: Any, manager: TokenizerManager, prefiller: Prefiller) -> None:
+    def __init__(
+        self, app: Any, manager: TokenizerManager, prefiller: Prefiller, ranks: int = 1
+    ) -> None:
+        self._ranks = range(ranks)
         self._app = app
         self._manager = manager
         self._prefiller = prefiller
@@ -136,7 +141,8 @@ class PrefillRequests:
     async def warm_up(self, shared: Sequence[Job], path: str | None) -> None:
         """Prefills the shared prompts, and then those of a file of requests, one by one."""
         guard = Guard("warm_up", background_failed)
-        for job in shared:  # a job that waits for long is dropped
+        for job in (_at_rank(job, rank) for job in shared for rank in self._ranks):
+            # A job that waits for long is dropped.
             job.deadline_s = time.monotonic() + DEADLINE_S
             with guard:
                 self._prefiller.put(job)
@@ -145,14 +151,16 @@ class PrefillRequests:
         with guard:
             lines = _lines(path)
         for number, line in enumerate(lines, start=1):
-            with guard:
-                await self._warm_up(number, orjson.loads(line))
+            for rank in self._ranks:
+                with guard:
+                    await self._warm_up(number, orjson.loads(line), rank)
 
-    async def _warm_up(self, number: int, body: Any) -> None:
+    async def _warm_up(self, number: int, body: Any, rank: int) -> None:
         protocol = detect({}, None, body)
         answer = None
         if protocol is not None:
-            answer = await self._prefill(protocol, _warmup_headers(number), body, [])
+            headers = [*_warmup_headers(number), (RANK_HEADER.encode(), b"%d" % rank)]
+            answer = await self._prefill(protocol, headers, body, [])
         if answer is None or answer.status_code != HTTPStatus.OK:
             why = "unknown protocol" if answer is None else bytes(answer.body).decode()
             _logger.warning("sgl-ext: warmup request %d was rejected: %s", number, why)
@@ -271,6 +279,12 @@ async def _job(app: Any, manager: TokenizerManager, number: int, body: Any) -> J
     if job.request.contains_mm_input():
         raise ValueError("is of more than text")
     return job
+
+
+def _at_rank(job: Job, rank: int) -> Job:
+    """The same job for this data-parallel rank."""
+    context = replace(job.context, rank=rank)
+    return Job(f"{job.name}#{rank}", job.ids, job.request, context, purpose=job.purpose)
 
 
 def _warmup_headers(number: int) -> Headers:

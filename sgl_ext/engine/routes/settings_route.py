@@ -6,6 +6,7 @@ engine listens on, decides who may call it (`engine.middleware.secret`). Web pag
 so that they may not.
 """
 
+from collections.abc import Sequence
 from http import HTTPStatus
 
 import msgspec
@@ -20,8 +21,11 @@ from sgl_ext.settings.reloading import SETTINGS_PATH, Version, engine_values, wi
 from sgl_ext.settings.schema import SettingsError
 
 
-def settings_route(extension: HttpExtension, outbox: Outbox) -> Route:
-    """The route, which applies settings in this process and has the schedulers apply them."""
+def settings_route(
+    extension: HttpExtension, outboxes: Sequence[Outbox], unreached: str = ""
+) -> Route:
+    """The route, which applies settings in this process and has the schedulers apply them.
+    unreached: which schedulers no order reaches."""
 
     async def change(request: Request) -> JSONResponse:
         if request.headers.get("content-type") != "application/json":
@@ -34,15 +38,12 @@ def settings_route(extension: HttpExtension, outbox: Outbox) -> Route:
             return _error(HTTPStatus.BAD_REQUEST, str(error))
         if version.number > extension.settings_number:
             try:
-                if not extension.has_several_schedulers:
+                for outbox in outboxes:
                     outbox.change(values)
             except zmq.Again:
                 return _error(HTTPStatus.SERVICE_UNAVAILABLE, "the scheduler reads no orders")
             extension.change(settings, version.number)
-        why = ""
-        if extension.has_several_schedulers:
-            why = "its schedulers are replicas, which keep pin, aging and preemption settings"
-        return JSONResponse({"applied": not why, "why": why})
+        return JSONResponse({"applied": not unreached, "why": unreached})
 
     return Route(SETTINGS_PATH, change, methods=["POST"])
 

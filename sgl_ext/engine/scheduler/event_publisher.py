@@ -32,11 +32,12 @@ _LINES_WAITING = 1000
 class EventChannel:
     """Sends lines to the HTTP process of the same engine, and never waits."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0) -> None:
+        """rank: the number of this scheduler among those of its engine."""
         self._socket = zmq.Context().socket(zmq.PUSH)
         self._socket.set_hwm(_LINES_WAITING)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(address("events"))
+        self._socket.connect(address(f"events-{rank}"))
 
     def send(self, line: dict[str, Any]) -> bool:
         """Whether the line was sent."""

@@ -15,7 +15,7 @@ from sgl_ext.engine.core.folder import Orders
 from sgl_ext.engine.scheduler import slice_gate
 from sgl_ext.engine.scheduler.event_publisher import EventChannel, EventPublisher
 from sgl_ext.engine.scheduler.nodes import clock_s
-from sgl_ext.engine.scheduler.state import compare, extension_of
+from sgl_ext.engine.scheduler.state import compare, data_parallel_rank, extension_of
 from sgl_ext.engine.sglang_types import NextBatchPlan, Original, ScheduleBatch, Scheduler
 
 TICK_S = 1.0
@@ -109,5 +109,6 @@ def _publisher(scheduler: Scheduler) -> EventPublisher | None:
         if extension.cache is None:
             name = type(scheduler.tree_cache).__name__
             _logger.warning(f"sgl-ext: {name} is SGLang's own: only its load is published")
-        extension.publisher = EventPublisher(scheduler, extension.cache, EventChannel())
+        channel = EventChannel(data_parallel_rank())
+        extension.publisher = EventPublisher(scheduler, extension.cache, channel)
     return extension.publisher

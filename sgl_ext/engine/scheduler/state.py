@@ -68,7 +68,7 @@ class SchedulerExtension:
 
     @cached_property
     def orders(self) -> Inbox:
-        return Inbox()
+        return Inbox(data_parallel_rank())
 
     @cached_property
     def weights(self) -> Mapping[str, float]:
@@ -91,13 +91,16 @@ class SchedulerExtension:
 
 
 def is_entry_rank() -> bool:
-    """Whether this is the rank that counts and publishes for its engine: the first one.
-
-    With replicas or data-parallel attention, one address stands for several trees: no rank of such
-    an engine publishes.
-    """
+    """Whether this process counts and publishes for its scheduler: the first of those that have one
+    queue and one tree between them. With replicas or data-parallel attention an engine has several
+    such groups, each a data-parallel rank."""
     parallel = sglang_api.get_parallel()
-    return bool(parallel.num_dp_ranks == 1 and parallel.tp_rank == 0 and parallel.pp_rank == 0)
+    return not (parallel.attn_tp_rank or parallel.attn_cp_rank or parallel.pp_rank)
+
+
+def data_parallel_rank() -> int:
+    """The number of this scheduler among those of its engine."""
+    return sglang_api.get_parallel().dp_rank or 0
 
 
 def compare(decision: str, *values: object) -> None:

@@ -16,7 +16,7 @@ from sgl_ext.settings.schema import EngineSettings
 def test_each_table_has_a_size_and_a_bound() -> None:
     extension = HttpExtension(EngineSettings())
     extension.message_cache = MessageCache(1000)
-    extension.broadcaster.apply(b'{"stored": [["1", null, 5]], "load": {}}')
+    extension.broadcasters[0].apply(b'{"stored": [["1", null, 5]], "load": {}}')
     set_gauges(extension)
     values = {
         name: {

@@ -18,7 +18,7 @@ from sgl_ext.engine.core.request_context import RequestContext
 from sgl_ext.engine.prefill_ahead.prefiller import MOST_JOBS, Job, Prefiller
 
 ASKED = SimpleNamespace(extra_key="adapter", cache_salt="salt", lora_path=None)
-ARGS: Any = SimpleNamespace(page_size=1, chunked_prefill_size=None)
+ARGS: Any = SimpleNamespace(page_size=1, chunked_prefill_size=None, dp_size=1, attn_dp_size=1)
 Answer = Callable[[Any], dict[str, Any]]
 
 
@@ -219,7 +219,7 @@ async def test_a_late_job_is_dropped() -> None:
 async def test_after_one_slice_that_can_never_run_no_other_is_sent() -> None:
     """With sliding windows or Mamba layers."""
     manager = Manager(lambda _: refused("unsupported", 0))
-    prefiller, first, second = Prefiller(manager, 256), job("one"), job("two")
+    prefiller, first, second = Prefiller(manager, ARGS, 256), job("one"), job("two")
     for one in (first, second):
         prefiller.put(one)
     assert prefiller.is_supported

@@ -39,7 +39,8 @@ class Outbox:
 class Served:
     def __init__(self, extension: HttpExtension) -> None:
         self.extension, self.outbox = extension, Outbox()
-        route = settings_route(extension, self.outbox)  # type: ignore[arg-type]
+        self.second = Outbox()  # of a second data-parallel rank
+        route = settings_route(extension, [self.outbox, self.second])  # type: ignore[list-item]
         self._client = TestClient(Starlette(routes=[route]))
 
     def post(self, number: int, content_type: str = "application/json", **values: Any) -> Any:
@@ -104,7 +105,7 @@ def test_each_setting_of_an_engine_that_changes_is_tested() -> None:
 
 
 def test_the_http_process_uses_what_was_changed(served: Served) -> None:
-    args: Any = SimpleNamespace(page_size=1, chunked_prefill_size=0)
+    args: Any = SimpleNamespace(page_size=1, chunked_prefill_size=0, dp_size=1, attn_dp_size=1)
     prefiller = Prefiller(args, args, 2048)
     served.extension.next_turns = SimpleNamespace(policy="auto", prefiller=prefiller)  # type: ignore[assignment]
     answer = served.post(5, **_OTHER)
@@ -152,12 +153,16 @@ def test_a_web_page_changes_nothing(served: Served) -> None:
     assert served.extension.settings_number == 0
 
 
-def test_replicas_say_what_they_do_not_apply(served: Served) -> None:
-    served.extension.has_several_schedulers = True
-    answer = served.post(5, pin_budget=0.1).json()
-    assert not answer["applied"]
-    assert "replicas" in answer["why"]
-    assert served.outbox.sent == []
+def test_every_rank_gets_the_settings(served: Served) -> None:
+    assert served.post(5, pin_budget=0.1).json() == {"applied": True, "why": ""}
+    assert served.outbox.sent == served.second.sent == [{"pin_budget": 0.1}]
+
+
+def test_ranks_that_no_order_reaches_are_named(extend: Extend) -> None:
+    route = settings_route(extend(), [], "its ranks on other nodes keep them")
+    client = TestClient(Starlette(routes=[route]))
+    answer = client.post(SETTINGS_PATH, json={"number": 5, "values": {"pin_budget": 0.1}})
+    assert answer.json() == {"applied": False, "why": "its ranks on other nodes keep them"}
 
 
 def test_an_order_that_the_scheduler_does_not_take_is_sent_again(served: Served) -> None:
