@@ -14,7 +14,7 @@ import pytest
 
 from sgl_ext.engine.arguments import caches, in_effect, resolved
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 READER = ROOT / "sgl_ext/engine/arguments.py"
 RECORD = "server_args"
 """What SGLang calls the record of raw arguments, as a parameter and as an attribute."""
