@@ -147,7 +147,7 @@ class Row(SimpleNamespace):
 
 
 def rows() -> list[Row]:
-    text = (ROOT / "docs/topologies.md").read_text()
+    text = (ROOT / "docs/topologies.md").read_text().partition("\n## ")[0]
     cells = [
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in text.splitlines()
