@@ -54,16 +54,24 @@ class PinKeeper:
 
     changed: the pins that were made, renewed or read since the last publication, by name; None for
         one that ended.
+    lookahead: how many tokens must follow a prefix in the tree. It is 1 with a draft model, for
+        which SGLang's tree has pairs of tokens.
     """
 
     def __init__(
-        self, cache: "ExtendedRadixCache", pins: Pins, page: int, is_entry_rank: bool
+        self,
+        cache: "ExtendedRadixCache",
+        pins: Pins,
+        page: int,
+        is_entry_rank: bool,
+        lookahead: int = 0,
     ) -> None:
         self.pins = pins
         self.now_s = 0.0
         self.changed: dict[str, Pin | None] = {}
         self._cache = cache
         self._page = page
+        self._lookahead = lookahead
         self._is_entry_rank = is_entry_rank
         self._is_admitting = False
 
@@ -96,11 +104,12 @@ class PinKeeper:
                 self._note(pin.prefix, pin)
         for tokens, ttl_s in hints.pins[state.marks_seen :]:
             end = len(req.origin_input_ids) if tokens == WHOLE_PROMPT else tokens
+            end -= self._lookahead
             end -= end % self._page
             if end > resident:
                 return
             state.marks_seen += 1
-            if hints.is_reusable and not hints.is_last and end:
+            if hints.is_reusable and not hints.is_last and end > 0:
                 self._pin(req, hints, space, key, end, ttl_s)
 
     def _pin(

@@ -90,7 +90,8 @@ class ExtendedRadixCache(sglang_api.UnifiedRadixCache):
             owner_shares=shares,
             page=params.page_size,
         )
-        self.pins = PinKeeper(self, pins, params.page_size, is_entry_rank)
+        lookahead = int(params.is_eagle)
+        self.pins = PinKeeper(self, pins, params.page_size, is_entry_rank, lookahead)
         super().__init__(params)
 
     def limit_pins(self, settings: EngineSettings) -> None:
@@ -169,10 +170,10 @@ class ExtendedRadixCache(sglang_api.UnifiedRadixCache):
     def match_until(self, req: Req, tokens: int) -> tuple[int, Any]:
         """How many of a prompt's first `tokens` a request could use, and the node they end at.
 
-        Splits the node if they end inside one.
+        Splits the node if they end inside one. With a draft model, one more token must follow.
         """
         key = sglang_api.RadixKey(
-            req.origin_input_ids[:tokens],
+            req.origin_input_ids[: tokens + self.tree_core.is_eagle],
             req.extra_key,
             is_bigram=self.tree_core.is_eagle,
             cache_salt=req.cache_salt,

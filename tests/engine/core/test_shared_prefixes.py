@@ -69,7 +69,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 class Tree:
     """A tree of SGLang's, filled and asked without an engine."""
 
-    def __init__(self, kind: str, page: int = 1, is_eagle: bool = False) -> None:
+    def __init__(self, kind: str, page: int = 1, is_eagle: bool = False, **more: Any) -> None:
         torch, half = import_module("torch"), import_module("torch").float16
         pools = sglang("mem_cache.memory_pool")
         self.page, self.is_eagle = page, is_eagle
@@ -79,7 +79,13 @@ class Tree:
         self.memory = allocator(TOKENS, half, "cpu", pool, need_sort=False)
         parts = sglang("mem_cache.unified_cache.component_type").ComponentType
         params = sglang("mem_cache.cache_init_params").CacheInitParams(
-            False, self.rows, self.memory, page, is_eagle=is_eagle, tree_components=(parts.FULL,)
+            False,
+            self.rows,
+            self.memory,
+            page,
+            is_eagle=is_eagle,
+            tree_components=(parts.FULL,),
+            **more,
         )
         if kind == "simple":
             self.cache = sglang("mem_cache.radix_cache").RadixCache(params)
