@@ -88,6 +88,7 @@ _MAIN_HOOKS: dict[str, Hook] = {
     "sglang.srt.server_args.prepare_server_args": ("AFTER", startup.check_arguments),
     f"{_ENTRY}.engine.Engine._launch_subprocesses": ("AFTER", startup.await_acknowledgements),
     f"{_ENTRY}.engine._server_args_for_logging": ("AFTER", startup.changed_args),
+    f"{_ENTRY}.engine.resolve_auto_parsers": ("AROUND", startup.report_parsers),
     f"{_ENTRY}.http_server._freeze_gc_after_server_warmup": ("BEFORE", startup.await_listening),
     f"{_ENTRY}.http_server._setup_and_run_http_server": ("BEFORE", http_server.extend),
     "uvicorn.server.Server.shutdown": ("BEFORE", http_server.end_streams),

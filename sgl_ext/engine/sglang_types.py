@@ -66,11 +66,13 @@ class ResolvedArgs(Protocol):
     pp_size: int
     radix_cache_backend: str | None
     radix_eviction_policy: str
+    reasoning_parser: str | None
     schedule_low_priority_values_first: bool
     schedule_policy: str
     skip_tokenizer_init: bool
     smg_grpc_mode: bool
     tokenizer_worker_num: int
+    tool_call_parser: str | None
     use_ray: bool
 
 

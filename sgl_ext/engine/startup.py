@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, cast
@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from sgl_ext.engine import topology
+from sgl_ext.engine.arguments import resolved
 from sgl_ext.engine.core.folder import acknowledged
 from sgl_ext.engine.sglang_types import ServerArgs
 from sgl_ext.settings.engine_secret import EngineSecret, is_reachable
@@ -63,6 +64,33 @@ def check_arguments(server_args: ServerArgs, *_: Any) -> None:
         raise SystemExit("\n".join(f"sgl-ext: {rule}" for rule in rules))
     for rule in topology.degraded(facts):
         _logger.warning("sgl-ext: %s", rule)
+
+
+def report_parsers(original: Callable[[ServerArgs], None], server_args: ServerArgs) -> None:
+    """Around SGLang's choice of parsers where the operator wrote `auto`: logs what was chosen, and
+    what is lost where it found none, as it turns that parser off and serves."""
+    before = _parsers(server_args)
+    original(server_args)
+    after = _parsers(server_args)
+    chosen = [f"{kind} {name}" for kind, name in after.items() if before[kind] == "auto" and name]
+    if chosen:
+        _logger.info("sgl-ext: parsers found in the model (auto): %s", ", ".join(chosen))
+    for kind, (flag, loss) in _WITHOUT.items():
+        if before[kind] == "auto" and after[kind] is None:
+            what = f"auto found none for this model, so {loss}; name one, or none: docs/models.md"
+            _logger.warning("sgl-ext: %s: %s", flag, what)
+
+
+def _parsers(server_args: ServerArgs) -> dict[str, str | None]:
+    args = resolved(server_args)
+    return {"reasoning": args.reasoning_parser, "tool calls": args.tool_call_parser}
+
+
+_WITHOUT = {
+    "reasoning": ("--reasoning-parser", "thinking is left out of requests"),
+    "tool calls": ("--tool-call-parser", "calls of tools arrive as text"),
+}
+"""Of each parser: its flag, and what is lost without one."""
 
 
 def await_acknowledgements(launched: Any, *_: Any, **__: Any) -> None:

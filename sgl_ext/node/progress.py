@@ -21,11 +21,13 @@ _UNTRIED = "waiting for the balancer's probe"
 def start_progress(
     console: Console, children: Sequence[Child], clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Callable[[set[str]], None]]:
-    """Gives a function that shows each child's stage, "ready" for those whose names it gets.
+    """Gives a function that shows each child's stage, "ready" for those whose names it gets, and
+    once what an engine's log says for the operator.
 
-    On a terminal they are shown live, elsewhere as a line for each change.
+    On a terminal the stages are shown live, elsewhere as a line for each change.
     """
     shown: dict[str, str] = {}
+    said: set[str] = set()
     begun_s = clock()
     with Live(console=console, transient=True) if console.is_terminal else nullcontext() as live:
 
@@ -34,6 +36,9 @@ def start_progress(
             table = Table.grid(padding=(0, 2))
             for child in children:
                 stage, done = stage_of(child)
+                for note in child.start_log.notes.keys() - said:
+                    said.add(note)
+                    console.print(f"{child.name}: {note}", highlight=False, markup=False)
                 stage = READY if child.name in ready else _UNTRIED if stage == READY else stage
                 percent = "" if done is None or stage == READY else f" {done:.0%}"
                 table.add_row(passed, child.name, stage + percent)

@@ -32,8 +32,11 @@ _FLEET_COUNT = re.compile(r"(\d+) of (\d+) engines serve")
 # tqdm's bars: the shards of the weights, and the batch sizes of the CUDA graphs.
 _PERCENT = re.compile(r"(?:shards|Capturing)[^\r\n%]*?(\d{1,3})%")
 _WITH_PERCENT = ("loading weights", "capturing CUDA graphs")
+# What the extension says at a start for the operator, in a line of the log.
+_NOTE = re.compile(r"^(?:\[[^\]\n]*\] )?sgl-ext: ([^\n]+)\n", re.MULTILINE)
+_MOST_NOTES = 32
 _MOST_BYTES = 1 << 20
-_OVERLAP = 200  # a line that is half written is read again
+_OVERLAP = 1000  # a line that is half written is read again
 
 
 def stage_of(child: "Child") -> tuple[str, float | None]:
@@ -53,6 +56,8 @@ class StartLog:
         self._stage = 0
         self._progress: float | None = None
         self._fleet = "connecting to Ray"
+        self.notes: dict[str, None] = {}
+        """What the extension said, in order, each once."""
 
     def stage(self) -> tuple[str, float | None]:
         """Reads new lines, and gives the stage and how much of it is done."""
@@ -77,6 +82,8 @@ class StartLog:
             return ""
 
     def _note_stage(self, text: str) -> None:
+        for said in _NOTE.findall(text)[: _MOST_NOTES - len(self.notes)]:
+            self.notes[said] = None
         for number in range(len(_STAGES) - 1, self._stage, -1):
             if _STAGES[number][0] in text:
                 self._stage, self._progress = number, None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import socket
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import pytest
 from sgl_ext_cpu.node import free_port
 
 from sgl_ext.engine import startup
@@ -35,6 +37,38 @@ def test_of_the_arguments_only_those_that_differ_from_their_defaults_are_logged(
         "api_key": "...",
         "dtype": "float32",
     }
+
+
+@pytest.mark.parametrize(
+    ("given", "found", "logged"),
+    [
+        (("auto", "auto"), ("qwen3", "qwen"), ["(auto): reasoning qwen3, tool calls qwen"]),
+        (
+            ("auto", "auto"),
+            (None, "llama3"),
+            ["(auto): tool calls llama3", "--reasoning-parser: auto found none"],
+        ),
+        (("qwen3", "auto"), ("qwen3", None), ["--tool-call-parser: auto found none"]),
+        ((None, "qwen25"), (None, "qwen25"), []),
+    ],
+)
+def test_what_auto_chose_is_logged_and_what_it_did_not_find(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    given: tuple[str | None, str | None],
+    found: tuple[str | None, str | None],
+    logged: list[str],
+) -> None:
+    caplog.set_level("INFO")
+    current = [given]
+
+    def args(_: object) -> SimpleNamespace:
+        return SimpleNamespace(reasoning_parser=current[0][0], tool_call_parser=current[0][1])
+
+    monkeypatch.setattr(startup, "resolved", args)
+    startup.report_parsers(lambda _: current.__setitem__(0, found), object())  # type: ignore[arg-type]
+    assert len(caplog.messages) == len(logged)
+    assert all(map(str.__contains__, caplog.messages, logged))
 
 
 def test_the_garbage_collector_is_frozen_once_the_server_listens() -> None:

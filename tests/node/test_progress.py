@@ -41,13 +41,17 @@ def test_without_a_terminal_each_change_is_a_line_with_the_time_that_has_passed(
     ):
         show(set())
         now_s[0] += 7
-        log.write_text("Load weight begin\nLoading safetensors checkpoint shards:  25% Completed")
+        log.write_text(
+            "[2026-01-01 00:00:07] sgl-ext: parsers [x] found\n"
+            "Load weight begin\nLoading safetensors checkpoint shards:  25% Completed"
+        )
         show(set())
         show(set())
         now_s[0] += 60
         show({"engine-0"})
     assert [line.strip() for line in out.read_text().splitlines()] == [
         "0 s  engine-0: importing",
+        "engine-0: parsers [x] found",
         "7 s  engine-0: loading weights 25%",
         "67 s  engine-0: ready",
     ]

@@ -35,6 +35,16 @@ def test_the_stage_follows_the_log_and_counts_the_shards_of_the_weights(tmp_path
     assert start.stage() == (READY, None)
 
 
+def test_what_the_extension_says_for_the_operator_is_noted_once(tmp_path: Path) -> None:
+    log = tmp_path / "engine.log"
+    start = StartLog(log)
+    log.write_text("sgl-ext: --enable-lmcache: " + "x" * 300 + "\n[12:00 TP0] sgl-ext: half a l")
+    start.stage()
+    _append(log, "ine\nnot sgl-ext: a line\nsgl-ext: --enable-lmcache: " + "x" * 300 + "\n")
+    start.stage()
+    assert [*start.notes] == ["--enable-lmcache: " + "x" * 300, "half a line"]
+
+
 def test_a_log_that_was_rotated_is_read_on(tmp_path: Path) -> None:
     log = tmp_path / "engine.log"
     log.write_text("server_args={}\n" + "x" * 1000)
