@@ -137,6 +137,20 @@ DEGRADED = (
         lambda facts: _is_pure_swa(facts.model),
         f"with this model SGLang uses another radix cache, so {_NO_PREFIXES}",
     ),
+    Rule(
+        "pipeline parallelism",
+        "--pp-size",
+        lambda facts: facts.args.pp_size > 1,
+        "a prompt that is computed in chunks is not interrupted for a more important request, and "
+        "a request preempts only those of its own micro-batch",
+    ),
+    Rule(
+        "data-parallel attention on several machines",
+        "--nnodes",
+        lambda facts: facts.args.nnodes > 1 and facts.args.attn_dp_size > 1,
+        "data-parallel ranks on other machines than the first publish neither prefixes nor load, "
+        "and their pins and settings cannot be changed",
+    ),
 )
 """What takes something away, and is said once."""
 

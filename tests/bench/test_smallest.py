@@ -20,6 +20,9 @@ WITH_ENGINES = (
     *("tenant_probe", "warm_turn", "chaos", "soak"),
 )
 
+# Its engines are started by themselves, and take long.
+ALONE = "rank_agreement"
+
 Bench = Callable[[str], dict[str, object]]
 
 
@@ -56,9 +59,16 @@ def test_a_bench_of_engines_holds_its_invariants(name: str, bench_with_engines: 
     assert bench_with_engines(name)["bench"] == name
 
 
+@pytest.mark.engine
+@pytest.mark.long
+def test_the_ranks_of_two_nodes_agree() -> None:
+    figures = run_smallest(ALONE)
+    assert figures["disagreements"] == 0
+
+
 def test_no_bench_is_left_out() -> None:
     scripts = {path.stem for path in (ROOT / "bench").glob("*.py")} - {"__init__"}
-    assert scripts == {*WITHOUT_ENGINES, *WITH_ENGINES}
+    assert scripts == {*WITHOUT_ENGINES, *WITH_ENGINES, ALONE}
 
 
 def test_a_broken_invariant_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from sgl_ext.settings.schema import EngineSettings
 ROOT = Path(__file__).parents[2]
 STATES = ("works", "degrades", "refused")
 PLAIN = {
+    "attn_dp_size": 1,
     "disable_radix_cache": False,
     "disaggregation_mode": "null",
     "enable_flexkv": False,
@@ -29,6 +30,7 @@ PLAIN = {
     "kv_events_config": None,
     "model_path": "dummy",
     "nnodes": 1,
+    "pp_size": 1,
     "radix_cache_backend": CACHE_BACKEND,
     "skip_tokenizer_init": False,
     "smg_grpc_mode": False,
@@ -72,6 +74,8 @@ CASES = [
         "sliding windows in all layers",
         facts(model(is_hybrid_swa=True, full_attention_layer_ids=[])),
     ),
+    ("pipeline parallelism", facts(pp_size=2)),
+    ("data-parallel attention on several machines", facts(nnodes=2, attn_dp_size=2)),
 ]
 
 
@@ -91,6 +95,8 @@ def test_each_rule_has_a_case() -> None:
 def test_a_plain_engine_is_refused_nothing_and_lacks_nothing() -> None:
     assert not applying(facts(model()))
     assert not applying(facts(model(is_hybrid_swa=True, full_attention_layer_ids=[0])))
+    assert not applying(facts(nnodes=2))
+    assert not applying(facts(attn_dp_size=2))
 
 
 @pytest.mark.parametrize(

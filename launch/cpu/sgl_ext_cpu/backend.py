@@ -64,6 +64,11 @@ class CpuAttentionBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # sgla
                 Extend(slots, count) for slots, count in zip(self._sequences, new, strict=True)
             ]
 
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """The length of a sequence that data-parallel attention adds to a batch, so that all ranks
+        have as many."""
+        return 1
+
     def forward_extend(
         self,
         q: Tensor,
@@ -84,6 +89,7 @@ class CpuAttentionBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # sgla
             output[start:end] = sequence.attend(
                 query[start:end], keys, values, layer.scaling, _window(layer)
             )
+        output[end:] = 0  # what data-parallel attention adds
         return output.view(q.shape)
 
     def forward_decode(

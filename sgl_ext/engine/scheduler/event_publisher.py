@@ -49,11 +49,19 @@ class EventChannel:
 
 
 class EventPublisher:
-    """Publishes one scheduler's segments, pins and load. cache: None publishes the load alone."""
+    """Publishes one scheduler's segments, pins and load.
+
+    cache: None publishes the load alone. stages: of the engine's pipeline.
+    """
 
     def __init__(
-        self, scheduler: Scheduler, cache: "ExtendedRadixCache | None", channel: EventChannel
+        self,
+        scheduler: Scheduler,
+        cache: "ExtendedRadixCache | None",
+        channel: EventChannel,
+        stages: int = 1,
     ) -> None:
+        self._is_pipeline = stages > 1
         self._scheduler = scheduler
         self._cache = cache
         self._channel = channel
@@ -83,6 +91,8 @@ class EventPublisher:
         if now_s >= self._load_due_s or is_idle:
             pinned = self._cache.pins.tokens if self._cache is not None else 0
             load = load_of(self._scheduler, self.plan, pinned, computed)
+            if self._is_pipeline:  # a plan is of one micro-batch, and several are in the pipeline
+                load["running"] = _in_flight(self._scheduler)
             if load != self._load:
                 self._load_due_s = now_s + _LOAD_INTERVAL_S
                 said = {} if self._load else {"publishes": self._publishes}
@@ -169,6 +179,12 @@ def load_of(
         "max_running": scheduler.max_running_requests,
         "context_tokens": scheduler.max_req_len,
     }
+
+
+def _in_flight(scheduler: Scheduler) -> int:
+    """The requests of all micro-batches."""
+    every = scheduler.collect_inflight_reqs()
+    return sum(not (req.finished() or is_slice(req)) for req in every)
 
 
 def _requests(batch: ScheduleBatch) -> int:

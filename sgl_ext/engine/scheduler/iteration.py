@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from sgl_ext.engine.arguments import in_effect
 from sgl_ext.engine.core.folder import Orders
 from sgl_ext.engine.scheduler import slice_gate
 from sgl_ext.engine.scheduler.event_publisher import EventChannel, EventPublisher
@@ -109,6 +110,6 @@ def _publisher(scheduler: Scheduler) -> EventPublisher | None:
         if extension.cache is None:
             name = type(scheduler.tree_cache).__name__
             _logger.warning(f"sgl-ext: {name} is SGLang's own: only its load is published")
-        channel = EventChannel(data_parallel_rank())
-        extension.publisher = EventPublisher(scheduler, extension.cache, channel)
+        channel, stages = EventChannel(data_parallel_rank()), in_effect().pp_size
+        extension.publisher = EventPublisher(scheduler, extension.cache, channel, stages)
     return extension.publisher

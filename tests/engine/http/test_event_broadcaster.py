@@ -434,6 +434,21 @@ def test_without_our_cache_only_load_is_published() -> None:
     assert loaded["publishes"] == ["load"]
 
 
+def test_in_a_pipeline_the_requests_of_all_micro_batches_are_running() -> None:
+    def request(ended: bool) -> SimpleNamespace:
+        return SimpleNamespace(finished=lambda: ended, rid="r")
+
+    class Pipeline(Scheduler):
+        def collect_inflight_reqs(self) -> list[SimpleNamespace]:
+            return [request(False), request(False), request(True)]
+
+    for stages, running in ((1, 1), (2, 2)):
+        pipe = Pipe()
+        publish(EventPublisher(Pipeline(), None, pipe, stages), plan(1), now_s=0.0)
+        (loaded,) = pipe.take()
+        assert loaded["load"]["running"] == running
+
+
 async def test_a_later_subscriber_learns_what_is_published() -> None:
     broadcaster = EventBroadcaster()
     broadcaster.apply(line(publishes=["load"], load=LOAD))
