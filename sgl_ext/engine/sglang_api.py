@@ -31,6 +31,7 @@ HTTP_PROCESS = (
     "sglang.srt.server_args:prepare_server_args",
     f"{_ARGUMENTS}:model_config_of",
     f"{_ARGUMENTS}:resolving_view",
+    f"{_CACHE}.kv_cache_builder:uses_ssm_state",
     "sglang.srt.utils:kill_process_tree",
     "sglang.srt.utils.auth:AuthLevel",
     "sglang.srt.environ:envs",

@@ -16,6 +16,8 @@ _MANAGERS = "sglang.srt.managers"
 
 @stands_for("sglang.srt.configs.model_config:ModelConfig")
 class ModelConfig(Protocol):
+    hf_config: Any
+    is_generation: bool
     is_hybrid_swa: bool
     full_attention_layer_ids: list[int] | None
     is_multimodal: bool

@@ -46,13 +46,21 @@ class ResolvedArgs(Protocol):
     disable_overlap_schedule: bool
     disable_radix_cache: bool
     disable_priority_preemption: bool
+    dcp_size: int
+    decoupled_spec_role: str
     disaggregation_mode: str
     dist_init_addr: str | None
+    dllm_algorithm: str | None
     dp_size: int
+    elastic_ep_backend: str | None
     enable_flexkv: bool
     enable_hierarchical_cache: bool
+    enable_http2: bool
     enable_lmcache: bool
+    enable_memory_saver: bool
+    enable_pdmux: bool
     enable_priority_scheduling: bool
+    enable_streaming_session: bool
     encoder_only: bool
     grammar_backend: str | None
     grpc_mode: bool

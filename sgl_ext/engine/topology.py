@@ -21,11 +21,13 @@ CACHE_BACKEND = "sgl_ext"
 
 @dataclass(frozen=True)
 class Facts:
-    """What a start decides by. args: as SGLang resolved them. model: None if there is none."""
+    """What a start decides by. args: as SGLang resolved them. model: None if there is none.
+    has_states: whether the model has Mamba or other recurrent layers."""
 
     args: ResolvedArgs
     model: ModelConfig | None
     settings: EngineSettings
+    has_states: bool = False
 
 
 def facts_of(server_args: ServerArgs) -> Facts:
@@ -33,7 +35,8 @@ def facts_of(server_args: ServerArgs) -> Facts:
     args = resolved(server_args)
     has_model = args.model_path.lower() not in ("none", "dummy")
     model = sglang_api.model_config_of(server_args) if has_model else None
-    return Facts(args, model, EngineSettings.from_environment())
+    has_states = model is not None and sglang_api.uses_ssm_state(model)
+    return Facts(args, model, EngineSettings.from_environment(), has_states)
 
 
 class Rule(NamedTuple):
@@ -65,6 +68,26 @@ def _is_pure_swa(model: ModelConfig | None) -> bool:
     return model is not None and model.is_hybrid_swa and model.full_attention_layer_ids == []
 
 
+def _has_parts(facts: Facts) -> bool:
+    """Whether a prefix of cached tokens is not usable by itself."""
+    has_windows = facts.model is not None and facts.model.is_hybrid_swa
+    return (has_windows and not _is_pure_swa(facts.model)) or facts.has_states
+
+
+def _orders_otherwise(facts: Facts) -> bool:
+    args = facts.args
+    return (
+        not args.enable_priority_scheduling
+        or args.schedule_policy != "fcfs"
+        or args.disable_priority_preemption
+        or args.schedule_low_priority_values_first
+    )
+
+
+def _is_harmony(model: ModelConfig) -> bool:
+    return bool(getattr(model.hf_config, "model_type", None) == "gpt_oss")
+
+
 def _serves_grpc(facts: Facts) -> bool:
     # Each of these flags sets others of them.
     args = facts.args
@@ -81,6 +104,41 @@ REFUSED = (
     Rule("gRPC", "--grpc-port, --grpc-mode, --smg-grpc-mode", _serves_grpc, _BYPASS),
     Rule("encoder server", "--encoder-only", lambda facts: facts.args.encoder_only, _BYPASS),
     Rule("Ray", "--use-ray", lambda facts: facts.args.use_ray, USE_RAY),
+    Rule(
+        "HTTP/2",
+        "--enable-http2",
+        lambda facts: facts.args.enable_http2,
+        "the extension ends its streams as uvicorn ends, and this flag serves with another "
+        "server; leave it out: balancers speak HTTP/1.1",
+    ),
+    Rule(
+        "PD multiplexing",
+        "--enable-pdmux",
+        lambda facts: facts.args.enable_pdmux,
+        "it schedules prefill and decoding in a loop of its own, which the extension's "
+        "preemption and slices do not know; leave it out",
+    ),
+    Rule(
+        "decoupled speculation",
+        "--decoupled-spec-role",
+        lambda facts: facts.args.decoupled_spec_role != "null",
+        "it is not tested with the extension; use a draft model in the same engine "
+        "(--speculative-algorithm)",
+    ),
+    Rule(
+        "elastic expert parallelism",
+        "--elastic-ep-backend",
+        lambda facts: facts.args.elastic_ep_backend is not None,
+        "ranks that join or fail while the engine runs do not get the extension's clock and "
+        "orders, so ranks would decide differently; leave it out",
+    ),
+    Rule(
+        "diffusion language models",
+        "--dllm-algorithm",
+        lambda facts: facts.args.dllm_algorithm is not None,
+        "they compute answers in blocks, which the extension's preemption and slices do not "
+        "know; serve them with sglang serve, without the extension",
+    ),
     Rule(
         "PD disaggregation with an engine secret",
         "--disaggregation-mode",
@@ -150,6 +208,71 @@ DEGRADED = (
         lambda facts: facts.args.nnodes > 1 and facts.args.attn_dp_size > 1,
         "data-parallel ranks on other machines than the first publish neither prefixes nor load, "
         "and their pins and settings cannot be changed",
+    ),
+    Rule(
+        "sliding windows and recurrent layers",
+        "--model-path",
+        _has_parts,
+        "with this model a part of a cached prefix is not usable by itself: nothing is prefilled "
+        "ahead, prefills are not interrupted, and what a preempted request has computed is not "
+        "kept",
+    ),
+    Rule(
+        "HiCache",
+        "--enable-hierarchical-cache",
+        lambda facts: facts.args.enable_hierarchical_cache,
+        "published prefixes are those in GPU memory; requests are not routed to prefixes that "
+        "are in host memory or storage alone",
+    ),
+    Rule(
+        "another schedule policy",
+        "--schedule-policy, --enable-priority-scheduling, --disable-priority-preemption, "
+        "--schedule-low-priority-values-first",
+        _orders_otherwise,
+        "the queue is in SGLang's order, and priorities, aging and shares of tenants have no "
+        "effect or less; leave these flags out for all",
+    ),
+    Rule(
+        "another eviction policy",
+        "--radix-eviction-policy",
+        lambda facts: facts.args.radix_eviction_policy != "priority",
+        "what no request will read again is not evicted first; leave it out for that",
+    ),
+    Rule(
+        "no tokenizer",
+        "--skip-tokenizer-init",
+        lambda facts: facts.args.skip_tokenizer_init,
+        "blocks of prompts get no pins, and nothing is prefilled ahead",
+    ),
+    Rule(
+        "embedding and reward models",
+        "--is-embedding",
+        lambda facts: facts.model is not None and not facts.model.is_generation,
+        "requests that generate nothing are neither pinned, published nor prefilled ahead",
+    ),
+    Rule(
+        "streaming sessions",
+        "--enable-streaming-session",
+        lambda facts: facts.args.enable_streaming_session,
+        "requests of SGLang's sessions are neither pinned nor published, and share no prefill",
+    ),
+    Rule(
+        "memory saver",
+        "--enable-memory-saver",
+        lambda facts: facts.args.enable_memory_saver,
+        "nothing is prefilled ahead, as memory can be released only while nothing runs",
+    ),
+    Rule(
+        "multimodal models",
+        "--model-path",
+        lambda facts: facts.model is not None and facts.model.is_multimodal,
+        "prompts with images, video or sound are not prefilled ahead",
+    ),
+    Rule(
+        "gpt-oss on /v1/responses",
+        "--model-path",
+        lambda facts: facts.model is not None and _is_harmony(facts.model),
+        "on /v1/responses, marked blocks get no pins of their own, and no turn is prefilled ahead",
     ),
 )
 """What takes something away, and is said once."""

@@ -12,18 +12,30 @@ from typing import Any
 import pytest
 
 from sgl_ext.engine import startup, topology
+from sgl_ext.engine.hooks import HOOKS, SHARING_HOOKS
 from sgl_ext.engine.topology import CACHE_BACKEND, DEGRADED, REFUSED, Facts
+from sgl_ext.protocols.registry import of_path
+from sgl_ext.requests.segments import read_chain
 from sgl_ext.settings.schema import EngineSettings
 
 ROOT = Path(__file__).parents[2]
 STATES = ("works", "degrades", "refused")
 PLAIN = {
     "attn_dp_size": 1,
+    "decoupled_spec_role": "null",
+    "disable_priority_preemption": False,
     "disable_radix_cache": False,
     "disaggregation_mode": "null",
+    "dllm_algorithm": None,
+    "elastic_ep_backend": None,
     "enable_flexkv": False,
     "enable_hierarchical_cache": False,
+    "enable_http2": False,
     "enable_lmcache": False,
+    "enable_memory_saver": False,
+    "enable_pdmux": False,
+    "enable_priority_scheduling": True,
+    "enable_streaming_session": False,
     "encoder_only": False,
     "grpc_mode": False,
     "grpc_port": None,
@@ -32,6 +44,9 @@ PLAIN = {
     "nnodes": 1,
     "pp_size": 1,
     "radix_cache_backend": CACHE_BACKEND,
+    "radix_eviction_policy": "priority",
+    "schedule_low_priority_values_first": False,
+    "schedule_policy": "fcfs",
     "skip_tokenizer_init": False,
     "smg_grpc_mode": False,
     "tokenizer_worker_num": 1,
@@ -40,14 +55,26 @@ PLAIN = {
 SHARING = EngineSettings(shared_prefixes="share.jsonl")
 
 
-def facts(model: Any = None, settings: EngineSettings | None = None, **changed: Any) -> Facts:
+def facts(
+    model: Any = None,
+    settings: EngineSettings | None = None,
+    has_states: bool = False,
+    **changed: Any,
+) -> Facts:
     assert changed.keys() <= PLAIN.keys()
     args: Any = SimpleNamespace(**(PLAIN | changed))
-    return Facts(args, model, settings or EngineSettings())
+    return Facts(args, model, settings or EngineSettings(), has_states)
 
 
 def model(**changed: Any) -> Any:
-    return SimpleNamespace(**({"is_hybrid_swa": False, "full_attention_layer_ids": None} | changed))
+    plain = {
+        "full_attention_layer_ids": None,
+        "hf_config": SimpleNamespace(model_type="qwen3"),
+        "is_generation": True,
+        "is_hybrid_swa": False,
+        "is_multimodal": False,
+    }
+    return SimpleNamespace(**(plain | changed))
 
 
 CASES = [
@@ -57,14 +84,17 @@ CASES = [
     ("gRPC", facts(smg_grpc_mode=True)),
     ("encoder server", facts(encoder_only=True)),
     ("Ray", facts(use_ray=True)),
+    ("HTTP/2", facts(enable_http2=True)),
+    ("PD multiplexing", facts(enable_pdmux=True)),
+    ("decoupled speculation", facts(decoupled_spec_role="verifier")),
+    ("elastic expert parallelism", facts(elastic_ep_backend="mooncake")),
+    ("diffusion language models", facts(dllm_algorithm="LowConfidence")),
     (
         "PD disaggregation with an engine secret",
         facts(settings=EngineSettings(engine_secret="file"), disaggregation_mode="prefill"),
     ),
-    ("shared prefixes", facts(settings=SHARING, enable_hierarchical_cache=True)),
     ("shared prefixes", facts(settings=SHARING, kv_events_config="{}")),
     ("shared prefixes", facts(settings=SHARING, disaggregation_mode="prefill")),
-    ("shared prefixes", facts(settings=SHARING, skip_tokenizer_init=True)),
     ("shared prefixes", facts(settings=SHARING, nnodes=2)),
     ("no radix cache", facts(disable_radix_cache=True)),
     ("LMCache", facts(enable_lmcache=True)),
@@ -76,6 +106,26 @@ CASES = [
     ),
     ("pipeline parallelism", facts(pp_size=2)),
     ("data-parallel attention on several machines", facts(nnodes=2, attn_dp_size=2)),
+    (
+        "sliding windows and recurrent layers",
+        facts(model(is_hybrid_swa=True, full_attention_layer_ids=[0])),
+    ),
+    ("sliding windows and recurrent layers", facts(model(), has_states=True)),
+    ("HiCache", facts(enable_hierarchical_cache=True)),
+    ("another schedule policy", facts(schedule_policy="lpm")),
+    ("another schedule policy", facts(enable_priority_scheduling=False)),
+    ("another schedule policy", facts(disable_priority_preemption=True)),
+    ("another schedule policy", facts(schedule_low_priority_values_first=True)),
+    ("another eviction policy", facts(radix_eviction_policy="lru")),
+    ("no tokenizer", facts(skip_tokenizer_init=True)),
+    ("embedding and reward models", facts(model(is_generation=False))),
+    ("streaming sessions", facts(enable_streaming_session=True)),
+    ("memory saver", facts(enable_memory_saver=True)),
+    ("multimodal models", facts(model(is_multimodal=True))),
+    (
+        "gpt-oss on /v1/responses",
+        facts(model(hf_config=SimpleNamespace(model_type="gpt_oss"))),
+    ),
 ]
 
 
@@ -94,7 +144,6 @@ def test_each_rule_has_a_case() -> None:
 
 def test_a_plain_engine_is_refused_nothing_and_lacks_nothing() -> None:
     assert not applying(facts(model()))
-    assert not applying(facts(model(is_hybrid_swa=True, full_attention_layer_ids=[0])))
     assert not applying(facts(nnodes=2))
     assert not applying(facts(attn_dp_size=2))
 
@@ -106,6 +155,8 @@ def test_a_plain_engine_is_refused_nothing_and_lacks_nothing() -> None:
         {"radix_cache_backend": None},
         {"enable_lmcache": True},
         {"enable_flexkv": True},
+        {"enable_hierarchical_cache": True},
+        {"skip_tokenizer_init": True},
     ],
     ids=str,
 )
@@ -142,6 +193,27 @@ def test_what_an_engine_serves_without_is_logged_once(
     assert [record.getMessage().split(": ")[:2] for record in caplog.records] == [
         ["sgl-ext", "--enable-lmcache"]
     ]
+
+
+def test_no_hook_is_in_a_forward_pass() -> None:
+    """So kernels, graphs and layers are SGLang's own, whichever flags choose them."""
+    inside = ("batch_overlap", "compilation", "layers", "model_executor", "models", "speculative")
+    hooked = [symbol for hooks in (*HOOKS.values(), *SHARING_HOOKS.values()) for symbol in hooks]
+    assert hooked
+    assert not [one for one in hooked if one.startswith(tuple(f"sglang.srt.{n}." for n in inside))]
+
+
+def test_two_images_share_no_prefix() -> None:
+    def chain(image: str) -> tuple[int, ...]:
+        parts = [
+            {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{image}"}},
+            {"type": "text", "text": "What is this?"},
+        ]
+        body = {"model": "m", "messages": [{"role": "user", "content": parts}]}
+        return tuple(read_chain(of_path("/v1/chat/completions"), body).hashes)
+
+    assert chain("AAAA") == chain("AAAA")
+    assert not set(chain("AAAA")) & set(chain("BBBB"))
 
 
 class Row(SimpleNamespace):

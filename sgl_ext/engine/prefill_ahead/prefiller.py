@@ -89,7 +89,7 @@ class Prefiller:
     def __init__(self, manager: TokenizerManager, args: ResolvedArgs, slice_tokens: int) -> None:
         self._has_ranks = caches(args) > 1
         self._manager = manager
-        self._page = args.page_size
+        self._page = args.page_size * args.dcp_size  # as in the tree
         self._chunk_tokens = args.chunked_prefill_size or 0
         self._slice_tokens = _FIRST_SLICE_TOKENS
         self.limit_slices(slice_tokens)

@@ -59,12 +59,14 @@ async def prefilling_ahead(
     """Lists the shared prompts. Then prefills while the block runs: first the shared prompts, then
     warmup requests, and next turns and `/v1/prefill` as they come.
 
-    Yields None if it is off, or if the engine has no tokenizer or does not both prefill and decode.
+    Yields None if it is off, or if the engine has no tokenizer, does not both prefill and decode,
+    or has memory that can be released.
     """
     shared = await share_prompts(app, manager, settings.shared_prefixes)
     args = in_effect()
-    is_whole = args.disaggregation_mode == "null"
-    if settings.prefill_ahead == "off" or not is_whole or manager.tokenizer is None:
+    # SGLang ends an engine whose memory is released while a request runs.
+    may_run = args.disaggregation_mode == "null" and not args.enable_memory_saver
+    if settings.prefill_ahead == "off" or not may_run or manager.tokenizer is None:
         yield None
         return
     prefiller = Prefiller(manager, args, settings.prefill_ahead_slice_tokens)

@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import AsyncIterator, Callable
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,8 @@ from sgl_ext.engine.core.request_context import RequestContext
 from sgl_ext.engine.prefill_ahead.prefiller import MOST_JOBS, Job, Prefiller
 
 ASKED = SimpleNamespace(extra_key="adapter", cache_salt="salt", lora_path=None)
-ARGS: Any = SimpleNamespace(page_size=1, chunked_prefill_size=None, dp_size=1, attn_dp_size=1)
+SIZES = {"page_size": 1, "chunked_prefill_size": None}
+ARGS: Any = SimpleNamespace(**SIZES, dp_size=1, attn_dp_size=1, dcp_size=1)
 Answer = Callable[[Any], dict[str, Any]]
 
 
@@ -92,6 +94,28 @@ async def test_a_prompt_is_computed_in_slices_from_where_it_is_cached() -> None:
         assert request.sampling_params == {"max_new_tokens": 0}
         assert (request.extra_key, request.cache_salt) == ("adapter", "salt")
         assert not request.log_metrics
+
+
+@pytest.mark.parametrize("chunk", [-1, 128])
+async def test_without_chunks_slices_are_as_long_as_the_setting_says(chunk: int) -> None:
+    longest = chunk if chunk > 0 else 256
+    manager, one = Manager(Tree(longest, cached=100)), job()
+    args = SimpleNamespace(**vars(ARGS) | {"chunked_prefill_size": chunk})
+    prefiller = Prefiller(manager, args, 256)
+    prefiller.put(one)
+    await worked(prefiller, one)
+    assert one.is_complete
+    ends = [100, *(len(request.input_ids) for request in manager.sent[1:])]
+    assert max(end - begin for begin, end in pairwise(ends)) == longest
+
+
+async def test_slices_end_with_the_pages_that_decode_context_parallelism_makes_longer() -> None:
+    manager, one = Manager(Tree(256)), job()
+    args = SimpleNamespace(**vars(ARGS) | {"page_size": 16, "dcp_size": 4})
+    prefiller = Prefiller(manager, args, 200)
+    prefiller.put(one)
+    await worked(prefiller, one)
+    assert [len(request.input_ids) % 64 for request in manager.sent[1:-1]] == [0] * 5
 
 
 async def test_slices_say_for_which_request_they_run() -> None:
