@@ -14,10 +14,14 @@ from sgl_ext.settings.schema import LaunchSettings, SettingsError
 
 _ATTENTION_DP = (13, *range(233, 240))
 _MEETING = "--dist-init-addr"
+_BOOTSTRAP, _BOOTSTRAP_DEFAULT = "--disaggregation-bootstrap-port", 8998
+# Each may name a port, or a Unix socket.
+_ENDPOINTS = ("--kv-events-config", "--load-publish-endpoint")
 # Each names a port on which an engine listens.
 _NAMED = (
-    *(_MEETING, "--nccl-port", "--disaggregation-bootstrap-port", "--encoder-bootstrap-port"),
+    *(_MEETING, _BOOTSTRAP, "--nccl-port", "--encoder-bootstrap-port"),
     *("--engine-info-bootstrap-port", "--gated-launch-port", "--smg-http-sidecar-port"),
+    *_ENDPOINTS,
 )
 _SERVE = "python -m sgl_ext.engine.serve"
 
@@ -36,14 +40,15 @@ def check_addresses(settings: LaunchSettings) -> None:
     engine on several machines that this launcher cannot start."""
     given = values_of(settings.engine_args)
     _check_machines(settings, given)
+    if given.get("--disaggregation-mode") == "prefill":
+        given = {_BOOTSTRAP: _BOOTSTRAP_DEFAULT} | given
     for flag in _NAMED:
-        if flag not in given:
+        if flag not in given or (flag in _ENDPOINTS and "tcp:" not in str(given[flag])):
             continue
         if settings.instances > 1:
-            reason = "all engines would listen on it; leave it out, or start them by themselves"
-            raise SettingsError(
-                f"{flag}={given[flag]!r}: with instances={settings.instances}, {reason}"
-            )
+            reason = "all engines would listen on it; start them by themselves, each with its own"
+            shared = f"with instances={settings.instances}, {reason}"
+            raise SettingsError(f"{flag}={given[flag]}: {shared}")
         if settings.ray_address is None:
             for port in _ports_of(flag, str(given[flag]), given):
                 require_port(port, f"{flag}={given[flag]}")

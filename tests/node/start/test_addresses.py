@@ -91,6 +91,14 @@ def test_a_port_that_is_derived_from_a_named_one_is_named_too() -> None:
             "--nccl-port=29500: with instances=2, all engines would listen on it",
         ),
         (
+            settings("--load-publish-endpoint", "tcp://*:5557", instances=2),
+            "--load-publish-endpoint=tcp://*:5557: with instances=2, all engines would listen on",
+        ),
+        (
+            settings("--disaggregation-mode", "prefill", instances=2),
+            "--disaggregation-bootstrap-port=8998: with instances=2, all engines would listen on",
+        ),
+        (
             settings("--nnodes", "2", "--node-rank", "1", "--dist-init-addr", "10.0.0.1:5000"),
             "--node-rank=1: only the first machine has a launcher; it has no HTTP server; start",
         ),
@@ -108,6 +116,10 @@ def test_a_port_that_is_derived_from_a_named_one_is_named_too() -> None:
 def test_what_the_launcher_cannot_start_is_refused(refused: LaunchSettings, reason: str) -> None:
     with pytest.raises(SettingsError, match=f"^{re.escape(reason)}"):
         check_addresses(refused)
+
+
+def test_several_engines_may_publish_to_nobody() -> None:
+    check_addresses(settings("--kv-events-config", '{"publisher": "null"}', instances=2))
 
 
 def test_the_first_of_several_machines_is_started() -> None:
