@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,3 +86,13 @@ def test_the_garbage_collector_is_frozen_once_the_server_listens() -> None:
     with socket.create_server(("127.0.0.1", port)):
         waiting.join(10)
         assert not waiting.is_alive()
+
+
+def test_on_further_machines_of_an_engine_nobody_waits_for_a_detokenizer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SGLEXT_ENGINE_FOLDER", str(tmp_path))
+    schedulers = SimpleNamespace(scheduler_infos=[{}])
+    startup.await_acknowledgements((None, None, None, schedulers, None, []))
+    with pytest.raises(SystemExit, match="not loaded in a scheduler process"):
+        startup.await_acknowledgements((object(), None, None, schedulers, None, []))
