@@ -56,6 +56,8 @@ def extend(server_args: ServerArgs, *_: Any, **__: Any) -> None:
     secret_check.install(app, server_args.url(), secret)
     app.add_middleware(InFlightMiddleware, extension=extension)
     broadcasters = extension.broadcasters
+    for broadcaster in broadcasters:
+        broadcaster.degraded = extension.degraded
     outboxes = [Outbox(rank) for rank in range(ranks)]
     app.router.routes[:0] = [
         *event_routes(broadcasters, lambda: extension.subscriber_count),

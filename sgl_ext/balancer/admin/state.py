@@ -115,7 +115,8 @@ def _engine(worker: Worker, child: Mapping[str, Any], hit_rate: float | None) ->
 def _note(worker: Worker) -> str:
     """What works less well than usual."""
     off = f"caches off: {', '.join(worker.caches_off)}" if worker.caches_off else ""
-    return "; ".join(note for note in (worker.unpublished, off) if note)
+    less = f"with less: {', '.join(worker.degraded)} (topologies.md)" if worker.degraded else ""
+    return "; ".join(note for note in (worker.unpublished, off, less) if note)
 
 
 def _state(worker: Worker, *, is_starting: bool) -> str:

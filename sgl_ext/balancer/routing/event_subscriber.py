@@ -162,6 +162,8 @@ class EventSubscribers:
         reader.orphans = reader.repeated = 0
         if event.snapshot or event.caches_off is not None:
             worker.caches_off = event.caches_off or []
+        if event.snapshot:
+            worker.degraded = event.degraded
         if event.load is not None:
             worker.apply_load(event.load, now_s)
             self._reporting.add(worker)

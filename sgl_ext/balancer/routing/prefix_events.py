@@ -36,6 +36,7 @@ class Event(msgspec.Struct):
     complete: the snapshot ends with this line.
     publishes: what the engine publishes from now on: "prefixes", "load".
     caches_off: the caches of its HTTP process that are off now; None: as before.
+    degraded: with a snapshot, the features of SGLang with which the engine does less.
     """
 
     seq: _Count
@@ -49,6 +50,7 @@ class Event(msgspec.Struct):
     pinned: list[dict[str, Any]] = []
     load: dict[str, _Count] | None = None
     caches_off: list[str] | None = None
+    degraded: list[str] = []
 
 
 class StoringEvent(Event):

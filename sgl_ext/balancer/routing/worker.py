@@ -60,6 +60,7 @@ class Worker:
     capacity: what it reports that it can run; None without a report.
     report: the load that it last reported, empty without a report.
     caches_off: the caches of its HTTP process that turned themselves off.
+    degraded: features of SGLang with which the extension does less in this engine.
     peer_load: the load that the node's other balancer processes put on it.
     recent_prefill: tokens that it was given to prefill in the last seconds.
     publishes: whether it says that it publishes the prefixes that it holds.
@@ -97,6 +98,7 @@ class Worker:
         self.capacity: Capacity | None = None
         self.report: Mapping[str, int] = {}
         self.caches_off: list[str] = []
+        self.degraded: list[str] = []
         self.peer_load = Load()
         self.recent_prefill = DecayingSum(RECENT_S)
         self.pins = PinMirror()

@@ -67,6 +67,7 @@ class EventBroadcaster:
     """Mirrors what one scheduler's cache holds, and sends its events to all subscribers.
 
     rank: the scheduler's data-parallel rank.
+    degraded: features of SGLang with which this engine does less, from its start on.
     on_cleared: called when the cache was emptied.
     """
 
@@ -76,6 +77,7 @@ class EventBroadcaster:
         self._publishes: list[str] = []
         self._load: dict[str, int] = {}
         self._caches_off: list[str] = []
+        self.degraded: tuple[str, ...] = ()
         self.pins = PinMirror()
         self.on_cleared: Callable[[], object] = lambda: None
         self._subscribers: set[_Subscriber] = set()
@@ -118,6 +120,8 @@ class EventBroadcaster:
             first["load"] = self._load
         if self._caches_off:
             first["caches_off"] = self._caches_off
+        if self.degraded:
+            first["degraded"] = self.degraded
         pins = self.pins.rows(time.monotonic())
         last = {"pinned": pins, "complete": True} if pins else {"complete": True}
         return map(orjson.dumps, chain([first], stored_lines(held), [last]))

@@ -102,6 +102,16 @@ async def test_a_subscriber_gets_a_snapshot_and_then_every_line() -> None:
     await reader.task
 
 
+async def test_subscribers_learn_with_what_the_engine_does_less() -> None:
+    broadcaster = EventBroadcaster()
+    broadcaster.degraded = ("LMCache",)
+    reader = Reader(broadcaster)
+    await reader.have(2)
+    broadcaster.close()
+    await reader.task
+    assert [read.get("degraded") for read in reader.lines] == [["LMCache"], None]
+
+
 async def test_subscribers_learn_which_caches_are_off() -> None:
     broadcaster = EventBroadcaster()
     broadcaster.show_caches_off([])

@@ -118,7 +118,10 @@ def text(words: int) -> str:
 
 
 @contextmanager
-def running_engine(nursery: Nursery, model: Path, log: Path, *flags: str) -> Iterator[Engine]:
+def running_engine(
+    nursery: Nursery, model: Path, log: Path, *flags: str, is_stock: bool = False
+) -> Iterator[Engine]:
+    """is_stock: SGLang without the extension."""
     port = free_port()
     given = ["--model-path", str(model), "--served-model-name", "tiny", "--port", str(port)]
     given += ["--max-total-tokens", str(POOL), "--max-running-requests", "32"]
@@ -126,7 +129,9 @@ def running_engine(nursery: Nursery, model: Path, log: Path, *flags: str) -> Ite
     given += ["--cuda-graph-backend-decode", "disabled", "--enable-metrics", "--sleep-on-idle"]
     given += ["--cuda-graph-backend-prefill", "disabled", "--enable-cache-report", *flags]
     # Variables too that a test has set since the nursery was started.
-    server = nursery.start(given, log, "sgl_ext.engine.serve", os.environ)
+    module = "sglang.launch_server" if is_stock else "sgl_ext.engine.serve"
+    stock = {"SGLANG_PLUGINS": "none"} if is_stock else {}
+    server = nursery.start(given, log, module, {**os.environ, **stock})
     try:
         engine = Engine(f"http://127.0.0.1:{port}", server)
         until(lambda: not server.running() or _is_up(engine), 600)
