@@ -65,6 +65,7 @@ def _nested(outer: Callable[..., Any], inner: Callable[..., Any]) -> Callable[..
 _MANAGERS = "sglang.srt.managers"
 _SCHEDULER = f"{_MANAGERS}.scheduler.Scheduler"
 _POLICY = f"{_MANAGERS}.schedule_policy"
+_RUNNER = "sglang.srt.model_executor.runner"
 _STREAMER = f"{_MANAGERS}.scheduler_components.output_streamer.SchedulerOutputStreamer"
 _TOKENIZER = f"{_MANAGERS}.tokenizer_manager.TokenizerManager"
 _ENTRY = "sglang.srt.entrypoints"
@@ -165,6 +166,8 @@ _SCHEDULER_HOOKS: dict[str, Hook] = {
     f"{_POLICY}.PrefillAdder.preempt_to_schedule": ("AROUND", preemption.preempt_for_slot),
     f"{_POLICY}.PrefillAdder.add_one_req": ("AROUND", admission.add_one),
     f"{_POLICY}.PrefillAdder.add_chunked_req": ("AROUND", admission.add_chunk),
+    f"{_RUNNER}.decode_cuda_graph_runner.freeze_gc": ("AROUND", startup.freeze_again),
+    f"{_RUNNER}.prefill_cuda_graph_runner.freeze_gc": ("AROUND", startup.freeze_again),
     "sglang.srt.distributed.bootstrap.init_parallel_runtime": ("AFTER", nodes.agree_with_nodes),
     "torch.distributed.rendezvous._create_c10d_store": ("AROUND", rendezvous.listen_on_loopback),
 }

@@ -2,12 +2,13 @@
 seconds; then, as hooks, of the flags and of the hooks of each process. Two more hooks keep the log
 of a start readable."""
 
+import gc
 import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -111,6 +112,19 @@ def await_acknowledgements(launched: Any, *_: Any, **__: Any) -> None:
         if time.monotonic() > deadline:
             raise SystemExit("sgl-ext: the plugin was not loaded in the detokenizer process")
         time.sleep(0.05)
+
+
+@contextmanager
+def freeze_again(
+    original: Callable[[bool], AbstractContextManager[None]], enable_cudagraph_gc: bool
+) -> Iterator[None]:
+    """Around SGLang's hold of the garbage collector while it captures CUDA graphs. SGLang then
+    unfreezes all objects, also the modules, which the plugin froze because they stay."""
+    try:
+        with original(enable_cudagraph_gc):
+            yield
+    finally:
+        gc.freeze()
 
 
 def changed_args(shown: dict[str, Any], server_args: ServerArgs) -> dict[str, Any]:

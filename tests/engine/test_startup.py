@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import threading
 from pathlib import Path
+import warnings
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,6 +73,25 @@ def test_what_auto_chose_is_logged_and_what_it_did_not_find(
     startup.report_parsers(lambda _: current.__setitem__(0, found), object())  # type: ignore[arg-type]
     assert len(caplog.messages) == len(logged)
     assert all(map(str.__contains__, caplog.messages, logged))
+
+
+@pytest.mark.long
+def test_what_is_frozen_stays_so_after_cuda_graphs_were_captured() -> None:
+    """SGLang's own hold of the collector, which it takes around a capture."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        runner = import_module("sglang.srt.model_executor.runner.base_cuda_graph_runner")
+    hold = runner.freeze_gc
+    try:
+        gc.freeze()
+        with hold(False):
+            pass
+        assert gc.get_freeze_count() == 0
+        with startup.freeze_again(hold, False):
+            assert gc.get_freeze_count() > 0
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
 
 
 def test_the_garbage_collector_is_frozen_once_the_server_listens() -> None:

@@ -35,8 +35,22 @@ def test_each_family_has_one() -> None:
     assert names == {"qwen3", "glm", "kimi", "deepseek", "gpt-oss", "llama"}
 
 
+def parsers_of(flags: list[str]) -> dict[str, str]:
+    return {flag: value for flag, value in pairwise(flags) if flag.endswith("-parser")}
+
+
 @pytest.mark.parametrize("name", FAMILIES)
-def test_sglang_takes_its_flags_and_has_its_parsers(name: str, tmp_path: Path) -> None:
+def test_sglang_takes_its_flags_and_the_page_has_its_parsers(name: str, tmp_path: Path) -> None:
+    for text in variants(FAMILIES[name]):
+        flags = flags_of(text, tmp_path)
+        check_flags(flags)
+        parsers = parsers_of(flags)
+        assert "--tool-call-parser" in parsers
+        assert all(f"`{parser}`" in PAGE for parser in parsers.values())
+
+
+@pytest.mark.long
+def test_sglang_has_all_their_parsers(tmp_path: Path) -> None:
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
     from sglang.srt.parser.reasoning_parser import ReasoningParser
 
@@ -44,14 +58,9 @@ def test_sglang_takes_its_flags_and_has_its_parsers(name: str, tmp_path: Path) -
         "--tool-call-parser": FunctionCallParser.ToolCallParserEnum,
         "--reasoning-parser": ReasoningParser.DetectorMap,
     }
-    for text in variants(FAMILIES[name]):
-        flags = flags_of(text, tmp_path)
-        check_flags(flags)
-        named = [(flag, value) for flag, value in pairwise(flags) if flag in registries]
-        assert "--tool-call-parser" in dict(named)
-        for flag, value in named:
-            assert value in registries[flag]
-            assert f"`{value}`" in PAGE
+    for text in (text for path in FAMILIES.values() for text in variants(path)):
+        for flag, parser in parsers_of(flags_of(text, tmp_path)).items():
+            assert parser in registries[flag]
 
 
 @pytest.mark.parametrize("name", ["gpu.toml", *FAMILIES])

@@ -59,6 +59,7 @@ def test_what_it_lists(
     assert listed(name, tmp_path, monkeypatch) == wanted
 
 
+@pytest.mark.long
 def test_torch_is_asked_in_a_process_of_its_own() -> None:
     seen = ask_torch({**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     assert (seen.count, seen.problem) == (0, "")
