@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import socket
 import threading
-from pathlib import Path
 import warnings
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
