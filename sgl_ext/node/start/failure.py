@@ -23,6 +23,7 @@ _FOLLOWS = re.compile(
     r"|subprocess\w* (died|exited|crashed)|process_group|leaked",
     re.IGNORECASE,
 )
+_OURS = "sgl-ext: "
 _SAID = re.compile(r"(sgl-ext[\w -]*: |sglang serve: error: |usage: |\w*Error: )")
 _HINTS = (
     (
@@ -63,8 +64,13 @@ def failure(lines: Sequence[str], exit_code: int | None = None) -> list[str]:
     """The lines of a log that say why its process failed, and a hint where the cause is known."""
     found = _exceptions(lines)
     causes = [each for each in found if not _FOLLOWS.search(" ".join(each))]
-    if causes or found:
-        told = (causes or found)[-1]
+    ours = [line for line in lines if line.startswith(_OURS)]
+    if causes:
+        told = causes[-1]
+    elif ours:  # a scheduler of ours says why it ends without an exception
+        told = ours[-1:]
+    elif found:
+        told = found[-1]
     else:
         said = [at for at, line in enumerate(lines) if _SAID.match(line)]
         told = [*lines[said[-1] :][:_MOST_LINES]] if said else [*lines[-_LAST_LINES:]]

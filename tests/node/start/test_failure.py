@@ -54,6 +54,11 @@ def test_if_processes_only_say_that_another_failed_that_is_shown() -> None:
     assert failure(SCHEDULER[7:], 1) == [SCHEDULER[-1]]
 
 
+def test_what_a_scheduler_of_ours_says_is_shown_and_not_that_it_ended() -> None:
+    said = "sgl-ext: --nnodes 2: page_size is 1 on the first machine and 16 on another"
+    assert failure([said, *SCHEDULER[6:]], 1) == [said]
+
+
 def test_what_we_or_a_parser_say_without_a_traceback_is_shown() -> None:
     lines = ["a warning", "sgl-ext: --host 0.0.0.0: other machines can reach this address"]
     assert failure(lines, 1) == lines[1:]
