@@ -25,9 +25,11 @@ TEST_PROCESSES ?= 2
 INSTANCES ?= 2
 AUDIT_URL ?= https://api.osv.dev/v1/querybatch
 CONFIG ?= $(if $(GPU),launch/gpu.toml,launch/cpu.toml)
+GPU_TESTS := $(addprefix tests/engine/,scheduler/test_pins.py scheduler/test_preemption.py scheduler/test_priority.py \
+	scheduler/test_single_flight.py prefill_ahead/test_prefill.py)
 BENCHES := $(patsubst bench/%.py,%,$(filter-out bench/__init__.py,$(wildcard bench/*.py)))
 
-.PHONY: setup serve serve-ray check test test-clients pure lint audit constraints wheels bench clean
+.PHONY: setup serve serve-ray check test test-clients test-gpu gpu-report pure lint audit constraints wheels bench clean
 
 setup: $(READY)
 
@@ -62,6 +64,14 @@ test: setup
 test-clients: setup
 	$(PYTHON) -m pytest -n $(TEST_PROCESSES) -m installs
 	$(PYTHON) -m docs.clients_table
+
+# Engine tests with engines on this machine's GPU; skipped without one: docs/gpu.md.
+test-gpu: setup
+	$(PYTHON) -m pytest --gpu $(GPU_TESTS)
+
+# What this GPU machine is, what SGLang chooses on it, and whether our features hold there.
+gpu-report: setup
+	$(PYTHON) -m bench.gpu
 
 pure: setup
 	$(PYTHON) -m pytest -n $(TEST_PROCESSES) -m "not engine and not long" --hypothesis-profile=quick

@@ -43,23 +43,24 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from sgl_ext_cpu.node import Node, local_model, running_node
+from sgl_ext_cpu.node import Node
 
 from bench.lib.arms import running_arms
+from bench.lib.engines import Engines, chosen, engine_parser
 from bench.lib.misroute.figures import counted
 from bench.lib.pin_figures import Part, Seen, arm_figures, comparison, left_by
 from bench.lib.pin_load import MESSAGES, Answer, Conversation, Flooded, Texts, ask, flood, single
-from bench.lib.script import Size, parser_of, require, run
-from bench.lib.stock_engine import stock_engine
+from bench.lib.script import Size, require, run
 
-_LEAD_S = 0.3
+# A turn comes when about this share of the flood beside it has been answered.
+_LEAD = 0.25
 # A sleeping scheduler deletes pins when it wakes: both sides of a pair wait longer than that.
 _SETTLE_S = 1.5
 _FLAGS = ("--chunked-prefill-size", "2048")
 _ARMS = {
-    "pinned": (running_node, ("--pin-budget", "0.3334")),
-    "unpinned": (running_node, ("--pin-budget", "0.3334")),
-    "priority": (stock_engine, ("--radix-eviction-policy", "priority")),
+    "pinned": (Engines.ours, ("--pin-budget", "0.3334")),
+    "unpinned": (Engines.ours, ("--pin-budget", "0.3334")),
+    "priority": (Engines.stock, ("--radix-eviction-policy", "priority")),
 }
 _PROBE_POOLS = 0.93
 
@@ -82,6 +83,7 @@ class Plan:
 PLANS: dict[Size, Plan] = {
     "full": Plan(),
     "quick": Plan(4, 0.8, 0.28, 6, 2, 40),
+    "brief": Plan(3, 0.8, 0.28, 2, 1, 20),
     "smallest": Plan(3, 0.85, 0.28, 1, 1, 10, 900, 4_096, 2),
 }
 
@@ -117,7 +119,7 @@ class Arm:
         started = time.perf_counter()
         first = await self.flood(alone)
         flooding = asyncio.create_task(self.flood(shared))
-        await asyncio.sleep(_LEAD_S)
+        await asyncio.sleep(_LEAD * first.span_s * len(shared) / len(alone))
         self.seen.turns.append(await self.turn())
         second = await flooding
         self.seen.parts.append(Part(first, second, time.perf_counter() - started))
@@ -297,13 +299,14 @@ def fitted(texts: Texts, node: Node, prefix_tokens: int) -> str:
 
 
 def main() -> None:
-    plan = PLANS[parser_of(__doc__).parse_args().size]
+    options = engine_parser(__doc__).parse_args()
+    plan = PLANS[options.size]
     pool = ("--max-total-tokens", str(plan.pool_tokens))
-    model = local_model("tiny")
+    engines = chosen(options, "tiny")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sgl-ext-bench-")))
         starts = {
-            name: partial(start, model, folder / name, *pool, *_FLAGS, *flags)
+            name: partial(start, engines, folder / name, *pool, *_FLAGS, *flags)
             for name, (start, flags) in _ARMS.items()
         }
         nodes = stack.enter_context(running_arms(starts))

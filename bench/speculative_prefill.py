@@ -40,19 +40,21 @@ from typing import Any
 
 import aiohttp
 import requests
-from sgl_ext_cpu.node import Node, local_model, running_node
+from sgl_ext_cpu.node import Node
 
+from bench.lib.engines import chosen, engine_parser
 from bench.lib.priority_load import fitted
-from bench.lib.script import Size, parser_of, require, run
+from bench.lib.script import Size, require, run
 from bench.lib.speculative_figures import COMPUTED, comparison
 from bench.lib.speculative_load import ARMS, Load, Round, Stage, Voice
 
-_FLAGS = ("--sleep-on-idle", "--tool-call-parser", "pythonic")
+_FLAGS = ("--tool-call-parser", "pythonic")
 _PREFIX = "sgl_ext_"
 _COUNTED = (f"{_PREFIX}prefill", f"{_PREFIX}next_turns")
 PLANS: dict[Size, tuple[int, Load]] = {
     "full": (9, Load()),
     "quick": (2, Load()),
+    "brief": (1, Load(people=6, turns=3, pause_s=(1.0, 2.0), tool_s=(0.5, 1.0), start_s=1.0)),
     "smallest": (
         1,
         Load(people=2, turns=2, result=300, pause_s=(1.0, 1.0), tool_s=(0.1, 0.2), start_s=0.1),
@@ -115,18 +117,18 @@ def template_without_switch(model: Path, path: Path) -> Path:
 
 
 def main() -> None:
-    size: Size = parser_of(__doc__).parse_args().size
-    rounds, load = PLANS[size]
+    options = engine_parser(__doc__).parse_args()
+    rounds, load = PLANS[options.size]
     # One core computes; clients and tokenizers need the other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from tokenizers import Tokenizer  # as local_model: only with an engine
 
-    model = local_model("tiny")
-    voice = Voice(Tokenizer.from_file(str(model / "tokenizer.json")))
+    engines = chosen(options, "tiny")
+    voice = Voice(Tokenizer.from_file(str(engines.model / "tokenizer.json")))
     with tempfile.TemporaryDirectory(prefix="sgl-ext-bench-") as folder:
-        template = template_without_switch(model, Path(folder) / "template.jinja")
+        template = template_without_switch(engines.model, Path(folder) / "template.jinja")
         flags = (*_FLAGS, "--chat-template", str(template))
-        with running_node(model, Path(folder) / "node", *flags) as node:
+        with engines.ours(Path(folder) / "node", *flags) as node:
             run("speculative_prefill", lambda: asyncio.run(measure(node, voice, load, rounds)))
 
 

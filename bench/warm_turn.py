@@ -25,14 +25,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sgl_ext_cpu.node import Node, local_model, running_node
+from sgl_ext_cpu.node import Node
 
 from bench.lib.arms import running_arms
+from bench.lib.engines import Engines, chosen, engine_parser, model_of
 from bench.lib.pin_figures import ratio
 from bench.lib.pin_load import Texts
 from bench.lib.priority_load import fitted
-from bench.lib.script import Size, parser_of, require, run
-from bench.lib.stock_engine import stock_engine
+from bench.lib.script import Size, require, run
 from bench.lib.warm.load import Answer, Conversation, ask
 from bench.lib.warm.stages import (
     FORWARD,
@@ -65,23 +65,23 @@ class Plan:
 PLANS: dict[Size, Plan] = {
     "full": Plan(25, 7),
     "quick": Plan(9, 3),
+    "brief": Plan(5, 2),
     "smallest": Plan(2, 1, (2_000,), 1_000),
 }
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--model", type=Path, help="a model directory")
+    parser = engine_parser(__doc__)
     parser.add_argument("--sizes", type=int, nargs="+")
     options = parser.parse_args()
     plan = PLANS[options.size]
     if options.sizes:
         plan = replace(plan, sizes=tuple(options.sizes))
-    model = options.model or local_model("tiny" if options.size == "smallest" else "bench")
-    run("warm_turn", partial(compare, model, plan))
+    engines = chosen(options, model_of(options.size, "bench"))
+    run("warm_turn", partial(compare, engines, plan))
 
 
-def compare(model: Path, plan: Plan) -> dict[str, Any]:
+def compare(engines: Engines, plan: Plan) -> dict[str, Any]:
     """Starts both arms, and returns the figures of warm and cold turns and of templates."""
     with tempfile.TemporaryDirectory(prefix="sgl-ext-bench-") as name, ExitStack() as stack:
         folder = Path(name)
@@ -89,15 +89,14 @@ def compare(model: Path, plan: Plan) -> dict[str, Any]:
             "stock": Stopwatch(folder / "stock", SHARED),
             "ours": Stopwatch(folder / "ours", SHARED | OURS),
         }
-        starts = {"stock": stock_engine, "ours": running_node}
+        starts = {"stock": engines.stock, "ours": engines.ours}
         nodes = stack.enter_context(
             running_arms(
                 {
                     arm: partial(
                         start,
-                        model,
                         folder / f"{arm}-logs",
-                        *_FLAGS,
+                        *engines.on_cpu(*_FLAGS),
                         environment=watches[arm].environment,
                     )
                     for arm, start in starts.items()

@@ -12,6 +12,9 @@ import pytest
 from sgl_ext_cpu.node import FORKING, ROOT, Node, StartNode, local_model, running_node
 from sgl_ext_cpu.nursery import Nursery
 
+from tests import gpu_engines
+from tests.gpu_engines import GpuEngines
+
 # Every process that a test starts uses the helpers of this checkout.
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, (str(ROOT / "launch/cpu"), os.environ.get("PYTHONPATH")))
@@ -30,15 +33,25 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("sgl_ext")
 
 
-@pytest.fixture(scope="session")
-def tiny_model() -> Path:
-    """The tiny local model, made once a checkout."""
-    return local_model("tiny")
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--gpu", action="store_true", help="engines on this machine's GPU")
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
+def tiny_model(request: pytest.FixtureRequest) -> Path:
+    """The tiny local model, made once a checkout; on a GPU, one for its kernels."""
+    return local_model(gpu_engines.MODEL if request.config.getoption("--gpu") else "tiny")
+
+
+@pytest.fixture(scope="session")
+def nursery(request: pytest.FixtureRequest) -> Iterator[Nursery | GpuEngines]:
     """A process that has imported SGLang, for tests of engines without a launcher."""
+    if request.config.getoption("--gpu"):
+        engines = GpuEngines(GPUS)
+        if not engines.count:
+            pytest.skip("there is no GPU that torch can use")
+        yield engines
+        return
     # One thread: the model is tiny, and threads that share too few cores wait for each
     # other far longer than they work.
     with Nursery(environment={"OMP_NUM_THREADS": "1"}) as started:
@@ -46,11 +59,13 @@ def nursery() -> Iterator[Nursery]:
 
 
 @pytest.fixture(scope="session")
-def start_node(tiny_model: Path, nursery: Nursery) -> StartNode:
+def start_node(tiny_model: Path, nursery: Nursery | GpuEngines) -> StartNode:
     """Starts a node of the tiny model: `start_node(log_dir, *flags, environment=...)`.
 
     Its engines are forked from the nursery unless `from_nursery` is False.
     """
+    if isinstance(nursery, GpuEngines):
+        pytest.skip("tests of nodes run on the CPU: make test")
 
     def start(
         log_dir: Path,

@@ -85,7 +85,7 @@ class Answer:
 class Load:
     """A round's requests, a fifth of them interactive.
 
-    offsets_s: when the interactive ones come, while the batch runs.
+    offsets: when the interactive ones come, in shares of the time that the batch takes by itself.
 
     Answers of the batch are half as long to half as long again: as long as each other, they
     would all end at once, and an arm that delays one would be charged with idle slots.
@@ -94,10 +94,13 @@ class Load:
     batch: int
     batch_tokens: tuple[int, int]
     interactive_tokens: tuple[int, int]
-    offsets_s: tuple[float, ...]
+    offsets: tuple[float, ...]
 
-    def requests(self, texts: Texts, name: str) -> list[Request]:
-        """The same for the same name. Tokens are of the prompt and of its answer."""
+    def requests(self, texts: Texts, name: str, batch_s: float = 1.0) -> list[Request]:
+        """The same for the same name. Tokens are of the prompt and of its answer.
+
+        batch_s: how long the batch takes by itself on these engines.
+        """
         prompt, answer = self.batch_tokens
         lengths = random.Random(name)
         batch = [
@@ -108,8 +111,8 @@ class Load:
             for n in range(self.batch)
         ]
         return batch + [
-            self.interactive(texts, f"{name}, interactive {n}", at_s)
-            for n, at_s in enumerate(self.offsets_s)
+            self.interactive(texts, f"{name}, interactive {n}", offset * batch_s)
+            for n, offset in enumerate(self.offsets)
         ]
 
     def interactive(self, texts: Texts, name: str, at_s: float = 0.0) -> Request:

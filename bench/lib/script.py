@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-Size = Literal["full", "quick", "smallest"]
+Size = Literal["full", "quick", "brief", "smallest"]
 
 
 class InvariantBroken(Exception):
@@ -23,7 +23,7 @@ def require(condition: bool, invariant: str, **details: object) -> None:
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
-    """The options of every bench: `size` is "full", "quick" or "smallest"."""
+    """The options of every bench; `size` is a `Size`."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )

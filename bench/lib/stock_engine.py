@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from sgl_ext_cpu.node import ROOT, Node, free_port, is_healthy, running_process
+from sgl_ext_cpu.node import CPU_CONFIG, Node, free_port, is_healthy, running_process
 
 from sgl_ext.node.hardware import engine_command, engine_environment, find_hardware
 from sgl_ext.settings.sources import launch_settings
@@ -15,20 +15,22 @@ from sgl_ext.settings.sources import launch_settings
 
 @contextmanager
 def stock_engine(
-    model: Path, log_dir: Path, *flags: str, environment: Mapping[str, str] | None = None
+    model: Path,
+    log_dir: Path,
+    *flags: str,
+    environment: Mapping[str, str] | None = None,
+    config: Path = CPU_CONFIG,
 ) -> Iterator[Node]:
     """Starts it with the configuration and the flags that our engines get, and ends it.
 
     `environment` adds to this process's variables.
     Raises RuntimeError with the end of its log if it does not come up.
     """
-    config = launch_settings(
-        ["--config", str(ROOT / "launch/cpu.toml"), "--model-path", str(model), *flags]
-    )
-    found, port = find_hardware(config), free_port()
-    command = engine_command(config, found, port)
+    settings = launch_settings(["--config", str(config), "--model-path", str(model), *flags])
+    found, port = find_hardware(settings), free_port()
+    command = engine_command(settings, found, port)
     command[command.index("-m") + 1] = "sglang.launch_server"
-    own = engine_environment(config, found, 0) | {"SGLANG_PLUGINS": "none"}
+    own = engine_environment(settings, found, 0) | {"SGLANG_PLUGINS": "none"}
     url = f"http://127.0.0.1:{port}"
     with running_process(
         command,

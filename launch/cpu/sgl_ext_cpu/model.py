@@ -1,6 +1,6 @@
 """The model maker: a small Qwen3 with random weights, made on the spot.
 
-    python -m sgl_ext_cpu.model DIRECTORY [--size tiny|bench|8b-config] [--seed N]
+    python -m sgl_ext_cpu.model DIRECTORY [--size SIZE] [--seed N]
 
 It needs no network. The result is an ordinary Hugging Face model directory that SGLang and
 transformers load. Its weights are random, but chosen to be useful in tests:
@@ -52,11 +52,26 @@ class Shape:
     """Tokens the tokenizer has; at most `vocabulary`."""
     weights: bool = True
 
+    @property
+    def weight_bytes(self) -> int:
+        """Of bfloat16 weights, but for norms."""
+        attention = 2 * (self.heads + self.key_heads) * self.head_dim
+        layer = self.hidden * (attention + 3 * self.intermediate)
+        return 2 * (self.layers * layer + 2 * self.vocabulary * self.hidden)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of a token in a bfloat16 KV cache."""
+        return 4 * self.layers * self.key_heads * self.head_dim
+
 
 SHAPES = {
     "tiny": Shape(8_192, 64, 128, 2, 4, 2, 16, tokens=8_192),
     "bench": Shape(32_768, 256, 1_024, 2, 4, 2, 16, tokens=32_768),
+    # For GPUs: the engine draws the weights (`sgl_ext_cpu.models.qwen3`).
     "8b-config": Shape(151_936, 4_096, 12_288, 36, 32, 8, 128, tokens=32_768, weights=False),
+    "2b-config": Shape(151_936, 2_048, 6_144, 28, 16, 8, 128, tokens=32_768, weights=False),
+    "small-config": Shape(32_768, 1_024, 3_072, 4, 8, 2, 128, tokens=32_768, weights=False),
 }
 
 

@@ -20,6 +20,7 @@ import requests
 
 ROOT = Path(__file__).parents[3]
 """The checkout."""
+CPU_CONFIG = ROOT / "launch/cpu.toml"
 
 _START_TIMEOUT_S = 600.0
 
@@ -81,6 +82,7 @@ def running_node(
     *flags: str,
     environment: Mapping[str, str] | None = None,
     port: int | None = None,
+    config: Path = CPU_CONFIG,
 ) -> Iterator[Node]:
     """Starts the launcher, yields once it serves, and ends it with SIGTERM.
 
@@ -89,7 +91,7 @@ def running_node(
     """
     port = port or free_port()
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "sgl_ext.launch", "--config", str(ROOT / "launch/cpu.toml")]
+    command = [sys.executable, "-m", "sgl_ext.launch", "--config", str(config)]
     command += ["--model-path", str(model), "--port", str(port), "--log-dir", str(log_dir), *flags]
     output = log_dir / "launch.out"
 

@@ -1,0 +1,127 @@
+"""The steps of a report: each is a process of its own, with a time limit and a log."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from sgl_ext_cpu.node import ROOT
+
+Status = Literal["ok", "failed", "not run"]
+_ENDING_S = 30.0
+_SHOWN_LINES = 30
+
+
+@dataclass(frozen=True)
+class Step:
+    """A module that prints a JSON object as its last line, and how long it may run."""
+
+    name: str
+    module: str
+    flags: tuple[str, ...] = ()
+    limit_s: float = 120.0
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Result:
+    """How a step ended. why: what failed, "" if nothing did. log_end: of the logs of a failure."""
+
+    name: str
+    status: Status
+    seconds: float = 0.0
+    figures: dict[str, Any] = field(default_factory=dict)
+    why: str = ""
+    log_end: str = ""
+
+    def document(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def run_step(step: Step, folder: Path, left_s: float) -> Result:
+    """Runs a step for at most `left_s`, and ends every process of it. Its logs are in `folder`."""
+    limit_s = min(step.limit_s, left_s)
+    if limit_s < 1:
+        return Result(step.name, "not run", why="the time of the whole report was used up")
+    folder.mkdir(parents=True, exist_ok=True)
+    output, errors = folder / "output.log", folder / "errors.log"
+    started = time.monotonic()
+    with output.open("wb") as out, errors.open("wb") as err:
+        process = subprocess.Popen(
+            [sys.executable, "-m", step.module, *step.flags],
+            cwd=ROOT,
+            env={**os.environ, **step.environment},
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
+        try:
+            status: int | None = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            end_session(process)
+    seconds = round(time.monotonic() - started, 1)
+    figures = last_object(output.read_text(errors="replace"))
+    if status == 0 and figures is not None:
+        return Result(step.name, "ok", seconds, figures)
+    why = reason(errors.read_text(errors="replace"), status, limit_s)
+    return Result(step.name, "failed", seconds, figures or {}, why, log_ends(folder))
+
+
+def end_session(process: subprocess.Popen[bytes]) -> None:
+    """Interrupts a process that still runs, so that it ends its engines; then kills its session."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(_ENDING_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return  # the usual case
+
+
+def last_object(output: str) -> dict[str, Any] | None:
+    """The JSON object in the last line; None if there is none."""
+    lines = output.splitlines()
+    try:
+        found = json.loads(lines[-1]) if lines else None
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def reason(errors: str, status: int | None, limit_s: float) -> str:
+    """Why a step failed, in one line. status: None if its time ran out."""
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    if status is None:
+        return f"it did not end within {limit_s:.0f} s"
+    return lines[-1] if lines else f"it ended with status {status} and no message"
+
+
+def log_ends(folder: Path) -> str:
+    """The last lines of each log of a step."""
+    found = []
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.suffix in (".log", ".out") and path.name != "output.log":
+            lines = path.read_text(errors="replace").splitlines()[-_SHOWN_LINES:]
+            if lines:
+                found.append("\n".join([f"==> {path.relative_to(folder)}", *lines]))
+    return "\n\n".join(found)
+
+
+def failed(results: Sequence[Result]) -> list[str]:
+    """The names of the steps that did not end well."""
+    return [result.name for result in results if result.status != "ok"]

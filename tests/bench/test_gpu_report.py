@@ -1,0 +1,203 @@
+"""`make gpu-report`: its steps, the choice of a model, its verdict on equality, and the whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from sgl_ext_cpu.model import SHAPES
+from sgl_ext_cpu.node import FORKING, ROOT
+from sgl_ext_cpu.nursery import Nursery
+
+from bench.gpu import machine as machine_module
+from bench.gpu.equality import explanation, unexplained
+from bench.gpu.machine import Machine, freest, machine_for, needed_bytes
+from bench.gpu.page import page
+from bench.gpu.steps import Result, Step, run_step
+from bench.lib.priority_load import Load
+from sgl_ext.node.hardware import Hardware
+from tests.waiting import until
+
+GIB = 1 << 30
+EQUAL = {"stock again": 0, "stock, crowded": 0, "ours": 0, "ours, crowded": 0}
+H200 = {"multiplies": True, "free_bytes": 139 * GIB}
+
+
+def module(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> str:
+    """The name of a module with this code, which a step's process can run."""
+    (folder / "made_step.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ["PYTHONPATH"]]))
+    return "made_step"
+
+
+def test_a_step_ends_with_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import sys\nprint('before')\nprint('{\"figure\": 3}')\n"
+    result = run_step(Step("one", module(tmp_path, monkeypatch, code)), tmp_path / "logs", 60)
+    assert (result.status, result.figures, result.why) == ("ok", {"figure": 3}, "")
+
+
+def test_a_step_that_fails_gives_its_reason_and_its_engines_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logs = tmp_path / "logs"
+    (logs / "ours").mkdir(parents=True)
+    (logs / "ours" / "engine-0.log").write_text("first\nout of memory\n")
+    name = module(tmp_path, monkeypatch, "import sys\nsys.exit('broken invariant: seven')\n")
+    result = run_step(Step("one", name), logs, 60)
+    assert (result.status, result.why) == ("failed", "broken invariant: seven")
+    assert "==> ours/engine-0.log\nfirst\nout of memory" in result.log_end
+
+
+def test_a_step_without_figures_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = run_step(Step("one", module(tmp_path, monkeypatch, "")), tmp_path / "logs", 60)
+    assert (result.status, result.why) == ("failed", "it ended with status 0 and no message")
+
+
+@pytest.mark.long
+def test_a_step_past_its_time_is_interrupted_and_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print(child.pid, flush=True)\n"
+        "try:\n    time.sleep(600)\nfinally:\n    print('ended', flush=True)\n"
+    )
+    name = module(tmp_path, monkeypatch, code)
+    result = run_step(Step("one", name, limit_s=3), tmp_path / "logs", 60)
+    assert (result.status, result.why) == ("failed", "it did not end within 3 s")
+    child, ended = (tmp_path / "logs" / "output.log").read_text().split()
+    assert ended == "ended"
+    until(lambda: not psutil.pid_exists(int(child)) or is_zombie(int(child)), 10)
+
+
+def is_zombie(pid: int) -> bool:
+    return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_no_step_starts_when_the_time_is_used_up(tmp_path: Path) -> None:
+    result = run_step(Step("one", "made_step"), tmp_path / "logs", 0.5)
+    assert (result.status, result.why) == ("not run", "the time of the whole report was used up")
+    assert not (tmp_path / "logs").exists()
+
+
+def test_the_model_is_the_largest_that_fits() -> None:
+    assert machine_for("0", H200) == Machine("0", "8b-config")
+    assert machine_for("0", {**H200, "free_bytes": 79 * GIB}).model == "2b-config"
+    assert machine_for("0", {**H200, "free_bytes": 23 * GIB}).model == "small-config"
+    assert machine_for(None, {}) == Machine(None, "tiny")
+    assert needed_bytes(SHAPES["8b-config"]) > 2 * 16 * 10**9, "two engines with their weights"
+
+
+def test_a_gpu_that_others_fill_is_an_error_that_says_what_to_do() -> None:
+    with pytest.raises(LookupError, match=r"GPU 3 has 2\.0 GiB free.*CUDA_VISIBLE_DEVICES"):
+        machine_for("3", {**H200, "free_bytes": 2 * GIB})
+
+
+@pytest.mark.parametrize(
+    ("found", "why"),
+    [
+        ({"error": "CUDA error: no kernel image"}, "no kernel image"),
+        ({"cuda_version": None, "is_cuda_available": False}, "torch is built for CUDA None"),
+        ({}, "the environment is not known"),
+    ],
+)
+def test_a_gpu_that_torch_cannot_use_is_an_error_and_no_cpu_run(
+    found: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(LookupError, match=why):
+        machine_for("0", found)
+
+
+def test_the_gpu_with_the_most_free_memory_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = {"0": 3 * GIB, "1": 80 * GIB, "2": 5 * GIB}
+    monkeypatch.setattr(machine_module, "free_gpu_memory", lambda: free)
+    assert freest(Hardware(("0", "1", "2"))) == "1"
+    assert freest(Hardware(("MIG-a", "MIG-b"))) == "MIG-a"
+    assert freest(Hardware((), "sgl_ext_cpu")) is None
+
+
+def test_a_gpu_s_engines_download_nothing_and_draw_their_weights() -> None:
+    found = Machine("2", "8b-config").environment
+    assert found["CUDA_VISIBLE_DEVICES"] == "2"
+    assert found["HF_HUB_OFFLINE"] == "1"
+    assert found["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "sgl_ext_cpu.models"
+    assert not FORKING.items() & found.items(), "CUDA does not survive a fork"
+
+
+def test_answers_of_ours_may_differ_only_where_stocks_do() -> None:
+    assert unexplained(EQUAL) == []
+    assert unexplained({**EQUAL, "ours": 1}) == ["ours"]
+    assert unexplained({**EQUAL, "ours, crowded": 2}) == ["ours, crowded"]
+    assert unexplained({**EQUAL, "ours, crowded": 2, "stock, crowded": 1}) == []
+    assert "token for token" in explanation(EQUAL)
+    assert "do not differ from each other" in explanation({**EQUAL, "ours": 1})
+    assert "cannot be judged" in explanation({**EQUAL, "ours": 1, "stock again": 1})
+    crowded = {**EQUAL, "ours, crowded": 2, "stock, crowded": 1}
+    assert "depend on the batch" in explanation(crowded)
+
+
+def test_interactive_requests_come_in_shares_of_what_the_batch_takes() -> None:
+    from bench.lib.pin_load import Texts
+
+    load = Load(2, (10, 10), (10, 2), (0.25, 0.5))
+    times = [one.at_s for one in load.requests(Texts(), "one", batch_s=8.0)]
+    assert times == [0.0, 0.0, 2.0, 4.0]
+
+
+def test_the_page_says_what_failed_and_that_it_is_a_cpu_run() -> None:
+    steps = [
+        Result(
+            "environment", "failed", 1.0, why="torch | broke", log_end="==> a.log\nend"
+        ).document(),
+        Result(
+            "fanout", "ok", 2.0, {"bench": "fanout", "arms": {"ours": {"ttft_p50_ms": 3}}}
+        ).document(),
+    ]
+    report = {"began": "today", "seconds": 3.0, "model": "tiny", "reason": "for the CPU"}
+    found = page({**report, "is_cpu": True, "steps": steps})
+    assert found.startswith("# CPU report\n\n**This is a run on the CPU platform")
+    assert "failed: environment." in found
+    assert "| environment | failed | 1 | torch \\| broke |" in found
+    assert "| arms.ours.ttft_p50_ms | 3 |" in found
+    assert "==> a.log" in found
+    assert page({**report, "is_cpu": False, "steps": steps}).startswith("# GPU report\n\n`make")
+
+
+def test_the_report_runs_on_this_machine(tmp_path: Path, nursery: Nursery) -> None:
+    """Its cheapest form. The other benches are run by tests of their own."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "bench.gpu", "--folder", str(tmp_path)),
+            *("--only", "facts", "equality", "fanout"),
+        ],
+        cwd=ROOT,
+        env={**os.environ, **nursery.environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    steps = {step["name"]: step for step in report["steps"]}
+    assert {name: step["status"] for name, step in steps.items()} == dict.fromkeys(
+        ("environment", "facts", "equality", "fanout"), "ok"
+    )
+    facts = steps["facts"]["figures"]
+    assert facts["made"]["cache class"].endswith(".ExtendedRadixCache")
+    assert facts["made"]["page size"] == facts["resolved"]["page_size"] == 1
+    assert facts["made"]["overlap scheduling"] is True
+    assert facts["resolved"]["load_format"] == "dummy"
+    equality = steps["equality"]["figures"]
+    assert equality["preempted"]["ours, crowded"] > 0
+    assert equality["pinned_tokens"] > 0
+    assert set(equality["differing"].values()) == {0}
+    text = (tmp_path / "report.md").read_text()
+    assert text.startswith("# CPU report")
+    assert "All answers are equal, token for token." in text
