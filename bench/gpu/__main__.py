@@ -127,7 +127,7 @@ def _forked(machine: Machine) -> Iterator[dict[str, str]]:
     if machine.gpu is not None or "SGLEXT_CPU_NURSERY" in os.environ:
         yield {}
         return
-    with Nursery(environment={"OMP_NUM_THREADS": "1"}) as nursery:
+    with Nursery({"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}) as nursery:
         yield nursery.environment
 
 

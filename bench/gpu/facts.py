@@ -27,7 +27,7 @@ RESOLVED = (
     *("sampling_backend", "grammar_backend", "fp8_gemm_runner_backend", "moe_runner_backend"),
     *("page_size", "chunked_prefill_size", "max_prefill_tokens", "max_running_requests"),
     *("mem_fraction_static", "kv_cache_dtype", "schedule_policy", "enable_priority_scheduling"),
-    *("disable_overlap_schedule", "radix_cache_backend", "cuda_graph_config", "load_format"),
+    *("disable_overlap_schedule", "radix_cache_backend", "load_format"),
 )
 _WARNING = ("WARNING", "WARN ", "Warning:", "falling back", "Rollback")
 _MOST_WARNINGS = 20
@@ -59,10 +59,19 @@ def measure(engines: Engines) -> dict[str, Any]:
                 "start_s": round(start_s, 1),
                 "first_requests_ms": times_ms,
                 "made": json.loads(written.read_text()),
-                "resolved": {name: state.get(name) for name in RESOLVED},
+                "resolved": {name: state.get(name) for name in RESOLVED} | graphs(state),
                 "memory": state.get("memory_usage"),
                 "warnings": warnings(node.log_dir),
             }
+
+
+def graphs(state: dict[str, Any]) -> dict[str, str]:
+    """How CUDA graphs are made, of each phase."""
+    phases: dict[str, Any] = state.get("cuda_graph_config") or {}
+    return {
+        f"CUDA graphs of {name}": f"{phase.get('backend')}, up to {phase.get('max_bs')}"
+        for name, phase in phases.items()
+    }
 
 
 def first_requests_ms(node: Node) -> dict[str, list[float]]:

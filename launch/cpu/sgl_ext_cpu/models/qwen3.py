@@ -5,13 +5,12 @@ decides what comes next, and no wrong key of the cache would show. Here they are
 model maker's are (`sgl_ext_cpu.model`): attention is sharp, and only words can be sampled.
 """
 
-from typing import Any
-
 import torch
 from sglang.srt.models.qwen3 import Qwen3ForCausalLM as _Qwen3ForCausalLM
 from tokenizers import Tokenizer
 
 from sgl_ext_cpu import tokenizer as text
+from sgl_ext_cpu.drawing import draw
 
 
 class Qwen3ForCausalLM(_Qwen3ForCausalLM):  # type: ignore[misc]  # sglang is untyped
@@ -25,19 +24,3 @@ class Qwen3ForCausalLM(_Qwen3ForCausalLM):  # type: ignore[misc]  # sglang is un
 
 
 EntryClass = Qwen3ForCausalLM
-
-
-def draw(name: str, weights: Any, words: list[int], seed: int) -> None:
-    """Fills one tensor. words: the rows of the output that can win."""
-    generator = torch.Generator(weights.device).manual_seed(seed)
-    if "norm" in name:
-        weights.fill_(3.0 if name.endswith("q_norm.weight") else 1.0)
-    elif "embed_tokens" in name:
-        weights.normal_(generator=generator)
-    else:
-        gain = 2.0 if "o_proj" in name or "lm_head" in name else 1.0
-        weights.normal_(std=gain / weights.shape[1] ** 0.5, generator=generator)
-        if "lm_head" in name:
-            silent = torch.ones(weights.shape[0], dtype=torch.bool, device=weights.device)
-            silent[words] = False
-            weights[silent] = 0.0
