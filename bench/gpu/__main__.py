@@ -22,10 +22,10 @@ from pathlib import Path
 from sgl_ext_cpu.node import ROOT, local_model
 from sgl_ext_cpu.nursery import Nursery
 
-from bench.gpu.machine import Machine, freest, machine_for
+from bench.gpu.machine import Machine, find_machine, with_model
 from bench.gpu.page import page
 from bench.gpu.steps import Result, Step, failed, run_step
-from sgl_ext.node.hardware import find_hardware
+from sgl_ext.settings.schema import SettingsError
 
 _BENCHES = (
     *("header_strip", "warm_turn", "fanout", "priority", "pin_flood"),
@@ -49,24 +49,23 @@ def main() -> int:
     def left_s() -> float:
         return started + float(options.minutes) * 60 - time.monotonic()
 
-    gpu = freest(find_hardware())
-    first = Machine(gpu, "tiny")
-    os.environ |= first.environment
-    results = [
-        _announced(
-            Step("environment", "bench.gpu.environment", (), _ENVIRONMENT_S), folder, left_s()
-        )
-    ]
-    reason = ""
+    machine, reason = Machine(None), ""
     try:
-        machine = machine_for(gpu, results[0].figures.get("torch", {}))
+        machine = find_machine()
+    except SettingsError as error:
+        reason = str(error)
+    os.environ |= machine.environment
+    first = Step("environment", "bench.gpu.environment", limit_s=_ENVIRONMENT_S)
+    results = [_announced(first, folder, left_s())]
+    try:
+        if reason:
+            raise LookupError(reason)
+        machine = with_model(machine, results[0].figures.get("torch", {}))
         model = local_model(machine.model)
     except (LookupError, OSError) as error:
-        machine, reason = first, str(error)
-        results.append(Result("model", "failed", why=reason))
-        print(f"model: FAILED: {reason}", flush=True)
+        print(f"model ... FAILED: {error}", flush=True)
+        results.append(Result("model", "failed", why=str(error)))
     else:
-        reason = "the GPU has room for it" if gpu else "for the CPU"
         configs = machine.write_configs(folder)
         with _forked(machine) as variables:
             for step in steps(machine, model, configs, variables):
@@ -75,9 +74,8 @@ def main() -> int:
     report = {
         "began": began,
         "seconds": round(time.monotonic() - started, 1),
-        "is_cpu": machine.gpu is None,
+        "is_cpu": machine.gpu is None and not reason,
         "model": machine.model,
-        "reason": reason,
         "steps": [result.document() for result in results],
     }
     (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")

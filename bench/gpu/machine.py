@@ -8,16 +8,19 @@ without a GPU runs the same steps with the tiny model on the CPU platform.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from sgl_ext_cpu.model import SHAPES, Shape
 from sgl_ext_cpu.node import FORKING, ROOT
 
-from sgl_ext.node.hardware import Hardware
+from sgl_ext.node.hardware import Hardware, find_hardware
 from sgl_ext.node.start.room import free_gpu_memory
+from sgl_ext.settings.schema import LaunchSettings, SettingsError
+from sgl_ext.settings.sources import launch_settings
 
 _GIB = 1 << 30
 _GPU_MODELS = ("8b-config", "2b-config", "small-config")
@@ -27,7 +30,7 @@ _LARGEST_POOL_TOKENS, _BESIDE_BYTES, _ENGINES = 196_608, 6 * _GIB, 2
 _ENGINE = """\
 [launch]
 instances = 1
-
+{platform}
 [engine]
 load-format = "dummy"
 reasoning-parser = "qwen3"
@@ -47,11 +50,12 @@ _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFF
 class Machine:
     """The device, the size of the model, and the variables of every step.
 
-    gpu: a CUDA device id; None: the CPU platform.
+    gpu: its id; None: the CPU platform. variable: the one that names GPUs.
     """
 
     gpu: str | None
-    model: str
+    model: str = "tiny"
+    variable: str = "CUDA_VISIBLE_DEVICES"
 
     @property
     def bench_size(self) -> str:
@@ -66,7 +70,7 @@ class Machine:
         if self.gpu is None:
             return found | FORKING
         return found | {
-            "CUDA_VISIBLE_DEVICES": self.gpu,
+            self.variable: self.gpu,
             "SGLANG_EXTERNAL_MODEL_PACKAGE": "sgl_ext_cpu.models",
         }
 
@@ -74,18 +78,33 @@ class Machine:
         """Writes settings of engines, and returns the files: with SGLang's own CUDA graphs, and
         with few of them, so that many engines start in ten minutes."""
         own, few = folder / "engines.toml", folder / "engines-with-few-graphs.toml"
-        text = _ENGINE.format(pool=_POOL_TOKENS)
+        platform = 'platform = "cpu"\n' if self.gpu is None else ""
+        text = _ENGINE.format(platform=platform, pool=_POOL_TOKENS)
         own.write_text(text)
         few.write_text(text + (_FEW_GRAPHS if self.gpu is not None else ""))
         return own, few
 
 
-def freest(hardware: Hardware, environ: Mapping[str, str] = os.environ) -> str | None:
-    """The visible GPU with the most free memory, the first one if nobody knows; None: no GPU."""
-    if not hardware.gpus or hardware.platform is not None:
-        return None
+def find_machine(find: Callable[[LaunchSettings], Hardware] = find_hardware) -> Machine:
+    """The GPU to use, with no model yet; the CPU where there is no sign of a GPU.
+
+    Raises SettingsError for GPUs that cannot be used.
+    """
+    try:
+        hardware = find(launch_settings(["--model-path", "any"]))
+    except SettingsError:
+        if shutil.which("nvidia-smi") is None and not os.environ.get("CUDA_VISIBLE_DEVICES"):
+            return Machine(None)
+        raise
+    if hardware.platform is not None:
+        return Machine(None)
+    return Machine(freest(hardware.gpus), variable=hardware.variable)
+
+
+def freest(gpus: Sequence[str]) -> str:
+    """The GPU with the most free memory; the first one if nobody knows."""
     free = free_gpu_memory()
-    return max(hardware.gpus, key=lambda gpu: free.get(gpu, 0))
+    return max(gpus, key=lambda gpu: free.get(gpu, 0))
 
 
 def needed_bytes(shape: Shape) -> int:
@@ -94,13 +113,14 @@ def needed_bytes(shape: Shape) -> int:
     return _ENGINES * (shape.weight_bytes + pool + _BESIDE_BYTES)
 
 
-def machine_for(gpu: str | None, torch_facts: Mapping[str, Any]) -> Machine:
+def with_model(machine: Machine, torch_facts: Mapping[str, Any]) -> Machine:
     """The machine, with the largest model that fits. torch_facts: of the environment step.
 
     Raises LookupError if torch cannot use the GPU, or if it has too little free memory.
     """
+    gpu = machine.gpu
     if gpu is None:
-        return Machine(None, "tiny")
+        return machine
     if not torch_facts.get("multiplies"):
         why = torch_facts.get("error") or (
             f"torch is built for CUDA {torch_facts['cuda_version']}"
@@ -111,7 +131,7 @@ def machine_for(gpu: str | None, torch_facts: Mapping[str, Any]) -> Machine:
     free = int(torch_facts["free_bytes"])
     for name in _GPU_MODELS:
         if needed_bytes(SHAPES[name]) <= free:
-            return Machine(gpu, name)
+            return replace(machine, model=name)
     least = needed_bytes(SHAPES[_GPU_MODELS[-1]])
     raise LookupError(
         f"GPU {gpu} has {free / _GIB:.1f} GiB free, and the smallest model needs "

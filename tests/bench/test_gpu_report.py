@@ -17,11 +17,12 @@ from sgl_ext_cpu.nursery import Nursery
 
 from bench.gpu import machine as machine_module
 from bench.gpu.equality import explanation, unexplained
-from bench.gpu.machine import Machine, freest, machine_for, needed_bytes
+from bench.gpu.machine import Machine, find_machine, freest, needed_bytes, with_model
 from bench.gpu.page import page
 from bench.gpu.steps import Result, Step, run_step
 from bench.lib.priority_load import Load
 from sgl_ext.node.hardware import Hardware
+from sgl_ext.settings.schema import LaunchSettings, SettingsError
 from tests.waiting import until
 
 GIB = 1 << 30
@@ -88,16 +89,17 @@ def test_no_step_starts_when_the_time_is_used_up(tmp_path: Path) -> None:
 
 
 def test_the_model_is_the_largest_that_fits() -> None:
-    assert machine_for("0", H200) == Machine("0", "8b-config")
-    assert machine_for("0", {**H200, "free_bytes": 79 * GIB}).model == "2b-config"
-    assert machine_for("0", {**H200, "free_bytes": 23 * GIB}).model == "small-config"
-    assert machine_for(None, {}) == Machine(None, "tiny")
+    gpu = Machine("0", variable="HIP_VISIBLE_DEVICES")
+    assert with_model(gpu, H200) == Machine("0", "8b-config", "HIP_VISIBLE_DEVICES")
+    assert with_model(gpu, {**H200, "free_bytes": 79 * GIB}).model == "2b-config"
+    assert with_model(gpu, {**H200, "free_bytes": 23 * GIB}).model == "small-config"
+    assert with_model(Machine(None), {}) == Machine(None, "tiny")
     assert needed_bytes(SHAPES["8b-config"]) > 2 * 16 * 10**9, "two engines with their weights"
 
 
 def test_a_gpu_that_others_fill_is_an_error_that_says_what_to_do() -> None:
     with pytest.raises(LookupError, match=r"GPU 3 has 2\.0 GiB free.*CUDA_VISIBLE_DEVICES"):
-        machine_for("3", {**H200, "free_bytes": 2 * GIB})
+        with_model(Machine("3"), {**H200, "free_bytes": 2 * GIB})
 
 
 @pytest.mark.parametrize(
@@ -112,15 +114,29 @@ def test_a_gpu_that_torch_cannot_use_is_an_error_and_no_cpu_run(
     found: dict[str, Any], why: str
 ) -> None:
     with pytest.raises(LookupError, match=why):
-        machine_for("0", found)
+        with_model(Machine("0"), found)
 
 
 def test_the_gpu_with_the_most_free_memory_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     free = {"0": 3 * GIB, "1": 80 * GIB, "2": 5 * GIB}
     monkeypatch.setattr(machine_module, "free_gpu_memory", lambda: free)
-    assert freest(Hardware(("0", "1", "2"))) == "1"
-    assert freest(Hardware(("MIG-a", "MIG-b"))) == "MIG-a"
-    assert freest(Hardware((), "sgl_ext_cpu")) is None
+    assert freest(("0", "1", "2")) == "1"
+    assert freest(("MIG-a", "MIG-b")) == "MIG-a"
+    assert find_machine(lambda _: Hardware(("0", "1"))) == Machine("1")
+    assert find_machine(lambda _: Hardware((), "sgl_ext_cpu")) == Machine(None)
+
+
+def test_a_machine_with_gpus_that_cannot_be_used_is_no_machine_without_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(_: LaunchSettings) -> Hardware:
+        raise SettingsError("GPUs cannot be used")
+
+    monkeypatch.setattr(machine_module.shutil, "which", lambda _: None)
+    assert find_machine(fail) == Machine(None)
+    monkeypatch.setattr(machine_module.shutil, "which", lambda _: "/usr/bin/nvidia-smi")
+    with pytest.raises(SettingsError):
+        find_machine(fail)
 
 
 def test_a_gpu_s_engines_download_nothing_and_draw_their_weights() -> None:
@@ -160,7 +176,7 @@ def test_the_page_says_what_failed_and_that_it_is_a_cpu_run() -> None:
             "fanout", "ok", 2.0, {"bench": "fanout", "arms": {"ours": {"ttft_p50_ms": 3}}}
         ).document(),
     ]
-    report = {"began": "today", "seconds": 3.0, "model": "tiny", "reason": "for the CPU"}
+    report = {"began": "today", "seconds": 3.0, "model": "tiny"}
     found = page({**report, "is_cpu": True, "steps": steps})
     assert found.startswith("# CPU report\n\n**This is a run on the CPU platform")
     assert "failed: environment." in found
