@@ -37,7 +37,7 @@ from bench.lib.script import Size, require, run
 
 _OWN_TOKENS = 50
 _ANSWER_TOKENS = 8
-_FLAGS = ("--chunked-prefill-size", "8192", "--max-total-tokens", "196608")
+FLAGS = ("--chunked-prefill-size", "8192", "--max-total-tokens", "196608")
 _COUNTER = "sgl_ext_prefixes_awaited_total"
 
 
@@ -175,8 +175,8 @@ def main() -> None:
     engines = chosen(options, "tiny")
     with tempfile.TemporaryDirectory(prefix="sgl-ext-bench-") as folder:
         starts = {
-            "stock": partial(engines.stock, Path(folder) / "stock", *_FLAGS),
-            "ours": partial(engines.ours, Path(folder) / "ours", *_FLAGS),
+            "stock": partial(engines.stock, Path(folder) / "stock", *FLAGS),
+            "ours": partial(engines.ours, Path(folder) / "ours", *FLAGS),
         }
         with running_arms(starts) as nodes:
             run("fanout", lambda: asyncio.run(measure(nodes, plan, are_exact=engines.are_exact)))

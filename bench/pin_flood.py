@@ -83,7 +83,7 @@ class Plan:
 PLANS: dict[Size, Plan] = {
     "full": Plan(),
     "quick": Plan(4, 0.8, 0.28, 6, 2, 40),
-    "brief": Plan(3, 0.8, 0.28, 2, 1, 20),
+    "brief": Plan(3, 0.8, 0.28, 1, 1, 15),
     "smallest": Plan(3, 0.85, 0.28, 1, 1, 10, 900, 4_096, 2),
 }
 

@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,98 +24,121 @@ from sgl_ext_cpu.nursery import Nursery
 
 from bench.gpu.machine import Machine, find_machine, with_model
 from bench.gpu.page import page
-from bench.gpu.steps import Result, Step, failed, run_step
+from bench.gpu.steps import Result, Step, failed, held, run_step
 from sgl_ext.settings.schema import SettingsError
 
-_BENCHES = (
-    *("header_strip", "warm_turn", "fanout", "priority", "pin_flood"),
-    "speculative_prefill",
-)
+_SHARED = ("facts", "header_strip", "fanout")
+_OWN = ("warm_turn", "priority", "pin_flood", "speculative_prefill")
 _EQUALITY, _DETERMINISTIC = "equality", "equality_deterministic"
-NAMES = ("environment", "facts", _EQUALITY, *_BENCHES, _DETERMINISTIC)
-# These replace or time functions of an engine's own imports, so none may be forked.
-_OWN_ENGINES = ("facts", "warm_turn")
+NAMES = (*_SHARED, _EQUALITY, _DETERMINISTIC, *_OWN)
 # A first start compiles kernels.
-_FIRST_START_S, _STEP_S = 330.0, 150.0
-_ENVIRONMENT_S = 150.0
+_FIRST_START_S, _ENVIRONMENT_S, _STEP_S = 330.0, 150.0, 150.0
 
 
 def main() -> int:
     options = _parser().parse_args()
-    folder = options.folder.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    began, started = time.strftime("%Y-%m-%d %H:%M:%S %Z"), time.monotonic()
-
-    def left_s() -> float:
-        return started + float(options.minutes) * 60 - time.monotonic()
-
-    machine, reason = Machine(None), ""
+    began, run = time.strftime("%Y-%m-%d %H:%M:%S %Z"), Run(options)
+    machine, unusable = Machine(None), ""
     try:
         machine = find_machine()
     except SettingsError as error:
-        reason = str(error)
+        unusable = str(error)
     os.environ |= machine.environment
-    first = Step("environment", "bench.gpu.environment", limit_s=_ENVIRONMENT_S)
-    results = [_announced(first, folder, left_s())]
+    run.step(Step("environment", "bench.gpu.environment", limit_s=_ENVIRONMENT_S))
     try:
-        if reason:
-            raise LookupError(reason)
-        machine = with_model(machine, results[0].figures.get("torch", {}))
+        if unusable:
+            raise LookupError(unusable)
+        machine = with_model(machine, run.results[0].figures.get("torch", {}))
+        print(f"model {machine.model} ...", end=" ", flush=True)
         model = local_model(machine.model)
+        print("ok", flush=True)
     except (LookupError, OSError) as error:
-        print(f"model ... FAILED: {error}", flush=True)
-        results.append(Result("model", "failed", why=str(error)))
+        print(f"FAILED: {error}", flush=True)
+        run.results.append(Result("model", "failed", why=str(error)))
     else:
-        configs = machine.write_configs(folder)
         with _forked(machine) as variables:
-            for step in steps(machine, model, configs, variables):
-                if step.name in options.only:
-                    results.append(_announced(step, folder, left_s()))
+            measure(run, machine, model, variables)
     report = {
         "began": began,
-        "seconds": round(time.monotonic() - started, 1),
-        "is_cpu": machine.gpu is None and not reason,
+        "seconds": round(run.seconds, 1),
+        "is_cpu": machine.gpu is None and not unusable,
         "model": machine.model,
-        "steps": [result.document() for result in results],
+        "steps": [result.document() for result in run.results],
     }
-    (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-    (folder / "report.md").write_text(page(report))
-    wrong = failed(results)
+    (run.folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    (run.folder / "report.md").write_text(page(report))
+    wrong = failed(run.results)
     ended = f"failed: {', '.join(wrong)}" if wrong else "all steps ended well"
-    print(f"{folder / 'report.md'}: {ended}")
+    print(f"{run.folder / 'report.md'}: {ended}")
     return 1 if wrong else 0
 
 
-def steps(
-    machine: Machine, model: Path, configs: tuple[Path, Path], forked: dict[str, str]
-) -> Iterator[Step]:
-    """All steps after the first, in order.
+class Run:
+    """The steps so far, and the time that is left. It prints each step as it begins and ends."""
 
-    configs: with SGLang's own CUDA graphs, and with few. forked: variables with which an engine is
-    forked.
-    """
-    size = machine.bench_size
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.folder: Path = options.folder.resolve()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.names: Sequence[str] = options.only
+        self.results: list[Result] = []
+        self._limit_s = 60.0 * options.minutes
+        self._started = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._started
+
+    def step(self, step: Step) -> None:
+        """Runs a step, if it is one of those to run."""
+        if step.name in self.names or step.name == "environment":
+            print(f"{step.name} ...", end=" ", flush=True)
+            self._note(run_step(step, self.folder / step.name, self._limit_s - self.seconds))
+
+    @contextmanager
+    def holding(self, step: Step, written: Path) -> Iterator[bool]:
+        """Whether what others share has started; it ends with the block."""
+        print(f"{step.name} ...", end=" ", flush=True)
+        left_s = self._limit_s - self.seconds
+        with held(step, self.folder / step.name, left_s, written) as result:
+            self._note(result)
+            yield result.status == "ok"
+
+    def leave_out(self, name: str, why: str) -> None:
+        """Notes a step that cannot run."""
+        print(f"{name} ...", end=" ", flush=True)
+        self._note(Result(name, "not run", why=why))
+
+    def _note(self, result: Result) -> None:
+        ended = "ok" if result.status == "ok" else f"{result.status.upper()}: {result.why}"
+        print(f"{ended} ({result.seconds:.0f} s)", flush=True)
+        self.results.append(result)
+
+
+def measure(run: Run, machine: Machine, model: Path, forked: dict[str, str]) -> None:
+    """All steps that have engines. forked: variables with which an engine is forked."""
     variant = ("--batch-variant",) if machine.gpu is not None else ()
-    flags, few = (("--model", str(model), "--config", str(config)) for config in configs)
-    yield Step("facts", "bench.gpu.facts", (size, *flags), _FIRST_START_S)
-    yield Step(_EQUALITY, "bench.gpu.equality", (size, *flags), _STEP_S, forked)
-    for name in _BENCHES:
-        own = {} if name in _OWN_ENGINES else forked
-        yield Step(name, f"bench.{name}", (size, *few, *variant), _STEP_S, own)
-    if machine.gpu is not None:
-        more = (size, "--deterministic", *few)
-        yield Step(_DETERMINISTIC, "bench.gpu.equality", more, _STEP_S)
+    own, few = machine.write_configs(run.folder)
 
+    def step(name: str, module: str, config: Path, *flags: str) -> Step:
+        given = (machine.bench_size, "--model", str(model), "--config", str(config), *variant)
+        logs = ("--logs", str(run.folder / name))
+        return Step(name, module, (*given, *logs, *flags), _STEP_S, forked)
 
-def _announced(step: Step, folder: Path, left_s: float) -> Result:
-    """Runs a step, and prints its name, and then how it ended."""
-    print(f"{step.name} ...", end=" ", flush=True)
-    logs = folder / step.name.replace(", ", "-").replace(" ", "-")
-    flags = step.flags if step.name == "environment" else (*step.flags, "--logs", str(logs))
-    result = run_step(replace(step, flags=flags), logs, left_s)
-    ended = "ok" if result.status == "ok" else f"{result.status.upper()}: {result.why}"
-    print(f"{ended} ({result.seconds:.0f} s)", flush=True)
-    return result
+    if shared := [name for name in _SHARED if name in run.names]:
+        written = run.folder / "start" / "running.json"
+        start = step("start", "bench.gpu.pair", own, "--written", str(written))
+        with run.holding(replace(start, limit_s=_FIRST_START_S), written) as has_started:
+            for name in shared:
+                module = "bench.gpu.facts" if name == "facts" else f"bench.{name}"
+                if has_started:
+                    run.step(step(name, module, own, "--running", str(written)))
+                else:
+                    run.leave_out(name, "its engines did not start")
+    run.step(step(_EQUALITY, "bench.gpu.equality", own))
+    if machine.gpu is not None:  # the CPU has no other kernels
+        run.step(step(_DETERMINISTIC, "bench.gpu.equality", few, "--deterministic"))
+    for name in _OWN:
+        run.step(step(name, f"bench.{name}", few))
 
 
 @contextmanager

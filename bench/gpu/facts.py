@@ -1,15 +1,13 @@
 """What did SGLang choose here, and how long does a first start take?
 
-Starts our engine and its balancer once. Prints what the running scheduler has (classes, page size,
-overlap, CUDA graphs), what SGLang resolved its arguments to, and how long the start and the first
-requests took: kernels that are compiled at their first use show in these.
+Prints what the scheduler of our engine in `bench/gpu/pair.py` has (classes, page size, overlap,
+CUDA graphs), what SGLang resolved its arguments to, and how long the start and the first requests
+took: kernels that are compiled at their first use show in these.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,8 @@ from typing import Any
 import requests
 from sgl_ext_cpu.node import Node
 
-from bench.lib.engines import Engines, chosen, engine_parser, model_of
+from bench.gpu.pair import FACTS
+from bench.lib.engines import Engines, chosen, engine_parser
 from bench.lib.pin_load import Texts
 from bench.lib.priority_load import GENERATE, Request
 from bench.lib.script import require, run
@@ -34,35 +33,26 @@ _MOST_WARNINGS = 20
 
 
 def main() -> None:
-    options = engine_parser(__doc__).parse_args()
-    engines = chosen(options, model_of(options.size, "tiny"))
+    engines = chosen(engine_parser(__doc__).parse_args(), "tiny")
     run("facts", lambda: measure(engines))
 
 
 def measure(engines: Engines) -> dict[str, Any]:
-    """The facts of one engine."""
-    with tempfile.TemporaryDirectory(prefix="sgl-ext-bench-") as name:
-        written = Path(name) / "facts.json"
-        path = [str(Path(__file__).parent / "facts_probe"), os.environ.get("PYTHONPATH", "")]
-        probe = {
-            "SGLEXT_FACTS": str(written),
-            "PYTHONPATH": os.pathsep.join(filter(None, path)),
+    """The facts of our engine."""
+    with engines.ours(Path()) as node:
+        times_ms = first_requests_ms(node)
+        info = requests.get(f"{node.engines[0]}/server_info", timeout=60).json()
+        state = info["internal_states"][0]
+        written = node.log_dir / FACTS
+        require(written.exists(), "the scheduler writes what it made")
+        return {
+            "start_s": engines.running["start_s"],
+            "first_requests_ms": times_ms,
+            "made": json.loads(written.read_text()),
+            "resolved": {name: state.get(name) for name in RESOLVED} | graphs(state),
+            "memory": state.get("memory_usage"),
+            "warnings": warnings(node.log_dir),
         }
-        started = time.monotonic()
-        with engines.ours(Path(name) / "facts", environment=probe) as node:
-            start_s = time.monotonic() - started
-            times_ms = first_requests_ms(node)
-            info = requests.get(f"{node.engines[0]}/server_info", timeout=60).json()
-            state = info["internal_states"][0]
-            require(written.exists(), "the scheduler states what it made")
-            return {
-                "start_s": round(start_s, 1),
-                "first_requests_ms": times_ms,
-                "made": json.loads(written.read_text()),
-                "resolved": {name: state.get(name) for name in RESOLVED} | graphs(state),
-                "memory": state.get("memory_usage"),
-                "warnings": warnings(node.log_dir),
-            }
 
 
 def graphs(state: dict[str, Any]) -> dict[str, str]:

@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from typing import Any, Literal
 from sgl_ext_cpu.node import ROOT
 
 Status = Literal["ok", "failed", "not run"]
+_OUTPUT, _ERRORS = "output.log", "errors.log"
 _ENDING_S = 30.0
 _SHOWN_LINES = 30
 
@@ -52,10 +54,53 @@ def run_step(step: Step, folder: Path, left_s: float) -> Result:
     if limit_s < 1:
         return Result(step.name, "not run", why="the time of the whole report was used up")
     folder.mkdir(parents=True, exist_ok=True)
-    output, errors = folder / "output.log", folder / "errors.log"
     started = time.monotonic()
-    with output.open("wb") as out, errors.open("wb") as err:
-        process = subprocess.Popen(
+    process = _started(step, folder)
+    try:
+        status: int | None = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        status = None
+    finally:
+        end_session(process)
+    seconds = round(time.monotonic() - started, 1)
+    figures = last_object((folder / _OUTPUT).read_text(errors="replace"))
+    if status == 0 and figures is not None:
+        return Result(step.name, "ok", seconds, figures)
+    why = reason((folder / _ERRORS).read_text(errors="replace"), status, limit_s)
+    return Result(step.name, "failed", seconds, figures or {}, why, log_ends(folder))
+
+
+@contextmanager
+def held(step: Step, folder: Path, left_s: float, written: Path) -> Iterator[Result]:
+    """Starts what others share, yields once it has written the file, and ends it with the block.
+
+    The result is of the start. If it failed, nothing runs in the block.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    written.unlink(missing_ok=True)
+    started = time.monotonic()
+    limit_s = min(step.limit_s, left_s)
+    process = _started(step, folder)
+    try:
+        while not written.exists() and process.poll() is None:
+            if time.monotonic() > started + limit_s:
+                break
+            time.sleep(0.1)
+        status, seconds = process.poll(), round(time.monotonic() - started, 1)
+        if written.exists() and status is None:
+            yield Result(step.name, "ok", seconds)
+        else:
+            end_session(process)
+            errors = (folder / _ERRORS).read_text(errors="replace")
+            why = reason(errors, status, limit_s)
+            yield Result(step.name, "failed", seconds, {}, why, log_ends(folder))
+    finally:
+        end_session(process)
+
+
+def _started(step: Step, folder: Path) -> subprocess.Popen[bytes]:
+    with (folder / _OUTPUT).open("wb") as out, (folder / _ERRORS).open("wb") as err:
+        return subprocess.Popen(
             [sys.executable, "-m", step.module, *step.flags],
             cwd=ROOT,
             env={**os.environ, **step.environment},
@@ -64,18 +109,6 @@ def run_step(step: Step, folder: Path, left_s: float) -> Result:
             stderr=err,
             start_new_session=True,
         )
-        try:
-            status: int | None = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            status = None
-        finally:
-            end_session(process)
-    seconds = round(time.monotonic() - started, 1)
-    figures = last_object(output.read_text(errors="replace"))
-    if status == 0 and figures is not None:
-        return Result(step.name, "ok", seconds, figures)
-    why = reason(errors.read_text(errors="replace"), status, limit_s)
-    return Result(step.name, "failed", seconds, figures or {}, why, log_ends(folder))
 
 
 def end_session(process: subprocess.Popen[bytes]) -> None:
@@ -115,7 +148,7 @@ def log_ends(folder: Path) -> str:
     """The last lines of each log of a step."""
     found = []
     for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.suffix in (".log", ".out") and path.name != "output.log":
+        if path.is_file() and path.suffix in (".log", ".out") and path.name != _OUTPUT:
             lines = path.read_text(errors="replace").splitlines()[-_SHOWN_LINES:]
             if lines:
                 found.append("\n".join([f"==> {path.relative_to(folder)}", *lines]))

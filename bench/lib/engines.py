@@ -7,10 +7,13 @@ others, such as engines on a GPU.
 from __future__ import annotations
 
 import argparse
+import json
+import subprocess
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, cast
 
 import requests
 from sgl_ext_cpu.node import CPU_CONFIG, Node, local_model, running_node
@@ -25,17 +28,22 @@ from sgl_ext.settings.sources import launch_settings
 class Engines:
     """are_exact: the same prompt has the same greedy answer in any batch.
     logs: where logs stay after the bench; None: where the bench has its other files.
+    running: engines that run already, and outlive the bench, by the name of the arm: the fields of
+        a `Node`. The flags of the bench are theirs already.
     """
 
     model: Path
     config: Path = CPU_CONFIG
     are_exact: bool = True
     logs: Path | None = None
+    running: Mapping[str, Any] = field(default_factory=dict)
 
     def ours(
         self, log_dir: Path, *flags: str, environment: Mapping[str, str] | None = None
     ) -> AbstractContextManager[Node]:
         """Starts our engine and its balancer."""
+        if "ours" in self.running:
+            return self._shared("ours")
         return running_node(
             self.model, self._kept(log_dir), *flags, environment=environment, config=self.config
         )
@@ -44,9 +52,16 @@ class Engines:
         self, log_dir: Path, *flags: str, environment: Mapping[str, str] | None = None
     ) -> AbstractContextManager[Node]:
         """Starts SGLang without the plugin."""
+        if "stock" in self.running:
+            return self._shared("stock")
         return stock_engine(
             self.model, self._kept(log_dir), *flags, environment=environment, config=self.config
         )
+
+    def _shared(self, name: str) -> AbstractContextManager[Node]:
+        fields, process = self.running[name], cast(subprocess.Popen[bytes], None)
+        node = Node(fields["url"], tuple(fields["engines"]), process, Path(fields["log_dir"]))
+        return nullcontext(node)
 
     def _kept(self, log_dir: Path) -> Path:
         return log_dir if self.logs is None else self.logs / log_dir.name
@@ -81,13 +96,15 @@ def engine_parser(description: str | None) -> argparse.ArgumentParser:
         help="a greedy answer may depend on the batch: count answers that differ, allow them",
     )
     parser.add_argument("--logs", type=Path, help="a folder for the engines' logs")
+    parser.add_argument("--running", type=Path, help=argparse.SUPPRESS)
     return parser
 
 
 def chosen(options: argparse.Namespace, default_model: str) -> Engines:
     """The engines that these options select. default_model: a size of the local model."""
     model = options.model or local_model(default_model)
-    return Engines(model, options.config, not options.batch_variant, options.logs)
+    running = {} if options.running is None else json.loads(options.running.read_text())
+    return Engines(model, options.config, not options.batch_variant, options.logs, running)
 
 
 def model_of(size: Size, full: str) -> str:

@@ -19,7 +19,7 @@ from bench.gpu import machine as machine_module
 from bench.gpu.equality import explanation, unexplained
 from bench.gpu.machine import Machine, find_machine, freest, needed_bytes, with_model
 from bench.gpu.page import page
-from bench.gpu.steps import Result, Step, run_step
+from bench.gpu.steps import Result, Step, held, run_step
 from bench.lib.priority_load import Load
 from sgl_ext.node.hardware import Hardware
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
@@ -76,6 +76,36 @@ def test_a_step_past_its_time_is_interrupted_and_leaves_no_process(
     child, ended = (tmp_path / "logs" / "output.log").read_text().split()
     assert ended == "ended"
     until(lambda: not psutil.pid_exists(int(child)) or is_zombie(int(child)), 10)
+
+
+HOLDING = """\
+import sys, threading
+from pathlib import Path
+Path(sys.argv[1]).write_text("{}")
+try:
+    threading.Event().wait()
+except KeyboardInterrupt:
+    print("ended")
+"""
+
+
+def test_what_steps_share_runs_until_the_block_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = tmp_path / "running.json"
+    step = Step("start", module(tmp_path, monkeypatch, HOLDING), (str(written),))
+    with held(step, tmp_path / "logs", 60, written) as result:
+        assert result.status == "ok"
+        assert (tmp_path / "logs" / "output.log").read_text() == ""
+    assert (tmp_path / "logs" / "output.log").read_text() == "ended\n"
+
+
+def test_a_start_that_fails_gives_its_reason_and_the_block_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Step("start", module(tmp_path, monkeypatch, "raise SystemExit('no memory')"))
+    with held(step, tmp_path / "logs", 60, tmp_path / "running.json") as result:
+        assert (result.status, result.why) == ("failed", "no memory")
 
 
 def is_zombie(pid: int) -> bool:
@@ -186,6 +216,32 @@ def test_the_page_says_what_failed_and_that_it_is_a_cpu_run() -> None:
     assert page({**report, "is_cpu": False, "steps": steps}).startswith("# GPU report\n\n`make")
 
 
+@pytest.mark.long
+def test_gpus_that_cannot_be_used_fail_the_report_and_nothing_runs_on_the_cpu(
+    tmp_path: Path,
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\n[ $1 != -L ] || echo 'GPU 0: NVIDIA H200 (UUID: GPU-1)'\n")
+    program.chmod(0o755)
+    hidden = ("SGLANG_PLATFORM", "CUDA_VISIBLE_DEVICES")
+    environ = {name: value for name, value in os.environ.items() if name not in hidden}
+    folder = tmp_path / "report"
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.gpu", "--folder", str(folder)],
+        cwd=ROOT,
+        env={**environ, "PATH": f"{tmp_path}:{environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    text = (folder / "report.md").read_text()
+    assert text.startswith("# GPU report")
+    assert "failed: model." in text
+    assert "GPUs cannot be used" in text
+    assert not (folder / "facts").exists()
+
+
 def test_the_report_runs_on_this_machine(tmp_path: Path, nursery: Nursery) -> None:
     """Its cheapest form. The other benches are run by tests of their own."""
     done = subprocess.run(
@@ -203,7 +259,7 @@ def test_the_report_runs_on_this_machine(tmp_path: Path, nursery: Nursery) -> No
     report = json.loads((tmp_path / "report.json").read_text())
     steps = {step["name"]: step for step in report["steps"]}
     assert {name: step["status"] for name, step in steps.items()} == dict.fromkeys(
-        ("environment", "facts", "equality", "fanout"), "ok"
+        ("environment", "start", "facts", "fanout", "equality"), "ok"
     )
     facts = steps["facts"]["figures"]
     assert facts["made"]["cache class"].endswith(".ExtendedRadixCache")
