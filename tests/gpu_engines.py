@@ -26,7 +26,8 @@ _ENVIRONMENT = {
     "TRANSFORMERS_OFFLINE": "1",
 }
 _HIDDEN = ("CUDA_VISIBLE_DEVICES", "SGLANG_PLATFORM", "SGLANG_CPU_OMP_THREADS_BIND")
-_COUNT = "import torch; print(torch.cuda.device_count())"
+_SEEN = "from torch.cuda import *; print(device_count(), get_device_capability()[0])"
+_BLACKWELL = 10  # the major number of its compute capability
 
 
 class GpuServer:
@@ -61,7 +62,7 @@ class GpuEngines:
 
     def __init__(self, visible: str | None) -> None:
         self._visible = visible
-        self.count = self._count()
+        self.count, self._generation = self._seen()
 
     def start(
         self,
@@ -75,6 +76,9 @@ class GpuEngines:
             pytest.skip(f"needs more GPUs than {self.count}")
         whole = self._environment({**os.environ, **(environment or {})})
         given = [*without(flags, _CPU_FLAGS), *_FLAGS]
+        if self._generation >= _BLACKWELL:
+            # Of the deterministic ones, only this one works with a radix cache.
+            given += ["--attention-backend", "triton"]
         return GpuServer([sys.executable, "-m", module, *given], log, whole)
 
     def _environment(self, environ: Mapping[str, str]) -> dict[str, str]:
@@ -83,11 +87,12 @@ class GpuEngines:
             found["CUDA_VISIBLE_DEVICES"] = self._visible
         return found | _ENVIRONMENT
 
-    def _count(self) -> int:
-        """The GPUs that torch sees; 0 if it fails."""
-        command, environ = [sys.executable, "-c", _COUNT], self._environment(os.environ)
+    def _seen(self) -> tuple[int, int]:
+        """The GPUs that torch sees, and their generation; 0 if it sees none."""
+        command, environ = [sys.executable, "-c", _SEEN], self._environment(os.environ)
         done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
-        return int(done.stdout) if done.stdout.strip().isdecimal() else 0
+        count, generation = map(int, done.stdout.split() if not done.returncode else (0, 0))
+        return count, generation
 
 
 def without(flags: Sequence[str], left_out: Mapping[str, int]) -> Iterator[str]:

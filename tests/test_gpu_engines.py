@@ -18,7 +18,7 @@ def test_an_engine_gets_the_gpu_and_no_flag_for_the_cpu(
 ) -> None:
     (tmp_path / "made_server.py").write_text(PROGRAM)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(GpuEngines, "_count", lambda _: 1)
+    monkeypatch.setattr(GpuEngines, "_seen", lambda _: (1, 9))
     log = tmp_path / "log"
     flags = ["--port", "1", "--cuda-graph-backend-decode", "disabled", "--sleep-on-idle", "--x"]
     server = GpuEngines("3").start(flags, log, "made_server", {"CUDA_VISIBLE_DEVICES": ""})
@@ -32,7 +32,7 @@ def test_an_engine_gets_the_gpu_and_no_flag_for_the_cpu(
 def test_more_ranks_than_gpus_are_skipped_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(GpuEngines, "_count", lambda _: 1)
+    monkeypatch.setattr(GpuEngines, "_seen", lambda _: (1, 9))
     with pytest.raises(pytest.skip.Exception, match="needs more GPUs than 1"):
         GpuEngines(None).start(["--tp-size", "2"], tmp_path / "log")
 

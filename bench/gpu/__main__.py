@@ -136,7 +136,11 @@ def measure(run: Run, machine: Machine, model: Path, forked: dict[str, str]) -> 
                     run.leave_out(name, "its engines did not start")
     run.step(step(_EQUALITY, "bench.gpu.equality", own))
     if machine.gpu is not None:  # the CPU has no other kernels
-        run.step(step(_DETERMINISTIC, "bench.gpu.equality", few, "--deterministic"))
+        run.step(
+            step(
+                _DETERMINISTIC, "bench.gpu.equality", few, "--deterministic", machine.deterministic
+            )
+        )
     for name in _OWN:
         run.step(step(name, f"bench.{name}", few))
 

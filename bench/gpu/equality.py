@@ -60,11 +60,15 @@ class PinnedRequest(Request):
 def main() -> None:
     parser = engine_parser(__doc__)
     parser.add_argument(
-        "--deterministic", action="store_true", help="kernels without batch effects"
+        "--deterministic",
+        metavar="BACKEND",
+        help="with kernels of this attention, without batch effects",
     )
     options = parser.parse_args()
     engines = chosen(options, "tiny")
-    flags = (*_FLAGS, _DETERMINISTIC) if options.deterministic else _FLAGS
+    flags: tuple[str, ...] = _FLAGS
+    if options.deterministic:
+        flags += (_DETERMINISTIC, "--attention-backend", options.deterministic)
     load = _LOADS["smallest" if options.size == "smallest" else "full"]
     with tempfile.TemporaryDirectory(prefix="sgl-ext-bench-") as folder:
         starts = {

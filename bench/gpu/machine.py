@@ -23,6 +23,7 @@ from sgl_ext.settings.schema import LaunchSettings, SettingsError
 from sgl_ext.settings.sources import launch_settings
 
 _GIB = 1 << 30
+_BLACKWELL = 10  # the major number of its compute capability
 _GPU_MODELS = ("8b-config", "2b-config", "small-config")
 _POOL_TOKENS = 163_840
 # The largest KV cache of a bench (bench/fanout), and what an engine needs beside it and weights.
@@ -50,12 +51,14 @@ _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFF
 class Machine:
     """The device, the size of the model, and the variables of every step.
 
-    gpu: its id; None: the CPU platform. variable: the one that names GPUs.
+    gpu: its id; None: the CPU platform. variable: the one that names GPUs. deterministic: the
+        attention backend for deterministic kernels.
     """
 
     gpu: str | None
     model: str = "tiny"
     variable: str = "CUDA_VISIBLE_DEVICES"
+    deterministic: str = "fa3"
 
     @property
     def bench_size(self) -> str:
@@ -129,9 +132,11 @@ def with_model(machine: Machine, torch_facts: Mapping[str, Any]) -> Machine:
         )
         raise LookupError(f"torch cannot use GPU {gpu}: {why}")
     free = int(torch_facts["free_bytes"])
+    # Of the deterministic ones, on Blackwell only this one works with a radix cache.
+    backend = "triton" if torch_facts["capability"][0] >= _BLACKWELL else "fa3"
     for name in _GPU_MODELS:
         if needed_bytes(SHAPES[name]) <= free:
-            return replace(machine, model=name)
+            return replace(machine, model=name, deterministic=backend)
     least = needed_bytes(SHAPES[_GPU_MODELS[-1]])
     raise LookupError(
         f"GPU {gpu} has {free / _GIB:.1f} GiB free, and the smallest model needs "

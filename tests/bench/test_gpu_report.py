@@ -27,7 +27,7 @@ from tests.waiting import until
 
 GIB = 1 << 30
 EQUAL = {"stock again": 0, "stock, crowded": 0, "ours": 0, "ours, crowded": 0}
-H200 = {"multiplies": True, "free_bytes": 139 * GIB}
+H200 = {"multiplies": True, "free_bytes": 139 * GIB, "capability": [9, 0]}
 
 
 def module(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> str:
@@ -123,6 +123,7 @@ def test_the_model_is_the_largest_that_fits() -> None:
     assert with_model(gpu, H200) == Machine("0", "8b-config", "HIP_VISIBLE_DEVICES")
     assert with_model(gpu, {**H200, "free_bytes": 79 * GIB}).model == "2b-config"
     assert with_model(gpu, {**H200, "free_bytes": 23 * GIB}).model == "small-config"
+    assert with_model(gpu, {**H200, "capability": [10, 0]}).deterministic == "triton"
     assert with_model(Machine(None), {}) == Machine(None, "tiny")
     assert needed_bytes(SHAPES["8b-config"]) > 2 * 16 * 10**9, "two engines with their weights"
 
