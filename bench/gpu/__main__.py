@@ -56,7 +56,7 @@ def main() -> int:
         print(f"FAILED: {error}", flush=True)
         run.results.append(Result("model", "failed", why=str(error)))
     else:
-        with _forked(machine) as variables:
+        with _forked(machine, run.folder) as variables:
             measure(run, machine, model, variables)
     report = {
         "began": began,
@@ -146,13 +146,16 @@ def measure(run: Run, machine: Machine, model: Path, forked: dict[str, str]) -> 
 
 
 @contextmanager
-def _forked(machine: Machine) -> Iterator[dict[str, str]]:
+def _forked(machine: Machine, folder: Path) -> Iterator[dict[str, str]]:
     """On the CPU, the variables with which engines are forked from one process. A GPU's are not:
     CUDA does not survive it."""
     if machine.gpu is not None or "SGLEXT_CPU_NURSERY" in os.environ:
         yield {}
         return
-    with Nursery({"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}) as nursery:
+    with (
+        (folder / "nursery.log").open("wb") as log,
+        Nursery({"OMP_NUM_THREADS": "1"}, errors=log) as nursery,
+    ):
         yield nursery.environment
 
 

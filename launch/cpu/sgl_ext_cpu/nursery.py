@@ -38,7 +38,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, TextIO
+from typing import IO, Any, NoReturn, TextIO
 
 PRELOAD = (
     "sglang.launch_server",
@@ -80,11 +80,14 @@ class Nursery:
     """Starts servers from a process that has already imported SGLang.
 
     `environment` adds to this process's variables. `modules` are imported in
-    addition to SGLang's own. A context manager: leaving it ends every server.
+    addition to SGLang's own. `errors` gets what imports print. A context manager: leaving it ends every server.
     """
 
     def __init__(
-        self, environment: Mapping[str, str] | None = None, modules: Sequence[str] = ()
+        self,
+        environment: Mapping[str, str] | None = None,
+        modules: Sequence[str] = (),
+        errors: IO[bytes] | None = None,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="nursery-")
         path = os.path.join(self._folder.name, "socket")
@@ -96,6 +99,7 @@ class Nursery:
                 env={**os.environ, **_ON_THE_CPU, **(environment or {})},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
+                stderr=errors,
                 text=True,
                 pass_fds=[listener.fileno()],
             )
