@@ -10,6 +10,7 @@ _CPU_RUN = (
     "itself works, and nothing about a GPU. Its loads are the smallest ones, so that its times "
     "mean little.**"
 )
+_DETAILS = ("bench", "stages_ms", "templates_of_400_messages", "counters")
 _QUESTIONS = {
     "header_strip": "A changing header at token 0: TTFT with it, and with the strip",
     "warm_turn": "A turn whose prefix is cached, stock and ours. On a GPU `host_ms` and its ratios "
@@ -34,7 +35,7 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
     wrong = [name for name, step in steps.items() if step["status"] != "ok"]
     ended = f"failed: {', '.join(wrong)}" if wrong else "all steps ended well"
     yield f"`make gpu-report`, {report['began']}, {report['seconds']:.0f} s: {ended}."
-    yield f"Model: random weights in the shape `{report['model']}`."
+    yield f"Model: random weights in the shape `{report['model']}`. `report.json` has all figures."
     yield ""
     rows = [
         (name, step["status"], f"{step['seconds']:.0f}", step["why"])
@@ -108,11 +109,13 @@ def _equality(steps: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _flat(figures: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Every number and text of nested figures, by its dotted name."""
+    """Numbers and texts of nested figures, by their dotted names. The JSON has all of them."""
     for name, value in figures.items():
+        if name in _DETAILS:
+            continue
         if isinstance(value, dict):
             yield from _flat(value, f"{before}{name}.")
-        elif name != "bench":
+        else:
             yield f"{before}{name}", value
 
 

@@ -80,7 +80,8 @@ class Nursery:
     """Starts servers from a process that has already imported SGLang.
 
     `environment` adds to this process's variables. `modules` are imported in
-    addition to SGLang's own. `errors` gets what imports print. A context manager: leaving it ends every server.
+    addition to SGLang's own. `errors` gets what it prints. A context manager: leaving it ends
+    every server.
     """
 
     def __init__(
