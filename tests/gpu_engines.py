@@ -25,7 +25,9 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
 }
-_HIDDEN = ("CUDA_VISIBLE_DEVICES", "SGLANG_PLATFORM", "SGLANG_CPU_OMP_THREADS_BIND")
+# The platform of tests on the CPU, what it sets, and cores of ranks.
+_HIDDEN = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "SGLANG_PLATFORM")
+_HIDDEN += ("SGLANG_CPU_OMP_THREADS_BIND",)
 _SEEN = "from torch.cuda import *; print(device_count(), get_device_capability()[0])"
 _BLACKWELL = 10  # the major number of its compute capability
 

@@ -224,7 +224,7 @@ def test_gpus_that_cannot_be_used_fail_the_report_and_nothing_runs_on_the_cpu(
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\n[ $1 != -L ] || echo 'GPU 0: NVIDIA H200 (UUID: GPU-1)'\n")
     program.chmod(0o755)
-    hidden = ("SGLANG_PLATFORM", "CUDA_VISIBLE_DEVICES")
+    hidden = ("SGLANG_PLATFORM", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
     environ = {name: value for name, value in os.environ.items() if name not in hidden}
     folder = tmp_path / "report"
     done = subprocess.run(
