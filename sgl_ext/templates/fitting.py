@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from sgl_ext.templates.call_ids import with_short_ids
 from sgl_ext.templates.instructions import Places, longer, sayable_role, text_of, with_sayable_roles
 from sgl_ext.templates.model import Frame, Lists, TemplateModel
 
@@ -54,6 +55,8 @@ def fitted(messages: list[Json], plan: Plan, counts: Counter[str]) -> list[Json]
     given = with_sayable_roles(given, Places(model.first, model.later), counts)
     if model.has_calls and not model.has_user_after_results:
         given = _with_longer_results(given, counts)
+    if model.wants_short_ids:
+        given = with_short_ids(given, counts)
     given = _with_bare_answers(given, plan, counts)
     takes_answers = model.has_text_with_calls and model.has_parallel_calls
     if takes_answers and plan.thinking_field == REASONING:

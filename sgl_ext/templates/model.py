@@ -37,6 +37,22 @@ class Tools(StrEnum):
     ABSENT = "nowhere"
 
 
+class Opening(StrEnum):
+    """What becomes of the text that opens an answer at the end of a prompt."""
+
+    KEPT = "kept"
+    LOST_BARE = "lost without thinking"
+    LOST = "lost in the next prompt"
+
+
+_IDS = {
+    (False, False): "not in the prompt",
+    (False, True): "in the prompt",
+    (True, False): "9 letters and digits, not in the prompt",
+    (True, True): "9 letters and digits, in the prompt",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Frame:
     """What a template writes in an answer: what is before its thinking, the space after this, and
@@ -64,6 +80,9 @@ class TemplateModel:
     has_parallel_calls: whether both of two calls of one answer stay, and both results.
     has_user_after_results: whether a user's text between results and the next answer stays.
     has_call_ids: whether a call's id is in the prompt.
+    wants_short_ids: whether it refuses calls whose ids are not 9 letters and digits.
+    opening: whether what a prompt writes of the answer is in the prompt after it, in a loop of tool
+        calls.
     grows_by_turns: whether the prompt of a turn is the beginning of the next one's, where a user
         speaks between them.
     grows_in_loops: the same in a loop of tool calls.
@@ -80,6 +99,8 @@ class TemplateModel:
     has_parallel_calls: bool
     has_user_after_results: bool
     has_call_ids: bool
+    wants_short_ids: bool
+    opening: Opening
     grows_by_turns: bool
     grows_in_loops: bool
 
@@ -96,7 +117,8 @@ class TemplateModel:
             ("text beside calls", "kept" if self.has_text_with_calls else "lost"),
             ("parallel calls", "kept" if self.has_parallel_calls else "lost or refused"),
             ("user after results", "kept" if self.has_user_after_results else "lost or refused"),
-            ("ids of calls", "in the prompt" if self.has_call_ids else "not in the prompt"),
+            ("ids of calls", _IDS[self.wants_short_ids, self.has_call_ids]),
+            ("what opens an answer", str(self.opening)),
             ("prompt of the next turn", "grows" if self.grows_by_turns else "changes"),
             ("prompt in a loop of tools", "grows" if self.grows_in_loops else "changes"),
         ]

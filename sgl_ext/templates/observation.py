@@ -4,11 +4,22 @@ No name of a model or a template decides anything, so a template that is changed
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from sgl_ext.templates.model import INSTRUCTIONS, ROLES, Frame, Lists, Place, TemplateModel, Tools
+from sgl_ext.templates.call_ids import with_short_ids
+from sgl_ext.templates.model import (
+    INSTRUCTIONS,
+    ROLES,
+    Frame,
+    Lists,
+    Opening,
+    Place,
+    TemplateModel,
+    Tools,
+)
 
 Json = dict[str, Any]
 Render = Callable[[list[Json], list[Json]], str]
@@ -23,31 +34,55 @@ _TOOLS = [
         "function": {
             "name": _TOOL,
             "description": "Looks up.",
-            "parameters": {"type": "object", "properties": {"key": {"type": "string"}}},
+            "parameters": {
+                "type": "object",
+                "properties": {"key": {"type": "string", "description": "What."}},
+            },
         },
     }
 ]
 
 
-def observe(render: Render) -> TemplateModel:
-    """What a template does. Raises ValueError if it does not even render a user's text."""
+def observe(render: Render, thinking: Render | None = None) -> TemplateModel:
+    """What a template does. Raises ValueError if it does not even render a user's text.
+
+    thinking: renders for a model that thinks, if it has to be told to.
+    """
     if _rendered(render, [_said("user", _A)]) is None:
-        raise ValueError("the template renders no user's message")
+        if _rendered(render, [_said("user", _A)], _TOOLS) is None:
+            raise ValueError("the template renders no user's message")
+        render, thinking = map(_with_tools, (render, thinking or render))
+    thinking = thinking or render
+    shortened = _with_short_ids(render)
+    wants_short_ids = not _has(render, _called(), _KEY) and _has(shortened, _called(), _KEY)
+    if wants_short_ids:
+        render, thinking = shortened, _with_short_ids(thinking)
     return TemplateModel(
         first={role: _place_of_first(render, role) for role in INSTRUCTIONS},
         later={role: _place_of_later(render, role) for role in INSTRUCTIONS},
         lists={role: _lists(render, role) for role in ROLES},
         tools=_place_of_tools(render),
-        thinking=_place_of_thinking(render, [*_thinking_turn(), _said("user", _E)]),
-        loop_thinking=_place_of_thinking(render, _called(reasoning_content=_THOUGHT)),
+        thinking=_place_of_thinking(thinking, [*_thinking_turn(), _said("user", _E)]),
+        loop_thinking=_place_of_thinking(thinking, _called(reasoning_content=_THOUGHT)),
         has_calls=_has(render, _called(), _KEY),
         has_text_with_calls=_has_text_with_calls(render),
         has_parallel_calls=_has(render, _called(calls=2), _C, _D, _KEY, _KEY_2),
         has_user_after_results=_has(render, [*_called(), _said("user", _E)], _E),
-        has_call_ids=_has(render, _called(), _ID),
-        grows_by_turns=_grows(render, _turns()),
-        grows_in_loops=_grows(render, _loop()),
+        has_call_ids=_has(render, _called(), _SHORT_ID if wants_short_ids else _ID),
+        wants_short_ids=wants_short_ids,
+        opening=_opening(render, thinking),
+        grows_by_turns=_grows(thinking, _turns()),
+        grows_in_loops=_grows(thinking, _loop()),
     )
+
+
+def _with_tools(render: Render) -> Render:
+    """For templates that render nothing without tools."""
+    return lambda messages, tools: render(messages, tools or list(_TOOLS))
+
+
+def _with_short_ids(render: Render) -> Render:
+    return lambda messages, tools: render(with_short_ids(messages, Counter()), tools)
 
 
 def frame_of(render: Render) -> Frame:
@@ -84,6 +119,9 @@ def _said(role: str, text: Any) -> Json:
 def _call(key: str, number: int) -> Json:
     function = {"name": _TOOL, "arguments": json.dumps({"key": key})}
     return {"id": f"functions.{_TOOL}:{number}{_ID}", "type": "function", "function": function}
+
+
+_SHORT_ID = with_short_ids([{"tool_call_id": _call(_KEY, 0)["id"]}], Counter())[0]["tool_call_id"]
 
 
 def _called(calls: int = 1, **fields: Any) -> list[Json]:
@@ -203,6 +241,28 @@ def _place_of_tools(render: Render) -> Tools:
     if at > text.find(_C):
         return Tools.LAST
     return Tools.FIRST if at < text.find(_A) else Tools.AFTER_SYSTEM
+
+
+def _opening(render: Render, thinking: Render) -> Opening:
+    if _is_continued(render, _called()):
+        return Opening.KEPT
+    is_kept = _is_continued(thinking, _called(reasoning_content=_THOUGHT))
+    return Opening.LOST_BARE if is_kept else Opening.LOST
+
+
+def _is_continued(render: Render, answered: list[Json]) -> bool:
+    """Whether the prompt for an answer with a call is the beginning of the one after it."""
+    before, after = (_rendered(render, each, _TOOLS) for each in (answered[:1], answered))
+    return before is not None and after is not None and after.startswith(before)
+
+
+def call_in(render: Render) -> tuple[str, str]:
+    """How a call is in the prompt: what is between the user's text and the result, and the same
+    without what opens an answer."""
+    before = _rendered(render, _called()[:1], _TOOLS) or ""
+    text = _rendered(render, _called(), _TOOLS) or ""
+    whole = text[text.find(_A) + len(_A) : text.find(_C)]
+    return whole, text[len(before) : text.find(_C)] if text.startswith(before) else whole
 
 
 def _grows(render: Render, prompts: list[list[Json]]) -> bool:

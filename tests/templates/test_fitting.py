@@ -233,6 +233,24 @@ def test_what_a_parser_leaves_of_the_template_s_own_text_is_not_there_twice(
     assert serving.prompt(path, json.loads(left)) == plain
 
 
+def test_calls_have_the_ids_that_a_template_takes() -> None:
+    made = make_plan(front_end("qwen3").chat)
+    assert made is not None
+    plan = Plan(replace(made.model, wants_short_ids=True))
+    said = [
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "call_1"}, {"id": "abcd12345"}]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "a"},
+        {"role": "tool", "tool_call_id": "abcd12345", "content": "b"},
+    ]
+    counts: Counter[str] = Counter()
+    given = fitted(said, plan, counts)
+    ids = [call["id"] for call in given[0]["tool_calls"]]
+    assert [message.get("tool_call_id") for message in given[1:]] == ids
+    assert ids[1] == "abcd12345"
+    assert (len(ids[0]), ids[0].isalnum()) == (9, True)
+    assert counts["call_id"] == 2
+
+
 def test_calls_have_the_names_that_the_model_gave_them() -> None:
     serving = FrontEnd((FOLDER / "kimi_k2.jinja").read_text())
     made = make_plan(serving.chat)

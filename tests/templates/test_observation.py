@@ -8,7 +8,7 @@ from typing import Any
 import jinja2
 import pytest
 
-from sgl_ext.templates.model import Lists, Place, Tools
+from sgl_ext.templates.model import Lists, Opening, Place, Tools
 from sgl_ext.templates.observation import Render, observe
 
 _TOOLS = "{% for t in tools %}({{ t.function.name }}){% endfor %}"
@@ -49,6 +49,8 @@ def test_a_template_that_shows_everything_in_order() -> None:
         "has_parallel_calls": True,
         "has_user_after_results": True,
         "has_call_ids": False,
+        "wants_short_ids": False,
+        "opening": Opening.KEPT,
         "grows_by_turns": True,
         "grows_in_loops": True,
     }
@@ -150,6 +152,31 @@ def test_thinking_that_goes_when_the_loop_goes_on_changes_the_prompt() -> None:
     model = observe(render_with(PLAIN.replace("{{ m.reasoning_content }}", shown_once)))
     assert model.loop_thinking == Place.IN_PLACE
     assert not model.grows_in_loops
+
+
+def test_a_template_that_needs_tools_is_observed_with_them() -> None:
+    needs = "{% if not tools %}{{ refuse('no') }}{% endif %}" + PLAIN
+    assert facts(needs) == facts(PLAIN)
+
+
+def test_a_template_that_wants_short_ids_of_calls_is_observed_with_them() -> None:
+    strict = (
+        "{% for c in m.tool_calls if c.id | length != 9 %}{{ refuse('no') }}{% endfor %}" + _ALL
+    )
+    found = facts(PLAIN.replace(_ALL, strict))
+    assert found == facts(PLAIN) | {"wants_short_ids": True}
+    shown = strict.replace("{{ c.function.name }}", "{{ c.function.name }}{{ c.id }}")
+    assert facts(PLAIN.replace(_ALL, shown))["has_call_ids"]
+
+
+@pytest.mark.parametrize(
+    ("shown", "opening"), [("", "lost in the next prompt"), ("[thought]", "lost without thinking")]
+)
+def test_what_opens_an_answer_may_be_lost(shown: str, opening: str) -> None:
+    answer = f"{{{{ '{shown}' + m.reasoning_content if m.reasoning_content }}}}"
+    render = render_with(PLAIN.replace("{{ m.reasoning_content }}", answer))
+    model = observe(lambda messages, tools: render(messages, tools) + "[thought]")
+    assert model.opening == opening
 
 
 def test_a_template_that_renders_no_user_is_an_error() -> None:

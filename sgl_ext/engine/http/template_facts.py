@@ -5,6 +5,7 @@ that no later prompt has, so the answer is never read from the cache again.
 """
 
 import logging
+from contextlib import suppress
 from functools import partial
 from inspect import unwrap
 from typing import Any
@@ -23,7 +24,7 @@ from sgl_ext.protocols.routes import TEMPLATE
 from sgl_ext.templates.fitting import REASONING, Plan
 from sgl_ext.templates.instructions import Places
 from sgl_ext.templates.model import INSTRUCTIONS, Place, TemplateModel
-from sgl_ext.templates.observation import Json, frame_of, is_found_in_text, observe
+from sgl_ext.templates.observation import Json, Render, call_in, frame_of, is_found_in_text, observe
 
 _NONE = "what writes this model's prompts takes no user's message"
 _logger = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ def make_plan(chat: ServingChat) -> Plan | None:
         field,
         unsayable,
         _drops(seen),
-        frame=frame_of(partial(_render, chat)),
+        frame=frame_of(_thinking(chat)),
         takes_reasoning=field != REASONING or not _finds_thinking(chat, seen),
         # SGLang's own names of calls are such ones for this parser, except on /v1/responses.
         numbers_calls=chat.tool_call_parser == "kimi_k2" and seen.has_call_ids,
@@ -114,7 +115,7 @@ def _finds_thinking(chat: ServingChat, model: TemplateModel) -> bool:
     if model.loop_thinking is not Place.IN_PLACE:
         return True
     try:
-        return is_found_in_text(partial(_render, chat), chat.wrap_reasoning_history)
+        return is_found_in_text(_thinking(chat), chat.wrap_reasoning_history)
     except Exception:  # templates raise errors of all kinds, and a model may have no parser
         return True
 
@@ -130,8 +131,7 @@ def log_template(app: Any) -> None:
     for front_end in (chat, responses):
         if front_end is not None:
             make_plan(front_end)
-    model = None if chat is None else template_of(chat)
-    facts = {"template": _NONE} if model is None else dict(model.lines())
+    facts = {"template": _NONE} if chat is None else _facts(chat) or {"template": _NONE}
     _logger.info("chat template: %s", "; ".join(f"{name}: {fact}" for name, fact in facts.items()))
 
 
@@ -140,21 +140,51 @@ def template_route() -> Route:
 
     async def show(request: Request) -> JSONResponse:
         chat = getattr(request.app.state, "openai_serving_chat", None)
-        model = None if chat is None else template_of(chat)
-        return JSONResponse({"template": None if model is None else dict(model.lines())})
+        return JSONResponse({"template": None if chat is None else _facts(chat)})
 
     return Route(TEMPLATE, show, methods=["GET"])
 
 
+def _facts(chat: ServingChat) -> dict[str, str] | None:
+    """What the template does, for a person; None if it has none that renders a user's message."""
+    model = template_of(chat)
+    if model is None:
+        return None
+    facts = dict(model.lines())
+    if model.has_calls and chat.tool_call_parser:
+        facts["form of calls"] = "as generated" if _is_parsed(chat) else "not as generated"
+    return facts
+
+
+def _is_parsed(chat: ServingChat) -> bool:
+    """Whether the model's parser finds a call in what the template writes of one."""
+    kinds = sglang_api.FunctionCallParser.ToolCallParserEnum
+    try:
+        parser = kinds[chat.tool_call_parser]()
+        return any(map(parser.has_tool_call, call_in(partial(_render, chat))))
+    except Exception:  # parsers may want more than their name
+        return True
+
+
 def _observed(chat: ServingChat) -> TemplateModel | None:
     try:
-        return observe(partial(_render, chat))
+        return observe(partial(_render, chat), _thinking(chat))
     except ValueError:
         return None
 
 
-def _render(chat: ServingChat, messages: list[Json], tools: list[Json]) -> str:
+def _thinking(chat: ServingChat) -> Render:
+    """Renders for a model that thinks."""
+    return partial(_render, chat, thinks=True)
+
+
+def _render(
+    chat: ServingChat, messages: list[Json], tools: list[Json], *, thinks: bool = False
+) -> str:
     request = sglang_api.ChatCompletionRequest(model="", messages=messages, tools=tools or None)
+    if thinks:
+        with suppress(ValueError):  # it always thinks, or never
+            chat.apply_reasoning_enabled(request, True)
     with entered(RequestContext()), collecting() as rendered:
         chat._process_messages(request, False)
     return rendered[-1]

@@ -12,7 +12,7 @@ from sgl_ext.engine import sglang_api
 from sgl_ext.templates.observation import Json, Render, observe
 
 
-def render_of(folder: str) -> Render:
+def render_of(folder: str, **options: bool) -> Render:
     """Renders with the template and the special tokens of a folder. Raises ValueError."""
     from transformers import AutoTokenizer
 
@@ -35,7 +35,7 @@ def render_of(folder: str) -> Render:
                 sglang_api.process_content_for_template_format(message, form, [], [], [], [])
             )
         text: str = tokenizer.apply_chat_template(
-            given, tools=tools or None, tokenize=False, add_generation_prompt=True
+            given, tools=tools or None, tokenize=False, add_generation_prompt=True, **options
         )
         return text
 
@@ -45,7 +45,7 @@ def render_of(folder: str) -> Render:
 def main(folder: str) -> int:
     """Prints what the template does. Returns the exit code."""
     try:
-        model = observe(render_of(folder))
+        model = observe(render_of(folder), render_of(folder, thinking=True, enable_thinking=True))
     except ValueError as error:
         print(f"{folder}: {error}", file=sys.stderr)
         return 1

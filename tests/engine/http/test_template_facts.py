@@ -12,12 +12,20 @@ from typing import Any
 import jinja2
 import pytest
 from sgl_ext_cpu.tokenizer import save
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
 from tokenizers import Tokenizer, models
 
 from sgl_ext.engine.core.request_context import current
 from sgl_ext.engine.http.rendering import place_instructions
-from sgl_ext.engine.http.template_facts import drops_thinking, make_plan, template_of
+from sgl_ext.engine.http.template_facts import (
+    drops_thinking,
+    make_plan,
+    template_of,
+    template_route,
+)
 from sgl_ext.engine.http.template_folder import main
+from sgl_ext.protocols.routes import TEMPLATE
 from sgl_ext.templates.model import Place
 
 PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
@@ -38,6 +46,9 @@ class Chat:
     def __init__(self, template: str) -> None:
         self.template = jinja2.Template(template)
 
+    def apply_reasoning_enabled(self, request: Any, enabled: bool) -> None:
+        request.chat_template_kwargs = {"thinking": enabled}
+
     def _resolve_inline_system_support(self) -> bool:
         return False
 
@@ -46,7 +57,9 @@ class Chat:
         context = current()
         assert context is not None
         assert context.renderings is not None
-        context.renderings.append(self.template.render(messages=messages))
+        context.renderings.append(
+            self.template.render(messages=messages, **(request.chat_template_kwargs or {}))
+        )
 
 
 @pytest.mark.parametrize(
@@ -58,6 +71,27 @@ def test_thinking_is_dropped_if_it_is_in_neither_kind_of_turn(template: str, dro
     chat: Any = Chat(template)
     assert drops_thinking(chat) is drops
     assert current() is None
+
+
+def test_thinking_is_observed_where_a_request_turns_it_on() -> None:
+    on = "{% for m in messages %}{{ m.reasoning_content if thinking }}{{ m.content }}{% endfor %}"
+    model = template_of(Chat(on))  # type: ignore[arg-type]
+    assert model is not None
+    assert model.thinking == Place.IN_PLACE
+
+
+def test_calls_in_another_form_than_the_parser_s_are_shown() -> None:
+    with warnings.catch_warnings(action="ignore"):  # SGLang's, while it is imported
+        import_module("sglang.srt.entrypoints.openai.serving_chat")
+    loop = "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+    call = "{% for c in m.tool_calls or [] %}CALL{{ c.function.arguments }}{% endfor %}"
+    for begin, form in (("<tool_call>\n", "as generated"), ("<call>", "not as generated")):
+        chat: Any = Chat(loop + call.replace("CALL", begin) + "{% endfor %}")
+        chat.tool_call_parser = "qwen25"
+        app = Starlette(routes=[template_route()])
+        app.state.openai_serving_chat = chat
+        found = TestClient(app).get(TEMPLATE).json()["template"]
+        assert found["form of calls"] == form
 
 
 def test_forms_that_sglang_has_itself_get_reminders() -> None:
