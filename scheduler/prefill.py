@@ -42,7 +42,7 @@ def rejection(
         return Rejection.BUSY
     if new_tokens < least_tokens(page):
         return Rejection.TOO_SHORT
-    if new_tokens > slice_tokens:
+    if new_tokens > max(slice_tokens, page):
         return Rejection.TOO_LONG
     if new_tokens > free_tokens:
         return Rejection.MEMORY
@@ -50,12 +50,13 @@ def rejection(
 
 
 def slice_end(total_tokens: int, cached_tokens: int, slice_tokens: int, page: int) -> int:
-    """Where a prompt's next slice ends: at the end of a page, or of the prompt.
+    """Where a prompt's next slice ends: at the end of a page, or of the prompt. A slice has a page
+    at least, as the cache keeps no part of one.
 
     Only a prompt's last slice reports its cached tokens. So the slice before it ends early enough
     to leave a last slice that is not rejected as too short.
     """
-    end = (cached_tokens + slice_tokens) // page * page
+    end = (cached_tokens + max(slice_tokens, page)) // page * page
     if end >= total_tokens:
         return total_tokens
     sooner = (total_tokens - least_tokens(page)) // page * page

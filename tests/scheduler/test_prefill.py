@@ -27,6 +27,8 @@ def decided(**changed: int) -> Rejection | None:
         ({"new_tokens": 31, "page": 32}, Rejection.TOO_SHORT),
         ({"new_tokens": 256}, None),
         ({"new_tokens": 257}, Rejection.TOO_LONG),
+        ({"new_tokens": 64, "page": 64, "slice_tokens": 32}, None),
+        ({"new_tokens": 65, "page": 64, "slice_tokens": 32}, Rejection.TOO_LONG),
         ({"free_tokens": 99}, Rejection.MEMORY),
         ({"free_tokens": 100}, None),
         ({"is_idle": 0, "new_tokens": 0, "free_tokens": 0}, Rejection.BUSY),
@@ -41,16 +43,15 @@ def test_a_slice_runs_only_if_no_reason_speaks_against_it(
 @given(
     total=st.integers(1, 5000),
     slice_tokens=st.integers(1, 700),
-    page=st.sampled_from([1, 16, 64]),
+    page=st.sampled_from([1, 16, 64, 128, 256]),
 )
 def test_slices_reach_the_end_of_a_prompt(total: int, slice_tokens: int, page: int) -> None:
-    slice_tokens = max(slice_tokens, page)
     cached = 0
     for _ in range(total + 1):
         end = slice_end(total, cached, slice_tokens, page)
         assert cached < end <= total
         assert end == total or end % page == 0
-        assert end - cached <= slice_tokens
+        assert end - cached <= max(slice_tokens, page)
         cached = end
         if end == total:
             return
@@ -60,12 +61,12 @@ def test_slices_reach_the_end_of_a_prompt(total: int, slice_tokens: int, page: i
 @given(
     total=st.integers(32, 5000),
     slices=st.lists(st.integers(128, 700), min_size=1),
-    page=st.sampled_from([1, 16, 64]),
+    page=st.sampled_from([1, 16, 64, 128, 256]),
 )
 def test_the_last_slice_is_not_too_short_to_run(total: int, slices: list[int], page: int) -> None:
     cached = end = 0
     for slice_tokens in slices * total:
-        end = slice_end(total, cached, slice_tokens, page)
+        end = slice_end(total, cached, max(slice_tokens, 2 * page), page)
         if end == total:
             break
         cached = end
