@@ -53,6 +53,12 @@ def test_arguments_that_are_set_stay() -> None:
     assert (filled.attention_backend, filled.dtype) == ("torch_native", "bfloat16")
 
 
+def test_a_page_size_is_a_default_that_a_flag_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLEXT_CPU_PAGE_SIZE", "64")
+    assert defaults().page_size == 64
+    assert defaults(page_size=16).page_size == 16
+
+
 def test_a_core_is_left_to_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[int] = []
     monkeypatch.setattr(platform.torch, "set_num_threads", chosen.append)

@@ -32,8 +32,8 @@ class CpuAttentionBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # sgla
             )
         if self.token_to_kv_pool.dtype not in _CACHE_DTYPES:
             raise NotImplementedError(
-                "the sgl_ext_cpu attention backend cannot read --kv-cache-dtype "
-                f"{model_runner.server_args.kv_cache_dtype}"
+                "the sgl_ext_cpu attention backend cannot read a cache of "
+                f"{self.token_to_kv_pool.dtype}: leave --kv-cache-dtype out"
             )
         self._sequences: list[Slots] = []
         self._extends: list[Extend] = []

@@ -17,7 +17,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
-from sgl_ext_cpu import stubs
+from sgl_ext_cpu import stubs, unforgiving
 from sgl_ext_cpu.nursery import fork_children
 
 NAME = "sgl_ext_cpu"
@@ -28,6 +28,13 @@ SCRIPT = "SGLEXT_CPU_SCRIPT"
 
 FORK = "SGLEXT_CPU_FORK"
 """The variable that makes a server fork its children, which saves their imports."""
+
+PAGE = "SGLEXT_CPU_PAGE_SIZE"
+"""The variable that names the page size of an engine whose flags name none, as an attention backend
+of a GPU decides it."""
+
+UNFORGIVING = "SGLEXT_CPU_UNFORGIVING"
+"""The variable that makes reads of freed memory and of unfinished copies show in answers."""
 
 _THREADS_STEP = "sglang.srt.distributed.bootstrap._init_cpu_threads_env"
 _threads_settled = False
@@ -51,6 +58,7 @@ def activate() -> str | None:
     stubs.install()
     _offer_attention_backend()
     _settle_threads_ourselves()
+    _punish_early_reads()
     # Children inherit it. A value that the user set stays.
     os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "sgl_ext_cpu.models")
     return f"{__name__}:CpuPlatform"
@@ -62,6 +70,13 @@ def _offer_attention_backend() -> None:
 
     if NAME not in choices.ATTENTION_BACKEND_CHOICES:
         choices.add_attention_backend_choices([NAME])
+
+
+def _punish_early_reads() -> None:
+    """With SGLEXT_CPU_UNFORGIVING=1. A server that is forked learns of it only when it resolves its
+    arguments."""
+    if _asked(UNFORGIVING) == "1":
+        unforgiving.install()
 
 
 def _settle_threads_ourselves() -> None:
@@ -109,6 +124,8 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # sglang 
           eight times slower, and in float32 results agree with a reference closely.
         - sleep_on_idle: an idle scheduler would otherwise spin on a core.
 
+        - page_size: that of SGLEXT_CPU_PAGE_SIZE, if there is one.
+
         If SGLEXT_CPU_SCRIPT names a script, the server gives its answers. With
         SGLEXT_CPU_FORK=1 the server forks its children.
         """
@@ -118,6 +135,9 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # sglang 
         if server_args.dtype == "auto":
             server_args.dtype = "float32"
         server_args.sleep_on_idle = True
+        if (page := _asked(PAGE)) and asked.get("page_size") is None:
+            server_args.page_size = int(page)
+        _punish_early_reads()
         if script := _asked(SCRIPT):
             # It needs SGLang's own modules, which are imported after this one.
             from sgl_ext_cpu import scripted
