@@ -266,7 +266,8 @@ DEGRADED = (
         "multimodal models",
         "--model-path",
         lambda facts: facts.model is not None and facts.model.is_multimodal,
-        "prompts with images, video or sound are not prefilled ahead",
+        "in prompts with images, video or sound, marked blocks get no pins of their own, and no "
+        "such prompt is prefilled ahead",
     ),
     Rule(
         "gpt-oss on /v1/responses",

@@ -14,6 +14,7 @@ import pytest
 from sgl_ext.engine import startup, topology
 from sgl_ext.engine.hooks import HOOKS, SHARING_HOOKS
 from sgl_ext.engine.topology import CACHE_BACKEND, DEGRADED, REFUSED, Facts
+from sgl_ext.node.start.failure import failure
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.segments import read_chain
 from sgl_ext.settings.schema import EngineSettings
@@ -179,10 +180,11 @@ def test_a_start_is_refused_with_every_reason(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(SystemExit) as ended:
         startup.check_arguments(given)
     lines = str(ended.value).splitlines()
-    assert [line.split(": ")[:2] for line in lines] == [
-        ["sgl-ext", "--tokenizer-worker-num"],
-        ["sgl-ext", "--grpc-port, --grpc-mode, --smg-grpc-mode"],
+    assert [line.rpartition(": ")[0] for line in lines] == [
+        "sgl-ext: --tokenizer-worker-num",
+        "sgl-ext: --grpc-port, --grpc-mode, --smg-grpc-mode",
     ]
+    assert failure(["something", *lines]) == lines, "a launcher shows all of them"
 
 
 def test_what_an_engine_serves_without_is_logged_once(

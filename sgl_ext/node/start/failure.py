@@ -67,8 +67,8 @@ def failure(lines: Sequence[str], exit_code: int | None = None) -> list[str]:
     ours = [line for line in lines if line.startswith(_OURS)]
     if causes:
         told = causes[-1]
-    elif ours:  # a scheduler of ours says why it ends without an exception
-        told = ours[-1:]
+    elif ours:  # why it ends without an exception; several ranks may say the same
+        told = [*dict.fromkeys(ours)][-_MOST_LINES:]
     elif found:
         told = found[-1]
     else:
