@@ -202,7 +202,8 @@ def test_no_hook_is_in_a_forward_pass() -> None:
     inside = ("batch_overlap", "compilation", "layers", "model_executor", "models", "speculative")
     hooked = [symbol for hooks in (*HOOKS.values(), *SHARING_HOOKS.values()) for symbol in hooks]
     assert hooked
-    assert not [one for one in hooked if one.startswith(tuple(f"sglang.srt.{n}." for n in inside))]
+    found = [one for one in hooked if one.startswith(tuple(f"sglang.srt.{n}." for n in inside))]
+    assert {one.rpartition(".")[2] for one in found} <= {"freeze_gc"}, "around a capture of graphs"
 
 
 def test_two_images_share_no_prefix() -> None:
