@@ -27,6 +27,11 @@ Without prefill most of a long conversation is cached too; `cold_tokens_p50` is 
 per second. All ratios but that p99 are medians of the rounds' ratios. `wasted_tokens` were
 computed ahead and used by no next turn, by the engine's count; they include what is prefilled
 after a person's last turn. `naive` has the same figures for that arm, against off.
+
+With --full-pool, the memory is full of other sessions' prompts before people talk, and the arms
+are shares of it that what is prefilled ahead may take from them: none, 5% and 20%. Figures are
+TTFTs as above, and how many of the other sessions' tokens left the cache while people talked;
+`others_lost_more_tokens` is that number minus the one without a share.
 """
 
 from __future__ import annotations
@@ -43,6 +48,7 @@ import requests
 from sgl_ext_cpu.node import Node
 
 from bench.lib.engines import chosen, engine_parser
+from bench.lib.full_pool import SHARES, FullPool, Part, figures
 from bench.lib.priority_load import fitted
 from bench.lib.script import Size, require, run
 from bench.lib.speculative_figures import COMPUTED, comparison
@@ -61,6 +67,13 @@ PLANS: dict[Size, tuple[int, Load]] = {
     ),
 }
 """Rounds and their load."""
+FULL_PLANS: dict[Size, tuple[int, int, Load]] = {
+    "full": (5, 32_000, Load(people=4, turns=4)),
+    "quick": (2, 32_000, Load(people=4, turns=4)),
+    "brief": (1, 32_000, Load(people=4, turns=3)),
+    "smallest": (1, 8000, PLANS["smallest"][1]),
+}
+"""The same while the memory is full, of so many tokens."""
 
 
 async def measure(node: Node, voice: Voice, load: Load, rounds: int) -> dict[str, Any]:
@@ -92,6 +105,29 @@ async def measure(node: Node, voice: Voice, load: Load, rounds: int) -> dict[str
     return found
 
 
+async def measure_full(
+    node: Node, voice: Voice, load: Load, rounds: int, pool_tokens: int
+) -> dict[str, Any]:
+    """Runs the shares on an engine that runs and has this memory, and returns the figures."""
+    texts, url = fitted(node), node.engines[0]
+    pool = FullPool(node, texts, pool_tokens)
+    seen: dict[float, list[Part]] = {share: [] for share in SHARES}
+    timeout = aiohttp.ClientTimeout(total=600)
+    async with aiohttp.ClientSession(timeout=timeout) as http:
+        stage = Stage(http, url, texts, voice)
+        for number in range(rounds):
+            for place in range(len(SHARES)):
+                share = SHARES[(place + number) % len(SHARES)]
+                node.flush()
+                before = counters(url)
+                part = await pool.play(stage, load, share, f"Round {number}")
+                part.seen.counted = {k: v - before.get(k, 0) for k, v in counters(url).items()}
+                seen[share].append(part)
+    found = figures(seen)
+    require(not any(arm["failed"] for arm in found.values()), "every request is answered whole")
+    return found
+
+
 def counters(url: str) -> dict[str, float]:
     """What the engine counts of prefilling ahead, by name and label."""
     lines = requests.get(f"{url}/metrics", timeout=30).text.splitlines()
@@ -117,8 +153,12 @@ def template_without_switch(model: Path, path: Path) -> Path:
 
 
 def main() -> None:
-    options = engine_parser(__doc__).parse_args()
+    parser = engine_parser(__doc__)
+    parser.add_argument("--full-pool", action="store_true", help="with a full cache")
+    options = parser.parse_args()
     rounds, load = PLANS[options.size]
+    full_rounds, pool_tokens, full_load = FULL_PLANS[options.size]
+    is_full = options.full_pool or options.size == "smallest"
     # One core computes; clients and tokenizers need the other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from tokenizers import Tokenizer  # as local_model: only with an engine
@@ -127,9 +167,18 @@ def main() -> None:
     voice = Voice(Tokenizer.from_file(str(engines.model / "tokenizer.json")))
     with tempfile.TemporaryDirectory(prefix="sgl-ext-bench-") as folder:
         template = template_without_switch(engines.model, Path(folder) / "template.jinja")
-        flags = (*_FLAGS, "--chat-template", str(template))
+        flags = [*_FLAGS, "--chat-template", str(template)]
+        flags += ["--max-total-tokens", str(pool_tokens)] if is_full else []
         with engines.ours(Path(folder) / "node", *flags) as node:
-            run("speculative_prefill", lambda: asyncio.run(measure(node, voice, load, rounds)))
+
+            def found() -> dict[str, Any]:
+                usual = {} if options.full_pool else asyncio.run(measure(node, voice, load, rounds))
+                if not is_full:
+                    return usual
+                full = measure_full(node, voice, full_load, full_rounds, pool_tokens)
+                return usual | {"full_pool": asyncio.run(full)}
+
+            run("speculative_prefill", found)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ A prompt is prefilled ahead in slices. Each slice is a request of its own, and t
 continue where the slice before it ended. A slice runs only
 
     while nothing else runs or waits       so it delays a new request by one slice at most
-    into free memory                       so it evicts nothing that may be used again
+    into free memory and a small share     so it evicts little that may be used again: a busy
+    of what could be evicted               engine's memory is always full of cache
     if its new tokens fit one slice        so cached tokens cost no forward pass
 
 Otherwise it is rejected at once: no slice waits in the engine. The reason and the number of
@@ -47,6 +48,24 @@ def rejection(
     if new_tokens > free_tokens:
         return Rejection.MEMORY
     return None
+
+
+def usable_tokens(
+    *, free_tokens: int, worthless_tokens: int, evictable_tokens: int, ahead_tokens: int, most: int
+) -> int:
+    """How many tokens of memory a slice may use.
+
+    free_tokens: what no request and no prefix holds.
+    worthless_tokens: prefixes that are evicted first, as no request is expected to read them;
+        what was guessed and is unread is a part of them.
+    evictable_tokens: all prefixes that could be evicted, the worthless among them. Pinned ones
+        are not.
+    ahead_tokens: what was computed ahead and is unread.
+    most: so much that is unread may have taken the place of other prefixes. Beyond it, what is
+        computed ahead takes the place of what was computed ahead before.
+    """
+    others = max(evictable_tokens - worthless_tokens, 0)
+    return free_tokens + worthless_tokens + min(max(most - ahead_tokens, 0), others)
 
 
 def slice_end(total_tokens: int, cached_tokens: int, slice_tokens: int, page: int) -> int:

@@ -279,6 +279,11 @@ class EngineSettings(RequestSettings, frozen=True, kw_only=True):
     prefill_ahead_slice_tokens: Annotated[Count, RELOADS, "Longest slice of a prefill ahead."] = (
         2048
     )
+    prefill_ahead_evictable_share: Annotated[
+        Share,
+        RELOADS,
+        "Share of the KV cache that unread prefills ahead may take from other prefixes: prefill.md.",
+    ] = 0.05
     warmup_requests: Annotated[File | None, "Requests to prefill at start: prefill.md."] = None
     shared_prefixes: Annotated[File | None, "Prompts that tenants share: tenants.md."] = None
     token_cache_bytes: Annotated[

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.folder import engine_name
-from sgl_ext.engine.core.request_context import RequestContext
+from sgl_ext.engine.core.request_context import RequestContext, conversation_name
+from sgl_ext.engine.core.slices import digest
 from sgl_ext.engine.sglang_http_types import GenerateReqInput, KvHintAction, KvHintsEnvelope
 from sgl_ext.requests.client_facts import NO_FACTS, ClientFacts, of_known
 
@@ -29,6 +30,7 @@ class Hints(NamedTuple):
     is_reusable: whether the client may come back for the prompt's prefix.
     is_demoted: whether the session's pins on this prompt are to end.
     output_tokens: the length of answer that the client expects, None if it does not say.
+    conversation: its `digest`; "" if it is unknown.
     facts: what the client says about itself: the class of the request, the agent, its tools' times.
     """
 
@@ -45,6 +47,7 @@ class Hints(NamedTuple):
     priority: int = 0
     queued_s: float = 0.0
     is_demoted: bool = False
+    conversation: str = ""
     facts: ClientFacts = NO_FACTS
 
 
@@ -69,6 +72,7 @@ def attach(request: GenerateReqInput, context: RequestContext) -> None:
 
 
 def _encode(context: RequestContext) -> KvHintAction:
+    conversation = conversation_name(context)
     hints = Hints(
         hashes=context.chain.hashes,
         ends=context.chain.ends,
@@ -83,6 +87,7 @@ def _encode(context: RequestContext) -> KvHintAction:
         priority=context.importance.priority,
         queued_s=context.queued_s,
         is_demoted=context.is_demoted,
+        conversation=digest(conversation) if conversation else "",
     )
     packed = b"".join([segment.to_bytes(_HASH_BYTES) for segment in hints.hashes])
     return sglang_api.KvHintAction(

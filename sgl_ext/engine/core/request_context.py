@@ -148,3 +148,10 @@ def context_in(scope: Any) -> RequestContext | None:
     """The context that was put on the HTTP request of an ASGI scope."""
     found: RequestContext | None = scope.get("state", {}).get(_ON_REQUEST)
     return found
+
+
+def conversation_name(context: RequestContext) -> str | None:
+    """A conversation's name, unique among all tenants; None if the conversation is unknown."""
+    if context.conversation is None:
+        return None
+    return f"{context.owner}/{context.conversation:032x}"

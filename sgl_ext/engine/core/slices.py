@@ -3,21 +3,43 @@
 from typing import Any
 from uuid import uuid4
 
+import xxhash
+
 from scheduler.prefill import Rejection
 from sgl_ext.engine.core.folder import secret
 
 _MARK = "~sgl_ext-ahead-"
+_DIGEST = 16
 
 
-def slice_name(*, is_guess: bool, is_forced: bool, purpose: str = "", request_id: str = "") -> str:
+def slice_name(
+    *,
+    is_guess: bool,
+    is_forced: bool,
+    conversation: str = "",
+    purpose: str = "",
+    request_id: str = "",
+) -> str:
     """A new name for a slice.
 
+    conversation: whose next request will read it, as `digest` names it; "" if nobody counts it.
     is_guess: the extension guessed the prompt; no client asked for it.
     is_forced: it runs even if all of it is cached, so that its hints are recorded.
     purpose, request_id: why it runs, and for which request; log lines show them.
     """
     kind = f"{'g' if is_guess else 'a'}{'f' if is_forced else '-'}"
-    return f"{secret(_MARK)}{kind}{uuid4().hex}~{purpose}~{request_id}"
+    return f"{secret(_MARK)}{kind}{conversation:-<{_DIGEST}}{uuid4().hex}~{purpose}~{request_id}"
+
+
+def digest(conversation: str) -> str:
+    """A short name of a conversation."""
+    return xxhash.xxh3_64_hexdigest(conversation.encode("utf-8", "surrogatepass"))
+
+
+def conversation_of(slice_: Any) -> str:
+    """The conversation whose next request will read a slice; "" if nobody counts it."""
+    begin = len(secret(_MARK)) + 2
+    return str(slice_.rid[begin : begin + _DIGEST]).strip("-")
 
 
 def is_slice_name(name: Any) -> bool:

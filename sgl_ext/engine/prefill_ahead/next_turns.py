@@ -22,7 +22,7 @@ from cachetools import FIFOCache, TTLCache
 from scheduler.prefill import GuessHistory
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.dry_run import Headers, convert
-from sgl_ext.engine.core.request_context import RequestContext
+from sgl_ext.engine.core.request_context import RequestContext, conversation_name
 from sgl_ext.engine.prefill_ahead.prefiller import MOST_JOBS, Job, Prefiller
 from sgl_ext.engine.sglang_http_types import GenerateReqInput, TokenizerManager
 from sgl_ext.requests.answers import read_answer
@@ -163,13 +163,6 @@ class NextTurns:
         before = self._seen.get(name)
         grows = before is not None and (before.is_growing or before.last_hash in hashes[:-1])
         self._seen[name] = _Seen(hashes[-1], grows)
-
-
-def conversation_name(context: RequestContext) -> str | None:
-    """A conversation's name, unique among all tenants; None if the conversation is unknown."""
-    if context.conversation is None:
-        return None
-    return f"{context.owner}/{context.conversation:032x}"
 
 
 def _digest(ids: Sequence[int]) -> int:

@@ -21,7 +21,7 @@ from sgl_ext.engine import sglang_api
 from sgl_ext.engine.arguments import caches
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import RequestContext, enter
-from sgl_ext.engine.core.slices import is_slice_name, read_rejection, slice_name
+from sgl_ext.engine.core.slices import digest, is_slice_name, read_rejection, slice_name
 from sgl_ext.engine.sglang_http_types import GenerateReqInput, TokenizerManager
 from sgl_ext.engine.sglang_types import ResolvedArgs
 from sgl_ext.requests.priority import LIMIT, Importance
@@ -211,6 +211,8 @@ class Prefiller:
         name = slice_name(
             is_guess=job.is_guess,
             is_forced=is_last and bool(job.context.pins),
+            # An operator's warmup prompts are for all conversations.
+            conversation="" if job.purpose == "warmup" else digest(job.name),
             purpose=job.purpose,
             request_id=job.context.request_id,
         )

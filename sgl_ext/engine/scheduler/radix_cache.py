@@ -11,13 +11,14 @@ from functools import partial
 from operator import add
 from typing import Any, NamedTuple
 
+from radix.computed_ahead import ComputedAhead, Unread
 from radix.pins import Pins
 from radix.residency import Residency
 from scheduler.eviction_priority import EVICT_FIRST, EvictionPriority, eviction_priority
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.arguments import in_effect
 from sgl_ext.engine.core.hints import Hints
-from sgl_ext.engine.core.slices import is_guess
+from sgl_ext.engine.core.slices import conversation_of, is_guess, is_slice
 from sgl_ext.engine.scheduler import first_token, state
 from sgl_ext.engine.scheduler.pin_keeper import PinKeeper
 from sgl_ext.engine.scheduler.state import extension_of, is_plain, state_of
@@ -82,7 +83,8 @@ class ExtendedRadixCache(sglang_api.UnifiedRadixCache):
         self.residency = Residency(page=params.page_size, slack=slack) if is_entry_rank else None
         self._store_now: _Store | None = None
         self._evicted_first: deque[tuple[Any, int]] = deque(maxlen=_MOST_EVICTED_FIRST)
-        self._pool_tokens = params.token_to_kv_pool_allocator.size
+        self._computed_ahead = ComputedAhead()
+        self.pool_tokens = params.token_to_kv_pool_allocator.size
         budget_tokens, share, shares = self._pin_limits(EngineSettings.from_environment())
         pins = Pins(
             budget_tokens=budget_tokens,
@@ -101,7 +103,7 @@ class ExtendedRadixCache(sglang_api.UnifiedRadixCache):
     def _pin_limits(self, settings: EngineSettings) -> tuple[int, float, dict[str, float]]:
         """The budget in tokens, the share of a tenant, and the shares of those with their own."""
         shares = {t.name: t.pin_share for t in settings.tenants if t.pin_share is not None}
-        return int(self._pool_tokens * settings.pin_budget), settings.pin_owner_share, shares
+        return int(self.pool_tokens * settings.pin_budget), settings.pin_owner_share, shares
 
     def checkpoint(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
         extension = extension_of(self)
@@ -128,6 +130,8 @@ class ExtendedRadixCache(sglang_api.UnifiedRadixCache):
         if now.cached_before is None:
             return
         self._note_evicted_first(req, up_to, now.priority, now.cached_before)
+        if hints is not None and hints.conversation and not is_slice(req):
+            self._computed_ahead.read(hints.conversation)
         if hints is None:
             return
         if self.residency is not None:
@@ -147,8 +151,17 @@ class ExtendedRadixCache(sglang_api.UnifiedRadixCache):
     def _note_evicted_first(
         self, req: Req, up_to: int, priority: EvictionPriority, cached_before: int
     ) -> None:
-        """Notes the tokens just stored that no request will read, and the node that they end at."""
+        """Notes the tokens just stored that no request will read, or none has read yet, and the
+        node that they end at."""
         prompt = len(req.origin_input_ids)
+        if is_slice(req):
+            tokens, conversation = req.kv.cache_inserted_len - cached_before, conversation_of(req)
+            if tokens > 0 and conversation:
+                worthless = is_guess(req)
+                self._computed_ahead.add(
+                    conversation, req.last_node, tokens, is_worthless=worthless
+                )
+            return
         is_prompt = priority.prompt == EVICT_FIRST
         if priority.answer != EVICT_FIRST or not (is_prompt or up_to > prompt):
             return
@@ -156,12 +169,15 @@ class ExtendedRadixCache(sglang_api.UnifiedRadixCache):
         if (tokens := req.kv.cache_inserted_len - begin) > 0:
             self._evicted_first.append((req.last_node, tokens))
 
-    def evict_first_tokens(self) -> int:
-        """About how many evictable tokens no request will read, so that they are evicted first."""
+    def unread_tokens(self) -> Unread:
+        """About how many tokens were computed ahead and are unread; and how many evictable tokens
+        are evicted first: those that no request will read, and unread guesses."""
         core = _Core(self.tree_core)
         resident = [(node, n) for node, n in self._evicted_first if not core.evicted(node)]
         self._evicted_first = deque(resident, maxlen=_MOST_EVICTED_FIRST)
-        return min(sum(tokens for _, tokens in resident), self.full_evictable_size())
+        ahead, guessed = self._computed_ahead.unread(core.evicted)
+        worthless = guessed + sum(tokens for _, tokens in resident)
+        return Unread(ahead, min(worthless, self.full_evictable_size()))
 
     def is_evicted(self, node: Any) -> bool:
         """Whether a node is no longer in device memory."""
@@ -255,6 +271,7 @@ class ExtendedRadixCache(sglang_api.UnifiedRadixCache):
     def reset(self) -> None:
         super().reset()
         self._evicted_first.clear()
+        self._computed_ahead.clear()
         self.pins.forget_all()
         if self.residency is not None:
             self.residency.clear()

@@ -9,9 +9,9 @@ decide alike, so nothing is read here that differs between ranks.
 
 from typing import Any
 
-from scheduler.prefill import Rejection, least_tokens, rejection
+from scheduler.prefill import Rejection, least_tokens, rejection, usable_tokens
 from sgl_ext.engine import sglang_api
-from sgl_ext.engine.core.slices import is_forced, is_slice
+from sgl_ext.engine.core.slices import conversation_of, is_forced, is_slice
 from sgl_ext.engine.scheduler.state import SchedulerExtension, compare, is_plain, state_of
 from sgl_ext.engine.sglang_types import Req, Scheduler
 
@@ -57,16 +57,22 @@ def _decide(
     page = tree.page_size
     chunk = scheduler.chunked_prefill_size
     longest = extension.settings.prefill_ahead_slice_tokens
-    # A slice may use free memory, and memory that no request will read again. The tokens that the
-    # slice continues are none of these.
-    available = scheduler.token_to_kv_pool_allocator.available_size()
-    unread = extension.cache.evict_first_tokens()
+    # The tokens that the slice continues are none that it could evict.
+    ahead, worthless = extension.cache.unread_tokens()
+    share = extension.settings.prefill_ahead_evictable_share if conversation_of(req) else 0.0
+    usable = usable_tokens(
+        free_tokens=scheduler.token_to_kv_pool_allocator.available_size(),
+        worthless_tokens=max(worthless - cached, 0),
+        evictable_tokens=max(tree.full_evictable_size() - cached, 0),
+        ahead_tokens=ahead,
+        most=int(extension.cache.pool_tokens * share),
+    )
     why = rejection(
         is_idle=_is_idle(scheduler, req),
         new_tokens=max(new, least_tokens(page)) if is_forced(req) else new,
         page=page,
         slice_tokens=min(chunk, longest) if chunk and chunk > 0 else longest,
-        free_tokens=available + max(unread - cached, 0) - 2 * page,
+        free_tokens=usable - 2 * page,
     )
     return why, cached
 
