@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -46,7 +45,7 @@ class FullPool:
 
     def set_share(self, share: float) -> None:
         """Changes the engine's setting."""
-        version = {"number": next(self._versions), "values": {_SHARE: share}}
+        version: Any = {"number": next(self._versions), "values": {_SHARE: share}}
         url = f"{self._node.engines[0]}/sgl_ext/settings"
         answer = requests.post(url, json=version, timeout=30)
         require(answer.ok and answer.json()["applied"], "the engine takes settings", said=answer)
@@ -115,5 +114,4 @@ def figures(seen: dict[float, list[Part]]) -> dict[str, Any]:
 
 
 def _ttft_ms(part: Part) -> float:
-    turns: Sequence[Any] = later([part.seen])
-    return statistics.median(turn.seen.ttft_ms for turn in turns)
+    return float(statistics.median(turn.seen.ttft_ms for turn in later([part.seen])))
