@@ -14,14 +14,15 @@ shows nothing, but such a loop touches no new memory. Just after its start an en
 for another one that compiles the same kernels, of which it shows no sign.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 STALL_S = 60.0
 # Compilers cause thousands a second, a loop that waits none.
 WORKING_FAULTS = 200
 
 
-class Signs(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Signs:
     """What an engine says about itself: its age, and the page faults of its schedulers and of the
     processes that they started, within a second."""
 

@@ -100,7 +100,13 @@ class Parts:
         metrics.index_segments.set_function(lambda: len(prefixes.index))
         self._workers = Workers(metrics, sources=[source.name for source in sources], slots=slots)
         self._sources = WorkerSources(sources, self._workers, metrics, interval_s)
-        self._probes = WorkerProbes(self._workers, session, metrics.background_failed, interval_s)
+        self._probes = WorkerProbes(
+            self._workers,
+            session,
+            metrics.background_failed,
+            interval_s,
+            config.compile_timeout_s,
+        )
         router = Router(
             self._workers,
             metrics,

@@ -28,6 +28,7 @@ from sgl_ext.engine.routes.model_routes import model_routes
 from sgl_ext.engine.routes.pin_routes import pin_routes
 from sgl_ext.engine.routes.ready_route import ready_route
 from sgl_ext.engine.routes.settings_route import settings_route
+from sgl_ext.engine.routes.work_route import work_route
 from sgl_ext.engine.sglang_http_types import TokenizerManager
 from sgl_ext.engine.sglang_types import ServerArgs
 from sgl_ext.limits.stall import StallMonitor
@@ -67,6 +68,7 @@ def extend(server_args: ServerArgs, *_: Any, **__: Any) -> None:
         *pin_routes([each.pins for each in broadcasters], outboxes),
         *model_routes(),
         template_route(),
+        work_route(),
     ]
     original = app.router.lifespan_context
 

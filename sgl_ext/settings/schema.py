@@ -185,6 +185,11 @@ class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
         1024
     )
     queue_timeout_s: Annotated[PositiveSeconds, RELOADS, "Longest wait for capacity."] = 60.0
+    compile_timeout_s: Annotated[
+        Seconds,
+        "Longest silence of an engine that compiles, or has just started, before it is checked for "
+        "a hang: routing.md.",
+    ] = 600.0
     drain_s: Annotated[
         Seconds, RELOADS, "Time for running requests to finish when the node stops."
     ] = 30.0
@@ -282,7 +287,7 @@ class EngineSettings(RequestSettings, frozen=True, kw_only=True):
     prefill_ahead_evictable_share: Annotated[
         Share,
         RELOADS,
-        "Share of the KV cache that unread prefills ahead may take from other prefixes: prefill.md.",
+        "Share of the KV cache that unread prefills may take from other prefixes: prefill.md.",
     ] = 0.05
     warmup_requests: Annotated[File | None, "Requests to prefill at start: prefill.md."] = None
     shared_prefixes: Annotated[File | None, "Prompts that tenants share: tenants.md."] = None

@@ -57,6 +57,8 @@ class Engine:
             return web.Response()
         if request.path == "/sgl_ext/events":
             return await self._tell(request)
+        if request.path == "/sgl_ext/work":  # as an engine that says nothing about its work
+            return web.Response(status=404)
         self.seen.append((request.path_qs, await request.read(), request.headers))
         if self.answer is None:
             return web.json_response({"engine": self.name})

@@ -11,7 +11,7 @@ import orjson
 import pytest
 from aiohttp import ClientSession, ClientTimeout, web
 
-from sgl_ext.balancer.routing import worker as worker_state
+from scheduler import silence
 from sgl_ext.balancer.routing import worker_probes
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.segments import read_chain
@@ -654,7 +654,7 @@ async def test_running_requests_continue_on_an_engine_that_refuses_connections(
 async def test_a_hanging_scheduler_is_detected_and_its_requests_go_elsewhere(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_state, "STALL_S", 0.3)
+    monkeypatch.setattr(silence, "STALL_S", 0.3)
     monkeypatch.setattr(worker_probes, "_GENERATE_TIMEOUT", ClientTimeout(total=0.5))
     hangs = asyncio.Event()
 
@@ -680,7 +680,7 @@ async def test_followers_on_a_hanging_engine_go_elsewhere(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some wait for the prefix that another request computes, and were never sent."""
-    monkeypatch.setattr(worker_state, "STALL_S", 0.3)
+    monkeypatch.setattr(silence, "STALL_S", 0.3)
     monkeypatch.setattr(worker_probes, "_GENERATE_TIMEOUT", ClientTimeout(total=0.5))
 
     async def hang(_: web.Request) -> web.StreamResponse:

@@ -25,8 +25,6 @@ STATES = (
 )
 """What an engine can be to a balancer. It gets new requests in the first state alone."""
 SLOW_START_S = 20.0
-# A working engine sends events several times a second; a busy one that sends none is probed.
-STALL_S = 60.0
 SETTLED_S = 0.5
 
 
@@ -67,6 +65,7 @@ class Worker:
     last_heard_s: when its scheduler last sent an event, or got its first work after being idle.
     refuses_secret: its engine secret is another than this balancer's; it gets no requests.
     is_hung: it accepts connections, but does nothing; it gets no requests.
+    is_busy: it has work and sends no event, and shows that it works.
     is_reachable: whether it answered the last probe, in whatever way.
     silent_probes: how many probes in a row it has left without an answer.
     settings_number: the version of reloaded settings that it has; None if it has none of ours.
@@ -106,6 +105,7 @@ class Worker:
         self.publishes = False
         self.refuses_secret = False
         self.is_hung = False
+        self.is_busy = False
         self.silent_probes = 0
         self.is_reachable = False
         self.settings_number: int | None = None
@@ -152,10 +152,10 @@ class Worker:
             return ""
         return "publishes no prefixes: it is routed to by what this balancer sent there"
 
-    def has_stalled(self, now_s: float) -> bool:
-        """Whether it has had work for a long time and sent no event."""
+    def silent_s(self, now_s: float) -> float:
+        """How long it has had work and sent no event; 0 if it has none or sends none."""
         sends_events = self.publishes or bool(self.report)
-        return sends_events and self.in_flight > 0 and now_s - self.last_heard_s > STALL_S
+        return now_s - self.last_heard_s if sends_events and self.in_flight > 0 else 0.0
 
     def warmth(self, now_s: float) -> float:
         """Rises from 0 to 1 over the first seconds after it came back; 1 otherwise."""

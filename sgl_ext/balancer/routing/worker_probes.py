@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
@@ -12,7 +12,9 @@ from types import MappingProxyType
 from typing import Any
 
 import aiohttp
+import msgspec
 
+from scheduler.silence import Signs, is_waited_for
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.balancer.routing.workers import Workers
 from sgl_ext.requests.session import RANK_HEADER, RANKS_HEADER
@@ -25,6 +27,7 @@ _PROBE_TIMEOUT = aiohttp.ClientTimeout(total=10)
 # So many probes in a row that an engine accepted and left without an answer show that it hangs.
 SILENT_PROBES = 3
 _TOKEN = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
+WORK_PATH = "/sgl_ext/work"
 _GENERATE_TIMEOUT = aiohttp.ClientTimeout(total=30)
 
 
@@ -33,12 +36,15 @@ class WorkerProbes:
     """Probes every worker once an interval, each in a task of its own: none delays another.
 
     failed: called with the task's name when a probe raises; the next one is made all the same.
+    compile_timeout_s: as `BalancerSettings.compile_timeout_s`.
     """
 
     workers: Workers
     session: aiohttp.ClientSession
     failed: Failed
     interval_s: float = 1.0
+    compile_timeout_s: float = 600.0
+    clock: Callable[[], float] = time.monotonic
 
     async def run(self) -> None:
         """Probes until cancelled."""
@@ -59,13 +65,13 @@ class WorkerProbes:
                 task.cancel()
 
     async def probe(self, worker: Worker) -> None:
-        """Asks a worker if it is ready. A worker that has stalled, or whose requests keep
-        failing, must also generate a token."""
-        if worker.is_hung or worker.has_stalled(time.monotonic()):
+        """Asks a worker if it is ready. A worker that is silent without a sign of work, or whose
+        requests keep failing, must also generate a token."""
+        if worker.is_hung or not await self._is_waited_for(worker):
             generates = await self._generates(worker)
-            worker.last_heard_s = time.monotonic()
+            worker.last_heard_s = self.clock()
             self._set_hung(worker, not generates)
-        elif worker.ready and worker.breaker.wants_trial(time.monotonic()):
+        elif worker.ready and worker.breaker.wants_trial(self.clock()):
             await self._try_breaker(worker)
         if worker.is_hung:
             return
@@ -89,12 +95,27 @@ class WorkerProbes:
         if status == HTTPStatus.GATEWAY_TIMEOUT or worker.silent_probes >= SILENT_PROBES:
             self._set_hung(worker, True)
 
+    async def _is_waited_for(self, worker: Worker) -> bool:
+        """Whether a worker has sent something lately, or shows why it does not. SGLang itself takes
+        one for unhealthy that does not generate, so a busy one is not made to."""
+        silent_s = worker.silent_s(self.clock())
+        if is_waited_for(silent_s, None, self.compile_timeout_s):
+            worker.is_busy = False
+            return True
+        signs = await self._signs(worker)
+        is_busy = is_waited_for(silent_s, signs, self.compile_timeout_s)
+        if is_busy and not worker.is_busy:
+            why = f"engine silent for {silent_s:.0f} s: it has just started, or compiles"
+            log.warning(why, extra={"engine": worker.id})
+        worker.is_busy = is_busy
+        return is_busy
+
     async def _try_breaker(self, worker: Worker) -> None:
         took_requests = worker.breaker.takes_requests
         if await self._generates(worker):
             worker.breaker.succeeded()
         else:
-            worker.breaker.trial_failed(time.monotonic())
+            worker.breaker.trial_failed(self.clock())
         if took_requests is not worker.breaker.takes_requests:
             state = "gets no requests, it keeps failing" if took_requests else "works again"
             log.warning("engine %s", state, extra={"engine": worker.id})
@@ -122,6 +143,15 @@ class WorkerProbes:
         status = None if head is None else head.status
         # One that refuses the secret does not hang, and the next probe finds the reason.
         return status in (HTTPStatus.OK, HTTPStatus.UNAUTHORIZED)
+
+    async def _signs(self, worker: Worker) -> Signs | None:
+        """What a worker says about its work; None if it says nothing, or nothing that is valid."""
+        try:
+            async with self.session.get(f"{worker.url}{WORK_PATH}", timeout=_PROBE_TIMEOUT) as got:
+                is_told = got.status == HTTPStatus.OK
+                return msgspec.json.decode(await got.read(), type=Signs) if is_told else None
+        except (TimeoutError, aiohttp.ClientError, msgspec.MsgspecError):
+            return None
 
     async def _ready(self, worker: Worker) -> tuple[int | None, Mapping[str, str], str]:
         """The status of the answer, its headers, and the status or the failure in words. As

@@ -30,18 +30,14 @@ def work_route() -> Route:
     started_s = time.monotonic()
 
     async def work(_: Request) -> JSONResponse:
-        faults = await count_faults()
+        faults = await count_faults(faults_by_process, SAMPLE_S)
         return JSONResponse({"age_s": time.monotonic() - started_s, "page_faults": faults})
 
     return Route(PATH, work, methods=["GET"])
 
 
-async def count_faults(
-    read: Callable[[], Mapping[int, int]] | None = None, sample_s: float = SAMPLE_S
-) -> int:
-    """The page faults of the processes below this one while `sample_s` go by. read: lists the total
-    of each process."""
-    read = read or faults_by_process
+async def count_faults(read: Callable[[], Mapping[int, int]], sample_s: float) -> int:
+    """The page faults of processes while `sample_s` go by. read: lists the total of each."""
     before = await asyncio.to_thread(read)
     await asyncio.sleep(sample_s)
     after = await asyncio.to_thread(read)

@@ -1,0 +1,119 @@
+"""Probes of engines that are silent: which are made to generate a token, by a fake clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from scheduler.silence import STALL_S, Signs
+from sgl_ext.balancer.metrics.registry import Metrics
+from sgl_ext.balancer.routing.worker_probes import WorkerProbes
+from sgl_ext.balancer.routing.workers import Workers
+from sgl_ext.membership.member import Member
+
+OLD_S, WORKS, WAITS = 1e6, 5000, 0
+
+
+class Probes(WorkerProbes):
+    """Probes of an engine that answers as the test says."""
+
+    def set(self, **given: Any) -> None:
+        for name, value in given.items():
+            object.__setattr__(self, name, value)
+
+    async def _signs(self, _: Any) -> Signs | None:
+        return self.signs  # type: ignore[no-any-return,attr-defined]
+
+    async def _generates(self, _: Any) -> bool:
+        self.generated.append(self.clock())  # type: ignore[attr-defined]
+        return self.is_well  # type: ignore[no-any-return,attr-defined]
+
+    async def _ready(self, _: Any) -> tuple[int, int | None, str]:
+        return 200, None, ""
+
+
+@pytest.fixture
+def engine() -> Any:
+    """An engine with a request, and the probes of it once a second."""
+    workers, now, lost = Workers(Metrics()), SimpleNamespace(s=0.0), list[str]()
+    workers.apply("list", [Member(id="a", url="http://a:1")])
+    (worker,) = workers.all
+    probes = Probes(workers, None, lambda *_: None, clock=lambda: now.s)  # type: ignore[arg-type]
+    probes.set(signs=None, is_well=False, generated=[])
+    worker.ready, worker.in_flight = True, 1
+    worker.report = {"running": 1}
+
+    class Attempt:
+        def abandon(self, why: str) -> None:
+            lost.append(why)
+            worker.attempts.discard(self)  # type: ignore[arg-type]
+
+    worker.attempts.add(Attempt())  # type: ignore[arg-type]
+
+    async def wait(until_s: float, each: Callable[[], object] = lambda: None) -> None:
+        while now.s < until_s:
+            now.s += 1
+            each()
+            await probes.probe(worker)
+
+    return SimpleNamespace(worker=worker, probes=probes, wait=wait, lost=lost, now=now)
+
+
+async def test_a_compilation_of_minutes_loses_no_request(
+    engine: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.probes.set(signs=Signs(OLD_S, WORKS))
+    await engine.wait(599)
+    assert (engine.probes.generated, engine.lost) == ([], [])
+    assert engine.worker.is_available
+    said = [record.message for record in caplog.records]
+    assert said == ["engine silent for 60 s: it has just started, or compiles"], "it is said once"
+    engine.worker.last_heard_s = engine.now.s
+    await engine.wait(650)
+    assert not engine.worker.is_busy
+
+
+async def test_an_engine_that_waits_in_a_loop_hangs_after_a_minute(engine: Any) -> None:
+    engine.probes.set(signs=Signs(OLD_S, WAITS))
+    await engine.wait(STALL_S + 1)
+    assert engine.lost == ["the engine hangs"]
+    assert engine.worker.is_hung
+
+
+async def test_one_that_stops_to_work_hangs_at_once(engine: Any) -> None:
+    engine.probes.set(signs=Signs(OLD_S, WORKS))
+    await engine.wait(200)
+    engine.probes.set(signs=Signs(OLD_S, WAITS))
+    await engine.wait(201)
+    assert engine.lost == ["the engine hangs"]
+
+
+async def test_one_that_seems_to_work_for_ever_hangs_at_the_time_limit(engine: Any) -> None:
+    engine.probes.set(signs=Signs(OLD_S, WORKS))
+    await engine.wait(601)
+    assert engine.probes.generated[0] == 600
+    assert engine.lost == ["the engine hangs"]
+
+
+async def test_an_engine_that_has_just_started_has_longer(engine: Any) -> None:
+    """Another engine may compile the kernels that it waits for."""
+    engine.probes.set(signs=Signs(0, WAITS))
+
+    def age() -> None:
+        engine.probes.set(signs=Signs(engine.now.s, WAITS))
+
+    await engine.wait(599, age)
+    assert engine.lost == []
+    await engine.wait(601, age)
+    assert engine.lost == ["the engine hangs"]
+
+
+async def test_one_that_says_nothing_is_checked_as_before(engine: Any) -> None:
+    await engine.wait(STALL_S + 1)
+    assert engine.lost == ["the engine hangs"]
+    engine.probes.set(is_well=True)
+    await engine.wait(engine.now.s + 1)
+    assert not engine.worker.is_hung
