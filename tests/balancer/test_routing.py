@@ -37,7 +37,7 @@ def event(seq: int, request: dict[str, Any] | None = None, **more: Any) -> bytes
 
 
 def snapshot(seq: int = 1, request: dict[str, Any] | None = None) -> bytes:
-    return event(seq, request, snapshot=True, cleared=True)
+    return event(seq, request, snapshot=True, cleared=True, publishes=["prefixes", "load"])
 
 
 async def explained(client: ClientSession, request: dict[str, Any]) -> dict[str, Any]:

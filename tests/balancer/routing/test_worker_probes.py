@@ -31,8 +31,8 @@ class Probes(WorkerProbes):
         self.generated.append(self.clock())  # type: ignore[attr-defined]
         return self.is_well  # type: ignore[no-any-return,attr-defined]
 
-    async def _ready(self, _: Any) -> tuple[int, int | None, str]:
-        return 200, None, ""
+    async def _ready(self, _: Any) -> tuple[int, dict[str, str], str]:
+        return 200, {}, ""
 
 
 @pytest.fixture

@@ -81,6 +81,7 @@ _READ_BY = {
     "preemption_grace_s": SCHEDULER,
     "prefill_ahead": HTTP,
     "prefill_ahead_slice_tokens": HTTP,
+    "prefill_ahead_evictable_share": SCHEDULER,
 }
 _OTHER: dict[str, Any] = {
     "max_priority": 7,
@@ -94,6 +95,7 @@ _OTHER: dict[str, Any] = {
     "preemption_grace_s": 1.0,
     "prefill_ahead": "hinted",
     "prefill_ahead_slice_tokens": 64,
+    "prefill_ahead_evictable_share": 0.1,
     "tenants": [{"name": "people", "max_priority": 9, "weight": 3.0, "pin_share": 0.2}],
 }
 
