@@ -107,7 +107,9 @@ def test_each_setting_of_an_engine_that_changes_is_tested() -> None:
 
 
 def test_the_http_process_uses_what_was_changed(served: Served) -> None:
-    args: Any = SimpleNamespace(page_size=1, chunked_prefill_size=0, dp_size=1, attn_dp_size=1)
+    args: Any = SimpleNamespace(
+        page_size=1, chunked_prefill_size=0, dp_size=1, attn_dp_size=1, dcp_size=1
+    )
     prefiller = Prefiller(args, args, 2048)
     served.extension.next_turns = SimpleNamespace(policy="auto", prefiller=prefiller)  # type: ignore[assignment]
     answer = served.post(5, **_OTHER)
