@@ -8,8 +8,9 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from itertools import pairwise
 
 from sgl_ext.engine import sglang_api
@@ -56,6 +57,7 @@ def main(argv: list[str]) -> None:
     with _named_problems():
         check_environment()
         require_secret(_host(argv))
+        require_device()
 
     sglang_api.load_plugins()
     require_active()
@@ -67,6 +69,19 @@ def main(argv: list[str]) -> None:
         sglang_api.run_server(args)
     finally:
         sglang_api.kill_process_tree(os.getpid(), include_parent=False)
+
+
+def require_device(environ: Mapping[str, str] = os.environ) -> None:
+    """Raises RuntimeError if torch sees no GPU, and no other platform of SGLang is named. SGLang
+    would fail in the middle of its imports."""
+    if environ.get("SGLANG_PLATFORM") or environ.get("SGLANG_USE_CPU_ENGINE", "0") != "0":
+        return
+    torch = import_module("torch")
+    if not torch.accelerator.is_available():
+        name = f"torch {torch.__version__}"
+        raise RuntimeError(
+            f"{name} sees no GPU; to run on the CPU, set SGLANG_PLATFORM=sgl_ext_cpu"
+        )
 
 
 def cache_flags(argv: Sequence[str]) -> tuple[str, ...]:

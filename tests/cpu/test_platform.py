@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -20,12 +21,17 @@ def defaults(**arguments: object) -> SimpleNamespace:
     return filled
 
 
-def test_it_declines_if_cuda_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform.torch.cuda, "is_available", lambda: True)
-    monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
+def test_it_declines_unless_it_is_named_and_then_hides_the_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "0")
+    monkeypatch.delenv("SGLANG_PLATFORM")
     assert platform.activate() is None
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
     monkeypatch.setenv("SGLANG_PLATFORM", platform.NAME)
     assert platform.activate() == "sgl_ext_cpu.platform:CpuPlatform"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == os.environ["HIP_VISIBLE_DEVICES"] == ""
 
 
 def test_sglangs_own_cpu_engine_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:

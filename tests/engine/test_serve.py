@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
@@ -76,6 +78,22 @@ def test_what_the_plugin_finds_is_never_looked_through_for_garbage(
         assert gc.get_freeze_count() > 0
     finally:
         gc.unfreeze()
+
+
+@pytest.mark.parametrize(
+    "environ", [{"SGLANG_PLATFORM": "sgl_ext_cpu"}, {"SGLANG_USE_CPU_ENGINE": "1"}, {}], ids=str
+)
+def test_without_a_gpu_only_a_platform_that_is_named_starts(
+    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_gpu = [False]
+    accelerator = SimpleNamespace(is_available=lambda: has_gpu[0])
+    torch = SimpleNamespace(accelerator=accelerator, __version__="2.13.0+cpu")
+    monkeypatch.setattr(serve, "import_module", lambda _: torch)
+    with nullcontext() if environ else pytest.raises(RuntimeError, match="sees no GPU; for the CPU"):
+        serve.require_device(environ)
+    has_gpu[0] = True
+    serve.require_device(environ)
 
 
 @pytest.mark.parametrize(
