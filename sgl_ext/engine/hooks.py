@@ -65,7 +65,6 @@ def _nested(outer: Callable[..., Any], inner: Callable[..., Any]) -> Callable[..
 _MANAGERS = "sglang.srt.managers"
 _SCHEDULER = f"{_MANAGERS}.scheduler.Scheduler"
 _POLICY = f"{_MANAGERS}.schedule_policy"
-_RUNNER = "sglang.srt.model_executor.runner"
 _STREAMER = f"{_MANAGERS}.scheduler_components.output_streamer.SchedulerOutputStreamer"
 _TOKENIZER = f"{_MANAGERS}.tokenizer_manager.TokenizerManager"
 _ENTRY = "sglang.srt.entrypoints"
@@ -151,6 +150,7 @@ _MAIN_HOOKS: dict[str, Hook] = {
     f"{_PARSER}.parse_non_stream": ("AROUND", tool_calls.parse_whole),
 }
 _SCHEDULER_HOOKS: dict[str, Hook] = {
+    f"{_SCHEDULER}.init_all_cuda_graphs": ("AFTER", startup.freeze_again),
     f"{_SCHEDULER}.get_next_batch_to_run": ("AFTER", iteration.note_plan),
     f"{_SCHEDULER}._poll_timeout_aborts": ("AFTER", iteration.send_orders),
     f"{_SCHEDULER}.process_input_requests": ("AROUND", iteration.take_orders),
@@ -166,8 +166,6 @@ _SCHEDULER_HOOKS: dict[str, Hook] = {
     f"{_POLICY}.PrefillAdder.preempt_to_schedule": ("AROUND", preemption.preempt_for_slot),
     f"{_POLICY}.PrefillAdder.add_one_req": ("AROUND", admission.add_one),
     f"{_POLICY}.PrefillAdder.add_chunked_req": ("AROUND", admission.add_chunk),
-    f"{_RUNNER}.decode_cuda_graph_runner.freeze_gc": ("AROUND", startup.freeze_again),
-    f"{_RUNNER}.prefill_cuda_graph_runner.freeze_gc": ("AROUND", startup.freeze_again),
     "sglang.srt.distributed.bootstrap.init_parallel_runtime": ("AFTER", nodes.agree_with_nodes),
     "torch.distributed.rendezvous._create_c10d_store": ("AROUND", rendezvous.listen_on_loopback),
 }

@@ -78,10 +78,8 @@ def require_device(environ: Mapping[str, str] = os.environ) -> None:
         return
     torch = import_module("torch")
     if not torch.accelerator.is_available():
-        name = f"torch {torch.__version__}"
-        raise RuntimeError(
-            f"{name} sees no GPU; to run on the CPU, set SGLANG_PLATFORM=sgl_ext_cpu"
-        )
+        do = "to run on the CPU, set SGLANG_PLATFORM=sgl_ext_cpu"
+        raise RuntimeError(f"torch {torch.__version__} sees no GPU; {do}")
 
 
 def cache_flags(argv: Sequence[str]) -> tuple[str, ...]:

@@ -7,8 +7,8 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -114,17 +114,10 @@ def await_acknowledgements(launched: Any, *_: Any, **__: Any) -> None:
         time.sleep(0.05)
 
 
-@contextmanager
-def freeze_again(
-    original: Callable[[bool], AbstractContextManager[None]], enable_cudagraph_gc: bool
-) -> Iterator[None]:
-    """Around SGLang's hold of the garbage collector while it captures CUDA graphs. SGLang then
-    unfreezes all objects, also the modules, which the plugin froze because they stay."""
-    try:
-        with original(enable_cudagraph_gc):
-            yield
-    finally:
-        gc.freeze()
+def freeze_again(*_: Any) -> None:
+    """After a scheduler has captured its CUDA graphs: lets garbage collections skip the modules,
+    which the plugin froze and SGLang unfroze at the end of a capture."""
+    gc.freeze()
 
 
 def changed_args(shown: dict[str, Any], server_args: ServerArgs) -> dict[str, Any]:
