@@ -56,8 +56,8 @@ from bench.lib.script import Size, require, run
 _LEAD = 0.25
 # A sleeping scheduler deletes pins when it wakes: both sides of a pair wait longer than that.
 _SETTLE_S = 1.5
-_FLAGS = ("--chunked-prefill-size", "2048")
-_ARMS = {
+FLAGS = ("--chunked-prefill-size", "2048")
+ARMS = {
     "pinned": (Engines.ours, ("--pin-budget", "0.3334")),
     "unpinned": (Engines.ours, ("--pin-budget", "0.3334")),
     "priority": (Engines.stock, ("--radix-eviction-policy", "priority")),
@@ -306,8 +306,8 @@ def main() -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sgl-ext-bench-")))
         starts = {
-            name: partial(start, engines, folder / name, *pool, *_FLAGS, *flags)
-            for name, (start, flags) in _ARMS.items()
+            name: partial(start, engines, folder / name, *pool, *FLAGS, *flags)
+            for name, (start, flags) in ARMS.items()
         }
         nodes = stack.enter_context(running_arms(starts))
         run("pin_flood", lambda: asyncio.run(measure(nodes, plan)))

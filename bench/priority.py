@@ -55,8 +55,8 @@ from bench.lib.script import Size, require, run
 from sgl_ext.settings.schema import EngineSettings
 
 _AGING_S = EngineSettings().aging_s
-_FLAGS = ("--chunked-prefill-size", "2048")
-_ARMS = {
+FLAGS = ("--chunked-prefill-size", "2048")
+ARMS = {
     "fcfs": (Engines.stock, ()),
     "stock_priority": (
         Engines.stock,
@@ -194,8 +194,8 @@ def _in_turn(nodes: Mapping[str, Node], number: int) -> list[str]:
 def arms(engines: Engines, folder: Path) -> dict[str, Callable[[], AbstractContextManager[Node]]]:
     """What starts the engine of each arm."""
     return {
-        name: partial(start, engines, folder / name, *_FLAGS, *_LIMITS, *flags)
-        for name, (start, flags) in _ARMS.items()
+        name: partial(start, engines, folder / name, *FLAGS, *_LIMITS, *flags)
+        for name, (start, flags) in ARMS.items()
     }
 
 

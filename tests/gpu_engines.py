@@ -17,7 +17,7 @@ import pytest
 
 MODEL = "small-config"
 """The local model: head sizes that GPU kernels have, and weights that the engine draws."""
-_FLAGS = ("--load-format", "dummy", "--enable-deterministic-inference")
+FLAGS = ("--load-format", "dummy", "--enable-deterministic-inference")
 _CPU_FLAGS = {"--cuda-graph-backend-decode": 2, "--cuda-graph-backend-prefill": 2}
 _CPU_FLAGS |= {"--sleep-on-idle": 1, "--skip-server-warmup": 1}
 _ENVIRONMENT = {
@@ -77,7 +77,7 @@ class GpuEngines:
         if "--tp-size" in flags and self.count < int(flags[flags.index("--tp-size") + 1]):
             pytest.skip(f"needs more GPUs than {self.count}")
         whole = self._environment({**os.environ, **(environment or {})})
-        given = [*without(flags, _CPU_FLAGS), *_FLAGS]
+        given = [*without(flags, _CPU_FLAGS), *FLAGS]
         if self._generation >= _BLACKWELL:
             # Of the deterministic ones, only this one works with a radix cache.
             given += ["--attention-backend", "triton"]

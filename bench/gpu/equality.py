@@ -66,9 +66,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     engines = chosen(options, "tiny")
-    flags: tuple[str, ...] = _FLAGS
-    if options.deterministic:
-        flags += (_DETERMINISTIC, "--attention-backend", options.deterministic)
+    flags = flags_with(options.deterministic)
     load = _LOADS["smallest" if options.size == "smallest" else "full"]
     with tempfile.TemporaryDirectory(prefix="sgl-ext-bench-") as folder:
         starts = {
@@ -77,6 +75,13 @@ def main() -> None:
         }
         with running_arms(starts) as nodes:
             run("equality", lambda: asyncio.run(measure(nodes, load)))
+
+
+def flags_with(backend: str | None) -> tuple[str, ...]:
+    """The flags of both engines. backend: of attention, for deterministic kernels."""
+    if backend is None:
+        return _FLAGS
+    return (*_FLAGS, _DETERMINISTIC, "--attention-backend", backend)
 
 
 async def measure(nodes: Mapping[str, Node], load: Load) -> dict[str, Any]:
