@@ -41,6 +41,7 @@ class ServerArgs(Protocol):
 class ResolvedArgs(Protocol):
     """The same arguments as SGLang resolved them, by their names there."""
 
+    attn_cp_size: int
     attn_dp_size: int
     chunked_prefill_size: int | None
     disable_overlap_schedule: bool
@@ -67,6 +68,7 @@ class ResolvedArgs(Protocol):
     grpc_port: int | None
     host: str
     kv_events_config: str | None
+    language_only: bool
     max_running_requests: int | None
     model_path: str
     nnodes: int

@@ -57,6 +57,10 @@ _BYPASS = (
     "would bypass it; leave it out"
 )
 _UNSHAREABLE = "cannot be combined with --shared-prefixes; leave one out"
+_UNTESTED = (
+    "is not tested with the extension; leave it out, or serve without the extension "
+    "(SGLANG_PLUGINS=none sglang serve)"
+)
 _NO_PREFIXES = "no prefixes are published and nothing is pinned"
 
 
@@ -105,6 +109,18 @@ REFUSED = (
     Rule("encoder server", "--encoder-only", lambda facts: facts.args.encoder_only, _BYPASS),
     Rule("Ray", "--use-ray", lambda facts: facts.args.use_ray, USE_RAY),
     Rule(
+        "encoder disaggregation",
+        "--language-only",
+        lambda facts: facts.args.language_only,
+        f"requests wait for encoders outside the queue, which {_UNTESTED}",
+    ),
+    Rule(
+        "prefill context parallelism",
+        "--attn-cp-size",
+        lambda facts: facts.args.attn_cp_size > 1,
+        f"that these ranks decide alike {_UNTESTED}",
+    ),
+    Rule(
         "HTTP/2",
         "--enable-http2",
         lambda facts: facts.args.enable_http2,
@@ -137,7 +153,7 @@ REFUSED = (
         "--dllm-algorithm",
         lambda facts: facts.args.dllm_algorithm is not None,
         "they compute answers in blocks, which the extension's preemption and slices do not "
-        "know; serve them with sglang serve, without the extension",
+        "know; serve them without the extension (SGLANG_PLUGINS=none sglang serve)",
     ),
     Rule(
         "PD disaggregation with an engine secret",

@@ -22,6 +22,7 @@ from sgl_ext.settings.schema import EngineSettings
 ROOT = Path(__file__).parents[2]
 STATES = ("works", "degrades", "refused")
 PLAIN = {
+    "attn_cp_size": 1,
     "attn_dp_size": 1,
     "decoupled_spec_role": "null",
     "disable_priority_preemption": False,
@@ -41,6 +42,7 @@ PLAIN = {
     "grpc_mode": False,
     "grpc_port": None,
     "kv_events_config": None,
+    "language_only": False,
     "model_path": "dummy",
     "nnodes": 1,
     "pp_size": 1,
@@ -85,6 +87,8 @@ CASES = [
     ("gRPC", facts(smg_grpc_mode=True)),
     ("encoder server", facts(encoder_only=True)),
     ("Ray", facts(use_ray=True)),
+    ("encoder disaggregation", facts(language_only=True)),
+    ("prefill context parallelism", facts(attn_cp_size=2)),
     ("HTTP/2", facts(enable_http2=True)),
     ("PD multiplexing", facts(enable_pdmux=True)),
     ("decoupled speculation", facts(decoupled_spec_role="verifier")),
