@@ -1,10 +1,10 @@
 """What bench/rank_agreement sends: everything by which the ranks of an engine could part.
 
-A cycle has three parts. In the first, a prompt is prefilled ahead in slices, and a request comes in
+A cycle has four parts. In the first, a prompt is prefilled ahead in slices, and a request comes in
 between. In the second, conversations with marks have a turn each, which makes and reads pins. In
-the third, important requests come while long answers fill the memory, so that requests are
-preempted and chunked prefills interrupted; a client leaves. Between two cycles, the cache is
-emptied, a session is unpinned, or settings change.
+the third, an important request interrupts a prompt that is computed in chunks. In the fourth,
+important requests come while long answers fill the memory, so that requests are preempted; a client
+leaves. Between two cycles, the cache is emptied, a session is unpinned, or settings change.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class RankLoad:
         while time.monotonic() < end and not self.failed:
             await self._ahead(cycle)
             await self._talk(cycle)
+            await self._interrupt(cycle)
             await self._crowd(cycle)
             await between[cycle % len(between)]()
             cycle += 1
@@ -72,6 +73,14 @@ class RankLoad:
             )
         )
 
+    async def _interrupt(self, cycle: int) -> None:
+        name = f"{self._seed}, long {cycle}"
+        long = Request(self._texts.fresh(name, _LONG_TOKENS), 4, BATCH)
+        work = asyncio.create_task(self._post("long", GENERATE, long.body))
+        await asyncio.sleep(self._random.uniform(0.02, 0.2))
+        await self._post("urgent", GENERATE, Request(f"Urgent: {name}", 4, INTERACTIVE).body)
+        await work
+
     async def _crowd(self, cycle: int) -> None:
         name = f"{self._seed}, cycle {cycle}"
         batch = [
@@ -84,9 +93,6 @@ class RankLoad:
         ]
         works = [asyncio.create_task(self._post("batch", GENERATE, r.body)) for r in batch]
         await asyncio.sleep(self._random.uniform(0.2, 0.8))
-        long = Request(self._texts.fresh(f"{name}, long", _LONG_TOKENS), 4, BATCH)
-        works.append(asyncio.create_task(self._post("long", GENERATE, long.body)))
-        await asyncio.sleep(self._random.uniform(0.0, 0.2))
         works += [asyncio.create_task(self._post("urgent", GENERATE, r.body)) for r in urgent]
         await asyncio.sleep(self._random.uniform(0.1, 0.5))
         works[self._random.randrange(_BATCH)].cancel()  # its client leaves
