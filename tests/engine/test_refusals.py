@@ -91,10 +91,10 @@ def test_a_scheduler_that_acknowledged_nothing_stops_the_start(
     acknowledge("detokenizer")
     acknowledge("scheduler")
     schedulers = SimpleNamespace(scheduler_infos=[{}])
-    startup.await_acknowledgements((None, None, None, schedulers))
+    startup.await_acknowledgements((object(), None, None, schedulers))
     schedulers.scheduler_infos.append({})
     with pytest.raises(SystemExit, match="not loaded in a scheduler"):
-        startup.await_acknowledgements((None, None, None, schedulers))
+        startup.await_acknowledgements((object(), None, None, schedulers))
 
 
 def test_several_tokenizer_workers_are_rejected_by_name(failed_start: Start) -> None:
