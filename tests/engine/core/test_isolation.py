@@ -100,7 +100,8 @@ def test_what_a_dry_run_comes_to_is_salted() -> None:
 
 @pytest.mark.parametrize(("owner", "deleted"), [("bob", 0), ("alice", 1), (None, 1)])
 async def test_only_the_owner_s_prefills_are_deleted(owner: str | None, deleted: int) -> None:
-    anything: Any = SimpleNamespace(page_size=1, chunked_prefill_size=None)
+    sizes = {"page_size": 1, "dp_size": 1, "attn_dp_size": 1, "dcp_size": 1}
+    anything: Any = SimpleNamespace(**sizes, chunked_prefill_size=None)
     prefiller = Prefiller(anything, anything, 256)
     requests = PrefillRequests(None, anything, prefiller)
     context = context_of(owner="alice", session="s")
