@@ -68,9 +68,9 @@ PLANS: dict[Size, tuple[int, Load]] = {
 }
 """Rounds and their load."""
 FULL_PLANS: dict[Size, tuple[int, int, Load]] = {
-    "full": (5, 32_000, Load(people=4, turns=4)),
-    "quick": (2, 32_000, Load(people=4, turns=4)),
-    "brief": (1, 32_000, Load(people=4, turns=3)),
+    "full": (5, 64_000, Load(people=4, turns=4)),
+    "quick": (2, 64_000, Load(people=4, turns=4)),
+    "brief": (1, 64_000, Load(people=4, turns=3)),
     "smallest": (1, 8000, PLANS["smallest"][1]),
 }
 """The same while the memory is full, of so many tokens."""

@@ -56,6 +56,8 @@ def preempt(extension: SchedulerExtension, adder: PrefillAdder, req: Req, slots:
         if (admission := state_of(one).admission) is not None
         and admission.step <= highest
         and not one.finished()
+        # With overlap its last token may be computed already. It frees its memory in a step.
+        and not one.next_output_finishes_by_length()
         and one not in adder.preempt_list
         and one.beam_group is None
         and extension.preemptions.allows(req.rid, one.rid)

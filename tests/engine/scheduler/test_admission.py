@@ -76,6 +76,20 @@ def admit(tree: Tree, batch: Any, waiting: Any) -> None:
     assert len(adder.preempt_list) == 1
 
 
+@pytest.mark.parametrize("ending", [0, 1])
+def test_a_request_that_ends_with_its_next_token_is_not_preempted(tree: Tree, ending: int) -> None:
+    """With overlap scheduling that token may be computed already."""
+    victims = victims_of(tree)
+    for one in victims:
+        one.output_ids.extend([1, 2])
+    victims[ending].sampling_params.max_new_tokens = 3
+    batch = running_batch(tree, *victims)
+    waiting = request_of("waiting", WAITING, range(5000, 5000 + PREFIX))
+    waiting.init_next_round_input(tree.cache)
+    admit(tree, batch, waiting)
+    assert batch.reqs == [victims[ending]]
+
+
 @pytest.mark.parametrize("new", [PREFIX - 100, PREFIX + 20])
 def test_a_preemption_evicts_nothing_of_what_the_request_matched(tree: Tree, new: int) -> None:
     """The victims' tokens are stored later than the match, so recency alone would evict it. Nor
