@@ -6,7 +6,11 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -15,11 +19,13 @@ from sgl_ext_cpu.model import SHAPES
 from sgl_ext_cpu.node import FORKING, ROOT
 from sgl_ext_cpu.nursery import Nursery
 
+from bench.gpu import __main__ as report_module
 from bench.gpu import machine as machine_module
 from bench.gpu.equality import explanation, unexplained
 from bench.gpu.machine import Machine, find_machine, freest, needed_bytes, with_model
 from bench.gpu.page import page
 from bench.gpu.steps import Result, Step, held, run_step
+from bench.lib.engines import engine_parser
 from bench.lib.priority_load import Load
 from sgl_ext.node.hardware import Hardware
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
@@ -215,6 +221,62 @@ def test_the_page_says_what_failed_and_that_it_is_a_cpu_run() -> None:
     assert "| arms.ours.ttft_p50_ms | 3 |" in found
     assert "==> a.log" in found
     assert page({**report, "is_cpu": False, "steps": steps}).startswith("# GPU report\n\n`make")
+
+
+@pytest.mark.parametrize(("gpu", "size"), [("0", "brief"), (None, "smallest")])
+def test_each_step_is_given_what_its_module_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: str | None, size: str
+) -> None:
+    seen: list[Step] = []
+
+    def note(step: Step, *_: object) -> Result:
+        seen.append(step)
+        return Result(step.name, "ok")
+
+    @contextmanager
+    def hold(step: Step, *_: object) -> Iterator[Result]:
+        yield note(step)
+
+    monkeypatch.setattr(report_module, "run_step", note)
+    monkeypatch.setattr(report_module, "held", hold)
+    options = SimpleNamespace(folder=tmp_path, only=report_module.NAMES, minutes=10.0)
+    machine = Machine(gpu, "small-config")
+    report_module.measure(report_module.Run(options), machine, tmp_path / "model", {})
+    left_out = () if gpu else ("equality_deterministic",)
+    expected = ["start", *(name for name in report_module.NAMES if name not in left_out)]
+    assert [step.name for step in seen] == expected
+    for step in seen:
+        module = import_module(step.module)
+        parser = engine_parser(None)
+        parser.add_argument("--written")
+        parser.add_argument("--deterministic")
+        given = parser.parse_args(step.flags)
+        assert given.size in getattr(module, "PLANS", (size,))
+        assert given.size == size
+        assert given.batch_variant == (gpu is not None)
+        assert given.config.exists()
+        assert (given.deterministic is not None) == (step.name == "equality_deterministic")
+
+
+def test_what_shares_engines_that_did_not_start_is_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def fail(step: Step, *_: object) -> Iterator[Result]:
+        yield Result(step.name, "failed", why="no nvcc")
+
+    monkeypatch.setattr(report_module, "run_step", lambda step, *_: Result(step.name, "ok"))
+    monkeypatch.setattr(report_module, "held", fail)
+    names = ("facts", "fanout", "equality")
+    run = report_module.Run(SimpleNamespace(folder=tmp_path, only=names, minutes=10.0))
+    report_module.measure(run, Machine(None), tmp_path / "model", {})
+    found = [(result.name, result.status) for result in run.results]
+    assert found == [
+        ("start", "failed"),
+        ("facts", "not run"),
+        ("fanout", "not run"),
+        ("equality", "ok"),
+    ]
 
 
 @pytest.mark.long

@@ -17,7 +17,10 @@ class Qwen3ForCausalLM(_Qwen3ForCausalLM):  # type: ignore[misc]  # sglang is un
     def post_load_weights(self) -> None:
         """SGLang calls this after it made dummy weights, and not for weights from a file."""
         folder = self.config._name_or_path
+        # A rank has a part of the output's rows.
+        first = self.lm_head.shard_indices.org_vocab_start_index
         words = text.words(Tokenizer.from_file(f"{folder}/tokenizer.json"))
+        words = [word - first for word in words]
         with torch.no_grad():
             for number, (name, weights) in enumerate(self.named_parameters()):
                 draw(name, weights, words, seed=number)
