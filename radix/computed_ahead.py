@@ -2,7 +2,7 @@
 
 They hold memory that other requests' prefixes could use, so their number is bounded where memory
 is short (`scheduler.prefill.usable_tokens`). They count for as long as they are in memory and
-nobody has read them:
+no request has read them:
 
     add       a slice put new tokens at the end of its node
     read      the conversation's next request came: its tokens are cache like any other

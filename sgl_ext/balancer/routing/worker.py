@@ -65,7 +65,8 @@ class Worker:
     last_heard_s: when its scheduler last sent an event, or got its first work after being idle.
     refuses_secret: its engine secret is another than this balancer's; it gets no requests.
     is_hung: it accepts connections, but does nothing; it gets no requests.
-    is_busy: it has work and sends no event, and shows that it works.
+    is_busy: it has work and sends no event for long, and has just started, or shows that it works.
+    worked_s: when it last showed that.
     is_reachable: whether it answered the last probe, in whatever way.
     silent_probes: how many probes in a row it has left without an answer.
     settings_number: the version of reloaded settings that it has; None if it has none of ours.
@@ -106,6 +107,7 @@ class Worker:
         self.refuses_secret = False
         self.is_hung = False
         self.is_busy = False
+        self.worked_s = 0.0
         self.silent_probes = 0
         self.is_reachable = False
         self.settings_number: int | None = None

@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from scheduler.silence import Signs, is_waited_for
+from scheduler.silence import LOOK_S, STALL_S, Signs, is_waited_for
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.balancer.routing.workers import Workers
 from sgl_ext.requests.session import RANK_HEADER, RANKS_HEADER
@@ -99,16 +99,18 @@ class WorkerProbes:
         """Whether a worker has sent something lately, or shows why it does not. SGLang itself takes
         one for unhealthy that does not generate, so a busy one is not made to."""
         silent_s = worker.silent_s(self.clock())
-        if is_waited_for(silent_s, None, self.compile_timeout_s):
-            worker.is_busy = False
-            return True
-        signs = await self._signs(worker)
-        is_busy = is_waited_for(silent_s, signs, self.compile_timeout_s)
+        signs = await self._signs(worker) if silent_s >= LOOK_S else None
+        if signs is not None and signs.is_working:
+            worker.worked_s = self.clock()
+        quiet_s = min(silent_s, self.clock() - worker.worked_s)
+        age_s = None if signs is None else signs.age_s
+        is_patient = is_waited_for(silent_s, quiet_s, age_s, self.compile_timeout_s)
+        is_busy = is_patient and silent_s >= STALL_S
         if is_busy and not worker.is_busy:
             why = f"engine silent for {silent_s:.0f} s: it has just started, or compiles"
             log.warning(why, extra={"engine": worker.id})
         worker.is_busy = is_busy
-        return is_busy
+        return is_patient
 
     async def _try_breaker(self, worker: Worker) -> None:
         took_requests = worker.breaker.takes_requests

@@ -22,7 +22,7 @@ def slice_name(
 ) -> str:
     """A new name for a slice.
 
-    conversation: whose next request will read it, as `digest` names it; "" if nobody counts it.
+    conversation: whose next request will read it, as `digest` names it; "" if it is not counted.
     is_guess: the extension guessed the prompt; no client asked for it.
     is_forced: it runs even if all of it is cached, so that its hints are recorded.
     purpose, request_id: why it runs, and for which request; log lines show them.
@@ -37,7 +37,7 @@ def digest(conversation: str) -> str:
 
 
 def conversation_of(slice_: Any) -> str:
-    """The conversation whose next request will read a slice; "" if nobody counts it."""
+    """The conversation whose next request will read a slice; "" if it is not counted."""
     begin = len(secret(_MARK)) + 2
     return str(slice_.rid[begin : begin + _DIGEST]).strip("-")
 
