@@ -1,7 +1,7 @@
 """Tokens that an engine computed before a request needed them, until their request comes.
 
 They hold memory that other requests' prefixes could use, so their number is bounded where memory
-is short (`scheduler.prefill.usable_tokens`). They count for as long as they are in memory and
+is short (`scheduler.prefill.takeable_tokens`). They count for as long as they are in memory and
 no request has read them:
 
     add       a slice put new tokens at the end of its node

@@ -50,12 +50,11 @@ def rejection(
     return None
 
 
-def usable_tokens(
-    *, free_tokens: int, worthless_tokens: int, evictable_tokens: int, ahead_tokens: int, most: int
+def takeable_tokens(
+    *, worthless_tokens: int, evictable_tokens: int, ahead_tokens: int, most: int
 ) -> int:
-    """How many tokens of memory a slice may use.
+    """How many tokens a slice may take from prefixes that a request might read.
 
-    free_tokens: what no request and no prefix holds.
     worthless_tokens: prefixes that are evicted first, as no request is expected to read them;
         what was guessed and is unread is a part of them.
     evictable_tokens: all prefixes that could be evicted, the worthless among them. Pinned ones
@@ -65,7 +64,7 @@ def usable_tokens(
         computed ahead takes the place of what was computed ahead before.
     """
     others = max(evictable_tokens - worthless_tokens, 0)
-    return free_tokens + worthless_tokens + min(max(most - ahead_tokens, 0), others)
+    return min(max(most - ahead_tokens, 0), others)
 
 
 def slice_end(total_tokens: int, cached_tokens: int, slice_tokens: int, page: int) -> int:

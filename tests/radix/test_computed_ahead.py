@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radix.computed_ahead import ComputedAhead, Unread
-from scheduler.prefill import usable_tokens
+from scheduler.prefill import takeable_tokens
 
 POOL = 100
 
@@ -93,12 +93,15 @@ class Engine:
 
     def usable(self) -> int:
         ahead, worthless = self.unread()
-        return usable_tokens(
-            free_tokens=self.free,
-            worthless_tokens=worthless,
-            evictable_tokens=len(self.evictable()),
-            ahead_tokens=ahead,
-            most=self.most,
+        return (
+            self.free
+            + worthless
+            + takeable_tokens(
+                worthless_tokens=worthless,
+                evictable_tokens=len(self.evictable()),
+                ahead_tokens=ahead,
+                most=self.most,
+            )
         )
 
 

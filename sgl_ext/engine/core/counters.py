@@ -55,6 +55,9 @@ COUNTERS: dict[str, tuple[str, ...]] = {
     "prefills_ahead": ("Prompts taken to be prefilled ahead.", "kind"),
     "prefills_ahead_dropped": ("Prompts dropped before they were prefilled completely.", "reason"),
     "prefill_ahead_slices_rejected": ("Slices of prompts that could not run at once.", "reason"),
+    "prefill_ahead_taken_tokens": (
+        "Tokens that prefills ahead took from cached prefixes which a request might have read.",
+    ),
     "prefilled_ahead_tokens": ("Tokens prefilled ahead.",),
     "prefilled_ahead_tokens_used": ("Tokens of right guesses of a next turn.",),
     "prefilled_ahead_tokens_wasted": ("Tokens of guesses whose turn differed or never came.",),

@@ -9,7 +9,7 @@ decide alike, so nothing is read here that differs between ranks.
 
 from typing import Any
 
-from scheduler.prefill import Rejection, least_tokens, rejection, usable_tokens
+from scheduler.prefill import Rejection, least_tokens, rejection, takeable_tokens
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.slices import conversation_of, is_forced, is_slice
 from sgl_ext.engine.scheduler.state import SchedulerExtension, compare, is_plain, state_of
@@ -60,20 +60,23 @@ def _decide(
     # The tokens that the slice continues are none that it could evict.
     ahead, worthless = extension.cache.unread_tokens()
     share = extension.settings.prefill_ahead_evictable_share if conversation_of(req) else 0.0
-    usable = usable_tokens(
-        free_tokens=scheduler.token_to_kv_pool_allocator.available_size(),
-        worthless_tokens=max(worthless - cached, 0),
+    worthless = max(worthless - cached, 0)
+    takeable = takeable_tokens(
+        worthless_tokens=worthless,
         evictable_tokens=max(tree.full_evictable_size() - cached, 0),
         ahead_tokens=ahead,
         most=int(extension.cache.pool_tokens * share),
     )
+    unused = scheduler.token_to_kv_pool_allocator.available_size() + worthless
     why = rejection(
         is_idle=_is_idle(scheduler, req),
         new_tokens=max(new, least_tokens(page)) if is_forced(req) else new,
         page=page,
         slice_tokens=min(chunk, longest) if chunk and chunk > 0 else longest,
-        free_tokens=usable - 2 * page,
+        free_tokens=unused + takeable - 2 * page,
     )
+    if why is None:
+        extension.count("prefill_ahead_taken_tokens", max(new - unused, 0))
     return why, cached
 
 
