@@ -152,6 +152,8 @@ _MAIN_HOOKS: dict[str, Hook] = {
 _SCHEDULER_HOOKS: dict[str, Hook] = {
     f"{_SCHEDULER}.init_all_cuda_graphs": ("AFTER", startup.freeze_again),
     f"{_SCHEDULER}.get_next_batch_to_run": ("AFTER", iteration.note_plan),
+    f"{_SCHEDULER}.get_next_disagg_prefill_batch_to_run": ("AFTER", iteration.note_plan),
+    f"{_SCHEDULER}.get_next_disagg_decode_batch_to_run": ("AFTER", iteration.note_plan),
     f"{_SCHEDULER}._poll_timeout_aborts": ("AFTER", iteration.send_orders),
     f"{_SCHEDULER}.process_input_requests": ("AROUND", iteration.take_orders),
     f"{_SCHEDULER}.process_batch_result": (

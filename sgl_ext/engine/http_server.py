@@ -30,7 +30,7 @@ from sgl_ext.engine.routes.ready_route import ready_route
 from sgl_ext.engine.routes.settings_route import settings_route
 from sgl_ext.engine.routes.work_route import work_route
 from sgl_ext.engine.sglang_http_types import TokenizerManager
-from sgl_ext.engine.sglang_types import ServerArgs
+from sgl_ext.engine.sglang_types import ResolvedArgs, ServerArgs
 from sgl_ext.limits.stall import StallMonitor
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.answers import LIMIT_BYTES
@@ -46,7 +46,8 @@ _ENDING = "This engine is shutting down."
 
 def extend(server_args: ServerArgs, *_: Any, **__: Any) -> None:
     """Before SGLang's HTTP server runs."""
-    ranks, app = caches(in_effect()), sglang_api.app
+    args, app = in_effect(), sglang_api.app
+    ranks = caches(args)
     extension = HttpExtension(EngineSettings.from_environment(), ranks)
     install(extension)
     extension.degraded = topology.features(topology.degraded(topology.facts_of(server_args)))
@@ -63,8 +64,8 @@ def extend(server_args: ServerArgs, *_: Any, **__: Any) -> None:
     app.router.routes[:0] = [
         *event_routes(broadcasters, lambda: extension.subscriber_count),
         flush_route(),
-        ready_route(lambda: extension.settings_number, ranks),
-        settings_route(extension, outboxes, _REMOTE if ranks > 1 < in_effect().nnodes else ""),
+        ready_route(lambda: extension.settings_number, ranks, _role(args)),
+        settings_route(extension, outboxes, _REMOTE if ranks > 1 < args.nnodes else ""),
         *pin_routes([each.pins for each in broadcasters], outboxes),
         *model_routes(),
         template_route(),
@@ -89,6 +90,13 @@ def extend(server_args: ServerArgs, *_: Any, **__: Any) -> None:
         stalls.stop()
 
     app.router.lifespan_context = lifespan
+
+
+def _role(args: ResolvedArgs) -> str:
+    """The value of ROLE_HEADER; "" for an engine that both prefills and decodes."""
+    if args.disaggregation_mode == "prefill":
+        return f"prefill {args.disaggregation_bootstrap_port}"
+    return "" if args.disaggregation_mode == "null" else args.disaggregation_mode
 
 
 def _count_stall(clock: str, seconds: float) -> None:

@@ -49,6 +49,7 @@ class ResolvedArgs(Protocol):
     disable_priority_preemption: bool
     dcp_size: int
     decoupled_spec_role: str
+    disaggregation_bootstrap_port: int
     disaggregation_mode: str
     dist_init_addr: str | None
     dllm_algorithm: str | None

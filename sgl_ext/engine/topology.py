@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sgl_ext.engine import sglang_api
-from sgl_ext.engine.arguments import resolved
+from sgl_ext.engine.arguments import caches, resolved
 from sgl_ext.engine.sglang_http_types import ModelConfig
 from sgl_ext.engine.sglang_types import ResolvedArgs, ServerArgs
 from sgl_ext.settings.checks import USE_RAY
@@ -156,12 +156,11 @@ REFUSED = (
         "know; serve them without the extension (SGLANG_PLUGINS=none sglang serve)",
     ),
     Rule(
-        "PD disaggregation with an engine secret",
+        "PD disaggregation with data parallelism",
         "--disaggregation-mode",
-        lambda facts: (
-            facts.settings.engine_secret is not None and facts.args.disaggregation_mode != "null"
-        ),
-        "SGLang's router would not send the engine secret; leave one out",
+        lambda facts: facts.args.disaggregation_mode != "null" and caches(facts.args) > 1,
+        "the balancer hands KV over between engines, not between their ranks; use more engines in "
+        "place of --dp-size and --attn-dp-size",
     ),
     *(
         Rule("shared prefixes", flag, _shares(applies), _UNSHAREABLE)
@@ -181,6 +180,13 @@ REFUSED = (
 """What ends a start."""
 
 DEGRADED = (
+    Rule(
+        "PD disaggregation",
+        "--disaggregation-mode",
+        lambda facts: facts.args.disaggregation_mode != "null",
+        "nothing is prefilled ahead, priorities order the balancer's queue alone, and a decode "
+        "engine pins nothing",
+    ),
     Rule(
         "no radix cache",
         "--disable-radix-cache",

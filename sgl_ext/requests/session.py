@@ -37,6 +37,10 @@ PURPOSE_HEADER = "x-sgl-ext-purpose"
 RANK_HEADER = "x-sgl-ext-rank"
 # How many ranks an engine has, in its answers to readiness probes.
 RANKS_HEADER = "x-sgl-ext-ranks"
+# With prefill and decode engines: where the KV of this request is handed over, `HOST PORT ROOM`.
+BOOTSTRAP_HEADER = "x-sgl-ext-bootstrap"
+# What such an engine does, in its answers to readiness probes: `prefill PORT` or `decode`.
+ROLE_HEADER = "x-sgl-ext-role"
 # Proves to an engine that a request is from its balancer.
 SECRET_HEADER = "x-sgl-ext-engine-secret"
 # What an engine answers in it to a request that does not prove that.
@@ -48,6 +52,7 @@ INTERNAL_HEADERS = (
     PURPOSE_HEADER,
     QUEUED_HEADER,
     RANK_HEADER,
+    BOOTSTRAP_HEADER,
     DEFAULTS_HEADER,
     SECRET_HEADER,
 )

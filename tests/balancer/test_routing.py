@@ -33,6 +33,8 @@ def event(seq: int, request: dict[str, Any] | None = None, **more: Any) -> bytes
     for segment in read_chain(of_path(CHAT), request or {}).hashes:
         stored.append([f"{segment:032x}", parent, 5000])
         parent = f"{segment:032x}"
+    if "snapshot" in more:
+        more["publishes"] = ["prefixes", "load"]
     return orjson.dumps({"seq": seq, "stored": stored, **more}) + b"\n"
 
 

@@ -30,6 +30,7 @@ PLAIN = {
     "disaggregation_mode": "null",
     "dllm_algorithm": None,
     "elastic_ep_backend": None,
+    "dp_size": 1,
     "enable_flexkv": False,
     "enable_hierarchical_cache": False,
     "enable_http2": False,
@@ -94,12 +95,8 @@ CASES = [
     ("decoupled speculation", facts(decoupled_spec_role="verifier")),
     ("elastic expert parallelism", facts(elastic_ep_backend="mooncake")),
     ("diffusion language models", facts(dllm_algorithm="LowConfidence")),
-    (
-        "PD disaggregation with an engine secret",
-        facts(settings=EngineSettings(engine_secret="file"), disaggregation_mode="prefill"),
-    ),
+    ("PD disaggregation", facts(disaggregation_mode="decode")),
     ("shared prefixes", facts(settings=SHARING, kv_events_config="{}")),
-    ("shared prefixes", facts(settings=SHARING, disaggregation_mode="prefill")),
     ("shared prefixes", facts(settings=SHARING, nnodes=2)),
     ("no radix cache", facts(disable_radix_cache=True)),
     ("LMCache", facts(enable_lmcache=True)),
@@ -143,8 +140,22 @@ def test_each_rule_applies_to_its_flag_alone(feature: str, case: Facts) -> None:
     assert [rule.feature for rule in applying(case)] == [feature]
 
 
+@pytest.mark.parametrize(
+    ("feature", "case"),
+    [
+        ("PD disaggregation with data parallelism", {"attn_dp_size": 2}),
+        ("shared prefixes", {"settings": SHARING}),
+    ],
+)
+def test_what_prefill_and_decode_engines_cannot_have(feature: str, case: dict[str, Any]) -> None:
+    (rule,) = topology.refused(facts(disaggregation_mode="prefill", **case))
+    assert (rule.feature, rule.flag) == (feature, "--disaggregation-mode")
+
+
 def test_each_rule_has_a_case() -> None:
-    assert {feature for feature, _ in CASES} == {rule.feature for rule in REFUSED + DEGRADED}
+    pairs = {"PD disaggregation with data parallelism"}
+    cases = {feature for feature, _ in CASES}
+    assert cases | pairs == {rule.feature for rule in REFUSED + DEGRADED}
 
 
 def test_a_plain_engine_is_refused_nothing_and_lacks_nothing() -> None:

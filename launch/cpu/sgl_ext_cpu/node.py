@@ -102,7 +102,8 @@ def running_node(
     whole = {"SGLANG_PLATFORM": "", **(environment or {})}
     with running_process(command, output, serving, environment=whole) as process:
         workers = requests.get(f"{url}/health", timeout=30).json()["workers"]
-        yield Node(url, tuple(worker["url"] for worker in workers), process, log_dir)
+        engines = dict.fromkeys(worker["url"] for worker in workers)  # each rank is a worker
+        yield Node(url, tuple(engines), process, log_dir)
 
 
 @contextmanager

@@ -61,6 +61,8 @@ def activate() -> str | None:
     _punish_early_reads()
     # Children inherit it. A value that the user set stays.
     os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "sgl_ext_cpu.models")
+    # A prefill engine would send cached KV early, and wait for CUDA's events.
+    os.environ.setdefault("SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX", "0")
     return f"{__name__}:CpuPlatform"
 
 
@@ -122,6 +124,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # sglang 
         - attention: our backend, because SGLang's default needs AMX kernels.
         - dtype: float32. Without AVX512-BF16 or AMX a bfloat16 matrix product is about
           eight times slower, and in float32 results agree with a reference closely.
+        - disaggregation_decode_retraction_backup: SGLang's default registers memory with CUDA.
         - sleep_on_idle: an idle scheduler would otherwise spin on a core.
 
         - page_size: that of SGLEXT_CPU_PAGE_SIZE, if there is one.
@@ -134,6 +137,8 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # sglang 
             server_args.attention_backend = NAME
         if server_args.dtype == "auto":
             server_args.dtype = "float32"
+        if server_args.disaggregation_decode_retraction_backup is None:
+            server_args.disaggregation_decode_retraction_backup = "none"
         server_args.sleep_on_idle = True
         if (page := _asked(PAGE)) and asked.get("page_size") is None:
             server_args.page_size = int(page)
@@ -163,6 +168,27 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # sglang 
         # name, whatever the platform's capabilities say; with pages larger than one
         # token that would fail on the first request.
         allocation.get_last_loc_triton = allocation.get_last_loc_torch
+        _gather_without_cuda()
+        _send_pageable_indices()
+
+
+def _gather_without_cuda() -> None:
+    """Let the ranks of data-parallel attention gather tokens without pinned memory and Triton."""
+    from sglang.srt.layers import dp_attention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    dp_attention.memcpy_func = dp_attention.memcpy_cpu
+    ForwardBatch.use_pin_memory = property(lambda self: False, lambda self, value: None)
+
+
+def _send_pageable_indices() -> None:
+    """Let a prefill engine send KV without pinned memory, which only an accelerator has."""
+    from sglang.srt.runtime_context import get_disagg
+
+    if get_disagg().disaggregation_mode == "prefill":
+        from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
+
+        MooncakeKVSender.supports_host_tensor_indices = False
 
 
 def _attention_backend(model_runner: Any) -> Any:

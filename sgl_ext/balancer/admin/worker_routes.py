@@ -208,6 +208,7 @@ def _shown(worker: Worker) -> dict[str, Any]:
         "id": worker.id,
         "url": worker.url,
         "rank": worker.rank,
+        "role": worker.role,
         "model": worker.member.model,
         "labels": dict(worker.member.labels),
         "source": worker.source,

@@ -24,7 +24,13 @@ from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.protocols.routes import Route
 from sgl_ext.requests.client_facts import ClientFacts, read_headers
 from sgl_ext.requests.default_hints import DEFAULTS_HEADER
-from sgl_ext.requests.session import PURPOSE_HEADER, QUEUED_HEADER, RANK_HEADER, SECRET_HEADER
+from sgl_ext.requests.session import (
+    BOOTSTRAP_HEADER,
+    PURPOSE_HEADER,
+    QUEUED_HEADER,
+    RANK_HEADER,
+    SECRET_HEADER,
+)
 
 # Headers of one connection and not of the message (RFC 9110, section 7.6.1), and the length,
 # which is stated again by the framing of the next connection.
@@ -48,6 +54,7 @@ _NOT_UPSTREAM = (
         PURPOSE_HEADER.encode(),
         QUEUED_HEADER.encode(),
         RANK_HEADER.encode(),
+        BOOTSTRAP_HEADER.encode(),
         SECRET_HEADER.encode(),
     }
 )

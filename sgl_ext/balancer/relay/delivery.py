@@ -21,9 +21,11 @@ from http import HTTPStatus
 from sgl_ext.balancer.http.request_reader import Request
 from sgl_ext.balancer.http.response_head import ResponseHead
 from sgl_ext.balancer.http.upstream import UpstreamConnection
+from sgl_ext.balancer.relay.prefill_leg import PrefillLeg
 from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.reporting.request_spans import RequestSpans
 from sgl_ext.balancer.routing.attempts import NO_ROUTING, Attempt
+from sgl_ext.balancer.routing.roles import hand_over_line
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.protocols.errors import BalancerError, internal_error, no_engine
 from sgl_ext.protocols.request_ids import new_request_id
@@ -59,6 +61,7 @@ class Delivery(ABC):
         self._connection: UpstreamConnection | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._attempt: Attempt | None = None
+        self._leg: PrefillLeg | None = None
         self._last_attempt: Attempt | None = None  # whether it runs or has ended
         self._attempts = 0
         self._is_sent = False  # in this attempt
@@ -116,8 +119,8 @@ class Delivery(ABC):
         if self.tried:
             services.metrics.retries.inc()
         self._attempts += 1
-        self.tried.add(attempt.worker)
-        self._pool = services.pool(attempt.worker)
+        self.tried.update((attempt.worker, attempt.answerer))
+        self._pool = services.pool(attempt.answerer)
         if attempt.follows is not None:
             self._wait_reason = "prefix"
             attempt.follows.followers.append(partial(self._go_on, attempt))
@@ -155,9 +158,8 @@ class Delivery(ABC):
         self._connection = connection
         self._is_sent = True
         head, body = self._head, self._request.body
-        lines = (
-            self._pool.request_line(head.method, head.target) + head.upstream_lines + self._lines
-        )
+        first = self._pool.request_line(head.method, head.target)
+        lines = first + head.upstream_lines + self._lines
         lines += f"x-request-id: {self._request_id}\r\n{self._trace_lines()}".encode()
         if self._attempts > 1:
             lines += _RETRY_LINE % (self._attempts - 1)
@@ -167,7 +169,27 @@ class Delivery(ABC):
             lines += b"content-length: %d\r\n\r\n" % len(body)
         else:
             lines += b"\r\n"
+        if self._attempt is not None and self._attempt.decoder is not None:
+            lines = self._prefill(self._attempt, first, lines)
         connection.send(self, lines, body, head.method)
+
+    def _prefill(self, attempt: Attempt, first: bytes, lines: bytes) -> bytes:
+        """Sends the request to the prefill engine, too. Returns its lines for the decode engine:
+        both find each other by one of them."""
+        head, pool = self._head, self._services.pool(attempt.worker)
+        rest = hand_over_line(attempt.worker) + lines[len(first) :]
+        failed = partial(self._prefill_failed, attempt)
+        whole = pool.request_line(head.method, head.target) + rest
+        self._leg = PrefillLeg(pool, whole, self._request.body, failed)
+        return first + rest
+
+    def _prefill_failed(self, attempt: Attempt, reason: str, *, answered: bool) -> None:
+        """The prefill engine failed: the decode engine would wait for its KV."""
+        if attempt is self._attempt and self._stage is Stage.BEFORE_FIRST_BYTE:
+            attempt.worker.breaker.failed(time.monotonic(), answered=answered)
+            self._lost += not answered
+            self._disconnect()
+            self._retry(f"prefill: {reason}", by_worker=False)
 
     def _trace_lines(self) -> str:
         """Hands the trace on, at the span of this attempt if there is one."""
@@ -185,7 +207,7 @@ class Delivery(ABC):
         """The worker accepts no connections."""
         self._connecting = None
         if self._attempt is not None:
-            self._services.workers.mark(self._attempt.worker, ready=False, cause=reason)
+            self._services.workers.mark(self._attempt.answerer, ready=False, cause=reason)
         self._lost += self._is_sent  # on a connection that broke before
         self._retry(reason)
 
@@ -217,11 +239,17 @@ class Delivery(ABC):
         attempt = self._attempt
         if attempt is None or _REFUSED_LINE not in head.lines:
             return False
-        self._services.workers.note_secret(attempt.worker, refused=True)
+        self._services.workers.note_secret(attempt.answerer, refused=True)
         self._retry("it refuses the engine-secret", by_worker=False)
         return True
 
+    def _end_leg(self) -> None:
+        leg, self._leg = self._leg, None
+        if leg is not None:
+            leg.abort()
+
     def _disconnect(self) -> None:
+        self._end_leg()
         connection, self._connection = self._connection, None
         connecting, self._connecting = self._connecting, None
         if connection is not None:
@@ -254,6 +282,7 @@ class Delivery(ABC):
 
     def _release(self, *, by_worker: bool, answered: bool = False) -> None:
         """Ends an attempt that failed, or leaves the admission queue."""
+        self._end_leg()
         attempt, self._attempt = self._attempt, None
         if attempt is None:
             self._services.admission_queue.remove(self)

@@ -33,6 +33,8 @@ class Ending(Delivery):
         """The whole response came."""
         self._stage = Stage.ENDED
         status, usage = self._response.head.status, None
+        if status != HTTPStatus.OK:  # else its prefill has ended, or ends now
+            self._end_leg()
         attempt, self._attempt = self._attempt, None
         if attempt is not None:
             usage = self._response.usage()

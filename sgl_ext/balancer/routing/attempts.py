@@ -56,11 +56,13 @@ NO_ROUTING = RoutingRequest(Chain(), None, 0, 0, runs=False)
 class Attempt:
     """One attempt to serve a request on one worker.
 
+    decoder: the decode engine that answers, if `worker` is a prefill engine.
     considered: the workers that it could have gone to, as they were.
     predicted_tokens: prompt tokens that the worker held when the attempt began.
     expected_tokens: the same, with those that it was about to hold.
     uncached_tokens: prompt tokens that the worker still has to compute for it.
-    running_tokens: what the attempt counts with in the worker's `running`.
+    running_tokens: what the attempt counts with in the worker's `running`. decoder_tokens: the same
+        in that of the decoder, which holds no prefix.
     follows: the attempt that computes a prefix this one waits for; `followers` wait for this one.
     abandon: called with a reason when the worker will not answer.
     """
@@ -73,11 +75,18 @@ class Attempt:
     expected_tokens: int = 0
     uncached_tokens: int = 0
     running_tokens: int = 0
+    decoder_tokens: int = 0
     decoding: bool = False
     in_flight_prefix: InFlightPrefix | None = None
     follows: "Attempt | None" = None
     followers: list[Callable[[], None]] = field(default_factory=list)
     abandon: Callable[[str], None] = lambda reason: None
+    decoder: Worker | None = None
+
+    @property
+    def answerer(self) -> Worker:
+        """The worker that answers."""
+        return self.worker if self.decoder is None else self.decoder
 
 
 class Attempts:
@@ -102,14 +111,12 @@ class Attempts:
         placement: Placement,
         held: HeldPrefix,
         considered: Sequence[WorkerView] = (),
+        decoder: Worker | None = None,
     ) -> Attempt:
         """Begins an attempt on a worker, which holds `held` of the prompt."""
         now_s = self._clock()
         attempt = Attempt(routing, worker, placement, considered, held.tokens, held.expected_tokens)
-        if not worker.in_flight:
-            worker.last_heard_s = now_s
-        worker.in_flight += 1
-        worker.attempts.add(attempt)
+        attempt.decoder = decoder
         capacity = worker.capacity
         uncached_tokens = max(routing.prompt_tokens - held.expected_tokens, 0)
         if not routing.warms:
@@ -121,13 +128,9 @@ class Attempts:
                 prefix = self._prefixes.in_flight.expect(worker.slot, missing)
                 attempt.in_flight_prefix = prefix
                 self._computing[prefix] = attempt
-        if routing.runs:
-            attempt.running_tokens = uncached_tokens + routing.output_tokens
-            if capacity is not None:
-                attempt.running_tokens = capacity.needed(
-                    routing.prompt_tokens, uncached_tokens, routing.output_tokens
-                )
-            worker.running.add(routing.priority, attempt.running_tokens, routing.tenant)
+        attempt.running_tokens = self._enter(attempt, worker, uncached_tokens, now_s)
+        if decoder is not None:
+            attempt.decoder_tokens = self._enter(attempt, decoder, routing.prompt_tokens, now_s)
         worker.pending_tokens += attempt.uncached_tokens
         worker.recent_prefill.add(attempt.uncached_tokens, now_s)
         self._prefixes.touch(routing.chain, held.segments)
@@ -139,6 +142,29 @@ class Attempts:
         for action in self.on_begin:
             action(attempt)
         return attempt
+
+    @staticmethod
+    def _enter(attempt: Attempt, worker: Worker, uncached_tokens: int, now_s: float) -> int:
+        """Counts an attempt at a worker; returns the tokens that it counts with."""
+        if not worker.in_flight:
+            worker.last_heard_s = now_s
+        worker.in_flight += 1
+        worker.attempts.add(attempt)
+        routing, capacity = attempt.routing, worker.capacity
+        if not routing.runs:
+            return 0
+        tokens = uncached_tokens + routing.output_tokens
+        if capacity is not None:
+            tokens = capacity.needed(routing.prompt_tokens, uncached_tokens, routing.output_tokens)
+        worker.running.add(routing.priority, tokens, routing.tenant)
+        return tokens
+
+    @staticmethod
+    def _leave(attempt: Attempt, worker: Worker, tokens: int) -> None:
+        worker.in_flight -= 1
+        worker.attempts.discard(attempt)
+        if attempt.routing.runs:
+            worker.running.remove(attempt.routing.priority, tokens, attempt.routing.tenant)
 
     def _followed(self, worker: Worker, held: HeldPrefix) -> Attempt | None:
         """The attempt whose prefix is worth waiting for."""
@@ -154,7 +180,7 @@ class Attempts:
         if not attempt.decoding:
             self._end_prefill(attempt)
             attempt.decoding = True
-            attempt.worker.decoding += 1
+            (attempt.decoder or attempt.worker).decoding += 1
 
     def confirm(self, worker: Worker) -> None:
         """Ends the prefill of the attempts whose prefix the worker has reported. The first byte
@@ -169,6 +195,8 @@ class Attempts:
     def succeed(self, attempt: Attempt) -> None:
         """The whole answer came, and it is no failure of the worker."""
         attempt.worker.breaker.succeeded()
+        if attempt.decoder is not None:
+            attempt.decoder.breaker.succeeded()
         if attempt.in_flight_prefix is not None:
             confirm_s = CONFIRM_S if attempt.worker.publishes else UNCONFIRMED_S
             self._prefixes.in_flight.end(attempt.in_flight_prefix, self._clock() + confirm_s)
@@ -178,7 +206,7 @@ class Attempts:
         """The worker failed, with an error response (`answered`) or without, or the client
         disconnected."""
         if by_worker:
-            attempt.worker.breaker.failed(self._clock(), answered=answered)
+            attempt.answerer.breaker.failed(self._clock(), answered=answered)
         if attempt.in_flight_prefix is not None:
             self._prefixes.in_flight.drop(attempt.in_flight_prefix)
         self._end(attempt)
@@ -192,17 +220,20 @@ class Attempts:
         followers, attempt.followers = attempt.followers, []
         for resume in followers:
             resume()
+        if attempt.decoder is not None and attempt in attempt.worker.attempts:
+            # The prefill engine is done with it, and may have capacity for another.
+            self._leave(attempt, attempt.worker, attempt.running_tokens)
+            for action in self.on_end:
+                action()
 
     def _end(self, attempt: Attempt) -> None:
         self._end_prefill(attempt)
-        worker = attempt.worker
-        worker.in_flight -= 1
-        worker.attempts.discard(attempt)
-        if attempt.routing.runs:
-            routing = attempt.routing
-            worker.running.remove(routing.priority, attempt.running_tokens, routing.tenant)
+        if attempt.decoder is None:
+            self._leave(attempt, attempt.worker, attempt.running_tokens)
+        else:
+            self._leave(attempt, attempt.decoder, attempt.decoder_tokens)
         if attempt.decoding:
-            worker.decoding -= 1
+            (attempt.decoder or attempt.worker).decoding -= 1
             attempt.decoding = False
         for action in self.on_end:
             action()

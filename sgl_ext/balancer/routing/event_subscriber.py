@@ -72,7 +72,7 @@ class EventSubscribers:
         """Logs once that a ready worker publishes no prefixes. Its scheduler may say that it does
         a moment after the snapshot."""
         times = self._unpublished.get(worker, 0)
-        if worker.publishes:
+        if not worker.unpublished:
             self._unpublished.pop(worker, None)
         elif times < _SYNCS_TO_PUBLISH and self._tried[worker].is_set():
             self._unpublished[worker] = times + 1

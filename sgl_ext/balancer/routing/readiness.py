@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from sgl_ext.balancer.routing.prefixes import Prefixes
+from sgl_ext.balancer.routing.roles import can_answer
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.balancer.routing.workers import Workers
 
@@ -50,6 +51,8 @@ class Readiness:
         self.note()
         if not self.workers.ready:
             return "no engine is ready"
+        if not can_answer(self.workers.ready):
+            return "no prefill or no decode engine is ready"
         if not self.is_warm:
             missing, ready = len(self.snapshots.incomplete()), len(self.workers.ready)
             return f"warming: {missing} of {ready} engines have not sent what they hold"

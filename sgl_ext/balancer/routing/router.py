@@ -22,13 +22,16 @@ from scheduler.placement import (
 )
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempts import FOLLOW_TOKENS, Attempt, Attempts, RoutingRequest
-from sgl_ext.balancer.routing.prefixes import HeldBySlot, Prefixes
+from sgl_ext.balancer.routing.prefixes import HeldBySlot, HeldPrefix, Prefixes
 from sgl_ext.balancer.routing.prompt import Prompt, read_prompt
-from sgl_ext.balancer.routing.worker import Worker
+from sgl_ext.balancer.routing.roles import can_answer, least_loaded
+from sgl_ext.balancer.routing.worker import DECODE, Worker
 from sgl_ext.balancer.routing.workers import Workers
 from sgl_ext.requests.segments import Chain
 from sgl_ext.requests.session import is_final
 from sgl_ext.tenants import Tenants
+
+_NO_PREFIX = HeldBySlot(HeldPrefix)
 
 
 @dataclass(eq=False)
@@ -101,6 +104,11 @@ class Router:
             self.metrics.unconfirmed_prefixes.inc(unconfirmed)
         self.attempts.sessions.expire(now_s)
         candidates = self._candidates(tried)
+        decoder = None
+        if self.workers.has_roles and routing.runs:
+            decoder = self._decoder(routing, tried)
+            if decoder is None:
+                candidates = [w for w in candidates if not w.role]
         if not any(self._has_capacity(w, routing) for w in candidates):
             return None
         held = self.prefixes.lookup(routing.chain)
@@ -111,7 +119,8 @@ class Router:
         home, views = self._find_home(request, candidates, held, now_s)
         if home is not None and home in open_workers:
             placement = Placement(home.id, "home")
-            return self.attempts.begin(routing, home, placement, held[home.slot], views)
+            decoder = decoder if home.role else None
+            return self.attempts.begin(routing, home, placement, held[home.slot], views, decoder)
         if waits_for_home and home is not None:
             most = max(held[worker.slot].expected_tokens for worker in open_workers)
             if held[home.slot].expected_tokens - most >= FOLLOW_TOKENS:
@@ -121,7 +130,14 @@ class Router:
         assert chosen is not None, "some worker has capacity"
         placement = chosen if home is None else Placement(chosen.worker, "moved")
         worker = next(w for w in open_workers if w.id == placement.worker)
-        return self.attempts.begin(routing, worker, placement, held[worker.slot], views)
+        decoder = decoder if worker.role else None
+        return self.attempts.begin(routing, worker, placement, held[worker.slot], views, decoder)
+
+    def _decoder(self, routing: RoutingRequest, tried: set[Worker]) -> Worker | None:
+        """The decode engine for a request that a prefill engine computes, if one has capacity."""
+        decoders = [w for w in self.workers.all if w.role == DECODE and w.is_available]
+        able = [w for w in decoders if self._has_capacity(w, routing, _NO_PREFIX)]
+        return least_loaded(able, tried)
 
     def has_capacity_for(
         self, routing: RoutingRequest, tried: set[Worker], *, at_home: bool = False
@@ -135,15 +151,18 @@ class Router:
         if at_home and routing.session is not None:
             home = self.attempts.sessions.home(routing.session)
             candidates = [w for w in candidates if home and w.slot == home[0]] or candidates
+        if self.workers.has_roles and routing.runs:
+            has_decoder = self._decoder(routing, tried) is not None
+            candidates = [w for w in candidates if has_decoder or not w.role]
         return any(self._has_capacity(w, routing) for w in candidates)
 
     def any_available(self, besides: Collection[Worker] = ()) -> bool:
         """Whether some worker takes requests, even if it has no capacity now."""
-        return any(w.is_available for w in self.workers.all if w not in besides)
+        return can_answer(w for w in self.workers.all if w.is_available and w not in besides)
 
     def may_wait(self) -> bool:
         """Whether a request that finds no worker now can wait for one."""
-        return any(w.is_available or w.is_expected for w in self.workers.all)
+        return can_answer(w for w in self.workers.all if w.is_available or w.is_expected)
 
     def capacity_changed(self) -> None:
         """An attempt has ended, or an engine or a peer has reported its load."""
@@ -154,14 +173,14 @@ class Router:
         """The available workers, each with its view for a prompt."""
         now_s = self.clock()
         held = self.prefixes.lookup(chain)
-        available = [w for w in self.workers.all if w.is_available]
+        available = [w for w in self.workers.all if w.is_available and w.role != DECODE]
         return [(worker, self._view(worker, held, now_s)) for worker in available]
 
     def explain(self, routing: RoutingRequest) -> dict[str, Any]:
         """What this request would cost on each worker, and where it would go. Changes nothing."""
         now_s = self.clock()
         held = self.prefixes.lookup(routing.chain)
-        workers = self.workers.all
+        workers = [worker for worker in self.workers.all if worker.role != DECODE]
         views = [self._view(worker, held, now_s) for worker in workers]
         request = self._placement_request(routing, held)
         placement = place(
@@ -201,6 +220,8 @@ class Router:
     def _candidates(self, tried: set[Worker]) -> list[Worker]:
         """The available workers, without those tried if there are others."""
         candidates = [w for w in self.workers.all if w.is_available]
+        if self.workers.has_roles:
+            candidates = [w for w in candidates if w.role != DECODE]
         return [w for w in candidates if w not in tried] or candidates
 
     def _find_home(

@@ -63,6 +63,8 @@ class StandbyPrefill:
         """Sends a request's prompt to a standby if its session, placed at home, needs one."""
         routing, home = attempt.routing, attempt.worker
         protocol = of_path(head.path)
+        if attempt.decoder is not None:  # such an engine prefills nothing ahead
+            return
         if not protocol.name or routing.session is None or routing.is_final:
             return
         pending_tokens = home.total_pending_tokens(time.monotonic()) - attempt.uncached_tokens

@@ -3,6 +3,7 @@ parallelism each rank is a worker, with a cache, a load and a capacity of its ow
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import urlsplit
 
 from scheduler.breaker import Breaker
 from scheduler.capacity import Capacity, InFlight
@@ -24,6 +25,7 @@ STATES = (
     "unreachable",
 )
 """What an engine can be to a balancer. It gets new requests in the first state alone."""
+PREFILL, DECODE = "prefill", "decode"
 SLOW_START_S = 20.0
 SETTLED_S = 0.5
 
@@ -47,6 +49,8 @@ class Worker:
     member: what its source says of it. id: its identity, also among balancers and in metrics.
     rank: its data-parallel rank. The id of rank 0 is that of the engine, that of rank 1 `ID#1`.
     has_ranks: whether its engine has several.
+    role: PREFILL or DECODE, or "" for an engine that does both.
+    bootstrap: where decode engines get the KV of a prefill engine, `HOST PORT`.
     source: the name of its source.
     cause: why it was not ready at last; "" if it was from the start.
     draining: it gets no new requests. is_gone: it is also removed after its last one.
@@ -80,6 +84,8 @@ class Worker:
         self.id = rank_id(member.id, rank)
         self.rank = rank
         self.has_ranks = rank > 0
+        self.role = ""
+        self.bootstrap = ""
         self.url = member.url
         self.source = source
         self.slot = slot
@@ -147,10 +153,15 @@ class Worker:
         """The load that this process puts on it."""
         return Load(self.in_flight, self.decoding, self.pending_tokens)
 
+    def set_role(self, stated: str) -> None:
+        """Takes over the role that its engine states: `prefill PORT`, `decode` or nothing."""
+        self.role, _, port = stated.partition(" ")
+        self.bootstrap = f"{urlsplit(self.url).hostname} {port}" if self.role == PREFILL else ""
+
     @property
     def unpublished(self) -> str:
-        """What it means that it publishes no prefixes; "" if it does."""
-        if self.publishes:
+        """What it means that it publishes no prefixes; "" if it does, or needs not."""
+        if self.publishes or self.role == DECODE:
             return ""
         return "publishes no prefixes: it is routed to by what this balancer sent there"
 

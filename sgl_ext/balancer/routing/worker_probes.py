@@ -17,7 +17,7 @@ import msgspec
 from scheduler.silence import LOOK_S, STALL_S, Signs, is_waited_for
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.balancer.routing.workers import Workers
-from sgl_ext.requests.session import RANK_HEADER, RANKS_HEADER
+from sgl_ext.requests.session import RANK_HEADER, RANKS_HEADER, ROLE_HEADER
 from sgl_ext.settings.reloading import SETTINGS_HEADER
 from sgl_ext.supervision import Failed, supervise
 
@@ -85,6 +85,7 @@ class WorkerProbes:
             worker.settings_number = _number(head, SETTINGS_HEADER)
             ranks = _number(head, RANKS_HEADER)
             if status == HTTPStatus.OK:
+                self.workers.set_role(worker, head.get(ROLE_HEADER, ""))
                 for rank in self.workers.set_ranks(worker, 1 if ranks is None else ranks):
                     await self.probe(rank)
         worker.is_reachable = status is not None

@@ -5,13 +5,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from math import inf, nextafter
 
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from scheduler.breaker import State
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.slots import Slots
-from sgl_ext.balancer.routing.worker import STATES, Worker, rank_id
+from sgl_ext.balancer.routing.worker import Worker, rank_id
+from sgl_ext.balancer.routing.worker_gauges import gauges
 from sgl_ext.membership.member import Member
 from sgl_ext.membership.merging import ADMIN, AdminChanges, merge
 
@@ -24,54 +24,6 @@ MOST_ELSEWHERE = 256
 # Data-parallel ranks of one engine.
 MOST_RANKS = 256
 
-# Each metric of a worker: its help text and its value at a time.
-_GAUGES: dict[str, tuple[str, Callable[[Worker, float], int]]] = {
-    "ready": ("Whether the worker is ready for requests.", lambda worker, now_s: worker.ready),
-    "draining": (
-        "Whether the worker drains: it gets no new requests and leaves after its last one.",
-        lambda worker, now_s: worker.draining,
-    ),
-    "secret_refused": (
-        "Whether the worker refuses the engine secret of this balancer.",
-        lambda worker, now_s: worker.refuses_secret,
-    ),
-    "breaker_open": (
-        "Whether the worker's circuit breaker is open.",
-        lambda worker, now_s: worker.breaker.state is State.OPEN,
-    ),
-    "in_flight": (
-        "Requests that the worker is answering for this balancer.",
-        lambda worker, now_s: worker.in_flight,
-    ),
-    "pending_tokens": (
-        "Estimate of the prompt tokens that the worker still has to compute.",
-        Worker.total_pending_tokens,
-    ),
-    "pinned_tokens": (
-        "Tokens of the prefixes that are pinned in the worker's cache.",
-        lambda worker, now_s: worker.pinned_tokens,
-    ),
-    "pins": (
-        "Prefixes that are pinned in the worker's cache.",
-        lambda worker, now_s: len(worker.pins),
-    ),
-    "subscribed": (
-        "Whether the worker publishes the prefixes that it holds. Without them it is routed to by "
-        "what this balancer sent there.",
-        lambda worker, now_s: worker.publishes,
-    ),
-}
-# Each metric that an engine reports of itself: its help text, and its name in the report.
-_REPORTED = {
-    "running_requests": ("Requests that the worker's scheduler runs, of all balancers.", "running"),
-    "queued_requests": ("Requests that wait in the worker's own queue.", "queued"),
-    "used_tokens": (
-        "Tokens in the worker's KV cache that cannot be evicted: of running requests, and pinned.",
-        "used_tokens",
-    ),
-    "capacity_tokens": ("Tokens that fit into the worker's KV cache.", "capacity_tokens"),
-}
-
 
 class Workers(Collector):
     """All engines, and their metrics.
@@ -79,6 +31,7 @@ class Workers(Collector):
         sources --> apply --> all <-- change -- admin API
 
     model: the one that the workers state, "" if none does.
+    has_roles: whether some are prefill or decode engines.
     admin: what the admin API changed.
     on_leave: called with each worker that is removed or no longer ready.
     """
@@ -104,29 +57,12 @@ class Workers(Collector):
         self._ignored: set[str] = set()
         self._by_id: dict[str, Worker] = {}
         self._ranks: dict[tuple[str, str], int] = {}
+        self.has_roles = False
         metrics.registry.register(self)
         metrics.tables.add("added_workers", lambda: len(self.admin.added), lambda: MOST_ADDED)
 
     def collect(self) -> Iterable[Metric]:
-        now_s = self._clock()
-        for gauge, (help_text, value) in _GAUGES.items():
-            family = GaugeMetricFamily(f"sgl_ext_worker_{gauge}", help_text, labels=["worker"])
-            for name, worker in self._by_id.items():
-                family.add_metric([name], value(worker, now_s))
-            yield family
-        for gauge, (help_text, field) in _REPORTED.items():
-            family = GaugeMetricFamily(f"sgl_ext_worker_{gauge}", help_text, labels=["worker"])
-            for name, worker in self._by_id.items():
-                if field in worker.report:
-                    family.add_metric([name], worker.report[field])
-            yield family
-        text = "Whether this is the worker's state; it gets new requests in the state ready alone."
-        labels = ["worker", "state"]
-        family = GaugeMetricFamily("sgl_ext_worker_state", text, labels=labels)
-        for name, worker in self._by_id.items():
-            for state in STATES:
-                family.add_metric([name, state], worker.state == state)
-        yield family
+        return gauges(self._by_id, self._clock())
 
     @property
     def ready(self) -> list[Worker]:
@@ -189,6 +125,11 @@ class Workers(Collector):
         """An edit is later than the one before it, even after a step back of the clock."""
         wall_s = max(wall_s, nextafter(self.admin.changed_s, inf))
         self.change(AdminChanges(wall_s, added, removed))
+
+    def set_role(self, worker: Worker, stated: str) -> None:
+        """Takes over the role that a worker states: `prefill PORT`, `decode` or nothing."""
+        worker.set_role(stated)
+        self.has_roles = any(each.role for each in self.all)
 
     def set_ranks(self, worker: Worker, ranks: int) -> list[Worker]:
         """Makes each data-parallel rank of an engine a worker, as its rank 0 found that it has so

@@ -47,6 +47,7 @@ class RequestContext:
     request_id: by which the client and the balancer know it.
     purpose: what the balancer sent it for, "" for the first attempt of a client's own.
     queued_s: how long the request waited in the balancer's admission queue.
+    bootstrap: host, port and room through which a prefill engine hands its KV to a decode engine.
     rank: the data-parallel rank that the balancer chose; None: SGLang chooses.
     is_last: the client says that this is the conversation's last turn.
     is_demoted: the client wants the session's pins on this prompt to end.
@@ -80,6 +81,7 @@ class RequestContext:
     request_id: str = ""
     purpose: str = ""
     queued_s: float = 0.0
+    bootstrap: tuple[str, int, int] | None = None
     rank: int | None = None
     is_last: bool = False
     is_demoted: bool = False

@@ -37,6 +37,9 @@ def send_hints(
         if request.routed_dp_rank not in (None, context.rank):
             counter("translated_parts").labels(context.path, "routed_dp_rank").inc()
         request.routed_dp_rank = context.rank
+    if context.bootstrap is not None and hasattr(request, "bootstrap_room"):
+        host, port, room = context.bootstrap
+        request.bootstrap_host, request.bootstrap_port, request.bootstrap_room = host, port, room
     if context.dry_run is not None:
         context.dry_run.stop(request, context)
     next_turns = installed().next_turns

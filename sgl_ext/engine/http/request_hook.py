@@ -30,6 +30,7 @@ from sgl_ext.requests.default_hints import NO_DEFAULTS, DefaultHints, read_writt
 from sgl_ext.requests.priority import read_importance
 from sgl_ext.requests.segments import Chain, read_chain, with_sorted_schemas, with_sorted_tools
 from sgl_ext.requests.session import (
+    BOOTSTRAP_HEADER,
     GROUP_HEADER,
     QUEUED_HEADER,
     RANK_HEADER,
@@ -43,6 +44,7 @@ from sgl_ext.requests.strip import strip_request
 MAX_SEGMENTS = 16_384
 MAX_QUEUED_S = 3600.0
 _FIELD = re.compile(r"[\w.]+(?=: )")
+_BOOTSTRAP = re.compile(r"([!-~]+) ([0-9]{1,5}) ([0-9]{1,18})")
 _SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 
 
@@ -135,6 +137,7 @@ def _read_context(extension: HttpExtension, request: Any, path: str, body: Any) 
         request_id=request_id_of(request.scope),
         purpose=purpose_of(headers),
         queued_s=_read_queued_s(path, headers),
+        bootstrap=_read_bootstrap(headers),
         rank=extension.rank_of(headers.get(RANK_HEADER)),
         is_last=is_final(headers),
         is_demoted=hints.demotes,
@@ -162,3 +165,9 @@ def _read_queued_s(path: str, headers: dict[str, str]) -> float:
         counter("queued_headers_malformed").labels(path).inc()
         return 0.0
     return min(float(stated), MAX_QUEUED_S)
+
+
+def _read_bootstrap(headers: dict[str, str]) -> tuple[str, int, int] | None:
+    """Where the balancer has the KV handed over; None if one engine does both."""
+    stated = _BOOTSTRAP.fullmatch(headers.get(BOOTSTRAP_HEADER, ""))
+    return None if stated is None else (stated[1], int(stated[2]), int(stated[3]))

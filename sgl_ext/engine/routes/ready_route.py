@@ -16,22 +16,26 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from sgl_ext.engine import sglang_api
-from sgl_ext.requests.session import RANKS_HEADER
+from sgl_ext.requests.session import RANKS_HEADER, ROLE_HEADER
 from sgl_ext.settings.reloading import SETTINGS_HEADER
 
 PATH = "/ready"
 STOPPED_S = 3.0
 
 
-def ready_route(settings_number: Callable[[], int] = lambda: 0, ranks: int = 1) -> Route:
+def ready_route(
+    settings_number: Callable[[], int] = lambda: 0, ranks: int = 1, role: str = ""
+) -> Route:
     """The route, in place of SGLang's. settings_number: the version of changed settings. ranks: how
-    many data-parallel ranks there are."""
+    many data-parallel ranks there are. role: as of ROLE_HEADER."""
     readiness = Readiness()
 
     async def ready(request: Request) -> Response:
         manager = sglang_api.get_global_state().tokenizer_manager
         status = readiness.status(takes_requests=manager.is_ready())
         headers = {SETTINGS_HEADER: str(settings_number()), RANKS_HEADER: str(ranks)}
+        if role:
+            headers[ROLE_HEADER] = role
         return Response(None, status, headers)
 
     return Route(PATH, ready, methods=["GET"])

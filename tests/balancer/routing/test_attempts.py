@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sgl_ext.balancer.routing.attempts import CONFIRM_S, UNCONFIRMED_S
-from tests.balancer.routing.test_router import Setting
+from tests.balancer.routing.test_router import A, B, Setting
 
 
 @pytest.fixture
@@ -86,3 +86,36 @@ def test_load_is_released_however_an_attempt_ends(setting: Setting) -> None:
     setting.router.attempts.fail(attempts[3], by_worker=True)
     loads = [(w.in_flight, w.pending_tokens, w.decoding) for w in setting.workers.all]
     assert loads == [(0, 0, 0)] * 2
+
+
+@pytest.mark.parametrize("ends_early", [True, False])
+def test_a_prefill_engine_is_free_once_it_has_computed(setting: Setting, ends_early: bool) -> None:
+    prefill = setting.workers.all[0]
+    for worker in setting.workers.all:
+        setting.workers.set_role(worker, "prefill 1" if worker is prefill else "decode")
+    attempt = setting.place(setting.read("Hello"))
+    assert (attempt.worker, attempt.answerer) == (prefill, attempt.decoder)
+    decode = attempt.answerer
+    assert (prefill.in_flight, decode.in_flight, prefill.decoding) == (1, 1, 0)
+    assert decode.running.tokens == attempt.routing.prompt_tokens
+    if not ends_early:
+        setting.router.attempts.prefill_done(attempt)
+        assert (prefill.in_flight, decode.in_flight, decode.decoding) == (0, 1, 1)
+        assert (prefill.pending_tokens, prefill.running.requests) == (0, 0)
+    setting.router.attempts.succeed(attempt)
+    for worker in (prefill, decode):
+        assert (worker.in_flight, worker.decoding, worker.running.requests) == (0, 0, 0)
+        assert not worker.attempts
+
+
+def test_answers_go_to_the_decode_engine_with_the_fewest() -> None:
+    setting = Setting((A, B, "http://c:1"))
+    first, *others = setting.workers.all
+    for worker in setting.workers.all:
+        setting.workers.set_role(worker, "prefill 1" if worker is first else "decode")
+    answerers = [setting.place(setting.read(f"Task {n}")).answerer for n in range(2 * len(others))]
+    assert all(answerers.count(worker) == 2 for worker in others)
+    for worker in others:
+        worker.draining = True
+    assert setting.router.place(setting.read("Task"), set()) is None
+    assert not setting.router.may_wait()
