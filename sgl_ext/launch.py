@@ -35,7 +35,7 @@ from sgl_ext.node.replacement import Replacement
 from sgl_ext.node.restarts import Restarts
 from sgl_ext.node.stages import FLEET, READY, stage_of
 from sgl_ext.node.start.addresses import why_one_start
-from sgl_ext.node.start.checks import check_hardware, check_restart, check_settings
+from sgl_ext.node.start.checks import check_restart, check_start
 from sgl_ext.node.start.failure import reason_of
 from sgl_ext.node.start.launcher_log import begin_log, launcher_log
 from sgl_ext.output import LossyStream
@@ -69,12 +69,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         reject_foreign_packages()
         settings = launch_settings(argv)
-        notes = check_settings(settings)
-        found = None
-        if settings.ray_address is None:
-            found = hardware.find_hardware(settings)
-            check_hardware(settings, found)
-            notes.insert(0, found.reason)
+        found, notes = check_start(settings)
         console = Console(file=cast(IO[str], LossyStream(sys.stdout)))
         with locked(Path(settings.log_dir)):
             read = partial(launch_settings, argv) if names_file(argv) else None

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
+from sgl_ext.node.devices.sizes import gpus_of_engine
 from sgl_ext.node.engine import Engine, served_model
 from sgl_ext.settings.checks import check_launch
 from sgl_ext.settings.engine_secret import is_reachable
@@ -70,9 +71,10 @@ def plan_restart(
     _require_key(order, launched)
     chosen = _chosen(order.engine, engines, ids)
     steps = [(engine, _changed(engine.settings, order, launched)) for engine in chosen]
-    for settings in {settings for _, settings in steps}:
+    for engine, settings in {settings: (engine, settings) for engine, settings in steps}.values():
         try:
             check_launch(settings)
+            _require_same_gpus(engine, settings)
         except SettingsError as error:
             raise RestartRefused(HTTPStatus.BAD_REQUEST, f"{error}") from None
     served = {served_model(engine.settings) for engine in engines}
@@ -85,6 +87,14 @@ def plan_restart(
         raise RestartRefused(HTTPStatus.BAD_REQUEST, message)
     half = max(1, len(steps) // 2)
     return Plan(steps[:half], steps[half:])
+
+
+def _require_same_gpus(engine: Engine, settings: LaunchSettings) -> None:
+    """Raises SettingsError if the engine would take other GPUs than it was given at its start."""
+    needed, has = gpus_of_engine(settings), gpus_of_engine(engine.settings).gpus
+    if needed.gpus != has:
+        keeps = f"{engine.name} keeps those of the node's start, {has}: start the node again"
+        raise SettingsError(f"engine_args: {needed.shown} needs {needed.gpus} GPUs, and {keeps}")
 
 
 def _require_key(order: Order, launched: LaunchSettings) -> None:

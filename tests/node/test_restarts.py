@@ -194,6 +194,20 @@ async def test_one_engine_alone_restarts_by_its_name_id_or_address() -> None:
         await node.restart(engine="engine-7")
 
 
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("--pp-size", "2"), "tp=1 x pp=2 needs 2 GPUs, and engine-. keeps those .*, 1: start"),
+        (("--tp-size", "2"), "the launcher's own setting is tp"),
+    ],
+)
+async def test_a_restart_gives_an_engine_no_other_gpus(flags: tuple[str, ...], reason: str) -> None:
+    node = FakeNode()
+    with pytest.raises(RestartRefused, match=reason):
+        await node.restart(engine_args=flags)
+    assert node.log == []
+
+
 async def test_an_engine_stops_only_once_no_balancer_has_a_request_there() -> None:
     node = FakeNode()
     first = node.engines[0]

@@ -1,6 +1,6 @@
 """All checks of the node's engines that need no engine."""
 
-from sgl_ext.node.hardware import Hardware, check_capacity
+from sgl_ext.node.hardware import Hardware, check_capacity, find_hardware
 from sgl_ext.node.start.addresses import check_addresses
 from sgl_ext.node.start.flags import check_flags
 from sgl_ext.node.start.model import check_model
@@ -9,22 +9,21 @@ from sgl_ext.settings.schema import LaunchSettings
 from sgl_ext.settings.sources import launch_flags
 
 
-def check_settings(settings: LaunchSettings) -> list[str]:
-    """What a start should know that ends nothing, without a look at the machine's devices. Raises
-    SettingsError for what would end it."""
+def check_start(settings: LaunchSettings) -> tuple[Hardware | None, list[str]]:
+    """The devices for the engines, None if they run on other machines, and what the operator should
+    know. Raises SettingsError for what would end the start; what takes seconds comes last."""
     check_flags(settings.engine_args, launch_flags())
     check_addresses(settings)
     notes = [check_disks(settings)]
-    if settings.ray_address is None:  # else engines run on machines of which nothing is known
+    found = None
+    if settings.ray_address is None:
         notes.append(check_model(settings))
-    return [note for note in notes if note]
-
-
-def check_hardware(settings: LaunchSettings, found: Hardware) -> None:
-    """Raises SettingsError if there are too few devices for the engines, or too little memory."""
-    check_capacity(settings, found)
-    check_memory(settings, found)
-    check_gpus(settings, found)
+        found = find_hardware(settings)
+        check_capacity(settings, found)
+        check_memory(settings, found)
+        check_gpus(settings, found)
+        notes.insert(0, found.reason)
+    return found, [note for note in notes if note]
 
 
 def check_restart(settings: LaunchSettings) -> None:

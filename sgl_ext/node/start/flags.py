@@ -6,7 +6,7 @@ The table is made from SGLang's parser by `python -m launch.sglang_flags`.
 import argparse
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
@@ -47,17 +47,28 @@ def sizes_given(argv: Sequence[str], names: Sequence[str]) -> dict[str, int]:
     Of several the last counts, as in SGLang. Raises SettingsError if one flag has two numbers under
     two names.
     """
-    parser = _Parser(add_help=False, argument_default=argparse.SUPPRESS)
-    for row in json.loads(TABLE.read_text())["flags"]:
+    parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    rows = json.loads(TABLE.read_text())["flags"]
+    for row in rows:
         if row["names"][0] in names:
             parser.add_argument(*row["names"], dest=row["names"][0], action=_Collect, type=int)
-    found, _ = parser.parse_known_args(list(argv))
+    known = {name for row in rows for name in row["names"]}
+    found, _ = parser.parse_known_args([_unabridged(word, known) for word in argv])
     given: dict[str, dict[str, int]] = vars(found)
     for by_name in given.values():
         if len({*by_name.values()}) > 1:
             both = " and ".join(f"{name}={number}" for name, number in by_name.items())
             raise SettingsError(f"{both}: two names of one setting; keep one of them")
     return {name: next(iter(by_name.values())) for name, by_name in given.items()}
+
+
+def _unabridged(word: str, known: Collection[str]) -> str:
+    """A flag as SGLang's parser reads it: its beginning is enough, if no other begins so."""
+    flag, equals, value = word.partition("=")
+    if not flag.startswith("--") or flag in known:
+        return word
+    whole = [name for name in known if name.startswith(flag)]
+    return f"{whole[0]}{equals}{value}" if len(whole) == 1 else word
 
 
 class _Collect(argparse.Action):
