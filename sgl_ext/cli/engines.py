@@ -145,7 +145,8 @@ def _workers(node: Node) -> list[dict[str, Any]]:
 
 def _find(node: Node, name: str) -> dict[str, Any]:
     """The engine with this id, URL, or name: what its id has before the @."""
-    rows = _workers(node)
+    # An engine with data-parallel ranks is a worker for each, and drains as a whole.
+    rows = [row for row in _workers(node) if not row.get("rank")]
     for fits in (
         lambda row: name in (row["id"], row["url"]),
         lambda row: row["id"].partition("@")[0].partition(".")[0] == name,

@@ -155,3 +155,13 @@ def test_an_engine_is_added_by_its_url(node: FakeNode, run: Run) -> None:
     assert node.asked == [("POST /sgl_ext/workers", {"url": "http://gpu:1"})]
     assert ["ready", "no"] in [line.split() for line in out.splitlines()]
     assert json.loads(run("add", "http://gpu:1", "--json")[1]) == row
+
+
+def test_an_engine_with_ranks_drains_as_a_whole(node: FakeNode, run: Run) -> None:
+    first = {**WORKERS["workers"][0], "rank": 0}
+    ranks = [first, {**first, "id": f"{first['id']}#1", "rank": 1}]
+    node.answers["GET /sgl_ext/workers"] = {"workers": ranks}
+    node.answers["DELETE /sgl_ext/workers"] = first
+    for name in ("engine-0", first["url"]):
+        assert run("drain", name)[0] == 0
+        assert node.asked[-1][0] == "DELETE /sgl_ext/workers?id=engine-0%40box%3A30000"
