@@ -8,11 +8,15 @@ from typing import Any
 
 import orjson
 from aiohttp import ClientSession, web
+from aiohttp.test_utils import TestServer
 
+from sgl_ext.balancer.metrics.registry import Metrics
+from sgl_ext.balancer.routing.worker_probes import WorkerProbes
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.segments import read_chain
 from tests.balancer.admin.test_live_state import LOAD, PIN, repeated
 from tests.balancer.conftest import Engine, Start
+from tests.balancer.workers import workers_at
 
 PATH = "/v1/chat/completions"
 FIRST = {"snapshot": True, "cleared": True, "publishes": ["prefixes", "load"], "load": LOAD}
@@ -125,3 +129,22 @@ async def test_an_engine_that_comes_back_with_fewer_ranks_loses_the_others(start
     await workers_of(client, lambda rows: len(rows) == 3)
     engine.ranks = 1
     assert len(await workers_of(client, lambda rows: len(rows) == 1)) == 1
+
+
+async def test_a_rank_that_hangs_is_tried_itself() -> None:
+    engine = Ranked()
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", engine.handle)
+    async with TestServer(app) as engine.server, ClientSession() as session:
+        workers = workers_at([engine.url], Metrics())
+        probes = WorkerProbes(workers, session, lambda *_: None)
+        await probes.probe(workers.all[0])
+        first, second = workers.all
+        second.is_hung = True
+        await probes.probe(second)
+        assert second.ready
+        assert not second.is_hung
+    ((path, data, headers),) = engine.seen
+    assert (path, headers["x-sgl-ext-rank"]) == ("/generate", "1")
+    assert orjson.loads(data)["sampling_params"] == {"max_new_tokens": 1}
+    assert first.ready
