@@ -71,7 +71,7 @@ SHAPES = {
     # For GPUs: the engine draws the weights (`sgl_ext_cpu.models.qwen3`).
     "8b-config": Shape(151_936, 4_096, 12_288, 36, 32, 8, 128, tokens=32_768, weights=False),
     "2b-config": Shape(151_936, 2_048, 6_144, 28, 16, 8, 128, tokens=32_768, weights=False),
-    "small-config": Shape(32_768, 1_024, 3_072, 4, 8, 2, 128, tokens=32_768, weights=False),
+    "small-config": Shape(32_768, 1_024, 3_072, 4, 8, 2, 128, tokens=8_192, weights=False),
 }
 
 
