@@ -24,6 +24,7 @@ import requests
 from sgl_ext_cpu.node import free_port
 from sgl_ext_cpu.nursery import Nursery, Server
 
+from scheduler.silence import Signs
 from sgl_ext.engine.http.event_broadcaster import PATH
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.segments import read_chain
@@ -346,6 +347,12 @@ def test_load_follows_the_requests(engine: Engine, watch: Watch) -> None:
     until(lambda: watch.load["running"] == 0)
     assert watch.load["capacity_tokens"] == POOL
     assert (watch.load["queued"], watch.load["pending_tokens"]) == (0, 0)
+
+
+def test_an_idle_engine_shows_no_sign_of_work(engine: Engine) -> None:
+    signs = requests.get(f"{engine.url}/sgl_ext/work", timeout=30).json()
+    assert signs["age_s"] > 0
+    assert not Signs(**signs).is_working
 
 
 def test_lines_are_counted_and_none_is_lost(engine: Engine, watch: Watch) -> None:
