@@ -7,7 +7,8 @@ engine runs. Contexts are inserted as a balancer does it. By family:
 
     read_back_share  of the tokens of answers in loops of tools, those that the next prompt has
                      again, with all that was before them, by protocol; user_read_back_share: the
-                     same where a user speaks next, when most templates leave thinking out
+                     same where a user speaks next, when most templates leave thinking out;
+                     streamed_read_back_share: the same of streamed answers
     lost, moved      texts of requests that are not in the prompt, or not in their order
     repeated         texts that are in the prompt more than once
     without_tools    conversations in which `tool_choice: "none"` leaves the tools out
@@ -34,7 +35,7 @@ from sgl_ext_cpu.tokenizer import train
 
 from bench.lib.script import InvariantBroken, Size, parser_of, require, run
 from bench.lib.templates.clients import CLIENTS
-from bench.lib.templates.conversations import SCENARIOS, Seen, converse
+from bench.lib.templates.conversations import SCENARIOS, STREAMED, Seen, converse
 from bench.lib.templates.forms import FORMS, Form, form_of
 from bench.lib.templates.front_end import FrontEnd, prepare
 from bench.lib.warm.templates import times_of
@@ -92,10 +93,18 @@ def figures_of(front_end: FrontEnd, form: Form) -> dict[str, Any]:
     for protocol, one in seen.items():
         for scenario in SCENARIOS:
             converse(front_end, form, protocol, scenario, one)
+    streamed = {name: Seen() for name in seen}
+    for protocol, one in streamed.items():
+        for scenario in STREAMED:
+            converse(front_end, form, protocol, scenario, one, streams=True)
+    shares = {name: one.read_back_share for name, one in seen.items()}
+    streamed_shares = {name: one.read_back_share for name, one in streamed.items()}
+    seen |= {f"{name}, streamed": one for name, one in streamed.items()}
     errors = {name: error for one in seen.values() for name, error in one.refused.items()}
     return {
-        "read_back_share": {name: one.read_back_share for name, one in seen.items()},
-        "user_read_back_share": {name: one.user_read_back_share for name, one in seen.items()},
+        "read_back_share": shares,
+        "streamed_read_back_share": streamed_shares,
+        "user_read_back_share": {name: seen[name].user_read_back_share for name in shares},
         **{
             what: sorted(text for one in seen.values() for text in getattr(one, what))
             for what in ("lost", "moved", "repeated", "without_tools")

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import orjson
 from fastapi import HTTPException
 from pydantic import ValidationError
+from sgl_ext_cpu import front_end
 from starlette.requests import Request
 
 from sgl_ext.engine.core.request_context import context_of
@@ -42,26 +43,16 @@ class Observer:
     """Observes requests for a model that reads text, thinks and calls tools."""
 
     def __init__(self) -> None:
-        with warnings.catch_warnings(action="ignore"):  # SGLang's, while it is imported
-            entrypoints = "sglang.srt.entrypoints"
-            self._anthropic = import_module(f"{entrypoints}.anthropic.serving")
-            self._protocol = import_module(f"{entrypoints}.openai.protocol")
-            self._responses = import_module(f"{entrypoints}.openai.serving_responses")
-        config = SimpleNamespace(is_multimodal=False, hf_config=SimpleNamespace(model_type="qwen3"))
-        chat = self._responses.OpenAIServingResponses
-        # Without a model there is nothing to load: only the attributes that conversions read.
-        self._chat = chat.__new__(chat)
-        tokenizer = SimpleNamespace(chat_template=None)
-        self._chat.tokenizer_manager = SimpleNamespace(model_config=config, tokenizer=tokenizer)
-        self._chat.template_manager = SimpleNamespace(python_chat_template=None)
-        self._chat.reasoning_parser, self._chat.tool_call_parser = "qwen3", "qwen25"
-        self._chat.supports_inline_system = True
-        self._chat.use_harmony = self._chat._translates_tools = False
-        self._chat.tool_server, self._chat.msg_store = None, {}
-        self._chat.enable_response_store = False
-        self._chat.supports_native_reasoning_history = lambda: True
-        self._chat.apply_reasoning_enabled = _note_thinking
-        state = SimpleNamespace(openai_serving_chat=self._chat, openai_serving_responses=self._chat)
+        front_end.load()
+        self._protocol = import_module("sglang.srt.entrypoints.openai.protocol")
+        self._anthropic = import_module("sglang.srt.entrypoints.anthropic.protocol")
+        manager = front_end.Manager(front_end.bare_tokenizer("{{ messages }}"), "qwen25", "qwen3")
+        with front_end.settings():
+            made = front_end.make(manager, _observed_by)
+        self._messages, self._chat = made.messages, made.responses
+        state = SimpleNamespace(
+            openai_serving_chat=made.chat, openai_serving_responses=made.responses
+        )
         self._app = SimpleNamespace(state=state)
         self._seen: dict[bytes, Observed] = {}
 
@@ -102,13 +93,9 @@ class Observer:
     def _meaning(self, path: str, body: dict[str, Any]) -> Any:
         """What SGLang makes of a body."""
         if path == MESSAGES:
-            serving = self._anthropic.AnthropicServing(self._chat)
-            request = serving_request = self._anthropic.AnthropicMessagesRequest.model_validate(
-                body
-            )
-            return _used(
-                serving._convert_to_chat_completion_request(serving_request)
-            ), request.stream
+            request = self._anthropic.AnthropicMessagesRequest.model_validate(body)
+            converted = self._messages._convert_to_chat_completion_request(request)
+            return _used(converted), request.stream
         if path == CHAT:
             return _used(self._protocol.ChatCompletionRequest.model_validate(body))
         request = self._protocol.ResponsesRequest.model_validate(body)
@@ -120,8 +107,18 @@ class Observer:
         return _used(request) | converted
 
 
-def _note_thinking(request: Any, enabled: bool) -> None:
-    request.chat_template_kwargs = {"enable_thinking": enabled}
+def _observed_by(kind: Any) -> Any:
+    class Serving(kind):  # type: ignore[misc]
+        def supports_native_reasoning_history(self) -> bool:
+            return True
+
+        def apply_reasoning_enabled(self, request: Any, enabled: bool) -> None:
+            request.chat_template_kwargs = {"enable_thinking": enabled}
+
+        def _resolve_inline_system_support(self) -> bool:
+            return True
+
+    return Serving
 
 
 async def _parsed(request: Any) -> Any:

@@ -12,13 +12,14 @@ Call = tuple[str, str]
 
 
 class Client(Protocol):
-    """Says things, and echoes answers as they came."""
+    """Says things, and echoes answers as they came. joined: the answer of a stream's events."""
 
     path: str
     roles: frozenset[str]
 
     def say(self, role: str, text: str) -> None: ...
     def body(self, tools: Sequence[Json], choice: str | None) -> Json: ...
+    def joined(self, events: list[Json]) -> Json: ...
     def echo(self, answer: Json) -> list[Call]: ...
     def give(self, call: Call, result: str) -> None: ...
 
@@ -39,6 +40,23 @@ class ChatClient:
         functions = [{"type": "function", "function": dict(tool)} for tool in tools]
         chosen = {} if choice is None else {"tool_choice": choice}
         return {"model": "bench", "messages": [*self.messages], "tools": functions, **chosen}
+
+    def joined(self, events: list[Json]) -> Json:
+        message: Json = {"role": "assistant"}
+        calls: dict[int, Json] = {}
+        for delta in (event["choices"][0]["delta"] for event in events if event["choices"]):
+            for field in ("content", "reasoning_content"):
+                if delta.get(field):
+                    message[field] = message.get(field, "") + delta[field]
+            for part in delta.get("tool_calls") or ():
+                new = {"type": "function", "function": {"name": "", "arguments": ""}}
+                call = calls.setdefault(part["index"], new)
+                call["id"] = part.get("id") or call["id"]
+                for field in ("name", "arguments"):
+                    call["function"][field] += part["function"].get(field) or ""
+        if calls:
+            message["tool_calls"] = [*calls.values()]
+        return {"choices": [{"message": message}]}
 
     def echo(self, answer: Json) -> list[Call]:
         message = {k: v for k, v in answer["choices"][0]["message"].items() if v is not None}
@@ -86,6 +104,23 @@ class MessagesClient:
             **({} if choice is None else {"tool_choice": {"type": choice}}),
         }
 
+    def joined(self, events: list[Json]) -> Json:
+        content: list[Json] = []
+        arguments = ""
+        for event in events:
+            if event["type"] == "content_block_start":
+                content.append(dict(event["content_block"]))
+                arguments = ""
+            elif event["type"] == "content_block_delta":
+                delta = dict(event["delta"])
+                arguments += delta.pop("partial_json", "")
+                del delta["type"]
+                for field, text in delta.items():
+                    content[-1][field] = content[-1].get(field, "") + text
+            elif event["type"] == "content_block_stop" and content[-1]["type"] == "tool_use":
+                content[-1]["input"] = json.loads(arguments or "{}")
+        return {"content": content}
+
     def echo(self, answer: Json) -> list[Call]:
         self.messages.append({"role": "assistant", "content": answer["content"]})
         blocks = [block for block in answer["content"] if block["type"] == "tool_use"]
@@ -126,6 +161,10 @@ class ResponsesClient:
             "tools": [{"type": "function", "strict": False, **tool} for tool in tools],
             **({} if choice is None else {"tool_choice": choice}),
         }
+
+    def joined(self, events: list[Json]) -> Json:
+        done: Json = next(e["response"] for e in events if e["type"] == "response.completed")
+        return done
 
     def echo(self, answer: Json) -> list[Call]:
         kept = json.loads(json.dumps(answer["output"]))

@@ -32,6 +32,7 @@ SCENARIOS = {
     "context and developer": "context developer user TC TX user X",
     "no choice": "system user TC TX user none user X",
 }
+STREAMED = ("tool loop", "text beside calls", "parallel calls")
 _TEXT = "of the file that the tests read, which has\n\n- two lines,\n- and a `word` in each."
 _TOOLS: list[dict[str, Any]] = [
     {
@@ -83,20 +84,35 @@ class Seen:
         return round(self.read_by_user / self.generated_by_user, 3)
 
 
-def converse(front_end: FrontEnd, form: Form, protocol: str, scenario: str, seen: Seen) -> None:
+def converse(
+    front_end: FrontEnd,
+    form: Form,
+    protocol: str,
+    scenario: str,
+    seen: Seen,
+    *,
+    streams: bool = False,
+) -> None:
     """Has one conversation, and adds to `seen` what its prompts show."""
     is_messages = protocol == "messages"
     client = MessagesClient(form.thinks_in_loops) if is_messages else CLIENTS[protocol]()
-    conversation = _Conversation(front_end, form, client, f"{scenario}, {protocol}", seen)
+    name = f"{scenario}, {protocol}{', streamed' if streams else ''}"
+    conversation = _Conversation(front_end, form, client, name, seen, streams)
     conversation.run(SCENARIOS[scenario].split())
 
 
 class _Conversation:
     def __init__(
-        self, front_end: FrontEnd, form: Form, client: Client, name: str, seen: Seen
+        self,
+        front_end: FrontEnd,
+        form: Form,
+        client: Client,
+        name: str,
+        seen: Seen,
+        streams: bool,
     ) -> None:
         self._front_end, self._form, self._client = front_end, form, client
-        self._name, self._seen = name, seen
+        self._name, self._seen, self._streams = name, seen, streams
         self._said: list[tuple[str, str]] = []
         self._numbers: Iterator[int] = count()
         self._blocks: tuple[Block, ...] = ()
@@ -150,7 +166,10 @@ class _Conversation:
         generated = [word for what, word in self._said if what in ("answer", "call")]
         new = set(generated[len(generated) - bool(text) - len(calls) :])
         asked = self._front_end.ask(
-            self._client.path, body, lambda prompt: self._form.write(prompt, thinking, text, calls)
+            self._client.path,
+            body,
+            lambda prompt: self._form.write(prompt, thinking, text, calls),
+            self._client.joined if self._streams else None,
         )
         if asked.status != 200:
             self._seen.refused[self._name] = asked.error

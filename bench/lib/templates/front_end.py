@@ -3,14 +3,17 @@ engine, so nothing is generated."""
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import warnings
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from importlib import import_module
-from types import SimpleNamespace
 from typing import Any
+
+from sgl_ext_cpu import front_end
 
 from bench.lib.script import require
 from bench.lib.templates.forms import Form
@@ -19,8 +22,18 @@ _SPECIAL = re.compile(
     r"<[|｜][^<>\s'\"]{1,40}[|｜]>|<\|?\w+\|>|<\|\w+>|\[/?[A-Z_]{3,}\]|</?(?:minimax:)?\w*think>"
     r"|</?(?:minimax:)?tool_call>|</?tool_response>|\]~!?b\[?\]?|\[e~\["
 )
-_ENCODERS = ("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>")
+_ENCODERS = (
+    "<｜User｜>",
+    "<｜Assistant｜>",
+    "<｜end▁of▁sentence｜>",
+    "<｜begin▁of▁sentence｜>",
+    "｜DSML｜",
+)
 _CACHE_BYTES = 1 << 26
+_STEP_TOKENS = 3
+
+Joined = Callable[[list[dict[str, Any]]], dict[str, Any]]
+"""Makes one answer of the events of a stream."""
 
 
 @dataclass
@@ -42,33 +55,18 @@ class Asked:
         return str(error.get("message", error) if isinstance(error, dict) else error)
 
 
-class _Engine:
-    """In place of SGLang's `TokenizerManager`."""
+class _Engine(front_end.Manager):
+    """In place of an engine: a script writes the answers."""
 
     def __init__(self, tokenizer: Any, form: Form) -> None:
-        architecture = "DeepseekV3ForCausalLM" if tokenizer.chat_template is None else "Any"
-        config = SimpleNamespace(model_type=form.model_type, architectures=[architecture])
-        self.tokenizer, self._form = tokenizer, form
-        self.processor = self.mm_processor = None
-        self.served_model_name = self.model_path = "bench"
-        self.server_args = SimpleNamespace()
-        self.request_logger = SimpleNamespace(log_requests=True, log_requests_level=0)
-        self.num_reserved_tokens, self.context_len = 0, 1 << 20
-        self.model_config = SimpleNamespace(
-            hf_config=config,
-            is_multimodal=False,
-            context_len=1 << 20,
-            get_default_sampling_params=dict,
+        super().__init__(
+            tokenizer, form.tool_parser, form.reasoning_parser, form.model_type, "bench"
         )
         self.write: Callable[[str], str] = str
         self.asked = Asked(0, {})
 
-    def config_value(self, name: str) -> Any:
-        return {
-            "tool_call_parser": self._form.tool_parser,
-            "reasoning_parser": self._form.reasoning_parser,
-            "grammar_backend": "xgrammar",
-        }.get(name)
+    def create_abort_task(self, _: Any) -> None:
+        """Nothing runs that could be aborted."""
 
     async def generate_request(self, request: Any, _: Any = None) -> AsyncIterator[dict[str, Any]]:
         ids = request.input_ids
@@ -77,56 +75,58 @@ class _Engine:
         written = self.write(text)
         answer = self.tokenizer.encode(written, add_special_tokens=False)
         self.asked = Asked(200, {}, text, ids, answer)
-        yield {
-            "text": written,
-            "output_ids": answer,
-            "meta_info": {
-                "id": "bench",
-                "finish_reason": {"type": "stop", "matched": None},
-                "prompt_tokens": len(ids),
-                "completion_tokens": len(answer),
-                "cached_tokens": 0,
-                "weight_version": "bench",
-            },
-        }
+        steps = range(_STEP_TOKENS, len(answer), _STEP_TOKENS) if request.stream else ()
+        for tokens in (*steps, len(answer)):
+            is_last = tokens == len(answer)
+            yield {
+                "text": written if is_last else self.tokenizer.decode(answer[:tokens]),
+                "output_ids": answer[:tokens],
+                "meta_info": {
+                    "id": "bench",
+                    "finish_reason": {"type": "stop", "matched": None} if is_last else None,
+                    "prompt_tokens": len(ids),
+                    "completion_tokens": tokens,
+                    "cached_tokens": 0,
+                    "weight_version": "bench",
+                },
+            }
 
 
 class FrontEnd:
     """One template's. source: None for a model whose prompts are written by SGLang's encoder."""
 
     def __init__(self, source: str | None, form: Form, vocabulary: Any) -> None:
-        # As `sglang.srt.entrypoints.http_server` does it at its start.
-        sglang = "sglang.srt"
-        templates = import_module(f"{sglang}.parser.template_manager").TemplateManager()
-        chat = import_module(f"{sglang}.entrypoints.openai.serving_chat")
-        messages = import_module(f"{sglang}.entrypoints.anthropic.serving")
-        responses = import_module(f"{sglang}.entrypoints.openai.serving_responses")
         tokenizer = _tokenizer(source, form, vocabulary)
         self._engine = _Engine(tokenizer, form)
-        templates.initialize_templates(self._engine, "bench")
         _install_caches(tokenizer)
-        self.app = import_module(f"{sglang}.entrypoints.http_server").app
+        made = front_end.make(self._engine)
+        self.app = import_module("sglang.srt.entrypoints.http_server").app
         state = self.app.state
-        state.openai_serving_chat = chat.OpenAIServingChat(self._engine, templates)
-        state.anthropic_serving = messages.AnthropicServing(state.openai_serving_chat)
-        self.has_responses = form.model_type != "gpt_oss"  # its vocabulary is downloaded
-        state.openai_serving_responses = None
-        if self.has_responses:
-            state.openai_serving_responses = responses.OpenAIServingResponses(
-                self._engine, templates
-            )
+        state.openai_serving_chat, state.anthropic_serving = made.chat, made.messages
+        state.openai_serving_responses = made.responses
+        self.has_responses = made.responses is not None
         import_module("sgl_ext.engine.http.template_facts").log_template(self.app)
 
-    def ask(self, path: str, body: dict[str, Any], write: Callable[[str], str]) -> Asked:
-        """Sends a request. write: the answer to a prompt."""
+    def ask(
+        self,
+        path: str,
+        body: dict[str, Any],
+        write: Callable[[str], str],
+        joined: Joined | None = None,
+    ) -> Asked:
+        """Sends a request. write: the answer to a prompt. joined: makes a streamed answer whole."""
         from starlette.testclient import TestClient
 
         self._engine.write = write
         self._engine.asked = Asked(0, {})
         client = TestClient(self.app, raise_server_exceptions=False)
-        response = client.post(path, json=body)
+        response = client.post(path, json=body | ({"stream": True} if joined else {}))
         asked = self._engine.asked
-        asked.status, asked.document = response.status_code, response.json()
+        asked.status = response.status_code
+        if joined is not None and response.status_code == HTTPStatus.OK:
+            asked.document = joined(_events(response.text))
+        else:
+            asked.document = response.json()
         whole = self._engine.tokenizer.encode(asked.text, add_special_tokens=False)
         require(whole == asked.prompt, "a prompt's tokens are those of its whole text", path=path)
         return asked
@@ -141,11 +141,16 @@ def prepare() -> None:
     from sgl_ext.engine.hooks import HOOKS, Role, apply_hooks
 
     warnings.simplefilter("ignore")  # SGLang's
-    import_module("sglang.srt.entrypoints.http_server")
+    front_end.load()
     apply_hooks(Role.MAIN, HOOKS[Role.MAIN])
-    context = import_module("sglang.srt.runtime_context").get_context()
-    context.override_server_args().install()
+    front_end.settings().__enter__()
     logging.disable(logging.CRITICAL)
+
+
+def _events(text: str) -> list[dict[str, Any]]:
+    """The documents of a stream of server-sent events."""
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
 def _install_caches(tokenizer: Any) -> None:

@@ -76,7 +76,7 @@ def parse_chunk(original: Original, detector: FormatDetector, text: str, tools: 
 
 def hold_space(original: Original, parser: Any, chunk: str) -> Any:
     """Around `FunctionCallParser.parse_stream_chunk`."""
-    text, calls = original(parser, chunk)
+    text, calls = _parsed(original, parser, chunk)
     calls = _allowed_parts(parser, without_tails(parser, calls))
     begins = any(call.name for call in calls)
     text = getattr(parser, "sgl_ext_space", "") + text
@@ -84,6 +84,20 @@ def hold_space(original: Original, parser: Any, chunk: str) -> Any:
     parser.sgl_ext_space = "" if begins else text[len(words) :]
     parser.sgl_ext_called = begins or getattr(parser, "sgl_ext_called", False)
     return words, calls
+
+
+def _parsed(original: Original, parser: Any, chunk: str) -> tuple[str, list[Any]]:
+    """A chunk's text and calls. Formats with a parser of their own, too, get the words before the
+    first call apart from it."""
+    begin = getattr(parser.detector, "bot_token", None) or ""
+    splits = len(begin) > 1 and not getattr(parser, "sgl_ext_called", False)
+    at = chunk.find(begin) if splits else -1
+    if at <= 0:
+        text, calls = original(parser, chunk)
+        return text, calls
+    words, before = original(parser, chunk[:at])
+    text, calls = original(parser, chunk[at:])
+    return words + text, [*before, *calls]
 
 
 def release_space(original: Original, parser: Any) -> Any:

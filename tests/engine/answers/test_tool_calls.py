@@ -17,7 +17,7 @@ from sgl_ext.engine.answers.tool_calls import (
     release_space,
 )
 
-DECLARED = ("look", "write")
+DECLARED = ("look", "write", "read")
 CALLS = [
     ("look", {"path": "/a/b.py"}),
     ("paint", {"colour": ["<tool_call>", {}]}),
@@ -51,17 +51,17 @@ def hooked() -> Iterator[None]:
         yield
 
 
-def parser() -> Any:
+def parser(format: str = "qwen25") -> Any:
     from sglang.srt.entrypoints.openai.protocol import Tool
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
     tools = [Tool(type="function", function={"name": name}) for name in DECLARED]
-    return FunctionCallParser(tools, "qwen25")
+    return FunctionCallParser(tools, format)
 
 
-def heard(pieces: Sequence[str]) -> tuple[str, list[tuple[str, Any]]]:
+def heard(pieces: Sequence[str], format: str = "qwen25") -> tuple[str, list[tuple[str, Any]]]:
     """The text and the calls that a client gets from a stream cut in these places."""
-    stream = parser()
+    stream = parser(format)
     found: list[tuple[str, list[Any]]] = [stream.parse_stream_chunk(piece) for piece in pieces]
     found.append(stream.parse_stream_end())
     text = "".join(said for said, _ in found)
@@ -108,3 +108,27 @@ def test_an_answer_without_calls_passes_unchanged(text: str, places: set[int]) -
     if "tool_call>" in text:
         return
     assert heard(cut(text, places)) == (text, [])
+
+
+def mark(name: str) -> str:
+    return f"<\uff5ctool\u2581{name}\uff5c>"
+
+
+DEEPSEEK = [
+    *(mark("calls\u2581begin"), mark("call\u2581begin"), "read", mark("sep"), '{"path": "a"}'),
+    *(mark("call\u2581end"), mark("calls\u2581end")),
+]
+GLM = [
+    *("<tool_call>", "read\n", "<arg_key>", "path", "</arg_key>", "\n", "<arg_value>", "a"),
+    *("</arg_value>", "\n", "</tool_call>"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "call"), [("deepseekv31", DEEPSEEK), ("glm45", GLM)], ids=["deepseek", "glm"]
+)
+def test_words_that_come_with_a_call_are_kept_in_formats_with_parsers_of_their_own(
+    name: str, call: list[str]
+) -> None:
+    text, calls = heard(["I will", f" look.{call[0]}", *call[1:]], name)
+    assert (text, calls) == ("I will look.", [("read", {"path": "a"})])
