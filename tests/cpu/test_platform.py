@@ -13,7 +13,11 @@ from sgl_ext_cpu import platform, stubs
 
 def defaults(**arguments: object) -> SimpleNamespace:
     filled = SimpleNamespace(
-        _raw_input=arguments, attention_backend="intel_amx", dtype="auto", sleep_on_idle=False
+        _raw_input=arguments,
+        attention_backend="intel_amx",
+        dtype="auto",
+        disaggregation_decode_retraction_backup=None,
+        sleep_on_idle=False,
     )
     for name, value in arguments.items():
         setattr(filled, name, value)
@@ -34,6 +38,13 @@ def test_it_declines_unless_it_is_named_and_then_hides_the_gpus(
     assert os.environ["CUDA_VISIBLE_DEVICES"] == os.environ["HIP_VISIBLE_DEVICES"] == ""
 
 
+@pytest.mark.long
+def test_sglangs_load_generator_runs_without_a_gpu_and_without_a_name() -> None:
+    command = [sys.executable, "-m", "sglang.benchmark.serving", "--help"]
+    environment = {**os.environ, "SGLANG_PLATFORM": ""}
+    subprocess.run(command, env=environment, capture_output=True, check=True)
+
+
 def test_sglangs_own_cpu_engine_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
     with pytest.raises(RuntimeError, match="SGLANG_USE_CPU_ENGINE"):
@@ -51,6 +62,7 @@ def test_its_attention_backend_can_be_selected() -> None:
 def test_arguments_that_are_not_set_get_a_default() -> None:
     filled = defaults()
     assert (filled.attention_backend, filled.dtype) == (platform.NAME, "float32")
+    assert filled.disaggregation_decode_retraction_backup == "none"
     assert filled.sleep_on_idle
 
 

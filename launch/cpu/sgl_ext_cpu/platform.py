@@ -48,6 +48,8 @@ def activate() -> str | None:
     would load their kernels.
     """
     if os.environ.get("SGLANG_PLATFORM") != NAME:
+        # Programs that import SGLang and run no engine, such as its load generator, need no more.
+        stubs.install()
         return None
     os.environ |= dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "")
     if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
