@@ -176,9 +176,13 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # sglang 
 
 def _gather_without_cuda() -> None:
     """Let the ranks of data-parallel attention gather tokens without pinned memory and Triton."""
+    from sglang.srt.distributed.parallel_state import GroupCoordinator
     from sglang.srt.layers import dp_attention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
+    # The public ones are operators that SGLang registers for its own devices.
+    GroupCoordinator.all_gather_into_tensor = GroupCoordinator._all_gather_into_tensor
+    GroupCoordinator.reduce_scatter_tensor = GroupCoordinator._reduce_scatter_tensor
     dp_attention.memcpy_func = dp_attention.memcpy_cpu
     ForwardBatch.use_pin_memory = property(lambda self: False, lambda self, value: None)
 
