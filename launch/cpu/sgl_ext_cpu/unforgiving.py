@@ -8,16 +8,28 @@ writes them, and tokens are invalid until the event after their copy.
 
 from __future__ import annotations
 
+import functools
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+POISONED = "freed memory is poisoned"
+COPIED_LATE = "tokens are copied late"
+"""What the log says once, so that a test sees that it is so."""
+
 _COPY_S = 0.002
 _NOT_COPIED = -1
 _ALLOCATORS = "sglang.srt.mem_cache.allocator"
 _RESULT = "sglang.srt.managers.utils.GenerationBatchResult"
+_logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def _say(what: str) -> None:
+    _logger.warning("sgl-ext-cpu: %s", what)
 
 
 def install() -> None:
@@ -48,6 +60,7 @@ def _poison_pages(original: Callable[..., Any], allocator: Any, pages: torch.Ten
 
 
 def _poison(allocator: Any, pages: torch.Tensor) -> None:
+    _say(POISONED)
     slots = pages[:, None] * allocator.page_size + torch.arange(allocator.page_size)
     pool = allocator.get_kvcache()
     for buffer in (*pool.k_buffer, *pool.v_buffer):
@@ -57,6 +70,7 @@ def _poison(allocator: Any, pages: torch.Tensor) -> None:
 def _copy_late(original: Callable[..., Any], result: Any, *args: Any, **kw: Any) -> None:
     original(result, *args, **kw)
     if isinstance(result.next_token_ids, torch.Tensor):
+        _say(COPIED_LATE)
         copied = result.next_token_ids
         result.next_token_ids = torch.full_like(copied, _NOT_COPIED)
         result.copy_done = _Copy(copied, result.next_token_ids)

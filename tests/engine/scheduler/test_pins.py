@@ -59,7 +59,8 @@ class Kind(NamedTuple):
 KINDS = {
     "default": Kind(),
     "two ranks": Kind(("--tp-size", "2"), (("SGLANG_CPU_OMP_THREADS_BIND", "0|1"),)),
-    "pages": Kind(("--page-size", "16"), page=16),
+    # The platform's default, as on a GPU.
+    "pages": Kind(environ=(("SGLEXT_CPU_PAGE_SIZE", "16"),), page=16),
     "python core": Kind(environ=(("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", "python"),)),
 }
 # The first two kinds: pytest runs tests of one kind together by their number.
