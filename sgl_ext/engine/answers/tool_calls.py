@@ -94,6 +94,9 @@ def _parsed(original: Original, parser: Any, chunk: str) -> tuple[str, list[Any]
     at = chunk.find(begin) if splits else -1
     if at <= 0:
         text, calls = original(parser, chunk)
+        if text == chunk and hasattr(parser.detector, "harmony_parser"):
+            # It has not noticed that the text is passed on, and would return it with the call.
+            parser.detector.harmony_parser = type(parser.detector.harmony_parser)()
         return text, calls
     words, before = original(parser, chunk[:at])
     text, calls = original(parser, chunk[at:])

@@ -124,6 +124,17 @@ GLM = [
 ]
 
 
+HARMONY = (
+    "<|start|>assistant<|channel|>commentary to=functions.read <|constrain|>json<|message|>"
+    '{"path": "a"}<|call|>'
+)
+
+
+def test_words_before_a_call_of_gpt_oss_are_said_once() -> None:
+    calls = [("read", {"path": "a"})]
+    assert heard(["I will", " look.", HARMONY], "gpt-oss") == ("I will look.", calls)
+
+
 @pytest.mark.parametrize(
     ("name", "call"), [("deepseekv31", DEEPSEEK), ("glm45", GLM)], ids=["deepseek", "glm"]
 )
