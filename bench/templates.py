@@ -68,7 +68,7 @@ def compare(folder: Path | None, only: list[str] | None, size: Size) -> dict[str
     require(bool(sources), "a template's name says a family", folder=folder or _OURS)
     if folder is None:
         sources[_ENCODED] = None, FORMS[_ENCODED]
-    if size == "smallest":
+    if size == "smallest" and folder is None:
         only = only or ["qwen3", "minimax_m2"]
     if only:
         missing = [name for name in only if name not in sources]
