@@ -8,6 +8,7 @@ the changes that need them.
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,7 @@ def _settle_threads_ourselves() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     if _THREADS_STEP not in HookRegistry._hooks:
-        HookRegistry.register(_THREADS_STEP, _bind_threads, HookType.REPLACE)
+        HookRegistry.register(_THREADS_STEP, _begin_worker, HookType.REPLACE)
 
 
 class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # sglang is untyped
@@ -197,6 +198,24 @@ def _send_pageable_indices() -> None:
         MooncakeKVSender.supports_host_tensor_indices = False
 
 
+def _pin_nothing() -> None:
+    """Make torch ignore requests for pinned memory, of which it has none without an accelerator.
+
+    SGLang's LoRA asks for it whatever the platform says.
+    """
+
+    def unpinned(make: Any) -> Any:
+        @functools.wraps(make)
+        def made(*args: Any, pin_memory: bool = False, **kw: Any) -> Any:
+            return make(*args, **kw)
+
+        return made
+
+    for name in ("arange", "empty", "tensor", "zeros"):
+        setattr(torch, name, unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *_: self
+
+
 def _attention_backend(model_runner: Any) -> Any:
     from sgl_ext_cpu.backend import CpuAttentionBackend
 
@@ -204,6 +223,15 @@ def _attention_backend(model_runner: Any) -> Any:
     if not _threads_settled:
         raise RuntimeError(f"the {NAME} platform's hook on {_THREADS_STEP} was not applied")
     return CpuAttentionBackend(model_runner)
+
+
+def _begin_worker(**cores: Any) -> None:
+    """What a worker does before its model is made, and after SGLang's arguments are published."""
+    from sglang.srt.runtime_context import get_lora
+
+    _bind_threads(**cores)
+    if get_lora().enable_lora:
+        _pin_nothing()
 
 
 def _bind_threads(*, local_omp_cpuid: str | None, dist_init_method: str | None = None) -> None:
