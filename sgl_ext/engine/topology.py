@@ -62,6 +62,7 @@ _UNTESTED = (
     "(SGLANG_PLUGINS=none sglang serve)"
 )
 _NO_PREFIXES = "no prefixes are published and nothing is pinned"
+_OWN_CACHE = f"with its own radix cache {_NO_PREFIXES}; leave it out for both"
 
 
 def _shares(applies: Callable[[ResolvedArgs], bool]) -> Callable[[Facts], bool]:
@@ -193,18 +194,8 @@ DEGRADED = (
         lambda facts: facts.args.disable_radix_cache,
         f"{_NO_PREFIXES}; leave it out for both",
     ),
-    Rule(
-        "LMCache",
-        "--enable-lmcache",
-        lambda facts: facts.args.enable_lmcache,
-        f"with LMCache's own radix cache {_NO_PREFIXES}; leave it out for both",
-    ),
-    Rule(
-        "FlexKV",
-        "--enable-flexkv",
-        lambda facts: facts.args.enable_flexkv,
-        f"with FlexKV's own radix cache {_NO_PREFIXES}; leave it out for both",
-    ),
+    Rule("LMCache", "--enable-lmcache", lambda facts: facts.args.enable_lmcache, _OWN_CACHE),
+    Rule("FlexKV", "--enable-flexkv", lambda facts: facts.args.enable_flexkv, _OWN_CACHE),
     Rule(
         "another radix cache",
         "--radix-cache-backend",
