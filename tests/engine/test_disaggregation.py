@@ -111,6 +111,13 @@ def test_tokens_are_counted_without_a_decode_engine(node: Node) -> None:
     assert counted["input_tokens"] > 300
 
 
+def test_several_samples_are_rejected_by_name(node: Node) -> None:
+    body = {"model": "tiny", "n": 2, "messages": [{"role": "user", "content": "Hello"}]}
+    answer = requests.post(f"{node.url}/v1/chat/completions", json=body, timeout=60)
+    assert answer.status_code == 400
+    assert "n: must be 1" in answer.json()["error"]["message"]
+
+
 def test_a_wrong_request_is_answered_once(node: Node) -> None:
     answer = requests.post(node.url + PATH, json={"model": "tiny", "messages": 7}, timeout=60)
     assert answer.status_code == 400

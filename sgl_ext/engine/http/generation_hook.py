@@ -38,8 +38,7 @@ def send_hints(
             counter("translated_parts").labels(context.path, "routed_dp_rank").inc()
         request.routed_dp_rank = context.rank
     if context.bootstrap is not None and hasattr(request, "bootstrap_room"):
-        host, port, room = context.bootstrap
-        request.bootstrap_host, request.bootstrap_port, request.bootstrap_room = host, port, room
+        _hand_over(request, *context.bootstrap)
     if context.dry_run is not None:
         context.dry_run.stop(request, context)
     next_turns = installed().next_turns
@@ -55,3 +54,14 @@ def send_hints(
         return
     context.are_hints_sent = True
     hints.attach(request, context)
+
+
+def _hand_over(request: Any, host: str, port: int, room: int) -> None:
+    """Has a prefill engine and a decode engine hand over the KV of a request. Raises ValueError,
+    which is answered 400, for several samples: SGLang computes their prompt under the same room
+    as their answers, and waits forever."""
+    sampling = request.sampling_params
+    first = sampling[0] if isinstance(sampling, list) and sampling else sampling
+    if isinstance(first, dict) and first.get("n") not in (None, 1):
+        raise ValueError("n: must be 1 with prefill and decode engines; send several requests")
+    request.bootstrap_host, request.bootstrap_port, request.bootstrap_room = host, port, room

@@ -95,3 +95,16 @@ async def test_it_overrides_the_rank_that_the_client_states() -> None:
     enter(RequestContext("/generate", rank=1))
     send_hints(None, request)
     assert request.routed_dp_rank == 1
+
+
+@pytest.mark.parametrize("sampling", [{"n": 2}, [{"n": 2}, {"n": 2}]])
+async def test_several_samples_are_not_handed_over(sampling: Any) -> None:
+    fields = {"kv_hints": None, "session_params": None, "bootstrap_room": None}
+    request = SimpleNamespace(sampling_params=sampling, **fields)
+    enter(RequestContext("/generate", bootstrap=("127.0.0.1", 8998, 7)))
+    with pytest.raises(ValueError, match="n: must be 1"):
+        send_hints(None, request)
+    request.sampling_params = {"max_new_tokens": 4}
+    send_hints(None, request)
+    assert (request.bootstrap_host, request.bootstrap_port) == ("127.0.0.1", 8998)
+    assert request.bootstrap_room == 7
