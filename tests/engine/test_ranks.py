@@ -16,6 +16,7 @@ from tests.waiting import until
 
 KINDS = {
     "replicas": ("--dp-size", "2"),
+    "attention": ("--tp-size", "2", "--attn-dp-size", "2"),
 }
 TEXT = "The agent reads a file and then writes what it found. " * 20
 
