@@ -21,11 +21,10 @@ from http import HTTPStatus
 from sgl_ext.balancer.http.request_reader import Request
 from sgl_ext.balancer.http.response_head import ResponseHead
 from sgl_ext.balancer.http.upstream import UpstreamConnection
-from sgl_ext.balancer.relay.prefill_leg import PrefillLeg
+from sgl_ext.balancer.relay.prefill_leg import PrefillLeg, hand_over_line
 from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.reporting.request_spans import RequestSpans
 from sgl_ext.balancer.routing.attempts import NO_ROUTING, Attempt
-from sgl_ext.balancer.routing.roles import hand_over_line
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.protocols.errors import BalancerError, internal_error, no_engine
 from sgl_ext.protocols.request_ids import new_request_id

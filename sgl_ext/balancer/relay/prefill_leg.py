@@ -5,6 +5,7 @@ the decode engine's answer has too, so it is dropped; only a failure counts.
 """
 
 import asyncio
+import secrets
 from functools import partial
 from http import HTTPStatus
 from typing import Protocol
@@ -12,9 +13,20 @@ from typing import Protocol
 from sgl_ext.balancer.http.connection_pool import ConnectionPool
 from sgl_ext.balancer.http.response_head import ResponseHead
 from sgl_ext.balancer.http.upstream import UpstreamConnection
+from sgl_ext.balancer.routing.worker import Worker
+from sgl_ext.requests.session import BOOTSTRAP_HEADER
 
 # How long the decode engine has to answer what its prefill engine rejects, as it rejects it, too.
 _ANSWER_S = 2.0
+
+
+_LINE = b"%b: %%b\r\n" % BOOTSTRAP_HEADER.encode()
+_ROOMS = 10**17
+
+
+def hand_over_line(prefill: Worker) -> bytes:
+    """The header line by which two engines find each other for a request."""
+    return _LINE % f"{prefill.bootstrap} {secrets.randbelow(_ROOMS)}".encode()
 
 
 class Failed(Protocol):

@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from sgl_ext.balancer.routing.prefixes import Prefixes
-from sgl_ext.balancer.routing.roles import can_answer
 from sgl_ext.balancer.routing.worker import Worker
-from sgl_ext.balancer.routing.workers import Workers
+from sgl_ext.balancer.routing.workers import Workers, can_answer
 
 log = logging.getLogger(__name__)
 

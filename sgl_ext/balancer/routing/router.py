@@ -24,9 +24,8 @@ from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempts import FOLLOW_TOKENS, Attempt, Attempts, RoutingRequest
 from sgl_ext.balancer.routing.prefixes import HeldBySlot, HeldPrefix, Prefixes
 from sgl_ext.balancer.routing.prompt import Prompt, read_prompt
-from sgl_ext.balancer.routing.roles import can_answer, least_loaded
 from sgl_ext.balancer.routing.worker import DECODE, Worker
-from sgl_ext.balancer.routing.workers import Workers
+from sgl_ext.balancer.routing.workers import Workers, can_answer
 from sgl_ext.requests.segments import Chain
 from sgl_ext.requests.session import is_final
 from sgl_ext.tenants import Tenants
@@ -134,10 +133,12 @@ class Router:
         return self.attempts.begin(routing, worker, placement, held[worker.slot], views, decoder)
 
     def _decoder(self, routing: RoutingRequest, tried: set[Worker]) -> Worker | None:
-        """The decode engine for a request that a prefill engine computes, if one has capacity."""
+        """The decode engine with the least load that has capacity for a request; one that was not
+        tried if there is one. It gets all KV from the prefill engine."""
         decoders = [w for w in self.workers.all if w.role == DECODE and w.is_available]
         able = [w for w in decoders if self._has_capacity(w, routing, _NO_PREFIX)]
-        return least_loaded(able, tried)
+        able = [w for w in able if w not in tried] or able
+        return min(able, key=lambda w: (w.in_flight + w.peer_load.in_flight, w.id), default=None)
 
     def has_capacity_for(
         self, routing: RoutingRequest, tried: set[Worker], *, at_home: bool = False

@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.slots import Slots
-from sgl_ext.balancer.routing.worker import Worker, rank_id
+from sgl_ext.balancer.routing.worker import DECODE, PREFILL, Worker, rank_id
 from sgl_ext.balancer.routing.worker_gauges import gauges
 from sgl_ext.membership.member import Member
 from sgl_ext.membership.merging import ADMIN, AdminChanges, merge
@@ -23,6 +23,12 @@ MOST_ADDED = 256
 MOST_ELSEWHERE = 256
 # Data-parallel ranks of one engine.
 MOST_RANKS = 256
+
+
+def can_answer(workers: Iterable[Worker]) -> bool:
+    """Whether these workers can answer requests: one that does all, or one of each role."""
+    roles = {worker.role for worker in workers}
+    return "" in roles or {PREFILL, DECODE} <= roles
 
 
 class Workers(Collector):

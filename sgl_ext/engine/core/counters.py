@@ -108,7 +108,7 @@ GAUGES: dict[str, tuple[str, ...]] = {
         " would have taken without it (replaced).",
         *("cache", "work"),
     ),
-    "host_cache_off": ("1 while a cache is off because requests took longer with it.", "cache"),
+    "host_cache_off": ("Whether a cache is off, because requests took longer with it.", "cache"),
     "event_subscribers": ("Balancers that read the engine's prefix events.",),
     "engine_memory_bytes": ("Resident memory of the engine's processes, by kind.", "process"),
 }
