@@ -13,7 +13,7 @@ from sgl_ext_cpu.nursery import Nursery
 
 from sgl_ext.settings.schema import EngineSettings
 from tests.engine.scheduler.test_event_publisher import POOL
-from tests.engine.scheduler.test_priority import HEADER, THRESHOLD, Serving, serving, sound
+from tests.engine.scheduler.test_priority import HEADER, THRESHOLD, Serving, serving, sound, until
 
 PREFIX, NEW, HELD, ANSWER = 1000, 1150, 1200, 300
 
@@ -55,6 +55,8 @@ def test_a_request_keeps_its_prefix_while_others_are_preempted_for_it(engine: Se
     with ThreadPoolExecutor(2) as pool:
         running = [pool.submit(ask, engine, ids, ANSWER) for ids in held]
         engine.has_running(2)
+        # Both decode: a prefill that is not complete is interrupted, not preempted.
+        until(lambda: engine.watch.load["used_tokens"] >= 2 * HELD)
         answer = ask(engine, wanted, 5, priority=THRESHOLD)
         assert [one.result()["output_ids"] for one in running] == undisturbed
     assert engine.counted("sgl_ext_preempted_requests_total") == 1
