@@ -29,7 +29,7 @@ GPU_TESTS := $(addprefix tests/engine/,scheduler/test_pins.py scheduler/test_pre
 	scheduler/test_single_flight.py prefill_ahead/test_prefill.py)
 BENCHES := $(patsubst bench/%.py,%,$(filter-out bench/__init__.py,$(wildcard bench/*.py)))
 
-.PHONY: setup serve serve-ray check test test-clients test-gpu gpu-report pure lint audit constraints wheels bench clean
+.PHONY: setup serve serve-ray check test test-slow test-clients test-gpu gpu-report pure lint audit constraints wheels bench clean
 
 setup: $(READY)
 
@@ -59,6 +59,10 @@ check: setup
 
 test: setup
 	$(PYTHON) -m pytest -n $(TEST_PROCESSES)
+
+# The tests that take longest: benches, Ray, wheels, two ranks, many cases of the fuzzers.
+test-slow: setup
+	$(PYTHON) -m pytest -n $(TEST_PROCESSES) -m slow
 
 # All real clients, and the table of docs/clients.md from what was measured.
 test-clients: setup

@@ -85,7 +85,7 @@ def test_the_wheels_have_their_entry_points_and_name_each_other(wheels: list[Pat
 
 
 @pytest.mark.engine
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_installed_wheel_serves_away_from_any_checkout(
     wheels: list[Path], tiny_model: Path, tmp_path: Path
 ) -> None:

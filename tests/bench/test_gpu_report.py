@@ -305,6 +305,7 @@ def test_gpus_that_cannot_be_used_fail_the_report_and_nothing_runs_on_the_cpu(
     assert not (folder / "facts").exists()
 
 
+@pytest.mark.slow
 def test_the_report_runs_on_this_machine(tmp_path: Path, nursery: Nursery) -> None:
     """Its cheapest form. The other benches are run by tests of their own."""
     done = subprocess.run(

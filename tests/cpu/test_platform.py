@@ -39,6 +39,7 @@ def test_it_declines_unless_it_is_named_and_then_hides_the_gpus(
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_sglangs_load_generator_runs_without_a_gpu_and_without_a_name() -> None:
     command = [sys.executable, "-m", "sglang.benchmark.serving", "--help"]
     environment = {**os.environ, "SGLANG_PLATFORM": ""}

@@ -1,11 +1,13 @@
 """A prefill and a decode engine, both real, behind a balancer. SGLang hands the KV over by TCP.
 
-Needs mooncake (docs/cpu.md), which the CPU environment does not install.
+Needs two of Debian's libraries, which mooncake loads (docs/cpu.md).
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,10 +18,9 @@ import requests
 from sgl_ext_cpu.node import free_port, running_balancer
 from sgl_ext_cpu.nursery import Nursery
 
+from tests.debian import require_debian
 from tests.engine.scheduler.test_event_publisher import Engine, running_engine
 from tests.waiting import until
-
-pytest.importorskip("mooncake.engine", exc_type=ImportError)
 
 TEXT = "The agent reads a file and then writes what it found. " * 30
 PATH = "/v1/messages"
@@ -40,6 +41,7 @@ def node(
     nursery: Nursery, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Node]:
     """A balancer over a prefill and a decode engine, and an engine alone to compare with."""
+    require_debian(_mooncake_loads, "libibverbs1", "libnl-route-3-200")
     folder = tmp_path_factory.mktemp("roles")
     transfer = ("--disaggregation-transfer-backend", "mooncake_tcp", "--disaggregation-mode")
     ports = ("--disaggregation-bootstrap-port", str(free_port()))
@@ -55,6 +57,11 @@ def node(
         workers = (prefill.url, decode.url)
         balancer = start(running_balancer(workers, folder / "balancer.log"))
         yield Node(balancer.url, prefill, decode, alone)
+
+
+def _mooncake_loads() -> bool:
+    command = [sys.executable, "-c", "import mooncake.engine"]
+    return subprocess.run(command, capture_output=True).returncode == 0
 
 
 def ask(url: str, messages: list[dict[str, Any]], **more: Any) -> Any:

@@ -89,6 +89,8 @@ def device(sm: int) -> Iterator[None]:
                 for attribute in everywhere.keys() & vars(module).keys():
                     patch.setitem(vars(module), attribute, everywhere[attribute])
         patch.setattr(sglang("platforms"), "_current_platform", platform)
+        # SGLang would take over the log of this process.
+        patch.setattr("logging.basicConfig", lambda **_: None)
         patch.setattr(utils, "is_cuda", lambda: True)
         patch.setattr(common, "is_cuda", lambda: True)
         patch.setattr("torch.cuda.get_device_capability", lambda *_: capability)

@@ -27,7 +27,7 @@ from tests.waiting import until
 
 pytest.importorskip("ray")
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 SECRET = "a-secret-of-engines-and-balancer"
 # A dead node is seen after 5 s; Ray's default is 15 s.

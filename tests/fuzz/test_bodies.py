@@ -32,6 +32,7 @@ def test_both_read_the_same_in_what_neither_refuses() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_both_read_the_same_in_many_more() -> None:
     run(_ALWAYS, CASES - _ALWAYS)
 

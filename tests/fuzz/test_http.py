@@ -25,5 +25,6 @@ def test_what_the_balancer_accepts_h11_understands_alike() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_many_more_are_understood_alike() -> None:
     run(_ALWAYS, CASES - _ALWAYS)

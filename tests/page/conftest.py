@@ -5,9 +5,7 @@ Install it with `apt-get install chromium`. Where CI is set, the tests try that 
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,9 +14,9 @@ import pytest
 import pytest_asyncio
 import uvloop
 
+from tests.debian import require_debian
+
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
-_INSTALL = "apt-get update && apt-get install --yes --no-install-recommends chromium"
-_INSTALL_S = 240
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], uvloop.Loop]]:
@@ -29,16 +27,14 @@ def pytest_asyncio_loop_factories() -> dict[str, Callable[[], uvloop.Loop]]:
 def chromium() -> str:
     """The path of Chromium. Skips the test if there is none."""
     pytest.importorskip("playwright", reason="playwright is not installed: it is in the extra dev")
-    found = next(filter(None, map(shutil.which, _NAMES)), None)
-    if found is None and "CI" in os.environ and os.geteuid() == 0 and shutil.which("apt-get"):
-        try:
-            subprocess.run(_INSTALL, shell=True, capture_output=True, timeout=_INSTALL_S)
-        except subprocess.TimeoutExpired:
-            pytest.skip(f"Chromium could not be installed within {_INSTALL_S} s")
-        found = shutil.which("chromium")
-    if found is None:
-        pytest.skip("Chromium is not installed: apt-get install chromium")
+    require_debian(lambda: _chromium() is not None, "chromium")
+    found = _chromium()
+    assert found is not None, "else the test was skipped"
     return found
+
+
+def _chromium() -> str | None:
+    return next(filter(None, map(shutil.which, _NAMES)), None)
 
 
 class Window:

@@ -33,7 +33,8 @@ def _own_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     """This process is a rank of the second machine, which has a folder of its own."""
     monkeypatch.setenv("SGLEXT_ENGINE_FOLDER", str(tmp_path / "engine-second"))
     for variable in ("SGLEXT_ENGINE_NAME", "SGLEXT_SETTINGS"):
-        monkeypatch.delenv(variable, raising=False)
+        monkeypatch.setenv(variable, "")  # so that what a test sets is undone
+        monkeypatch.delenv(variable)
     monkeypatch.setattr(nodes, "_ahead_s", 0.0)
     secret.cache_clear()
     yield

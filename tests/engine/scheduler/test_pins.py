@@ -64,7 +64,9 @@ KINDS = {
     "python core": Kind(environ=(("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", "python"),)),
 }
 # The first two kinds: pytest runs tests of one kind together by their number.
-default_and_two_ranks = pytest.mark.parametrize("engine", ["default", "two ranks"], indirect=True)
+default_and_two_ranks = pytest.mark.parametrize(
+    "engine", ["default", pytest.param("two ranks", marks=pytest.mark.slow)], indirect=True
+)
 only_default = pytest.mark.parametrize("engine", ["default"], indirect=True)
 
 

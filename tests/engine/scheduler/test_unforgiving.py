@@ -111,7 +111,12 @@ def stock(
         return {name: answer(started.url, name)[0] for name in REQUESTS}
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=[pytest.mark.slow] if name in ("page 64", "page 128") else [])
+        for name in KINDS
+    ]
+)
 def engine(
     request: pytest.FixtureRequest, nursery: Nursery, tiny_model: Path, tmp_path: Path
 ) -> Iterator[Unforgiving]:
