@@ -101,10 +101,19 @@ class InFlightPrefixes:
             del self._by_segment[segment]
 
     def forget_worker(self, worker: int) -> None:
-        """Drops a worker's prefixes, because it restarted or emptied its cache."""
-        found = (workers.get(worker) for workers in self._by_segment.values())
-        for prefix in {prefix for prefix in found if prefix is not None}:
+        """Drops a worker's prefixes, because it is gone or has restarted."""
+        for prefix in self._of(worker):
             self.drop(prefix)
+
+    def forget_computed(self, worker: int) -> None:
+        """The worker has emptied its cache. It computes the prompts that still run after that."""
+        for prefix in self._of(worker):
+            if prefix.computed:
+                self.drop(prefix)
+
+    def _of(self, worker: int) -> set[InFlightPrefix]:
+        found = (workers.get(worker) for workers in self._by_segment.values())
+        return {prefix for prefix in found if prefix is not None}
 
     def forget_segment(self, worker: int, segment: int) -> None:
         """The worker no longer holds the segment: a computed prefix with it is dropped."""

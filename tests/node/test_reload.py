@@ -17,6 +17,7 @@ from tests.waiting import until
 
 START = """
 [launch]
+platform = "cpu"
 pin-budget = 0.5
 [tenants.people]
 max-priority = 5

@@ -75,7 +75,7 @@ def test_an_evicted_segment_is_no_longer_in_flight() -> None:
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["expect", "end", "drop", "forget", "segment", "expire"]),
+            st.sampled_from(["expect", "end", "drop", "forget", "flush", "segment", "expire"]),
             st.integers(0, 2),
             st.integers(0, 5),
             st.integers(1, 4),
@@ -95,6 +95,8 @@ def test_no_order_of_calls_breaks_the_table(steps: list[tuple[str, int, int, int
             expected.drop(made[first % len(made)])
         elif step == "forget":
             expected.forget_worker(worker)
+        elif step == "flush":
+            expected.forget_computed(worker)
         elif step == "segment":
             expected.forget_segment(worker, first)
         elif step == "expire":

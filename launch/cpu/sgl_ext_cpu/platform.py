@@ -172,7 +172,6 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # sglang 
         # token that would fail on the first request.
         allocation.get_last_loc_triton = allocation.get_last_loc_torch
         _gather_without_cuda()
-        _send_pageable_indices()
 
 
 def _gather_without_cuda() -> None:
@@ -190,12 +189,9 @@ def _gather_without_cuda() -> None:
 
 def _send_pageable_indices() -> None:
     """Let a prefill engine send KV without pinned memory, which only an accelerator has."""
-    from sglang.srt.runtime_context import get_disagg
+    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
 
-    if get_disagg().disaggregation_mode == "prefill":
-        from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
-
-        MooncakeKVSender.supports_host_tensor_indices = False
+    MooncakeKVSender.supports_host_tensor_indices = False
 
 
 def _pin_nothing() -> None:
@@ -227,9 +223,11 @@ def _attention_backend(model_runner: Any) -> Any:
 
 def _begin_worker(**cores: Any) -> None:
     """What a worker does before its model is made, and after SGLang's arguments are published."""
-    from sglang.srt.runtime_context import get_lora
+    from sglang.srt.runtime_context import get_disagg, get_lora
 
     _bind_threads(**cores)
+    if get_disagg().disaggregation_mode == "prefill":
+        _send_pageable_indices()
     if get_lora().enable_lora:
         _pin_nothing()
 

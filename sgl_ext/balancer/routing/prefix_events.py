@@ -111,7 +111,7 @@ class PrefixEventReader:
             if self.index is not None:
                 self.index.clear(self.worker)
             if not event.snapshot:
-                self.in_flight.forget_worker(self.worker)
+                self.in_flight.forget_computed(self.worker)
         for segment in event.removed:
             number = int(segment, 16)
             if self.index is not None:

@@ -63,12 +63,15 @@ def test_events_change_the_index() -> None:
     assert mirrored.held() == []
 
 
-def test_a_flush_drops_the_workers_in_flight_prefixes() -> None:
+def test_a_flush_drops_what_the_worker_had_computed() -> None:
     mirrored = Mirrored()
     mirrored.reader.apply(snapshot(), NOW)
-    mirrored.expected.expect(WORKER, [7])
+    mirrored.expected.end(mirrored.expected.expect(WORKER, [7]), NOW + 5)
+    # Sent after the flush, and before its event arrived.
+    mirrored.expected.expect(WORKER, [8])
     mirrored.reader.apply(line(2, cleared=True), NOW)
-    assert len(mirrored.expected) == 0
+    assert not mirrored.expected.deepest([7])
+    assert mirrored.expected.deepest([8])
 
 
 def test_a_first_snapshot_keeps_in_flight_prefixes() -> None:
