@@ -8,11 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from sgl_ext_cpu.node import Node
 
 _GROUPS, _PROMPTS, _SHARED, _OWN, _ANSWER = 4, 4, 512, 32, 8
 
 
+@pytest.mark.slow
 def test_every_request_completes_and_prefixes_are_shared(
     node: Node, tiny_model: Path, tmp_path: Path
 ) -> None:

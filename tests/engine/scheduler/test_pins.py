@@ -64,9 +64,8 @@ KINDS = {
     "python core": Kind(environ=(("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", "python"),)),
 }
 # The first two kinds: pytest runs tests of one kind together by their number.
-default_and_two_ranks = pytest.mark.parametrize(
-    "engine", ["default", pytest.param("two ranks", marks=pytest.mark.slow)], indirect=True
-)
+_TWO_RANKS = pytest.param("two ranks", marks=pytest.mark.slow)
+default_and_two_ranks = pytest.mark.parametrize("engine", ["default", _TWO_RANKS], indirect=True)
 only_default = pytest.mark.parametrize("engine", ["default"], indirect=True)
 
 
@@ -149,7 +148,9 @@ class Pinning:
         assert "hit an exception" not in said
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(
+    scope="module", params=[_TWO_RANKS if name == "two ranks" else name for name in KINDS]
+)
 def engine(
     request: pytest.FixtureRequest,
     nursery: Nursery,
