@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import pytest
 from sgl_ext_cpu.node import FORKING, ROOT
@@ -24,14 +23,7 @@ WITH_ENGINES = (
 # Its engines are started by themselves, and take long.
 ALONE = "rank_agreement"
 
-# Of these, `make test` runs the smallest form.
-_QUICK = ("fanout", "header_strip", "index", "proxy", "routing", "store", "tool_loop")
-
 Bench = Callable[[str], dict[str, object]]
-
-
-def _slow(name: str) -> Any:
-    return name if name in _QUICK else pytest.param(name, marks=pytest.mark.slow)
 
 
 def run_smallest(name: str, environment: Mapping[str, str] | None = None) -> dict[str, object]:
@@ -57,12 +49,16 @@ def bench_with_engines(nursery: Nursery) -> Bench:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [_slow(name) for name in WITHOUT_ENGINES])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n == "templates")) for n in WITHOUT_ENGINES],
+)
 def test_a_bench_without_engines_holds_its_invariants(name: str) -> None:
     assert run_smallest(name)["bench"] == name
 
 
-@pytest.mark.parametrize("name", [_slow(name) for name in WITH_ENGINES])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WITH_ENGINES)
 def test_a_bench_of_engines_holds_its_invariants(name: str, bench_with_engines: Bench) -> None:
     assert bench_with_engines(name)["bench"] == name
 

@@ -23,6 +23,7 @@ from sgl_ext.engine import sglang_api, topology
 from sgl_ext.engine.serve import cache_flags, priority_flags
 from tests.engine.model_families import FAMILIES
 
+pytestmark = pytest.mark.long  # imports SGLang's scheduler
 ROOT = Path(__file__).parents[2]
 HOPPER, BLACKWELL = 90, 100
 MEMORY_MIB = {HOPPER: 81_559, BLACKWELL: 183_359}

@@ -102,6 +102,7 @@ class Load:
         self._is_over.set()
 
 
+@pytest.mark.slow
 def test_no_request_is_lost_when_an_engine_s_pod_terminates_under_load(
     nursery: Nursery, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
