@@ -6,6 +6,8 @@ import orjson
 
 from sgl_ext.doctor.logs.tokens import Tokens
 
+_MOST = 10**12
+
 
 class Entry(NamedTuple):
     """A request that an engine answered.
@@ -34,13 +36,13 @@ def read_entry(line: bytes) -> Entry | None:
     Raises ValueError, TypeError or KeyError if the line is from no request log.
     """
     record = orjson.loads(line)
-    estimate, read = int(record["prompt_tokens"]), record["reported_tokens"]
+    estimate, read = _count(record["prompt_tokens"]), record["reported_tokens"]
     status, is_whole = record["status"], record.get("outcome", "complete") == "complete"
     if not (is_whole and estimate and status is not None and int(status) < 400):
         return None
     # Lines of older balancers have only the estimate.
-    prompt = int(record.get("counted_tokens") or estimate)
-    read = min(int(read or 0), prompt)
+    prompt = _count(record.get("counted_tokens") or estimate)
+    read = min(_count(read or 0), prompt)
     client: dict[str, Any] = record.get("client") or {}
     return Entry(
         float(record["time"]),
@@ -51,7 +53,13 @@ def read_entry(line: bytes) -> Entry | None:
         str(record["session"] or ""),
         str(record["prefix_hash"] or ""),
         str(record["tools_hash"] or ""),
-        int(record["tools_count"]),
+        _count(record["tools_count"]),
         float(record["ttft_ms"]),
-        Tokens(prompt - read, read, int(record.get("output_tokens") or 0)),
+        Tokens(prompt - read, read, _count(record.get("output_tokens") or 0)),
     )
+
+
+def _count(value: Any) -> int:
+    if not 0 <= (count := int(value)) <= _MOST:
+        raise ValueError(f"{count} is no count")
+    return count

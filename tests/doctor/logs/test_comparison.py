@@ -142,6 +142,16 @@ def test_what_was_not_answered_is_left_out(
     assert found["after"]["computed_per_task"] == 950
 
 
+@pytest.mark.parametrize("field", ["prompt_tokens", "counted_tokens", "tools_count"])
+@pytest.mark.parametrize("number", [-1, 10**30, "x"])
+def test_a_line_with_a_number_that_is_no_count_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], field: str, number: Any
+) -> None:
+    wrong = orjson.loads(line(2)) | {field: str(number)}
+    lines = [line(1), orjson.dumps(wrong) + b"\n"]
+    assert compared(tmp_path, capsys, lines, lines)["before"]["requests"] == 1
+
+
 def test_a_log_without_answers_has_no_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
