@@ -279,6 +279,7 @@ class PrefillAdder(Protocol):
     running_batch: ScheduleBatch | None
     can_run_list: list[Req]
     preempt_list: list[Req]
+    new_chunked_req: Req | None
     rem_chunk_tokens: int | None
     per_req_token_overhead: int
     memory_budget: PrefillBudget

@@ -21,11 +21,18 @@ def add_one(
     original: Original, adder: PrefillAdder, req: Req, *args: Any, **kw: Any
 ) -> AddReqResult:
     """Around `PrefillAdder.add_one_req`: admits a request if it fits without pins, or with the
-    memory of less important ones. A request whose prefix is being computed waits for it."""
+    memory of less important ones. A request whose prefix is being computed waits for it.
+
+    SGLang tracks one unfinished prompt. Its chunk takes all memory that there is, so that no other
+    one is cut into chunks beside it; memory that is freed here must not change that.
+    """
     results = sglang_api.AddReqResult
     if is_slice(req):
         runs = not adder.can_run_list and not _is_chunked(adder, req)
         return original(adder, req, *args, **kw) if runs else results.OTHER
+    is_other_unfinished = kw.get("has_chunked_req") or adder.new_chunked_req is not None
+    if is_other_unfinished and _is_chunked(adder, req):
+        return results.OTHER
     extension = extension_of(adder.tree_cache)
     extension.adder = adder
     if single_flight.must_wait(extension, adder, req):

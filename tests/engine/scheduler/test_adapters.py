@@ -34,7 +34,10 @@ class Scheduler:
         results = sglang("managers.schedule_policy").AddReqResult
         self.begin(queue)
         adder: Any = SimpleNamespace(
-            tree_cache=self.tree_cache, running_batch=self.batch, can_run_list=[]
+            tree_cache=self.tree_cache,
+            running_batch=self.batch,
+            can_run_list=[],
+            new_chunked_req=None,
         )
 
         def add(adder: Any, req: Any) -> Any:

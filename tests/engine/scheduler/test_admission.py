@@ -137,3 +137,19 @@ def test_a_preemption_leaves_what_the_request_matched_on_the_device_and_on_the_h
     assert len(tree.cache.prefix_device_indices(waiting)) == PREFIX
     assert core.node_by_id(node.id) is node
     tree.cache.unlock(waiting.lock)
+
+
+def test_no_second_prompt_is_cut_into_chunks_whoever_it_could_preempt(tree: Tree) -> None:
+    """SGLang tracks one unfinished prompt, and ends with an assertion at a second."""
+    batch = running_batch(tree, *victims_of(tree))
+    kind = sglang("managers.schedule_policy").PrefillAdder
+    adder = kind(tree.page, tree.cache, tree.memory, batch, 0.0, TOKENS, PREFIX)
+    waiting = request_of("waiting", WAITING, range(5000, 5000 + 2 * PREFIX))
+    waiting.init_next_round_input(tree.cache)
+    given = {"has_chunked_req": True, "truncation_align_size": None}
+    result = admission.add_one(kind.add_one_req, adder, waiting, **given)
+    results = sglang("managers.schedule_policy").AddReqResult
+    assert (result, adder.can_run_list, len(batch.reqs)) == (results.OTHER, [], 2)
+    given["has_chunked_req"] = False
+    admission.add_one(kind.add_one_req, adder, waiting, **given)
+    assert adder.new_chunked_req is waiting

@@ -357,6 +357,7 @@ class Adder:
         self.tree_cache = SimpleNamespace(pins=keeper, disable=False, supports_mamba=lambda: False)
         self.running_batch = None
         self.can_run_list: list[Any] = []
+        self.new_chunked_req = None
         self.offset = 0
         self._cache = cache
         self._free = free
