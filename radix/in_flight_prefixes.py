@@ -14,6 +14,7 @@ after it was dropped; every listed segment has a prefix.
 """
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -37,6 +38,7 @@ class InFlightPrefixes:
     def __init__(self, limit_segments: int = 1_000_000) -> None:
         self.limit_segments = limit_segments
         self._by_segment: dict[int, dict[int, InFlightPrefix]] = {}
+        self._listed: dict[int, int] = {}  # how many segments each worker has in flight
         self._ended: list[tuple[float, int, InFlightPrefix]] = []  # a heap, by expiry
         self._order = count()
 
@@ -53,7 +55,10 @@ class InFlightPrefixes:
             segments = ()
         prefix = InFlightPrefix(worker, tuple(segments))
         for segment in prefix.segments:
-            self._by_segment.setdefault(segment, {})[worker] = prefix
+            workers = self._by_segment.setdefault(segment, {})
+            if worker not in workers:
+                self._listed[worker] = self._listed.get(worker, 0) + 1
+            workers[worker] = prefix
         return prefix
 
     def end(self, prefix: InFlightPrefix, until_s: float) -> None:
@@ -71,9 +76,7 @@ class InFlightPrefixes:
             workers = self._by_segment.get(segment)
             if workers is not None and workers.get(prefix.worker) is prefix:
                 is_unconfirmed = True
-                del workers[prefix.worker]
-                if not workers:
-                    del self._by_segment[segment]
+                self._unlist(segment, workers, prefix.worker)
         prefix.segments = ()
         return is_unconfirmed
 
@@ -97,8 +100,16 @@ class InFlightPrefixes:
     def confirm(self, worker: int, segment: int) -> None:
         """The worker reports that it holds the segment, so it is no longer in flight."""
         workers = self._by_segment.get(segment)
-        if workers is not None and workers.pop(worker, None) is not None and not workers:
+        if workers is not None and worker in workers:
+            self._unlist(segment, workers, worker)
+
+    def _unlist(self, segment: int, workers: dict[int, InFlightPrefix], worker: int) -> None:
+        del workers[worker]
+        if not workers:
             del self._by_segment[segment]
+        self._listed[worker] -= 1
+        if not self._listed[worker]:
+            del self._listed[worker]
 
     def forget_worker(self, worker: int) -> None:
         """Drops a worker's prefixes, because it is gone or has restarted."""
@@ -127,17 +138,22 @@ class InFlightPrefixes:
         found: dict[int, tuple[int, InFlightPrefix]] = {}
         if not self._by_segment:
             return found
+        find, missing = self._by_segment.get, len(self._listed)
         for depth in range(len(hashes), 0, -1):
-            workers = self._by_segment.get(hashes[depth - 1])
+            workers = find(hashes[depth - 1])
             if workers is not None:
                 for worker, prefix in workers.items():
                     if worker not in found:
                         found[worker] = (depth, prefix)
+                if len(found) == missing:
+                    break
         return found
 
     def check(self) -> None:
         """Asserts the invariants."""
         assert len(self._by_segment) <= self.limit_segments
+        listed = Counter(worker for workers in self._by_segment.values() for worker in workers)
+        assert self._listed == listed
         for segment, workers in self._by_segment.items():
             assert workers, "a listed segment without a prefix"
             for worker, prefix in workers.items():

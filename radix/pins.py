@@ -100,17 +100,20 @@ class Pins:
         session: str = "",
         priority: int = 0,
         label: Any = None,
+        tokens: int | None = None,
     ) -> Grant:
-        """Pins a prefix, or renews its pin, which counts as no hit and keeps its label.
+        """Pins a prefix, or renews its pin, which counts as no hit and keeps its label. A renewal
+        copies nothing of the key.
 
         space: pins of different spaces share no tokens; its repr identifies it.
-        key: the prefix, each token id as 8 bytes; whole pages.
+        key: the prefix, or a prompt that begins with it, each token id as 8 bytes.
+        tokens: the prefix's, whole pages; all of the key by default.
         """
         assert len(key) % TOKEN_BYTES == 0, "a key ends between two tokens"
         assert 0 < ttl_s < inf, "a lease has an end"
         now = self._advance(now)
-        tokens = len(key) // TOKEN_BYTES
-        path = self.prefixes_of(space, key)
+        tokens = len(key) // TOKEN_BYTES if tokens is None else tokens
+        path = self.prefixes_of(space, key, tokens)
         if path and path[-1].tokens == tokens:
             known = path[-1]
             self._renew(known, now, ttl_s, priority, known.hits)
@@ -126,6 +129,7 @@ class Pins:
             return Grant(None, reason=BUDGET)
         if tokens > self._limits.share_of(owner)[0]:
             return Grant(None, reason=OWNER_SHARE)
+        key = key[: tokens * TOKEN_BYTES]
         number, prefix = self._last_id + 1, _hash(space, key)
         pin = Pin(
             number, prefix, tokens, ttl_s, now + ttl_s, now, now, 0, owner, session, priority, label
@@ -229,10 +233,11 @@ class Pins:
                 heappush(turns, (held + order[-1].tokens, owner))
         return order
 
-    def pinned(self, space: Hashable, key: bytes) -> Pin | None:
-        """The pin on exactly this prefix."""
-        path = self.prefixes_of(space, key)
-        return path[-1] if path and path[-1].tokens * TOKEN_BYTES == len(key) else None
+    def pinned(self, space: Hashable, key: bytes, tokens: int | None = None) -> Pin | None:
+        """The pin on exactly the key's first `tokens`, or all of them."""
+        tokens = len(key) // TOKEN_BYTES if tokens is None else tokens
+        path = self.prefixes_of(space, key, tokens)
+        return path[-1] if path and path[-1].tokens == tokens else None
 
     def of_session(self, session: str) -> list[Pin]:
         """The pins that the session requested first. "" is no session."""

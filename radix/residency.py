@@ -24,7 +24,7 @@ segments without children are the leaves.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
@@ -234,11 +234,6 @@ class Residency:
         changes = Changes(self._cleared, removed, stored)
         self._cleared = False
         return changes
-
-    def snapshot(self) -> Iterator[Stored]:
-        """All segments, parents first."""
-        for segment, entry in self._segments.items():
-            yield segment, entry.parent, entry.tokens
 
     def _measure(self, path: Sequence[int], shared: int, most: int) -> None:
         """Applies a measurement: the chains that share `path` share `shared` tokens."""

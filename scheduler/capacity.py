@@ -35,6 +35,7 @@ Wherever a request has capacity, one of the same tenant with a higher priority h
 
 # One request is sent ahead for each so many that can run at once.
 _AHEAD = 8
+_NONE = (0, 0)
 
 
 class Capacity:
@@ -99,9 +100,11 @@ class InFlight:
         self.requests += requests
         self.tokens += tokens
         kind = priority, tenant
-        before, tokens_before = self._by_kind.pop(kind, (0, 0))
+        before, tokens_before = self._by_kind.get(kind, _NONE)
         if before + requests:
             self._by_kind[kind] = before + requests, tokens_before + tokens
+        else:
+            del self._by_kind[kind]
 
 
 def has_capacity(

@@ -1,11 +1,14 @@
 """Which worker takes a request: the one where it costs least, in tokens of prefill.
 
-    cost = pending + COMPUTE * uncached + DECODE_TOKENS * decoding
+    cost = pending + (1 + DELAY * share) * uncached + DECODE_TOKENS * decoding
            [+ RECENT * recent + SESSION_SHARE * sessions]
 
 pending   tokens that the worker still has to prefill for other requests: the wait
-uncached  tokens of this prompt that the worker does not hold and must compute. They count
-          COMPUTE times, because they delay this request and all requests after it
+uncached  tokens of this prompt that the worker does not hold and must compute. They delay
+          this request, and those that come to the worker meanwhile
+share     how many of those to expect: the worker's sessions with this one, against the mean of all
+          workers with this one, 1 at most. A worker without sessions delays few, so a prefix that
+          all sessions share spreads early, and one that some sessions share stays on few workers
 decoding  requests that generate there: each makes a step of the engine a little longer
 recent    tokens prefilled there in the last seconds: an engine that is short of memory evicts
           what it needs next, so it computes all the time long before it queues
@@ -22,21 +25,21 @@ Ties go to the highest rendezvous score of the prefix (Thaler and Ravishankar, 1
 balancers that see the same loads choose the same worker without a message.
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
+import msgspec
 import xxhash
 
-COMPUTE = 3.0
+DELAY = 2.0
 DECODE_TOKENS = 256
 RECENT = 0.5
 RECENT_S = 10.0
 # Recent tokens far below this number are no sign of load.
 RECENT_FLOOR = 4_000
 SESSION_SHARE = 0.05
-LEAVE = 1.0
+LEAVE = 2.0
 # A session is lost when its worker holds less than this share of what only that session had.
 LOST_SHARE = 0.5
 _LEAST_WARMTH = 0.05
@@ -84,8 +87,7 @@ class Score(NamedTuple):
     sessions: float
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(msgspec.Struct, frozen=True, gc=False):
     """The chosen worker, and the reason.
 
     "home": the session's worker. "moved": waiting at the session's worker would cost more.
@@ -96,17 +98,20 @@ class Placement:
     reason: str
 
 
-def stays(request: PlacementRequest, home: WorkerView, others: Sequence[WorkerView]) -> str:
+def stays(
+    request: PlacementRequest, home: WorkerView, most_held: int = 0, least_pending: float = 0
+) -> str:
     """The reason for placing a known session: "home" if it stays on its worker.
 
     "moved": waiting there costs more than moving. "lost": its cache there is gone.
-    others: every other worker; only what they hold and their pending tokens count.
+    most_held: the most tokens of the prompt that another worker holds.
+    least_pending: the least that another worker has to prefill, `inf` without others. If 0 says
+        "home" or "lost", so does any other number: only for "moved" need it be known.
     """
-    most_held = max((view.held_tokens for view in others), default=0)
     saved = home.held_tokens - most_held
     if saved < LOST_SHARE * (request.last_tokens - most_held):
         return "lost"
-    longer = home.pending_tokens - min((view.pending_tokens for view in others), default=math.inf)
+    longer = home.pending_tokens - least_pending
     return "home" if longer <= LEAVE * max(saved, 0) else "moved"
 
 
@@ -117,10 +122,13 @@ def place(request: PlacementRequest, workers: Sequence[WorkerView]) -> Placement
     reason = "new"
     home = next((view for view in workers if view.name == request.home), None)
     if home is not None:
-        reason = stays(request, home, [view for view in workers if view is not home])
+        others = [view for view in workers if view is not home]
+        most_held = max([view.held_tokens for view in others], default=0)
+        least_pending = min([view.pending_tokens for view in others], default=inf)
+        reason = stays(request, home, most_held, least_pending)
         if reason == "home":
             return Placement(home.name, reason)
-    scores = [score(request, view, is_new=reason != "moved") for view in workers]
+    scores = score_all(request, workers, is_new=reason != "moved")
     # Whole tokens: balancers that add the same numbers in another order must see the same ties.
     costs = [round(score.cost) for score in scores]
     least = min(costs)
@@ -129,15 +137,25 @@ def place(request: PlacementRequest, workers: Sequence[WorkerView]) -> Placement
     return Placement(chosen, "home" if chosen == request.home else reason)
 
 
-def score(request: PlacementRequest, view: WorkerView, *, is_new: bool) -> Score:
-    """The request's cost on a worker. `is_new`: with the terms of a new session."""
+def score_all(
+    request: PlacementRequest, workers: Sequence[WorkerView], *, is_new: bool
+) -> list[Score]:
+    """The request's cost on each of the workers. `is_new`: with the terms of a new session."""
+    mean = sum(view.session_tokens for view in workers) / len(workers) if workers else 0.0
+    return [_score(request, view, mean, is_new=is_new) for view in workers]
+
+
+def _score(request: PlacementRequest, view: WorkerView, mean: float, *, is_new: bool) -> Score:
     uncached = max(request.prompt_tokens - view.held_tokens, 0)
     decoding = DECODE_TOKENS * view.decoding
     recent = sessions = 0.0
+    share = 1.0
     if is_new:
+        own = max(request.prompt_tokens, 1)
+        share = min((view.session_tokens + own) / (mean + own), 1.0)
         recent = RECENT * view.recent_tokens**2 / (view.recent_tokens + RECENT_FLOOR)
         sessions = SESSION_SHARE * view.session_tokens
-    cost = view.pending_tokens + COMPUTE * uncached + decoding + recent + sessions
+    cost = view.pending_tokens + (1 + DELAY * share) * uncached + decoding + recent + sessions
     if view.warmth < 1.0:
         cost = (cost + 1) / max(view.warmth, _LEAST_WARMTH)
     return Score(view.name, cost, view.pending_tokens, uncached, decoding, recent, sessions)

@@ -28,6 +28,8 @@ class Rejection(StrEnum):
     MEMORY = "memory"
     UNSUPPORTED = "unsupported"
     """No slice ever runs: the cache cannot use a part of a prompt by itself."""
+    UNHELD = "unheld"
+    """The scheduler has only the end of the slice: the whole prompt must be sent again."""
 
 
 def least_tokens(page: int) -> int:

@@ -7,10 +7,11 @@ tools or wait for a person.
 """
 
 from collections import Counter, OrderedDict
-from typing import NamedTuple
+
+import msgspec
 
 
-class _Request(NamedTuple):
+class _Request(msgspec.Struct, frozen=True, gc=False):
     worker: int
     tokens: int
     sent_s: float
@@ -35,12 +36,14 @@ class Sessions:
 
     def live_tokens(self, worker: int) -> int:
         """The tokens of a worker's live sessions."""
-        return self._tokens[worker]
+        return self._tokens.get(worker, 0)
 
     def record(self, session: int, worker: int, tokens: int, now_s: float) -> None:
         """Records a request of `tokens` that was sent to `worker`."""
-        self.end(session)
+        if (found := self._last.get(session)) is not None:
+            self._tokens[found.worker] -= found.tokens
         self._last[session] = _Request(worker, tokens, now_s)
+        self._last.move_to_end(session)
         self._tokens[worker] += tokens
         if len(self._last) > self.limit:
             self.end(next(iter(self._last)))

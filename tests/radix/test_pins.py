@@ -129,6 +129,32 @@ def test_a_second_request_for_a_pin_renews_it_and_is_no_hit() -> None:
     assert len(pins) == 1
 
 
+def test_a_renewal_copies_nothing_of_a_long_prompt() -> None:
+    """A turn of a million tokens renews several pins, each eight bytes a token."""
+
+    class Prompt(bytes):
+        copied = 0
+
+        def __getitem__(self, at: Any) -> Any:
+            found = super().__getitem__(at)
+            Prompt.copied += len(found) if isinstance(found, bytes) else 1
+            return found
+
+    whole, pins = Prompt(prompt(1, 1000)), Pins(budget_tokens=2000)
+    for tokens in (400, 900):
+        assert pins.grant("", whole, TTL_S, 0, tokens=tokens).is_new
+    Prompt.copied = 0
+    for tokens in (400, 900):
+        known = pins.pinned("", whole, tokens)
+        again = pins.grant("", whole, TTL_S, 1, tokens=tokens)
+        assert (again.pin, again.is_new) == (known, False)
+        assert known is not None
+        assert known.tokens == tokens
+    assert len(pins.hit("", whole, 1, 1000)) == 2
+    assert Prompt.copied <= 100
+    assert pins.pinned("", whole, 500) is None
+
+
 def test_what_pins_share_is_counted_once() -> None:
     pins = Pins(budget_tokens=30)
     pin(pins, 1, 20, now=0)

@@ -10,6 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from radix.residency import Changes, Residency
+from tests.radix.held import everything
 
 A, B, C, D, E = 0xA, 0xB, 0xC, 0xD, 0xE
 
@@ -139,7 +140,7 @@ class Engine:
             self._forget(below)
 
     def tokens(self) -> dict[int, int]:
-        return {segment: tokens for segment, _, tokens in self.held.snapshot()}
+        return {segment: tokens for segment, _, tokens in everything(self.held)}
 
 
 def prompt(*runs: tuple[int, int]) -> tuple[int, ...]:
@@ -199,7 +200,7 @@ def test_a_prompt_in_parts_is_held_as_far_as_it_has_come() -> None:
 def test_only_whole_pages_are_claimed_and_a_last_page_in_part_is_no_obstacle() -> None:
     held = Residency(page=16, slack=15)
     held.add([A, B], [50, 100], key=range(100), resident=96, node=1, had=0)
-    assert {s: t for s, _, t in held.snapshot()} == {A: 48, B: 96}
+    assert {s: t for s, _, t in everything(held)} == {A: 48, B: 96}
 
 
 def test_less_than_a_page_is_not_held() -> None:
@@ -211,7 +212,7 @@ def test_less_than_a_page_is_not_held() -> None:
 def test_a_bigram_tree_holds_a_token_less_than_the_prompt() -> None:
     held = Residency(slack=1)
     held.add([A], [50], key=range(100), resident=99, node=1, had=0)
-    assert list(held.snapshot()) == [(A, None, 99)]
+    assert everything(held) == [(A, None, 99)]
 
 
 def test_a_part_that_the_tree_has_whole_measures_nothing() -> None:
@@ -302,7 +303,7 @@ def test_only_leaves_that_lost_their_node_are_matched_and_a_match_takes_steps() 
     assert asked == [3000, 3000]
     held.sweep(Tree(), 13)
     assert asked == [3000] * 3
-    assert [segment for segment, *_ in held.snapshot()] == [2]
+    assert [segment for segment, *_ in everything(held)] == [2]
 
 
 def test_nothing_is_measured_before_evictions_are_checked() -> None:
@@ -422,4 +423,5 @@ def test_the_claims_equal_the_resident_tokens(steps: list[tuple[object, ...]], p
             assert tokens <= resident(segment)
     while engine.held.changed:
         engine.hear(2)
-    assert engine.published == {s: (parent, tokens) for s, parent, tokens in engine.held.snapshot()}
+    held = everything(engine.held)
+    assert engine.published == {s: (parent, tokens) for s, parent, tokens in held}

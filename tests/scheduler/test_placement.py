@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.placement import (
-    COMPUTE,
+    DELAY,
     LEAVE,
     RECENT,
     RECENT_FLOOR,
@@ -45,24 +45,68 @@ def test_requests_follow_a_shared_prefix_while_it_is_computed() -> None:
     assert placed(20_500, None, lead, WorkerView("b")).worker == "a"
 
 
-def test_a_hot_prefix_spreads_when_its_queue_costs_more_than_its_prefill() -> None:
-    queue = int(COMPUTE * 20_000) + 1
-    views = [WorkerView("a", held_tokens=20_000, pending_tokens=queue), WorkerView("b")]
-    assert placed(20_500, None, *views).worker == "b"
+def test_a_hot_prefix_spreads_earlier_to_a_worker_with_few_sessions() -> None:
+    pending = 2 * 20_000
+    holder = WorkerView("a", 20_000, pending, session_tokens=200_000)
+    assert placed(20_500, None, holder, WorkerView("b")).worker == "b"
+    shared = [holder, WorkerView("b", session_tokens=200_000)]
+    assert placed(20_500, None, *shared).worker == "a"
+
+
+def test_computing_a_prefix_counts_more_where_sessions_would_wait_for_it() -> None:
+    queue = int((1 + DELAY) * 20_000)
+    used = WorkerView("b", session_tokens=20_000)
+    holder = WorkerView("a", 20_000, queue - 1, session_tokens=20_000)
+    assert placed(20_500, None, holder, used).worker == "a"
+    assert placed(20_500, None, holder._replace(pending_tokens=queue + 1), used).worker == "b"
+    fewer = used._replace(session_tokens=10_000)
+    assert placed(20_500, None, holder, fewer).worker == "b"
+
+
+@given(st.integers(1, 40), st.integers(2, 8))
+def test_sessions_that_all_share_a_prefix_spread_over_idle_workers(each: int, count: int) -> None:
+    """Each placement counts at once, so that a burst does not queue at one worker."""
+    views = {name: WorkerView(name) for name in map(str, range(count))}
+    for _ in range(each * count):
+        chosen = views[placed(10_500, None, *views.values()).worker]
+        views[chosen.name] = chosen._replace(
+            held_tokens=10_000,
+            pending_tokens=chosen.pending_tokens + 10_500 - chosen.held_tokens,
+            session_tokens=chosen.session_tokens + 10_500,
+        )
+    waits = [view.pending_tokens for view in views.values()]
+    assert max(waits) - min(waits) <= (1 + DELAY) * 10_000
+
+
+def test_harnesses_of_some_sessions_each_stay_on_one_worker() -> None:
+    views = {name: WorkerView(name, session_tokens=50_000) for name in "ab"}
+    holders = {0: "a", 1: "b"}
+    for turn in range(40):
+        harness = turn % 2
+        seen = [
+            view._replace(held_tokens=10_000 if holders[harness] == view.name else 0)
+            for view in views.values()
+        ]
+        chosen = placed(10_500, None, *seen).worker
+        assert chosen == holders[harness]
+        view = views[chosen]
+        views[chosen] = view._replace(
+            pending_tokens=view.pending_tokens + 500, session_tokens=view.session_tokens + 10_500
+        )
 
 
 def test_new_sessions_go_where_few_sessions_live() -> None:
-    crowded = WorkerView("a", 20_000, session_tokens=int(COMPUTE * 20_500 / SESSION_SHARE))
+    crowded = WorkerView("a", 20_000, session_tokens=int((1 + DELAY) * 20_500 / SESSION_SHARE))
     assert placed(20_500, None, crowded, WorkerView("b")).worker == "b"
 
 
 def test_new_sessions_avoid_a_worker_that_computes_all_the_time() -> None:
-    busy = WorkerView("a", 20_000, recent_tokens=RECENT_FLOOR + COMPUTE * 20_500 / RECENT)
+    busy = WorkerView("a", 20_000, recent_tokens=RECENT_FLOOR + (1 + DELAY) * 20_500 / RECENT)
     assert placed(20_500, None, busy, WorkerView("b")).worker == "b"
 
 
 def test_a_short_shared_prefix_stays_on_one_worker_under_light_load() -> None:
-    used = WorkerView("a", 500, recent_tokens=3_000, session_tokens=5_000)
+    used = WorkerView("a", 500, recent_tokens=2_000, session_tokens=4_000)
     assert placed(540, None, used, WorkerView("b")).worker == "a"
 
 
@@ -72,7 +116,7 @@ def test_a_known_session_stays_until_waiting_costs_more_than_moving() -> None:
         WorkerView("b", 2_000),
     ]
     assert placed(10_000, "a", *views, last_tokens=9_000) == Placement("a", "home")
-    views[0] = views[0]._replace(pending_tokens=int(LEAVE * 7_000 + COMPUTE * 7_000))
+    views[0] = views[0]._replace(pending_tokens=int((LEAVE + 1 + DELAY) * 7_000))
     assert placed(10_000, "a", *views, last_tokens=9_000) == Placement("b", "moved")
 
 
