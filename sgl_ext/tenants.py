@@ -32,8 +32,10 @@ class Tenants:
     def of(self, name: str) -> Tenant:
         """The tenant of this name; `max_priority` and weight 1 apply if it is not configured. Then
         it may use no LoRA adapter, and clients that name no tenant may use every one."""
-        usual = Tenant(name, self._max_priority, adapters="" if name else ANY_ADAPTER)
-        return self._named.get(name) or usual
+        named = self._named.get(name)
+        if named is not None:
+            return named
+        return Tenant(name, self._max_priority, adapters="" if name else ANY_ADAPTER)
 
     def asking(self, headers: Mapping[str, str]) -> Tenant:
         """The tenant of a request with these headers, whose names are in lower case."""

@@ -36,10 +36,9 @@ from sgl_ext.balancer.routing.event_subscriber import EventSubscribers
 from sgl_ext.balancer.routing.prefixes import Prefixes
 from sgl_ext.balancer.routing.readiness import Readiness
 from sgl_ext.balancer.routing.router import Router
-from sgl_ext.balancer.routing.slots import Slots
 from sgl_ext.balancer.routing.worker_probes import WorkerProbes
 from sgl_ext.balancer.routing.worker_sources import WorkerSources
-from sgl_ext.balancer.routing.workers import Workers
+from sgl_ext.balancer.routing.workers import Slots, Workers
 from sgl_ext.balancer.store.opening import open_store
 from sgl_ext.limits.byte_account import ByteAccount
 from sgl_ext.membership.member import Membership
@@ -289,7 +288,7 @@ class Parts:
 
 def _label(tenants: Tenants, key_file: KeyFileReloader | None, tenant: str) -> str | None:
     """A tenant's label in metrics: clients may name tenants, but only the operator adds labels."""
-    in_keys = frozenset[str]() if key_file is None else key_file.keys.tenants
+    in_keys = tenants.weights if key_file is None else key_file.keys.tenants
     if not in_keys and not tenants.weights:
         return None
     return tenant if tenant in in_keys or tenant in tenants.weights else "other"

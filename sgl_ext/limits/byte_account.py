@@ -62,7 +62,8 @@ class Hold:
         more = size - self.size
         if more > 0 and not self._account.has_room(self._tenant, more):
             return False
-        self.set(size)
+        self._account.add(self._tenant, more)
+        self.size = size
         return True
 
     def set(self, size: int) -> bool:
@@ -74,4 +75,5 @@ class Hold:
     def release(self) -> None:
         """Holds nothing. A second call changes nothing."""
         if self.size:
-            self.set(0)
+            self._account.add(self._tenant, -self.size)
+            self.size = 0

@@ -116,10 +116,13 @@ def find_excess(body: Any, turns_field: str | None, instructions: Iterable[str])
     for field in instructions:
         if _count(body.get(field)) > MAX_BLOCKS:
             return Excess(field, f"{field}: more than {MAX_BLOCKS} blocks")
-    blocks = 0
-    for message in messages if isinstance(messages, list) else ():
-        if type(message) is dict and type(content := message.get("content")) is list:
-            blocks += len(content)
+    blocks = sum(
+        [
+            len(content)
+            for message in (messages if isinstance(messages, list) else ())
+            if type(message) is dict and type(content := message.get("content")) is list
+        ]
+    )
     if blocks > MAX_BLOCKS:
         return Excess(str(turns_field), f"{turns_field}: more than {MAX_BLOCKS} blocks of content")
     return None

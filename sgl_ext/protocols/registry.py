@@ -29,8 +29,10 @@ def of_path(path: str) -> Protocol:
 
 def errors_of(path: str) -> ErrorShape:
     """How errors on a path are worded; a path below a protocol's has that protocol's errors."""
+    if (protocol := _BY_PATH.get(path)) is not None:
+        return protocol.errors
     below = (each for each in PROTOCOLS if path.startswith(f"{each.paths[0]}/"))
-    return (_BY_PATH.get(path) or next(below, UNKNOWN)).errors
+    return next(below, UNKNOWN).errors
 
 
 def detect(headers: Mapping[str, str], stated: str | None, body: Any) -> Protocol | None:

@@ -18,19 +18,18 @@ MARKS = frozenset({"cache_control", "prompt_cache_breakpoint"})
 _IDS = {"id", "tool_use_id", "tool_call_id", "call_id"}
 # Some SDKs send the last one with the tools of streamed requests only.
 _NOT_RENDERED = MARKS | _IDS | {"status", "signature", "eager_input_streaming"}
+_TEXT_ALONE = _NOT_RENDERED | {"role", "content"}
 _TEXT_TYPES = frozenset({None, "text", "input_text", "output_text"})
 _RESULT_KEYS = frozenset({"type", "tool_use_id", "content", "cache_control"})
-_ROLES: dict[Any, bytes] = {
-    role: b"\xffm" + role.encode() for role in ("user", "assistant", "tool")
-}
+ROLES: dict[Any, bytes] = {role: b"\xffm" + role.encode() for role in ("user", "assistant", "tool")}
+"""How a message of each usual role begins."""
 _DEFERRED = "defer_loading"
 _SEARCHES = "tool_search"
 SORTED = orjson.OPT_SORT_KEYS
 
 
-def offered_tools(body: dict[str, Any]) -> list[Any]:
+def offered_tools(tools: Any) -> list[Any]:
     """The tools that reach the prompt, as they are rendered: all, whichever may be called."""
-    tools = body.get("tools")
     return [rendered(tool) for tool in tools_at_head(tools)] if isinstance(tools, list) else []
 
 
@@ -72,16 +71,21 @@ def items_in(value: Any) -> list[Any]:
 
 def role_text(role: Any) -> bytes:
     """The beginning of a message of this role."""
-    return _ROLES.get(role) or b"\xffm" + str(role).encode()
+    return ROLES.get(role) or b"\xffm" + str(role).encode()
 
 
-def add_content(parts: list[bytes], content: Any, *, in_result: bool = False) -> None:
-    """Adds a text or blocks; a text alone counts as a list of one text block."""
+def text_of(value: str) -> bytes:
+    """A text in bytes."""
+    return value.encode("utf-8", "surrogatepass")
+
+
+def content_text(content: Any, *, in_result: bool = False) -> bytes:
+    """A text or blocks; a text alone counts as a list of one text block."""
+    if type(content) is str:
+        return b"\xffb" + content.encode("utf-8", "surrogatepass") if content else b""
     if not isinstance(content, list):
         content = (content,) if content else ()
-    for block in content:
-        parts.append(b"\xffb")
-        parts.append(block_text(block, in_result=in_result))
+    return b"".join([b"\xffb" + block_text(block, in_result=in_result) for block in content])
 
 
 def block_text(block: Any, *, in_result: bool = False) -> bytes:
@@ -91,26 +95,27 @@ def block_text(block: Any, *, in_result: bool = False) -> bytes:
         how deep calls can go differs between the balancer and an engine.
     """
     if isinstance(block, str):
-        return block.encode("utf-8", "surrogatepass")
+        return text_of(block)
     if not isinstance(block, dict):
         return orjson.dumps(block, option=SORTED)
     kind = block.get("type")
     if kind in _TEXT_TYPES and isinstance(text := block.get("text"), str):
-        return text.encode("utf-8", "surrogatepass")
+        return text_of(text)
     if kind == "tool_use":
         return b"\xffu" + orjson.dumps((block.get("name"), block.get("input")), option=SORTED)
     if kind != "tool_result" or in_result:
         return orjson.dumps(rendered(block), option=SORTED)
-    parts = [b"\xffr"]
-    add_content(parts, block.get("content"), in_result=True)
+    text = b"\xffr" + content_text(block.get("content"), in_result=True)
     if not block.keys() <= _RESULT_KEYS:
         others = {k: v for k, v in block.items() if k != "content"}
-        parts.append(orjson.dumps(rendered(others), option=SORTED))
-    return b"".join(parts)
+        text += orjson.dumps(rendered(others), option=SORTED)
+    return text
 
 
 def rest_of_message(message: dict[str, Any]) -> bytes:
     """The rest of a message, without role and content: tool calls, reasoning, a call's output."""
+    if message.keys() <= _TEXT_ALONE:  # as each result of a tool in a chat
+        return b""
     rest = {
         key: value
         for key, value in message.items()

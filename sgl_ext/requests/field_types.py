@@ -49,20 +49,32 @@ def find_wrong_field(body: Any) -> WrongField | None:
     """The first field of a parsed body whose value is wrong. A field may be left out or null."""
     if not isinstance(body, dict):
         return None
+    if (wrong := _of_other_type(body, "", FIELDS)) is not None:
+        return wrong
     options = body.get("stream_options")
-    inner = options if isinstance(options, dict) else {}
-    for holder, prefix, fields in ((body, "", FIELDS), (inner, "stream_options.", STREAM_OPTIONS)):
-        for name, kind in fields.items():
-            value = holder.get(name)
-            if kind is int:
-                value = as_integer(value)
-            if value is not None and type(value) is not kind:
-                field = prefix + name
-                return WrongField(field, f"{field}: must be {_FORMS[kind]}")
-    if body.get("n") is not None and body["n"] < 1:
+    if isinstance(options, dict):
+        wrong = _of_other_type(options, "stream_options.", STREAM_OPTIONS)
+        if wrong is not None:
+            return wrong
+    if (n := body.get("n")) is not None and n < 1:
         return WrongField("n", "n: must be at least 1")
     for name in _STOPS:
         stops = body.get(name)
         if stops == "" or (isinstance(stops, list) and "" in stops):
             return WrongField(name, f"{name}: must not be an empty text")
     return None
+
+
+def _of_other_type(
+    holder: Mapping[str, Any], prefix: str, fields: Mapping[str, type]
+) -> WrongField | None:
+    for name, kind in fields.items():
+        if _is_wrong(holder.get(name), kind):
+            return WrongField(prefix + name, f"{prefix}{name}: must be {_FORMS[kind]}")
+    return None
+
+
+def _is_wrong(value: Any, kind: type) -> bool:
+    if value is None or type(value) is kind:
+        return False
+    return kind is not int or type(as_integer(value)) is not int

@@ -70,7 +70,7 @@ def read_importance(
     counts where the request says nothing.
     """
     body = body if isinstance(body, dict) else {}
-    name = next((name for name in HEADERS if headers.get(name)), None)
+    name = next((name for name in HEADERS if headers.get(name)), None) if headers else None
     nvext, tier, own = body.get("nvext"), body.get("service_tier"), body.get("priority")
     says_nothing = name is None and nvext is None and tier is None and own is None
     if says_nothing and defaults is NO_DEFAULTS:

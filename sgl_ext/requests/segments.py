@@ -21,32 +21,36 @@ wrong guess of what a template renders costs a cache miss and nothing else.
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+import msgspec
 import orjson
 import xxhash
 
 from sgl_ext.requests.canonical import (
+    ROLES,
     SORTED,
-    add_content,
     block_text,
+    content_text,
     items_in,
     offered_tools,
     rest_of_message,
     role_text,
+    text_of,
 )
 from sgl_ext.requests.protocol import INSTRUCTION_ROLES, Json, Part, Protocol
 
 CUT_BYTES = 4096
 FINE_CUT_BYTES = 1024
 _SCHEMAS = frozenset({"parameters", "input_schema"})
+# How a message that is one text begins.
+_TEXT_BEGINS = {role: begin + b"\xffb" for role, begin in ROLES.items()}
 # Requests that differ in one of these share nothing.
 _SALTS = ("model", "lora_path", "cache_salt", "extra_key", "previous_response_id")
 
 
-@dataclass(frozen=True, slots=True)
-class Chain:
+class Chain(msgspec.Struct, frozen=True, gc=False):
     """A request's segments in prompt order.
 
     hashes: for each segment, the 128-bit hash of everything up to its end.
@@ -77,9 +81,9 @@ def read_chain(protocol: Protocol, body: Any, *, salt: bytes = b"") -> Chain:
         return Chain()
     try:
         writer = _Writer(body, salt)
-        for part, field in protocol.prompt:
-            value = offered_tools(body) if part is Part.TOOLS else body.get(field)
-            _WRITE[part](writer, value)
+        for write, field in _steps(protocol):
+            if (value := body.get(field)) is not None:
+                write(writer, value)
     except (TypeError, ValueError, OverflowError, RecursionError, AttributeError):
         return Chain()
     writer.messages_begin()
@@ -103,42 +107,39 @@ class _Writer:
         self.tools = 0
         self.tool_segments = 0
         self.head_segments: int | None = None
-        self._size = 0
-        self._hash = xxhash.xxh3_128(salt)
-        for key in _SALTS:
-            value = body.get(key)
-            self._hash.update(b"\xff")
-            if isinstance(value, str):
-                self._hash.update(value.encode("utf-8", "surrogatepass"))
-            elif value is not None:
-                self._hash.update(b"\xff" + orjson.dumps(value))
+        self.size = 0
+        salts = [b"" if value is None else _salt(value) for value in map(body.get, _SALTS)]
+        self.running = xxhash.xxh3_128(b"\xff".join((salt, *salts)))
 
     def segment(self, text: bytes) -> None:
         """Adds a text that ends where a segment ends; a long one is cut into several segments."""
         size = len(text)
-        if self.session is None and size > FINE_CUT_BYTES:
-            self._cut(text, [*range(FINE_CUT_BYTES, min(size, CUT_BYTES), FINE_CUT_BYTES)])
-        elif size > CUT_BYTES:
-            self._cut(text, [])
+        if size > FINE_CUT_BYTES and (self.session is None or size > CUT_BYTES):
+            fine_bytes = min(size, CUT_BYTES) if self.session is None else 0
+            self._cut(text, [*range(FINE_CUT_BYTES, fine_bytes, FINE_CUT_BYTES)])
         elif size:
-            self._hash.update(text)
-            self._size += size
-            self.hashes.append(self._hash.intdigest())
-            self.ends.append(self._size)
+            self.running.update(text)
+            self.size += size
+            self.hashes.append(self.running.intdigest())
+            self.ends.append(self.size)
 
     def _cut(self, text: bytes, cuts: list[int]) -> None:
         size, view, start = len(text), memoryview(text), 0
         for end in (*cuts, *range(CUT_BYTES, size, CUT_BYTES), size):
-            self._hash.update(view[start:end])
-            self.hashes.append(self._hash.intdigest())
-            self.ends.append(self._size + end)
+            self.running.update(view[start:end])
+            self.hashes.append(self.running.intdigest())
+            self.ends.append(self.size + end)
             start = end
-        self._size += size
+        self.size += size
 
     def messages_begin(self) -> None:
         """The instructions have ended; a second call changes nothing."""
         if self.head_segments is None:
             self.head_segments = len(self.hashes)
+
+
+def _salt(value: Any) -> bytes:
+    return text_of(value) if isinstance(value, str) else b"\xff" + orjson.dumps(value)
 
 
 def with_sorted_tools(body: Any) -> Any:
@@ -181,8 +182,14 @@ def _tool_name(tool: Any) -> str:
     return str((inner if isinstance(inner, dict) else tool).get("name", ""))
 
 
-def _write_tools(writer: _Writer, tools: list[Any]) -> None:
-    if tools:
+@cache
+def _steps(protocol: Protocol) -> tuple[tuple[Callable[[_Writer, Any], None], str], ...]:
+    """What to do with each field of the prompt, in order."""
+    return tuple((_WRITE[part], field) for part, field in protocol.prompt)
+
+
+def _write_tools(writer: _Writer, value: Any) -> None:
+    if tools := offered_tools(value):
         writer.segment(b"\xfft" + orjson.dumps(tools, option=SORTED))
         writer.tools = len(tools)
         writer.tool_segments = len(writer.hashes)
@@ -197,22 +204,36 @@ def _write_instructions(writer: _Writer, value: Any) -> None:
 
 def _write_items(writer: _Writer, value: Any) -> None:
     """Messages or other items: each is a segment."""
+    update, digest = writer.running.update, writer.running.intdigest
+    hashes, ends = writer.hashes, writer.ends
     for message in items_in(value):
         if not isinstance(message, dict):
             writer.messages_begin()
             writer.segment(b"\xffm" + block_text(message))
             continue
         role, content = message.get("role"), message.get("content")
+        begin = _TEXT_BEGINS.get(role)
+        if type(content) is str and begin is not None and len(message) == 2 and writer.session:
+            # Most of a long history: the same segment as below, without copies.
+            text = content.encode("utf-8", "surrogatepass")
+            size = len(begin) + len(text)
+            if text and size <= CUT_BYTES:
+                update(begin)
+                update(text)
+                writer.size += size
+                hashes.append(digest())
+                ends.append(writer.size)
+                continue
         if role in INSTRUCTION_ROLES:
             _write_instructions(writer, content)
             continue
-        writer.messages_begin()
-        parts = [role_text(role)]
-        add_content(parts, content)
+        if writer.head_segments is None:
+            writer.messages_begin()
+        text = role_text(role) + content_text(content)
         if len(message) > 2:
-            parts.append(rest_of_message(message))
-        writer.segment(b"".join(parts))
-        if role == "user" and writer.session is None and writer.hashes:
+            text += rest_of_message(message)
+        writer.segment(text)
+        if writer.session is None and role == "user" and writer.hashes:
             writer.session = writer.hashes[-1]
 
 
@@ -222,7 +243,7 @@ def _write_text(writer: _Writer, value: Any) -> None:
         value = value[0]
     writer.messages_begin()
     if isinstance(value, str):
-        writer.segment(b"\xffp" + value.encode("utf-8", "surrogatepass"))
+        writer.segment(b"\xffp" + text_of(value))
     elif isinstance(value, list) and value and isinstance(value[0], int):
         writer.segment(array("q", value).tobytes())
 

@@ -96,7 +96,9 @@ def session_key(headers: Mapping[str, str], body: Any, chain: Chain) -> int | No
 
 def stated_session(headers: Mapping[str, str], body: Any) -> str | None:
     """The id that the client states for the conversation, or for the harness's session."""
-    stated = next((headers[name] for name in SESSION_HEADERS if headers.get(name)), None)
+    stated = None
+    if headers:
+        stated = next((headers[name] for name in SESSION_HEADERS if headers.get(name)), None)
     if stated is None and isinstance(body, dict):
         key = body.get("prompt_cache_key")
         stated = key if isinstance(key, str) and key else None
@@ -120,4 +122,5 @@ def hints_of(fields: Mapping[bytes, bytes]) -> dict[str, str]:
 
 def is_final(headers: Mapping[str, str]) -> bool:
     """Whether the client states that this is the conversation's last turn."""
-    return headers.get(FINAL_HEADER, "").strip().lower() in ("1", "true", "yes")
+    final = headers.get(FINAL_HEADER)
+    return final is not None and final.strip().lower() in ("1", "true", "yes")

@@ -31,11 +31,12 @@ without any block left: the prompt is then that of a request which never had the
 import copy
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 from sgl_ext.requests.protocol import INSTRUCTION_ROLES, Json, Part, Protocol
 from sgl_ext.requests.rewriting import DROPPED, altered, edited
-from sgl_ext.requests.volatile_lines.moving import Moved, move_lines
+from sgl_ext.requests.volatile_lines.moving import move_lines
 
 BILLING_HEADER = "x-anthropic-billing-header"
 # A text with more is not a harness's. It stays as it is, and costs little to read.
@@ -86,6 +87,10 @@ class HeaderStrip:
         alone.moves_lines = False
         return alone
 
+    def finds(self, text: str) -> bool:
+        """Whether a header may lead a text, for which `strip` has to look."""
+        return self._header.match(text) is not None
+
     def strip(self, text: str) -> StrippedText:
         """Removes every header at the beginning of `text`."""
         start, headers, fields = 0, 0, {}
@@ -133,14 +138,23 @@ def strip_request(protocol: Protocol, body: Any, strip: HeaderStrip) -> Stripped
         return Stripped(body, 0, {})
     visitor = _Visitor(strip)
     edits: Json = {}
-    for part, name in protocol.prompt:
-        if part is not Part.TOOLS and name in body:
+    for part, name in _texts_of(protocol):
+        if name in body:
             new = visitor.visit(part, body[name])
-            edits[name] = [] if new is DROPPED and part is not Part.INSTRUCTIONS else new
-    moved = Moved(edited(body, edits), {})
+            if new is not body[name]:
+                edits[name] = [] if new is DROPPED and part is not Part.INSTRUCTIONS else new
+    if edits:
+        body = edited(body, edits)
+    kinds: Mapping[str, int] = {}
     if strip.moves_lines:
-        moved = move_lines(protocol, moved.body)
-    return Stripped(moved.body, visitor.headers, visitor.fields, moved.kinds)
+        body, kinds = move_lines(protocol, body)
+    return Stripped(body, visitor.headers, visitor.fields, kinds)
+
+
+@cache
+def _texts_of(protocol: Protocol) -> tuple[tuple[Part, str], ...]:
+    """The fields that may have system texts."""
+    return tuple((part, name) for part, name in protocol.prompt if part is not Part.TOOLS)
 
 
 class _Visitor:
@@ -161,7 +175,18 @@ class _Visitor:
             return self._prompts(value)
         if not isinstance(value, list):
             return value
-        return _each(value, self._instance if part is Part.INSTANCES else self._message)
+        if part is Part.INSTANCES:
+            return _each(value, self._instance)
+        changed: dict[int, Any] = {}
+        for at, item in enumerate(value):  # many messages, and few of them are instructions
+            if isinstance(item, dict) and item.get("role") in INSTRUCTION_ROLES:
+                new = self._message(item)
+                if new is not item:
+                    changed[at] = new
+        if not changed:
+            return value
+        visited = [changed.get(at, item) for at, item in enumerate(value)]
+        return [item for item in visited if item is not DROPPED] or DROPPED
 
     def _content(self, value: Any) -> Any:
         """A text, or a list of texts and of blocks with a `text`."""
@@ -171,17 +196,15 @@ class _Visitor:
         return self._text(value) if isinstance(value, str) else _member(value, "text", self._text)
 
     def _text(self, value: Any) -> Any:
-        text, headers, fields = (
-            self._strip.strip(value) if isinstance(value, str) else (value, 0, {})
-        )
+        if not isinstance(value, str) or not self._strip.finds(value):
+            return value
+        text, headers, fields = self._strip.strip(value)
         self.headers += headers
         self.fields.update(fields)
         return text if text or not headers else DROPPED
 
-    def _message(self, message: Any) -> Any:
-        """A message or input item: stripped if it has instructions."""
-        if not isinstance(message, dict) or message.get("role") not in INSTRUCTION_ROLES:
-            return message
+    def _message(self, message: Json) -> Any:
+        """A message or input item with instructions."""
         return _member(message, "content", self._content)
 
     def _prompts(self, value: Any) -> Any:
@@ -209,4 +232,6 @@ def _member(holder: Any, key: str, visit: Callable[[Any], Any]) -> Any:
     if not isinstance(holder, dict) or key not in holder:
         return holder
     new = visit(holder[key])
+    if new is holder[key]:
+        return holder
     return new if new is DROPPED else edited(holder, {key: new})

@@ -14,7 +14,9 @@ Generated text cannot be mistaken for counts: JSON escapes the quotation marks i
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 _WINDOW_BYTES = 4096
 _OBJECTS = (b'"usage":', b'"meta_info":')
@@ -28,7 +30,7 @@ _SHORT_TTL_S = 300.0
 _Counts = dict[bytes, int]
 
 
-class Usage(NamedTuple):
+class Usage(msgspec.Struct, frozen=True, gc=False):
     """What an answer says of its cost; None is a count that it does not state.
 
     prompt_tokens: the length of the prompt.
@@ -43,10 +45,10 @@ class Usage(NamedTuple):
     @property
     def output_tokens(self) -> int | None:
         """Generated tokens."""
-        prompt, cached, output = self
+        prompt, output = self.prompt_tokens, self.computed_tokens
         if prompt is None or output is None:
             return None
-        if (uncached := prompt - (cached or 0)) > 0:
+        if (uncached := prompt - (self.cached_tokens or 0)) > 0:
             output -= uncached
         return output if output > 0 else 0
 
@@ -58,16 +60,19 @@ def read_usage(first: bytes, last: bytes) -> Usage | None:
     """
     if first is last and last.startswith(_LISTS):
         return read_items(last.split(_ITEM)[1:])
-    end = _counts(last)
-    begin = end if first is last else _counts(first)
-    prompt = end if _prompt(begin) is None else begin
-    length, cached = _prompt(prompt), _cached(prompt)
+    end = prompt = _counts(last)
+    length, generated = _prompt(end), _generated(end)
+    if first is not last:
+        begin = _counts(first)
+        generated = max(_generated(begin), generated)
+        if (beginning := _prompt(begin)) is not None:
+            prompt, length = begin, beginning
+    cached = _cached(prompt)
     if b"prefilled_tokens" in prompt:
         return Usage(length, cached, prompt[b"prefilled_tokens"])
     cached = _cached(end) if cached is None else cached
     if length is None:
         return None if cached is None else Usage(None, cached, None)
-    generated = max(_generated(begin), _generated(end))
     return Usage(length, cached, max(length - (cached or 0), 0) + generated)
 
 

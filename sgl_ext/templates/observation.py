@@ -46,7 +46,7 @@ _TOOLS = [
 def observe(render: Render, thinking: Render | None = None) -> TemplateModel:
     """What a template does. Raises ValueError if it does not even render a user's text.
 
-    thinking: renders for a model that thinks, if it has to be told to.
+    thinking: renders for a model that thinks only on demand.
     """
     if _rendered(render, [_said("user", _A)]) is None:
         if _rendered(render, [_said("user", _A)], _TOOLS) is None:

@@ -117,7 +117,7 @@ def _compare(preparation: Preparation, context: RequestContext) -> None:
 
 
 async def _prepared(services: Any, request: Request) -> Preparation:
-    asked = ask(services, request)
+    asked = ask(services, request.head)
     if asked is None:
         return NOT_PREPARED
     reading = services.reader.read(asked, request.body)
@@ -195,6 +195,7 @@ async def _services() -> Any:
         rate_limits=RateLimits(None, metrics),
         hint_rules=None,
         request_log=SimpleNamespace(detector=None),
+        cache_turns=SimpleNamespace(prompt_before=lambda *_: None),
         reader=BodyReader(HeaderStrip(), sort_tools=False, keeps_turns=True),
         metrics=metrics,
     )

@@ -129,6 +129,17 @@ def test_a_text_equals_a_list_of_one_text_block(body: dict[str, Any]) -> None:
     assert chain(other) == chain(body)
 
 
+@pytest.mark.parametrize("text", ["a", "é", "日本", "\ud800"])
+@pytest.mark.parametrize("length", [1, CUT_BYTES // 2, CUT_BYTES, 3 * CUT_BYTES])
+def test_a_later_text_of_any_length_equals_a_list_of_one_text_block(text: str, length: int) -> None:
+    def body(content: Any) -> dict[str, Any]:
+        turn = {"role": "assistant", "content": content}
+        return {"messages": [{"role": "user", "content": "Hello"}, turn, turn]}
+
+    for long in (text * length, text * length + "x"):
+        assert chain(body(long)) == chain(body([{"type": "text", "text": long}]))
+
+
 @pytest.mark.parametrize(
     ("path", "field", "key"),
     [

@@ -116,7 +116,9 @@ async def explain(request: web.Request) -> web.Response:
     fields = {name.encode(): value.encode("latin-1", "replace") for name, value in hints.items()}
     asked_hints = services.hint_rules.asked(tenant.name, fields)
     ceiling = tenant.max_priority
-    asked = Asked(path, target, names, hints, True, False, ceiling, False, asked_hints)
+    asked = Asked(
+        path, target, names, hints, True, False, ceiling, False, asked_hints, tenant=tenant.name
+    )
     reading = await services.read_body(tenant.name, asked, body)
     assert reading.prompt is not None, "it would run"
     routing = router.routing_of(reading.prompt, hints)

@@ -14,7 +14,7 @@ import xxhash
 
 from radix.index_memory import MAX_HOLDERS, IndexMemory
 from sgl_ext.balancer.routing.prefixes import Prefixes
-from sgl_ext.balancer.routing.slots import Slots
+from sgl_ext.balancer.routing.workers import Slots
 
 _WRITER = 0
 _SLOT_BYTES = 16 * MAX_HOLDERS

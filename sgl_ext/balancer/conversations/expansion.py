@@ -117,6 +117,10 @@ class Expander:
             return None
         return Named(previous, context, is_thread, items)
 
+    def has_turns(self, path: str, *, remembers: bool = False) -> bool:
+        """Whether a request that names nothing may still be a turn to store, for `expand`."""
+        return self._continues(path, remembers) or (self.keeps_turns and path in threads.PATHS)
+
     def expand(
         self, path: str, body: Any, found: Found | None = None, *, remembers: bool = False
     ) -> Expanded:

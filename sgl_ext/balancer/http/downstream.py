@@ -15,7 +15,7 @@ from http import HTTPStatus
 from typing import cast
 
 from sgl_ext.balancer.http import http2
-from sgl_ext.balancer.http.interfaces import RunningExchange, Server
+from sgl_ext.balancer.http.interfaces import RunningExchange, Server, write_both
 from sgl_ext.balancer.http.request_reader import Request
 from sgl_ext.balancer.http.response_head import NO_BODY
 from sgl_ext.limits.bounds import (
@@ -79,7 +79,7 @@ class DownstreamConnection(asyncio.BufferedProtocol):
         else:
             head = (status, reason, lines, len(body), end)
             head_lines = b"HTTP/1.1 %d %b\r\n%bcontent-length: %d\r\n%b" % head
-            self._transport.writelines((head_lines, body))
+            write_both(self._transport, head_lines, body)
         self._end_exchange()
 
     def start_stream(self, status: int, reason: bytes, lines: bytes, data: bytes = b"") -> None:

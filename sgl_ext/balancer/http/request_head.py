@@ -30,6 +30,7 @@ from sgl_ext.requests.session import (
     QUEUED_HEADER,
     RANK_HEADER,
     SECRET_HEADER,
+    hints_of,
 )
 
 # Headers of one connection and not of the message (RFC 9110, section 7.6.1), and the length,
@@ -74,6 +75,8 @@ class RequestHead:
     identity: the id and the trace that the client states.
     tenant: the tenant that authentication found; "" otherwise.
     is_socket: whether it opens a WebSocket.
+    asked: what is read of a body for it (`relay.reading.Asked`): it depends on the head and the
+        settings alone, and the cache of heads is emptied when these change.
     rejection: set if the request cannot be served whatever its body.
     """
 
@@ -93,8 +96,14 @@ class RequestHead:
         self.tenant = ""
         self.route: Route | None = None
         self.is_socket = False
+        self.asked: object | None = None
         self.rejection: BalancerError | None = None
         self.is_complete = False
+
+    @cached_property
+    def hints(self) -> dict[str, str]:
+        """The headers that are hints; names in lower case."""
+        return hints_of(self.fields)
 
     @cached_property
     def facts(self) -> ClientFacts:
@@ -119,6 +128,7 @@ class RequestHead:
         added = [(n, v.encode("latin-1")) for n, v in ours.items() if v is not None]
         self.headers = theirs + added
         self.fields = dict(self.headers)
+        self.__dict__.pop("hints", None)
         self.upstream_lines = header_lines(theirs, _NOT_UPSTREAM) + header_lines(added, ())
 
 

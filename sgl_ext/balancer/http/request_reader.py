@@ -15,9 +15,10 @@ the body is then skipped. Bytes of later requests wait in `ahead`; the caller st
 there are many.
 """
 
-from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
+
+import msgspec
 
 from sgl_ext.balancer.http import http2
 from sgl_ext.balancer.http.chunked import ChunkedBody
@@ -41,8 +42,7 @@ _USUAL_HEAD_BYTES = 8 * 1024
 _SCRATCH = memoryview(bytearray(16 * 1024))
 
 
-@dataclass(slots=True, eq=False)
-class Request:
+class Request(msgspec.Struct, eq=False):
     """One request.
 
     rejection: why it cannot be served; its body was dropped.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import httptools
 
+from sgl_ext.balancer.http.interfaces import write_both
 from sgl_ext.balancer.http.request_head import transfer_coding
 from sgl_ext.balancer.http.response_head import ResponseHead
 from sgl_ext.limits.bounds import MAX_WRITTEN_BYTES
@@ -82,7 +83,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._unsent = memoryview(body)
             self._send_more()
         elif body:
-            self._transport.writelines((head, body))
+            write_both(self._transport, head, body)
         else:
             self._transport.write(head)
 

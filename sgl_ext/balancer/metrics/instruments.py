@@ -75,8 +75,9 @@ class Histogram(Collector):
         registry.register(self)
 
     def observe(self, label: str, value: float) -> None:
-        counts = self._counts.get(label)
-        if counts is None:
+        try:
+            counts = self._counts[label]
+        except KeyError:
             counts = self._counts[label] = [0.0] * (len(self._names) + 1)
         counts[bisect_left(self._bounds, value)] += 1
         counts[-1] += value

@@ -10,7 +10,6 @@ from sgl_ext.balancer.conversations.made_contexts import COVERS, HEADER, SKIPPED
 from sgl_ext.balancer.http.request_reader import Request
 from sgl_ext.balancer.relay.services import Services
 from sgl_ext.protocols.errors import BalancerError
-from sgl_ext.requests.session import hints_of
 
 # Of the same size, copying and hashing messages takes several times as long as reading them.
 _LARGE_BYTES = 256 << 10
@@ -46,7 +45,7 @@ async def _make(services: Services, request: Request, path: str) -> tuple[str, b
     if items is None:
         return made, b""
     about, covers = made
-    tenant = services.router.tenants.asking(hints_of(request.head.fields)).name
+    tenant = services.router.tenants.asking(request.head.hints).name
     result = await services.conversations.keep_context(tenant, Registration(about, items))
     covered = ", ".join(f"{name}={count}" for name, count in covers.items())
     return result, f"{HEADER}: {about['context_id']}\r\n{COVERS}: {covered}\r\n".encode()

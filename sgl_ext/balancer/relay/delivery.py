@@ -47,37 +47,42 @@ class Stage(Enum):
     ENDED = "the response is complete, or the client is gone"
 
 
+BEFORE_FIRST_BYTE, RELAYING, ENDED = Stage
+
+
 class Delivery(ABC):
     """The attempts of one request. `tried`: the workers that it was sent to."""
+
+    # How a request begins. Most requests change few of these.
+    _stage = BEFORE_FIRST_BYTE
+    _connection: UpstreamConnection | None = None
+    _connecting: asyncio.Task[None] | None = None
+    _attempt: Attempt | None = None
+    _leg: PrefillLeg | None = None
+    _last_attempt: Attempt | None = None  # whether it runs or has ended
+    _attempts = 0
+    _is_sent = False  # in this attempt
+    _lost = 0  # attempts that were sent to a worker that failed
+    _wait_reason = ""
+    _queued_s = 0.0
+    _spans: RequestSpans | None = None
+    _lines = b""  # for the engine, besides those of the head
+    routing = NO_ROUTING
 
     def __init__(self, services: Services, request: Request) -> None:
         self._arrived_s = time.perf_counter()
         self._services = services
         self._request = request
-        self._head = request.head
-        self._stage = Stage.BEFORE_FIRST_BYTE
+        self._head = head = request.head
         self._pool = services.control
-        self._connection: UpstreamConnection | None = None
-        self._connecting: asyncio.Task[None] | None = None
-        self._attempt: Attempt | None = None
-        self._leg: PrefillLeg | None = None
-        self._last_attempt: Attempt | None = None  # whether it runs or has ended
-        self._attempts = 0
-        self._is_sent = False  # in this attempt
-        self._lost = 0  # attempts that were sent to a worker that failed
-        self._wait_reason = ""
-        self._queued_s = 0.0
-        self._request_id = request.head.identity.request_id or new_request_id()
-        trace = request.head.identity.trace
+        self._request_id = head.identity.request_id or new_request_id()
+        trace = head.identity.trace
         self._trace_id = new_trace_id() if trace is None else trace.trace_id
-        self._spans: RequestSpans | None = None
-        if services.span_export is not None and request.head.route is not None:
+        self.tried: set[Worker] = set()
+        if services.span_export is not None and head.route is not None:
             is_sampled = None if trace is None else trace.is_sampled
             if services.span_export.records(self._trace_id, is_sampled):
-                self._spans = RequestSpans(request.head, self._trace_id, self._arrived_s)
-        self._lines = b""  # for the engine, besides those of the head
-        self.routing = NO_ROUTING
-        self.tried: set[Worker] = set()
+                self._spans = RequestSpans(head, self._trace_id, self._arrived_s)
 
     # What the exchange does with a response, or without one.
 
@@ -118,8 +123,9 @@ class Delivery(ABC):
         if self.tried:
             services.metrics.retries.inc()
         self._attempts += 1
-        self.tried.update((attempt.worker, attempt.answerer))
-        self._pool = services.pool(attempt.answerer)
+        self.tried.add(attempt.worker)
+        self.tried.add(answerer := attempt.answerer)
+        self._pool = services.pool(answerer)
         if attempt.follows is not None:
             self._wait_reason = "prefix"
             attempt.follows.followers.append(partial(self._go_on, attempt))
@@ -158,16 +164,16 @@ class Delivery(ABC):
         self._is_sent = True
         head, body = self._head, self._request.body
         first = self._pool.request_line(head.method, head.target)
-        lines = first + head.upstream_lines + self._lines
-        lines += f"x-request-id: {self._request_id}\r\n{self._trace_lines()}".encode()
+        more = self._lines
         if self._attempts > 1:
-            lines += _RETRY_LINE % (self._attempts - 1)
+            more += _RETRY_LINE % (self._attempts - 1)
         if self._queued_s:
-            lines += _QUEUED_LINE % self._queued_s
+            more += _QUEUED_LINE % self._queued_s
+        end = "\r\n"
         if body or head.method not in ("GET", "HEAD"):
-            lines += b"content-length: %d\r\n\r\n" % len(body)
-        else:
-            lines += b"\r\n"
+            end = f"content-length: {len(body)}\r\n\r\n"
+        named = f"x-request-id: {self._request_id}\r\n{self._trace_lines()}{end}".encode()
+        lines = b"".join((first, head.upstream_lines, more, named))
         if self._attempt is not None and self._attempt.decoder is not None:
             lines = self._prefill(self._attempt, first, lines)
         connection.send(self, lines, body, head.method)
@@ -184,7 +190,7 @@ class Delivery(ABC):
 
     def _prefill_failed(self, attempt: Attempt, reason: str, *, answered: bool) -> None:
         """The prefill engine failed: the decode engine would wait for its KV."""
-        if attempt is self._attempt and self._stage is Stage.BEFORE_FIRST_BYTE:
+        if attempt is self._attempt and self._stage is BEFORE_FIRST_BYTE:
             attempt.worker.breaker.failed(time.monotonic(), answered=answered)
             self._lost += not answered
             self._disconnect()
@@ -213,7 +219,7 @@ class Delivery(ABC):
     def upstream_lost(self, reason: str) -> None:
         """The connection broke before the response was complete."""
         connection, self._connection = self._connection, None
-        if self._stage is Stage.RELAYING:
+        if self._stage is RELAYING:
             self._cut(reason)
         elif connection is not None and connection.reused and not connection.heard:
             # The worker closed an idle connection just when it was used, and is not to blame.
@@ -226,7 +232,7 @@ class Delivery(ABC):
         """The worker will not answer, whether the request was sent to it, connects or waits for a
         prefix."""
         self._disconnect()
-        if self._stage is Stage.RELAYING:
+        if self._stage is RELAYING:
             self._cut(reason)
         else:
             self._lost += self._is_sent

@@ -4,17 +4,23 @@ import logging
 import time
 from http import HTTPStatus
 
+from msgspec import structs
+
 from sgl_ext.balancer.http.interfaces import Client
 from sgl_ext.balancer.http.request_reader import Request
-from sgl_ext.balancer.relay.delivery import Delivery, Stage
+from sgl_ext.balancer.relay.delivery import BEFORE_FIRST_BYTE, ENDED, RELAYING, Delivery
 from sgl_ext.balancer.relay.preparation import NOT_PREPARED
 from sgl_ext.balancer.relay.response import Response
 from sgl_ext.balancer.relay.services import Services
-from sgl_ext.balancer.reporting.ended_request import Outcome, ended_request
-from sgl_ext.balancer.reporting.request_log import AnsweredRequest
+from sgl_ext.balancer.reporting.ended_request import EndedRequest, Outcome, ended_request
 from sgl_ext.protocols.cache_diagnostics import find_event, with_diagnosis
-from sgl_ext.protocols.errors import BalancerError
+from sgl_ext.protocols.errors import BalancerError, shutting_down
+from sgl_ext.protocols.registry import errors_of
 from sgl_ext.requests.usage import Usage, read_usage
+
+# Plain numbers: a member of an enumeration takes as long to look up as a call.
+OK, _BAD_REQUEST, _SERVER_ERROR = 200, 400, 500
+_ENGINE_STOPPED = "The engine stopped in the middle of its answer."
 
 log = logging.getLogger(__name__)
 
@@ -22,44 +28,36 @@ log = logging.getLogger(__name__)
 class Ending(Delivery):
     """A request whose response ends, or that ends without one."""
 
+    _preparation = NOT_PREPARED
+    _ttft_s = 0.0
+
     def __init__(self, services: Services, client: Client, request: Request) -> None:
         super().__init__(services, request)
         self._client = client
-        self._preparation = NOT_PREPARED
         self._response = Response()
-        self._ttft_s = 0.0
 
     def _complete(self) -> None:
         """The whole response came."""
-        self._stage = Stage.ENDED
+        self._stage = ENDED
         status, usage = self._response.head.status, None
-        if status != HTTPStatus.OK:  # else its prefill has ended, or ends now
+        if status != OK:  # else its prefill has ended, or ends now
             self._end_leg()
         attempt, self._attempt = self._attempt, None
         if attempt is not None:
             usage = self._response.usage()
-            if status < HTTPStatus.INTERNAL_SERVER_ERROR:
+            if status < _SERVER_ERROR:
                 self._services.router.attempts.succeed(attempt)
             else:
                 self._services.router.attempts.fail(attempt, by_worker=True, answered=True)
-            if (turn := self._preparation.turn) is not None and status == HTTPStatus.OK:
+            if (turn := self._preparation.turn) is not None and status == OK:
                 diagnosis = self._services.cache_turns.end(
                     turn, self._preparation.diagnosis, attempt, usage, self._response.first_data
                 )
-                self._preparation = self._preparation._replace(diagnosis=diagnosis)
-            answered = AnsweredRequest(
-                attempt,
-                "" if self._head.route is None else self._head.route.label,
-                status,
-                self._ttft_s,
-                time.perf_counter() - self._arrived_s,
-                usage,
-                self._preparation.diagnosis,
-                self._response.head.streams,
-                self._preparation.facts,
-            )
-            self._services.request_log.count(answered)
-            self._keep(Outcome.COMPLETE, status, usage=usage)
+                self._preparation = structs.replace(self._preparation, diagnosis=diagnosis)
+            ended = self._keep(Outcome.COMPLETE, status, usage=usage)
+            if ended is not None:
+                streams = self._response.head.streams
+                self._services.request_log.count(ended, attempt, streams=streams)
         self._settle(None if usage is None else usage.computed_tokens)
         self._count()
 
@@ -83,8 +81,41 @@ class Ending(Delivery):
     def _end_early(self, *, by_worker: bool, cost: int | None = None) -> None:
         """The worker or the client ended the response before it was complete."""
         self._settle(cost)
-        self._stage = Stage.ENDED
+        self._stage = ENDED
         self._release(by_worker=by_worker)
+
+    def end(self) -> None:
+        """The balancer ends, and tells the client so."""
+        self._give_up("the balancer ends", shutting_down())
+
+    def _give_up(self, reason: str, error: BalancerError) -> None:
+        self._disconnect()
+        if self._stage is RELAYING:
+            self._cut(reason, error.message, by_worker=False)
+        else:
+            self._answer_error(error)
+
+    def client_gone(self) -> None:
+        """The client disconnected."""
+        self._services.metrics.client_disconnects.inc()
+        self._disconnect()
+        status = None if self._stage is BEFORE_FIRST_BYTE else self._response.head.status
+        self._keep(Outcome.DISCONNECTED, status)
+        self._end_early(by_worker=False)
+
+    def _forget_response(self) -> None:
+        self._response = Response(sums_items=self._preparation.sums_items)
+
+    def _cut(self, reason: str, message: str = _ENGINE_STOPPED, *, by_worker: bool = True) -> None:
+        """Ends a stream that cannot go on in its protocol's error event."""
+        self._services.metrics.cut_streams.inc()
+        self._warn("stream cut", reason)
+        shape = errors_of(self._head.path)
+        self._client.write(shape.event(message, self._response.events_sent, self._request_id))
+        self._keep(Outcome.CUT, self._response.head.status, reason)
+        self._end_early(by_worker=by_worker)
+        self._count()
+        self._client.end_stream()
 
     def _answer_error(self, error: BalancerError) -> None:
         self._end_early(by_worker=False, cost=0)
@@ -104,11 +135,11 @@ class Ending(Delivery):
         status: int | None,
         error: str | None = None,
         usage: Usage | None = None,
-    ) -> None:
+    ) -> EndedRequest | None:
         """Keeps what became of the request, unless it was for the control plane or rejected with
         its head: strangers could fill the log with those."""
         if self._head.route is None:
-            return
+            return None
         ended = ended_request(
             self._request_id,
             self._trace_id,
@@ -132,13 +163,14 @@ class Ending(Delivery):
         self._services.request_log.keep(ended)
         if self._spans is not None and self._services.span_export is not None:
             self._services.span_export.add(self._spans, ended)
+        return ended
 
     def _settle(self, cost: int | None) -> None:
         """Settles the charge by the computed tokens, None if they are unknown."""
         charge = self._preparation.charge
         if charge is None:
             return
-        if not self._attempts or self._response.head.status >= HTTPStatus.BAD_REQUEST:
+        if not self._attempts or self._response.head.status >= _BAD_REQUEST:
             cost = 0
         elif cost is None:  # an event of a stream has a token or more
             cost = self.routing.prompt_tokens + self._response.events_sent

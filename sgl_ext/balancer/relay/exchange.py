@@ -17,6 +17,8 @@ from collections.abc import Awaitable, Callable, Coroutine
 from http import HTTPStatus
 from typing import Any
 
+from msgspec import structs
+
 from sgl_ext.balancer.conversations.connection_turns import LaneTurns
 from sgl_ext.balancer.conversations.expansion import Named
 from sgl_ext.balancer.http.interfaces import Client
@@ -24,26 +26,28 @@ from sgl_ext.balancer.http.request_reader import Request
 from sgl_ext.balancer.http.response_head import ResponseHead
 from sgl_ext.balancer.metrics.registry import band
 from sgl_ext.balancer.relay.context_making import make_context
-from sgl_ext.balancer.relay.delivery import MAX_ATTEMPTS, Stage
-from sgl_ext.balancer.relay.ending import Ending
+from sgl_ext.balancer.relay.delivery import BEFORE_FIRST_BYTE, ENDED, MAX_ATTEMPTS, RELAYING
+from sgl_ext.balancer.relay.ending import OK, Ending
 from sgl_ext.balancer.relay.hidden_usage import without_usage
 from sgl_ext.balancer.relay.preparation import NOT_PREPARED, Preparation, ask, prepare
 from sgl_ext.balancer.relay.reading import Asked, Reading
 from sgl_ext.balancer.relay.response import Response
 from sgl_ext.balancer.relay.services import Services
-from sgl_ext.balancer.reporting.ended_request import Outcome
 from sgl_ext.limits.bounds import LARGE_BODY_BYTES
-from sgl_ext.protocols.errors import BalancerError, internal_error, shutting_down
+from sgl_ext.protocols.errors import BalancerError, internal_error
 from sgl_ext.protocols.registry import errors_of
 from sgl_ext.protocols.request_ids import id_line
 
 log = logging.getLogger(__name__)
 
-_ENGINE_STOPPED = "The engine stopped in the middle of its answer."
+_UNAUTHORIZED, _UNAVAILABLE = 401, 503
 
 
 class Exchange(Ending):
     """One request and its response."""
+
+    _waiting: asyncio.Task[None] | None = None
+    _answer_lines = b""
 
     def __init__(
         self,
@@ -55,8 +59,6 @@ class Exchange(Ending):
         """turns: what its connection remembers, if that is a WebSocket."""
         super().__init__(services, client, request)
         self._turns = turns
-        self._waiting: asyncio.Task[None] | None = None
-        self._answer_lines = b""
 
     # Prepare.
 
@@ -67,7 +69,7 @@ class Exchange(Ending):
         try:
             if self._request.rejection is not None:
                 raise self._request.rejection
-            asked = ask(self._services, self._request, remembers=self._turns is not None)
+            asked = ask(self._services, self._head, remembers=self._turns is not None)
             if asked is None:
                 self._prepared(NOT_PREPARED)
             elif len(body := self._request.body) > LARGE_BODY_BYTES:
@@ -84,7 +86,7 @@ class Exchange(Ending):
         body = self._request.body
         services = self._services
         reading = await services.read_body(self._head.tenant, asked, body, named, self._turns)
-        if self._stage is not Stage.ENDED:
+        if self._stage is not ENDED:
             self._prepare(asked, reading)
 
     def _prepare(self, asked: Asked, reading: Reading) -> None:
@@ -97,7 +99,8 @@ class Exchange(Ending):
         self._preparation = preparation
         self.routing = preparation.routing
         self._lines = preparation.lines
-        self._response = Response(sums_items=preparation.sums_items)
+        if preparation.sums_items:
+            self._response = Response(sums_items=True)
         # What it claims of an engine is charged until its cost is known.
         claimed_tokens = self.routing.prompt_tokens + self.routing.output_tokens
         lease = self._services.rate_limits.lease(self._head.tenant, claimed_tokens)
@@ -108,14 +111,14 @@ class Exchange(Ending):
 
     async def _admit_after(self, lease: Coroutine[Any, Any, None], claimed_tokens: int) -> None:
         await lease
-        if self._stage is not Stage.ENDED:
+        if self._stage is not ENDED:
             self._admit(claimed_tokens)
 
     def _admit(self, claimed_tokens: int) -> None:
         """Charges the tenant, and places the request."""
         charge = self._services.rate_limits.admit(self._head.tenant, claimed_tokens)
         if charge is not None:
-            self._preparation = self._preparation._replace(charge=charge)
+            self._preparation = structs.replace(self._preparation, charge=charge)
         self._services.retries.add_request()
         if self._preparation.context_path:
             self._wait_for(self._make_context())
@@ -128,7 +131,7 @@ class Exchange(Ending):
         self._answer_lines = await make_context(
             self._services, self._request, path, names_stored=names_stored
         )
-        if self._stage is not Stage.ENDED:
+        if self._stage is not ENDED:
             self._place()
 
     def _wait_for(self, work: Coroutine[Any, Any, None]) -> None:
@@ -147,19 +150,19 @@ class Exchange(Ending):
             about = {"request_id": self._request_id}
             log.error("a request failed in the balancer", exc_info=error, extra=about)
             error = internal_error()
-        if self._stage is Stage.BEFORE_FIRST_BYTE:
+        if self._stage is BEFORE_FIRST_BYTE:
             self._answer_error(error)
-        elif self._stage is Stage.RELAYING:
+        elif self._stage is RELAYING:
             self._cut("the balancer failed")
 
     # Relay the response.
 
     def response_head(self, head: ResponseHead) -> None:
         """Takes the response's head."""
-        self._response.head, self._response.lines = head, head.lines
         shape, is_stated = errors_of(self._head.path), bool(self._head.identity.request_id)
-        self._response.lines += id_line(shape, self._request_id, is_stated=is_stated)
-        self._response.lines += self._answer_lines
+        named = id_line(shape, self._request_id, is_stated=is_stated)
+        self._response.head = head
+        self._response.lines = head.lines + named + self._answer_lines
 
     def response_data(self, data: bytes) -> None:
         """Relays whole events of a stream; any other body is collected."""
@@ -175,11 +178,11 @@ class Exchange(Ending):
         response = self._response
         head, body = response.head, response.rest()
         recorder = self._preparation.recorder
-        if body and head.status == HTTPStatus.OK and not head.streams:
+        if self._preparation.turn is not None and body and head.status == OK and not head.streams:
             body = self._with_cache_diagnosis(body, streams=False)
-        if head.status == HTTPStatus.UNAUTHORIZED and self._is_refused(head):
+        if head.status == _UNAUTHORIZED and self._is_refused(head):
             return
-        if head.streams and (body or self._stage is Stage.RELAYING):
+        if head.streams and (body or self._stage is RELAYING):
             if body:
                 self._relay(body)
             if recorder is None or not recorder.holds_end:
@@ -187,13 +190,13 @@ class Exchange(Ending):
             else:
                 self._wait_for(self._finish(recorder.record_end(), self._end_stream))
         elif (
-            head.status == HTTPStatus.SERVICE_UNAVAILABLE
+            head.status == _UNAVAILABLE
             and 0 < self._attempts < MAX_ATTEMPTS
             and self._services.router.any_available(besides=self.tried)
             and self._has_budget()
         ):
             self._retry("status 503", answered=True)
-        elif recorder is None or head.status != HTTPStatus.OK:
+        elif recorder is None or head.status != OK:
             self._answer(body)
         else:
             self._wait_for(self._finish(recorder.record(body), self._answer))
@@ -201,7 +204,7 @@ class Exchange(Ending):
     async def _finish(self, recorded: Awaitable[bytes], send: Callable[[bytes], None]) -> None:
         """Sends the end of a response after it was stored."""
         data = await recorded
-        if self._stage is not Stage.ENDED:
+        if self._stage is not ENDED:
             send(data)
 
     def _end_stream(self, last: bytes) -> None:
@@ -213,6 +216,7 @@ class Exchange(Ending):
     def _answer(self, body: bytes) -> None:
         head = self._response.head
         self._response.sent(body)
+        self._request.body = b""  # it is not sent again
         self._first_byte()
         self._complete()
         self._client.answer(head.status, head.reason, self._response.lines, body)
@@ -242,7 +246,7 @@ class Exchange(Ending):
         self._response.sent(data)
         if self._preparation.hides_usage and not (data := without_usage(data)):
             return
-        if self._stage is Stage.BEFORE_FIRST_BYTE:
+        if self._stage is BEFORE_FIRST_BYTE:
             self._start_stream(data)
         else:
             self._client.write(data)
@@ -253,58 +257,23 @@ class Exchange(Ending):
         head = self._response.head
         self._client.start_stream(head.status, head.reason, self._response.lines, data)
         self._first_byte()
-
-    def _first_byte(self) -> None:
-        self._stage = Stage.RELAYING
         # It is not sent again, and a response may take long.
         self._request.body = b""
         self._hold()
+        if self._attempt is not None:
+            self._services.router.attempts.prefill_done(self._attempt)
+
+    def _first_byte(self) -> None:
+        self._stage = RELAYING
         self._ttft_s = time.perf_counter() - self._arrived_s
         if self._spans is not None:
             self._spans.first_byte()
-        if self._attempt is not None:
-            self._services.router.attempts.prefill_done(self._attempt)
         metrics, routing = self._services.metrics, self.routing
         if self._head.route is not None:
             metrics.ttft_s.observe(self._head.route.label, self._ttft_s)
         if routing.runs:
             metrics.priority_ttft_s.observe(band(routing.priority), self._ttft_s)
 
-    # Failures.
-
     def abandon(self, reason: str) -> None:
         if self._waiting is None or self._waiting.done():  # else the response is being stored
             super().abandon(reason)
-
-    def end(self) -> None:
-        """The balancer ends, and tells the client so."""
-        self._give_up("the balancer ends", shutting_down())
-
-    def _give_up(self, reason: str, error: BalancerError) -> None:
-        self._disconnect()
-        if self._stage is Stage.RELAYING:
-            self._cut(reason, error.message, by_worker=False)
-        else:
-            self._answer_error(error)
-
-    def client_gone(self) -> None:
-        """The client disconnected."""
-        self._services.metrics.client_disconnects.inc()
-        self._disconnect()
-        status = None if self._stage is Stage.BEFORE_FIRST_BYTE else self._response.head.status
-        self._keep(Outcome.DISCONNECTED, status)
-        self._end_early(by_worker=False)
-
-    def _forget_response(self) -> None:
-        self._response = Response(sums_items=self._preparation.sums_items)
-
-    def _cut(self, reason: str, message: str = _ENGINE_STOPPED, *, by_worker: bool = True) -> None:
-        """Ends a stream that cannot go on in its protocol's error event."""
-        self._services.metrics.cut_streams.inc()
-        self._warn("stream cut", reason)
-        shape = errors_of(self._head.path)
-        self._client.write(shape.event(message, self._response.events_sent, self._request_id))
-        self._keep(Outcome.CUT, self._response.head.status, reason)
-        self._end_early(by_worker=by_worker)
-        self._count()
-        self._client.end_stream()

@@ -20,6 +20,8 @@ from http import HTTPStatus
 from io import FileIO
 from typing import Any
 
+from msgspec import structs
+
 from sgl_ext.balancer.conversations.expansion import Found, Named
 from sgl_ext.balancer.relay.reading import Asked, BodyReader, Reading
 from sgl_ext.limits.bounds import READING_S
@@ -60,7 +62,7 @@ class LargeBodies:
         """As `BodyReader.read`, and as `call`."""
         more_bytes = 0 if found is None else found.size_bytes
         reading, changed = await self.call(tenant, body, _read, asked, found, more_bytes=more_bytes)
-        return reading if isinstance(reading, Named) else reading._replace(body=changed)
+        return reading if isinstance(reading, Named) else structs.replace(reading, body=changed)
 
     async def call(
         self,
@@ -150,7 +152,7 @@ def _read(body: bytes, asked: Asked, found: Found | None) -> tuple[Reading | Nam
     if isinstance(reading, Named):
         return reading, None
     stripped = reading.stripped._replace(body=_short_values(reading.stripped.body))
-    return reading._replace(stripped=stripped, body=None), reading.body
+    return structs.replace(reading, stripped=stripped, body=None), reading.body
 
 
 def _write(file: FileIO, body: bytes | bytearray) -> None:

@@ -1,13 +1,15 @@
 """Prepares a request from its body's reading, before it is placed: its route and its charge."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
+
+import msgspec
 
 from sgl_ext.balancer.access.rate_limits import Charge
 from sgl_ext.balancer.conversations.connection_turns import LaneTurns
 from sgl_ext.balancer.conversations.made_contexts import HEADER, is_wanted
 from sgl_ext.balancer.conversations.stored_turns import ResponseRecorder
 from sgl_ext.balancer.conversations.threads import ThreadRecorder
+from sgl_ext.balancer.http.request_head import RequestHead
 from sgl_ext.balancer.http.request_reader import Request
 from sgl_ext.balancer.relay.reading import Asked, Reading, asked_by
 from sgl_ext.balancer.relay.services import Services
@@ -18,10 +20,10 @@ from sgl_ext.protocols.errors import no_memory
 from sgl_ext.protocols.native import GENERATE
 from sgl_ext.requests.client_facts import NO_FACTS, ClientFacts, with_body
 from sgl_ext.requests.default_hints import NO_DEFAULTS, written
-from sgl_ext.requests.session import hints_of, session_hash
+from sgl_ext.requests.session import session_hash
 
 
-class Preparation(NamedTuple):
+class Preparation(msgspec.Struct, frozen=True):
     """What is known of a request before it is placed.
 
     recorder: stores the response, if the request continues or stores one.
@@ -55,23 +57,24 @@ _CONTEXT = HEADER.encode()
 NOT_PREPARED = Preparation(NO_ROUTING, None, None, None)
 
 
-def ask(services: Services, request: Request, *, remembers: bool = False) -> Asked | None:
+def ask(services: Services, head: RequestHead, *, remembers: bool = False) -> Asked | None:
     """What to read a request's body for; None if it does not decide where the request goes.
 
-    remembers: whether its connection remembers turns.
+    remembers: whether its connection remembers turns. It is found once for a head.
     """
-    head = request.head
+    if isinstance(asked := head.asked, Asked):
+        return asked._replace(remembers=True) if remembers else asked
     if head.route is None or not head.route.placed:
         return None
-    tenant = services.router.tenants.asking(hints_of(head.fields))
+    tenant = services.router.tenants.asking(head.hints)
     rules = services.hint_rules
-    return asked_by(
+    head.asked = asked_by(
         head,
-        tenant.max_priority,
+        tenant,
         is_charged=services.rate_limits.charges(head.tenant),
         defaults=rules.asked(tenant.name, head.fields) if rules else None,
-        remembers=remembers,
     )
+    return ask(services, head, remembers=remembers)
 
 
 def prepare(
@@ -93,19 +96,21 @@ def prepare(
             raise no_memory()
     if reading.marks_left_out:
         services.metrics.store_events.counts[("mark_left_out",)] += reading.marks_left_out
-    wants_context = is_wanted(head.fields.get(_CONTEXT))
+    wants_context = _CONTEXT in head.fields and is_wanted(head.fields[_CONTEXT])
     if reading.saved_bytes:
         services.metrics.saved_bytes.inc(reading.saved_bytes)
     stripped = reading.stripped
     if stripped.headers:
         services.metrics.stripped_headers.inc(stripped.headers)
-    for kind, count in stripped.moved.items():
-        services.metrics.clients.volatile_lines.counts[(kind,)] += count
+    if stripped.moved:
+        for kind, count in stripped.moved.items():
+            services.metrics.clients.volatile_lines.counts[(kind,)] += count
     session = session_hash(asked.hints, stripped.body) if asked.runs else ""
     facts = with_body(head.facts, stripped.fields, session)
     for name in facts.ignored:
         services.metrics.clients.hints_ignored.counts[(name,)] += 1
     routing, diagnosis, prompt = NO_ROUTING, None, None
+    earlier = services.cache_turns.prompt_before(asked.tenant, reading.question)
     if reading.prompt is not None:
         routing = services.router.routing_of(reading.prompt, asked.hints, warms=asked.warms)
         if asked.runs and services.request_log.detector is not None:
@@ -120,11 +125,14 @@ def prepare(
             )
     # Another process that read a large body returns a copy.
     has_defaults = asked.defaults is not None and reading.defaults != NO_DEFAULTS
-    tenant = services.router.tenants.asking(asked.hints).name
-    recorder = services.conversations.recorder(reading.turn, tenant, turns) if asked.runs else None
+    recorder = None
+    if reading.turn is not None and asked.runs:
+        recorder = services.conversations.recorder(reading.turn, asked.tenant, turns)
     turn = None
     if prompt is not None or reading.settings is not None:
-        turn = CacheTurn(reading.path, tenant, reading.question, reading.settings, prompt)
+        turn = CacheTurn(
+            reading.path, asked.tenant, reading.question, reading.settings, prompt, earlier
+        )
     return Preparation(
         routing,
         recorder,
@@ -133,7 +141,7 @@ def prepare(
         facts,
         stripped.moved,
         hides_usage=reading.hides_usage,
-        sums_items=services.rate_limits.charges(head.tenant) and reading.path in GENERATE.paths,
+        sums_items=asked.is_charged and reading.path in GENERATE.paths,
         lines=written(reading.defaults) if has_defaults else b"",
         saved_bytes=reading.saved_bytes,
         context_path=reading.path if wants_context else "",

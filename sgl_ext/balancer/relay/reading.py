@@ -12,6 +12,7 @@ from http import HTTPStatus
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs
 
+import msgspec
 import orjson
 
 from sgl_ext.balancer.conversations import contexts
@@ -31,8 +32,8 @@ from sgl_ext.protocols.responses import RESPONSES
 from sgl_ext.requests.default_hints import NO_DEFAULTS, DefaultHints
 from sgl_ext.requests.field_types import find_wrong_field
 from sgl_ext.requests.protocol import Json
-from sgl_ext.requests.session import hints_of
 from sgl_ext.requests.strip import HeaderStrip, Stripped, strip_request
+from sgl_ext.settings.schema import Tenant
 
 # A smaller body cannot have too many of anything.
 _SMALL_BODY_BYTES = 2 * MAX_TOOLS
@@ -42,7 +43,7 @@ class Asked(NamedTuple):
     """What is known of a request before its body is read.
 
     headers: the names of its headers. hints: those that matter, with their values.
-    ceiling: the highest priority of its tenant.
+    tenant: the name of its tenant. ceiling: the highest priority of that tenant.
     is_charged: whether its tenant pays for what it computes.
     defaults: finds its default hints; None if there are none.
     remembers: whether its connection remembers turns, stored or not.
@@ -58,15 +59,15 @@ class Asked(NamedTuple):
     is_charged: bool
     defaults: AskedHints | None = None
     remembers: bool = False
+    tenant: str = ""
 
 
 def asked_by(
     head: RequestHead,
-    ceiling: int,
+    tenant: Tenant,
     *,
     is_charged: bool,
     defaults: AskedHints | None = None,
-    remembers: bool = False,
 ) -> Asked:
     """What the head of a request with a route says."""
     route = head.route
@@ -75,17 +76,17 @@ def asked_by(
         head.path,
         head.target,
         tuple(head.fields),
-        hints_of(head.fields),
+        head.hints,
         route.runs,
         route.warms,
-        ceiling,
+        tenant.max_priority,
         is_charged,
         defaults,
-        remembers,
+        tenant=tenant.name,
     )
 
 
-class Reading(NamedTuple):
+class Reading(msgspec.Struct, frozen=True, gc=False):
     """What was read.
 
     path: that of its protocol.
@@ -150,17 +151,21 @@ class BodyReader:
             # The context's texts will stand before the headers.
             own = strip_request(protocol, document, self._strip_headers)
             document = own.body
-        expanded, turn, marks_left_out, context = self.expander.expand(
-            path, document, found, remembers=asked.remembers
-        )
+        turn: Turn | None = None
+        marks_left_out = 0
+        context: tuple[NamedBlock, ...] = ()
         sent: bytes | None = None
-        if expanded is not document:
-            document = with_name(protocol, expanded) if asked.warms else expanded
-            try:
-                sent = orjson.dumps(document)
-            except TypeError:
-                error = "body: is nested too deeply"
-                raise BalancerError(HTTPStatus.BAD_REQUEST, error) from None
+        if found is not None or self.expander.has_turns(path, remembers=asked.remembers):
+            expanded, turn, marks_left_out, context = self.expander.expand(
+                path, document, found, remembers=asked.remembers
+            )
+            if expanded is not document:
+                document = with_name(protocol, expanded) if asked.warms else expanded
+                try:
+                    sent = orjson.dumps(document)
+                except TypeError:
+                    error = "body: is nested too deeply"
+                    raise BalancerError(HTTPStatus.BAD_REQUEST, error) from None
         size_bytes = len(body if sent is None else sent)
         saved_bytes = 0 if found is None else max(size_bytes - len(body), 0)
         if size_bytes > _SMALL_BODY_BYTES:

@@ -69,8 +69,10 @@ class Response:
             self._first_data = data
         if data != _DONE and not data.startswith(_STOP):
             self._last_data = data
+        if not self.head.streams:
+            return
         self.events_sent += data.count(b"\n\n")
-        if self._items is not None and self.head.streams:
+        if self._items is not None:
             for event in data.split(b"\n\n"):
                 if (item := _ITEM.search(event)) is not None:
                     self._items[item[1]] = event

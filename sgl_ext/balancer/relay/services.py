@@ -135,8 +135,7 @@ class Services:
         """
         reading: Reading | Named = named or await self._read_body(tenant, asked, body, None)
         if isinstance(reading, Named):
-            owner = self.router.tenants.asking(asked.hints).name
-            found = await self.conversations.find(reading, owner, turns)
+            found = await self.conversations.find(reading, asked.tenant, turns)
             reading = await self._read_body(tenant, asked, body, found)
         assert not isinstance(reading, Named), "what it names was found"
         return reading

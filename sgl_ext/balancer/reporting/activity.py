@@ -21,8 +21,7 @@ OTHERS = "other tenants"
 # tenant, engine, turns, prompt tokens and time of the last turn; prompt tokens of all turns whose
 # answer reported a usage, and cached ones of these; harness, class and type of agent of the last
 # turn, and the harness's session
-_Session = list[Any]
-_NO_AGENT = ("", "", "", "")
+_Session = tuple[Any, ...]
 # requests; prompt tokens of those that reported a usage, and cached ones of these
 _Totals = list[int]
 
@@ -68,17 +67,24 @@ class Activity:
         totals[2] += cached
         if session is not None:
             row = self._sessions.get(session)
-            if row is None:
-                row = self._sessions[session] = [tenant, engine, 0, 0, now_s, 0, 0, *_NO_AGENT]
-                if len(self._sessions) > MOST_SESSIONS:
-                    self._drop_sessions()
-            row[1] = engine
-            row[2] += 1
-            row[3] = prompt_tokens
-            row[4] = now_s
-            row[5] += prompt
-            row[6] += cached
-            row[7:] = facts.harness, facts.request_class, facts.agent_type, facts.session
+            turns = 1
+            if row is not None:
+                turns, prompt, cached = row[2] + 1, row[5] + prompt, row[6] + cached
+            self._sessions[session] = (
+                tenant if row is None else row[0],
+                engine,
+                turns,
+                prompt_tokens,
+                now_s,
+                prompt,
+                cached,
+                facts.harness,
+                facts.request_class,
+                facts.agent_type,
+                facts.session,
+            )
+            if row is None and len(self._sessions) > MOST_SESSIONS:
+                self._drop_sessions()
 
     def _drop_sessions(self) -> None:
         """Drops those that were not used for longest, many at once."""
@@ -101,7 +107,7 @@ def merged(documents: Iterable[Mapping[str, Any]], now_s: float) -> dict[str, An
     """`history`, `session_count`, `sessions`, the most recent first, and `tenants`, those with the
     most requests first, of all processes. A share is null where no answer reported a usage."""
     documents = list(documents)
-    sessions: dict[str, _Session] = {}
+    sessions: dict[str, list[Any]] = {}
     tenants: dict[str, _Totals] = {}
     for document in documents:
         for id, *row in document["sessions"]:

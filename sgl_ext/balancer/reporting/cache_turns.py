@@ -35,6 +35,7 @@ class CacheTurn:
     question: what it asks about its cache; None if it asks nothing, or after the answer.
     settings: None if no later request can name its answer.
     prompt: what the doctor remembers of it.
+    earlier: the prompt that its question names, as `CacheTurns.prompt_before` found it.
     kept_as: the answer's id.
     """
 
@@ -43,6 +44,7 @@ class CacheTurn:
     question: Question | None
     settings: Settings | None
     prompt: Prompt | None
+    earlier: Prompt | None = None
     kept_as: str | None = field(default=None, init=False)
 
     def fingerprint(self, routing: RoutingRequest, left: Left | None) -> Fingerprint | None:
@@ -71,6 +73,14 @@ class CacheTurns:
             "cache_fingerprints", lambda: self.size_bytes, lambda: limit_bytes, "bytes"
         )
 
+    def prompt_before(self, tenant: str, question: Question | None) -> Prompt | None:
+        """What the doctor still remembers of the prompt that a question names. Call it before the
+        doctor sees the new prompt, which can take that one's place."""
+        if question is None or question.earlier is None:
+            return None
+        old = self._kept.get((tenant, question.earlier))
+        return None if old is None or old.prompt is None else old.prompt()
+
     def find(
         self, turn: CacheTurn, attempt: Attempt, usage: Usage | None, data: bytes
     ) -> Found | None:
@@ -91,15 +101,14 @@ class CacheTurns:
             cached_tokens = None if usage is None else usage.cached_tokens
             found = find_miss(old, new, attempt.worker.id, held_tokens, cached_tokens)
             if found is not None and not found.place:
-                found = found._replace(place=self._place(old, turn.prompt))
+                found = found._replace(place=self._place(turn))
         self._metrics.cache_diagnoses.counts[("none" if found is None else found.reason,)] += 1
         return found
 
-    def _place(self, old: Fingerprint, new: Prompt | None) -> dict[str, object]:
-        earlier = None if old.prompt is None else old.prompt()
-        if self._detector is None or new is None or earlier is None:
+    def _place(self, turn: CacheTurn) -> dict[str, object]:
+        if self._detector is None or turn.prompt is None or turn.earlier is None:
             return {}
-        return self._detector.place(earlier, new)
+        return self._detector.place(turn.earlier, turn.prompt)
 
     def end(
         self,
@@ -143,4 +152,4 @@ def held_by(attempt: Attempt, worker: str) -> int | None:
     that is unknown."""
     if attempt.worker.id == worker:
         return attempt.expected_tokens if attempt.worker.publishes else None
-    return next((view.held_tokens for view in attempt.considered if view.name == worker), None)
+    return attempt.held_at(worker)

@@ -23,11 +23,12 @@ Sessions and prefixes are hashes. No text of a prompt is written.
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 import orjson
 
-from scheduler.placement import PlacementRequest, WorkerView, score
+from scheduler.placement import PlacementRequest, WorkerView, score_all
 from sgl_ext.balancer.reporting.diagnosis import PromptDiagnosis
 from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest
 from sgl_ext.requests.client_facts import NO_FACTS, ClientFacts
@@ -52,7 +53,7 @@ class Outcome(StrEnum):
     """The client left."""
 
 
-class EndedRequest(NamedTuple):
+class EndedRequest(msgspec.Struct, frozen=True, gc=False):
     """A request and its end. It holds no prompt, so that many can be remembered.
 
     trace: the id of its trace. time_s: when it ended.
@@ -198,21 +199,23 @@ def as_line(ended: EndedRequest) -> bytes:
 
 
 def _rows(ended: EndedRequest) -> list[dict[str, Any]]:
-    """The workers that it could have gone to, the cheapest first."""
+    """The workers that it could have gone to, the cheapest first. Where only some of them are
+    listed, their sessions count against the mean of these."""
     asked, is_new = PlacementRequest(ended.prompt_tokens, 0), _is_new(ended.reason)
-    scores = [(score(asked, view, is_new=is_new), view.held_tokens) for view in ended.considered]
+    views = ended.considered
+    scores = score_all(asked, views, is_new=is_new)
     return [
         {
             "name": cost.name,
             "cost": round(cost.cost),
-            "held_tokens": held_tokens,
+            "held_tokens": view.held_tokens,
             "pending": cost.pending,
             "uncached": cost.uncached,
             "decoding": cost.decoding,
             "recent": round(cost.recent),
             "sessions": round(cost.sessions),
         }
-        for cost, held_tokens in sorted(scores, key=lambda scored: scored[0].cost)
+        for cost, view in sorted(zip(scores, views, strict=True), key=lambda each: each[0].cost)
     ]
 
 
@@ -221,11 +224,8 @@ def _cheapest(
 ) -> Sequence[WorkerView]:
     """The chosen worker and the cheapest others."""
     asked, is_new = PlacementRequest(prompt_tokens, 0), _is_new(reason)
-
-    def order(view: WorkerView) -> tuple[bool, float]:
-        return view.name != chosen, score(asked, view, is_new=is_new).cost
-
-    return sorted(views, key=order)[:MOST_WORKERS]
+    costs = {score.name: score.cost for score in score_all(asked, views, is_new=is_new)}
+    return sorted(views, key=lambda view: (view.name != chosen, costs[view.name]))[:MOST_WORKERS]
 
 
 def _is_new(reason: str | None) -> bool:

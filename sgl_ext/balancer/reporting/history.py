@@ -28,6 +28,8 @@ class History:
     def __init__(self, started_s: float) -> None:
         self._started_s = started_s
         self._intervals: dict[float, _Interval] = {}
+        self._latest: float | None = None
+        self._interval = _nothing()
 
     def add(
         self, now_s: float, ttft_s: float | None, prompt: int, cached: int, output: int
@@ -35,7 +37,12 @@ class History:
         """Adds an answered request. ttft_s: None if it does not count. The tokens are 0 if the
         answer reported no usage."""
         number = now_s // INTERVAL_S
-        sums, counts = self._intervals.get(number) or self._begin(number)
+        if number != self._latest:
+            self._latest, self._interval = (
+                number,
+                self._intervals.get(number) or self._begin(number),
+            )
+        sums, counts = self._interval
         sums[0] += 1
         if prompt:
             sums[1] += prompt

@@ -12,7 +12,6 @@ import os
 import stat
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 from sgl_ext.balancer.metrics.registry import Metrics
@@ -73,18 +72,18 @@ class LineFile:
     async def write(self) -> None:
         """Writes the lines that wait. Call it periodically. Raises OSError if that fails."""
         if self._writing is None and self._lines:
-            lines = tuple(self._lines)
-            self._writing = asyncio.ensure_future(asyncio.to_thread(self.append, lines))
-            self._writing.add_done_callback(partial(self._written, lines))
+            self._writing = asyncio.ensure_future(self._write(tuple(self._lines)))
         if self._writing is not None:
             # Shielded, so that no line is written twice.
             await asyncio.shield(self._writing)
 
-    def _written(self, lines: Sequence[bytes], done: asyncio.Future[None]) -> None:
-        self._writing = None
-        if not done.cancelled() and done.exception() is None:
-            del self._lines[: len(lines)]
-            self._bytes -= sum(map(len, lines))
+    async def _write(self, lines: Sequence[bytes]) -> None:
+        try:
+            await asyncio.to_thread(self.append, lines)
+        finally:
+            self._writing = None  # before it is done: `write` would return at once for ever
+        del self._lines[: len(lines)]
+        self._bytes -= sum(map(len, lines))
 
     async def close(self) -> None:
         """Writes what waits, if that is soon."""

@@ -9,8 +9,6 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
-from http import HTTPStatus
-from typing import NamedTuple
 
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.reporting.activity import Activity
@@ -19,29 +17,11 @@ from sgl_ext.balancer.reporting.ended_request import EndedRequest, as_line, star
 from sgl_ext.balancer.reporting.line_file import LineFile
 from sgl_ext.balancer.reporting.line_search import find_last_line
 from sgl_ext.balancer.routing.attempts import Attempt
-from sgl_ext.requests.client_facts import NO_FACTS, ClientFacts
-from sgl_ext.requests.usage import Usage
 
 MOST_REMEMBERED = 1024
+_BAD_REQUEST = 400
 # How long a search of the files may take.
 _SEARCH_S = 5.0
-
-
-class AnsweredRequest(NamedTuple):
-    """A request whose response is complete; `attempt` was its last.
-
-    streams: whether the response is a stream of events. facts: what its client says about itself.
-    """
-
-    attempt: Attempt
-    route: str
-    status: int
-    ttft_s: float
-    total_s: float
-    usage: Usage | None
-    diagnosis: PromptDiagnosis | None
-    streams: bool
-    facts: ClientFacts = NO_FACTS
 
 
 class RequestLog:
@@ -123,48 +103,51 @@ class RequestLog:
                 find_last_line, lines.paths, start, deadline_s, time.monotonic
             )
 
-    def count(self, request: AnsweredRequest) -> None:
-        """Counts a request."""
-        metrics, attempt, usage = self._metrics, request.attempt, request.usage
-        worker, prompt_tokens = attempt.worker.id, attempt.routing.prompt_tokens
-        metrics.request_s.observe(request.route, request.total_s)
+    def count(self, ended: EndedRequest, attempt: Attempt, *, streams: bool) -> None:
+        """Counts a request whose response is complete; `attempt` was its last.
+
+        streams: whether the response is a stream of events.
+        """
+        metrics, usage, routing = self._metrics, ended.usage, attempt.routing
+        worker, prompt_tokens = attempt.worker.id, routing.prompt_tokens
+        metrics.request_s.observe(ended.route, ended.total_s)
         if usage is not None and usage.cached_tokens is not None:
             error_tokens = abs(attempt.predicted_tokens - usage.cached_tokens)
             metrics.prompt_tokens.counts[(worker,)] += usage.prompt_tokens or prompt_tokens
             metrics.predicted_tokens.counts[(worker,)] += attempt.predicted_tokens
             metrics.reported_tokens.counts[(worker,)] += usage.cached_tokens
             metrics.prediction_error_tokens.observe(worker, error_tokens)
-        if attempt.routing.runs:
+        if routing.runs:
             self._activity.add(
-                time.time(),
-                attempt.routing.tenant,
-                attempt.routing.session,
+                ended.time_s,
+                routing.tenant,
+                routing.session,
                 worker,
                 prompt_tokens,
                 usage,
-                request.ttft_s if request.status < HTTPStatus.BAD_REQUEST else None,
-                request.facts,
+                ended.ttft_s if _is_ok(ended) else None,
+                ended.facts,
             )
-            metrics.clients.count(request.facts, prompt_tokens, usage)
-            self._count_tokens(request)
-        if request.diagnosis is not None:
-            self._add_finding(request.diagnosis, prompt_tokens)
+            metrics.clients.count(ended.facts, prompt_tokens, usage)
+            self._count_tokens(ended, worker, streams=streams)
+        if ended.diagnosis is not None:
+            self._add_finding(ended.diagnosis, prompt_tokens)
 
-    def _count_tokens(self, request: AnsweredRequest) -> None:
+    def _count_tokens(self, ended: EndedRequest, worker: str, *, streams: bool) -> None:
         """Counts the output of a request that generates, and what its tenant used."""
-        metrics, usage, routing = self._metrics, request.usage, request.attempt.routing
+        metrics, usage = self._metrics, ended.usage
         output_tokens = None if usage is None else usage.output_tokens
         if output_tokens is not None:
-            metrics.output_tokens.counts[(request.attempt.worker.id,)] += output_tokens
-            if request.streams and output_tokens > 1:
-                between_s = (request.total_s - request.ttft_s) / (output_tokens - 1)
-                metrics.between_tokens_s.observe(request.route, between_s)
-        elif request.status < HTTPStatus.BAD_REQUEST:
-            metrics.answers_without_usage.counts[(request.route,)] += 1
-        if (tenant := self._tenant_label(routing.tenant)) is not None:
-            metrics.tenant_ttft_s.observe(tenant, request.ttft_s)
+            metrics.output_tokens.counts[(worker,)] += output_tokens
+            if streams and output_tokens > 1:
+                between_s = (ended.total_s - ended.ttft_s) / (output_tokens - 1)
+                metrics.between_tokens_s.observe(ended.route, between_s)
+        elif _is_ok(ended):
+            metrics.answers_without_usage.counts[(ended.route,)] += 1
+        if (tenant := self._tenant_label(ended.tenant)) is not None:
+            metrics.tenant_ttft_s.observe(tenant, ended.ttft_s)
             if usage is not None:
-                prompt_tokens = usage.prompt_tokens or routing.prompt_tokens
+                prompt_tokens = usage.prompt_tokens or ended.prompt_tokens
                 metrics.tenant_prompt_tokens.counts[(tenant,)] += prompt_tokens
                 metrics.tenant_cached_tokens.counts[(tenant,)] += usage.cached_tokens or 0
                 metrics.tenant_output_tokens.counts[(tenant,)] += output_tokens or 0
@@ -177,3 +160,7 @@ class RequestLog:
             kind, tokens = divergence["kind"], divergence["tokens"]
             self._metrics.diverged_prompts.counts[found.harness, kind] += 1
             self._metrics.diverged_tokens.counts[found.harness, kind] += tokens
+
+
+def _is_ok(ended: EndedRequest) -> bool:
+    return ended.status is not None and ended.status < _BAD_REQUEST

@@ -7,7 +7,8 @@ worker, and its prefix is expected there. Attempts that follow it wait until its
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from radix.in_flight_prefixes import InFlightPrefix
 from scheduler.placement import Placement, WorkerView
@@ -27,8 +28,7 @@ PEER_PREFIX_S = 30.0
 FOLLOW_TOKENS = 512
 
 
-@dataclass(frozen=True, slots=True)
-class RoutingRequest:
+class RoutingRequest(msgspec.Struct, frozen=True, gc=False):
     """What routing needs to know of a request.
 
     prefix: breaks ties; equal for requests that share a beginning.
@@ -52,12 +52,21 @@ class RoutingRequest:
 NO_ROUTING = RoutingRequest(Chain(), None, 0, 0, runs=False)
 
 
-@dataclass(slots=True, eq=False)
-class Attempt:
+def _nothing(reason: str) -> None: ...
+
+
+def _unknown(worker: str) -> int | None:
+    return None
+
+
+class Attempt(msgspec.Struct, eq=False):
     """One attempt to serve a request on one worker.
 
     decoder: the decode engine that answers, if `worker` is a prefill engine.
-    considered: the workers that it could have gone to, as they were.
+    considered: workers that it could have gone to, as they were: all, or for a session that stays
+        on one of many its own and those that hold most.
+    held_at: the tokens that another worker, by its id, was expected to hold of the prompt; None if
+        it could not have gone there.
     predicted_tokens: prompt tokens that the worker held when the attempt began.
     expected_tokens: the same, with those that it was about to hold.
     uncached_tokens: prompt tokens that the worker still has to compute for it.
@@ -71,6 +80,7 @@ class Attempt:
     worker: Worker
     placement: Placement
     considered: Sequence[WorkerView] = ()
+    held_at: Callable[[str], int | None] = _unknown
     predicted_tokens: int = 0
     expected_tokens: int = 0
     uncached_tokens: int = 0
@@ -79,8 +89,8 @@ class Attempt:
     decoding: bool = False
     in_flight_prefix: InFlightPrefix | None = None
     follows: "Attempt | None" = None
-    followers: list[Callable[[], None]] = field(default_factory=list)
-    abandon: Callable[[str], None] = lambda reason: None
+    followers: list[Callable[[], None]] = []
+    abandon: Callable[[str], None] = _nothing
     decoder: Worker | None = None
 
     @property
@@ -115,7 +125,8 @@ class Attempts:
     ) -> Attempt:
         """Begins an attempt on a worker, which holds `held` of the prompt."""
         now_s = self._clock()
-        attempt = Attempt(routing, worker, placement, considered, held.tokens, held.expected_tokens)
+        attempt = Attempt(routing, worker, placement, considered)
+        attempt.predicted_tokens, attempt.expected_tokens = held.tokens, held.expected_tokens
         attempt.decoder = decoder
         capacity = worker.capacity
         uncached_tokens = max(routing.prompt_tokens - held.expected_tokens, 0)
@@ -228,6 +239,8 @@ class Attempts:
 
     def _end(self, attempt: Attempt) -> None:
         self._end_prefill(attempt)
+        # Else a request and its attempt keep each other until the garbage collector finds them.
+        attempt.abandon = _nothing
         if attempt.decoder is None:
             self._leave(attempt, attempt.worker, attempt.running_tokens)
         else:

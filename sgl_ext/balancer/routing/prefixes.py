@@ -4,8 +4,9 @@ A balancer of one process writes its index and looks up in it. The processes of 
 one index in shared memory, and one of them writes it.
 """
 
-from collections import defaultdict
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+
+import msgspec
 
 from radix.in_flight_prefixes import InFlightPrefix, InFlightPrefixes
 from radix.index import PrefixIndex
@@ -20,7 +21,7 @@ _CALIBRATE_FROM_TOKENS = 256
 _CALIBRATION = 0.05
 
 
-class HeldPrefix(NamedTuple):
+class HeldPrefix(msgspec.Struct, frozen=True):
     """What one worker holds of a chain.
 
     tokens, segments: what it reported that it holds.
@@ -38,8 +39,70 @@ class HeldPrefix(NamedTuple):
 _NOTHING = HeldPrefix()
 
 
-HeldBySlot = defaultdict[int, HeldPrefix]
-"""What workers hold of a chain, by their slots; a missing worker holds nothing."""
+class HeldBySlot:
+    """What workers hold of a chain, by their slots. Workers that hold the same stay one bitmask, so
+    that a prefix that all of them share costs no more than one of a few.
+
+    groups: what workers reported, the deepest first: their bitmask, and what each holds.
+    expecting: those that are about to hold more, and what.
+    """
+
+    __slots__ = ("expecting", "groups")
+
+    def __init__(self) -> None:
+        self.groups: list[tuple[int, HeldPrefix]] = []
+        self.expecting: dict[int, HeldPrefix] = {}
+
+    def __getitem__(self, slot: int) -> HeldPrefix:
+        """What a worker holds."""
+        found = self.expecting.get(slot)
+        return self._reported(slot) if found is None else found
+
+    def expect(self, slot: int, depth: int, more_tokens: int, in_flight: InFlightPrefix) -> None:
+        """A worker is about to hold `depth` segments, and so many tokens more."""
+        held = self._reported(slot)
+        self.expecting[slot] = HeldPrefix(
+            held.tokens, held.segments, held.tokens + more_tokens, depth, in_flight
+        )
+
+    def holders(self, least_segments: int = 1) -> Iterator[tuple[int, int]]:
+        """The slots of the workers that hold, or are about to hold, so many segments or more, and
+        their tokens; those that are about to come first, then the deepest."""
+        for slot, held in self.expecting.items():
+            if held.expected_segments >= least_segments:
+                yield slot, held.expected_tokens
+        for mask, held in self.groups:
+            if held.segments < least_segments:
+                break
+            for slot in _slots_of(mask):
+                if slot not in self.expecting:
+                    yield slot, held.tokens
+
+    def most_tokens(self, besides: int, counts: Callable[[int], bool]) -> int:
+        """The most tokens that a worker holds or is about to hold, of the slots that count, besides
+        one."""
+        most = 0
+        for slot, held in self.expecting.items():
+            if held.expected_tokens > most and slot != besides and counts(slot):
+                most = held.expected_tokens
+        for mask, held in self.groups:
+            others = mask & ~(1 << besides)
+            if others and held.tokens > most and any(map(counts, _slots_of(others))):
+                most = held.tokens
+        return most
+
+    def _reported(self, slot: int) -> HeldPrefix:
+        for mask, held in self.groups:
+            if mask >> slot & 1:
+                return held
+        return _NOTHING
+
+
+def _slots_of(mask: int) -> Iterator[int]:
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low
 
 
 class Prefixes:
@@ -80,23 +143,17 @@ class Prefixes:
 
     def lookup(self, chain: Chain) -> HeldBySlot:
         """What each worker holds of a chain."""
-        found = HeldBySlot(lambda: _NOTHING)
+        found = HeldBySlot()
         for match in self.index.matches(chain.hashes):
             held = HeldPrefix(match.tokens, match.depth, match.tokens, match.depth)
-            mask = match.workers
-            while mask:
-                low = mask & -mask
-                found[low.bit_length() - 1] = held
-                mask ^= low
+            found.groups.append((match.workers, held))
             self._calibrate(chain.ends[match.depth - 1], match.tokens)
         for slot, (depth, in_flight) in self.in_flight.deepest(chain.hashes).items():
-            held = found[slot]
-            if depth > held.segments:
-                begin = chain.ends[held.segments - 1] if held.segments else 0
+            segments = found[slot].segments
+            if depth > segments:
+                begin = chain.ends[segments - 1] if segments else 0
                 more_tokens = self.estimate_tokens(chain.ends[depth - 1] - begin)
-                found[slot] = HeldPrefix(
-                    held.tokens, held.segments, held.tokens + more_tokens, depth, in_flight
-                )
+                found.expect(slot, depth, more_tokens, in_flight)
         return found
 
     def touch(self, chain: Chain, segments: int) -> None:

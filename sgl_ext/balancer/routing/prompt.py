@@ -1,7 +1,9 @@
 """What routing reads in a request's prompt, without any state of the balancer."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.default_hints import NO_DEFAULTS, DefaultHints
@@ -10,7 +12,7 @@ from sgl_ext.requests.segments import Chain, read_chain, with_sorted_tools
 from sgl_ext.requests.session import salt_of, session_key
 
 
-class Prompt(NamedTuple):
+class Prompt(msgspec.Struct, frozen=True, gc=False):
     """prefix: breaks ties; equal for requests that share a beginning.
     size_bytes: of the canonical text; of the body if there is none.
     """

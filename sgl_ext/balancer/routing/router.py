@@ -6,31 +6,36 @@
 """
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from math import inf
 from typing import Any
 
-from scheduler.capacity import has_capacity
 from scheduler.placement import (
     Placement,
     PlacementRequest,
     WorkerView,
     chosen_of,
     place,
-    score,
+    score_all,
     stays,
 )
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempts import FOLLOW_TOKENS, Attempt, Attempts, RoutingRequest
-from sgl_ext.balancer.routing.prefixes import HeldBySlot, HeldPrefix, Prefixes
+from sgl_ext.balancer.routing.candidates import Candidates
+from sgl_ext.balancer.routing.prefixes import HeldBySlot, Prefixes
 from sgl_ext.balancer.routing.prompt import Prompt, read_prompt
 from sgl_ext.balancer.routing.worker import DECODE, Worker
 from sgl_ext.balancer.routing.workers import Workers, can_answer
 from sgl_ext.requests.segments import Chain
-from sgl_ext.requests.session import is_final
+from sgl_ext.requests.session import TENANT_HEADER, is_final
 from sgl_ext.tenants import Tenants
 
-_NO_PREFIX = HeldBySlot(HeldPrefix)
+# Of more workers, a session that stays home lists its own and those that hold most of the prompt.
+MOST_LISTED = 8
+_NO_VIEW = WorkerView("")
 
 
 @dataclass(eq=False)
@@ -85,7 +90,7 @@ class Router:
             is_final(headers),
             prompt.importance.priority,
             prompt.importance.output_tokens or 0,
-            self.tenants.asking(headers).name,
+            headers.get(TENANT_HEADER, ""),
             runs=not warms,
             warms=warms,
         )
@@ -102,43 +107,48 @@ class Router:
         if unconfirmed := self.prefixes.in_flight.expire(now_s):
             self.metrics.unconfirmed_prefixes.inc(unconfirmed)
         self.attempts.sessions.expire(now_s)
-        candidates = self._candidates(tried)
-        decoder = None
-        if self.workers.has_roles and routing.runs:
-            decoder = self._decoder(routing, tried)
-            if decoder is None:
-                candidates = [w for w in candidates if not w.role]
-        if not any(self._has_capacity(w, routing) for w in candidates):
-            return None
+        candidates = self._candidates(routing, tried)
         held = self.prefixes.lookup(routing.chain)
-        open_workers = [w for w in candidates if self._has_capacity(w, routing, held)]
+        request = self._placement_request(routing, held)
+        home, view = self._find_home(request, candidates, held, now_s)
+        if home is not None and candidates.has_capacity(home, held):
+            views = self._views_beside(home, view, candidates, held, now_s)
+            return self._begin(routing, home, "home", held, views, candidates.decoder)
+        open_workers = [w for w in candidates.all if candidates.has_capacity(w, held)]
         if not open_workers:
             return None
-        request = self._placement_request(routing, held)
-        home, views = self._find_home(request, candidates, held, now_s)
-        if home is not None and home in open_workers:
-            placement = Placement(home.id, "home")
-            decoder = decoder if home.role else None
-            return self.attempts.begin(routing, home, placement, held[home.slot], views, decoder)
         if waits_for_home and home is not None:
             most = max(held[worker.slot].expected_tokens for worker in open_workers)
             if held[home.slot].expected_tokens - most >= FOLLOW_TOKENS:
                 return None
-        views = [self._view(w, held, now_s) for w in open_workers]
+        tokens = dict(held.holders())
+        views = [self._view(w, tokens.get(w.slot, 0), now_s) for w in open_workers]
         chosen = place(request, views)
         assert chosen is not None, "some worker has capacity"
-        placement = chosen if home is None else Placement(chosen.worker, "moved")
-        worker = next(w for w in open_workers if w.id == placement.worker)
-        decoder = decoder if worker.role else None
-        return self.attempts.begin(routing, worker, placement, held[worker.slot], views, decoder)
+        reason = chosen.reason if home is None else "moved"
+        worker = next(w for w in open_workers if w.id == chosen.worker)
+        return self._begin(routing, worker, reason, held, views, candidates.decoder)
 
-    def _decoder(self, routing: RoutingRequest, tried: set[Worker]) -> Worker | None:
-        """The decode engine with the least load that has capacity for a request; one that was not
-        tried if there is one. It gets all KV from the prefill engine."""
-        decoders = [w for w in self.workers.all if w.role == DECODE and w.is_available]
-        able = [w for w in decoders if self._has_capacity(w, routing, _NO_PREFIX)]
-        able = [w for w in able if w not in tried] or able
-        return min(able, key=lambda w: (w.in_flight + w.peer_load.in_flight, w.id), default=None)
+    def _begin(
+        self,
+        routing: RoutingRequest,
+        worker: Worker,
+        reason: str,
+        held: HeldBySlot,
+        views: list[WorkerView],
+        decoder: Worker | None,
+    ) -> Attempt:
+        placement, decoder = Placement(worker.id, reason), decoder if worker.role else None
+        attempt = self.attempts.begin(routing, worker, placement, held[worker.slot], views, decoder)
+        attempt.held_at = partial(self._held_at, held)
+        return attempt
+
+    def _held_at(self, held: HeldBySlot, name: str) -> int | None:
+        """What a worker was expected to hold; None if it takes no requests."""
+        worker = self.workers.find(name)
+        if worker is None or not worker.is_available or worker.role == DECODE:
+            return None
+        return held[worker.slot].expected_tokens
 
     def has_capacity_for(
         self, routing: RoutingRequest, tried: set[Worker], *, at_home: bool = False
@@ -148,14 +158,12 @@ class Router:
         It does not look the prompt up. If no worker has capacity, none has any for a lower
         priority of the same tenant.
         """
-        candidates = self._candidates(tried)
+        candidates = self._candidates(routing, tried)
+        asked: Iterable[Worker] = candidates.all
         if at_home and routing.session is not None:
             home = self.attempts.sessions.home(routing.session)
-            candidates = [w for w in candidates if home and w.slot == home[0]] or candidates
-        if self.workers.has_roles and routing.runs:
-            has_decoder = self._decoder(routing, tried) is not None
-            candidates = [w for w in candidates if has_decoder or not w.role]
-        return any(self._has_capacity(w, routing) for w in candidates)
+            asked = [w for w in asked if home and w.slot == home[0]] or asked
+        return any(candidates.has_capacity(w) for w in asked)
 
     def any_available(self, besides: Collection[Worker] = ()) -> bool:
         """Whether some worker takes requests, even if it has no capacity now."""
@@ -175,19 +183,19 @@ class Router:
         now_s = self.clock()
         held = self.prefixes.lookup(chain)
         available = [w for w in self.workers.all if w.is_available and w.role != DECODE]
-        return [(worker, self._view(worker, held, now_s)) for worker in available]
+        return [(w, self._view(w, held[w.slot].expected_tokens, now_s)) for w in available]
 
     def explain(self, routing: RoutingRequest) -> dict[str, Any]:
         """What this request would cost on each worker, and where it would go. Changes nothing."""
         now_s = self.clock()
         held = self.prefixes.lookup(routing.chain)
+        candidates = self._candidates(routing, set())
         workers = [worker for worker in self.workers.all if worker.role != DECODE]
-        views = [self._view(worker, held, now_s) for worker in workers]
+        views = [self._view(w, held[w.slot].expected_tokens, now_s) for w in workers]
         request = self._placement_request(routing, held)
-        placement = place(
-            request, [v for v, w in zip(views, workers, strict=True) if w.is_available]
-        )
-        scores = [score(request, view, is_new=request.home is None) for view in views]
+        available = [v for v, w in zip(views, workers, strict=True) if w.is_available]
+        placement = place(request, available)
+        scores = score_all(request, views, is_new=request.home is None)
         return {
             "segments": len(routing.chain.hashes),
             "tools": routing.chain.tools,
@@ -200,7 +208,7 @@ class Router:
                 {
                     **cost._asdict(),
                     "open": worker.is_available,
-                    "has_room": self._has_capacity(worker, routing, held),
+                    "has_room": candidates.has_capacity(worker, held),
                     "held_tokens": view.held_tokens,
                     "pinned_tokens": worker.pins.tokens_of(routing.chain.hashes),
                     "live_session_tokens": view.session_tokens,
@@ -218,61 +226,54 @@ class Router:
         worker.pins.clear()
         worker.clear_load()
 
-    def _candidates(self, tried: set[Worker]) -> list[Worker]:
-        """The available workers, without those tried if there are others."""
-        candidates = [w for w in self.workers.all if w.is_available]
-        if self.workers.has_roles:
-            candidates = [w for w in candidates if w.role != DECODE]
-        return [w for w in candidates if w not in tried] or candidates
-
-    def _find_home(
-        self, request: PlacementRequest, candidates: list[Worker], held: HeldBySlot, now_s: float
-    ) -> tuple[Worker | None, list[WorkerView]]:
-        """The worker that the request's session stays on, with views of all workers, of the others
-        only in part."""
-        home = next((w for w in candidates if w.id == request.home), None)
-        if home is None:
-            return None, []
-        view = self._view(home, held, now_s)
-        others = [
-            WorkerView(w.id, held[w.slot].expected_tokens, w.total_pending_tokens(now_s))
-            for w in candidates
-            if w is not home
-        ]
-        if stays(request, view, others) != "home":
-            return None, []
-        return home, [view, *others]
-
-    def _has_capacity(
-        self, worker: Worker, routing: RoutingRequest, held: HeldBySlot | None = None
-    ) -> bool:
-        """Whether a worker has capacity for a request; without `held`, for one of no tokens."""
-        peers = worker.peer_load
-        if worker.in_flight + peers.in_flight >= self.worker_limit:
-            return False
-        if worker.capacity is None or not routing.runs:
-            return True
-        tokens = 0
-        if held is not None:
-            missing_tokens = max(routing.prompt_tokens - held[worker.slot].expected_tokens, 0)
-            tokens = worker.capacity.needed(
-                routing.prompt_tokens, missing_tokens, routing.output_tokens
-            )
-        return has_capacity(
-            worker.capacity,
-            worker.running,
-            routing.priority,
-            tokens,
-            self.preemption_threshold,
-            peers.in_flight,
-            peers.pending_tokens,
-            routing.tenant,
+    def _candidates(self, routing: RoutingRequest, tried: set[Worker]) -> Candidates:
+        return Candidates(
+            self.workers, routing, tried, self.worker_limit, self.preemption_threshold
         )
 
-    def _view(self, worker: Worker, held: HeldBySlot, now_s: float) -> WorkerView:
+    def _find_home(
+        self, request: PlacementRequest, candidates: Candidates, held: HeldBySlot, now_s: float
+    ) -> tuple[Worker | None, WorkerView]:
+        """The worker that the request's session stays on, and its view. While little waits there,
+        the time does not grow with the number of workers."""
+        home = None if request.home is None else self.workers.find(request.home)
+        if home is None or home not in candidates:
+            return None, _NO_VIEW
+        view = self._view(home, held[home.slot].expected_tokens, now_s)
+        at = self.workers.at_slot
+        most_held = held.most_tokens(home.slot, lambda slot: at(slot) in candidates)
+        reason = stays(request, view, most_held)
+        if reason == "moved":
+            pending = (w.total_pending_tokens(now_s) for w in candidates.all if w is not home)
+            reason = stays(request, view, most_held, min(pending, default=inf))
+        return home if reason == "home" else None, view
+
+    def _views_beside(
+        self,
+        home: Worker,
+        view: WorkerView,
+        candidates: Candidates,
+        held: HeldBySlot,
+        now_s: float,
+    ) -> list[WorkerView]:
+        """The worker of a session that stays, and for the request log some others: those that hold
+        most of the prompt first."""
+        if len(self.workers.all) == 1:
+            return [view]
+        views = {home: view}
+        holders = ((self.workers.at_slot(slot), tokens) for slot, tokens in held.holders())
+        for worker, held_tokens in chain(holders, ((each, 0) for each in self.workers.all)):
+            if len(views) == MOST_LISTED:
+                break
+            if worker not in views and worker is not None and worker in candidates:
+                pending_tokens = worker.total_pending_tokens(now_s)
+                views[worker] = WorkerView(worker.id, held_tokens, pending_tokens)
+        return [*views.values()]
+
+    def _view(self, worker: Worker, held_tokens: int, now_s: float) -> WorkerView:
         return WorkerView(
             worker.id,
-            held[worker.slot].expected_tokens,
+            held_tokens,
             worker.total_pending_tokens(now_s),
             worker.decoding + worker.peer_load.decoding,
             worker.recent_prefill.at(now_s),
@@ -290,10 +291,10 @@ class Router:
             slots, last_tokens = home[:1], home[1]
         elif chain.session is not None:
             begin = chain.hashes.index(chain.session) + 1
-            tokens = {s: h.expected_tokens for s, h in held.items() if h.expected_segments >= begin}
+            tokens = dict(held.holders(begin))
             most = max(tokens.values(), default=0)
             slots = [slot for slot, held_tokens in tokens.items() if held_tokens == most]
         # Slots differ between balancers, so that they are no reason to prefer a worker.
-        homes = [worker.id for worker in self.workers.all if worker.slot in slots] if slots else ()
+        homes = [worker.id for slot in slots if (worker := self.workers.at_slot(slot))]
         home_id = chosen_of(routing.prefix, homes) if homes else None
         return PlacementRequest(routing.prompt_tokens, routing.prefix, home_id, last_tokens)

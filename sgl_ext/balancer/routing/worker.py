@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
-from scheduler.breaker import Breaker
+from scheduler.breaker import Breaker, State
 from scheduler.capacity import Capacity, InFlight
 from scheduler.decaying_sum import DecayingSum
 from scheduler.placement import RECENT_S
@@ -120,13 +120,13 @@ class Worker:
         self.settings_fault = ""
         self.last_heard_s = 0.0
         self.recovered_s: float | None = None
-        self._correction = _Correction()
+        self._correction = _NO_CORRECTION
 
     @property
     def is_available(self) -> bool:
         """Whether it may be sent a request, if it has capacity."""
-        takes_requests = self.breaker.takes_requests and not self.is_hung
-        return self.ready and not self.draining and takes_requests
+        is_up = self.ready and not self.draining and not self.is_hung
+        return is_up and self.breaker.state is not State.OPEN
 
     @property
     def state(self) -> str:
@@ -196,12 +196,14 @@ class Worker:
         self.report = {}
         self.pinned_tokens = 0
         self.capacity = None
-        self._correction = _Correction()
+        self._correction = _NO_CORRECTION
 
     def total_pending_tokens(self, now_s: float) -> int:
         """What it still has to prefill, by the accounts of all balancers and its own."""
-        ours = self.pending_tokens + self.peer_load.pending_tokens
-        return max(ours + self._correction.at(now_s), 0)
+        ours, correction = self.pending_tokens + self.peer_load.pending_tokens, self._correction
+        if correction is _NO_CORRECTION:
+            return ours
+        return max(ours + correction.at(now_s), 0)
 
 
 class _Correction(NamedTuple):
@@ -221,3 +223,6 @@ class _Correction(NamedTuple):
         if (self.tokens < 0) is not (self.before < 0):
             return 0
         return min(self.tokens, self.before, key=abs)
+
+
+_NO_CORRECTION = _Correction()

@@ -3,13 +3,13 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import count
 from math import inf, nextafter
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.routing.slots import Slots
 from sgl_ext.balancer.routing.worker import DECODE, PREFILL, Worker, rank_id
 from sgl_ext.balancer.routing.worker_gauges import gauges
 from sgl_ext.membership.member import Member
@@ -29,6 +29,24 @@ def can_answer(workers: Iterable[Worker]) -> bool:
     """Whether these workers can answer requests: one that does all, or one of each role."""
     roles = {worker.role for worker in workers}
     return "" in roles or {PREFILL, DECODE} <= roles
+
+
+class Slots:
+    """The slots of one process's workers: their bits in the prefix index. A slot is free again
+    after its worker has left."""
+
+    def __init__(self) -> None:
+        self._taken: set[int] = set()
+
+    def take(self, worker: str) -> int:
+        """A free slot for a worker. `worker`: its name; no two that are there have the same."""
+        slot = next(slot for slot in count() if slot not in self._taken)
+        self._taken.add(slot)
+        return slot
+
+    def give_back(self, slot: int) -> None:
+        """The worker has left, and nothing is known of it any more."""
+        self._taken.discard(slot)
 
 
 class Workers(Collector):
@@ -62,6 +80,7 @@ class Workers(Collector):
         self._lists: dict[str, Sequence[Member]] = {}
         self._ignored: set[str] = set()
         self._by_id: dict[str, Worker] = {}
+        self._by_slot: dict[int, Worker] = {}
         self._ranks: dict[tuple[str, str], int] = {}
         self.has_roles = False
         metrics.registry.register(self)
@@ -78,6 +97,10 @@ class Workers(Collector):
     def find(self, name: str) -> Worker | None:
         """The worker with this id. One that stays comes before one that leaves."""
         return self._by_id.get(name)
+
+    def at_slot(self, slot: int) -> Worker | None:
+        """The worker with this bit in the prefix index."""
+        return self._by_slot.get(slot)
 
     def find_url(self, url: str) -> Worker | None:
         """The worker with this URL. One that takes requests comes before one that drains."""
@@ -228,6 +251,7 @@ class Workers(Collector):
         """A worker that stays counts before one with the same id that leaves."""
         leaving_first = sorted(self.all, key=lambda worker: not worker.is_gone)
         self._by_id = {worker.id: worker for worker in leaving_first}
+        self._by_slot = {worker.slot: worker for worker in self.all}
 
     def _join(self, member: Member, rank: int, joined_s: float | None) -> Worker:
         slot = self._slots.take(f"{rank_id(member.id, rank)}\n{member.url}")

@@ -10,7 +10,7 @@ from radix.index_memory import MAX_HOLDERS
 from radix.index_view import IndexView
 from radix.shared_index import SharedIndex
 from sgl_ext.balancer.cluster.group_memory import GroupMemory
-from sgl_ext.balancer.routing.slots import Slots
+from sgl_ext.balancer.routing.workers import Slots
 
 Make = Callable[[], Slots]
 A, B, C = (number << 100 | number for number in (1, 2, 3))

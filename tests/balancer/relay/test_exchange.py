@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import orjson
 import pytest
 from aiohttp import web
 
+from sgl_ext.balancer.relay.exchange import Exchange
 from sgl_ext.requests.session import QUEUED_HEADER
 from tests.balancer.conftest import Engine, Start
 
@@ -49,6 +51,20 @@ async def test_a_request_arrives_unchanged(start: Start) -> None:
     ((target, received, sent),) = engine.seen
     assert (target, received) == ("/v1/messages?beta=true", body)
     assert sent["anthropic-beta"] == "x"
+
+
+async def test_an_answered_request_leaves_nothing_to_the_garbage_collector(start: Start) -> None:
+    client = await start(Engine("a"))
+    body = {"messages": [{"role": "user", "content": "Hello"}]}
+    gc.collect()
+    gc.disable()
+    try:
+        for path in PATHS[:2]:
+            answer = await client.post(path, json=body)
+            assert answer.status == 200
+        assert not any(type(one) is Exchange for one in gc.get_objects())
+    finally:
+        gc.enable()
 
 
 async def test_an_engine_learns_from_the_balancer_alone_how_long_a_request_waited(

@@ -9,6 +9,7 @@ from typing import Any
 
 import orjson
 import pytest
+from msgspec import structs
 
 from sgl_ext.balancer.conversations.expansion import Found, Named
 from sgl_ext.balancer.relay.large_bodies import LargeBodies
@@ -74,7 +75,7 @@ async def test_the_other_process_reads_the_same(
         assert there == here
         return
     assert not isinstance(there, Named)
-    assert there._replace(stripped=here.stripped) == here
+    assert structs.replace(there, stripped=here.stripped) == here
     assert (there.body is None) == (here.body is None)
     assert there.stripped[1:] == here.stripped[1:]
     assert TEXT not in str(there.stripped.body)

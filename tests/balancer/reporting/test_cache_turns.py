@@ -209,10 +209,10 @@ async def test_a_compaction_is_told_in_openais_word(start: Start) -> None:
 
 async def test_with_the_doctor_the_place_and_the_cause_are_told(start: Start) -> None:
     client = await start(engine := CachedEngine(), diagnose=True)
-    for second in range(2):
+    for count, second in enumerate((0, 0, 1)):
         now = f"It is 2026-01-01 12:00:0{second}.\n{SYSTEM}"
         earlier = engine.ids[-1] if engine.ids else None
-        body = turn(MESSAGES, second, system=now) | asking(MESSAGES, earlier)
+        body = turn(MESSAGES, count, system=now) | asking(MESSAGES, earlier)
         told = (await ask(client, MESSAGES, body))["told"]
     found = told["cache_miss_reason"]
     assert found.pop("cache_missed_input_tokens") > 1000

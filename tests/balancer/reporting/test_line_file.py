@@ -140,3 +140,23 @@ async def test_snapshots_are_written_again_after_a_failure(tmp_path: Path) -> No
 
 async def _turn() -> None:
     await asyncio.sleep(0.001)
+
+
+async def test_a_log_can_be_closed_in_the_moment_in_which_its_lines_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = asyncio.get_running_loop().create_future()
+
+    async def to_thread(*_: object) -> None:
+        await written
+
+    monkeypatch.setattr(asyncio, "to_thread", to_thread)
+    file = LineFile(tmp_path / "log", LIMIT, Metrics())
+    file.add(b"x\n")
+    writing = asyncio.ensure_future(file.write())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    written.set_result(None)
+    ended = asyncio.ensure_future(file.close())  # runs just after the lines are written
+    await asyncio.gather(writing, ended)
+    assert file.find_waiting(b"x") is None

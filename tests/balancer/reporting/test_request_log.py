@@ -8,9 +8,10 @@ from typing import Any
 from scheduler.placement import Placement
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.reporting.activity import Activity
-from sgl_ext.balancer.reporting.request_log import AnsweredRequest, RequestLog
+from sgl_ext.balancer.reporting.ended_request import Outcome, ended_request
+from sgl_ext.balancer.reporting.request_log import RequestLog
 from sgl_ext.balancer.routing.attempts import NO_ROUTING, Attempt, RoutingRequest
-from sgl_ext.requests.client_facts import ClientFacts
+from sgl_ext.requests.client_facts import NO_FACTS, ClientFacts
 from sgl_ext.requests.segments import Chain
 from sgl_ext.requests.usage import Usage
 from tests.balancer.workers import workers_at
@@ -31,18 +32,35 @@ def lines_for(
     log = RequestLog(metrics, Activity(0.0), None, tenant_label=label)
     worker = workers_at([A], metrics).all[0]
     routing = routing or RoutingRequest(Chain(), None, 0, 100, tenant=tenant)
+    attempt = Attempt(routing, worker, Placement(worker.id, "new"))
     for answer in answers:
         usual: dict[str, Any] = {
-            "attempt": Attempt(routing, worker, Placement(worker.id, "new")),
             "route": PATH,
             "status": 200,
-            "ttft_s": 0.5,
-            "total_s": 2.0,
             "usage": Usage(100, 90, 26),
-            "diagnosis": None,
             "streams": True,
+            "facts": NO_FACTS,
         }
-        log.count(AnsweredRequest(**usual | answer))
+        about = usual | answer
+        ended = ended_request(
+            "id",
+            "0" * 32,
+            1.0,
+            about["route"],
+            about["status"],
+            Outcome.COMPLETE,
+            None,
+            routing,
+            attempt,
+            about["usage"],
+            0.0,
+            0.5,
+            2.0,
+            1,
+            None,
+            about["facts"],
+        )
+        log.count(ended, attempt, streams=about["streams"])
     return set(metrics.render().decode().splitlines())
 
 

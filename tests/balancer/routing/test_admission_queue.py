@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import gc
 import weakref
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from msgspec import structs
+from msgspec.structs import replace
 
 from scheduler import admission_queue
 from sgl_ext.balancer.metrics.registry import band

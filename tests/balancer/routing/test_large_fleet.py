@@ -1,0 +1,171 @@
+"""A large fleet: a decision is the one that all workers' views give, and most need not view all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.capacity import Capacity
+from scheduler.placement import PlacementRequest, WorkerView, place
+from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest
+from sgl_ext.balancer.routing.router import MOST_LISTED, Router
+from sgl_ext.balancer.routing.worker import Load, Worker
+from sgl_ext.requests.segments import Chain
+from tests.balancer.routing.test_router import Setting
+
+SEGMENT_TOKENS = 1_000
+
+
+def reference(
+    router: Router, routing: RoutingRequest, tried: set[Worker], *, waits_for_home: bool
+) -> tuple[str, str] | None:
+    """The worker and the reason, by views of all workers: the rules without any shortcut."""
+    now_s = router.clock()
+    views = dict(router.views(routing.chain))
+    views = {w: view for w, view in views.items() if w not in tried} or views
+    able = router._candidates(routing, tried)
+    held = router.prefixes.lookup(routing.chain)
+    open_views = {w: view for w, view in views.items() if able.has_capacity(w, held)}
+    asked = home_of(router, routing, views)
+    among_all = place(asked, [*views.values()])
+    if among_all is None or not open_views:
+        return None
+    home = next((w for w in views if w.id == asked.home), None)
+    stays = home is not None and is_home(asked, home, views)
+    if home is not None and stays and home in open_views:
+        return home.id, "home"
+    most = max(view.held_tokens for view in open_views.values())
+    if waits_for_home and home and stays and views[home].held_tokens - most >= 512:
+        return None
+    chosen = place(asked, [*open_views.values()])
+    assert chosen is not None, f"at {now_s} some worker is open"
+    return chosen.worker, "moved" if stays else chosen.reason
+
+
+def is_home(asked: PlacementRequest, home: Worker, views: dict[Worker, WorkerView]) -> bool:
+    """Whether the session stays, by what each other worker holds and has to prefill."""
+    others = [view for w, view in views.items() if w is not home]
+    most_held = max((view.held_tokens for view in others), default=0)
+    saved = views[home].held_tokens - most_held
+    if saved < 0.5 * (asked.last_tokens - most_held):
+        return False
+    waits = [view.pending_tokens for view in others]
+    return not waits or views[home].pending_tokens - min(waits) <= 2 * max(saved, 0)
+
+
+def home_of(
+    router: Router, routing: RoutingRequest, views: dict[Worker, WorkerView]
+) -> PlacementRequest:
+    """The request, with the home that the router explains, and its session's last prompt."""
+    home = router.explain(routing)["home"]
+    known = routing.session is not None and router.attempts.sessions.home(routing.session)
+    return PlacementRequest(routing.prompt_tokens, routing.prefix, home, known[1] if known else 0)
+
+
+def turn(session: int, turns: int, *, is_named: bool, priority: int) -> RoutingRequest:
+    """A turn after a head of two segments that some sessions share."""
+    own = range(1_000 * (session + 1), 1_000 * (session + 1) + turns)
+    hashes = (7 + session % 3, 70 + session % 3, *own)
+    ends = tuple(4 * SEGMENT_TOKENS * (n + 1) for n in range(len(hashes)))
+    chain = Chain(hashes, ends, session=own[0])
+    named = 10_000 + session if is_named else None
+    return RoutingRequest(chain, named, hashes[1], SEGMENT_TOKENS * len(hashes), priority=priority)
+
+
+def store(setting: Setting, worker: Worker, hashes: Sequence[int]) -> None:
+    """The worker reports that it holds a chain."""
+    for number, (parent, segment) in enumerate(pairwise((None, *hashes)), 1):
+        assert segment is not None
+        index = setting.router.prefixes.index
+        assert index.store(worker.slot, parent, segment, number * SEGMENT_TOKENS)  # type: ignore[union-attr]
+
+
+def disturb(data: st.DataObject, setting: Setting) -> None:
+    """Changes a worker's state or load in one of the ways in which that happens."""
+    worker = data.draw(st.sampled_from(setting.workers.all))
+    match data.draw(st.integers(0, 6)):
+        case 0:
+            worker.draining = data.draw(st.booleans())
+        case 1:
+            setting.workers.mark(worker, ready=data.draw(st.booleans()))
+        case 2:
+            worker.is_hung = data.draw(st.booleans())
+        case 3:
+            worker.peer_load = Load(1, 1, data.draw(st.integers(0, 20_000)))
+        case 4:
+            pending = {"pending_tokens": data.draw(st.integers(0, 20_000))}
+            worker.apply_load(pending, setting.clock.now_s)
+        case 5:
+            worker.capacity = Capacity(data.draw(st.sampled_from([6_000, 50_000])), 4)
+        case _:
+            for _ in range(5):
+                worker.breaker.failed(setting.clock.now_s, answered=False)
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=40)
+def test_decisions_are_those_by_views_of_all_workers(data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, 24))
+    setting = Setting([f"http://w{number}" for number in range(count)], worker_limit=8)
+    router, attempts = setting.router, setting.router.attempts
+    running: list[Attempt] = []
+    for _ in range(data.draw(st.integers(1, 30))):
+        setting.clock.now_s += data.draw(st.sampled_from([0.0, 0.1, 0.7, 5.0]))
+        if data.draw(st.integers(0, 2)) == 0:
+            disturb(data, setting)
+        if running and data.draw(st.booleans()):
+            attempt = running.pop(data.draw(st.integers(0, len(running) - 1)))
+            if data.draw(st.booleans()):
+                attempts.prefill_done(attempt)
+                store(setting, attempt.worker, attempt.routing.chain.hashes)
+                attempts.succeed(attempt)
+            else:
+                attempts.fail(attempt, by_worker=False)
+        routing = turn(
+            data.draw(st.integers(0, 5)),
+            data.draw(st.integers(1, 20)),
+            is_named=data.draw(st.booleans()),
+            priority=data.draw(st.sampled_from([0, 20])),
+        )
+        tried = set(data.draw(st.lists(st.sampled_from(setting.workers.all), max_size=2)))
+        waits = data.draw(st.booleans())
+        router.prefixes.in_flight.expire(setting.clock.now_s)
+        attempts.sessions.expire(setting.clock.now_s)
+        expected = reference(router, routing, tried, waits_for_home=waits)
+        placed = router.place(routing, tried, waits_for_home=waits)
+        found = None if placed is None else (placed.worker.id, placed.placement.reason)
+        assert found == expected
+        if placed is not None:
+            running.append(placed)
+
+
+def test_a_turn_that_stays_home_views_few_workers_and_lists_those_that_hold_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    setting = Setting([f"http://w{number}" for number in range(100)])
+    routing = turn(0, 20, is_named=True, priority=0)
+    hashes = routing.chain.hashes
+    first = setting.place(routing)
+    setting.router.attempts.prefill_done(first)
+    for worker in setting.workers.all:
+        depth = len(hashes) if worker is first.worker else 2 + (worker.slot == 50)
+        store(setting, worker, hashes[:depth])
+    setting.router.attempts.succeed(first)
+    viewed: set[str] = set()
+    view = setting.router._view
+
+    def noted(worker: Worker, held_tokens: int, now_s: float) -> WorkerView:
+        viewed.add(worker.id)
+        return view(worker, held_tokens, now_s)
+
+    monkeypatch.setattr(setting.router, "_view", noted)
+    second = setting.place(routing)
+    assert (second.worker, second.placement.reason) == (first.worker, "home")
+    assert viewed == {first.worker.id}
+    assert len(second.considered) == MOST_LISTED
+    assert {view.held_tokens for view in second.considered} == {22_000, 3_000, 2_000}
+    assert second.held_at("http://w99") == 2_000
