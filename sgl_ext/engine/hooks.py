@@ -133,6 +133,8 @@ _MAIN_HOOKS: dict[str, Hook] = {
     "jsonschema.Draft202012Validator.check_schema": ("AROUND", cache_hooks.check_schema),
     f"{_MESSAGE}GenericParam.model_dump": ("AROUND", cache_hooks.dump_message),
     f"{_MESSAGE}UserParam.model_dump": ("AROUND", cache_hooks.dump_message),
+    f"{_CHAT}._effective_tools": ("AROUND", cache_hooks.find_tools),
+    f"{_CHAT}._get_history_tool_calls_cnt": ("AROUND", cache_hooks.count_calls),
     f"{_TEMPLATES}._compile_jinja_template": ("AROUND", chat_templates.compile_template),
     # Answers
     f"{_MESSAGES}._handle_non_streaming": ("AROUND", anthropic.complete_answer),

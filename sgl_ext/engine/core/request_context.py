@@ -12,7 +12,8 @@ SGLang converts some requests in threads that do not inherit context variables. 
 middleware, the context is also on the request (`put_on`, `context_of`).
 """
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -60,6 +61,9 @@ class RequestContext:
     withdrawn_tools: the names of tools that the conversation has removed.
     cached_messages: what the message cache found for the body, until SGLang converts it.
     is_array_allowed: whether the prompt's tokens may be an array, and not a list.
+    found_in_messages: what SGLang found in the messages and tools of a chat completion, by name,
+        with what it was found in.
+    after_sending: what the request need not wait for.
     renderings: collects rendered prompts while a copy of the body is rendered, and not tokenized.
     encoded_text: the prompt that an encoder has just written as text, until it is tokenized.
     dry_run: stops this request before its generation.
@@ -98,6 +102,8 @@ class RequestContext:
     withdrawn_tools: frozenset[str] = frozenset()
     cached_messages: tuple[Any, ...] = ()
     is_array_allowed: bool = False
+    found_in_messages: dict[str, tuple[Any, int, Any, Any]] = field(default_factory=dict)
+    after_sending: Callable[[], None] | None = None
     renderings: list[str] | None = None
     encoded_text: str | None = None
     dry_run: "DryRun | None" = None
@@ -109,6 +115,12 @@ class RequestContext:
     def protocol(self) -> Protocol:
         """The protocol of the request's path."""
         return of_path(self.path)
+
+    def run_after_sending(self) -> None:
+        """Runs `after_sending` once the event loop is free: a request is sent without a wait."""
+        if self.after_sending is not None:
+            asyncio.get_running_loop().call_soon(self.after_sending)
+            self.after_sending = None
 
 
 _current: ContextVar[RequestContext | None] = ContextVar("sgl_ext_request", default=None)

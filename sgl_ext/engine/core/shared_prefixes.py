@@ -80,9 +80,9 @@ def prefixes() -> Prefixes:
 def share(tokenized: Any, _: Any, asked: Any, *__: Any, **___: Any) -> None:
     """After `TokenizerManager._create_tokenized_object`: gives a group's request that begins with
     a listed prefix the salt that shares it. Not a request with its own salt or key, nor one with
-    more than tokens: it computes something else."""
+    more than tokens: it computes something else. Slices have theirs by `salt_of_slices`."""
     salt = getattr(tokenized, "cache_salt", None)
-    if salt is None or not is_whole_group(salt):
+    if salt is None or not is_whole_group(salt) or is_slice(tokenized):
         return
     if tokenized.extra_key or tokenized.need_wait_for_mm_inputs or tokenized.input_ids is None:
         return
@@ -92,14 +92,22 @@ def share(tokenized: Any, _: Any, asked: Any, *__: Any, **___: Any) -> None:
     if not tokens:
         return
     tokenized.cache_salt = shared_salt(salt, tokens)
-    if not is_slice(tokenized):
-        counter("shared_prefix_requests").inc()
-        counter("shared_prefix_tokens").inc(tokens)
+    counter("shared_prefix_requests").inc()
+    counter("shared_prefix_tokens").inc(tokens)
 
 
-def common_tokens(one: "array[int]", other: "array[int]") -> int:
-    """The length of the common prefix of two prompts, in tokens."""
-    length = min(len(one), len(other))
+def salt_of_slices(asked: Any, ids: "array[int]") -> str | None:
+    """The salt for the slices of a prompt, which are sent without most of its tokens."""
+    salt: str | None = asked.cache_salt
+    if salt is None or not is_whole_group(salt) or asked.extra_key:
+        return salt
+    tokens = prefixes().shared(ids, asked.lora_path)
+    return shared_salt(salt, tokens) if tokens else salt
+
+
+def common_tokens(one: "array[int]", other: "array[int]", most: int = ALL) -> int:
+    """The length of the common prefix of two prompts, in tokens; `most` of them are compared."""
+    length = min(len(one), len(other), most)
     differs = _view(one, length) != _view(other, length)
     first = int(differs.argmax()) if length else 0
     return first if length and differs[first] else length

@@ -10,6 +10,7 @@ from sgl_ext.engine.core.folder import secret
 
 _MARK = "~sgl_ext-ahead-"
 _DIGEST = 16
+_END_DIGITS = 8
 
 
 def slice_name(
@@ -17,29 +18,42 @@ def slice_name(
     is_guess: bool,
     is_forced: bool,
     conversation: str = "",
+    prompt: str = "",
+    end: int = 0,
     purpose: str = "",
     request_id: str = "",
 ) -> str:
     """A new name for a slice.
 
     conversation: whose next request will read it, as `digest` names it; "" if it is not counted.
+    prompt: a `digest` that all slices of one prompt share. end: how many of its tokens the slice
+        has, however many are sent with it.
     is_guess: the extension guessed the prompt; no client asked for it.
     is_forced: it runs even if all of it is cached, so that its hints are recorded.
     purpose, request_id: why it runs, and for which request; log lines show them.
     """
     kind = f"{'g' if is_guess else 'a'}{'f' if is_forced else '-'}"
-    return f"{secret(_MARK)}{kind}{conversation:-<{_DIGEST}}{uuid4().hex}~{purpose}~{request_id}"
+    part = f"{prompt:-<{_DIGEST}}{end:0{_END_DIGITS}x}"
+    about = f"{uuid4().hex}~{purpose}~{request_id}"
+    return f"{secret(_MARK)}{kind}{conversation:-<{_DIGEST}}{part}{about}"
 
 
-def digest(conversation: str) -> str:
-    """A short name of a conversation."""
-    return xxhash.xxh3_64_hexdigest(conversation.encode("utf-8", "surrogatepass"))
+def digest(name: str) -> str:
+    """A short name in place of a long one."""
+    return xxhash.xxh3_64_hexdigest(name.encode("utf-8", "surrogatepass"))
 
 
 def conversation_of(slice_: Any) -> str:
     """The conversation whose next request will read a slice; "" if it is not counted."""
     begin = len(secret(_MARK)) + 2
     return str(slice_.rid[begin : begin + _DIGEST]).strip("-")
+
+
+def part_of(slice_: Any) -> tuple[str, int]:
+    """The prompt that a slice is a part of, and how many of its tokens the slice has."""
+    begin = len(secret(_MARK)) + 2 + _DIGEST
+    end = begin + _DIGEST
+    return slice_.rid[begin:end], int(slice_.rid[end : end + _END_DIGITS], 16)
 
 
 def is_slice_name(name: Any) -> bool:

@@ -29,7 +29,7 @@ from radix.byte_lru import ByteLRU
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import RequestContext
-from sgl_ext.engine.host_cache.shortcuts import Message
+from sgl_ext.engine.host_cache.shortcuts import SharedMessage
 from sgl_ext.engine.host_cache.worth import Worth, turned_off
 from sgl_ext.engine.sglang_http_types import AnthropicServing
 from sgl_ext.protocols.anthropic import ANTHROPIC, COUNT_TOKENS
@@ -61,19 +61,12 @@ class _Message(NamedTuple):
     validated_s: float = 0.0
 
 
-class FrozenMessage(Message):
-    """A message as a dict that no code changes, so a copy of it is the dict itself."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> FrozenMessage:
-        return self
-
-
 class MessageCache:
     """Results for messages, within so many bytes. worth: its account, in messages."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._known: ByteLRU[_Message] = ByteLRU(limit_bytes, _ENTRY_BYTES)
-        self._dicts: dict[int, tuple[weakref.ref[Any], FrozenMessage]] = {}
+        self._dicts: dict[int, tuple[weakref.ref[Any], SharedMessage]] = {}
         self._validate: Callable[[Any], Any] = sglang_api.AnthropicMessage.model_validate
         self.worth = Worth("messages")
 
@@ -174,7 +167,7 @@ class MessageCache:
         return converted
 
     def _add_dict(self, message: Any) -> None:
-        written = FrozenMessage(message.model_dump())
+        written = SharedMessage(message.model_dump())
         try:
             sglang_api.normalize_assistant_tool_call_arguments(written)
         except ValueError:  # SGLang answers it
@@ -184,7 +177,7 @@ class MessageCache:
         number, dicts = id(message), self._dicts
         dicts[number] = weakref.ref(message, lambda _: dicts.pop(number, None)), written
 
-    def dict_of(self, message: Any) -> FrozenMessage | None:
+    def dict_of(self, message: Any) -> SharedMessage | None:
         """A chat completion's message as the dict that a template is given, if it is known."""
         found = self._dicts.get(id(message))
         return None if found is None else found[1]

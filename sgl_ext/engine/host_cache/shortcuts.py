@@ -2,7 +2,8 @@
 and per tool of each request. The results are equal in all cases.
 
     tools      a schema that was found valid is not checked again
-    messages   a copy of a message of JSON values does not look for cycles and classes
+    messages   a copy of a message of JSON values does not look for cycles and classes, and a copy
+               of a cached one is the message itself
 """
 
 from __future__ import annotations
@@ -57,6 +58,13 @@ class Message(dict[str, Any]):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Message:
         return Message({key: _copied(value, memo) for key, value in self.items()})
+
+
+class SharedMessage(Message):
+    """A message as a dict that no code changes, so a copy of it is the dict itself."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedMessage:
+        return self
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:

@@ -13,7 +13,7 @@ from array import array
 from typing import Any
 
 from sgl_ext.engine import sglang_api
-from sgl_ext.engine.sglang_http_types import GenerateReqInput, ServingChat
+from sgl_ext.engine.sglang_http_types import GenerateReqInput, ServingChat, TokenizerManager
 
 
 def is_array_allowed(chat: ServingChat, request: Any) -> bool:
@@ -23,7 +23,8 @@ def is_array_allowed(chat: ServingChat, request: Any) -> bool:
     return not (
         manager.model_config.is_multimodal
         or manager.mm_processor is not None
-        or request.continue_final_message  # SGLang adds the answer's beginning to the list
+        # SGLang adds the answer's beginning to the list.
+        or getattr(request, "continue_final_message", False)
         # These parsers decode the prompt's ids.
         or isinstance(chat._reasoning_detector, sglang_api.ResponseTemplateReasoningDetector)
         or issubclass(call_parser or object, sglang_api.ResponseTemplateToolDetector)
@@ -32,17 +33,21 @@ def is_array_allowed(chat: ServingChat, request: Any) -> bool:
 
 def restore_list(chat: ServingChat, converted: GenerateReqInput) -> None:
     """Makes the converted request's ids a list if SGLang does more with them than send them."""
-    if type(converted.input_ids) is not array:
-        return
-    manager, sampling = chat.tokenizer_manager, converted.sampling_params
-    is_only_sent = (
+    sampling = converted.sampling_params
+    is_one = (
         isinstance(sampling, dict)
         and sampling.get("n", 1) == 1
         and (sampling.get("beam_width") or 1) == 1
-        and not manager.request_logger.log_requests
-        and not manager.dump_requests_folder
-        and not manager.crash_dump_folder
-        and not manager.request_metrics_exporter_manager.exporter_enabled()
     )
-    if not is_only_sent:
+    if type(converted.input_ids) is array and not (is_one and is_only_sent(chat.tokenizer_manager)):
         converted.input_ids = converted.input_ids.tolist()
+
+
+def is_only_sent(manager: TokenizerManager) -> bool:
+    """Whether SGLang only sends the ids of a request to the scheduler, and logs or dumps none."""
+    return not (
+        manager.request_logger.log_requests
+        or manager.dump_requests_folder
+        or manager.crash_dump_folder
+        or manager.request_metrics_exporter_manager.exporter_enabled()
+    )

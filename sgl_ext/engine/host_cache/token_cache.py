@@ -24,6 +24,8 @@ from sgl_ext.engine.host_cache.piece_tokenizer import Inexact, PieceTokenizer
 from sgl_ext.engine.host_cache.worth import Worth, turned_off
 
 CHECK_EVERY_S = 60.0
+# A check tokenizes a whole prompt, which takes seconds for a million tokens.
+_CHECKED_SHARE = 0.01
 _logger = logging.getLogger(__name__)
 
 Original = Callable[..., list[int]]
@@ -58,6 +60,7 @@ class TokenCache:
         self._added_ids = np.array(list(self._added.values()), dtype=np.int64)
         self._pieces = PieceTokenizer(added, self._whole, self._many, limit_bytes)
         self._checked_s = time.monotonic()
+        self._check_after_s = CHECK_EVERY_S
         self.is_off = False
         self.prompts = 0
         self.worth = Worth("tokens")
@@ -155,7 +158,7 @@ class TokenCache:
         return _Before(self.worth.now(), pieces.new_tokens, pieces.new_chars, pieces.new_s)
 
     def _weigh(self, before: _Before, chars: int) -> None:
-        """Notes what a prompt took, of which so much did not have to be tokenized otherwise."""
+        """Notes what a prompt of so many characters took, for the cache's worth."""
         pieces, took_s = self._pieces, self.worth.now() - before.begun_s
         if pieces.new_chars > before.new_chars:
             self.worth.learn(pieces.new_chars - before.new_chars, pieces.new_s - before.new_s)
@@ -172,14 +175,16 @@ class TokenCache:
         self._weigh(before, len(text))
         counter("prompt_tokens_encoded").labels("known").inc(max(len(tokens) - new, 0))
         counter("prompt_tokens_encoded").labels("new").inc(new)
-        if time.monotonic() - self._checked_s >= CHECK_EVERY_S:
+        if time.monotonic() - self._checked_s >= self._check_after_s:
             self._checked_s = time.monotonic()
             ids = tokens.tolist()
 
             def check() -> None:
                 begun_s = self.worth.now()
                 expected = whole()
-                self.worth.learn(len(text), self.worth.now() - begun_s)
+                took_s = self.worth.now() - begun_s
+                self._check_after_s = max(CHECK_EVERY_S, took_s / _CHECKED_SHARE)
+                self.worth.learn(len(text), took_s)
                 self.check(expected, ids)
 
             threading.Thread(target=check, daemon=True).start()

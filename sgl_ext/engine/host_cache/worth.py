@@ -18,7 +18,7 @@ from sgl_ext.engine.core.counters import counter
 WINDOW_S = 60.0
 LEAST_USES = 50
 RETRY_S = 600.0
-# What nobody notices in a request turns no cache off.
+# A loss this small in a request turns no cache off.
 TOLERATED_S = 0.0002
 _logger = logging.getLogger(__name__)
 

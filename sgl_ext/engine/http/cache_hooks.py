@@ -1,4 +1,5 @@
-"""Hooks that let SGLang use the host caches: of tokens, messages and schemas."""
+"""Hooks that let SGLang use the host caches, of tokens, messages and schemas, and find once what it
+looks for in a request's messages."""
 
 from array import array
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ from sgl_ext.engine.core.request_context import current
 from sgl_ext.engine.host_cache.recipe_encoding import RecipeEncoding
 from sgl_ext.engine.host_cache.shortcuts import Message
 from sgl_ext.engine.http.extension import installed
+from sgl_ext.engine.sglang_http_types import ServingChat
 from sgl_ext.engine.sglang_types import Original
 
 
@@ -86,3 +88,29 @@ def check_schema(original: Original, validator: Any, schema: Any, **options: Any
         original(validator, schema, **options)
     else:
         installed().schemas.check(schema, partial(original, validator))
+
+
+def find_tools(original: Original, chat: ServingChat, request: Any) -> list[Any]:
+    """Around `OpenAIServingChat._effective_tools`, which looks through all messages several times
+    before an answer, and three times for each of its tokens."""
+    return list(_found_once("tools", original, chat, request))
+
+
+def count_calls(original: Original, chat: ServingChat, request: Any) -> int:
+    """Around `OpenAIServingChat._get_history_tool_calls_cnt`, which does so once for each token."""
+    count: int = _found_once("calls", original, chat, request)
+    return count
+
+
+def _found_once(name: str, original: Original, chat: ServingChat, request: Any) -> Any:
+    """What `original` finds in the messages and tools of a request; found again if they change."""
+    context = current()
+    if context is None:
+        return original(chat, request)
+    messages, tools = getattr(request, "messages", None), getattr(request, "tools", None)
+    size = len(messages or ())
+    known = context.found_in_messages.get(name)
+    if known is None or known[0] is not messages or known[1] != size or known[2] is not tools:
+        known = messages, size, tools, original(chat, request)
+        context.found_in_messages[name] = known
+    return known[3]

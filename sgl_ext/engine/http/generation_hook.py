@@ -28,6 +28,7 @@ def send_hints(
         isolate(request, group_of(context, raw_request))
     if context is None:
         return
+    context.run_after_sending()
     if not is_slice(request):
         name_request(request, context)
         name_after_id(request, context)

@@ -24,7 +24,7 @@ from sgl_ext.engine.core.request_context import (
     current,
     entered,
 )
-from sgl_ext.engine.host_cache.token_array import is_array_allowed, restore_list
+from sgl_ext.engine.host_cache.token_array import is_array_allowed, is_only_sent, restore_list
 from sgl_ext.engine.host_cache.worth import turned_off
 from sgl_ext.engine.http.extension import installed
 from sgl_ext.engine.http.rendering import collecting
@@ -71,8 +71,14 @@ async def place_pins_of_response(
     original: Original, serving: ServingChat, request: Any, *args: Any, **kw: Any
 ) -> Any:
     """Around `OpenAIServingResponses._make_request`: finds where marked blocks end."""
-    made = await original(serving, request, *args, **kw)
     context = current()
+    if context is not None:
+        context.is_array_allowed = is_array_allowed(serving, request) and is_only_sent(
+            serving.tokenizer_manager
+        )
+    made = await original(serving, request, *args, **kw)
+    if context is not None:
+        context.is_array_allowed = False
     if context is not None and context.marks.blocks and not context.are_hints_sent:
 
         def render(body: Any) -> str | None:

@@ -4,10 +4,10 @@ SGLang parses every JSON body in `ORJSONRequest.json`, before validation and bef
 conversion, so one hook serves all protocols.
 """
 
-import asyncio
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -39,7 +39,7 @@ from sgl_ext.requests.session import (
     session_key,
     stated_session,
 )
-from sgl_ext.requests.strip import strip_request
+from sgl_ext.requests.strip import Stripped, strip_request
 
 MAX_SEGMENTS = 16_384
 MAX_QUEUED_S = 3600.0
@@ -56,9 +56,13 @@ async def read_body(original: Callable[[Any], Awaitable[Any]], request: Any) -> 
     if hasattr(request, "_json"):
         return request._json
     extension, path, raw_body = installed(), request.url.path, await request.body()
-    body, billing = _strip(extension, path, await original(request), raw_body)
+    body, stripped = _strip(extension, path, await original(request))
     context = _read_context(extension, request, path, body)
-    context.facts = read_client(dict(request.scope["headers"]), billing)
+    context.facts = read_client(dict(request.scope["headers"]), stripped.fields)
+    # It reads the whole body for a metric, so it waits until the request is with the scheduler.
+    context.after_sending = partial(_count_left, extension, path, raw_body, stripped.headers)
+    if not context.protocol.generates:
+        context.run_after_sending()
     enter(context)
     put_on(request, context)
     body = for_sglang(request, context)
@@ -68,22 +72,18 @@ async def read_body(original: Callable[[Any], Awaitable[Any]], request: Any) -> 
     return body
 
 
-def _strip(
-    extension: HttpExtension, path: str, body: Any, raw_body: bytes
-) -> tuple[Any, dict[str, str]]:
-    """The body without session headers, its tools in the order that the settings say, and the
-    headers' fields."""
+def _strip(extension: HttpExtension, path: str, body: Any) -> tuple[Any, Stripped]:
+    """The body without session headers, its tools in the order that the settings say, and what was
+    stripped."""
     stripped = strip_request(of_path(path), body, extension.strip)
     if stripped.headers:
         counter("headers_stripped").labels(path).inc(stripped.headers)
     for kind, lines in stripped.moved.items():
         counter("volatile_lines").labels(path, kind).inc(lines)
-    # It reads the whole body for a metric, so it waits until the request is with the scheduler.
-    asyncio.get_running_loop().call_soon(_count_left, extension, path, raw_body, stripped.headers)
     body = with_sorted_tools(stripped.body) if extension.settings.sort_tools else stripped.body
     if extension.settings.sort_schema_keys:
         body = with_sorted_schemas(body)
-    return body, stripped.fields
+    return body, stripped
 
 
 def _count_left(extension: HttpExtension, path: str, raw_body: bytes, stripped: int) -> None:

@@ -96,7 +96,7 @@ def _is_no_template(chat: ServingChat) -> bool:
 
 def _places_of(chat: ServingChat, model: TemplateModel | None) -> Places:
     """Where these write instructions. Encoders write bare text between turns, which is right only
-    for models of which SGLang says so."""
+    for models that SGLang names."""
     first = {"system": Place.IN_PLACE} if model is None else model.first
     resolve = unwrap(type(chat)._resolve_inline_system_support)
     later = Place.IN_PLACE if resolve(chat) else Place.LOST

@@ -32,6 +32,7 @@ MOST_PENDING = 64
 MOST_GUESSES = 256
 # After this time a turn is not expected any more, and its prefilled tokens were wasted.
 GUESS_TTL_S = 900.0
+_TOKEN_BYTES = 8
 _MARGIN = 4  # so many tokens before the nonce may depend on it
 _logger = logging.getLogger(__name__)
 
@@ -132,7 +133,7 @@ class NextTurns:
         dry_run.context.pins = ()  # the real request sets its pins
         is_guess = not context.importance.speculative_prefill
         job = Job(name, ids, dry_run.request, dry_run.context, is_guess=is_guess, purpose="ahead")
-        self._add(name, _Guess(len(ids), _digest(ids), job))
+        self._add(name, _Guess(len(ids), _digest(ids, len(ids)), job))
         self.prefiller.put(job)
 
     def _add(self, name: str, guess: _Guess) -> None:
@@ -144,8 +145,9 @@ class NextTurns:
         counter("prefilled_ahead_tokens_wasted").inc(tokens)
 
     def _judge(self, name: str, guess: _Guess, ids: Any) -> None:
-        begin = ids[: guess.length] if isinstance(ids, (list, array)) else []
-        is_right = len(begin) == guess.length and _digest(begin) == guess.digest
+        length = guess.length
+        is_long = isinstance(ids, (list, array)) and len(ids) >= length
+        is_right = is_long and _digest(ids, length) == guess.digest
         self._history.note(name, is_right=is_right)
         counter("next_turns_guessed").labels("right" if is_right else "wrong").inc()
         tokens = guess.job.prefilled_tokens
@@ -165,30 +167,33 @@ class NextTurns:
         self._seen[name] = _Seen(hashes[-1], grows)
 
 
-def _digest(ids: Sequence[int]) -> int:
-    return xxhash.xxh3_128_intdigest(array("q", ids))
+def _digest(ids: "list[int] | array[int]", length: int) -> int:
+    """The hash of the first tokens. It copies no array of eight bytes a token."""
+    if not (isinstance(ids, array) and ids.itemsize == _TOKEN_BYTES):
+        ids = array("q", ids[:length])
+    with memoryview(ids) as view:
+        return xxhash.xxh3_128_intdigest(view[:length])
 
 
 def certain_ids(
     request: GenerateReqInput | None, turn: Turn, decode: Callable[[Sequence[int]], str]
-) -> list[int] | None:
+) -> "array[int] | None":
     """The tokens of a converted turn up to its first nonce; None if the nonce is not found."""
     ids = getattr(request, "input_ids", None)
-    if isinstance(ids, array):
-        ids = ids.tolist()
-    if not isinstance(ids, list) or not ids or not isinstance(ids[0], int):
+    if not isinstance(ids, (list, array)) or not ids or not isinstance(ids[0], int):
         return None
+    ids = array("q", ids)
     if not turn.nonces:
         return ids
     end = _begin_of(turn.nonces[0], ids, decode)
     return None if end is None or end <= _MARGIN else ids[: end - _MARGIN]
 
 
-def _begin_of(word: str, ids: list[int], decode: Callable[[Sequence[int]], str]) -> int | None:
+def _begin_of(word: str, ids: "array[int]", decode: Callable[[Sequence[int]], str]) -> int | None:
     """The token in which the last occurrence of a word begins. It decodes as little as possible."""
 
     def has(tail: int) -> bool:
-        return word in decode(ids[len(ids) - tail :])
+        return word in decode(ids[len(ids) - tail :].tolist())
 
     most = 64
     while most < len(ids) and not has(most):

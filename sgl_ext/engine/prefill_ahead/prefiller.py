@@ -3,7 +3,8 @@
 A job is a prompt's tokens. While the engine serves no real request, the first job's next slice is
 sent as a request for no output tokens, one at a time; the scheduler runs or rejects it
 (`sgl_ext.engine.scheduler.slice_gate`). The first slice is the whole prompt: if it is rejected as
-too long, the rejection says how much is cached, and the next slice begins there. Dropping a job
+too long, the rejection says how much is cached, and the next slice begins there. The scheduler
+holds the prompt, so later slices are sent as their last token and their length. Dropping a job
 undoes nothing: what was computed is in the cache.
 """
 
@@ -11,17 +12,21 @@ import asyncio
 import contextvars
 import logging
 import time
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
+from uuid import uuid4
 
 from scheduler.prefill import Rejection, slice_end
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.arguments import caches
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.request_context import RequestContext, enter
+from sgl_ext.engine.core.shared_prefixes import salt_of_slices
 from sgl_ext.engine.core.slices import digest, is_slice_name, read_rejection, slice_name
+from sgl_ext.engine.host_cache.token_array import is_only_sent
 from sgl_ext.engine.sglang_http_types import GenerateReqInput, TokenizerManager
 from sgl_ext.engine.sglang_types import ResolvedArgs
 from sgl_ext.requests.priority import LIMIT, Importance
@@ -42,8 +47,8 @@ class Job:
     """A prompt to prefill.
 
     name: of its conversation; a newer job of the name replaces it.
-    ids: its tokens, `total` of them; dropped when the job has ended.
-    request: SGLang's, made of the prompt's body; slices run in its name space.
+    ids: its tokens, `total` of them. request: SGLang's, made of the prompt's body; slices run in
+        its name space. These and the body are dropped when the job has ended.
     context: of the same body; the last slice sends its hints and sets its pins.
     is_guess: no client requested it, and it is evicted first.
     purpose: why it runs, for the log: "prefill", "standby", "ahead" or "warmup".
@@ -51,10 +56,11 @@ class Job:
     reached_tokens: how many are in the cache now.
     reason: why it ended before all tokens were in the cache; "" if they are, or it goes on.
     end: where its next slice ends.
+    is_held: whether the scheduler holds its tokens. salt: that of its slices.
     """
 
     name: str
-    ids: list[int]
+    ids: "array[int]"
     request: GenerateReqInput
     context: RequestContext
     is_guess: bool = False
@@ -68,6 +74,9 @@ class Job:
     done: asyncio.Event = field(default_factory=asyncio.Event)
     end: int = 0
     total: int = 0
+    is_held: bool = False
+    salt: str | None = None
+    digest: str = field(default_factory=lambda: digest(uuid4().hex))
 
     def __post_init__(self) -> None:
         self.end = self.total = len(self.ids)
@@ -168,6 +177,12 @@ class Prefiller:
             return self._finish(job, "failed")
         if reason is Rejection.UNSUPPORTED:
             return self._stop()
+        if reason is Rejection.UNHELD:
+            if not job.is_held:  # it was sent whole, and SGLang changed it
+                return self._finish(job, "failed")
+            job.is_held, job.end = False, job.total
+            return
+        job.is_held = True
         if reason in (Rejection.BUSY, Rejection.MEMORY):
             counter("prefill_ahead_slices_rejected").labels(reason).inc()
         if reason is Rejection.BUSY:
@@ -213,15 +228,20 @@ class Prefiller:
             is_forced=is_last and bool(job.context.pins),
             # An operator's warmup prompts are for all conversations.
             conversation="" if job.purpose == "warmup" else digest(job.name),
+            prompt=job.digest,
+            end=job.end,
             purpose=job.purpose,
             request_id=job.context.request_id,
         )
+        if not job.is_held:
+            job.salt = salt_of_slices(job.request, job.ids)
+        ids = job.ids[job.end - 1 : job.end] if job.is_held else job.ids
         request = sglang_api.GenerateReqInput(
             rid=name,
-            input_ids=job.ids[: job.end],
+            input_ids=ids if is_only_sent(self._manager) else ids.tolist(),
             sampling_params={"max_new_tokens": 0},
             extra_key=job.request.extra_key,
-            cache_salt=job.request.cache_salt,
+            cache_salt=job.salt,
             lora_path=job.request.lora_path,
             log_metrics=False,
             routed_dp_rank=job.context.rank,
@@ -247,7 +267,8 @@ class Prefiller:
             return
         if self._jobs.get(job.name) is job:
             del self._jobs[job.name]
-        job.reason, job.ids = reason, []
+        job.reason, job.ids, job.request.input_ids = reason, array("q"), None
+        job.context = replace(job.context, body=None, cached_messages=(), found_in_messages={})
         if reason:
             counter("prefills_ahead_dropped").labels(reason).inc()
         job.done.set()

@@ -18,7 +18,12 @@ from sgl_ext.engine.sglang_types import AddReqResult, Original, PrefillAdder, Re
 
 
 def add_one(
-    original: Original, adder: PrefillAdder, req: Req, *args: Any, **kw: Any
+    original: Original,
+    adder: PrefillAdder,
+    req: Req,
+    has_chunked_req: bool,
+    *args: Any,
+    **kw: Any,
 ) -> AddReqResult:
     """Around `PrefillAdder.add_one_req`: admits a request if it fits without pins, or with the
     memory of less important ones. A request whose prefix is being computed waits for it.
@@ -29,19 +34,19 @@ def add_one(
     results = sglang_api.AddReqResult
     if is_slice(req):
         runs = not adder.can_run_list and not _is_chunked(adder, req)
-        return original(adder, req, *args, **kw) if runs else results.OTHER
-    is_other_unfinished = kw.get("has_chunked_req") or adder.new_chunked_req is not None
+        return original(adder, req, has_chunked_req, *args, **kw) if runs else results.OTHER
+    is_other_unfinished = has_chunked_req or adder.new_chunked_req is not None
     if is_other_unfinished and _is_chunked(adder, req):
         return results.OTHER
     extension = extension_of(adder.tree_cache)
     extension.adder = adder
     if single_flight.must_wait(extension, adder, req):
         return results.CONTINUE
-    result = original(adder, req, *args, **kw)
+    result = original(adder, req, has_chunked_req, *args, **kw)
 
     def fits() -> bool:
         nonlocal result
-        result = original(adder, req, *args, **kw)
+        result = original(adder, req, has_chunked_req, *args, **kw)
         return _is_added(adder, req)
 
     # Once a request is added, SGLang's result is about the next one, which is tried by itself.

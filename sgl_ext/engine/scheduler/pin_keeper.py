@@ -15,8 +15,10 @@ A pin holds against the cache pressure of other prefixes, never against a live r
 """
 
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from radix.pin import Pin
@@ -31,7 +33,6 @@ from sgl_ext.engine.sglang_types import Req
 if TYPE_CHECKING:
     from sgl_ext.engine.scheduler.radix_cache import ExtendedRadixCache
 
-_TOKEN_BYTES = 8
 _MOST_EXPIRED = 256  # at most about 3 ms
 
 
@@ -93,30 +94,38 @@ class PinKeeper:
         if not (hints.pins or len(self.pins)):
             return
         self.advance(hints.sent_s)
-        space, key, state = _space(req), _key(req), state_of(req)
-        if state.marks_seen is None:
-            state.marks_seen = 0
+        state = state_of(req)
+        is_first = state.marks_seen is None
+        seen = state.marks_seen or 0
+        reached = [*takewhile(lambda mark: mark[0] <= resident, self._marks(req, hints, seen))]
+        state.marks_seen = seen + len(reached)
+        if not (is_first or reached):
+            return  # a chunk between two marks; a key of the whole prompt for each is quadratic
+        space, key = _space(req), _key(req)
+        if is_first:
             if hints.is_demoted:
                 self._release_own(hints, self.pins.prefixes_of(space, key), "demoted")
             for pin in self.pins.hit(space, key, self.now_s, req.cached_tokens):
                 pin.label.is_shared |= pin.session != hints.session
                 self._count("pins_read")
                 self._note(pin.prefix, pin)
-        for tokens, ttl_s in hints.pins[state.marks_seen :]:
-            end = len(req.origin_input_ids) if tokens == WHOLE_PROMPT else tokens
-            end -= self._lookahead
-            end -= end % self._page
-            if end > resident:
-                return
-            state.marks_seen += 1
+        for end, ttl_s in reached:
             if hints.is_reusable and not hints.is_last and end > 0:
                 self._pin(req, hints, space, key, end, ttl_s)
+
+    def _marks(self, req: Req, hints: Hints, seen: int) -> Iterator[tuple[int, float]]:
+        """The marks after the first `seen`: the tokens that can be pinned up to each, and its
+        TTL."""
+        for tokens, ttl_s in hints.pins[seen:]:
+            end = len(req.origin_input_ids) if tokens == WHOLE_PROMPT else tokens
+            end -= self._lookahead
+            yield end - end % self._page, ttl_s
 
     def _pin(
         self, req: Req, hints: Hints, space: Any, key: bytes, tokens: int, ttl_s: float
     ) -> None:
         node: Any = None
-        if self.pins.pinned(space, key[: tokens * _TOKEN_BYTES]) is None:
+        if self.pins.pinned(space, key, tokens) is None:
             # A model that also caches states may be able to use less than what is in the tree.
             tokens, node = self._cache.match_until(req, tokens)
             if not tokens:
@@ -124,12 +133,13 @@ class PinKeeper:
                 return
         grant = self.pins.grant(
             space,
-            key[: tokens * _TOKEN_BYTES],
+            key,
             ttl_s,
             self.now_s,
             owner=hints.owner,
             session=hints.session,
             priority=hints.priority,
+            tokens=tokens,
         )
         self._drop(grant.released, "displaced")
         if grant.pin is None:
@@ -191,9 +201,8 @@ class PinKeeper:
         return False
 
     def make_room(self, is_enough: Callable[[], bool]) -> None:
-        """Gives up pins, as `admit` does, until there is enough or none frees memory.
-
-        None within `admit`, which gives them up itself."""
+        """Gives up pins, as `admit` does, until there is enough or none frees memory. It does
+        nothing within `admit`, which gives them up itself."""
         if is_enough() or self._is_admitting:
             return
         for freed in self._unlock_in_turn(self.pins.in_turns()):
@@ -287,5 +296,5 @@ def _segment_before(hints: Hints, tokens: int, prompt_tokens: int) -> int | None
     if not hints.ends:
         return None
     reached = hints.ends[-1] * tokens / prompt_tokens
-    before = [h for h, end in zip(hints.hashes, hints.ends, strict=True) if end <= reached]
-    return before[-1] if before else None
+    index = bisect_right(hints.ends, reached) - 1
+    return hints.hashes[index] if index >= 0 else None

@@ -118,7 +118,9 @@ def _match(cache: TreeCache, req: Req, now_s: float) -> None:
     state = state_of(req)
     if state.matched_s != now_s:
         state.matched_s = now_s
-        tokens = req.origin_input_ids + req.output_ids
+        tokens = req.origin_input_ids  # not copied, unless it was preempted
+        if req.output_ids:
+            tokens = tokens + req.output_ids
         key = sglang_api.RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt)
         matched, _, _ = cache.tree_core.match_full_device_prefix(key)
         req.num_matched_prefix_tokens = min(matched, len(tokens) - 1)

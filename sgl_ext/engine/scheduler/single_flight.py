@@ -67,12 +67,11 @@ def leads(leader: Req, req: Req, start: int, probe: "array[int]") -> bool:
         return False
     if leader.extra_key != req.extra_key:
         return False
-    most = tokens_in_common(leader.cache_salt, req.cache_salt)
-    if most - start < FOLLOW_TOKENS:
+    computed_first = start - (leader.extend_end or 0)
+    least = start + max(FOLLOW_TOKENS, computed_first)
+    if tokens_in_common(leader.cache_salt, req.cache_salt) < least:
         return False
     theirs = leader.full_untruncated_fill_ids
     if theirs[start : start + FOLLOW_TOKENS] != probe:  # most differ here already
         return False
-    shared = min(common_tokens(theirs, req.full_untruncated_fill_ids), most)
-    computed_first = start - (leader.extend_end or 0)
-    return shared - start >= max(FOLLOW_TOKENS, computed_first)
+    return common_tokens(theirs, req.full_untruncated_fill_ids, least) == least

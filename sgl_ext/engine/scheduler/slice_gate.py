@@ -5,24 +5,41 @@ requests that arrive with them. `scheduler.prefill` decides for each one. A reje
 aborted at once; the abort's reason says why, and how many of its tokens are cached. So a slice
 never waits, never shares a batch, and delays a request by no more than its own run. All ranks must
 decide alike, so nothing is read here that differs between ranks.
+
+A prompt is sent once, as its first slice. It is held until the next prompt comes. Other slices are
+sent with their last token alone, and get the rest here.
 """
 
+from copy import copy
 from typing import Any
 
 from scheduler.prefill import Rejection, least_tokens, rejection, takeable_tokens
 from sgl_ext.engine import sglang_api
-from sgl_ext.engine.core.slices import conversation_of, is_forced, is_slice
+from sgl_ext.engine.core.slices import conversation_of, is_forced, is_slice, part_of
 from sgl_ext.engine.scheduler.state import SchedulerExtension, compare, is_plain, state_of
 from sgl_ext.engine.sglang_types import Req, Scheduler
 
 
 def slices_last(extension: SchedulerExtension, requests: list[Any]) -> list[Any]:
-    """What arrived in one iteration, with the slices at the end."""
+    """What arrived in one iteration, with the slices at the end, and all their tokens in them."""
     slices = [request for request in requests if is_slice(request)]
     if not slices:
         return requests
     extension.are_slices_expected = True
-    return [request for request in requests if not is_slice(request)] + slices
+    return [request for request in requests if not is_slice(request)] + [
+        _whole(extension, slice_) for slice_ in slices
+    ]
+
+
+def _whole(extension: SchedulerExtension, slice_: Any) -> Any:
+    """A slice with all its tokens; as it is if its prompt is not held."""
+    prompt, end = part_of(slice_)
+    if len(slice_.input_ids) == end:
+        extension.prefilled_prompt = prompt, slice_.input_ids
+    elif extension.prefilled_prompt is not None and extension.prefilled_prompt[0] == prompt:
+        slice_ = copy(slice_)  # SGLang may send the object on to other ranks
+        slice_.input_ids = extension.prefilled_prompt[1][:end]
+    return slice_
 
 
 def reject_slices(extension: SchedulerExtension, scheduler: Scheduler) -> None:
@@ -51,6 +68,8 @@ def _decide(
     tree = scheduler.tree_cache
     if extension.cache is None or not is_plain(tree):
         return Rejection.UNSUPPORTED, 0
+    if len(req.origin_input_ids) != part_of(req)[1]:
+        return Rejection.UNHELD, 0
     key = sglang_api.RadixKey(req.origin_input_ids, req.extra_key, cache_salt=req.cache_salt)
     cached, *_ = tree.tree_core.match_full_device_prefix(key)
     new = len(req.origin_input_ids) - cached

@@ -6,6 +6,7 @@ All of them have the scheduler's `tree_cache`, so hooks find the state there.
 """
 
 import sys
+from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -41,6 +42,7 @@ class SchedulerExtension:
     passed: how many requests that did not fit were passed in this scheduling pass.
     last_try: what the last attempt to admit requests depended on.
     is_prefix_awaited: whether a request has waited for a prefix since the last attempt.
+    prefilled_prompt: the prompt of the last slice that was sent whole, by its name.
     are_slices_expected: whether slices that are prefilled ahead may be in the queue.
     wanted: on the entry rank, the orders of the HTTP process that are not carried out yet.
     """
@@ -59,6 +61,7 @@ class SchedulerExtension:
         self.adder: PrefillAdder | None = None
         self.last_try: tuple[object, ...] | None = None
         self.is_prefix_awaited = False
+        self.prefilled_prompt: tuple[str, array[int]] | None = None
         self.are_slices_expected = False
         self.wanted = Orders()
 

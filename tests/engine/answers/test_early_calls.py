@@ -5,6 +5,7 @@ SGLang's own streams, over an engine that generates a script piece by piece.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import warnings
 from collections.abc import AsyncIterator, Iterator
@@ -171,7 +172,8 @@ async def test_chat_completions(sglang: SimpleNamespace, asks: bool) -> None:
     assert marked == (list(zip(ends_of_calls(engine), (0, 1), strict=True)) if asks else [])
 
 
-async def heard_response(sglang: SimpleNamespace, engine: Engine, tools: Any) -> Heard:
+def response(sglang: SimpleNamespace, engine: Any, tools: Any) -> Any:
+    """The events of a response."""
     enter(RequestContext("/v1/responses", {}))
     kind = sglang.responses.OpenAIServingResponses
     made = serving(kind, engine)
@@ -181,8 +183,11 @@ async def heard_response(sglang: SimpleNamespace, engine: Engine, tools: Any) ->
     metadata = sglang.protocol.RequestResponseMetadata(request_id="r")
     given = (request, {}, engine.generate_request(), "m", None, metadata)
     original = kind.responses_stream_generator_non_harmony
-    stream = early_calls.stream_response(original, made, *given, require_reasoning=False)
-    return await heard(engine, stream)
+    return early_calls.stream_response(original, made, *given, require_reasoning=False)
+
+
+async def heard_response(sglang: SimpleNamespace, engine: Engine, tools: Any) -> Heard:
+    return await heard(engine, response(sglang, engine, tools))
 
 
 async def test_responses(sglang: SimpleNamespace) -> None:
@@ -203,6 +208,60 @@ async def test_responses(sglang: SimpleNamespace) -> None:
     assert said[0][0] < ends[0], "a text is not held back until it is known whether a call follows"
     last = events[-1][1]["response"]
     assert [item["type"] for item in last["output"]].count("function_call") == len(CALLS)
+
+
+async def test_a_request_is_with_the_engine_before_the_first_event(sglang: SimpleNamespace) -> None:
+    events = await heard_response(sglang, Engine(spoken()), [])
+    assert [(taken, event["type"]) for taken, event in events[:2]] == [
+        (1, "response.created"),
+        (1, "response.in_progress"),
+    ]
+
+
+class Stuck:
+    """An engine that never answers."""
+
+    tokenizer = None
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+
+    async def generate_request(self, *_: Any) -> AsyncIterator[dict[str, Any]]:
+        try:
+            await asyncio.Event().wait()
+            yield {}
+        finally:
+            self.ended.set()
+
+
+@pytest.mark.parametrize("events", [1, 2])
+async def test_a_stream_that_is_left_ends_its_generation(
+    sglang: SimpleNamespace, events: int
+) -> None:
+    engine = Stuck()
+    stream = response(sglang, engine, [])
+    for _ in range(events):
+        await anext(stream)
+    await stream.aclose()
+    await engine.ended.wait()
+
+
+class Failing:
+    """An engine that rejects a request."""
+
+    tokenizer = None
+
+    async def generate_request(self, *_: Any) -> AsyncIterator[dict[str, Any]]:
+        raise ValueError("too long")
+        yield {}
+
+
+async def test_an_error_comes_after_the_first_events(sglang: SimpleNamespace) -> None:
+    events = "".join([event async for event in response(sglang, Failing(), [])])
+    begin, created, rest = events.partition("event: response.created")
+    assert created
+    assert not begin
+    assert "too long" in rest.partition("event: response.in_progress")[2]
 
 
 async def test_a_custom_tool_of_responses(sglang: SimpleNamespace) -> None:

@@ -21,6 +21,7 @@ from sgl_ext.engine.core.folder import secret
 from sgl_ext.engine.core.hints import Hints
 from sgl_ext.engine.core.isolation import is_whole_group, isolate, salted
 from sgl_ext.engine.core.request_context import WHOLE_PROMPT, RequestContext
+from sgl_ext.engine.core.slices import slice_name
 from sgl_ext.engine.prefill_ahead import service
 from sgl_ext.engine.scheduler import single_flight
 from sgl_ext.engine.scheduler.single_flight import FOLLOW_TOKENS
@@ -249,6 +250,19 @@ def test_a_groups_request_that_begins_as_listed_is_shared_and_counted() -> None:
 
 
 @pytest.mark.usefixtures("two_listed")
+@pytest.mark.parametrize("salt", [None, "own"])
+@pytest.mark.parametrize("more", [{}, {"extra_key": "k"}, {"lora_path": "adapter"}])
+def test_slices_have_the_salt_of_their_whole_prompt(salt: str | None, more: Any) -> None:
+    asked = SimpleNamespace(**{"extra_key": None, "lora_path": None} | more, cache_salt=salt)
+    isolate(asked, "bob")
+    found = shared_prefixes.salt_of_slices(asked, array("q", [1, 2, 3]))
+    assert found == asks(salt, **more).cache_salt
+    name = slice_name(is_guess=False, is_forced=False, prompt="p", end=3)
+    part = asks(asked.cache_salt, rid=name, input_ids=array("q", [1]))
+    assert part.cache_salt == asked.cache_salt, "one token says nothing"
+
+
+@pytest.mark.usefixtures("two_listed")
 @pytest.mark.parametrize(
     "more",
     [
@@ -343,6 +357,33 @@ def test_all_groups_wait_for_a_listed_prefix_that_is_being_computed() -> None:
     assert not waits(alices, bobs, at=11), "what is shared is cached but for a little"
     assert not waits(alices, "3:bob")
     assert waits(bobs, bobs, at=FOLLOW_TOKENS + 20)
+
+
+def test_a_leader_s_prompt_is_compared_as_far_as_it_matters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each request that waits is compared before each chunk of its leader."""
+    view, compared = shared_prefixes._view, list[int]()
+
+    def counted(ids: Any, length: int) -> Any:
+        compared.append(length)
+        return view(ids, length)
+
+    monkeypatch.setattr(shared_prefixes, "_view", counted)
+    ids = array("q", range(100_000))
+    leader, follower = (
+        SimpleNamespace(
+            skip_radix_cache_insert=False,
+            finished=lambda: False,
+            extra_key=None,
+            cache_salt=None,
+            full_untruncated_fill_ids=ids,
+            extend_end=8192,
+        )
+        for _ in range(2)
+    )
+    assert single_flight.leads(leader, follower, 4096, ids[4096 : 4096 + FOLLOW_TOKENS])
+    assert compared == [4096 + FOLLOW_TOKENS] * 2
 
 
 class Served(Tree):
@@ -462,7 +503,7 @@ GOOD = b'{"messages": [{"role": "user", "content": "a"}]}'
 
 async def test_each_line_is_listed_and_is_to_be_prefilled(list_all: Any) -> None:
     jobs, prefixes = await list_all(GOOD, GOOD, made=[1, 2, 3])
-    assert [job.ids for job in jobs] == [[1, 2, 3]] * 2
+    assert [job.ids.tolist() for job in jobs] == [[1, 2, 3]] * 2
     assert prefixes.shared(array("q", [1, 2, 9])) == 2
     assert await service.share_prompts(None, None, None) == []
 

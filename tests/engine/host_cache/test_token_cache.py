@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,6 +84,36 @@ def test_a_wrong_token_found_while_serving_turns_it_off(cache: TokenCache, token
     cache.check(expected, [*right[:-1], 0])
     assert cache.is_off
     assert encode_prompt(whole, tokenizer, TURN, PLAIN) == right
+
+
+@pytest.mark.parametrize(("check_s", "checks"), [(0.1, 10), (4.0, 2)])
+def test_checks_of_long_prompts_take_a_small_share_of_the_time(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, check_s: float, checks: int
+) -> None:
+    now = SimpleNamespace(s=0.0)
+    wholes: list[str] = []
+
+    def slow(tokenizer: Any, text: str, options: Any = None) -> list[int]:
+        now.s += check_s
+        wholes.append(text)
+        return whole(tokenizer, text)
+
+    class Inline:
+        def __init__(self, target: Any, **_: Any) -> None:
+            self.start = target
+
+    module = "sgl_ext.engine.host_cache.token_cache"
+    monkeypatch.setattr(f"{module}.time.monotonic", lambda: now.s)
+    monkeypatch.setattr(f"{module}.threading.Thread", Inline)
+    cache = TokenCache(tokenizer, slow, 1 << 20)
+    cache.worth.now = lambda: now.s
+    cache.encode(TURN)
+    wholes.clear()
+    for minute in range(1, 11):
+        now.s = max(now.s, minute * 61.0)
+        cache.encode(TURN)
+    assert len(wholes) == checks
+    assert not cache.is_off
 
 
 def test_a_tokenizer_that_fails_the_proof_is_left_to_sglang(

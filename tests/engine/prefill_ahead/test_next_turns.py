@@ -45,13 +45,13 @@ def test_tokens_before_the_nonce_are_certain(before: int, after: int) -> None:
     if len(known) <= 4:
         assert found is None
     else:
-        assert found == known[:-4]
+        assert list(found or ()) == known[:-4]
 
 
 def test_all_tokens_are_certain_without_a_nonce() -> None:
     ids = encode("as it is")
     for given_ids in (ids, array("q", ids)):
-        assert certain_ids(converted(given_ids), Turn({}, ()), decode) == ids
+        assert list(certain_ids(converted(given_ids), Turn({}, ()), decode) or ()) == ids
 
 
 @pytest.mark.parametrize("ids", [None, [], [[1, 2]], "text", encode("no such word " * 50)])

@@ -342,6 +342,7 @@ def test_a_session_can_delete_its_prefills(engine: Serving) -> None:
 
 def test_too_many_prefills_are_rejected_and_delay_no_request(engine: Serving) -> None:
     body = BODIES[MESSAGES]()
+    assert engine.prefill(BODIES[MESSAGES]())["complete"], "none of an earlier test still waits"
     with engine.busy(), ThreadPoolExecutor(8) as pool:
 
         def send(_: int) -> requests.Response:

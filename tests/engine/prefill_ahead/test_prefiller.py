@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import time
 import warnings
+from array import array
 from collections.abc import AsyncIterator, Callable
 from importlib import import_module
 from itertools import pairwise
@@ -16,9 +17,9 @@ from typing import Any
 import pytest
 
 from sgl_ext.engine.core.request_context import RequestContext
+from sgl_ext.engine.core.slices import part_of
 from sgl_ext.engine.prefill_ahead.prefiller import MOST_JOBS, Job, Prefiller
 
-ASKED = SimpleNamespace(extra_key="adapter", cache_salt="salt", lora_path=None)
 SIZES = {"page_size": 1, "chunked_prefill_size": None}
 ARGS: Any = SimpleNamespace(**SIZES, dp_size=1, attn_dp_size=1, dcp_size=1)
 Answer = Callable[[Any], dict[str, Any]]
@@ -30,7 +31,16 @@ class Manager:
     def __init__(self, answer: Answer) -> None:
         self.rid_to_state: dict[str, Any] = {}
         self.sent: list[Any] = []
+        self.mm_processor = None
+        self.request_logger = SimpleNamespace(log_requests=False)
+        self.dump_requests_folder = self.crash_dump_folder = ""
+        is_exported = SimpleNamespace(exporter_enabled=lambda: False)
+        self.request_metrics_exporter_manager = is_exported
         self._answer = answer
+
+    def ends(self) -> list[int]:
+        """How many tokens each slice has."""
+        return [part_of(request)[1] for request in self.sent]
 
     async def generate_request(self, request: Any, _: Any) -> AsyncIterator[dict[str, Any]]:
         self.sent.append(request)
@@ -45,7 +55,7 @@ class Tree:
         self._slice_tokens = slice_tokens
 
     def __call__(self, request: Any) -> dict[str, Any]:
-        length, had = len(request.input_ids), self.cached
+        length, had = part_of(request)[1], self.cached
         if length - had <= 0:
             return refused("too_short", had)
         if length - had > self._slice_tokens:
@@ -59,8 +69,9 @@ def refused(why: str, cached: int) -> dict[str, Any]:
 
 
 def job(name: str = "one", tokens: int = 1000, **fields: Any) -> Job:
-    context = RequestContext("/v1/messages")
-    return Job(name, list(range(tokens)), ASKED, context, **fields)
+    asked: Any = SimpleNamespace(extra_key="adapter", cache_salt="salt", lora_path=None)
+    context = RequestContext("/v1/messages", {"messages": []})
+    return Job(name, array("q", range(tokens)), asked, context, **fields)
 
 
 async def worked(prefiller: Prefiller, *jobs: Job) -> None:
@@ -87,13 +98,66 @@ async def test_a_prompt_is_computed_in_slices_from_where_it_is_cached() -> None:
     prefiller = Prefiller(manager, ARGS, 256)
     prefiller.put(one)
     await worked(prefiller, one)
-    assert [len(request.input_ids) for request in manager.sent] == [1000, 356, 612, 868, 1000]
+    assert manager.ends() == [1000, 356, 612, 868, 1000]
     assert (one.cached_tokens, one.prefilled_tokens) == (100, 900)
-    assert (one.is_complete, one.reason, one.ids) == (True, "", [])
+    assert (one.is_complete, one.reason) == (True, "")
     for request in manager.sent:
         assert request.sampling_params == {"max_new_tokens": 0}
         assert (request.extra_key, request.cache_salt) == ("adapter", "salt")
         assert not request.log_metrics
+
+
+async def test_the_tokens_of_a_prompt_are_sent_once() -> None:
+    """Not once for each slice, of which a prompt of a million tokens has hundreds."""
+    manager = Manager(Tree(256))
+    one = job(tokens=100_000)
+    ids = one.ids
+    prefiller = Prefiller(manager, ARGS, 256)
+    prefiller.put(one)
+    await worked(prefiller, one)
+    whole, *others = manager.sent
+    assert len(others) > 390
+    assert whole.input_ids is ids
+    assert [list(request.input_ids) for request in others] == [
+        [ids[end - 1]] for end in manager.ends()[1:]
+    ]
+    assert len({part_of(request)[0] for request in manager.sent}) == 1
+
+
+async def test_a_prompt_that_the_scheduler_does_not_hold_is_sent_again() -> None:
+    tree, held = Tree(256), [True, True, False]
+
+    def answer(request: Any) -> dict[str, Any]:
+        is_whole = len(request.input_ids) == part_of(request)[1]
+        is_held = held.pop(0) if held else True
+        return tree(request) if is_whole or is_held else refused("unheld", 0)
+
+    manager, one = Manager(answer), job()
+    prefiller = Prefiller(manager, ARGS, 256)
+    prefiller.put(one)
+    await worked(prefiller, one)
+    assert one.is_complete
+    assert [len(request.input_ids) for request in manager.sent] == [1000, 1, 1, 1000, 1, 1, 1]
+    assert manager.ends() == [1000, 256, 512, 1000, 512, 768, 1000]
+
+
+async def test_what_sglang_logs_is_a_list() -> None:
+    manager, one = Manager(Tree(256)), job()
+    manager.request_logger.log_requests = True
+    prefiller = Prefiller(manager, ARGS, 256)
+    prefiller.put(one)
+    await worked(prefiller, one)
+    assert {type(request.input_ids) for request in manager.sent} == {list}
+
+
+async def test_an_ended_job_holds_no_prompt() -> None:
+    """Guesses are remembered for long after their job."""
+    one = job()
+    prefiller = Prefiller(Manager(Tree(256)), ARGS, 256)
+    prefiller.put(one)
+    await worked(prefiller, one)
+    assert (one.total, len(one.ids), one.request.input_ids) == (1000, 0, None)
+    assert one.context.body is None
 
 
 @pytest.mark.parametrize("chunk", [-1, 128])
@@ -105,7 +169,7 @@ async def test_without_chunks_slices_are_as_long_as_the_setting_says(chunk: int)
     prefiller.put(one)
     await worked(prefiller, one)
     assert one.is_complete
-    ends = [100, *(len(request.input_ids) for request in manager.sent[1:])]
+    ends = [100, *manager.ends()[1:]]
     assert max(end - begin for begin, end in pairwise(ends)) == longest
 
 
@@ -115,7 +179,7 @@ async def test_slices_end_with_the_pages_that_decode_context_parallelism_makes_l
     prefiller = Prefiller(manager, args, 200)
     prefiller.put(one)
     await worked(prefiller, one)
-    assert [len(request.input_ids) % 64 for request in manager.sent[1:-1]] == [0] * 5
+    assert [end % 64 for end in manager.ends()[1:-1]] == [0] * 5
 
 
 async def test_slices_say_for_which_request_they_run() -> None:
@@ -149,7 +213,7 @@ async def test_slices_grow_to_take_a_fixed_time(
     prefiller = Prefiller(manager, ARGS, 2048)
     prefiller.put(one)
     await worked(prefiller, one)
-    ends = [len(request.input_ids) for request in manager.sent][1:]
+    ends = manager.ends()[1:]
     lengths = [after - before for before, after in itertools.pairwise(ends)][:-1]
     assert lengths[0] < 256
     assert 199 <= lengths[-1] <= 201
@@ -180,6 +244,7 @@ async def test_a_slice_is_sent_again_to_a_busy_scheduler() -> None:
     ("meta", "why"),
     [
         (refused("memory", 300), "memory"),
+        (refused("unheld", 0), "failed"),
         ({"finish_reason": {"type": "abort", "message": "too long"}}, "failed"),
         ({"finish_reason": None}, "failed"),
     ],

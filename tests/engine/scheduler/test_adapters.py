@@ -40,7 +40,7 @@ class Scheduler:
             new_chunked_req=None,
         )
 
-        def add(adder: Any, req: Any) -> Any:
+        def add(adder: Any, req: Any, has_chunked_req: bool) -> Any:
             if not req.fits:
                 return results.NO_TOKEN
             adder.can_run_list.append(req)
@@ -49,7 +49,7 @@ class Scheduler:
         counted = {req.lora_id for req in self.batch.reqs if not req.finished()}
         for req in queue:
             if adapters.count_admitted(has_place, self, req, counted):  # type: ignore[arg-type]
-                result = admission.add_one(add, adder, req)
+                result = admission.add_one(add, adder, req, has_chunked_req=False)
                 counted.add(req.lora_id)
                 if result is not results.CONTINUE:
                     break

@@ -16,6 +16,7 @@ from sgl_ext.engine.scheduler.state import RequestState
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.segments import read_chain
 from tests.engine.core.test_shared_prefixes import TOKENS, Tree, loaded, sglang
+from tests.radix.held import everything
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # SGLang warns while it is imported
 
@@ -47,7 +48,7 @@ class Cache(Tree):
 
     def published(self, ids: list[int], adapter: str | None = None) -> int:
         """How many tokens of a prompt the published segments say are held."""
-        held = {segment: tokens for segment, _, tokens in self.cache.residency.snapshot()}
+        held = {segment: tokens for segment, _, tokens in everything(self.cache.residency)}
         return max((held.get(one, 0) for one in chain_of(ids, adapter).hashes), default=0)
 
 

@@ -18,6 +18,7 @@ from sgl_ext.engine.scheduler import first_token
 from sgl_ext.engine.scheduler.state import RequestState
 from sgl_ext.settings.schema import EngineSettings
 from tests.engine.core.test_shared_prefixes import TOKENS, Tree, loaded, sglang
+from tests.radix.held import everything
 
 _names = count(1)
 
@@ -97,7 +98,7 @@ class Serving(Tree):
             cache.full_evictable_size(),
             cache.full_protected_size(),
             [(req.prefix_len, req.kv.cache_protected_len) for req in running],
-            sorted(cache.residency.snapshot()),
+            sorted(everything(cache.residency)),
             sorted((pin.prefix, pin.hits, pin.deadline_s) for pin in cache.pins.pins),
         )
 

@@ -53,6 +53,22 @@ def test_a_tenant_of_weight_three_gets_three_of_four_turns() -> None:
         assert Counter(turns[begin : begin + 4]) == {"people": 3, "other": 1}
 
 
+def test_a_waiting_prompt_is_looked_up_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of those that wait is looked up once a second."""
+    found: list[Any] = []
+    api = SimpleNamespace(RadixKey=lambda ids, *_, **__: found.append(ids))
+    monkeypatch.setattr(priority, "sglang_api", api)
+    core = SimpleNamespace(match_full_device_prefix=lambda _: (60, None, 0))
+    one, preempted = request("people"), request("people")
+    preempted.output_ids = [1, 2]
+    for req in (one, preempted):
+        req.extra_key = req.cache_salt = None
+        priority._match(SimpleNamespace(tree_core=core), req, 1.0)  # type: ignore[arg-type]
+        assert req.num_matched_prefix_tokens == 60
+    assert found[0] is one.origin_input_ids
+    assert found[1] == [*preempted.origin_input_ids, 1, 2]
+
+
 def test_without_weights_tenants_have_turns_alike() -> None:
     queue = [request(owner) for owner in ("other", "people") for _ in range(12)]
     assert Counter(owners(ordered(queue))[:8]) == {"people": 4, "other": 4}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from array import array
 from collections.abc import Callable
 from importlib import import_module
 from itertools import count
@@ -126,6 +127,25 @@ def test_a_mark_is_pinned_once_it_is_resident_and_not_before() -> None:
         keeper.prompt_stored(req, marked(40, WHOLE_PROMPT), resident)
         assert pinned(keeper) == tokens
         assert_locked_once(keeper, cache)
+
+
+def test_chunks_between_two_marks_do_not_copy_the_prompt() -> None:
+    class Ids(array):  # type: ignore[type-arg]
+        copied = 0
+
+        def tobytes(self) -> bytes:
+            Ids.copied += 1
+            return super().tobytes()
+
+    cache = Cache()
+    keeper = keeper_of(cache)
+    req = prompt(1, 100)
+    cache.add(req)
+    req.origin_input_ids = Ids("q", req.origin_input_ids)
+    for resident in range(1, 101):
+        keeper.prompt_stored(req, marked(40, WHOLE_PROMPT), resident)
+    assert pinned(keeper) == [40, 100]
+    assert Ids.copied == 3, "for the first chunk, and for each that reaches a mark"
 
 
 def test_a_mark_within_a_page_is_pinned_up_to_the_page_and_less_than_one_is_not() -> None:
@@ -366,7 +386,7 @@ class Adder:
     def rem_total_tokens(self) -> int:
         return self._free + self._cache.full_evictable_size() - self.offset
 
-    def add_one_req(self, req: Any, reserved: int = 0) -> Any:
+    def add_one_req(self, req: Any, has_chunked_req: bool, reserved: int = 0) -> Any:
         results = _results()
         wanted = len(req.full_untruncated_fill_ids)
         if wanted >= self.rem_total_tokens:
@@ -405,7 +425,7 @@ def test_admission_gives_up_what_is_needed_and_nothing_for_what_cannot_be(
 ) -> None:
     cache, keeper = five
     adder, req = Adder(cache, keeper, free=50), asking(9, tokens)
-    result = admission.add_one(Adder.add_one_req, adder, req)
+    result = admission.add_one(Adder.add_one_req, adder, req, has_chunked_req=False)
     assert adder.can_run_list == ([req] if tokens < 550 else [])
     assert (result is _results().CONTINUE) == (tokens < 550)
     assert len(keeper.pins) == left
@@ -418,7 +438,7 @@ def test_a_request_is_added_once_though_nothing_is_left_for_the_next(
 ) -> None:
     cache, keeper = five
     adder, req = Adder(cache, keeper, free=50), asking(9, tokens)
-    result = admission.add_one(Adder.add_one_req, adder, req, reserved=60)
+    result = admission.add_one(Adder.add_one_req, adder, req, has_chunked_req=False, reserved=60)
     assert adder.can_run_list == [req]
     assert result is _results().CONTINUE, "the next one may have pins given up for it"
     assert len(keeper.pins) == (5 if tokens == 40 else 4)
