@@ -20,6 +20,7 @@ import orjson
 
 from sgl_ext.doctor.findings import Findings, merged
 from sgl_ext.doctor.logs import comparison
+from sgl_ext.doctor.logs.lines import NotALog, readable
 from sgl_ext.doctor.report import add_advice, as_text
 from sgl_ext.settings.checks import read_api_key
 from sgl_ext.settings.schema import SettingsError
@@ -75,22 +76,20 @@ def read_log(path: str) -> dict[str, Any]:
 
 def summed(lines: Iterable[bytes]) -> dict[str, Any]:
     """The findings of a log's lines. Raises DoctorError if no line is from a request log."""
-    findings, read, unreadable = Findings(), 0, 0
-    for line in lines:
-        try:
-            record = orjson.loads(line)
-            harness, model = record["harness"], record["model"] or ""
-            tokens, divergence = int(record["prompt_tokens"]), record["divergence"]
-            if harness is not None and tokens and record.get("outcome", "complete") == "complete":
-                findings.add(str(harness), str(model), tokens, divergence)
-        except (ValueError, TypeError, KeyError):
-            unreadable += 1
-        else:
-            read += 1
-    if unreadable and not read:
-        raise DoctorError("not a request log: no line has the fields of one")
-    if unreadable:
-        print(f"sgl-ext doctor: {unreadable} lines could not be read", file=sys.stderr)
+    findings = Findings()
+
+    def add(line: bytes) -> None:
+        record = orjson.loads(line)
+        harness, model = record["harness"], record["model"] or ""
+        tokens, divergence = int(record["prompt_tokens"]), record["divergence"]
+        if harness is not None and tokens and record.get("outcome", "complete") == "complete":
+            findings.add(str(harness), str(model), tokens, divergence)
+
+    try:
+        for _ in readable(lines, add, "sgl-ext doctor"):
+            pass
+    except NotALog as error:
+        raise DoctorError(str(error)) from None
     return findings.as_json()
 
 

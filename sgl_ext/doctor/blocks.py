@@ -99,7 +99,7 @@ def _labelled(label: str, value: Any) -> list[tuple[str, Any]]:
 
 def _tools(body: Json) -> Iterator[_Piece]:
     frame = b"\xfft["
-    for label, tool in _labelled("tools", offered_tools(body)):
+    for label, tool in _labelled("tools", offered_tools(body.get("tools"))):
         yield label, TOOLS, frame, orjson.dumps(tool, option=SORTED)
         frame = b","
 

@@ -7,6 +7,7 @@ from typing import Any
 
 _WIDTH = 96
 _HEAD = ("tokens", "share", "times", "where", "between", "what")
+_NUMBERS = range(3)
 _ESTIMATED = "\nNumbers with ~ are estimated from bytes; engines counted the others.\n"
 _BETWEEN = {"session": "turns", "fleet": "sessions"}
 MEANINGS = {
@@ -102,7 +103,8 @@ def _of_harness(entry: Mapping[str, Any]) -> str:
     sign = _sign(any(row.get("estimated", True) for row in entry["findings"]))
     title += f", of them {sign}{entry['lost_tokens']:,}{share} computed again"
     rows = [_HEAD, *(_cells(row) for row in entry["findings"])]
-    lines = [title, *_table(rows), "  What to do:"]
+    table = (f"  {line}" for line in aligned(rows, _NUMBERS))
+    lines = [title, *table, "  What to do:"]
     places_by_advice: defaultdict[str, dict[str, None]] = defaultdict(dict)
     for row in entry["findings"]:
         places_by_advice[row["advice"]][row["where"]] = None
@@ -127,13 +129,13 @@ def _sign(is_estimated: bool) -> str:
     return "~" if is_estimated else ""
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Aligns numbers to the right and words to the left."""
-    widths = [max(len(row[n]) for row in rows) for n in range(len(_HEAD))]
+def aligned(rows: Sequence[Sequence[str]], numbers: range) -> list[str]:
+    """A line for each row: columns of numbers to the right, those of words to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
-        "  "
-        + "  ".join(
-            cell.rjust(widths[n]) if n < 3 else cell.ljust(widths[n]) for n, cell in enumerate(row)
+        "  ".join(
+            cell.rjust(width) if number in numbers else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
     ]

@@ -13,10 +13,10 @@ _TABLES_BYTES = (64 + 64) * _MIB
 _LOG_BYTES = 256 * _MIB
 # The balancer's estimate until requests show better.
 _TEXT_BYTES_PER_TOKEN = 4
-# Measured on 2 CPU cores without a GPU: docs/warm.md. Tokens of a warm turn, and the host time in
-# milliseconds of plain SGLang and of an engine and a balancer of sgl-ext.
+# Measured on 2 CPU cores without a GPU, by bench/warm_turn. Tokens of a warm turn, and the host
+# time in milliseconds of plain SGLang and of an engine and a balancer of sgl-ext.
 WARM_TURNS = ((6_100, 36, 11), (16_400, 40, 14), (50_900, 86, 19), (125_000, 171, 27))
-# The balancer's processor time in milliseconds: for 2 KB (docs/shared-store.md), and in the turn of
+# The balancer's processor time in milliseconds: for 2 KB (bench/proxy), and in the turn of
 # 50.9K tokens.
 _BALANCER_MS = ((500, 0.19), (50_900, 1.7))
 

@@ -255,19 +255,19 @@ async def test_an_engine_that_does_not_answer_is_not_waited_for() -> None:
 
 async def test_new_flags_follow_those_of_the_launchers_start() -> None:
     node = FakeNode()
-    await node.restart(engine_args=("--a", "1"))
-    await node.restart(engine="engine-0", engine_args=("--b",))
+    await node.restart(engine_args=("--first", "1"))
+    await node.restart(engine="engine-0", engine_args=("--second",))
     await node.restart()
     flags = [engine.settings.engine_args for engine in node.engines]
-    assert flags == [(*SETTINGS.engine_args, "--b"), (*SETTINGS.engine_args, "--a", "1")]
+    assert flags == [(*SETTINGS.engine_args, "--second"), (*SETTINGS.engine_args, "--first", "1")]
     await node.restart(engine_args=())
     assert all(engine.settings == SETTINGS for engine in node.engines)
     begun = [line.partition(": ")[2] for line in node.said if "restart with" in line]
     assert begun == [
         f"{which} restart with the launcher's flags{flags}, until the launcher ends"
         for which, flags in (
-            ("engine-0, engine-1", " and --a 1"),
-            ("engine-0", " and --b"),
+            ("engine-0, engine-1", " and --first 1"),
+            ("engine-0", " and --second"),
             ("engine-0, engine-1", ""),
         )
     ]

@@ -12,7 +12,7 @@ import requests
 from sgl_ext_cpu.node import Node
 
 from sgl_ext.sizing.__main__ import run
-from sgl_ext.sizing.host import WARM_TURNS, load_of
+from sgl_ext.sizing.host import load_of
 from sgl_ext.sizing.kv_cost import KvCost, kv_cost
 from sgl_ext.sizing.model_config import ModelShape, SizingError, model_folder, shape_of
 from sgl_ext.sizing.plan import (
@@ -243,11 +243,7 @@ def test_a_wrong_size_is_quoted(wrong: str, capsys: pytest.CaptureFixture[str]) 
     assert repr(wrong) in capsys.readouterr().err
 
 
-def test_measured_figures_are_those_of_their_page() -> None:
-    page = (ROOT / "docs/warm.md").read_text()
-    for tokens, stock, ours in WARM_TURNS:
-        thousands = f"{tokens / 1000:g}K"
-        assert re.search(rf"\| {thousands}( tokens)? \| {stock} \| {ours} \|", page), tokens
+def test_host_time_is_known_for_the_sizes_that_were_measured() -> None:
     assert load_of(50_900).host_ms == 19
     assert load_of(1_000_000).host_ms is None
 

@@ -13,6 +13,7 @@ import orjson
 
 from sgl_ext.doctor.logs.entry import Entry, read_entry
 from sgl_ext.doctor.logs.families import Family, FamilyKey
+from sgl_ext.doctor.logs.lines import NotALog, readable
 from sgl_ext.doctor.logs.prices import Prices, WrongPrices, read_prices
 from sgl_ext.doctor.logs.summary import Summary
 from sgl_ext.doctor.logs.table import as_text
@@ -80,25 +81,19 @@ def compare(before: Path, after: Path, prices: Prices | None = None) -> dict[str
 
 def entries_of(path: Path) -> Iterator[Entry]:
     """The answered requests of a log. Raises UnreadableLog if no line is from a request log."""
-    read = unreadable = 0
+    is_empty = True
     try:
         with path.open("rb") as lines:
-            for line in lines:
-                try:
-                    entry = read_entry(line)
-                except (ValueError, TypeError, KeyError, AttributeError):
-                    unreadable += 1
-                    continue
-                read += 1
+            for entry in readable(lines, read_entry, f"sgl-ext doctor compare: {path}"):
+                is_empty = False
                 if entry is not None:
                     yield entry
+        if is_empty:
+            raise NotALog
     except OSError as error:
         raise UnreadableLog(f"{path}: {error.strerror}") from None
-    if not read:
-        raise UnreadableLog(f"{path}: not a request log: no line has the fields of one")
-    if unreadable:
-        message = f"sgl-ext doctor compare: {path}: {unreadable} lines could not be read"
-        print(message, file=sys.stderr)
+    except NotALog as error:
+        raise UnreadableLog(f"{path}: {error}") from None
 
 
 def _families(before: Summary, after: Summary) -> list[dict[str, Any]]:

@@ -69,24 +69,26 @@ class Summary:
     def as_json(self) -> dict[str, Any]:
         """Its figures. Those that have nothing to count are null."""
         tasks = [task.requests for task in self._tasks.values()]
+        prompts, cached = sorted(self._prompt_tokens), sorted(self._cached)
+        ttfts_ms = sorted(self._ttft_ms)
         tokens, in_tasks = self.tokens, self._in_tasks
         figures: dict[str, Any] = {
             "requests": self.requests,
             "tasks": len(tasks),
             "requests_per_task_p50": median(tasks) if tasks else None,
-            "prompt_tokens_p50": _at(self._prompt_tokens, 0.5),
-            "prompt_tokens_p90": _at(self._prompt_tokens, 0.9),
-            "prompt_tokens_max": max(self._prompt_tokens, default=None),
-            "tools_p50": _at(self._tools, 0.5),
+            "prompt_tokens_p50": _at(prompts, 0.5),
+            "prompt_tokens_p90": _at(prompts, 0.9),
+            "prompt_tokens_max": prompts[-1] if prompts else None,
+            "tools_p50": _at(sorted(self._tools), 0.5),
             "same_prefix_share": _share(self._same_prefix, self._later),
             "same_tools_share": _share(self._same_tools, self._later),
             "cached_share": _share(tokens.read, tokens.prompt),
-            "cached_share_p10": _rounded(_at(self._cached, 0.1)),
-            "cached_share_p50": _rounded(_at(self._cached, 0.5)),
-            "cached_share_p90": _rounded(_at(self._cached, 0.9)),
-            "ttft_ms_p50": _at(self._ttft_ms, 0.5),
-            "ttft_ms_p90": _at(self._ttft_ms, 0.9),
-            "ttft_ms_p99": _at(self._ttft_ms, 0.99),
+            "cached_share_p10": _rounded(_at(cached, 0.1)),
+            "cached_share_p50": _rounded(_at(cached, 0.5)),
+            "cached_share_p90": _rounded(_at(cached, 0.9)),
+            "ttft_ms_p50": _at(ttfts_ms, 0.5),
+            "ttft_ms_p90": _at(ttfts_ms, 0.9),
+            "ttft_ms_p99": _at(ttfts_ms, 0.99),
             "computed_per_task": _per(in_tasks.computed, len(tasks)),
             "read_per_task": _per(in_tasks.read, len(tasks)),
             "output_per_task": _per(in_tasks.output, len(tasks)),
@@ -98,9 +100,8 @@ class Summary:
         return figures
 
 
-def _at(values: Sequence[float], share: float) -> float | None:
-    """The value below which this share of the values is, by nearest rank."""
-    ordered = sorted(values)
+def _at(ordered: Sequence[float], share: float) -> float | None:
+    """The value below which this share of the ordered values is, by nearest rank."""
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else None
 
 

@@ -1,9 +1,9 @@
 """A comparison of two logs as tables for people."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from sgl_ext.doctor.report import plain
+from sgl_ext.doctor.report import aligned, plain
 
 # Each figure's name and form.
 _FIGURES = (
@@ -39,10 +39,10 @@ def as_text(document: Mapping[str, Any]) -> str:
     for key, name, form in _FIGURES:
         if key in before:
             rows.append((name, *_pair(form, before[key], after[key])))
-    lines = _aligned(rows, words=1)
+    lines = aligned(rows, range(1, 4))
     if document["families"]:
         lines += ["", "Families of prompts (the same harness and tools):"]
-        lines += _aligned(_family_rows(document), words=3)
+        lines += aligned(_family_rows(document), range(3, 8))
     for change in document["version_changes"]:
         about = {key: plain(value) for key, value in change.items()}
         lines.append(
@@ -89,15 +89,3 @@ def _family_rows(document: Mapping[str, Any]) -> list[tuple[str, ...]]:
         cost = (" -> ".join(f"{side['cost']:,.2f}" for side in sides),)
         rows.append((*cells, *cost) if has_cost else cells)
     return rows
-
-
-def _aligned(rows: Sequence[Sequence[str]], *, words: int) -> list[str]:
-    """Rows with the first columns, `words` of them, to the left, and the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if number < words else cell.rjust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]

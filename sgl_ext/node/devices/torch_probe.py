@@ -1,4 +1,4 @@
-"""What torch sees of the node's GPUs. It is asked in a process of its own, as its import takes
+"""What torch sees of the node's GPUs. A process of its own looks, because torch's import takes
 seconds and would hold memory of each GPU.
 """
 

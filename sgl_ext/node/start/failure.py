@@ -66,22 +66,22 @@ def failure(lines: Sequence[str], exit_code: int | None = None) -> list[str]:
     causes = [each for each in found if not _FOLLOWS.search(" ".join(each))]
     ours = [line for line in lines if line.startswith(_OURS)]
     if causes:
-        told = causes[-1]
+        shown = causes[-1]
     elif ours:  # why it ends without an exception; several ranks may say the same
-        told = [*dict.fromkeys(ours)][-_MOST_LINES:]
+        shown = [*dict.fromkeys(ours)][-_MOST_LINES:]
     elif found:
-        told = found[-1]
+        shown = found[-1]
     else:
         said = [at for at, line in enumerate(lines) if _SAID.match(line)]
-        told = [*lines[said[-1] :][:_MOST_LINES]] if said else [*lines[-_LAST_LINES:]]
+        shown = [*lines[said[-1] :][:_MOST_LINES]] if said else [*lines[-_LAST_LINES:]]
     # An engine with an exception kills itself.
     if not causes and exit_code is not None and exit_code < 0:
         name = signal.Signals(-exit_code).name
         why = ": the system does so when memory runs out (dmesg)" if name == "SIGKILL" else ""
-        told = [*told, f"It was ended by {name}{why}."]
-    text = "\n".join(told)
-    told = [f"{line[:_LONGEST]}..." if len(line) > _LONGEST else line for line in told]
-    return [*told, *(f"Hint: {hint}." for pattern, hint in _HINTS if pattern.search(text))]
+        shown = [*shown, f"It was ended by {name}{why}."]
+    text = "\n".join(shown)
+    shown = [f"{line[:_LONGEST]}..." if len(line) > _LONGEST else line for line in shown]
+    return [*shown, *(f"Hint: {hint}." for pattern, hint in _HINTS if pattern.search(text))]
 
 
 def _exceptions(lines: Sequence[str]) -> list[list[str]]:

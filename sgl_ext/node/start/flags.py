@@ -47,28 +47,16 @@ def sizes_given(argv: Sequence[str], names: Sequence[str]) -> dict[str, int]:
     Of several the last counts, as in SGLang. Raises SettingsError if one flag has two numbers under
     two names.
     """
-    parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    rows = json.loads(TABLE.read_text())["flags"]
-    for row in rows:
-        if row["names"][0] in names:
-            parser.add_argument(*row["names"], dest=row["names"][0], action=_Collect, type=int)
-    known = {name for row in rows for name in row["names"]}
-    found, _ = parser.parse_known_args([_unabridged(word, known) for word in argv])
-    given: dict[str, dict[str, int]] = vars(found)
+    parser, _ = _parser(json.loads(TABLE.read_text())["flags"], collected=names)
+    found, _ = parser.parse_known_args(list(argv))
+    given: dict[str, dict[str, int]] = {
+        name: by_name for name in names if (by_name := getattr(found, name))
+    }
     for by_name in given.values():
         if len({*by_name.values()}) > 1:
             both = " and ".join(f"{name}={number}" for name, number in by_name.items())
             raise SettingsError(f"{both}: two names of one setting; keep one of them")
     return {name: next(iter(by_name.values())) for name, by_name in given.items()}
-
-
-def _unabridged(word: str, known: Collection[str]) -> str:
-    """A flag as SGLang's parser reads it: its beginning is enough, if no other begins so."""
-    flag, equals, value = word.partition("=")
-    if not flag.startswith("--") or flag in known:
-        return word
-    whole = [name for name in known if name.startswith(flag)]
-    return f"{whole[0]}{equals}{value}" if len(whole) == 1 else word
 
 
 class _Collect(argparse.Action):
@@ -77,7 +65,7 @@ class _Collect(argparse.Action):
     def __call__(
         self, _: object, namespace: argparse.Namespace, value: Any, name: str | None = None
     ) -> None:
-        by_name = getattr(namespace, self.dest, {})
+        by_name = getattr(namespace, self.dest) or {}
         setattr(namespace, self.dest, {**by_name, name: value})
 
 
@@ -107,8 +95,13 @@ class _Parser(argparse.ArgumentParser):
         raise SettingsError(_ARGUMENT.sub(r"\1: ", message))
 
 
-def _parser(rows: Sequence[dict[str, Any]]) -> tuple[argparse.ArgumentParser, list[str]]:
-    """A parser that accepts what SGLang's does, and the names of its flags."""
+def _parser(
+    rows: Sequence[dict[str, Any]], collected: Collection[str] = ()
+) -> tuple[argparse.ArgumentParser, list[str]]:
+    """A parser that accepts what SGLang's does, and the names of its flags.
+
+    collected: flags whose values it keeps by the name under which each was given.
+    """
     parser = _Parser(add_help=False)
     is_extended = any(
         point.name not in _OURS
@@ -124,6 +117,8 @@ def _parser(rows: Sequence[dict[str, Any]]) -> tuple[argparse.ArgumentParser, li
                 choices = _Choices(choices)
             kind = _TYPES.get(row.get("type", ""), str)
             about: dict[str, Any] = {"nargs": row.get("nargs"), "choices": choices, "type": kind}
+            if row["names"][0] in collected:
+                about["action"] = _Collect
             parser.add_argument(*row["names"], dest=row["names"][0], **about)
     return parser, [name for row in rows for name in row["names"] if name.startswith("--")]
 

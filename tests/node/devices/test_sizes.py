@@ -15,7 +15,7 @@ from sgl_ext.settings.schema import LaunchSettings, SettingsError
         (2, "--pp-size 2", 4, "tp=2 x pp=2"),
         (2, "--pipeline-parallel-size=2 --data-parallel-size 3", 12, "tp=2 x pp=2 x dp=3"),
         (1, "--dp 2", 2, "tp=1 x dp=2"),
-        (1, "--b 2 --no-such-flag", 1, "tp=1"),
+        (1, "--no-such-flag", 1, "tp=1"),
         (4, "--attn-dp-size 4 --attn-cp-size 2 --ep-size 4 --moe-dp-size 2", 4, "tp=4"),
         (4, "--dp-size 4 --enable-dp-attention", 4, "tp=4"),
         (8, "--nnodes 2 --node-rank 0", 4, "tp=8 on nnodes=2"),
