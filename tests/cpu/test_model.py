@@ -79,7 +79,7 @@ def test_foreign_files_are_not_overwritten(tmp_path: Path) -> None:
 
 
 def test_an_unknown_size_is_named() -> None:
-    with pytest.raises(ValueError, match="size: 'huge' is not one of tiny, bench, 8b-config"):
+    with pytest.raises(ValueError, match="size: 'huge' is not one of tiny, bench, long, 8b-config"):
         make_model(Path("nowhere"), "huge")
 
 

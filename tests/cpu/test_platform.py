@@ -18,6 +18,7 @@ def defaults(**arguments: object) -> SimpleNamespace:
         dtype="auto",
         disaggregation_decode_retraction_backup=None,
         sleep_on_idle=False,
+        hicache_io_backend="kernel",
     )
     for name, value in arguments.items():
         setattr(filled, name, value)
@@ -52,12 +53,13 @@ def test_sglangs_own_cpu_engine_is_rejected(monkeypatch: pytest.MonkeyPatch) -> 
         platform.activate()
 
 
-def test_its_attention_backend_can_be_selected() -> None:
+def test_its_attention_backends_can_be_selected() -> None:
     from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
 
     platform.activate()
     platform.activate()
     assert ATTENTION_BACKEND_CHOICES.count(platform.NAME) == 1
+    assert ATTENTION_BACKEND_CHOICES.count(platform.OWN_TOKEN) == 1
 
 
 def test_arguments_that_are_not_set_get_a_default() -> None:
@@ -65,6 +67,7 @@ def test_arguments_that_are_not_set_get_a_default() -> None:
     assert (filled.attention_backend, filled.dtype) == (platform.NAME, "float32")
     assert filled.disaggregation_decode_retraction_backup == "none"
     assert filled.sleep_on_idle
+    assert filled.hicache_io_backend == "direct"
 
 
 def test_arguments_that_are_set_stay() -> None:

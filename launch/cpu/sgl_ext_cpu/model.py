@@ -51,6 +51,7 @@ class Shape:
     tokens: int
     """Tokens the tokenizer has; at most `vocabulary`."""
     weights: bool = True
+    positions: int = MAX_POSITIONS
 
     @property
     def weight_bytes(self) -> int:
@@ -68,6 +69,8 @@ class Shape:
 SHAPES = {
     "tiny": Shape(8_192, 64, 128, 2, 4, 2, 16, tokens=8_192),
     "bench": Shape(32_768, 256, 1_024, 2, 4, 2, 16, tokens=32_768),
+    # For histories of a million tokens.
+    "long": Shape(32_768, 16, 32, 1, 1, 1, 16, tokens=32_768, positions=1_100_000),
     # For GPUs: the engine draws the weights (`sgl_ext_cpu.models.qwen3`).
     "8b-config": Shape(151_936, 4_096, 12_288, 36, 32, 8, 128, tokens=32_768, weights=False),
     "2b-config": Shape(151_936, 2_048, 6_144, 28, 16, 8, 128, tokens=32_768, weights=False),
@@ -123,7 +126,7 @@ def _made(directory: Path, marker: dict[str, Any]) -> bool:
 
 def _write(directory: Path, shape: Shape, seed: int) -> None:
     tokenizer = text.train(shape.tokens)
-    text.save(tokenizer, directory, TEMPLATE.read_text(), MAX_POSITIONS)
+    text.save(tokenizer, directory, TEMPLATE.read_text(), shape.positions)
     numbers = tokenizer.get_vocab()
     end, pad = numbers[text.END_OF_TURN], numbers[text.END_OF_TEXT]
     _write_json(directory / "config.json", _config(shape, end, pad))
@@ -152,7 +155,7 @@ def _config(shape: Shape, end: int, pad: int) -> dict[str, Any]:
         "num_key_value_heads": shape.key_heads,
         "head_dim": shape.head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": MAX_POSITIONS,
+        "max_position_embeddings": shape.positions,
         "rms_norm_eps": 1e-6,
         "rope_theta": 1_000_000.0,
         "attention_bias": False,

@@ -18,11 +18,15 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
-from sgl_ext_cpu import stubs, unforgiving
+from sgl_ext_cpu import host_copies, stubs, unforgiving
 from sgl_ext_cpu.nursery import fork_children
 
 NAME = "sgl_ext_cpu"
 """The platform's entry point, the value of SGLANG_PLATFORM, and the attention backend."""
+
+OWN_TOKEN = "sgl_ext_cpu_own_token"
+"""An attention backend in which a token sees only itself, so a prompt's cost is linear. Its answers
+mean nothing: it is for measuring all the other work on very long prompts."""
 
 SCRIPT = "SGLEXT_CPU_SCRIPT"
 """The variable that names a file of prescribed answers; without it the model answers."""
@@ -70,11 +74,12 @@ def activate() -> str | None:
 
 
 def _offer_attention_backend() -> None:
-    """Make --attention-backend accept our name. SGLang reads the list when it parses arguments."""
+    """Make --attention-backend accept our names. SGLang reads the list when it parses arguments."""
     from sglang.srt.arg_groups import choices
 
-    if NAME not in choices.ATTENTION_BACKEND_CHOICES:
-        choices.add_attention_backend_choices([NAME])
+    for name in (NAME, OWN_TOKEN):
+        if name not in choices.ATTENTION_BACKEND_CHOICES:
+            choices.add_attention_backend_choices([name])
 
 
 def _punish_early_reads() -> None:
@@ -127,6 +132,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # sglang 
         - attention: our backend, because SGLang's default needs AMX kernels.
         - dtype: float32. Without AVX512-BF16 or AMX a bfloat16 matrix product is about
           eight times slower, and in float32 results agree with a reference closely.
+        - hicache_io_backend: direct, because the other one is kernels of a GPU.
         - disaggregation_decode_retraction_backup: SGLang's default registers memory with CUDA.
         - sleep_on_idle: an idle scheduler would otherwise spin on a core.
 
@@ -143,6 +149,8 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # sglang 
         if server_args.disaggregation_decode_retraction_backup is None:
             server_args.disaggregation_decode_retraction_backup = "none"
         server_args.sleep_on_idle = True
+        if server_args.hicache_io_backend == "kernel":
+            server_args.hicache_io_backend = "direct"
         if (page := _asked(PAGE)) and asked.get("page_size") is None:
             server_args.page_size = int(page)
         _punish_early_reads()
@@ -167,6 +175,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # sglang 
 
         if NAME not in ATTENTION_BACKENDS:
             register_attention_backend(NAME)(_attention_backend)
+            register_attention_backend(OWN_TOKEN)(_own_token_backend)
         # `get_last_loc` launches a Triton kernel for every backend it does not know by
         # name, whatever the platform's capabilities say; with pages larger than one
         # token that would fail on the first request.
@@ -195,7 +204,7 @@ def _send_pageable_indices() -> None:
 
 
 def _pin_nothing() -> None:
-    """Make torch ignore requests for pinned memory, of which it has none without an accelerator.
+    """Make torch ignore requests for pinned memory: without an accelerator it has none.
 
     SGLang's LoRA asks for it whatever the platform says.
     """
@@ -221,11 +230,19 @@ def _attention_backend(model_runner: Any) -> Any:
     return CpuAttentionBackend(model_runner)
 
 
+def _own_token_backend(model_runner: Any) -> Any:
+    from sgl_ext_cpu.own_token import OwnTokenBackend
+
+    return OwnTokenBackend(model_runner)
+
+
 def _begin_worker(**cores: Any) -> None:
     """What a worker does before its model is made, and after SGLang's arguments are published."""
-    from sglang.srt.runtime_context import get_disagg, get_lora
+    from sglang.srt.runtime_context import get_disagg, get_lora, get_memory
 
     _bind_threads(**cores)
+    if get_memory().enable_hierarchical_cache:
+        host_copies.install()
     if get_disagg().disaggregation_mode == "prefill":
         _send_pageable_indices()
     if get_lora().enable_lora:

@@ -48,7 +48,7 @@ def install() -> None:
 
 
 def _poison_slots(original: Callable[..., Any], allocator: Any, slots: torch.Tensor) -> None:
-    """Around the release of slots, of which an allocator of pages releases the whole pages."""
+    """Around the release of slots. An allocator of pages releases whole pages."""
     if len(slots):
         _poison(allocator, torch.unique(slots // allocator.page_size))
     original(allocator, slots)
