@@ -29,7 +29,7 @@ GPU_TESTS := $(addprefix tests/engine/,scheduler/test_pins.py scheduler/test_pre
 	scheduler/test_single_flight.py prefill_ahead/test_prefill.py)
 BENCHES := $(patsubst bench/%.py,%,$(filter-out bench/__init__.py,$(wildcard bench/*.py)))
 
-.PHONY: setup serve serve-ray check test test-slow test-clients test-gpu gpu-report pure lint audit constraints wheels bench clean
+.PHONY: setup serve serve-ray check test test-slow test-clients test-gpu gpu-report report pure lint audit constraints wheels bench clean
 
 setup: $(READY)
 
@@ -76,6 +76,11 @@ test-gpu: setup
 # What this GPU machine is, what SGLang chooses on it, and whether our features hold there.
 gpu-report: setup
 	$(PYTHON) -m bench.gpu
+
+# docs/benchmarks.md, its plots and the README's table, measured here in less than 45 minutes.
+# `make report REPORT='--full --gpu'`; see `python -m bench.report --help`.
+report: setup
+	$(PYTHON) -m bench.report $(REPORT)
 
 pure: setup
 	$(PYTHON) -m pytest -n $(TEST_PROCESSES) -m "not engine and not long" --hypothesis-profile=quick

@@ -15,7 +15,8 @@ memory and slots hold. Under this load each fault happens in turn:
     launcher_killed, sighup, sigterm                        the node ends, and is started again
 
 After each fault the node must be whole again, and answer a fixed set of prompts as a stock
-SGLang engine did at temperature 0. The load's own answers are compared, too. Per fault:
+SGLang engine did at temperature 0. The load's own answers are compared, too. `--shape` and
+`--trace` give the agents the texts and lengths of a trace. Per fault:
 
     lost_before_first_byte   requests that failed though no byte of their answer was sent and a
                              well engine was there, or waited longer than a hang may take (hung)
@@ -45,9 +46,10 @@ import aiohttp
 from bench.agents.mixed_load import MixedLoad
 from bench.faults import ending, engines_kept, filling, killing
 from bench.faults.effect import Scene
-from bench.faults.stage import Stage, set_up
+from bench.faults.stage import TRACE, Stage, set_up
 from bench.faults.trial import Fault, strike
 from bench.lib.script import Size, parser_of, require, run
+from bench.trace.options import add_trace_options, trace_of
 
 FAULTS: Mapping[str, Fault] = {
     fault.__name__: fault
@@ -120,12 +122,13 @@ async def measure(stage: Stage, plan: Plan) -> dict[str, Any]:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--faults", nargs="+", choices=[*FAULTS], help="only these")
+    add_trace_options(parser)
     options = parser.parse_args()
-    plan = PLANS[options.size]
+    plan, trace = PLANS[options.size], trace_of(parser, options, TRACE)
     if options.faults:
         plan = replace(plan, faults=options.faults)
     with ExitStack() as stack:
-        stage = set_up(stack, plan.agents, plan.turns)
+        stage = set_up(stack, plan.agents, plan.turns, trace)
         run("chaos", lambda: asyncio.run(measure(stage, plan)))
 
 

@@ -9,7 +9,9 @@ cached, and each ends in a few words of its own. Arms:
 A round sends the same texts to both arms, one after the other, in alternating order.
 `prefilled_over_ideal` is the computed tokens over the least that must be computed: the prefix
 once, and the end of each request. Chunks have the size that SGLang chooses on a GPU of 80 GB.
-TTFTs are of all requests of all rounds. Ratios are medians over rounds.
+The prefix is longer on an engine that prefills it in less than half a second. TTFTs are of all
+requests of all rounds, and ratios of each round. `tokens_per_s_ratio` is ours over stock while
+requests do nothing but decode.
 """
 
 from __future__ import annotations
@@ -29,32 +31,36 @@ from typing import Any
 import aiohttp
 from sgl_ext_cpu.node import Node
 
-from bench.lib.arms import running_arms
+from bench.lib.arms import rotated, running_arms
+from bench.lib.capacity import Capacity, measured
 from bench.lib.engines import chosen, engine_parser
-from bench.lib.pin_figures import ratio, spread
-from bench.lib.priority_load import GENERATE, Request, fitted
-from bench.lib.script import Size, require, run
+from bench.lib.priority_load import GENERATE, Request, clients, fitted
+from bench.lib.script import Size, precondition, require, run
+from bench.lib.spread import percentiles_ms, ratio_spread, spread
+from bench.lib.throughput import compared
 
 _OWN_TOKENS = 50
 _ANSWER_TOKENS = 8
 FLAGS = ("--chunked-prefill-size", "8192", "--max-total-tokens", "196608")
+_PREFIX_S, _MOST_PREFIX_TOKENS = 0.5, 60_000
 _COUNTER = "sgl_ext_prefixes_awaited_total"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How many rounds, requests at once, and tokens of their common prefix."""
+    """How many rounds, requests at once, and at least how many tokens of their common prefix."""
 
     rounds: int
     agents: int = 8
     prefix_tokens: int = 20_000
+    decode_rounds: int = 3
 
 
 PLANS: dict[Size, Plan] = {
-    "full": Plan(7),
-    "quick": Plan(2),
+    "full": Plan(7, decode_rounds=9),
+    "quick": Plan(3, decode_rounds=5),
     "brief": Plan(2),
-    "smallest": Plan(1, 4, 3_000),
+    "smallest": Plan(1, 4, 3_000, 1),
 }
 
 
@@ -109,47 +115,52 @@ async def measure(nodes: Mapping[str, Node], plan: Plan, *, are_exact: bool) -> 
     """Runs both arms on engines that run, and returns the figures."""
     texts = fitted(nodes["ours"])
     seen: dict[str, list[Burst]] = {name: [] for name in nodes}
-    timeout = aiohttp.ClientTimeout(total=600)
-    async with aiohttp.ClientSession(timeout=timeout) as http:
-        for node in nodes.values():  # warm-up
-            await ask(http, node.engines[0], texts.fresh("Warm-up", 500))
+    urls = {name: node.engines[0] for name, node in nodes.items()}
+    async with clients() as http:
+        capacity = await measured(http, urls["stock"], texts)
+        prefix_tokens = fitted_prefix(plan, capacity)
+        decoding = await compared(http, urls, texts, capacity, plan.decode_rounds)
         for number in range(plan.rounds):
-            prefix = texts.fresh(f"Round {number}", plan.prefix_tokens)
+            prefix = texts.fresh(f"Round {number}", prefix_tokens)
             sent = [
                 f"{prefix} {texts.fresh(f'Agent {n}', _OWN_TOKENS)}" for n in range(plan.agents)
             ]
-            for name in list(nodes)[:: 1 if number % 2 else -1]:
-                url = nodes[name].engines[0]
-                answers = await asyncio.gather(*(ask(http, url, text) for text in sent))
-                alone = await ask(http, url, prefix)
+            for name in rotated(list(urls), number):
+                answers = await asyncio.gather(*(ask(http, urls[name], text) for text in sent))
+                alone = await ask(http, urls[name], prefix)
                 seen[name].append(Burst(alone.prompt_tokens, tuple(answers)))
-                check(seen[name][-1], plan)
+                check(seen[name][-1], prefix_tokens)
     found = figures(seen)
     differing = found["outputs_differing"]
     is_allowed = differing == 0 or not are_exact
     require(is_allowed, "both arms give the same answers", differing=differing)
-    return found | {"awaited": nodes["ours"].metric(_COUNTER)}
+    sizes = {"prefix_tokens": prefix_tokens, "capacity": capacity.document()}
+    return found | {"awaited": nodes["ours"].metric(_COUNTER)} | sizes | decoding
 
 
-def check(burst: Burst, plan: Plan) -> None:
+def fitted_prefix(plan: Plan, capacity: Capacity) -> int:
+    """So many tokens that the engine prefills them for half a second, or the plan's."""
+    least = plan.prefix_tokens
+    return capacity.prompt_for(_PREFIX_S, least=least, most=max(least, _MOST_PREFIX_TOKENS))
+
+
+def check(burst: Burst, prefix_tokens: int) -> None:
     """The requests were at the engine at once, their prefix was as long as planned, and cold."""
     first_answered_s = min(answer.sent_s + answer.ttft_ms / 1000 for answer in burst.answers)
     last_sent_s = max(answer.sent_s for answer in burst.answers)
-    require(last_sent_s < first_answered_s, "all requests are sent before one is answered")
+    precondition(last_sent_s < first_answered_s, "all requests are sent before one is answered")
     tokens = burst.prefix_tokens
-    require(tokens > 0.8 * plan.prefix_tokens, "the prefix is as long as planned", tokens=tokens)
+    precondition(tokens > 0.8 * prefix_tokens, "the prefix is as long as planned", tokens=tokens)
     over_ideal = burst.prefilled_over_ideal
-    require(over_ideal > 0.9, "the common prefix is cold", prefilled_over_ideal=over_ideal)
+    precondition(over_ideal > 0.9, "the common prefix is cold", prefilled_over_ideal=over_ideal)
 
 
 def figures(seen: Mapping[str, Sequence[Burst]]) -> dict[str, Any]:
     """Both arms, and ours against stock."""
     arms = {
         name: {
-            **spread("ttft", [ttft_ms for burst in bursts for ttft_ms in burst.ttft_ms]),
-            "prefilled_over_ideal": round(
-                statistics.median(burst.prefilled_over_ideal for burst in bursts), 4
-            ),
+            **percentiles_ms("ttft", [ttft_ms for burst in bursts for ttft_ms in burst.ttft_ms]),
+            "prefilled_over_ideal": spread([burst.prefilled_over_ideal for burst in bursts], 4),
         }
         for name, bursts in seen.items()
     }
@@ -161,7 +172,7 @@ def figures(seen: Mapping[str, Sequence[Burst]]) -> dict[str, Any]:
     )
     return {
         "prefilled_over_ideal": arms["ours"]["prefilled_over_ideal"],
-        "ttft_p50_vs_stock": ratio(middles["ours"], middles["stock"]),
+        "ttft_p50_vs_stock": ratio_spread(middles["ours"], middles["stock"]),
         "outputs_differing": differing,
         "arms": arms,
     }

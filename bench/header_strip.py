@@ -1,37 +1,45 @@
 """What does a session header at token 0 cost, and does the strip avoid that cost?
 
-One real engine. Requests in Claude Code's shape go to `/v1/messages`. All have the same long
-prefix, and each has a short question of its own. Arms:
+Our node and a stock SGLang engine. Requests in Claude Code's shape go to `/v1/messages`. All have
+the same long prefix, and each has a short question of its own. Arms:
 
-    stable    no header
-    varying   a header line that changes with each request and is not stripped
-    stripped  the same line under the name that the engine strips
+    stable    ours, no header
+    varying   ours, a header line that changes with each request and is not stripped
+    stripped  ours, the same line under the name that the engine strips
 
 The varying arm's line has a name that the engine does not strip. A round is one varying
 request, which computes its whole prompt, then pairs of the other two arms in alternating
 order. The times are medians of TTFTs.
+
+`by_length` compares us with stock SGLang by the length of the prompt, in turns, with the header as
+Claude Code sends it, changing with each request. `stock_without_header` is stock SGLang with a
+prefix that it finds in its cache. `tokens_per_s_ratio` is our engine over stock while
+requests do nothing but decode; `decoding` also has our engine behind its balancer.
 """
 
 from __future__ import annotations
 
-import json
+import asyncio
 import statistics
 import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import requests
 from sgl_ext_cpu.node import Node
 
+from bench.lib.arms import rotated, running_arms
+from bench.lib.capacity import measured
 from bench.lib.engines import chosen, engine_parser, model_of, page_size
-from bench.lib.script import Size, require, run
+from bench.lib.header_load import ask, fitted_document, request_body, timed, usage_of
+from bench.lib.priority_load import clients, fitted
+from bench.lib.script import Size, precondition, require, run
+from bench.lib.spread import ratio_spread, spread
+from bench.lib.throughput import compared
 
 _WARM_ARMS = ("stable", "stripped")
-_NAMES = {"varying": "x-unstripped-billing-header", "stripped": "x-anthropic-billing-header"}
 
 
 @dataclass
@@ -44,18 +52,23 @@ class Arm:
 
 @dataclass(frozen=True)
 class Plan:
-    """How many rounds, pairs of warm requests in each, and tokens of a prompt."""
+    """How many rounds, pairs of warm requests in each, and tokens of a prompt.
+
+    lengths: of other prompts, in which stock SGLang is compared.
+    """
 
     rounds: int
     pairs: int = 16
     prompt_tokens: int = 52_000
+    lengths: tuple[int, ...] = (4_000, 16_000, 32_000, 52_000)
+    decode_rounds: int = 5
 
 
 PLANS: dict[Size, Plan] = {
-    "full": Plan(15),
-    "quick": Plan(3),
-    "brief": Plan(3),
-    "smallest": Plan(1, 2, 2_000),
+    "full": Plan(15, decode_rounds=9),
+    "quick": Plan(3, 8, lengths=(4_000, 16_000, 52_000)),
+    "brief": Plan(3, lengths=(4_000, 52_000), decode_rounds=3),
+    "smallest": Plan(1, 2, 2_000, (1_000, 2_000), 1),
 }
 
 
@@ -67,127 +80,100 @@ def main() -> None:
     if options.rounds:
         plan = replace(plan, rounds=options.rounds)
     engines = chosen(options, model_of(options.size, "bench"))
-    with (
-        tempfile.TemporaryDirectory(prefix="sgl-ext-bench-") as folder,
-        engines.ours(Path(folder)) as node,
-    ):
-        run("header_strip", partial(measure, node, plan))
+    with tempfile.TemporaryDirectory(prefix="sgl-ext-bench-") as folder:
+        starts = {
+            "ours": partial(engines.ours, Path(folder) / "ours"),
+            "stock": partial(engines.stock, Path(folder) / "stock"),
+        }
+        with running_arms(starts) as nodes:
+            run("header_strip", partial(measure_all, nodes, plan))
 
 
-def measure(node: Node, plan: Plan) -> dict[str, Any]:
-    """Runs the arms on a running node and returns the bench's figures."""
-    document = fitted_document(node, plan.prompt_tokens)
+def measure_all(nodes: Mapping[str, Node], plan: Plan) -> dict[str, Any]:
+    """All figures, on running nodes."""
+    document = fitted_document(nodes["ours"], plan.prompt_tokens)
+    found = measure(nodes["ours"], plan, document)
+    return {
+        **found,
+        "by_length": measure_lengths(nodes, plan, document),
+        **asyncio.run(decode(nodes, plan)),
+    }
+
+
+async def decode(nodes: Mapping[str, Node], plan: Plan) -> dict[str, Any]:
+    """Tokens per second of ours and stock."""
+    texts = fitted(nodes["ours"])
+    urls = {name: node.engines[0] for name, node in nodes.items()}
+    urls["balancer"] = nodes["ours"].url
+    async with clients() as http:
+        capacity = await measured(http, urls["stock"], texts)
+        found = await compared(http, urls, texts, capacity, plan.decode_rounds)
+    return {"capacity": capacity.document(), **found}
+
+
+def measure_lengths(nodes: Mapping[str, Node], plan: Plan, document: str) -> dict[str, Any]:
+    """TTFTs by the length of the prompt, as planned."""
+    sent = {
+        "stock": (nodes["stock"], "stripped"),
+        "ours": (nodes["ours"], "stripped"),
+        "stock_without_header": (nodes["stock"], "stable"),
+    }
+    found: dict[str, Any] = {}
+    for tokens in plan.lengths:
+        text = document[: len(document) * tokens // plan.prompt_tokens]
+        for name in ("ours", "stock_without_header"):
+            node, arm = sent[name]
+            usage = usage_of(ask(node, arm, text, "warm-up"))
+        ms: dict[str, list[float]] = {name: [] for name in sent}
+        for number in range(plan.rounds):
+            for name in rotated(list(sent), number):
+                node, arm = sent[name]
+                seen = timed(node, arm, text, f"Question {number}, {tokens} tokens?")
+                ms[name].append(seen.ttft_ms)
+                is_cold = seen.cached_tokens < 0.1 * tokens
+                wanted = "stock SGLang finds nothing cached after a header, and a prefix without"
+                precondition(is_cold == (name == "stock"), wanted, arm=name, length=tokens)
+        found[str(tokens)] = {
+            "prompt_tokens": usage.prompt_tokens,
+            **{f"{name}_ms": spread(values, 1) for name, values in ms.items()},
+            "stock_over_ours": ratio_spread(ms["stock"], ms["ours"], 2),
+        }
+    return found
+
+
+def measure(node: Node, plan: Plan, document: str) -> dict[str, Any]:
+    """Runs the arms of the strip on our node and returns their figures."""
     arms = {name: Arm() for name in ("varying", *_WARM_ARMS)}
     prompt_tokens = usage_of(ask(node, "stable", document, "warm-up")).prompt_tokens
     is_fitted = abs(prompt_tokens - plan.prompt_tokens) <= 0.1 * plan.prompt_tokens
     require(is_fitted, "a prompt has the tokens of the plan", prompt_tokens=prompt_tokens)
     a_round = ("varying", *(*_WARM_ARMS, *_WARM_ARMS[::-1]) * (plan.pairs // 2))
     for number, name in enumerate(a_round * plan.rounds):
-        started = time.perf_counter()
-        events = stream(node, name, document, f"Question {number}: what now?")
-        usage = next(events)
-        arms[name].ttft_ms.append((time.perf_counter() - started) * 1000)
-        for _ in events:
-            pass
-        arms[name].cached_tokens.append(usage_of(usage).cached_tokens)
+        seen = timed(node, name, document, f"Question {number}: what now?")
+        arms[name].ttft_ms.append(seen.ttft_ms)
+        arms[name].cached_tokens.append(seen.cached_tokens)
     for name in _WARM_ARMS:
         least = min(arms[name].cached_tokens)
         require(least > 0.9 * prompt_tokens, "a warm arm finds its prefix cached", least=least)
     most = max(arms["varying"].cached_tokens)
-    require(most < 0.1 * prompt_tokens, "the varying arm finds nothing cached", most=most)
+    precondition(most < 0.1 * prompt_tokens, "the varying arm finds nothing cached", most=most)
     check_equal_token_ids(node, document)
-    ms = {name: statistics.median(arm.ttft_ms) for name, arm in arms.items()}
+    ms = {name: rounds_ms(arm, plan.rounds) for name, arm in arms.items()}
     return {
         "prompt_tokens": prompt_tokens,
         "rounds": plan.rounds,
-        **{f"{name}_ms": round(value, 1) for name, value in ms.items()},
-        "stripped_over_stable": round(ms["stripped"] / ms["stable"], 3),
-        "varying_over_stripped": round(ms["varying"] / ms["stripped"], 2),
+        **{f"{name}_ms": spread(values, 1) for name, values in ms.items()},
+        "stripped_over_stable": ratio_spread(ms["stripped"], ms["stable"]),
+        "varying_over_stripped": ratio_spread(ms["varying"], ms["stripped"], 2),
         "cached_tokens": {n: int(statistics.median(a.cached_tokens)) for n, a in arms.items()},
         "equal_token_ids": True,
     }
 
 
-def request_body(arm: str, document: str, question: str, **more: Any) -> dict[str, Any]:
-    """A request in Claude Code's shape: a header block, an identity, a long block, tools."""
-    mark = {"cache_control": {"type": "ephemeral"}}
-    system: list[dict[str, Any]] = [
-        {"type": "text", "text": "You are a coding agent, working in a terminal.", **mark},
-        {"type": "text", "text": document, **mark},
-    ]
-    if arm in _NAMES:
-        version = f"2.1.{time.perf_counter_ns()}"
-        line = f"{_NAMES[arm]}: cc_version={version}; cc_entrypoint=sdk-cli;"
-        system.insert(0, {"type": "text", "text": line})
-    tools = [
-        {
-            "name": name,
-            "description": f"{name}s a file of the project.",
-            "input_schema": {"type": "object", "properties": {"path": {"type": "string"}}},
-        }
-        for name in ("Read", "Write", "Edit", "Glob", "Grep")
-    ]
-    content = [{"type": "text", "text": question, **mark}]
-    return {
-        "model": "bench",
-        "max_tokens": 2,
-        "temperature": 0,
-        "system": system,
-        "tools": tools,
-        "messages": [{"role": "user", "content": content}],
-        **more,
-    }
-
-
-def ask(node: Node, arm: str, document: str, question: str) -> dict[str, Any]:
-    """One answer, whole; returns its usage."""
-    answer = node.post("/v1/messages", request_body(arm, document, question))
-    answer.raise_for_status()
-    usage: dict[str, Any] = answer.json()["usage"]
-    return usage
-
-
-def stream(node: Node, arm: str, document: str, question: str) -> Iterator[dict[str, Any]]:
-    """One answer, streamed: yields the usage at its first event, then an empty dict an event."""
-    body = request_body(arm, document, question, stream=True)
-    with requests.post(f"{node.url}/v1/messages", json=body, stream=True, timeout=600) as answer:
-        answer.raise_for_status()
-        for line in answer.iter_lines():
-            if not line.startswith(b"data: "):
-                continue
-            event = json.loads(line[6:])
-            if event["type"] == "error":
-                raise RuntimeError(event["error"]["message"])
-            yield event["message"]["usage"] if event["type"] == "message_start" else {}
-
-
-class Usage(NamedTuple):
-    """An answer's prompt tokens, and those of them that were cached."""
-
-    prompt_tokens: int
-    cached_tokens: int
-
-
-def usage_of(usage: dict[str, Any]) -> Usage:
-    """An Anthropic usage, whose `input_tokens` are neither read from the cache nor put there."""
-    cached = usage.get("cache_read_input_tokens") or 0
-    created = usage.get("cache_creation_input_tokens") or 0
-    return Usage(usage["input_tokens"] + created + cached, cached)
-
-
-def fitted_document(node: Node, prompt_tokens: int) -> str:
-    """Text at hand, cut so that a whole prompt has about so many tokens on this model."""
-    sources = sorted(Path(json.__file__).parent.parent.glob("*.py"))
-    text = "\n".join(path.read_text(errors="replace") for path in sources)[: prompt_tokens * 8]
-
-    def tokens(document: str) -> int:
-        body = request_body("stable", document, "?")
-        counted = node.post("/v1/messages/count_tokens", body)
-        counted.raise_for_status()
-        return int(counted.json()["input_tokens"])
-
-    others = tokens("none")
-    return text[: int(len(text) * (prompt_tokens - others) / (tokens(text) - others))]
+def rounds_ms(arm: Arm, rounds: int) -> list[float]:
+    """The median TTFT of each round."""
+    size = len(arm.ttft_ms) // rounds
+    return [statistics.median(arm.ttft_ms[n * size : (n + 1) * size]) for n in range(rounds)]
 
 
 def check_equal_token_ids(node: Node, document: str) -> None:

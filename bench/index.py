@@ -1,7 +1,7 @@
 """What does a lookup in the prefix index cost, and does the cost stay flat as the index grows?
 
 The same prompts are in our index, as segments of about 1,024 tokens, and in the `RadixTree` of
-Dynamo's KV router, as blocks of 64: chains of 130 segments, at 10^4 to 10^6 segments and 8 to
+Dynamo's KV router, as blocks of 64: chains of 130 segments, at 10^4 to 10^6 segments and 1 to
 1,024 workers (see `bench.lib.index_side`). Each index has a process of its own. For each number
 of workers, rounds of lookups visit all indexes in turn, and the figures are medians over rounds.
 Both indexes must find the same workers. Bytes are the growth of a process's resident memory.
@@ -9,9 +9,13 @@ Both indexes must find the same workers. Bytes are the growth of a process's res
 Dynamo's lookup is that of its Python binding, which passes each call to a thread. `empty_us` is
 the cost of a call without a prompt; one of the ratios subtracts it.
 
+`by_workers` has times by the size of the fleet, at 10^5 segments. A `decision` is that of a whole
+router: the lookup, the views of the workers that it needs, and the choice. For Dynamo it is
+`select` of its `SelectionService`, with an empty index, so without the lookup: its least.
+
 Dynamo is installed into an environment of its own when first needed. If that fails, `dynamo` is
-null and stderr says why. `--quick` runs fewer rounds, and fills Dynamo with 10^6 segments for
-the most workers only: that takes a minute and 2 GB each time.
+null and stderr says why. `--quick` runs fewer rounds, and has 10^6 segments for the most workers
+only: to fill Dynamo with them takes a minute and 2 GB.
 """
 
 from __future__ import annotations
@@ -34,7 +38,8 @@ from bench.lib.script import Size, parser_of, require, run
 DYNAMO = "ai-dynamo-runtime"
 DYNAMO_VERSION = "1.6.1"
 SEGMENTS = (10_000, 100_000, 1_000_000)
-WORKERS = (8, 64, 1_024)
+WORKERS = (1, 8, 64, 256, 1_024)
+FLEET_SEGMENTS = 100_000
 LOOKUPS = 500
 _ROOT = Path(__file__).parent.parent
 
@@ -57,10 +62,11 @@ def compare(size: Size) -> dict[str, Any]:
     ours: Cells = {str(segments): {} for segments in sizes}
     dynamo: Cells = {str(segments): {} for segments in sizes}
     for workers in all_workers:
-        sides = [Side("ours", Path(sys.executable), segments) for segments in sizes]
+        few = size == "quick" and workers != all_workers[-1]
+        used = sizes[: -1 if few else None]
+        sides = [Side("ours", Path(sys.executable), segments) for segments in used]
         if peer:
-            few = size == "quick" and workers != all_workers[-1]
-            sides += [Side("dynamo", peer, segments) for segments in sizes[: -1 if few else None]]
+            sides += [Side("dynamo", peer, segments) for segments in used]
         measured = measure(sides, workers, rounds)
         for side, figures in measured.items():
             cells = ours if side.name == "ours" else dynamo
@@ -147,9 +153,32 @@ def report(ours: Cells, dynamo: Cells | None) -> dict[str, Any]:
         "bytes_per_segment": large["bytes_per_segment"],
         "lookup_growth": large["lookup_us"] / ours[fewest][most]["lookup_us"],
         **ratios,
+        "by_workers": by_workers(ours, dynamo),
         "ours": _summary(ours),
         "dynamo": {"version": DYNAMO_VERSION, **_summary(dynamo)} if dynamo else None,
     }
+
+
+def by_workers(ours: Cells, dynamo: Cells | None) -> dict[str, dict[str, Any]]:
+    """Times in microseconds by the number of workers, at one number of segments."""
+    segments = str(FLEET_SEGMENTS) if str(FLEET_SEGMENTS) in ours else next(iter(ours))
+    found: dict[str, dict[str, Any]] = {}
+    for workers, figures in ours[segments].items():
+        found[workers] = {"segments": int(segments), "ours_us": _times(figures)}
+        if dynamo:
+            found[workers]["dynamo_us"] = _times(dynamo[segments][workers])
+    return found
+
+
+def _times(figures: Figures) -> dict[str, float]:
+    names = {
+        "lookup_p50": "lookup_us",
+        "lookup_p99": "lookup_p99_us",
+        "decision_p50": "decision_us",
+        "decision_p99": "decision_p99_us",
+        "apply_per_segment": "apply_us_per_segment",
+    }
+    return {name: figures[field] for name, field in names.items() if field in figures}
 
 
 def _summary(cells: Cells) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """How often is a request routed to a worker for a prefix that the worker no longer holds?
 
 Real engines with small caches, and conversations that share a system prompt and grow
-(bench/lib/misroute/load.py). Phases:
+(bench/lib/misroute/load.py), or those of a trace (`--shape`, `--trace`). Phases:
 
     pressure    more conversations than fit the caches, so the engines evict all the time
     flush_all   every engine is flushed, through the balancer
@@ -38,9 +38,14 @@ from bench.lib.misroute.events import Diary
 from bench.lib.misroute.figures import Done, counted, figures
 from bench.lib.misroute.judge import LAG_S, read_log
 from bench.lib.misroute.load import Load
-from bench.lib.script import Size, parser_of, require, run
+from bench.lib.script import Size, parser_of, precondition, require, run
+from bench.trace.agents import Agent, TraceConfig
+from bench.trace.options import add_trace_options, trace_of
+from bench.trace.variants import make_trace
 
 _ENGINE_FLAGS = ("--chunked-prefill-size", "2048")
+# Of the small caches a long history fills about half.
+_TRACE = TraceConfig(sessions=200, scale=0.003, pace=4)
 _RETURN_S = 240.0
 _LOOK_S = 0.05
 _IDLE_S = 4
@@ -163,9 +168,11 @@ def engine_group(launcher: int, engine: str) -> int:
     raise RuntimeError(f"{engine} is not a child of the launcher")
 
 
-async def measure(node: Node, plan: Plan, log: Path, model: str) -> dict[str, Any]:
-    """Runs all phases on a running node that logs its requests to `log`."""
-    load = Load(node.url, model, sessions=plan.sessions, think_s=plan.think_s, seed=1)
+async def measure(
+    node: Node, plan: Plan, log: Path, model: str, agents: Sequence[Agent]
+) -> dict[str, Any]:
+    """Runs all phases on a running node that logs its requests to `log`; `agents` of a trace."""
+    load = Load(node.url, model, sessions=plan.sessions, think_s=plan.think_s, seed=1, trace=agents)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as http:
         trial = Trial(node, plan, load, http)
         await trial.run()
@@ -174,7 +181,8 @@ async def measure(node: Node, plan: Plan, log: Path, model: str) -> dict[str, An
     lines = read_log(log, load.sent, node.engines)
     found = figures(trial.done, trial.diary, load.sent, lines, page)
     require(found["requests"] > 0, "requests are answered and judged")
-    require(found["evicted_tokens"] > 0, "what sessions share does not fit the engines' caches")
+    is_full = found["evicted_tokens"] > 0
+    precondition(is_full, "what sessions share does not fit the engines' caches")
     require(found["event_lines"] > 0, "this process hears the engines' events")
     heard_ms = min(trial.done.flush_lags_ms)
     require(heard_ms > -60_000, "every flush is among the events that engines send")
@@ -183,14 +191,18 @@ async def measure(node: Node, plan: Plan, log: Path, model: str) -> dict[str, An
 
 
 def main() -> None:
-    plan = PLANS[parser_of(__doc__).parse_args().size]
+    parser = parser_of(__doc__)
+    add_trace_options(parser)
+    options = parser.parse_args()
+    plan, trace = PLANS[options.size], trace_of(parser, options, _TRACE)
+    agents = make_trace(trace) if trace else ()
     model = local_model("tiny")
     with tempfile.TemporaryDirectory(prefix="sgl-ext-bench-") as folder:
         log = Path(folder) / "requests.jsonl"
         flags = ("--instances", str(plan.instances), "--request-log", str(log), *_ENGINE_FLAGS)
         pool = ("--max-total-tokens", str(plan.pool_tokens))
         with running_node(model, Path(folder), *flags, *pool) as node:
-            run("misroute", lambda: asyncio.run(measure(node, plan, log, model.name)))
+            run("misroute", lambda: asyncio.run(measure(node, plan, log, model.name, agents)))
 
 
 if __name__ == "__main__":

@@ -3,40 +3,47 @@
 An agent's conversation has a system prompt of about 9,500 tokens and one more short message
 each turn. Each arm is a real engine with a small cache:
 
-    pinned    the system prompt and the last message carry `cache_control`, `/v1/messages`
-    unpinned  the same without marks
-    priority  no marks; SGLang without the plugin, with `--radix-eviction-policy priority`, and
-              turns with a higher `priority`, through `/v1/chat/completions`
+    pinned          the system prompt and the last message carry `cache_control`
+    stock           SGLang without the plugin, no marks
+    stock_priority  SGLang with `--radix-eviction-policy priority`, and turns with a higher
+                    `priority`
+    stock_session   SGLang with `--enable-session-radix-cache`, and turns with a `session_id`
+    stock_hicache   SGLang with `--enable-hierarchical-cache`, which keeps in host memory what
+                    it evicts
 
-The first two arms have a launcher and a balancer of their own. Requests of the third go directly
-to its engine, because our cache ignores a request's own priority when it evicts.
+`stock_priority` and `stock_session` use `/v1/chat/completions`, which takes their fields, the
+other arms `/v1/messages`.
 
 Between two turns comes a flood: prompts that are sent once and are together larger than the
 cache. Few enough run at once to fit beside the pins: a pin holds against the cache pressure of
 other prefixes, never against a live request. In a round, each arm gets a flood alone and then a
 flood with one turn in it. One engine works at a time, the order of the arms rotates, and all
-arms get the same prompts.
+arms get the same prompts. `by_turn` lists each turn's cached share and TTFT. The run is not valid
+unless a flood is larger than the cache, makes stock SGLang evict, and takes its prefix.
 
 The throughput that pins cost is measured on one engine, because two engines differ by more than
 that: pairs of floods, one with the prefix pinned and one after its pins were deleted, in
-alternating order. `flood_throughput_ratio` is the median of their ratios.
+alternating order. `flood_throughput_ratio` is their ratio.
 
 `cached_share` is the share of the tokens up to a turn's last mark that the next turn finds
 cached. At the end the TTL runs out in an idle engine: `pinned_tokens_after_ttl`. One more flood
 and turn show which arms still have the prefix: `cached_share_after_ttl`. Last come probes: with
 the prefix pinned again, a request that needs nearly all memory is sent. It counts as having
-waited on a pin if its TTFT is over 1.5 times that of the same request in the arm without pins.
+waited on a pin if its TTFT is over 1.5 times that of the same request at stock SGLang.
+
+The TTL is set from the measured time that the floods of all arms take. `tokens_per_s_ratio` is
+our engine over stock while requests do nothing but decode.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
+import math
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,147 +52,84 @@ from typing import Any
 import aiohttp
 from sgl_ext_cpu.node import Node
 
-from bench.lib.arms import running_arms
+from bench.lib.arms import rotated, running_arms
+from bench.lib.capacity import Capacity, measured
 from bench.lib.engines import Engines, chosen, engine_parser
-from bench.lib.misroute.figures import counted
-from bench.lib.pin_figures import Part, Seen, arm_figures, comparison, left_by
-from bench.lib.pin_load import MESSAGES, Answer, Conversation, Flooded, Texts, ask, flood, single
-from bench.lib.script import Size, require, run
+from bench.lib.pin_arm import Arm
+from bench.lib.pin_figures import arm_figures, by_turn, comparison, left_by
+from bench.lib.pin_load import MESSAGES, Conversation, Texts, single
+from bench.lib.script import Size, precondition, require, run
+from bench.lib.throughput import compared
 
-# A turn comes when about this share of the flood beside it has been answered.
-_LEAD = 0.25
-# A sleeping scheduler deletes pins when it wakes: both sides of a pair wait longer than that.
-_SETTLE_S = 1.5
+_TTL_OVER_FLOODS = 2.5
+_EVICTED_SHARE = 0.1
+_EVICTED = "sglang:evicted_tokens_total"
 FLAGS = ("--chunked-prefill-size", "2048")
-ARMS = {
+ARMS: dict[str, tuple[Callable[..., AbstractContextManager[Node]], tuple[str, ...]]] = {
     "pinned": (Engines.ours, ("--pin-budget", "0.3334")),
-    "unpinned": (Engines.ours, ("--pin-budget", "0.3334")),
-    "priority": (Engines.stock, ("--radix-eviction-policy", "priority")),
+    "stock": (Engines.stock, ()),
+    "stock_priority": (Engines.stock, ("--radix-eviction-policy", "priority")),
+    "stock_session": (Engines.stock, ("--enable-session-radix-cache",)),
+    "stock_hicache": (Engines.stock, ("--enable-hierarchical-cache",)),
+}
+_FIELDS: dict[str, dict[str, Any]] = {
+    "stock_priority": {"priority": 1},
+    "stock_session": {"session_id": "agent"},
 }
 _PROBE_POOLS = 0.93
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much of everything. Floods are measured in pools."""
+    """How much of everything. Floods are measured in pools. ttl_s: at least. arms: None: all."""
 
     turns: int = 10
     alone_pools: float = 1.8
     shared_pools: float = 0.5
     pairs: int = 16
     probes: int = 5
-    ttl_s: int = 300
+    ttl_s: int = 60
     prefix_tokens: int = 9_500
     pool_tokens: int = 32_768
     connections: int = 6
+    decode_rounds: int = 9
+    arms: tuple[str, ...] = tuple(ARMS)
 
 
+# A start of an engine takes long on a GPU, and in a test.
+_FEW = ("pinned", "stock", "stock_session")
 PLANS: dict[Size, Plan] = {
     "full": Plan(),
-    "quick": Plan(4, 0.8, 0.28, 6, 2, 40),
-    "brief": Plan(3, 0.8, 0.28, 1, 1, 15),
-    "smallest": Plan(3, 0.85, 0.28, 1, 1, 10, 900, 4_096, 2),
+    "quick": Plan(5, 0.8, 0.28, 5, 3, 20, decode_rounds=5),
+    "brief": Plan(3, 0.8, 0.28, 1, 1, 15, decode_rounds=3, arms=_FEW),
+    "smallest": Plan(3, 0.85, 0.28, 1, 1, 15, 900, 4_096, 2, 1, _FEW),
 }
-
-
-class Arm:
-    """One engine with its conversation."""
-
-    def __init__(
-        self, node: Node, conversation: Conversation, http: aiohttp.ClientSession, connections: int
-    ) -> None:
-        self.node = node
-        self.seen = Seen()
-        self.turned_s: list[float] = []
-        self._conversation = conversation
-        self._http = http
-        self._connections = connections
-
-    async def turn(self) -> Answer:
-        """Sends the conversation's next turn."""
-        body = self._conversation.ask()
-        self.turned_s.append(time.monotonic())
-        return self._noted(await ask(self._http, self.node.url, self._conversation.path, body))
-
-    async def flood(self, prompts: list[str]) -> Flooded:
-        """Sends these prompts until all are answered."""
-        flooded = await flood(self._http, self.node.url, prompts, self._connections)
-        for answer in flooded.answers:
-            self._noted(answer)
-        return flooded
-
-    async def part(self, alone: list[str], shared: list[str]) -> None:
-        """The arm's share of a round."""
-        started = time.perf_counter()
-        first = await self.flood(alone)
-        flooding = asyncio.create_task(self.flood(shared))
-        await asyncio.sleep(_LEAD * first.span_s * len(shared) / len(alone))
-        self.seen.turns.append(await self.turn())
-        second = await flooding
-        self.seen.parts.append(Part(first, second, time.perf_counter() - started))
-
-    async def pair(self, with_pins: list[str], without: list[str], *, pins_first: bool) -> None:
-        """A flood beside the conversation's pins and a flood without pins, one after the other."""
-        ratio = 1.0
-        for is_pinned in (True, False) if pins_first else (False, True):
-            await self.turn()
-            if not is_pinned:
-                await self.unpin()
-            await asyncio.sleep(_SETTLE_S)
-            flooded = await self.flood(with_pins if is_pinned else without)
-            rate = flooded.tokens / flooded.span_s
-            ratio = ratio * rate if is_pinned else ratio / rate
-        self.seen.price.append(ratio)
-
-    async def unpin(self) -> None:
-        """Deletes every pin."""
-        url = f"{self.node.url}/v1/pins"
-        async with self._http.get(url) as answer:
-            prefixes = [pin["prefix"] for pin in (await answer.json())["pins"]]
-        for prefix in prefixes:
-            async with self._http.delete(url, params={"prefix": prefix}) as answer:
-                answer.raise_for_status()
-
-    async def probe(self, text: str) -> None:
-        """A turn, whose marks pin its whole prompt, and a request that needs nearly all memory."""
-        await self.turn()
-        body = single(text, answer_tokens=1)
-        answer = self._noted(await ask(self._http, self.node.url, MESSAGES, body))
-        self.seen.probes.append(answer.ttft_ms)
-
-    async def load(self) -> dict[str, int]:
-        """The first load that the engine's events report."""
-        url = f"{self.node.engines[0]}/sgl_ext/events"
-        async with self._http.get(url) as events:
-            async for line in events.content:
-                if load := json.loads(line).get("load"):
-                    return dict(load)
-        raise RuntimeError(f"{url} reports no load")
-
-    async def counted(self, name: str) -> dict[str, int]:
-        """A counter of the engine's, by its labels."""
-        async with self._http.get(f"{self.node.engines[0]}/metrics") as answer:
-            found = counted(await answer.text(), name)
-        return {labels: int(value) for labels, value in found.items()}
-
-    def _noted(self, answer: Answer) -> Answer:
-        self.seen.aborted += not answer.is_whole
-        return answer
 
 
 class Trial:
     """One run on running nodes, one an arm."""
 
-    def __init__(self, arms: Mapping[str, Arm], texts: Texts, plan: Plan) -> None:
+    def __init__(
+        self,
+        arms: Mapping[str, Arm],
+        texts: Texts,
+        plan: Plan,
+        capacity: Capacity,
+        http: aiohttp.ClientSession,
+    ) -> None:
         self._arms = arms
         self._texts = texts
         self._plan = plan
+        self._capacity = capacity
+        self._ttl_s = ttl_s(plan, capacity, len(arms))
+        self._http = http
 
     async def run(self) -> dict[str, Any]:
         """Runs all parts and returns their figures."""
-        plan, pinned = self._plan, self._arms["pinned"]
+        plan, pinned, stock = self._plan, self._arms["pinned"], self._arms["stock"]
         for arm in self._in_turn(0):
             arm.seen.turns.append(await arm.turn())
+        held_before = [await arm.total(_EVICTED) for arm in self._arms.values()]
         for number in range(1, plan.turns):
             alone = self._flood(f"Round {number}", plan.alone_pools)
             shared = self._flood(f"Round {number}, shared", plan.shared_pools)
@@ -193,27 +137,38 @@ class Trial:
                 await arm.part(alone, shared)
         every_s = [b - a for a, b in zip(pinned.turned_s, pinned.turned_s[1:], strict=False)]
         slowest_s = round(max(every_s), 1)
-        require(slowest_s < plan.ttl_s, "turns come within the TTL", slowest_s=slowest_s)
-        for arm in self._arms.values():
-            arm.seen.retracted = sum(
-                (await arm.counted("sglang:num_retracted_requests_total")).values()
-            )
+        precondition(slowest_s < self._ttl_s, "turns come within the TTL", slowest_s=slowest_s)
+        for arm, before in zip(self._arms.values(), held_before, strict=True):
+            arm.seen.retracted = await arm.total("sglang:num_retracted_requests_total")
+            arm.seen.evicted = await arm.total(_EVICTED) - before
+        precondition(stock.seen.evicted > 0, "the flood makes stock SGLang evict")
         held = (await pinned.load())["pinned_tokens"]
         require(held > 0, "the flooded engine has pins")
         ended = await pinned.counted("sgl_ext_pins_ended_total")
-        await asyncio.sleep(max(0.0, pinned.turned_s[-1] + plan.ttl_s + 2 - time.monotonic()))
+        decoding = await self._decode()
+        await asyncio.sleep(max(0.0, pinned.turned_s[-1] + self._ttl_s + 2 - time.monotonic()))
         after = (await pinned.load())["pinned_tokens"]
         require(after == 0, "an idle engine ends its pins when their TTL does", pinned=after)
         await self._after_ttl()
         await self._price()
         await self._probe()
         return {
+            **decoding,
+            "ttl_s": self._ttl_s,
             "turn_every_s": round(statistics.median(every_s), 1),
             "pinned_tokens": held,
             "pins_ended_under_flood": ended,
             "pinned_tokens_after_ttl": after,
             "pins_ended": await pinned.counted("sgl_ext_pins_ended_total"),
         }
+
+    async def _decode(self) -> dict[str, Any]:
+        urls = {
+            name: self._arms[arm].node.engines[0]
+            for name, arm in (("ours", "pinned"), ("stock", "stock"))
+        }
+        rounds = self._plan.decode_rounds
+        return await compared(self._http, urls, self._texts, self._capacity, rounds)
 
     async def _after_ttl(self) -> None:
         prompts = self._flood("After the TTL", 1.1)
@@ -229,17 +184,20 @@ class Trial:
     async def _probe(self) -> None:
         for number in range(self._plan.probes):
             text = self._texts.fresh(f"Probe {number}", int(_PROBE_POOLS * self._plan.pool_tokens))
-            pair = [self._arms["pinned"], self._arms["unpinned"]]
-            for arm in pair[:: -1 if number % 2 else 1]:
+            for arm in rotated([self._arms["pinned"], self._arms["stock"]], number):
                 await arm.probe(text)
 
     def _flood(self, name: str, pools: float) -> list[str]:
         return self._texts.flood(name, int(pools * self._plan.pool_tokens))
 
     def _in_turn(self, number: int) -> list[Arm]:
-        arms = list(self._arms.values())
-        first = number % len(arms)
-        return arms[first:] + arms[:first]
+        return rotated(list(self._arms.values()), number)
+
+
+def ttl_s(plan: Plan, capacity: Capacity, arms: int) -> int:
+    """A TTL that outlasts the floods between two turns of an arm, on an engine this fast."""
+    tokens = arms * (plan.alone_pools + plan.shared_pools) * plan.pool_tokens
+    return max(plan.ttl_s, math.ceil(_TTL_OVER_FLOODS * capacity.seconds(tokens, 0)))
 
 
 async def measure(nodes: Mapping[str, Node], plan: Plan) -> dict[str, Any]:
@@ -248,36 +206,43 @@ async def measure(nodes: Mapping[str, Node], plan: Plan) -> dict[str, Any]:
     system = fitted(texts, nodes["pinned"], plan.prefix_tokens)
     timeout = aiohttp.ClientTimeout(total=300)
     async with aiohttp.ClientSession(timeout=timeout) as http:
-        marks: dict[str, dict[str, Any]] = {
-            "pinned": {"ttl": f"{plan.ttl_s}s"},
-            "priority": {"priority": 1},
-        }
+        capacity = await measured(http, nodes["stock"].url, texts)
+        pool = capacity.pool_tokens
+        require(pool == plan.pool_tokens, "engines have the memory of the plan", tokens=pool)
+        ttl = f"{ttl_s(plan, capacity, len(nodes))}s"
         arms = {
             name: Arm(
-                node, Conversation(system, texts, **marks.get(name, {})), http, plan.connections
+                node,
+                Conversation(
+                    system, texts, ttl=ttl if name == "pinned" else "", more=_FIELDS.get(name)
+                ),
+                http,
+                plan.connections,
             )
             for name, node in nodes.items()
         }
-        found = await Trial(arms, texts, plan).run()
+        found = await Trial(arms, texts, plan, capacity, http).run()
     seen = {name: arm.seen for name, arm in arms.items()}
-    pinned = seen["pinned"]
-    left = left_by(pinned.turns)
+    left = left_by(seen["pinned"].turns)
     figures = {name: arm_figures(each, left) for name, each in seen.items()}
-    floods = [flooded for part in pinned.parts for flooded in (part.alone, part.shared)]
-    least = min(part.alone.tokens + part.shared.tokens for part in pinned.parts)
-    require(least >= plan.pool_tokens, "each flood is larger than the cache", tokens=least)
-    found_unpinned = figures["unpinned"]["cached_share"]
-    require(found_unpinned < 0.1, "a flood evicts what is not pinned", cached_share=found_unpinned)
+    parts = seen["pinned"].parts
+    least = min(part.alone.tokens + part.shared.tokens for part in parts)
+    precondition(least >= plan.pool_tokens, "each flood is larger than the cache", tokens=least)
+    share = figures["stock"]["cached_share"]
+    precondition(share < _EVICTED_SHARE, "a flood takes stock SGLang's prefix", cached_share=share)
     aborted = sum(each.aborted for each in seen.values())
     require(aborted == 0, "every request is answered whole", aborted=aborted)
+    flooded = [part.alone.tokens + part.shared.tokens for part in parts]
     return {
         "pool_tokens": plan.pool_tokens,
         "prefix_tokens": left[0],
         "turns": plan.turns,
-        "flood_requests": sum(len(flooded.answers) for flooded in floods),
-        "flood_over_pool": round(sum(flooded.tokens for flooded in floods) / plan.pool_tokens, 1),
+        "capacity": capacity.document(),
+        "flood_requests": sum(len(part.alone.answers + part.shared.answers) for part in parts),
+        "flood_over_pool": round(sum(flooded) / plan.pool_tokens, 1),
         "pinned_cached_share": figures["pinned"]["cached_share"],
-        **comparison(pinned, seen["unpinned"]),
+        **comparison(seen),
+        "by_turn": by_turn(seen, left),
         "aborted": aborted,
         **found,
         "arms": figures,
@@ -308,6 +273,7 @@ def main() -> None:
         starts = {
             name: partial(start, engines, folder / name, *pool, *FLAGS, *flags)
             for name, (start, flags) in ARMS.items()
+            if name in plan.arms
         }
         nodes = stack.enter_context(running_arms(starts))
         run("pin_flood", lambda: asyncio.run(measure(nodes, plan)))

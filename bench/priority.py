@@ -12,7 +12,11 @@ There are two loads: in `slots`, small requests use up the slots; in `memory`, l
 use up the key-value cache. All arms get the same requests, with the priority in the body. In a
 round, each arm serves all of them. One engine works at a time, and the order of the arms
 rotates. The throughput of the batch is its tokens over the time until all of it is answered.
-Ratios are medians over rounds.
+Ratios are of rounds.
+
+What the engine computes a second is measured first. The batch has as many requests as keep that
+engine busy for some seconds, and the run is not valid unless interactive requests found others
+waiting at FCFS. `tokens_per_s_ratio` is ours over FCFS while requests do nothing but decode.
 
 `preemptions` is how often requests lost their slot or memory: by our engine, by SGLang's
 preemption for a slot, or by its retraction when decoding runs out of memory.
@@ -35,6 +39,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -46,12 +51,26 @@ from typing import Any
 import aiohttp
 from sgl_ext_cpu.node import Node
 
-from bench.lib.arms import running_arms
+from bench.lib.arms import rotated, running_arms
+from bench.lib.capacity import Capacity, measured
 from bench.lib.engines import Engines, chosen, engine_parser
 from bench.lib.pin_load import Texts
 from bench.lib.priority_figures import comparison, siege_figures
-from bench.lib.priority_load import BATCH, INTERACTIVE, Answer, Load, Request, fitted, play, siege
-from bench.lib.script import Size, require, run
+from bench.lib.priority_load import (
+    BATCH,
+    INTERACTIVE,
+    Answer,
+    Load,
+    Request,
+    clients,
+    fitted,
+    play,
+    queues_found,
+    sent_beside_batch,
+    siege,
+)
+from bench.lib.script import NotValid, Size, precondition, require, run
+from bench.lib.throughput import compared
 from sgl_ext.settings.schema import EngineSettings
 
 _AGING_S = EngineSettings().aging_s
@@ -71,6 +90,7 @@ _SLOTS = 8
 _POOL_TOKENS = 8192
 _LIMITS = ("--max-running-requests", str(_SLOTS), "--max-total-tokens", str(_POOL_TOKENS))
 _BESIEGERS = 6 * _SLOTS  # enough that some always wait
+_MOST_BATCHES = 12  # so many times the least batch, on any engine
 _COUNTERS = (
     "sgl_ext_preempted_requests_total",
     "sgl_ext_recomputed_tokens_total",
@@ -95,47 +115,48 @@ _SMALLEST_LOADS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """How much of everything. siege_s: past the bound of aging; 0: none."""
+    """How much of everything. siege_s: past the bound of aging; 0: none.
+    least_s: for how long the batch keeps the engine busy; 0: as long as its least size does.
+    """
 
     rounds: int = 9
     siege_s: float = (INTERACTIVE - BATCH + 1) * _AGING_S + 20
+    least_s: float = 4.0
+    decode_rounds: int = 9
     loads: Mapping[str, Load] = field(default_factory=lambda: _LOADS)
 
 
 PLANS: dict[Size, Plan] = {
     "full": Plan(),
-    "quick": Plan(2, 0),
-    "brief": Plan(1, 0, _BRIEF_LOADS),
-    "smallest": Plan(1, 0, _SMALLEST_LOADS),
+    "quick": Plan(3, 0, decode_rounds=5),
+    "brief": Plan(1, 0, 1.5, 3, _BRIEF_LOADS),
+    "smallest": Plan(1, 0, 0, 1, _SMALLEST_LOADS),
 }
 
 
 async def measure(
-    nodes: Mapping[str, Node], load: Load, plan: Plan, *, are_exact: bool
+    nodes: Mapping[str, Node], capacity: Capacity, shape: Load, plan: Plan, *, are_exact: bool
 ) -> dict[str, Any]:
     """Runs the arms under one load, on engines that run, and returns the figures."""
     texts = fitted(nodes["fcfs"])
     seen: dict[str, list[list[Answer]]] = {name: [] for name in nodes}
-    before = {name: _counters(node) for name, node in nodes.items()}
-    async with _clients() as http:
+    load = fitted_load(shape, capacity, plan.least_s)
+    async with clients() as http:
         for name, node in nodes.items():  # warm-up
             await play(http, node.engines[0], load.requests(texts, f"Warm-up of {name}")[-2:])
+        before = {name: _counters(node) for name, node in nodes.items()}
         alone = replace(load, offsets=()).requests(texts, "Batch alone")
         taken = await play(http, nodes["fcfs"].engines[0], alone)
         batch_s = max(answer.ended_s or 0.0 for answer in taken)
         for number in range(plan.rounds):
             requests = load.requests(texts, f"Round {number}", batch_s)
-            for name in _in_turn(nodes, number):
+            for name in rotated(list(nodes), number):
                 seen[name].append(await play(http, nodes[name].engines[0], requests))
     for answers in (each for rounds in seen.values() for each in rounds):
         failed = sum(answer.ended_s is None for answer in answers)
         require(not failed, "every request is answered whole", failed=failed)
-    sent = [answer.request for answer in seen["fcfs"][0] if answer.request.priority == BATCH]
-    tokens = sum(load.batch_tokens[0] + request.answer_tokens for request in sent)
-    is_past = len(sent) > _SLOTS or tokens > _POOL_TOKENS
-    require(is_past, "the batch alone is more than the engine holds", tokens=tokens)
-    beside = min(sent_beside_batch(answers) for answers in seen["fcfs"])
-    require(beside > 0, "interactive requests come while the batch runs")
+    for answers in seen["fcfs"]:
+        check_load(answers, capacity)
     counted = {
         name: {one: value - before[name][one] for one, value in _counters(node).items()}
         for name, node in nodes.items()
@@ -144,30 +165,55 @@ async def measure(
     differing = found["outputs_differing"]
     is_allowed = found["outputs_identical"] or not are_exact
     require(is_allowed, "answers equal those of SGLang", differing=differing)
-    return {"batch_alone_s": round(batch_s, 2), **found}
+    sizes = {"batch_requests": load.batch, "interactive_requests": len(load.offsets)}
+    return {"batch_alone_s": round(batch_s, 2), **sizes, **found}
 
 
-def sent_beside_batch(answers: Sequence[Answer]) -> int:
-    """How many interactive requests were sent while a batch request had still to be answered."""
-    ends = [answer.ended_s or 0.0 for answer in answers if answer.request.priority == BATCH]
-    return sum(answer.sent_s < max(ends) for answer in answers if answer.request.priority != BATCH)
+def fitted_load(shape: Load, capacity: Capacity, least_s: float) -> Load:
+    """The load with a batch that keeps this engine busy for `least_s` or longer."""
+    prompt, answer = shape.batch_tokens
+    most = _MOST_BATCHES * shape.batch
+    count = capacity.requests_for(least_s, prompt, answer, least=shape.batch, most=most)
+    return shape.with_batch(count)
+
+
+def check_load(answers: Sequence[Answer], capacity: Capacity) -> None:
+    """Raises NotValid unless the batch was more than the engine holds, for as long as the
+    interactive requests came, and these found others waiting. answers: of FCFS, of a round."""
+    batch = [answer for answer in answers if answer.request.priority == BATCH]
+    tokens = sum(answer.prompt_tokens + answer.tokens for answer in batch)
+    is_past = len(batch) > capacity.slots or tokens > capacity.pool_tokens
+    precondition(is_past, "the batch alone is more than the engine holds", tokens=tokens)
+    beside, others = sent_beside_batch(answers), len(answers) - len(batch)
+    is_beside = 2 * beside >= others
+    precondition(is_beside, "interactive requests come while the batch runs", beside=beside)
+    queue = statistics.median(queues_found(answers))
+    precondition(queue >= 1, "interactive requests find others waiting", queue=queue)
+
+
+async def calibrate(nodes: Mapping[str, Node]) -> Capacity:
+    """What stock SGLang can do here."""
+    async with clients() as http:
+        return await measured(http, nodes["fcfs"].engines[0], fitted(nodes["fcfs"]), _SLOTS)
+
+
+async def decode(nodes: Mapping[str, Node], capacity: Capacity, rounds: int) -> dict[str, Any]:
+    """Tokens per second of ours and stock, without a queue."""
+    urls = {"ours": nodes["ours"].engines[0], "stock": nodes["fcfs"].engines[0]}
+    async with clients() as http:
+        return await compared(http, urls, fitted(nodes["fcfs"]), capacity, rounds)
 
 
 async def besiege(nodes: Mapping[str, Node], load: Load, span_s: float) -> dict[str, Any]:
     """The batch's figures while interactive requests alone are more than fit."""
     texts = fitted(nodes["fcfs"])
-    async with _clients() as http:
+    async with clients() as http:
         return {
             name: siege_figures(
                 await _besieged(http, nodes[name].engines[0], load, texts, span_s), _AGING_S
             )
             for name in ("ours", "stock_priority")
         }
-
-
-def _clients() -> aiohttp.ClientSession:
-    timeout = aiohttp.ClientTimeout(total=600)
-    return aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
 
 
 def _counters(node: Node) -> dict[str, float]:
@@ -183,12 +229,6 @@ async def _besieged(
         return load.interactive(texts, f"Siege, interactive {number}")
 
     return await siege(http, url, batch, interactive, _BESIEGERS, span_s)
-
-
-def _in_turn(nodes: Mapping[str, Node], number: int) -> list[str]:
-    names = list(nodes)
-    first = number % len(names)
-    return names[first:] + names[:first]
 
 
 def arms(engines: Engines, folder: Path) -> dict[str, Callable[[], AbstractContextManager[Node]]]:
@@ -214,10 +254,17 @@ def main() -> None:
 
 def measure_all(nodes: Mapping[str, Node], plan: Plan, *, are_exact: bool) -> dict[str, Any]:
     """The figures of each load, and of the siege."""
-    found: dict[str, Any] = {}
+    capacity = asyncio.run(calibrate(nodes))
+    decoding = asyncio.run(decode(nodes, capacity, plan.decode_rounds))
+    found: dict[str, Any] = {"capacity": capacity.document(), **decoding}
     for name, load in plan.loads.items():
-        found[name] = asyncio.run(measure(nodes, load, plan, are_exact=are_exact))
+        try:
+            found[name] = asyncio.run(measure(nodes, capacity, load, plan, are_exact=are_exact))
+        except NotValid as missed:
+            found[name] = {"not_valid": str(missed)}
         print(json.dumps({name: found[name]}), flush=True)
+    not_valid = {name: found[name].get("not_valid") for name in plan.loads}
+    precondition(not all(not_valid.values()), "a load is more than the engine holds", **not_valid)
     if plan.siege_s:
         found["siege"] = asyncio.run(besiege(nodes, plan.loads["slots"], plan.siege_s))
     ours = [found["slots"], found["memory"], found.get("siege", {}).get("ours", {})]

@@ -16,10 +16,17 @@ needs; other fields say where all routers get it.
 `share_of_ideal` compares with one worker that has an infinite cache, over the calls that were
 made: calls stop at a run's time limit, so a slow router makes fewer. `read_write` counts output
 tokens as written. `load_max_over_mean` is of seconds of prefill. `--quick` halves prompts and
-prefill speed. `--variant published_kind` and `published_unkind` send sessions of the published
-shape instead (bench/trace/published.py), and `--trace FILE` a trace in Mooncake's format. `--real`
+prefill speed. `--shape published_kind` and `published_unkind` send sessions of the published
+shape instead (bench/trace/published.py), and `--trace FILE` a trace in Mooncake's format: both with
+a tenth of the tokens and pauses, on engines that take a tenth of the time. `--real`
 sends a small trace to two real CPU engines: all to one of them, through our balancer, and in
 rotation.
+
+`--harnesses`: 128 people with the same harness, or with eight (bench/trace/harness.py), who begin
+within five seconds. No router gets a session header but `vllm_router`. `ours_without_events` is
+our router in front of stock engines, which only answer. Each figure is the spread of some seeds.
+`moves` counts, at the workers, requests that came to another worker than the one before of the
+same conversation. `simulated` has many seeds more, of our router alone, without processes.
 """
 
 from __future__ import annotations
@@ -30,13 +37,27 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from bench.lib.script import parser_of, run
+from bench.lib.script import Size, parser_of, run
+from bench.lib.spread import spread
 from bench.sim.engine import EngineConfig
+from bench.sim.seeds import simulate_seeds
+from bench.trace import harness
 from bench.trace.agents import TraceConfig
-from bench.trace.run import POLICIES, Setup, ideal_ratio, measure
-from bench.trace.variants import MOONCAKE, VARIANTS
+from bench.trace.options import add_trace_options, trace_of
+from bench.trace.published import VARIANTS as PUBLISHED
+from bench.trace.run import NO_EVENTS, POLICIES, Setup, ideal_ratio, measure
 
 _HEADER_GIVEN = "vllm_router"
+_WITHOUT_HEADER = "vllm_router_without_header"
+_OF_SEEDS = (
+    "ttft_p50_ms",
+    "ttft_p95_ms",
+    "ttft_p99_ms",
+    "cached_ratio",
+    "load_max_over_mean",
+    "moves",
+)
+_ROUTERS = tuple(policy for policy in POLICIES if policy not in ("ours", "least_loaded"))
 _COLLAPSING = ("ours", "sglang_router", "smg")
 
 
@@ -54,6 +75,21 @@ def full_setup(variant: str = "team", workers: int = 4) -> Setup:
     trace = TraceConfig(variant, sessions=10 * workers, pace=4)
     engine = _engine(scale=1, decode_s=0.003, capacity_tokens=500_000)
     return Setup(trace, engine, workers, 110)
+
+
+def lapsed_setup(*, is_quick: bool) -> Setup:
+    """A tenth of a trace's tokens and times, so that sessions of an hour fit a run of minutes."""
+    stock, part = EngineConfig(), 0.1
+    trace = TraceConfig("published_kind", sessions=40, scale=part, pace=1 / part)
+    engine = replace(
+        stock,
+        capacity_tokens=int(stock.capacity_tokens * part),
+        chunk_tokens=int(stock.chunk_tokens * part),
+        prefill_base_s=stock.prefill_base_s * part,
+        decode_base_s=stock.decode_base_s * part,
+        decode_per_request_s=stock.decode_per_request_s * part,
+    )
+    return Setup(trace, engine, 4, limit_s=20 if is_quick else 110)
 
 
 def _engine(*, scale: float, decode_s: float, capacity_tokens: int) -> EngineConfig:
@@ -87,28 +123,26 @@ def compare(
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--real", action="store_true", help="two real CPU engines instead")
-    parser.add_argument("--variant", choices=VARIANTS, help="this trace alone")
-    parser.add_argument("--trace", metavar="FILE", help="a trace in Mooncake's format alone")
+    parser.add_argument("--harnesses", action="store_true", help="people with the same harnesses")
+    add_trace_options(parser)
     options = parser.parse_args()
-    if options.trace:
-        options.variant = MOONCAKE
+    if options.trace or options.shape in PUBLISHED:
+        setup = lapsed_setup(is_quick=options.size != "full")
+    else:
+        setup = full_setup() if options.size == "full" else quick_setup()
     if options.real:
-        from bench.trace.real_engines import measure_real
+        from bench.trace import real_engines
 
-        run("routing", measure_real)
-    elif options.variant:
-        setup = setup_of(options.variant, options.trace, is_quick=options.size == "quick")
-        run("routing", partial(measure_one, setup))
+        given = trace_of(parser, options, real_engines.TRACE)
+        run("routing", partial(real_engines.measure_real, given or real_engines.TRACE))
+    elif options.harnesses:
+        run("routing", partial(measure_harnesses, size=options.size))
+    elif given := trace_of(parser, options, setup.trace):
+        run("routing", partial(measure_one, replace(setup, trace=given)))
     elif options.size == "smallest":
         run("routing", measure_smallest)
     else:
         run("routing", partial(measure_all, is_quick=options.size == "quick"))
-
-
-def setup_of(variant: str, file: str | None, *, is_quick: bool) -> Setup:
-    """The quick or the full setup with another trace."""
-    setup = quick_setup() if is_quick else full_setup()
-    return replace(setup, trace=replace(setup.trace, variant=variant, file=file))
 
 
 def measure_one(setup: Setup) -> dict[str, Any]:
@@ -123,6 +157,41 @@ def measure_smallest() -> dict[str, Any]:
     engine = _engine(scale=0.1, decode_s=0.0001, capacity_tokens=20_000)
     setup = Setup(trace, engine, workers=2, limit_s=3)
     return {"workers": setup.workers, **compare(setup, ("ours",))}
+
+
+def harness_setup(variant: str, *, people: int = 128, limit_s: float = 60.0) -> Setup:
+    """Half-sized prompts, and people who act at eight times their pace."""
+    trace = TraceConfig(variant, sessions=people, calls=12, scale=0.5, pace=8, ramp_s=40)
+    return Setup(trace, _engine(scale=0.5, decode_s=0.003, capacity_tokens=400_000), 4, limit_s)
+
+
+def measure_harnesses(size: Size) -> dict[str, Any]:
+    """All routers with people of one harness, and of eight."""
+    seeds, simulated, limit_s = {"full": (5, 200, 60.0), "quick": (2, 10, 6.5)}.get(
+        size, (1, 1, 5.0)
+    )
+    policies: tuple[str, ...] = ("ours", NO_EVENTS, *_ROUTERS, _WITHOUT_HEADER)
+    if size == "smallest":
+        policies = (NO_EVENTS,)
+    found: dict[str, Any] = {}
+    for variant in harness.VARIANTS:
+        setup = harness_setup(variant, people=8 if size == "smallest" else 128, limit_s=limit_s)
+        rounds: dict[str, list[dict[str, Any]]] = {policy: [] for policy in policies}
+        for seed in range(1, seeds + 1):
+            seeded = replace(setup, trace=replace(setup.trace, seed=seed))
+            for policy in policies:
+                name = policy.removesuffix("_without_header")
+                figures = measure(name, seeded, header=policy == _HEADER_GIVEN)
+                rounds[policy].append(figures)
+                print(f"{variant} {seed} {policy}: {figures}", file=sys.stderr)
+        found[variant] = {
+            policy: {field: spread([each[field] for each in figures]) for field in _OF_SEEDS}
+            for policy, figures in rounds.items()
+        }
+        found[variant]["simulated"] = simulate_seeds(
+            setup.trace, setup.engine, setup.workers, range(1, simulated + 1)
+        )
+    return {"workers": 4, **found}
 
 
 def measure_all(*, is_quick: bool) -> dict[str, Any]:

@@ -8,6 +8,7 @@ memory (`rss_kb`) and open files, and the size of every table that the node show
 ours on `/metrics`, the pins, the store, and the files in the temporary directory. Slopes are by
 least squares, after a warm-up, per hour. A table over its stated bound ends the run with status
 1, and so does a process that ended. Answers are compared with a stock engine's, as in bench/chaos.
+`--shape` and `--trace` give the agents the texts and lengths of a trace.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from bench.agents.mixed_load import MixedLoad
 from bench.agents.strangers import Strangers
 from bench.faults.growth import Growth
 from bench.faults.processes import NodeProcesses
-from bench.faults.stage import Stage, set_up
+from bench.faults.stage import TRACE, Stage, set_up
 from bench.faults.tables import bounds, over_bound, sizes
 from bench.faults.target import PROCESSES, Target
 from bench.lib.pin_load import Texts
 from bench.lib.script import Size, parser_of, require, run
+from bench.trace.options import add_trace_options, trace_of
 from sgl_ext.settings.schema import BalancerSettings, EngineSettings
 
 _WARM_UP_SHARE = 0.25
@@ -140,12 +142,13 @@ async def measure(stage: Stage, plan: Plan) -> dict[str, Any]:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--hours", type=float, help="how long the load goes on")
+    add_trace_options(parser)
     options = parser.parse_args()
-    plan = PLANS[options.size]
+    plan, trace = PLANS[options.size], trace_of(parser, options, TRACE)
     if options.hours is not None:
         plan = replace(plan, hours=options.hours)
     with ExitStack() as stack:
-        stage = set_up(stack, plan.agents, plan.turns, has_small_disks=False)
+        stage = set_up(stack, plan.agents, plan.turns, trace, has_small_disks=False)
         run("soak", lambda: asyncio.run(measure(stage, plan)))
 
 

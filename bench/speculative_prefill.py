@@ -1,10 +1,11 @@
 """How much sooner does a person's next turn start if the engine prefills it ahead?
 
-Ten people talk to agents for five turns each, at the same time, on one real engine. In a turn
-the person writes, the model thinks and calls a tool, the tool takes 1.5 to 4.5 s, its result of
-1,300 tokens is sent back, and the model thinks and answers. The person thinks for 1 to 5 s and
-writes again. The template keeps thinking within a turn and drops it when the person has written
-again. So the next prompt differs from the cached one from the turn's first thought on. Arms:
+Ten people, and more on a faster engine, talk to agents for five turns each, at the same time. In
+a turn the person writes, the model thinks and calls a tool, the tool takes 1.5 to 4.5 s, its
+result of 1,300 tokens is sent back, and the model thinks and answers. The person thinks for 1 to
+5 s and writes again. The template keeps thinking within a turn and drops it when the person has
+written again. So the next prompt differs from the cached one from the turn's first thought on.
+Arms:
 
     off     the client marks no request
     ours    it marks each with `nvext.agent_hints.speculative_prefill`
@@ -14,7 +15,7 @@ again. So the next prompt differs from the cached one from the turn's first thou
 All arms use the same engine. In `off` and `naive`, requests forbid the engine to prefill ahead
 unmarked. A round is each arm, in an order that rotates, with an empty cache: the same texts,
 sizes and pauses, except for one word. The model's output follows a grammar
-(`bench.lib.speculative_load`). Other clients send short prompts, one at a time with pauses, so
+(`bench.lib.voice`). Other clients send short prompts, one at a time with pauses, so
 the engine is idle now and then.
 
 TTFTs are of the requests with which a person writes, from the second turn on. The part of such
@@ -24,9 +25,10 @@ Without prefill most of a long conversation is cached too; `cold_tokens_p50` is 
 
 `ttft_p50_ratio` is off / ours: more is better. `ttft_p50_ours_over_off` is its inverse. The
 `others_` ratios are ours / off for the other clients' requests: p99 over all rounds, and answers
-per second. All ratios but that p99 are medians of the rounds' ratios. `wasted_tokens` were
-computed ahead and used by no next turn, by the engine's count; they include what is prefilled
-after a person's last turn. `naive` has the same figures for that arm, against off.
+per second. All ratios but that p99 are of rounds. `wasted_tokens` were computed ahead and used by
+no next turn, by the engine's count; they include what is prefilled after a person's last turn.
+`naive` has the same figures for that arm, against off.
+`tokens_per_s_ratio` is ours over stock SGLang while requests do nothing but decode.
 
 With --full-pool, the memory is full of other sessions' prompts before people talk, and the arms
 are shares of it that what is prefilled ahead may take from them: none, 5% and 20%. Figures are
@@ -40,19 +42,25 @@ import asyncio
 import json
 import os
 import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import requests
 from sgl_ext_cpu.node import Node
 
+from bench.lib.arms import rotated, running_arms
+from bench.lib.capacity import measured
 from bench.lib.engines import chosen, engine_parser
 from bench.lib.full_pool import SHARES, FullPool, Part, figures
-from bench.lib.priority_load import fitted
-from bench.lib.script import Size, require, run
+from bench.lib.priority_load import clients, fitted
+from bench.lib.script import Size, precondition, require, run
 from bench.lib.speculative_figures import COMPUTED, comparison
-from bench.lib.speculative_load import ARMS, Load, Round, Stage, Voice
+from bench.lib.speculative_load import ARMS, Load, Round, Stage
+from bench.lib.throughput import compared
+from bench.lib.voice import Voice
 
 _FLAGS = ("--tool-call-parser", "pythonic")
 _PREFIX = "sgl_ext_"
@@ -63,7 +71,15 @@ PLANS: dict[Size, tuple[int, Load]] = {
     "brief": (1, Load(people=6, turns=3, pause_s=(1.0, 2.0), tool_s=(0.5, 1.0), start_s=1.0)),
     "smallest": (
         1,
-        Load(people=2, turns=2, result=300, pause_s=(1.0, 1.0), tool_s=(0.1, 0.2), start_s=0.1),
+        Load(
+            people=2,
+            turns=2,
+            result=300,
+            pause_s=(1.0, 1.0),
+            tool_s=(0.1, 0.2),
+            start_s=0.1,
+            most_people=2,
+        ),
     ),
 }
 """Rounds and their load."""
@@ -76,19 +92,24 @@ FULL_PLANS: dict[Size, tuple[int, int, Load]] = {
 """The same while the memory is full, of so many tokens."""
 
 
-async def measure(node: Node, voice: Voice, load: Load, rounds: int) -> dict[str, Any]:
-    """Runs the arms on an engine that runs, and returns the figures."""
+async def measure(
+    nodes: Mapping[str, Node], voice: Voice, load: Load, rounds: int
+) -> dict[str, Any]:
+    """Runs the arms on our engine, and compares its decoding with stock SGLang's."""
+    node = nodes["ours"]
     texts, url = fitted(node), node.engines[0]
     seen: dict[str, list[Round]] = {name: [] for name in ARMS}
-    timeout = aiohttp.ClientTimeout(total=600)
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
+    async with clients() as http:
+        capacity = await measured(http, nodes["stock"].engines[0], texts)
+        urls = {name: each.engines[0] for name, each in nodes.items()}
+        decoding = await compared(http, urls, texts, capacity, 2 * rounds + 1)
+        load = replace(load, people=load.people_for(capacity))
         stage = Stage(http, url, texts, voice)
         few = Load(people=1, turns=2, pause_s=(0.5, 0.5), tool_s=(0.1, 0.1), start_s=0)
         for name in ARMS:  # warm-up
             await stage.play(few, name, "Warm-up")
         for number in range(rounds):
-            for name in _in_turn(number):
+            for name in rotated(list(ARMS), number):
                 node.flush()
                 before = counters(url)
                 one = await stage.play(load, name, f"Round {number}")
@@ -102,7 +123,9 @@ async def measure(node: Node, voice: Voice, load: Load, rounds: int) -> dict[str
     require(ahead > 0, "the engine prefills turns ahead where the client asks for it")
     counted = found["arms"]["off"]["counters"].get(COMPUTED, 0)
     require(counted == 0, "nothing is prefilled ahead where no client asks", tokens=counted)
-    return found
+    cold = found["arms"]["off"]["cold_tokens_p50"]
+    precondition(cold > 0, "the next turn has something to prefill ahead", cold_tokens=cold)
+    return {"people": load.people, "capacity": capacity.document(), **decoding, **found}
 
 
 async def measure_full(
@@ -112,12 +135,10 @@ async def measure_full(
     texts, url = fitted(node), node.engines[0]
     pool = FullPool(node, texts, pool_tokens)
     seen: dict[float, list[Part]] = {share: [] for share in SHARES}
-    timeout = aiohttp.ClientTimeout(total=600)
-    async with aiohttp.ClientSession(timeout=timeout) as http:
+    async with clients() as http:
         stage = Stage(http, url, texts, voice)
         for number in range(rounds):
-            for place in range(len(SHARES)):
-                share = SHARES[(place + number) % len(SHARES)]
+            for share in rotated(SHARES, number):
                 node.flush()
                 before = counters(url)
                 part = await pool.play(stage, load, share, f"Round {number}")
@@ -133,12 +154,6 @@ def counters(url: str) -> dict[str, float]:
     lines = requests.get(f"{url}/metrics", timeout=30).text.splitlines()
     pairs = [line.rsplit(" ", 1) for line in lines if line.startswith(_COUNTED)]
     return {name.removeprefix(_PREFIX): float(value) for name, value in pairs}
-
-
-def _in_turn(number: int) -> list[str]:
-    names = list(ARMS)
-    first = number % len(names)
-    return names[first:] + names[:first]
 
 
 def template_without_switch(model: Path, path: Path) -> Path:
@@ -169,13 +184,18 @@ def main() -> None:
         template = template_without_switch(engines.model, Path(folder) / "template.jinja")
         flags = [*_FLAGS, "--chat-template", str(template)]
         flags += ["--max-total-tokens", str(pool_tokens)] if is_full else []
-        with engines.ours(Path(folder) / "node", *flags) as node:
+        starts = {"ours": partial(engines.ours, Path(folder) / "ours", *flags)}
+        if not options.full_pool:
+            starts["stock"] = partial(engines.stock, Path(folder) / "stock", *flags)
+        with running_arms(starts) as nodes:
 
             def found() -> dict[str, Any]:
-                usual = {} if options.full_pool else asyncio.run(measure(node, voice, load, rounds))
+                usual: dict[str, Any] = {}
+                if not options.full_pool:
+                    usual = asyncio.run(measure(nodes, voice, load, rounds))
                 if not is_full:
                     return usual
-                full = measure_full(node, voice, full_load, full_rounds, pool_tokens)
+                full = measure_full(nodes["ours"], voice, full_load, full_rounds, pool_tokens)
                 return usual | {"full_pool": asyncio.run(full)}
 
             run("speculative_prefill", found)

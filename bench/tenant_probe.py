@@ -30,7 +30,8 @@ from typing import Any
 import requests
 from sgl_ext_cpu.node import Node, local_model, running_node
 
-from bench.header_strip import Arm, usage_of
+from bench.header_strip import Arm
+from bench.lib.header_load import usage_of
 from bench.lib.script import Size, parser_of, require, run
 from sgl_ext import keys
 

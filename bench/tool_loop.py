@@ -11,13 +11,13 @@ tool's result for each call:
     websocket    the same over one WebSocket, with `store: false`
 
 `--codex` is the command of Codex, which then runs the same loop, with and without WebSockets: from
-its first request to its last. Medians in ms for the whole loop, and the bytes that the client sent.
+its first request to its last. Figures are milliseconds for a whole loop, and the bytes that the
+client sent.
 """
 
 import asyncio
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -34,9 +34,12 @@ import orjson
 import requests
 from sgl_ext_cpu.node import free_port, is_healthy, running_balancer, running_process
 
+from bench.lib.arms import rotated
 from bench.lib.script import Size, parser_of, require, run
+from bench.lib.spread import spread
 
 _CALLS = 20
+_WAYS = ("http", "stored", "websocket")
 _ROUNDS = {"full": 15, "quick": 5, "smallest": 1}
 _TOOLS = [
     {
@@ -93,15 +96,12 @@ async def _client_figures(url: str, rounds: int) -> dict[str, object]:
     sent: dict[str, int] = {}
     async with aiohttp.ClientSession(url) as session:
         for number in range(rounds + 1):
-            for way in ("http", "stored", "websocket"):
+            for way in rotated(_WAYS, number):
                 begun_s = time.perf_counter()
                 sent[way] = await _loop(session, way)
                 if number:  # the first round warms up
                     times[way].append((time.perf_counter() - begun_s) * 1e3)
-    return {
-        way: {"loop_ms": round(statistics.median(found), 1), "sent_bytes": sent[way]}
-        for way, found in times.items()
-    }
+    return {way: {"loop_ms": spread(times[way], 1), "sent_bytes": sent[way]} for way in _WAYS}
 
 
 async def _loop(session: aiohttp.ClientSession, way: str) -> int:
@@ -176,7 +176,7 @@ def _codex_figures(
         seen = requests.get(f"{engine}/seen", timeout=10).json()
         name = "codex_websocket" if websockets else "codex_http"
         times[name].append((seen["latest_s"] - seen["first_s"]) * 1e3)
-    return {name: {"loop_ms": round(statistics.median(found), 1)} for name, found in times.items()}
+    return {name: {"loop_ms": spread(found, 1)} for name, found in times.items()}
 
 
 def _turns(rounds: int) -> Iterator[tuple[int, bool]]:

@@ -1,24 +1,28 @@
 """How much host time does a turn take whose prefix is cached, stage by stage?
 
-An agent's chat through `/v1/messages`, with tool results of 700 tokens, grows to 4K, 16K, 52K and
-128K tokens. At each size, turns follow that add a few words. Arms:
+An agent's chat, with tool results of 700 tokens, grows to 4K, 16K, 52K and 128K tokens. At each
+size, turns follow that add a few words, through each protocol. Arms:
 
     stock   an unmodified SGLang engine without the plugin
     ours    our engine behind the balancer
 
 Both get the same bodies, turn by turn in alternation. TTFT is the time from the client's first
-byte out to its first byte in; `bench/lib/warm/stages.py` splits it into stages. Host time is TTFT
-without the model's forward pass. Figures are medians over turns, and so are ratios.
+byte out to the first byte in of an event with something of the answer; `bench/lib/warm/stages.py`
+splits it into stages. Host time is TTFT without the model's forward pass. A round is a turn of both
+arms; ratios are of the same round.
 
-Then chat templates with the structure of real models' render a chat of 400 messages, in both arms.
+Then both arms generate longer answers, one at a time and several at once, in alternation: ours may
+not generate over 2% fewer tokens per second than stock in every round.
+
+Then what SGLang does with all messages of a request, for each token and for each request, and chat
+templates with the structure of real models' render a chat of 400 messages, in both arms.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,11 +33,14 @@ from sgl_ext_cpu.node import Node
 
 from bench.lib.arms import running_arms
 from bench.lib.engines import Engines, chosen, engine_parser, model_of
-from bench.lib.pin_figures import ratio
-from bench.lib.pin_load import Texts
+from bench.lib.pin_load import MESSAGES, Texts
 from bench.lib.priority_load import fitted
 from bench.lib.script import Size, require, run
+from bench.lib.spread import ratio_spread, spread
+from bench.lib.warm.bodies import BODIES
 from bench.lib.warm.load import Answer, Conversation, ask
+from bench.lib.warm.messages import copies_ms, per_token_ms
+from bench.lib.warm.rates import Rate, measure_rate, rate_figures
 from bench.lib.warm.stages import (
     FORWARD,
     OURS,
@@ -47,27 +54,32 @@ from bench.lib.warm.stages import (
 from bench.lib.warm.templates import template_times
 
 _FIRST_TURNS = 2
+_RATE = Rate()
 # With overlap, SGLang launches the next step before it has the result of the last one. On a CPU
 # the first token of a turn would wait for that second step.
 _FLAGS = ("--disable-overlap-schedule",)
+# SGLang checks the name in requests of `/v1/responses`.
+_NAME = ("--served-model-name", "bench")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Turns of each size, cold turns, and the sizes in tokens. template_rounds: None: as turns."""
+    """Turns of each size and protocol, cold turns, the sizes in tokens, and how answers are
+    generated. template_rounds: None: as turns."""
 
     turns: int
     colds: int
     sizes: tuple[int, ...] = (4_000, 16_000, 52_000, 128_000)
     cold_tokens: int = 16_000
     template_rounds: int | None = None
+    rate: Rate = _RATE
 
 
 PLANS: dict[Size, Plan] = {
     "full": Plan(25, 7),
     "quick": Plan(9, 3),
-    "brief": Plan(5, 2, template_rounds=1),
-    "smallest": Plan(2, 1, (2_000,), 1_000),
+    "brief": Plan(5, 2, template_rounds=1, rate=Rate(3)),
+    "smallest": Plan(2, 1, (2_000,), 1_000, rate=Rate(1, 8)),
 }
 
 
@@ -97,7 +109,7 @@ def compare(engines: Engines, plan: Plan) -> dict[str, Any]:
                     arm: partial(
                         start,
                         folder / f"{arm}-logs",
-                        *engines.on_cpu(*_FLAGS),
+                        *(*engines.on_cpu(*_FLAGS), *_NAME),
                         environment=watches[arm].environment,
                     )
                     for arm, start in starts.items()
@@ -110,42 +122,50 @@ def compare(engines: Engines, plan: Plan) -> dict[str, Any]:
         seen = measure(nodes, texts, plan.sizes, plan.turns)
         cold = measure_cold(nodes, texts, plan)
         check(seen, cold)
+        rates = measure_rate(nodes, texts, plan.rate)
         result = figures(watches, seen, cold)
+    rounds = plan.template_rounds or plan.turns
     return {
         **result,
-        "templates_of_400_messages": template_times(plan.template_rounds or plan.turns),
+        "tokens_per_s": rate_figures(rates),
+        "per_token_ms": per_token_ms(rounds),
+        "copies_ms": copies_ms(rounds),
+        "templates_of_400_messages": template_times(rounds),
     }
 
 
 def check(seen: Turns, cold: Mapping[str, Sequence[Answer]]) -> None:
     """Both arms have the same prompts, warm ones are cached, and cold ones are not."""
-    for size, arms in seen.items():
+    for (path, size), arms in seen.items():
         sizes = {name: [one.prompt_tokens for one in answers] for name, answers in arms.items()}
         require(sizes["ours"] == sizes["stock"], "both arms get the same prompts", **sizes)
         for name, answers in arms.items():
             least = min(one.cached_tokens / one.prompt_tokens for one in answers)
-            require(least > 0.8, "a warm turn is cached", size=size, arm=name, share=least)
+            require(least > 0.8, "a warm turn is cached", path=path, size=size, arm=name, of=least)
     for name, turns in cold.items():
         most = max(one.cached_tokens / one.prompt_tokens for one in turns)
         require(most < 0.2, "a cold turn is not cached", arm=name, share=most)
 
 
 def measure(nodes: Mapping[str, Node], texts: Texts, sizes: Sequence[int], turns: int) -> Turns:
-    """Warm turns of each size, on each node."""
+    """Warm turns of each protocol and size, on each node."""
     chat = Conversation("warm", texts)
     seen: Turns = {}
     for size in sizes:
         chat.grow_to(size)
-        begun = [ask(node, _body(chat)) for node in nodes.values()]
-        chat.tokens = begun[0].prompt_tokens
-        seen[size] = {name: [] for name in nodes}
+        for path in BODIES:
+            body = chat.body(path)
+            begun = [ask(node, path, body) for node in nodes.values()]
+            chat.tokens = begun[0].prompt_tokens
+            seen[path, size] = {name: [] for name in nodes}
         for number in range(_FIRST_TURNS + turns):
-            chat.short_turn()
-            body = _body(chat)
-            for name in list(nodes)[:: 1 if number % 2 else -1]:
-                answer = ask(nodes[name], body)
-                if number >= _FIRST_TURNS:
-                    seen[size][name].append(answer)
+            for path in BODIES:
+                chat.short_turn()
+                body = chat.body(path)
+                for name in list(nodes)[:: 1 if number % 2 else -1]:
+                    answer = ask(nodes[name], path, body)
+                    if number >= _FIRST_TURNS:
+                        seen[path, size][name].append(answer)
     return seen
 
 
@@ -156,57 +176,76 @@ def measure_cold(nodes: Mapping[str, Node], texts: Texts, plan: Plan) -> dict[st
         chat = Conversation(f"cold {number}", texts)
         chat.grow_to(plan.cold_tokens)
         for name in list(nodes)[:: 1 if number % 2 else -1]:
-            seen[name].append(ask(nodes[name], _body(chat)))
+            seen[name].append(ask(nodes[name], MESSAGES, chat.body(MESSAGES)))
     return seen
 
 
 def figures(
     watches: Mapping[str, Stopwatch], seen: Turns, cold: Mapping[str, Sequence[Answer]]
 ) -> dict[str, Any]:
-    """Stages of both arms, and ratios of stock over ours."""
+    """Stages of both arms, and ratios of stock over ours, by protocol and size."""
     spans = {name: watch.spans() for name, watch in watches.items()}
-    split = {
-        size: {
+    split: Split = {
+        key: {
             name: [stages_ms(spans[name], a.begin_ns, a.first_ns) for a in answers]
             for name, answers in arms.items()
         }
-        for size, arms in seen.items()
+        for key, arms in seen.items()
     }
-    host = {
-        size: {name: [host_ms(turn) for turn in turns] for name, turns in arms.items()}
-        for size, arms in split.items()
-    }
-    result: dict[str, Any] = {}
-    if 52_000 in seen:
-        arms = split[52_000]
-        text = {n: [t[TOKENIZE] + t[TEMPLATE] for t in turns] for n, turns in arms.items()}
-        ttft = {n: [a.ttft_ms for a in answers] for n, answers in seen[52_000].items()}
-        result["tokenize_template_ratio_52k"] = ratio(text["stock"], text["ours"])
-        result["host_ratio_52k"] = ratio(host[52_000]["stock"], host[52_000]["ours"])
-        result["ttft_ratio_52k"] = ratio(ttft["stock"], ttft["ours"])
-    result["cold_ratio"] = ratio(
-        [a.ttft_ms for a in cold["ours"]], [a.ttft_ms for a in cold["stock"]]
-    )
-    if 16_000 in seen and 128_000 in seen:
-        rise = {
-            n: statistics.median(host[128_000][n]) - statistics.median(host[16_000][n])
-            for n in watches
-        }
-        result["slope_ratio"] = round(rise["ours"] / rise["stock"], 3)
-    result["sizes"] = {
-        str(size): {name: arm_figures(seen[size][name], split[size][name]) for name in watches}
-        for size in seen
-    }
+    cold_ttft = {name: [one.ttft_ms for one in answers] for name, answers in cold.items()}
+    result: dict[str, Any] = {"cold_ratio": ratio_spread(cold_ttft["ours"], cold_ttft["stock"])}
+    for path in BODIES:
+        found: dict[str, Any] = {}
+        for (of_path, size), arms in seen.items():
+            if of_path == path:
+                turns = split[path, size]
+                found[str(size)] = {
+                    **ratios(arms, turns),
+                    **{name: arm_figures(arms[name], turns[name]) for name in watches},
+                }
+        if slope := _slope_ratio(path, split):
+            found["slope_ratio"] = slope
+        result[path] = found
     return result
 
 
+def ratios(
+    arms: Mapping[str, Sequence[Answer]], turns: Mapping[str, Sequence[Mapping[str, float]]]
+) -> dict[str, Any]:
+    """Stock over ours, at one size through one protocol."""
+
+    def of_turns(figure: Callable[[Mapping[str, float]], float]) -> Any:
+        return ratio_spread(list(map(figure, turns["stock"])), list(map(figure, turns["ours"])))
+
+    return {
+        "host_ratio": of_turns(host_ms),
+        "text_ratio": of_turns(lambda turn: turn.get(TOKENIZE, 0.0) + turn.get(TEMPLATE, 0.0)),
+        "ttft_ratio": ratio_spread(
+            [answer.ttft_ms for answer in arms["stock"]],
+            [answer.ttft_ms for answer in arms["ours"]],
+        ),
+    }
+
+
+def _slope_ratio(path: str, split: Split) -> float | None:
+    """How host time rises from 16K to 128K tokens, ours over stock; None without these sizes."""
+    if not split.keys() >= {(path, 16_000), (path, 128_000)}:
+        return None
+
+    def host(arm: str, size: int) -> float:
+        return statistics.median(host_ms(turn) for turn in split[path, size][arm])
+
+    ours, stock = (host(arm, 128_000) - host(arm, 16_000) for arm in ("ours", "stock"))
+    return round(ours / stock, 3)
+
+
 def arm_figures(answers: Sequence[Answer], turns: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """One arm at one size, in milliseconds."""
+    """One arm at one size, in milliseconds. Stages are medians over turns."""
     return {
         "prompt_tokens": answers[-1].prompt_tokens,
         "new_tokens": answers[-1].prompt_tokens - answers[-1].cached_tokens,
-        "ttft_ms": round(statistics.median(answer.ttft_ms for answer in answers), 2),
-        "host_ms": round(statistics.median(host_ms(turn) for turn in turns), 2),
+        "ttft_ms": spread([answer.ttft_ms for answer in answers], 2),
+        "host_ms": spread([host_ms(turn) for turn in turns], 2),
         "stages_ms": {name: round(ms, 2) for name, ms in medians(turns).items() if ms >= 0.005},
     }
 
@@ -216,12 +255,10 @@ def host_ms(turn: Mapping[str, float]) -> float:
     return sum(ms for stage, ms in turn.items() if stage != FORWARD)
 
 
-def _body(chat: Conversation) -> bytes:
-    return json.dumps(chat.body()).encode()
-
-
-Turns = dict[int, dict[str, list[Answer]]]
-"""By size, by arm."""
+Turns = dict[tuple[str, int], dict[str, list[Answer]]]
+"""By path and size, by arm."""
+Split = dict[tuple[str, int], dict[str, list[dict[str, float]]]]
+"""The same turns, each by stage in milliseconds."""
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Agents' conversations, always the same: each turn has one right answer at temperature 0.
 
-All share a system prompt, and each grows by a message a turn. A conversation goes through one
-protocol. In `/v1/messages` and `/v1/chat/completions` the agent's earlier answers are made
-up; in `/v1/responses` they are the model's own, so that a turn can continue a stored response.
+All share a system prompt, and each grows by a message a turn; or their texts and lengths are
+those of a trace's agents. A conversation goes through one protocol. In `/v1/messages` and
+`/v1/chat/completions` the agent's earlier answers are made up; in `/v1/responses` they are the
+model's own, so that a turn can continue a stored response.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 from bench.agents.judge import CHAT, MESSAGES, RESPONSES, Answer
 from bench.lib.pin_load import Texts
+from bench.trace.agents import Agent
 
 PATHS = (MESSAGES, CHAT, RESPONSES)
 PRIORITIES = (0, 0, 5, 20)
@@ -50,9 +52,11 @@ class Turn:
 
 
 class Conversation:
-    """One agent's turns. priority: the agent's."""
+    """One agent's turns, at most so many. priority: the agent's. traced: the agent of a trace."""
 
-    def __init__(self, number: int, turns: int, model: str, texts: Texts) -> None:
+    def __init__(
+        self, number: int, turns: int, model: str, texts: Texts, traced: Agent | None = None
+    ) -> None:
         self.number = number
         self.path = PATHS[number % len(PATHS)]
         self.priority = PRIORITIES[number // len(PATHS) % len(PRIORITIES)]
@@ -65,7 +69,11 @@ class Conversation:
             for turn in range(turns)
         ]
         self._tokens = [chance.choice(_ANSWER_TOKENS) for _ in range(turns)]
-        self._streams = [chance.random() < 0.6 for _ in range(turns)]
+        if traced is not None:
+            self._system = "You read files. " + traced.opening()
+            self._asked = [turn.text() for turn in traced.turns[:turns]]
+            self._tokens = [turn.answer_tokens for turn in traced.turns[:turns]]
+        self._streams = [chance.random() < 0.6 for _ in self._asked]
 
     @property
     def turns(self) -> int:

@@ -16,6 +16,8 @@ from bench.agents.oracle import Oracle, ask_stock, from_nursery
 from bench.faults.target import Target
 from bench.lib.pin_load import Texts
 from bench.lib.stock_engine import stock_engine
+from bench.trace.agents import TraceConfig
+from bench.trace.variants import make_trace
 
 
 @dataclass(frozen=True)
@@ -27,11 +29,26 @@ class Stage:
     agents: list[Conversation]
 
 
-def set_up(stack: ExitStack, agents: int, turns: int, *, has_small_disks: bool = True) -> Stage:
+TRACE = TraceConfig(sessions=200, scale=0.002)
+"""What of a trace an engine's memory holds: a long history fills most of it."""
+
+
+def set_up(
+    stack: ExitStack,
+    agents: int,
+    turns: int,
+    trace: TraceConfig | None = None,
+    *,
+    has_small_disks: bool = True,
+) -> Stage:
     """Starts a node, which ends with the stack, and asks a stock engine for the right answers
-    to so many agents' turns. Raises RuntimeError if a server does not come up."""
+    to so many agents' turns, of a trace or made up. Raises RuntimeError if a server does not come
+    up."""
     model = local_model("tiny")
-    conversations = [Conversation(n, turns, model.name, Texts()) for n in range(agents)]
+    traced = make_trace(trace)[:agents] if trace else [None] * agents
+    conversations = [
+        Conversation(n, turns, model.name, Texts(), agent) for n, agent in enumerate(traced)
+    ]
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sgl-ext-bench-")))
     environment = from_nursery(stack)
     target = Target(model, folder / "node", environment, has_small_disks=has_small_disks)

@@ -76,7 +76,7 @@ class Target:
         self.look()
 
     def look(self) -> None:
-        """Finds the processes, of which some may be new. Raises LookupError."""
+        """Finds the processes; some may be new. Raises LookupError."""
         self.processes = find_processes(self.node.process.pid, self.node.engines)
 
     def restart(self) -> int:

@@ -24,7 +24,7 @@ from sgl_ext_cpu.nursery import Nursery
 
 from bench.gpu.machine import Machine, find_machine, with_model
 from bench.gpu.page import page
-from bench.gpu.steps import Result, Step, failed, held, run_step
+from bench.report.steps import Result, Step, failed, held, run_step
 from sgl_ext.settings.schema import SettingsError
 
 _SHARED = ("facts", "header_strip", "fanout")

@@ -105,7 +105,7 @@ def find_machine(find: Callable[[LaunchSettings], Hardware] = find_hardware) -> 
 
 
 def freest(gpus: Sequence[str]) -> str:
-    """The GPU with the most free memory; the first one if nobody knows."""
+    """The GPU with the most free memory; the first one if that is unknown."""
     free = free_gpu_memory()
     return max(gpus, key=lambda gpu: free.get(gpu, 0))
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+from bench.report.tables import flat, is_spread, shown, table
 
 _CPU_RUN = (
     "**This is a run on the CPU platform: this machine has no GPU. It shows that the report "
     "itself works, and nothing about a GPU. Its loads are the smallest ones, so that its times "
     "mean little.**"
 )
-_DETAILS = ("bench", "stages_ms", "templates_of_400_messages", "counters")
+_DETAILS = ("bench", "by_turn", "stages_ms", "templates_of_400_messages", "counters")
 _QUESTIONS = {
     "header_strip": "A changing header at token 0: TTFT with it, and with the strip",
     "warm_turn": "A turn whose prefix is cached, stock and ours. On a GPU `host_ms` and its ratios "
@@ -41,14 +43,14 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
         (name, step["status"], f"{step['seconds']:.0f}", step["why"])
         for name, step in steps.items()
     ]
-    yield from _table(("step", "ended", "s", "why"), rows)
+    yield from table(("step", "ended", "s", "why"), rows)
     yield from _environment(steps.get("environment", {}).get("figures", {}))
     yield from _facts(steps.get("facts", {}).get("figures", {}))
     yield from _equality(steps)
     for name, question in _QUESTIONS.items():
         if figures := steps.get(name, {}).get("figures"):
             yield from ("", f"## {name}", "", f"{question}.", "")
-            yield from _table(("figure", "value"), list(_flat(figures)))
+            yield from table(("figure", "value"), list(_figures(figures)))
     for step in steps.values():
         if step["log_end"]:
             yield from ("", f"## Logs of {step['name']}", "", "```")
@@ -74,21 +76,21 @@ def _environment(found: Mapping[str, Any]) -> Iterator[str]:
     rows += [(name, value or "not installed") for name, value in found["tools"].items()]
     rows += sorted(found["variables"].items())
     yield from ("", "## Environment", "")
-    yield from _table(("", ""), rows)
+    yield from table(("", ""), rows)
 
 
 def _facts(found: Mapping[str, Any]) -> Iterator[str]:
     if not found:
         return
     yield from ("", "## What SGLang chose", "", "Read in the running scheduler:", "")
-    yield from _table(("", ""), list(found["made"].items()))
+    yield from table(("", ""), list(found["made"].items()))
     yield from ("", "Its arguments as it resolved them:", "")
-    yield from _table(("", ""), list(found["resolved"].items()))
-    rows = [(name, value) for name, value in _flat({"memory": found["memory"] or {}})]
+    yield from table(("", ""), list(found["resolved"].items()))
+    rows = [(name, value) for name, value in flat({"memory": found["memory"] or {}})]
     rows.append(("first start, s", found["start_s"]))
     rows += [(f"first requests of {n}, ms", t) for n, t in found["first_requests_ms"].items()]
     yield from ("", "Memory and first requests, with what is compiled at first use:", "")
-    yield from _table(("", ""), rows)
+    yield from table(("", ""), rows)
     if found["warnings"]:
         yield from ("", "Warnings in the engine's log:", "", "```", *found["warnings"], "```")
 
@@ -104,27 +106,10 @@ def _equality(steps: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
                 (arm, count, firsts.get(arm, ""), found["preempted"][arm])
                 for arm, count in found["differing"].items()
             ]
-            yield from _table(("arm", head, "first at token", "preemptions"), rows)
+            yield from table(("arm", head, "first at token", "preemptions"), rows)
             yield from ("", f"{found['pinned_tokens']} tokens were pinned.")
 
 
-def _flat(figures: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Numbers and texts of nested figures, by their dotted names. The JSON has all of them."""
-    for name, value in figures.items():
-        if name in _DETAILS:
-            continue
-        if isinstance(value, dict):
-            yield from _flat(value, f"{before}{name}.")
-        else:
-            yield f"{before}{name}", value
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> Iterator[str]:
-    yield f"| {' | '.join(head)} |"
-    yield f"|{'---|' * len(head)}"
-    for row in rows:
-        yield f"| {' | '.join(_cell(value) for value in row)} |"
-
-
-def _cell(value: Any) -> str:
-    return "none" if value is None else str(value).replace("|", "\\|").replace("\n", " ")
+def _figures(found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in flat(found, _DETAILS):
+        yield name, shown(value) if is_spread(value) else value

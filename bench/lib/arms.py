@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TypeVar
 
 from sgl_ext_cpu.node import Node
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -20,3 +23,9 @@ def running_arms(
             for name, start in starts.items()
         }
         yield {name: node.result() for name, node in starting.items()}
+
+
+def rotated(arms: Sequence[T], number: int) -> list[T]:
+    """The arms in the order of round `number`, in which each begins in its turn."""
+    first = number % len(arms)
+    return [*arms[first:], *arms[:first]]

@@ -12,9 +12,10 @@ import requests
 from sgl_ext_cpu.node import Node
 
 from bench.lib.pin_load import CHAT, Texts
-from bench.lib.script import require
+from bench.lib.script import precondition, require
 from bench.lib.speculative_figures import COMPUTED, arm_figures, later
 from bench.lib.speculative_load import Load, Round, Stage
+from bench.lib.spread import ratio_spread
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.segments import read_chain
 
@@ -61,7 +62,7 @@ class FullPool:
             requests.post(url, json=self._fillers[-1], timeout=300).raise_for_status()
         held = self.held()
         is_full = held > self._pool_tokens - 2 * _FILLER_TOKENS
-        require(is_full, "the memory is full", held=held, of=self._pool_tokens)
+        precondition(is_full, "the memory is full", held=held, of=self._pool_tokens)
         return held
 
     def held(self) -> int:
@@ -97,11 +98,10 @@ def figures(seen: dict[float, list[Part]]) -> dict[str, Any]:
     lost = {share: [part.before - part.after for part in parts] for share, parts in seen.items()}
     for share, parts in seen.items():
         arm = arm_figures([part.seen for part in parts])
-        ratios = [off / ours for off, ours in zip(middles[0.0], middles[share], strict=True)]
         more = [ours - off for off, ours in zip(lost[0.0], lost[share], strict=True)]
         found[f"share_{share:g}"] = {
             "ttft_p50_ms": arm["ttft_p50_ms"],
-            "ttft_p50_ratio": round(statistics.median(ratios), 3),
+            "ttft_p50_ratio": ratio_spread(middles[0.0], middles[share]),
             "next_prefix_cached_share": arm["cached_share_p50"],
             "prefilled_ahead_tokens": round(arm["counters"].get(COMPUTED, 0)),
             "others_held_tokens": round(statistics.median(part.before for part in parts)),

@@ -3,7 +3,7 @@
     python -m bench.lib.index_side ours|dynamo SEGMENTS WORKERS
 
 Prints a JSON object once it is filled, and one for each line `SEED COUNT` on its
-input: the median time of that many lookups, and a digest of what they found. Both sides
+input: the times of that many lookups, and a digest of what they found. Both sides
 make the same prompts from the same seeds, so their digests must be equal. It imports
 nothing but the standard library before it knows its side, for Dynamo lives in another
 environment.
@@ -11,15 +11,18 @@ environment.
 A session's prompt is a chain of OWN_SEGMENTS after the head of one of a few harnesses,
 and lives on one worker; one in ten also left a part of itself on another. What is
 looked up is a next turn: a session's beginning of any length, and two new segments;
-one in ten is the first turn of a new session. Hashing is not timed, on either side.
+one in ten is the first turn of a new session. Hashing is not timed, on either side,
+and neither is the making of the events with which an index is filled.
 """
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import hashlib
 import importlib
 import json
+import os
 import statistics
 import sys
 import time
@@ -33,6 +36,7 @@ HEAD_SEGMENTS = 10
 OWN_SEGMENTS = 120
 BLOCKS = 16  # of 64 tokens in a segment of 1,024
 BLOCK_TOKENS = 64
+SEGMENT_TOKENS = BLOCKS * BLOCK_TOKENS
 _WORD = 2**64 - 1
 
 
@@ -77,25 +81,33 @@ def prompts(segments: int, seed: int, count: int) -> list[list[int]]:
 class Side(Protocol):
     """What is measured."""
 
-    def hold(self, worker: int, chain: Sequence[int]) -> None: ...
+    def event(self, chain: Sequence[int]) -> Any: ...
+    def apply(self, worker: int, event: Any) -> None: ...
     def queries(self, chains: list[list[int]]) -> list[list[int]]: ...
     def look_up(self, query: list[int]) -> Any: ...
     def depths(self, query: list[int]) -> dict[int, int]: ...
+    def decisions_us(self, chains: list[list[int]]) -> list[float]: ...
 
 
 class Ours:
-    """`radix.index.PrefixIndex`."""
+    """`radix.index.PrefixIndex`, in the router of a balancer with so many ready workers."""
 
-    def __init__(self) -> None:
-        from radix.index import PrefixIndex
+    def __init__(self, workers: int) -> None:
+        from bench.lib.fleet import router_of
 
-        self.index = PrefixIndex(2_000_000)
+        self.router = router_of(workers, limit_segments=2_000_000)
+        index = self.router.prefixes.written
+        assert index is not None, "this process writes its index"
+        self.index = index
         self.look_up = self.index.matches
 
-    def hold(self, worker: int, chain: Sequence[int]) -> None:
+    def event(self, chain: Sequence[int]) -> Sequence[int]:
+        return chain
+
+    def apply(self, worker: int, event: Sequence[int]) -> None:
         parent = None
-        for place, segment in enumerate(chain, 1):
-            self.index.store(worker, parent, segment, place * BLOCKS * BLOCK_TOKENS)
+        for place, segment in enumerate(event, 1):
+            self.index.store(worker, parent, segment, place * SEGMENT_TOKENS)
             parent = segment
 
     def queries(self, chains: list[list[int]]) -> list[list[int]]:
@@ -112,21 +124,45 @@ class Ours:
     def touch(self, query: list[int]) -> None:
         self.index.touch(query, len(query))
 
+    def decisions_us(self, chains: list[list[int]]) -> list[float]:
+        """Each request ends before the next one, so that none waits or follows another."""
+        from bench.lib.fleet import routing_of
+
+        times = []
+        for chain in chains:
+            routing = routing_of(chain, HEAD_SEGMENTS, SEGMENT_TOKENS)
+            start = time.perf_counter_ns()
+            attempt = self.router.place(routing, set())
+            times.append((time.perf_counter_ns() - start) / 1000)
+            assert attempt is not None, "some worker has capacity"
+            self.router.attempts.fail(attempt, by_worker=False)
+        return times
+
 
 class Dynamo:
-    """`RadixTree` of ai-dynamo-runtime: a tree of blocks, in Rust, on a thread of its own."""
+    """`RadixTree` of ai-dynamo-runtime: a tree of blocks, in Rust, on a thread of its own.
 
-    def __init__(self) -> None:
-        self.tree: Any = importlib.import_module("dynamo._core").RadixTree()
+    Decisions are those of its `SelectionService`, whose own tree is empty, because only engines
+    fill it, over sockets. So its lookups end at the first block, and decisions take their least.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self.core: Any = importlib.import_module("dynamo._core")
+        self.tree: Any = self.core.RadixTree()
+        self.workers = workers
+        self.service: Any = None
+        self.runner = asyncio.Runner()
         self.look_up = self.tree.find_matches
         self.events = 0
 
-    def hold(self, worker: int, chain: Sequence[int]) -> None:
+    def event(self, chain: Sequence[int]) -> bytes:
         self.events += 1
         blocks = [{"block_hash": b, "tokens_hash": b} for b in _blocks(chain)]
         stored = {"parent_hash": None, "blocks": blocks}
-        event = {"event_id": self.events, "data": {"stored": stored}}
-        self.tree.apply_event(worker, json.dumps(event).encode())
+        return json.dumps({"event_id": self.events, "data": {"stored": stored}}).encode()
+
+    def apply(self, worker: int, event: bytes) -> None:
+        self.tree.apply_event(worker, event)
 
     def queries(self, chains: list[list[int]]) -> list[list[int]]:
         return [_blocks(chain) for chain in chains]
@@ -134,6 +170,36 @@ class Dynamo:
     def depths(self, query: list[int]) -> dict[int, int]:
         scores = self.tree.find_matches(query).scores
         return {worker: blocks // BLOCKS for (worker, _), blocks in scores.items()}
+
+    def decisions_us(self, chains: list[list[int]]) -> list[float]:
+        return self.runner.run(self._select(chains))
+
+    async def _select(self, chains: list[list[int]]) -> list[float]:
+        if self.service is None:
+            self.service = self.core.SelectionService(indexer_threads=1)
+            for worker in range(self.workers):
+                await self.service.upsert_worker(
+                    {
+                        "worker_id": worker,
+                        "model_name": "model",
+                        "block_size": BLOCK_TOKENS,
+                        "endpoint": f"http://127.0.0.1:{worker + 1}",
+                        "kv_events_endpoint": f"ipc:///dev/shm/no-events-{worker}",
+                    }
+                )
+        times = []
+        for chain in chains:
+            blocks = [block >> 1 for block in _blocks(chain)]  # it takes them signed
+            request = {
+                "model_name": "model",
+                "block_hashes": blocks,
+                "sequence_hashes": blocks,
+                "isl_tokens": len(blocks) * BLOCK_TOKENS,
+            }
+            start = time.perf_counter_ns()
+            await self.service.select(request)
+            times.append((time.perf_counter_ns() - start) / 1000)
+        return times
 
 
 def _blocks(chain: Sequence[int]) -> list[int]:
@@ -149,43 +215,65 @@ def resident_bytes() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
 
 
+def fill(side: Side, segments: int, workers: int) -> float:
+    """Returns the seconds that the index took."""
+    seconds = 0.0
+    for worker, chain in residents(segments, workers):
+        event, start = side.event(chain), time.perf_counter()
+        side.apply(worker, event)
+        seconds += time.perf_counter() - start
+    return seconds
+
+
 def main() -> None:
     name, segments, workers = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    side: Side = Ours() if name == "ours" else Dynamo()
-    for worker, chain in residents(1_000, workers):  # makes what is made but once
-        side.hold(worker, chain)
-    before, start = resident_bytes(), time.perf_counter()
-    for worker, chain in residents(segments, workers):
-        side.hold(worker, chain)
-    seconds = time.perf_counter() - start
+    os.environ.setdefault("DYN_LOG", "error")
+    side: Side = Ours(workers) if name == "ours" else Dynamo(workers)
+    fill(side, 1_000, workers)  # makes what is made but once
+    before = resident_bytes()
+    seconds = fill(side, segments, workers)
     held = sessions_for(segments) * OWN_SEGMENTS + HARNESSES * HEAD_SEGMENTS
     grown = held - (sessions_for(1_000) * OWN_SEGMENTS + HARNESSES * HEAD_SEGMENTS)
     _say(
         segments=held,
         bytes_per_segment=round((resident_bytes() - before) / grown, 1),
-        build_s=round(seconds, 2),
+        apply_us_per_segment=round(seconds * 1e6 / _stored(segments, workers), 2),
     )
     for line in sys.stdin:
         seed, count = map(int, line.split())
-        queries = side.queries(prompts(segments, seed, count))
+        chains = prompts(segments, seed, count)
+        queries = side.queries(chains)
         found = repr([sorted(side.depths(query).items()) for query in queries[:20]])
+        times = _times_us(side.look_up, queries)
         figures = {
-            "lookup_us": _median_us(side.look_up, queries),
-            "empty_us": _median_us(side.look_up, [[] for _ in queries]),
+            "lookup_us": statistics.median(times),
+            "lookup_p99_us": _p99(times),
+            "empty_us": statistics.median(_times_us(side.look_up, [[] for _ in queries])),
         }
         if isinstance(side, Ours):
-            figures["touch_us"] = _median_us(side.touch, queries)
+            figures["touch_us"] = statistics.median(_times_us(side.touch, queries))
+        times = side.decisions_us(chains)
+        figures["decision_us"] = statistics.median(times)
+        figures["decision_p99_us"] = _p99(times)
         _say(digest=hashlib.sha256(found.encode()).hexdigest(), **figures)
 
 
-def _median_us(call: Any, queries: list[list[int]]) -> float:
+def _stored(segments: int, workers: int) -> int:
+    return sum(len(chain) for _, chain in residents(segments, workers))
+
+
+def _times_us(call: Any, queries: list[list[int]]) -> list[float]:
     """Each call is timed by itself, so that one that was interrupted does not count for many."""
     times = []
     for query in queries:
         start = time.perf_counter_ns()
         call(query)
-        times.append(time.perf_counter_ns() - start)
-    return statistics.median(times) / 1000
+        times.append((time.perf_counter_ns() - start) / 1000)
+    return times
+
+
+def _p99(times: list[float]) -> float:
+    return statistics.quantiles(times, n=100, method="inclusive")[98]
 
 
 def _say(**figures: float | str) -> None:

@@ -1,7 +1,7 @@
 """Other routers, each installed at one version when first needed, and run as a user would.
 
 Each lives in a virtual environment of its own under `.models/peers/`, made
-once a checkout. `nginx` is the system's, if it is on PATH.
+once a checkout. `nginx` is the system's, which `install_nginx` installs.
 """
 
 from __future__ import annotations
@@ -51,9 +51,10 @@ def install(name: str) -> Path:
     return install_package(name, _ROUTERS[name].version)
 
 
-def install_package(name: str, version: str) -> Path:
+def install_package(name: str, version: str, *beside: str) -> Path:
     """The Python of an environment of its own that holds a package, made once a checkout.
 
+    `beside` are requirements that are installed with it.
     Raises RuntimeError with the installer's output if that fails.
     """
     folder = _CACHE / f"{name}-{version}"
@@ -63,14 +64,46 @@ def install_package(name: str, version: str) -> Path:
     _CACHE.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
     _run([sys.executable, "-m", "venv", str(folder)])
-    _run([str(python), "-m", "pip", "install", "--quiet", f"{name}=={version}"])
+    _run([str(python), "-m", "pip", "install", "--quiet", f"{name}=={version}", *beside])
     (folder / "installed").touch()
     return python
 
 
-def nginx_on_path() -> bool:
-    """Whether this machine has nginx."""
-    return _nginx() is not None
+def install_nginx() -> None:
+    """Installs the system's nginx where it is missing, without starting it.
+
+    Raises RuntimeError if that fails, or if we may not.
+    """
+    if _nginx() is not None:
+        return
+    if os.geteuid() or shutil.which("apt-get") is None:
+        raise RuntimeError("nginx is not on PATH, and only root can install it, with apt-get")
+    _run(["apt-get", "update", "-qq"])
+    # Debian's package starts what it installs unless this says no.
+    policy = Path("/usr/sbin/policy-rc.d")
+    had_policy = policy.exists()
+    if not had_policy:
+        policy.write_text("#!/bin/sh\nexit 101\n")
+        policy.chmod(0o755)
+    try:
+        _run(["apt-get", "install", "-y", "-qq", "--no-install-recommends", "nginx-light"])
+    finally:
+        if not had_policy:
+            policy.unlink()
+
+
+def nginx_version() -> str | None:
+    """The version of this machine's nginx; None if it has none."""
+    binary = _nginx()
+    if binary is None:
+        return None
+    said = subprocess.run([binary, "-v"], capture_output=True, text=True, check=False).stderr
+    return said.strip().rpartition("/")[2].partition(" ")[0] or None
+
+
+def router_versions() -> dict[str, str]:
+    """The version of each router."""
+    return {name: router.version for name, router in _ROUTERS.items()}
 
 
 @contextmanager

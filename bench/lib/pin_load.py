@@ -9,7 +9,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ class Answer:
     """One request as its client saw it.
 
     marked_tokens: through `/v1/messages`, the prompt's tokens up to its last mark.
+    answer_tokens: through `/v1/chat/completions`.
     is_whole: it ended as an answer does; false if it was refused, cut or aborted.
     """
 
@@ -37,6 +38,7 @@ class Answer:
     marked_tokens: int = 0
     ttft_ms: float = 0.0
     is_whole: bool = False
+    answer_tokens: int = 0
 
 
 @dataclass
@@ -87,15 +89,17 @@ class Conversation:
     """An agent's conversation: a long system prompt, and a short message more each turn.
 
     ttl: for how long the system prompt and the last message are marked; "" for no marks.
-    priority: sent along, which only `/v1/chat/completions` takes.
+    more: fields of SGLang's, which only `/v1/chat/completions` takes.
     """
 
-    def __init__(self, system: str, texts: Texts, ttl: str = "", priority: int = 0) -> None:
-        self.path = CHAT if priority else MESSAGES
+    def __init__(
+        self, system: str, texts: Texts, *, ttl: str = "", more: Mapping[str, Any] | None = None
+    ) -> None:
+        self.path = CHAT if more else MESSAGES
         self._system = system
         self._texts = texts
         self._mark = {"cache_control": {"type": "ephemeral", "ttl": ttl}} if ttl else {}
-        self._priority = priority
+        self._more = more or {}
         self._said: list[str] = []
 
     def ask(self) -> dict[str, Any]:
@@ -105,7 +109,7 @@ class Conversation:
         messages = list(self._messages())
         body: dict[str, Any] = {"model": "tiny", "max_tokens": _TURN_ANSWER_TOKENS}
         if self.path == CHAT:
-            usage = {"stream_options": {"include_usage": True}, "priority": self._priority}
+            usage = {"stream_options": {"include_usage": True}, **self._more}
             system = {"role": "system", "content": self._system}
             return body | usage | {"messages": [system, *messages]}
         last = {"type": "text", "text": self._said[-1], **self._mark}
@@ -158,6 +162,7 @@ def take(seen: Answer, event: dict[str, Any]) -> bool:
     elif usage := event.get("usage") if kind is None else None:
         details = usage.get("prompt_tokens_details") or {}
         seen.prompt_tokens = usage["prompt_tokens"]
+        seen.answer_tokens = usage.get("completion_tokens") or 0
         seen.cached_tokens = details.get("cached_tokens") or 0
     delta = event["choices"][0]["delta"] if event.get("choices") else {}
     is_text = bool(delta.get("content") or delta.get("reasoning_content"))

@@ -6,8 +6,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.lib.pin_figures import ratio, spread
-from bench.lib.priority_load import BATCH, INTERACTIVE, Answer
+from bench.lib.priority_load import BATCH, INTERACTIVE, Answer, queues_found
+from bench.lib.spread import percentiles_ms, ratio_spread, spread
+from bench.lib.throughput import rates, total_per_s
 
 Rounds = Sequence[Sequence[Answer]]
 
@@ -15,17 +16,6 @@ Rounds = Sequence[Sequence[Answer]]
 def of(answers: Sequence[Answer], priority: int) -> list[Answer]:
     """Those of one class."""
     return [answer for answer in answers if answer.request.priority == priority]
-
-
-def rate(answers: Sequence[Answer]) -> float:
-    """Tokens a second that a round answered with, until the last of these answers was over.
-
-    An answer that was not whole adds nothing.
-    """
-    whole = [(answer.ended_s, answer.tokens) for answer in answers if answer.ended_s is not None]
-    if not whole:
-        return 0.0
-    return sum(tokens for _, tokens in whole) / max(ended_s for ended_s, _ in whole)
 
 
 def starved(answers: Sequence[Answer], aging_s: float) -> int:
@@ -63,10 +53,10 @@ def arm_figures(rounds: Rounds, aging_s: float) -> dict[str, Any]:
     """One arm's figures."""
     answers = [answer for played in rounds for answer in played]
     return {
-        "interactive": spread("ttft", _waits_ms(of(answers, INTERACTIVE))),
-        "batch": spread("ttft", _waits_ms(of(answers, BATCH))),
-        "tokens_per_s": round(statistics.median(rate(played) for played in rounds), 1),
-        "batch_tokens_per_s": round(statistics.median(map(batch_rate, rounds)), 1),
+        "interactive": percentiles_ms("ttft", _waits_ms(of(answers, INTERACTIVE))),
+        "batch": percentiles_ms("ttft", _waits_ms(of(answers, BATCH))),
+        **rates(rounds),
+        "batch_tokens_per_s": spread(list(map(batch_rate, rounds)), 1),
         "longest_batch_wait_s": longest_wait_s(answers),
         "preemptions": sum(answer.preempted for answer in answers),
         "answered_tokens": sum(answer.answered_tokens for answer in answers),
@@ -77,7 +67,12 @@ def arm_figures(rounds: Rounds, aging_s: float) -> dict[str, Any]:
 
 def batch_rate(answers: Sequence[Answer]) -> float:
     """Tokens of the batch a second, until all of it is done."""
-    return rate(of(answers, BATCH))
+    return total_per_s(of(answers, BATCH))
+
+
+def interactive_ms(answers: Sequence[Answer]) -> float:
+    """The median TTFT of a round's interactive requests."""
+    return statistics.median(_waits_ms(of(answers, INTERACTIVE)))
 
 
 def longest_wait_s(answers: Sequence[Answer]) -> float:
@@ -92,13 +87,15 @@ def comparison(
     arms = {name: arm_figures(rounds, aging_s) for name, rounds in seen.items()}
     for name, arm in arms.items():
         arm["counters"] = counted[name]
-    p50_ms = {name: arm["interactive"]["ttft_p50_ms"] for name, arm in arms.items()}
-    ours, rates = arms["ours"], {n: [batch_rate(r) for r in rounds] for n, rounds in seen.items()}
+    ours = arms["ours"]
+    waits = {name: list(map(interactive_ms, rounds)) for name, rounds in seen.items()}
+    batch = {name: list(map(batch_rate, rounds)) for name, rounds in seen.items()}
     differs = {name: differing(seen["ours"], seen[name]) for name in seen if name != "ours"}
     return {
-        "ttft_p50_vs_fcfs": round(p50_ms["ours"] / p50_ms["fcfs"], 4),
-        "ttft_p50_vs_stock_priority": round(p50_ms["ours"] / p50_ms["stock_priority"], 4),
-        "batch_throughput_ratio": ratio(rates["ours"], rates["fcfs"]),
+        "ttft_p50_vs_fcfs": ratio_spread(waits["ours"], waits["fcfs"], 4),
+        "ttft_p50_vs_stock_priority": ratio_spread(waits["ours"], waits["stock_priority"], 4),
+        "batch_throughput_ratio": ratio_spread(batch["ours"], batch["fcfs"]),
+        "queue_found": spread([statistics.median(queues_found(one)) for one in seen["fcfs"]], 1),
         **{name: ours[name] for name in ("longest_batch_wait_s", "preemptions", "starved")},
         "recomputed_tokens": counted["ours"]["sgl_ext_recomputed_tokens_total"],
         "outputs_identical": not differs["fcfs"] and not ours["failed"],

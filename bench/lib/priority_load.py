@@ -13,7 +13,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
@@ -50,6 +50,7 @@ class Answer:
     first_s: when its first token came; None if none did. ended_s: when it was answered whole.
     preempted: how often it lost its slot or its memory.
     answered_tokens: those it had been answered with at these moments.
+    prompt_tokens: known once it is answered whole.
     """
 
     request: Request
@@ -60,6 +61,7 @@ class Answer:
     tokens: int = 0
     answered_tokens: int = 0
     output_ids: list[int] = field(default_factory=list)
+    prompt_tokens: int = 0
 
     @property
     def wait_s(self) -> float:
@@ -77,7 +79,9 @@ class Answer:
         if tokens and self.first_s is None:
             self.first_s = now_s
         if tokens == self.request.answer_tokens:
-            self.output_ids = json.loads(event)["output_ids"]
+            whole = json.loads(event)
+            self.output_ids = whole["output_ids"]
+            self.prompt_tokens = whole["meta_info"]["prompt_tokens"]
             self.ended_s = now_s
 
 
@@ -115,10 +119,44 @@ class Load:
             for n, offset in enumerate(self.offsets)
         ]
 
+    def with_batch(self, count: int) -> Load:
+        """The same with so large a batch: still a fifth is interactive, within the same times."""
+        few = self.offsets
+        number = max(len(few), count // 4)
+        if number == len(few):
+            return replace(self, batch=count)
+        step = (few[-1] - few[0]) / (number - 1)
+        return replace(self, batch=count, offsets=tuple(few[0] + step * n for n in range(number)))
+
     def interactive(self, texts: Texts, name: str, at_s: float = 0.0) -> Request:
         """One interactive request."""
         prompt, answer = self.interactive_tokens
         return Request(texts.fresh(name, prompt), answer, INTERACTIVE, at_s)
+
+
+def sent_beside_batch(answers: Sequence[Answer]) -> int:
+    """How many interactive requests were sent while a batch request had still to be answered."""
+    ends = [answer.ended_s or 0.0 for answer in answers if answer.request.priority == BATCH]
+    return sum(answer.sent_s < max(ends) for answer in answers if answer.request.priority != BATCH)
+
+
+def queues_found(answers: Sequence[Answer]) -> list[int]:
+    """How many requests waited for their first token when each interactive request was sent."""
+    return [
+        sum(
+            other.sent_s < one.sent_s < other.sent_s + other.wait_s
+            for other in answers
+            if other is not one
+        )
+        for one in answers
+        if one.request.priority != BATCH
+    ]
+
+
+def clients() -> aiohttp.ClientSession:
+    """Connections for as many requests at once as a load has."""
+    timeout = aiohttp.ClientTimeout(total=600)
+    return aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
 
 
 def fitted(node: Node) -> Texts:

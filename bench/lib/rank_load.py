@@ -61,7 +61,7 @@ class RankLoad:
 
     def _conversation(self, number: int) -> Conversation:
         name = f"{self._seed}, {number}, {self._random.random()}"
-        return Conversation(self._texts.fresh(name, _SYSTEM_TOKENS), self._texts, "5m")
+        return Conversation(self._texts.fresh(name, _SYSTEM_TOKENS), self._texts, ttl="5m")
 
     async def _talk(self, cycle: int) -> None:
         if cycle % _TURNS == _TURNS - 1:

@@ -72,7 +72,7 @@ def _event(number: int) -> bytes:
 
 
 _ANSWERS = {path: _answer(b"200 OK", body) for path, body in _PAGES.items()}
-_WHOLE = _answer(b"200 OK", _COMPLETION)
+WHOLE = _answer(b"200 OK", _COMPLETION)
 _UNKNOWN = _answer(b"404 Not Found", b'{"error": "unknown"}')
 _STREAMS = b'"stream":true'
 _STREAM_HEAD = (
@@ -134,7 +134,7 @@ class Responder(asyncio.Protocol):
         elif self._stream:
             self._send_from(0)
         else:
-            self._transport.write(_WHOLE)
+            self._transport.write(WHOLE)
 
     def _send_from(self, part: int) -> None:
         self._transport.write(_STREAM[part])

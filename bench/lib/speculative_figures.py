@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.lib.pin_figures import ratio, spread
 from bench.lib.pin_load import Answer
 from bench.lib.speculative_load import Round, Turn
+from bench.lib.spread import percentiles_ms, ratio_spread, spread
 
 COMPUTED, _USED = "prefilled_ahead_tokens_total", "prefilled_ahead_tokens_used_total"
 
@@ -44,14 +44,15 @@ def arm_figures(rounds: Rounds) -> dict[str, Any]:
     warm_ups = [answer for one in rounds for answer in one.warm_ups]
     cold = [turn.certain_tokens - turn.seen.cached_tokens for turn in turns]
     return {
-        **spread("ttft", [turn.seen.ttft_ms for turn in turns]),
+        **percentiles_ms("ttft", [turn.seen.ttft_ms for turn in turns]),
         "first_ttft_p50_ms": round(statistics.median(first), 1),
-        **spread("result_ttft", results),
+        **percentiles_ms("result_ttft", results),
         "cached_share_p50": round(statistics.median(shares), 4),
         "cached_share_p10": round(statistics.quantiles(shares, n=10, method="inclusive")[0], 4),
         "cold_tokens_p50": round(statistics.median(max(tokens, 0) for tokens in cold)),
-        **spread("others_ttft", _waits_ms(rounds)),
-        "others_per_s": round(statistics.median(map(others_per_s, rounds)), 2),
+        **percentiles_ms("others_ttft", _waits_ms(rounds)),
+        "others_per_s": spread([others_per_s(one) for one in rounds], 2),
+        "tokens_per_s": spread([tokens_per_s(one) for one in rounds], 1),
         "warm_ups": len(warm_ups),
         "warm_up_tokens": sum(one.prompt_tokens - one.cached_tokens for one in warm_ups),
         "failed": sum(map(failed, rounds)),
@@ -70,6 +71,12 @@ def others_per_s(one: Round) -> float:
     return sum(map(math.isfinite, one.others_ms)) / one.span_s
 
 
+def tokens_per_s(one: Round) -> float:
+    """The tokens that people were answered with, by the time that they talked."""
+    answers = [*(turn.seen for turn in one.turns), *one.results]
+    return sum(answer.answer_tokens for answer in answers) / one.span_s
+
+
 def comparison(seen: Mapping[str, Rounds]) -> dict[str, Any]:
     """Ours against no prefill ahead, and against what a client can do. Rounds are pairs."""
     arms = {name: arm_figures(rounds) for name, rounds in seen.items()}
@@ -81,19 +88,19 @@ def comparison(seen: Mapping[str, Rounds]) -> dict[str, Any]:
     off, ours, naive = (arms[name] for name in ("off", "ours", "naive"))
     computed, used = (ours["counters"].get(name, 0) for name in (COMPUTED, _USED))
     return {
-        "ttft_p50_ratio": ratio(middles["off"], middles["ours"]),
-        "ttft_p50_ours_over_off": ratio(middles["ours"], middles["off"]),
+        "ttft_p50_ratio": ratio_spread(middles["off"], middles["ours"]),
+        "ttft_p50_ours_over_off": ratio_spread(middles["ours"], middles["off"]),
         "next_prefix_cached_share": ours["cached_share_p50"],
         "next_prefix_cached_share_p10": ours["cached_share_p10"],
         "others_ttft_p99_ratio": _over(ours, off, "others_ttft_p99_ms"),
-        "others_throughput_ratio": ratio(rates["ours"], rates["off"]),
+        "others_throughput_ratio": ratio_spread(rates["ours"], rates["off"]),
         "prefilled_ahead_tokens": round(computed),
         "wasted_tokens": round(computed - used),
         "naive": {
-            "ttft_p50_ratio": ratio(middles["off"], middles["naive"]),
+            "ttft_p50_ratio": ratio_spread(middles["off"], middles["naive"]),
             "next_prefix_cached_share": naive["cached_share_p50"],
             "others_ttft_p99_ratio": _over(naive, off, "others_ttft_p99_ms"),
-            "others_throughput_ratio": ratio(rates["naive"], rates["off"]),
+            "others_throughput_ratio": ratio_spread(rates["naive"], rates["off"]),
             "computed_tokens": naive["warm_up_tokens"],
         },
         "arms": arms,

@@ -2,8 +2,7 @@
 
 A person's turn is what it is with a coding agent: the person writes, the model thinks and calls
 the tool, its result is sent back, and the model thinks and answers. All that the model says is
-its own. As its weights are random, it would neither think nor call nor end by itself: a grammar
-gives the form, and leaves it the words.
+its own (`bench/lib/voice.py`).
 """
 
 from __future__ import annotations
@@ -11,26 +10,21 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 
+from bench.lib.capacity import Capacity
 from bench.lib.pin_load import CHAT, Answer, Texts, take
 from bench.lib.priority_load import Request
 from bench.lib.priority_load import ask as ask_generate
+from bench.lib.voice import Voice
 
-# What the model says, words and what is between them. Short: on a CPU, an engine that ten
-# people share would do little else than answer.
-_WORD = " [a-z]+"
-_THOUGHT = ("<think>", _WORD, "</think>")
-_CALL = ("[next()]",)
-_TEXT = (_WORD,)
-_OPENED, _CLOSED = "<|im_start|>", "<|im_end|>"
 _MOST_ANSWER_TOKENS = 200
+_BUSY_SHARE = 0.12
 _TOOL = {
     "type": "function",
     "function": {
@@ -78,6 +72,17 @@ class Load:
     others_prompt: int = 150
     others_answer: int = 2
     others_pause_s: float = 0.5
+    most_people: int = 40
+
+    def people_for(self, capacity: Capacity) -> int:
+        """How many people take so fast an engine a part of its time, and half of its memory at
+        most; the load's at least."""
+        turn_s = sum((*self.pause_s, *self.tool_s)) / 2
+        # A tool's result is computed when it comes, and again in the next turn, without thinking.
+        turn_tokens = 2 * self.result + self.later
+        busy = _BUSY_SHARE * capacity.prefill_per_s * turn_s / turn_tokens
+        said = self.system + self.first + self.turns * (self.result + self.later)
+        return max(self.people, round(min(busy, capacity.pool_tokens / 2 / said, self.most_people)))
 
 
 @dataclass
@@ -136,37 +141,6 @@ class Round:
     others_ms: list[float] = field(default_factory=list)
     span_s: float = 0.0
     counted: Mapping[str, float] = field(default_factory=dict)
-
-
-class Voice:
-    """How a random model is made to speak as an agent's does. `tokenizer`: of `tokenizers`."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        # Where the grammar leaves no whole word, all tokens are as likely. Of those that it
-        # allows, one that ends a word is taken before one that goes on with it, and one that
-        # spells more before one that spells less. Any whole word is likelier still.
-        self._bias = {
-            str(number): round((0.2 if _is_of_word(token) else 0.5) + len(token) / 100, 2)
-            for part in (*_THOUGHT, *_CALL, *_TEXT, _CLOSED)
-            if part != _WORD
-            for number, token in self._pieces(part)
-        }
-
-    def form(self, *, is_call: bool) -> dict[str, Any]:
-        """A request's fields that make its answer a thought, and a call or a text."""
-        parts = (*_THOUGHT, *(_CALL if is_call else _TEXT))
-        regex = "".join(part if part == _WORD else re.escape(part) for part in parts)
-        return {"regex": regex, "logit_bias": self._bias}
-
-    def own_tokens(self, text: str) -> int:
-        """How many tokens of a prompt are of its last message, a person's, and come behind it."""
-        framed = f"{_OPENED}user\n{text}{_CLOSED}\n{_OPENED}assistant\n"
-        return len(self._tokenizer.encode(framed).ids)
-
-    def _pieces(self, text: str) -> Iterable[tuple[int, str]]:
-        coded = self._tokenizer.encode(text)
-        return zip(coded.ids, coded.tokens, strict=True)
 
 
 class Person:
@@ -229,10 +203,6 @@ class Person:
             "stream_options": {"include_usage": True},
             **self._voice.form(is_call=is_call),
         }
-
-
-def _is_of_word(token: str) -> bool:
-    return token.isascii() and token.isalpha()
 
 
 async def ask(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Reply:

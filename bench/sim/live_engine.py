@@ -15,6 +15,11 @@ from sgl_ext.requests.segments import Chain, read_chain
 from sgl_ext.requests.strip import HeaderStrip, strip_request
 
 _DEFAULT_ANSWER_TOKENS = 16
+_BEGIN = 32  # characters that tell texts of the trace apart
+
+
+def _is_user(message: dict[str, Any]) -> bool:
+    return message.get("role") == "user"
 
 
 class TooLong(ValueError):
@@ -29,6 +34,7 @@ class Live:
         self.publisher = Publisher(self.engine)
         self.plugin = plugin
         self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
+        self.arrivals: list[tuple[float, str]] = []  # when, and the conversation's first words
         self._strip = HeaderStrip() if plugin else HeaderStrip(())
         self._loop = asyncio.get_running_loop()
         self._waits: dict[Request, dict[str, asyncio.Future[None]]] = {}
@@ -38,6 +44,8 @@ class Live:
         """A request and the answer it will get."""
         body = strip_request(of_path(path), body, self._strip).body
         chat = body if path == CHAT else {"messages": [{"role": "user", "content": body["text"]}]}
+        begun = next(filter(_is_user, chat["messages"]), chat["messages"][-1])
+        self.arrivals.append((self._loop.time(), content_of(begun)[:_BEGIN]))
         limits = body if path == CHAT else body.get("sampling_params") or {}
         tokens = limits.get("max_completion_tokens") or limits.get("max_tokens")
         tokens = tokens or limits.get("max_new_tokens") or _DEFAULT_ANSWER_TOKENS

@@ -157,7 +157,8 @@ async def flush_cache(request: web.Request) -> web.Response:
 async def figures(request: web.Request) -> web.Response:
     live = request.app[LIVE]
     names = ("prompt_tokens", "cached_tokens", "output_tokens")
-    engine = {"prefill_s": live.engine.prefill_s, "requests": live.engine.finished}
+    engine: dict[str, Any] = {"prefill_s": live.engine.prefill_s, "requests": live.engine.finished}
+    engine["arrivals"] = live.arrivals
     return web.json_response({**{name: getattr(live, name) for name in names}, **engine})
 
 

@@ -4,6 +4,7 @@ A policy is called for each request, `policy(call, engines, now) -> worker`, and
 have any of these methods, through which it learns what a router learns:
 
     begin(call, worker, now)        right after it placed the call
+    waits(call, submit)             whether it holds the call back, to `submit()` it later
     first_byte(call, worker, now)   the first token
     end(call, worker, now)          the last one
     event(worker, line, now)        what an engine published, `event_lag_s` late
@@ -20,6 +21,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from bench.sim.engine import Engine, EngineConfig, Event, Load, Request
@@ -50,6 +52,7 @@ class Figures:
     read_write: float
     ttft_p50_ms: float
     ttft_p90_ms: float
+    ttft_p95_ms: float
     ttft_p99_ms: float
     load_max_over_mean: float
     busy: float
@@ -101,9 +104,10 @@ class _Run:
         self._later = self._moved = 0
         self._prompt = self._cached = self._output = 0
         self._now = 0.0
-        nothing: Callable[..., None] = lambda *_: None  # noqa: E731 - a default, four times
+        nothing: Callable[..., None] = lambda *_: None  # noqa: E731 - a default, five times
         hooks = ("begin", "first_byte", "end", "event")
         self._tell: dict[str, Any] = {name: getattr(policy, name, nothing) for name in hooks}
+        self._waits = getattr(policy, "waits", nothing)
 
     def all(self, limit_s: float) -> None:
         while self._loop.open and (self._now < limit_s or self._sent):
@@ -131,7 +135,12 @@ class _Run:
         self._worker[call.agent] = worker
         request = Request(call.keys, call.prompt_tokens, call.output_tokens, call.chain)
         self._sent[request] = (shown, now)
-        self._take(worker, self._engines[worker].submit(request, now))
+        submit = partial(self._submit, worker, request)
+        if not self._waits(shown, submit):
+            submit()
+
+    def _submit(self, worker: int, request: Request) -> None:
+        self._take(worker, self._engines[worker].submit(request, self._now))
 
     def _take(self, worker: int, events: list[Event]) -> None:
         for at, kind, request in events:
@@ -167,6 +176,7 @@ class _Run:
             read_write=round(self._cached / (self._prompt - self._cached + self._output), 2),
             ttft_p50_ms=round(cuts[49], 1),
             ttft_p90_ms=round(cuts[89], 1),
+            ttft_p95_ms=round(cuts[94], 1),
             ttft_p99_ms=round(cuts[98], 1),
             load_max_over_mean=round(max(loads) / mean, 3),
             busy=round(mean / self._now, 3),

@@ -15,7 +15,7 @@ _TOOLS = 16
 
 @dataclass(frozen=True, slots=True)
 class TraceConfig:
-    """What decides a trace, whoever makes it.
+    """What decides a trace: equal configurations give equal traces.
 
     sessions: conversations of people; in a team those of leads and mates.
     calls: of a session; traces of a published shape have their own.
@@ -41,7 +41,7 @@ class Turn:
     the agents in `waits_for` are done; `starts` are agents that begin with its answer.
 
     blocks: names of the blocks that its message consists of, where a trace names them: equal
-        names are equal texts.
+        names are equal texts. block_tokens: of each but the last.
     """
 
     tag: str
@@ -51,14 +51,15 @@ class Turn:
     starts: tuple[int, ...] = ()
     waits_for: tuple[int, ...] = ()
     blocks: tuple[int, ...] = ()
+    block_tokens: int = TRACE_BLOCK_TOKENS
 
     def text(self) -> str:
         """Its message."""
         if not self.blocks:
             return text_of(self.tag, self.tokens)
         *whole, last = self.blocks
-        texts = [text_of(f"block {block}", TRACE_BLOCK_TOKENS) for block in whole]
-        rest = self.tokens - len(whole) * TRACE_BLOCK_TOKENS
+        texts = [text_of(f"block {block}", self.block_tokens) for block in whole]
+        rest = self.tokens - len(whole) * self.block_tokens
         return "".join((*texts, text_of(f"block {last}", rest)))
 
 
@@ -89,6 +90,11 @@ class Agent:
             instructions = f"{self.header}\n{instructions}"
         project = text_of(f"project {self.project}", self.sizes[2])
         return [{"role": "system", "content": text} for text in (instructions, project)]
+
+    def opening(self) -> str:
+        """Tools, instructions and project as one text, for loads with tools of their own."""
+        tools = "".join(tool["function"]["description"] for tool in self.tools())
+        return tools + "".join(message["content"] for message in self.system())
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,4 +1,4 @@
-"""Sessions of the shape that is published of coding agents, closed and the same for a seed.
+"""Sessions of the shape that is published of coding agents: a closed loop, decided by a seed.
 
     per session   median 43 calls; 44% of the sessions send out sub-agents
     per call      median 142K tokens in, 444 out; 95.8% of the input read from a cache
@@ -8,7 +8,7 @@ cache could read was published twice, and both are variants:
 
     published_kind     96.8%: histories grow, and a long one is compacted into a summary
     published_unkind   85.8%: histories are rewritten as well, because thinking or results were
-                       dropped, and everything behind the instructions is computed again
+                       dropped, and all tokens after the instructions are computed again
                        (InferenceX #1632)
 
 A rewritten history is another conversation of the same session, which begins when the earlier one
@@ -17,11 +17,8 @@ has ended. Tools run for some seconds, and a person thinks for half a minute.
 
 from __future__ import annotations
 
-import random
-
-import xxhash
-
 from bench.trace.agents import Agent, TraceConfig, Turn
+from bench.trace.maker import Maker
 
 VARIANTS = ("published_kind", "published_unkind")
 MEDIAN_CALLS, MEDIAN_OUTPUT, SUBAGENT_SHARE = 43, 444, 0.44
@@ -43,22 +40,20 @@ def make_published(config: TraceConfig) -> tuple[Agent, ...]:
     maker = _Maker(config)
     for session in range(config.sessions):
         maker.session(session)
-    return tuple(agent for agent in maker.agents if agent is not None)
+    return maker.agents()
 
 
-class _Maker:
+class _Maker(Maker):
     def __init__(self, config: TraceConfig) -> None:
-        self.config = config
-        self.agents: list[Agent | None] = []
-        self._random = random.Random(config.seed)
+        super().__init__(config)
         self._rewrites = _REWRITES[config.variant]
 
     def session(self, session: int) -> None:
         """A session: one conversation after another, some of whose calls send out sub-agents."""
         calls = min(_MOST_CALLS, max(2, round(self._around(MEDIAN_CALLS, 0.6))))
-        has_subagents = self._random.random() < SUBAGENT_SHARE
-        number = self._reserve()
-        starts_at: float | None = self._random.uniform(0, self.config.ramp_s) / self.config.pace
+        has_subagents = self.random.random() < SUBAGENT_SHARE
+        number = self.reserve()
+        starts_at: float | None = self.random.uniform(0, self.config.ramp_s) / self.config.pace
         turns: list[Turn] = []
         message, history = self._around(_FIRST, 0.8), 0.0
         sent_out: tuple[int, ...] = ()
@@ -70,7 +65,7 @@ class _Maker:
             if has_subagents and call % _SUBAGENTS_EVERY == 4 and not is_last:
                 sent_out = self._send_out(session)
             elif not is_last and self._is_rewritten(history):
-                follows = (self._reserve(),)
+                follows = (self.reserve(),)
             gap_s = self._gap_s(call)
             starts = sent_out + follows
             turns.append(self._turn(number, call, message, answer, gap_s, starts, waits_for))
@@ -84,11 +79,11 @@ class _Maker:
         self._put(number, "lead", session, _MAIN, turns, starts_at)
 
     def _is_rewritten(self, history: float) -> bool:
-        return history > _COMPACTS_AT or self._random.random() < self._rewrites
+        return history > _COMPACTS_AT or self.random.random() < self._rewrites
 
     def _send_out(self, session: int) -> tuple[int, ...]:
         """Sub-agents, which share a smaller beginning and have the session's id."""
-        numbers = tuple(self._reserve() for _ in range(self._random.randint(1, 3)))
+        numbers = tuple(self.reserve() for _ in range(self.random.randint(1, 3)))
         for number in numbers:
             turns = [
                 self._turn(
@@ -98,7 +93,7 @@ class _Maker:
                     self._around(MEDIAN_OUTPUT, 1.0),
                     self._around(_TOOL_S, 0.9),
                 )
-                for call in range(self._random.randint(4, 14))
+                for call in range(self.random.randint(4, 14))
             ]
             self._put(number, "subagent", session, _SUBAGENT, turns, None)
         return numbers
@@ -110,7 +105,7 @@ class _Maker:
 
     def _around(self, median: float, sigma: float) -> float:
         """A value around a median, at most eight times of it."""
-        return median * min(8.0, self._random.lognormvariate(0, sigma))
+        return median * min(8.0, self.random.lognormvariate(0, sigma))
 
     def _turn(
         self,
@@ -122,16 +117,9 @@ class _Maker:
         starts: tuple[int, ...] = (),
         waits_for: tuple[int, ...] = (),
     ) -> Turn:
-        tag = f"{self.config.seed} {self.config.variant} agent {number} call {call}"
-        tokens, answer_tokens = self._size(message), self._size(answer)
-        return Turn(tag, tokens, answer_tokens, gap_s / self.config.pace, starts, waits_for)
-
-    def _size(self, tokens: float) -> int:
-        return max(8, int(tokens * self.config.scale))
-
-    def _reserve(self) -> int:
-        self.agents.append(None)
-        return len(self.agents) - 1
+        tokens, answer_tokens = self.scaled(message), self.scaled(answer)
+        gap_s /= self.config.pace
+        return Turn(self.tag(number, call), tokens, answer_tokens, gap_s, starts, waits_for)
 
     def _put(
         self,
@@ -142,16 +130,6 @@ class _Maker:
         turns: list[Turn],
         starts_at: float | None,
     ) -> None:
-        seed, scale = self.config.seed, self.config.scale
-        tools, instructions, own = (max(1, int(size * scale)) for size in sizes)
-        self.agents[number] = Agent(
-            number,
-            kind,
-            xxhash.xxh3_128_hexdigest(f"session {seed} {session}".encode()),
-            None,
-            f"{kind} {seed} {session % _HARNESSES}",
-            f"{seed} {kind} {session}",
-            (tools, instructions, own),
-            tuple(turns),
-            starts_at,
-        )
+        harness = f"{kind} {self.config.seed} {session % _HARNESSES}"
+        project = f"{kind} {session}"
+        self.put(number, kind, self.session_id(session), harness, project, sizes, turns, starts_at)

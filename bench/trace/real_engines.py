@@ -19,12 +19,12 @@ from sgl_ext_cpu.node import local_model, running_node
 from bench.trace.agents import TraceConfig
 from bench.trace.run import figures, send
 
-_TRACE = TraceConfig(sessions=10, calls=12, scale=0.1, pace=1, ramp_s=10)
+TRACE = TraceConfig(sessions=10, calls=12, scale=0.1, pace=1, ramp_s=10)
 _LIMIT_S = 240.0
 _COUNTER = "sglang:uncached_prompt_tokens_histogram_sum"
 
 
-def measure_real() -> dict[str, Any]:
+def measure_real(trace: TraceConfig) -> dict[str, Any]:
     """Both policies' figures. Raises RuntimeError if a call failed."""
     found: dict[str, Any] = {"workers": 2, "engines": "real"}
     with (
@@ -36,10 +36,10 @@ def measure_real() -> dict[str, Any]:
         for name, urls in arms.items():
             node.flush()
             before = node.metric_by_engine(_COUNTER)
-            outcome = send(urls, _TRACE, _LIMIT_S, None, separate_reasoning=False)
+            outcome = send(urls, trace, _LIMIT_S, None, separate_reasoning=False)
             loads = [b - a for a, b in zip(before, node.metric_by_engine(_COUNTER), strict=True)]
             found[name] = figures(outcome, ideal)
             found[name]["load_max_over_mean"] = round(max(loads) / statistics.mean(loads), 3)
             ideal = ideal or found[name]["cached_ratio"]
             print(f"real {name}: {found[name]}", file=sys.stderr)
-    return {**found, "sessions": _TRACE.sessions, "requests": found["ours"]["requests"]}
+    return {**found, "sessions": trace.sessions, "requests": found["ours"]["requests"]}

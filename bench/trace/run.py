@@ -35,6 +35,8 @@ _PEERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "vllm_router": ("vllm-router", ()),
 }
 POLICIES = ("ours", *_PEERS)
+NO_EVENTS = "ours_without_events"
+"""Our router in front of stock engines, which only answer."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,26 @@ def measure(policy: str, setup: Setup, *, header: bool) -> dict[str, Any]:
     return {
         **figures(outcome, _ideal(setup.trace, only)),
         "load_max_over_mean": round(max(loads) / statistics.mean(loads), 3),
+        "moves": moves_of([page["arrivals"] for page in pages]),
     }
+
+
+def moves_of(arrivals: Sequence[Sequence[tuple[float, str]]]) -> int:
+    """How many requests came to another worker than the one before of the same conversation.
+
+    arrivals: of each worker, the time and the conversation of each request.
+    """
+    seen = [
+        (at_s, worker, conversation)
+        for worker, requests_there in enumerate(arrivals)
+        for at_s, conversation in requests_there
+    ]
+    last: dict[str, int] = {}
+    moves = 0
+    for _, worker, conversation in sorted(seen):
+        moves += last.setdefault(conversation, worker) != worker
+        last[conversation] = worker
+    return moves
 
 
 def figures(outcome: Outcome, ideal: float | None) -> dict[str, Any]:
@@ -75,7 +96,7 @@ def figures(outcome: Outcome, ideal: float | None) -> dict[str, Any]:
         "cached_ratio": round(cached, 4),
         "share_of_ideal": round(cached / ideal, 4) if ideal else None,
         "read_write": round(outcome.cached_tokens / written, 2),
-        **{f"ttft_p{percent}_ms": round(cuts[percent - 1], 1) for percent in (50, 90, 99)},
+        **{f"ttft_p{percent}_ms": round(cuts[percent - 1], 1) for percent in (50, 90, 95, 99)},
         "requests": len(outcome.done),
         "complete": outcome.complete,
         "seconds": round(outcome.seconds, 1),
@@ -141,7 +162,7 @@ def engines(setup: Setup, *, plugin: bool) -> Iterator[list[str]]:
 def router(policy: str, urls: Sequence[str]) -> Iterator[str]:
     """The URL of a policy's router, which runs in front of the engines."""
     with tempfile.TemporaryDirectory() as folder:
-        if policy == "ours":
+        if policy in ("ours", NO_EVENTS):
             running = running_balancer(urls, Path(folder) / "log")
         else:
             name, flags = _PEERS[policy]

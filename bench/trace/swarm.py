@@ -10,7 +10,7 @@ project text of 32K, 42 calls a session and more, histories that grow by some hu
 a call. The loop is closed: an agent's next call comes a gap after its last answer,
 a tool's run or, for a lead, now and then a person's thinking.
 
-Variants: `team`, every team its own beginning; `one_harness`, everybody shares the
+Variants: `team`, every team its own beginning; `one_harness`, all agents share the
 first 20K (tools and instructions), the project's text is the team's; `many_harnesses`,
 eight such beginnings; `no_sharing`, as many clients, but every request unrelated and
 of a new session.
@@ -18,11 +18,8 @@ of a new session.
 
 from __future__ import annotations
 
-import random
-
-import xxhash
-
 from bench.trace.agents import Agent, TraceConfig, Turn
+from bench.trace.maker import Maker
 
 VARIANTS = ("team", "one_harness", "many_harnesses", "no_sharing")
 MATES = 4
@@ -41,21 +38,16 @@ def make_swarm(config: TraceConfig) -> tuple[Agent, ...]:
     else:
         for team in range(max(1, config.sessions // (MATES + 1))):
             maker.team(team)
-    return tuple(agent for agent in maker.agents if agent is not None)
+    return maker.agents()
 
 
-class _Maker:
-    def __init__(self, config: TraceConfig) -> None:
-        self.config = config
-        self.agents: list[Agent | None] = []
-        self._random = random.Random(config.seed)
-
+class _Maker(Maker):
     def team(self, team: int) -> None:
         harnesses = {"one_harness": 1, "many_harnesses": _HARNESSES}.get(self.config.variant)
         harness = f"main {self.config.seed} {team % harnesses if harnesses else f'team {team}'}"
-        starts_at = self._random.uniform(0, self.config.ramp_s / self.config.pace)
-        lead = self._reserve()
-        mates = [self._reserve() for _ in range(MATES)]
+        starts_at = self.random.uniform(0, self.config.ramp_s / self.config.pace)
+        lead = self.reserve()
+        mates = [self.reserve() for _ in range(MATES)]
         for number in mates:
             self._main_agent(number, "mate", team, harness, None, ())
         self._main_agent(lead, "lead", team, harness, starts_at, tuple(mates))
@@ -69,8 +61,8 @@ class _Maker:
         starts_at: float | None,
         mates: tuple[int, ...],
     ) -> None:
-        session = self._session(number)
-        calls = self.config.calls + self._random.randrange(max(1, self.config.calls // 8))
+        session = self.session_id(number)
+        calls = self.config.calls + self.random.randrange(max(1, self.config.calls // 8))
         turns: list[Turn] = []
         explorers: tuple[int, ...] = ()
         for call in range(calls):
@@ -80,8 +72,7 @@ class _Maker:
             explorers = ()
             if call % 21 == 6 and call + 1 < calls:
                 explorers = tuple(
-                    self._explorer(team, harness, session)
-                    for _ in range(self._random.randint(2, 3))
+                    self._explorer(team, harness, session) for _ in range(self.random.randint(2, 3))
                 )
             thinks = kind == "lead" and call % 6 == 4
             tokens = self._size(700) if not call else self._size(300)
@@ -90,24 +81,24 @@ class _Maker:
                     number, call, tokens, 4.0 if thinks else 0.6, starts + explorers, waits_for
                 )
             )
-        self._put(number, kind, session, harness, f"{team}", _MAIN, turns, starts_at)
+        self.put(number, kind, session, harness, f"team {team}", _MAIN, turns, starts_at)
 
     def _explorer(self, team: int, harness: str, session: str) -> int:
-        number = self._reserve()
-        calls = self._random.randint(4, 10)
+        number = self.reserve()
+        calls = self.random.randint(4, 10)
         turns = [self._turn(number, call, self._size(300), 0.4) for call in range(calls)]
-        self._put(number, "explore", session, f"explore {harness}", f"{team}", _EXPLORE, turns)
+        harness, project = f"explore {harness}", f"explorers of {team}"
+        self.put(number, "explore", session, harness, project, _EXPLORE, turns)
         return number
 
     def unrelated(self, client: int) -> None:
-        numbers = [self._reserve() for _ in range(self.config.calls)]
+        numbers = [self.reserve() for _ in range(self.config.calls)]
         for place, number in enumerate(numbers):
             starts = tuple(numbers[place + 1 : place + 2])
             turn = self._turn(number, 0, self._size(1500), 1.5, starts)
-            starts_at = self._random.uniform(0, 3 / self.config.pace) if not place else None
-            self._put(
-                number, "client", self._session(number), None, f"{client}", _MAIN, [turn], starts_at
-            )
+            starts_at = self.random.uniform(0, 3 / self.config.pace) if not place else None
+            session = self.session_id(number)
+            self.put(number, "client", session, None, f"client {client}", _MAIN, [turn], starts_at)
 
     def _turn(
         self,
@@ -118,48 +109,10 @@ class _Maker:
         starts: tuple[int, ...] = (),
         waits_for: tuple[int, ...] = (),
     ) -> Turn:
-        gap_s = min(self._random.expovariate(1 / gap_s), 5 * gap_s) / self.config.pace
-        tag = f"{self.config.seed} {self.config.variant} agent {number} call {call}"
-        return Turn(tag, tokens, self._size(90), gap_s, starts, waits_for)
+        gap_s = min(self.random.expovariate(1 / gap_s), 5 * gap_s) / self.config.pace
+        return Turn(self.tag(number, call), tokens, self._size(90), gap_s, starts, waits_for)
 
     def _size(self, median: int) -> int:
         """A size around a median, with a tail up to some five times of it."""
-        factor = min(5.0, self._random.lognormvariate(0, 0.6))
-        return max(8, int(median * factor * self.config.scale))
-
-    def _session(self, number: int) -> str:
-        return xxhash.xxh3_128_hexdigest(f"session {self.config.seed} {number}".encode())
-
-    def _reserve(self) -> int:
-        self.agents.append(None)
-        return len(self.agents) - 1
-
-    def _put(
-        self,
-        number: int,
-        kind: str,
-        session: str,
-        harness: str | None,
-        project: str,
-        sizes: tuple[int, int, int],
-        turns: list[Turn],
-        starts_at: float | None = None,
-    ) -> None:
-        header = None
-        if self.config.billing_header:
-            mark = xxhash.xxh3_64_hexdigest(f"{self.config.seed} {number}".encode())[:3]
-            # A fingerprint of three digits would soon repeat; the number keeps it unique.
-            version = f"cc_version=2.1.197.{mark}{number}"
-            header = f"x-anthropic-billing-header: {version}; cc_entrypoint=sdk-cli;"
-        tools, instructions, own = (max(1, int(size * self.config.scale)) for size in sizes)
-        self.agents[number] = Agent(
-            number,
-            kind,
-            session,
-            header,
-            harness,
-            f"{self.config.seed} {project} {kind == 'explore'}",
-            (tools, instructions, own),
-            tuple(turns),
-            starts_at,
-        )
+        factor = min(5.0, self.random.lognormvariate(0, 0.6))
+        return self.scaled(median * factor)

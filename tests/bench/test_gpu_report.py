@@ -24,9 +24,9 @@ from bench.gpu import machine as machine_module
 from bench.gpu.equality import explanation, unexplained
 from bench.gpu.machine import Machine, find_machine, freest, needed_bytes, with_model
 from bench.gpu.page import page
-from bench.gpu.steps import Result, Step, held, run_step
 from bench.lib.engines import engine_parser
 from bench.lib.priority_load import Load
+from bench.report.steps import Result, Step, held, run_step
 from sgl_ext.node.hardware import Hardware
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
 from tests.waiting import until

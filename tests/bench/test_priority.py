@@ -7,9 +7,20 @@ from typing import Any
 
 import pytest
 
+from bench.lib.capacity import Capacity
 from bench.lib.pin_load import Texts
-from bench.lib.priority_figures import comparison, differing, rate, siege_figures, starved
-from bench.lib.priority_load import BATCH, INTERACTIVE, Answer, Load, Request
+from bench.lib.priority_figures import comparison, differing, siege_figures, starved
+from bench.lib.priority_load import (
+    BATCH,
+    INTERACTIVE,
+    Answer,
+    Load,
+    Request,
+    queues_found,
+    sent_beside_batch,
+)
+from bench.lib.script import NotValid
+from bench.priority import check_load, fitted_load
 
 AGING_S = 1.0
 BOUND_S = 11.0
@@ -45,10 +56,33 @@ def test_what_a_preempted_request_had_been_answered_with() -> None:
     assert seen.output_ids == list(range(6))
 
 
-def test_a_rate_is_of_whole_answers_until_the_last_is_over() -> None:
-    cut = answer(BATCH, 0, 1.0, None)
-    assert rate([*played(1.0, 8.0), cut]) == pytest.approx(500 / 8)
-    assert rate([cut]) == 0.0
+CAPACITY = Capacity(prefill_per_s=1000, decode_per_s=100, streams=2, pool_tokens=700, slots=3)
+
+
+def test_a_faster_engine_gets_a_larger_batch_and_keeps_a_fifth_interactive() -> None:
+    shape = Load(16, (300, 300), (300, 8), (0.1, 0.2, 0.3, 0.4))
+    assert fitted_load(shape, CAPACITY, 5.0) == shape
+    fast = Capacity(100_000, 2_400, 8, 8192, 8)
+    load = fitted_load(shape, fast, 4.0)
+    assert load.batch == 32  # each takes 0.128 s
+    assert len(load.offsets) == 8
+    assert (load.offsets[0], load.offsets[-1]) == (0.1, pytest.approx(0.4))
+    assert fitted_load(shape, fast, 1000.0).batch == 12 * 16
+
+
+def test_a_round_without_a_queue_is_not_valid() -> None:
+    waiting = [answer(BATCH, 0, 1.0 + n, 8.0, prompt_tokens=100) for n in range(4)]
+    asking = answer(INTERACTIVE, 2.5, 5.0, 6.0)
+    assert queues_found([*waiting, asking]) == [2]
+    assert sent_beside_batch([*waiting, asking]) == 1
+    check_load([*waiting, asking], CAPACITY)
+    late = answer(INTERACTIVE, 9.0, 9.5, 9.6)
+    with pytest.raises(NotValid, match="while the batch runs"):
+        check_load([*waiting, late], CAPACITY)
+    with pytest.raises(NotValid, match="find others waiting"):
+        check_load([*waiting, answer(INTERACTIVE, 4.5, 5.0, 6.0)], CAPACITY)
+    with pytest.raises(NotValid, match="more than the engine holds"):
+        check_load([*waiting[:3], asking], CAPACITY)
 
 
 def test_who_waits_beyond_the_bound_and_all_that_was_ahead_is_starved() -> None:
@@ -70,13 +104,16 @@ def test_arms_are_compared_by_medians_over_rounds() -> None:
     }
     counted = {name: {"sgl_ext_recomputed_tokens_total": 5.0} for name in seen}
     found = comparison(seen, counted, AGING_S)
-    assert (found["ttft_p50_vs_fcfs"], found["ttft_p50_vs_stock_priority"]) == (0.125, 0.25)
-    assert found["batch_throughput_ratio"] == 1.0  # of 1, 1.6 and 0.8
+    waits = [found[name]["median"] for name in ("ttft_p50_vs_fcfs", "ttft_p50_vs_stock_priority")]
+    assert waits == [0.125, 0.25]
+    assert found["batch_throughput_ratio"] == {
+        "median": 1.0, "min": 0.8, "max": 1.6, "rounds": 3, "crosses_1": True
+    }  # fmt: skip
     assert (found["preemptions"], found["recomputed_tokens"], found["starved"]) == (4, 5, 0)
     assert found["longest_batch_wait_s"] == 1.0
     assert found["outputs_identical"]
     assert found["arms"]["fcfs"]["interactive"] == {"ttft_p50_ms": 4000, "ttft_p99_ms": 4000}
-    assert found["arms"]["ours"]["batch_tokens_per_s"] == 32.0
+    assert found["arms"]["ours"]["batch_tokens_per_s"]["median"] == 32.0
 
 
 def test_an_answer_that_differs_is_found() -> None:

@@ -24,6 +24,26 @@ def test_what_is_added_is_what_direct_did_not_take() -> None:
     figures = dict.fromkeys(sizes[0], seen) | dict.fromkeys(sizes[1], direct)
     report = _report(figures, ["ours", "nginx"])
     assert report["added_p50_ms_200kb"] == 2.0
-    assert report["ours"]["2kb"]["added_ttft_p50_ms"] == 0.5
-    assert report["ours"]["2kb"]["rps"] == 100
+    assert report["ours"]["2kb"]["added_ttft_p50_ms"]["median"] == 0.5
+    assert report["ours"]["2kb"]["rps"]["median"] == 100
     assert report["nginx"] is None
+
+
+def test_the_figures_at_the_top_say_in_which_columns_a_router_is_better() -> None:
+    ours, direct = (
+        Figures([2.0], [2.0], [9.0], [50.0], [9.0], [60.0]),
+        Figures([1.0], [1.0], [1.0], [0.0], [1.0], [0.0]),
+    )
+    worse = Figures([3.0], [3.0], [8.0], [70.0], [8.0], [80.0])
+    better = Figures([3.0], [3.0], [8.0], [49.0], [8.0], [80.0])
+    figures = {("ours", size): ours for size in SIZES} | {
+        ("direct", size): direct for size in SIZES
+    }
+    figures |= {("nginx", size): better for size in SIZES}
+    figures |= {("smg", size): worse for size in SIZES}
+    report = _report(figures, ["ours", "smg", "nginx"])
+    assert report["ours_cpu_us_300b"] == report["ours_cpu_us_200kb"] == 50.0
+    assert report["first_in_every_column"] is True
+    report = _report(figures | {("smg", "2kb"): better}, ["ours", "smg", "nginx"])
+    assert report["first_in_every_column"] is False
+    assert report["behind"] == {"cpu_us_per_request 2kb": ["smg"]}

@@ -12,13 +12,12 @@ import pytest
 from sgl_ext_cpu.node import FORKING, ROOT
 from sgl_ext_cpu.nursery import Nursery
 
-from bench.lib.script import require, run
-
 WITHOUT_ENGINES = ("index", "proxy", "routing", "store", "templates", "tool_loop")
 WITH_ENGINES = (
     *("fanout", "header_strip", "misroute", "pin_flood", "priority", "speculative_prefill"),
-    *("tenant_probe", "warm_turn", "chaos", "soak"),
+    *("tenant_probe", "warm_turn", "long_history", "chaos", "soak"),
 )
+TIMED = ("warm_turn", "long_history")
 
 # Its engines are started by themselves, and take long.
 ALONE = "rank_agreement"
@@ -42,9 +41,9 @@ def run_smallest(name: str, environment: Mapping[str, str] | None = None) -> dic
 
 @pytest.fixture
 def bench_with_engines(nursery: Nursery) -> Bench:
-    # bench/warm_turn times the functions of modules that its engines import themselves.
+    # These time the functions of modules that their engines import themselves.
     return lambda name: run_smallest(
-        name, FORKING if name == "warm_turn" else {**FORKING, **nursery.environment}
+        name, FORKING if name in TIMED else {**FORKING, **nursery.environment}
     )
 
 
@@ -73,16 +72,3 @@ def test_the_ranks_of_two_nodes_agree() -> None:
 def test_no_bench_is_left_out() -> None:
     scripts = {path.stem for path in (ROOT / "bench").glob("*.py")} - {"__init__"}
     assert scripts == {*WITHOUT_ENGINES, *WITH_ENGINES, ALONE}
-
-
-def test_a_broken_invariant_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    def measure() -> dict[str, object]:
-        require(False, "a flood is larger than the cache", tokens=7)
-        return {}
-
-    with pytest.raises(SystemExit) as ended:
-        run("name", measure)
-    assert ended.value.code == (
-        "bench.name: broken invariant: a flood is larger than the cache (tokens=7)"
-    )
-    assert capsys.readouterr().out == ""

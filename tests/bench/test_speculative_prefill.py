@@ -8,9 +8,11 @@ from typing import Any, cast
 
 import pytest
 
+from bench.lib.capacity import Capacity
 from bench.lib.pin_load import Answer, Texts
 from bench.lib.speculative_figures import arm_figures, cached_share, comparison, failed
-from bench.lib.speculative_load import Load, Person, Reply, Round, Stage, Turn, Voice
+from bench.lib.speculative_load import Load, Person, Reply, Round, Stage, Turn
+from bench.lib.voice import Voice
 
 FEW = Load(people=1, turns=2, system=50, result=60)
 
@@ -48,7 +50,7 @@ def played(
     """Turns whose first would spoil any figure that it is part of."""
     first = Turn(1, 500, Answer(600, 0, ttft_ms=9999.0, is_whole=True))
     next_ = Turn(2, 1000, Answer(1100, cached, ttft_ms=ttft_ms, is_whole=True))
-    results = [Answer(2000, 1100, ttft_ms=50.0, is_whole=True)] * 2
+    results = [Answer(2000, 1100, ttft_ms=50.0, is_whole=True, answer_tokens=40)] * 2
     counted = {"prefilled_ahead_tokens_total": 700.0, "prefilled_ahead_tokens_used_total": 500.0}
     made = {"warm_ups": [], "counted": counted, **fields}
     return Round([first, next_, next_], results, others_ms=[others_ms] * 4, span_s=span_s, **made)
@@ -135,7 +137,8 @@ def test_what_is_not_answered_whole_is_counted_and_left_out() -> None:
     figures = arm_figures([one])
     assert figures["failed"] == 3
     assert (figures["ttft_p50_ms"], figures["others_ttft_p99_ms"]) == (100.0, 10.0)
-    assert figures["others_per_s"] == 2.0
+    assert figures["others_per_s"]["median"] == 2.0
+    assert figures["tokens_per_s"]["median"] == 40.0
 
 
 def test_arms_are_compared_round_by_round() -> None:
@@ -150,17 +153,28 @@ def test_arms_are_compared_round_by_round() -> None:
         "naive": [played(600.0, 700, warm_ups=warm_ups, span_s=4.0)] * 3,
     }
     found = comparison(seen)
-    assert (found["ttft_p50_ratio"], found["ttft_p50_ours_over_off"]) == (4.0, 0.25)
+    ratios = found["ttft_p50_ratio"], found["ttft_p50_ours_over_off"]
+    assert [one["median"] for one in ratios] == [4.0, 0.25]
     assert found["next_prefix_cached_share"] == found["next_prefix_cached_share_p10"] == 0.99
-    assert (found["others_ttft_p99_ratio"], found["others_throughput_ratio"]) == (1.1, 1.0)
+    assert found["others_ttft_p99_ratio"] == 1.1
+    assert found["others_throughput_ratio"]["median"] == 1.0
     assert (found["prefilled_ahead_tokens"], found["wasted_tokens"]) == (2100, 600)
-    assert found["naive"] == {
-        "ttft_p50_ratio": 0.5,
-        "next_prefix_cached_share": 0.7,
-        "others_ttft_p99_ratio": 1.0,
-        "others_throughput_ratio": 0.5,
-        "computed_tokens": 1800,
-    }
+    naive = found["naive"]
+    assert (naive["ttft_p50_ratio"]["median"], naive["others_throughput_ratio"]["max"]) == (
+        0.5,
+        0.5,
+    )
+    assert (naive["next_prefix_cached_share"], naive["computed_tokens"]) == (0.7, 1800)
     off = found["arms"]["off"]
     assert (off["cold_tokens_p50"], off["result_ttft_p50_ms"], off["failed"]) == (300, 50.0, 0)
     assert off["first_ttft_p50_ms"] == 9999.0
+
+
+def test_a_faster_engine_has_more_people_if_its_memory_holds_them() -> None:
+    load = Load(people=10)
+
+    def people(prefill_per_s: float, pool_tokens: int = 1_000_000) -> int:
+        return load.people_for(Capacity(prefill_per_s, 1.0, 8, pool_tokens, 8))
+
+    assert [people(rate) for rate in (1_000, 30_000, 60_000, 1e6)] == [10, 10, 15, 40]
+    assert [people(1e6, pool) for pool in (100_000, 300_000)] == [10, 20]

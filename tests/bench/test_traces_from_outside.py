@@ -88,7 +88,7 @@ def test_a_trace_is_cut_to_so_many_sessions_and_scaled(tmp_path: Path) -> None:
     config = written(tmp_path, *(line(1000 * n, [n, n + 1], 1000) for n in range(5)))
     agents = make_trace(replace(config, sessions=3, scale=0.5, pace=2))
     assert [agent.starts_at for agent in agents] == [0.0, 0.5, 1.0]
-    assert [(a.turns[0].tokens, len(a.turns[0].blocks)) for a in agents] == [(500, 1)] * 3
+    assert [(a.turns[0].tokens, len(a.turns[0].blocks)) for a in agents] == [(500, 2)] * 3
 
 
 @pytest.mark.parametrize(

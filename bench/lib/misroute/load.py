@@ -3,6 +3,9 @@
 A turn goes through `/v1/messages` or `/v1/chat/completions`, by session, and streams or
 not, by chance. What the client saw of each is a `Sent`. Nothing is sent twice: a request
 that fails ends its conversation, and the session begins another one.
+
+With a trace the conversations are its agents', in their order, each begun by a session that has
+none. Pauses are the trace's, or `think_s` where it has none; after its end it begins again.
 """
 
 from __future__ import annotations
@@ -12,17 +15,21 @@ import json
 import random
 import re
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
+from bench.trace.agents import Agent
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.segments import Chain, read_chain
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 _SYSTEM_BYTES = 6000
+_NO_SYSTEM = "You read files."
 _TURNS = (3, 9)
 _WORDS_A_MESSAGE = (60, 200)
 _ANSWER_TOKENS = (4, 8, 16, 64)
@@ -53,11 +60,37 @@ class Sent:
     why: str = ""
 
 
+@dataclass(frozen=True)
+class Ask:
+    """A message of a conversation, sent after a pause."""
+
+    pause_s: float
+    text: str
+    answer_tokens: int
+
+
+@dataclass(frozen=True)
+class Talk:
+    """A conversation to have."""
+
+    system: str
+    asks: Sequence[Ask]
+
+
 class Load:
     """The sessions. `phase` names what is done to the engines meanwhile; `open` is the gate
     through which every request goes."""
 
-    def __init__(self, url: str, model: str, *, sessions: int, think_s: float, seed: int) -> None:
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        *,
+        sessions: int,
+        think_s: float,
+        seed: int,
+        trace: Sequence[Agent] = (),
+    ) -> None:
         self.sent: list[Sent] = []
         self.phase = ""
         self.open = asyncio.Event()
@@ -73,6 +106,7 @@ class Load:
         )
         self._system = words[:_SYSTEM_BYTES]
         self._words = words.split()
+        self.traced = self._traced_talks(trace) if trace else None
 
     async def run(self) -> None:
         """Goes on until `end`, and then until the last answer is there."""
@@ -89,43 +123,59 @@ class Load:
     async def _session(self, http: aiohttp.ClientSession, number: int) -> None:
         chance = random.Random(self._seed * 1000 + number)
         path = (CHAT, MESSAGES)[number % 2]
-        begun = 0
-        while not self._ending.is_set():
-            begun += 1
+        for talk in self.traced or self._own_talks(number, chance):
             messages: list[dict[str, Any]] = []
-            for turn in range(chance.randint(*_TURNS)):
-                await asyncio.sleep(chance.expovariate(1 / self._think_s))
+            for ask in talk.asks:
+                await asyncio.sleep(ask.pause_s)
                 await self.open.wait()
                 if self._ending.is_set():
                     return
-                count = chance.randint(*_WORDS_A_MESSAGE)
-                text = " ".join(chance.choices(self._words, k=count))
-                opening = f"Session {number}.{begun}, turn {turn}. "
-                messages.append({"role": "user", "content": opening + text})
-                if not await self._ask(http, path, messages, chance):
+                messages.append({"role": "user", "content": ask.text})
+                if not await self._ask(http, path, talk.system, messages, ask, chance):
                     break
                 messages.append({"role": "assistant", "content": _ANSWER})
+
+    def _own_talks(self, number: int, chance: random.Random) -> Iterator[Talk]:
+        for begun in count(1):
+            asks = []
+            for turn in range(chance.randint(*_TURNS)):
+                words = chance.choices(self._words, k=chance.randint(*_WORDS_A_MESSAGE))
+                text = f"Session {number}.{begun}, turn {turn}. " + " ".join(words)
+                pause_s = chance.expovariate(1 / self._think_s)
+                asks.append(Ask(pause_s, text, chance.choice(_ANSWER_TOKENS)))
+            yield Talk(self._system, asks)
+
+    def _traced_talks(self, agents: Sequence[Agent]) -> Iterator[Talk]:
+        while True:
+            for agent in agents:
+                asks = [
+                    Ask(turn.gap_s or self._think_s, turn.text(), turn.answer_tokens)
+                    for turn in agent.turns
+                ]
+                yield Talk(agent.opening() or _NO_SYSTEM, asks)
 
     async def _ask(
         self,
         http: aiohttp.ClientSession,
         path: str,
+        system: str,
         messages: list[dict[str, Any]],
+        ask: Ask,
         chance: random.Random,
     ) -> bool:
         """Sends one turn; whether it was answered."""
         streams = chance.random() < 0.5
         body: dict[str, Any] = {
             "model": self._model,
-            "max_tokens": chance.choice(_ANSWER_TOKENS),
+            "max_tokens": ask.answer_tokens,
             "temperature": 0,
             "stream": streams,
             "messages": messages,
         }
         if path == MESSAGES:
-            body["system"] = self._system
+            body["system"] = system
         else:
-            body["messages"] = [{"role": "system", "content": self._system}, *messages]
+            body["messages"] = [{"role": "system", "content": system}, *messages]
             if streams:
                 body["stream_options"] = {"include_usage": True}
         sent = Sent(self.phase, read_chain(of_path(path), body), streams, time.time())

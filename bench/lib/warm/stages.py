@@ -23,6 +23,7 @@ TOKENIZE, TEMPLATE = "engine tokenize", "engine template"
 
 _OPENAI = "sglang.srt.entrypoints.openai"
 _CHAT = f"{_OPENAI}.serving_chat:OpenAIServingChat"
+_RESPONSES = f"{_OPENAI}.serving_responses:OpenAIServingResponses"
 _ANTHROPIC = "sglang.srt.entrypoints.anthropic.serving:AnthropicServing"
 _MANAGERS = "sglang.srt.managers"
 _TOKENIZERS = f"{_MANAGERS}.tokenizer_manager:TokenizerManager"
@@ -37,6 +38,7 @@ SHARED = {
     f"{_ANTHROPIC}._convert_to_chat_completion_request": "engine conversion",
     f"{_CHAT}._validate_request": "engine validation",
     f"{_CHAT}._convert_to_internal_request": "engine conversion",
+    f"{_RESPONSES}._make_request": "engine conversion",
     f"{_CHAT}._process_messages": "engine messages",
     f"{_CHAT}._render_and_encode_chat_template": TOKENIZE,
     "transformers.tokenization_utils_base:PreTrainedTokenizerBase.apply_chat_template": TEMPLATE,
@@ -70,10 +72,13 @@ OURS = {
     "sgl_ext.balancer.http.upstream:UpstreamConnection.data_received": "balancer answer",
     "sgl_ext.engine.http.request_hook:read_body": "engine segments",
     "sgl_ext.engine.http.pin_placement:place_pins": "engine marks",
+    "sgl_ext.engine.http.pin_placement:place_pins_of_response": "engine marks",
     "sgl_ext.engine.http.generation_hook:send_hints": "engine hints",
     "sgl_ext.engine.scheduler.iteration:publish_events": "scheduler events",
     "sgl_ext.engine.scheduler.iteration:take_orders": "scheduler events",
     "sgl_ext.engine.scheduler.priority:order_queue": "scheduler order",
+    # The output is sent: the turn waits for the HTTP process, not for this.
+    "sgl_ext.engine.scheduler.first_token:run_deferred": BETWEEN,
 }
 """Functions of ours."""
 

@@ -16,7 +16,9 @@ from typing import Any, Literal
 
 from sgl_ext_cpu.node import ROOT
 
-Status = Literal["ok", "failed", "not run"]
+from bench.lib.script import NOT_VALID
+
+Status = Literal["ok", "failed", "not valid", "not run"]
 _OUTPUT, _ERRORS = "output.log", "errors.log"
 _ENDING_S = 30.0
 _SHOWN_LINES = 30
@@ -35,7 +37,10 @@ class Step:
 
 @dataclass
 class Result:
-    """How a step ended. why: what failed, "" if nothing did. log_end: of the logs of a failure."""
+    """How a step ended. not valid: it could not make the load that it is about.
+
+    why: what failed or was not valid, "" if nothing. log_end: of the logs of a failure.
+    """
 
     name: str
     status: Status
@@ -67,6 +72,8 @@ def run_step(step: Step, folder: Path, left_s: float) -> Result:
     if status == 0 and figures is not None:
         return Result(step.name, "ok", seconds, figures)
     why = reason((folder / _ERRORS).read_text(errors="replace"), status, limit_s)
+    if status == NOT_VALID:
+        return Result(step.name, "not valid", seconds, why=why.partition(": not valid: ")[2] or why)
     return Result(step.name, "failed", seconds, figures or {}, why, log_ends(folder))
 
 

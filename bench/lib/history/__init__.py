@@ -1,0 +1,1 @@
+"""Parts of bench/long_history: work by stage, memory by process, and how both grow."""

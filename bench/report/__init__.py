@@ -1,0 +1,1 @@
+"""One report of all benches: `make report`."""

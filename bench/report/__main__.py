@@ -1,0 +1,148 @@
+"""Measures what this project claims, and writes docs/benchmarks.md with its plots.
+
+    make report
+
+runs the benches in quick form, in less than 45 minutes on two cores that have nothing else to do.
+It writes docs/benchmarks.json, docs/benchmarks.md, the plots in docs/images and the README's table.
+
+A run that was interrupted goes on where it ended, unless the code, the machine or the size is
+another. `--only` measures these steps again and keeps the others. The exit status is 1 if a step
+failed or did not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from sgl_ext_cpu.node import ROOT
+
+from bench.report import machine
+from bench.report.charts import charts
+from bench.report.page import figures_of, page, with_readme_part
+from bench.report.peers import peer_versions
+from bench.report.plan import NAMES, Planned, chosen
+from bench.report.plots import draw
+from bench.report.saved import Saved
+from bench.report.steps import Result, run_step
+
+JSON, PAGE, README, IMAGES = (
+    "docs/benchmarks.json",
+    "docs/benchmarks.md",
+    "README.md",
+    "docs/images",
+)
+
+
+def main() -> int:
+    options = _parser().parse_args()
+    if options.page:
+        write_pages(committed(ROOT), ROOT)
+        return 0
+    size = "full" if options.full else "quick"
+    here = machine.machine()
+    key = {"code": machine.code(), "machine": here, "size": size}
+    facts = {
+        "began": time.strftime("%Y-%m-%d"),
+        "commit": machine.commit(),
+        "size": size,
+        "machine": here,
+        "packages": machine.packages(),
+        "peers": peer_versions(),
+    }
+    folder = options.folder.resolve()
+    saved, console = Saved(folder / "report.json", key, facts), Console()
+    console.print(saved.go_on(keep=options.keep, also_ended=options.only is not None))
+    try:
+        results = measure(
+            chosen(options.only, is_full=options.full, with_gpu=options.gpu),
+            saved,
+            options,
+            console,
+        )
+    except KeyboardInterrupt:
+        console.print("Interrupted. The same command goes on from here.")
+        return 130
+    saved.end()
+    (ROOT / JSON).write_text(json.dumps(saved.document(), indent=1) + "\n")
+    write_pages(saved.document(), ROOT)
+    console.print(f"Written: {PAGE}")
+    bad = [result.name for result in results if result.status in ("failed", "not run")]
+    if bad:
+        console.print(f"Failed: {', '.join(bad)}. Logs are in {folder}")
+    return 1 if bad else 0
+
+
+def measure(
+    steps: Sequence[Planned], saved: Saved, options: argparse.Namespace, console: Console
+) -> list[Result]:
+    """Runs the steps that are not measured yet, and saves each. A step's time is its own and what
+    earlier steps left of theirs."""
+    results, left_s = [], 0.0
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn())
+    last = (TextColumn("{task.completed} of {task.total}"), TimeElapsedColumn())
+    with Progress(*columns, *last, console=console) as progress:
+        shown = progress.add_task("", total=len(steps))
+        for planned in steps:
+            step = planned.step(is_full=options.full)
+            if options.only is None and saved.has(planned.name):
+                progress.advance(shown)
+                continue
+            progress.update(shown, description=planned.name)
+            left_s += step.limit_s * options.patience
+            result = run_step(replace(step, limit_s=left_s), options.folder / planned.name, left_s)
+            left_s = max(0.0, left_s - result.seconds)
+            saved.add(result, planned.command(is_full=options.full), machine.commit())
+            why = f": {result.why}" if result.why else ""
+            console.print(f"{result.name}: {result.status}, {result.seconds:.0f} s{why}")
+            results.append(result)
+            progress.advance(shown)
+    return results
+
+
+def committed(root: Path) -> dict[str, Any]:
+    """The document that docs/ has; an empty one if there is none."""
+    path = root / JSON
+    return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
+def write_pages(report: dict[str, Any], root: Path) -> None:
+    """Writes the page, its plots and the README's part."""
+    (root / PAGE).write_text(page(report))
+    readme = root / README
+    readme.write_text(with_readme_part(readme.read_text(), report))
+    draw(charts(figures_of(report)), root / IMAGES)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--full", action="store_true", help="each bench in full: hours")
+    parser.add_argument("--gpu", action="store_true", help="and `make gpu-report`")
+    parser.add_argument("--only", nargs="+", choices=NAMES, metavar="NAME", help=", ".join(NAMES))
+    parser.add_argument(
+        "--keep", action="store_true", help="keep an earlier run's steps, whatever has changed"
+    )
+    parser.add_argument(
+        "--page", action="store_true", help=f"measure nothing: write the page from {JSON}"
+    )
+    parser.add_argument(
+        "--patience", type=float, default=1.0, help="2: each step may take twice its time"
+    )
+    parser.add_argument("--folder", type=Path, default=ROOT / ".run/report", help="logs and state")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

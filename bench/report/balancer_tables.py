@@ -1,0 +1,175 @@
+"""The tables about the balancer and its parts, read from the figures of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from bench.report.charts import DECISIONS, Figures, proxies, routers, size_of
+from bench.report.labels import label
+from bench.report.tables import Table, arms_table, look, named_table
+
+
+def routing(found: Figures) -> Iterator[Table]:
+    rows = [
+        (
+            label(name),
+            *(look(one, f"ttft_p{percent}_ms") for percent in (50, 90, 99)),
+            look(one, "share_of_ideal"),
+            look(one, "load_max_over_mean"),
+            look(one, "requests"),
+        )
+        for name, one in routers(found).items()
+    ]
+    head = ("router", "TTFT p50, ms", "p90", "p99", "share of ideal cache", "load, most / mean")
+    yield Table((*head, "calls"), rows)
+
+
+def routing_harnesses(found: Figures) -> Iterator[Table]:
+    columns = {
+        "TTFT p50, ms": "ttft_p50_ms",
+        "p95": "ttft_p95_ms",
+        "p99": "ttft_p99_ms",
+        "cached": "cached_ratio",
+        "load, most / mean": "load_max_over_mean",
+        "moves": "moves",
+    }
+    for variant, of in found.items():
+        if isinstance(of, Mapping):
+            rows = [
+                (label(name), *(look(one, key) for key in columns.values()))
+                for name, one in routers(of).items()
+            ]
+            yield Table((label(variant), *columns), rows)
+
+
+def proxy_profile(found: Figures) -> Iterator[Table]:
+    sizes = {name: steps for name, steps in found.items() if isinstance(steps, Mapping)}
+    names = dict.fromkeys(step for steps in sizes.values() for step in steps)
+    rows = [(label(name), *(look(steps, name) for steps in sizes.values())) for name in names]
+    heads = (f"body of {size_of(size)}, microseconds" for size in sizes)
+    yield Table(("step", *heads), rows)
+
+
+_JUDGED = {
+    "TTFT p50, ms": "ttft_ms_p50",
+    "TTFT p99, ms": "ttft_ms_p99",
+    "tokens per second of a stream": "stream_tokens_per_s_p50",
+    "tokens per second": "tokens_per_s",
+    "cached share, by the judge": "cached_share",
+    "by the engines": "engines_cached_share",
+}
+
+
+def judges(found: Figures) -> Iterator[Table]:
+    for judge, loads in found.items():
+        for load, arms in loads.items() if isinstance(loads, Mapping) else ():
+            named = {name: arm for name, arm in arms.items() if isinstance(arm, Mapping)}
+            ratio = named.pop("stock_over_ours_ttft_p50", None)
+            rows = [
+                (label(name), arm["refused"], *[""] * (len(_JUDGED) - 1))
+                if "refused" in arm
+                else (label(name), *(arm.get(key) for key in _JUDGED.values()))
+                for name, arm in named.items()
+            ]
+            yield Table((f"{judge}, {load}", *_JUDGED), rows)
+            if ratio:
+                yield Table(("", ""), [(f"TTFT p50, {load}: SGLang / sgl-ext", ratio)])
+
+
+def misroute(found: Figures) -> Iterator[Table]:
+    yield named_table(
+        found,
+        {
+            "requests": ("requests",),
+            "routed for a prefix that the engine no longer had": ("misrouted_share",),
+            "the same without prefix events": ("misrouted_share_without_events",),
+            "lost before their first byte": ("lost_before_first_byte",),
+        },
+    )
+
+
+def proxy(found: Figures) -> Iterator[Table]:
+    columns = {
+        "CPU, microseconds a request": "cpu_us_per_request",
+        "requests per second": "rps",
+        "added TTFT, ms": "added_ttft_p50_ms",
+        "added time of an answer, ms": "added_p50_ms",
+    }
+    every = proxies(found)
+    for size in dict.fromkeys(size for sizes in every.values() for size in sizes):
+        rows = [
+            (label(name), *(look(sizes, size, key) for key in columns.values()))
+            for name, sizes in every.items()
+        ]
+        yield Table((f"body of {size_of(size)}", *columns), rows)
+    if every.keys() - {"ours", "nginx"}:
+        best = {"sgl-ext is the best of these routers in each column": ("first_in_every_column",)}
+        yield named_table(found, best)
+
+
+def index(found: Figures) -> Iterator[Table]:
+    rows = [
+        (int(workers), *(look(cell, *place) for place in DECISIONS.values()))
+        for workers, cell in (look(found, "by_workers") or {}).items()
+    ]
+    yield Table(("engines", *(f"{head}, microseconds" for head in DECISIONS)), rows)
+    yield named_table(
+        found,
+        {
+            "bytes per segment": ("bytes_per_segment",),
+            "bytes per segment, Dynamo's index": ("dynamo", "bytes_per_segment"),
+        },
+    )
+
+
+def tool_loop(found: Figures) -> Iterator[Table]:
+    yield arms_table(
+        {name: one for name, one in found.items() if isinstance(one, Mapping)},
+        {"20 calls, ms": ("loop_ms",), "bytes sent": ("sent_bytes",)},
+    )
+
+
+def store(found: Figures) -> Iterator[Table]:
+    rows = [
+        (f"{kind}: {label(name)}", look(one, "median_ms"), look(one, "p99_ms"))
+        for kind, of in (look(found, "stores") or {}).items()
+        for name, one in of.items()
+    ]
+    yield Table(("store and call", "median, ms", "p99, ms"), rows)
+
+
+def templates(found: Figures) -> Iterator[Table]:
+    families = look(found, "families") or {}
+    yield named_table(
+        {**found, "count": len(families) or None},
+        {
+            "families": ("count",),
+            "lose a text": ("lost",),
+            "move a text": ("moved",),
+            "rendered over 5% slower with our code": ("slower",),
+        },
+    )
+    head = (
+        "template",
+        "loops of tools",
+        "before a user's turn",
+        "CPU time: SGLang, ms",
+        "sgl-ext, ms",
+    )
+    rows = [
+        (
+            name,
+            _by_protocol(look(one, "read_back_share")),
+            _by_protocol(look(one, "user_read_back_share")),
+            *(look(one, "template_ms", key) for key in ("stock_ms", "ours_ms")),
+        )
+        for name, one in families.items()
+    ]
+    yield Table(head, rows)
+
+
+def _by_protocol(shares: Mapping[str, float] | None) -> str | None:
+    """What of an answer the next prompt has again, for each protocol."""
+    if shares is None:
+        return None
+    return ", ".join(f"{name} {share:.2f}" for name, share in shares.items())

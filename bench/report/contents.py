@@ -1,0 +1,208 @@
+"""The sections of the page: the question of each, in plain words, and where its tables are from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from bench.report import balancer_tables, engine_tables
+from bench.report.charts import Figures
+from bench.report.tables import Table
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page. step: of the plan. chart: its name. page: the feature's; "": none."""
+
+    step: str
+    title: str
+    text: str
+    tables: Callable[[Figures], Iterator[Table]]
+    page: str
+    chart: str = ""
+
+
+SECTIONS = (
+    Section(
+        "warm_turn",
+        "A turn whose prefix is cached",
+        "A conversation grows, and each turn adds a few words. Stock SGLang and sgl-ext get the "
+        "same bodies in turn. Host time is TTFT without the model's forward pass: it is what a "
+        "GPU would not make faster.",
+        engine_tables.warm_turn,
+        "warm.md",
+        "ttft-by-length",
+    ),
+    Section(
+        "long_history",
+        "Histories of up to a million tokens",
+        "The model has one layer, and a token attends to itself alone, so that attention's cost "
+        "is left out and all work on the host is there. A cold turn computes the whole history, "
+        "and a warm turn adds a few words.",
+        engine_tables.long_history,
+        "long-histories.md",
+        "ttft-of-long-histories",
+    ),
+    Section(
+        "header_strip",
+        "A header that changes, at token 0",
+        "Claude Code sends a billing line that differs between sessions, ahead of everything that "
+        "sessions share. The same prompt is sent without the line, with the line under a name that "
+        "nothing removes, and with the line that the engine removes.",
+        engine_tables.header_strip,
+        "strip.md",
+    ),
+    Section(
+        "pin_flood",
+        "A pinned prefix under a flood",
+        "Between two turns of a session come other prompts that are together larger than the "
+        "cache. The share is of the tokens that the session's previous turn left in the cache.",
+        engine_tables.pin_flood,
+        "pins.md",
+        "cached-by-turn",
+    ),
+    Section(
+        "priority",
+        "Interactive requests beside a batch",
+        "A batch that is more than the engine holds runs, and interactive requests come one by "
+        "one. All arms get the same requests. The first load uses up the request slots, the second "
+        "the memory of the key-value cache.",
+        engine_tables.priority,
+        "priority.md",
+        "ttft-under-pressure",
+    ),
+    Section(
+        "speculative_prefill",
+        "The next turn, prefilled ahead",
+        "People talk to agents. While a person thinks, the engine prefills the part of the next "
+        "prompt that is known. In one arm nothing is prefilled ahead, in another the client sends "
+        "what it knows as a request of its own.",
+        engine_tables.speculative_prefill,
+        "prefill.md",
+    ),
+    Section(
+        "fanout",
+        "Sub-agents that start together",
+        "Eight requests with the same cold prefix arrive at one engine at the same time.",
+        engine_tables.fanout,
+        "engine.md",
+    ),
+    Section(
+        "judges",
+        "Load generators of other projects",
+        "aiperf, guidellm and SGLang's bench_serving send the same work to each address: two "
+        "engines behind our balancer, two stock engines that get requests in turn, and the same "
+        "two behind a router. All figures are the judges' own, except the cached share by "
+        "engines, which is from the engines' metrics.",
+        balancer_tables.judges,
+        "judges.md",
+    ),
+    Section(
+        "routing",
+        "Routers: a team of agents",
+        "The same trace goes through each router to the same simulated engines. Engines behind "
+        "sgl-ext publish prefix events; the other routers have stock engines. vllm-router alone "
+        "gets a session header, because its policy needs one.",
+        balancer_tables.routing,
+        "routing.md",
+        "routers",
+    ),
+    Section(
+        "routing_kind",
+        "Routers: sessions of the published shape, much reuse",
+        "Sessions have the published shape of coding agents' work, and most of each prompt was "
+        "sent before.",
+        balancer_tables.routing,
+        "routing.md",
+    ),
+    Section(
+        "routing_unkind",
+        "Routers: sessions of the published shape, less reuse",
+        "The same shape, with prompts that repeat less.",
+        balancer_tables.routing,
+        "routing.md",
+    ),
+    Section(
+        "routing_harnesses",
+        "Routers: many people with the same harness",
+        "128 people begin within seconds, all with the same coding agent, or with eight of them, "
+        "so that prompts begin alike. Without events, engines behind sgl-ext are stock engines "
+        "that only answer. Moves are requests that came to another engine than the one before of "
+        "the same conversation.",
+        balancer_tables.routing_harnesses,
+        "routing.md",
+        "routers-one-harness",
+    ),
+    Section(
+        "misroute",
+        "Requests routed for a prefix that is gone",
+        "Real engines with small caches evict, are flushed, are killed and return, under load.",
+        balancer_tables.misroute,
+        "routing.md",
+    ),
+    Section(
+        "proxy",
+        "What a proxy costs",
+        "One worker answers at once, and each proxy in front of it runs on one core. nginx reads "
+        "no body and knows no session: it shows what plain forwarding costs.",
+        balancer_tables.proxy,
+        "balancer.md",
+        "proxy-cost",
+    ),
+    Section(
+        "proxy_profile",
+        "Where a request's time goes in the balancer",
+        "CPU time of each step of a request in the balancer's process, by the size of its body.",
+        balancer_tables.proxy_profile,
+        "balancer.md",
+    ),
+    Section(
+        "index",
+        "Time of a routing decision",
+        "How long it takes to find which engines hold a prompt's prefix, and to choose one. "
+        "Dynamo's index runs in the same Python process that calls it, as ours does. Dynamo's "
+        "whole decision has no lookup in it, as its own index is empty here: it is its least.",
+        balancer_tables.index,
+        "index.md",
+        "decision-time",
+    ),
+    Section(
+        "tool_loop",
+        "A loop of tool calls",
+        "A client makes 20 calls: with the whole conversation each time, with stored turns, and "
+        "over a WebSocket. The engine answers at once.",
+        balancer_tables.tool_loop,
+        "websocket.md",
+    ),
+    Section(
+        "store",
+        "Stored turns and conversations",
+        "What a call of the store takes.",
+        balancer_tables.store,
+        "shared-store.md",
+    ),
+    Section(
+        "tenant_probe",
+        "What one tenant learns about another's prompts",
+        "A tenant sends a prefix that another tenant has sent, and a new one. If the first is "
+        "faster, it shows that the prefix is cached.",
+        engine_tables.tenant_probe,
+        "tenants.md",
+    ),
+    Section(
+        "templates",
+        "Chat templates",
+        "Conversations go through the chat template of each model family, with our hooks. Shares "
+        "are of the tokens of answers that the next prompt has again, so that the cache has them. "
+        "The CPU time is for 400 messages.",
+        balancer_tables.templates,
+        "templates.md",
+    ),
+    Section(
+        "gpu",
+        "On a GPU",
+        "The steps of `make gpu-report` on this machine's GPU.",
+        engine_tables.gpu,
+        "gpu.md",
+    ),
+)

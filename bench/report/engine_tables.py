@@ -1,0 +1,231 @@
+"""The tables about engines, read from the figures of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from bench.report.charts import Figures, turns
+from bench.report.labels import PIN_LABELS, label
+from bench.report.tables import Table, any_table, arms_table, is_not_valid, look, named_table
+
+_DECODING = {
+    "tokens per second of all streams, sgl-ext / SGLang": ("tokens_per_s_ratio",),
+    "tokens per second of one stream, sgl-ext / SGLang": ("stream_tokens_per_s_ratio",),
+}
+"""Where the serving benches report how fast both sides generate, without a queue."""
+
+
+def warm_turn(found: Figures) -> Iterator[Table]:
+    for path in (path for path in found if path.startswith("/")):
+        rows = []
+        for planned, one in turns(found, path).items():
+            arms = [look(one, arm) for arm in ("stock", "ours")]
+            tokens = look(one, "ours", "prompt_tokens") or planned
+            times = [look(arm or {}, key) for key in ("ttft_ms", "host_ms") for arm in arms]
+            ratios = [look(one, "ttft_ratio"), look(one, "host_ratio")]
+            rows.append((tokens, times[0], times[1], ratios[0], times[2], times[3], ratios[1]))
+        ttft, host = "TTFT, ms", "host time, ms"
+        yield Table(
+            (
+                f"tokens, `{path}`",
+                *(f"SGLang: {ttft}", f"sgl-ext: {ttft}", "SGLang / sgl-ext"),
+                *(f"SGLang: {host}", f"sgl-ext: {host}", "SGLang / sgl-ext"),
+            ),
+            rows,
+        )
+    yield named_table(found, {"cold turn: sgl-ext / SGLang": ("cold_ratio",)})
+    yield from _stages(turns(found).get(52_000, {}))
+    yield from any_table(look(found, "tokens_per_s"), "tokens per second")
+    yield from any_table(
+        look(found, "per_token_ms"), "each token of an answer, ms of CPU, messages"
+    )
+    yield from any_table(look(found, "copies_ms"), "copies of messages, ms of CPU, messages")
+
+
+def _stages(of_size: Figures) -> Iterator[Table]:
+    """Medians of each stage in both arms."""
+    arms = [look(of_size, arm, "stages_ms") or {} for arm in ("stock", "ours")]
+    rows = [(label(name), *(arm.get(name, 0) for arm in arms)) for name in {**arms[0], **arms[1]}]
+    yield Table(("stage of a turn of 52K tokens", "SGLang, ms", "sgl-ext, ms"), rows)
+
+
+def long_history(found: Figures) -> Iterator[Table]:
+    sizes = look(found, "sizes") or {}
+    for kind in ("cold", "warm"):
+        rows = [
+            (
+                look(one, "ours", "prompt_tokens"),
+                *(
+                    look(one, arm, kind, key)
+                    for key in ("ttft_ms", "host_ms")
+                    for arm in ("stock", "ours")
+                ),
+            )
+            for one in sizes.values()
+        ]
+        head = ("SGLang: TTFT, ms", "sgl-ext: TTFT, ms", "SGLang: host, ms", "sgl-ext: host, ms")
+        yield Table((f"tokens, {kind} turn", *head), rows)
+    peaks = [
+        (
+            look(one, "ours", "prompt_tokens"),
+            label(process),
+            _peak(one, "stock", process),
+            look(mib, "peak"),
+        )
+        for one in sizes.values()
+        for process, mib in (look(one, "ours", "warm", "mib") or {}).items()
+    ]
+    yield Table(("tokens", "process", "SGLang: peak, MiB", "sgl-ext: peak, MiB"), peaks)
+    alone = {size: look(one, "alone") or {} for size, one in sizes.items()}
+    stages = dict.fromkeys(stage for of in alone.values() for stage in of)
+    cpu = [(label(name), *(look(of, name, "cpu_ms") for of in alone.values())) for name in stages]
+    pauses = (look(one, "loop_pause_ms") for one in sizes.values())
+    cpu.append(("longest pause of the balancer's event loop", *pauses))
+    heads = (f"{int(size):,} tokens" for size in alone)
+    yield Table(("stage of ours alone, ms of CPU", *heads), cpu)
+    ratio = {"TTFT of a warm turn, the longest, SGLang / sgl-ext": ("warm_ttft_ratio_largest",)}
+    yield named_table(found, ratio)
+
+
+def _peak(of_size: Figures, arm: str, process: str) -> Any:
+    """A process's largest memory in warm turns; SGLang alone has no balancer."""
+    processes = look(of_size, arm, "warm", "mib") or {}
+    return look(processes[process], "peak") if process in processes else "none"
+
+
+def header_strip(found: Figures) -> Iterator[Table]:
+    names = {
+        "no header": "stable_ms",
+        "header that changes, not removed": "varying_ms",
+        "header that changes, removed": "stripped_ms",
+    }
+    yield Table(("prompt", "TTFT, ms"), [(name, look(found, key)) for name, key in names.items()])
+    yield named_table(
+        found,
+        {
+            "tokens of the prompt": ("prompt_tokens",),
+            "not removed / removed": ("varying_over_stripped",),
+            "removed / no header": ("stripped_over_stable",),
+            **_DECODING,
+        },
+    )
+    columns = {
+        "tokens, with the header": "prompt_tokens",
+        "SGLang: TTFT, ms": "stock_ms",
+        "sgl-ext: TTFT, ms": "ours_ms",
+        "SGLang / sgl-ext": "stock_over_ours",
+        "SGLang without the header: TTFT, ms": "stock_without_header_ms",
+    }
+    lengths = (look(found, "by_length") or {}).values()
+    yield Table(tuple(columns), [[look(one, key) for key in columns.values()] for one in lengths])
+
+
+def fanout(found: Figures) -> Iterator[Table]:
+    yield arms_table(
+        look(found, "arms"),
+        {
+            "TTFT p50, ms": ("ttft_p50_ms",),
+            "TTFT p99, ms": ("ttft_p99_ms",),
+            "computed tokens / least possible": ("prefilled_over_ideal",),
+        },
+    )
+    yield named_table(found, {"TTFT p50, sgl-ext / SGLang": ("ttft_p50_vs_stock",), **_DECODING})
+
+
+def pin_flood(found: Figures) -> Iterator[Table]:
+    yield arms_table(
+        look(found, "arms"),
+        {
+            "cached share": ("cached_share",),
+            "after the TTL": ("cached_share_after_ttl",),
+            "TTFT p50, ms": ("ttft_p50_ms",),
+            "TTFT p99, ms": ("ttft_p99_ms",),
+            "tokens per second of the flood": ("flood_tokens_per_s",),
+        },
+        labels=PIN_LABELS,
+    )
+    ratios = look(found, "ttft_ratio") or {}
+    yield Table(
+        ("TTFT of a turn, sgl-ext over", "ratio"),
+        [(label(name, PIN_LABELS), ratio) for name, ratio in ratios.items()],
+    )
+    yield named_table(
+        found,
+        {
+            "flood / cache": ("flood_over_pool",),
+            "throughput of the flood, with pins / without": ("flood_throughput_ratio",),
+            "requests that waited on a pin": ("waited_on_pin",),
+            **_DECODING,
+        },
+    )
+
+
+def priority(found: Figures) -> Iterator[Table]:
+    for load in ("slots", "memory"):
+        arms = look(found, load, "arms")
+        if is_not_valid(arms):
+            yield Table((f"more than the {load} of the engine",), [(arms,)])
+            continue
+        yield arms_table(
+            arms,
+            {
+                "interactive TTFT p50, ms": ("interactive", "ttft_p50_ms"),
+                "p99, ms": ("interactive", "ttft_p99_ms"),
+                "batch, tokens per second": ("batch_tokens_per_s",),
+                "requests preempted": ("preemptions",),
+            },
+            f"more than the {load} of the engine",
+        )
+        yield named_table(
+            look(found, load) or {},
+            {
+                "TTFT p50, sgl-ext / SGLang": ("ttft_p50_vs_fcfs",),
+                "TTFT p50, sgl-ext / priority scheduling": ("ttft_p50_vs_stock_priority",),
+                "tokens per second of the batch, sgl-ext / SGLang": ("batch_throughput_ratio",),
+            },
+        )
+    yield named_table(found, _DECODING)
+
+
+def speculative_prefill(found: Figures) -> Iterator[Table]:
+    yield arms_table(
+        look(found, "arms"),
+        {
+            "TTFT p50, ms": ("ttft_p50_ms",),
+            "TTFT p99, ms": ("ttft_p99_ms",),
+            "cached share of what was known": ("cached_share_p50",),
+            "TTFT p99 of other clients, ms": ("others_ttft_p99_ms",),
+        },
+    )
+    yield named_table(
+        found,
+        {
+            "TTFT p50, without / sgl-ext": ("ttft_p50_ratio",),
+            "requests per second of other clients, sgl-ext / without": ("others_throughput_ratio",),
+            "tokens prefilled ahead": ("prefilled_ahead_tokens",),
+            "of these, used by no turn": ("wasted_tokens",),
+            **_DECODING,
+        },
+    )
+
+
+def tenant_probe(found: Figures) -> Iterator[Table]:
+    rows = []
+    for name, one in (("sgl-ext", found), ("one cache for all", look(found, "peer") or {})):
+        keys = ("b_on_a_ms", "b_cold_ms", "b_on_a_over_cold", "b_on_a_is_faster")
+        rows.append((name, *(look(one, key) for key in keys)))
+    head = ("cache", "another tenant's prefix, ms", "a new prefix, ms", "ratio")
+    yield Table((*head, "share of right guesses; chance is 0.5"), rows)
+
+
+def gpu(found: Figures) -> Iterator[Table]:
+    """Each step of the GPU report, and the figures of those that ended well."""
+    steps = look(found, "steps") or []
+    ended = [(step["name"], step["status"], step["seconds"], step["why"]) for step in steps]
+    yield Table(("step", "ended", "seconds", "why"), ended)
+    for step in steps:
+        arms = look(step["figures"], "arms")
+        if isinstance(arms, Mapping):
+            columns = {"TTFT p50, ms": ("ttft_p50_ms",), "TTFT p99, ms": ("ttft_p99_ms",)}
+            yield arms_table(arms, columns, step["name"])

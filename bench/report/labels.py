@@ -1,0 +1,41 @@
+"""Names of arms as a reader knows them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+OURS = "sgl-ext"
+_LABELS = {
+    "ours": OURS,
+    "stock": "SGLang",
+    "fcfs": "SGLang",
+    "stock_priority": "SGLang, priority scheduling",
+    "pinned": f"{OURS}, pinned",
+    "stock_session": "SGLang, session radix cache",
+    "stock_hicache": "SGLang, HiCache",
+    "off": "no prefill ahead",
+    "naive": "prefill ahead by the client",
+    "sglang_router": "sglang-router",
+    "vllm_router": "vllm-router",
+    "ours_without_events": f"{OURS}, no events",
+    "simulated": f"{OURS}, simulated with more seeds",
+    "vllm_router_without_header": "vllm-router, no session header",
+    "round_robin": "smg, round robin",
+    "least_loaded": "smg, least loaded",
+    "smg": "smg",
+    "nginx": "nginx",
+    "dynamo": "Dynamo's index",
+}
+# In bench/pin_flood, this arm has the priority policy of eviction.
+PIN_LABELS = {"stock_priority": "SGLang, priority eviction"}
+
+
+def label(name: str, own: Mapping[str, str] = MappingProxyType({})) -> str:
+    """The label of an arm; the name itself, in words, if there is none. own: of one bench."""
+    return own.get(name) or _LABELS.get(name, name.replace("_", " "))
+
+
+def is_ours(name: str) -> bool:
+    """Whether a label is of this project."""
+    return name.startswith(OURS)

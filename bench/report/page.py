@@ -1,0 +1,181 @@
+"""docs/benchmarks.md and the README's part, from the document of a run.
+
+Every figure comes from the document. What was not measured, failed or was not valid says so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from bench.report.charts import Chart, Figures, charts
+from bench.report.contents import SECTIONS, Section
+from bench.report.peers import PEERS, peer_rows
+from bench.report.plots import image_name
+from bench.report.tables import NO_DIFFERENCE, Table, shown, table
+
+Report = Mapping[str, Any]
+
+MADE = "<!-- Made by `make report`. -->"
+_END = "<!-- The end of that. -->"
+_README_CHARTS = ("ttft-by-length", "routers")
+_INTRODUCTION = f"""\
+{MADE}
+
+# Benchmarks
+
+`make report` measures everything on this page, draws the plots and writes the page. It takes less \
+than 45 minutes on two cores that have nothing else to do. Engines are real SGLang processes with \
+small local models on the CPU, unless a section says otherwise, so that absolute times are not \
+those of a GPU. Each comparison is of arms that ran on the same machine in the same run.
+"""
+_HOW_TO_READ = f"""\
+A figure with a range is the median of all rounds, then the smallest and the largest: \
+`18.4 (17.9 to 21)`. A ratio whose range contains 1 shows no difference, and says \
+"{NO_DIFFERENCE}". A figure without a range is over all requests of all rounds, or was measured \
+once. A step is "not valid" if it could not make the load that it is about: for example, the \
+engine answered faster than requests came.
+"""
+_NOT_RUN = "no report has been committed yet"
+_OTHERS = """\
+## What other commands measure
+
+| page | command |
+|---|---|
+| [clients.md](clients.md): the table of clients | `make test-clients` |
+| [chaos.md](chaos.md): faults under load | `python -m bench.chaos` |
+| memory and files over hours | `python -m bench.soak` |
+| answers of two ranks | `python -m bench.rank_agreement` |
+| [gpu.md](gpu.md): a GPU | `make gpu-report` |
+"""
+
+
+def page(report: Report) -> str:
+    """The page."""
+    drawn = charts(figures_of(report))
+    parts = [_INTRODUCTION, *_run(report), "## How to read it\n", _HOW_TO_READ, *_against(report)]
+    for section in SECTIONS:
+        step = _steps(report).get(section.step)
+        if step is not None or section.step != "gpu":
+            parts.append("\n".join(_section(section, step, drawn.get(section.chart))) + "\n")
+    return "\n".join([*parts, _OTHERS])
+
+
+def figures_of(report: Report) -> dict[str, Figures]:
+    """The figures of each step that ended well."""
+    return {
+        name: step["figures"] for name, step in _steps(report).items() if step["status"] == "ok"
+    }
+
+
+def with_readme_part(readme: str, report: Report) -> str:
+    """The README with its plots and table brought up to date."""
+    drawn = charts(figures_of(report))
+    lines = [MADE, ""]
+    for name in _README_CHARTS:
+        if name in drawn:
+            lines += [*_image(drawn[name], "docs/images"), ""]
+    lines += [*table(("measured", "against", "theirs", "sgl-ext"), peer_rows(_found(report))), ""]
+    lines += [f"{_measured_on(report)} [All figures](docs/benchmarks.md).", "", _END]
+    made = re.compile(f"{re.escape(MADE)}.*?{re.escape(_END)}", re.DOTALL)
+    return made.sub(lambda _: "\n".join(lines), readme)
+
+
+def _found(report: Report) -> dict[str, Figures | str]:
+    """The figures of each step, or how it ended instead."""
+    ended: dict[str, Figures | str] = dict(figures_of(report))
+    for name, step in _steps(report).items():
+        ended.setdefault(name, step["status"])
+    return ended
+
+
+def _steps(report: Report) -> dict[str, Mapping[str, Any]]:
+    return {step["name"]: step for step in report.get("steps", ())}
+
+
+def _run(report: Report) -> Iterator[str]:
+    if not report.get("steps"):
+        yield f"Nothing is measured here: {_NOT_RUN}.\n"
+        return
+    yield f"{_measured_on(report)} [All figures](benchmarks.json).\n"
+    rows = [
+        (
+            step["name"],
+            f"`{step['command']}`",
+            step["status"],
+            f"{step['seconds']:.0f}",
+            step["why"],
+        )
+        for step in report["steps"]
+    ]
+    yield "\n".join(table(("step", "command", "ended", "seconds", "why"), rows)) + "\n"
+    others = sorted({step["commit"] for step in report["steps"]} - {report["commit"]})
+    if others:
+        yield f"Some steps were measured at another commit: {', '.join(others)}.\n"
+
+
+def _measured_on(report: Report) -> str:
+    if not report.get("steps"):
+        return f"Not measured: {_NOT_RUN}."
+    machine = report["machine"]
+    versions = ", ".join(f"{name} {one}" for name, one in report["packages"].items())
+    return (
+        f"Measured on {report['began']} at commit {report['commit']}, in its {report['size']} "
+        f"form, on {machine['cores']} cores of {machine['processor']} with "
+        f"{machine['memory_gib']:.0f} GiB; Python {machine['python']}, {versions}."
+    )
+
+
+def _against(report: Report) -> Iterator[str]:
+    versions = {**report.get("packages", {}), **report.get("peers", {})}
+    rows = [
+        (peer.name, peer.what, versions.get(peer.key) or "", ", ".join(_links(peer.steps)))
+        for peer in PEERS
+    ]
+    yield "## Against whom\n"
+    yield "\n".join(table(("peer", "what it is", "version", "sections"), rows)) + "\n"
+
+
+def _links(steps: Sequence[str]) -> Iterator[str]:
+    for section in SECTIONS:
+        if section.step in steps:
+            yield f"[{section.title}](#{anchor(section.title)})"
+
+
+def anchor(title: str) -> str:
+    """A heading's anchor, as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def _section(
+    section: Section, step: Mapping[str, Any] | None, chart: Chart | None
+) -> Iterator[str]:
+    yield from (f"## {section.title}", "", section.text)
+    if section.page:
+        yield f"More: [{section.page}]({section.page})."
+    if step is None:
+        yield from ("", "**Not run.**")
+        return
+    yield from ("", f"    {step['command']}", "")
+    if step["status"] != "ok":
+        yield f"**{step['status'].capitalize()}**: {step['why']}"
+        if section.step != "gpu":
+            return
+    if chart is not None:
+        yield from (*_image(chart, "images"), "")
+    for one in section.tables(step["figures"]):
+        if one.rows:
+            yield from (*_shown(one), "")
+
+
+def _shown(one: Table) -> Iterator[str]:
+    return table(one.head, [[shown(value) for value in row] for row in one.rows])
+
+
+def _image(chart: Chart, folder: str) -> Iterator[str]:
+    light, dark = (f"{folder}/{image_name(chart.name, theme)}" for theme in ("light", "dark"))
+    yield "<picture>"
+    yield f'  <source media="(prefers-color-scheme: dark)" srcset="{dark}">'
+    yield f'  <img src="{light}" alt="{chart.alternative}">'
+    yield "</picture>"

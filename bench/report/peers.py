@@ -1,0 +1,174 @@
+"""Whom sgl-ext is compared with, and the README's table: one line for each comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bench.report.charts import Figures
+from bench.report.tables import look, shown
+
+
+@dataclass(frozen=True)
+class Peer:
+    """key: under which the document has its version. steps: that compare with it."""
+
+    key: str
+    name: str
+    what: str
+    steps: tuple[str, ...]
+
+
+_SGLANG_STEPS = (
+    "warm_turn",
+    "long_history",
+    "judges",
+    "fanout",
+    "pin_flood",
+    "priority",
+    "speculative_prefill",
+)
+_ROUTING = ("routing", "routing_kind", "routing_unkind", "routing_harnesses")
+PEERS = (
+    Peer(
+        "sglang", "SGLang", "the engine without our plugin, and with its own caches", _SGLANG_STEPS
+    ),
+    Peer("sglang-router", "sglang-router", "SGLang's router, cache-aware", (*_ROUTING, "proxy")),
+    Peer("smg", "smg", "a gateway for engines, with several policies", (*_ROUTING, "proxy")),
+    Peer("vllm-router", "vllm-router", "vLLM's router, sticky sessions", (*_ROUTING, "proxy")),
+    Peer("nginx", "nginx", "a plain proxy: it chooses nothing", ("proxy",)),
+    Peer("ai-dynamo-runtime", "Dynamo", "the prefix index of its KV router", ("index",)),
+)
+
+
+Paths = tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class _Line:
+    """theirs and ours: where each figure of a cell is in the step's."""
+
+    what: str
+    against: str
+    step: str
+    theirs: Paths
+    ours: Paths
+
+
+def _of_size(arm: str) -> Paths:
+    return (("/v1/messages", "52000", arm, "ttft_ms"),)
+
+
+def _beside_batch(arm: str) -> Paths:
+    return (("memory", "arms", arm, "interactive", "ttft_p50_ms"),)
+
+
+def _routed(router: str) -> Paths:
+    return (router, "ttft_p50_ms"), (router, "ttft_p99_ms")
+
+
+def _cost(proxy: str) -> Paths:
+    return (proxy, "300b", "cpu_us_per_request"), (proxy, "200kb", "cpu_us_per_request")
+
+
+_AHEAD, _LOOKUP = ("ttft_p50_ms",), ("by_workers", "1024")
+_ROUTERS = {"sglang_router": "sglang-router", "smg": "smg", "vllm_router": "vllm-router"}
+_GIVEN = {"vllm_router": ", with a session header"}
+_LINES = (
+    _Line(
+        "TTFT of a cached turn of 52K tokens, ms",
+        "SGLang",
+        "warm_turn",
+        _of_size("stock"),
+        _of_size("ours"),
+    ),
+    _Line(
+        "TTFT with a line that changes at token 0, ms",
+        "SGLang",
+        "header_strip",
+        (("by_length", "52000", "stock_ms"),),
+        (("by_length", "52000", "ours_ms"),),
+    ),
+    _Line(
+        "TTFT p50 beside a batch larger than memory, ms",
+        "SGLang, priority scheduling",
+        "priority",
+        _beside_batch("stock_priority"),
+        _beside_batch("ours"),
+    ),
+    *(
+        _Line(
+            "cached share of a session under a flood",
+            name,
+            "pin_flood",
+            (("arms", key, "cached_share"),),
+            (("arms", "pinned", "cached_share"),),
+        )
+        for key, name in (
+            ("stock", "SGLang"),
+            ("stock_session", "SGLang, session radix cache"),
+            ("stock_priority", "SGLang, priority eviction"),
+        )
+    ),
+    _Line(
+        "TTFT p50 of the next turn, prefilled ahead, ms",
+        "no prefill ahead",
+        "speculative_prefill",
+        (("arms", "off", *_AHEAD),),
+        (("arms", "ours", *_AHEAD),),
+    ),
+    *(
+        _Line(
+            "TTFT p50 / p99 of a team of agents on four engines, ms",
+            name + _GIVEN.get(key, ""),
+            "routing",
+            _routed(key),
+            _routed("ours"),
+        )
+        for key, name in _ROUTERS.items()
+    ),
+    *(
+        _Line(
+            "CPU of the proxy for a body of 300 B / 200 KB, microseconds",
+            name,
+            "proxy",
+            _cost(key),
+            _cost("ours"),
+        )
+        for key, name in (*_ROUTERS.items(), ("nginx", "nginx"))
+    ),
+    _Line(
+        "lookup in the prefix index for 1,024 engines, microseconds",
+        "Dynamo",
+        "index",
+        ((*_LOOKUP, "dynamo_us", "lookup_p50"),),
+        ((*_LOOKUP, "ours_us", "lookup_p50"),),
+    ),
+)
+
+
+def peer_rows(found: Mapping[str, Figures | str]) -> list[tuple[str, str, str, str]]:
+    """What was measured, against whom, their figure and ours. found: by step, or how it ended."""
+    return [
+        (line.what, line.against, _cell(ended, line.theirs), _cell(ended, line.ours))
+        for line in _LINES
+        for ended in [found.get(line.step, "not run")]
+    ]
+
+
+def _cell(figures: Any, paths: Paths) -> str:
+    if isinstance(figures, str):
+        return figures
+    cells = [shown(look(figures, *path)) for path in paths]
+    return cells[0] if len(set(cells)) == 1 else " / ".join(cells)
+
+
+def peer_versions() -> dict[str, str]:
+    """The version of each peer that the benches use; nginx only if it is there."""
+    from bench.index import DYNAMO, DYNAMO_VERSION
+    from bench.lib.other_routers import nginx_version, router_versions
+
+    versions = {**router_versions(), DYNAMO: DYNAMO_VERSION}
+    nginx = nginx_version()
+    return {**versions, **({"nginx": nginx} if nginx else {})}
