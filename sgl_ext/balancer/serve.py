@@ -20,6 +20,7 @@ from sgl_ext.balancer.server import Balancer
 from sgl_ext.balancer.store.documents import StoreUnusable
 from sgl_ext.balancer.store.opening import check_store
 from sgl_ext.hangup import hold_hangups, on_hangup
+from sgl_ext.limits.allocator import return_freed_memory
 from sgl_ext.logs import write_logs
 from sgl_ext.membership.member import Membership
 from sgl_ext.membership.sources import open_sources
@@ -93,6 +94,7 @@ async def _serve(
     # collector skips the objects that exist now, and runs rarely.
     gc.freeze()
     gc.set_threshold(100_000, 20, 100)
+    return_freed_memory()
     try:
         await balancer.start()
     except OSError as error:

@@ -24,7 +24,7 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.long
 
-MEMORY_KB = 300 * 1024
+MEMORY_KB = 240 * 1024
 # On a quiet machine no attack stalls the loop for 50 ms. A busy one computes at half its speed or
 # less, and an attack that nothing bounds takes seconds.
 STALL_S = 0.25
