@@ -23,6 +23,7 @@ def stock_engine(
 ) -> Iterator[Node]:
     """Starts it with the configuration and the flags that our engines get, and ends it.
 
+    It has a session of its own, as each of our engines has: Linux shares the cores among sessions.
     `environment` adds to this process's variables.
     Raises RuntimeError with the end of its log if it does not come up.
     """
@@ -37,5 +38,6 @@ def stock_engine(
         log_dir / "engine.log",
         partial(is_healthy, url),
         environment={**own, **(environment or {})},
+        own_session=True,
     ) as process:
         yield Node(url, (url,), process, log_dir)

@@ -31,7 +31,7 @@ from sgl_ext.engine.routes.settings_route import settings_route
 from sgl_ext.engine.routes.work_route import work_route
 from sgl_ext.engine.sglang_http_types import TokenizerManager
 from sgl_ext.engine.sglang_types import ResolvedArgs, ServerArgs
-from sgl_ext.limits.stall import StallMonitor
+from sgl_ext.limits.stall import CLOCKS, StallMonitor
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.answers import LIMIT_BYTES
 from sgl_ext.settings.engine_secret import EngineSecret
@@ -76,7 +76,7 @@ def extend(server_args: ServerArgs, *_: Any, **__: Any) -> None:
     @asynccontextmanager
     async def lifespan(application: Any) -> AsyncIterator[Any]:
         count_unhandled(asyncio.get_running_loop(), background_failed)
-        stalls = StallMonitor(_count_stall)
+        stalls = StallMonitor(_stall_counter())
         stalls.start()
         async with AsyncExitStack() as stack:
             for broadcaster in broadcasters:
@@ -99,8 +99,10 @@ def _role(args: ResolvedArgs) -> str:
     return "" if args.disaggregation_mode == "null" else args.disaggregation_mode
 
 
-def _count_stall(clock: str, seconds: float) -> None:
-    counter("event_loop_stall_seconds").labels(clock).inc(seconds)
+def _stall_counter() -> Callable[[str, float], None]:
+    stalls = counter("event_loop_stall_seconds")
+    of_clock = {clock: stalls.labels(clock) for clock in CLOCKS}
+    return lambda clock, seconds: of_clock[clock].inc(seconds)
 
 
 def end_streams(*_: Any, **__: Any) -> None:

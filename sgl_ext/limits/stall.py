@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
+CLOCKS = ("wall", "cpu")
 INTERVAL_S = 0.02
 # Less is the timer's own resolution.
 _LEAST_S = 0.005

@@ -129,11 +129,13 @@ def running_process(
     environment: Mapping[str, str] | None = None,
     cores: Collection[int] = (),
     end_signal: signal.Signals = signal.SIGTERM,
+    own_session: bool = False,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Starts a process in the checkout, yields once `ready()` is true, and ends it.
 
     Its output goes to `log`. `environment` adds to this process's variables; `cores` are the
-    only ones the process may use, all where none are given.
+    only ones the process may use, all where none are given. own_session: what the terminal sends
+    to this process's session, such as Ctrl-C, does not reach it.
     Raises RuntimeError with the end of the log if the process ends or is not ready in time.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -145,6 +147,7 @@ def running_process(
             stderr=subprocess.STDOUT,
             cwd=ROOT,
             env={**os.environ, **(environment or {})},
+            start_new_session=own_session,
             preexec_fn=(lambda: os.sched_setaffinity(0, cores)) if cores else None,
         )
     try:

@@ -26,6 +26,9 @@ _SEGMENTS = 1000  # at most about 1 ms
 # How much more an idle scheduler does in a call. Then it may sleep for a second.
 _IDLE_FACTOR = 10
 _LOAD_INTERVAL_S = 0.1
+# While requests decode, the used tokens change with every token, and no decision reads them. A line
+# costs every process on its way about a millisecond.
+_USE_INTERVAL_S = 1.0
 _LINES_WAITING = 1000
 
 
@@ -69,7 +72,7 @@ class EventPublisher:
         has_prefixes = cache is not None and cache.residency is not None
         self._publishes = ["prefixes", "load"] if has_prefixes else ["load"]
         self._load: dict[str, int] = {}
-        self._load_due_s = 0.0
+        self._load_due_s = self._use_due_s = 0.0
         self._counted = {"event_sweeps_deferred": 0, "event_branches_dropped": 0}
         self.plan: NextBatchPlan | None = None
 
@@ -93,8 +96,9 @@ class EventPublisher:
             load = load_of(self._scheduler, self.plan, pinned, computed)
             if self._is_pipeline:  # a plan is of one micro-batch, and several are in the pipeline
                 load["running"] = _in_flight(self._scheduler)
-            if load != self._load:
+            if self._is_due(load, now_s, is_idle):
                 self._load_due_s = now_s + _LOAD_INTERVAL_S
+                self._use_due_s = now_s + _USE_INTERVAL_S
                 said = {} if self._load else {"publishes": self._publishes}
                 self._load = load
                 lines = _with(lines, {**said, "load": load})
@@ -105,10 +109,17 @@ class EventPublisher:
                 return
         self._has_lost = False
 
+    def _is_due(self, load: dict[str, int], now_s: float, is_idle: bool) -> bool:
+        """Whether a load is sent now: it differs from the last one in more than the used tokens, or
+        the used tokens were last sent long ago."""
+        if now_s >= self._use_due_s or is_idle:
+            return load != self._load
+        return load != self._load | {"used_tokens": load["used_tokens"]}
+
     def _renew(self) -> None:
         """Makes the next calls send everything once more, to a receiver that was cleared."""
         self._load = {}
-        self._load_due_s = 0.0
+        self._load_due_s = self._use_due_s = 0.0
         if self._cache is not None and self._cache.residency is not None:
             self._cache.residency.renew()
             pins = self._cache.pins
