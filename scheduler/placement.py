@@ -45,7 +45,7 @@ LOST_SHARE = 0.5
 _LEAST_WARMTH = 0.05
 
 
-class PlacementRequest(NamedTuple):
+class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     """A request to be placed.
 
     prefix: breaks ties; equal for requests that share a beginning.
@@ -59,7 +59,7 @@ class PlacementRequest(NamedTuple):
     last_tokens: int = 0
 
 
-class WorkerView(NamedTuple):
+class WorkerView(msgspec.Struct, frozen=True, gc=False):
     """A worker as a request sees it.
 
     held_tokens: tokens of this request's prompt that it holds or is about to hold.

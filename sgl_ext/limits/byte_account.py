@@ -36,16 +36,6 @@ class ByteAccount:
             self._rejected()
         return fits
 
-    def add(self, tenant: str, more: int) -> None:
-        """Adds to what a tenant's requests hold; `more` may be negative."""
-        self.used += more
-        if tenant:
-            held = self.by_tenant.get(tenant, 0) + more
-            if held:
-                self.by_tenant[tenant] = held
-            else:
-                self.by_tenant.pop(tenant, None)
-
 
 class Hold:
     """The bytes that one request holds. `size` is their number."""
@@ -59,21 +49,32 @@ class Hold:
 
     def take_up_to(self, size: int) -> bool:
         """Holds `size` bytes if the account has room for them, or if they are no more than now."""
-        more = size - self.size
-        if more > 0 and not self._account.has_room(self._tenant, more):
+        account, more = self._account, size - self.size
+        # Usually the tenant has no name, and there is room.
+        is_asked = more > 0 and (self._tenant or account.used + more > account.limit_bytes)
+        if is_asked and not account.has_room(self._tenant, more):
             return False
-        self._account.add(self._tenant, more)
-        self.size = size
+        self._add(more)
         return True
 
     def set(self, size: int) -> bool:
         """Holds `size` bytes. False if that is more than the whole account."""
-        self._account.add(self._tenant, size - self.size)
-        self.size = size
+        if size != self.size:
+            self._add(size - self.size)
         return size <= self._account.limit_bytes
 
     def release(self) -> None:
         """Holds nothing. A second call changes nothing."""
         if self.size:
-            self._account.add(self._tenant, -self.size)
-            self.size = 0
+            self._add(-self.size)
+
+    def _add(self, more: int) -> None:
+        account, tenant = self._account, self._tenant
+        self.size += more
+        account.used += more
+        if tenant:
+            held = account.by_tenant.get(tenant, 0) + more
+            if held:
+                account.by_tenant[tenant] = held
+            else:
+                account.by_tenant.pop(tenant, None)

@@ -69,12 +69,11 @@ def _of_other_type(
     holder: Mapping[str, Any], prefix: str, fields: Mapping[str, type]
 ) -> WrongField | None:
     for name, kind in fields.items():
-        if _is_wrong(holder.get(name), kind):
+        value = holder.get(name)
+        if value is not None and type(value) is not kind and _is_wrong(value, kind):
             return WrongField(prefix + name, f"{prefix}{name}: must be {_FORMS[kind]}")
     return None
 
 
 def _is_wrong(value: Any, kind: type) -> bool:
-    if value is None or type(value) is kind:
-        return False
     return kind is not int or type(as_integer(value)) is not int

@@ -47,6 +47,7 @@ _SCHEMAS = frozenset({"parameters", "input_schema"})
 # How a message that is one text begins.
 _TEXT_BEGINS = {role: begin + b"\xffb" for role, begin in ROLES.items()}
 # Requests that differ in one of these share nothing.
+_OTHER_SALTS = frozenset({"lora_path", "cache_salt", "extra_key", "previous_response_id"})
 _SALTS = ("model", "lora_path", "cache_salt", "extra_key", "previous_response_id")
 
 
@@ -108,8 +109,13 @@ class _Writer:
         self.tool_segments = 0
         self.head_segments: int | None = None
         self.size = 0
-        salts = [b"" if value is None else _salt(value) for value in map(body.get, _SALTS)]
-        self.running = xxhash.xxh3_128(b"\xff".join((salt, *salts)))
+        model = body.get("model")
+        if type(model) is str and _OTHER_SALTS.isdisjoint(body):  # as usual
+            begin = b"%b\xff%b\xff\xff\xff\xff" % (salt, text_of(model))
+        else:
+            salts = [b"" if value is None else _salt(value) for value in map(body.get, _SALTS)]
+            begin = b"\xff".join((salt, *salts))
+        self.running = xxhash.xxh3_128(begin)
 
     def segment(self, text: bytes) -> None:
         """Adds a text that ends where a segment ends; a long one is cut into several segments."""
@@ -206,6 +212,7 @@ def _write_items(writer: _Writer, value: Any) -> None:
     """Messages or other items: each is a segment."""
     update, digest = writer.running.update, writer.running.intdigest
     hashes, ends = writer.hashes, writer.ends
+    uncut_bytes = FINE_CUT_BYTES if writer.session is None else CUT_BYTES
     for message in items_in(value):
         if not isinstance(message, dict):
             writer.messages_begin()
@@ -213,16 +220,20 @@ def _write_items(writer: _Writer, value: Any) -> None:
             continue
         role, content = message.get("role"), message.get("content")
         begin = _TEXT_BEGINS.get(role)
-        if type(content) is str and begin is not None and len(message) == 2 and writer.session:
+        if type(content) is str and begin is not None and len(message) == 2:
             # Most of a long history: the same segment as below, without copies.
             text = content.encode("utf-8", "surrogatepass")
             size = len(begin) + len(text)
-            if text and size <= CUT_BYTES:
+            if text and size <= uncut_bytes:
+                if writer.session is None:
+                    writer.messages_begin()
                 update(begin)
                 update(text)
                 writer.size += size
                 hashes.append(digest())
                 ends.append(writer.size)
+                if writer.session is None and role == "user":
+                    writer.session, uncut_bytes = hashes[-1], CUT_BYTES
                 continue
         if role in INSTRUCTION_ROLES:
             _write_instructions(writer, content)
@@ -233,8 +244,8 @@ def _write_items(writer: _Writer, value: Any) -> None:
         if len(message) > 2:
             text += rest_of_message(message)
         writer.segment(text)
-        if writer.session is None and role == "user" and writer.hashes:
-            writer.session = writer.hashes[-1]
+        if writer.session is None and role == "user" and hashes:
+            writer.session, uncut_bytes = hashes[-1], CUT_BYTES
 
 
 def _write_text(writer: _Writer, value: Any) -> None:

@@ -180,6 +180,9 @@ class _Visitor:
         changed: dict[int, Any] = {}
         for at, item in enumerate(value):  # many messages, and few of them are instructions
             if isinstance(item, dict) and item.get("role") in INSTRUCTION_ROLES:
+                text = item.get("content")
+                if type(text) is str and not self._strip.finds(text):
+                    continue
                 new = self._message(item)
                 if new is not item:
                     changed[at] = new

@@ -27,7 +27,7 @@ _COUNT = re.compile(
 _ITEM = b'"meta_info":'
 _LISTS = (b"[", b'{"predictions":[')
 _SHORT_TTL_S = 300.0
-_Counts = dict[bytes, int]
+_Counts = dict[bytes, bytes]  # digits
 
 
 class Usage(msgspec.Struct, frozen=True, gc=False):
@@ -69,8 +69,9 @@ def read_usage(first: bytes, last: bytes) -> Usage | None:
             prompt, length = begin, beginning
     cached = _cached(prompt)
     if b"prefilled_tokens" in prompt:
-        return Usage(length, cached, prompt[b"prefilled_tokens"])
-    cached = _cached(end) if cached is None else cached
+        return Usage(length, cached, int(prompt[b"prefilled_tokens"]))
+    if cached is None and prompt is not end:
+        cached = _cached(end)
     if length is None:
         return None if cached is None else Usage(None, cached, None)
     return Usage(length, cached, max(length - (cached or 0), 0) + generated)
@@ -110,22 +111,25 @@ def _counts(data: bytes) -> _Counts:
 
 
 def _first_of_each(data: bytes) -> _Counts:
-    return {name: int(number) for name, number in reversed(_COUNT.findall(data))}
+    return dict(reversed(_COUNT.findall(data)))
 
 
 def _prompt(counts: _Counts) -> int | None:
-    if b"prompt_tokens" in counts or b"input_tokens" not in counts:
-        return counts.get(b"prompt_tokens")
-    beside = (b"cache_read_input_tokens", b"cache_creation_input_tokens")
-    return counts[b"input_tokens"] + sum(counts.get(name, 0) for name in beside)
+    if (length := counts.get(b"prompt_tokens")) is not None:
+        return int(length)
+    if b"input_tokens" not in counts:
+        return None
+    names = (b"input_tokens", b"cache_read_input_tokens", b"cache_creation_input_tokens")
+    return sum([int(counts.get(name, b"0")) for name in names])
 
 
 def _cached(counts: _Counts) -> int | None:
-    return counts.get(b"cached_tokens", counts.get(b"cache_read_input_tokens"))
+    cached = counts.get(b"cached_tokens") or counts.get(b"cache_read_input_tokens")
+    return None if cached is None else int(cached)
 
 
 def _generated(counts: _Counts) -> int:
-    return counts.get(b"completion_tokens", counts.get(b"output_tokens", 0))
+    return int(counts.get(b"completion_tokens") or counts.get(b"output_tokens", b"0"))
 
 
 def with_cache_creation(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from scheduler.placement import (
     DELAY,
@@ -58,8 +59,8 @@ def test_computing_a_prefix_counts_more_where_sessions_would_wait_for_it() -> No
     used = WorkerView("b", session_tokens=20_000)
     holder = WorkerView("a", 20_000, queue - 1, session_tokens=20_000)
     assert placed(20_500, None, holder, used).worker == "a"
-    assert placed(20_500, None, holder._replace(pending_tokens=queue + 1), used).worker == "b"
-    fewer = used._replace(session_tokens=10_000)
+    assert placed(20_500, None, replace(holder, pending_tokens=queue + 1), used).worker == "b"
+    fewer = replace(used, session_tokens=10_000)
     assert placed(20_500, None, holder, fewer).worker == "b"
 
 
@@ -69,7 +70,8 @@ def test_sessions_that_all_share_a_prefix_spread_over_idle_workers(each: int, co
     views = {name: WorkerView(name) for name in map(str, range(count))}
     for _ in range(each * count):
         chosen = views[placed(10_500, None, *views.values()).worker]
-        views[chosen.name] = chosen._replace(
+        views[chosen.name] = replace(
+            chosen,
             held_tokens=10_000,
             pending_tokens=chosen.pending_tokens + 10_500 - chosen.held_tokens,
             session_tokens=chosen.session_tokens + 10_500,
@@ -84,14 +86,16 @@ def test_harnesses_of_some_sessions_each_stay_on_one_worker() -> None:
     for turn in range(40):
         harness = turn % 2
         seen = [
-            view._replace(held_tokens=10_000 if holders[harness] == view.name else 0)
+            replace(view, held_tokens=10_000 if holders[harness] == view.name else 0)
             for view in views.values()
         ]
         chosen = placed(10_500, None, *seen).worker
         assert chosen == holders[harness]
         view = views[chosen]
-        views[chosen] = view._replace(
-            pending_tokens=view.pending_tokens + 500, session_tokens=view.session_tokens + 10_500
+        views[chosen] = replace(
+            view,
+            pending_tokens=view.pending_tokens + 500,
+            session_tokens=view.session_tokens + 10_500,
         )
 
 
@@ -116,7 +120,7 @@ def test_a_known_session_stays_until_waiting_costs_more_than_moving() -> None:
         WorkerView("b", 2_000),
     ]
     assert placed(10_000, "a", *views, last_tokens=9_000) == Placement("a", "home")
-    views[0] = views[0]._replace(pending_tokens=int((LEAVE + 1 + DELAY) * 7_000))
+    views[0] = replace(views[0], pending_tokens=int((LEAVE + 1 + DELAY) * 7_000))
     assert placed(10_000, "a", *views, last_tokens=9_000) == Placement("b", "moved")
 
 

@@ -106,11 +106,14 @@ def prepare(
         for kind, count in stripped.moved.items():
             services.metrics.clients.volatile_lines.counts[(kind,)] += count
     session = session_hash(asked.hints, stripped.body) if asked.runs else ""
-    facts = with_body(head.facts, stripped.fields, session)
+    facts = head.facts
+    if stripped.fields or session:
+        facts = with_body(facts, stripped.fields, session)
     for name in facts.ignored:
         services.metrics.clients.hints_ignored.counts[(name,)] += 1
-    routing, diagnosis, prompt = NO_ROUTING, None, None
-    earlier = services.cache_turns.prompt_before(asked.tenant, reading.question)
+    routing, diagnosis, prompt, earlier = NO_ROUTING, None, None, None
+    if reading.question is not None:
+        earlier = services.cache_turns.prompt_before(asked.tenant, reading.question)
     if reading.prompt is not None:
         routing = services.router.routing_of(reading.prompt, asked.hints, warms=asked.warms)
         if asked.runs and services.request_log.detector is not None:

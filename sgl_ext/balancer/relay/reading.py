@@ -23,7 +23,7 @@ from sgl_ext.balancer.relay.hint_rules import AskedHints
 from sgl_ext.balancer.routing.prompt import Prompt, read_prompt
 from sgl_ext.doctor.cache_miss import Settings, settings_of
 from sgl_ext.doctor.context_moves import NamedBlock
-from sgl_ext.limits.bounds import MAX_TOOLS
+from sgl_ext.limits.bounds import MAX_TOOLS, UNCOUNTED_BYTES
 from sgl_ext.limits.elements import Excess, find_excess, find_many
 from sgl_ext.protocols.cache_diagnostics import Question, read_question
 from sgl_ext.protocols.errors import BalancerError
@@ -35,6 +35,10 @@ from sgl_ext.requests.protocol import Json
 from sgl_ext.requests.strip import HeaderStrip, Stripped, strip_request
 from sgl_ext.settings.schema import Tenant
 
+# A body with none of these fields names nothing that is stored, and asks nothing of its cache.
+_NAMING = frozenset(
+    ("context_id", "context_blocks", "nvext", "thread", "diagnostics", "prompt_cache_options")
+)
 # A smaller body cannot have too many of anything.
 _SMALL_BODY_BYTES = 2 * MAX_TOOLS
 
@@ -141,11 +145,13 @@ class BodyReader:
         protocol = of_path(path)
         if asked.warms and (detected := _prefill_protocol(asked, document)) is not None:
             protocol, path = detected, detected.paths[0]
-        if found is None:
+        may_name = type(document) is dict and not _NAMING.isdisjoint(document)
+        has_turns = self.expander.has_turns(path, remembers=asked.remembers)
+        if found is None and (may_name or has_turns):
             named = self.expander.names(path, document, remembers=asked.remembers)
             if named is not None:
                 return named
-        question = read_question(path, document) if asked.runs else None
+        question = read_question(path, document) if asked.runs and may_name else None
         own = None
         if found is not None and found.context is not None:
             # The context's texts will stand before the headers.
@@ -155,7 +161,7 @@ class BodyReader:
         marks_left_out = 0
         context: tuple[NamedBlock, ...] = ()
         sent: bytes | None = None
-        if found is not None or self.expander.has_turns(path, remembers=asked.remembers):
+        if found is not None or has_turns:
             expanded, turn, marks_left_out, context = self.expander.expand(
                 path, document, found, remembers=asked.remembers
             )
@@ -184,7 +190,7 @@ class BodyReader:
         prompt = None
         if asked.runs or asked.warms:
             prompt = read_prompt(
-                path,
+                protocol,
                 asked.hints,
                 stripped.body,
                 size_bytes,
@@ -216,7 +222,8 @@ class BodyReader:
 
 def parse_json(body: bytes | bytearray) -> Any:
     """The document of a body. Raises BalancerError 400 if it is no JSON, or has too many parts."""
-    _require_few(find_many(body))
+    if len(body) > UNCOUNTED_BYTES:
+        _require_few(find_many(body))
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:

@@ -5,9 +5,9 @@ from typing import Any
 
 import msgspec
 
-from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.default_hints import NO_DEFAULTS, DefaultHints
 from sgl_ext.requests.priority import Importance, read_importance
+from sgl_ext.requests.protocol import Protocol
 from sgl_ext.requests.segments import Chain, read_chain, with_sorted_tools
 from sgl_ext.requests.session import salt_of, session_key
 
@@ -25,7 +25,7 @@ class Prompt(msgspec.Struct, frozen=True, gc=False):
 
 
 def read_prompt(
-    path: str,
+    protocol: Protocol,
     headers: Mapping[str, str],
     body: Any,
     size_bytes: int,
@@ -40,7 +40,7 @@ def read_prompt(
     defaults: hints that count where the request gives none.
     """
     document = with_sorted_tools(body) if sort_tools else body
-    chain = read_chain(of_path(path), document, salt=salt_of(headers))
+    chain = read_chain(protocol, document, salt=salt_of(headers))
     session = session_key(headers, body, chain)
     return Prompt(
         chain,

@@ -29,6 +29,7 @@ from sgl_ext.balancer.routing.prefixes import HeldBySlot, Prefixes
 from sgl_ext.balancer.routing.prompt import Prompt, read_prompt
 from sgl_ext.balancer.routing.worker import DECODE, Worker
 from sgl_ext.balancer.routing.workers import Workers, can_answer
+from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.segments import Chain
 from sgl_ext.requests.session import TENANT_HEADER, is_final
 from sgl_ext.tenants import Tenants
@@ -75,7 +76,9 @@ class Router:
     ) -> RoutingRequest:
         """Reads a parsed and stripped body for routing. `headers` has lower-case names."""
         ceiling = self.tenants.asking(headers).max_priority
-        prompt = read_prompt(path, headers, body, size_bytes, ceiling, sort_tools=self.sort_tools)
+        prompt = read_prompt(
+            of_path(path), headers, body, size_bytes, ceiling, sort_tools=self.sort_tools
+        )
         return self.routing_of(prompt, headers, warms=warms)
 
     def routing_of(
@@ -87,7 +90,7 @@ class Router:
             prompt.session,
             prompt.prefix,
             self.prefixes.estimate_tokens(prompt.size_bytes),
-            is_final(headers),
+            bool(headers) and is_final(headers),
             prompt.importance.priority,
             prompt.importance.output_tokens or 0,
             headers.get(TENANT_HEADER, ""),
