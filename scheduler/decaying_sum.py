@@ -18,4 +18,6 @@ class DecayingSum:
 
     def at(self, now_s: float) -> float:
         """The sum at a time."""
-        return self._sum * math.exp(min(self._at_s - now_s, 0.0) / self._span_s)
+        if now_s <= self._at_s:
+            return self._sum
+        return self._sum * math.exp((self._at_s - now_s) / self._span_s)

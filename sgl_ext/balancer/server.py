@@ -197,27 +197,29 @@ class Balancer:
         return RequestReader(self._heads, self._config.max_body_bytes, self.account)
 
     def exchange(self, connection: HttpClient, request: Request) -> RunningExchange:
-        if request.head.is_socket:
-            return SocketHandshake(
-                self._services,
-                self,
-                self._heads,
-                connection,
-                self._unless_draining(request),
-                self._config.max_body_bytes,
-                self._exchange,
-            )
-        return self._exchange(connection, request)
+        if not request.head.is_socket:
+            return self._exchange(connection, request)
+        self._reject_while_draining(request)
+        return SocketHandshake(
+            self._services,
+            self,
+            self._heads,
+            connection,
+            request,
+            self._config.max_body_bytes,
+            self._exchange,
+        )
 
     def _exchange(
         self, client: Client, request: Request, turns: LaneTurns | None = None
     ) -> Exchange:
-        return Exchange(self._services, client, self._unless_draining(request), turns)
+        if self.draining:
+            self._reject_while_draining(request)
+        return Exchange(self._services, client, request, turns)
 
-    def _unless_draining(self, request: Request) -> Request:
+    def _reject_while_draining(self, request: Request) -> None:
         if self.draining and request.head.path not in _SERVED_WHILE_DRAINING:
             request.rejection = request.rejection or shutting_down()
-        return request
 
     def error_response(self, error: BalancerError, path: str) -> RawResponse:
         return self._services.error_response(error, path)

@@ -3,6 +3,7 @@
 import asyncio
 from urllib.parse import urlsplit
 
+from sgl_ext.balancer.http.request_head import RequestHead
 from sgl_ext.balancer.http.response_head import ResponseHeadCache
 from sgl_ext.balancer.http.upstream import ResponseReceiver, UpstreamConnection
 
@@ -39,6 +40,15 @@ class ConnectionPool:
     def request_line(self, method: str, target: bytes) -> bytes:
         """The first lines of a request to this worker: request line, Host and the engine secret."""
         return b"%b %b%b%b" % (method.encode(), self._base, target, self._first_lines)
+
+    def begin_of(self, head: RequestHead) -> bytes:
+        """The first lines of a request and the header lines of its head. A head that goes to the
+        same worker again has them."""
+        first_lines, begin = head.begun
+        if first_lines is not self._first_lines:
+            begin = self.request_line(head.method, head.target) + head.upstream_lines
+            head.begun = self._first_lines, begin
+        return begin
 
     def lease(self, receiver: ResponseReceiver) -> asyncio.Task[None] | None:
         """Gives the receiver an idle connection, or opens one like `connect`."""

@@ -21,9 +21,11 @@ import httptools
 from sgl_ext.balancer.http import identity
 from sgl_ext.balancer.http.identity import NO_IDENTITY, Identity, read_identity
 from sgl_ext.protocols.errors import BalancerError
+from sgl_ext.protocols.registry import errors_of
 from sgl_ext.protocols.routes import Route
 from sgl_ext.requests.client_facts import ClientFacts, read_headers
 from sgl_ext.requests.default_hints import DEFAULTS_HEADER
+from sgl_ext.requests.protocol import ErrorShape
 from sgl_ext.requests.session import (
     BOOTSTRAP_HEADER,
     PURPOSE_HEADER,
@@ -72,6 +74,7 @@ class RequestHead:
     fields: the same, the last of each name.
     target: the path and query as they arrived.
     upstream_lines: the header lines for the worker.
+    begun: how its last request began, and the first lines of that worker's (`ConnectionPool`).
     identity: the id and the trace that the client states.
     tenant: the tenant that authentication found; "" otherwise.
     is_socket: whether it opens a WebSocket.
@@ -92,6 +95,7 @@ class RequestHead:
         self.expects_continue = False
         self.content_type = ""
         self.upstream_lines = b""
+        self.begun: tuple[bytes | None, bytes] = (None, b"")
         self.identity: Identity = NO_IDENTITY
         self.tenant = ""
         self.route: Route | None = None
@@ -109,6 +113,11 @@ class RequestHead:
     def facts(self) -> ClientFacts:
         """What the headers say of the client. It is read once for all requests with this head."""
         return read_headers(self.fields)
+
+    @cached_property
+    def errors(self) -> ErrorShape:
+        """How errors of its path are worded."""
+        return errors_of(self.path)
 
     # The parser calls these.
 
@@ -129,6 +138,7 @@ class RequestHead:
         self.headers = theirs + added
         self.fields = dict(self.headers)
         self.__dict__.pop("hints", None)
+        self.begun = None, b""
         self.upstream_lines = header_lines(theirs, _NOT_UPSTREAM) + header_lines(added, ())
 
 

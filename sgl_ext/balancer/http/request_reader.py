@@ -143,7 +143,7 @@ class RequestReader:
             request = self._read_head()
             if request is None:
                 return None
-        if request.rejection is None:
+        if request.rejection is None and not request.body:
             try:
                 if not self._read_body(request):
                     return None
@@ -170,7 +170,8 @@ class RequestReader:
             if len(ahead) > _USUAL_HEAD_BYTES and not self._head_hold.take_up_to(len(ahead)):
                 raise no_memory()
             return None
-        self._head_hold.release()
+        if self._head_hold.size:
+            self._head_hold.release()
         self._searched = 0
         if ahead.startswith(http2.PREFACE_HEAD):
             if not http2.has_request(ahead):
@@ -182,7 +183,7 @@ class RequestReader:
         self._sent_continue = False
         self._missing = length
         self.arrived_bytes = 0
-        hold = self._account.hold(head.tenant)
+        hold = Hold(self._account, head.tenant)
         self._request = request = Request(head, length, head.keep_alive, head.rejection, hold)
         try:
             if request.rejection is not None:
@@ -209,18 +210,19 @@ class RequestReader:
         if head.chunked:
             self._chunks = ChunkedBody(limit)
         elif encoding is None:
-            self._start_buffer(request.hold, size)
-
-    def _start_buffer(self, hold: Hold, size: int) -> None:
-        """Begins a body of known length with what has arrived of it."""
-        ahead = self.ahead
-        if len(ahead) >= size:
+            ahead = self.ahead
+            if len(ahead) < size:
+                self._start_buffer(request.hold, size)
+                return
             # All is here, and perhaps the next request.
-            _take(hold, size)
-            self._body = ahead[:size]
+            _take(request.hold, size)
+            request.body = ahead[:size]
             self._missing = 0
             del ahead[:size]
-            return
+
+    def _start_buffer(self, hold: Hold, size: int) -> None:
+        """Begins a body of known length with what has arrived of it, which is not all."""
+        ahead = self.ahead
         arrived = len(ahead)
         capacity = min(size, max(BUFFER_GROWTH * arrived, FIRST_BUFFER_BYTES))
         _take(hold, capacity)

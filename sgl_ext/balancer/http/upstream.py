@@ -29,13 +29,14 @@ class MalformedResponse(Exception):
 
 
 class ResponseReceiver(Protocol):
-    """Gets a response, in this order: connected, head, data, end; or a failure at any point."""
+    """Gets a response, in this order: connected, head, data, end with the last part of the data; or
+    a failure at any point."""
 
     def connected(self, connection: "UpstreamConnection") -> None: ...
     def connect_failed(self, reason: str) -> None: ...
     def response_head(self, head: ResponseHead) -> None: ...
     def response_data(self, data: bytes) -> None: ...
-    def response_end(self) -> None: ...
+    def response_end(self, last: bytes) -> None: ...
     def upstream_lost(self, reason: str) -> None: ...
 
 
@@ -136,9 +137,7 @@ class UpstreamConnection(asyncio.Protocol):
             if known is not None:
                 head, body = known
                 receiver.response_head(head)
-                if body:
-                    receiver.response_data(body)
-                self._end(True)
+                self._end(True, body)
                 return
         fault = None
         try:
@@ -150,14 +149,16 @@ class UpstreamConnection(asyncio.Protocol):
             if self._head_bytes > _MAX_HEAD_BYTES:
                 fault = "the head is too long"
         pieces = self._pieces
-        if pieces:
-            receiver.response_data(pieces[0] if len(pieces) == 1 else b"".join(pieces))
-            pieces.clear()
+        part = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        pieces.clear()
         if self._complete:
             if first and fault is None and self._usable and self._head is not None:
                 self._pool.heads.add(data, self._head)
-            self._end(fault is None)
-        elif fault is not None:
+            self._end(fault is None, part)
+            return
+        if part:
+            receiver.response_data(part)
+        if fault is not None:
             self._lost(f"malformed response: {fault}")
 
     def pause_writing(self) -> None:
@@ -177,7 +178,7 @@ class UpstreamConnection(asyncio.Protocol):
             return
         if error is None and not self._in_head and not self._framed:
             # A response without a length ends with the connection.
-            self._end(False)
+            self._end(False, b"")
         else:
             self._lost("connection closed" if error is None else type(error).__name__)
 
@@ -230,12 +231,16 @@ class UpstreamConnection(asyncio.Protocol):
         is_1_1 = self._parser.get_http_version() == "1.1"
         self._usable = self._usable and is_1_1 and self._parser.should_keep_alive()
 
-    def _end(self, clean: bool) -> None:
-        """The response is complete. The connection is used again if its state allows."""
+    def _end(self, clean: bool, last: bytes) -> None:
+        """The response is complete with its last part. The connection is used again if its state
+        allows."""
         receiver, self._receiver = self._receiver, None
         reusable = clean and self._usable and not self._transport.is_closing()
         if reusable and not self._unsent and not self._transport.get_write_buffer_size():
-            self._reset()
+            if self._in_head:  # the parser was not needed
+                self.heard = False
+            else:
+                self._reset()
             if self._paused:
                 self.resume()
             self.reused = True
@@ -243,7 +248,7 @@ class UpstreamConnection(asyncio.Protocol):
         else:
             self.abort()
         if receiver is not None:
-            receiver.response_end()
+            receiver.response_end(last)
 
     def _lost(self, reason: str) -> None:
         receiver = self._receiver

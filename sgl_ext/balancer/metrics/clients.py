@@ -56,7 +56,8 @@ class ClientMetrics:
     def count(self, facts: ClientFacts, prompt_tokens: int, usage: Usage | None) -> None:
         """Counts an answered request. prompt_tokens: an estimate, if the usage has none."""
         request_class = facts.request_class or _UNSTATED
-        self._requests.counts[facts.harness, request_class, agent_label(facts.agent_type)] += 1
+        agent = facts.agent_type and agent_label(facts.agent_type)
+        self._requests.counts[facts.harness, request_class, agent] += 1
         if usage is not None and usage.cached_tokens is not None:
             prompt_tokens = usage.prompt_tokens or prompt_tokens
             self._prompt_tokens.counts[facts.harness, request_class] += prompt_tokens

@@ -18,6 +18,8 @@ from enum import Enum
 from functools import partial
 from http import HTTPStatus
 
+from sgl_ext.balancer.conversations.connection_turns import LaneTurns
+from sgl_ext.balancer.http.interfaces import Client
 from sgl_ext.balancer.http.request_reader import Request
 from sgl_ext.balancer.http.response_head import ResponseHead
 from sgl_ext.balancer.http.upstream import UpstreamConnection
@@ -69,9 +71,18 @@ class Delivery(ABC):
     _lines = b""  # for the engine, besides those of the head
     routing = NO_ROUTING
 
-    def __init__(self, services: Services, request: Request) -> None:
+    def __init__(
+        self,
+        services: Services,
+        client: Client,
+        request: Request,
+        turns: LaneTurns | None = None,
+    ) -> None:
+        """turns: what its connection remembers, if that is a WebSocket."""
         self._arrived_s = time.perf_counter()
         self._services = services
+        self._client = client
+        self._turns = turns
         self._request = request
         self._head = head = request.head
         self._pool = services.control
@@ -91,7 +102,7 @@ class Delivery(ABC):
     @abstractmethod
     def response_data(self, data: bytes) -> None: ...
     @abstractmethod
-    def response_end(self) -> None: ...
+    def response_end(self, last: bytes) -> None: ...
     @abstractmethod
     def _forget_response(self) -> None: ...
     @abstractmethod
@@ -163,18 +174,17 @@ class Delivery(ABC):
         self._connection = connection
         self._is_sent = True
         head, body = self._head, self._request.body
-        first = self._pool.request_line(head.method, head.target)
-        more = self._lines
+        lines = self._pool.begin_of(head) + self._lines
         if self._attempts > 1:
-            more += _RETRY_LINE % (self._attempts - 1)
+            lines += _RETRY_LINE % (self._attempts - 1)
         if self._queued_s:
-            more += _QUEUED_LINE % self._queued_s
+            lines += _QUEUED_LINE % self._queued_s
         end = "\r\n"
         if body or head.method not in ("GET", "HEAD"):
             end = f"content-length: {len(body)}\r\n\r\n"
-        named = f"x-request-id: {self._request_id}\r\n{self._trace_lines()}{end}".encode()
-        lines = b"".join((first, head.upstream_lines, more, named))
+        lines += f"x-request-id: {self._request_id}\r\n{self._trace_lines()}{end}".encode()
         if self._attempt is not None and self._attempt.decoder is not None:
+            first = self._pool.request_line(head.method, head.target)
             lines = self._prefill(self._attempt, first, lines)
         connection.send(self, lines, body, head.method)
 

@@ -6,16 +6,12 @@ from http import HTTPStatus
 
 from msgspec import structs
 
-from sgl_ext.balancer.http.interfaces import Client
-from sgl_ext.balancer.http.request_reader import Request
 from sgl_ext.balancer.relay.delivery import BEFORE_FIRST_BYTE, ENDED, RELAYING, Delivery
 from sgl_ext.balancer.relay.preparation import NOT_PREPARED
-from sgl_ext.balancer.relay.response import Response
-from sgl_ext.balancer.relay.services import Services
+from sgl_ext.balancer.relay.response import NO_RESPONSE
 from sgl_ext.balancer.reporting.ended_request import EndedRequest, Outcome, ended_request
 from sgl_ext.protocols.cache_diagnostics import find_event, with_diagnosis
 from sgl_ext.protocols.errors import BalancerError, shutting_down
-from sgl_ext.protocols.registry import errors_of
 from sgl_ext.requests.usage import Usage, read_usage
 
 # Plain numbers: a member of an enumeration takes as long to look up as a call.
@@ -29,12 +25,8 @@ class Ending(Delivery):
     """A request whose response ends, or that ends without one."""
 
     _preparation = NOT_PREPARED
+    _response = NO_RESPONSE
     _ttft_s = 0.0
-
-    def __init__(self, services: Services, client: Client, request: Request) -> None:
-        super().__init__(services, request)
-        self._client = client
-        self._response = Response()
 
     def _complete(self) -> None:
         """The whole response came."""
@@ -58,7 +50,8 @@ class Ending(Delivery):
             if ended is not None:
                 streams = self._response.head.streams
                 self._services.request_log.count(ended, attempt, streams=streams)
-        self._settle(None if usage is None else usage.computed_tokens)
+        if self._preparation.charge is not None:
+            self._settle(None if usage is None else usage.computed_tokens)
         self._count()
 
     def _with_cache_diagnosis(self, data: bytes, *, streams: bool) -> bytes:
@@ -104,13 +97,13 @@ class Ending(Delivery):
         self._end_early(by_worker=False)
 
     def _forget_response(self) -> None:
-        self._response = Response(sums_items=self._preparation.sums_items)
+        self._response = NO_RESPONSE
 
     def _cut(self, reason: str, message: str = _ENGINE_STOPPED, *, by_worker: bool = True) -> None:
         """Ends a stream that cannot go on in its protocol's error event."""
         self._services.metrics.cut_streams.inc()
         self._warn("stream cut", reason)
-        shape = errors_of(self._head.path)
+        shape = self._head.errors
         self._client.write(shape.event(message, self._response.events_sent, self._request_id))
         self._keep(Outcome.CUT, self._response.head.status, reason)
         self._end_early(by_worker=by_worker)

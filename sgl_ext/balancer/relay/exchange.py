@@ -19,10 +19,7 @@ from typing import Any
 
 from msgspec import structs
 
-from sgl_ext.balancer.conversations.connection_turns import LaneTurns
 from sgl_ext.balancer.conversations.expansion import Named
-from sgl_ext.balancer.http.interfaces import Client
-from sgl_ext.balancer.http.request_reader import Request
 from sgl_ext.balancer.http.response_head import ResponseHead
 from sgl_ext.balancer.metrics.registry import band
 from sgl_ext.balancer.relay.context_making import make_context
@@ -32,15 +29,15 @@ from sgl_ext.balancer.relay.hidden_usage import without_usage
 from sgl_ext.balancer.relay.preparation import NOT_PREPARED, Preparation, ask, prepare
 from sgl_ext.balancer.relay.reading import Asked, Reading
 from sgl_ext.balancer.relay.response import Response
-from sgl_ext.balancer.relay.services import Services
 from sgl_ext.limits.bounds import LARGE_BODY_BYTES
 from sgl_ext.protocols.errors import BalancerError, internal_error
-from sgl_ext.protocols.registry import errors_of
 from sgl_ext.protocols.request_ids import id_line
 
 log = logging.getLogger(__name__)
 
 _UNAUTHORIZED, _UNAVAILABLE = 401, 503
+# A smaller answer is not counted when it is complete: it is sent at once.
+_UNHELD_BYTES = 16 * 1024
 
 
 class Exchange(Ending):
@@ -48,17 +45,6 @@ class Exchange(Ending):
 
     _waiting: asyncio.Task[None] | None = None
     _answer_lines = b""
-
-    def __init__(
-        self,
-        services: Services,
-        client: Client,
-        request: Request,
-        turns: LaneTurns | None = None,
-    ) -> None:
-        """turns: what its connection remembers, if that is a WebSocket."""
-        super().__init__(services, client, request)
-        self._turns = turns
 
     # Prepare.
 
@@ -99,26 +85,30 @@ class Exchange(Ending):
         self._preparation = preparation
         self.routing = preparation.routing
         self._lines = preparation.lines
-        if preparation.sums_items:
-            self._response = Response(sums_items=True)
+        limits, tenant = self._services.rate_limits, self._head.tenant
+        if not limits.charges(tenant):
+            self._admitted()
+            return
         # What it claims of an engine is charged until its cost is known.
         claimed_tokens = self.routing.prompt_tokens + self.routing.output_tokens
-        lease = self._services.rate_limits.lease(self._head.tenant, claimed_tokens)
+        lease = limits.lease(tenant, claimed_tokens)
         if lease is None:
-            self._admit(claimed_tokens)
+            self._charge(claimed_tokens)
         else:
-            self._wait_for(self._admit_after(lease, claimed_tokens))
+            self._wait_for(self._charge_after(lease, claimed_tokens))
 
-    async def _admit_after(self, lease: Coroutine[Any, Any, None], claimed_tokens: int) -> None:
+    async def _charge_after(self, lease: Coroutine[Any, Any, None], claimed_tokens: int) -> None:
         await lease
         if self._stage is not ENDED:
-            self._admit(claimed_tokens)
+            self._charge(claimed_tokens)
 
-    def _admit(self, claimed_tokens: int) -> None:
-        """Charges the tenant, and places the request."""
+    def _charge(self, claimed_tokens: int) -> None:
         charge = self._services.rate_limits.admit(self._head.tenant, claimed_tokens)
-        if charge is not None:
-            self._preparation = structs.replace(self._preparation, charge=charge)
+        self._preparation = structs.replace(self._preparation, charge=charge)
+        self._admitted()
+
+    def _admitted(self) -> None:
+        """Its tenant may send it: places the request."""
         self._services.retries.add_request()
         if self._preparation.context_path:
             self._wait_for(self._make_context())
@@ -159,25 +149,29 @@ class Exchange(Ending):
 
     def response_head(self, head: ResponseHead) -> None:
         """Takes the response's head."""
-        shape, is_stated = errors_of(self._head.path), bool(self._head.identity.request_id)
-        named = id_line(shape, self._request_id, is_stated=is_stated)
-        self._response.head = head
-        self._response.lines = head.lines + named + self._answer_lines
+        request = self._head
+        is_stated = bool(request.identity.request_id)
+        named = id_line(request.errors, self._request_id, is_stated=is_stated)
+        lines = head.lines + named + self._answer_lines
+        self._response = Response(head, lines, sums_items=self._preparation.sums_items)
 
     def response_data(self, data: bytes) -> None:
         """Relays whole events of a stream; any other body is collected."""
         if data := self._response.take(data):
             self._relay(data)
         elif not self._hold():
-            error = BalancerError(HTTPStatus.BAD_GATEWAY, "The answer is larger than it may be.")
-            self._give_up("the answer is larger than the byte budget", error)
+            self._reject_answer()
 
-    def response_end(self) -> None:
+    def response_end(self, last: bytes) -> None:
         """Ends the stream, sends the collected body, or retries an engine's own 503."""
         self._connection = None
         response = self._response
-        head, body = response.head, response.rest()
+        head, body = response.head, response.end(last)
         recorder = self._preparation.recorder
+        is_held = not head.streams and (recorder is not None or len(body) > _UNHELD_BYTES)
+        if is_held and not self._request.hold.set(len(self._request.body) + len(body)):
+            self._reject_answer()
+            return
         if self._preparation.turn is not None and body and head.status == OK and not head.streams:
             body = self._with_cache_diagnosis(body, streams=False)
         if head.status == _UNAUTHORIZED and self._is_refused(head):
@@ -200,6 +194,10 @@ class Exchange(Ending):
             self._answer(body)
         else:
             self._wait_for(self._finish(recorder.record(body), self._answer))
+
+    def _reject_answer(self) -> None:
+        error = BalancerError(HTTPStatus.BAD_GATEWAY, "The answer is larger than it may be.")
+        self._give_up("the answer is larger than the byte budget", error)
 
     async def _finish(self, recorded: Awaitable[bytes], send: Callable[[bytes], None]) -> None:
         """Sends the end of a response after it was stored."""

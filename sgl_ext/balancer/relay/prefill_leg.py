@@ -74,7 +74,7 @@ class PrefillLeg:
     def response_data(self, data: bytes) -> None:
         pass
 
-    def response_end(self) -> None:
+    def response_end(self, last: bytes) -> None:
         self._connection = None
         failed = partial(self._failed, f"status {self._status}", answered=True)
         if self._status >= HTTPStatus.INTERNAL_SERVER_ERROR:

@@ -11,7 +11,6 @@ _STOP = b"event: message_stop\n"
 # Items of a stream of several prompts: SGLang numbers them at the end of each event.
 _ITEM = re.compile(rb'"index":\s*(\d{1,9})\}\s*\Z')
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
-_NO_HEAD = ResponseHead(0, b"", [])
 
 
 class Response:
@@ -21,10 +20,10 @@ class Response:
     events_sent: how many events of a stream were sent to the client.
     """
 
-    def __init__(self, *, sums_items: bool = False) -> None:
+    def __init__(self, head: ResponseHead, lines: bytes, *, sums_items: bool = False) -> None:
         """sums_items: whether its usage is that of all its items, and not of the last event."""
-        self.head = _NO_HEAD
-        self.lines = b""
+        self.head = head
+        self.lines = lines
         self.events_sent = 0
         self._first_data = b""
         self._last_data = b""
@@ -59,9 +58,14 @@ class Response:
         """The size of what is collected."""
         return len(self._collected)
 
-    def rest(self) -> bytes:
-        """The collected body, or what follows the last whole event of a stream that has ended."""
-        return bytes(self._collected)
+    def end(self, last: bytes) -> bytes:
+        """The last part has arrived. Returns the collected body, or what follows the last whole
+        event that `take` returned of a stream."""
+        collected = self._collected
+        if not collected:
+            return last
+        collected += last
+        return bytes(collected)
 
     def sent(self, data: bytes) -> None:
         """Records events, or a whole body, that are sent to the client."""
@@ -82,3 +86,7 @@ class Response:
         if self._items:
             return read_items(self._items.values())
         return read_usage(self._first_data, self._last_data)
+
+
+NO_RESPONSE = Response(ResponseHead(0, b"", []), b"")
+"""Stands for the response before there is one."""

@@ -32,7 +32,6 @@ from scheduler.placement import PlacementRequest, WorkerView, score_all
 from sgl_ext.balancer.reporting.diagnosis import PromptDiagnosis
 from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest
 from sgl_ext.requests.client_facts import NO_FACTS, ClientFacts
-from sgl_ext.requests.segments import Chain
 from sgl_ext.requests.usage import Usage
 
 MOST_WORKERS = 8
@@ -121,6 +120,7 @@ def ended_request(
         if len(considered) > MOST_WORKERS:
             considered = _cheapest(considered, worker, routing.prompt_tokens, reason)
     chain = routing.chain
+    hashes, head, tools = chain.hashes, chain.head_segments, chain.tool_segments
     return EndedRequest(
         request_id,
         trace,
@@ -134,10 +134,10 @@ def ended_request(
         considered,
         routing.tenant,
         routing.session,
-        _hash_at(chain, chain.head_segments),
-        _hash_at(chain, chain.tool_segments),
+        hashes[head - 1] if head else None,
+        hashes[tools - 1] if tools else None,
         chain.tools,
-        len(chain.hashes),
+        len(hashes),
         routing.prompt_tokens,
         predicted_tokens,
         expected_tokens,
@@ -231,11 +231,6 @@ def _cheapest(
 def _is_new(reason: str | None) -> bool:
     """Whether a placement for this reason counts the terms of a session's first request."""
     return reason in ("new", "lost")
-
-
-def _hash_at(chain: Chain, segments: int) -> int | None:
-    """The hash of the first `segments` segments."""
-    return chain.hashes[segments - 1] if segments else None
 
 
 def _hex(number: int | None) -> str | None:

@@ -21,7 +21,7 @@ _CALIBRATE_FROM_TOKENS = 256
 _CALIBRATION = 0.05
 
 
-class HeldPrefix(msgspec.Struct, frozen=True):
+class HeldPrefix(msgspec.Struct, frozen=True, gc=False):
     """What one worker holds of a chain.
 
     tokens, segments: what it reported that it holds.
@@ -55,15 +55,12 @@ class HeldBySlot:
 
     def __getitem__(self, slot: int) -> HeldPrefix:
         """What a worker holds."""
-        found = self.expecting.get(slot)
-        return self._reported(slot) if found is None else found
-
-    def expect(self, slot: int, depth: int, more_tokens: int, in_flight: InFlightPrefix) -> None:
-        """A worker is about to hold `depth` segments, and so many tokens more."""
-        held = self._reported(slot)
-        self.expecting[slot] = HeldPrefix(
-            held.tokens, held.segments, held.tokens + more_tokens, depth, in_flight
-        )
+        if (found := self.expecting.get(slot)) is not None:
+            return found
+        for mask, held in self.groups:
+            if mask >> slot & 1:
+                return held
+        return _NOTHING
 
     def holders(self, least_segments: int = 1) -> Iterator[tuple[int, int]]:
         """The slots of the workers that hold, or are about to hold, so many segments or more, and
@@ -90,12 +87,6 @@ class HeldBySlot:
             if others and held.tokens > most and any(map(counts, _slots_of(others))):
                 most = held.tokens
         return most
-
-    def _reported(self, slot: int) -> HeldPrefix:
-        for mask, held in self.groups:
-            if mask >> slot & 1:
-                return held
-        return _NOTHING
 
 
 def _slots_of(mask: int) -> Iterator[int]:
@@ -149,11 +140,14 @@ class Prefixes:
             found.groups.append((match.workers, held))
             self._calibrate(chain.ends[match.depth - 1], match.tokens)
         for slot, (depth, in_flight) in self.in_flight.deepest(chain.hashes).items():
-            segments = found[slot].segments
+            held = found[slot]
+            segments = held.segments
             if depth > segments:
                 begin = chain.ends[segments - 1] if segments else 0
-                more_tokens = self.estimate_tokens(chain.ends[depth - 1] - begin)
-                found.expect(slot, depth, more_tokens, in_flight)
+                expected_tokens = held.tokens + self.estimate_tokens(chain.ends[depth - 1] - begin)
+                found.expecting[slot] = HeldPrefix(
+                    held.tokens, segments, expected_tokens, depth, in_flight
+                )
         return found
 
     def touch(self, chain: Chain, segments: int) -> None:

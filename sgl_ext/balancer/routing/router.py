@@ -116,7 +116,7 @@ class Router:
         home, view = self._find_home(request, candidates, held, now_s)
         if home is not None and candidates.has_capacity(home, held):
             views = self._views_beside(home, view, candidates, held, now_s)
-            return self._begin(routing, home, "home", held, views, candidates.decoder)
+            return self._begin(routing, home, "home", held, views, candidates)
         open_workers = [w for w in candidates.all if candidates.has_capacity(w, held)]
         if not open_workers:
             return None
@@ -130,7 +130,7 @@ class Router:
         assert chosen is not None, "some worker has capacity"
         reason = chosen.reason if home is None else "moved"
         worker = next(w for w in open_workers if w.id == chosen.worker)
-        return self._begin(routing, worker, reason, held, views, candidates.decoder)
+        return self._begin(routing, worker, reason, held, views, candidates)
 
     def _begin(
         self,
@@ -139,9 +139,11 @@ class Router:
         reason: str,
         held: HeldBySlot,
         views: list[WorkerView],
-        decoder: Worker | None,
+        candidates: Candidates,
     ) -> Attempt:
-        placement, decoder = Placement(worker.id, reason), decoder if worker.role else None
+        placement, decoder = Placement(worker.id, reason), None
+        if worker.role:
+            decoder = candidates.decoder
         attempt = self.attempts.begin(routing, worker, placement, held[worker.slot], views, decoder)
         attempt.held_at = partial(self._held_at, held)
         return attempt

@@ -62,10 +62,12 @@ class StandbyPrefill:
     ) -> None:
         """Sends a request's prompt to a standby if its session, placed at home, needs one."""
         routing, home = attempt.routing, attempt.worker
-        protocol = of_path(head.path)
+        if len(self.router.workers.all) == 1 or routing.session is None or routing.is_final:
+            return
         if attempt.decoder is not None:  # such an engine prefills nothing ahead
             return
-        if not protocol.name or routing.session is None or routing.is_final:
+        protocol = of_path(head.path)
+        if not protocol.name:
             return
         pending_tokens = home.total_pending_tokens(time.monotonic()) - attempt.uncached_tokens
         if not is_strained(routing.prompt_tokens, max(pending_tokens, 0), _running(home)):
