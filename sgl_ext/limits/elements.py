@@ -6,6 +6,7 @@ Without a bound, 16 MB of one-letter blocks are four million objects to parse an
 
 from collections.abc import Iterable, Iterator
 from itertools import chain
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from sgl_ext.limits.bounds import (
@@ -116,16 +117,19 @@ def find_excess(body: Any, turns_field: str | None, instructions: Iterable[str])
     for field in instructions:
         if _count(body.get(field)) > MAX_BLOCKS:
             return Excess(field, f"{field}: more than {MAX_BLOCKS} blocks")
-    blocks = sum(
-        [
-            len(content)
-            for message in (messages if isinstance(messages, list) else ())
-            if type(message) is dict and type(content := message.get("content")) is list
-        ]
-    )
+    contents = values_of(messages, "content") if isinstance(messages, list) else []
+    blocks = sum([len(content) for content in contents if type(content) is list])
     if blocks > MAX_BLOCKS:
         return Excess(str(turns_field), f"{turns_field}: more than {MAX_BLOCKS} blocks of content")
     return None
+
+
+def values_of(items: list[Any], field: str) -> list[Any]:
+    """A field of each item; None for an item without it, and for one that is no object."""
+    try:
+        return [*map(itemgetter(field), items)]
+    except (KeyError, TypeError):
+        return [item.get(field) if isinstance(item, dict) else None for item in items]
 
 
 def _count(value: Any) -> int:

@@ -10,6 +10,8 @@ its first token.
 """
 
 from collections.abc import Mapping
+from functools import lru_cache
+from types import NoneType
 from typing import Any, NamedTuple
 
 _FORMS = {bool: "true or false", int: "an integer", str: "a text"}
@@ -23,7 +25,7 @@ FIELDS: Mapping[str, type] = {
     "max_output_tokens": int,
     "n": int,
 }
-_STOPS = ("stop", "stop_sequences")
+_STOPS = frozenset({"stop", "stop_sequences"})
 STREAM_OPTIONS: Mapping[str, type] = {"include_usage": bool}
 
 
@@ -49,8 +51,10 @@ def find_wrong_field(body: Any) -> WrongField | None:
     """The first field of a parsed body whose value is wrong. A field may be left out or null."""
     if not isinstance(body, dict):
         return None
-    if (wrong := _of_other_type(body, "", FIELDS)) is not None:
-        return wrong
+    if not _are_right(tuple(map(type, map(body.get, FIELDS)))):
+        wrong = _of_other_type(body, "", FIELDS)
+        if wrong is not None:
+            return wrong
     options = body.get("stream_options")
     if isinstance(options, dict):
         wrong = _of_other_type(options, "stream_options.", STREAM_OPTIONS)
@@ -58,11 +62,17 @@ def find_wrong_field(body: Any) -> WrongField | None:
             return wrong
     if (n := body.get("n")) is not None and n < 1:
         return WrongField("n", "n: must be at least 1")
-    for name in _STOPS:
+    for name in () if _STOPS.isdisjoint(body) else sorted(_STOPS):
         stops = body.get(name)
         if stops == "" or (isinstance(stops, list) and "" in stops):
             return WrongField(name, f"{name}: must not be an empty text")
     return None
+
+
+@lru_cache(maxsize=256)
+def _are_right(types: tuple[type, ...]) -> bool:
+    """Whether no value of these types in FIELDS can be wrong. Clients send few combinations."""
+    return all(each in (NoneType, kind) for each, kind in zip(types, FIELDS.values(), strict=True))
 
 
 def _of_other_type(

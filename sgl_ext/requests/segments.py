@@ -211,7 +211,7 @@ def _write_instructions(writer: _Writer, value: Any) -> None:
 def _write_items(writer: _Writer, value: Any) -> None:
     """Messages or other items: each is a segment."""
     update, digest = writer.running.update, writer.running.intdigest
-    hashes, ends = writer.hashes, writer.ends
+    hashes, ends, begin_of = writer.hashes, writer.ends, _TEXT_BEGINS.get
     uncut_bytes = FINE_CUT_BYTES if writer.session is None else CUT_BYTES
     for message in items_in(value):
         if not isinstance(message, dict):
@@ -219,21 +219,20 @@ def _write_items(writer: _Writer, value: Any) -> None:
             writer.segment(b"\xffm" + block_text(message))
             continue
         role, content = message.get("role"), message.get("content")
-        begin = _TEXT_BEGINS.get(role)
-        if type(content) is str and begin is not None and len(message) == 2:
+        if type(content) is str and len(message) == 2 and (begin := begin_of(role)) and content:
             # Most of a long history: the same segment as below, without copies.
             text = content.encode("utf-8", "surrogatepass")
-            size = len(begin) + len(text)
-            if text and size <= uncut_bytes:
-                if writer.session is None:
-                    writer.messages_begin()
+            if (size := len(begin) + len(text)) <= uncut_bytes:
                 update(begin)
                 update(text)
-                writer.size += size
                 hashes.append(digest())
-                ends.append(writer.size)
-                if writer.session is None and role == "user":
-                    writer.session, uncut_bytes = hashes[-1], CUT_BYTES
+                writer.size = end = writer.size + size
+                ends.append(end)
+                if writer.session is None:
+                    if writer.head_segments is None:
+                        writer.head_segments = len(hashes) - 1
+                    if role == "user":
+                        writer.session, uncut_bytes = hashes[-1], CUT_BYTES
                 continue
         if role in INSTRUCTION_ROLES:
             _write_instructions(writer, content)

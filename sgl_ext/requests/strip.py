@@ -34,6 +34,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
+from sgl_ext.limits.elements import values_of
 from sgl_ext.requests.protocol import INSTRUCTION_ROLES, Json, Part, Protocol
 from sgl_ext.requests.rewriting import DROPPED, altered, edited
 from sgl_ext.requests.volatile_lines.moving import move_lines
@@ -178,14 +179,15 @@ class _Visitor:
         if part is Part.INSTANCES:
             return _each(value, self._instance)
         changed: dict[int, Any] = {}
-        for at, item in enumerate(value):  # many messages, and few of them are instructions
-            if isinstance(item, dict) and item.get("role") in INSTRUCTION_ROLES:
-                text = item.get("content")
-                if type(text) is str and not self._strip.finds(text):
-                    continue
-                new = self._message(item)
-                if new is not item:
-                    changed[at] = new
+        roles = values_of(value, "role")  # many messages, and few of them are instructions
+        for at in [at for at, role in enumerate(roles) if role in INSTRUCTION_ROLES]:
+            item = value[at]
+            text = item.get("content")
+            if type(text) is str and not self._strip.finds(text):
+                continue
+            new = self._message(item)
+            if new is not item:
+                changed[at] = new
         if not changed:
             return value
         visited = [changed.get(at, item) for at, item in enumerate(value)]

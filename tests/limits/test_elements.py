@@ -71,6 +71,11 @@ def blocks(count: int) -> list[dict[str, str]]:
             "messages",
             MAX_BLOCKS,
         ),
+        (
+            {"messages": ["text", None, {"role": "user"}, {"content": blocks(MAX_BLOCKS + 1)}]},
+            "messages",
+            MAX_BLOCKS,
+        ),
     ],
 )
 def test_a_field_that_has_too_much_is_named_with_its_limit(
