@@ -78,11 +78,22 @@ class InFlight:
 
     def add(self, priority: int, tokens: int, tenant: str = "") -> None:
         """Counts a request that was sent."""
-        self._count(priority, 1, tokens, tenant)
+        self.requests += 1
+        self.tokens += tokens
+        kind = priority, tenant
+        count, before = self._by_kind.get(kind, _NONE)
+        self._by_kind[kind] = count + 1, before + tokens
 
     def remove(self, priority: int, tokens: int, tenant: str = "") -> None:
         """Removes a request that was added with the same arguments."""
-        self._count(priority, -1, -tokens, tenant)
+        self.requests -= 1
+        self.tokens -= tokens
+        kind = priority, tenant
+        count, before = self._by_kind[kind]
+        if count > 1:
+            self._by_kind[kind] = count - 1, before - tokens
+        else:
+            del self._by_kind[kind]
 
     def above(self, priority: int) -> tuple[int, dict[str, int]]:
         """The number of requests above a priority, and each tenant's tokens of them; all tenants
@@ -95,16 +106,6 @@ class InFlight:
                 requests += count
                 tokens[tenant] += their_tokens
         return requests, tokens
-
-    def _count(self, priority: int, requests: int, tokens: int, tenant: str) -> None:
-        self.requests += requests
-        self.tokens += tokens
-        kind = priority, tenant
-        before, tokens_before = self._by_kind.get(kind, _NONE)
-        if before + requests:
-            self._by_kind[kind] = before + requests, tokens_before + tokens
-        else:
-            del self._by_kind[kind]
 
 
 def has_capacity(

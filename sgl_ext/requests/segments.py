@@ -46,6 +46,7 @@ FINE_CUT_BYTES = 1024
 _SCHEMAS = frozenset({"parameters", "input_schema"})
 # How a message that is one text begins.
 _TEXT_BEGINS = {role: begin + b"\xffb" for role, begin in ROLES.items()}
+_TEXT_BEGINS |= dict.fromkeys(INSTRUCTION_ROLES, b"\xffs")
 # Requests that differ in one of these share nothing.
 _OTHER_SALTS = frozenset({"lora_path", "cache_salt", "extra_key", "previous_response_id"})
 _SALTS = ("model", "lora_path", "cache_salt", "extra_key", "previous_response_id")
@@ -213,7 +214,7 @@ def _write_items(writer: _Writer, value: Any) -> None:
     update, digest = writer.running.update, writer.running.intdigest
     hashes, ends, begin_of = writer.hashes, writer.ends, _TEXT_BEGINS.get
     uncut_bytes = FINE_CUT_BYTES if writer.session is None else CUT_BYTES
-    for message in items_in(value):
+    for message in value if type(value) is list else items_in(value):
         if not isinstance(message, dict):
             writer.messages_begin()
             writer.segment(b"\xffm" + block_text(message))
@@ -228,7 +229,7 @@ def _write_items(writer: _Writer, value: Any) -> None:
                 hashes.append(digest())
                 writer.size = end = writer.size + size
                 ends.append(end)
-                if writer.session is None:
+                if writer.session is None and role not in INSTRUCTION_ROLES:
                     if writer.head_segments is None:
                         writer.head_segments = len(hashes) - 1
                     if role == "user":

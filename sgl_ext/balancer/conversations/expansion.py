@@ -21,6 +21,7 @@ from sgl_ext.protocols.registry import of_path
 from sgl_ext.protocols.responses import RESPONSES
 
 _PARSED_BYTES = 64 << 20
+_TURNS = (*RESPONSES.paths, *threads.PATHS)
 _Json = dict[str, Any]
 
 
@@ -119,7 +120,9 @@ class Expander:
 
     def has_turns(self, path: str, *, remembers: bool = False) -> bool:
         """Whether a request that names nothing may still be a turn to store, for `expand`."""
-        return self._continues(path, remembers) or (self.keeps_turns and path in threads.PATHS)
+        if self.keeps_turns:
+            return path in _TURNS
+        return remembers and path in RESPONSES.paths
 
     def expand(
         self, path: str, body: Any, found: Found | None = None, *, remembers: bool = False

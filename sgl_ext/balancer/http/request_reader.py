@@ -215,7 +215,8 @@ class RequestReader:
                 self._start_buffer(request.hold, size)
                 return
             # All is here, and perhaps the next request.
-            _take(request.hold, size)
+            if not request.hold.take_up_to(size):
+                raise no_memory()
             request.body = ahead[:size]
             self._missing = 0
             del ahead[:size]

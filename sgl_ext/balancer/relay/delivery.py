@@ -135,8 +135,9 @@ class Delivery(ABC):
             services.metrics.retries.inc()
         self._attempts += 1
         self.tried.add(attempt.worker)
-        self.tried.add(answerer := attempt.answerer)
-        self._pool = services.pool(answerer)
+        if attempt.decoder is not None:
+            self.tried.add(attempt.decoder)
+        self._pool = services.pool(attempt.decoder or attempt.worker)
         if attempt.follows is not None:
             self._wait_reason = "prefix"
             attempt.follows.followers.append(partial(self._go_on, attempt))

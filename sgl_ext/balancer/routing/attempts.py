@@ -134,7 +134,8 @@ class Attempts:
             # Estimated by its bytes, a prompt may be longer than any that the worker takes.
             longest = uncached_tokens if capacity is None else capacity.context
             attempt.uncached_tokens = min(uncached_tokens, longest)
-            attempt.follows = self._followed(worker, held)
+            if held.in_flight is not None:
+                attempt.follows = self._followed(worker, held, held.in_flight)
             if missing := routing.chain.hashes[held.expected_segments :]:
                 prefix = self._prefixes.in_flight.expect(worker.slot, missing)
                 attempt.in_flight_prefix = prefix
@@ -177,14 +178,14 @@ class Attempts:
         if attempt.routing.runs:
             worker.running.remove(attempt.routing.priority, tokens, attempt.routing.tenant)
 
-    def _followed(self, worker: Worker, held: HeldPrefix) -> Attempt | None:
+    def _followed(self, worker: Worker, held: HeldPrefix, prefix: InFlightPrefix) -> Attempt | None:
         """The attempt whose prefix is worth waiting for."""
         # Without events only the first byte shows progress, and it may come late.
-        if held.in_flight is None or held.in_flight.computed or not worker.publishes:
+        if prefix.computed or not worker.publishes:
             return None
         if held.expected_tokens - held.tokens < FOLLOW_TOKENS:
             return None
-        return self._computing.get(held.in_flight)
+        return self._computing.get(prefix)
 
     def prefill_done(self, attempt: Attempt) -> None:
         """The worker has computed the prompt. A second call changes nothing."""

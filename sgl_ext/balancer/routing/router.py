@@ -110,12 +110,15 @@ class Router:
         if unconfirmed := self.prefixes.in_flight.expire(now_s):
             self.metrics.unconfirmed_prefixes.inc(unconfirmed)
         self.attempts.sessions.expire(now_s)
-        candidates = self._candidates(routing, tried)
+        limit, threshold = self.worker_limit, self.preemption_threshold
+        candidates = Candidates(self.workers, routing, tried, limit, threshold)
         held = self.prefixes.lookup(routing.chain)
         request = self._placement_request(routing, held)
         home, view = self._find_home(request, candidates, held, now_s)
         if home is not None and candidates.has_capacity(home, held):
-            views = self._views_beside(home, view, candidates, held, now_s)
+            views = [view]
+            if len(self.workers.all) > 1:
+                views = self._views_beside(home, view, candidates, held, now_s)
             return self._begin(routing, home, "home", held, views, candidates)
         open_workers = [w for w in candidates.all if candidates.has_capacity(w, held)]
         if not open_workers:
@@ -263,8 +266,6 @@ class Router:
     ) -> list[WorkerView]:
         """The worker of a session that stays, and for the request log some others: those that hold
         most of the prompt first."""
-        if len(self.workers.all) == 1:
-            return [view]
         views = {home: view}
         holders = ((self.workers.at_slot(slot), tokens) for slot, tokens in held.holders())
         for worker, held_tokens in chain(holders, ((each, 0) for each in self.workers.all)):
@@ -283,23 +284,24 @@ class Router:
             worker.decoding + worker.peer_load.decoding,
             worker.recent_prefill.at(now_s),
             self.attempts.sessions.live_tokens(worker.slot),
-            worker.warmth(now_s),
+            1.0 if worker.recovered_s is None else worker.warmth(now_s),
         )
 
     def _placement_request(self, routing: RoutingRequest, held: HeldBySlot) -> PlacementRequest:
         """The request with its session's worker: the remembered one, or the one that holds most
         of the session."""
-        slots: Collection[int] = ()
-        last_tokens, chain = 0, routing.chain
+        home_id, last_tokens, chain = None, 0, routing.chain
         home = None if routing.session is None else self.attempts.sessions.home(routing.session)
         if home is not None:
-            slots, last_tokens = home[:1], home[1]
+            slot, last_tokens = home
+            if (worker := self.workers.at_slot(slot)) is not None:
+                home_id = worker.id
         elif chain.session is not None:
             begin = chain.hashes.index(chain.session) + 1
             tokens = dict(held.holders(begin))
             most = max(tokens.values(), default=0)
             slots = [slot for slot, held_tokens in tokens.items() if held_tokens == most]
-        # Slots differ between balancers, so that they are no reason to prefer a worker.
-        homes = [worker.id for slot in slots if (worker := self.workers.at_slot(slot))]
-        home_id = chosen_of(routing.prefix, homes) if homes else None
+            # Slots differ between balancers, so that they are no reason to prefer a worker.
+            homes = [worker.id for slot in slots if (worker := self.workers.at_slot(slot))]
+            home_id = chosen_of(routing.prefix, homes) if homes else None
         return PlacementRequest(routing.prompt_tokens, routing.prefix, home_id, last_tokens)
