@@ -14,12 +14,10 @@ JSON object of its arguments is, in every format.
 """
 
 from collections.abc import AsyncIterator
-from functools import partial
 from typing import Any
 
 import orjson
 
-from sgl_ext.engine.answers.early_start import started
 from sgl_ext.engine.sglang_http_types import ServingResponses
 from sgl_ext.engine.sglang_types import Original
 from sgl_ext.requests.places import value_at
@@ -82,8 +80,8 @@ def stream_response(original: Original, serving: ServingResponses, *args: Any, *
     a model without phases each event is sent at once, and the last one has the phases.
     """
     if serving.tool_call_parser == "muse":
-        return started(partial(original, serving), *args, **kw)
-    return started(partial(_with_ends, serving), *args, **kw)
+        return original(serving, *args, **kw)
+    return _with_ends(serving, *args, **kw)
 
 
 async def _with_ends(serving: ServingResponses, *args: Any, **kw: Any) -> AsyncIterator[str]:

@@ -210,14 +210,6 @@ async def test_responses(sglang: SimpleNamespace) -> None:
     assert [item["type"] for item in last["output"]].count("function_call") == len(CALLS)
 
 
-async def test_a_request_is_with_the_engine_before_the_first_event(sglang: SimpleNamespace) -> None:
-    events = await heard_response(sglang, Engine(spoken()), [])
-    assert [(taken, event["type"]) for taken, event in events[:2]] == [
-        (1, "response.created"),
-        (1, "response.in_progress"),
-    ]
-
-
 class Stuck:
     """An engine that never answers."""
 
