@@ -134,8 +134,8 @@ def running_process(
     """Starts a process in the checkout, yields once `ready()` is true, and ends it.
 
     Its output goes to `log`. `environment` adds to this process's variables; `cores` are the
-    only ones the process may use, all where none are given. own_session: what the terminal sends
-    to this process's session, such as Ctrl-C, does not reach it.
+    only ones the process may use, all where none are given. own_session: it leads a session of its
+    own, which is killed if this process dies.
     Raises RuntimeError with the end of the log if the process ends or is not ready in time.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -150,6 +150,7 @@ def running_process(
             start_new_session=own_session,
             preexec_fn=(lambda: os.sched_setaffinity(0, cores)) if cores else None,
         )
+    guard = _session_guard(process.pid) if own_session else None
     try:
         deadline = time.monotonic() + _START_TIMEOUT_S
         while not ready():
@@ -167,6 +168,16 @@ def running_process(
             process.kill()
             process.wait()
             raise
+        finally:
+            if guard is not None:
+                guard.kill()
+                guard.wait()
+
+
+def _session_guard(leader: int) -> subprocess.Popen[bytes]:
+    """Kills a session's processes once this process has died, and its end of the pipe with it."""
+    command = ["sh", "-c", f"read -r _; kill -s KILL -- -{leader}"]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
 
 def is_healthy(url: str) -> bool:
