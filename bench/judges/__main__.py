@@ -4,8 +4,8 @@ Each judge sends the same work to all arms in turn, with emptied caches before e
 
     ours            two engines with the plugin behind our balancer
     stock           two engines of SGLang as it is, requests in turn
-    sglang-router   in front of the same two engines, cache-aware
-    smg             the same (full size)
+    sglang-router   in front of the same two engines, cache-aware (full size)
+    smg             the same
 
 Every figure but `engines_cached_share` is the judge's own. That one is from the engines' metrics,
 to be held against the judge's `cached_share`. Rates are shares of what stock SGLang answers on
@@ -32,7 +32,7 @@ from bench.lib.spread import ratio_spread, spread
 JUDGES = {"aiperf": aiperf.loads, "bench_serving": bench_serving.loads, "guidellm": guidellm.loads}
 
 _ROUNDS: dict[Size, int] = {"full": 5, "quick": 2, "smallest": 1}
-_PEERS: dict[Size, tuple[str, ...]] = {"full": PEERS, "quick": PEERS[:1], "smallest": ()}
+_PEERS: dict[Size, tuple[str, ...]] = {"full": PEERS, "quick": (), "smallest": ()}
 
 
 def main() -> None:

@@ -45,8 +45,12 @@ _AGENTS = {
 
 
 def loads(setting: Setting) -> dict[str, Load]:
-    """Conversations on each protocol, and a replay of agents on chat completions."""
-    sessions, turns = (4, 4) if setting.size == "quick" else (12, 5)
+    """Conversations on each protocol, and a replay of agents on chat completions.
+
+    Each of its runs starts many processes: in quick form conversations are on one protocol.
+    """
+    is_quick = setting.size == "quick"
+    sessions, turns = (4, 4) if is_quick else (12, 5)
     hub = make_hub(setting.model, setting.scratch / "hub")
     flags = {
         "num-conversations": sessions,
@@ -60,14 +64,15 @@ def loads(setting: Setting) -> dict[str, Load]:
     found = {
         name: Load(path, sessions * turns, partial(_run, setting, hub, name, flags))
         for name, path in _ENDPOINTS.items()
+        if name == "messages" or not is_quick
     }
-    trace = _synthesize(setting, 3 if setting.size == "quick" else 8)
+    trace = _synthesize(setting, 3 if is_quick else 8)
     lines = len(trace.read_text().splitlines())
     replay = {
         "input-file": trace,
         "custom-dataset-type": "mooncake_trace",
         "isl-block-size": _BLOCK_TOKENS,
-        "num-conversations": 3 if setting.size == "quick" else 8,
+        "num-conversations": 3 if is_quick else 8,
     }
     run = partial(_run, setting, hub, "chat", replay)
     return {**found, "agentic-code": Load(_ENDPOINTS["chat"], lines, run)}
@@ -125,7 +130,7 @@ def _run(
         "ui": "none",
         **work,
     }
-    command = [str(_python()), "-m", "aiperf", "profile", "--streaming", "--no-server-metrics"]
+    command = [str(install()), "-m", "aiperf", "profile", "--streaming", "--no-server-metrics"]
     command += ["--no-gpu-telemetry", "--use-server-token-count"]
     command += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     run_command(command, folder, {"HF_HOME": str(hub), "HF_HUB_OFFLINE": "1"})
@@ -136,12 +141,13 @@ def _run(
 def _synthesize(setting: Setting, sessions: int) -> Path:
     config, output = setting.scratch / "agents.json", setting.scratch / "agents"
     config.write_text(json.dumps(_AGENTS))
-    command = [str(_python()), "-m", "aiperf", "synthesize", "agentic-code", "--seed", "1"]
+    command = [str(install()), "-m", "aiperf", "synthesize", "agentic-code", "--seed", "1"]
     command += ["--num-sessions", str(sessions), "--config", str(config), "--output", str(output)]
     run_command(command, output)
     (trace,) = output.rglob("dataset.jsonl")
     return trace
 
 
-def _python() -> Path:
+def install() -> Path:
+    """The Python that it is installed for."""
     return install_package("aiperf", VERSION)

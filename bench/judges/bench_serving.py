@@ -25,7 +25,7 @@ _STREAMS = 2
 
 
 def loads(setting: Setting) -> dict[str, Load]:
-    """The data sets, each with one backend; at full size shared prefixes with every backend."""
+    """Two data sets; at full size all four, and shared prefixes with every backend."""
     groups, prompts = (2, 2) if setting.size == "smallest" else (6, 4)
     found = {
         "shared-prefix": _load(setting, "sglang-oai-chat", _shared(groups, prompts, 1)),
@@ -33,13 +33,12 @@ def loads(setting: Setting) -> dict[str, Load]:
         "random-ids": _load(setting, "sglang", _random(groups * prompts)),
         "mooncake": _load(setting, "sglang", _mooncake(setting, groups, prompts)),
     }
-    if setting.size == "smallest":
+    if setting.size != "full":
         return {name: found[name] for name in ("shared-prefix", "mooncake")}
-    if setting.size == "full":
-        for backend in BACKENDS:
-            load = _load(setting, backend, _shared(groups, prompts, 1))
-            found[f"shared-prefix, {backend}"] = load
-        del found["shared-prefix"]
+    for backend in BACKENDS:
+        load = _load(setting, backend, _shared(groups, prompts, 1))
+        found[f"shared-prefix, {backend}"] = load
+    del found["shared-prefix"]
     return found
 
 

@@ -22,7 +22,7 @@ _ENVIRONMENT = {
     "GUIDELLM__MAX_WORKER_PROCESSES": "1",
 }
 _ENDPOINT = "/v1/chat/completions"
-_SHARES = {"quick": (0.3, 0.7), "full": (0.2, 0.4, 0.6, 0.8)}
+_SHARES = {"quick": (0.7,), "full": (0.2, 0.4, 0.6, 0.8)}
 
 
 def loads(setting: Setting) -> dict[str, Load]:
@@ -80,7 +80,7 @@ def _run(setting: Setting, requests: int, rate_per_s: float, url: str, folder: P
         "constraint": {"kind": "max_requests", "count": requests},
         "output": {"kind": "json", "path": str(output)},
     }
-    command = [str(_python()), "-m", "guidellm", "run", "--disable-console"]
+    command = [str(install()), "-m", "guidellm", "run", "--disable-console"]
     command += [word for name, value in flags.items() for word in (f"--{name}", json.dumps(value))]
     run_command(command, folder, _ENVIRONMENT)
     return parse(output.read_text())
@@ -97,6 +97,7 @@ def _lines(requests: int) -> Iterator[str]:
         yield json.dumps(line) + "\n"
 
 
-def _python() -> Path:
+def install() -> Path:
+    """The Python that it is installed for."""
     # It needs some torch: ours is built for what this machine has.
     return install_package("guidellm", VERSION, f"torch=={version('torch')}")

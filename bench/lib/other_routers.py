@@ -43,6 +43,9 @@ _ROUTERS = {
 }
 
 
+ROUTERS = tuple(_ROUTERS)
+
+
 def install(name: str) -> Path:
     """The Python of the environment that holds this router: `sglang-router`, `smg`, `vllm-router`.
 

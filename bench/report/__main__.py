@@ -29,7 +29,7 @@ from bench.report import machine
 from bench.report.charts import charts
 from bench.report.page import figures_of, page, with_readme_part
 from bench.report.peers import peer_versions
-from bench.report.plan import NAMES, Planned, chosen
+from bench.report.plan import INSTALLERS, NAMES, Planned, chosen
 from bench.report.plots import draw
 from bench.report.saved import Saved
 from bench.report.steps import Result, run_step
@@ -60,14 +60,11 @@ def main() -> int:
     }
     folder = options.folder.resolve()
     saved, console = Saved(folder / "report.json", key, facts), Console()
+    planned = chosen(options.only, is_full=options.full, with_gpu=options.gpu)
+    install_for(planned, console)
     console.print(saved.go_on(keep=options.keep, also_ended=options.only is not None))
     try:
-        results = measure(
-            chosen(options.only, is_full=options.full, with_gpu=options.gpu),
-            saved,
-            options,
-            console,
-        )
+        results = measure(planned, saved, options, console)
     except KeyboardInterrupt:
         console.print("Interrupted. The same command goes on from here.")
         return 130
@@ -79,6 +76,15 @@ def main() -> int:
     if bad:
         console.print(f"Failed: {', '.join(bad)}. Logs are in {folder}")
     return 1 if bad else 0
+
+
+def install_for(steps: Sequence[Planned], console: Console) -> None:
+    """Installs what these steps compare with, once a checkout, which is in no step's time."""
+    for name in dict.fromkeys(name for planned in steps for name in planned.needs):
+        try:
+            INSTALLERS[name]()
+        except RuntimeError as error:  # the step says what it lacks
+            console.print(f"{name} could not be installed: {error}")
 
 
 def measure(

@@ -7,17 +7,23 @@ the sum. `soak`, `chaos` and `rank_agreement` are not among them: they run for a
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from sgl_ext_cpu.node import FORKING
 
+from bench.judges import aiperf, guidellm
+from bench.lib.other_routers import ROUTERS, install, install_nginx
 from bench.report.steps import Step
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A step by its name, its module and flags, and its time in both sizes, in seconds."""
+    """A step by its name, its module and flags, and its time in both sizes, in seconds.
+
+    needs: of `INSTALLERS`, what it compares with.
+    """
 
     name: str
     quick_s: float
@@ -26,6 +32,7 @@ class Planned:
     flags: tuple[str, ...] = ()
     has_engines: bool = False
     has_sizes: bool = True
+    needs: tuple[str, ...] = ()
 
     def step(self, *, is_full: bool) -> Step:
         """What runs."""
@@ -43,32 +50,45 @@ class Planned:
         return self.module or f"bench.{self.name}"
 
 
+INSTALLERS: Mapping[str, Callable[[], object]] = {
+    "nginx": install_nginx,
+    **{name: partial(install, name) for name in ROUTERS},
+    "aiperf": aiperf.install,
+    "guidellm": guidellm.install,
+}
+"""What steps compare with, and how it is installed."""
+_PEERS = ("nginx", *ROUTERS)
+
 # Short ones first: what they leave goes to those whose time is harder to foresee. Without a time
 # in quick form, a step is one of the full report only.
 STEPS = (
-    Planned("store", 10, 120),
-    Planned("tool_loop", 20, 120),
-    Planned("proxy_profile", 20, 120, "bench.proxy", ("--profile",)),
+    Planned("store", 5, 120),
+    Planned("tool_loop", 10, 120),
+    Planned("proxy_profile", 15, 120, "bench.proxy", ("--profile",)),
     Planned("templates", 50, 400),
-    Planned("index", 100, 900),
-    Planned("proxy", 110, 900),
-    Planned("routing", 250, 5400),
-    Planned("routing_kind", 140, 900, "bench.routing", ("--shape", "published_kind")),
-    Planned("routing_unkind", 140, 900, "bench.routing", ("--shape", "published_unkind")),
-    Planned("routing_harnesses", 230, 5400, "bench.routing", ("--harnesses",)),
-    Planned("fanout", 80, 400, has_engines=True),
-    Planned("header_strip", 140, 900, has_engines=True),
+    Planned("index", 120, 900),
+    Planned("proxy", 125, 900, needs=_PEERS),
+    Planned("routing", 250, 5400, needs=ROUTERS),
+    Planned(
+        "routing_kind", 135, 900, "bench.routing", ("--shape", "published_kind"), needs=ROUTERS
+    ),
+    Planned(
+        "routing_unkind", 135, 900, "bench.routing", ("--shape", "published_unkind"), needs=ROUTERS
+    ),
+    Planned("routing_harnesses", 315, 5400, "bench.routing", ("--harnesses",), needs=ROUTERS),
+    Planned("fanout", 65, 400, has_engines=True),
+    Planned("header_strip", 145, 900, has_engines=True),
     Planned("tenant_probe", 0, 900, has_engines=True),
     Planned("misroute", 0, 600, has_engines=True),
-    Planned("warm_turn", 230, 1200, has_engines=True),
+    Planned("warm_turn", 225, 1200, has_engines=True),
     Planned("long_history", 160, 1200, has_engines=True),
-    Planned("pin_flood", 260, 1500, has_engines=True),
-    Planned("priority", 220, 1200, has_engines=True),
-    Planned("speculative_prefill", 300, 1500, has_engines=True),
-    Planned("judges", 220, 1800, has_engines=True),
+    Planned("pin_flood", 200, 1500, has_engines=True),
+    Planned("priority", 150, 1200, has_engines=True),
+    Planned("speculative_prefill", 275, 1500, has_engines=True),
+    Planned("judges", 310, 1800, has_engines=True, needs=(*_PEERS, "aiperf", "guidellm")),
 )
 QUICK_MINUTES = 45
-"""What all steps in quick form take together at most."""
+"""What all steps in quick form take together at most, without what is installed for them first."""
 GPU = Planned("gpu", 1200, 1200, "bench.report.gpu", has_sizes=False)
 """`make gpu-report`, as a step. Its size is its own."""
 NAMES = tuple(planned.name for planned in STEPS)
