@@ -38,7 +38,8 @@ class Waiting(NamedTuple):
     """A waiting request.
 
     priority: higher is more important.
-    cost_tokens: its expected work: the uncached tokens of its prompt, and its output.
+    cost_tokens: its expected work: the uncached tokens of its prompt, of those that are loaded a
+        share, and its output.
     """
 
     priority: int

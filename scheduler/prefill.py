@@ -6,7 +6,8 @@ continue where the slice before it ended. A slice runs only
     while nothing else runs or waits       so it delays a new request by one slice at most
     into free memory and a small share     so it evicts little that may be used again: a busy
     of what could be evicted               engine's memory is always full of cache
-    if its new tokens fit one slice        so cached tokens cost no forward pass
+    if its new tokens fit one slice        so cached tokens cost no forward pass, and tokens in the
+                                           host's memory, however many, a load
 
 Otherwise it is rejected at once: no slice waits in the engine. The reason and the number of
 cached tokens in a rejection decide the next slice.
@@ -38,14 +39,16 @@ def least_tokens(page: int) -> int:
 
 
 def rejection(
-    *, is_idle: bool, new_tokens: int, page: int, slice_tokens: int, free_tokens: int
+    *, new_tokens: int, page: int, slice_tokens: int, free_tokens: int, loaded_tokens: int = 0
 ) -> Rejection | None:
-    """Why a slice of `new_tokens` uncached tokens may not run now; None if it may."""
-    if not is_idle:
-        return Rejection.BUSY
+    """Why a slice may not run on an idle engine; None if it may.
+
+    new_tokens: so many of it are not on the device, and need memory there.
+    loaded_tokens: so many of these are not computed but loaded from the host.
+    """
     if new_tokens < least_tokens(page):
         return Rejection.TOO_SHORT
-    if new_tokens > max(slice_tokens, page):
+    if new_tokens - loaded_tokens > max(slice_tokens, page):
         return Rejection.TOO_LONG
     if new_tokens > free_tokens:
         return Rejection.MEMORY

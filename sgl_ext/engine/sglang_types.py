@@ -7,7 +7,7 @@ class that `stands_for` names (`sgl_ext.engine.sglang_check`).
 # mypy: disable-error-code="empty-body"
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
@@ -134,6 +134,8 @@ class Req(Protocol):
     lock: Any
     last_node: Any
     best_match_node: Any
+    host_hit_length: int
+    host_loaded_length: int
     kv_hints: Any
     to_finish: Any
     sampling_params: SamplingParams
@@ -161,6 +163,7 @@ class RadixKey(Protocol):
 @stands_for(f"{_CACHE}.base_prefix_cache:MatchResult")
 class MatchResult(Protocol):
     device_prefix_len: int
+    host_hit_length: int
     last_device_node: Any
 
 
@@ -216,6 +219,21 @@ class ComponentType(Protocol):
     MAMBA: "ComponentType"
 
 
+@stands_for(f"{_MANAGERS}.cache_controller:HiCacheAck")
+class HiCacheAck(Protocol):
+    """A copy between device and host that was started."""
+
+    num_tokens: int
+    timing_enabled: bool
+    start_event: Any
+    finish_event: Any
+
+
+@stands_for(f"{_MANAGERS}.cache_controller:HiCacheController")
+class CacheController(Protocol):
+    ack_load_queue: list[HiCacheAck]
+
+
 @stands_for(f"{_CACHE}.unified_radix_cache:UnifiedRadixCache")
 class TreeCache:
     """A class and not a Protocol, because the extension's cache inherits from it."""
@@ -223,6 +241,12 @@ class TreeCache:
     disable: bool
     page_size: int
     tree_core: TreeCore
+    cache_controller: CacheController | None
+    is_write_back: bool
+    load_back_threshold: int
+    ongoing_write_through: Sized
+    ongoing_load_back: Sized
+    write_through_threshold: int
     req_to_token_pool: Any
     token_to_kv_pool_allocator: KvAllocator
 
@@ -241,6 +265,8 @@ class TreeCache:
     def evict(self, params: EvictParams) -> EvictResult: ...
     def evict_for_alloc(self, params: EvictParams, **kwargs: Any) -> EvictResult: ...
     def reset(self) -> None: ...
+    def ready_to_load_host_cache(self) -> int: ...
+    def loading_check(self, finish_count: int | None = None) -> None: ...
     def _component_available_size(self, component_type: ComponentType) -> int: ...
 
 
@@ -363,6 +389,8 @@ class Scheduler(Protocol):
     enable_lmcache: bool
     enable_lora: bool
     require_mlp_sync: bool
+    total_prefill_busy_us: int
+    total_prefill_uncached_tokens: int
 
     def collect_inflight_reqs(self) -> Sequence[Req]: ...
     def abort_request(self, recv_req: Any) -> None: ...

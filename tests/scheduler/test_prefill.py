@@ -10,18 +10,14 @@ from scheduler.prefill import GuessHistory, Rejection, rejection, slice_end
 
 
 def decided(**changed: int) -> Rejection | None:
-    usual = {
-        "is_idle": 1, "new_tokens": 100, "page": 1, "slice_tokens": 256, "free_tokens": 500
-    }  # fmt: skip
-    arguments = usual | changed
-    return rejection(**arguments | {"is_idle": bool(arguments["is_idle"])})
+    usual = {"new_tokens": 100, "page": 1, "slice_tokens": 256, "free_tokens": 500}
+    return rejection(**usual | changed)
 
 
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
         ({}, None),
-        ({"is_idle": 0}, Rejection.BUSY),
         ({"new_tokens": 15}, Rejection.TOO_SHORT),
         ({"new_tokens": 16}, None),
         ({"new_tokens": 31, "page": 32}, Rejection.TOO_SHORT),
@@ -31,7 +27,10 @@ def decided(**changed: int) -> Rejection | None:
         ({"new_tokens": 65, "page": 64, "slice_tokens": 32}, Rejection.TOO_LONG),
         ({"free_tokens": 99}, Rejection.MEMORY),
         ({"free_tokens": 100}, None),
-        ({"is_idle": 0, "new_tokens": 0, "free_tokens": 0}, Rejection.BUSY),
+        ({"new_tokens": 9000, "loaded_tokens": 8744, "free_tokens": 9000}, None),
+        ({"new_tokens": 9000, "loaded_tokens": 8743, "free_tokens": 9000}, Rejection.TOO_LONG),
+        ({"new_tokens": 9000, "loaded_tokens": 9000, "free_tokens": 8999}, Rejection.MEMORY),
+        ({"new_tokens": 15, "loaded_tokens": 15}, Rejection.TOO_SHORT),
     ],
 )
 def test_a_slice_runs_only_if_no_reason_speaks_against_it(

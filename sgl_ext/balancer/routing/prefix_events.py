@@ -19,6 +19,7 @@ _HEX = re.compile(r"[0-9a-f]*\Z")
 # `_parse` matches the digits of a whole line at once, which is faster.
 _Segment = Annotated[str, msgspec.Meta(min_length=32, max_length=32)]
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
+_Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 
 class _Pin(msgspec.Struct):
@@ -48,7 +49,7 @@ class Event(msgspec.Struct):
     removed: list[_Segment] = []
     unpinned: list[_Segment] = []
     pinned: list[dict[str, Any]] = []
-    load: dict[str, _Count] | None = None
+    load: dict[str, _Count | _Share] | None = None
     caches_off: list[str] | None = None
     degraded: list[str] = []
 

@@ -2,7 +2,7 @@
 parallelism each rank is a worker, with a cache, a load and a capacity of its own."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 from scheduler.breaker import Breaker, State
@@ -102,7 +102,7 @@ class Worker:
         self.running = InFlight()
         self.attempts: set[Attempt] = set()
         self.capacity: Capacity | None = None
-        self.report: Mapping[str, int] = {}
+        self.report: Mapping[str, Any] = {}
         self.caches_off: list[str] = []
         self.degraded: list[str] = []
         self.peer_load = Load()
@@ -176,7 +176,7 @@ class Worker:
             return 1.0
         return min((now_s - self.recovered_s) / SLOW_START_S, 1.0)
 
-    def apply_load(self, load: dict[str, int], now_s: float) -> None:
+    def apply_load(self, load: Mapping[str, Any], now_s: float) -> None:
         """Takes over the load that the engine reports of itself."""
         self.report = load
         self.pinned_tokens = load.get("pinned_tokens", 0)

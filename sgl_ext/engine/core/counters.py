@@ -52,6 +52,9 @@ COUNTERS: dict[str, tuple[str, ...]] = {
     "prefills_interrupted": ("Chunked prefills queued again for a more important request.",),
     "promotions": ("Requests admitted at a higher step than their priority, by aging.",),
     "prefixes_awaited": ("Requests that waited for a prefix that another one computed.",),
+    "host_tokens_computed": (
+        "Prompt tokens that the host had, and that were computed as SGLang did not load them.",
+    ),
     "prefills_ahead": ("Prompts taken to be prefilled ahead.", "kind"),
     "prefills_ahead_dropped": ("Prompts dropped before they were prefilled completely.", "reason"),
     "prefill_ahead_slices_rejected": ("Slices of prompts that could not run at once.", "reason"),
@@ -59,6 +62,7 @@ COUNTERS: dict[str, tuple[str, ...]] = {
         "Tokens that prefills ahead took from cached prefixes which a request might have read.",
     ),
     "prefilled_ahead_tokens": ("Tokens prefilled ahead.",),
+    "loaded_ahead_tokens": ("Tokens loaded ahead from the host.",),
     "prefilled_ahead_tokens_used": ("Tokens of right guesses of a next turn.",),
     "prefilled_ahead_tokens_wasted": ("Tokens of guesses whose turn differed or never came.",),
     "prefilled_ahead_saved_seconds": ("Time that prefilling right guesses took.",),
@@ -109,6 +113,9 @@ GAUGES: dict[str, tuple[str, ...]] = {
         *("cache", "work"),
     ),
     "host_cache_off": ("Whether a cache is off, because requests took longer with it.", "cache"),
+    "load_share": (
+        "What a token costs that is loaded from the host, as a share of one that is computed.",
+    ),
     "event_subscribers": ("Balancers that read the engine's prefix events.",),
     "engine_memory_bytes": ("Resident memory of the engine's processes, by kind.", "process"),
 }

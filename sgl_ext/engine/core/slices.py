@@ -72,10 +72,13 @@ def is_guess(request: Any) -> bool:
     return is_slice(request) and request.rid[len(secret(_MARK))] == "g"
 
 
-def read_rejection(message: str) -> tuple[Rejection, int] | None:
-    """The reason in a rejection's message, and how many tokens of the slice are cached."""
-    why, _, cached = message.partition(" ")
-    return (Rejection(why), int(cached)) if why in set(Rejection) and cached.isdigit() else None
+def read_rejection(message: str) -> tuple[Rejection, int, int] | None:
+    """The reason in a rejection's message, how many tokens of the slice are on the device, and how
+    many after them the host would load."""
+    match message.split(" "):
+        case why, on_device, on_host if why in set(Rejection):
+            return Rejection(why), int(on_device), int(on_host)
+    return None
 
 
 def is_forced(request: Any) -> bool:

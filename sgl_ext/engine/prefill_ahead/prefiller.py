@@ -3,9 +3,10 @@
 A job is a prompt's tokens. While the engine serves no real request, the first job's next slice is
 sent as a request for no output tokens, one at a time; the scheduler runs or rejects it
 (`sgl_ext.engine.scheduler.slice_gate`). The first slice is the whole prompt: if it is rejected as
-too long, the rejection says how much is cached, and the next slice begins there. The scheduler
-holds the prompt, so later slices are sent as their last token and their length. Dropping a job
-undoes nothing: what was computed is in the cache.
+too long, the rejection says how much is cached, and the next slice begins there. It loads what the
+host has of the prompt, however much that is. The scheduler holds the prompt, so later slices are
+sent as their last token and their length. Dropping a job undoes nothing: what was computed is in
+the cache.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ import logging
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import uuid4
@@ -52,8 +53,9 @@ class Job:
     context: of the same body; the last slice sends its hints and sets its pins.
     is_guess: no client requested it, and it is evicted first.
     purpose: why it runs, for the log: "prefill", "standby", "ahead" or "warmup".
-    cached_tokens: how many were cached before; None until that is known.
-    reached_tokens: how many are in the cache now.
+    cached_tokens: how many were on the device before; None until that is known.
+    reached_tokens: how many are there now.
+    loaded_tokens: how many were loaded from the host. prefilled_tokens: how many were computed.
     reason: why it ended before all tokens were in the cache; "" if they are, or it goes on.
     end: where its next slice ends.
     is_held: whether the scheduler holds its tokens. salt: that of its slices.
@@ -68,6 +70,7 @@ class Job:
     deadline_s: float = field(default_factory=lambda: time.monotonic() + DEADLINE_S)
     cached_tokens: int | None = None
     reached_tokens: int = 0
+    loaded_tokens: int = 0
     prefilled_tokens: int = 0
     computed_s: float = 0.0
     reason: str = ""
@@ -169,12 +172,10 @@ class Prefiller:
         """Sends a job's next slice, and notes how far the job is."""
         before_s = job.computed_s
         meta = await self._send(job)
-        finish = meta.get("finish_reason") or {}
-        reason, cached = None, meta.get("cached_tokens")
-        if finish.get("type") == "abort":
-            reason, cached = read_rejection(finish.get("message") or "") or (None, None)
-        if cached is None:
+        outcome = _outcome(meta)
+        if outcome is None:
             return self._finish(job, "failed")
+        reason, cached, on_host = outcome
         if reason is Rejection.UNSUPPORTED:
             return self._stop()
         if reason is Rejection.UNHELD:
@@ -196,14 +197,17 @@ class Prefiller:
         if reason is not Rejection.TOO_LONG:
             job.reached_tokens = max(job.reached_tokens, job.end)
         if reason is None:
-            new = max(job.end - cached, 0)
+            new = max(job.end - cached - on_host, 0)
             job.prefilled_tokens += new
-            self._adapt(new, job.computed_s - before_s)
+            job.loaded_tokens += on_host
+            if not on_host:
+                self._adapt(new, job.computed_s - before_s)
             counter("prefilled_ahead_tokens").inc(new)
-            cached = job.reached_tokens
+            counter("loaded_ahead_tokens").inc(on_host)
         if job.is_complete:
             return self._finish(job, "")
-        job.end = slice_end(job.total, cached, self._slice_tokens, self._page)
+        begin = max(job.reached_tokens, cached + on_host)  # the next slice loads the latter
+        job.end = slice_end(job.total, begin, self._slice_tokens, self._page)
 
     def _stop(self) -> None:
         """Ends all jobs, and every later one."""
@@ -272,3 +276,15 @@ class Prefiller:
         if reason:
             counter("prefills_ahead_dropped").labels(reason).inc()
         job.done.set()
+
+
+def _outcome(meta: Mapping[str, Any]) -> tuple[Rejection | None, int, int] | None:
+    """Why a slice was rejected, None if it ran; how many of its tokens were on the device; and how
+    many the host loads, or has loaded. None if SGLang says nothing of it."""
+    finish = meta.get("finish_reason") or {}
+    if finish.get("type") == "abort":
+        return read_rejection(finish.get("message") or "")
+    if (cached := meta.get("cached_tokens")) is None:
+        return None
+    loaded = (meta.get("cached_tokens_details") or {}).get("host", 0)
+    return None, cached - loaded, loaded

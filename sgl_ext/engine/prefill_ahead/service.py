@@ -4,13 +4,14 @@
 
 POST     a request body of one of three protocols, as far as it is known. `nvext.protocol` or
          ?protocol= names the protocol (messages, chat, responses) where the body leaves it open.
-         {"prompt_tokens", "cached_tokens", "prefilled_tokens", "segments", "complete", "why"}
+         {"prompt_tokens", "cached_tokens", "loaded_tokens", "prefilled_tokens", "segments",
+          "complete", "why"}
          ?wait=false: 202 at once, without these
 DELETE   ?session=ID   {"deleted": how many}
 
 The engine converts and prefills while it serves nothing else. A call that waits is answered when
 all tokens are in the cache, when the job is dropped, or after WAIT_S with what was reached, while
-the job goes on. `cached_tokens` were in the cache before.
+the job goes on. `cached_tokens` were on the device before, and `loaded_tokens` on the host.
 """
 
 import asyncio
@@ -226,12 +227,14 @@ async def read_job(
 
 def _so_far(begun: list[Job], why: str) -> Mapping[str, Any]:
     if not begun:
-        counts = dict.fromkeys(("prompt_tokens", "cached_tokens", "prefilled_tokens", "segments"))
+        names = ("prompt_tokens", "cached_tokens", "loaded_tokens", "prefilled_tokens", "segments")
+        counts = dict.fromkeys(names)
         return {**counts, "complete": False, "why": why}
     (job,) = begun
     return {
         "prompt_tokens": job.total,
         "cached_tokens": job.cached_tokens,
+        "loaded_tokens": job.loaded_tokens,
         "prefilled_tokens": job.prefilled_tokens,
         "segments": len(job.context.chain.hashes),
         "complete": job.is_complete,

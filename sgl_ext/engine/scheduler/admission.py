@@ -33,8 +33,11 @@ def add_one(
     """
     results = sglang_api.AddReqResult
     if is_slice(req):
-        runs = not adder.can_run_list and not _is_chunked(adder, req)
-        return original(adder, req, has_chunked_req, *args, **kw) if runs else results.OTHER
+        runs = not adder.can_run_list and not _is_chunked(adder, req, req.host_hit_length)
+        result = original(adder, req, has_chunked_req, *args, **kw) if runs else results.OTHER
+        _count_refused_load(adder, req)
+        return result
+    # A load may still be refused, and then all of the prompt is computed.
     is_other_unfinished = has_chunked_req or adder.new_chunked_req is not None
     if is_other_unfinished and _is_chunked(adder, req):
         return results.OTHER
@@ -59,6 +62,7 @@ def add_one(
         is_passed = result is results.NO_TOKEN and priority.may_be_passed(extension, adder, req)
         return results.CONTINUE if is_passed else result
     priority.record_admission(extension, req)
+    _count_refused_load(adder, req)
     preemption.count_recomputed(extension, req)
     return results.CONTINUE if result is results.NO_TOKEN else result
 
@@ -88,12 +92,21 @@ def add_chunk(original: Original, adder: PrefillAdder, req: Req, *args: Any, **k
 
 
 def _new_tokens(req: Req) -> int:
+    """The tokens that need memory: those that the host loads, too."""
     return len(req.full_untruncated_fill_ids) - req.prefix_len
 
 
-def _is_chunked(adder: PrefillAdder, req: Req) -> bool:
-    """Whether a request would be computed in more than one chunk."""
-    return adder.rem_chunk_tokens is not None and _new_tokens(req) > adder.rem_chunk_tokens
+def _is_chunked(adder: PrefillAdder, req: Req, loaded: int = 0) -> bool:
+    """Whether a request would be computed in more than one chunk, if so many tokens are loaded."""
+    chunk = adder.rem_chunk_tokens
+    return chunk is not None and _new_tokens(req) - loaded > chunk
+
+
+def _count_refused_load(adder: PrefillAdder, req: Req) -> None:
+    """Counts tokens that an admitted request computes though the host has them."""
+    if _is_added(adder, req):
+        missing = max(req.host_hit_length - req.host_loaded_length, 0)
+        extension_of(adder.tree_cache).count("host_tokens_computed", missing)
 
 
 def _fits_without_pins(

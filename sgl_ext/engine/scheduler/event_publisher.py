@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import zmq
 
-from sgl_ext.engine.core.counters import counter
+from sgl_ext.engine.core.counters import counter, gauge
 from sgl_ext.engine.core.event_lines import lines_of, pin_row
 from sgl_ext.engine.core.folder import address
 from sgl_ext.engine.core.slices import is_slice
 from sgl_ext.engine.scheduler.pin_keeper import PinKeeper
+from sgl_ext.engine.scheduler.state import extension_of
 from sgl_ext.engine.sglang_types import NextBatchPlan, ScheduleBatch, Scheduler
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class EventPublisher:
         self._has_lost = False
         has_prefixes = cache is not None and cache.residency is not None
         self._publishes = ["prefixes", "load"] if has_prefixes else ["load"]
-        self._load: dict[str, int] = {}
+        self._load: dict[str, Any] = {}
         self._load_due_s = self._use_due_s = 0.0
         self._counted = {"event_sweeps_deferred": 0, "event_branches_dropped": 0}
         self.plan: NextBatchPlan | None = None
@@ -93,7 +94,8 @@ class EventPublisher:
         lines = self._changes(_IDLE_FACTOR if is_idle else 1)
         if now_s >= self._load_due_s or is_idle:
             pinned = self._cache.pins.tokens if self._cache is not None else 0
-            load = load_of(self._scheduler, self.plan, pinned, computed)
+            load: dict[str, Any] = load_of(self._scheduler, self.plan, pinned, computed)
+            self._add_loads(load)
             if self._is_pipeline:  # a plan is of one micro-batch, and several are in the pipeline
                 load["running"] = _in_flight(self._scheduler)
             if self._is_due(load, now_s, is_idle):
@@ -109,12 +111,22 @@ class EventPublisher:
                 return
         self._has_lost = False
 
-    def _is_due(self, load: dict[str, int], now_s: float, is_idle: bool) -> bool:
+    def _is_due(self, load: dict[str, Any], now_s: float, is_idle: bool) -> bool:
         """Whether a load is sent now: it differs from the last one in more than the used tokens, or
         the used tokens were last sent long ago."""
         if now_s >= self._use_due_s or is_idle:
             return load != self._load
         return load != self._load | {"used_tokens": load["used_tokens"]}
+
+    def _add_loads(self, load: dict[str, Any]) -> None:
+        """Adds the share that a token costs which the host loads; what waiting requests will load
+        counts with it as pending. SGLang's estimate of what they compute leaves it out."""
+        if self._cache is not None and self._cache.cache_controller is not None:
+            share = extension_of(self._cache).load_share
+            on_host = sum(req.host_hit_length for req in self._scheduler.waiting_queue)
+            load["pending_tokens"] += int(share * on_host)
+            load["load_share"] = share
+            gauge("load_share").set(share)
 
     def _renew(self) -> None:
         """Makes the next calls send everything once more, to a receiver that was cleared."""

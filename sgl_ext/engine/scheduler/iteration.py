@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from scheduler.load_cost import PRIOR
 from sgl_ext.engine.arguments import in_effect
 from sgl_ext.engine.core.folder import Orders
 from sgl_ext.engine.scheduler import slice_gate
@@ -26,11 +27,13 @@ _logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class Order:
     """An order that all ranks carry out in the same iteration: time goes on to `now_s`, the pins of
-    the prefixes in `unpin` are given up, and `settings` are in effect."""
+    the prefixes in `unpin` are given up, `settings` are in effect, and a token that the host loads
+    costs `load_share` of a computed one."""
 
     now_s: float
     unpin: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
+    load_share: float = PRIOR
 
 
 def send_orders(aborts: list[Any], scheduler: Scheduler) -> list[Any]:
@@ -41,18 +44,21 @@ def send_orders(aborts: list[Any], scheduler: Scheduler) -> list[Any]:
     sent until it arrives.
     """
     extension = extension_of(scheduler.tree_cache)
-    pins = extension.pins
-    if pins is None:
+    pins, cache = extension.pins, extension.cache
+    if pins is None or cache is None:
         return aborts
     if extension.is_entry_rank:
         extension.wanted = extension.wanted.and_then(extension.orders.take())
     wanted = extension.wanted
-    now_s = clock_s()
+    now_s, share = clock_s(), cache.loads.cost.share
     is_due = now_s >= pins.now_s + TICK_S and (
-        len(pins.pins) or scheduler.waiting_queue or not scheduler.running_batch.is_empty()
+        len(pins.pins)
+        or share != extension.load_share
+        or scheduler.waiting_queue
+        or not scheduler.running_batch.is_empty()
     )
     is_wanted = wanted.unpin or wanted.settings
-    return [*aborts, Order(now_s, *wanted)] if is_due or is_wanted else aborts
+    return [*aborts, Order(now_s, *wanted, load_share=share)] if is_due or is_wanted else aborts
 
 
 def take_orders(
@@ -72,6 +78,7 @@ def take_orders(
             pins.advance(order.now_s)
             pins.release_named(order.unpin)
             extension.change(order.settings)
+            extension.load_share = order.load_share
     original(scheduler, slice_gate.slices_last(extension, requests))
     slice_gate.reject_slices(extension, scheduler)
 
@@ -94,8 +101,12 @@ def note_plan(plan: NextBatchPlan, scheduler: Scheduler, *_: Any, **__: Any) -> 
 def publish_events(
     original: Original, scheduler: Scheduler, batch: ScheduleBatch, *args: Any, **kw: Any
 ) -> None:
-    """Around `Scheduler.process_batch_result`: publishes what changed once the output is sent."""
+    """Around `Scheduler.process_batch_result`: publishes what changed once the output is sent, and
+    notes what its prompts took."""
     original(scheduler, batch, *args, **kw)
+    cache = extension_of(scheduler.tree_cache).cache
+    if cache is not None and cache.cache_controller is not None:
+        cache.loads.computed(scheduler, batch)
     publisher = _publisher(scheduler)
     if publisher is not None:
         publisher.publish(time.monotonic(), batch)

@@ -1,8 +1,9 @@
 """Priority: the order of the scheduler's queue, and which requests may pass one that does not fit.
 
 `scheduler.order` decides. SGLang sorts by priority and arrival; the extension also ages requests
-that wait, and within a priority step takes the cheapest first. All ranks must decide alike, so
-waits are measured by the requests' timestamps and the entry rank's clock
+that wait, and within a priority step takes the cheapest first: a token that is computed costs 1,
+one that is loaded from the host a measured share, and one on the device nothing. All ranks must
+decide alike, so waits are measured by the requests' timestamps and the entry rank's clock
 (`sgl_ext.engine.scheduler.iteration`).
 """
 
@@ -21,6 +22,7 @@ from sgl_ext.engine.sglang_types import (
     Scheduler,
     TreeCache,
 )
+from sgl_ext.engine.tiers.lookup import look_up
 
 # In one scheduling pass at most so many requests that do not fit are passed: each try costs time.
 _MOST_PASSED = 4
@@ -43,7 +45,7 @@ def order_queue(
         if not policy.tree_cache.supports_fast_match_prefix():  # else SGLang has matched them
             for req in queue[:_MOST_MATCHED]:
                 _match(policy.tree_cache, req, now_s)
-        waiting = [_waiting(req, now_s) for req in queue]
+        waiting = [_waiting(req, now_s, extension.load_share) for req in queue]
         served, aging_s = extension.served.at(now_s), extension.settings.aging_s
         order = in_order(waiting, now_s, aging_s, served, extension.weights)
         queue[:] = [queue[index] for index in order]
@@ -80,7 +82,10 @@ def _conditions(
         return None
     if scheduler.enable_lora or scheduler.prefill_delayer or scheduler.min_free_slots_delayer:
         return None
-    return len(queue), queue[-1].rid, running_batch.batch_size(), pins.now_s
+    # A copy between device and host holds memory until it is done.
+    cache = scheduler.tree_cache
+    copies = len(cache.ongoing_write_through) + len(cache.ongoing_load_back)
+    return len(queue), queue[-1].rid, running_batch.batch_size(), pins.now_s, copies
 
 
 def record_admission(extension: SchedulerExtension, req: Req) -> None:
@@ -93,7 +98,7 @@ def record_admission(extension: SchedulerExtension, req: Req) -> None:
         state.admission = Admission(reached, now_s)
         if reached > req.priority:
             extension.count("promotions")
-        waiting = _waiting(req, now_s)
+        waiting = _waiting(req, now_s, extension.load_share)
         extension.served.add(waiting.tenant, waiting.cost_tokens, now_s)
 
 
@@ -122,17 +127,21 @@ def _match(cache: TreeCache, req: Req, now_s: float) -> None:
         if req.output_ids:
             tokens = tokens + req.output_ids
         key = sglang_api.RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt)
-        matched, _, _ = cache.tree_core.match_full_device_prefix(key)
-        req.num_matched_prefix_tokens = min(matched, len(tokens) - 1)
+        cached = look_up(cache, key)
+        # As SGLang sets them when it tries to admit a request.
+        req.num_matched_prefix_tokens = min(sum(cached), len(tokens) - 1)
+        req.host_hit_length = cached.on_host
 
 
-def _waiting(req: Req, now_s: float) -> Waiting:
+def _waiting(req: Req, now_s: float, load_share: float) -> Waiting:
     state = state_of(req)
     hints = state.hints
     expected = hints.output_tokens if hints is not None else None
     uncached = len(req.origin_input_ids) + len(req.output_ids) - req.num_matched_prefix_tokens
+    loaded = min(req.host_hit_length, req.num_matched_prefix_tokens)
+    cost = uncached + int(loaded * load_share) + (expected or 0)
     owner = hints.owner if hints is not None else ""
-    return Waiting(req.priority, state.arrived_s(now_s), uncached + (expected or 0), owner)
+    return Waiting(req.priority, state.arrived_s(now_s), cost, owner)
 
 
 def applies(req: Req) -> bool:

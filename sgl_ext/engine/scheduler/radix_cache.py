@@ -33,6 +33,7 @@ from sgl_ext.engine.sglang_types import (
     TreeCacheBuildContext,
     TreeCore,
 )
+from sgl_ext.engine.tiers.loading_cache import LoadingCache
 from sgl_ext.settings.schema import EngineSettings
 
 _MOST_EVICTED_FIRST = 4096
@@ -69,7 +70,7 @@ class _Store:
     cached_before: int | None = None
 
 
-class ExtendedRadixCache(sglang_api.UnifiedRadixCache):
+class ExtendedRadixCache(LoadingCache):
     """The unified radix cache.
 
     residency: the resident segments; None on ranks that do not publish them.

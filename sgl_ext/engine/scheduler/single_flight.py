@@ -27,7 +27,7 @@ _MOST_LEADERS = 3
 
 def must_wait(extension: SchedulerExtension, adder: PrefillAdder, req: Req) -> bool:
     """Whether a request, its cached prefix just matched, waits for one that is being computed."""
-    start = req.prefix_len
+    start = req.prefix_len + req.host_hit_length  # what the host has is loaded, not computed
     wanted = req.full_untruncated_fill_ids
     if len(wanted) - start <= FOLLOW_TOKENS or not _may_wait(adder.tree_cache, req):
         return False

@@ -2,8 +2,9 @@
 
 The HTTP process sends slices as requests that want no answer. They are put at the end of the
 requests that arrive with them. `scheduler.prefill` decides for each one. A rejected slice is
-aborted at once; the abort's reason says why, and how many of its tokens are cached. So a slice
-never waits, never shares a batch, and delays a request by no more than its own run. All ranks must
+aborted at once; the abort's reason says why, and how many of its tokens are on the device and how
+many the host would load. So a slice never waits, never shares a batch, and delays a request by no
+more than its own run, which is a load of any length and a slice that is computed. All ranks must
 decide alike, so nothing is read here that differs between ranks.
 
 A prompt is sent once, as its first slice. It is held until the next prompt comes. Other slices are
@@ -17,7 +18,10 @@ from scheduler.prefill import Rejection, least_tokens, rejection, takeable_token
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.slices import conversation_of, is_forced, is_slice, part_of
 from sgl_ext.engine.scheduler.state import SchedulerExtension, compare, is_plain, state_of
-from sgl_ext.engine.sglang_types import Req, Scheduler
+from sgl_ext.engine.sglang_types import Req, Scheduler, TreeCache
+from sgl_ext.engine.tiers.lookup import Cached, look_up
+
+_NONE = Cached(0, 0)
 
 
 def slices_last(extension: SchedulerExtension, requests: list[Any]) -> list[Any]:
@@ -53,43 +57,49 @@ def reject_slices(extension: SchedulerExtension, scheduler: Scheduler) -> None:
         why, cached = _decide(extension, scheduler, req)
         compare("slice %s: %s %s", req.rid, why, cached)
         if why is not None:
-            reason = {"type": "abort", "message": f"{why} {cached}"}
+            message = f"{why} {cached.on_device} {cached.on_host}"
+            reason = {"type": "abort", "message": message}
             scheduler.abort_request(sglang_api.AbortReq(rid=req.rid, finished_reason=reason))
 
 
 def _decide(
     extension: SchedulerExtension, scheduler: Scheduler, req: Req
-) -> tuple[Rejection | None, int]:
-    """Why a slice cannot run, None if it can; and how many of its tokens are cached."""
+) -> tuple[Rejection | None, Cached]:
+    """Why a slice cannot run, None if it can; and how much of it is cached."""
     state = state_of(req)
     if state.is_slice_checked:  # it was allowed, and something in SGLang holds it back
-        return Rejection.BUSY, 0
+        return Rejection.BUSY, _NONE
     state.is_slice_checked = True
     tree = scheduler.tree_cache
     if extension.cache is None or not is_plain(tree):
-        return Rejection.UNSUPPORTED, 0
+        return Rejection.UNSUPPORTED, _NONE
     if len(req.origin_input_ids) != part_of(req)[1]:
-        return Rejection.UNHELD, 0
+        return Rejection.UNHELD, _NONE
+    if not _is_idle(scheduler, req):
+        return Rejection.BUSY, _NONE
     key = sglang_api.RadixKey(req.origin_input_ids, req.extra_key, cache_salt=req.cache_salt)
-    cached, *_ = tree.tree_core.match_full_device_prefix(key)
-    new = len(req.origin_input_ids) - cached
+    cached = look_up(tree, key)
+    on_device, on_host = cached
+    new = len(req.origin_input_ids) - on_device
     page = tree.page_size
     chunk = scheduler.chunked_prefill_size
     longest = extension.settings.prefill_ahead_slice_tokens
     # The tokens that the slice continues are none that it could evict.
     ahead, worthless = extension.cache.unread_tokens()
+    worthless = max(worthless - on_device, 0)
     share = extension.settings.prefill_ahead_evictable_share if conversation_of(req) else 0.0
-    worthless = max(worthless - cached, 0)
+    if share and on_host and _has_copies(tree):
+        share = 1.0  # what gives way to a load can be loaded, too
     takeable = takeable_tokens(
         worthless_tokens=worthless,
-        evictable_tokens=max(tree.full_evictable_size() - cached, 0),
+        evictable_tokens=max(tree.full_evictable_size() - on_device, 0),
         ahead_tokens=ahead,
         most=int(extension.cache.pool_tokens * share),
     )
     unused = scheduler.token_to_kv_pool_allocator.available_size() + worthless
     why = rejection(
-        is_idle=_is_idle(scheduler, req),
         new_tokens=max(new, least_tokens(page)) if is_forced(req) else new,
+        loaded_tokens=on_host,
         page=page,
         slice_tokens=min(chunk, longest) if chunk and chunk > 0 else longest,
         free_tokens=unused + takeable - 2 * page,
@@ -97,6 +107,11 @@ def _decide(
     if why is None:
         extension.count("prefill_ahead_taken_tokens", max(new - unused, 0))
     return why, cached
+
+
+def _has_copies(tree: TreeCache) -> bool:
+    """Whether what is evicted was copied to the host, if the host has room."""
+    return tree.is_write_back or tree.write_through_threshold <= 1
 
 
 def _is_idle(scheduler: Scheduler, req: Req) -> bool:

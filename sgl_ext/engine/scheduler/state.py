@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from scheduler.load_cost import PRIOR
 from scheduler.order import Served
 from scheduler.preemption import PreemptionHistory
 from sgl_ext.engine import sglang_api
@@ -44,6 +45,8 @@ class SchedulerExtension:
     is_prefix_awaited: whether a request has waited for a prefix since the last attempt.
     prefilled_prompt: the prompt of the last slice that was sent whole, by its name.
     are_slices_expected: whether slices that are prefilled ahead may be in the queue.
+    load_share: what a token costs that the host loads, as a share of a computed one; measured, and
+        the same on all ranks.
     wanted: on the entry rank, the orders of the HTTP process that are not carried out yet.
     """
 
@@ -63,6 +66,7 @@ class SchedulerExtension:
         self.is_prefix_awaited = False
         self.prefilled_prompt: tuple[str, array[int]] | None = None
         self.are_slices_expected = False
+        self.load_share = PRIOR
         self.wanted = Orders()
 
     @cached_property

@@ -125,8 +125,8 @@ def test_a_confirmed_and_evicted_segment_is_not_in_flight() -> None:
 def test_the_load_is_read() -> None:
     mirrored = Mirrored()
     mirrored.reader.apply(snapshot(), NOW)
-    event = mirrored.reader.apply(line(2, load={"running": 3, "pending_tokens": 700}), NOW)
-    assert event.load == {"running": 3, "pending_tokens": 700}
+    load = {"running": 3, "pending_tokens": 700, "load_share": 0.05}
+    assert mirrored.reader.apply(line(2, load=load), NOW).load == load
 
 
 @pytest.mark.parametrize(
@@ -152,6 +152,7 @@ def test_the_load_is_read() -> None:
         line(2, load=[1]),
         line(2, load={"running": "many"}),
         line(2, load={"max_running": -1}),
+        line(2, load={"load_share": 1.5}),
         line(2, stored=[[name(1), None, 1], [name(2), 7, 1]]),
     ],
 )

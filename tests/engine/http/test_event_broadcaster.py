@@ -22,6 +22,8 @@ from sgl_ext.engine.http.event_broadcaster import EventBroadcaster
 from sgl_ext.engine.scheduler import event_publisher
 from sgl_ext.engine.scheduler.event_publisher import EventPublisher
 from sgl_ext.engine.scheduler.pin_keeper import PinKeeper
+from sgl_ext.engine.scheduler.state import extension_of
+from sgl_ext.engine.tiers.loads import Loads
 
 A, B, C = (f"{number:032x}" for number in (0xA, 0xB, 0xC))
 LOAD = {"running": 1, "queued": 0, "pending_tokens": 0}
@@ -267,6 +269,8 @@ class Cache:
     def __init__(self) -> None:
         self.residency = Residency()
         self.pins = PinKeeper(self, Pins(budget_tokens=100), page=1, is_entry_rank=True)
+        self.cache_controller: Any = None
+        self.loads = Loads()
 
     def match_until(self, _: Any, tokens: int) -> tuple[int, int]:
         return tokens, 1
@@ -370,6 +374,19 @@ def test_a_prefill_is_pending_until_it_is_computed_and_ended_requests_do_not_run
     publish(sender, decided, now_s=1.0, computed=decided.batch_to_run)
     loads = [line["load"] for line in pipe.take()]
     assert [(load["running"], load["pending_tokens"]) for load in loads] == [(2, 20), (2, 0)]
+
+
+def test_what_waiting_prompts_will_load_is_pending_at_its_share() -> None:
+    scheduler, cache, pipe = Scheduler(), Cache(), Pipe()
+    scheduler.waiting_queue = [SimpleNamespace(host_hit_length=n) for n in (0, 4000)]
+    extension_of(cache).load_share = 0.05  # type: ignore[arg-type]
+    sender = EventPublisher(scheduler, cache, pipe)  # type: ignore[arg-type]
+    publish(sender, plan(1), now_s=0.0)
+    cache.cache_controller = SimpleNamespace()
+    publish(sender, plan(1), now_s=1.0)
+    without, load = (line["load"] for line in pipe.take())
+    assert "load_share" not in without, "there is no host tier"
+    assert (load["load_share"], load["pending_tokens"]) == (0.05, without["pending_tokens"] + 200)
 
 
 def test_one_call_publishes_a_bounded_part_and_the_next_ones_the_rest(

@@ -50,22 +50,28 @@ class Manager:
 class Tree:
     """An idle scheduler, and a cache of what it computed."""
 
-    def __init__(self, slice_tokens: int, cached: int = 0) -> None:
-        self.cached = cached
+    def __init__(self, slice_tokens: int, cached: int = 0, on_host: int = 0) -> None:
+        """on_host: how many tokens after the cached ones the host has."""
+        self.cached, self.on_host = cached, on_host
         self._slice_tokens = slice_tokens
 
     def __call__(self, request: Any) -> dict[str, Any]:
         length, had = part_of(request)[1], self.cached
+        on_host = min(self.on_host, max(length - had, 0))
         if length - had <= 0:
             return refused("too_short", had)
-        if length - had > self._slice_tokens:
-            return refused("too_long", had)
-        self.cached = length
-        return {"cached_tokens": had, "finish_reason": {"type": "length"}}
+        if length - had - on_host > self._slice_tokens:
+            return refused("too_long", had, on_host)
+        self.cached, self.on_host = length, self.on_host - on_host
+        return {
+            "cached_tokens": had + on_host,
+            "cached_tokens_details": {"device": had, "host": on_host},
+            "finish_reason": {"type": "length"},
+        }
 
 
-def refused(why: str, cached: int) -> dict[str, Any]:
-    return {"finish_reason": {"type": "abort", "message": f"{why} {cached}"}}
+def refused(why: str, cached: int, on_host: int = 0) -> dict[str, Any]:
+    return {"finish_reason": {"type": "abort", "message": f"{why} {cached} {on_host}"}}
 
 
 def job(name: str = "one", tokens: int = 1000, **fields: Any) -> Job:
@@ -105,6 +111,33 @@ async def test_a_prompt_is_computed_in_slices_from_where_it_is_cached() -> None:
         assert request.sampling_params == {"max_new_tokens": 0}
         assert (request.extra_key, request.cache_salt) == ("adapter", "salt")
         assert not request.log_metrics
+
+
+async def test_one_slice_loads_what_the_host_has_however_much() -> None:
+    manager, one = Manager(Tree(256, cached=100, on_host=9_900)), job(tokens=10_000)
+    prefiller = Prefiller(manager, ARGS, 256)
+    prefiller.put(one)
+    await worked(prefiller, one)
+    assert manager.ends() == [10_000]
+    assert (one.cached_tokens, one.loaded_tokens, one.prefilled_tokens) == (100, 9_900, 0)
+    assert (one.is_complete, one.reason) == (True, "")
+
+
+async def test_what_follows_a_loaded_prefix_is_computed_in_slices() -> None:
+    manager, one = Manager(Tree(256, cached=100, on_host=8_900)), job(tokens=10_000)
+    prefiller = Prefiller(manager, ARGS, 256)
+    prefiller.put(one)
+    await worked(prefiller, one)
+    assert manager.ends() == [10_000, 9_256, 9_512, 9_768, 10_000]
+    assert (one.cached_tokens, one.loaded_tokens, one.prefilled_tokens) == (100, 8_900, 1_000)
+
+
+async def test_a_load_that_finds_no_memory_has_reached_nothing() -> None:
+    manager, one = Manager(lambda _: refused("memory", 100, 900)), job()
+    prefiller = Prefiller(manager, ARGS, 256)
+    prefiller.put(one)
+    await worked(prefiller, one)
+    assert (one.reached_tokens, one.loaded_tokens, one.reason) == (100, 0, "memory")
 
 
 async def test_the_tokens_of_a_prompt_are_sent_once() -> None:

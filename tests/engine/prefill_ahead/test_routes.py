@@ -29,7 +29,8 @@ class Halfway:
         """It always is."""
 
     def put(self, job: Job) -> None:
-        job.cached_tokens, job.reached_tokens, job.prefilled_tokens = 100, 600, 500
+        job.cached_tokens, job.reached_tokens = 100, 600
+        job.loaded_tokens, job.prefilled_tokens = 200, 300
 
 
 def posted(body: Any, tenant: str = "", query: bytes = b"protocol=chat") -> Request:
@@ -71,7 +72,8 @@ async def test_a_call_that_waited_long_is_answered_with_what_was_reached(
     assert json.loads(bytes(answer.body)) == {
         "prompt_tokens": 1000,
         "cached_tokens": 100,
-        "prefilled_tokens": 500,
+        "loaded_tokens": 200,
+        "prefilled_tokens": 300,
         "segments": 2,
         "complete": False,
         "why": "busy",

@@ -74,6 +74,8 @@ def request(name: str, adapter: str | None, *, fits: bool = True, ended: bool = 
         output_ids=[],
         prefix_len=0,
         num_matched_prefix_tokens=0,
+        host_hit_length=0,
+        host_loaded_length=0,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from scheduler.load_cost import PRIOR
 from sgl_ext.engine.core.folder import Orders
 from sgl_ext.engine.scheduler import iteration
 from sgl_ext.engine.scheduler.event_publisher import EventPublisher
@@ -165,3 +166,19 @@ def test_orders_survive_polls_that_are_skipped(scheduler: Any) -> None:
     assert done == [("a", "b"), {"x": 1, "y": 2}]
     ingest(scheduler, none, receives=True)
     assert done == [("a", "b"), {"x": 1, "y": 2}], "no order is carried out twice"
+
+
+def test_all_ranks_take_a_measured_share_from_an_order(
+    scheduler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those of an idle engine, which has no other reason to send one."""
+    now_s = iter(range(1000, 2000, 100))
+    monkeypatch.setattr(iteration, "clock_s", lambda: next(now_s))
+    extension, none = extension_of(scheduler.tree_cache), Orders((), {})
+    ingest(scheduler, none, receives=True)
+    assert (extension.load_share, iteration.send_orders([], scheduler)) == (PRIOR, [])
+    scheduler.tree_cache.loads.cost.share = 0.25
+    assert extension.load_share == PRIOR, "a rank does not decide by what it measured itself"
+    ingest(scheduler, none, receives=True)
+    assert extension.load_share == 0.25
+    assert iteration.send_orders([], scheduler) == []

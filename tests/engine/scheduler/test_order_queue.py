@@ -22,6 +22,7 @@ def request(owner: str, importance: int = 0, queued_s: float = 0.0) -> SimpleNam
         origin_input_ids=[0] * 100,
         output_ids=[],
         num_matched_prefix_tokens=0,
+        host_hit_length=0,
         sgl_ext=RequestState(hints),
     )
 
@@ -59,14 +60,24 @@ def test_a_waiting_prompt_is_looked_up_without_a_copy(monkeypatch: pytest.Monkey
     api = SimpleNamespace(RadixKey=lambda ids, *_, **__: found.append(ids))
     monkeypatch.setattr(priority, "sglang_api", api)
     core = SimpleNamespace(match_full_device_prefix=lambda _: (60, None, 0))
+    cache: Any = SimpleNamespace(tree_core=core, cache_controller=None)
     one, preempted = request("people"), request("people")
     preempted.output_ids = [1, 2]
     for req in (one, preempted):
         req.extra_key = req.cache_salt = None
-        priority._match(SimpleNamespace(tree_core=core), req, 1.0)  # type: ignore[arg-type]
+        priority._match(cache, req, 1.0)
         assert req.num_matched_prefix_tokens == 60
     assert found[0] is one.origin_input_ids
     assert found[1] == [*preempted.origin_input_ids, 1, 2]
+
+
+def test_what_the_host_has_costs_less_than_what_is_computed_and_more_than_nothing() -> None:
+    cold, on_host, on_device = (request("people") for _ in range(3))
+    on_host.num_matched_prefix_tokens = on_host.host_hit_length = 90
+    on_device.num_matched_prefix_tokens = 90
+    assert ordered([cold, on_host, on_device]) == [on_device, on_host, cold]
+    waiting = priority._waiting(on_host, 0.0, load_share=0.5)
+    assert waiting.cost_tokens == 10 + 45
 
 
 def test_without_weights_tenants_have_turns_alike() -> None:
@@ -93,7 +104,9 @@ class Trying(SimpleNamespace):
     def __init__(self, **fields: Any) -> None:
         super().__init__(
             **{
-                "tree_cache": SimpleNamespace(pins=SimpleNamespace(now_s=5.0)),
+                "tree_cache": SimpleNamespace(
+                    pins=SimpleNamespace(now_s=5.0), ongoing_write_through={}, ongoing_load_back={}
+                ),
                 "waiting_queue": [SimpleNamespace(rid="one")],
                 "enable_priority_preemption": True,
                 "chunked_req": None,

@@ -405,6 +405,7 @@ def asking(name: int, tokens: int) -> Any:
     req = prompt(name, tokens)
     req.full_untruncated_fill_ids, req.prefix_len = req.origin_input_ids, 0
     req.session, req.beam_group, req.return_logprob = None, None, False
+    req.host_hit_length = req.host_loaded_length = 0
     return req
 
 

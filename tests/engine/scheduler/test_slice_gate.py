@@ -74,4 +74,4 @@ def test_a_slice_without_its_prompt_never_runs(
         rid=slice_.rid, origin_input_ids=slice_.input_ids, sgl_ext=RequestState(None)
     )
     scheduler: Any = SimpleNamespace(tree_cache=None)
-    assert slice_gate._decide(extension, scheduler, req) == (Rejection.UNHELD, 0)
+    assert slice_gate._decide(extension, scheduler, req) == (Rejection.UNHELD, (0, 0))
