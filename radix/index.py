@@ -154,6 +154,20 @@ class PrefixIndex:
         self._set_mask(row, self._mask[row] | bit)
         return True
 
+    def extend(self, worker: int, segment: int) -> bool:
+        """Records that `worker` holds a known segment and those above it; False if it is unknown or
+        `worker` is out of range."""
+        bit, row = _bit(worker), self._rows.get(segment, _NONE)
+        if not bit or row == _NONE:
+            return False
+        missing: list[int] = []
+        while row != _NONE and not self._mask[row] & bit:
+            missing.append(row)
+            row = self._parent[row]
+        for row in reversed(missing):
+            self._set_mask(row, self._mask[row] | bit)
+        return True
+
     def remove(self, worker: int, segment: int) -> int:
         """Removes a worker from `segment` and everything below it; returns how many it lost."""
         return self._take(_bit(worker), [self._rows.get(segment, _NONE)])

@@ -49,9 +49,9 @@ class LoadCost:
         self._add(self._computed, tokens, seconds)
 
     def _add(self, kind: deque[tuple[float, int]], tokens: int, seconds: float) -> None:
-        if tokens < LEAST_TOKENS or seconds <= 0:
+        if tokens < LEAST_TOKENS or (each_s := seconds / tokens) <= 0:
             return
-        kind.append((seconds / tokens, tokens))
+        kind.append((each_s, tokens))
         if min(len(self._loaded), len(self._computed)) < ENOUGH:
             return
         ratio = _median(self._loaded) / _median(self._computed)

@@ -1,11 +1,13 @@
 """Which worker takes a request: the one where it costs least, in tokens of prefill.
 
-    cost = pending + (1 + DELAY * share) * uncached + DECODE_TOKENS * decoding
+    cost = pending + (1 + DELAY * share) * (uncached + loaded) + DECODE_TOKENS * decoding
            [+ RECENT * recent + SESSION_SHARE * sessions]
 
 pending   tokens that the worker still has to prefill for other requests: the wait
-uncached  tokens of this prompt that the worker does not hold and must compute. They delay
+uncached  tokens of this prompt that the worker holds in no tier and must compute. They delay
           this request, and those that come to the worker meanwhile
+loaded    what it costs to load the tokens that it has in slower tiers: of one that is computed, a
+          token costs `load_share` from its host and `shared_share` from the shared tier
 share     how many of those to expect: the worker's sessions with this one, against the mean of all
           workers with this one, 1 at most. A worker without sessions delays few, so a prefix that
           all sessions share spreads early, and one that some sessions share stays on few workers
@@ -18,8 +20,9 @@ The terms in brackets count only for the first request of a session, because it 
 later turns go. It goes where few sessions live, even if a shared prefix must be computed there
 once more: so a hot prefix spreads. A known session stays where its conversation is cached until
 waiting there costs more than moving, which is LEAVE times the tokens that moving would compute
-again. If the worker has evicted the conversation, the session is placed as a new one. A worker
-that has just come back counts as slower than it is, less so as it warms up.
+again. If the worker has evicted the conversation, the session is placed as a new one. A token of a
+slower tier counts as held, less the cost of loading it. A worker that has just come back counts as
+slower than it is, less so as it warms up.
 
 Ties go to the highest rendezvous score of the prefix (Thaler and Ravishankar, 1998), so that
 balancers that see the same loads choose the same worker without a message.
@@ -33,6 +36,9 @@ import msgspec
 import xxhash
 
 DELAY = 2.0
+# Where a worker reports none. Dynamo weighs tokens of a shared cache at 0.3 to 0.7.
+LOAD_SHARE = 0.1
+SHARED_SHARE = 0.3
 DECODE_TOKENS = 256
 RECENT = 0.5
 RECENT_S = 10.0
@@ -62,7 +68,10 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
 class WorkerView(msgspec.Struct, frozen=True, gc=False):
     """A worker as a request sees it.
 
-    held_tokens: tokens of this request's prompt that it holds or is about to hold.
+    held_tokens: tokens of this request's prompt that it holds on the device, or is about to.
+    host_tokens, shared_tokens: those after them that it can load from its host, and those after
+        both that it can load from the shared tier of its machine.
+    load_share, shared_share: what such a token costs, as a share of one that is computed.
     warmth: 1, or less while it warms up after coming back.
     """
 
@@ -73,6 +82,22 @@ class WorkerView(msgspec.Struct, frozen=True, gc=False):
     recent_tokens: float = 0.0
     session_tokens: int = 0
     warmth: float = 1.0
+    host_tokens: int = 0
+    shared_tokens: int = 0
+    load_share: float = LOAD_SHARE
+    shared_share: float = SHARED_SHARE
+
+    @property
+    def loaded(self) -> float:
+        """The cost of loading what slower tiers have."""
+        return self.load_share * self.host_tokens + self.shared_share * self.shared_tokens
+
+    @property
+    def saved(self) -> float:
+        """The tokens that it needs not compute, less the cost of loading some of them."""
+        if not (self.host_tokens or self.shared_tokens):
+            return self.held_tokens
+        return self.held_tokens + self.host_tokens + self.shared_tokens - self.loaded
 
 
 class Score(NamedTuple):
@@ -85,6 +110,7 @@ class Score(NamedTuple):
     decoding: int
     recent: float
     sessions: float
+    loaded: float = 0.0
 
 
 class Placement(msgspec.Struct, frozen=True, gc=False):
@@ -99,17 +125,17 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
 
 
 def stays(
-    request: PlacementRequest, home: WorkerView, most_held: int = 0, least_pending: float = 0
+    request: PlacementRequest, home: WorkerView, most_saved: float = 0, least_pending: float = 0
 ) -> str:
     """The reason for placing a known session: "home" if it stays on its worker.
 
     "moved": waiting there costs more than moving. "lost": its cache there is gone.
-    most_held: the most tokens of the prompt that another worker holds.
+    most_saved: the most that another worker saves (see `WorkerView.saved`).
     least_pending: the least that another worker has to prefill, `inf` without others. If 0 says
         "home" or "lost", so does any other number: only for "moved" need it be known.
     """
-    saved = home.held_tokens - most_held
-    if saved < LOST_SHARE * (request.last_tokens - most_held):
+    saved = home.saved - most_saved
+    if saved < LOST_SHARE * (request.last_tokens - most_saved):
         return "lost"
     longer = home.pending_tokens - least_pending
     return "home" if longer <= LEAVE * max(saved, 0) else "moved"
@@ -123,9 +149,9 @@ def place(request: PlacementRequest, workers: Sequence[WorkerView]) -> Placement
     home = next((view for view in workers if view.name == request.home), None)
     if home is not None:
         others = [view for view in workers if view is not home]
-        most_held = max([view.held_tokens for view in others], default=0)
+        most_saved = max([view.saved for view in others], default=0)
         least_pending = min([view.pending_tokens for view in others], default=inf)
-        reason = stays(request, home, most_held, least_pending)
+        reason = stays(request, home, most_saved, least_pending)
         if reason == "home":
             return Placement(home.name, reason)
     scores = score_all(request, workers, is_new=reason != "moved")
@@ -146,7 +172,10 @@ def score_all(
 
 
 def _score(request: PlacementRequest, view: WorkerView, mean: float, *, is_new: bool) -> Score:
-    uncached = max(request.prompt_tokens - view.held_tokens, 0)
+    uncached, loaded = request.prompt_tokens - view.held_tokens, 0.0
+    if view.host_tokens or view.shared_tokens:
+        uncached, loaded = uncached - view.host_tokens - view.shared_tokens, view.loaded
+    uncached = max(uncached, 0)
     decoding = DECODE_TOKENS * view.decoding
     recent = sessions = 0.0
     share = 1.0
@@ -155,10 +184,11 @@ def _score(request: PlacementRequest, view: WorkerView, mean: float, *, is_new: 
         share = min((view.session_tokens + own) / (mean + own), 1.0)
         recent = RECENT * view.recent_tokens**2 / (view.recent_tokens + RECENT_FLOOR)
         sessions = SESSION_SHARE * view.session_tokens
-    cost = view.pending_tokens + (1 + DELAY * share) * uncached + decoding + recent + sessions
+    cost = view.pending_tokens + (1 + DELAY * share) * (uncached + loaded)
+    cost += decoding + recent + sessions
     if view.warmth < 1.0:
         cost = (cost + 1) / max(view.warmth, _LEAST_WARMTH)
-    return Score(view.name, cost, view.pending_tokens, uncached, decoding, recent, sessions)
+    return Score(view.name, cost, view.pending_tokens, uncached, decoding, recent, sessions, loaded)
 
 
 def chosen_of(prefix: int, names: Sequence[str]) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from copy import deepcopy
 
-from radix.residency import Residency, Stored
+from radix.residency.changes import Stored
+from radix.residency.residency import Residency
 
 
 def everything(held: Residency) -> list[Stored]:

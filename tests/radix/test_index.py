@@ -221,3 +221,18 @@ def test_a_lookup_takes_a_logarithm_of_probes_for_each_distinct_depth(depths: li
     asked = Counted(chain)
     assert [match.depth for match in index.matches(asked)] == depths
     assert asked.read <= 1 + len(depths) * (log2(len(chain)) + 1)
+
+
+def test_a_worker_that_gets_a_known_segment_gets_all_above_it() -> None:
+    index = PrefixIndex()
+    for parent, segment in ((None, 1), (1, 2), (2, 3)):
+        index.store(0, parent, segment, segment * 10)
+    assert index.extend(5, 2)
+    assert [segment for _, segment, _ in index.snapshot(5)] == [1, 2]
+    assert not index.extend(5, 9)
+    assert not index.extend(-1, 2)
+    index.check()
+    assert index.extend(5, 3)
+    index.clear(0)
+    assert index.matches([1, 2, 3])[0].tokens == 30
+    index.check()

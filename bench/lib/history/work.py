@@ -22,7 +22,7 @@ OUR_SYMBOLS = (
     STOCK_SYMBOLS
     | OURS
     | {
-        "radix.residency:Residency.add": "scheduler residency",
+        "radix.residency.residency:Residency.add": "scheduler residency",
         "sgl_ext.engine.scheduler.pin_keeper:PinKeeper.prompt_stored": "scheduler pins",
         "sgl_ext.engine.scheduler.event_publisher:EventPublisher.publish": "scheduler events",
         "sgl_ext.engine.scheduler.single_flight:must_wait": "scheduler single flight",

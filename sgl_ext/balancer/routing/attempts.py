@@ -67,9 +67,10 @@ class Attempt(msgspec.Struct, eq=False):
         on one of many its own and those that hold most.
     held_at: the tokens that another worker, by its id, was expected to hold of the prompt; None if
         it could not have gone there.
-    predicted_tokens: prompt tokens that the worker held when the attempt began.
+    predicted_tokens: prompt tokens that the worker held in any tier when the attempt began.
     expected_tokens: the same, with those that it was about to hold.
-    uncached_tokens: prompt tokens that the worker still has to compute for it.
+    uncached_tokens: prompt tokens that the worker still has to compute for it; those that it loads
+        count with what loading costs.
     running_tokens: what the attempt counts with in the worker's `running`. decoder_tokens: the same
         in that of the decoder, which holds no prefix.
     follows: the attempt that computes a prefix this one waits for; `followers` wait for this one.
@@ -126,14 +127,20 @@ class Attempts:
         """Begins an attempt on a worker, which holds `held` of the prompt."""
         now_s = self._clock()
         attempt = Attempt(routing, worker, placement, considered)
-        attempt.predicted_tokens, attempt.expected_tokens = held.tokens, held.expected_tokens
+        attempt.predicted_tokens = held.tokens + held.slower_tokens
+        attempt.expected_tokens = held.expected_tokens + held.slower_tokens
         attempt.decoder = decoder
         capacity = worker.capacity
         uncached_tokens = max(routing.prompt_tokens - held.expected_tokens, 0)
+        pending_tokens = uncached_tokens
+        if held.slower_tokens:  # they need memory, too, but less time
+            loaded = worker.load_share * held.host_tokens
+            loaded += worker.shared_share * held.shared_tokens
+            pending_tokens = max(uncached_tokens - held.slower_tokens, 0) + int(loaded)
         if not routing.warms:
             # Estimated by its bytes, a prompt may be longer than any that the worker takes.
-            longest = uncached_tokens if capacity is None else capacity.context
-            attempt.uncached_tokens = min(uncached_tokens, longest)
+            longest = pending_tokens if capacity is None else capacity.context
+            attempt.uncached_tokens = min(pending_tokens, longest)
             if held.in_flight is not None:
                 attempt.follows = self._followed(worker, held, held.in_flight)
             if missing := routing.chain.hashes[held.expected_segments :]:

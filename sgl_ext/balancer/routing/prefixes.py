@@ -14,6 +14,7 @@ from radix.index_memory import IndexMemory
 from radix.index_view import IndexView
 from radix.shared_index import SharedIndex
 from sgl_ext.balancer.metrics.instruments import Tables
+from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.requests.segments import Chain
 
 _BYTES_PER_TOKEN = 4.0
@@ -27,6 +28,8 @@ class HeldPrefix(msgspec.Struct, frozen=True, gc=False):
     tokens, segments: what it reported that it holds.
     expected_tokens, expected_segments: the same, with what it is about to hold because of
         `in_flight`.
+    host_tokens, shared_tokens: those after `expected_tokens` that it can load from its host, and
+        those after both that it can load from the shared tier of its machine.
     """
 
     tokens: int = 0
@@ -34,9 +37,27 @@ class HeldPrefix(msgspec.Struct, frozen=True, gc=False):
     expected_tokens: int = 0
     expected_segments: int = 0
     in_flight: InFlightPrefix | None = None
+    host_tokens: int = 0
+    shared_tokens: int = 0
+
+    @property
+    def slower_tokens(self) -> int:
+        """What it can load from slower tiers."""
+        return self.host_tokens + self.shared_tokens
 
 
 _NOTHING = HeldPrefix()
+
+
+def slower_tokens(worker: Worker, device: int, find: Callable[[int], int]) -> tuple[int, int]:
+    """The tokens after those on the `device` that a worker can load from its host, and those after
+    both that it can load from the shared tier. find: the tokens that are held under a slot."""
+    host = shared = 0
+    if worker.host_slot is not None:
+        host = max(find(worker.host_slot) - device, 0)
+    if worker.shared_slot is not None:
+        shared = max(find(worker.shared_slot) - device - host, 0)
+    return host, shared
 
 
 class HeldBySlot:
@@ -61,6 +82,18 @@ class HeldBySlot:
             if mask >> slot & 1:
                 return held
         return _NOTHING
+
+    def tokens(self, slot: int) -> int:
+        """The tokens that a worker holds or is about to hold."""
+        return self[slot].expected_tokens
+
+    def of(self, worker: Worker) -> HeldPrefix:
+        """What a worker holds in all tiers."""
+        held = self[worker.slot]
+        if not worker.has_tiers:
+            return held
+        host, shared = slower_tokens(worker, held.expected_tokens, self.tokens)
+        return msgspec.structs.replace(held, host_tokens=host, shared_tokens=shared)
 
     def holders(self, least_segments: int = 1) -> Iterator[tuple[int, int]]:
         """The slots of the workers that hold, or are about to hold, so many segments or more, and

@@ -6,6 +6,7 @@
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +26,7 @@ from scheduler.placement import (
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempts import FOLLOW_TOKENS, Attempt, Attempts, RoutingRequest
 from sgl_ext.balancer.routing.candidates import Candidates
-from sgl_ext.balancer.routing.prefixes import HeldBySlot, Prefixes
+from sgl_ext.balancer.routing.prefixes import HeldBySlot, Prefixes, slower_tokens
 from sgl_ext.balancer.routing.prompt import Prompt, read_prompt
 from sgl_ext.balancer.routing.worker import DECODE, Worker
 from sgl_ext.balancer.routing.workers import Workers, can_answer
@@ -123,12 +124,12 @@ class Router:
         open_workers = [w for w in candidates.all if candidates.has_capacity(w, held)]
         if not open_workers:
             return None
+        find = defaultdict(int, held.holders()).__getitem__
+        views = [self._view(w, find, now_s) for w in open_workers]
         if waits_for_home and home is not None:
-            most = max(held[worker.slot].expected_tokens for worker in open_workers)
-            if held[home.slot].expected_tokens - most >= FOLLOW_TOKENS:
+            more_saved = view.saved - max(other.saved for other in views)
+            if more_saved >= FOLLOW_TOKENS:
                 return None
-        tokens = dict(held.holders())
-        views = [self._view(w, tokens.get(w.slot, 0), now_s) for w in open_workers]
         chosen = place(request, views)
         assert chosen is not None, "some worker has capacity"
         reason = chosen.reason if home is None else "moved"
@@ -147,7 +148,7 @@ class Router:
         placement, decoder = Placement(worker.id, reason), None
         if worker.role:
             decoder = candidates.decoder
-        attempt = self.attempts.begin(routing, worker, placement, held[worker.slot], views, decoder)
+        attempt = self.attempts.begin(routing, worker, placement, held.of(worker), views, decoder)
         attempt.held_at = partial(self._held_at, held)
         return attempt
 
@@ -156,7 +157,8 @@ class Router:
         worker = self.workers.find(name)
         if worker is None or not worker.is_available or worker.role == DECODE:
             return None
-        return held[worker.slot].expected_tokens
+        found = held.of(worker)
+        return found.expected_tokens + found.slower_tokens
 
     def has_capacity_for(
         self, routing: RoutingRequest, tried: set[Worker], *, at_home: bool = False
@@ -191,7 +193,7 @@ class Router:
         now_s = self.clock()
         held = self.prefixes.lookup(chain)
         available = [w for w in self.workers.all if w.is_available and w.role != DECODE]
-        return [(w, self._view(w, held[w.slot].expected_tokens, now_s)) for w in available]
+        return [(w, self._view(w, held.tokens, now_s)) for w in available]
 
     def explain(self, routing: RoutingRequest) -> dict[str, Any]:
         """What this request would cost on each worker, and where it would go. Changes nothing."""
@@ -199,7 +201,7 @@ class Router:
         held = self.prefixes.lookup(routing.chain)
         candidates = self._candidates(routing, set())
         workers = [worker for worker in self.workers.all if worker.role != DECODE]
-        views = [self._view(w, held[w.slot].expected_tokens, now_s) for w in workers]
+        views = [self._view(w, held.tokens, now_s) for w in workers]
         request = self._placement_request(routing, held)
         available = [v for v, w in zip(views, workers, strict=True) if w.is_available]
         placement = place(request, available)
@@ -218,6 +220,8 @@ class Router:
                     "open": worker.is_available,
                     "has_room": candidates.has_capacity(worker, held),
                     "held_tokens": view.held_tokens,
+                    "host_tokens": view.host_tokens,
+                    "shared_tokens": view.shared_tokens,
                     "pinned_tokens": worker.pins.tokens_of(routing.chain.hashes),
                     "live_session_tokens": view.session_tokens,
                     "decoding_requests": view.decoding,
@@ -229,7 +233,8 @@ class Router:
 
     def _forget(self, worker: Worker) -> None:
         """Forgets what was known of a worker that is gone, and of its cache."""
-        self.prefixes.forget_worker(worker.slot)
+        for slot in self.workers.slots_of(worker):
+            self.prefixes.forget_worker(slot)
         self.attempts.sessions.forget_worker(worker.slot)
         worker.pins.clear()
         worker.clear_load()
@@ -247,13 +252,19 @@ class Router:
         home = None if request.home is None else self.workers.find(request.home)
         if home is None or home not in candidates:
             return None, _NO_VIEW
-        view = self._view(home, held[home.slot].expected_tokens, now_s)
+        view = self._view(home, held.tokens, now_s)
         at = self.workers.at_slot
-        most_held = held.most_tokens(home.slot, lambda slot: at(slot) in candidates)
-        reason = stays(request, view, most_held)
+        most: float
+        if self.workers.has_tiers:
+            find = defaultdict(int, held.holders()).__getitem__
+            others = (w for w in candidates.all if w is not home)
+            most = max((self._view(w, find, now_s).saved for w in others), default=0)
+        else:
+            most = held.most_tokens(home.slot, lambda slot: at(slot) in candidates)
+        reason = stays(request, view, most)
         if reason == "moved":
             pending = (w.total_pending_tokens(now_s) for w in candidates.all if w is not home)
-            reason = stays(request, view, most_held, min(pending, default=inf))
+            reason = stays(request, view, most, min(pending, default=inf))
         return home if reason == "home" else None, view
 
     def _views_beside(
@@ -267,16 +278,28 @@ class Router:
         """The worker of a session that stays, and for the request log some others: those that hold
         most of the prompt first."""
         views = {home: view}
-        holders = ((self.workers.at_slot(slot), tokens) for slot, tokens in held.holders())
-        for worker, held_tokens in chain(holders, ((each, 0) for each in self.workers.all)):
+        holders = (self.workers.at_slot(slot) for slot, _ in held.holders())
+        for worker in chain(holders, self.workers.all):
             if len(views) == MOST_LISTED:
                 break
             if worker not in views and worker is not None and worker in candidates:
-                pending_tokens = worker.total_pending_tokens(now_s)
-                views[worker] = WorkerView(worker.id, held_tokens, pending_tokens)
+                tokens = held.of(worker)
+                views[worker] = WorkerView(
+                    worker.id,
+                    tokens.expected_tokens,
+                    worker.total_pending_tokens(now_s),
+                    host_tokens=tokens.host_tokens,
+                    shared_tokens=tokens.shared_tokens,
+                    load_share=worker.load_share,
+                    shared_share=worker.shared_share,
+                )
         return [*views.values()]
 
-    def _view(self, worker: Worker, held_tokens: int, now_s: float) -> WorkerView:
+    def _view(self, worker: Worker, find: Callable[[int], int], now_s: float) -> WorkerView:
+        """find: the tokens that are held under a slot."""
+        held_tokens, host_tokens, shared_tokens = find(worker.slot), 0, 0
+        if worker.has_tiers:
+            host_tokens, shared_tokens = slower_tokens(worker, held_tokens, find)
         return WorkerView(
             worker.id,
             held_tokens,
@@ -285,6 +308,10 @@ class Router:
             worker.recent_prefill.at(now_s),
             self.attempts.sessions.live_tokens(worker.slot),
             1.0 if worker.recovered_s is None else worker.warmth(now_s),
+            host_tokens,
+            shared_tokens,
+            worker.load_share,
+            worker.shared_share,
         )
 
     def _placement_request(self, routing: RoutingRequest, held: HeldBySlot) -> PlacementRequest:

@@ -4,27 +4,28 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
-from radix.residency import Changes, Stored
+from radix.residency.changes import Changes, Stored
 
 LINE_SEGMENTS = 1000
 
 
 def lines_of(changes: Changes) -> list[dict[str, Any]]:
     """Changes as lines of the stream, without sequence numbers."""
-    lines = list(stored_lines(changes.stored)) or [{}]
+    lines = [*stored_lines(changes.stored), *stored_lines(changes.host, "host")] or [{}]
     first: dict[str, Any] = {"cleared": True} if changes.cleared else {}
-    if changes.removed:
-        first["removed"] = [f"{segment:032x}" for segment in changes.removed]
+    for name, segments in (("removed", changes.removed), ("host_removed", changes.host_removed)):
+        if segments:
+            first[name] = [f"{segment:032x}" for segment in segments]
     lines[0] = first | lines[0]
     return lines
 
 
-def stored_lines(stored: Iterable[Stored]) -> Iterator[dict[str, Any]]:
-    """Stored segments, as lines of at most LINE_SEGMENTS each."""
+def stored_lines(stored: Iterable[Stored], name: str = "stored") -> Iterator[dict[str, Any]]:
+    """Stored segments under this name, as lines of at most LINE_SEGMENTS each."""
     left = iter(stored)
     while some := list(islice(left, LINE_SEGMENTS)):
         yield {
-            "stored": [
+            name: [
                 [f"{segment:032x}", None if parent is None else f"{parent:032x}", tokens]
                 for segment, parent, tokens in some
             ]

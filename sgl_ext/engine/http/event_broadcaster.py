@@ -31,6 +31,14 @@ SUBSCRIBERS_PATH = "/sgl_ext/events/subscribers"
 BUFFER_BYTES = 16 * 2**20
 QUIET_S = 20.0
 _RETRY_S = 1.0
+# The workers of the mirror. Besides what a slower tier has alone, it holds all that is above that.
+_DEVICE, _HOST, _SHARED = 0, 1, 2
+_TIERS = (
+    (_DEVICE, "stored", "removed"),
+    (_HOST, "host", "host_removed"),
+    (_SHARED, "shared", "shared_removed"),
+)
+_SHARES = ("load_share", "shared_share")
 _logger = logging.getLogger(__name__)
 
 
@@ -75,7 +83,9 @@ class EventBroadcaster:
         self.rank = rank
         self._mirror = PrefixIndex()
         self._publishes: list[str] = []
+        self._machine = ""
         self._load: dict[str, int] = {}
+        self._shares: dict[str, float] = {}
         self._caches_off: list[str] = []
         self.degraded: tuple[str, ...] = ()
         self.pins = PinMirror()
@@ -90,19 +100,29 @@ class EventBroadcaster:
         if event.get("cleared"):
             if len(self._mirror):  # a new engine begins with such a line, and has nothing to clear
                 self.on_cleared()
-            self._mirror.clear(0)
-        for segment in event.get("removed", ()):
-            self._mirror.remove(0, int(segment, 16))
-        for segment, parent, tokens in event.get("stored", ()):
-            above = None if parent is None else int(parent, 16)
-            if not self._mirror.store(0, above, int(segment, 16), tokens):
-                raise ValueError(f"segment {segment} is stored below {parent}, which is not held")
+            for tier in (_DEVICE, _HOST):
+                self._mirror.clear(tier)
         self._publishes = event.get("publishes", self._publishes)
+        self._machine = event.get("machine", self._machine)
+        for tier, _, removed in _TIERS:
+            for segment in event.get(removed, ()):
+                self._mirror.remove(tier, int(segment, 16))
+        for tier, stored, _ in _TIERS:
+            for row in event.get(stored, ()):
+                self._store(tier, *row)
         self._load = event.get("load", self._load)
+        self._shares |= {name: event[name] for name in _SHARES if name in event}
         self.pins.apply(event, time.monotonic())
         counter("event_lines").inc()
         for subscriber in self._subscribers:
             subscriber.put(line)
+
+    def _store(self, tier: int, segment: str, parent: str | None, tokens: int) -> None:
+        above = None if parent is None else int(parent, 16)
+        if tier != _DEVICE and above is not None:
+            self._mirror.extend(tier, above)
+        if not self._mirror.store(tier, above, int(segment, 16), tokens):
+            raise ValueError(f"segment {segment} is stored below {parent}, which is not held")
 
     def show_caches_off(self, names: list[str]) -> None:
         """Sends the caches of this process that are off, if they are others than before."""
@@ -114,17 +134,29 @@ class EventBroadcaster:
 
     def _snapshot(self) -> Iterator[bytes]:
         """Lines, without their numbers, that describe the present state to a new subscriber."""
-        held = [(segment, parent, tokens) for parent, segment, tokens in self._mirror.snapshot(0)]
+        mirror = self._mirror
+        held = {
+            name: [
+                (segment, above, tokens)
+                for above, segment, tokens in mirror.snapshot(tier)
+                if tier != _HOST or not mirror.holds(_DEVICE, segment)
+            ]
+            for tier, name, _ in _TIERS
+        }
         first: dict[str, Any] = {"snapshot": True, "cleared": True, "publishes": self._publishes}
+        first |= self._shares
         if self._load:
             first["load"] = self._load
+        if self._machine:
+            first["machine"] = self._machine
         if self._caches_off:
             first["caches_off"] = self._caches_off
         if self.degraded:
             first["degraded"] = self.degraded
         pins = self.pins.rows(time.monotonic())
         last = {"pinned": pins, "complete": True} if pins else {"complete": True}
-        return map(orjson.dumps, chain([first], stored_lines(held), [last]))
+        lines = chain.from_iterable(stored_lines(rows, name) for name, rows in held.items())
+        return map(orjson.dumps, chain([first], lines, [last]))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI application of the stream, which ends when its subscriber leaves or is dropped,

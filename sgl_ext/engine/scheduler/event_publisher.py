@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import zmq
 
+from radix.tier import Tier
 from sgl_ext.engine.core.counters import counter, gauge
 from sgl_ext.engine.core.event_lines import lines_of, pin_row
 from sgl_ext.engine.core.folder import address
@@ -70,9 +71,8 @@ class EventPublisher:
         self._cache = cache
         self._channel = channel
         self._has_lost = False
-        has_prefixes = cache is not None and cache.residency is not None
-        self._publishes = ["prefixes", "load"] if has_prefixes else ["load"]
-        self._load: dict[str, Any] = {}
+        self._load: dict[str, int] = {}
+        self._load_share: float | None = None
         self._load_due_s = self._use_due_s = 0.0
         self._counted = {"event_sweeps_deferred": 0, "event_branches_dropped": 0}
         self.plan: NextBatchPlan | None = None
@@ -94,16 +94,17 @@ class EventPublisher:
         lines = self._changes(_IDLE_FACTOR if is_idle else 1)
         if now_s >= self._load_due_s or is_idle:
             pinned = self._cache.pins.tokens if self._cache is not None else 0
-            load: dict[str, Any] = load_of(self._scheduler, self.plan, pinned, computed)
-            self._add_loads(load)
+            load = load_of(self._scheduler, self.plan, pinned, computed)
+            lines = self._with_loads(lines, load)
             if self._is_pipeline:  # a plan is of one micro-batch, and several are in the pipeline
                 load["running"] = _in_flight(self._scheduler)
             if self._is_due(load, now_s, is_idle):
                 self._load_due_s = now_s + _LOAD_INTERVAL_S
                 self._use_due_s = now_s + _USE_INTERVAL_S
-                said = {} if self._load else {"publishes": self._publishes}
+                lines = _with(lines, {"load": load})
+                if not self._load:  # a reader must know before the first segment
+                    lines[0] = {"publishes": self._publishes(), **lines[0]}
                 self._load = load
-                lines = _with(lines, {**said, "load": load})
         for line in lines:
             if not self._channel.send(line):
                 counter("event_lines_dropped").inc()
@@ -111,26 +112,38 @@ class EventPublisher:
                 return
         self._has_lost = False
 
-    def _is_due(self, load: dict[str, Any], now_s: float, is_idle: bool) -> bool:
+    def _is_due(self, load: dict[str, int], now_s: float, is_idle: bool) -> bool:
         """Whether a load is sent now: it differs from the last one in more than the used tokens, or
         the used tokens were last sent long ago."""
         if now_s >= self._use_due_s or is_idle:
             return load != self._load
         return load != self._load | {"used_tokens": load["used_tokens"]}
 
-    def _add_loads(self, load: dict[str, Any]) -> None:
-        """Adds the share that a token costs which the host loads; what waiting requests will load
-        counts with it as pending. SGLang's estimate of what they compute leaves it out."""
-        if self._cache is not None and self._cache.cache_controller is not None:
-            share = extension_of(self._cache).load_share
-            on_host = sum(req.host_hit_length for req in self._scheduler.waiting_queue)
-            load["pending_tokens"] += int(share * on_host)
-            load["load_share"] = share
-            gauge("load_share").set(share)
+    def _with_loads(
+        self, lines: list[dict[str, Any]], load: dict[str, int]
+    ) -> list[dict[str, Any]]:
+        """Adds to the lines what a token costs that the host loads, if that has changed; and to the
+        load what waiting requests will load, which SGLang's estimate leaves out."""
+        if self._cache is None or self._cache.cache_controller is None:
+            return lines
+        share = extension_of(self._cache).load_share
+        on_host = sum(req.host_hit_length for req in self._scheduler.waiting_queue)
+        load["pending_tokens"] += int(share * on_host)
+        if share == self._load_share:
+            return lines
+        self._load_share = share
+        gauge("load_share").set(share)
+        return _with(lines, {"load_share": share})
+
+    def _publishes(self) -> list[str]:
+        if self._cache is None or self._cache.residency is None:
+            return ["load"]
+        tiers = [] if self._cache.residency.host is None else [Tier.HOST.value]
+        return ["prefixes", *tiers, "load"]
 
     def _renew(self) -> None:
         """Makes the next calls send everything once more, to a receiver that was cleared."""
-        self._load = {}
+        self._load, self._load_share = {}, None
         self._load_due_s = self._use_due_s = 0.0
         if self._cache is not None and self._cache.residency is not None:
             self._cache.residency.renew()

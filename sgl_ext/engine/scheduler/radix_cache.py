@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from radix.computed_ahead import ComputedAhead, Unread
 from radix.pins import Pins
-from radix.residency import Residency
+from radix.residency.host_segments import HostSegments
+from radix.residency.residency import Residency
 from scheduler.eviction_priority import EVICT_FIRST, EvictionPriority, eviction_priority
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.arguments import in_effect
@@ -80,8 +81,7 @@ class ExtendedRadixCache(LoadingCache):
     def __init__(self, params: CacheInitParams) -> None:
         # `UnifiedRadixCache.__init__` ends with a call of `reset`.
         is_entry_rank = state.is_entry_rank()
-        slack = params.page_size - 1 + bool(params.is_eagle)
-        self.residency = Residency(page=params.page_size, slack=slack) if is_entry_rank else None
+        self.residency = _residency(params, None) if is_entry_rank else None
         self._store_now: _Store | None = None
         self._evicted_first: deque[tuple[Any, int]] = deque(maxlen=_MOST_EVICTED_FIRST)
         self._computed_ahead = ComputedAhead()
@@ -96,6 +96,12 @@ class ExtendedRadixCache(LoadingCache):
         lookahead = int(params.is_eagle)
         self.pins = PinKeeper(self, pins, params.page_size, is_entry_rank, lookahead)
         super().__init__(params)
+
+    def init_hicache(self, server_args: Any, params: CacheInitParams) -> None:
+        """Called by SGLang where there is a host tier."""
+        super().init_hicache(server_args, params)
+        if self.residency is not None:
+            self.residency = _residency(params, HostSegments())
 
     def limit_pins(self, settings: EngineSettings) -> None:
         """Applies the limits of changed settings, on every rank alike."""
@@ -263,6 +269,12 @@ class ExtendedRadixCache(LoadingCache):
             self.residency.evicted()
         return total
 
+    def evict_host(self, num_tokens: int, *component_type: Any) -> int:
+        """SGLang evicts on the host here alone, except with its device copies in `evict`."""
+        if self.residency is not None and self.residency.host is not None:
+            self.residency.host.evicted()
+        return super().evict_host(num_tokens, *component_type)
+
     def _free(self, wanted: tuple[int, int, int]) -> list[int]:
         """How much is free of each kind of memory that is wanted; 0 of the others."""
         types = sglang_api.ComponentType
@@ -283,8 +295,13 @@ class ExtendedRadixCache(LoadingCache):
             self.residency.sweep(_Core(self.tree_core), steps)
 
 
+def _residency(params: CacheInitParams, host: HostSegments | None) -> Residency:
+    slack = params.page_size - 1 + bool(params.is_eagle)
+    return Residency(page=params.page_size, slack=slack, host=host)
+
+
 class _Core:
-    """The tree core as `radix.residency.Tree`; neither method changes it."""
+    """The tree core as `radix.residency.residency.Tree`; no method changes it."""
 
     def __init__(self, core: TreeCore) -> None:
         self._core = core
@@ -299,6 +316,16 @@ class _Core:
         prompt = sglang_api.RadixKey(key.tokens[:tokens], key.extra_key, cache_salt=key.cache_salt)
         matched, node, _ = self._core.match_full_device_prefix(prompt)
         return matched, node
+
+    def keeps(self, node: int) -> bool:
+        try:
+            return not self._core.is_full_device_evicted(node) or self._core.is_backuped(node)
+        except KeyError:
+            return False
+
+    def path(self, node: int) -> list[tuple[int, int]]:
+        (found,) = self._core.collect_path_info([node])
+        return [(each.path_end, each.node_id) for each in found]
 
 
 def _eviction_priority(req: Req, hints: Hints | None) -> EvictionPriority:

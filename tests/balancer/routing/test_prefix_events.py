@@ -125,7 +125,7 @@ def test_a_confirmed_and_evicted_segment_is_not_in_flight() -> None:
 def test_the_load_is_read() -> None:
     mirrored = Mirrored()
     mirrored.reader.apply(snapshot(), NOW)
-    load = {"running": 3, "pending_tokens": 700, "load_share": 0.05}
+    load = {"running": 3, "pending_tokens": 700}
     assert mirrored.reader.apply(line(2, load=load), NOW).load == load
 
 
@@ -152,7 +152,7 @@ def test_the_load_is_read() -> None:
         line(2, load=[1]),
         line(2, load={"running": "many"}),
         line(2, load={"max_running": -1}),
-        line(2, load={"load_share": 1.5}),
+        line(2, load_share=1.5),
         line(2, stored=[[name(1), None, 1], [name(2), 7, 1]]),
     ],
 )
@@ -232,3 +232,65 @@ def test_impossible_pins_are_malformed(event: dict[str, Any]) -> None:
     mirrored = Mirrored()
     with pytest.raises(EventStreamBroken, match="malformed"):
         mirrored.reader.apply(line(1, snapshot=True, **event), NOW)
+
+
+HOST, SHARED = 7, 8
+
+
+class Tiered(Mirrored):
+    """A worker with a host and a machine that has a shared tier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reader.find_tiers = lambda event: (HOST, SHARED)
+        first = {"snapshot": True, "cleared": True, "publishes": ["prefixes", "host", "load"]}
+        self.reader.apply(
+            line(1, **first, stored=[[name(1), None, 100], [name(2), name(1), 200]]), NOW
+        )
+
+    def on(self, slot: int) -> list[int]:
+        return [segment for _, segment, _ in self.index.snapshot(slot)]
+
+
+def test_a_demoted_prefix_is_held_by_the_host_until_it_is_removed_there() -> None:
+    tiered = Tiered()
+    tiered.reader.apply(line(2, removed=[name(2)], host=[[name(2), name(1), 200]]), NOW)
+    assert (tiered.held(), tiered.on(HOST)) == ([(None, 1, 100)], [1, 2])
+    tiered.reader.apply(line(3, removed=[name(1)], host=[[name(1), None, 100]]), NOW)
+    assert (tiered.held(), tiered.on(HOST)) == ([], [1, 2])
+    tiered.reader.apply(line(4, host_removed=[name(2)]), NOW)
+    assert tiered.on(HOST) == [1]
+    tiered.reader.apply(line(5, stored=[[name(1), None, 100]]), NOW)
+    assert tiered.held() == [(None, 1, 100)]
+    tiered.reader.apply(line(6, removed=[name(1)], host_removed=[name(1)]), NOW)
+    assert len(tiered.index) == 0
+    tiered.index.check()
+
+
+def test_a_flush_clears_the_host_and_not_the_shared_tier() -> None:
+    tiered = Tiered()
+    tiered.reader.apply(line(2, removed=[name(2)], host=[[name(2), name(1), 200]]), NOW)
+    tiered.reader.apply(line(3, shared=[[name(2), name(1), 200]]), NOW)
+    tiered.reader.apply(line(4, cleared=True), NOW)
+    assert (tiered.held(), tiered.on(HOST), tiered.on(SHARED)) == ([], [], [1, 2])
+    tiered.reader.apply(line(5, shared_removed=[name(2)]), NOW)
+    assert tiered.on(SHARED) == [1]
+
+
+def test_tiers_that_were_not_announced_are_counted_and_change_nothing() -> None:
+    mirrored = Mirrored()
+    mirrored.reader.apply(snapshot((1, None, 100)), NOW)
+    mirrored.reader.apply(line(2, host=[[name(2), name(1), 200]], shared_removed=[name(1)]), NOW)
+    assert (mirrored.held(), mirrored.reader.orphans) == ([(None, 1, 100)], 1)
+
+
+def test_a_host_segment_below_an_unknown_one_is_counted() -> None:
+    tiered = Tiered()
+    tiered.reader.apply(line(2, host=[[name(5), name(4), 200]]), NOW)
+    assert (tiered.on(HOST), tiered.reader.orphans) == ([], 1)
+
+
+@pytest.mark.parametrize("field", ["host_removed", "shared_removed"])
+def test_a_tiers_segments_are_checked(field: str) -> None:
+    with pytest.raises(EventStreamBroken, match=Fault.MALFORMED):
+        Tiered().reader.apply(line(2, **{field: ["x" * 32]}), NOW)

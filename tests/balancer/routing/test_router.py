@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest
 from sgl_ext.balancer.routing.router import Router
+from sgl_ext.balancer.routing.worker import Worker
 from tests.balancer.workers import workers_at
 
 A, B = "http://a", "http://b"
@@ -220,3 +221,85 @@ def test_no_request_waits_for_a_home_that_hangs_or_goes_there(setting: Setting) 
     second = setting.router.place(setting.read("Hello", "Hi.", "Go on"), set(), waits_for_home=True)
     assert second is not None
     assert second.worker is not home
+
+
+def on_host(setting: Setting, worker: Worker, routing: RoutingRequest, tokens: int) -> None:
+    """The worker's host has the whole chain."""
+    setting.workers.set_tiers(worker, has_host=True, machine="")
+    assert worker.host_slot is not None
+    index, parent = setting.router.prefixes.written, None
+    assert index is not None
+    for segment in routing.chain.hashes:
+        assert index.store(worker.host_slot, parent, segment, tokens)
+        parent = segment
+
+
+def test_a_request_goes_where_its_prefix_is_on_the_host(setting: Setting) -> None:
+    routing = setting.read("Hello")
+    for worker in setting.workers.all:
+        setting.router.prefixes.forget_worker(worker.slot)
+        on_host(setting, worker, routing, routing.prompt_tokens)
+        attempt = setting.place(setting.read("Hello"))
+        assert attempt.worker is worker
+        assert attempt.predicted_tokens == routing.prompt_tokens
+        assert attempt.uncached_tokens == int(worker.load_share * routing.prompt_tokens)
+        setting.router.attempts.succeed(attempt)
+        setting.workers.mark(worker, ready=False)
+        setting.workers.mark(worker, ready=True)
+
+
+def test_explain_shows_the_tiers(setting: Setting) -> None:
+    routing = setting.read("Hello")
+    first = setting.workers.all[0]
+    on_host(setting, first, routing, routing.prompt_tokens)
+    first.load_share = 0.25
+    rows = setting.router.explain(routing)["workers"]
+    assert [row["host_tokens"] for row in rows] == [routing.prompt_tokens, 0]
+    assert rows[0]["loaded"] == 0.25 * routing.prompt_tokens
+    assert [row["uncached"] for row in rows] == [0, routing.prompt_tokens]
+
+
+def test_a_conversation_stays_with_the_worker_whose_host_has_it(setting: Setting) -> None:
+    first = setting.place(setting.read("Hello"))
+    setting.router.attempts.succeed(first)
+    setting.router.prefixes.forget_worker(first.worker.slot)
+    on_host(setting, first.worker, first.routing, first.routing.prompt_tokens)
+    second = setting.place(setting.read("Hello", "Hi.", "Go on"))
+    assert (second.worker, second.placement.reason) == (first.worker, "home")
+
+
+def test_what_a_machine_shares_counts_for_all_of_its_workers() -> None:
+    setting = Setting((A, B, "http://c"))
+    a, b, c = setting.workers.all
+    for worker in (a, b):
+        setting.workers.set_tiers(worker, has_host=False, machine="one")
+    assert a.shared_slot == b.shared_slot is not None
+    routing, index, parent = setting.read("Hello"), setting.router.prefixes.written, None
+    assert index is not None
+    for segment in routing.chain.hashes:
+        assert index.store(a.shared_slot, parent, segment, 6_000)
+        parent = segment
+    rows = setting.router.explain(routing)["workers"]
+    assert [row["shared_tokens"] for row in rows] == [6_000, 6_000, 0]
+    setting.workers.mark(a, ready=False)
+    assert setting.router.explain(routing)["workers"][1]["shared_tokens"] == 6_000
+    setting.workers.mark(b, ready=False)
+    assert len(index) == 0, "no worker of the machine is ready"
+    assert c.shared_slot is None
+
+
+def test_a_worker_that_leaves_gives_the_slots_of_its_tiers_back(setting: Setting) -> None:
+    a, b = setting.workers.all
+    for worker in (a, b):
+        setting.workers.set_tiers(worker, has_host=True, machine="one")
+    setting.workers.remove(a, 1.0)
+    setting.workers.remove_drained()
+    assert setting.workers.has_tiers
+    setting.workers.remove(b, 2.0)
+    setting.workers.remove_drained()
+    assert not setting.workers.has_tiers
+    again = setting.workers.add("http://d", 3.0)
+    assert again is not None
+    assert again.slot == 0
+    setting.workers.set_tiers(again, has_host=True, machine="two")
+    assert {again.host_slot, again.shared_slot} == {1, 2}

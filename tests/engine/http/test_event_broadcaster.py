@@ -13,7 +13,7 @@ import orjson
 import pytest
 
 from radix.pins import Pins
-from radix.residency import Residency
+from radix.residency.residency import Residency
 from sgl_ext.engine.core import event_lines
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.hints import Hints
@@ -384,9 +384,11 @@ def test_what_waiting_prompts_will_load_is_pending_at_its_share() -> None:
     publish(sender, plan(1), now_s=0.0)
     cache.cache_controller = SimpleNamespace()
     publish(sender, plan(1), now_s=1.0)
-    without, load = (line["load"] for line in pipe.take())
+    publish(sender, plan(1), now_s=2.0)
+    without, line = pipe.take()
     assert "load_share" not in without, "there is no host tier"
-    assert (load["load_share"], load["pending_tokens"]) == (0.05, without["pending_tokens"] + 200)
+    assert line["load_share"] == 0.05
+    assert line["load"]["pending_tokens"] == without["load"]["pending_tokens"] + 200
 
 
 def test_one_call_publishes_a_bounded_part_and_the_next_ones_the_rest(
@@ -516,3 +518,26 @@ async def test_the_subscribers_are_counted() -> None:
     reader.left.set()
     await reader.task
     assert broadcaster.subscriber_count == 0
+
+
+async def test_a_snapshot_has_the_slower_tiers_after_the_device() -> None:
+    broadcaster = EventBroadcaster()
+    broadcaster.apply(line(publishes=["prefixes", "host"], stored=[[A, None, 5], [B, A, 9]]))
+    broadcaster.apply(line(removed=[B], host=[[B, A, 9]], machine="m", shared=[[B, A, 9]]))
+    reader = Reader(broadcaster)
+    await reader.have(5)
+    assert reader.lines[0]["machine"] == "m"
+    assert reader.lines[1:] == [
+        {"seq": 1, "stored": [[A, None, 5]]},
+        {"seq": 2, "host": [[B, A, 9]]},
+        {"seq": 3, "shared": [[A, None, 5], [B, A, 9]]},
+        {"seq": 4, "complete": True},
+    ]
+    broadcaster.apply(line(cleared=True))
+    broadcaster.apply(line(shared_removed=[B]))
+    again = Reader(broadcaster)
+    await again.have(3)
+    assert again.lines[1] == {"seq": 1, "shared": [[A, None, 5]]}
+    for each in (reader, again):
+        each.left.set()
+        await each.task

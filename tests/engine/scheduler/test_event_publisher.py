@@ -79,16 +79,20 @@ class Watch:
         for raw in self._answer.iter_lines(chunk_size=1):
             line = json.loads(raw)
             assert line["seq"] == len(self.lines)
-            if line.get("cleared"):
-                self.held.clear()
-            for segment in line.get("removed", ()):
-                self._forget(segment)
-            for segment, parent, tokens in line.get("stored", ()):
-                assert parent is None or parent in self.held
-                self.held[segment] = (parent, tokens)
-            self.load = line.get("load", self.load)
+            self.note(line)
             self.lines.append(line)
         self.ended = True
+
+    def note(self, line: dict[str, Any]) -> None:
+        """Applies a line."""
+        if line.get("cleared"):
+            self.held.clear()
+        for segment in line.get("removed", ()):
+            self._forget(segment)
+        for segment, parent, tokens in line.get("stored", ()):
+            assert parent is None or parent in self.held
+            self.held[segment] = (parent, tokens)
+        self.load = line.get("load", self.load)
 
     def _forget(self, segment: str) -> None:
         self.held.pop(segment, None)

@@ -16,8 +16,13 @@ inexact only where no chain has forked yet.
 A tree keeps an inner node at least as long as the nodes below it. So only leaves are checked here:
 each has the id of a node at or below its end. While that node is resident, so is the whole chain.
 When it is not, the leaf's tokens are matched against the tree once, which shows how much is left.
-Segments that no longer fit are removed, and the last one that fits becomes the leaf, unless another
+Segments that no longer fit leave, and the last one that fits becomes the leaf, unless another
 branch continues from it.
+
+An engine with a host tier moves what its device gives up to its host. A segment that leaves the
+device goes to `HostSegments` as long as the tree has a node at or below its end, and comes back
+from there, with the end that was known, when a request has brought its tokens back. So along a
+chain come first the segments on the device, then those on the host. "Resident" means on the device.
 
 Invariants, asserted by `check`: a segment's parent is held; `children` counts its children; the
 segments without children are the leaves.
@@ -26,11 +31,10 @@ segments without children are the leaves.
 from bisect import bisect_left
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
-Stored = tuple[int, int | None, int]
-"""A segment, its parent, and the resident prompt tokens up to its end."""
+from radix.residency.changes import Changes, Unpublished
+from radix.residency.host_segments import UNKNOWN, HostSegment, HostSegments
 
 MATCH_TOKENS_PER_STEP = 300
 """Matching this many tokens takes as long as checking one leaf, 0.3 us."""
@@ -39,7 +43,7 @@ _LISTED_PER_STEP = 32
 
 
 class Tree(Protocol):
-    """The engine's tree of tokens. Neither method may change it."""
+    """The engine's tree of tokens. No method may change it."""
 
     def evicted(self, node: int) -> bool:
         """Whether the node is no longer resident, or unknown."""
@@ -47,15 +51,12 @@ class Tree(Protocol):
     def match(self, key: Any, tokens: int) -> tuple[int, int]:
         """How many of the key's first `tokens` are resident, and the node that holds the last."""
 
+    def keeps(self, node: int) -> bool:
+        """Whether the tree has the node, on the device or on the host."""
 
-class Changes(NamedTuple):
-    """What changed since the last call, in the order in which to apply it."""
-
-    cleared: bool
-    removed: list[int]
-    """Each is removed with everything below it."""
-    stored: list[Stored]
-    """New segments and segments whose tokens changed, parents first."""
+    def path(self, node: int) -> Sequence[tuple[int, int]]:
+        """The nodes down to one that the tree `keeps`: the tokens up to the end of each, and its
+        id."""
 
 
 @dataclass(slots=True)
@@ -64,6 +65,7 @@ class _Segment:
     tokens: int
     measured: bool
     children: int = 0
+    node: int = UNKNOWN
 
 
 class _Leaf(NamedTuple):
@@ -78,7 +80,9 @@ class Residency:
     page: the tree's page size in tokens; only whole pages are resident.
     slack: how many tokens at a prompt's end the tree may omit.
     limit_segments, limit_tokens: beyond this many segments, or tokens in the keys of all leaves,
-        the least recently used branch is forgotten and published as removed.
+        the least recently used branch is forgotten and published as removed; before any other
+        those on the host, if there are too many segments.
+    host: the segments on the host alone; None without a host tier.
     forgotten: how many branches were forgotten. deferred: how many sweeps ran out of steps.
     """
 
@@ -86,6 +90,7 @@ class Residency:
     slack: int = 0
     limit_segments: int = 500_000
     limit_tokens: int = 32_000_000
+    host: HostSegments | None = None
 
     def __post_init__(self) -> None:
         self.forgotten = 0
@@ -93,24 +98,24 @@ class Residency:
         self._segments: dict[int, _Segment] = {}
         self._leaves: dict[int, _Leaf] = {}  # the least recently used first
         self._key_tokens = 0
-        self._changed: dict[int, int | None] = {}  # to their parents
-        self._cleared = False
+        self._unpublished = Unpublished()
+        self._on_host = {} if self.host is None else self.host.segments
         self._suspect = False
         self._unswept: list[int] = []
-        self._unsent: dict[int, None] = {}  # after `renew`, in its order
 
     def __len__(self) -> int:
-        return len(self._segments)
+        return len(self._segments) + len(self._on_host)
 
     @property
     def settled(self) -> bool:
         """Whether the leaves were checked after the last eviction."""
-        return not (self._suspect or self._unswept)
+        is_swept = not (self._suspect or self._unswept)
+        return is_swept and (self.host is None or self.host.settled)
 
     @property
     def changed(self) -> bool:
         """Whether `take` would return anything."""
-        return bool(self._changed or self._unsent) or self._cleared
+        return bool(self._unpublished)
 
     def add(
         self,
@@ -137,6 +142,7 @@ class Residency:
         shared = had if had < resident and (own < had or not own) else None
         # How many segments are held. Bisection works, as their ancestors are held too.
         depth = bisect_left(hashes, True, key=lambda segment: segment not in self._segments)
+        depth = self._bring_back(hashes, depth, resident)
         known = self._segments[hashes[depth - 1]].tokens if depth else 0
         begin = ends[depth - 1] if depth else 0
         rest, width = max(0, len(key) - known), max(1, ends[-1] - begin)
@@ -152,29 +158,47 @@ class Residency:
         parent = hashes[depth - 1] if depth else None
         for index in range(depth, len(hashes)):
             tokens = offset(index)
-            if tokens > resident + self.slack:
+            if tokens > resident + self.slack or hashes[index] in self._on_host:
                 break
             self._store(hashes[index], parent, min(tokens, resident), index == len(hashes) - 1)
             parent = hashes[index]
         if parent is not None and not self._segments[parent].children:
             self._add_leaf(parent, self._drop_leaf(parent) or _Leaf(node, key))
-        while len(self._leaves) > 1 and (
-            len(self._segments) > self.limit_segments or self._key_tokens > self.limit_tokens
-        ):
+        self._keep_limits()
+
+    def _bring_back(self, hashes: Sequence[int], depth: int, resident: int) -> int:
+        """Takes segments after the first `depth` back from the host, as far as their tokens are
+        resident; returns how many are held then."""
+        while self.host is not None and depth < len(hashes):
+            kept = self.host.segments.get(hashes[depth])
+            if kept is None or kept.tokens > resident + self.slack:
+                break
+            self.host.pop(hashes[depth])
+            self._store(hashes[depth], kept.parent, min(kept.tokens, resident), kept.measured)
+            depth += 1
+        return depth
+
+    def _keep_limits(self) -> None:
+        while True:
+            if self.host and len(self) > self.limit_segments:
+                self._unpublished.note(*self.host.forget_oldest())
+            elif len(self._leaves) > 1 and (
+                len(self) > self.limit_segments or self._key_tokens > self.limit_tokens
+            ):
+                self._shrink(next(iter(self._leaves)), 0, 0)
+            else:
+                return
             self.forgotten += 1
-            self._shrink(next(iter(self._leaves)), 0, 0)
 
     def evicted(self) -> None:
-        """Records an eviction, after which leaves must be checked."""
+        """Records an eviction on the device, after which leaves must be checked."""
         self._suspect = True
 
     def sweep(self, tree: Tree, steps: int) -> None:
         """Checks leaves, the least recently used first, until done or out of steps. The last step
         may take as many more as the longest prompt has tokens to match."""
-        while steps > 0:
+        while steps > 0 and (self._suspect or self._unswept):
             if not self._unswept:
-                if not self._suspect:
-                    return
                 self._suspect = False
                 self._unswept = list(reversed(self._leaves))
                 steps -= len(self._unswept) // _LISTED_PER_STEP
@@ -186,54 +210,33 @@ class Residency:
                 continue
             tokens = self._segments[segment].tokens
             steps -= tokens // MATCH_TOKENS_PER_STEP
-            self._shrink(segment, *tree.match(leaf.key, tokens))
+            steps -= self._shrink(segment, *tree.match(leaf.key, tokens), tree)
+        if self.host is not None:
+            for segment, parent in self.host.sweep(tree, steps):
+                self._unpublished.note(segment, parent)
         if not self.settled:
             self.deferred += 1
 
     def clear(self) -> None:
         """Records that the tree was emptied."""
-        for table in (self._segments, self._leaves, self._changed, self._unswept, self._unsent):
+        for table in (self._segments, self._leaves, self._unswept):
             table.clear()
+        if self.host is not None:
+            self.host.clear()
         self._key_tokens = 0
         self._suspect = False
-        self._cleared = True
+        self._unpublished.clear()
 
     def renew(self) -> None:
         """Makes `take` return everything once more, for a receiver that was cleared."""
-        self._unsent = dict.fromkeys(self._segments)
-        self._changed.clear()
-        self._cleared = False
+        on_host = [] if self.host is None else self.host.parents_first()
+        self._unpublished.renew((*self._segments, *on_host))
 
     def take(self, most: int | None = None) -> Changes:
         """What changed since the last call, as the state is now; of at most `most` segments, those
-        that changed first. `changed` says whether there are more.
-
-        Parents come first in `stored`, because a child that changed before its parent was
-        returned by an earlier call.
-        """
-        segments = self._segments
-        most = len(self._unsent) + len(self._changed) if most is None else most
-        renewed = list(islice(self._unsent, most))
-        some = dict(islice(self._changed.items(), most - len(renewed)))
-        for segment in renewed:
-            del self._unsent[segment]
-        for segment in some:
-            del self._changed[segment]
-        removed = [
-            segment
-            for segment, parent in some.items()
-            if segment not in segments
-            # A parent that is removed by this call removes what is below it.
-            and (parent is None or parent in segments or parent not in some)
-        ]
-        stored = [
-            (segment, segments[segment].parent, segments[segment].tokens)
-            for segment in (*renewed, *some)
-            if segment in segments
-        ]
-        changes = Changes(self._cleared, removed, stored)
-        self._cleared = False
-        return changes
+        that changed first. `changed` says whether there are more."""
+        on_host = None if self.host is None else self._on_host
+        return self._unpublished.take(most, self._segments, on_host)
 
     def _measure(self, path: Sequence[int], shared: int, most: int) -> None:
         """Applies a measurement: the chains that share `path` share `shared` tokens."""
@@ -251,15 +254,17 @@ class Residency:
         tokens -= tokens % self.page
         if tokens != entry.tokens:
             entry.tokens = tokens
-            self._changed.setdefault(segment, entry.parent)
+            self._unpublished.note(segment, entry.parent)
 
     def _store(self, segment: int, parent: int | None, tokens: int, measured: bool) -> None:
         if parent is not None:
-            self._segments[parent].children += 1
-            self._drop_leaf(parent)
+            above = self._segments[parent]
+            above.children += 1
+            leaf = self._drop_leaf(parent)
+            if leaf is not None:
+                above.node = leaf.node
         self._segments[segment] = _Segment(parent, tokens - tokens % self.page, measured)
-        self._changed.pop(segment, None)  # one that was removed comes after its parent again
-        self._changed[segment] = parent
+        self._unpublished.note_new(segment, parent)
 
     def _add_leaf(self, segment: int, leaf: _Leaf) -> None:
         """Adds a leaf as the most recently used."""
@@ -272,24 +277,56 @@ class Residency:
             self._key_tokens -= len(leaf.key)
         return leaf
 
-    def _shrink(self, segment: int, resident: int, node: int) -> None:
-        """Shortens a leaf's chain to the `resident` tokens, which end at `node`."""
+    def _shrink(self, segment: int, resident: int, node: int, tree: Tree | None = None) -> int:
+        """Shortens a leaf's chain to the `resident` tokens, which end at `node`. What the tree
+        keeps of the rest goes to the host. Returns how many nodes of the tree were listed."""
         leaf = self._drop_leaf(segment)
         assert leaf is not None, "only leaves shrink"
+        lost: list[tuple[int, _Segment]] = []
         current: int | None = segment
         while current is not None:
             entry = self._segments[current]
             if entry.children:
-                return
+                break
             if 0 < entry.tokens <= resident:
                 self._add_leaf(current, _Leaf(node, leaf.key))
-                return
+                break
             del self._segments[current]
-            self._unsent.pop(current, None)
-            self._changed.setdefault(current, entry.parent)
+            lost.append((current, entry))
             if entry.parent is not None:
                 self._segments[entry.parent].children -= 1
             current = entry.parent
+        if self.host is None:
+            for left, entry in reversed(lost):
+                self._unpublished.note_left(left, entry.parent, is_kept=False)
+            return 0
+        return self._move(self.host, lost, leaf.node, tree)
+
+    def _move(
+        self, host: HostSegments, lost: Sequence[tuple[int, _Segment]], node: int, tree: Tree | None
+    ) -> int:
+        """Moves a branch that left the device, its last segment first, to the host as far as the
+        tree has it. node: one at or below its end."""
+        path: Sequence[tuple[int, int]] = ()
+        kept: dict[int, int] = {}  # with their nodes
+        for segment, entry in lost:
+            for known in (node, entry.node):
+                if tree and not path and known != UNKNOWN and tree.keeps(known):
+                    path = tree.path(known)
+            node = UNKNOWN
+            at = bisect_left(path, (entry.tokens, 0))
+            if entry.tokens and at < len(path):
+                kept[segment] = path[at][1]
+            elif kept or host.has_below(segment):
+                kept[segment] = UNKNOWN
+        for segment, entry in reversed(lost):
+            if segment in kept:
+                moved = HostSegment(entry.parent, entry.tokens, entry.measured, kept[segment])
+                host.add(segment, moved)
+            self._unpublished.note_left(segment, entry.parent, is_kept=segment in kept)
+        if UNKNOWN in kept.values():
+            host.evicted()
+        return len(path)
 
     def check(self) -> None:
         """Asserts the invariants."""
@@ -302,3 +339,9 @@ class Residency:
             assert entry.tokens % self.page == 0, f"{segment:x} ends inside a page"
         assert self._leaves.keys() == {s for s, count in children.items() if not count}
         assert self._key_tokens == sum(len(leaf.key) for leaf in self._leaves.values())
+        if self.host is not None:
+            self.host.check()
+            for segment, kept in self.host.segments.items():
+                assert segment not in self._segments, f"{segment:x} is held twice"
+                parent = kept.parent
+                assert parent is None or parent in self._segments or parent in self.host.segments

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from radix.residency import Changes, Residency
+from radix.residency.changes import Changes
+from radix.residency.residency import Residency
 from tests.radix.held import everything
 
 A, B, C, D, E = 0xA, 0xB, 0xC, 0xD, 0xE
