@@ -76,6 +76,15 @@ class PinTree:
         path, _ = self._walk(root, key, end)
         return [node.pin for node in path if node.pin is not None]
 
+    def place_of(self, pin: int) -> tuple[Hashable, bytes]:
+        """A pin's space and key."""
+        node: _Node | None = self._nodes[pin]
+        space, edges = self._nodes[pin].space, []
+        while node is not None:
+            edges.append(node.edge)
+            node = node.parent
+        return space, b"".join(reversed(edges))
+
     def insert(self, space: Hashable, key: bytes, pin: int, owner: str) -> None:
         """Adds a pin at the end of `key`, where there must be none."""
         root = self._roots.get(space)

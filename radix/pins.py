@@ -21,8 +21,9 @@ is before the soonest one that is known.
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from heapq import heapify, heappop, heappush
+from itertools import count
 from math import inf
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -53,6 +54,9 @@ class Pins:
     budget_tokens: how many tokens all pinned prefixes can have together.
     owner_share: the part of the budget that one owner can be charged for, and of `limit_pins`.
     owner_shares: the same for single owners, in place of `owner_share`.
+    ids: the numbers of new pins, ascending, where pins move between several `Pins`.
+    on_displaced: called with each pin that the limits remove, the most valuable first, while it is
+        still here.
     """
 
     def __init__(
@@ -63,13 +67,16 @@ class Pins:
         owner_shares: Mapping[str, float] = MappingProxyType({}),
         limit_pins: int = 4096,
         page: int = 1,
+        ids: Iterator[int] | None = None,
+        on_displaced: Callable[[Pin], object] = lambda _: None,
     ) -> None:
         self._limits = PinLimits(budget_tokens, limit_pins, owner_share, owner_shares)
         self._tree = PinTree(page)
         self._pins: dict[int, Pin] = {}
         self._counts: Counter[str] = Counter()  # pins, by owner
         self._order: list[ReleaseOrder] = []
-        self._last_id = 0
+        self._ids = count(1) if ids is None else ids
+        self._on_displaced = on_displaced
         self._now_s = -inf
         self._soonest_s = inf
 
@@ -80,10 +87,17 @@ class Pins:
         """All pins, the oldest first."""
         return iter(self._pins.values())
 
+    def __contains__(self, pin: Pin) -> bool:
+        return self._pins.get(pin.id) is pin
+
     @property
     def tokens(self) -> int:
         """The number of pinned tokens; tokens that pins share count once."""
         return self._tree.tokens
+
+    @property
+    def budget_tokens(self) -> int:
+        return self._limits.tokens
 
     def tokens_of(self, owner: str) -> int:
         """The number of tokens that the owner is charged for."""
@@ -123,19 +137,33 @@ class Pins:
                 known.owner = owner
                 self._count(owner, 1)
             return Grant(known)
-        if not tokens:
-            return Grant(None, reason=EMPTY)
-        if tokens > self._limits.tokens:
-            return Grant(None, reason=BUDGET)
-        if tokens > self._limits.share_of(owner)[0]:
-            return Grant(None, reason=OWNER_SHARE)
+        if reason := self._too_long(tokens, owner):
+            return Grant(None, reason=reason)
         key = key[: tokens * TOKEN_BYTES]
-        number, prefix = self._last_id + 1, _hash(space, key)
+        number, prefix = next(self._ids), _hash(space, key)
         pin = Pin(
             number, prefix, tokens, ttl_s, now + ttl_s, now, now, 0, owner, session, priority, label
         )
+        return self._place(pin, space, key, path)
+
+    def adopt(self, pin: Pin, space: Hashable, key: bytes) -> Grant:
+        """Takes a pin on the whole key from other `Pins`, with its lease and its reads, if there is
+        room as for a new one."""
+        if reason := self._too_long(pin.tokens, pin.owner):
+            return Grant(None, reason=reason)
+        return self._place(pin, space, key, self.prefixes_of(space, key))
+
+    def _too_long(self, tokens: int, owner: str) -> str:
+        """Why a prefix of so many tokens is rejected whatever else is pinned; "" if it is not."""
+        if not tokens:
+            return EMPTY
+        if tokens > self._limits.tokens:
+            return BUDGET
+        return OWNER_SHARE if tokens > self._limits.share_of(owner)[0] else ""
+
+    def _place(self, pin: Pin, space: Hashable, key: bytes, path: list[Pin]) -> Grant:
         # The pin is in the tree before others are released: tokens it shares do not become free.
-        self._tree.insert(space, key, pin.id, owner)
+        self._tree.insert(space, key, pin.id, pin.owner)
         released = choose_released(
             pin,
             self.in_order,
@@ -147,14 +175,16 @@ class Pins:
         if isinstance(released, str):
             self._tree.remove(pin.id)
             return Grant(None, reason=released)
-        self._last_id = pin.id
-        for other in released:
-            self._remove(other)
+        self._displace(released)
         self._pins[pin.id] = pin
-        self._count(owner, 1)
+        self._count(pin.owner, 1)
         insort(self._order, pin.release_order)
         self._soonest_s = min(self._soonest_s, pin.deadline_s)
         return Grant(pin, True, released)
+
+    def place_of(self, pin: Pin) -> tuple[Hashable, bytes]:
+        """A pin's space and its whole key."""
+        return self._tree.place_of(pin.id)
 
     def hit(self, space: Hashable, key: bytes, now: float, tokens: int) -> list[Pin]:
         """A request read the first `tokens` of its prompt `key` from the cache.
@@ -194,13 +224,12 @@ class Pins:
         excess = choose_excess(
             self.in_order(), self.in_turns(), self._tree, self._counts, self._limits
         )
-        for pin in excess:
-            self._remove(pin)
+        self._displace(excess)
         return excess
 
     def release(self, pin: Pin) -> bool:
         """Removes a pin; False if it was removed before."""
-        if self._pins.get(pin.id) is not pin:
+        if pin not in self:
             return False
         self._remove(pin)
         return True
@@ -260,6 +289,11 @@ class Pins:
         if not self._counts[owner]:
             del self._counts[owner]
 
+    def _displace(self, pins: list[Pin]) -> None:
+        for pin in reversed(pins):
+            self._on_displaced(pin)
+            self._remove(pin)
+
     def _remove(self, pin: Pin) -> None:
         self._tree.remove(pin.id)
         self._remove_from_order(pin)
@@ -281,7 +315,7 @@ class Pins:
         assert self._counts == Counter(pin.owner for pin in self)
         assert self._tree.pins == self._pins.keys()
         for number, pin in self._pins.items():
-            assert pin.id == number <= self._last_id
+            assert pin.id == number
             assert pin.deadline_s >= self._soonest_s
         assert self._order == sorted(pin.release_order for pin in self)
 

@@ -203,6 +203,14 @@ _MEMORY = row(
         unit="cps",
     ),
     graph(
+        "Pins moved",
+        "Between device and host memory, with HiCache; rejected ones ended.",
+        (rate("sgl_ext_pins_spilled_total", ENGINE), "spilled"),
+        (rate("sgl_ext_pins_loaded_total", ENGINE), "loaded"),
+        (rate("sgl_ext_spills_rejected_total", ENGINE, by="reason"), "rejected: {{reason}}"),
+        unit="cps",
+    ),
+    graph(
         "Marks without a pin",
         "Marks that got no pin, by the reason.",
         (rate("sgl_ext_pins_rejected_total", ENGINE, by="reason"), "{{reason}}"),

@@ -26,14 +26,15 @@ def pins(context: typer.Context, url: Url = HERE, key: Key = None, as_json: Json
     if not rows:
         console().print("There are no pins.")
         return
-    heads = ("prefix", "#tokens", "#hits", "#left", "tenant", "session", "engine")
+    heads = ("prefix", "#tokens", "tier", "#hits", "#left", "tenant", "session", "engine")
     console().print(table(heads, map(_row, sorted(rows, key=lambda row: -row["tokens"]))))
 
 
 def _row(pin: dict[str, Any]) -> tuple[object, ...]:
     left = duration(pin["left_s"])
     names = (pin.get("owner"), pin.get("session"), pin.get("worker"))
-    return (pin["prefix"], pin["tokens"], pin.get("hits"), left, *names)
+    tier = pin.get("tier", "device")
+    return (pin["prefix"], pin["tokens"], tier, pin.get("hits"), left, *names)
 
 
 @app.command()

@@ -262,6 +262,9 @@ class EngineSettings(RequestSettings, frozen=True, kw_only=True):
     pin_budget: Annotated[Share, RELOADS, "Share of the KV cache that pins can hold: pins.md."] = (
         1 / 3
     )
+    host_pin_budget: Annotated[
+        Share, RELOADS, "Share of HiCache's host memory that spilled pins can hold: pins.md."
+    ] = 0.5
     pin_owner_share: Annotated[
         PositiveShare,
         RELOADS,

@@ -30,6 +30,7 @@ class _Pin(msgspec.Struct):
     tokens: _Count
     left_s: float
     session: str
+    tier: str = "device"
 
 
 class Event(msgspec.Struct):

@@ -167,6 +167,7 @@ export class View {
         { head: "Prefix", isHead: true, show: (cell, { prefix }) => shortId(cell, prefix) },
         { head: "Owner", kind: "name", show: name(({ owner, session }) => owner || session) },
         { head: "Engine", kind: "name extra", show: name(({ worker }) => worker, engineName) },
+        { head: "Tier", kind: "extra", text: ({ tier }) => tier ?? "device" },
         { head: "Tokens", kind: "number", text: ({ tokens }) => compact(tokens) },
         { head: "Reads", kind: "number extra", text: ({ hits }) => count(hits) },
         { head: "Time left", kind: "number", text: ({ left_s: left }) => span(left) },

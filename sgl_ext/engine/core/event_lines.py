@@ -41,6 +41,7 @@ def pin_row(pin: Any, now_s: float) -> dict[str, Any]:
         "tokens": pin.tokens,
         "ttl_s": pin.ttl_s,
         "left_s": round(max(pin.deadline_s - now_s, 0.0), 3),
+        "tier": pin.label.tier,
         "hits": pin.hits,
         "owner": pin.owner,
         "session": pin.session,

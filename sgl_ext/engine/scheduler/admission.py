@@ -12,8 +12,7 @@ from typing import Any
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.core.slices import is_slice
 from sgl_ext.engine.scheduler import preemption, priority, single_flight
-from sgl_ext.engine.scheduler.pin_keeper import PinKeeper
-from sgl_ext.engine.scheduler.state import extension_of
+from sgl_ext.engine.scheduler.state import SchedulerExtension, extension_of
 from sgl_ext.engine.sglang_types import AddReqResult, Original, PrefillAdder, Req
 
 
@@ -55,7 +54,7 @@ def add_one(
     # Once a request is added, SGLang's result is about the next one, which is tried by itself.
     is_added = _is_added(adder, req)
     if result is results.NO_TOKEN and not is_added:
-        is_added = _fits_without_pins(extension.pins, adder, req, fits)
+        is_added = _fits_without_pins(extension, adder, req, fits)
     if result is results.NO_TOKEN and not is_added:
         is_added = preemption.preempt_for_memory(extension, adder, req) and fits()
     if not is_added:
@@ -73,12 +72,12 @@ def add_chunk(original: Original, adder: PrefillAdder, req: Req, *args: Any, **k
     extension = extension_of(adder.tree_cache)
     if preemption.interrupts(extension, adder, req):
         return None
-    pins = extension.pins
-    if pins is None or not pins.tokens:
+    pins, pressure = extension.pins, extension.pressure
+    if pins is None or pressure is None or not pins.tokens:
         return original(adder, req, *args, **kw)
     if adder.rem_chunk_tokens:
         wanted = min(_new_tokens(req), adder.rem_chunk_tokens)
-        pins.make_room(lambda: adder.rem_total_tokens >= wanted)
+        pressure.make_room(lambda: adder.rem_total_tokens >= wanted)
     result = original(adder, req, *args, **kw)
 
     def fits() -> bool:
@@ -87,7 +86,7 @@ def add_chunk(original: Original, adder: PrefillAdder, req: Req, *args: Any, **k
         return bool(adder.can_run_list)
 
     if not adder.can_run_list:  # the sliding windows' memory is too small
-        pins.admit(req, fits)
+        pressure.admit(req, fits)
     return result
 
 
@@ -110,14 +109,15 @@ def _count_refused_load(adder: PrefillAdder, req: Req) -> None:
 
 
 def _fits_without_pins(
-    pins: PinKeeper | None, adder: PrefillAdder, req: Req, fits: Callable[[], bool]
+    extension: SchedulerExtension, adder: PrefillAdder, req: Req, fits: Callable[[], bool]
 ) -> bool:
-    if pins is None or not pins.tokens:
+    pins, pressure = extension.pins, extension.pressure
+    if pins is None or pressure is None or not pins.tokens:
         return False
     wanted = _new_tokens(req)
     if adder.rem_total_tokens + pins.tokens < wanted:
         return False  # it would not fit without any pin
-    return pins.admit(req, lambda: adder.rem_total_tokens >= wanted and fits())
+    return pressure.admit(req, fits, lambda: adder.rem_total_tokens >= wanted)
 
 
 def _is_added(adder: PrefillAdder, req: Req) -> bool:

@@ -12,9 +12,9 @@ from operator import add
 from typing import Any, NamedTuple
 
 from radix.computed_ahead import ComputedAhead, Unread
-from radix.pins import Pins
 from radix.residency.host_segments import HostSegments
 from radix.residency.residency import Residency
+from radix.tiered_pins import TieredPins
 from scheduler.eviction_priority import EVICT_FIRST, EvictionPriority, eviction_priority
 from sgl_ext.engine import sglang_api
 from sgl_ext.engine.arguments import in_effect
@@ -22,6 +22,7 @@ from sgl_ext.engine.core.hints import Hints
 from sgl_ext.engine.core.slices import conversation_of, is_guess, is_slice
 from sgl_ext.engine.scheduler import first_token, state
 from sgl_ext.engine.scheduler.pin_keeper import PinKeeper
+from sgl_ext.engine.scheduler.pin_pressure import PinPressure
 from sgl_ext.engine.scheduler.state import extension_of, is_plain, state_of
 from sgl_ext.engine.sglang_types import (
     CacheInitParams,
@@ -34,6 +35,7 @@ from sgl_ext.engine.sglang_types import (
     TreeCacheBuildContext,
     TreeCore,
 )
+from sgl_ext.engine.tiers.host_copies import HostCopies
 from sgl_ext.engine.tiers.loading_cache import LoadingCache
 from sgl_ext.settings.schema import EngineSettings
 
@@ -75,7 +77,7 @@ class ExtendedRadixCache(LoadingCache):
     """The unified radix cache.
 
     residency: the resident segments; None on ranks that do not publish them.
-    pins: the pinned prefixes.
+    pins: the pinned prefixes. pressure: what live requests take of them.
     """
 
     def __init__(self, params: CacheInitParams) -> None:
@@ -86,8 +88,9 @@ class ExtendedRadixCache(LoadingCache):
         self._evicted_first: deque[tuple[Any, int]] = deque(maxlen=_MOST_EVICTED_FIRST)
         self._computed_ahead = ComputedAhead()
         self.pool_tokens = params.token_to_kv_pool_allocator.size
-        budget_tokens, share, shares = self._pin_limits(EngineSettings.from_environment())
-        pins = Pins(
+        self.host_tokens = 0  # SGLang makes its host pool later
+        budget_tokens, _, share, shares = self._pin_limits(EngineSettings.from_environment())
+        pins = TieredPins(
             budget_tokens=budget_tokens,
             owner_share=share,
             owner_shares=shares,
@@ -95,22 +98,36 @@ class ExtendedRadixCache(LoadingCache):
         )
         lookahead = int(params.is_eagle)
         self.pins = PinKeeper(self, pins, params.page_size, is_entry_rank, lookahead)
+        self.pressure = PinPressure(self, self.pins)
         super().__init__(params)
 
     def init_hicache(self, server_args: Any, params: CacheInitParams) -> None:
-        """Called by SGLang where there is a host tier."""
+        """Called by SGLang where there is host memory."""
         super().init_hicache(server_args, params)
+        if not in_effect().enable_hierarchical_cache:
+            return  # the host pool is for the requests that a decoding engine retracts
         if self.residency is not None:
             self.residency = _residency(params, HostSegments())
+        if not is_plain(self):
+            self.pins.cannot_spill = "model"
+        elif self.host_memory_mode != "cache":
+            self.pins.cannot_spill = "host memory mode"
+        else:
+            self.pins.memory.copies = copies = HostCopies(self)
+            self.host_tokens = copies.size
+            self.limit_pins(EngineSettings.from_environment())
 
     def limit_pins(self, settings: EngineSettings) -> None:
         """Applies the limits of changed settings, on every rank alike."""
         self.pins.change_limits(*self._pin_limits(settings))
 
-    def _pin_limits(self, settings: EngineSettings) -> tuple[int, float, dict[str, float]]:
-        """The budget in tokens, the share of a tenant, and the shares of those with their own."""
+    def _pin_limits(self, settings: EngineSettings) -> tuple[int, int, float, dict[str, float]]:
+        """The budgets of device and host in tokens, the share of a tenant, and the shares of those
+        with their own."""
         shares = {t.name: t.pin_share for t in settings.tenants if t.pin_share is not None}
-        return int(self.pool_tokens * settings.pin_budget), settings.pin_owner_share, shares
+        budget_tokens = int(self.pool_tokens * settings.pin_budget)
+        host_budget_tokens = int(self.host_tokens * settings.host_pin_budget)
+        return budget_tokens, host_budget_tokens, settings.pin_owner_share, shares
 
     def checkpoint(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
         extension = extension_of(self)
@@ -263,8 +280,8 @@ class ExtendedRadixCache(LoadingCache):
                 total.mamba_num_evicted += more.mamba_num_evicted
             return is_satisfied() or not any(missing())
 
-        if len(self.pins.pins):
-            self.pins.make_room(is_enough)
+        if self.pins.tokens:
+            self.pressure.make_room(is_enough)
         if self.residency is not None and total.num_tokens_evicted > 0:
             self.residency.evicted()
         return total

@@ -26,6 +26,7 @@ from sgl_ext.tenants import Tenants
 
 if TYPE_CHECKING:
     from sgl_ext.engine.scheduler.event_publisher import EventPublisher
+    from sgl_ext.engine.scheduler.pin_pressure import PinPressure
     from sgl_ext.engine.scheduler.radix_cache import ExtendedRadixCache
 
 _ATTRIBUTE = "sgl_ext"
@@ -68,6 +69,11 @@ class SchedulerExtension:
         self.are_slices_expected = False
         self.load_share = PRIOR
         self.wanted = Orders()
+
+    @property
+    def pressure(self) -> "PinPressure | None":
+        """What live requests take of the pins."""
+        return None if self.cache is None else self.cache.pressure
 
     @cached_property
     def is_entry_rank(self) -> bool:

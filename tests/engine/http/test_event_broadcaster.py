@@ -12,8 +12,8 @@ from typing import Any
 import orjson
 import pytest
 
-from radix.pins import Pins
 from radix.residency.residency import Residency
+from radix.tiered_pins import TieredPins
 from sgl_ext.engine.core import event_lines
 from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.hints import Hints
@@ -268,7 +268,7 @@ def publish(sender: EventPublisher, decided: Any, now_s: float, computed: Any = 
 class Cache:
     def __init__(self) -> None:
         self.residency = Residency()
-        self.pins = PinKeeper(self, Pins(budget_tokens=100), page=1, is_entry_rank=True)
+        self.pins = PinKeeper(self, TieredPins(budget_tokens=100), page=1, is_entry_rank=True)
         self.cache_controller: Any = None
         self.loads = Loads()
 
@@ -321,6 +321,7 @@ def test_pins_are_published_and_sent_again_like_segments() -> None:
         "tokens": 10,
         "ttl_s": 300.0,
         "left_s": 300.0,
+        "tier": "device",
         "hits": 0,
         "owner": "o",
         "session": "s",

@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from radix.pins import Pins
+from radix.tiered_pins import TieredPins
 from sgl_ext.engine.core.hints import Hints
 from sgl_ext.engine.core.request_context import WHOLE_PROMPT
 from sgl_ext.engine.scheduler import admission
 from sgl_ext.engine.scheduler.pin_keeper import PinKeeper
+from sgl_ext.engine.scheduler.pin_pressure import PinPressure
 
 TTL_S = 300.0
 Tokens = tuple[int, ...]
@@ -32,6 +33,7 @@ class Cache:
         self._nodes: dict[int, Tokens] = {}
         self._numbers = count(1)
         self._useful = useful
+        self.pressure: PinPressure | None = None
 
     def match_until(self, req: Any, tokens: int) -> tuple[int, int]:
         tokens = tokens if self._useful is None else min(tokens, self._useful)
@@ -72,7 +74,15 @@ class Cache:
 
 
 def keeper_of(cache: Cache, budget: int = 1000, page: int = 1) -> PinKeeper:
-    return PinKeeper(cache, Pins(budget_tokens=budget, page=page), page, is_entry_rank=False)
+    pins = TieredPins(budget_tokens=budget, page=page)
+    return PinKeeper(cache, pins, page, is_entry_rank=False)
+
+
+def pressure(cache: Cache, keeper: PinKeeper) -> PinPressure:
+    """What takes the pins of this cache, always the same."""
+    if cache.pressure is None:
+        cache.pressure = PinPressure(cache, keeper)  # type: ignore[arg-type]
+    return cache.pressure
 
 
 def prompt(name: int, tokens: int, cached: int = 0) -> Any:
@@ -248,9 +258,9 @@ def test_memory_is_freed_by_the_fewest_pins_least_valuable_first() -> None:
     keeper = keeper_of(cache)
     for name in range(1, 6):
         pin(keeper, cache, prompt(name, 100), WHOLE_PROMPT, sent_s=name)
-    keeper.make_room(lambda: True)
+    pressure(cache, keeper).make_room(lambda: True)
     assert len(cache.locks) == 5
-    keeper.make_room(lambda: cache.full_evictable_size() >= 150)
+    pressure(cache, keeper).make_room(lambda: cache.full_evictable_size() >= 150)
     assert [held.granted_s for held in keeper.pins] == [3, 4, 5]
     assert_locked_once(keeper, cache)
 
@@ -262,9 +272,9 @@ def test_a_pin_that_frees_nothing_stays() -> None:
     pin(keeper, cache, prompt(2, 50), WHOLE_PROMPT, sent_s=2)
     _, node = cache.match_until(prompt(2, 50), 50)
     request = cache.lock(node)
-    keeper.make_room(lambda: cache.full_evictable_size() >= 50)
+    pressure(cache, keeper).make_room(lambda: cache.full_evictable_size() >= 50)
     assert pinned(keeper) == [40, 50], "the shorter of the first prompt frees nothing by itself"
-    keeper.make_room(lambda: cache.full_evictable_size() >= 1000)
+    pressure(cache, keeper).make_room(lambda: cache.full_evictable_size() >= 1000)
     assert pinned(keeper) == [50], "a request holds the other one as well"
     cache.unlock(request)
     assert_locked_once(keeper, cache)
@@ -275,7 +285,7 @@ def test_a_request_is_admitted_at_the_price_of_the_pins_it_needs() -> None:
     keeper = keeper_of(cache)
     for name in range(1, 6):
         pin(keeper, cache, prompt(name, 100), WHOLE_PROMPT, sent_s=name)
-    assert keeper.admit(prompt(9, 10), lambda: cache.full_evictable_size() >= 101)
+    assert pressure(cache, keeper).admit(prompt(9, 10), lambda: cache.full_evictable_size() >= 101)
     assert [held.granted_s for held in keeper.pins] == [3, 4, 5]
     assert_locked_once(keeper, cache)
 
@@ -292,7 +302,7 @@ def test_a_request_that_never_fits_costs_no_pin() -> None:
         asked.append(cache.full_evictable_size())
         return False
 
-    assert not keeper.admit(prompt(9, 10), fits)
+    assert not pressure(cache, keeper).admit(prompt(9, 10), fits)
     assert asked[-1] == 500, "it was asked without any pin as well"
     assert list(keeper.pins) == before
     assert_locked_once(keeper, cache)
@@ -302,7 +312,9 @@ def test_a_request_is_not_admitted_at_the_price_of_what_it_reads() -> None:
     cache = Cache()
     keeper = keeper_of(cache)
     pin(keeper, cache, prompt(1, 100), 50, WHOLE_PROMPT)
-    assert not keeper.admit(prompt(1, 200), lambda: cache.full_evictable_size() > 0)
+    assert not pressure(cache, keeper).admit(
+        prompt(1, 200), lambda: cache.full_evictable_size() > 0
+    )
     assert pinned(keeper) == [50, 100]
 
 
@@ -321,10 +333,10 @@ def test_a_try_that_evicts_and_fails_ends_the_pins_that_it_evicted_and_no_other(
         seen.append(len(cache.locks))
         if len(seen) <= tries:
             cache.evict()
-            keeper.make_room(lambda: False)  # as the cache does after an eviction
+            pressure(cache, keeper).make_room(lambda: False)  # as the cache does after an eviction
         return False
 
-    assert not keeper.admit(prompt(4, 10), evicts)
+    assert not pressure(cache, keeper).admit(prompt(4, 10), evicts)
     assert seen == [2, 1, 0]
     assert len(keeper.pins) == 3 - tries
     assert_locked_once(keeper, cache)
@@ -358,8 +370,8 @@ def test_whatever_happens_every_pin_is_locked_once_and_nothing_else() -> None:
                 return cache.full_evictable_size() >= wanted
 
             doing: list[Callable[[], object]] = [
-                lambda: keeper.make_room(is_enough),  # noqa: B023
-                lambda: keeper.admit(req, is_enough),  # noqa: B023
+                lambda: pressure(cache, keeper).make_room(is_enough),  # noqa: B023
+                lambda: pressure(cache, keeper).admit(req, is_enough),  # noqa: B023
                 lambda: keeper.end_session(marked(session="1")),  # noqa: B023
                 cache.evict,
                 lambda: None,
@@ -374,7 +386,12 @@ class Adder:
     """SGLang's admission: what is added shows in the list, and the verdict is on what is next."""
 
     def __init__(self, cache: Cache, keeper: PinKeeper, free: int) -> None:
-        self.tree_cache = SimpleNamespace(pins=keeper, disable=False, supports_mamba=lambda: False)
+        self.tree_cache = SimpleNamespace(
+            pins=keeper,
+            pressure=pressure(cache, keeper),
+            disable=False,
+            supports_mamba=lambda: False,
+        )
         self.running_batch = None
         self.can_run_list: list[Any] = []
         self.new_chunked_req = None
