@@ -67,8 +67,10 @@ def _hint(kind: str, payload: dict[str, Any]) -> dict[str, Any]:
 class Spilling:
     """One engine, and what is asked of it here."""
 
-    def __init__(self, engine: Engine, log: Path, page: int) -> None:
-        self.page = page
+    def __init__(self, engine: Engine, log: Path, kind: Kind) -> None:
+        self.page = kind.page
+        # Selective copies are made of what is read again.
+        self._times = 2 if "write_through_selective" in kind.flags else 1
         self.url = engine.url
         self._engine = engine
         self._log = log
@@ -100,8 +102,13 @@ class Spilling:
 
     def flood(self, tokens: int = (RATIO + 2) * POOL) -> None:
         """So many tokens of prompts that have nothing in common."""
+
+        def send(ids: list[int]) -> None:
+            for _ in range(self._times):
+                self.ask(ids, 1)
+
         with ThreadPoolExecutor(2) as pool:
-            list(pool.map(lambda _: self.ask(prompt(1024), 1), range(tokens // 1024)))
+            list(pool.map(send, [prompt(1024) for _ in range(tokens // 1024)]))
 
     def read(self, ids: list[int]) -> tuple[int, int, list[int]]:
         """How much of a prompt came from the cache, how much of that from the host, and what was
@@ -139,7 +146,7 @@ def engine(
         for name, value in {**settings, **checks, **dict(kind.environ)}.items():
             patch.setenv(name, value)
         with running_engine(nursery, tiny_model, log, *kind.flags) as started:
-            yield Spilling(started, log, kind.page)
+            yield Spilling(started, log, kind)
 
 
 @pytest.fixture(autouse=True)
