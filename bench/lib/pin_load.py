@@ -21,6 +21,7 @@ _FLOOD_TOKENS = (600, 1500)
 _FLOOD_ANSWER_TOKENS = 6
 _TURN_WORDS = 24
 _TURN_ANSWER_TOKENS = 8
+_TEXTS = ("content", "reasoning_content", "text", "thinking")
 _ANSWER = "I have read it, and I will go on with the next file of the list."
 
 
@@ -30,6 +31,7 @@ class Answer:
 
     marked_tokens: through `/v1/messages`, the prompt's tokens up to its last mark.
     answer_tokens: through `/v1/chat/completions`.
+    text: of the answer, its thinking included.
     is_whole: it ended as an answer does; false if it was refused, cut or aborted.
     """
 
@@ -39,11 +41,12 @@ class Answer:
     ttft_ms: float = 0.0
     is_whole: bool = False
     answer_tokens: int = 0
+    text: str = field(default="", compare=False)
 
 
 @dataclass
 class Flooded:
-    """A flood that is over."""
+    """A flood that is over. answers: in the order of its prompts."""
 
     answers: list[Answer] = field(default_factory=list)
     span_s: float = 0.0
@@ -164,20 +167,21 @@ def take(seen: Answer, event: dict[str, Any]) -> bool:
         seen.prompt_tokens = usage["prompt_tokens"]
         seen.answer_tokens = usage.get("completion_tokens") or 0
         seen.cached_tokens = details.get("cached_tokens") or 0
-    delta = event["choices"][0]["delta"] if event.get("choices") else {}
-    is_text = bool(delta.get("content") or delta.get("reasoning_content"))
-    return kind == "content_block_delta" or is_text
+    delta = event["choices"][0]["delta"] if event.get("choices") else event.get("delta") or {}
+    found = next(filter(None, map(delta.get, _TEXTS)), "")
+    seen.text += found
+    return kind == "content_block_delta" or bool(found)
 
 
 async def flood(
     http: aiohttp.ClientSession, url: str, prompts: Sequence[str], connections: int
 ) -> Flooded:
     """Sends all prompts, so many at once, each as soon as there is room for it."""
-    flooded, waiting = Flooded(), iter(prompts)
+    flooded, waiting = Flooded([Answer() for _ in prompts]), iter(enumerate(prompts))
 
     async def client() -> None:
-        for prompt in waiting:
-            flooded.answers.append(await ask(http, url, MESSAGES, single(prompt)))
+        for place, prompt in waiting:
+            flooded.answers[place] = await ask(http, url, MESSAGES, single(prompt))
 
     started = time.perf_counter()
     await asyncio.gather(*(client() for _ in range(connections)))

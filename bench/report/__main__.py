@@ -2,7 +2,7 @@
 
     make report
 
-runs the benches in quick form, in less than 45 minutes on two cores that have nothing else to do.
+runs the benches in quick form, in less than 50 minutes on two cores that have nothing else to do.
 It writes docs/benchmarks.json, docs/benchmarks.md, the plots in docs/images and the README's table.
 
 A run that was interrupted goes on where it ended, unless the code, the machine or the size is

@@ -62,6 +62,16 @@ SECTIONS = (
         "cached-by-turn",
     ),
     Section(
+        "tiers",
+        "Pins in host memory",
+        "Agents have pinned prefixes that are together 4 times as large as the cache. They come "
+        "back after others and after unpinned work. The host pool has room for all prefixes, and "
+        "HiCache fills it with everything that is computed. Shares and TTFTs are of agents who "
+        "came back. A session that moves goes on at another engine of the same machine.",
+        engine_tables.tiers,
+        "tiers.md",
+    ),
+    Section(
         "priority",
         "Interactive requests beside a batch",
         "A batch that is more than the engine holds runs, and interactive requests come one by "

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from bench.report.charts import Figures, turns
-from bench.report.labels import PIN_LABELS, label
+from bench.report.labels import PIN_LABELS, TIER_LABELS, label
 from bench.report.tables import Table, any_table, arms_table, is_not_valid, look, named_table
 
 _DECODING = {
@@ -157,6 +157,36 @@ def pin_flood(found: Figures) -> Iterator[Table]:
             "throughput of the flood, with pins / without": ("flood_throughput_ratio",),
             "requests that waited on a pin": ("waited_on_pin",),
             **_DECODING,
+        },
+    )
+
+
+def tiers(found: Figures) -> Iterator[Table]:
+    yield arms_table(
+        look(found, "arms"),
+        {
+            "cached share": ("cached_share",),
+            "TTFT p50, ms": ("ttft_p50_ms",),
+            "TTFT p99, ms": ("ttft_p99_ms",),
+            "mean, ms": ("ttft_mean_ms",),
+            "tokens per second": ("tokens_per_s",),
+            "of unpinned work": ("unpinned_tokens_per_s",),
+        },
+        labels=TIER_LABELS,
+    )
+    yield named_table(
+        found,
+        {
+            "prefixes / cache": ("working_set_over_pool",),
+            "TTFT p50, with tiers / HiCache": ("ttft_p50_vs_hicache",),
+            "TTFT p50, with tiers / without": ("ttft_p50_vs_release",),
+            "mean TTFT, with tiers / HiCache": ("ttft_mean_vs_hicache",),
+            "throughput of unpinned work, with tiers / HiCache": ("unpinned_throughput_ratio",),
+            "requests that waited on a pin": ("waited_on_pin",),
+            "TTFT of a session that moved, shared tier / computed again": (
+                "moved_ttft_vs_recompute",
+            ),
+            "answers that differ from SGLang's": ("wrong_answers",),
         },
     )
 

@@ -29,6 +29,8 @@ _LABELS = {
 }
 # In bench/pin_flood, this arm has the priority policy of eviction.
 PIN_LABELS = {"stock_priority": "SGLang, priority eviction"}
+# In bench/tiers, ours has arms with and without a host cache.
+TIER_LABELS = {"ours": f"{OURS}, no tiers", "ours_tiers": f"{OURS}, tiers"}
 
 
 def label(name: str, own: Mapping[str, str] = MappingProxyType({})) -> str:

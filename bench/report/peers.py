@@ -26,6 +26,7 @@ _SGLANG_STEPS = (
     "judges",
     "fanout",
     "pin_flood",
+    "tiers",
     "priority",
     "speculative_prefill",
 )
@@ -110,6 +111,13 @@ _LINES = (
             ("stock_session", "SGLang, session radix cache"),
             ("stock_priority", "SGLang, priority eviction"),
         )
+    ),
+    _Line(
+        "cached share of pinned prefixes 4 times the cache",
+        "SGLang, HiCache",
+        "tiers",
+        (("arms", "stock_hicache", "cached_share"),),
+        (("arms", "ours_tiers", "cached_share"),),
     ),
     _Line(
         "TTFT p50 of the next turn, prefilled ahead, ms",

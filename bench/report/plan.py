@@ -83,11 +83,12 @@ STEPS = (
     Planned("warm_turn", 225, 1200, has_engines=True),
     Planned("long_history", 160, 1200, has_engines=True),
     Planned("pin_flood", 200, 1500, has_engines=True),
+    Planned("tiers", 200, 2400, has_engines=True),
     Planned("priority", 150, 1200, has_engines=True),
     Planned("speculative_prefill", 275, 1500, has_engines=True),
     Planned("judges", 310, 1800, has_engines=True, needs=(*_PEERS, "aiperf", "guidellm")),
 )
-QUICK_MINUTES = 45
+QUICK_MINUTES = 50
 """What all steps in quick form take together at most, without what is installed for them first."""
 GPU = Planned("gpu", 1200, 1200, "bench.report.gpu", has_sizes=False)
 """`make gpu-report`, as a step. Its size is its own."""

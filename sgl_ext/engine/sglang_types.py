@@ -67,6 +67,11 @@ class ResolvedArgs(Protocol):
     grammar_backend: str | None
     grpc_mode: bool
     grpc_port: int | None
+    hicache_io_backend: str
+    hicache_mem_layout: str
+    hicache_ratio: float | None
+    hicache_size: int
+    hicache_storage_backend: str | None
     host: str
     kv_events_config: str | None
     language_only: bool

@@ -157,6 +157,16 @@ REFUSED = (
         "know; serve them without the extension (SGLANG_PLUGINS=none sglang serve)",
     ),
     Rule(
+        "HiCache with another cache",
+        "--enable-hierarchical-cache",
+        lambda facts: (
+            facts.args.enable_hierarchical_cache
+            and (facts.args.enable_flexkv or _is_pure_swa(facts.model))
+        ),
+        "FlexKV, and SGLang's radix cache for models with sliding windows in all layers, have no "
+        "host pool; leave it out",
+    ),
+    Rule(
         "PD disaggregation with data parallelism",
         "--disaggregation-mode",
         lambda facts: facts.args.disaggregation_mode != "null" and caches(facts.args) > 1,
@@ -227,15 +237,16 @@ DEGRADED = (
         "--model-path",
         _has_parts,
         "with this model a part of a cached prefix is not usable by itself: nothing is prefilled "
-        "ahead, prefills are not interrupted, and what a preempted request has computed is not "
-        "kept",
+        "ahead, prefills are not interrupted, what a preempted request has computed is not kept, "
+        "and with HiCache pins do not spill to host memory",
     ),
     Rule(
-        "HiCache",
-        "--enable-hierarchical-cache",
-        lambda facts: facts.args.enable_hierarchical_cache,
-        "published prefixes are those in GPU memory; requests are not routed to prefixes that "
-        "are in host memory or storage alone",
+        "storage of HiCache",
+        "--hicache-storage-backend",
+        lambda facts: (
+            facts.args.enable_hierarchical_cache and facts.args.hicache_storage_backend is not None
+        ),
+        "requests are not routed to prefixes that are in storage alone",
     ),
     Rule(
         "another schedule policy",

@@ -15,7 +15,7 @@ from sgl_ext_cpu.nursery import Nursery
 WITHOUT_ENGINES = ("index", "proxy", "routing", "store", "templates", "tool_loop")
 WITH_ENGINES = (
     *("fanout", "header_strip", "misroute", "pin_flood", "priority", "speculative_prefill"),
-    *("tenant_probe", "warm_turn", "long_history", "chaos", "soak"),
+    *("tenant_probe", "warm_turn", "long_history", "chaos", "soak", "tiers"),
 )
 TIMED = ("warm_turn", "long_history")
 

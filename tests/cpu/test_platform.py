@@ -70,6 +70,11 @@ def test_arguments_that_are_not_set_get_a_default() -> None:
     assert filled.hicache_io_backend == "direct"
 
 
+def test_copies_of_other_hardware_are_rejected() -> None:
+    with pytest.raises(ValueError, match=r"--hicache-io-backend=kernel_ascend: .* direct alone"):
+        defaults(hicache_io_backend="kernel_ascend")
+
+
 def test_arguments_that_are_set_stay() -> None:
     filled = defaults(attention_backend="torch_native", dtype="bfloat16")
     assert (filled.attention_backend, filled.dtype) == ("torch_native", "bfloat16")

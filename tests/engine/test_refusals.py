@@ -14,6 +14,7 @@ from sgl_ext_cpu.nursery import Nursery
 
 from sgl_ext.engine import startup
 from sgl_ext.engine.core.folder import acknowledge
+from sgl_ext.node.start.failure import failure
 from tests.waiting import until
 
 
@@ -102,6 +103,23 @@ def test_several_tokenizer_workers_are_rejected_by_name(failed_start: Start) -> 
     assert ended.status != 0
     assert "--tokenizer-worker-num" in ended.output
     assert "sgl-ext" in ended.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--hicache-ratio", "0"), "--hicache-ratio=0: must be above 0"),
+        (("--enable-lmcache",), "--enable-lmcache and --enable-hierarchical-cache"),
+        (("--disable-radix-cache",), "enable-hierarchical-cache and disable-radix-cache"),
+    ],
+)
+def test_flags_that_contradict_the_host_cache_are_rejected_by_name(
+    failed_start: Start, flags: tuple[str, ...], named: str
+) -> None:
+    ended = failed_start("--enable-hierarchical-cache", *flags)
+    assert ended.status != 0
+    shown = failure(ended.output.splitlines(), ended.status)
+    assert named in " ".join(shown)
 
 
 @pytest.mark.parametrize(

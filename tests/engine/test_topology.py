@@ -42,6 +42,11 @@ PLAIN = {
     "encoder_only": False,
     "grpc_mode": False,
     "grpc_port": None,
+    "hicache_io_backend": "direct",
+    "hicache_mem_layout": "page_first_direct",
+    "hicache_ratio": 2.0,
+    "hicache_size": 0,
+    "hicache_storage_backend": None,
     "kv_events_config": None,
     "language_only": False,
     "model_path": "dummy",
@@ -113,7 +118,10 @@ CASES = [
         facts(model(is_hybrid_swa=True, full_attention_layer_ids=[0])),
     ),
     ("sliding windows and recurrent layers", facts(model(), has_states=True)),
-    ("HiCache", facts(enable_hierarchical_cache=True)),
+    (
+        "storage of HiCache",
+        facts(enable_hierarchical_cache=True, hicache_storage_backend="file"),
+    ),
     ("another schedule policy", facts(schedule_policy="lpm")),
     ("another schedule policy", facts(enable_priority_scheduling=False)),
     ("another schedule policy", facts(disable_priority_preemption=True)),
@@ -152,8 +160,26 @@ def test_what_prefill_and_decode_engines_cannot_have(feature: str, case: dict[st
     assert (rule.feature, rule.flag) == (feature, "--disaggregation-mode")
 
 
+@pytest.mark.parametrize(
+    "without",
+    [
+        facts(enable_hierarchical_cache=True, enable_flexkv=True),
+        facts(
+            model(is_hybrid_swa=True, full_attention_layer_ids=[]), enable_hierarchical_cache=True
+        ),
+    ],
+    ids=["flexkv", "windows"],
+)
+def test_a_cache_without_a_host_pool_is_refused_one(without: Facts) -> None:
+    (rule,) = topology.refused(without)
+    assert (rule.feature, rule.flag) == (
+        "HiCache with another cache",
+        "--enable-hierarchical-cache",
+    )
+
+
 def test_each_rule_has_a_case() -> None:
-    pairs = {"PD disaggregation with data parallelism"}
+    pairs = {"PD disaggregation with data parallelism", "HiCache with another cache"}
     cases = {feature for feature, _ in CASES}
     assert cases | pairs == {rule.feature for rule in REFUSED + DEGRADED}
 

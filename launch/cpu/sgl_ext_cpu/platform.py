@@ -151,6 +151,9 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # sglang 
         server_args.sleep_on_idle = True
         if server_args.hicache_io_backend == "kernel":
             server_args.hicache_io_backend = "direct"
+        if server_args.hicache_io_backend != "direct":
+            flag = f"--hicache-io-backend={server_args.hicache_io_backend}"
+            raise ValueError(f"{flag}: on the {NAME} platform there is direct alone")
         if (page := _asked(PAGE)) and asked.get("page_size") is None:
             server_args.page_size = int(page)
         _punish_early_reads()

@@ -4,7 +4,7 @@ from sgl_ext.node.hardware import Hardware, check_capacity, find_hardware
 from sgl_ext.node.start.addresses import check_addresses
 from sgl_ext.node.start.flags import check_flags
 from sgl_ext.node.start.model import check_model
-from sgl_ext.node.start.room import check_disks, check_gpus, check_memory
+from sgl_ext.node.start.room import check_disks, check_gpus, check_host_pools, check_memory
 from sgl_ext.settings.schema import LaunchSettings
 from sgl_ext.settings.sources import launch_flags
 
@@ -22,6 +22,7 @@ def check_start(settings: LaunchSettings) -> tuple[Hardware | None, list[str]]:
         check_capacity(settings, found)
         check_memory(settings, found)
         check_gpus(settings, found)
+        notes.append(check_host_pools(settings, found))
         notes.insert(0, found.reason)
     return found, [note for note in notes if note]
 

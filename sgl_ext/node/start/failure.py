@@ -27,6 +27,10 @@ _OURS = "sgl-ext: "
 _SAID = re.compile(r"(sgl-ext[\w -]*: |sglang serve: error: |usage: |\w*Error: )")
 _HINTS = (
     (
+        re.compile(r"Not enough host memory|No host memory is left"),
+        "lower hicache-size or hicache-ratio, or free memory: each rank has a host pool of its own",
+    ),
+    (
         re.compile(r"out of memory|not enough memory|DefaultCPUAllocator|MemoryError", re.I),
         "lower mem-fraction-static or max-total-tokens, raise tp, or free memory",
     ),

@@ -9,12 +9,13 @@ from pathlib import Path
 
 from sgl_ext.node.devices.sizes import gpus_of_engine
 from sgl_ext.node.hardware import CPU_PLATFORM, Hardware
+from sgl_ext.node.start.flags import values_of
 from sgl_ext.node.start.model import given, local_folder
 from sgl_ext.settings.schema import IN_MEMORY, LaunchSettings, SettingsError
 from sgl_ext.sizing.model_config import SizingError, read_config
 from sgl_ext.sizing.weights import weight_bytes
 
-_MIB, _GIB = 1 << 20, 1 << 30
+_MIB, _GIB, _GB = 1 << 20, 1 << 30, 10**9
 # What the processes of one engine take besides weights and KV cache, at least.
 ENGINE_BYTES = 3 * _GIB // 2
 LEAST_DISK_BYTES = 32 * _MIB
@@ -23,6 +24,10 @@ _OTHER_WEIGHTS = (
     *("--quantization", "--load-format", "--cpu-offload-gb", "--pp-size", "--dtype"),
     *("--pipeline-parallel-size", "--json-model-override-args", "--offload-group-size"),
 )
+# What SGLang leaves free when it allocates a host pool; the CPU platform leaves less.
+_RESERVE_BYTES, _CPU_RESERVE_BYTES = 10 * _GIB, _GIB
+# With these, an engine counts GPUs that it does not use.
+_FIRST_GPU = ("--base-gpu-id", "--gpu-id-step")
 _NVIDIA_SMI_S = 2.0
 
 
@@ -90,6 +95,36 @@ def check_gpus(settings: LaunchSettings, found: Hardware) -> None:
             need = f"needs {shown(part)} for its part of the weights ({shown(weights)}, "
             need += f"tp={settings.tp}), and {shown(free[name])} are free"
             raise SettingsError(f"model_path={settings.model_path!r}: GPU {name} {need}")
+
+
+def check_host_pools(settings: LaunchSettings, found: Hardware, free: int | None = None) -> str:
+    """A warning if each engine would size its host pool of HiCache by memory that the others take
+    as well; "" otherwise.
+
+    Raises SettingsError if memory does not hold the pools of this size. SGLang looks at one pool,
+    after it has loaded the weights.
+    """
+    flags = values_of(settings.engine_args)
+    if not flags.get("--enable-hierarchical-cache") or given(settings.engine_args, _FIRST_GPU):
+        return ""
+    size = flags.get("--hicache-size", 0)
+    if size <= 0:
+        is_divided = flags.keys() & {"--hicache-ratio", "--hicache-host-memory-fraction"}
+        if settings.instances == 1 or is_divided:
+            return ""
+        reason = "each sizes its host pool by all memory that is free when it starts"
+        return f"instances={settings.instances}: {reason}; set --hicache-size (docs/tiers.md)"
+    free = free_memory() if free is None else free
+    if free is None:
+        return ""
+    reserve = _CPU_RESERVE_BYTES if found.platform == CPU_PLATFORM else _RESERVE_BYTES
+    pools = settings.instances * gpus_of_engine(settings).gpus
+    if pools * size * _GB > free - reserve:
+        most = max(0, free - reserve) // (pools * _GB)
+        need = f"{pools} host pools need {shown(pools * size * _GB)} of memory"
+        have = f"{shown(free)} are free, of which SGLang leaves {shown(reserve)}"
+        raise SettingsError(f"--hicache-size={size}: {need}; {have}: at most {most}")
+    return ""
 
 
 def _weights(settings: LaunchSettings) -> int | None:

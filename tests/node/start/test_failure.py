@@ -90,3 +90,12 @@ async def test_only_the_latest_start_counts(tmp_path: Path) -> None:
     await child.start()
     await child.wait()
     assert reason_of(child) == f"  sgl-ext: no\nIts whole log: {log}"
+
+
+def test_host_memory_has_a_hint_of_its_own() -> None:
+    lines = """\
+Traceback (most recent call last):
+  File "base.py", line 1, in _allocate_host_buffer
+ValueError: Not enough host memory available. Requesting 200.00 GB but only have 61.00 GB free.
+""".splitlines()
+    assert failure(lines, 1)[-1].startswith("Hint: lower hicache-size or hicache-ratio")

@@ -51,6 +51,10 @@ def test_flags_that_sglang_takes_pass(argv: list[str]) -> None:
         (["--max-runing-requests", "3"], "unknown flag; did you mean --max-running-requests?"),
         (["--instnces=3"], "--instnces: unknown flag; did you mean --instances?"),
         (["--dtype", "floaty"], "--dtype='floaty': unknown; did you mean float?"),
+        (
+            ["--hicache-write-policy", "write_never"],
+            "--hicache-write-policy='write_never': unknown; there are write_back, write_through, ",
+        ),
         (["--schedule-policy", "zzz"], "--schedule-policy='zzz': unknown; there are dfs-weight, "),
         (["--max-running-requests", "many"], "--max-running-requests: invalid int value: 'many'"),
         (["--mem-fraction-static"], "--mem-fraction-static: expected one argument"),

@@ -14,6 +14,7 @@ from sgl_ext.node.start.room import (
     ENGINE_BYTES,
     check_disks,
     check_gpus,
+    check_host_pools,
     check_memory,
     free_memory,
     parsed_gpu_memory,
@@ -90,3 +91,33 @@ def test_a_containers_limit_counts_without_files_that_give_way(tmp_path: Path) -
     (tmp_path / "memory.max").write_text(f"{GIB + 5 * MIB}\n")
     assert free_memory(tmp_path, tmp_path) == 7 * MIB
     assert free_memory(tmp_path / "none", tmp_path / "none") is None
+
+
+def with_host_cache(*flags: str, **settings: int) -> LaunchSettings:
+    argv = ("--enable-hierarchical-cache", *flags)
+    return LaunchSettings(model_path="m", engine_args=argv, **settings)
+
+
+def test_host_pools_that_memory_does_not_hold_are_refused_with_the_largest_that_fit() -> None:
+    gpus, gb = Hardware(tuple("01234567")), 10**9
+    settings = with_host_cache("--hicache-size", "100", instances=4, tp=2)
+    assert check_host_pools(settings, gpus, free=800 * gb + 10 * GIB) == ""
+    least = r"--hicache-size=100: 8 host pools need 745 GiB .*leaves 10 GiB: at most 99"
+    with pytest.raises(SettingsError, match=least):
+        check_host_pools(settings, gpus, free=800 * gb + 10 * GIB - 1)
+    one = with_host_cache("--hicache-size", "1")
+    assert check_host_pools(one, CPU, free=gb + GIB) == ""
+    with pytest.raises(SettingsError, match=r"leaves 1 GiB: at most 0"):
+        check_host_pools(one, CPU, free=GIB // 2)
+    off = LaunchSettings(model_path="m", engine_args=("--hicache-size", "100"))
+    assert check_host_pools(off, gpus, free=0) == ""
+
+
+def test_engines_that_would_all_count_the_same_free_memory_are_named() -> None:
+    gpus = Hardware(tuple("01"))
+    assert "instances=2: each sizes its host pool" in check_host_pools(
+        with_host_cache(instances=2), gpus, free=GIB
+    )
+    for flags in (("--hicache-ratio", "2"), ("--hicache-host-memory-fraction", "0.4")):
+        assert check_host_pools(with_host_cache(*flags, instances=2), gpus, free=GIB) == ""
+    assert check_host_pools(with_host_cache(), gpus, free=GIB) == ""
