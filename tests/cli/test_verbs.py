@@ -105,7 +105,7 @@ def test_pins_are_listed_and_deleted(node: FakeNode, run: Run) -> None:
     node.answers["GET /v1/pins"] = {"pins": [PIN]}
     code, out, _ = run("pins")
     assert code == 0
-    row = f"{PIN['prefix']} 599 2 59 min 59 s alice s1 engine-0@box:30000"
+    row = f"{PIN['prefix']} 599 device 2 59 min 59 s alice s1 engine-0@box:30000"
     assert out.splitlines()[1].split() == row.split()
     assert json.loads(run("pins", "--json")[1]) == {"pins": [PIN]}
 

@@ -190,7 +190,7 @@ def test_a_token_that_a_worker_loads_costs_its_share_of_a_computed_one() -> None
     on_host = WorkerView("a", held_tokens=1_000, host_tokens=8_000, load_share=0.2)
     (score,) = score_all(PlacementRequest(10_000, PREFIX), [on_host], is_new=False)
     assert (score.uncached, score.loaded) == (1_000, 1_600)
-    shared = on_host._replace(shared_tokens=1_000, shared_share=0.5)
+    shared = replace(on_host, shared_tokens=1_000, shared_share=0.5)
     (score,) = score_all(PlacementRequest(10_000, PREFIX), [shared], is_new=False)
     assert (score.uncached, score.loaded) == (0, 2_100)
 
@@ -207,11 +207,11 @@ def test_the_fastest_tier_that_has_a_prefix_draws_its_requests() -> None:
 def test_a_session_stays_where_its_conversation_is_on_the_host() -> None:
     home, other = WorkerView("a", host_tokens=20_000), WorkerView("b")
     assert placed(20_500, "a", home, other, last_tokens=20_000) == Placement("a", "home")
-    busy = home._replace(pending_tokens=60_000)
+    busy = replace(home, pending_tokens=60_000)
     assert placed(20_500, "a", busy, other, last_tokens=20_000) == Placement("b", "moved")
 
 
 def test_a_session_is_no_longer_bound_to_a_worker_that_loads_no_better_than_others() -> None:
     home, other = WorkerView("a", shared_tokens=20_000), WorkerView("b", shared_tokens=20_000)
-    busy = home._replace(pending_tokens=5_000)
+    busy = replace(home, pending_tokens=5_000)
     assert placed(20_500, "a", busy, other, last_tokens=20_000) == Placement("b", "lost")

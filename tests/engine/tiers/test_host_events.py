@@ -116,7 +116,8 @@ def test_a_demoted_prefix_is_on_the_host_and_comes_back_when_it_is_read(agents: 
     assert last not in watch.held
     assert watch.on_host[last][1] == tokens
     read = agents.ask(prompt)
-    assert tokens - 2 <= read["host"] <= tokens
+    assert read["cached"] >= tokens - 2
+    assert read["host"] >= tokens - 10, "others that are on the device begin with the same words"
     watch.settle()
     assert watch.held[last][1] == tokens
     assert last not in watch.on_host
