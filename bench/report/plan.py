@@ -82,9 +82,9 @@ STEPS = (
     Planned("misroute", 0, 600, has_engines=True),
     Planned("warm_turn", 225, 1200, has_engines=True),
     Planned("long_history", 160, 1200, has_engines=True),
-    Planned("pin_flood", 200, 1500, has_engines=True),
+    Planned("pin_flood", 270, 1500, has_engines=True),
     Planned("tiers", 200, 2400, has_engines=True),
-    Planned("priority", 150, 1200, has_engines=True),
+    Planned("priority", 180, 1200, has_engines=True),
     Planned("speculative_prefill", 275, 1500, has_engines=True),
     Planned("judges", 310, 1800, has_engines=True, needs=(*_PEERS, "aiperf", "guidellm")),
 )
