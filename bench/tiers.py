@@ -17,9 +17,7 @@ tokens that an agent's last turn left marked that its next turn finds cached, an
 `stock_hicache`.
 
 Last come probes: a request that needs nearly all memory, while prefixes are pinned. It counts as
-having waited on a pin if its TTFT is over 1.5 times that at `stock_hicache`. Then sessions move:
-one engine of a node computes a prefix, and the session's next turn goes to the other one. In `ours`
-that computes it again; in `ours_tiers` both engines have one shared tier.
+having waited on a pin if its TTFT is over 1.5 times that at `stock_hicache`.
 
 `wrong_answers` counts greedy answers that differ from those of `stock`. The run is not valid unless
 the prefixes are 4 times the cache and fit the host pool, stock SGLang loses them, HiCache brings
@@ -49,35 +47,29 @@ from bench.lib.pin_figures import left_by
 from bench.lib.pin_load import Conversation, Texts
 from bench.lib.priority_load import fitted
 from bench.lib.script import Size, precondition, require, run
-from bench.lib.tiers_arm import Agents, engines_of, move, returns
+from bench.lib.tiers_arm import Agents, engine_of, returns
 from bench.lib.tiers_figures import (
     HICACHE,
     RELEASE,
     TIERS,
-    Moved,
     Seen,
     arm_figures,
     cached_share,
     comparison,
-    moved_figures,
-    wrong_answers,
 )
-from sgl_ext.settings.sources import launch_flags
 
 _WORKING_SET = 4
 _MARGIN = 1.05  # texts have about as many tokens as planned
 _TTL_S = 3600.0
 _LOST_SHARE = 0.5
 _PROBE_POOLS = 0.93
-_SHARED = "--shared-tier-bytes"
-_HOST_BUDGET = ("--host-pin-budget", "0.9")
 FLAGS = ("--chunked-prefill-size", "2048")
 _HOST = ("--enable-hierarchical-cache", "--hicache-write-policy", "write_through")
 ARMS: dict[str, tuple[Callable[..., AbstractContextManager[Node]], tuple[str, ...]]] = {
     "stock": (Engines.stock, ()),
     HICACHE: (Engines.stock, _HOST),
     RELEASE: (Engines.ours, ()),
-    TIERS: (Engines.ours, _HOST),
+    TIERS: (Engines.ours, (*_HOST, "--host-pin-budget", "0.9")),
 }
 
 
@@ -91,7 +83,6 @@ class Plan:
     rounds: int = 9
     returns: int = 16
     probes: int = 5
-    moves: int = 9
     host_pools: float = 6.0
     unpinned: float = 1.0
     pause_s: float = 0.1
@@ -111,9 +102,9 @@ class Plan:
 
 PLANS: dict[Size, Plan] = {
     "full": Plan(),
-    "quick": Plan(16_384, rounds=3, returns=10, probes=2, moves=3),
-    "brief": Plan(16_384, rounds=2, returns=6, probes=1, moves=2),
-    "smallest": Plan(4_096, 16, 2, 5, 1, 1, least_gain=0),
+    "quick": Plan(16_384, rounds=3, returns=10, probes=2),
+    "brief": Plan(16_384, rounds=2, returns=6, probes=1),
+    "smallest": Plan(4_096, 16, 2, 5, 1, least_gain=0),
 }
 
 
@@ -130,7 +121,7 @@ class Trial:
         systems = [texts.fresh(f"Agent {n}", plan.prefix_tokens) for n in range(plan.agents)]
         self.arms = {
             name: Agents(
-                engines_of(node)[0],
+                engine_of(node),
                 systems,
                 texts,
                 http,
@@ -164,19 +155,6 @@ class Trial:
                 await self.arms[name].probe(text)
         return found
 
-    async def move(self) -> tuple[Moved, int]:
-        """Sessions that move, and how many of their answers are wrong."""
-        moved, wrong = Moved(), 0
-        sides = {TIERS: moved.loaded, RELEASE: moved.recomputed}
-        for number in range(self._plan.moves):
-            system = self._texts.fresh(f"Session {number}", self._plan.prefix_tokens)
-            answers = {}
-            for name in rotated(list(sides), number):
-                answers[name] = await move(self._nodes[name], system, self._texts, self._http)
-                sides[name].append(answers[name][1])
-            wrong += wrong_answers(answers[TIERS], answers[RELEASE])
-        return moved, wrong
-
     async def _gain(self) -> float:
         """How much longer a prefix takes to compute than to read from the device, at stock."""
         gains = {}
@@ -185,7 +163,7 @@ class Trial:
             for session in ("Warm-up", "Gain"):
                 system = self._texts.fresh(session, self._plan.prefix_tokens)
                 talk = Conversation(system, self._texts)
-                one = Arm(engines_of(node)[0], talk, self._http, 1)
+                one = Arm(engine_of(node), talk, self._http, 1)
                 cold, read = await one.turn(), await one.turn()
                 gains[name] = round(cold.ttft_ms / read.ttft_ms, 2)
         gain = gains["stock"]
@@ -200,16 +178,10 @@ async def measure(nodes: Mapping[str, Node], plan: Plan, *, are_exact: bool) -> 
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as http:
         trial = Trial(nodes, texts, plan, http)
         found = await trial.run()
-        moves: dict[str, Any] = {"moved_ttft_vs_recompute": {"not_valid": f"no {_SHARED}"}}
-        wrong = 0
-        if len(nodes[TIERS].engines) > 1:
-            moved, wrong = await trial.move()
-            moves = moved_figures(moved)
     seen = {name: arm.seen for name, arm in trial.arms.items()}
     left = [left_by(turns) for turns in seen[TIERS].turns]
     check_load(seen, left, plan)
     figures = comparison(seen, left)
-    figures["wrong_answers"] += wrong
     is_allowed = figures["wrong_answers"] == 0 or not are_exact
     require(is_allowed, "answers equal those of stock", wrong=figures["wrong_answers"])
     return {
@@ -219,7 +191,6 @@ async def measure(nodes: Mapping[str, Node], plan: Plan, *, are_exact: bool) -> 
         "working_set_over_pool": round(working_set(left) / plan.pool_tokens, 2),
         "host_over_pool": plan.host_pools,
         **figures,
-        **moves,
         **found,
         "arms": {name: arm_figures(arm, left) for name, arm in seen.items()},
     }
@@ -248,20 +219,10 @@ def check_load(seen: Mapping[str, Seen], left: list[list[int]], plan: Plan) -> N
     precondition(shares[HICACHE] > shares["stock"], "HiCache brings prefixes back", **shares)
 
 
-def flags_of(arm: str, plan: Plan, own: list[str]) -> tuple[str, ...]:
-    """The flags of an arm's engines. own: the launcher's flags.
-
-    The arms of moved sessions have two engines, if there is a tier that engines share.
-    """
+def flags_of(arm: str, plan: Plan) -> tuple[str, ...]:
+    """The flags of an arm's engine."""
     flags = ("--max-total-tokens", str(plan.pool_tokens), *FLAGS, *ARMS[arm][1])
-    if arm in (HICACHE, TIERS):
-        flags += ("--hicache-ratio", f"{plan.host_pools:g}")
-    if arm == TIERS and _HOST_BUDGET[0] in own:
-        flags += _HOST_BUDGET
-    if arm in (RELEASE, TIERS) and _SHARED in own and plan.moves:
-        flags += ("--instances", "2")
-        flags += (_SHARED, str(1 << 30)) if arm == TIERS else ()
-    return flags
+    return (*flags, "--hicache-ratio", f"{plan.host_pools:g}") if arm in (HICACHE, TIERS) else flags
 
 
 def main() -> None:
@@ -273,11 +234,11 @@ def main() -> None:
     plan = replace(
         PLANS[options.size], **{name: value for name, value in given.items() if value is not None}
     )
-    engines, own = chosen(options, model_of(options.size, "bench")), launch_flags()
+    engines = chosen(options, model_of(options.size, "bench"))
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sgl-ext-bench-")))
         starts = {
-            name: partial(start, engines, folder / name, *flags_of(name, plan, own))
+            name: partial(start, engines, folder / name, *flags_of(name, plan))
             for name, (start, _) in ARMS.items()
         }
         nodes = stack.enter_context(running_arms(starts))

@@ -17,8 +17,6 @@ from bench.lib.script import require
 from bench.lib.tiers_figures import Round, Seen
 
 TTL = "1h"
-# The engine finishes what it does after an answer, and an idle one deletes pins.
-_SETTLE_S = 1.5
 
 
 @dataclass(frozen=True)
@@ -102,16 +100,7 @@ class Agents:
         return answer
 
 
-def engines_of(node: Node) -> list[Node]:
-    """Each engine of a node by itself, without the balancer."""
-    return [replace(node, url=url, engines=(url,)) for url in node.engines]
-
-
-async def move(
-    node: Node, system: str, texts: Texts, http: aiohttp.ClientSession
-) -> tuple[Answer, Answer]:
-    """A session's first turn at a node's first engine and the next one at the second."""
-    conversation, (first, second) = Conversation(system, texts, ttl=TTL), engines_of(node)
-    before = await Arm(first, conversation, http, 1).turn()
-    await asyncio.sleep(_SETTLE_S)
-    return before, await Arm(second, conversation, http, 1).turn()
+def engine_of(node: Node) -> Node:
+    """A node's engine by itself, without the balancer."""
+    (url,) = node.engines
+    return replace(node, url=url)

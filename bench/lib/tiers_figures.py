@@ -65,17 +65,6 @@ class Seen:
         ]
 
 
-@dataclass
-class Moved:
-    """Sessions that went on at another engine than the one that had computed their prefix.
-
-    loaded: TTFTs where the engines share a tier. recomputed: of the same turns, where they do not.
-    """
-
-    loaded: list[Answer] = field(default_factory=list)
-    recomputed: list[Answer] = field(default_factory=list)
-
-
 def cached_share(turns: Sequence[Sequence[Answer]], left: Sequence[Sequence[int]]) -> float:
     """The share of what each turn of each agent left marked that the agent's next turn found
     cached. left: the tokens that each turn left, by agent."""
@@ -129,21 +118,4 @@ def comparison(seen: Mapping[str, Seen], left: Sequence[Sequence[int]]) -> dict[
         "waited_on_pin": waited(seen[TIERS].probes, seen[HICACHE].probes),
         "probe_ttft_ratio": ratio_spread(seen[TIERS].probes, seen[HICACHE].probes),
         "wrong_answers": sum(wrong_answers(each, answers["stock"]) for each in answers.values()),
-    }
-
-
-def moved_figures(moved: Moved) -> dict[str, Any]:
-    """What a session that moves finds, and how long it waits."""
-    loaded, recomputed = (
-        [answer.ttft_ms for answer in answers] for answers in (moved.loaded, moved.recomputed)
-    )
-    tokens = sum(answer.prompt_tokens for answer in moved.loaded)
-    return {
-        "moved_ttft_vs_recompute": ratio_spread(loaded, recomputed),
-        "moved": {
-            "sessions": len(loaded),
-            "cached_share": round(sum(a.cached_tokens for a in moved.loaded) / tokens, 4),
-            **percentiles_ms("ttft", loaded),
-            **percentiles_ms("recomputed_ttft", recomputed),
-        },
     }

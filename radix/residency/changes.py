@@ -16,9 +16,9 @@ class Changes(NamedTuple):
     """Each is removed from the device with everything below it."""
     stored: list[Stored]
     """On the device: new segments and segments whose tokens changed, parents first."""
-    host_removed: list[int] = []  # noqa: RUF012 - nobody changes it
-    """Each is on the host no more, nor is anything below it."""
-    host: list[Stored] = []  # noqa: RUF012 - nobody changes it
+    host_removed: list[int] = []  # noqa: RUF012 - callers only read it
+    """Each is removed from the host with everything below it."""
+    host: list[Stored] = []  # noqa: RUF012 - callers only read it
     """Segments that are now on the host alone, parents first."""
 
 

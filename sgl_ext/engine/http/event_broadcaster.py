@@ -31,14 +31,9 @@ SUBSCRIBERS_PATH = "/sgl_ext/events/subscribers"
 BUFFER_BYTES = 16 * 2**20
 QUIET_S = 20.0
 _RETRY_S = 1.0
-# The workers of the mirror. Besides what a slower tier has alone, it holds all that is above that.
-_DEVICE, _HOST, _SHARED = 0, 1, 2
-_TIERS = (
-    (_DEVICE, "stored", "removed"),
-    (_HOST, "host", "host_removed"),
-    (_SHARED, "shared", "shared_removed"),
-)
-_SHARES = ("load_share", "shared_share")
+# The workers of the mirror. Besides what the host has alone, it holds all that is above that.
+_DEVICE, _HOST = 0, 1
+_TIERS = ((_DEVICE, "stored", "removed"), (_HOST, "host", "host_removed"))
 _logger = logging.getLogger(__name__)
 
 
@@ -83,9 +78,8 @@ class EventBroadcaster:
         self.rank = rank
         self._mirror = PrefixIndex()
         self._publishes: list[str] = []
-        self._machine = ""
         self._load: dict[str, int] = {}
-        self._shares: dict[str, float] = {}
+        self._load_share: float | None = None
         self._caches_off: list[str] = []
         self.degraded: tuple[str, ...] = ()
         self.pins = PinMirror()
@@ -103,7 +97,6 @@ class EventBroadcaster:
             for tier in (_DEVICE, _HOST):
                 self._mirror.clear(tier)
         self._publishes = event.get("publishes", self._publishes)
-        self._machine = event.get("machine", self._machine)
         for tier, _, removed in _TIERS:
             for segment in event.get(removed, ()):
                 self._mirror.remove(tier, int(segment, 16))
@@ -111,7 +104,7 @@ class EventBroadcaster:
             for row in event.get(stored, ()):
                 self._store(tier, *row)
         self._load = event.get("load", self._load)
-        self._shares |= {name: event[name] for name in _SHARES if name in event}
+        self._load_share = event.get("load_share", self._load_share)
         self.pins.apply(event, time.monotonic())
         counter("event_lines").inc()
         for subscriber in self._subscribers:
@@ -144,11 +137,10 @@ class EventBroadcaster:
             for tier, name, _ in _TIERS
         }
         first: dict[str, Any] = {"snapshot": True, "cleared": True, "publishes": self._publishes}
-        first |= self._shares
+        if self._load_share is not None:
+            first["load_share"] = self._load_share
         if self._load:
             first["load"] = self._load
-        if self._machine:
-            first["machine"] = self._machine
         if self._caches_off:
             first["caches_off"] = self._caches_off
         if self.degraded:

@@ -8,7 +8,7 @@ one for each node of its path.
 All ranks copy and lock alike: their host pools have the same number of slots, their trees are the
 same, and a copy is waited for, so nothing depends on how quick a rank's copies are.
 
-Only prefixes of which every part is usable: a window or a state has a lock of its own kind.
+Only for models without sliding windows and states: those have locks of their own kind.
 """
 
 from typing import Any
