@@ -117,7 +117,8 @@ def test_a_demoted_prefix_is_on_the_host_and_comes_back_when_it_is_read(agents: 
     assert watch.on_host[last][1] == tokens
     read = agents.ask(prompt)
     assert read["cached"] >= tokens - 2
-    assert read["host"] >= tokens - 10, "others that are on the device begin with the same words"
+    digits = len(prompt.partition(" ")[0])  # others, on the device, begin with the same ones
+    assert tokens - 2 - digits <= read["host"] <= tokens
     watch.settle()
     assert watch.held[last][1] == tokens
     assert last not in watch.on_host
