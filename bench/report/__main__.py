@@ -2,12 +2,15 @@
 
     make report
 
-runs the benches in quick form, in less than 50 minutes on two cores that have nothing else to do.
+runs the benches in quick form, in less than 45 minutes on two cores that have nothing else to do.
 It writes docs/benchmarks.json, docs/benchmarks.md, the plots in docs/images and the README's table.
 
 A run that was interrupted goes on where it ended, unless the code, the machine or the size is
 another. `--only` measures these steps again and keeps the others. The exit status is 1 if a step
 failed or did not run.
+
+Pins in host memory and load generators of other projects are left to `--full`.
+`--only tiers judges` adds them in quick form, in a quarter of an hour.
 """
 
 from __future__ import annotations

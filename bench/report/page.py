@@ -25,8 +25,10 @@ _INTRODUCTION = f"""\
 
 # Benchmarks
 
-`make report` measures everything on this page, draws the plots and writes the page. It takes less \
-than 50 minutes on two cores that have nothing else to do. Engines are real SGLang processes with \
+`make report` measures what is on this page, draws the plots and writes the page. It takes less \
+than 45 minutes on two cores that have nothing else to do. \
+`make report REPORT='--only tiers judges'` adds pins in host memory and load generators of other \
+projects. Engines are real SGLang processes with \
 small local models on the CPU, unless a section says otherwise, so that absolute times are not \
 those of a GPU. Each comparison is of arms that ran on the same machine in the same run.
 """

@@ -40,7 +40,7 @@ def read_prompt(
     defaults: hints that count where the request gives none.
     """
     document = with_sorted_tools(body) if sort_tools else body
-    chain = read_chain(protocol, document, salt=salt_of(headers) if headers else b"")
+    chain = read_chain(protocol, document, salt=salt_of(headers))
     session = session_key(headers, body, chain)
     return Prompt(
         chain,

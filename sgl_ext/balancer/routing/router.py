@@ -91,7 +91,7 @@ class Router:
             prompt.session,
             prompt.prefix,
             self.prefixes.estimate_tokens(prompt.size_bytes),
-            bool(headers) and is_final(headers),
+            is_final(headers),
             prompt.importance.priority,
             prompt.importance.output_tokens or 0,
             headers.get(TENANT_HEADER, ""),
@@ -111,15 +111,12 @@ class Router:
         if unconfirmed := self.prefixes.in_flight.expire(now_s):
             self.metrics.unconfirmed_prefixes.inc(unconfirmed)
         self.attempts.sessions.expire(now_s)
-        limit, threshold = self.worker_limit, self.preemption_threshold
-        candidates = Candidates(self.workers, routing, tried, limit, threshold)
+        candidates = self._candidates(routing, tried)
         held = self.prefixes.lookup(routing.chain)
         request = self._placement_request(routing, held)
         home, view = self._find_home(request, candidates, held, now_s)
         if home is not None and candidates.has_capacity(home, held):
-            views = [view]
-            if len(self.workers.all) > 1:
-                views = self._views_beside(home, view, candidates, held, now_s)
+            views = self._views_beside(home, view, candidates, held, now_s)
             return self._begin(routing, home, "home", held, views, candidates)
         open_workers = [w for w in candidates.all if candidates.has_capacity(w, held)]
         if not open_workers:
