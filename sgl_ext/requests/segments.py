@@ -48,7 +48,6 @@ _SCHEMAS = frozenset({"parameters", "input_schema"})
 _TEXT_BEGINS = {role: begin + b"\xffb" for role, begin in ROLES.items()}
 _TEXT_BEGINS |= dict.fromkeys(INSTRUCTION_ROLES, b"\xffs")
 # Requests that differ in one of these share nothing.
-_OTHER_SALTS = frozenset({"lora_path", "cache_salt", "extra_key", "previous_response_id"})
 _SALTS = ("model", "lora_path", "cache_salt", "extra_key", "previous_response_id")
 
 
@@ -110,13 +109,8 @@ class _Writer:
         self.tool_segments = 0
         self.head_segments: int | None = None
         self.size = 0
-        model = body.get("model")
-        if type(model) is str and _OTHER_SALTS.isdisjoint(body):  # as usual
-            begin = b"%b\xff%b\xff\xff\xff\xff" % (salt, text_of(model))
-        else:
-            salts = [b"" if value is None else _salt(value) for value in map(body.get, _SALTS)]
-            begin = b"\xff".join((salt, *salts))
-        self.running = xxhash.xxh3_128(begin)
+        salts = [b"" if value is None else _salt(value) for value in map(body.get, _SALTS)]
+        self.running = xxhash.xxh3_128(b"\xff".join((salt, *salts)))
 
     def segment(self, text: bytes) -> None:
         """Adds a text that ends where a segment ends; a long one is cut into several segments."""
