@@ -115,6 +115,19 @@ def _run(report: Report) -> Iterator[str]:
     others = sorted({step["commit"] for step in report["steps"]} - {report["commit"]})
     if others:
         yield f"Some steps were measured at another commit: {', '.join(others)}.\n"
+    elsewhere: dict[str, list[str]] = {}
+    for step in report["steps"]:
+        machine = _machine(step.get("machine", report["machine"]))
+        if machine != _machine(report["machine"]):
+            elsewhere.setdefault(machine, []).append(step["name"])
+    for machine, names in elsewhere.items():
+        yield f"Measured on another machine, {machine}: {', '.join(names)}.\n"
+
+
+def _machine(machine: Mapping[str, Any]) -> str:
+    return (
+        f"{machine['cores']} cores of {machine['processor']} with {machine['memory_gib']:.0f} GiB"
+    )
 
 
 def _measured_on(report: Report) -> str:
@@ -124,8 +137,7 @@ def _measured_on(report: Report) -> str:
     versions = ", ".join(f"{name} {one}" for name, one in report["packages"].items())
     return (
         f"Measured on {report['began']} at commit {report['commit']}, in its {report['size']} "
-        f"form, on {machine['cores']} cores of {machine['processor']} with "
-        f"{machine['memory_gib']:.0f} GiB; Python {machine['python']}, {versions}."
+        f"form, on {_machine(machine)}; Python {machine['python']}, {versions}."
     )
 
 

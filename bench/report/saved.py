@@ -1,7 +1,8 @@
 """The file of a run: what was measured so far, so that an interrupted run goes on from there.
 
 A run with other code, another machine or another size begins with nothing, unless it is to keep
-what is there. Each step says at which commit and with which command it was measured.
+what is there. Each step says at which commit, on which machine and with which command it was
+measured.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Saved:
     def add(self, result: Result, command: str, commit: str) -> None:
         """Adds a step, or replaces it, and writes the file."""
         began = {"command": command, "commit": commit, "measured": time.strftime("%Y-%m-%d")}
-        self._steps[result.name] = {**result.document(), **began}
+        self._steps[result.name] = {**result.document(), **began, "machine": self._facts["machine"]}
         self.write()
 
     def end(self) -> None:

@@ -68,9 +68,12 @@ def step(name: str, figures: dict[str, Any] | None = None, **fields: Any) -> dic
     return {**result.document(), **how, **fields}
 
 
+def machine(cores: int) -> dict[str, Any]:
+    return {"processor": "A CPU", "cores": cores, "memory_gib": 15.6, "python": "3.11.4"}
+
+
 def report(*steps: dict[str, Any]) -> dict[str, Any]:
-    machine = {"processor": "A CPU", "cores": 2, "memory_gib": 15.6, "python": "3.11.4"}
-    facts = {"began": "2026-01-02", "commit": "abc", "size": "quick", "machine": machine}
+    facts = {"began": "2026-01-02", "commit": "abc", "size": "quick", "machine": machine(2)}
     return {**facts, "packages": {"sglang": "0.5.23"}, "peers": {"smg": "1.13"}, "steps": [*steps]}
 
 
@@ -128,6 +131,15 @@ def test_no_number_of_the_tables_is_invented() -> None:
 
 def test_steps_of_another_commit_are_named() -> None:
     assert "another commit: abd." in page(report(step("fanout", commit="abd"), step("index")))
+
+
+def test_steps_of_another_machine_are_named(tmp_path: Path) -> None:
+    for name, cores in (("fanout", 8), ("index", 2)):
+        run = Saved(tmp_path / "report.json", {"cores": cores}, {"machine": machine(cores)})
+        run.go_on(keep=True, also_ended=False)
+        run.add(Result(name, "ok"), "", "abc")
+    text = page(report(*run.document()["steps"]))
+    assert "another machine, 8 cores of A CPU with 16 GiB: fanout." in text
 
 
 def test_the_readme_has_plots_and_figures_of_the_same_document() -> None:
@@ -219,7 +231,7 @@ def test_every_step_has_a_section_and_all_end_in_time() -> None:
 
 
 def saved(path: Path, key: dict[str, Any], *, keep: bool = False, only: bool = False) -> Saved:
-    found = Saved(path / "report.json", key, {})
+    found = Saved(path / "report.json", key, {"machine": {}})
     found.go_on(keep=keep, also_ended=only)
     return found
 
