@@ -2,7 +2,7 @@
 
     make report
 
-runs the benches in quick form, in less than 45 minutes on two cores that have nothing else to do.
+runs the benches in quick form: about 45 minutes on two cores that have nothing else to do.
 It writes docs/benchmarks.json, docs/benchmarks.md, the plots in docs/images and the README's table.
 
 A run that was interrupted goes on where it ended, unless the code, the machine or the size is
@@ -20,7 +20,6 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,22 +92,20 @@ def install_for(steps: Sequence[Planned], console: Console) -> None:
 def measure(
     steps: Sequence[Planned], saved: Saved, options: argparse.Namespace, console: Console
 ) -> list[Result]:
-    """Runs the steps that are not measured yet, and saves each. A step's time is its own and what
-    earlier steps left of theirs."""
-    results, left_s = [], 0.0
+    """Runs the steps that are not measured yet, and saves each."""
+    results = []
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn())
     last = (TextColumn("{task.completed} of {task.total}"), TimeElapsedColumn())
     with Progress(*columns, *last, console=console) as progress:
         shown = progress.add_task("", total=len(steps))
         for planned in steps:
-            step = planned.step(is_full=options.full)
             if options.only is None and saved.has(planned.name):
                 progress.advance(shown)
                 continue
-            progress.update(shown, description=planned.name)
-            left_s += step.limit_s * options.patience
-            result = run_step(replace(step, limit_s=left_s), options.folder / planned.name, left_s)
-            left_s = max(0.0, left_s - result.seconds)
+            step = planned.step(is_full=options.full)
+            about_s = planned.about_s(is_full=options.full)
+            progress.update(shown, description=f"{planned.name}, about {about_s:.0f} s")
+            result = run_step(step, options.folder / planned.name)
             saved.add(result, planned.command(is_full=options.full), machine.commit())
             why = f": {result.why}" if result.why else ""
             console.print(f"{result.name}: {result.status}, {result.seconds:.0f} s{why}")
@@ -145,9 +142,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--page", action="store_true", help=f"measure nothing: write the page from {JSON}"
-    )
-    parser.add_argument(
-        "--patience", type=float, default=1.0, help="2: each step may take twice its time"
     )
     parser.add_argument("--folder", type=Path, default=ROOT / ".run/report", help="logs and state")
     return parser

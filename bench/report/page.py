@@ -25,8 +25,7 @@ _INTRODUCTION = f"""\
 
 # Benchmarks
 
-`make report` measures what is on this page, draws the plots and writes the page. It takes less \
-than 45 minutes on two cores that have nothing else to do. \
+`make report` measures what is on this page, draws the plots and writes the page. \
 `make report REPORT='--only tiers judges'` adds pins in host memory and load generators of other \
 projects. Engines are real SGLang processes with \
 small local models on the CPU, unless a section says otherwise, so that absolute times are not \
@@ -112,6 +111,8 @@ def _run(report: Report) -> Iterator[str]:
         for step in report["steps"]
     ]
     yield "\n".join(table(("step", "command", "ended", "seconds", "why"), rows)) + "\n"
+    minutes = sum(step["seconds"] for step in report["steps"]) / 60
+    yield f"All steps together took {minutes:.0f} minutes.\n"
     others = sorted({step["commit"] for step in report["steps"]} - {report["commit"]})
     if others:
         yield f"Some steps were measured at another commit: {', '.join(others)}.\n"

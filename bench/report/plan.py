@@ -1,7 +1,7 @@
-"""The steps of a report and how much time each has.
+"""The steps of a report and about how long each takes on two cores.
 
-A step may also use what earlier steps left of their time, so that all of them together end within
-the sum. `soak`, `chaos` and `rank_agreement` are not among them: they run for as long as one likes.
+Other machines are slower: a step is ended as one that hangs only after `HANG` times as long.
+`soak`, `chaos` and `rank_agreement` are not among them: they run for as long as one likes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from bench.judges import aiperf, guidellm
 from bench.lib.other_routers import ROUTERS, install, install_nginx
 from bench.report.steps import Step
 
+HANG = 3
+
 
 @dataclass(frozen=True)
 class Planned:
-    """A step by its name, its module and flags, and its time in both sizes, in seconds.
+    """A step by its name, its module and flags, and about its time in both sizes, in seconds.
 
     needs: of `INSTALLERS`, what it compares with.
     """
@@ -37,8 +39,12 @@ class Planned:
     def step(self, *, is_full: bool) -> Step:
         """What runs."""
         flags = self.flags if is_full or not self.has_sizes else (*self.flags, "--quick")
-        limit_s = self.full_s if is_full else self.quick_s or self.full_s
+        limit_s = HANG * self.about_s(is_full=is_full)
         return Step(self.name, self._module, flags, limit_s, FORKING if self.has_engines else {})
+
+    def about_s(self, *, is_full: bool) -> float:
+        """How long it takes, about."""
+        return self.full_s if is_full else self.quick_s or self.full_s
 
     def command(self, *, is_full: bool) -> str:
         """What a person runs to have the same figures."""
@@ -59,8 +65,7 @@ INSTALLERS: Mapping[str, Callable[[], object]] = {
 """What steps compare with, and how it is installed."""
 _PEERS = ("nginx", *ROUTERS)
 
-# Short ones first: what they leave goes to those whose time is harder to foresee. Without a time
-# in quick form, a step is one of the full report, and of `--only`.
+# Without a time in quick form, a step is one of the full report, and of `--only`.
 STEPS = (
     Planned("store", 5, 120),
     Planned("tool_loop", 10, 120),

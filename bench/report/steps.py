@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -53,7 +54,7 @@ class Result:
         return asdict(self)
 
 
-def run_step(step: Step, folder: Path, left_s: float) -> Result:
+def run_step(step: Step, folder: Path, left_s: float = math.inf) -> Result:
     """Runs a step for at most `left_s`, and ends every process of it. Its logs are in `folder`."""
     limit_s = min(step.limit_s, left_s)
     if limit_s < 1:
