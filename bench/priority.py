@@ -24,7 +24,8 @@ preemption for a slot, or by its retraction when decoding runs out of memory.
 only what was evicted in the meantime: `recomputed_tokens`. `counters` are the engines' own.
 
 The interactive requests come in shares of the time that the batch takes by itself, which is
-measured first. `outputs_identical`: our answers equal those of FCFS, which preempts no request.
+measured first. `outputs_identical`: each of our answers equals SGLang's, in one of its two arms.
+`outputs_differing` counts ours that differ from each, and `stock` how many differ between the two.
 
 A batch request is starved if its first token comes later than both the bound of aging after it
 was sent, (10 - 0 + 1) * aging_s, and the end of all work that was sent by then: the last

@@ -9,7 +9,7 @@ import pytest
 
 from bench.lib.capacity import Capacity
 from bench.lib.pin_load import Texts
-from bench.lib.priority_figures import comparison, differing, siege_figures, starved
+from bench.lib.priority_figures import comparison, differing, siege_figures, starved, unlike_all
 from bench.lib.priority_load import (
     BATCH,
     INTERACTIVE,
@@ -121,6 +121,18 @@ def test_an_answer_that_differs_is_found() -> None:
     assert differing([one], [one]) == 0
     assert differing([one], [other]) == 4
     assert differing([one], [[answer(BATCH, 0, None, None), *other[1:]]]) == 3
+
+
+def test_an_answer_is_right_if_it_is_one_of_those_that_sglang_gives() -> None:
+    one, other, third = (played(1.0, 8.0, output_ids=[n]) for n in range(3))
+    assert unlike_all([one], [other], [one]) == 0
+    assert unlike_all([third], [other], [one]) == 4
+    seen = {"fcfs": [other], "stock_priority": [one], "ours": [one]}
+    counted = {name: {"sgl_ext_recomputed_tokens_total": 0.0} for name in seen}
+    found = comparison(seen, counted, AGING_S)
+    assert found["outputs_identical"]
+    assert found["outputs_differing"] == {"fcfs": 4, "stock_priority": 0, "stock": 4}
+    assert not comparison({**seen, "ours": [third]}, counted, AGING_S)["outputs_identical"]
 
 
 def test_a_siege_tells_how_the_batch_fared() -> None:
