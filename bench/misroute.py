@@ -105,6 +105,7 @@ class Trial:
             load.phase = "kill"
             await self._kill(self._node.engines[number % plan.instances])
             load.phase = "returned"
+            await self._until(engine, lambda worker: worker["in_flight"] >= 1)
             await asyncio.sleep(plan.returned_s)
         load.end()
         await loading
