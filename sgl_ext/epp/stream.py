@@ -104,10 +104,9 @@ class GatewayStream:
             elif kind == "request_trailers" and self._body is not None:
                 self._gateway.has_trailers = True
                 self._end_body(self._body)
-            elif self._pick is None or not self._gateway.take_answer(self._pick, kind, message):
+            elif not self._take_answer(kind, message) and not self._gateway.ended:
                 # What was under way when the request was answered is no fault.
-                if not self._gateway.ended:
-                    self._metrics.gateway_fault("unexpected message")
+                self._metrics.gateway_fault("unexpected message")
         except BalancerError as error:
             self._reject(error)
 
@@ -164,6 +163,10 @@ class GatewayStream:
         body.end()
         assert self._pick is not None, "a body has a head"
         self._begin(self._pick)
+
+    def _take_answer(self, kind: str, message: messages.Request) -> bool:
+        pick = self._pick
+        return pick is not None and self._gateway.take_answer(pick, kind, message)
 
     def _begin(self, pick: Pick) -> None:
         self._body = None

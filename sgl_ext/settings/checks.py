@@ -154,7 +154,7 @@ def is_worker_url(url: str) -> bool:
 
 
 def address_of(url: str) -> str | None:
-    """The address in a worker's URL, IP:PORT, by which a gateway knows it; None if it has a name."""
+    """The address in a worker's URL, IP:PORT, as gateways know it; None if it has a name."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     try:
