@@ -115,8 +115,8 @@ async def _connected(client: ClientSession) -> None:
     """Envoy may still find the picker's port closed: it tries again after a moment."""
     async with asyncio.timeout(30):
         while True:
-            async with client.get("/v1/models") as answer:
-                if answer.status != 500:
+            async with client.get("/not-for-gateways") as answer:
+                if answer.status == 404:
                     return
             await asyncio.sleep(0.1)
 
