@@ -32,7 +32,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -163,8 +163,7 @@ def _listeners(picker_port: int, engine_ports: list[int]) -> tuple[Config, dict[
 
 
 def _visit(gateway: Gateway, arm: str, size: str, count: int, seen: Seen) -> None:
-    whole = [agent_request(n, SIZES[size], stream=False) for n in range(_SESSIONS)]
-    streamed = [agent_request(n, SIZES[size], stream=True) for n in range(_SESSIONS)]
+    whole, streamed = _requests(size, stream=False), _requests(size, stream=True)
     port = gateway.ports[arm]
     alone = run_load(port, whole, count // 2, connections=1)
     before = cpu_s(gateway.picker), cpu_s(gateway.envoy)
@@ -178,6 +177,11 @@ def _visit(gateway: Gateway, arm: str, size: str, count: int, seen: Seen) -> Non
     seen.streamed_rps.append(count / events.span_s)
     seen.picker_cpu_us.append((after[0] - before[0]) / count * 1e6)
     seen.envoy_cpu_us.append((after[1] - before[1]) / count * 1e6)
+
+
+@cache
+def _requests(size: str, *, stream: bool) -> list[bytes]:
+    return [agent_request(n, SIZES[size], stream=stream) for n in range(_SESSIONS)]
 
 
 def _figures(seen: dict[tuple[str, str], Seen], size: str) -> dict[str, Any]:
