@@ -42,9 +42,9 @@ class Outbox:
             size_bytes = 0
 
     async def emptied(self) -> None:
-        """Waits until every message is written."""
+        """Waits until every message is written, or none is any more."""
         if self._writing is not None:
-            await self._writing
+            await asyncio.wait([self._writing])
 
     def close(self) -> None:
         """Writes no more."""

@@ -91,9 +91,12 @@ class Pick(Exchange):
 
     def served_by(self, address: str) -> None:
         """The engine at this address answers. If it is another one, the first one failed."""
-        attempt = self._attempt
-        worker = self._services.workers.find_url(f"http://{address}")
-        if attempt is None or worker is None or worker.url == attempt.answerer.url:
+        attempt, url = self._attempt, f"http://{address}"
+        if attempt is None or url == attempt.answerer.url:
+            return
+        rank, workers = attempt.answerer.rank, self._services.workers.all
+        worker = next((w for w in workers if (w.url, w.rank) == (url, rank)), None)
+        if worker is None:
             return
         metrics = self._services.metrics
         metrics.retries.inc()

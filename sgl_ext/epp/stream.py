@@ -51,7 +51,7 @@ class GatewayStream:
         self._metrics = balancer.services.metrics
         self._max_body_bytes = max_body_bytes
         self._task = asyncio.current_task()
-        self._is_aborted = False
+        self._is_aborted = self._is_reading = False
         self._is_read = asyncio.Event()
         self._is_read.set()
         self._outbox = Outbox(write, self._metrics)
@@ -67,19 +67,36 @@ class GatewayStream:
     async def run(self, requests: AsyncIterator[messages.Request]) -> None:
         """Takes the gateway's messages until the answer is complete. Raises StreamAborted."""
         try:
-            async for message in requests:
-                self._take(message)
-                if self._gateway.ended:
-                    break
-                await self._is_read.wait()
+            await self._read(requests)
             await self._outbox.emptied()
-        except asyncio.CancelledError:
-            if not self._is_aborted or self._task is None:
-                raise
-            self._task.uncancel()
-            raise StreamAborted from None
+            if self._is_aborted:
+                raise StreamAborted
         finally:
             self._close()
+
+    async def _read(self, requests: AsyncIterator[messages.Request]) -> None:
+        """Returns when the answer is complete, or the stream is aborted."""
+        self._is_reading = True
+        try:
+            async for message in requests:
+                self._is_reading = False
+                self._take(message)
+                if self._gateway.ended or self._is_aborted:
+                    return
+                self._is_reading = True
+                await self._is_read.wait()
+        except asyncio.CancelledError:
+            task = self._task
+            if self._is_reading or task is None or task.uncancel():
+                raise  # the gateway has left
+        finally:
+            self._is_reading = False
+
+    def _stop_reading(self) -> None:
+        """What the gateway may still say does not matter any more."""
+        if self._is_reading and self._task is not None:
+            self._is_reading = False
+            self._task.cancel()
 
     def _close(self) -> None:
         """The gateway sends and takes nothing any more."""
@@ -185,12 +202,14 @@ class GatewayStream:
 
     def _reads(self, goes_on: bool) -> None:
         """Whether the gateway's messages are read. If not, it has to take some of ours in time."""
-        if goes_on:
+        if self._gateway.ended:
+            self._stop_reading()
+        elif goes_on:
             self._is_read.set()
-            self.deadline = self._balancer.now + UNREAD_S if self._gateway.ended else math.inf
         else:
             self._is_read.clear()
-            self.deadline = self._balancer.now + UNREAD_S
+        is_under_way = goes_on and not self._gateway.ended
+        self.deadline = math.inf if is_under_way else self._balancer.now + UNREAD_S
 
     # As the server's connection.
 
@@ -215,7 +234,7 @@ class GatewayStream:
             self._pick.end()
 
     def abort(self) -> None:
-        """Ends the stream at once."""
-        if self._task is not None and not self._is_aborted:
-            self._is_aborted = True
-            self._task.cancel()
+        """Ends the stream at once. The gateway gets no more of what it has not taken."""
+        self._is_aborted = True
+        self._outbox.close()
+        self._stop_reading()
