@@ -13,7 +13,7 @@ from sgl_ext.node.lifeline import end_with_parent
 from sgl_ext.settings.schema import PickerSettings
 from sgl_ext.settings.sources import picker_settings
 
-_EXTRA = ("grpc", "grpc_health", "envoy")
+_EXTRA = ("google", "grpc", "grpc_health")
 
 
 def main(argv: list[str]) -> None:

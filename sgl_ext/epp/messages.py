@@ -6,9 +6,13 @@ Only this module knows how they look. A picker for another gateway would have an
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from envoy.config.core.v3 import base_pb2
-from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
-from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
+from sgl_ext.epp.envoy_api import (
+    APPEND,
+    BODY_SEND_MODES,
+    OVERWRITE,
+    ProcessingRequest,
+    ProcessingResponse,
+)
 
 Header = tuple[bytes, bytes]
 
@@ -20,15 +24,13 @@ _LB = "envoy.lb"
 _SERVED = "x-gateway-destination-endpoint-served"
 _SUBSET_HINT = "envoy.lb.subset_hint"
 _SUBSET = "x-gateway-destination-endpoint-subset"
-NONE = processing_mode_pb2.ProcessingMode.NONE
-FULL_DUPLEX_STREAMED = processing_mode_pb2.ProcessingMode.FULL_DUPLEX_STREAMED
-_APPEND = base_pb2.HeaderValueOption.APPEND_IF_EXISTS_OR_ADD
-_OVERWRITE = base_pb2.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
+NONE = BODY_SEND_MODES.index("NONE")
+FULL_DUPLEX_STREAMED = BODY_SEND_MODES.index("FULL_DUPLEX_STREAMED")
 # What some gateways accept of a body in one message.
 _CHUNK_BYTES = 62_000
 
-parse = ext_proc.ProcessingRequest.FromString
-serialize = ext_proc.ProcessingResponse.SerializeToString
+parse = ProcessingRequest.FromString
+serialize = ProcessingResponse.SerializeToString
 Request = Any
 """A `ProcessingRequest`: protobuf makes its classes when they are imported."""
 Response = Any
@@ -53,7 +55,12 @@ def modes_of(request: Request) -> tuple[int, int]:
 
 def mode_name(mode: int) -> str:
     """A mode as Envoy's configuration calls it."""
-    return str(processing_mode_pb2.ProcessingMode.BodySendMode.Name(mode))
+    return BODY_SEND_MODES[mode] if mode < len(BODY_SEND_MODES) else str(mode)
+
+
+def kind_of(request: Request) -> str:
+    """Which part of a request or answer the message has, "" for one that is not known."""
+    return str(request.WhichOneof("message") or "")
 
 
 def subset_of(request: Request) -> frozenset[str] | None:
@@ -82,7 +89,7 @@ def served_by(request: Request) -> str:
 
 def to_engine(destination: str, changed: Iterable[Header], removed: Sequence[bytes]) -> Response:
     """The request goes to these addresses, with these headers."""
-    response = ext_proc.ProcessingResponse()
+    response = ProcessingResponse()
     _mutate(response.request_headers.response.header_mutation, changed, removed)
     _set(
         response.request_headers.response.header_mutation,
@@ -95,7 +102,7 @@ def to_engine(destination: str, changed: Iterable[Header], removed: Sequence[byt
 
 def to_client(changed: Iterable[Header], removed: Sequence[bytes]) -> Response:
     """The head of the answer, with these changes."""
-    response = ext_proc.ProcessingResponse()
+    response = ProcessingResponse()
     _mutate(response.response_headers.response.header_mutation, changed, removed)
     return response
 
@@ -103,7 +110,7 @@ def to_client(changed: Iterable[Header], removed: Sequence[bytes]) -> Response:
 def request_body(body: bytes | bytearray, *, ends: bool) -> Iterator[Response]:
     """The body for the engine. ends: whether no trailers follow."""
     for chunk, is_last in _chunks(body):
-        response = ext_proc.ProcessingResponse()
+        response = ProcessingResponse()
         streamed = response.request_body.response.body_mutation.streamed_response
         streamed.body, streamed.end_of_stream = chunk, ends and is_last
         yield response
@@ -112,7 +119,7 @@ def request_body(body: bytes | bytearray, *, ends: bool) -> Iterator[Response]:
 def response_body(body: bytes | bytearray, *, ends: bool) -> Iterator[Response]:
     """A part of the answer. ends: whether it is the last one."""
     for chunk, is_last in _chunks(body):
-        response = ext_proc.ProcessingResponse()
+        response = ProcessingResponse()
         streamed = response.response_body.response.body_mutation.streamed_response
         streamed.body, streamed.end_of_stream = chunk, ends and is_last
         yield response
@@ -120,21 +127,21 @@ def response_body(body: bytes | bytearray, *, ends: bool) -> Iterator[Response]:
 
 def request_trailers() -> Response:
     """The request's trailers go on as they are."""
-    response = ext_proc.ProcessingResponse()
+    response = ProcessingResponse()
     response.request_trailers.SetInParent()
     return response
 
 
 def response_trailers() -> Response:
     """The answer's trailers go on as they are."""
-    response = ext_proc.ProcessingResponse()
+    response = ProcessingResponse()
     response.response_trailers.SetInParent()
     return response
 
 
 def immediate(status: int, headers: Iterable[Header], body: bytes, details: str) -> Response:
     """The gateway answers this itself, and the request goes no further."""
-    response = ext_proc.ProcessingResponse()
+    response = ProcessingResponse()
     answer = response.immediate_response
     answer.status.code, answer.body, answer.details = status, body, details
     _set(answer.headers, headers)
@@ -151,7 +158,7 @@ def _set(mutation: Any, headers: Iterable[Header]) -> None:
     for name, value in headers:
         option = mutation.set_headers.add()
         option.header.key, option.header.raw_value = name.decode("latin-1"), value
-        option.append_action = _APPEND if name in seen else _OVERWRITE
+        option.append_action = APPEND if name in seen else OVERWRITE
         seen.add(name)
 
 

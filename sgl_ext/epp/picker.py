@@ -45,7 +45,6 @@ class EndpointPicker:
         options = (
             ("grpc.so_reuseport", int(settings.processes > 1)),
             ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-            ("grpc.max_concurrent_streams", settings.max_connections),
         )
         self._server = server = grpc.aio.server(options=options)
         service, _, method = messages.METHOD.strip("/").partition("/")

@@ -112,7 +112,7 @@ class GatewayStream:
             self._request.hold.release()
 
     def _take(self, message: messages.Request) -> None:
-        kind = message.WhichOneof("request")
+        kind = messages.kind_of(message)
         try:
             if kind == "request_headers" and self._request is None:
                 self._take_head(message)

@@ -9,9 +9,9 @@ from typing import Any
 
 import grpc
 import orjson
-from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 
 from sgl_ext.balancer.server import Balancer
+from sgl_ext.epp.envoy_api import ProcessingRequest, ProcessingResponse
 from sgl_ext.epp.messages import DESTINATION, FULL_DUPLEX_STREAMED, METHOD
 from sgl_ext.epp.picker import EndpointPicker
 from sgl_ext.settings.schema import PickerSettings
@@ -61,8 +61,8 @@ class Asked:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.call = channel.stream_stream(
             METHOD,
-            request_serializer=ext_proc.ProcessingRequest.SerializeToString,
-            response_deserializer=ext_proc.ProcessingResponse.FromString,
+            request_serializer=ProcessingRequest.SerializeToString,
+            response_deserializer=ProcessingResponse.FromString,
         )()
 
     async def head(
@@ -76,7 +76,7 @@ class Asked:
         **headers: str,
     ) -> None:
         """Sends the request's head. Underscores of header names stand for hyphens."""
-        message = ext_proc.ProcessingRequest()
+        message = ProcessingRequest()
         stated = {
             ":method": method,
             ":path": path,
@@ -101,13 +101,13 @@ class Asked:
 
     async def body(self, data: bytes, *, ends: bool = True) -> None:
         """Sends a part of the request's body."""
-        message = ext_proc.ProcessingRequest()
+        message = ProcessingRequest()
         message.request_body.body, message.request_body.end_of_stream = data, ends
         await self.call.write(message)
 
     async def trailers(self) -> None:
         """Ends the request's body with trailers."""
-        message = ext_proc.ProcessingRequest()
+        message = ProcessingRequest()
         message.request_trailers.SetInParent()
         await self.call.write(message)
 
@@ -115,7 +115,7 @@ class Asked:
         self, status: int = 200, *, ends: bool = False, served: str = "", **headers: str
     ) -> None:
         """Sends the head of the engine's answer."""
-        message = ext_proc.ProcessingRequest()
+        message = ProcessingRequest()
         stated = {":status": str(status), "content-type": "application/json", **headers}
         for name, value in stated.items():
             header = message.response_headers.headers.headers.add()
@@ -128,13 +128,13 @@ class Asked:
 
     async def answer_body(self, data: bytes, *, ends: bool = True) -> None:
         """Sends a part of the engine's answer."""
-        message = ext_proc.ProcessingRequest()
+        message = ProcessingRequest()
         message.response_body.body, message.response_body.end_of_stream = data, ends
         await self.call.write(message)
 
     async def answer_trailers(self) -> None:
         """Ends the engine's answer with trailers."""
-        message = ext_proc.ProcessingRequest()
+        message = ProcessingRequest()
         message.response_trailers.SetInParent()
         await self.call.write(message)
 
@@ -154,7 +154,7 @@ class Asked:
     async def picked(self) -> tuple[str, bytes]:
         """The destination, and the body for the engine."""
         message = await self.told()
-        assert message.WhichOneof("response") == "request_headers", message
+        assert message.WhichOneof("message") == "request_headers", message
         self.changed = {
             option.header.key: option.header.raw_value.decode()
             for option in message.request_headers.response.header_mutation.set_headers
@@ -169,7 +169,7 @@ class Asked:
         parts = []
         while True:
             message = await self.told()
-            assert message.WhichOneof("response") == kind, message
+            assert message.WhichOneof("message") == kind, message
             streamed = getattr(message, kind).response.body_mutation.streamed_response
             parts.append(streamed.body)
             if streamed.end_of_stream:
@@ -178,7 +178,7 @@ class Asked:
     async def answered(self) -> tuple[int, dict[str, str], Any]:
         """What the gateway shall answer by itself."""
         message = await self.told()
-        assert message.WhichOneof("response") == "immediate_response", message
+        assert message.WhichOneof("message") == "immediate_response", message
         answer = message.immediate_response
         headers = {o.header.key: o.header.raw_value.decode() for o in answer.headers.set_headers}
         return answer.status.code, headers, orjson.loads(answer.body)
@@ -188,5 +188,5 @@ class Asked:
         await self.answer_head()
         await self.answer_body(body)
         message = await self.told()
-        assert message.WhichOneof("response") == "response_headers", message
+        assert message.WhichOneof("message") == "response_headers", message
         return await self.whole("response_body")

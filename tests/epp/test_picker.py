@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gzip
-import time
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -13,17 +12,17 @@ import grpc
 import orjson
 import pytest
 from aiohttp import web
-from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from sgl_ext.epp.messages import DESTINATION, FULL_DUPLEX_STREAMED, SERVICE
+from sgl_ext.epp.envoy_api import BODY_SEND_MODES
+from sgl_ext.epp.messages import DESTINATION, FULL_DUPLEX_STREAMED, NONE, SERVICE
 from sgl_ext.limits.elements import MAX_ELEMENTS
 from tests.balancer.conftest import Engine
 from tests.balancer.wire import until
 from tests.epp.conftest import Ask, Listen, Pick
 from tests.epp.gateway import CHAT, MESSAGES, Asked, running_picker
 
-HIDDEN = (FULL_DUPLEX_STREAMED, ProcessingMode.NONE)
+HIDDEN = (FULL_DUPLEX_STREAMED, NONE)
 RESPONSES = "/v1/responses"
 
 
@@ -134,10 +133,11 @@ async def test_a_conversation_leaves_its_engine_for_a_subset(pick: Pick, ask: As
     [
         (b"{", 400, "JSON"),
         (b"[" * 100_000, 400, "JSON"),
-        (b'{"messages": 1}', 400, "messages"),
+        (b'{"max_tokens": "many"}', 400, "max_tokens"),
         (orjson.dumps({"messages": [], "tools": [0] * 3000}), 400, "tools"),
-        (b'{"a": [' + b'"",' * MAX_ELEMENTS * 2 + b'""]}', 400, "elements"),
+        (b'{"a": [' + b'"",' * MAX_ELEMENTS * 2 + b'""]}', 400, "150000"),
     ],
+    ids=["no JSON", "deep", "a wrong type", "many tools", "many elements"],
 )
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
 async def test_a_hostile_body_gets_an_error_in_its_protocol(
@@ -218,14 +218,14 @@ async def test_trailers_end_a_request_and_an_answer(pick: Pick, ask: Ask) -> Non
     await asked.told()
     part = (await asked.told()).request_body.response.body_mutation.streamed_response
     assert (part.body, part.end_of_stream) == (body, False)
-    assert (await asked.told()).WhichOneof("response") == "request_trailers"
+    assert (await asked.told()).WhichOneof("message") == "request_trailers"
     await asked.answer_head()
     await asked.answer_body(b"{}", ends=False)
     await asked.answer_trailers()
-    assert (await asked.told()).WhichOneof("response") == "response_headers"
+    assert (await asked.told()).WhichOneof("message") == "response_headers"
     part = (await asked.told()).response_body.response.body_mutation.streamed_response
     assert (part.body, part.end_of_stream) == (b"{}", False)
-    assert (await asked.told()).WhichOneof("response") == "response_trailers"
+    assert (await asked.told()).WhichOneof("message") == "response_trailers"
     assert picker.in_flight == [0]
 
 
@@ -235,7 +235,7 @@ async def test_a_stream_passes_event_by_event_and_states_its_usage(pick: Pick, a
     await asked.request(talk("Hello", stream=True))
     await asked.answer_head(content_type="text/event-stream")
     await asked.answer_body(b'data: {"a": 1}\n\ndata: {"b"', ends=False)
-    assert (await asked.told()).WhichOneof("response") == "response_headers"
+    assert (await asked.told()).WhichOneof("message") == "response_headers"
     part = (await asked.told()).response_body.response.body_mutation.streamed_response
     assert part.body == b'data: {"a": 1}\n\n', "whole events alone are passed on"
     usage = {"prompt_tokens": 10, "completion_tokens": 3}
@@ -300,7 +300,7 @@ async def test_an_engines_own_error_passes(pick: Pick, ask: Ask) -> None:
     await asked.answer_head(503, x_reason="full")
     await asked.answer_body(b'{"error": 1}')
     message = await asked.told()
-    assert message.WhichOneof("response") == "response_headers"
+    assert message.WhichOneof("message") == "response_headers"
     assert await asked.whole("response_body") == b'{"error": 1}'
     assert picker.metric("requests", CHAT, 503) == 1
 
@@ -385,10 +385,10 @@ async def test_a_body_that_does_not_arrive_is_a_timeout(pick: Pick, ask: Ask) ->
     picker.balancer.sweep(asyncio.get_running_loop().time() + 90)
     assert (await asked.answered())[0] == 408
     # A stream without a head has no path, so it is ended.
+    await until(lambda: not picker.picker._streams)
     asked = ask(picker)
-    await asked.call.wait_for_connection()
-    await until(lambda: picker.picker._streams == 2)
-    picker.balancer.sweep(time.monotonic() + 900)
+    await until(lambda: picker.picker._streams)
+    picker.balancer.sweep(asyncio.get_running_loop().time() + 900)
     assert await asked.call.code() == grpc.StatusCode.ABORTED
 
 
@@ -405,16 +405,17 @@ async def test_more_streams_than_allowed_are_refused(pick: Pick, ask: Ask) -> No
 @pytest.mark.parametrize(
     ("modes", "word"),
     [
-        ((ProcessingMode.BUFFERED, FULL_DUPLEX_STREAMED), "request_body_mode is BUFFERED"),
-        ((FULL_DUPLEX_STREAMED, ProcessingMode.STREAMED), "response_body_mode is STREAMED"),
+        (("BUFFERED", "FULL_DUPLEX_STREAMED"), "request_body_mode is BUFFERED"),
+        (("FULL_DUPLEX_STREAMED", "STREAMED"), "response_body_mode is STREAMED"),
     ],
 )
 async def test_a_gateway_that_is_configured_wrongly_is_told_what_to_change(
-    pick: Pick, ask: Ask, modes: tuple[int, int], word: str
+    pick: Pick, ask: Ask, modes: tuple[str, str], word: str
 ) -> None:
     picker = await pick(Engine("one"))
     asked = ask(picker)
-    await asked.head(modes=modes)
+    request_mode, answer_mode = map(BODY_SEND_MODES.index, modes)
+    await asked.head(modes=(request_mode, answer_mode))
     status, _, error = await asked.answered()
     assert status == 500
     assert word in error["error"]["message"]
@@ -432,7 +433,7 @@ async def test_answers_that_are_not_shown_count_until_the_stream_ends(pick: Pick
     asked = ask(picker)
     await asked.request(talk("Hello", stream=True), modes=HIDDEN)
     await asked.answer_head(content_type="text/event-stream")
-    assert (await asked.told()).WhichOneof("response") == "response_headers"
+    assert (await asked.told()).WhichOneof("message") == "response_headers"
     (worker,) = picker.balancer.services.workers.all
     assert (worker.in_flight, worker.decoding) == (1, 1)
     await asked.call.done_writing()
@@ -476,7 +477,7 @@ async def test_a_get_is_picked_for_by_its_head(pick: Pick, ask: Ask) -> None:
     asked = ask(picker)
     await asked.head("/v1/models", method="GET", ends=True)
     message = await asked.told()
-    assert message.WhichOneof("response") == "request_headers"
+    assert message.WhichOneof("message") == "request_headers"
     await asked.answer_head()
     await asked.answer_body(b"{}")
     await asked.told()
@@ -486,9 +487,9 @@ async def test_a_get_is_picked_for_by_its_head(pick: Pick, ask: Ask) -> None:
 @pytest.mark.parametrize(
     ("head", "status"),
     [
-        ({"path": "/sgl_ext/workers", "method": "GET", "ends": True}, 404),
+        ({"path": "/sgl_ext/workers", "method": "GET", "ends": True}, 403),
         ({"path": "/metrics", "method": "GET", "ends": True}, 404),
-        ({"path": "/flush_cache"}, 404),
+        ({"path": "/flush_cache"}, 403),
         ({"path": "/unknown"}, 404),
         ({"path": RESPONSES, "method": "GET", "ends": True, "upgrade": "websocket"}, 501),
         ({"path": CHAT, "method": "PUT"}, 405),
