@@ -39,10 +39,9 @@ def configured(picker_port: int, engine_ports: Sequence[int], port: int | None =
 
 
 def listener_of(config: Config) -> Config:
-    """The one listener of a configuration."""
-    (listener,) = config["static_resources"]["listeners"]
-    found: Config = listener
-    return found
+    """The first listener of a configuration."""
+    listener: Config = config["static_resources"]["listeners"][0]
+    return listener
 
 
 def manager_of(config: Config) -> Config:
