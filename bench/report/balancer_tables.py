@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from bench.report.charts import DECISIONS, Figures, proxies, routers, size_of
-from bench.report.labels import OURS, label
+from bench.report.labels import label
 from bench.report.tables import Table, arms_table, look, named_table
 
 
@@ -105,30 +105,6 @@ def proxy(found: Figures) -> Iterator[Table]:
     if every.keys() - {"ours", "nginx"}:
         best = {"sgl-ext is the best of these routers in each column": ("first_in_every_column",)}
         yield named_table(found, best)
-
-
-_ARMS_OF_ENVOY = {
-    "direct": "Envoy alone",
-    "picked": f"{OURS} picks",
-    "hidden": f"{OURS} picks, answers not shown",
-}
-
-
-def epp(found: Figures) -> Iterator[Table]:
-    columns = {
-        "time of an answer p50, ms": "p50_ms",
-        "p99, ms": "p99_ms",
-        "requests per second": "rps",
-        "CPU of the picker, microseconds a request": "picker_cpu_us",
-        "of Envoy": "envoy_cpu_us",
-    }
-    for size, arms in found.items():
-        if isinstance(arms, Mapping):
-            rows = [
-                (label(name, _ARMS_OF_ENVOY), *(look(arms, name, key) for key in columns.values()))
-                for name in arms
-            ]
-            yield Table((f"body of {size_of(size)}", *columns), rows)
 
 
 def index(found: Figures) -> Iterator[Table]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -206,7 +205,7 @@ def proxies(found: Figures) -> dict[str, Figures]:
 
 def size_of(key: str) -> str:
     """`200kb` as a person writes it."""
-    return re.sub("([km]?)b$", lambda unit: f" {unit[1].upper()}B", key)
+    return key.replace("kb", " KB") if key.endswith("kb") else key.replace("b", " B")
 
 
 def _proxy_cost(found: Figures) -> Chart:

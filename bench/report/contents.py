@@ -167,15 +167,6 @@ SECTIONS = (
         "balancer.md",
     ),
     Section(
-        "epp",
-        "What an endpoint picker costs",
-        "One Envoy in front of two workers that answer at once: it chooses the worker itself, or "
-        "asks the picker, with answers that the picker sees or that Envoy sends on by itself. The "
-        "picker has a core of its own; Envoy, workers and load generator share another.",
-        balancer_tables.epp,
-        "gateways.md",
-    ),
-    Section(
         "index",
         "Time of a routing decision",
         "How long it takes to find which engines hold a prompt's prefix, and to choose one. "

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from sgl_ext_cpu.envoy import install_envoy
 from sgl_ext_cpu.node import FORKING
 
 from bench.judges import aiperf, guidellm
@@ -54,7 +53,6 @@ class Planned:
 INSTALLERS: Mapping[str, Callable[[], object]] = {
     "nginx": install_nginx,
     **{name: partial(install, name) for name in ROUTERS},
-    "envoy": install_envoy,
     "aiperf": aiperf.install,
     "guidellm": guidellm.install,
 }
@@ -80,7 +78,6 @@ STEPS = (
     Planned("routing_harnesses", 315, 5400, "bench.routing", ("--harnesses",), needs=ROUTERS),
     Planned("fanout", 65, 400, has_engines=True),
     Planned("header_strip", 145, 900, has_engines=True),
-    Planned("epp", 0, 600, needs=("envoy",)),
     Planned("tenant_probe", 0, 900, has_engines=True),
     Planned("misroute", 0, 600, has_engines=True),
     Planned("warm_turn", 225, 1200, has_engines=True),
