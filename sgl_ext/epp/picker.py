@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 # Of one message. Gateways send bodies in parts of what they read at once.
 _MAX_MESSAGE_BYTES = 4 * 1024 * 1024
+# Of a body that a gateway may send before it is read, so that a large one need not wait.
+_WINDOW_BYTES = 1024 * 1024
 _HEALTH_INTERVAL_S = 0.5
 # For what is under way when everything has been answered.
 _LAST_WORDS_S = 1.0
@@ -45,6 +47,7 @@ class EndpointPicker:
         options = (
             ("grpc.so_reuseport", int(settings.processes > 1)),
             ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+            ("grpc.http2.lookahead_bytes", _WINDOW_BYTES),
         )
         self._server = server = grpc.aio.server(options=options)
         service, _, method = messages.METHOD.strip("/").partition("/")
