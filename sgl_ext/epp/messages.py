@@ -84,7 +84,7 @@ def served_by(request: Request) -> str:
     return str(fields[_LB].fields[_SERVED].string_value)
 
 
-# What it is told.
+# What the picker answers.
 
 
 def to_engine(destination: str, changed: Iterable[Header], removed: Sequence[bytes]) -> Response:
