@@ -11,7 +11,7 @@ SETUP_FILES := pyproject.toml hatch_build.py launch/cpu/pyproject.toml launch/cp
 UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 export UV_FIND_LINKS
 TORCH := $(if $(UV_FIND_LINKS),,--torch-backend=cpu)
-EXTRAS := engine,kubernetes,postgres,ray,redis,dev
+EXTRAS := engine,epp,kubernetes,postgres,ray,redis,dev
 # What there is of these decides what is installed, and so which stamp says that it is: torch is
 # built for CUDA or for the CPU alone. nvidia-smi that fails is an error of `make serve`, not a CPU.
 GPU := $(shell command -v nvidia-smi)

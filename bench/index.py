@@ -31,8 +31,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from sgl_ext_cpu.peers import install_package
+
 from bench.lib.index_side import BLOCK_TOKENS, BLOCKS
-from bench.lib.other_routers import install_package
 from bench.lib.script import Size, parser_of, require, run
 
 DYNAMO = "ai-dynamo-runtime"

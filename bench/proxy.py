@@ -25,21 +25,21 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import orjson
-from sgl_ext_cpu.node import free_port, is_healthy, running_balancer, running_process
+from sgl_ext_cpu.node import running_balancer
 
+from bench.lib.agent_request import agent_request
 from bench.lib.load import run_load
 from bench.lib.other_routers import install_nginx, running_peer
 from bench.lib.proxy_profile import profile
+from bench.lib.responding import cpu_s, running_responder
 from bench.lib.script import Size, parser_of, require, run
 from bench.lib.spread import Spread, spread
 
@@ -112,7 +112,7 @@ def compare(plan: Plan, names: Sequence[str]) -> dict[str, Any]:
     os.sched_setaffinity(0, _OTHER_CORE)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        worker = stack.enter_context(_running_responder(folder))
+        worker = stack.enter_context(running_responder(folder))
         proxies = [Proxy("direct", _port(worker), None)]
         for name in names:
             proxy = _started(stack, name, worker, folder)
@@ -127,7 +127,7 @@ def show_profile(plan: Plan) -> dict[str, Any]:
     total = compare(replace(plan, rounds=max(plan.rounds // 2, 1)), ["ours"])["ours"]
     profiles = {}
     for size, target in SIZES.items():
-        requests = [_request(session, target, stream=False) for session in range(_SESSIONS)]
+        requests = [agent_request(session, target, stream=False) for session in range(_SESSIONS)]
         steps = profile(requests, 10 * plan.requests if target < 10_000 else plan.requests)
         whole = total[size]["cpu_us_per_request"]["median"]
         steps["sockets and event loop"] = whole - sum(steps.values())
@@ -159,20 +159,11 @@ def _port(url: str) -> int:
     return int(url.rpartition(":")[2])
 
 
-@contextmanager
-def _running_responder(folder: Path) -> Iterator[str]:
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "bench.lib.responder", str(port)]
-    with running_process(command, folder / "responder.log", partial(is_healthy, url)):
-        yield url
-
-
 def _measure(proxies: list[Proxy], plan: Plan) -> dict[tuple[str, str], Figures]:
     figures: dict[tuple[str, str], Figures] = defaultdict(Figures)
     for size, target in SIZES.items():
-        whole = [_request(session, target, stream=False) for session in range(_SESSIONS)]
-        streamed = [_request(session, target, stream=True) for session in range(_SESSIONS)]
+        whole = [agent_request(session, target, stream=False) for session in range(_SESSIONS)]
+        streamed = [agent_request(session, target, stream=True) for session in range(_SESSIONS)]
         many = plan.requests if target < 10_000 else plan.requests // 4
         for number in range(-1, plan.rounds):
             turn = (number + 1) % len(proxies)
@@ -197,59 +188,15 @@ def _visit(proxy: Proxy, whole: list[bytes], streamed: list[bytes], many: int) -
 
 
 def _saturate(proxy: Proxy, prepared: list[bytes], count: int) -> tuple[list[float], list[float]]:
-    before = _cpu_s(proxy.pid)
+    before = cpu_s(proxy.pid)
     load = run_load(proxy.port, prepared, count, connections=_CONNECTIONS)
     require(not load.failed, "every request is answered", proxy=proxy.name, failed=load.failed)
-    return [count / load.span_s], [(_cpu_s(proxy.pid) - before) / count * 1e6]
-
-
-def _cpu_s(pid: int | None) -> float:
-    """CPU seconds of a process so far, all its threads, to the nanosecond."""
-    if pid is None:
-        return 0.0
-    # Linux's clock of another process: its id, inverted, above three bits that name the clock.
-    return time.clock_gettime((~pid << 3) | 2)
+    return [count / load.span_s], [(cpu_s(proxy.pid) - before) / count * 1e6]
 
 
 def _add(all_of: Figures, seen: Figures) -> None:
     for name, values in vars(seen).items():
         getattr(all_of, name).extend(values)
-
-
-def _request(session: int, size: int, *, stream: bool) -> bytes:
-    """A chat completion of an agent's session, of about `size` bytes."""
-    body: dict[str, Any] = {
-        "model": "bench",
-        "messages": [{"role": "system", "content": f"You are agent {session}. Be brief."}],
-        "tools": [_tool(number) for number in range(20 if size > 10_000 else 2)],
-        "max_tokens": 64,
-        "stream": stream,
-    }
-    if size < 1000:
-        del body["tools"]
-    turn = 0
-    while len(orjson.dumps(body)) < size:
-        turn += 1
-        text = f"Turn {turn} of session {session}. " + "The file says this and that. " * 60
-        role = "user" if turn % 2 else "assistant"
-        body["messages"].append({"role": role, "content": text[: max(20, min(1800, size // 4))]})
-    data = orjson.dumps(body)
-    head = (
-        b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\naccept: */*\r\n"
-        b"user-agent: bench/1\r\nauthorization: Bearer none\r\n"
-        b"content-type: application/json\r\ncontent-length: %d\r\n\r\n"
-    )
-    return head % len(data) + data
-
-
-def _tool(number: int) -> dict[str, Any]:
-    parameters = {
-        "type": "object",
-        "properties": {"path": {"type": "string", "description": "Where to look."}},
-        "required": ["path"],
-    }
-    function = {"name": f"tool_{number}", "description": "Reads.", "parameters": parameters}
-    return {"type": "function", "function": function}
 
 
 def _report(figures: dict[tuple[str, str], Figures], names: Sequence[str]) -> dict[str, Any]:

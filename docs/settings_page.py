@@ -34,6 +34,8 @@ The launcher gives each child its settings as JSON in the environment variable `
 No key is in there: `api-key` names the file or the variable that holds it.
 """
 _ABOUT = {
+    "picker": "For `python -m sgl_ext.epp` alone, which takes the flags of `[balancer]`, too: "
+    "[gateways.md](gateways.md).",
     "tenants": "A table for each tenant: `[tenants.NAME]`, or `--tenant NAME:weight=2,...`. "
     "See [tenants.md](tenants.md).",
     "hints": "A table for each tenant, model or harness whose requests get "
@@ -70,6 +72,8 @@ def _readers(name: str) -> str:
     if name in TABLES["tenants"]:
         return "balancer, engines"
     classes = {"balancer": BalancerSettings, "engines": EngineSettings}
+    if name in TABLES["picker"]:
+        return "picker"
     return ", ".join(who for who, cls in classes.items() if name in fields_of(cls)) or "launcher"
 
 

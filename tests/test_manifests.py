@@ -18,12 +18,13 @@ from sgl_ext_cpu.node import ROOT
 
 from sgl_ext.membership.slice_selector import SliceSelector
 from sgl_ext.settings.schema import VARIABLE, EngineSettings
-from sgl_ext.settings.sources import balancer_settings
+from sgl_ext.settings.sources import balancer_settings, picker_settings
 
 pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
 
 HOME = ROOT / "launch/kubernetes"
-OVERLAYS = ("base", "overlays/gpu", "overlays/leader-worker-set")
+POOL = "overlays/inference-pool"
+OVERLAYS = ("base", "overlays/gpu", "overlays/leader-worker-set", POOL)
 VERSIONS = (kubernetes_validate.utils.all_versions()[0], kubernetes_validate.latest_version())
 COMPONENT = "app.kubernetes.io/component"
 # What is used of a LeaderWorkerSet; its pods are validated by themselves.
@@ -48,6 +49,63 @@ LEADER_WORKER_SET = {
             },
         },
     },
+}
+
+# What is used of the Gateway API and its inference extension.
+PORT = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["number"],
+    "properties": {"number": {"type": "integer", "minimum": 1, "maximum": 65535}},
+}
+NAMED = {"type": "object", "required": ["name"]}
+INFERENCE_POOL = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["selector", "targetPorts", "endpointPickerRef"],
+    "properties": {
+        "selector": {
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["matchLabels"],
+            "properties": {"matchLabels": {"additionalProperties": {"type": "string"}}},
+        },
+        "targetPorts": {"type": "array", "minItems": 1, "maxItems": 8, "items": PORT},
+        "endpointPickerRef": {
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["name", "port"],
+            "properties": {
+                "name": {"type": "string"},
+                "port": PORT,
+                "failureMode": {"enum": ["FailOpen", "FailClose"]},
+            },
+        },
+    },
+}
+HTTP_ROUTE = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["parentRefs", "rules"],
+    "properties": {
+        "parentRefs": {"type": "array", "items": NAMED},
+        "rules": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "additionalProperties": False,
+                "properties": {
+                    "backendRefs": {"type": "array", "items": NAMED},
+                    "timeouts": {"properties": {"request": {"pattern": "^[0-9]+(ms|s|m|h)$"}}},
+                },
+            },
+        },
+    },
+}
+SPECS = {
+    "LeaderWorkerSet": LEADER_WORKER_SET,
+    "InferencePool": INFERENCE_POOL,
+    "HTTPRoute": HTTP_ROUTE,
 }
 
 
@@ -92,8 +150,8 @@ def test_every_object_is_what_kubernetes_takes(overlay: str, version: str) -> No
     pods = [{"apiVersion": "v1", "kind": "Pod", **template} for template in templates(overlay)]
     assert len(pods) >= 2
     for made in (*built(overlay), *pods):
-        if made["kind"] == "LeaderWorkerSet":
-            jsonschema.validate(made["spec"], LEADER_WORKER_SET)
+        if made["kind"] in SPECS:
+            jsonschema.validate(made["spec"], SPECS[made["kind"]])
         else:
             kubernetes_validate.validate(made, version, strict=True)
 
@@ -109,7 +167,7 @@ def test_a_balancer_starts_with_its_arguments_and_finds_the_engines_service(
         for word in container(balancer)["args"]
     ]
     argv = [word.replace("/etc/sgl-ext/api-key", str(tmp_path / "secret")) for word in argv]
-    settings = balancer_settings(argv)
+    settings = picker_settings(argv) if overlay == POOL else balancer_settings(argv)
     (source,) = settings.workers_from
     selector = SliceSelector.parse(source.removeprefix("kubernetes:"))
     service = find(overlay, "Service", selector.labels.partition("=")[2])
@@ -172,9 +230,32 @@ def test_only_balancers_reach_engines(overlay: str) -> None:
         for rule in policy["ingress"]
         for source in rule["from"]
     ]
+    if overlay == POOL:
+        assert sources.pop() == {"gateway.networking.k8s.io/gateway-name": "sgl-ext"}
     # The pods of an engine that is wider than a node reach each other.
     within = [{COMPONENT: "engine"}] if overlay.endswith("leader-worker-set") else []
     assert sources == [{COMPONENT: "balancer"}, *within]
+
+
+def test_a_gateway_finds_the_engines_and_their_picker() -> None:
+    pool = find(POOL, "InferencePool", "engines")["spec"]
+    (engine,) = (one for one in templates(POOL) if component(one) == "engine")
+    assert pool["selector"]["matchLabels"].items() <= engine["metadata"]["labels"].items()
+    (port,) = pool["targetPorts"]
+    assert port["number"] == container(engine)["ports"][0]["containerPort"]
+    reference = pool["endpointPickerRef"]
+    service = find(POOL, "Service", reference["name"])["spec"]
+    (grpc,) = (each for each in service["ports"] if each["port"] == reference["port"]["number"])
+    (picker,) = (one for one in templates(POOL) if component(one) == "balancer")
+    ports = {each["name"]: each["containerPort"] for each in container(picker)["ports"]}
+    argv = [word for word in container(picker)["args"] if "/etc/" not in word]
+    settings = picker_settings(argv)
+    assert ports[grpc["targetPort"]] == settings.picker_port
+    assert settings.picker_host == "0.0.0.0"
+    assert container(picker)["command"][-2:] == ["-m", "sgl_ext.epp"]
+    (rule,) = find(POOL, "HTTPRoute", "engines")["spec"]["rules"]
+    (backend,) = rule["backendRefs"]
+    assert (backend["kind"], backend["name"]) == ("InferencePool", "engines")
 
 
 def test_only_leaders_of_groups_are_engines_to_balancers() -> None:

@@ -8,8 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from sgl_ext_cpu.peers import install_package
+
 from bench.judges.judged import Judged, Load, Setting, run_command
-from bench.lib.other_routers import install_package
 
 VERSION = "0.13.0"
 

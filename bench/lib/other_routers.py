@@ -10,7 +10,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,9 +19,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 import requests
-from sgl_ext_cpu.node import ROOT, RunningServer, free_port, running_process
-
-_CACHE = ROOT / ".models" / "peers"
+from sgl_ext_cpu.node import RunningServer, free_port, running_process
+from sgl_ext_cpu.peers import install_package, run
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,24 +52,6 @@ def install(name: str) -> Path:
     return install_package(name, _ROUTERS[name].version)
 
 
-def install_package(name: str, version: str, *beside: str) -> Path:
-    """The Python of an environment of its own that holds a package, made once a checkout.
-
-    `beside` are requirements that are installed with it.
-    Raises RuntimeError with the installer's output if that fails.
-    """
-    folder = _CACHE / f"{name}-{version}"
-    python = folder / "bin" / "python"
-    if (folder / "installed").exists():
-        return python
-    _CACHE.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
-    _run([sys.executable, "-m", "venv", str(folder)])
-    _run([str(python), "-m", "pip", "install", "--quiet", f"{name}=={version}", *beside])
-    (folder / "installed").touch()
-    return python
-
-
 def install_nginx() -> None:
     """Installs the system's nginx where it is missing, without starting it.
 
@@ -81,7 +61,7 @@ def install_nginx() -> None:
         return
     if os.geteuid() or shutil.which("apt-get") is None:
         raise RuntimeError("nginx is not on PATH, and only root can install it, with apt-get")
-    _run(["apt-get", "update", "-qq"])
+    run(["apt-get", "update", "-qq"])
     # Debian's package starts what it installs unless this says no.
     policy = Path("/usr/sbin/policy-rc.d")
     had_policy = policy.exists()
@@ -89,7 +69,7 @@ def install_nginx() -> None:
         policy.write_text("#!/bin/sh\nexit 101\n")
         policy.chmod(0o755)
     try:
-        _run(["apt-get", "install", "-y", "-qq", "--no-install-recommends", "nginx-light"])
+        run(["apt-get", "install", "-y", "-qq", "--no-install-recommends", "nginx-light"])
     finally:
         if not had_policy:
             policy.unlink()
@@ -216,9 +196,3 @@ def _ready(name: str, url: str, workers: int) -> bool:
         return answer.ok and answer.json()["healthy_workers"] == workers
     except requests.RequestException:
         return False
-
-
-def _run(command: Sequence[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")

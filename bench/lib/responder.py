@@ -4,7 +4,8 @@
 
 It speaks enough of SGLang's API for routers to take it for one. A chat
 completion is answered at once, streamed if its body says so: the head, then
-ten events, each in a packet of its own as an engine sends them.
+ten events, each in a packet of its own as an engine sends them. A body comes
+with its length, or in chunks.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ def _event(number: int) -> bytes:
 _ANSWERS = {path: _answer(b"200 OK", body) for path, body in _PAGES.items()}
 WHOLE = _answer(b"200 OK", _COMPLETION)
 _UNKNOWN = _answer(b"404 Not Found", b'{"error": "unknown"}')
+_LAST_CHUNK = b"\r\n0\r\n\r\n"
 _STREAMS = b'"stream":true'
 _STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
@@ -92,6 +94,7 @@ class Responder(asyncio.Protocol):
     def __init__(self) -> None:
         self._head = b""
         self._left = 0
+        self._in_chunks = False
         self._stream = False
         self._tail = b""
 
@@ -100,7 +103,7 @@ class Responder(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        if not self._left:
+        if not self._left and not self._in_chunks:
             data = self._head + data
             end = data.find(b"\r\n\r\n")
             if end < 0:
@@ -110,7 +113,11 @@ class Responder(asyncio.Protocol):
         else:
             self._left -= len(data)
             self._note_stream(data)
-        if not self._left:
+        if self._in_chunks:
+            # No JSON ends like the last chunk.
+            self._in_chunks = not self._tail.endswith(_LAST_CHUNK)
+            self._left = 0
+        if not self._left and not self._in_chunks:
             self._respond()
 
     def _start(self, head: bytes, body: bytes) -> None:
@@ -120,13 +127,14 @@ class Responder(asyncio.Protocol):
         at = lower.find(b"\r\ncontent-length:")
         size = int(lower[at + 17 :].partition(b"\r\n")[0]) if at >= 0 else 0
         self._left = size - len(body)
+        self._in_chunks = b"\r\ntransfer-encoding: chunked" in lower
         self._stream = False
         self._tail = b""
         self._note_stream(body)
 
     def _note_stream(self, data: bytes) -> None:
         self._stream = self._stream or _STREAMS in self._tail + data[:32] or _STREAMS in data
-        self._tail = data[-32:]
+        self._tail = (self._tail + data[-32:])[-32:]
 
     def _respond(self) -> None:
         if self._target != b"/v1/chat/completions":

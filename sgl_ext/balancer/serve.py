@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import uvloop
 
@@ -34,11 +35,31 @@ from sgl_ext.version import versions
 log = logging.getLogger(__name__)
 
 
+class Front(Protocol):
+    """Another way by which requests reach a balancer, beside its own port."""
+
+    async def start(self) -> None: ...
+    async def stop(self) -> None: ...
+
+
+S = TypeVar("S", bound=BalancerSettings)
+MakeFront = Callable[[Balancer, S], Front]
+
+
 def main(argv: list[str]) -> None:
     """Serves until SIGTERM or SIGINT, then lets running requests finish, unless a second one comes.
     Raises SystemExit."""
+    serve(argv, balancer_settings)
+
+
+def serve(
+    argv: list[str],
+    settings_of: Callable[[list[str]], S],
+    make_front: MakeFront[S] | None = None,
+) -> None:
+    """As `main`. settings_of: reads a command line. make_front: called in each process."""
     try:
-        config = balancer_settings(argv)
+        config = settings_of(argv)
         write_logs("balancer", config.log_format, config.log_level)
         log.info("starting", extra=versions()._asdict())
         log.info("settings other than the defaults", extra=changed(config))
@@ -54,26 +75,29 @@ def main(argv: list[str]) -> None:
             require_free(config.host, config.port)
     except (SettingsError, StoreUnusable) as error:
         raise SystemExit(f"sgl-ext balancer: {error}") from None
-    read = partial(balancer_settings, argv) if names_file(argv) else None
+    read = partial(settings_of, argv) if names_file(argv) else None
+    serve_one = partial(_serve, config, sources, make_front, read)
     if config.processes == 1:
-        uvloop.run(_serve(config, sources, read=read))
+        uvloop.run(serve_one())
     else:
         run(
             config.processes,
             config.index_segments,
-            lambda group, folder: uvloop.run(_serve(config, sources, group, folder, read)),
+            lambda group, folder: uvloop.run(serve_one(group, folder)),
         )
 
 
 async def _serve(
-    config: BalancerSettings,
+    config: S,
     sources: Sequence[Membership],
+    make_front: MakeFront[S] | None,
+    read: Callable[[], S] | None,
     group: PeerGroup | None = None,
     folder: Path | None = None,
-    read: Callable[[], BalancerSettings] | None = None,
 ) -> None:
     stop = asyncio.Event()
     balancer = Balancer(config, group, folder, sources=sources, read=read)
+    front = None if make_front is None else make_front(balancer, config)
     reloading: set[asyncio.Task[None]] = set()
 
     def signalled() -> None:
@@ -101,9 +125,13 @@ async def _serve(
         raise SystemExit(f"sgl-ext balancer: port={config.port}: {error.strerror}") from None
     on_hangup(partial(asyncio.get_running_loop().call_soon_threadsafe, reload))
     log.info("listening", extra={"url": f"http://{reachable(config.host, config.port)}"})
+    if front is not None:
+        await front.start()
     await stop.wait()
     log.info("draining for up to %g s; a second signal ends at once", config.drain_s)
     await balancer.stop()
+    if front is not None:
+        await front.stop()
 
 
 if __name__ == "__main__":

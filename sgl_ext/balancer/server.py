@@ -25,6 +25,7 @@ from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.parts import Parts
 from sgl_ext.balancer.relay.exchange import Exchange
 from sgl_ext.balancer.relay.responses_socket import SocketHandshake
+from sgl_ext.balancer.relay.services import Services
 from sgl_ext.limits.byte_account import ByteAccount
 from sgl_ext.limits.stall import StallMonitor
 from sgl_ext.membership.member import Membership
@@ -129,6 +130,16 @@ class Balancer:
             backlog=_BACKLOG,
             reuse_port=self._shares_port,
         )
+
+    @property
+    def services(self) -> Services:
+        """What its requests use. It exists from `start` on."""
+        return self._services
+
+    @property
+    def heads(self) -> RequestHeadCache:
+        """Reads the heads of its requests, and checks their keys."""
+        return self._heads
 
     @property
     def port(self) -> int:

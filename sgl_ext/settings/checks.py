@@ -1,6 +1,7 @@
 """Rules for settings that no single field's range can state: relations, files and secrets."""
 
 from collections.abc import Iterator, Mapping
+from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -11,6 +12,7 @@ from sgl_ext.settings.engine_secret import EngineSecret, is_reachable
 from sgl_ext.settings.schema import (
     BalancerSettings,
     LaunchSettings,
+    PickerSettings,
     SettingsError,
 )
 from sgl_ext.settings.secret_source import read_source
@@ -45,6 +47,12 @@ def check_balancer(settings: BalancerSettings, names: Mapping[str, str] = {}) ->
     EngineSecret(settings.engine_secret)
 
 
+def check_picker(settings: PickerSettings, names: Mapping[str, str] = {}) -> None:
+    """Raises SettingsError for the first rule that a picker's settings break."""
+    check_balancer(settings, names)
+    _raise_first(_picker_problems(settings), names)
+
+
 def _raise_first(problems: Iterator[_Problem], names: Mapping[str, str]) -> None:
     for name, value, problem in problems:
         raise SettingsError(f"{names.get(name, name)}={value!r}: {problem}")
@@ -62,6 +70,24 @@ def _balancer_problems(settings: BalancerSettings) -> Iterator[_Problem]:
             read_keys(Path(settings.keys))
         except KeysError as error:
             yield "keys", settings.keys, str(error)
+
+
+def _picker_problems(settings: PickerSettings) -> Iterator[_Problem]:
+    cert, key = settings.picker_tls_cert, settings.picker_tls_key
+    if (cert is None) is not (key is None):
+        yield "picker_tls_cert", cert, "needs picker-tls-key, and the other way round"
+    for name, path in (("picker_tls_cert", cert), ("picker_tls_key", key)):
+        if path is not None and not Path(path).is_file():
+            yield name, path, "there is no such file"
+    if settings.picker_port == settings.port:
+        yield "picker_port", settings.picker_port, "is the port of HTTP, too"
+    for url in settings.workers:
+        if address_of(url) is None:
+            yield (
+                "workers",
+                url,
+                "a gateway reaches engines by address: give one in place of a name",
+            )
 
 
 def _launch_problems(settings: LaunchSettings) -> Iterator[_Problem]:
@@ -125,6 +151,17 @@ def is_worker_url(url: str) -> bool:
         return False
     extra = parts.path or parts.query or parts.fragment or parts.username
     return has_port and parts.scheme == "http" and bool(parts.hostname) and not extra
+
+
+def address_of(url: str) -> str | None:
+    """The address in a worker's URL, IP:PORT, as gateways know it; None if it has a name."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    try:
+        version = ip_address(host).version
+    except ValueError:
+        return None
+    return f"[{host}]:{parts.port or 80}" if version == 6 else f"{host}:{parts.port or 80}"
 
 
 def worker_url_problem(url: str) -> str:

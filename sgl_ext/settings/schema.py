@@ -252,6 +252,21 @@ class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
         return self.keys is not None if is_auto else self.tenant_isolation == "on"
 
 
+class PickerSettings(BalancerSettings, frozen=True, kw_only=True):
+    """Of a balancer that a gateway asks where each request goes, too."""
+
+    picker_host: Annotated[Text, OPENED, "Address that a gateway asks at."] = "127.0.0.1"
+    picker_port: Annotated[Port, OPENED, "Port that a gateway asks at, by gRPC: gateways.md."] = (
+        9002
+    )
+    picker_tls_cert: Annotated[
+        File | None, OPENED, "Certificate chain of that port, in PEM; without it: no TLS."
+    ] = None
+    picker_tls_key: Annotated[File | None, OPENED, "Private key of that certificate, in PEM."] = (
+        None
+    )
+
+
 class EngineSettings(RequestSettings, frozen=True, kw_only=True):
     keep_tools: Annotated[
         bool, "Keep tools that tool_choice forbids in the prompt: clients.md."

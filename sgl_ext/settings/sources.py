@@ -9,13 +9,13 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import structs
 
 from sgl_ext.recipes.catalog import settings_file
 from sgl_ext.requests.client_facts import HARNESSES
-from sgl_ext.settings.checks import check_balancer, check_launch
+from sgl_ext.settings.checks import check_balancer, check_launch, check_picker
 from sgl_ext.settings.fields import Field, fields_of
 from sgl_ext.settings.schema import (
     HINTED,
@@ -23,11 +23,13 @@ from sgl_ext.settings.schema import (
     DefaultHint,
     EngineSettings,
     LaunchSettings,
+    PickerSettings,
     Settings,
     SettingsError,
     Tenant,
 )
 
+B = TypeVar("B", bound=BalancerSettings)
 _BALANCER, _ENGINE = fields_of(BalancerSettings), fields_of(EngineSettings)
 TABLES: Mapping[str, Mapping[str, Field]] = {
     "launch": {
@@ -35,6 +37,7 @@ TABLES: Mapping[str, Mapping[str, Field]] = {
         **{name: field for name, field in _ENGINE.items() if name not in _BALANCER},
     },
     "balancer": {name: field for name, field in _BALANCER.items() if name != "workers"},
+    "picker": {n: field for n, field in fields_of(PickerSettings).items() if n not in _BALANCER},
     "tenants": {name: field for name, field in fields_of(Tenant).items() if name != "name"},
     "hints": {n: field for n, field in fields_of(DefaultHint).items() if n not in ("of", "name")},
     "engine": {},
@@ -78,15 +81,31 @@ def balancer_settings(argv: Sequence[str]) -> BalancerSettings:
     """The balancer's settings: its flags, over its file and what a launcher gave it. Of a file for
     a whole node only the balancer's tables count. Raises SettingsError."""
     parser = _parser("python -m sgl_ext.balancer.serve", "Serve in front of engines.")
+    settings, names = _read(argv, parser, BalancerSettings)
+    check_balancer(settings, names)
+    return settings
+
+
+def picker_settings(argv: Sequence[str]) -> PickerSettings:
+    """The settings of a balancer that a gateway asks, as `balancer_settings`."""
+    parser = _parser("python -m sgl_ext.epp", "Tell a gateway where each request goes.")
+    settings, names = _read(argv, parser, PickerSettings)
+    check_picker(settings, names)
+    return settings
+
+
+def _read(
+    argv: Sequence[str], parser: argparse.ArgumentParser, cls: type[B]
+) -> tuple[B, Mapping[str, str]]:
+    """The settings, and what an error calls each of them."""
     parser.add_argument("--config", metavar="FILE", help="TOML file. Flags win over it.")
-    _add_flags(parser, _BALANCER)
+    fields = fields_of(cls)
+    _add_flags(parser, fields)
     flags, given = vars(parser.parse_args(argv)), _Given()
     given.read_file(flags.pop("config", None))
-    given.read_flags(flags, _BALANCER)
-    base = BalancerSettings.from_environment()
-    settings = structs.replace(base, **given.values_of(BalancerSettings))
-    check_balancer(settings, given.names)
-    return settings
+    given.read_flags(flags, fields)
+    base = cls.from_environment()
+    return structs.replace(base, **given.values_of(cls)), given.names
 
 
 def launch_flags() -> list[str]:

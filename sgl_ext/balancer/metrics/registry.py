@@ -280,6 +280,14 @@ class Metrics(Page):
             "websocket_turns_forgotten",
             "Times that a WebSocket's remembered turns were dropped because they were too large.",
         )
+        self.gateway_streams = gauge(
+            "gateway_streams", "Requests for which a gateway has a stream to the endpoint picker."
+        )
+        self.gateway_faults = counter(
+            "gateway_faults{fault}",
+            "What went wrong between a gateway and the endpoint picker: no answer, a "
+            "configuration that cannot be served, unexpected and unsent messages.",
+        )
         self.stall_s = histogram(
             "event_loop_stall_seconds{clock}",
             "Time that the event loop stood still, by the wall clock, "
@@ -319,6 +327,10 @@ class Metrics(Page):
     def socket_closed(self, reason: str) -> None:
         """Counts a WebSocket that the balancer ended."""
         self.sockets_closed.counts[(reason,)] += 1
+
+    def gateway_fault(self, fault: str) -> None:
+        """Counts what went wrong between a gateway and the endpoint picker."""
+        self.gateway_faults.counts[(fault,)] += 1
 
     def store_failed(self, _: str) -> None:
         """Counts a read or write of the store of responses and contexts that failed."""

@@ -22,7 +22,7 @@ from sgl_ext.balancer.conversations.connection_turns import LaneTurns
 from sgl_ext.balancer.http.interfaces import Client
 from sgl_ext.balancer.http.request_reader import Request
 from sgl_ext.balancer.http.response_head import ResponseHead
-from sgl_ext.balancer.http.upstream import UpstreamConnection
+from sgl_ext.balancer.http.upstream import Upstream
 from sgl_ext.balancer.relay.prefill_leg import PrefillLeg, hand_over_line
 from sgl_ext.balancer.relay.services import Services
 from sgl_ext.balancer.reporting.request_spans import RequestSpans
@@ -57,7 +57,7 @@ class Delivery(ABC):
 
     # How a request begins. Most requests change few of these.
     _stage = BEFORE_FIRST_BYTE
-    _connection: UpstreamConnection | None = None
+    _connection: Upstream | None = None
     _connecting: asyncio.Task[None] | None = None
     _attempt: Attempt | None = None
     _leg: PrefillLeg | None = None
@@ -167,9 +167,13 @@ class Delivery(ABC):
             self._services.metrics.queue_s.observe(self._wait_reason, self._queued_s)
             if self._spans is not None:
                 self._spans.connects(self._wait_reason)
-        self._connecting = self._pool.lease(self)
+        self._connecting = self._lease()
 
-    def connected(self, connection: UpstreamConnection) -> None:
+    def _lease(self) -> asyncio.Task[None] | None:
+        """Calls `connected` now, or returns the task that does."""
+        return self._pool.lease(self)
+
+    def connected(self, connection: Upstream) -> None:
         """Sends the request."""
         self._connecting = None
         self._connection = connection
@@ -285,7 +289,7 @@ class Delivery(ABC):
             self._spans.upstream_ended(reason)
         self._release(by_worker=by_worker, answered=answered)
         self._forget_response()
-        untried = self._services.router.any_available(besides=self.tried)
+        untried = self._services.router.any_available(self.tried, self.routing.only)
         if self._head.route is None:
             self._answer_error(internal_error())
         elif self._lost >= MAX_LOST:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from sgl_ext.balancer.http.connection_pool import ConnectionPool
 from sgl_ext.balancer.http.response_head import ResponseHead
-from sgl_ext.balancer.http.upstream import UpstreamConnection
+from sgl_ext.balancer.http.upstream import Upstream
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.requests.session import BOOTSTRAP_HEADER
 
@@ -49,7 +49,7 @@ class PrefillLeg:
         self._body = body
         self._failed = failed
         self._status = 0
-        self._connection: UpstreamConnection | None = None
+        self._connection: Upstream | None = None
         self._connecting = pool.lease(self)
 
     def abort(self) -> None:
@@ -60,7 +60,7 @@ class PrefillLeg:
             self._connecting.cancel()
         self._connection = self._connecting = None
 
-    def connected(self, connection: UpstreamConnection) -> None:
+    def connected(self, connection: Upstream) -> None:
         self._connecting, self._connection = None, connection
         connection.send(self, self._lines, self._body, "POST")
 

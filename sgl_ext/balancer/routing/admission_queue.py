@@ -99,7 +99,7 @@ class AdmissionQueue:
             if attempt is not None:
                 request.placed(attempt)
                 return True
-        if not self.router.may_wait():
+        if not self.router.may_wait(routing.only):
             request.rejected(no_engine())
             return True
         now_s = self.clock()
@@ -142,7 +142,8 @@ class AdmissionQueue:
             request = entry.item
             if request is None:
                 continue
-            if is_futile:
+            only = request.routing.only
+            if is_futile or (only is not None and not self.router.may_wait(only)):
                 self._queue.remove(request)
                 request.rejected(no_engine())
             elif entry.waiting.arrived_s + self.timeout_s <= now_s:
@@ -172,7 +173,7 @@ class AdmissionQueue:
             if request is None:  # removed while others were placed
                 continue
             routing = request.routing
-            takes_any_worker = routing.runs and not request.tried
+            takes_any_worker = routing.runs and not request.tried and routing.only is None
             tenant, priority = routing.tenant, routing.priority
             if takes_any_worker and any(priority <= full.get(key, _NONE) for key in (tenant, _ALL)):
                 continue

@@ -35,6 +35,7 @@ class RoutingRequest(msgspec.Struct, frozen=True, gc=False):
     runs: whether the engine's scheduler runs it, so that it needs capacity there.
     warms: whether it is prefilled ahead, when the engine is idle: it is no load, and no request
         waits for its prefix.
+    only: the URLs of the engines that it may go to; None: any.
     """
 
     chain: Chain
@@ -47,6 +48,7 @@ class RoutingRequest(msgspec.Struct, frozen=True, gc=False):
     tenant: str = ""
     runs: bool = True
     warms: bool = False
+    only: frozenset[str] | None = None
 
 
 NO_ROUTING = RoutingRequest(Chain(), None, 0, 0, runs=False)

@@ -11,10 +11,15 @@ from sgl_ext.balancer.routing.workers import Workers
 _NO_PREFIX = HeldBySlot()
 
 
+def allowed(workers: list[Worker], only: frozenset[str] | None) -> list[Worker]:
+    """Those of the workers whose URL is in `only`; all for None."""
+    return workers if only is None else [w for w in workers if w.url in only]
+
+
 class Candidates:
-    """The available workers, without those tried if there are others. Without a decode engine that
-    has capacity, a prefill engine is none. To ask for one worker does not visit all, unless some
-    were tried or engines have roles.
+    """The available workers that the request may go to, without those tried if there are others.
+    Without a decode engine that has capacity, a prefill engine is none. To ask for one worker does
+    not visit all, unless some were tried or excluded, or engines have roles.
 
     worker_limit: how many requests may be in flight at a worker in any case.
     threshold: by how much a request's priority must exceed another's to preempt it.
@@ -36,14 +41,15 @@ class Candidates:
         self._needs_decoder = workers.has_roles and routing.runs
 
     def __contains__(self, worker: Worker | None) -> bool:
-        if self._tried or self._workers.has_roles:
+        if self._tried or self._workers.has_roles or self._routing.only is not None:
             return worker in self.all
         return worker is not None and worker.is_available
 
     @cached_property
     def all(self) -> list[Worker]:
         """All of them."""
-        found = [w for w in self._workers.all if w.is_available]
+        found = allowed(self._workers.all, self._routing.only)
+        found = [w for w in found if w.is_available]
         if self._workers.has_roles:
             found = [w for w in found if w.role != DECODE]
         if self._tried:
@@ -59,6 +65,7 @@ class Candidates:
         if not self._needs_decoder:
             return None
         decoders = [w for w in self._workers.all if w.role == DECODE and w.is_available]
+        decoders = allowed(decoders, self._routing.only)
         able = [w for w in decoders if self.has_capacity(w, _NO_PREFIX)]
         able = [w for w in able if w not in self._tried] or able
         return min(able, key=lambda w: (w.in_flight + w.peer_load.in_flight, w.id), default=None)

@@ -25,7 +25,7 @@ from scheduler.placement import (
 )
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempts import FOLLOW_TOKENS, Attempt, Attempts, RoutingRequest
-from sgl_ext.balancer.routing.candidates import Candidates
+from sgl_ext.balancer.routing.candidates import Candidates, allowed
 from sgl_ext.balancer.routing.prefixes import HeldBySlot, Prefixes, host_tokens
 from sgl_ext.balancer.routing.prompt import Prompt, read_prompt
 from sgl_ext.balancer.routing.worker import DECODE, Worker
@@ -157,6 +157,14 @@ class Router:
         found = held.of(worker)
         return found.expected_tokens + found.host_tokens
 
+    def take_over(self, attempt: Attempt, worker: Worker) -> Attempt:
+        """Ends an attempt whose worker failed, and begins one on the worker that serves the
+        request in its place: somebody else chose it."""
+        self.attempts.fail(attempt, by_worker=True)
+        held = self.prefixes.lookup(attempt.routing.chain)
+        placement = Placement(worker.id, "moved")
+        return self.attempts.begin(attempt.routing, worker, placement, held.of(worker))
+
     def has_capacity_for(
         self, routing: RoutingRequest, tried: set[Worker], *, at_home: bool = False
     ) -> bool:
@@ -172,13 +180,19 @@ class Router:
             asked = [w for w in asked if home and w.slot == home[0]] or asked
         return any(candidates.has_capacity(w) for w in asked)
 
-    def any_available(self, besides: Collection[Worker] = ()) -> bool:
-        """Whether some worker takes requests, even if it has no capacity now."""
-        return can_answer(w for w in self.workers.all if w.is_available and w not in besides)
+    def any_available(
+        self, besides: Collection[Worker] = (), only: frozenset[str] | None = None
+    ) -> bool:
+        """Whether some worker takes requests, even if it has no capacity now.
 
-    def may_wait(self) -> bool:
-        """Whether a request that finds no worker now can wait for one."""
-        return can_answer(w for w in self.workers.all if w.is_available or w.is_expected)
+        only: as of a `RoutingRequest`."""
+        workers = allowed(self.workers.all, only)
+        return can_answer(w for w in workers if w.is_available and w not in besides)
+
+    def may_wait(self, only: frozenset[str] | None = None) -> bool:
+        """Whether a request that finds no worker now can wait for one. only: as above."""
+        workers = allowed(self.workers.all, only)
+        return can_answer(w for w in workers if w.is_available or w.is_expected)
 
     def capacity_changed(self) -> None:
         """An attempt has ended, or an engine or a peer has reported its load."""

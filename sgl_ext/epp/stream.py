@@ -1,0 +1,240 @@
+"""One stream of a gateway: its messages are read, and become a request that is picked for.
+
+    request head, body -> pick (an exchange) <-> gateway (its client, and its way to the engine)
+    answer head, body  -> gateway
+
+A stream has one request. To the balancer's server it is a connection, with the same deadlines.
+"""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
+from http import HTTPStatus
+
+from sgl_ext.balancer.http.request_reader import Request
+from sgl_ext.balancer.server import Balancer
+from sgl_ext.epp import messages
+from sgl_ext.epp.gateway import EnvoyGateway
+from sgl_ext.epp.heads import path_of, raw_head, values_of
+from sgl_ext.epp.messages import FULL_DUPLEX_STREAMED, NONE
+from sgl_ext.epp.outbox import Outbox
+from sgl_ext.epp.pick import Pick
+from sgl_ext.epp.request_body import RequestBody
+from sgl_ext.limits.bounds import HEAD_S, UNREAD_S, body_deadline_s
+from sgl_ext.limits.byte_account import Hold
+from sgl_ext.protocols.errors import BalancerError, shutting_down, too_many_connections
+
+_MODES = {
+    "request_body_mode": (FULL_DUPLEX_STREAMED,),
+    "response_body_mode": (FULL_DUPLEX_STREAMED, NONE),
+}
+
+
+class StreamAborted(Exception):
+    """The stream must end with an error, as the gateway can be told nothing better."""
+
+
+class GatewayStream:
+    """One stream. Create it in the task that runs it.
+
+    deadline: when `time_out` is due.
+    """
+
+    def __init__(
+        self,
+        balancer: Balancer,
+        max_body_bytes: int,
+        write: Callable[[messages.Response], Awaitable[None]],
+    ) -> None:
+        self._balancer = balancer
+        self._services = balancer.services
+        self._metrics = balancer.services.metrics
+        self._max_body_bytes = max_body_bytes
+        self._task = asyncio.current_task()
+        self._is_aborted = self._is_reading = False
+        self._is_read = asyncio.Event()
+        self._is_read.set()
+        self._outbox = Outbox(write, self._metrics)
+        self._gateway = EnvoyGateway(self._outbox, self._metrics, self.abort, self._reads)
+        self._path = ""
+        self._request: Request | None = None
+        self._body: RequestBody | None = None
+        self._body_began_s = 0.0
+        self._pick: Pick | None = None
+        self.deadline = balancer.now + HEAD_S
+        self._is_served = balancer.joined(self)
+
+    async def run(self, requests: AsyncIterator[messages.Request]) -> None:
+        """Takes the gateway's messages until the answer is complete. Raises StreamAborted."""
+        try:
+            await self._read(requests)
+            await self._outbox.emptied()
+            if self._is_aborted:
+                raise StreamAborted
+        finally:
+            self._close()
+
+    async def _read(self, requests: AsyncIterator[messages.Request]) -> None:
+        """Returns when the answer is complete, or the stream is aborted."""
+        self._is_reading = True
+        try:
+            async for message in requests:
+                self._is_reading = False
+                self._take(message)
+                if self._gateway.ended or self._is_aborted:
+                    return
+                self._is_reading = True
+                await self._is_read.wait()
+        except asyncio.CancelledError:
+            task = self._task
+            if self._is_reading or task is None or task.uncancel():
+                raise  # the gateway has left
+        finally:
+            self._is_reading = False
+
+    def _stop_reading(self) -> None:
+        """What the gateway may still say does not matter any more."""
+        if self._is_reading and self._task is not None:
+            self._is_reading = False
+            self._task.cancel()
+
+    def _close(self) -> None:
+        """The gateway sends and takes nothing any more."""
+        self._balancer.left(self)
+        self._outbox.close()
+        pick, gateway = self._pick, self._gateway
+        if pick is not None and not gateway.ended:
+            if gateway.is_passed:
+                pick.passed_to_end()
+            else:
+                pick.client_gone()
+        if self._request is not None:
+            self._request.hold.release()
+
+    def _take(self, message: messages.Request) -> None:
+        kind = messages.kind_of(message)
+        try:
+            if kind == "request_headers" and self._request is None:
+                self._take_head(message)
+            elif kind == "request_body" and self._body is not None:
+                self._take_body(self._body, message.request_body)
+            elif kind == "request_trailers" and self._body is not None:
+                self._gateway.has_trailers = True
+                self._end_body(self._body)
+            elif not self._take_answer(kind, message) and not self._gateway.ended:
+                # What was under way when the request was answered is no fault.
+                self._metrics.gateway_fault("unexpected message")
+        except BalancerError as error:
+            self._reject(error)
+
+    def _take_head(self, message: messages.Request) -> None:
+        headers = messages.headers_of(message.request_headers.headers)
+        self._path = path_of(headers)
+        head, length = self._balancer.heads.read(raw_head(headers))
+        hold = Hold(self._balancer.account, head.tenant)
+        request = self._request = Request(head, length, True, head.rejection, hold)
+        gateway = self._gateway
+        gateway.headers = values_of(headers)
+        gateway.has_body = not message.request_headers.end_of_stream
+        self._pick = pick = Pick(self._services, gateway, request, messages.subset_of(message))
+        self._outbox.on_room = pick.resume
+        request.rejection = request.rejection or self._objection(request, message)
+        if request.rejection is None and gateway.has_body:
+            self._body = RequestBody(request, self._max_body_bytes)
+            self._body_began_s = self._balancer.now
+            self.deadline = self._body_began_s + body_deadline_s(0)
+        else:
+            self._begin(pick)
+
+    def _objection(self, request: Request, message: messages.Request) -> BalancerError | None:
+        """Why this request cannot be served through a gateway, if it cannot."""
+        if not self._is_served:
+            return too_many_connections()
+        if self._balancer.draining:
+            return shutting_down()
+        modes = messages.modes_of(message)
+        self._gateway.shows_answers = modes[1] != NONE
+        for (name, allowed), mode in zip(_MODES.items(), modes, strict=True):
+            if mode not in allowed:
+                self._metrics.gateway_fault("configuration")
+                must = " or ".join(map(messages.mode_name, allowed))
+                told = f"The gateway's {name} is {messages.mode_name(mode)}, and must be {must}."
+                return BalancerError(HTTPStatus.INTERNAL_SERVER_ERROR, told)
+        head = request.head
+        if head.is_socket:
+            told = "A WebSocket cannot be opened through a gateway's endpoint picker."
+            return BalancerError(HTTPStatus.NOT_IMPLEMENTED, told)
+        if head.route is None and not head.path.startswith("/v1/"):
+            told = f"{head.method} {head.path}: only the endpoint picker's own port answers this."
+            return BalancerError(HTTPStatus.NOT_FOUND, told)
+        return None
+
+    def _take_body(self, body: RequestBody, part: messages.Request) -> None:
+        body.add(part.body)
+        if part.end_of_stream:
+            self._end_body(body)
+        else:
+            self.deadline = self._body_began_s + body_deadline_s(body.arrived_bytes)
+
+    def _end_body(self, body: RequestBody) -> None:
+        body.end()
+        assert self._pick is not None, "a body has a head"
+        self._begin(self._pick)
+
+    def _take_answer(self, kind: str, message: messages.Request) -> bool:
+        pick = self._pick
+        return pick is not None and self._gateway.take_answer(pick, kind, message)
+
+    def _begin(self, pick: Pick) -> None:
+        self._body = None
+        self.deadline = math.inf
+        pick.begin()
+
+    def _reject(self, error: BalancerError) -> None:
+        """Answers a request whose head or body cannot be accepted."""
+        pick, request = self._pick, self._request
+        if pick is None or request is None:
+            self._gateway.answer(*self._services.error_response(error, self._path))
+            return
+        request.body = b""
+        request.rejection = error
+        self._begin(pick)
+
+    def _reads(self, goes_on: bool) -> None:
+        """Whether the gateway's messages are read. If not, it has to take some of ours in time."""
+        if self._gateway.ended:
+            self._stop_reading()
+        elif goes_on:
+            self._is_read.set()
+        else:
+            self._is_read.clear()
+        is_under_way = goes_on and not self._gateway.ended
+        self.deadline = math.inf if is_under_way else self._balancer.now + UNREAD_S
+
+    # As the server's connection.
+
+    @property
+    def is_idle(self) -> bool:
+        """A stream is left when its request has ended, so none is idle."""
+        return False
+
+    def time_out(self) -> None:
+        """Ends the stream after its deadline. An incomplete request gets a 408."""
+        if self._body is None:
+            self.abort()
+        else:
+            message = "The request did not arrive in time."
+            self._reject(BalancerError(HTTPStatus.REQUEST_TIMEOUT, message))
+
+    def end(self) -> None:
+        """Ends the request with an error."""
+        if self._pick is None:
+            self.abort()
+        elif not self._gateway.ended:
+            self._pick.end()
+
+    def abort(self) -> None:
+        """Ends the stream at once. The gateway gets no more of what it has not taken."""
+        self._is_aborted = True
+        self._outbox.close()
+        self._stop_reading()
