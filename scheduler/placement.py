@@ -134,8 +134,13 @@ def stays(
     return "home" if longer <= LEAVE * max(saved, 0) else "moved"
 
 
-def place(request: PlacementRequest, workers: Sequence[WorkerView]) -> Placement | None:
-    """Chooses one of the workers; None if there are none."""
+def place(
+    request: PlacementRequest, workers: Sequence[WorkerView], mean_sessions: float | None = None
+) -> Placement | None:
+    """Chooses one of the workers; None if there are none.
+
+    mean_sessions: the mean of all workers' session tokens, if `workers` are only some of them.
+    """
     if not workers:
         return None
     reason = "new"
@@ -147,7 +152,7 @@ def place(request: PlacementRequest, workers: Sequence[WorkerView]) -> Placement
         reason = stays(request, home, most_saved, least_pending)
         if reason == "home":
             return Placement(home.name, reason)
-    scores = score_all(request, workers, is_new=reason != "moved")
+    scores = score_all(request, workers, mean_sessions, is_new=reason != "moved")
     # Whole tokens: balancers that add the same numbers in another order must see the same ties.
     costs = [round(score.cost) for score in scores]
     least = min(costs)
@@ -157,11 +162,30 @@ def place(request: PlacementRequest, workers: Sequence[WorkerView]) -> Placement
 
 
 def score_all(
-    request: PlacementRequest, workers: Sequence[WorkerView], *, is_new: bool
+    request: PlacementRequest,
+    workers: Sequence[WorkerView],
+    mean_sessions: float | None = None,
+    *,
+    is_new: bool,
 ) -> list[Score]:
-    """The request's cost on each of the workers. `is_new`: with the terms of a new session."""
-    mean = sum(view.session_tokens for view in workers) / len(workers) if workers else 0.0
+    """The request's cost on each of the workers. `is_new`: with the terms of a new session.
+    mean_sessions: as in `place`."""
+    mean = mean_sessions
+    if mean is None:
+        mean = sum(view.session_tokens for view in workers) / len(workers) if workers else 0.0
     return [_score(request, view, mean, is_new=is_new) for view in workers]
+
+
+def standing_cost(view: WorkerView, *, is_new: bool) -> float:
+    """What a request without a prompt would cost there, if the worker were warm."""
+    cost: float = view.pending_tokens + DECODE_TOKENS * view.decoding
+    if is_new:
+        cost += _recent_cost(view) + SESSION_SHARE * view.session_tokens
+    return cost
+
+
+def _recent_cost(view: WorkerView) -> float:
+    return RECENT * view.recent_tokens**2 / (view.recent_tokens + RECENT_FLOOR)
 
 
 def _score(request: PlacementRequest, view: WorkerView, mean: float, *, is_new: bool) -> Score:
@@ -173,7 +197,7 @@ def _score(request: PlacementRequest, view: WorkerView, mean: float, *, is_new: 
     if is_new:
         own = max(request.prompt_tokens, 1)
         share = min((view.session_tokens + own) / (mean + own), 1.0)
-        recent = RECENT * view.recent_tokens**2 / (view.recent_tokens + RECENT_FLOOR)
+        recent = _recent_cost(view)
         sessions = SESSION_SHARE * view.session_tokens
     cost = view.pending_tokens + (1 + DELAY * share) * (uncached + loaded)
     cost += decoding + recent + sessions

@@ -76,3 +76,4 @@ class OurRouter:
         held_by = self._router.workers.all[worker]
         held_by.apply_load({"pending_tokens": int(line.load.pending_tokens)}, now)
         self._router.attempts.confirm(held_by)
+        self._router.load_reported(held_by)
