@@ -12,6 +12,7 @@ from pathlib import Path
 
 import uvloop
 
+from radix.index_memory import segments_within
 from sgl_ext.balancer.cluster.peers import PeerGroup
 from sgl_ext.balancer.cluster.processes import run
 from sgl_ext.balancer.reporting.line_file import check_file
@@ -60,7 +61,7 @@ def main(argv: list[str]) -> None:
     else:
         run(
             config.processes,
-            config.index_segments,
+            segments_within(config.index_limit_bytes),
             lambda group, folder: uvloop.run(_serve(config, sources, group, folder, read)),
         )
 

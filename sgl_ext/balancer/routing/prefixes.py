@@ -194,8 +194,8 @@ class Prefixes:
 
     @property
     def unlisted(self) -> int:
-        """How often a group's index could not take a segment or all of its holders."""
-        return self.written.unlisted if isinstance(self.written, SharedIndex) else 0
+        """How often the index could not take a segment or its holders."""
+        return 0 if self.written is None else self.written.unlisted
 
     def sweep(self) -> None:
         """Call it periodically: where another process writes the index, no event confirms what is
