@@ -6,12 +6,15 @@ There is no admission queue: engines report no capacity, so each request is plac
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from random import Random
 
 from bench.lib.fleet import router_of
 from bench.sim.engine import Engine
-from bench.sim.virtual_time import Line
+from bench.sim.segments import Line, apply_line
 from bench.trace.calls import Call
+from radix.index import PrefixIndex
 from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest
 from sgl_ext.requests.session import session_key
 
@@ -20,16 +23,26 @@ SESSION_HEADER = "x-session-id"
 
 class OurRouter:
     """A router of so many workers. Without `events` they publish nothing, and it knows only what
-    it sent to them."""
+    it sent to them.
+
+    decisions_us: how long each decision took.
+    """
 
     def __init__(self, workers: int, *, events: bool = True) -> None:
         self._now_s = 0.0
-        self._router = router_of(workers, clock=lambda: self._now_s)
-        self._index = self._router.prefixes.written
+        self.router = router_of(workers, clock=lambda: self._now_s)
+        self.decisions_us: list[float] = []
+        index = self.router.prefixes.written
+        assert index is not None, "this process writes its index"
+        self.index: PrefixIndex = index
         self._events = events
-        for worker in self._router.workers.all:
+        for worker in self.router.workers.all:
             worker.publishes = events
         self._attempts: dict[tuple[int, int], Attempt] = {}
+
+    def share(self, index: PrefixIndex) -> None:
+        """Looks up in the index of another router, which gets the same events."""
+        self.index = self.router.prefixes.index = self.router.prefixes.written = index
 
     def __call__(self, call: Call, engines: Sequence[Engine], now: float) -> int:
         self._now_s = now
@@ -39,9 +52,11 @@ class OurRouter:
             chain,
             session_key(headers, {}, chain),
             chain.hashes[0],
-            self._router.prefixes.estimate_tokens(chain.ends[-1]),
+            self.router.prefixes.estimate_tokens(chain.ends[-1]),
         )
-        attempt = self._router.place(routing, set())
+        began_ns = time.perf_counter_ns()
+        attempt = self.router.place(routing, set())
+        self.decisions_us.append((time.perf_counter_ns() - began_ns) / 1000)
         assert attempt is not None, "engines report no capacity"
         self._attempts[call.agent, call.turn] = attempt
         return attempt.worker.slot
@@ -55,25 +70,84 @@ class OurRouter:
 
     def first_byte(self, call: Call, worker: int, now: float) -> None:
         self._now_s = now
-        self._router.attempts.prefill_done(self._attempts[call.agent, call.turn])
+        self.router.attempts.prefill_done(self._attempts[call.agent, call.turn])
 
     def end(self, call: Call, worker: int, now: float) -> None:
         self._now_s = now
-        self._router.attempts.succeed(self._attempts.pop((call.agent, call.turn)))
+        self.router.attempts.succeed(self._attempts.pop((call.agent, call.turn)))
 
     def event(self, worker: int, line: Line, now: float) -> None:
-        if not self._events:
-            return
+        if self._events:
+            apply_line(self.index, worker, line)
+            self.hear(worker, line, now)
+
+    def hear(self, worker: int, line: Line, now: float) -> None:
+        """Applies what a line says beside the index."""
         self._now_s = now
-        index, in_flight = self._index, self._router.prefixes.in_flight
-        assert index is not None, "this process writes its index"
+        in_flight = self.router.prefixes.in_flight
+        if line.cleared:
+            in_flight.forget_computed(worker)
         for segment in line.removed:
-            index.remove(worker, segment)
             in_flight.forget_segment(worker, segment)
-        for stored in line.stored:
-            if index.store(worker, stored.parent, stored.segment, stored.tokens):
+        if in_flight.expects(worker):
+            for stored in line.stored:
                 in_flight.confirm(worker, stored.segment)
-        held_by = self._router.workers.all[worker]
+        held_by = self.router.workers.all[worker]
         held_by.apply_load({"pending_tokens": int(line.load.pending_tokens)}, now)
-        self._router.attempts.confirm(held_by)
-        self._router.load_reported(held_by)
+        self.router.attempts.confirm(held_by)
+        self.router.load_reported(held_by)
+
+    def leave(self, worker: int, now: float) -> None:
+        self.router.workers.all[worker].draining = True
+
+    def join(self, worker: int, now: float) -> None:
+        """As a balancer that finds the engine started again: what it held is gone."""
+        self._now_s = now
+        returned = self.router.workers.all[worker]
+        self.router.workers.mark(returned, ready=False)
+        returned.draining = False
+        self.router.workers.mark(returned, ready=True)
+        returned.publishes = self._events
+
+
+class OurRouters:
+    """Balancers that share nothing but the engines. Each call comes to one of them by chance, so
+    each knows the others' requests only by what the engines publish."""
+
+    def __init__(self, workers: int, balancers: int) -> None:
+        self._balancers = [OurRouter(workers) for _ in range(balancers)]
+        self.index = self._balancers[0].index
+        for balancer in self._balancers:
+            balancer.share(self.index)  # they would all hold the same
+        self._random = Random(1)
+        self._of: dict[tuple[int, int], OurRouter] = {}
+
+    @property
+    def decisions_us(self) -> list[float]:
+        return [us for balancer in self._balancers for us in balancer.decisions_us]
+
+    def __call__(self, call: Call, engines: Sequence[Engine], now: float) -> int:
+        balancer = self._of[call.agent, call.turn] = self._random.choice(self._balancers)
+        return balancer(call, engines, now)
+
+    def waits(self, call: Call, submit: Callable[[], None]) -> bool:
+        return self._of[call.agent, call.turn].waits(call, submit)
+
+    def first_byte(self, call: Call, worker: int, now: float) -> None:
+        self._of[call.agent, call.turn].first_byte(call, worker, now)
+
+    def end(self, call: Call, worker: int, now: float) -> None:
+        self._of.pop((call.agent, call.turn)).end(call, worker, now)
+
+    def event(self, worker: int, line: Line, now: float) -> None:
+        apply_line(self.index, worker, line)
+        for balancer in self._balancers:
+            balancer.hear(worker, line, now)
+
+    def leave(self, worker: int, now: float) -> None:
+        for balancer in self._balancers:
+            balancer.leave(worker, now)
+
+    def join(self, worker: int, now: float) -> None:
+        for balancer in self._balancers:
+            balancer.join(worker, now)
