@@ -67,7 +67,7 @@ class PrefixIndex(Rows):
         self._free_sets: list[int] = []
 
     def holds(self, worker: int, segment: int) -> bool:
-        return self._mask(self._row(segment)) & self._bit(worker) != 0
+        return worker >= 0 and self._is_held(self._row(segment), worker)
 
     def matches(self, hashes: Sequence[int]) -> list[Match]:
         """Each worker's longest match with a chain of hashes, the deepest first: `matches_in`."""
@@ -89,30 +89,32 @@ class PrefixIndex(Rows):
         with another parent; if `worker` or `tokens` is out of range; or if the segment's own
         ancestors fill the whole index. False also if the table has no slot for it.
         """
-        bit = self._bit(worker)
-        above = NONE if parent is None else self._row(parent)
-        if not bit or not 0 <= tokens <= MAX_TOKENS:
+        if not 0 <= worker < self.most_workers or not 0 <= tokens <= MAX_TOKENS:
             return False
-        if parent is not None and not self._mask(above) & bit:
-            return False
+        above = NONE
+        if parent is not None:
+            above = self._row(parent)
+            if not self._is_held(above, worker):
+                return False
         row = self._row(segment)
         if row != NONE:
             if self._parent[row] != above:
                 return False
             self._use(row)
-        else:
-            self._use(above)
-            if len(self) >= self.limit_segments:
-                if self._newer[NONE] == above:
-                    return False
-                self._drop(self._newer[NONE])
-            row = self._add(segment, above)
-            if row == NONE:
+            self._tokens[row] = tokens
+            if not self._is_held(row, worker):
+                self._set_mask(row, self._mask(row) | 1 << worker)
+            return True
+        self._use(above)
+        if self._count >= self.limit_segments:
+            if self._newer[NONE] == above:
                 return False
+            self._drop(self._newer[NONE])
+        row = self._add(segment, above)
+        if row == NONE:
+            return False
         self._tokens[row] = tokens
-        mask = self._mask(row)
-        if not mask & bit:
-            self._set_mask(row, mask | bit)
+        self._holders[row] = worker + 1
         return True
 
     def store_chain(
@@ -143,11 +145,13 @@ class PrefixIndex(Rows):
     ) -> int:
         """Adds those after `begin` together, up to one that somebody holds or as many as there is
         room for; returns how many."""
-        bit, room = self._bit(worker), self.limit_segments - len(self)
-        if self._free or room <= 0 or not bit or self._row(halves[2 * begin + 1]):
+        room = self.limit_segments - self._count
+        if self._free or room <= 0 or not 0 <= worker < self.most_workers:
             return 0
         above = NONE if parent is None else self._row(parent)
-        if parent is not None and not self._mask(above) & bit:
+        if parent is not None and not self._is_held(above, worker):
+            return 0
+        if self._row(halves[2 * begin + 1]):
             return 0
         end = begin + room
         return self._grow(worker + 1, above, halves[2 * begin : 2 * end], tokens[begin:end])
@@ -155,31 +159,31 @@ class PrefixIndex(Rows):
     def extend(self, worker: int, segment: int) -> bool:
         """Records that `worker` holds a known segment and those above it; False if it is unknown or
         `worker` is out of range."""
-        bit, row = self._bit(worker), self._row(segment)
-        if not bit or row == NONE:
+        row = self._row(segment)
+        if not 0 <= worker < self.most_workers or row == NONE:
             return False
         missing: list[int] = []
-        while row != NONE and not self._mask(row) & bit:
+        while row != NONE and not self._is_held(row, worker):
             missing.append(row)
             row = self._parent[row]
         for row in reversed(missing):
-            self._set_mask(row, self._mask(row) | bit)
+            self._set_mask(row, self._mask(row) | 1 << worker)
         return True
 
     def remove(self, worker: int, segment: int) -> int:
         """Removes a worker from `segment` and everything below it; returns how many it lost."""
-        return self._take(self._bit(worker), [self._row(segment)])
+        return self._take(worker, [self._row(segment)])
 
     def clear(self, worker: int) -> int:
         """Removes a worker from all segments; returns how many it lost."""
-        return self._take(self._bit(worker), self._children(NONE))
+        return self._take(worker, self._children(NONE))
 
     def snapshot(self, worker: int) -> Iterator[tuple[int | None, int, int]]:
         """(parent, segment, tokens) of all segments that `worker` holds, parents first.
 
         Stored in this order in an empty index, they give the worker the same matches.
         """
-        parent, held = self._parent, self._rows_held(self._bit(worker), self._children(NONE))
+        parent, held = self._parent, self._held(worker, self._children(NONE))
         above = (self._whole(parent[row]) if parent[row] else None for row in held)
         tokens = (self._tokens[row] for row in held)
         return iter([*zip(above, map(self._whole, held), tokens, strict=True)])
@@ -192,7 +196,6 @@ class PrefixIndex(Rows):
         for row in order:
             assert self._mask(row) > 0
             assert parent[row] == NONE or self._mask(row) & ~self._mask(parent[row]) == 0
-        assert sorted(self._rows_held(-1, self._children(NONE))) == sorted(order)
         codes = [self._holders[row] for row in order]
         for number, mask in enumerate(self._sets):
             users = codes.count(MAX_WORKERS + 1 + number)
@@ -202,8 +205,11 @@ class PrefixIndex(Rows):
 
     # Workers and masks
 
-    def _bit(self, worker: int) -> int:
-        return 1 << worker if 0 <= worker < self.most_workers else 0
+    def _is_held(self, row: int, worker: int) -> bool:
+        code = self._holders[row]
+        return code == worker + 1 or (
+            code > MAX_WORKERS and self._sets[code - MAX_WORKERS - 1] >> worker & 1 == 1
+        )
 
     def _mask(self, row: int) -> int:
         return self._mask_of(self._holders[row])
@@ -211,27 +217,30 @@ class PrefixIndex(Rows):
     def _mask_of(self, code: int) -> int:
         return 1 << code >> 1 if code <= MAX_WORKERS else self._sets[code - MAX_WORKERS - 1]
 
-    def _rows_held(self, bits: int, rows: Iterable[int]) -> list[int]:
-        """The rows among `rows` and below them that any of `bits` holds, parents first."""
-        mask, first, right = self._mask, self._child, self._right
+    def _held(self, worker: int, rows: Iterable[int]) -> list[int]:
+        """The rows among `rows` and below them that a worker holds, parents first."""
+        if not 0 <= worker < self.most_workers:
+            return []
+        is_held, first, right = self._is_held, self._child, self._right
         held: list[int] = []
-        ahead = [row for row in rows if mask(row) & bits]
+        ahead = [row for row in rows if is_held(row, worker)]
         while ahead:
             row = ahead.pop()
             held.append(row)
             child = first[row]
             while child:
-                if mask(child) & bits:
+                if is_held(child, worker):
                     ahead.append(child)
                 child = right[child]
         return held
 
-    def _take(self, bit: int, rows: Iterable[int]) -> int:
-        held = self._rows_held(bit, rows)
+    def _take(self, worker: int, rows: Iterable[int]) -> int:
+        held = self._held(worker, rows)
         for row in held:
-            self._set_mask(row, self._mask(row) ^ bit)
+            if self._holders[row] != worker + 1:
+                self._set_mask(row, self._mask(row) ^ 1 << worker)
         for row in reversed(held):
-            if not self._holders[row]:
+            if self._holders[row] == worker + 1:
                 self._drop(row)
         return len(held)
 
@@ -271,4 +280,5 @@ class PrefixIndex(Rows):
     def _drop(self, row: int) -> None:
         code = self._holders[row]
         super()._drop(row)
-        self._release_set(code)
+        if code > MAX_WORKERS:
+            self._release_set(code)

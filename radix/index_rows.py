@@ -24,6 +24,7 @@ class Rows:
         self._table = table
         self._slots, self._holders, self._tokens = table.slots, table.holders, table.tokens
         self._last, self._row = table.last, table.row
+        self._count = 0
         self._free: list[int] = []
         self._tip = NONE
         self._high = array("Q", [0])
@@ -34,9 +35,11 @@ class Rows:
         self._right = array("i", [NONE])
         self._older = array("i", [NONE])
         self._newer = array("i", [NONE])
+        links = self._parent, self._child, self._left, self._right, self._older, self._newer
+        self._columns = self._high, self._low, *links
 
     def __len__(self) -> int:
-        return len(self._low) - 1 - len(self._free)
+        return self._count
 
     @property
     def unlisted(self) -> int:
@@ -48,7 +51,7 @@ class Rows:
         parent = self._parent
         order = self._order()
         place = {row: index for index, row in enumerate(order)}
-        assert len(order) == len(self) == self._table.header[COUNT]
+        assert len(order) == self._count == self._table.header[COUNT]
         assert sorted([*order, *self._free]) == [*range(1, len(self._low))]
         assert self._holders[NONE] == 0
         assert sorted(word & ROW for word in self._slots if word) == sorted(order)
@@ -81,15 +84,12 @@ class Rows:
             row = self._free.pop()
         else:
             row = len(self._low)
-            self._high.append(0)
-            self._low.append(0)
-            for column in (self._parent, self._child, self._left, self._right):
-                column.append(NONE)
-            for column in (self._older, self._newer):
-                column.append(NONE)
+            for column in self._columns:
+                column.append(0)
         self._high[row], self._low[row] = segment >> 64 & _HALF, segment & _HALF
         self._slots[place] = segment & TAG | row
-        self._table.header[COUNT] = len(self)
+        self._count += 1
+        self._table.header[COUNT] = self._count
         self._parent[row] = parent
         self._hang(row, parent)
         self._insert(row, row, parent)
@@ -127,7 +127,8 @@ class Rows:
             column.append(NONE)
         for column in (self._left, self._right):
             column.extend(array("i", [NONE]) * count)
-        self._table.header[COUNT] = len(self)
+        self._count += count
+        self._table.header[COUNT] = self._count
         self._hang(first, parent)
         self._insert(row - 1, first, parent)
         self._tip = row - 1
@@ -157,15 +158,20 @@ class Rows:
         self._table.used[row] = 0
         self._empty_slot(row)
         self._free.append(row)
-        self._table.header[COUNT] = len(self)
+        self._count -= 1
+        self._table.header[COUNT] = self._count
 
     # Slots
 
     def _free_slot(self, segment: int) -> int | None:
-        for place in range(segment, segment + PROBES):
-            if not self._slots[place & self._last]:
-                return place & self._last
-        return None
+        slots, last = self._slots, self._last
+        place = segment & last
+        end = place + PROBES
+        while slots[place & last]:
+            place += 1
+            if place == end:
+                return None
+        return place & last
 
     def _empty_slot(self, row: int) -> None:
         """Empties a row's slot, and moves back those after it that no lookup would reach across the

@@ -54,7 +54,7 @@ def test_agents_keep_their_first_calls_and_whom_these_start() -> None:
     agents = make_trace(TraceConfig("published_kind", sessions=20, scale=0.02))
     short = first_calls(agents, 6)
     assert {len(agent.turns) for agent in short} <= {*range(7)}
-    assert 0 < sum(agent.kind == "subagent" for agent in short if agent.turns)
+    assert sum(agent.kind == "subagent" for agent in short if agent.turns) > 0
     loop = Loop(short)
     while loop.open:
         now = loop.next_at()
