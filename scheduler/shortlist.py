@@ -30,8 +30,10 @@ from typing import NamedTuple
 
 from scheduler.placement import WorkerView, standing_cost
 
-MOST_PICKED = 32
+SMALL_FLEET = 32
 """Fleets of so many workers are looked at as a whole."""
+MOST_PICKED = 8
+"""Standing costs are fresh, so the best is among few."""
 MOST_GROUPS = 7
 _FEWEST_OF_GROUP = 2
 
@@ -82,7 +84,7 @@ class Shortlist:
     def pick(
         self, groups: Iterable[int], takes: Callable[[int], bool], *, is_new: bool
     ) -> list[int]:
-        """The workers to look at for a request, about MOST_PICKED.
+        """The workers to look at for a request: MOST_PICKED, or a few of each group if more.
 
         groups: bitmasks of the workers that hold the same of its prompt, those that hold most
             first. takes: whether a worker takes the request. is_new: whether the request begins a
@@ -119,7 +121,7 @@ class Shortlist:
     ) -> Iterator[int]:
         order: Sequence[_Entry] = self._begins if is_new else self._moves
         # Of few workers in a large fleet most of the order would be passed over.
-        if part.bit_count() ** 2 < 4 * len(order):
+        if part.bit_count() ** 2 < len(order):
             place = 0 if is_new else 1
             order = sorted(self._entries[worker][place] for worker in bits_of(part))
         for _, _, worker in order:

@@ -8,7 +8,7 @@ from math import ceil, inf
 from scheduler.capacity import has_capacity
 from scheduler.placement import WorkerView, rendezvous
 from scheduler.sessions import Sessions
-from scheduler.shortlist import MOST_PICKED, Shortlist, bits_of
+from scheduler.shortlist import SMALL_FLEET, Shortlist, bits_of
 from sgl_ext.balancer.routing.attempts import RoutingRequest
 from sgl_ext.balancer.routing.prefixes import HeldBySlot, host_tokens
 from sgl_ext.balancer.routing.worker import DECODE, Worker
@@ -103,7 +103,7 @@ class Candidates:
 class Fleet:
     """All workers as requests see them, and which of them a decision compares.
 
-    Up to MOST_PICKED workers, it compares all. The shortlist of a larger fleet follows the loads
+    Up to SMALL_FLEET workers, it compares all. The shortlist of a larger fleet follows the loads
     that this process puts on workers and those that engines report; and in turn each worker is read
     again within REREAD_S, in parts, as time passes from one decision to the next.
     """
@@ -117,7 +117,7 @@ class Fleet:
 
     @property
     def is_large(self) -> bool:
-        return len(self._workers.all) > MOST_PICKED
+        return len(self._workers.all) > SMALL_FLEET
 
     @property
     def mean_sessions(self) -> float | None:

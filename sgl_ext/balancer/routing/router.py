@@ -149,7 +149,8 @@ class Router:
             decoder = candidates.decoder
         attempt = self.attempts.begin(routing, worker, placement, held.of(worker), views, decoder)
         attempt.held_at = partial(self._held_at, held)
-        self.fleet.load_changed(worker, self.clock())
+        if reason != "home":  # or a burst of sessions would all look at the same few workers
+            self.fleet.load_changed(worker, self.clock())
         return attempt
 
     def _held_at(self, held: HeldBySlot, name: str) -> int | None:

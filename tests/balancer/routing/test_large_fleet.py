@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from scheduler.capacity import Capacity
 from scheduler.placement import DELAY, PlacementRequest, WorkerView, place, score_all
-from scheduler.shortlist import MOST_PICKED
+from scheduler.shortlist import SMALL_FLEET
 from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest
 from sgl_ext.balancer.routing.candidates import REREAD_S
 from sgl_ext.balancer.routing.router import MOST_LISTED, Router
@@ -141,7 +141,7 @@ def requests(
 @given(st.data())
 @settings(deadline=None, max_examples=40)
 def test_decisions_are_those_by_views_of_all_workers(data: st.DataObject) -> None:
-    count = data.draw(st.integers(1, MOST_PICKED))
+    count = data.draw(st.integers(1, SMALL_FLEET))
     setting = Setting([f"http://w{number}" for number in range(count)], worker_limit=8)
     running: list[Attempt] = []
     for routing, tried, waits in requests(data, setting, running, [0.0, 0.1, 0.7, 5.0]):
@@ -157,7 +157,7 @@ def test_decisions_are_those_by_views_of_all_workers(data: st.DataObject) -> Non
 @settings(deadline=None, max_examples=40)
 def test_decisions_in_a_larger_fleet_cost_little_more_than_the_best(data: st.DataObject) -> None:
     """All loads were read again before each decision, as the pauses are that long."""
-    count = data.draw(st.integers(MOST_PICKED + 1, 3 * MOST_PICKED))
+    count = data.draw(st.integers(SMALL_FLEET + 1, 3 * SMALL_FLEET))
     setting = Setting([f"http://w{number}" for number in range(count)], worker_limit=8)
     router = setting.router
     running: list[Attempt] = []
