@@ -54,7 +54,9 @@ class Rows:
         assert len(order) == self._count == self._table.header[COUNT]
         assert sorted([*order, *self._free]) == [*range(1, len(self._low))]
         assert self._holders[NONE] == 0
-        assert sorted(word & ROW for word in self._slots if word) == sorted(order)
+        pages = (self._slots[at : at + 512] for at in range(0, len(self._slots), 512))
+        used = [word for page in pages if page.tobytes().strip(b"\0") for word in page if word]
+        assert sorted(word & ROW for word in used) == sorted(order)
         for row in order:
             assert self._row(self._low[row]) == row
             assert all(parent[child] == row for child in self._children(row))
