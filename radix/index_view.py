@@ -4,7 +4,7 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from radix.index_memory import COUNT, IndexMemory, Table
+from radix.index_memory import COUNT, PROBES, ROW, TAG, IndexMemory, Table
 
 
 class Match(NamedTuple):
@@ -25,17 +25,29 @@ def matches_in(table: Table, mask: Callable[[int], int], hashes: Sequence[int]) 
     use. O(distinct depths * log(length)). mask: the bitmask of a row's holders.
     """
     found: list[Match] = []
-    row_of, holders, highest = table.row, table.holders, len(hashes)
-    first = row_of(hashes[0]) if highest else 0
-    remaining = all_workers = mask(holders[first])
+    slots, holders, last, highest = table.slots, table.holders, table.last, len(hashes)
+    first = table.row(hashes[0]) if highest else 0
+    code = holders[first]
+    remaining = all_workers = named = mask(code)
     while remaining:
         # Each row is read once, so every step makes progress, whatever changes meanwhile.
         deepest, row, workers = 1, first, all_workers & remaining
         low = 2
         while low <= highest:
             middle = (low + highest) >> 1
-            probe = row_of(hashes[middle - 1])
-            if probe and (held := mask(holders[probe]) & remaining):
+            # As `Table.row`: a call for each probe would take as long as the probe.
+            segment = hashes[middle - 1]
+            place = segment & last
+            end = place + PROBES
+            while (word := slots[place & last]) and (word ^ segment) & TAG:
+                place += 1
+                if place == end:
+                    word = 0
+                    break
+            probe = word & ROW
+            if (found_code := holders[probe]) != code:
+                code, named = found_code, mask(found_code)
+            if held := named & remaining:
                 deepest, row, workers, low = middle, probe, held, middle + 1
             else:
                 highest = middle - 1

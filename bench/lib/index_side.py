@@ -26,7 +26,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any, Protocol
@@ -127,16 +127,18 @@ class Ours:
     def touch(self, query: list[int]) -> None:
         self.index.touch(query, len(query))
 
-    def decisions_us(self, chains: list[list[int]]) -> list[float]:
+    def decisions_us(
+        self, chains: list[list[int]], clock_ns: Callable[[], int] = time.perf_counter_ns
+    ) -> list[float]:
         """Each request ends before the next one, so that none waits or follows another."""
         from bench.lib.fleet import routing_of
 
         times = []
         for chain in chains:
             routing = routing_of(chain, HEAD_SEGMENTS, SEGMENT_TOKENS)
-            start = time.perf_counter_ns()
+            start = clock_ns()
             attempt = self.router.place(routing, set())
-            times.append((time.perf_counter_ns() - start) / 1000)
+            times.append((clock_ns() - start) / 1000)
             assert attempt is not None, "some worker has capacity"
             self.router.attempts.fail(attempt, by_worker=False)
         return times
@@ -229,14 +231,14 @@ def fill(side: Side, segments: int, workers: int) -> float:
 
 
 def decision_times(segments: int, workers: int) -> dict[str, float]:
-    """Times of decisions of our router with so much in its index, of sessions that are known and
-    of those that begin, one after the other."""
+    """The processor's time for decisions of our router with so much in its index, of sessions that
+    are known and of those that begin, one after the other."""
     side = Ours(workers, segments)
     fill(side, segments, workers)
     side.decisions_us(prompts(segments, 0, LOOKUPS))  # warms up
     figures: dict[str, float] = {"segments": len(side.index), "workers": workers}
     for name, chains in kinds_of(prompts(segments, 1, 4 * LOOKUPS)).items():
-        times = side.decisions_us(chains)
+        times = side.decisions_us(chains, time.thread_time_ns)
         figures |= {f"{name}_us": statistics.median(times), f"{name}_p99_us": _p99(times)}
     return {name: round(value, 1) for name, value in figures.items()}
 
