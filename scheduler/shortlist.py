@@ -90,7 +90,8 @@ class Shortlist:
             first. takes: whether a worker takes the request. is_new: whether the request begins a
             session.
         """
-        parts, rest = [], self._all
+        parts: list[int] = []
+        rest = self._all
         for group in groups:
             if len(parts) == MOST_GROUPS:
                 break

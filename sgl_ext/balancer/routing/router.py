@@ -272,8 +272,8 @@ class Router:
             most = held.most_tokens(home.slot, lambda slot: at(slot) in candidates)
         reason = stays(request, view, most)
         if reason == "moved":
-            others = self.fleet.compared(candidates, held, home, lambda w: w is not home, now_s)
-            pending = (w.total_pending_tokens(now_s) for w in others)
+            found = self.fleet.compared(candidates, held, home, lambda w: w is not home, now_s)
+            pending = (w.total_pending_tokens(now_s) for w in found)
             reason = stays(request, view, most, min(pending, default=inf))
         return home if reason == "home" else None, view
 
