@@ -82,7 +82,7 @@ def measure(size: Size) -> dict[str, Any]:
     gc.collect()
     gc.freeze()
     results: list[Result] = []
-    processes = 1 if size == "smallest" else max(1, min(os.cpu_count() or 1, 4))
+    processes = 1 if size == "smallest" else max(1, min(len(os.sched_getaffinity(0)), 4))
     with multiprocessing.get_context("fork").Pool(processes) as pool:
         segments = {"full": 5_000_000, "quick": 1_000_000, "smallest": 10_000}[size]
         decisions = pool.apply_async(decision_times, (segments, 1_000))
