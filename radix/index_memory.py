@@ -7,8 +7,9 @@ a lock.
 A segment is known by the lowest 64 bits of its hash. What the columns of a table have for a segment
 is written and read in one piece each.
 
-    slots    8 bytes   tag: bits 24 to 63 of the hash, and a row: 24 bits. Found by the hash's
-                       lowest bits and linear probing, less than PROBES slots on
+    slots    4 bytes   a row. Found by the hash's lowest bits and linear probing, less than PROBES
+                       slots on
+    low      8 bytes   of a row: the hash's lowest 64 bits
     holders  4 bytes   of a row. 0: none. 1..MAX_WORKERS: one worker. Above: a set of workers
     tokens   4 bytes   of a row
     used     1 byte    of a row: set by readers when a request used it
@@ -37,13 +38,11 @@ MAX_SETS = 1 << 15
 SET_BYTES = MAX_HOLDERS // 8
 COUNT, UNLISTED = 0, 1
 """Words of a table's header: its segments, and what could not be written to it."""
-ROW = (1 << 24) - 1
-"""What a slot has in its low bits: a row."""
-TAG = (1 << 64) - 1 - ROW
-"""What a slot has of a hash."""
-MAX_SEGMENTS = ROW - 1
+HALF = (1 << 64) - 1
+"""What a segment is known by."""
+MAX_SEGMENTS = (1 << 31) - 2
 MAX_TOKENS = (1 << 32) - 1
-_WRITER_BYTES = 44
+_WRITER_BYTES = 36
 """What the writer has of a row in memory of its own, with what grows ahead: see `index`."""
 _PAGE = 4096
 _ACTIVE, _COMPLETE, _WRITERS = 0, 1, 2
@@ -55,12 +54,14 @@ class Table:
     """The columns of one table, in a buffer of zeros or of what another process wrote."""
 
     def __init__(self, buffer: memoryview, limit_segments: int) -> None:
-        assert 0 < limit_segments <= MAX_SEGMENTS, "rows have 24 bits"
-        slots, rows = _slots(limit_segments) * 8, _rows(limit_segments)
+        assert 0 < limit_segments <= MAX_SEGMENTS, "rows have 31 bits"
+        slots, rows = _slots(limit_segments) * 4, _rows(limit_segments)
         self.header = buffer[:_PAGE].cast("Q")
-        self.slots = buffer[_PAGE : _PAGE + slots].cast("Q")
+        self.slots = buffer[_PAGE : _PAGE + slots].cast("I")
         self.last = len(self.slots) - 1
         at = _PAGE + slots
+        self.low = buffer[at : at + 8 * rows].cast("Q")
+        at += 8 * rows
         self.holders = buffer[at : at + 4 * rows].cast("I")
         at += 4 * rows
         self.tokens = buffer[at : at + 4 * rows].cast("I")
@@ -70,12 +71,12 @@ class Table:
 
     def row(self, segment: int) -> int:
         """The row of a segment, 0 if there is none."""
-        slots, last = self.slots, self.last
-        tag, place = segment & TAG, segment & last
+        slots, low, last, half = self.slots, self.low, self.last, segment & HALF
+        place = half & last
         end = place + PROBES
-        while word := slots[place & last]:
-            if word & TAG == tag:
-                return word & ROW
+        while row := slots[place & last]:
+            if low[row] == half:
+                return row
             place += 1
             if place == end:
                 break
@@ -172,7 +173,7 @@ def _rows(limit_segments: int) -> int:
 
 
 def _table_bytes(limit_segments: int) -> int:
-    return _PAGE + 8 * _slots(limit_segments) + 9 * _rows(limit_segments)
+    return _PAGE + 4 * _slots(limit_segments) + 17 * _rows(limit_segments)
 
 
 def _shared_bytes(limit_segments: int) -> int:

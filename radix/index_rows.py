@@ -9,11 +9,10 @@ found by the lowest 64 bits of its hash; the highest are kept for those who want
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 
-from radix.index_memory import COUNT, PROBES, ROW, TAG, UNLISTED, Table
+from radix.index_memory import COUNT, HALF, PROBES, UNLISTED, Table
 
 NONE = 0
 """No row: the parent of the roots, and both ends of the order."""
-_HALF = (1 << 64) - 1
 
 
 class Rows:
@@ -22,13 +21,13 @@ class Rows:
     def __init__(self, table: Table) -> None:
         """table: an empty one."""
         self._table = table
-        self._slots, self._holders, self._tokens = table.slots, table.holders, table.tokens
+        self._slots, self._low = table.slots, table.low
+        self._holders, self._tokens = table.holders, table.tokens
         self._last, self._row = table.last, table.row
         self._count = 0
         self._free: list[int] = []
         self._tip = NONE
         self._high = array("Q", [0])
-        self._low = array("Q", [0])
         self._parent = array("i", [NONE])
         self._child = array("i", [NONE])  # the first; the others follow by `_right`
         self._left = array("i", [NONE])
@@ -36,7 +35,7 @@ class Rows:
         self._older = array("i", [NONE])
         self._newer = array("i", [NONE])
         links = self._parent, self._child, self._left, self._right, self._older, self._newer
-        self._columns = self._high, self._low, *links
+        self._columns = self._high, *links
 
     def __len__(self) -> int:
         return self._count
@@ -52,11 +51,11 @@ class Rows:
         order = self._order()
         place = {row: index for index, row in enumerate(order)}
         assert len(order) == self._count == self._table.header[COUNT]
-        assert sorted([*order, *self._free]) == [*range(1, len(self._low))]
+        assert sorted([*order, *self._free]) == [*range(1, len(self._high))]
         assert self._holders[NONE] == 0
         pages = (self._slots[at : at + 512] for at in range(0, len(self._slots), 512))
-        used = [word for page in pages if page.tobytes().strip(b"\0") for word in page if word]
-        assert sorted(word & ROW for word in used) == sorted(order)
+        used = [row for page in pages if page.tobytes().strip(b"\0") for row in page if row]
+        assert sorted(used) == sorted(order)
         for row in order:
             assert self._row(self._low[row]) == row
             assert all(parent[child] == row for child in self._children(row))
@@ -85,11 +84,11 @@ class Rows:
         if self._free:
             row = self._free.pop()
         else:
-            row = len(self._low)
+            row = len(self._high)
             for column in self._columns:
                 column.append(0)
-        self._high[row], self._low[row] = segment >> 64 & _HALF, segment & _HALF
-        self._slots[place] = segment & TAG | row
+        self._high[row], self._low[row] = segment >> 64 & HALF, segment & HALF
+        self._slots[place] = row
         self._count += 1
         self._table.header[COUNT] = self._count
         self._parent[row] = parent
@@ -101,8 +100,9 @@ class Rows:
     def _grow(self, code: int, parent: int, halves: "array[int]", tokens: Sequence[int]) -> int:
         """Adds a chain of leaves below `parent`, as far as they are unknown and find slots; returns
         how many. The last becomes the tip. code: their holders. No row may be free."""
-        slots, last, first, lows = self._slots, self._last, len(self._low), halves[1::2]
-        row = first
+        slots, last, lows = self._slots, self._last, halves[1::2]
+        row = first = len(self._high)
+        self._low[first : first + len(lows)] = lows  # no slot leads there yet
         for segment in lows:
             place = segment & last
             if slots[place]:
@@ -110,14 +110,13 @@ class Rows:
                 if free is None or self._row(segment):
                     break
                 place = free
-            slots[place] = segment & TAG | row
+            slots[place] = row
             row += 1
         count = row - first
         if not count:
             return 0
         self._use(parent)
         self._high.extend(halves[: 2 * count : 2])
-        self._low.extend(lows[:count])
         self._tokens[first:row] = array("I", tokens[:count])
         self._holders[first:row] = array("I", [code]) * count
         own = array("i", range(first, row))
@@ -180,18 +179,17 @@ class Rows:
         gap. A reader sees a moved one twice for a moment, rather than never."""
         slots, last = self._slots, self._last
         gap = self._low[row] & last
-        while slots[gap] & ROW != row:
+        while slots[gap] != row:
             gap = gap + 1 & last
         steps = 0
         while steps < PROBES:
             steps += 1
             place = gap + steps & last
-            word = slots[place]
-            if not word:
+            moved = slots[place]
+            if not moved:
                 break
-            first = self._low[word & ROW] & last
-            if (place - first & last) >= steps:
-                slots[gap] = word
+            if (place - self._low[moved] & last) >= steps:
+                slots[gap] = moved
                 gap, steps = place, 0
         slots[gap] = 0
 
@@ -234,7 +232,7 @@ def _follow(column: Sequence[int], row: int) -> Iterator[int]:
 
 def halves_of(segments: Iterable[int]) -> "array[int]":
     """The highest and the lowest 64 bits of each segment."""
-    return array("Q", [half for s in segments for half in (s >> 64 & _HALF, s & _HALF)])
+    return array("Q", [half for s in segments for half in (s >> 64 & HALF, s & HALF)])
 
 
 def whole(halves: "array[int]", place: int) -> int:

@@ -4,7 +4,7 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from radix.index_memory import COUNT, PROBES, ROW, TAG, IndexMemory, Table
+from radix.index_memory import COUNT, HALF, PROBES, IndexMemory, Table
 
 
 class Match(NamedTuple):
@@ -25,30 +25,30 @@ def matches_in(table: Table, mask: Callable[[int], int], hashes: Sequence[int]) 
     use. O(distinct depths * log(length)). mask: the bitmask of a row's holders.
     """
     found: list[Match] = []
-    slots, holders, last, highest = table.slots, table.holders, table.last, len(hashes)
+    slots, low, holders, last = table.slots, table.low, table.holders, table.last
+    highest = len(hashes)
     first = table.row(hashes[0]) if highest else 0
     code = holders[first]
     remaining = all_workers = named = mask(code)
     while remaining:
         # Each row is read once, so every step makes progress, whatever changes meanwhile.
         deepest, row, workers = 1, first, all_workers & remaining
-        low = 2
-        while low <= highest:
-            middle = (low + highest) >> 1
+        lowest = 2
+        while lowest <= highest:
+            middle = (lowest + highest) >> 1
             # As `Table.row`: a call for each probe would take as long as the probe.
-            segment = hashes[middle - 1]
-            place = segment & last
+            half = hashes[middle - 1] & HALF
+            place = half & last
             end = place + PROBES
-            while (word := slots[place & last]) and (word ^ segment) & TAG:
+            while (probe := slots[place & last]) and low[probe] != half:
                 place += 1
                 if place == end:
-                    word = 0
+                    probe = 0
                     break
-            probe = word & ROW
             if (found_code := holders[probe]) != code:
                 code, named = found_code, mask(found_code)
             if held := named & remaining:
-                deepest, row, workers, low = middle, probe, held, middle + 1
+                deepest, row, workers, lowest = middle, probe, held, middle + 1
             else:
                 highest = middle - 1
         found.append(Match(workers, deepest, table.tokens[row]))

@@ -7,7 +7,7 @@ from sgl_ext.settings.schema import BalancerSettings, EngineSettings
 
 _MIB = 1 << 20
 # docs/index.md and docs/limits.md.
-_SEGMENT_BYTES = 85
+_SEGMENT_BYTES = 70
 _SEGMENT_TOKENS = 1024
 _TABLES_BYTES = (64 + 64) * _MIB
 _LOG_BYTES = 256 * _MIB

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 
 from radix.index import PrefixIndex
-from radix.index_memory import MAX_HOLDERS, MAX_TOKENS, MAX_WORKERS, index_bytes, segments_within
+from radix.index_memory import (
+    MAX_HOLDERS,
+    MAX_SEGMENTS,
+    MAX_TOKENS,
+    MAX_WORKERS,
+    index_bytes,
+    segments_within,
+)
 from radix.index_rows import halves_of
 from radix.index_view import Match
 
@@ -234,12 +241,12 @@ def test_chains_are_stored_where_others_were_forgotten(make_index: Make) -> None
 def test_as_many_segments_as_fit_the_bytes(limit_bytes: int) -> None:
     most = segments_within(limit_bytes)
     assert most == 1 or index_bytes(most) <= limit_bytes
-    assert most > 16_000_000 or index_bytes(most + 1) > limit_bytes
+    assert most == MAX_SEGMENTS or index_bytes(most + 1) > limit_bytes
 
 
 def test_a_segment_takes_less_than_100_bytes() -> None:
     for segments in (10_000, 1_000_000, 2**21 + 1, 5_000_000):
-        assert index_bytes(segments) / segments < 100
+        assert index_bytes(segments) / segments < 80
 
 
 class Counted(Sequence[int]):

@@ -9,7 +9,7 @@ import pytest
 import xxhash
 
 from radix import index_memory
-from radix.index_memory import MAX_HOLDERS, MAX_WORKERS, PROBES, TAG, IndexMemory
+from radix.index_memory import HALF, MAX_HOLDERS, MAX_WORKERS, PROBES, IndexMemory
 from radix.index_rows import halves_of
 from radix.index_view import IndexView, Match
 from radix.shared_index import SharedIndex
@@ -69,7 +69,7 @@ class Interleaving:
         happens = self.read if reads_between_writes else self.write
         watched: Any = {
             name: Watched(getattr(table, name), lambda: self.between(happens))
-            for name in ("slots", "holders", "tokens", "sets", "used")
+            for name in ("slots", "low", "holders", "tokens", "sets", "used")
         }
         if reads_between_writes:
             self.index._slots, self.index._holders = watched["slots"], watched["holders"]
@@ -139,13 +139,13 @@ def test_memory_that_holds_anything_answers_without_an_exception() -> None:
     table = memory.tables[0]
     for _ in range(300):
         for place in range(len(table.slots)):
-            tag = random.choice(TREE[0]) & TAG
-            table.slots[place] = random.choice((0, tag | random.randint(0, 12)))
+            table.slots[place] = random.choice((0, random.randint(0, 12)))
         for row in range(1, 13):
             holders = random.choice(
                 (0, 1, MAX_HOLDERS, 2**32 - 1, MAX_WORKERS + random.randint(1, 12))
             )
             table.holders[row] = holders
+            table.low[row] = random.choice(TREE[0]) & HALF
         for place in range(0, len(table.sets), index_memory.SET_BYTES):
             table.sets[place] = random.randrange(256)
         for chain in TREE:
