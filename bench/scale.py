@@ -5,8 +5,11 @@ virtual time (`bench/sim/fleets.py`): 4 to 1,000 engines, each with the same wor
 traces:
 
     ours                        one balancer
-    ours_16_balancers, ...      balancers that know of each other's requests only what engines
-                                publish; each call comes to one of them by chance
+    ours_16_balancers, ...      balancers that share a store, so that each learns the others'
+                                placements and loads a moment later; each call comes to one of
+                                them by chance
+    ours_16_alone               without a store: they know of each other's requests only what
+                                engines publish
     ours_lag_5_s, ours_lossy    events that come late, and of which some are lost
     ours_churn                  engines that drain and come back empty
     round_robin, least_loaded, power_of_two, cache_aware, lmetric
@@ -65,11 +68,11 @@ def jobs_of(size: Size) -> list[Job]:
         return [*found, Job("ours", sizes[0])]
     everywhere = (*PEERS, *FEEDS, *CHURN)
     if size == "full":
-        found += [Job(arm, most) for arm in (*BALANCERS[:-1], *everywhere)]
+        found += [Job(arm, most) for arm in (*BALANCERS[:-1], "ours_16_alone", *everywhere)]
     for engines in reversed(sizes[:-1]):
         arms: Sequence[str] = ("ours",)
         if size == "full" or engines == middle:
-            arms = ("ours", "ours_16_balancers", *everywhere)
+            arms = ("ours", "ours_16_balancers", "ours_16_alone", *everywhere)
         seeds = range(1, 1 + max(1, _LEAST_ENGINES // engines))
         found += [Job(arm, engines, seed) for seed in seeds for arm in arms]
     return found

@@ -49,6 +49,7 @@ ARMS: dict[str, Arm] = {
         f"ours_{balancers}_balancers": Arm(partial(OurRouters, balancers=balancers))
         for balancers in (2, 4, 16)
     },
+    "ours_16_alone": Arm(partial(OurRouters, balancers=16, shares=False)),
     "round_robin": Arm(lambda engines: RoundRobin()),
     "least_loaded": Arm(lambda engines: LeastLoaded()),
     "power_of_two": Arm(lambda engines: PowerOfTwo()),

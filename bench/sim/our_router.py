@@ -7,7 +7,9 @@ There is no admission queue: engines report no capacity, so each request is plac
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from operator import sub
 from random import Random
 
 from bench.lib.fleet import router_of
@@ -16,9 +18,12 @@ from bench.sim.segments import Line, apply_line
 from bench.trace.calls import Call
 from radix.index import PrefixIndex
 from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest
+from sgl_ext.balancer.routing.worker import Load
 from sgl_ext.requests.session import session_key
 
 SESSION_HEADER = "x-session-id"
+SHARED_S = 0.1
+"""Messages through a store that balancers share take no longer."""
 
 
 class OurRouter:
@@ -60,6 +65,22 @@ class OurRouter:
         assert attempt is not None, "engines report no capacity"
         self._attempts[call.agent, call.turn] = attempt
         return attempt.worker.slot
+
+    def attempt(self, call: Call) -> Attempt:
+        """The attempt at a call that is under way."""
+        return self._attempts[call.agent, call.turn]
+
+    def hear_of(self, attempt: Attempt, now: float) -> None:
+        """Another balancer has placed a request."""
+        self._now_s = now
+        routing, prefix = attempt.routing, attempt.in_flight_prefix
+        self.router.attempts.record_of_peer(
+            self.router.workers.all[attempt.worker.slot],
+            None if routing.is_final else routing.session,
+            () if prefix is None else prefix.segments,
+            routing.prompt_tokens,
+            attempt.uncached_tokens,
+        )
 
     def waits(self, call: Call, submit: Callable[[], None]) -> bool:
         """Whether the call waits for a prefix that is being computed; `submit` ends the wait."""
@@ -111,24 +132,60 @@ class OurRouter:
 
 
 class OurRouters:
-    """Balancers that share nothing but the engines. Each call comes to one of them by chance, so
-    each knows the others' requests only by what the engines publish."""
+    """Balancers in front of the same engines. Each call comes to one of them by chance.
 
-    def __init__(self, workers: int, balancers: int) -> None:
-        self._balancers = [OurRouter(workers) for _ in range(balancers)]
-        self.index = self._balancers[0].index
-        for balancer in self._balancers:
+    shares: whether they share a store, through which each learns the others' placements and loads
+        within SHARED_S. Without one they know of each other's requests only what engines publish.
+    """
+
+    def __init__(self, workers: int, balancers: int, *, shares: bool = True) -> None:
+        self.balancers = [OurRouter(workers) for _ in range(balancers)]
+        self.index = self.balancers[0].index
+        self._shares = shares
+        self._placed: deque[tuple[float, OurRouter, Attempt]] = deque()
+        self._loads_s = 0.0
+        self._loaded: set[int] = set()
+        for balancer in self.balancers:
             balancer.share(self.index)  # they would all hold the same
         self._random = Random(1)
         self._of: dict[tuple[int, int], OurRouter] = {}
 
     @property
     def decisions_us(self) -> list[float]:
-        return [us for balancer in self._balancers for us in balancer.decisions_us]
+        return [us for balancer in self.balancers for us in balancer.decisions_us]
 
     def __call__(self, call: Call, engines: Sequence[Engine], now: float) -> int:
-        balancer = self._of[call.agent, call.turn] = self._random.choice(self._balancers)
-        return balancer(call, engines, now)
+        balancer = self._of[call.agent, call.turn] = self._random.choice(self.balancers)
+        if self._shares:
+            self._tell(now)
+        worker = balancer(call, engines, now)
+        if self._shares:
+            self._placed.append((now, balancer, balancer.attempt(call)))
+        return worker
+
+    def _tell(self, now: float) -> None:
+        """The messages between balancers that have arrived by now."""
+        while self._placed and self._placed[0][0] + SHARED_S <= now:
+            _, sender, attempt = self._placed.popleft()
+            for balancer in self.balancers:
+                if balancer is not sender:
+                    balancer.hear_of(attempt, now)
+        if now - self._loads_s >= SHARED_S:
+            self._loads_s = now
+            self._add_up(now)
+
+    def _add_up(self, now: float) -> None:
+        """Each balancer's view of what the others have at workers, as it is now."""
+        everyone = [balancer.router.workers.all for balancer in self.balancers]
+        loaded = {w.slot for workers in everyone for w in workers if w.in_flight}
+        for slot in loaded | self._loaded:
+            loads = [workers[slot].load for workers in everyone]
+            total = [*map(sum, zip(*loads, strict=True))]
+            for balancer, own in zip(self.balancers, loads, strict=True):
+                worker = balancer.router.workers.all[slot]
+                worker.peer_load = Load(*map(sub, total, own))
+                balancer.router.fleet.load_changed(worker, now)
+        self._loaded = loaded
 
     def waits(self, call: Call, submit: Callable[[], None]) -> bool:
         return self._of[call.agent, call.turn].waits(call, submit)
@@ -141,13 +198,13 @@ class OurRouters:
 
     def event(self, worker: int, line: Line, now: float) -> None:
         apply_line(self.index, worker, line)
-        for balancer in self._balancers:
+        for balancer in self.balancers:
             balancer.hear(worker, line, now)
 
     def leave(self, worker: int, now: float) -> None:
-        for balancer in self._balancers:
+        for balancer in self.balancers:
             balancer.leave(worker, now)
 
     def join(self, worker: int, now: float) -> None:
-        for balancer in self._balancers:
+        for balancer in self.balancers:
             balancer.join(worker, now)

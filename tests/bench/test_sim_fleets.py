@@ -148,10 +148,11 @@ def test_engines_that_drain_and_come_back_lose_no_call(make: Any) -> None:
     assert min(each.finished for each in run.engines) > 0
 
 
-def test_calls_come_to_all_balancers_and_each_finds_sessions_of_the_others() -> None:
-    policy = OurRouters(ENGINES, 4)
+@pytest.mark.parametrize("shares", [True, False])
+def test_calls_come_to_all_balancers_and_each_finds_sessions_of_the_others(shares: bool) -> None:
+    policy = OurRouters(ENGINES, 4, shares=shares)
     run = simulated(policy)
-    assert all(len(each.decisions_us) > 10 for each in policy._balancers)
+    assert all(len(each.decisions_us) > 10 for each in policy.balancers)
     alone = simulated(OurRouter(ENGINES))
     shares = [cached / prompt for cached, prompt in (run.cached, alone.cached)]
     assert shares[0] > 0.97 * shares[1]
