@@ -14,8 +14,10 @@ from sgl_ext.balancer.routing.prefixes import HeldBySlot, host_tokens
 from sgl_ext.balancer.routing.worker import DECODE, Worker
 from sgl_ext.balancer.routing.workers import Workers
 
-# What fades without a report, such as recent work, is read again within this time.
+# What fades without a report, such as recent work, is read again within this time, if so many
+# requests come that none has to read more than a few workers again.
 REREAD_S = 1.0
+_MOST_REREAD = 16
 _NO_PREFIX = HeldBySlot()
 
 
@@ -104,15 +106,15 @@ class Fleet:
     """All workers as requests see them, and which of them a decision compares.
 
     Up to SMALL_FLEET workers, it compares all. The shortlist of a larger fleet follows the loads
-    that this process puts on workers and those that engines report; and in turn each worker is read
-    again within REREAD_S, in parts, as time passes from one decision to the next.
+    that this process puts on workers and those that engines report; and each decision reads some
+    workers again, in turn, the more the longer ago the last decision was.
     """
 
     def __init__(self, workers: Workers, sessions: Sessions) -> None:
         self._workers = workers
         self._sessions = sessions
         self._shortlist = Shortlist()
-        self._next = 0
+        self._next = self._read = 0
         self._reread_s = -inf
 
     @property
@@ -178,7 +180,10 @@ class Fleet:
 
     def _reread(self, now_s: float) -> None:
         workers = self._workers.all
-        due = ceil(min((now_s - self._reread_s) / REREAD_S, 1.0) * len(workers))
+        due = len(workers)
+        if due == self._read:
+            due = min(ceil(min((now_s - self._reread_s) / REREAD_S, 1.0) * due), _MOST_REREAD)
+        self._read = len(workers)
         for number in range(self._next, self._next + due):
             self.load_changed(workers[number % len(workers)], now_s)
         self._next, self._reread_s = (self._next + due) % len(workers), now_s

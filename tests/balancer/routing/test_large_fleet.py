@@ -156,12 +156,14 @@ def test_decisions_are_those_by_views_of_all_workers(data: st.DataObject) -> Non
 @given(st.data())
 @settings(deadline=None, max_examples=40)
 def test_decisions_in_a_larger_fleet_cost_little_more_than_the_best(data: st.DataObject) -> None:
-    """All loads were read again before each decision, as the pauses are that long."""
+    """All loads were reported just before."""
     count = data.draw(st.integers(SMALL_FLEET + 1, 3 * SMALL_FLEET))
     setting = Setting([f"http://w{number}" for number in range(count)], worker_limit=8)
     router = setting.router
     running: list[Attempt] = []
-    for routing, tried, waits in requests(data, setting, running, [REREAD_S, 5.0]):
+    for routing, tried, waits in requests(data, setting, running, [0.0, 0.1, 0.7, 5.0]):
+        for worker in setting.workers.all:
+            router.fleet.load_changed(worker, setting.clock.now_s)
         views = {w: view for w, view in router.views(routing.chain) if w not in tried}
         held = router.prefixes.lookup(routing.chain)
         able = router._candidates(routing, tried)
@@ -181,6 +183,25 @@ def test_decisions_in_a_larger_fleet_cost_little_more_than_the_best(data: st.Dat
             least = min(scores, key=lambda score: score.cost)
             chosen = next(score for score in scores if score.name == placed.worker.id)
             assert chosen.cost <= least.cost + DELAY * least.uncached + 1
+
+
+def test_a_load_that_nobody_reports_is_read_again_after_some_decisions() -> None:
+    """Each decision reads a few of a large fleet again, and one after a worker has joined all."""
+    setting = Setting([f"http://w{number}" for number in range(100)])
+    setting.place(turn(0, 2, is_named=False, priority=0))
+    assert len(setting.router.fleet._shortlist) == 100
+    for worker in setting.workers.all:
+        worker.pending_tokens += 50_000 * (worker is not setting.workers.all[77])
+    chosen = set()
+    for session in range(10, 40):
+        setting.clock.now_s += REREAD_S
+        attempt = setting.place(turn(session, 2, is_named=False, priority=0))
+        chosen.add(attempt.worker.slot)
+        setting.router.attempts.fail(attempt, by_worker=False)
+    assert 77 in chosen
+    setting.workers.add("http://new", 5.0)
+    setting.place(turn(50, 2, is_named=False, priority=0))
+    assert len(setting.router.fleet._shortlist) == 101
 
 
 def test_a_turn_that_stays_home_views_few_workers_and_lists_those_that_hold_most(
