@@ -13,6 +13,9 @@ the cost of a call without a prompt; one of the ratios subtracts it.
 router: the lookup, the views of the workers that it needs, and the choice. For Dynamo it is
 `select` of its `SelectionService`, with an empty index, so without the lookup: its least.
 
+`ingest` has what engines' events cost a balancer (`bench/lib/ingest.py`): the time and the bytes of
+a snapshot's segments, and of the lines that an engine sends later.
+
 Dynamo is installed into an environment of its own when first needed. If that fails, `dynamo` is
 null and stderr says why. `--quick` runs fewer rounds, and has 10^6 segments for the most workers
 only: to fill Dynamo with them takes a minute and 2 GB.
@@ -33,7 +36,8 @@ from typing import Any
 
 from sgl_ext_cpu.peers import install_package
 
-from bench.lib.index_side import BLOCK_TOKENS, BLOCKS
+from bench.lib.index_side import BLOCK_TOKENS, BLOCKS, LOOKUPS
+from bench.lib.ingest import ingest
 from bench.lib.script import Size, parser_of, require, run
 
 DYNAMO = "ai-dynamo-runtime"
@@ -41,7 +45,6 @@ DYNAMO_VERSION = "1.6.1"
 SEGMENTS = (10_000, 100_000, 1_000_000)
 WORKERS = (1, 8, 64, 256, 1_024)
 FLEET_SEGMENTS = 100_000
-LOOKUPS = 500
 _ROOT = Path(__file__).parent.parent
 
 Figures = dict[str, float]
@@ -73,7 +76,8 @@ def compare(size: Size) -> dict[str, Any]:
             cells = ours if side.name == "ours" else dynamo
             cells[str(side.segments)][str(workers)] = figures
             print(side.name, side.segments, workers, figures, file=sys.stderr, flush=True)
-    return report(ours, dynamo if peer else None)
+    engines = {"full": 1_000, "quick": 100, "smallest": 2}[size]
+    return {**report(ours, dynamo if peer else None), "ingest": ingest(engines)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,6 +97,10 @@ class InFlightPrefixes:
             if prefix.segments and holds(prefix.worker, prefix.segments[-1]):
                 self.drop(prefix)
 
+    def expects(self, worker: int) -> bool:
+        """Whether a worker has not confirmed a segment yet."""
+        return worker in self._listed
+
     def confirm(self, worker: int, segment: int) -> None:
         """The worker reports that it holds the segment, so it is no longer in flight."""
         workers = self._by_segment.get(segment)

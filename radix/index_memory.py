@@ -1,45 +1,93 @@
-"""The memory of a prefix index that one process writes and others look up in without a lock.
+"""The memory of a prefix index: a table that its writer fills, and that others look up in without
+a lock.
 
-    writer:  events --> SharedIndex (a PrefixIndex of its own) --> memory
-    all:     IndexView.matches(hashes) <------------------------- memory
+    writer:  events --> PrefixIndex --> table
+    all:     IndexView.matches(hashes) <-- table
 
-What a lookup needs takes 24 bytes a segment at the limit: a slot of a hash table with open
-addressing, and a row. A word is 64 bits, and is written and read in one piece.
+A segment is known by the lowest 64 bits of its hash. What the columns of a table have for a segment
+is written and read in one piece each.
 
-    slot   tag: 40 bits of the hash | row: 24        found by the hash's lowest bits and linear
-                                                     probing, less than PROBES slots on
-    row    tokens: 40 | holders: 24                  0: none. 1..MAX_HOLDERS: one worker.
-                                                     Above: the number of a set of workers
-    set    MAX_HOLDERS bits                          equal sets are one
-    used   1 byte a row                              set by readers when a request used the row
+    slots    4 bytes   a row. Found by the hash's lowest bits and linear probing, less than PROBES
+                       slots on
+    low      8 bytes   of a row: the hash's lowest 64 bits
+    holders  4 bytes   of a row. 0: none. 1..MAX_WORKERS: one worker. Above: a set of workers
+    tokens   4 bytes   of a row
+    used     1 byte    of a row: set by readers when a request used it
+    sets     MAX_HOLDERS bits each; equal sets are one
 
-A reader can see a slot, a row and a set from three different moments. It then takes a worker for a
-holder that is none, or overlooks one: that costs a cache miss, and nothing depends on more.
+The index of one process has a table of its own, whose sets are plain integers. The processes of a
+balancer share one in an `IndexMemory`. There a reader can see a slot, a row's columns and a set
+from different moments. It then takes a worker for a holder that is none, or overlooks one: that
+costs a cache miss, and nothing depends on more.
 
-There are two such tables. A writer that starts again fills the unused one while the others go on
-with what its predecessor left, and then they change over:
+An `IndexMemory` has two tables. A writer that starts again fills the unused one while the others go
+on with what its predecessor left, and then they change over:
 
     header   active table | whether it was ever complete | number of writers that began
 """
 
+import mmap
 from collections.abc import Callable
 
-MAX_HOLDERS = 1024
-"""Workers that can be held apart. What workers with higher numbers hold is not found."""
+MAX_WORKERS = 65_536
+"""Workers are bits 0 to MAX_WORKERS - 1. Higher numbers are rejected, to limit a mask's size."""
+MAX_HOLDERS = 4096
+"""Workers that can be held apart in a shared memory. Higher numbers are rejected there."""
 PROBES = 64
 MAX_SETS = 1 << 15
 SET_BYTES = MAX_HOLDERS // 8
 COUNT, UNLISTED = 0, 1
 """Words of a table's header: its segments, and what could not be written to it."""
-LOW_BITS = 24
-LOW = (1 << LOW_BITS) - 1
-"""What slots and rows have in their low bits: a row, and the holders."""
-MAX_SEGMENTS = LOW - 1
-MAX_TOKENS = (1 << 40) - 1
+HALF = (1 << 64) - 1
+"""What a segment is known by."""
+MAX_SEGMENTS = (1 << 31) - 2
+MAX_TOKENS = (1 << 32) - 1
+_WRITER_BYTES = 36
+"""What the writer has of a row in memory of its own, with what grows ahead: see `index`."""
 _PAGE = 4096
 _ACTIVE, _COMPLETE, _WRITERS = 0, 1, 2
 
 Erase = Callable[[int, int], object]
+
+
+class Table:
+    """The columns of one table, in a buffer of zeros or of what another process wrote."""
+
+    def __init__(self, buffer: memoryview, limit_segments: int) -> None:
+        assert 0 < limit_segments <= MAX_SEGMENTS, "rows have 31 bits"
+        slots, rows = _slots(limit_segments) * 4, _rows(limit_segments)
+        self.header = buffer[:_PAGE].cast("Q")
+        self.slots = buffer[_PAGE : _PAGE + slots].cast("I")
+        self.last = len(self.slots) - 1
+        at = _PAGE + slots
+        self.low = buffer[at : at + 8 * rows].cast("Q")
+        at += 8 * rows
+        self.holders = buffer[at : at + 4 * rows].cast("I")
+        at += 4 * rows
+        self.tokens = buffer[at : at + 4 * rows].cast("I")
+        at += 4 * rows
+        self.used = buffer[at : at + rows]
+        self.sets = buffer[at + rows :]
+
+    def row(self, segment: int) -> int:
+        """The row of a segment, 0 if there is none."""
+        slots, low, last, half = self.slots, self.low, self.last, segment & HALF
+        place = half & last
+        end = place + PROBES
+        while row := slots[place & last]:
+            if low[row] == half:
+                return row
+            place += 1
+            if place == end:
+                break
+        return 0
+
+    def mask(self, code: int) -> int:
+        """The workers that a row's holders are, as a bitmask."""
+        if code <= MAX_WORKERS:
+            return 1 << code >> 1
+        at = (code - MAX_WORKERS - 1) * SET_BYTES
+        return int.from_bytes(self.sets[at : at + SET_BYTES], "little")
 
 
 class IndexMemory:
@@ -50,10 +98,9 @@ class IndexMemory:
     """
 
     def __init__(self, buffer: memoryview, limit_segments: int, erase: Erase) -> None:
-        assert 0 < limit_segments <= MAX_SEGMENTS, "rows have 24 bits"
         self.limit_segments = limit_segments
         self.header = buffer[:_PAGE].cast("Q")
-        size = _table_bytes(limit_segments)
+        size = _shared_bytes(limit_segments)
         parts = [(_PAGE, size), (_PAGE + size, size)]
         self.tables = [Table(buffer[at : at + size], limit_segments) for at, size in parts]
         self._erase = [lambda part=part: erase(*part) for part in parts]
@@ -61,14 +108,14 @@ class IndexMemory:
     @staticmethod
     def size_bytes(limit_segments: int) -> int:
         """The size of the buffer; most of its pages stay untouched in a small index."""
-        return _PAGE + 2 * _table_bytes(limit_segments)
+        return _PAGE + 2 * _shared_bytes(limit_segments)
 
     @property
     def is_complete(self) -> bool:
         """Whether some writer has published all that the engines hold."""
         return self.header[_COMPLETE] != 0
 
-    def active(self) -> "Table":
+    def active(self) -> Table:
         return self.tables[self.header[_ACTIVE] & 1]
 
     def begin(self) -> int:
@@ -88,24 +135,32 @@ class IndexMemory:
         self._erase[number ^ 1]()
 
 
-class Table:
-    """The columns of one table."""
-
-    def __init__(self, buffer: memoryview, limit_segments: int) -> None:
-        slots, rows = _slots(limit_segments) * 8, _rows(limit_segments)
-        self.header = buffer[:_PAGE].cast("Q")
-        self.slots = buffer[_PAGE : _PAGE + slots].cast("Q")
-        self.last = len(self.slots) - 1
-        at = _PAGE + slots
-        self.rows = buffer[at : at + 8 * rows].cast("Q")
-        at += 8 * rows
-        self.used = buffer[at : at + rows]
-        self.sets = buffer[at + rows :]
+def private_table(limit_segments: int) -> Table:
+    """A table of this process alone. The system gives it a page when something is written there."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return Table(memoryview(mmap.mmap(-1, _table_bytes(limit_segments), flags)), limit_segments)
 
 
-def tag_of(segment: int) -> int:
-    """The highest of the 128 bits of a segment, in place for a slot."""
-    return (segment >> 88 & (1 << 40) - 1) << LOW_BITS
+def index_bytes(limit_segments: int) -> int:
+    """The memory of an index that is full, its sets of workers apart."""
+    return _table_bytes(limit_segments) + _WRITER_BYTES * limit_segments
+
+
+def segments_within(limit_bytes: int) -> int:
+    """The most segments whose index fits these bytes, at least one."""
+    low, high = 1, MAX_SEGMENTS
+    while low < high:
+        middle = (low + high + 1) >> 1
+        if index_bytes(middle) <= limit_bytes:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def sets_for(limit_segments: int) -> int:
+    """The sets of workers that fit a shared table."""
+    return min(limit_segments, MAX_SETS)
 
 
 def _slots(limit_segments: int) -> int:
@@ -117,10 +172,10 @@ def _rows(limit_segments: int) -> int:
     return -(-(limit_segments + 2) // 8) * 8
 
 
-def sets_for(limit_segments: int) -> int:
-    return min(limit_segments, MAX_SETS)
-
-
 def _table_bytes(limit_segments: int) -> int:
-    size = _PAGE + 8 * _slots(limit_segments) + 9 * _rows(limit_segments)
-    return -(-(size + sets_for(limit_segments) * SET_BYTES) // _PAGE) * _PAGE
+    return _PAGE + 4 * _slots(limit_segments) + 17 * _rows(limit_segments)
+
+
+def _shared_bytes(limit_segments: int) -> int:
+    size = _table_bytes(limit_segments) + sets_for(limit_segments) * SET_BYTES
+    return -(-size // _PAGE) * _PAGE

@@ -1,19 +1,60 @@
-"""Lookups in a prefix index that another process writes: see `index_memory`."""
+"""Lookups in the table of a prefix index, by its writer or by another process: see
+`index_memory`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from radix.index import Match
-from radix.index_memory import (
-    COUNT,
-    LOW,
-    LOW_BITS,
-    MAX_HOLDERS,
-    PROBES,
-    SET_BYTES,
-    IndexMemory,
-    Table,
-    tag_of,
-)
+from radix.index_memory import COUNT, HALF, PROBES, IndexMemory, Table
+
+
+class Match(NamedTuple):
+    """The workers that have the same longest match with a chain."""
+
+    workers: int
+    """A bitmask."""
+    depth: int
+    """The number of segments that match, at least 1."""
+    tokens: int
+    """The prompt tokens of these segments, as last stored."""
+
+
+def matches_in(table: Table, mask: Callable[[int], int], hashes: Sequence[int]) -> list[Match]:
+    """Each worker's longest match with a chain of hashes, the deepest first.
+
+    A worker is in at most one match, and in none if it holds nothing. A lookup does not count as a
+    use. O(distinct depths * log(length)). mask: the bitmask of a row's holders.
+    """
+    found: list[Match] = []
+    slots, low, holders, last = table.slots, table.low, table.holders, table.last
+    highest = len(hashes)
+    first = table.row(hashes[0]) if highest else 0
+    code = holders[first]
+    remaining = all_workers = named = mask(code)
+    while remaining:
+        # Each row is read once, so every step makes progress, whatever changes meanwhile.
+        deepest, row, workers = 1, first, all_workers & remaining
+        lowest = 2
+        while lowest <= highest:
+            middle = (lowest + highest) >> 1
+            # As `Table.row`: a call for each probe would take as long as the probe.
+            half = hashes[middle - 1] & HALF
+            place = half & last
+            end = place + PROBES
+            while (probe := slots[place & last]) and low[probe] != half:
+                place += 1
+                if place == end:
+                    probe = 0
+                    break
+            if (found_code := holders[probe]) != code:
+                code, named = found_code, mask(found_code)
+            if held := named & remaining:
+                deepest, row, workers, lowest = middle, probe, held, middle + 1
+            else:
+                highest = middle - 1
+        found.append(Match(workers, deepest, table.tokens[row]))
+        remaining ^= workers
+        highest = deepest - 1
+    return found
 
 
 class IndexView:
@@ -32,32 +73,12 @@ class IndexView:
     def matches(self, hashes: Sequence[int]) -> list[Match]:
         """As `PrefixIndex.matches`."""
         table = self._active()
-        found: list[Match] = []
-        rows, highest = table.rows, len(hashes)
-        first = _word(table, hashes[0]) if highest else 0
-        remaining = all_holders = _holders(table, first)
-        while remaining:
-            # Each row is read once, so every step makes progress, whatever changes meanwhile.
-            deepest, word, workers = 1, first, all_holders & remaining
-            low = 2
-            while low <= highest:
-                middle = (low + highest) >> 1
-                probe = rows[_row(table, hashes[middle - 1])]
-                code = probe & LOW
-                holders = 1 << code >> 1 if code <= MAX_HOLDERS else _holders(table, probe)
-                if held := holders & remaining:
-                    deepest, word, workers, low = middle, probe, held, middle + 1
-                else:
-                    highest = middle - 1
-            found.append(Match(workers, deepest, word >> LOW_BITS))
-            remaining ^= workers
-            highest = deepest - 1
-        return found
+        return matches_in(table, table.mask, hashes)
 
     def holders(self, segment: int) -> int:
         """The workers that hold a segment, as a bitmask."""
         table = self._active()
-        return _holders(table, _word(table, segment))
+        return table.mask(table.holders[table.row(segment)])
 
     def holds(self, worker: int, segment: int) -> bool:
         return worker >= 0 and self.holders(segment) >> worker & 1 == 1
@@ -66,35 +87,9 @@ class IndexView:
         """Marks a prefix as used: the writer passes over its last known segment once."""
         table = self._active()
         for position in range(min(depth, len(hashes)) - 1, -1, -1):
-            if row := _row(table, hashes[position]):
+            if row := table.row(hashes[position]):
                 table.used[row] = 1
                 return
 
     def _active(self) -> Table:
         return self._table or self._memory.active()
-
-
-def _row(table: Table, segment: int) -> int:
-    """The row of a segment, 0 if there is none."""
-    slots, last = table.slots, table.last
-    tag, place = tag_of(segment), segment & last
-    end = place + PROBES
-    while word := slots[place & last]:
-        if word & ~LOW == tag:
-            return word & LOW
-        place += 1
-        if place == end:
-            break
-    return 0
-
-
-def _word(table: Table, segment: int) -> int:
-    return table.rows[_row(table, segment)]
-
-
-def _holders(table: Table, word: int) -> int:
-    code = word & LOW
-    if code <= MAX_HOLDERS:
-        return 1 << code >> 1
-    at = (code - MAX_HOLDERS - 1) * SET_BYTES
-    return int.from_bytes(table.sets[at : at + SET_BYTES], "little")

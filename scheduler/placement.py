@@ -134,8 +134,13 @@ def stays(
     return "home" if longer <= LEAVE * max(saved, 0) else "moved"
 
 
-def place(request: PlacementRequest, workers: Sequence[WorkerView]) -> Placement | None:
-    """Chooses one of the workers; None if there are none."""
+def place(
+    request: PlacementRequest, workers: Sequence[WorkerView], mean_sessions: float | None = None
+) -> Placement | None:
+    """Chooses one of the workers; None if there are none.
+
+    mean_sessions: the mean of all workers' session tokens, if `workers` are only some of them.
+    """
     if not workers:
         return None
     reason = "new"
@@ -147,39 +152,69 @@ def place(request: PlacementRequest, workers: Sequence[WorkerView]) -> Placement
         reason = stays(request, home, most_saved, least_pending)
         if reason == "home":
             return Placement(home.name, reason)
-    scores = score_all(request, workers, is_new=reason != "moved")
+    is_new = reason != "moved"
+    mean = _mean_sessions(workers) if mean_sessions is None else mean_sessions
     # Whole tokens: balancers that add the same numbers in another order must see the same ties.
-    costs = [round(score.cost) for score in scores]
+    costs = [round(_cost(request, view, mean, is_new=is_new)) for view in workers]
     least = min(costs)
-    ties = [score.name for score, cost in zip(scores, costs, strict=True) if cost == least]
+    ties = [view.name for view, cost in zip(workers, costs, strict=True) if cost == least]
     chosen = chosen_of(request.prefix, ties)
     return Placement(chosen, "home" if chosen == request.home else reason)
 
 
 def score_all(
-    request: PlacementRequest, workers: Sequence[WorkerView], *, is_new: bool
+    request: PlacementRequest,
+    workers: Sequence[WorkerView],
+    mean_sessions: float | None = None,
+    *,
+    is_new: bool,
 ) -> list[Score]:
-    """The request's cost on each of the workers. `is_new`: with the terms of a new session."""
-    mean = sum(view.session_tokens for view in workers) / len(workers) if workers else 0.0
+    """The request's cost on each of the workers. `is_new`: with the terms of a new session.
+    mean_sessions: as in `place`."""
+    mean = _mean_sessions(workers) if mean_sessions is None else mean_sessions
     return [_score(request, view, mean, is_new=is_new) for view in workers]
+
+
+def standing_cost(view: WorkerView, *, is_new: bool) -> float:
+    """What a request without a prompt would cost there, if the worker were warm."""
+    cost: float = view.pending_tokens + DECODE_TOKENS * view.decoding
+    return cost + _recent_cost(view) + SESSION_SHARE * view.session_tokens if is_new else cost
+
+
+def _recent_cost(view: WorkerView) -> float:
+    return RECENT * view.recent_tokens**2 / (view.recent_tokens + RECENT_FLOOR)
+
+
+def _mean_sessions(workers: Sequence[WorkerView]) -> float:
+    return sum(view.session_tokens for view in workers) / len(workers) if workers else 0.0
 
 
 def _score(request: PlacementRequest, view: WorkerView, mean: float, *, is_new: bool) -> Score:
     uncached = max(request.prompt_tokens - view.held_tokens - view.host_tokens, 0)
-    loaded = view.loaded
-    decoding = DECODE_TOKENS * view.decoding
-    recent = sessions = 0.0
-    share = 1.0
+    return Score(
+        view.name,
+        _cost(request, view, mean, is_new=is_new),
+        view.pending_tokens,
+        uncached,
+        DECODE_TOKENS * view.decoding,
+        _recent_cost(view) if is_new else 0.0,
+        SESSION_SHARE * view.session_tokens if is_new else 0.0,
+        view.loaded,
+    )
+
+
+def _cost(request: PlacementRequest, view: WorkerView, mean: float, *, is_new: bool) -> float:
+    missing = max(request.prompt_tokens - view.held_tokens - view.host_tokens, 0) + view.loaded
+    share, recent, sessions = 1.0, 0.0, 0.0
     if is_new:
         own = max(request.prompt_tokens, 1)
         share = min((view.session_tokens + own) / (mean + own), 1.0)
-        recent = RECENT * view.recent_tokens**2 / (view.recent_tokens + RECENT_FLOOR)
-        sessions = SESSION_SHARE * view.session_tokens
-    cost = view.pending_tokens + (1 + DELAY * share) * (uncached + loaded)
-    cost += decoding + recent + sessions
+        recent, sessions = _recent_cost(view), SESSION_SHARE * view.session_tokens
+    cost = view.pending_tokens + (1 + DELAY * share) * missing
+    cost += DECODE_TOKENS * view.decoding + recent + sessions
     if view.warmth < 1.0:
         cost = (cost + 1) / max(view.warmth, _LEAST_WARMTH)
-    return Score(view.name, cost, view.pending_tokens, uncached, decoding, recent, sessions, loaded)
+    return cost
 
 
 def chosen_of(prefix: int, names: Sequence[str]) -> str:

@@ -18,13 +18,17 @@ class _Request(msgspec.Struct, frozen=True, gc=False):
 
 
 class Sessions:
-    """Live sessions, at most `limit`: beyond it the one that is silent for longest is forgotten."""
+    """Live sessions, at most `limit`: beyond it the one that is silent for longest is forgotten.
+
+    all_tokens: the tokens of the live sessions of all workers.
+    """
 
     def __init__(self, live_s: float, limit: int = 100_000) -> None:
         self._live_s = live_s
         self.limit = limit
         self._last: OrderedDict[int, _Request] = OrderedDict()
         self._tokens: Counter[int] = Counter()
+        self.all_tokens = 0
 
     def __len__(self) -> int:
         return len(self._last)
@@ -42,9 +46,11 @@ class Sessions:
         """Records a request of `tokens` that was sent to `worker`."""
         if (found := self._last.get(session)) is not None:
             self._tokens[found.worker] -= found.tokens
+            self.all_tokens -= found.tokens
         self._last[session] = _Request(worker, tokens, now_s)
         self._last.move_to_end(session)
         self._tokens[worker] += tokens
+        self.all_tokens += tokens
         if len(self._last) > self.limit:
             self.end(next(iter(self._last)))
 
@@ -53,6 +59,7 @@ class Sessions:
         found = self._last.pop(session, None)
         if found is not None:
             self._tokens[found.worker] -= found.tokens
+            self.all_tokens -= found.tokens
 
     def expire(self, now_s: float) -> None:
         """Forgets the sessions that are no longer live."""

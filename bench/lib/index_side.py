@@ -26,7 +26,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any, Protocol
@@ -34,6 +34,7 @@ from typing import Any, Protocol
 HARNESSES = 8
 HEAD_SEGMENTS = 10
 OWN_SEGMENTS = 120
+LOOKUPS = 500
 BLOCKS = 16  # of 64 tokens in a segment of 1,024
 BLOCK_TOKENS = 64
 SEGMENT_TOKENS = BLOCKS * BLOCK_TOKENS
@@ -92,23 +93,25 @@ class Side(Protocol):
 class Ours:
     """`radix.index.PrefixIndex`, in the router of a balancer with so many ready workers."""
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, workers: int, segments: int) -> None:
         from bench.lib.fleet import router_of
 
-        self.router = router_of(workers, limit_segments=2_000_000)
+        self.router = router_of(workers, limit_segments=max(2_000_000, segments + segments // 8))
         index = self.router.prefixes.written
         assert index is not None, "this process writes its index"
         self.index = index
         self.look_up = self.index.matches
 
-    def event(self, chain: Sequence[int]) -> Sequence[int]:
-        return chain
+    def event(self, chain: Sequence[int]) -> tuple[Any, list[int]]:
+        """A chain as the reader of an engine's events has it."""
+        from radix.index_rows import halves_of
 
-    def apply(self, worker: int, event: Sequence[int]) -> None:
-        parent = None
-        for place, segment in enumerate(event, 1):
-            self.index.store(worker, parent, segment, place * SEGMENT_TOKENS)
-            parent = segment
+        tokens = [place * SEGMENT_TOKENS for place in range(1, len(chain) + 1)]
+        return halves_of(chain), tokens
+
+    def apply(self, worker: int, event: tuple[Any, list[int]]) -> None:
+        halves, tokens = event
+        self.index.store_chain(worker, None, halves, tokens)
 
     def queries(self, chains: list[list[int]]) -> list[list[int]]:
         return chains
@@ -124,16 +127,18 @@ class Ours:
     def touch(self, query: list[int]) -> None:
         self.index.touch(query, len(query))
 
-    def decisions_us(self, chains: list[list[int]]) -> list[float]:
+    def decisions_us(
+        self, chains: list[list[int]], clock_ns: Callable[[], int] = time.perf_counter_ns
+    ) -> list[float]:
         """Each request ends before the next one, so that none waits or follows another."""
         from bench.lib.fleet import routing_of
 
         times = []
         for chain in chains:
             routing = routing_of(chain, HEAD_SEGMENTS, SEGMENT_TOKENS)
-            start = time.perf_counter_ns()
+            start = clock_ns()
             attempt = self.router.place(routing, set())
-            times.append((time.perf_counter_ns() - start) / 1000)
+            times.append((clock_ns() - start) / 1000)
             assert attempt is not None, "some worker has capacity"
             self.router.attempts.fail(attempt, by_worker=False)
         return times
@@ -225,10 +230,30 @@ def fill(side: Side, segments: int, workers: int) -> float:
     return seconds
 
 
+def decision_times(segments: int, workers: int) -> dict[str, float]:
+    """The processor's time for decisions of our router with so much in its index, of sessions that
+    are known and of those that begin, one after the other."""
+    side = Ours(workers, segments)
+    fill(side, segments, workers)
+    side.decisions_us(prompts(segments, 0, LOOKUPS))  # warms up
+    figures: dict[str, float] = {"segments": len(side.index), "workers": workers}
+    for name, chains in kinds_of(prompts(segments, 1, 4 * LOOKUPS)).items():
+        times = side.decisions_us(chains, time.thread_time_ns)
+        figures |= {f"{name}_us": statistics.median(times), f"{name}_p99_us": _p99(times)}
+    return {name: round(value, 1) for name, value in figures.items()}
+
+
+def kinds_of(chains: list[list[int]]) -> dict[str, list[list[int]]]:
+    """Prompts by whether their session is known."""
+    begins = [chain for chain in chains if len(chain) == HEAD_SEGMENTS + 2]
+    known = [chain for chain in chains if len(chain) != HEAD_SEGMENTS + 2]
+    return {"known": known, "new": begins, "all": chains}
+
+
 def main() -> None:
     name, segments, workers = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     os.environ.setdefault("DYN_LOG", "error")
-    side: Side = Ours(workers) if name == "ours" else Dynamo(workers)
+    side: Side = Ours(workers, segments) if name == "ours" else Dynamo(workers)
     fill(side, 1_000, workers)  # makes what is made but once
     before = resident_bytes()
     seconds = fill(side, segments, workers)

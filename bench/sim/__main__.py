@@ -20,7 +20,8 @@ from typing import Any
 from bench.lib.script import parser_of, require, run
 from bench.sim.engine import EngineConfig
 from bench.sim.our_router import OurRouter
-from bench.sim.virtual_time import LeastLoaded, Policy, RoundRobin, Sticky, simulate
+from bench.sim.policies import LeastLoaded, RoundRobin, Sticky
+from bench.sim.virtual_time import Policy, simulate
 from bench.trace.agents import TraceConfig
 from bench.trace.calls import compile_calls, ideal_of
 from bench.trace.options import add_trace_options, trace_of

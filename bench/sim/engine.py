@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 
 from bench.sim.cache import BlockCache
 from bench.sim.prompts import BLOCK_TOKENS
-from bench.sim.segments import SegmentFeed
+from bench.sim.segments import Load, SegmentFeed
 from sgl_ext.requests.segments import Chain
 
 
@@ -71,16 +71,6 @@ class Event(NamedTuple):
     at: float
     kind: Literal["first", "done", "refused"]
     request: Request
-
-
-class Load(NamedTuple):
-    """What an engine says of itself; in tokens but for the first two."""
-
-    running: int
-    queued: int
-    pending_tokens: int
-    used_tokens: int
-    capacity_tokens: int
 
 
 class Engine:

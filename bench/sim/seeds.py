@@ -8,7 +8,8 @@ from dataclasses import asdict, replace
 from bench.lib.spread import Spread, spread
 from bench.sim.engine import EngineConfig
 from bench.sim.our_router import OurRouter
-from bench.sim.virtual_time import LeastLoaded, Policy, RoundRobin, Sticky, simulate
+from bench.sim.policies import LeastLoaded, RoundRobin, Sticky
+from bench.sim.virtual_time import Policy, simulate
 from bench.trace.agents import TraceConfig
 from bench.trace.calls import compile_calls, ideal_of
 from bench.trace.variants import make_trace

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from bench.sim.prompts import BLOCK_BYTES, BLOCK_TOKENS
+from radix.index import PrefixIndex
 from sgl_ext.requests.segments import Chain
 
 
@@ -19,6 +20,35 @@ class Stored(NamedTuple):
     segment: int
     parent: int | None
     tokens: int
+
+
+class Load(NamedTuple):
+    """What an engine says of itself; in tokens but for the first two."""
+
+    running: int
+    queued: int
+    pending_tokens: int
+    used_tokens: int
+    capacity_tokens: int
+
+
+class Line(NamedTuple):
+    """One line of an engine's event stream. cleared: it is a snapshot."""
+
+    removed: list[int]
+    stored: list[Stored]
+    load: Load
+    cleared: bool = False
+
+
+def apply_line(index: PrefixIndex, worker: int, line: Line) -> None:
+    """Applies a line to an index, as a balancer does."""
+    if line.cleared:
+        index.clear(worker)
+    for segment in line.removed:
+        index.remove(worker, segment)
+    for stored in line.stored:
+        index.store(worker, stored.parent, stored.segment, stored.tokens)
 
 
 class SegmentFeed:

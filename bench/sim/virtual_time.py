@@ -7,7 +7,9 @@ have any of these methods, through which it learns what a router learns:
     waits(call, submit)             whether it holds the call back, to `submit()` it later
     first_byte(call, worker, now)   the first token
     end(call, worker, now)          the last one
-    event(worker, line, now)        what an engine published, `event_lag_s` late
+    event(worker, line, now)        what an engine published, `Feed.lag_s` late
+    leave(worker, now)              the worker drains: it gets no new requests
+    join(worker, now)               it takes requests again, with an empty cache
 
 `call` has `chain`, `session` (None where the run has no session header), the tokens,
 `agent` and `turn`; an engine has `load` and `cached_tokens(request)`, which routers
@@ -22,22 +24,37 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from random import Random
+from typing import Any
 
-from bench.sim.engine import Engine, EngineConfig, Event, Load, Request
-from bench.sim.segments import Stored
+from bench.sim.engine import Engine, EngineConfig, Event, Request
+from bench.sim.segments import Line
 from bench.trace.agents import Agent
 from bench.trace.calls import Call, Ideal, Loop
 
 Policy = Callable[[Call, Sequence[Engine], float], int]
+RECONNECT_S = 0.5
 
 
-class Line(NamedTuple):
-    """One line of an engine's event stream."""
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """How engines' events reach a policy.
 
-    removed: list[int]
-    stored: list[Stored]
-    load: Load
+    lag_s: how late. loss: the share of lines that are lost. After a lost line nothing comes until
+    RECONNECT_S later, and then a snapshot.
+    """
+
+    lag_s: float = 0.05
+    loss: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Churn:
+    """Every `every_s` seconds so many engines drain, and come back empty `away_s` later."""
+
+    every_s: float
+    engines: int
+    away_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,65 +85,126 @@ def simulate(
     config: EngineConfig | None = None,
     *,
     session_header: bool = False,
-    event_lag_s: float = 0.05,
     limit_s: float = math.inf,
 ) -> Figures:
     """Runs a trace; `calls` are `compile_calls(agents)`, `ideal` is `ideal_of` both.
 
     No call starts after `limit_s`; the share of the ideal is then only nearly exact.
     """
-    run = _Run(agents, calls, policy, [Engine(config) for _ in range(workers)], event_lag_s)
+    run = Run(agents, calls, policy, [Engine(config) for _ in range(workers)])
     run.session_header = session_header
     run.all(limit_s)
     return run.figures(ideal)
 
 
-class _Run:
+class Run:
+    """One policy with one trace.
+
+    counts: which calls the figures are about. The others are made all the same.
+    cached, cached_of_all: tokens read and tokens of prompts, of calls that count and of all.
+    lines, segments: what the policy was sent of engines' events.
+    """
+
     def __init__(
         self,
         agents: Sequence[Agent],
         calls: Sequence[Sequence[Call]],
         policy: Policy,
         engines: list[Engine],
-        lag_s: float,
+        feed: Feed | None = None,
+        churn: Churn | None = None,
+        counts: Callable[[Call], bool] = lambda call: True,
     ) -> None:
         self.session_header = False
+        self.engines = engines
+        self.lines = self.segments = self.answered = 0
+        self.ttft_ms: list[float] = []
         self._loop = Loop(agents)
         self._calls = calls
         self._policy = policy
-        self._engines = engines
-        self._lag_s = lag_s
+        self._feed = feed or Feed()
+        self._churn = churn
+        self._counts = counts
+        self._random = Random(1)
         self._sent: dict[Request, tuple[Call, float]] = {}
-        self._lines: list[tuple[float, int, int, Line]] = []
+        self._lines: list[tuple[float, int, int, Line | None]] = []
+        self._broken: set[int] = set()  # whose stream is to begin again
         self._order = 0
-        self._ttft_ms: list[float] = []
+        self._wakes: list[tuple[float, int]] = []  # a heap; some are out of date
+        self._wake_at = [math.inf] * len(engines)
+        self._turns: list[tuple[float, int]] = []  # a heap: who comes back when
+        self._churn_at = math.inf if churn is None else churn.every_s
         self._worker: dict[int, int] = {}
         self._later = self._moved = 0
-        self._prompt = self._cached = self._output = 0
+        self.cached = self.cached_of_all = (0, 0)
+        self._output = 0
         self._now = 0.0
-        nothing: Callable[..., None] = lambda *_: None  # noqa: E731 - a default, five times
-        hooks = ("begin", "first_byte", "end", "event")
+        nothing: Callable[..., None] = lambda *_: None  # noqa: E731 - a default, seven times
+        hooks = ("begin", "first_byte", "end", "event", "leave", "join")
         self._tell: dict[str, Any] = {name: getattr(policy, name, nothing) for name in hooks}
         self._waits = getattr(policy, "waits", nothing)
 
-    def all(self, limit_s: float) -> None:
+    def all(self, limit_s: float = math.inf) -> None:
+        """Makes all calls, those that are due before the limit, and delivers all lines."""
         while self._loop.open and (self._now < limit_s or self._sent):
-            wakes = [engine.next_at() for engine in self._engines]
             line_at = self._lines[0][0] if self._lines else math.inf
             due_at = self._loop.next_at() if self._now < limit_s else math.inf
-            self._now = now = min(due_at, line_at, *wakes)
-            while self._lines and self._lines[0][0] <= now:
-                _, _, worker, line = heapq.heappop(self._lines)
-                self._tell["event"](worker, line, now)
-            for worker, at in enumerate(wakes):
-                if at <= now:
-                    self._take(worker, self._engines[worker].advance(now))
+            turn_at = min(self._churn_at, self._turns[0][0] if self._turns else math.inf)
+            self._now = now = min(due_at, line_at, turn_at, self._next_wake())
+            self._deliver(now)
+            if turn_at <= now:
+                self._turn(now)
+            for worker in self._woken(now):
+                self._take(worker, self.engines[worker].advance(now))
             for agent, turn in self._loop.due(min(now, limit_s)):
                 self._send(self._calls[agent][turn], now)
+        while self._lines:
+            self._now = self._lines[0][0]
+            self._deliver(self._now)
+
+    def _next_wake(self) -> float:
+        wakes, wake_at = self._wakes, self._wake_at
+        while wakes and wakes[0][0] != wake_at[wakes[0][1]]:
+            heapq.heappop(wakes)
+        return wakes[0][0] if wakes else math.inf
+
+    def _woken(self, now: float) -> list[int]:
+        """The workers where something happens by now, in order."""
+        woken = set()
+        while self._next_wake() <= now:
+            woken.add(heapq.heappop(self._wakes)[1])
+        return sorted(woken)
+
+    def _deliver(self, now: float) -> None:
+        while self._lines and self._lines[0][0] <= now:
+            _, _, worker, line = heapq.heappop(self._lines)
+            if line is None:
+                self._broken.discard(worker)
+                engine = self.engines[worker]
+                engine.segments.take()
+                line = Line([], list(engine.segments.snapshot()), engine.load, cleared=True)
+            self.lines += 1
+            self.segments += len(line.stored) + len(line.removed)
+            self._tell["event"](worker, line, now)
+
+    def _turn(self, now: float) -> None:
+        """Engines leave and come back."""
+        while self._turns and self._turns[0][0] <= now:
+            _, worker = heapq.heappop(self._turns)
+            self.engines[worker].flush()
+            self._take(worker, [])
+            self._tell["join"](worker, now)
+        if self._churn is not None and self._churn_at <= now:
+            self._churn_at += self._churn.every_s
+            away = {worker for _, worker in self._turns}
+            there = [worker for worker in range(len(self.engines)) if worker not in away]
+            for worker in self._random.sample(there, min(self._churn.engines, len(there) - 1)):
+                self._tell["leave"](worker, now)
+                heapq.heappush(self._turns, (now + self._churn.away_s, worker))
 
     def _send(self, call: Call, now: float) -> None:
         shown = call if self.session_header else replace(call, session="")
-        worker = self._policy(shown, self._engines, now)
+        worker = self._policy(shown, self.engines, now)
         self._tell["begin"](shown, worker, now)
         last = self._worker.get(call.agent)
         if last is not None:
@@ -140,7 +218,7 @@ class _Run:
             submit()
 
     def _submit(self, worker: int, request: Request) -> None:
-        self._take(worker, self._engines[worker].submit(request, self._now))
+        self._take(worker, self.engines[worker].submit(request, self._now))
 
     def _take(self, worker: int, events: list[Event]) -> None:
         for at, kind, request in events:
@@ -148,32 +226,51 @@ class _Run:
             if kind == "refused":
                 raise RuntimeError(f"larger than an engine's memory: {request.prompt_tokens}")
             if kind == "first":
-                self._ttft_ms.append((at - sent) * 1000)
+                if self._counts(call):
+                    self.ttft_ms.append((at - sent) * 1000)
                 self._tell["first_byte"](call, worker, at)
                 continue
             del self._sent[request]
-            self._prompt += request.prompt_tokens
-            self._cached += request.cached_tokens
-            self._output += request.output_tokens
+            self.answered += 1
+            self._add_up(request, is_counted=self._counts(call))
             self._tell["end"](call, worker, at)
             self._loop.finished(call.agent, call.turn, at)
-        engine = self._engines[worker]
+        engine = self.engines[worker]
+        wake_at = engine.next_at()
+        if wake_at != self._wake_at[worker]:
+            self._wake_at[worker] = wake_at
+            heapq.heappush(self._wakes, (wake_at, worker))
+        if worker in self._broken:
+            return
         if events or engine.segments.changed:
-            line = Line(*engine.segments.take(), engine.load)
+            line: Line | None = Line(*engine.segments.take(), engine.load)
+            at = self._now + self._feed.lag_s
+            if self._feed.loss and self._random.random() < self._feed.loss:
+                self._broken.add(worker)
+                line, at = None, at + RECONNECT_S
             self._order += 1
-            heapq.heappush(self._lines, (self._now + self._lag_s, self._order, worker, line))
+            heapq.heappush(self._lines, (at, self._order, worker, line))
+
+    def _add_up(self, request: Request, *, is_counted: bool) -> None:
+        cached, prompt = self.cached_of_all
+        self.cached_of_all = cached + request.cached_tokens, prompt + request.prompt_tokens
+        if is_counted:
+            cached, prompt = self.cached
+            self.cached = cached + request.cached_tokens, prompt + request.prompt_tokens
+            self._output += request.output_tokens
 
     def figures(self, ideal: Ideal) -> Figures:
-        cuts = statistics.quantiles(self._ttft_ms, n=100, method="inclusive")
-        loads = [engine.prefill_s for engine in self._engines]
+        cuts = statistics.quantiles(self.ttft_ms, n=100, method="inclusive")
+        loads = [engine.prefill_s for engine in self.engines]
         mean = statistics.mean(loads)
-        cached = self._cached / self._prompt
+        cached_tokens, prompt_tokens = self.cached
+        cached = cached_tokens / prompt_tokens
         return Figures(
-            requests=len(self._ttft_ms),
+            requests=len(self.ttft_ms),
             seconds=round(self._now, 1),
             cached_ratio=round(cached, 4),
             share_of_ideal=round(cached / ideal.cached_ratio, 4) if ideal.cached_tokens else 1.0,
-            read_write=round(self._cached / (self._prompt - self._cached + self._output), 2),
+            read_write=round(cached_tokens / (prompt_tokens - cached_tokens + self._output), 2),
             ttft_p50_ms=round(cuts[49], 1),
             ttft_p90_ms=round(cuts[89], 1),
             ttft_p95_ms=round(cuts[94], 1),
@@ -182,51 +279,3 @@ class _Run:
             busy=round(mean / self._now, 3),
             moved=round(self._moved / max(1, self._later), 4),
         )
-
-
-class RoundRobin:
-    """Each worker in turn."""
-
-    def __init__(self) -> None:
-        self._next = 0
-
-    def __call__(self, call: Call, engines: Sequence[Engine], now: float) -> int:
-        self._next += 1
-        return self._next % len(engines)
-
-
-class LeastLoaded:
-    """The worker with the fewest requests of ours under way, the longest unused of them."""
-
-    def __init__(self) -> None:
-        self._under_way: dict[int, int] = {}
-        self._used_at: dict[int, float] = {}
-
-    def __call__(self, call: Call, engines: Sequence[Engine], now: float) -> int:
-        return min(
-            range(len(engines)),
-            key=lambda worker: (self._under_way.get(worker, 0), self._used_at.get(worker, 0)),
-        )
-
-    def begin(self, call: Call, worker: int, now: float) -> None:
-        self._under_way[worker] = self._under_way.get(worker, 0) + 1
-        self._used_at[worker] = now
-
-    def end(self, call: Call, worker: int, now: float) -> None:
-        self._under_way[worker] -= 1
-
-
-class Sticky:
-    """An agent stays where it began, with the fewest agents and then requests: a yardstick
-    that knows conversations by heart."""
-
-    def __init__(self) -> None:
-        self._home: dict[int, int] = {}
-
-    def __call__(self, call: Call, engines: Sequence[Engine], now: float) -> int:
-        homes = list(self._home.values())
-        best = min(range(len(engines)), key=homes.count)
-        return self._home.setdefault(call.agent, best)
-
-    def end(self, call: Call, worker: int, now: float) -> None:
-        """Agents that are over are still counted: good enough for a yardstick."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bench.sim.prompts import text_of
@@ -95,6 +96,19 @@ class Agent:
         """Tools, instructions and project as one text, for loads with tools of their own."""
         tools = "".join(tool["function"]["description"] for tool in self.tools())
         return tools + "".join(message["content"] for message in self.system())
+
+
+def first_calls(agents: Sequence[Agent], most: int) -> tuple[Agent, ...]:
+    """The agents with their first calls. One that a later call would have started has none."""
+    kept = {agent.number for agent in agents if agent.starts_at is not None}
+    ahead = [*kept]
+    while ahead:
+        for turn in agents[ahead.pop()].turns[:most]:
+            ahead += turn.starts
+            kept.update(turn.starts)
+    return tuple(
+        replace(agent, turns=agent.turns[:most] if agent.number in kept else ()) for agent in agents
+    )
 
 
 @functools.lru_cache(maxsize=256)

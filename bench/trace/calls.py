@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,8 +177,10 @@ def ideal_of(
     agents: Sequence[Agent],
     calls: Sequence[Sequence[Call]],
     only: Collection[tuple[int, int]] | None = None,
+    counts: Callable[[Call], bool] = lambda call: True,
 ) -> Ideal:
-    """Answers every call of a trace at once and adds up; `only` names the calls that count."""
+    """Answers every call of a trace at once and adds up. `only` names the calls that are made, and
+    `counts` says which of these are added up."""
     loop, held = Loop(agents), set[int]()
     requests = prompt = cached = output = 0
     while loop.open:
@@ -195,6 +197,8 @@ def ideal_of(
             if only is not None and (agent, turn) not in only:
                 continue
             held.update(call.keys[matched : (total - 1) // BLOCK_TOKENS])
+            if not counts(call):
+                continue
             requests += 1
             prompt += call.prompt_tokens
             cached += matched * BLOCK_TOKENS

@@ -66,7 +66,7 @@ _SHARE = row(
     ),
     stat(
         "Segments",
-        "Segments in the prefix index; --index-segments bounds it.",
+        "Segments in the prefix index; --index-limit-bytes bounds it.",
         (f"max(sgl_ext_index_segments{{{OURS}}})", ""),
         width=4,
     ),

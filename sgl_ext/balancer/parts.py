@@ -9,6 +9,7 @@ from pathlib import Path
 import aiohttp
 import orjson
 
+from radix.index_memory import segments_within
 from sgl_ext.balancer.access.authentication import KeyFileReloader
 from sgl_ext.balancer.access.rate_limits import RateLimits
 from sgl_ext.balancer.access.sent_secret import SentSecret
@@ -92,7 +93,7 @@ class Parts:
         secret.put_into(session)
         strip = HeaderStrip(config.strip_headers, moves_lines=config.move_volatile_lines)
         slots, prefixes = (
-            (Slots(), Prefixes(limit_segments=config.index_segments))
+            (Slots(), Prefixes(limit_segments=segments_within(config.index_limit_bytes)))
             if group is None or group.memory is None
             else group.memory.open(group.number)
         )

@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 
 import uvloop
 
+from radix.index_memory import segments_within
 from sgl_ext.balancer.cluster.peers import PeerGroup
 from sgl_ext.balancer.cluster.processes import run
 from sgl_ext.balancer.reporting.line_file import check_file
@@ -82,7 +83,7 @@ def serve(
     else:
         run(
             config.processes,
-            config.index_segments,
+            segments_within(config.index_limit_bytes),
             lambda group, folder: uvloop.run(serve_one(group, folder)),
         )
 

@@ -35,6 +35,7 @@ from sgl_ext.settings.values import (
     FleetName,
     GroupName,
     HeaderName,
+    IndexBytes,
     LogBytes,
     LogFormat,
     LogLevel,
@@ -46,7 +47,6 @@ from sgl_ext.settings.values import (
     RayAddress,
     Seconds,
     SecretSource,
-    Segments,
     Share,
     Store,
     StoreBytes,
@@ -161,9 +161,9 @@ class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
     )
     port: Annotated[Port, OPENED, "Port to listen on. Engines use free ports above it."] = 30000
     processes: Annotated[Processes, OPENED, "Balancer processes that share the port."] = 1
-    index_segments: Annotated[Segments, DIVIDED, "Segments in the prefix index: limits.md."] = (
-        1_000_000
-    )
+    index_limit_bytes: Annotated[
+        IndexBytes, DIVIDED, "Memory of the prefix index when it is full: limits.md."
+    ] = 256 * MIB
     api_key: Annotated[SecretSource | None, "Key for all requests but health checks."] = None
     keys: Annotated[File | None, WATCHED, "Keys and limits of tenants: tenants.md."] = None
     tenant_isolation: Annotated[

@@ -7,7 +7,7 @@ from sgl_ext.settings.schema import BalancerSettings, EngineSettings
 
 _MIB = 1 << 20
 # docs/index.md and docs/limits.md.
-_SEGMENT_BYTES = 210
+_SEGMENT_BYTES = 70
 _SEGMENT_TOKENS = 1024
 _TABLES_BYTES = (64 + 64) * _MIB
 _LOG_BYTES = 256 * _MIB
@@ -48,10 +48,10 @@ class Load:
 def host_needs(engines: int, tokens: int, context: int) -> HostNeeds:
     """For a node with engines of `tokens` each, and sessions of `context` tokens."""
     balancer, engine = BalancerSettings(), EngineSettings()
-    segments = min(balancer.index_segments, engines * (tokens // _SEGMENT_TOKENS))
+    segments = engines * (tokens // _SEGMENT_TOKENS)
     store = balancer.store_limit_bytes
     return HostNeeds(
-        balancer_index_bytes=segments * _SEGMENT_BYTES,
+        balancer_index_bytes=min(segments * _SEGMENT_BYTES, balancer.index_limit_bytes),
         balancer_bodies_bytes=balancer.account_bytes,
         balancer_tables_bytes=_TABLES_BYTES,
         engine_token_cache_bytes=engine.token_cache_bytes,

@@ -13,7 +13,7 @@ from sgl_ext_cpu.envoy import install_envoy
 from sgl_ext_cpu.node import FORKING, ROOT
 from sgl_ext_cpu.nursery import Nursery
 
-WITHOUT_ENGINES = ("index", "proxy", "routing", "store", "templates", "tool_loop")
+WITHOUT_ENGINES = ("index", "proxy", "routing", "scale", "store", "templates", "tool_loop")
 WITH_ENGINES = (
     *("fanout", "header_strip", "misroute", "pin_flood", "priority", "speculative_prefill"),
     *("tenant_probe", "warm_turn", "long_history", "chaos", "soak", "tiers"),

@@ -4,8 +4,9 @@ import orjson
 import pytest
 
 from bench.sim.engine import Engine, EngineConfig, Request
+from bench.sim.policies import LeastLoaded, RoundRobin
 from bench.sim.prompts import BLOCK_TOKENS, BYTES_PER_TOKEN, answer_to, prompt_blocks
-from bench.sim.virtual_time import LeastLoaded, RoundRobin, simulate
+from bench.sim.virtual_time import simulate
 from bench.trace.agents import Agent, TraceConfig
 from bench.trace.calls import CHAT, Call, Conversation, Loop, compile_calls, ideal_of
 from bench.trace.swarm import VARIANTS

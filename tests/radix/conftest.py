@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import xxhash
 
-from radix.index import MAX_WORKERS, Match, PrefixIndex
-from radix.index_memory import IndexMemory
-from radix.index_view import IndexView
+from radix.index import PrefixIndex
+from radix.index_memory import MAX_TOKENS, MAX_WORKERS, IndexMemory
+from radix.index_rows import halves_of
+from radix.index_view import IndexView, Match
 from radix.shared_index import SharedIndex
 
 
@@ -45,7 +46,7 @@ class NaiveIndex:
         self.order.remove(segment)
 
     def store(self, worker: int, parent: int | None, segment: int, tokens: int) -> bool:
-        if not 0 <= worker < MAX_WORKERS or not 0 <= tokens < 2**63:
+        if not 0 <= worker < MAX_WORKERS or not 0 <= tokens <= MAX_TOKENS:
             return False
         if parent is not None and not self.holds(worker, parent):
             return False
@@ -64,6 +65,15 @@ class NaiveIndex:
             self.order.append(segment)
         self._use(segment)
         return True
+
+    def store_chain(
+        self, worker: int, parent: int | None, segments: Sequence[int], tokens: Sequence[int]
+    ) -> int:
+        for stored, (segment, count) in enumerate(zip(segments, tokens, strict=True)):
+            if not self.store(worker, parent, segment, count):
+                return stored
+            parent = segment
+        return len(segments)
 
     def remove(self, worker: int, segment: int) -> int:
         lost = [s for s in self.holders if self.holds(worker, s) and segment in self.lineage(s)]
@@ -112,13 +122,16 @@ class NaiveIndex:
         assert sorted(self.order) == sorted(self.holders)
 
 
-class ViewedIndex:
-    """A shared index that is looked up in by a view. Its segments are hashes of the test's ints."""
+class HashedIndex:
+    """An index of this process alone. Its segments are hashes of the test's ints."""
 
     def __init__(self, limit_segments: int = 10_000) -> None:
-        self.writer = SharedIndex(make_memory(limit_segments))
-        self.view = IndexView(self.writer._memory)
+        self.writer = self.make(limit_segments)
+        self.reader: Any = self.writer
         self._ints: dict[int, int] = {}
+
+    def make(self, limit_segments: int) -> PrefixIndex:
+        return PrefixIndex(limit_segments)
 
     def _hash(self, segment: int) -> int:
         found = xxhash.xxh3_128_intdigest(b"%d" % segment)
@@ -126,23 +139,33 @@ class ViewedIndex:
         return found
 
     def __len__(self) -> int:
-        assert len(self.view) == len(self.writer)
-        return len(self.view)
+        assert len(self.reader) == len(self.writer)
+        return len(self.reader)
 
     def holds(self, worker: int, segment: int) -> bool:
-        held = self.view.holds(worker, self._hash(segment))
+        held = self.reader.holds(worker, self._hash(segment))
         assert held is self.writer.holds(worker, self._hash(segment))
-        return held
+        return bool(held)
 
     def matches(self, hashes: Sequence[int]) -> list[Match]:
-        return self.view.matches([*map(self._hash, hashes)])
+        found = self.writer.matches([*map(self._hash, hashes)])
+        assert found == self.reader.matches([*map(self._hash, hashes)])
+        return found
 
     def touch(self, hashes: Sequence[int], depth: int) -> None:
         self.writer.touch([*map(self._hash, hashes)], depth)
 
+    def _above(self, parent: int | None) -> int | None:
+        return None if parent is None else self._hash(parent)
+
     def store(self, worker: int, parent: int | None, segment: int, tokens: int) -> bool:
-        above = None if parent is None else self._hash(parent)
-        return self.writer.store(worker, above, self._hash(segment), tokens)
+        return self.writer.store(worker, self._above(parent), self._hash(segment), tokens)
+
+    def store_chain(
+        self, worker: int, parent: int | None, segments: Sequence[int], tokens: Sequence[int]
+    ) -> int:
+        halves = halves_of(map(self._hash, segments))
+        return self.writer.store_chain(worker, self._above(parent), halves, tokens)
 
     def remove(self, worker: int, segment: int) -> int:
         return self.writer.remove(worker, self._hash(segment))
@@ -163,6 +186,18 @@ class ViewedIndex:
         self.writer.check()
 
 
+class ViewedIndex(HashedIndex):
+    """A shared index that is looked up in by a view."""
+
+    def make(self, limit_segments: int) -> PrefixIndex:
+        return SharedIndex(make_memory(limit_segments))
+
+    def __init__(self, limit_segments: int = 10_000) -> None:
+        super().__init__(limit_segments)
+        assert isinstance(self.writer, SharedIndex)
+        self.reader = IndexView(self.writer._memory)
+
+
 def make_memory(limit_segments: int) -> IndexMemory:
     """A memory as a process makes it, of this process alone."""
     buffer = bytearray(IndexMemory.size_bytes(limit_segments))
@@ -171,6 +206,11 @@ def make_memory(limit_segments: int) -> IndexMemory:
         buffer[at : at + size] = bytes(size)
 
     return IndexMemory(memoryview(buffer), limit_segments, erase)
+
+
+@pytest.fixture
+def hashed_index() -> type[HashedIndex]:
+    return HashedIndex
 
 
 @pytest.fixture
@@ -183,7 +223,7 @@ def naive_index() -> type[NaiveIndex]:
     return NaiveIndex
 
 
-@pytest.fixture(params=[NaiveIndex, PrefixIndex, ViewedIndex])
+@pytest.fixture(params=[NaiveIndex, HashedIndex, ViewedIndex])
 def make_index(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
     """Makes an index; all that were made are checked when the test ends."""
     made: list[Any] = []

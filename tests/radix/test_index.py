@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 
-from radix.index import MAX_WORKERS, Match, PrefixIndex
+from radix.index import PrefixIndex
+from radix.index_memory import (
+    MAX_HOLDERS,
+    MAX_SEGMENTS,
+    MAX_TOKENS,
+    MAX_WORKERS,
+    index_bytes,
+    segments_within,
+)
+from radix.index_rows import halves_of
+from radix.index_view import Match
 
 A, B, C, D, E, F, X, Y = range(101, 109)
 Make = Callable[..., Any]
@@ -189,12 +199,54 @@ def test_odd_numbers_are_rejected_or_stored(make_index: Make) -> None:
         assert not index.holds(worker, A)
         assert index.remove(worker, A) == index.clear(worker) == 0
         assert list(index.snapshot(worker)) == []
-    for tokens in (-1, 2**63):
+    for tokens in (-1, MAX_TOKENS + 1):
         assert not index.store(0, None, A, tokens)
+        assert index.store_chain(0, None, [A, B], [1, tokens]) == 1
+        index.clear(0)
     assert len(index) == 0
     store_chain(index, 0, 0, -1, 2**200)
     assert index.matches([0, -1, 2**200]) == [Match(0b1, 3, 3000)]
-    assert index.store(MAX_WORKERS - 1, None, 0, 2**63 - 1)
+    assert index.store(MAX_HOLDERS - 1, None, 0, MAX_TOKENS)
+
+
+def test_a_chain_is_stored_up_to_the_first_segment_that_is_rejected(make_index: Make) -> None:
+    index = make_index()
+    store_chain(index, 0, A, B)
+    assert index.store_chain(1, None, [A, C, D], [1, 2, 3]) == 3
+    assert index.store_chain(1, D, [E, F, B, X], [4, 5, 6, 7]) == 2, "B has another parent"
+    assert index.matches([A, C, D, E, F]) == [Match(0b10, 5, 5), Match(0b01, 1, 1)]
+    assert index.store_chain(1, X, [Y], [9]) == 0, "an orphan"
+    assert index.store_chain(1, F, [X, X], [8, 9]) == 1, "no segment is its own parent"
+    assert index.store_chain(1, X, [], []) == 0
+
+
+def test_a_chain_that_exceeds_the_limit_pushes_out_others_and_not_itself(make_index: Make) -> None:
+    index = make_index(4)
+    store_chain(index, 0, X, Y)
+    assert index.store_chain(0, None, [A, B, C], [1, 2, 3]) == 3
+    assert [index.holds(0, segment) for segment in (X, Y)] == [True, False]
+    assert index.store_chain(0, C, [D, E, F], [4, 5, 6]) == 1
+    assert index.matches([A, B, C, D, E]) == [Match(0b1, 4, 4)]
+
+
+def test_chains_are_stored_where_others_were_forgotten(make_index: Make) -> None:
+    index = make_index()
+    store_chain(index, 0, A, B, C)
+    index.remove(0, B)
+    assert index.store_chain(0, A, [D, E, F], [2, 3, 4]) == 3
+    assert index.matches([A, D, E, F]) == [Match(0b1, 4, 4)]
+
+
+@pytest.mark.parametrize("limit_bytes", [1, 10**6, 2**28, 10**9, 2**40])
+def test_as_many_segments_as_fit_the_bytes(limit_bytes: int) -> None:
+    most = segments_within(limit_bytes)
+    assert most == 1 or index_bytes(most) <= limit_bytes
+    assert most == MAX_SEGMENTS or index_bytes(most + 1) > limit_bytes
+
+
+def test_a_segment_takes_less_than_100_bytes() -> None:
+    for segments in (10_000, 1_000_000, 2**21 + 1, 5_000_000):
+        assert index_bytes(segments) / segments < 80
 
 
 class Counted(Sequence[int]):
@@ -225,8 +277,7 @@ def test_a_lookup_takes_a_logarithm_of_probes_for_each_distinct_depth(depths: li
 
 def test_a_worker_that_gets_a_known_segment_gets_all_above_it() -> None:
     index = PrefixIndex()
-    for parent, segment in ((None, 1), (1, 2), (2, 3)):
-        index.store(0, parent, segment, segment * 10)
+    index.store_chain(0, None, halves_of([1, 2, 3]), [10, 20, 30])
     assert index.extend(5, 2)
     assert [segment for _, segment, _ in index.snapshot(5)] == [1, 2]
     assert not index.extend(5, 9)

@@ -8,8 +8,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from radix.index import PrefixIndex
-
 WORKERS = 4
 workers = st.integers(0, WORKERS - 1)
 segments = st.integers(0, 11)
@@ -19,7 +17,7 @@ tokens = st.integers(0, 9)
 class Machine(RuleBasedStateMachine):
     """One small index and its model, fed alike; few segments, so that all paths cross."""
 
-    def __init__(self, naive_index: Any, limit: int, index: Any = PrefixIndex) -> None:
+    def __init__(self, naive_index: Any, limit: int, index: Any) -> None:
         super().__init__()
         self.model = naive_index(limit)
         self.index = index(limit)
@@ -49,6 +47,15 @@ class Machine(RuleBasedStateMachine):
         for segment in self.chain_to(data):
             self.both("store", worker, parent, segment, tokens)
             parent = segment
+
+    @rule(data=st.data(), worker=workers, parent=st.none() | segments, tokens=tokens)
+    def store_a_chain(
+        self, data: st.DataObject, worker: int, parent: int | None, tokens: int
+    ) -> None:
+        chain = self.chain_to(data)
+        if parent is not None:
+            chain = data.draw(st.lists(segments, max_size=4))
+        self.both("store_chain", worker, parent, chain, [tokens + n for n in range(len(chain))])
 
     @rule(data=st.data(), depth=st.integers(-1, 6))
     def touch(self, data: st.DataObject, depth: int) -> None:
@@ -83,7 +90,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(worker=workers)
     def replay(self, worker: int) -> None:
-        copy = PrefixIndex()
+        copy = type(self.index)(100)
         for parent, segment, tokens in self.index.snapshot(worker):
             assert copy.store(worker, parent, segment, tokens)
         copy.check()
@@ -99,24 +106,24 @@ class Machine(RuleBasedStateMachine):
             assert set(self.index.snapshot(worker)) == set(self.model.snapshot(worker))
 
 
-def run(naive_index: Any, limit: int, examples: int, index: Any = PrefixIndex) -> None:
+def run(naive_index: Any, limit: int, examples: int, index: Any) -> None:
     run_state_machine_as_test(
         lambda: Machine(naive_index, limit, index),
         settings=settings(max_examples=examples, stateful_step_count=40, deadline=None),
     )
 
 
-def test_it_agrees_with_the_naive_index(naive_index: Any) -> None:
-    run(naive_index, limit=100, examples=40)
+def test_it_agrees_with_the_naive_index(naive_index: Any, hashed_index: Any) -> None:
+    run(naive_index, limit=100, examples=40, index=hashed_index)
 
 
-def test_it_agrees_with_a_small_limit(naive_index: Any) -> None:
+def test_it_agrees_with_a_small_limit(naive_index: Any, hashed_index: Any) -> None:
     """What is forgotten, and in which order, is the same."""
-    run(naive_index, limit=5, examples=60)
+    run(naive_index, limit=5, examples=60, index=hashed_index)
 
 
-def test_it_agrees_with_a_limit_of_one(naive_index: Any) -> None:
-    run(naive_index, limit=1, examples=10)
+def test_it_agrees_with_a_limit_of_one(naive_index: Any, hashed_index: Any) -> None:
+    run(naive_index, limit=1, examples=10, index=hashed_index)
 
 
 def test_a_view_of_a_shared_index_agrees_with_the_naive_index(

@@ -9,9 +9,9 @@ import pytest
 import xxhash
 
 from radix import index_memory
-from radix.index import Match
-from radix.index_memory import MAX_HOLDERS, PROBES, IndexMemory
-from radix.index_view import IndexView
+from radix.index_memory import HALF, MAX_HOLDERS, MAX_WORKERS, PROBES, IndexMemory
+from radix.index_rows import halves_of
+from radix.index_view import IndexView, Match
 from radix.shared_index import SharedIndex
 from tests.radix.conftest import make_memory
 
@@ -69,10 +69,10 @@ class Interleaving:
         happens = self.read if reads_between_writes else self.write
         watched: Any = {
             name: Watched(getattr(table, name), lambda: self.between(happens))
-            for name in ("slots", "rows", "sets", "used")
+            for name in ("slots", "low", "holders", "tokens", "sets", "used")
         }
         if reads_between_writes:
-            self.index._slots, self.index._words = watched["slots"], watched["rows"]
+            self.index._slots, self.index._holders = watched["slots"], watched["holders"]
         else:
             seen = copy(table)
             for name, column in watched.items():
@@ -139,12 +139,14 @@ def test_memory_that_holds_anything_answers_without_an_exception() -> None:
     table = memory.tables[0]
     for _ in range(300):
         for place in range(len(table.slots)):
-            tag = random.choice(TREE[0]) >> 88
-            table.slots[place] = random.choice((0, tag << 24 | random.randint(0, 12)))
+            table.slots[place] = random.choice((0, random.randint(0, 12)))
         for row in range(1, 13):
-            holders = random.choice((0, 1, 7, MAX_HOLDERS, MAX_HOLDERS + random.randint(1, 12)))
-            table.rows[row] = random.getrandbits(40) << 24 | holders
-        for place in range(0, len(table.sets), 128):
+            holders = random.choice(
+                (0, 1, MAX_HOLDERS, 2**32 - 1, MAX_WORKERS + random.randint(1, 12))
+            )
+            table.holders[row] = holders
+            table.low[row] = random.choice(TREE[0]) & HALF
+        for place in range(0, len(table.sets), index_memory.SET_BYTES):
             table.sets[place] = random.randrange(256)
         for chain in TREE:
             check_answer(IndexView(memory).matches(chain), len(chain))
@@ -195,25 +197,25 @@ def test_what_a_reader_used_is_forgotten_later() -> None:
     assert [view.holds(0, segment) for segment in (a, c, d)] == [False, True, True], "one use"
 
 
-def test_segments_that_clash_beyond_the_probes_are_counted_and_not_found() -> None:
+def test_segments_that_clash_beyond_the_probes_are_counted_and_rejected() -> None:
     memory = make_memory(1000)
     index, view = SharedIndex(memory), IndexView(memory)
     last = len(memory.tables[0].slots)
-    clashing = [number << 100 | 5 * last + 7 for number in range(PROBES + 10)]
-    for segment in clashing:
-        store_chain(index, 0, segment)
+    clashing = [number << 30 | 5 * last + 7 for number in range(PROBES + 10)]
+    stored = [index.store_chain(0, None, halves_of([segment]), [1]) for segment in clashing]
+    assert stored == [1] * PROBES + [0] * 10
     assert [view.holds(0, segment) for segment in clashing] == [True] * PROBES + [False] * 10
     assert index.unlisted == 10
     index.check()
     for segment in clashing:
         index.remove(0, segment)
         assert not view.holds(0, segment)
-    store_chain(index, 0, clashing[-1])
+    assert index.store(0, None, clashing[-1], 1)
     assert view.holds(0, clashing[-1])
     assert not any(memory.tables[0].slots[place] for place in range(last) if place != 7)
 
 
-def test_more_sets_of_workers_than_fit_name_one_holder_and_are_counted(
+def test_more_sets_of_workers_than_fit_are_counted_and_only_the_writer_knows_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(index_memory, "MAX_SETS", 2)
@@ -222,15 +224,15 @@ def test_more_sets_of_workers_than_fit_name_one_holder_and_are_counted(
     for number in range(4):
         for worker in (number, number + 1):
             store_chain(index, worker, hashed(number))
-    held = [view.holders(hashed(number)) for number in range(4)]
-    assert held == [0b11, 0b110, 0b100, 0b1000]
+    assert [view.holders(hashed(number)) for number in range(4)] == [0b11, 0b110, 0, 0]
+    assert index.matches([hashed(3)]) == [Match(0b11000, 1, 1000)]
     assert index.unlisted == 2
     index.clear(0)
     store_chain(index, 9, hashed(3))
     assert view.holders(hashed(3)) == 1 << 9 | 0b11000, "a set that nobody uses is free again"
 
 
-def test_workers_beyond_those_that_can_be_held_apart_are_not_found() -> None:
+def test_workers_beyond_those_that_can_be_held_apart_are_rejected() -> None:
     memory = make_memory(100)
     index, view = SharedIndex(memory), IndexView(memory)
     for worker in (MAX_HOLDERS - 1, MAX_HOLDERS, MAX_HOLDERS + 5):
@@ -241,4 +243,4 @@ def test_workers_beyond_those_that_can_be_held_apart_are_not_found() -> None:
 
 
 def test_a_segment_takes_few_bytes() -> None:
-    assert IndexMemory.size_bytes(1_000_000) / 2 / 1_000_000 < 35
+    assert IndexMemory.size_bytes(1_000_000) / 2 / 1_000_000 < 45

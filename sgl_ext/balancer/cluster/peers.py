@@ -15,7 +15,7 @@ messages go to the balancers on other nodes through the store that they share, i
 import asyncio
 import socket
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -26,7 +26,7 @@ from sgl_ext.balancer.cluster.store_messages import StoreMessages
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempts import Attempt
 from sgl_ext.balancer.routing.router import Router
-from sgl_ext.balancer.routing.worker import Load
+from sgl_ext.balancer.routing.worker import Load, Worker
 from sgl_ext.membership.merging import AdminChanges
 from sgl_ext.supervision import Guard
 
@@ -143,10 +143,11 @@ class Peers:
         """Sends the loads and the admin API's changes. Call it every STATE_S."""
         self._sent = self._loads()
         self._send(_State(self._sent, self.router.workers.admin))
-        self._add_up()
+        self._add_up(self.router.workers.all)  # a silent peer's load is gone
 
     def _loads(self) -> dict[str, Load]:
-        return {w.id: w.load for w in self.router.workers.all if w.load != _IDLE}
+        workers = self.router.workers.all
+        return {w.id: w.load for w in workers if w.in_flight or w.pending_tokens or w.decoding}
 
     def _send(self, message: _Placed | _State) -> None:
         data = msgspec.json.encode(message)
@@ -208,11 +209,17 @@ class Peers:
                 )
             return
         self.router.workers.change(message.admin)
-        self._received[sender] = message.loads
-        self._add_up()
+        before, loads = self._received.get(sender, {}), message.loads
+        self._received[sender] = loads
+        names = before.keys() | loads.keys()
+        changed = (name for name in names if before.get(name) != loads.get(name))
+        found = (self.router.workers.find(name) for name in changed)
+        self._add_up([worker for worker in found if worker is not None])
         self.router.capacity_changed()
 
-    def _add_up(self) -> None:
-        for worker in self.router.workers.all:
-            loads = [loads.get(worker.id, _IDLE) for loads in self._received.values()]
-            worker.peer_load = Load(*map(sum, zip(*loads, strict=True))) if loads else Load()
+    def _add_up(self, workers: Iterable[Worker]) -> None:
+        now_s, received = self.clock(), [*self._received.values()]
+        for worker in workers:
+            loads = [loads[worker.id] for loads in received if worker.id in loads]
+            worker.peer_load = Load(*map(sum, zip(*loads, strict=True))) if loads else _IDLE
+            self.router.fleet.load_changed(worker, now_s)

@@ -213,8 +213,8 @@ class Metrics(Page):
         self.index_segments = gauge("index_segments", "Segments in the prefix index.")
         self.unlisted_segments = counter(
             "unlisted_segments",
-            "Times that the index that several processes share could not take a segment, "
-            "or not all of its workers.",
+            "Times that the prefix index could not take a segment, or show all of its workers to "
+            "the processes that share it.",
         )
         self.unconfirmed_prefixes = counter(
             "unconfirmed_prefixes",

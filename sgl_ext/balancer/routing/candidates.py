@@ -1,13 +1,23 @@
-"""The workers that may take a request, and whether they have capacity for it."""
+"""The workers that may take a request, whether they have capacity for it, and which of a large
+fleet are compared."""
 
+from collections.abc import Callable
 from functools import cached_property
+from math import ceil, inf
 
 from scheduler.capacity import has_capacity
+from scheduler.placement import WorkerView, rendezvous
+from scheduler.sessions import Sessions
+from scheduler.shortlist import SMALL_FLEET, Shortlist, bits_of
 from sgl_ext.balancer.routing.attempts import RoutingRequest
-from sgl_ext.balancer.routing.prefixes import HeldBySlot
+from sgl_ext.balancer.routing.prefixes import HeldBySlot, host_tokens
 from sgl_ext.balancer.routing.worker import DECODE, Worker
 from sgl_ext.balancer.routing.workers import Workers
 
+# What fades without a report, such as recent work, is read again within this time, if so many
+# requests come that none has to read more than a few workers again.
+REREAD_S = 1.0
+_MOST_REREAD = 16
 _NO_PREFIX = HeldBySlot()
 
 
@@ -42,8 +52,12 @@ class Candidates:
 
     def __contains__(self, worker: Worker | None) -> bool:
         if self._tried or self._workers.has_roles or self._routing.only is not None:
-            return worker in self.all
+            return worker in self._among
         return worker is not None and worker.is_available
+
+    @cached_property
+    def _among(self) -> set[Worker | None]:
+        return {*self.all}
 
     @cached_property
     def all(self) -> list[Worker]:
@@ -93,3 +107,103 @@ class Candidates:
             peers.pending_tokens,
             routing.tenant,
         )
+
+
+class Fleet:
+    """All workers as requests see them, and which of them a decision compares.
+
+    Up to SMALL_FLEET workers, it compares all. The shortlist of a larger fleet follows the loads
+    that this process puts on workers and those that engines report; and each decision reads some
+    workers again, in turn, the more the longer ago the last decision was.
+    """
+
+    def __init__(self, workers: Workers, sessions: Sessions) -> None:
+        self._workers = workers
+        self._sessions = sessions
+        self._shortlist = Shortlist()
+        self._next = self._read = 0
+        self._reread_s = -inf
+
+    @property
+    def is_large(self) -> bool:
+        return len(self._workers.all) > SMALL_FLEET
+
+    @property
+    def mean_sessions(self) -> float | None:
+        """The mean of all workers' session tokens; None where a decision compares all workers."""
+        return self._sessions.all_tokens / len(self._workers.all) if self.is_large else None
+
+    def view(self, worker: Worker, find: Callable[[int], int], now_s: float) -> WorkerView:
+        """find: the tokens that are held under a slot."""
+        held_tokens = find(worker.slot)
+        return WorkerView(
+            worker.id,
+            held_tokens,
+            worker.total_pending_tokens(now_s),
+            worker.decoding + worker.peer_load.decoding,
+            worker.recent_prefill.at(now_s),
+            self._sessions.live_tokens(worker.slot),
+            1.0 if worker.recovered_s is None else worker.warmth(now_s),
+            host_tokens(worker, held_tokens, find),
+            worker.load_share,
+        )
+
+    def load_changed(self, worker: Worker, now_s: float) -> None:
+        """Call it when the load of a worker has changed."""
+        if self.is_large and worker.role != DECODE:
+            view = self.view(worker, _nothing, now_s)
+            self._shortlist.put(worker.slot, rendezvous(0, worker.id), view)
+
+    def forget(self, worker: Worker) -> None:
+        """A worker is gone, or takes no requests."""
+        self._shortlist.remove(worker.slot)
+
+    def compared(
+        self,
+        candidates: Candidates,
+        held: HeldBySlot,
+        home: Worker | None,
+        takes: Callable[[Worker], bool],
+        now_s: float,
+    ) -> list[Worker]:
+        """The candidates that take a request, or of a large fleet those of them that a decision
+        compares. home: the worker of its session."""
+        if not self.is_large:
+            return [worker for worker in candidates.all if takes(worker)]
+        self._reread(now_s)
+        groups, at = self._groups(held), self._workers.at_slot
+
+        def takes_slot(slot: int) -> bool:
+            worker = at(slot)
+            return worker is not None and worker in candidates and takes(worker)
+
+        slots = self._shortlist.pick(groups, takes_slot, is_new=True)
+        if home is not None:
+            own = [home.slot] if takes_slot(home.slot) else []
+            moves = self._shortlist.pick(groups, takes_slot, is_new=False)
+            slots = [*dict.fromkeys((*own, *moves, *slots))]
+        found = (at(slot) for slot in slots)
+        return [worker for worker in found if worker is not None]
+
+    def _reread(self, now_s: float) -> None:
+        workers = self._workers.all
+        due = len(workers)
+        if due == self._read:
+            due = min(ceil(min((now_s - self._reread_s) / REREAD_S, 1.0) * due), _MOST_REREAD)
+        self._read = len(workers)
+        for number in range(self._next, self._next + due):
+            self.load_changed(workers[number % len(workers)], now_s)
+        self._next, self._reread_s = (self._next + due) % len(workers), now_s
+
+    def _groups(self, held: HeldBySlot) -> list[int]:
+        """Bitmasks of the workers that hold the same, on either tier, the most first."""
+        groups = held.by_tokens()
+        if not self._workers.has_hosts:
+            return groups
+        at = self._workers.at_slot
+        holders = ([at(slot) for slot in bits_of(mask)] for mask in groups)
+        return [sum({1 << worker.slot for worker in some if worker}) for some in holders]
+
+
+def _nothing(slot: int) -> int:
+    return 0

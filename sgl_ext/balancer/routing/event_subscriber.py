@@ -172,7 +172,7 @@ class EventSubscribers:
         if event.load is not None:
             worker.apply_load(event.load, now_s)
             self._reporting.add(worker)
-            self._router.capacity_changed()
+            self._router.load_reported(worker)
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:

@@ -5,10 +5,14 @@ begin with a snapshot.
 """
 
 import re
-from collections.abc import Callable
+import sys
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any
+from itertools import pairwise
+from operator import ne
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -22,7 +26,27 @@ _HEX = re.compile(r"[0-9a-f]*\Z")
 _Segment = Annotated[str, msgspec.Meta(min_length=32, max_length=32)]
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 _Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
-_Row = tuple[_Segment, _Segment | None, _Count]
+
+
+class Row(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A segment that is held, the one before it in the prompt, and the tokens up to its end."""
+
+    segment: _Segment
+    parent: _Segment | None
+    tokens: _Count
+
+
+class Rows(NamedTuple):
+    """The columns of rows, and the places where a row's parent is not the row before it.
+
+    halves: of each segment, the highest and the lowest 64 bits.
+    """
+
+    segments: Sequence[str]
+    halves: "array[int]"
+    parents: Sequence[str | None]
+    tokens: Sequence[int]
+    begins: Sequence[int]
 
 
 class _Pin(msgspec.Struct):
@@ -64,11 +88,12 @@ class Event(msgspec.Struct):
 class StoringEvent(Event):
     """A line with what was stored, which most of a line is about, and with the host tier."""
 
-    stored: list[_Row] = []
-    host: list[_Row] = []
+    stored: list[Row] = []
+    host: list[Row] = []
     host_removed: list[_Segment] = []
 
 
+_NO_ROWS = Rows((), array("Q"), (), (), ())
 _DECODER = msgspec.json.Decoder(Event)
 _STORING_DECODER = msgspec.json.Decoder(StoringEvent)
 
@@ -110,7 +135,7 @@ class PrefixEventReader:
 
         Raises EventStreamBroken if it is malformed or if lines before it are missing.
         """
-        event = _parse(line, _DECODER if self.index is None else _STORING_DECODER)
+        event, stored = _parse(line, _DECODER if self.index is None else _STORING_DECODER)
         if self._seq is None:
             if event.snapshot is not True:
                 raise EventStreamBroken(Fault.GAP)
@@ -135,20 +160,25 @@ class PrefixEventReader:
                 self.index.remove(self.worker, number)
             self.in_flight.forget_segment(self.worker, number)
         if self.index is not None and isinstance(event, StoringEvent):
-            self._store(self.index, event)
+            self._store(self.index, stored)
             if event.host or event.host_removed:
                 self._store_host(self.index, event)
         self.pins.apply(msgspec.structs.asdict(event), now_s)
         return event
 
-    def _store(self, index: PrefixIndex, event: StoringEvent) -> None:
-        for segment, parent, tokens in event.stored:
+    def _store(self, index: PrefixIndex, rows: Rows) -> None:
+        """Stores one run after the other of segments of which each is the parent of the next. Most
+        of a line is few such runs, and together its segments take less time."""
+        segments, halves, parents, tokens, begins = rows
+        for begin, end in pairwise((*begins, len(segments))):
+            parent = parents[begin]
             above = None if parent is None else int(parent, 16)
-            number = int(segment, 16)
-            if index.store(self.worker, above, number, tokens):
-                self.in_flight.confirm(self.worker, number)
-            else:
-                self.orphans += 1
+            own = halves[2 * begin : 2 * end]
+            stored = index.store_chain(self.worker, above, own, tokens[begin:end])
+            self.orphans += end - begin - stored
+            if self.in_flight.expects(self.worker):
+                for segment in segments[begin : begin + stored]:
+                    self.in_flight.confirm(self.worker, int(segment, 16))
 
     def _store_host(self, index: PrefixIndex, event: StoringEvent) -> None:
         """The host also has what is above a segment, or the device has it: lookups find both under
@@ -159,32 +189,58 @@ class PrefixEventReader:
             return
         for segment in event.host_removed:
             index.remove(host, int(segment, 16))
-        for segment, parent, tokens in event.host:
-            above = None if parent is None else int(parent, 16)
+        for row in event.host:
+            above = None if row.parent is None else int(row.parent, 16)
             if above is not None:
                 index.extend(host, above)
-            if not index.store(host, above, int(segment, 16), tokens):
+            if not index.store(host, above, int(row.segment, 16), row.tokens):
                 self.orphans += 1
 
 
-def _parse(line: bytes, decoder: msgspec.json.Decoder[Any]) -> Event:
-    """Decodes a line. Raises EventStreamBroken if a field has the wrong type."""
+def _parse(line: bytes, decoder: msgspec.json.Decoder[Any]) -> tuple[Event, Rows]:
+    """Decodes a line; what it stores as columns. Raises EventStreamBroken if a field has the wrong
+    type."""
     try:
         event: Event = decoder.decode(line)
         pins = msgspec.convert(event.pinned, list[_Pin])
     except msgspec.MsgspecError:
         raise EventStreamBroken(Fault.MALFORMED) from None
     names = event.removed + event.unpinned
-    rows: list[_Row] = []
+    stored = _NO_ROWS
     if isinstance(event, StoringEvent):
         names += event.host_removed
-        rows = event.stored + event.host
-    for segment, parent, _ in rows:
-        names += (segment, parent or "")
-        if segment == parent:
-            raise EventStreamBroken(Fault.MALFORMED)
+        stored = _columns(event.stored)
+        for rows in (stored, _columns(event.host)):
+            names += [rows.parents[place] or "" for place in rows.begins]
     for pin in pins:
         names += (pin.prefix, pin.segment or "")
     if _HEX.match("".join(names)) is None:
         raise EventStreamBroken(Fault.MALFORMED)
-    return event
+    return event, stored
+
+
+def _columns(rows: Sequence[Row]) -> Rows:
+    if not rows:
+        return _NO_ROWS
+    segments = [row.segment for row in rows]
+    parents = [row.parent for row in rows]
+    breaks = map(ne, parents[1:], segments)
+    begins = [0, *(place for place, is_break in enumerate(breaks, 1) if is_break)]
+    if any(parents[place] == segments[place] for place in begins):
+        raise EventStreamBroken(Fault.MALFORMED)
+    tokens = [row.tokens for row in rows]
+    return Rows(segments, _halves_of("".join(segments)), parents, tokens, begins)
+
+
+def _halves_of(digits: str) -> "array[int]":
+    """Reads hex digits, 16 for a half. It takes less time than `_HEX`."""
+    try:
+        numbers = bytes.fromhex(digits)
+    except ValueError:
+        raise EventStreamBroken(Fault.MALFORMED) from None
+    if 2 * len(numbers) != len(digits) or digits != digits.lower():  # blanks, capitals
+        raise EventStreamBroken(Fault.MALFORMED)
+    halves = array("Q", numbers)
+    if sys.byteorder == "little":
+        halves.byteswap()
+    return halves

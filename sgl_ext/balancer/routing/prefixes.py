@@ -13,6 +13,7 @@ from radix.index import PrefixIndex
 from radix.index_memory import IndexMemory
 from radix.index_view import IndexView
 from radix.shared_index import SharedIndex
+from scheduler.shortlist import bits_of
 from sgl_ext.balancer.metrics.instruments import Tables
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.requests.segments import Chain
@@ -92,9 +93,20 @@ class HeldBySlot:
         for mask, held in self.groups:
             if held.segments < least_segments:
                 break
-            for slot in _slots_of(mask):
+            for slot in bits_of(mask):
                 if slot not in self.expecting:
                     yield slot, held.tokens
+
+    def by_tokens(self) -> list[int]:
+        """Bitmasks of the slots that hold, or are about to hold, as many tokens; the most first."""
+        masks: dict[int, int] = {}
+        expecting = 0
+        for slot, held in self.expecting.items():
+            expecting |= 1 << slot
+            masks[held.expected_tokens] = masks.get(held.expected_tokens, 0) | 1 << slot
+        for mask, held in self.groups:
+            masks[held.tokens] = masks.get(held.tokens, 0) | mask & ~expecting
+        return [masks[tokens] for tokens in sorted(masks, reverse=True)]
 
     def most_tokens(self, besides: int, counts: Callable[[int], bool]) -> int:
         """The most tokens that a worker holds or is about to hold, of the slots that count, besides
@@ -105,16 +117,9 @@ class HeldBySlot:
                 most = held.expected_tokens
         for mask, held in self.groups:
             others = mask & ~(1 << besides)
-            if others and held.tokens > most and any(map(counts, _slots_of(others))):
+            if others and held.tokens > most and any(map(counts, bits_of(others))):
                 most = held.tokens
         return most
-
-
-def _slots_of(mask: int) -> Iterator[int]:
-    while mask:
-        low = mask & -mask
-        yield low.bit_length() - 1
-        mask ^= low
 
 
 class Prefixes:
@@ -189,8 +194,8 @@ class Prefixes:
 
     @property
     def unlisted(self) -> int:
-        """How often a group's index could not take a segment or all of its holders."""
-        return self.written.unlisted if isinstance(self.written, SharedIndex) else 0
+        """How often the index could not take a segment or its holders."""
+        return 0 if self.written is None else self.written.unlisted
 
     def sweep(self) -> None:
         """Call it periodically: where another process writes the index, no event confirms what is

@@ -25,8 +25,8 @@ from scheduler.placement import (
 )
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempts import FOLLOW_TOKENS, Attempt, Attempts, RoutingRequest
-from sgl_ext.balancer.routing.candidates import Candidates, allowed
-from sgl_ext.balancer.routing.prefixes import HeldBySlot, Prefixes, host_tokens
+from sgl_ext.balancer.routing.candidates import Candidates, Fleet, allowed
+from sgl_ext.balancer.routing.prefixes import HeldBySlot, Prefixes
 from sgl_ext.balancer.routing.prompt import Prompt, read_prompt
 from sgl_ext.balancer.routing.worker import DECODE, Worker
 from sgl_ext.balancer.routing.workers import Workers, can_answer
@@ -59,6 +59,7 @@ class Router:
 
     def __post_init__(self) -> None:
         self.attempts = Attempts(self.prefixes, self.clock)
+        self.fleet = Fleet(self.workers, self.attempts.sessions)
         sessions, tables = self.attempts.sessions, self.metrics.tables
         self.prefixes.add_tables(tables)
         tables.add("sessions", sessions.__len__, lambda: sessions.limit)
@@ -115,19 +116,20 @@ class Router:
         held = self.prefixes.lookup(routing.chain)
         request = self._placement_request(routing, held)
         home, view = self._find_home(request, candidates, held, now_s)
-        if home is not None and candidates.has_capacity(home, held):
+        has_capacity = partial(candidates.has_capacity, held=held)
+        if home is not None and has_capacity(home):
             views = self._views_beside(home, view, candidates, held, now_s)
             return self._begin(routing, home, "home", held, views, candidates)
-        open_workers = [w for w in candidates.all if candidates.has_capacity(w, held)]
+        known = None if request.home is None else self.workers.find(request.home)
+        open_workers = self.fleet.compared(candidates, held, known, has_capacity, now_s)
         if not open_workers:
             return None
-        find = defaultdict(int, held.holders()).__getitem__
-        views = [self._view(w, find, now_s) for w in open_workers]
+        views = [self.fleet.view(w, held.tokens, now_s) for w in open_workers]
         if waits_for_home and home is not None:
             more_saved = view.saved - max(other.saved for other in views)
             if more_saved >= FOLLOW_TOKENS:
                 return None
-        chosen = place(request, views)
+        chosen = place(request, views, self.fleet.mean_sessions)
         assert chosen is not None, "some worker has capacity"
         reason = chosen.reason if home is None else "moved"
         worker = next(w for w in open_workers if w.id == chosen.worker)
@@ -147,6 +149,8 @@ class Router:
             decoder = candidates.decoder
         attempt = self.attempts.begin(routing, worker, placement, held.of(worker), views, decoder)
         attempt.held_at = partial(self._held_at, held)
+        if reason != "home":  # or a burst of sessions would all look at the same few workers
+            self.fleet.load_changed(worker, self.clock())
         return attempt
 
     def _held_at(self, held: HeldBySlot, name: str) -> int | None:
@@ -163,7 +167,9 @@ class Router:
         self.attempts.fail(attempt, by_worker=True)
         held = self.prefixes.lookup(attempt.routing.chain)
         placement = Placement(worker.id, "moved")
-        return self.attempts.begin(attempt.routing, worker, placement, held.of(worker))
+        begun = self.attempts.begin(attempt.routing, worker, placement, held.of(worker))
+        self.fleet.load_changed(worker, self.clock())
+        return begun
 
     def has_capacity_for(
         self, routing: RoutingRequest, tried: set[Worker], *, at_home: bool = False
@@ -194,6 +200,11 @@ class Router:
         workers = allowed(self.workers.all, only)
         return can_answer(w for w in workers if w.is_available or w.is_expected)
 
+    def load_reported(self, worker: Worker) -> None:
+        """An engine has reported its load."""
+        self.fleet.load_changed(worker, self.clock())
+        self.capacity_changed()
+
     def capacity_changed(self) -> None:
         """An attempt has ended, or an engine or a peer has reported its load."""
         for action in self.on_capacity:
@@ -204,7 +215,7 @@ class Router:
         now_s = self.clock()
         held = self.prefixes.lookup(chain)
         available = [w for w in self.workers.all if w.is_available and w.role != DECODE]
-        return [(w, self._view(w, held.tokens, now_s)) for w in available]
+        return [(w, self.fleet.view(w, held.tokens, now_s)) for w in available]
 
     def explain(self, routing: RoutingRequest) -> dict[str, Any]:
         """What this request would cost on each worker, and where it would go. Changes nothing."""
@@ -212,11 +223,13 @@ class Router:
         held = self.prefixes.lookup(routing.chain)
         candidates = self._candidates(routing, set())
         workers = [worker for worker in self.workers.all if worker.role != DECODE]
-        views = [self._view(w, held.tokens, now_s) for w in workers]
+        views = {w: self.fleet.view(w, held.tokens, now_s) for w in workers}
         request = self._placement_request(routing, held)
-        available = [v for v, w in zip(views, workers, strict=True) if w.is_available]
-        placement = place(request, available)
-        scores = score_all(request, views, is_new=request.home is None)
+        home = None if request.home is None else self.workers.find(request.home)
+        compared = self.fleet.compared(candidates, held, home, lambda _: True, now_s)
+        mean_sessions = self.fleet.mean_sessions
+        placement = place(request, [views[w] for w in compared], mean_sessions)
+        scores = score_all(request, [*views.values()], mean_sessions, is_new=request.home is None)
         return {
             "segments": len(routing.chain.hashes),
             "tools": routing.chain.tools,
@@ -237,7 +250,7 @@ class Router:
                     "decoding_requests": view.decoding,
                     "warmth": view.warmth,
                 }
-                for cost, view, worker in zip(scores, views, workers, strict=True)
+                for cost, (worker, view) in zip(scores, views.items(), strict=True)
             ],
         }
 
@@ -247,6 +260,7 @@ class Router:
         if worker.host_slot is not None:
             self.prefixes.forget_worker(worker.host_slot)
         self.attempts.sessions.forget_worker(worker.slot)
+        self.fleet.forget(worker)
         worker.pins.clear()
         worker.clear_load()
 
@@ -263,18 +277,19 @@ class Router:
         home = None if request.home is None else self.workers.find(request.home)
         if home is None or home not in candidates:
             return None, _NO_VIEW
-        view = self._view(home, held.tokens, now_s)
+        view = self.fleet.view(home, held.tokens, now_s)
         at = self.workers.at_slot
         most: float
         if self.workers.has_hosts:
             find = defaultdict(int, held.holders()).__getitem__
             others = (w for w in candidates.all if w is not home)
-            most = max((self._view(w, find, now_s).saved for w in others), default=0)
+            most = max((self.fleet.view(w, find, now_s).saved for w in others), default=0)
         else:
             most = held.most_tokens(home.slot, lambda slot: at(slot) in candidates)
         reason = stays(request, view, most)
         if reason == "moved":
-            pending = (w.total_pending_tokens(now_s) for w in candidates.all if w is not home)
+            found = self.fleet.compared(candidates, held, home, lambda w: w is not home, now_s)
+            pending = (w.total_pending_tokens(now_s) for w in found)
             reason = stays(request, view, most, min(pending, default=inf))
         return home if reason == "home" else None, view
 
@@ -303,21 +318,6 @@ class Router:
                     load_share=worker.load_share,
                 )
         return [*views.values()]
-
-    def _view(self, worker: Worker, find: Callable[[int], int], now_s: float) -> WorkerView:
-        """find: the tokens that are held under a slot."""
-        held_tokens = find(worker.slot)
-        return WorkerView(
-            worker.id,
-            held_tokens,
-            worker.total_pending_tokens(now_s),
-            worker.decoding + worker.peer_load.decoding,
-            worker.recent_prefill.at(now_s),
-            self.attempts.sessions.live_tokens(worker.slot),
-            1.0 if worker.recovered_s is None else worker.warmth(now_s),
-            host_tokens(worker, held_tokens, find),
-            worker.load_share,
-        )
 
     def _placement_request(self, routing: RoutingRequest, held: HeldBySlot) -> PlacementRequest:
         """The request with its session's worker: the remembered one, or the one that holds most

@@ -110,6 +110,26 @@ def test_peers_know_each_others_load(pair: list[Process]) -> None:
     assert there.peer_load == Load()
 
 
+def test_a_message_reads_the_loads_of_those_workers_alone_that_it_changes(
+    pair: list[Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fleet may be large, and messages come a hundred times a second from each peer."""
+    one, two = pair
+    first = one.place("Task")
+    summed: list[str] = []
+
+    def noted(worker: Any, now_s: float) -> None:
+        summed.append(worker.id)
+
+    monkeypatch.setattr(two.router.fleet, "load_changed", noted)
+    one.peers.send_state()
+    assert summed == []
+    second = one.place("Another one " * 2_000)
+    assert {*summed} == {second.worker.id}
+    one.router.attempts.fail(first, by_worker=False)
+    assert first.worker.id in summed
+
+
 def test_the_end_of_a_request_frees_capacity_at_its_peers_at_once(
     pair: list[Process],
 ) -> None:

@@ -1,8 +1,9 @@
-"""A large fleet: a decision is the one that all workers' views give, and most need not view all."""
+"""A large fleet: a decision is the one that all workers' views give, or nearly, and most need not
+view all."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import pytest
@@ -10,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.capacity import Capacity
-from scheduler.placement import PlacementRequest, WorkerView, place
+from scheduler.placement import DELAY, PlacementRequest, WorkerView, place, score_all
+from scheduler.shortlist import SMALL_FLEET
 from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest
+from sgl_ext.balancer.routing.candidates import REREAD_S
 from sgl_ext.balancer.routing.router import MOST_LISTED, Router
 from sgl_ext.balancer.routing.worker import Load, Worker
 from sgl_ext.requests.segments import Chain
@@ -106,15 +109,13 @@ def disturb(data: st.DataObject, setting: Setting) -> None:
                 worker.breaker.failed(setting.clock.now_s, answered=False)
 
 
-@given(st.data())
-@settings(deadline=None, max_examples=40)
-def test_decisions_are_those_by_views_of_all_workers(data: st.DataObject) -> None:
-    count = data.draw(st.integers(1, 24))
-    setting = Setting([f"http://w{number}" for number in range(count)], worker_limit=8)
-    router, attempts = setting.router, setting.router.attempts
-    running: list[Attempt] = []
+def requests(
+    data: st.DataObject, setting: Setting, running: list[Attempt], pauses_s: Sequence[float]
+) -> Iterator[tuple[RoutingRequest, set[Worker], bool]]:
+    """Requests, those tried and whether each waits for its home; what runs ends between them."""
+    attempts = setting.router.attempts
     for _ in range(data.draw(st.integers(1, 30))):
-        setting.clock.now_s += data.draw(st.sampled_from([0.0, 0.1, 0.7, 5.0]))
+        setting.clock.now_s += data.draw(st.sampled_from(pauses_s))
         if data.draw(st.integers(0, 2)) == 0:
             disturb(data, setting)
         if running and data.draw(st.booleans()):
@@ -132,15 +133,75 @@ def test_decisions_are_those_by_views_of_all_workers(data: st.DataObject) -> Non
             priority=data.draw(st.sampled_from([0, 20])),
         )
         tried = set(data.draw(st.lists(st.sampled_from(setting.workers.all), max_size=2)))
-        waits = data.draw(st.booleans())
-        router.prefixes.in_flight.expire(setting.clock.now_s)
+        setting.router.prefixes.in_flight.expire(setting.clock.now_s)
         attempts.sessions.expire(setting.clock.now_s)
-        expected = reference(router, routing, tried, waits_for_home=waits)
-        placed = router.place(routing, tried, waits_for_home=waits)
+        yield routing, tried, data.draw(st.booleans())
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=40)
+def test_decisions_are_those_by_views_of_all_workers(data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, SMALL_FLEET))
+    setting = Setting([f"http://w{number}" for number in range(count)], worker_limit=8)
+    running: list[Attempt] = []
+    for routing, tried, waits in requests(data, setting, running, [0.0, 0.1, 0.7, 5.0]):
+        expected = reference(setting.router, routing, tried, waits_for_home=waits)
+        placed = setting.router.place(routing, tried, waits_for_home=waits)
         found = None if placed is None else (placed.worker.id, placed.placement.reason)
         assert found == expected
         if placed is not None:
             running.append(placed)
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=40)
+def test_decisions_in_a_larger_fleet_cost_little_more_than_the_best(data: st.DataObject) -> None:
+    """All loads were reported just before."""
+    count = data.draw(st.integers(SMALL_FLEET + 1, 3 * SMALL_FLEET))
+    setting = Setting([f"http://w{number}" for number in range(count)], worker_limit=8)
+    router = setting.router
+    running: list[Attempt] = []
+    for routing, tried, waits in requests(data, setting, running, [0.0, 0.1, 0.7, 5.0]):
+        for worker in setting.workers.all:
+            router.fleet.load_changed(worker, setting.clock.now_s)
+        views = {w: view for w, view in router.views(routing.chain) if w not in tried}
+        held = router.prefixes.lookup(routing.chain)
+        able = router._candidates(routing, tried)
+        open_views = [view for w, view in views.items() if able.has_capacity(w, held)]
+        asked, mean = home_of(router, routing, views), router.fleet.mean_sessions
+        expected = reference(router, routing, tried, waits_for_home=waits)
+        placed = router.place(routing, tried, waits_for_home=waits)
+        assert (placed is None) is (expected is None)
+        if placed is None or expected is None:
+            continue
+        running.append(placed)
+        if expected[1] == "home":
+            assert (placed.worker.id, placed.placement.reason) == expected
+        elif placed.worker.id != asked.home:
+            is_new = placed.placement.reason != "moved"
+            scores = score_all(asked, open_views, mean, is_new=is_new)
+            least = min(scores, key=lambda score: score.cost)
+            chosen = next(score for score in scores if score.name == placed.worker.id)
+            assert chosen.cost <= least.cost + DELAY * least.uncached + 1
+
+
+def test_a_load_that_nobody_reports_is_read_again_after_some_decisions() -> None:
+    """Each decision reads a few of a large fleet again, and one after a worker has joined all."""
+    setting = Setting([f"http://w{number}" for number in range(100)])
+    setting.place(turn(0, 2, is_named=False, priority=0))
+    assert len(setting.router.fleet._shortlist) == 100
+    for worker in setting.workers.all:
+        worker.pending_tokens += 50_000 * (worker is not setting.workers.all[77])
+    chosen = set()
+    for session in range(10, 40):
+        setting.clock.now_s += REREAD_S
+        attempt = setting.place(turn(session, 2, is_named=False, priority=0))
+        chosen.add(attempt.worker.slot)
+        setting.router.attempts.fail(attempt, by_worker=False)
+    assert 77 in chosen
+    setting.workers.add("http://new", 5.0)
+    setting.place(turn(50, 2, is_named=False, priority=0))
+    assert len(setting.router.fleet._shortlist) == 101
 
 
 def test_a_turn_that_stays_home_views_few_workers_and_lists_those_that_hold_most(
@@ -156,13 +217,13 @@ def test_a_turn_that_stays_home_views_few_workers_and_lists_those_that_hold_most
         store(setting, worker, hashes[:depth])
     setting.router.attempts.succeed(first)
     viewed: set[str] = set()
-    view = setting.router._view
+    view = setting.router.fleet.view
 
     def noted(worker: Worker, held_tokens: int, now_s: float) -> WorkerView:
         viewed.add(worker.id)
         return view(worker, held_tokens, now_s)
 
-    monkeypatch.setattr(setting.router, "_view", noted)
+    monkeypatch.setattr(setting.router.fleet, "view", noted)
     second = setting.place(routing)
     assert (second.worker, second.placement.reason) == (first.worker, "home")
     assert viewed == {first.worker.id}

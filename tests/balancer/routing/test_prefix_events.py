@@ -111,6 +111,26 @@ def test_a_segment_whose_parent_is_not_held_is_counted() -> None:
     assert (mirrored.reader.orphans, mirrored.held()) == (1, [])
 
 
+def test_conversations_of_one_line_are_stored_each_for_itself() -> None:
+    mirrored = Mirrored()
+    mirrored.expected.expect(WORKER, [12, 31])
+    rows = [(10, None), (11, 10), (20, 99), (21, 20), (12, 11), (30, 10), (31, 30)]
+    mirrored.reader.apply(snapshot(*[(s, parent, s) for s, parent in rows]), NOW)
+    assert {s for _, s, _ in mirrored.held()} == {10, 11, 12, 30, 31}
+    assert mirrored.reader.orphans == 2
+    assert not mirrored.expected.expects(WORKER), "all is confirmed"
+    mirrored.index.check()
+
+
+@pytest.mark.parametrize("digits", ["AB" * 16, " " * 32, "é" * 32, "0x" * 16, "1 " * 16])
+def test_segments_are_written_in_small_hex_digits(digits: str) -> None:
+    for row in ([digits, None, 1], [name(1), digits, 1]):
+        mirrored = Mirrored()
+        with pytest.raises(EventStreamBroken):
+            mirrored.reader.apply(line(1, snapshot=True, stored=[row]), NOW)
+        assert mirrored.held() == []
+
+
 def test_a_confirmed_and_evicted_segment_is_not_in_flight() -> None:
     mirrored = Mirrored()
     mirrored.reader.apply(snapshot(), NOW)

@@ -1,0 +1,170 @@
+"""Simple policies, and those of other routers, for `bench/sim/virtual_time.py`.
+
+RoundRobin      each worker in turn
+LeastLoaded     the fewest requests under way
+PowerOfTwo      the one of two by chance with fewer requests under way
+Sticky          the worker where an agent began: it knows conversations by heart
+CacheAware      sglang-router's default: the longest match by a tree of what was sent, if it is long
+                enough, otherwise the worker with the smallest tree; by load where that differs much
+LMetric         the least product of the tokens to prefill and the requests under way, by the
+                engines' events
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from random import Random
+
+from bench.sim.engine import Engine
+from bench.sim.segments import Line, apply_line
+from bench.trace.calls import Call
+from radix.index import PrefixIndex
+
+# sglang-router's defaults.
+CACHE_THRESHOLD = 0.3
+BALANCE_ABS_THRESHOLD, BALANCE_REL_THRESHOLD = 64, 1.5
+
+
+class Counting:
+    """A policy that counts the requests under way, and knows which workers take requests."""
+
+    def __init__(self) -> None:
+        self.under_way: Counter[int] = Counter()
+        self.away: set[int] = set()
+        self._used_at: dict[int, float] = {}
+
+    def begin(self, call: Call, worker: int, now: float) -> None:
+        self.under_way[worker] += 1
+        self._used_at[worker] = now
+
+    def end(self, call: Call, worker: int, now: float) -> None:
+        self.under_way[worker] -= 1
+
+    def leave(self, worker: int, now: float) -> None:
+        """The worker gets no new requests."""
+        self.away.add(worker)
+
+    def join(self, worker: int, now: float) -> None:
+        """It takes requests, with an empty cache."""
+        self.away.discard(worker)
+
+    def there(self, engines: Sequence[Engine]) -> Sequence[int]:
+        """The workers that take requests."""
+        workers = range(len(engines))
+        return [worker for worker in workers if worker not in self.away] if self.away else workers
+
+    def least(self, workers: Sequence[int]) -> int:
+        """The worker with the fewest requests under way, the longest unused of them."""
+        return min(workers, key=lambda each: (self.under_way[each], self._used_at.get(each, 0)))
+
+
+class RoundRobin(Counting):
+    def __init__(self) -> None:
+        super().__init__()
+        self._next = 0
+
+    def __call__(self, call: Call, engines: Sequence[Engine], now: float) -> int:
+        self._next += 1
+        there = self.there(engines)
+        return there[self._next % len(there)]
+
+
+class LeastLoaded(Counting):
+    def __call__(self, call: Call, engines: Sequence[Engine], now: float) -> int:
+        return self.least(self.there(engines))
+
+
+class PowerOfTwo(Counting):
+    def __init__(self, seed: int = 1) -> None:
+        super().__init__()
+        self._random = Random(seed)
+
+    def __call__(self, call: Call, engines: Sequence[Engine], now: float) -> int:
+        there = self.there(engines)
+        return self.least(self._random.sample(there, min(2, len(there))))
+
+
+class Sticky:
+    """An agent stays where it began, with the fewest agents that began there."""
+
+    def __init__(self) -> None:
+        self._home: dict[int, int] = {}
+
+    def __call__(self, call: Call, engines: Sequence[Engine], now: float) -> int:
+        if call.agent not in self._home:
+            agents = Counter(self._home.values())
+            self._home[call.agent] = min(range(len(engines)), key=lambda each: agents[each])
+        return self._home[call.agent]
+
+
+class CacheAware(Counting):
+    """Its tree is exact and never evicts, which flatters it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._index = PrefixIndex(2_000_000)
+        self._tree: Counter[int] = Counter()
+
+    def __call__(self, call: Call, engines: Sequence[Engine], now: float) -> int:
+        there = self.there(engines)
+        loads = [self.under_way[worker] for worker in there]
+        most, least = max(loads), min(loads)
+        if most - least > BALANCE_ABS_THRESHOLD and most > BALANCE_REL_THRESHOLD * least:
+            return self.least(there)
+        hashes, ends = call.chain.hashes, call.chain.ends
+        for match in self._index.matches(hashes):
+            holders = [worker for worker in there if match.workers >> worker & 1]
+            if holders and ends[match.depth - 1] > CACHE_THRESHOLD * ends[-1]:
+                return holders[0]
+        return min(there, key=lambda worker: self._tree[worker])
+
+    def begin(self, call: Call, worker: int, now: float) -> None:
+        super().begin(call, worker, now)
+        parent, before = None, 0
+        for segment, end in zip(call.chain.hashes, call.chain.ends, strict=True):
+            if not self._index.holds(worker, segment):
+                self._index.store(worker, parent, segment, end)
+                self._tree[worker] += end - before
+            parent, before = segment, end
+
+    def join(self, worker: int, now: float) -> None:
+        super().join(worker, now)
+        self._index.clear(worker)
+        del self._tree[worker]
+
+
+class LMetric(Counting):
+    def __init__(self) -> None:
+        super().__init__()
+        self._index = PrefixIndex(2_000_000)
+        self._pending: Counter[int] = Counter()
+        self._uncached: dict[tuple[int, int], int] = {}
+
+    def __call__(self, call: Call, engines: Sequence[Engine], now: float) -> int:
+        held: dict[int, int] = {}
+        for match in self._index.matches(call.chain.hashes):
+            mask = match.workers
+            while mask:
+                low = mask & -mask
+                held[low.bit_length() - 1] = match.tokens
+                mask ^= low
+
+        def cost(worker: int) -> tuple[int, float]:
+            uncached = max(call.prompt_tokens - held.get(worker, 0), 1)
+            batch = self.under_way[worker] + 1
+            return (self._pending[worker] + uncached) * batch, self._used_at.get(worker, 0)
+
+        worker = min(self.there(engines), key=cost)
+        self._uncached[call.agent, call.turn] = max(call.prompt_tokens - held.get(worker, 0), 0)
+        return worker
+
+    def begin(self, call: Call, worker: int, now: float) -> None:
+        super().begin(call, worker, now)
+        self._pending[worker] += self._uncached[call.agent, call.turn]
+
+    def first_byte(self, call: Call, worker: int, now: float) -> None:
+        self._pending[worker] -= self._uncached.pop((call.agent, call.turn))
+
+    def event(self, worker: int, line: Line, now: float) -> None:
+        apply_line(self._index, worker, line)
