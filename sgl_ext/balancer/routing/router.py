@@ -26,7 +26,7 @@ from scheduler.placement import (
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempts import FOLLOW_TOKENS, Attempt, Attempts, RoutingRequest
 from sgl_ext.balancer.routing.candidates import Candidates
-from sgl_ext.balancer.routing.prefixes import HeldBySlot, Prefixes, host_tokens
+from sgl_ext.balancer.routing.prefixes import HeldBySlot, Prefixes, slower_tokens
 from sgl_ext.balancer.routing.prompt import Prompt, read_prompt
 from sgl_ext.balancer.routing.worker import DECODE, Worker
 from sgl_ext.balancer.routing.workers import Workers, can_answer
@@ -155,7 +155,7 @@ class Router:
         if worker is None or not worker.is_available or worker.role == DECODE:
             return None
         found = held.of(worker)
-        return found.expected_tokens + found.host_tokens
+        return found.expected_tokens + found.slower_tokens
 
     def has_capacity_for(
         self, routing: RoutingRequest, tried: set[Worker], *, at_home: bool = False
@@ -218,6 +218,7 @@ class Router:
                     "has_room": candidates.has_capacity(worker, held),
                     "held_tokens": view.held_tokens,
                     "host_tokens": view.host_tokens,
+                    "shared_tokens": view.shared_tokens,
                     "pinned_tokens": worker.pins.tokens_of(routing.chain.hashes),
                     "live_session_tokens": view.session_tokens,
                     "decoding_requests": view.decoding,
@@ -229,9 +230,8 @@ class Router:
 
     def _forget(self, worker: Worker) -> None:
         """Forgets what was known of a worker that is gone, and of its cache."""
-        self.prefixes.forget_worker(worker.slot)
-        if worker.host_slot is not None:
-            self.prefixes.forget_worker(worker.host_slot)
+        for slot in self.workers.slots_of(worker):
+            self.prefixes.forget_worker(slot)
         self.attempts.sessions.forget_worker(worker.slot)
         worker.pins.clear()
         worker.clear_load()
@@ -252,7 +252,7 @@ class Router:
         view = self._view(home, held.tokens, now_s)
         at = self.workers.at_slot
         most: float
-        if self.workers.has_hosts:
+        if self.workers.has_tiers:
             find = defaultdict(int, held.holders()).__getitem__
             others = (w for w in candidates.all if w is not home)
             most = max((self._view(w, find, now_s).saved for w in others), default=0)
@@ -286,13 +286,17 @@ class Router:
                     tokens.expected_tokens,
                     worker.total_pending_tokens(now_s),
                     host_tokens=tokens.host_tokens,
+                    shared_tokens=tokens.shared_tokens,
                     load_share=worker.load_share,
+                    shared_share=worker.shared_share,
                 )
         return [*views.values()]
 
     def _view(self, worker: Worker, find: Callable[[int], int], now_s: float) -> WorkerView:
         """find: the tokens that are held under a slot."""
-        held_tokens = find(worker.slot)
+        held_tokens, host_tokens, shared_tokens = find(worker.slot), 0, 0
+        if worker.has_tiers:
+            host_tokens, shared_tokens = slower_tokens(worker, held_tokens, find)
         return WorkerView(
             worker.id,
             held_tokens,
@@ -301,8 +305,10 @@ class Router:
             worker.recent_prefill.at(now_s),
             self.attempts.sessions.live_tokens(worker.slot),
             1.0 if worker.recovered_s is None else worker.warmth(now_s),
-            host_tokens(worker, held_tokens, find),
+            host_tokens,
+            shared_tokens,
             worker.load_share,
+            worker.shared_share,
         )
 
     def _placement_request(self, routing: RoutingRequest, held: HeldBySlot) -> PlacementRequest:
