@@ -19,9 +19,14 @@ tokens that an agent's last turn left marked that its next turn finds cached, an
 Last come probes: a request that needs nearly all memory, while prefixes are pinned. It counts as
 having waited on a pin if its TTFT is over 1.5 times that at `stock_hicache`.
 
+Then other engines answer: does a session that moves to another engine wait less if the engines have
+a shared tier? `moved_ttft_vs_recompute` is the TTFT of its next turn there, against that of the
+same turn on an engine that shares nothing (`bench.lib.tiers_moves`).
+
 `wrong_answers` counts greedy answers that differ from those of `stock`. The run is not valid unless
 the prefixes are 4 times the cache and fit the host pool, stock SGLang loses them, HiCache brings
-some back, and a prefix takes 3 times as long to compute as to read.
+some back, and a prefix takes 3 times as long to compute as to read; and of sessions that moved,
+unless the tier has what they need and an engine without it has nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -57,6 +62,8 @@ from bench.lib.tiers_figures import (
     cached_share,
     comparison,
 )
+from bench.lib.tiers_moves import measure_moves
+from bench.lib.tiers_moves import starts as move_starts
 
 _WORKING_SET = 4
 _MARGIN = 1.05  # texts have about as many tokens as planned
@@ -83,6 +90,7 @@ class Plan:
     rounds: int = 9
     returns: int = 16
     probes: int = 5
+    moves: int = 9
     host_pools: float = 6.0
     unpinned: float = 1.0
     pause_s: float = 0.1
@@ -102,9 +110,9 @@ class Plan:
 
 PLANS: dict[Size, Plan] = {
     "full": Plan(),
-    "quick": Plan(16_384, rounds=3, returns=10, probes=2),
-    "brief": Plan(16_384, rounds=2, returns=6, probes=1),
-    "smallest": Plan(4_096, 16, 2, 5, 1, least_gain=0),
+    "quick": Plan(16_384, rounds=3, returns=6, probes=2, moves=3),
+    "brief": Plan(16_384, rounds=2, returns=6, probes=1, moves=2),
+    "smallest": Plan(4_096, 16, 2, 5, 1, 1, least_gain=0),
 }
 
 
@@ -235,15 +243,22 @@ def main() -> None:
         PLANS[options.size], **{name: value for name, value in given.items() if value is not None}
     )
     engines = chosen(options, model_of(options.size, "bench"))
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sgl-ext-bench-")))
-        starts = {
-            name: partial(start, engines, folder / name, *flags_of(name, plan))
-            for name, (start, _) in ARMS.items()
-        }
-        nodes = stack.enter_context(running_arms(starts))
-        are_exact = engines.are_exact
-        run("tiers", lambda: asyncio.run(measure(nodes, plan, are_exact=are_exact)))
+    with tempfile.TemporaryDirectory(prefix="sgl-ext-bench-") as folder:
+        run("tiers", lambda: measure_all(engines, plan, Path(folder)))
+
+
+def measure_all(engines: Engines, plan: Plan, folder: Path) -> dict[str, Any]:
+    """Starts the arms of each part and returns the bench's figures."""
+    arms = {
+        name: partial(start, engines, folder / name, *flags_of(name, plan))
+        for name, (start, _) in ARMS.items()
+    }
+    with running_arms(arms) as nodes:
+        found = asyncio.run(measure(nodes, plan, are_exact=engines.are_exact))
+    size = "--max-total-tokens", str(plan.pool_tokens)
+    with running_arms(move_starts(engines, folder, *size, *FLAGS)) as nodes:
+        moves = measure_moves(nodes, plan.moves, plan.prefix_tokens, are_exact=engines.are_exact)
+        return found | asyncio.run(moves)
 
 
 if __name__ == "__main__":

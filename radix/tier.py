@@ -9,4 +9,6 @@ class Tier(StrEnum):
     DEVICE = "device"
     """The engine's device: a request reads it at once."""
     HOST = "host"
-    """Memory of the engine's machine: a request loads it first."""
+    """Memory of the engine's machine that this engine alone uses: a request loads it first."""
+    SHARED = "shared"
+    """Memory of a machine that all of its engines use."""

@@ -5,18 +5,22 @@ depends on the model, the device and the bus, so an engine measures it:
 
     share = seconds per loaded token / seconds per computed token
 
-Both are medians over the latest measurements, weighted by tokens: as many tokens took less time
+A token of the tier that engines share is first read into the host's memory and then loaded:
+
+    shared share = seconds per read and loaded token / seconds per computed token
+
+All are medians over the latest measurements, weighted by tokens: as many tokens took less time
 each as took more. So a few slow copies or passes change little, and old ones are forgotten. Small
 measurements are left out, as a start that takes the same time for any size outweighs the tokens.
 
-Until there are enough measurements of both kinds the share is a prior. It stays within bounds: a
+Until there are enough measurements of its kinds a share is a prior. It stays within bounds: a
 load is never free, and is never said to cost more than computing.
 """
 
 from collections import deque
 from collections.abc import Iterable
 
-PRIOR = 0.1
+PRIOR, SHARED_PRIOR = 0.1, 0.3
 LEAST, MOST = 0.005, 1.0
 LEAST_TOKENS = 256
 """A smaller measurement counts for nothing."""
@@ -26,19 +30,25 @@ LATEST = 32
 """How many measurements of each kind count."""
 # The share changes once the measured one differs by this part of it.
 _CHANGE = 0.2
+_Kind = deque[tuple[float, int]]
 
 
 class LoadCost:
-    """The share of one engine.
+    """The shares of one engine.
 
-    share: changes only when what was measured differs by a fifth, so that it seldom has to be
-        sent; it has two digits.
+    share, shared_share: change only when what was measured differs by a fifth, so that they seldom
+        have to be sent; they have two digits.
     """
 
     def __init__(self) -> None:
-        self.share = PRIOR
-        self._loaded: deque[tuple[float, int]] = deque(maxlen=LATEST)
-        self._computed: deque[tuple[float, int]] = deque(maxlen=LATEST)
+        self.share, self.shared_share = PRIOR, SHARED_PRIOR
+        self._read: _Kind = deque(maxlen=LATEST)
+        self._loaded: _Kind = deque(maxlen=LATEST)
+        self._computed: _Kind = deque(maxlen=LATEST)
+
+    def read(self, tokens: int, seconds: float) -> None:
+        """Counts what was read from the shared tier."""
+        self._add(self._read, tokens, seconds)
 
     def loaded(self, tokens: int, seconds: float) -> None:
         """Counts a load."""
@@ -48,16 +58,20 @@ class LoadCost:
         """Counts a forward pass over prompts."""
         self._add(self._computed, tokens, seconds)
 
-    def _add(self, kind: deque[tuple[float, int]], tokens: int, seconds: float) -> None:
+    def _add(self, kind: _Kind, tokens: int, seconds: float) -> None:
         if tokens < LEAST_TOKENS or (each_s := seconds / tokens) <= 0:
             return
         kind.append((each_s, tokens))
-        if min(len(self._loaded), len(self._computed)) < ENOUGH:
-            return
-        ratio = _median(self._loaded) / _median(self._computed)
+        self.share = self._share(self.share, self._loaded)
+        self.shared_share = self._share(self.shared_share, self._read, self._loaded)
+
+    def _share(self, before: float, *kinds: _Kind) -> float:
+        """The share of tokens that go through all of these."""
+        if any(len(kind) < ENOUGH for kind in (*kinds, self._computed)):
+            return before
+        ratio = sum(map(_median, kinds)) / _median(self._computed)
         measured = float(f"{min(max(ratio, LEAST), MOST):.2g}")
-        if abs(measured - self.share) > _CHANGE * self.share:
-            self.share = measured
+        return measured if abs(measured - before) > _CHANGE * before else before
 
 
 def _median(weighted: Iterable[tuple[float, int]]) -> float:

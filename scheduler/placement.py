@@ -4,9 +4,10 @@
            [+ RECENT * recent + SESSION_SHARE * sessions]
 
 pending   tokens that the worker still has to prefill for other requests: the wait
-uncached  tokens of this prompt that the worker has on no tier and must compute. They delay
+uncached  tokens of this prompt that the worker holds in no tier and must compute. They delay
           this request, and those that come to the worker meanwhile
-loaded    what it costs to load the tokens that it has on its host: `load_share` of a computed one
+loaded    what it costs to load the tokens that it has in slower tiers: of one that is computed, a
+          token costs `load_share` from its host and `shared_share` from the shared tier
 share     how many of those to expect: the worker's sessions with this one, against the mean of all
           workers with this one, 1 at most. A worker without sessions delays few, so a prefix that
           all sessions share spreads early, and one that some sessions share stays on few workers
@@ -19,8 +20,8 @@ The terms in brackets count only for the first request of a session, because it 
 later turns go. It goes where few sessions live, even if a shared prefix must be computed there
 once more: so a hot prefix spreads. A known session stays where its conversation is cached until
 waiting there costs more than moving, which is LEAVE times the tokens that moving would compute
-again. If the worker has evicted the conversation, the session is placed as a new one. A token on
-the host counts as held, less the cost of loading it. A worker that has just come back counts as
+again. If the worker has evicted the conversation, the session is placed as a new one. A token of a
+slower tier counts as held, less the cost of loading it. A worker that has just come back counts as
 slower than it is, less so as it warms up.
 
 Ties go to the highest rendezvous score of the prefix (Thaler and Ravishankar, 1998), so that
@@ -35,8 +36,9 @@ import msgspec
 import xxhash
 
 DELAY = 2.0
-# Where a worker reports none.
+# Where a worker reports none. Dynamo weighs tokens of a shared cache at 0.3 to 0.7.
 LOAD_SHARE = 0.1
+SHARED_SHARE = 0.3
 DECODE_TOKENS = 256
 RECENT = 0.5
 RECENT_S = 10.0
@@ -67,8 +69,9 @@ class WorkerView(msgspec.Struct, frozen=True, gc=False):
     """A worker as a request sees it.
 
     held_tokens: tokens of this request's prompt that it holds on the device, or is about to.
-    host_tokens: those after them that it can load from its host.
-    load_share: what such a token costs, as a share of one that is computed.
+    host_tokens, shared_tokens: those after them that it can load from its host, and those after
+        both that it can load from the shared tier of its machine.
+    load_share, shared_share: what such a token costs, as a share of one that is computed.
     warmth: 1, or less while it warms up after coming back.
     """
 
@@ -80,17 +83,21 @@ class WorkerView(msgspec.Struct, frozen=True, gc=False):
     session_tokens: int = 0
     warmth: float = 1.0
     host_tokens: int = 0
+    shared_tokens: int = 0
     load_share: float = LOAD_SHARE
+    shared_share: float = SHARED_SHARE
 
     @property
     def loaded(self) -> float:
-        """The cost of loading what the host has."""
-        return self.load_share * self.host_tokens
+        """The cost of loading what slower tiers have."""
+        return self.load_share * self.host_tokens + self.shared_share * self.shared_tokens
 
     @property
     def saved(self) -> float:
         """The tokens that it needs not compute, less the cost of loading some of them."""
-        return self.held_tokens + self.host_tokens - self.loaded
+        if not (self.host_tokens or self.shared_tokens):
+            return self.held_tokens
+        return self.held_tokens + self.host_tokens + self.shared_tokens - self.loaded
 
 
 class Score(NamedTuple):
@@ -190,12 +197,11 @@ def _mean_sessions(workers: Sequence[WorkerView]) -> float:
 
 
 def _score(request: PlacementRequest, view: WorkerView, mean: float, *, is_new: bool) -> Score:
-    uncached = max(request.prompt_tokens - view.held_tokens - view.host_tokens, 0)
     return Score(
         view.name,
         _cost(request, view, mean, is_new=is_new),
         view.pending_tokens,
-        uncached,
+        _uncached(request, view),
         DECODE_TOKENS * view.decoding,
         _recent_cost(view) if is_new else 0.0,
         SESSION_SHARE * view.session_tokens if is_new else 0.0,
@@ -203,8 +209,13 @@ def _score(request: PlacementRequest, view: WorkerView, mean: float, *, is_new: 
     )
 
 
+def _uncached(request: PlacementRequest, view: WorkerView) -> int:
+    held_tokens = view.held_tokens + view.host_tokens + view.shared_tokens
+    return max(request.prompt_tokens - held_tokens, 0)
+
+
 def _cost(request: PlacementRequest, view: WorkerView, mean: float, *, is_new: bool) -> float:
-    missing = max(request.prompt_tokens - view.held_tokens - view.host_tokens, 0) + view.loaded
+    missing = _uncached(request, view) + view.loaded
     share, recent, sessions = 1.0, 0.0, 0.0
     if is_new:
         own = max(request.prompt_tokens, 1)

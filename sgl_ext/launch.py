@@ -38,6 +38,7 @@ from sgl_ext.node.start.addresses import why_one_start
 from sgl_ext.node.start.checks import check_restart, check_start
 from sgl_ext.node.start.failure import reason_of
 from sgl_ext.node.start.launcher_log import begin_log, launcher_log
+from sgl_ext.node.start.shared_tier import open_shared_tier
 from sgl_ext.output import LossyStream
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
 from sgl_ext.settings.sources import launch_settings, names_file
@@ -76,6 +77,7 @@ def main(argv: list[str] | None = None) -> None:
             say = begin_log(settings, console)
             for note in notes:
                 say(note)
+            open_shared_tier(settings)
             try:
                 asyncio.run(serve(settings, found, console, say, read))
             except _FAILURES as error:

@@ -1,4 +1,4 @@
-"""Folders in the temporary directory that end with the process that made them.
+"""Folders, in the temporary directory or elsewhere, that end with the process that made them.
 
 A process holds a lock on the file `lock` in its folder for as long as it runs. The system releases
 the lock however the process ends, so a folder whose lock is free belongs to no process.
@@ -20,12 +20,12 @@ _LOCK = "lock"
 _locks: list[int] = []  # held until this process ends
 
 
-def make_folder(prefix: str) -> Path:
+def make_folder(prefix: str, parent: Path | None = None) -> Path:
     """Makes a folder that only this user can read, and removes those of the same prefix whose
     process has ended. It is removed when this process ends, or, if that is too sudden, by the
-    next call or `remove_stale`."""
-    remove_stale(prefix)
-    folder = Path(tempfile.mkdtemp(prefix=prefix))
+    next call or `remove_stale`. parent: None for the temporary directory."""
+    remove_stale(prefix, parent)
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     new = folder / f"new-{_LOCK}"
     _locks.append(os.open(new, os.O_RDWR | os.O_CREAT, 0o600))
     fcntl.flock(_locks[-1], fcntl.LOCK_EX)
@@ -34,9 +34,9 @@ def make_folder(prefix: str) -> Path:
     return folder
 
 
-def remove_stale(prefix: str) -> None:
+def remove_stale(prefix: str, parent: Path | None = None) -> None:
     """Removes this user's folders of a prefix whose process has ended."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+    for folder in (parent or Path(tempfile.gettempdir())).glob(f"{prefix}*"):
         with suppress(OSError):
             found = folder.lstat()
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():

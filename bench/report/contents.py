@@ -67,7 +67,7 @@ SECTIONS = (
         "Agents have pinned prefixes that are together 4 times as large as the cache. They come "
         "back after others and after unpinned work. The host pool has room for all prefixes, and "
         "HiCache fills it with everything that is computed. Shares and TTFTs are of agents who "
-        "came back.",
+        "came back. A session that moves goes on at another engine of the same machine.",
         engine_tables.tiers,
         "tiers.md",
     ),

@@ -183,6 +183,9 @@ def tiers(found: Figures) -> Iterator[Table]:
             "mean TTFT, with tiers / HiCache": ("ttft_mean_vs_hicache",),
             "throughput of unpinned work, with tiers / HiCache": ("unpinned_throughput_ratio",),
             "requests that waited on a pin": ("waited_on_pin",),
+            "TTFT of a session that moved, shared tier / computed again": (
+                "moved_ttft_vs_recompute",
+            ),
             "answers that differ from SGLang's": ("wrong_answers",),
         },
     )

@@ -29,11 +29,12 @@ segments without children are the leaves.
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence, Sized
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, NamedTuple, Protocol
 
-from radix.residency.changes import Changes, Unpublished
+from radix.residency.changes import Changes, Stored, Unpublished
 from radix.residency.host_segments import UNKNOWN, HostSegment, HostSegments
 
 MATCH_TOKENS_PER_STEP = 300
@@ -189,6 +190,12 @@ class Residency:
             else:
                 return
             self.forgotten += 1
+
+    def chain(self, hashes: Iterable[int]) -> list[Stored]:
+        """Those of a prompt's segments that are resident: they come first."""
+        resident = takewhile(self._segments.__contains__, hashes)
+        found = ((segment, self._segments[segment]) for segment in resident)
+        return [(segment, entry.parent, entry.tokens) for segment, entry in found]
 
     def evicted(self) -> None:
         """Records an eviction on the device, after which leaves must be checked."""

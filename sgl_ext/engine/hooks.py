@@ -39,6 +39,7 @@ from sgl_ext.engine.scheduler import (
     priority,
     rendezvous,
 )
+from sgl_ext.engine.tiers import retirement
 
 Hook = tuple[str, Callable[..., Any]]
 """How a symbol is changed, as SGLang's `HookType` names it, and the function that changes it."""
@@ -66,6 +67,7 @@ _MANAGERS = "sglang.srt.managers"
 _SCHEDULER = f"{_MANAGERS}.scheduler.Scheduler"
 _POLICY = f"{_MANAGERS}.schedule_policy"
 _STREAMER = f"{_MANAGERS}.scheduler_components.output_streamer.SchedulerOutputStreamer"
+_UPDATER = f"{_MANAGERS}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _TOKENIZER = f"{_MANAGERS}.tokenizer_manager.TokenizerManager"
 _ENTRY = "sglang.srt.entrypoints"
 _ANTHROPIC = f"{_ENTRY}.anthropic.serving"
@@ -166,6 +168,7 @@ _SCHEDULER_HOOKS: dict[str, Hook] = {
     f"{_STREAMER}.stream_output": ("AFTER", first_token.after_output),
     f"{_SCHEDULER}._should_defer_prefill": ("AROUND", priority.defer_vain_try),
     f"{_SCHEDULER}.can_schedule_lora_req": ("AROUND", adapters.count_admitted),
+    f"{_UPDATER}.flush_cache_after_weight_update": ("BEFORE", retirement.retire),
     f"{_POLICY}.SchedulePolicy.calc_priority": ("AROUND", priority.order_queue),
     f"{_POLICY}.PrefillAdder.preempt_to_schedule": ("AROUND", preemption.preempt_for_slot),
     f"{_POLICY}.PrefillAdder.add_one_req": ("AROUND", admission.add_one),

@@ -71,6 +71,8 @@ SCHEDULER_PROCESS = (
     f"{_CACHE}.registry:register_radix_cache_backend",
     f"{_CACHE}.registry:create_unified_radix_cache",
     f"{_CACHE}.registry:default_radix_cache_factory",
+    f"{_CACHE}.hicache_storage:HiCacheStorage",
+    f"{_CACHE}.utils:get_hash_str",
     f"{_CONTEXT}:get_parallel",
     "sglang.srt.utils.rank_consensus_checker:assert_same",
 )
@@ -95,6 +97,7 @@ if TYPE_CHECKING:  # the other symbols are Any
     EvictParams: Callable[..., types.EvictParams]
     ComponentType: types.ComponentType
     UnifiedRadixCache = types.TreeCache
+    HiCacheStorage = types.Storage
     create_unified_radix_cache: Callable[..., types.TreeCache]
     default_radix_cache_factory: Callable[[types.TreeCacheBuildContext], types.TreeCache]
     get_parallel: Callable[[], types.ParallelContext]

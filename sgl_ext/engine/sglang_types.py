@@ -41,6 +41,7 @@ class ServerArgs(Protocol):
 class ResolvedArgs(Protocol):
     """The same arguments as SGLang resolved them, by their names there."""
 
+    attention_backend: str | None
     attn_cp_size: int
     attn_dp_size: int
     chunked_prefill_size: int | None
@@ -48,12 +49,14 @@ class ResolvedArgs(Protocol):
     disable_radix_cache: bool
     disable_priority_preemption: bool
     dcp_size: int
+    decode_attention_backend: str | None
     decoupled_spec_role: str
     disaggregation_bootstrap_port: int
     disaggregation_mode: str
     dist_init_addr: str | None
     dllm_algorithm: str | None
     dp_size: int
+    dtype: str
     elastic_ep_backend: str | None
     enable_flexkv: bool
     enable_hierarchical_cache: bool
@@ -72,17 +75,28 @@ class ResolvedArgs(Protocol):
     hicache_ratio: float | None
     hicache_size: int
     hicache_storage_backend: str | None
+    hicache_storage_backend_extra_config: str | None
     host: str
     kv_events_config: str | None
+    json_model_override_args: str
+    kv_cache_dtype: str
     language_only: bool
+    load_format: str
+    lora_paths: Any
     max_running_requests: int | None
+    model_impl: str
+    model_loader_extra_config: str
     model_path: str
     nnodes: int
     page_size: int
     pp_size: int
+    prefill_attention_backend: str | None
+    quantization: str | None
+    quantization_param_path: str | None
     radix_cache_backend: str | None
     radix_eviction_policy: str
     reasoning_parser: str | None
+    revision: str | None
     schedule_low_priority_values_first: bool
     schedule_policy: str
     skip_tokenizer_init: bool
@@ -135,6 +149,9 @@ class Req(Protocol):
     extend_end: int | None
     num_matched_prefix_tokens: int
     cached_tokens: int
+    cached_tokens_device: int
+    cached_tokens_host: int
+    cached_tokens_storage: int
     kv: ReqKvInfo
     lock: Any
     last_node: Any
@@ -165,6 +182,8 @@ class TreeCore(Protocol):
     def match_full_device_prefix(self, key: "RadixKey") -> tuple[int, int, int]: ...
     def is_full_device_evicted(self, node_id: int) -> bool: ...
     def is_backuped(self, node_id: int) -> bool: ...
+    def get_prefix_hash_values(self, node_id: int) -> list[str]: ...
+    def get_hash_values(self, node_id: int) -> list[str]: ...
     def collect_path_info(
         self, end_node_ids: Sequence[int]
     ) -> tuple[tuple[TreePathNodeInfo, ...], ...]: ...
@@ -247,6 +266,7 @@ class HiCacheAck(Protocol):
 @stands_for(f"{_MANAGERS}.cache_controller:HiCacheController")
 class CacheController(Protocol):
     mem_pool_host: Any
+    storage_backend: Any
     ack_load_queue: list[HiCacheAck]
 
 
@@ -290,6 +310,53 @@ class TreeCache:
     def ready_to_load_host_cache(self) -> int: ...
     def loading_check(self, finish_count: int | None = None) -> None: ...
     def _component_available_size(self, component_type: ComponentType) -> int: ...
+
+
+class Tensor(Protocol):
+    """A tensor of torch's in host memory."""
+
+    def __getitem__(self, index: Any) -> "Tensor": ...
+    def tolist(self) -> list[int]: ...
+
+
+@stands_for(f"{_CACHE}.pool_host.mha:MHATokenToKVPoolHost")
+class HostPool(Protocol):
+    """A pool of host memory. Only some kinds state where a page's bytes lie."""
+
+    dtype: Any
+    end_layer: int
+    layout: str
+    page_size: int
+    start_layer: int
+    storage_format_tag: str | None
+
+    def get_page_buffer_meta(self, indices: Any) -> tuple[list[int], list[int]]: ...
+
+
+@stands_for(f"{_CACHE}.hicache_storage:HiCacheStorageConfig")
+class StorageConfig(Protocol):
+    attn_cp_rank: int
+    attn_cp_size: int
+    extra_config: dict[str, Any] | None
+    is_mla_model: bool
+    model_name: str | None
+    pp_rank: int
+    pp_size: int
+    tp_rank: int
+    tp_size: int
+
+
+@stands_for(f"{_CACHE}.hicache_storage:HiCacheStorageExtraInfo")
+class StorageExtraInfo(Protocol):
+    prefix_keys: list[str] | None
+
+
+@stands_for(f"{_CACHE}.hicache_storage:HiCacheStorage")
+class Storage:
+    """A class and not a Protocol, because the shared tier inherits from it."""
+
+    def register_mem_pool_host(self, mem_pool_host: HostPool) -> None: ...
+    def register_mem_host_pool_v2(self, host_pool: HostPool, host_pool_name: str) -> None: ...
 
 
 @stands_for("sglang.srt.model_executor.forward_batch_info:ForwardMode")

@@ -14,6 +14,7 @@ from sgl_ext.engine.sglang_http_types import ModelConfig
 from sgl_ext.engine.sglang_types import ResolvedArgs, ServerArgs
 from sgl_ext.settings.checks import USE_RAY
 from sgl_ext.settings.schema import EngineSettings
+from sgl_ext.settings.shared_tier import is_shared_tier
 
 CACHE_BACKEND = "sgl_ext"
 """The name under which `--radix-cache-backend` selects our cache."""
@@ -77,6 +78,15 @@ def _has_parts(facts: Facts) -> bool:
     """Whether a prefix of cached tokens is not usable by itself."""
     has_windows = facts.model is not None and facts.model.is_hybrid_swa
     return (has_windows and not _is_pure_swa(facts.model)) or facts.has_states
+
+
+def _has_storage(facts: Facts) -> bool:
+    args = facts.args
+    return args.enable_hierarchical_cache and args.hicache_storage_backend is not None
+
+
+def _has_shared_tier(facts: Facts) -> bool:
+    return _has_storage(facts) and is_shared_tier(facts.args.hicache_storage_backend_extra_config)
 
 
 def _orders_otherwise(facts: Facts) -> bool:
@@ -167,6 +177,12 @@ REFUSED = (
         "host pool; leave it out",
     ),
     Rule(
+        "shared tier of sliding windows or states",
+        "--hicache-storage-backend",
+        lambda facts: _has_shared_tier(facts) and _has_parts(facts),
+        "engines share keys and values of whole prefixes, and this model needs more; leave it out",
+    ),
+    Rule(
         "PD disaggregation with data parallelism",
         "--disaggregation-mode",
         lambda facts: facts.args.disaggregation_mode != "null" and caches(facts.args) > 1,
@@ -243,9 +259,7 @@ DEGRADED = (
     Rule(
         "storage of HiCache",
         "--hicache-storage-backend",
-        lambda facts: (
-            facts.args.enable_hierarchical_cache and facts.args.hicache_storage_backend is not None
-        ),
+        lambda facts: _has_storage(facts) and not _has_shared_tier(facts),
         "requests are not routed to prefixes that are in storage alone",
     ),
     Rule(

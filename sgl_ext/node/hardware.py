@@ -10,6 +10,7 @@ from sgl_ext.node.devices.nvidia_smi import Listed, list_devices
 from sgl_ext.node.devices.sizes import gpus_of_engine
 from sgl_ext.node.devices.torch_probe import Seen, ask_torch
 from sgl_ext.settings.schema import LaunchSettings, SettingsError
+from sgl_ext.settings.shared_tier import tier_flags
 
 CPU_PLATFORM = "sgl_ext_cpu"
 NO_GPUS = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
@@ -119,6 +120,7 @@ def engine_command(settings: LaunchSettings, hardware: Hardware, port: int) -> l
         command += ["--tp-size", str(settings.tp)]
     if hardware.platform == CPU_PLATFORM:
         command += _CPU_DEFAULTS
+    command += tier_flags(settings.shared_tier_bytes)
     return [*command, *settings.engine_args]
 
 

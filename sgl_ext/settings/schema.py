@@ -52,6 +52,7 @@ from sgl_ext.settings.values import (
     StoreBytes,
     TenantName,
     Text,
+    TierBytes,
     TtlSeconds,
     UnmarkedTtl,
     Weight,
@@ -347,6 +348,9 @@ class LaunchSettings(Settings, frozen=True, kw_only=True):
         PositiveSeconds,
         "Longest wait for the requests of one engine before a restart stops it: launch.md.",
     ] = 600.0
+    shared_tier_bytes: Annotated[
+        TierBytes, ENGINES, "Memory in which all engines share prefixes; 0: none. tiers.md"
+    ] = 0
     start_timeout_s: Annotated[PositiveSeconds, "Time for all engines to become ready."] = 1800.0
     log_dir: Annotated[Text, "Directory for the log of each process."] = ".run"
     log_limit_bytes: Annotated[

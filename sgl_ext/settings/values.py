@@ -10,6 +10,7 @@ from sgl_ext.requests.session import TENANT_NAME
 MIB = 1 << 20
 MIN_TTL_S = 1.0
 LEAST_STORE_BYTES = MIB
+LEAST_TIER_BYTES = 64 * MIB
 _YEAR_S = 31_536_000.0
 
 
@@ -53,6 +54,7 @@ LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 StoreBytes = Annotated[int, Meta(ge=0), form(f"0, or an integer of at least {LEAST_STORE_BYTES}")]
 LogBytes = Annotated[int, Meta(ge=MIB)]
+TierBytes = Annotated[int, Meta(ge=0), form(f"0, or an integer of at least {LEAST_TIER_BYTES}")]
 Text = Annotated[str, Meta(min_length=1), form("text that is not empty", "TEXT")]
 File = Annotated[str, Meta(min_length=1), form("a path", "FILE")]
 Store = Annotated[

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
 from bench.lib.pin_load import Answer, Flooded, Texts, take
@@ -17,6 +21,7 @@ from bench.lib.tiers_figures import (
     cached_share,
     comparison,
 )
+from bench.lib.tiers_moves import APART, SHARED, Moved, check_moves, moved_figures, starts
 from bench.tiers import ARMS, PLANS, Plan, check_load, flags_of
 
 PREFIX = 10_000
@@ -140,3 +145,48 @@ def test_texts_of_both_protocols_are_read() -> None:
     take(seen, {"choices": [{"delta": {"content": "b"}}]})
     take(seen, {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {}})
     assert seen.text == "aab"
+
+
+def moved(cached: int = 9_000, ttft_ms: float = 50.0, **apart: object) -> Moved:
+    """One session that moved. apart: what differs where engines share nothing."""
+    other = answer(0, 200.0)
+    return Moved([answer(cached, ttft_ms)], [replace(other, **apart)])
+
+
+def test_a_moved_session_is_compared_with_one_that_is_computed_again() -> None:
+    check_moves(moved(), are_exact=True)
+    found = moved_figures(moved())
+    assert found["moved_ttft_vs_recompute"]["median"] == 0.25
+    assert (found["moved"]["sessions"], found["moved"]["cached_share"]) == (1, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("sessions", "error", "message"),
+    [
+        (moved(cached=7_000), NotValid, "the tier has what moves"),
+        (moved(cached_tokens=2_500), NotValid, "without a tier all is computed"),
+        (moved(is_whole=False), InvariantBroken, "answered whole"),
+        (moved(text="b"), InvariantBroken, "loaded prefixes change no answer"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_moves_that_show_nothing_are_not_valid_and_other_answers_end_the_run(
+    sessions: Moved, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        check_moves(sessions, are_exact=True)
+
+
+def test_answers_that_depend_on_the_batch_are_counted() -> None:
+    check_moves(moved(text="b"), are_exact=False)
+    assert moved_figures(moved(text="b"))["moved"]["wrong_answers"] == 1
+
+
+def test_the_engines_of_moved_sessions_differ_in_the_shared_tier_alone(tmp_path: Path) -> None:
+    made: dict[str, tuple[str, ...]] = {}
+    engines = SimpleNamespace(ours=lambda folder, *flags: made.update({folder.name: flags}))
+    for start in starts(engines, tmp_path, "--max-total-tokens", "4096").values():
+        start()
+    host = len(made[APART])
+    assert made[SHARED][:host] == made[APART]
+    assert made[SHARED][host::2] == ("--instances", "--shared-tier-bytes")

@@ -18,6 +18,7 @@ from sgl_ext.node.start.failure import failure
 from sgl_ext.protocols.registry import of_path
 from sgl_ext.requests.segments import read_chain
 from sgl_ext.settings.schema import EngineSettings
+from sgl_ext.settings.shared_tier import tier_flags
 
 ROOT = Path(__file__).parents[2]
 STATES = ("works", "degrades", "refused")
@@ -47,6 +48,7 @@ PLAIN = {
     "hicache_ratio": 2.0,
     "hicache_size": 0,
     "hicache_storage_backend": None,
+    "hicache_storage_backend_extra_config": None,
     "kv_events_config": None,
     "language_only": False,
     "model_path": "dummy",
@@ -178,8 +180,29 @@ def test_a_cache_without_a_host_pool_is_refused_one(without: Facts) -> None:
     )
 
 
+def sharing(flags: dict[str, Any], *of_model: Any, **has: Any) -> Facts:
+    """An engine with a shared tier."""
+    _, backend, _, extra, *_ = tier_flags(1 << 30)
+    flags = flags | {"hicache_storage_backend": backend}
+    return facts(*of_model, **flags, **has, hicache_storage_backend_extra_config=extra)
+
+
+def test_a_tier_of_ours_takes_nothing_away() -> None:
+    assert not applying(sharing({"enable_hierarchical_cache": True}, model()))
+
+
+@pytest.mark.parametrize("has_states", [True, False])
+def test_a_prefix_that_needs_more_than_keys_and_values_is_not_shared(has_states: bool) -> None:
+    windows = {} if has_states else {"is_hybrid_swa": True, "full_attention_layer_ids": [0]}
+    host = {"enable_hierarchical_cache": True}
+    (rule,) = topology.refused(sharing(host, model(**windows), has_states=has_states))
+    assert rule.feature == "shared tier of sliding windows or states"
+    assert rule.flag == "--hicache-storage-backend"
+
+
 def test_each_rule_has_a_case() -> None:
     pairs = {"PD disaggregation with data parallelism", "HiCache with another cache"}
+    pairs |= {"shared tier of sliding windows or states"}
     cases = {feature for feature, _ in CASES}
     assert cases | pairs == {rule.feature for rule in REFUSED + DEGRADED}
 

@@ -205,7 +205,7 @@ class Machine(RuleBasedStateMachine):
         self.forget(self.on_all("expire", self.now, 3))
 
     @rule(
-        tier=st.sampled_from(Tier),
+        tier=st.sampled_from(Tier).filter(lambda tier: tier is not Tier.SHARED),
         tokens=runs,
         owner=st.sampled_from(OWNERS),
         priority=st.sampled_from([0, 0, 1]),

@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.load_cost import ENOUGH, LATEST, LEAST, LEAST_TOKENS, MOST, PRIOR, LoadCost
+from scheduler.load_cost import (
+    ENOUGH,
+    LATEST,
+    LEAST,
+    LEAST_TOKENS,
+    MOST,
+    PRIOR,
+    SHARED_PRIOR,
+    LoadCost,
+)
 
 MEASURED = st.tuples(st.integers(0, 200_000), st.floats(-1, 1e6))
 
@@ -72,3 +81,19 @@ def test_small_changes_are_not_sent() -> None:
         cost.loaded(2000, 0.02 * (1 + 0.15 * (-1) ** number))
         shares.add(cost.share)
     assert shares == {0.1}
+
+
+def test_a_token_of_the_shared_tier_is_read_and_then_loaded() -> None:
+    cost = measured([(2000, 0.01)] * ENOUGH, [(2000, 0.2)] * ENOUGH)
+    for _ in range(ENOUGH):
+        assert cost.shared_share == SHARED_PRIOR
+        cost.read(2000, 0.02)
+    assert (cost.share, cost.shared_share) == (0.05, 0.15)
+
+
+def test_reads_alone_measure_nothing() -> None:
+    cost = LoadCost()
+    for _ in range(LATEST):
+        cost.read(2000, 0.02)
+        cost.computed(2000, 0.2)
+    assert (cost.share, cost.shared_share) == (PRIOR, SHARED_PRIOR)

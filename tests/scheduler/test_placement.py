@@ -190,11 +190,15 @@ def test_a_token_that_a_worker_loads_costs_its_share_of_a_computed_one() -> None
     on_host = WorkerView("a", held_tokens=1_000, host_tokens=8_000, load_share=0.2)
     (score,) = score_all(PlacementRequest(10_000, PREFIX), [on_host], is_new=False)
     assert (score.uncached, score.loaded) == (1_000, 1_600)
+    shared = replace(on_host, shared_tokens=1_000, shared_share=0.5)
+    (score,) = score_all(PlacementRequest(10_000, PREFIX), [shared], is_new=False)
+    assert (score.uncached, score.loaded) == (0, 2_100)
 
 
 def test_the_fastest_tier_that_has_a_prefix_draws_its_requests() -> None:
     nothing, on_host = WorkerView("a"), WorkerView("b", host_tokens=20_000)
-    views = [nothing, on_host, WorkerView("c", 20_000)]
+    shared, on_device = WorkerView("c", shared_tokens=20_000), WorkerView("d", 20_000)
+    views = [nothing, shared, on_host, on_device]
     while len(views) > 1:
         best = views.pop()
         assert placed(20_500, None, *views, best).worker == best.name
@@ -208,6 +212,6 @@ def test_a_session_stays_where_its_conversation_is_on_the_host() -> None:
 
 
 def test_a_session_is_no_longer_bound_to_a_worker_that_loads_no_better_than_others() -> None:
-    home, other = WorkerView("a", host_tokens=20_000), WorkerView("b", host_tokens=20_000)
+    home, other = WorkerView("a", shared_tokens=20_000), WorkerView("b", shared_tokens=20_000)
     busy = replace(home, pending_tokens=5_000)
     assert placed(20_500, "a", busy, other, last_tokens=20_000) == Placement("b", "lost")

@@ -210,6 +210,7 @@ def _rows(ended: EndedRequest) -> list[dict[str, Any]]:
             "cost": round(cost.cost),
             "held_tokens": view.held_tokens,
             "host_tokens": view.host_tokens,
+            "shared_tokens": view.shared_tokens,
             "pending": cost.pending,
             "uncached": cost.uncached,
             "loaded": round(cost.loaded),

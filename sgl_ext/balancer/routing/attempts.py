@@ -129,15 +129,16 @@ class Attempts:
         """Begins an attempt on a worker, which holds `held` of the prompt."""
         now_s = self._clock()
         attempt = Attempt(routing, worker, placement, considered)
-        attempt.predicted_tokens = held.tokens + held.host_tokens
-        attempt.expected_tokens = held.expected_tokens + held.host_tokens
+        attempt.predicted_tokens = held.tokens + held.slower_tokens
+        attempt.expected_tokens = held.expected_tokens + held.slower_tokens
         attempt.decoder = decoder
         capacity = worker.capacity
         uncached_tokens = max(routing.prompt_tokens - held.expected_tokens, 0)
         pending_tokens = uncached_tokens
-        if held.host_tokens:  # they need memory, too, but less time
-            loaded = int(worker.load_share * held.host_tokens)
-            pending_tokens = max(uncached_tokens - held.host_tokens, 0) + loaded
+        if held.slower_tokens:  # they need memory, too, but less time
+            loaded = worker.load_share * held.host_tokens
+            loaded += worker.shared_share * held.shared_tokens
+            pending_tokens = max(uncached_tokens - held.slower_tokens, 0) + int(loaded)
         if not routing.warms:
             # Estimated by its bytes, a prompt may be longer than any that the worker takes.
             longest = pending_tokens if capacity is None else capacity.context

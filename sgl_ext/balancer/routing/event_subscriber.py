@@ -9,12 +9,14 @@ from http import HTTPStatus
 
 import aiohttp
 
+from radix.tier import Tier
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.prefix_events import (
     Event,
     EventStreamBroken,
     Fault,
     PrefixEventReader,
+    Tiers,
 )
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.worker import Worker
@@ -141,7 +143,7 @@ class EventSubscribers:
                 prefixes.written,
                 prefixes.in_flight,
                 worker.pins,
-                partial(self._router.workers.host_slot_of, worker),
+                partial(self._find_tiers, worker),
             )
             async for line in _lines(response.content):
                 now_s = asyncio.get_running_loop().time()
@@ -150,6 +152,15 @@ class EventSubscribers:
                 self._metrics.prefix_event_bytes.counts[(worker.id,)] += len(line) + 1
                 self._note(worker, event, reader, now_s)
         return 0.0
+
+    def _find_tiers(self, worker: Worker, event: Event) -> Tiers:
+        workers = self._router.workers
+        before = workers.slots_of(worker)
+        has_host = Tier.HOST in (event.publishes or ())
+        workers.set_tiers(worker, has_host=has_host, machine=event.machine)
+        for slot in {*before}.difference(workers.slots_of(worker)):
+            self._router.prefixes.forget_worker(slot)
+        return worker.host_slot, worker.shared_slot
 
     def _note(self, worker: Worker, event: Event, reader: PrefixEventReader, now_s: float) -> None:
         if event.complete and self._router.prefixes.written is not None:
@@ -169,6 +180,7 @@ class EventSubscribers:
         if event.snapshot:
             worker.degraded = event.degraded
         worker.load_share = event.load_share or worker.load_share
+        worker.shared_share = event.shared_share or worker.shared_share
         if event.load is not None:
             worker.apply_load(event.load, now_s)
             self._reporting.add(worker)

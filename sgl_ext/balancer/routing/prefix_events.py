@@ -18,7 +18,6 @@ import msgspec
 
 from radix.in_flight_prefixes import InFlightPrefixes
 from radix.index import PrefixIndex
-from radix.tier import Tier
 from sgl_ext.pin_mirror import PinMirror
 
 _HEX = re.compile(r"[0-9a-f]*\Z")
@@ -64,8 +63,11 @@ class Event(msgspec.Struct):
     alive: the engine's HTTP process sent it, and not its scheduler.
     complete: the snapshot ends with this line.
     publishes: what the engine publishes from now on: "prefixes", "host", "load".
-    load_share: what a token costs that the engine loads from its host, as a share of one that it
-        computes; None: as before.
+    machine: the one whose shared tier `shared` is about; "" as before.
+    shared_cleared: from here on the engine publishes that tier for all, beginning
+        with nothing.
+    load_share, shared_share: what a token costs that the engine loads from its host or from the
+        shared tier, as a share of one that it computes; None: as before.
     caches_off: the caches of its HTTP process that are off now; None: as before.
     degraded: with a snapshot, the features of SGLang with which the engine does less.
     """
@@ -76,21 +78,26 @@ class Event(msgspec.Struct):
     alive: Any = None
     complete: Any = None
     publishes: list[str] | None = None
+    machine: Annotated[str, msgspec.Meta(max_length=128)] = ""
+    shared_cleared: Any = None
     removed: list[_Segment] = []
     unpinned: list[_Segment] = []
     pinned: list[dict[str, Any]] = []
     load: dict[str, _Count] | None = None
     load_share: _Share | None = None
+    shared_share: _Share | None = None
     caches_off: list[str] | None = None
     degraded: list[str] = []
 
 
 class StoringEvent(Event):
-    """A line with what was stored, which most of a line is about, and with the host tier."""
+    """A line with what was stored, which most of a line is about, and with the slower tiers."""
 
     stored: list[Row] = []
     host: list[Row] = []
     host_removed: list[_Segment] = []
+    shared: list[Row] = []
+    shared_removed: list[_Segment] = []
 
 
 _NO_ROWS = Rows((), array("Q"), (), (), ())
@@ -111,12 +118,20 @@ class EventStreamBroken(Exception):
     """The stream cannot continue: connect again and begin with a snapshot. Its text is a Fault."""
 
 
+Tiers = tuple[int | None, int | None]
+"""The slots of a worker's host and of its machine's shared tier, if it has them."""
+
+
+def _no_tiers(event: Event) -> Tiers:
+    return None, None
+
+
 @dataclass(slots=True, eq=False)
 class PrefixEventReader:
     """Applies the events of one connection to one worker, in order.
 
     index: None if another process writes the index; then what was stored is not even parsed.
-    find_host: the slot of the worker's host tier, once the engine publishes one.
+    find_tiers: the slots of the slower tiers that a line announces.
     orphans, repeated: how many segments and lines were not applied.
     """
 
@@ -124,11 +139,11 @@ class PrefixEventReader:
     index: PrefixIndex | None
     in_flight: InFlightPrefixes
     pins: PinMirror
-    find_host: Callable[[], int]
+    find_tiers: Callable[[Event], Tiers] = _no_tiers
     orphans: int = 0
     repeated: int = 0
     _seq: int | None = None
-    _host: int | None = None
+    _tiers: Tiers = (None, None)
 
     def apply(self, line: bytes, now_s: float) -> Event:
         """Applies one line, received at `now_s`. The load that it reports is left to the caller.
@@ -145,15 +160,17 @@ class PrefixEventReader:
         elif event.seq != self._seq + 1:
             raise EventStreamBroken(Fault.GAP)
         self._seq = event.seq
-        if event.publishes is not None:
-            self._host = self.find_host() if Tier.HOST in event.publishes else None
+        if event.publishes is not None or event.machine:
+            self._tiers = self.find_tiers(event)
         if event.cleared:
             if self.index is not None:
                 self.index.clear(self.worker)
-                if self._host is not None:
-                    self.index.clear(self._host)
+                if (host := self._tiers[0]) is not None:
+                    self.index.clear(host)
             if not event.snapshot:
                 self.in_flight.forget_computed(self.worker)
+        if event.shared_cleared and self.index is not None and self._tiers[1] is not None:
+            self.index.clear(self._tiers[1])
         for segment in event.removed:
             number = int(segment, 16)
             if self.index is not None:
@@ -161,8 +178,8 @@ class PrefixEventReader:
             self.in_flight.forget_segment(self.worker, number)
         if self.index is not None and isinstance(event, StoringEvent):
             self._store(self.index, stored)
-            if event.host or event.host_removed:
-                self._store_host(self.index, event)
+            if event.host or event.host_removed or event.shared or event.shared_removed:
+                self._store_tiers(self.index, event)
         self.pins.apply(msgspec.structs.asdict(event), now_s)
         return event
 
@@ -180,21 +197,22 @@ class PrefixEventReader:
                 for segment in segments[begin : begin + stored]:
                     self.in_flight.confirm(self.worker, int(segment, 16))
 
-    def _store_host(self, index: PrefixIndex, event: StoringEvent) -> None:
-        """The host also has what is above a segment, or the device has it: lookups find both under
-        the host's slot."""
-        host = self._host
-        if host is None:
-            self.orphans += len(event.host)
-            return
-        for segment in event.host_removed:
-            index.remove(host, int(segment, 16))
-        for row in event.host:
-            above = None if row.parent is None else int(row.parent, 16)
-            if above is not None:
-                index.extend(host, above)
-            if not index.store(host, above, int(row.segment, 16), row.tokens):
-                self.orphans += 1
+    def _store_tiers(self, index: PrefixIndex, event: StoringEvent) -> None:
+        """A slower tier also has what is above a segment, or the device has it: lookups find both
+        under the same slot."""
+        tiers = (event.host_removed, event.host), (event.shared_removed, event.shared)
+        for slot, (removed, stored) in zip(self._tiers, tiers, strict=True):
+            if slot is None:
+                self.orphans += len(stored)
+                continue
+            for segment in removed:
+                index.remove(slot, int(segment, 16))
+            for row in stored:
+                above = None if row.parent is None else int(row.parent, 16)
+                if above is not None:
+                    index.extend(slot, above)
+                if not index.store(slot, above, int(row.segment, 16), row.tokens):
+                    self.orphans += 1
 
 
 def _parse(line: bytes, decoder: msgspec.json.Decoder[Any]) -> tuple[Event, Rows]:
@@ -208,9 +226,9 @@ def _parse(line: bytes, decoder: msgspec.json.Decoder[Any]) -> tuple[Event, Rows
     names = event.removed + event.unpinned
     stored = _NO_ROWS
     if isinstance(event, StoringEvent):
-        names += event.host_removed
+        names += event.host_removed + event.shared_removed
         stored = _columns(event.stored)
-        for rows in (stored, _columns(event.host)):
+        for rows in (stored, _columns(event.host), _columns(event.shared)):
             names += [rows.parents[place] or "" for place in rows.begins]
     for pin in pins:
         names += (pin.prefix, pin.segment or "")

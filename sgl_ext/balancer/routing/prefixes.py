@@ -29,7 +29,8 @@ class HeldPrefix(msgspec.Struct, frozen=True, gc=False):
     tokens, segments: what it reported that it holds.
     expected_tokens, expected_segments: the same, with what it is about to hold because of
         `in_flight`.
-    host_tokens: those after `expected_tokens` that it can load from its host.
+    host_tokens, shared_tokens: those after `expected_tokens` that it can load from its host, and
+        those after both that it can load from the shared tier of its machine.
     """
 
     tokens: int = 0
@@ -38,15 +39,26 @@ class HeldPrefix(msgspec.Struct, frozen=True, gc=False):
     expected_segments: int = 0
     in_flight: InFlightPrefix | None = None
     host_tokens: int = 0
+    shared_tokens: int = 0
+
+    @property
+    def slower_tokens(self) -> int:
+        """What it can load from slower tiers."""
+        return self.host_tokens + self.shared_tokens
 
 
 _NOTHING = HeldPrefix()
 
 
-def host_tokens(worker: Worker, device: int, find: Callable[[int], int]) -> int:
-    """The tokens after those on the `device` that a worker can load from its host. find: the tokens
-    that are held under a slot."""
-    return 0 if worker.host_slot is None else max(find(worker.host_slot) - device, 0)
+def slower_tokens(worker: Worker, device: int, find: Callable[[int], int]) -> tuple[int, int]:
+    """The tokens after those on the `device` that a worker can load from its host, and those after
+    both that it can load from the shared tier. find: the tokens that are held under a slot."""
+    host = shared = 0
+    if worker.host_slot is not None:
+        host = max(find(worker.host_slot) - device, 0)
+    if worker.shared_slot is not None:
+        shared = max(find(worker.shared_slot) - device - host, 0)
+    return host, shared
 
 
 class HeldBySlot:
@@ -77,12 +89,12 @@ class HeldBySlot:
         return self[slot].expected_tokens
 
     def of(self, worker: Worker) -> HeldPrefix:
-        """What a worker holds on both tiers."""
+        """What a worker holds in all tiers."""
         held = self[worker.slot]
-        if worker.host_slot is None:
+        if not worker.has_tiers:
             return held
-        on_host = host_tokens(worker, held.expected_tokens, self.tokens)
-        return msgspec.structs.replace(held, host_tokens=on_host)
+        host, shared = slower_tokens(worker, held.expected_tokens, self.tokens)
+        return msgspec.structs.replace(held, host_tokens=host, shared_tokens=shared)
 
     def holders(self, least_segments: int = 1) -> Iterator[tuple[int, int]]:
         """The slots of the workers that hold, or are about to hold, so many segments or more, and

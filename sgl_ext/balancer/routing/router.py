@@ -159,7 +159,7 @@ class Router:
         if worker is None or not worker.is_available or worker.role == DECODE:
             return None
         found = held.of(worker)
-        return found.expected_tokens + found.host_tokens
+        return found.expected_tokens + found.slower_tokens
 
     def take_over(self, attempt: Attempt, worker: Worker) -> Attempt:
         """Ends an attempt whose worker failed, and begins one on the worker that serves the
@@ -245,6 +245,7 @@ class Router:
                     "has_room": candidates.has_capacity(worker, held),
                     "held_tokens": view.held_tokens,
                     "host_tokens": view.host_tokens,
+                    "shared_tokens": view.shared_tokens,
                     "pinned_tokens": worker.pins.tokens_of(routing.chain.hashes),
                     "live_session_tokens": view.session_tokens,
                     "decoding_requests": view.decoding,
@@ -256,9 +257,8 @@ class Router:
 
     def _forget(self, worker: Worker) -> None:
         """Forgets what was known of a worker that is gone, and of its cache."""
-        self.prefixes.forget_worker(worker.slot)
-        if worker.host_slot is not None:
-            self.prefixes.forget_worker(worker.host_slot)
+        for slot in self.workers.slots_of(worker):
+            self.prefixes.forget_worker(slot)
         self.attempts.sessions.forget_worker(worker.slot)
         self.fleet.forget(worker)
         worker.pins.clear()
@@ -280,10 +280,10 @@ class Router:
         view = self.fleet.view(home, held.tokens, now_s)
         at = self.workers.at_slot
         most: float
-        if self.workers.has_hosts:
+        if self.workers.has_tiers:
             find = defaultdict(int, held.holders()).__getitem__
-            others = (w for w in candidates.all if w is not home)
-            most = max((self.fleet.view(w, find, now_s).saved for w in others), default=0)
+            views = (self.fleet.view(w, find, now_s) for w in candidates.all if w is not home)
+            most = max((other.saved for other in views), default=0)
         else:
             most = held.most_tokens(home.slot, lambda slot: at(slot) in candidates)
         reason = stays(request, view, most)
@@ -315,7 +315,9 @@ class Router:
                     tokens.expected_tokens,
                     worker.total_pending_tokens(now_s),
                     host_tokens=tokens.host_tokens,
+                    shared_tokens=tokens.shared_tokens,
                     load_share=worker.load_share,
+                    shared_share=worker.shared_share,
                 )
         return [*views.values()]
 

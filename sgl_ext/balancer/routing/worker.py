@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from scheduler.breaker import Breaker, State
 from scheduler.capacity import Capacity, InFlight
 from scheduler.decaying_sum import DecayingSum
-from scheduler.placement import LOAD_SHARE, RECENT_S
+from scheduler.placement import LOAD_SHARE, RECENT_S, SHARED_SHARE
 from sgl_ext.membership.member import Member
 from sgl_ext.pin_mirror import PinMirror
 
@@ -57,7 +57,9 @@ class Worker:
     is_expected: it gets no new requests now, and requests that find no other worker wait for it.
     slot: its bit in the prefix index, reused after the worker has left.
     host_slot: that of what its host keeps; None without a host tier.
-    load_share: what a token costs that it loads from its host, as a share of one that it computes.
+    machine, shared_slot: the one whose shared tier it reads, and that tier's bit; "" and None.
+    load_share, shared_share: what a token costs that it loads from its host or from the shared
+        tier, as a share of one that it computes.
     pending_tokens: what it still has to prefill of this balancer's requests.
     running: those requests that its scheduler runs, and their tokens, by priority.
     attempts: the attempts in flight there.
@@ -92,7 +94,10 @@ class Worker:
         self.source = source
         self.slot = slot
         self.host_slot: int | None = None
+        self.machine = ""
+        self.shared_slot: int | None = None
         self.load_share = LOAD_SHARE
+        self.shared_share = SHARED_SHARE
         self.ready = False
         self.was_ready = False
         self.cause = ""
@@ -125,6 +130,11 @@ class Worker:
         self.last_heard_s = 0.0
         self.recovered_s: float | None = None
         self._correction = _NO_CORRECTION
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether it can load tokens from slower tiers."""
+        return self.host_slot is not None or self.shared_slot is not None
 
     @property
     def is_available(self) -> bool:

@@ -57,7 +57,7 @@ class Workers(Collector):
 
     model: the one that the workers state, "" if none does.
     has_roles: whether some are prefill or decode engines.
-    has_hosts: whether some have a host tier.
+    has_tiers: whether some have slower tiers.
     admin: what the admin API changed.
     on_leave: called with each worker that is removed or no longer ready.
     """
@@ -85,7 +85,7 @@ class Workers(Collector):
         self._by_slot: dict[int, Worker] = {}
         self._ranks: dict[tuple[str, str], int] = {}
         self.has_roles = False
-        self.has_hosts = False
+        self.has_tiers = False
         metrics.registry.register(self)
         metrics.tables.add("added_workers", lambda: len(self.admin.added), lambda: MOST_ADDED)
 
@@ -158,12 +158,28 @@ class Workers(Collector):
         wall_s = max(wall_s, nextafter(self.admin.changed_s, inf))
         self.change(AdminChanges(wall_s, added, removed))
 
-    def host_slot_of(self, worker: Worker) -> int:
-        """The slot of a worker's host tier, which it has from now on."""
-        if worker.host_slot is None:
-            worker.host_slot = self._slots.take(f"{worker.id}\n{worker.url}\n{Tier.HOST}")
-            self._index()
-        return worker.host_slot
+    def set_tiers(self, worker: Worker, *, has_host: bool, machine: str) -> None:
+        """Gives the slower tiers of a worker slots: that of its host, and that of its machine's
+        shared tier, which all workers of the machine have. `machine`: "" if it did not say."""
+        name = f"{worker.id}\n{worker.url}"
+        if has_host and worker.host_slot is None:
+            worker.host_slot = self._slots.take(f"{name}\n{Tier.HOST}")
+        if machine and machine != worker.machine:
+            self._leave_machine(worker)
+            slots = (w.shared_slot for w in self.all if w.machine == machine)
+            slot = next(slots, None)
+            if slot is None:
+                slot = self._slots.take(f"{machine}\n{Tier.SHARED}")
+            worker.machine, worker.shared_slot = machine, slot
+        self._index()
+
+    def slots_of(self, worker: Worker) -> list[int]:
+        """The slots of all that is held for this worker alone, and not also for others that are
+        ready."""
+        slots = [worker.slot, worker.host_slot]
+        if not any(w.ready and w.machine == worker.machine for w in self.all if w is not worker):
+            slots.append(worker.shared_slot)
+        return [slot for slot in slots if slot is not None]
 
     def set_role(self, worker: Worker, stated: str) -> None:
         """Takes over the role that a worker states: `prefill PORT`, `decode` or nothing."""
@@ -196,11 +212,18 @@ class Workers(Collector):
             self._slots.give_back(worker.slot)
             if worker.host_slot is not None:
                 self._slots.give_back(worker.host_slot)
+            self._leave_machine(worker)
             if not worker.rank:
                 self._ranks.pop((worker.member.id, worker.url), None)
             self._metrics.workers_left.inc()
             if worker.id not in self._by_id:
                 self._metrics.forget_worker(worker.id)
+
+    def _leave_machine(self, worker: Worker) -> None:
+        is_last = not any(w.machine == worker.machine for w in self.all if w is not worker)
+        if worker.shared_slot is not None and is_last:
+            self._slots.give_back(worker.shared_slot)
+        worker.machine, worker.shared_slot = "", None
 
     def mark(self, worker: Worker, *, ready: bool, cause: str = "") -> None:
         """Records whether a worker is ready, as a probe or a request found, and why not."""
@@ -264,9 +287,8 @@ class Workers(Collector):
         leaving_first = sorted(self.all, key=lambda worker: not worker.is_gone)
         self._by_id = {worker.id: worker for worker in leaving_first}
         self._by_slot = {worker.slot: worker for worker in self.all}
-        hosts = {w.host_slot: w for w in self.all if w.host_slot is not None}
-        self._by_slot |= hosts
-        self.has_hosts = bool(hosts)
+        self._by_slot |= {w.host_slot: w for w in self.all if w.host_slot is not None}
+        self.has_tiers = any(w.has_tiers for w in self.all)
 
     def _join(self, member: Member, rank: int, joined_s: float | None) -> Worker:
         slot = self._slots.take(f"{rank_id(member.id, rank)}\n{member.url}")

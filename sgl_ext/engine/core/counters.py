@@ -70,6 +70,18 @@ COUNTERS: dict[str, tuple[str, ...]] = {
     "next_turns_not_guessed": ("Turns that were not guessed though a guess was wanted.", "reason"),
     "shared_prefix_requests": ("Requests of cache groups that begin with a shared prefix.",),
     "shared_prefix_tokens": ("Tokens of shared prefixes in requests of cache groups.",),
+    "cached_tokens": ("Prompt tokens that requests found cached: device, host, shared.", "tier"),
+    "shared_tier_pages": (
+        "Pages of the tier that engines share: written, known, refused, failed, read, missed, "
+        "corrupt, evicted.",
+        "result",
+    ),
+    "shared_tier_tokens": ("Tokens of these pages that were read, written.", "operation"),
+    "shared_tier_bytes": ("Bytes of these pages that were read, written, evicted.", "operation"),
+    "shared_tier_seconds": ("Time that threads took to read and write them.", "operation"),
+    "shared_tier_notes_dropped": (
+        "Segments of prompts that are not published as shared: too many waited, or had no room.",
+    ),
     "pins_granted": ("Prefixes pinned.",),
     "pins_renewed": ("Marks on prefixes that were pinned already.",),
     "pins_read": ("Pins read by requests.",),
@@ -118,6 +130,9 @@ GAUGES: dict[str, tuple[str, ...]] = {
     "host_cache_off": ("Whether a cache is off, because requests took longer with it.", "cache"),
     "load_share": (
         "What a token costs that is loaded from the host, as a share of one that is computed.",
+    ),
+    "shared_share": (
+        "What a token costs that is read from the shared tier, as a share of one that is computed.",
     ),
     "event_subscribers": ("Balancers that read the engine's prefix events.",),
     "engine_memory_bytes": ("Resident memory of the engine's processes, by kind.", "process"),

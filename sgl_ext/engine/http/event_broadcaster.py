@@ -9,9 +9,10 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import partial
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -23,6 +24,7 @@ from radix.index import PrefixIndex
 from sgl_ext.engine.core.counters import background_failed, counter
 from sgl_ext.engine.core.event_lines import stored_lines
 from sgl_ext.engine.core.folder import address
+from sgl_ext.engine.http.shared_announcer import SharedAnnouncer
 from sgl_ext.pin_mirror import PinMirror
 from sgl_ext.supervision import Guard, supervise
 
@@ -31,9 +33,16 @@ SUBSCRIBERS_PATH = "/sgl_ext/events/subscribers"
 BUFFER_BYTES = 16 * 2**20
 QUIET_S = 20.0
 _RETRY_S = 1.0
-# The workers of the mirror. Besides what the host has alone, it holds all that is above that.
-_DEVICE, _HOST = 0, 1
-_TIERS = ((_DEVICE, "stored", "removed"), (_HOST, "host", "host_removed"))
+# The shared tier is looked at for a part of the time in so many.
+_REST = 20
+# The workers of the mirror. Besides what a slower tier has alone, it holds all that is above that.
+_DEVICE, _HOST, _SHARED = 0, 1, 2
+_TIERS = (
+    (_DEVICE, "stored", "removed"),
+    (_HOST, "host", "host_removed"),
+    (_SHARED, "shared", "shared_removed"),
+)
+_SHARES = ("load_share", "shared_share")
 _logger = logging.getLogger(__name__)
 
 
@@ -78,8 +87,12 @@ class EventBroadcaster:
         self.rank = rank
         self._mirror = PrefixIndex()
         self._publishes: list[str] = []
+        self._machine = ""
+        self._shared_pages: Path | None = None
+        self._announcer: SharedAnnouncer | None = None
+        self._announces = False
         self._load: dict[str, int] = {}
-        self._load_share: float | None = None
+        self._shares: dict[str, float] = {}
         self._caches_off: list[str] = []
         self.degraded: tuple[str, ...] = ()
         self.pins = PinMirror()
@@ -96,7 +109,14 @@ class EventBroadcaster:
                 self.on_cleared()
             for tier in (_DEVICE, _HOST):
                 self._mirror.clear(tier)
+        if event.get("shared_cleared"):
+            self._announces = True
+            self._mirror.clear(_SHARED)
+        if "shared_pages" in event:  # that is for this process
+            self._shared_pages = Path(event.pop("shared_pages"))
+            line = orjson.dumps(event)
         self._publishes = event.get("publishes", self._publishes)
+        self._machine = event.get("machine", self._machine)
         for tier, _, removed in _TIERS:
             for segment in event.get(removed, ()):
                 self._mirror.remove(tier, int(segment, 16))
@@ -104,7 +124,7 @@ class EventBroadcaster:
             for row in event.get(stored, ()):
                 self._store(tier, *row)
         self._load = event.get("load", self._load)
-        self._load_share = event.get("load_share", self._load_share)
+        self._shares |= {name: event[name] for name in _SHARES if name in event}
         self.pins.apply(event, time.monotonic())
         counter("event_lines").inc()
         for subscriber in self._subscribers:
@@ -137,10 +157,13 @@ class EventBroadcaster:
             for tier, name, _ in _TIERS
         }
         first: dict[str, Any] = {"snapshot": True, "cleared": True, "publishes": self._publishes}
-        if self._load_share is not None:
-            first["load_share"] = self._load_share
+        first |= self._shares
         if self._load:
             first["load"] = self._load
+        if self._machine:
+            first["machine"] = self._machine
+        if self._announces:
+            first["shared_cleared"] = True
         if self._caches_off:
             first["caches_off"] = self._caches_off
         if self.degraded:
@@ -183,6 +206,8 @@ class EventBroadcaster:
         unsent = max((each.unsent_bytes for each in self._subscribers), default=0)
         yield "residency_mirror", "entries", len(mirror), mirror.limit_segments
         yield "unread_events", "bytes", unsent, self._buffer_bytes
+        if (announcer := self._announcer) is not None:
+            yield "shared_segments", "entries", len(announcer), announcer.limit_segments
 
     async def _stream(self, subscriber: _Subscriber, send: Send) -> None:
         """Sends lines until cancelled. After a failure the stream ends, and its subscriber begins
@@ -197,18 +222,38 @@ class EventBroadcaster:
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
-        """Applies the scheduler's lines while the block runs."""
+        """Applies the scheduler's lines, and announces what the shared tier holds, while the block
+        runs."""
         socket = zmq.asyncio.Context.instance().socket(zmq.PULL)
         socket.bind(address(f"events-{self.rank}"))
-        read = partial(self._read, socket)
-        reader = asyncio.create_task(supervise("event_lines", background_failed, read, _RETRY_S))
+        works = ("event_lines", partial(self._read, socket)), ("shared_tier", self.announce)
+        tasks = [
+            asyncio.create_task(supervise(name, background_failed, work, _RETRY_S))
+            for name, work in works
+        ]
         try:
             yield
         finally:
-            reader.cancel()
-            with suppress(asyncio.CancelledError):
-                await reader
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             socket.close(linger=0)
+            if self._announcer is not None:
+                self._announcer.close()
+
+    async def announce(self) -> None:
+        """Announces what changed in the tier that engines share, unless another engine does."""
+        if self._shared_pages is None:
+            return
+        began_s = time.monotonic()
+        for line in await asyncio.to_thread(self._look, self._shared_pages):
+            self.apply(orjson.dumps(line))
+        await asyncio.sleep(_REST * (time.monotonic() - began_s))
+
+    def _look(self, pages: Path) -> list[dict[str, Any]]:
+        if self._announcer is None:
+            self._announcer = SharedAnnouncer(pages)
+        return self._announcer.step()
 
     async def _read(self, socket: Any) -> None:
         while True:

@@ -19,6 +19,7 @@ from sgl_ext.engine.core.slices import is_slice
 from sgl_ext.engine.scheduler.pin_keeper import PinKeeper
 from sgl_ext.engine.scheduler.state import extension_of
 from sgl_ext.engine.sglang_types import NextBatchPlan, ScheduleBatch, Scheduler
+from sgl_ext.engine.tiers.shared_pages import shared_pages_of
 
 if TYPE_CHECKING:
     from sgl_ext.engine.scheduler.radix_cache import ExtendedRadixCache
@@ -72,7 +73,7 @@ class EventPublisher:
         self._channel = channel
         self._has_lost = False
         self._load: dict[str, int] = {}
-        self._load_share: float | None = None
+        self._shares: dict[str, float] = {}
         self._load_due_s = self._use_due_s = 0.0
         self._counted = {"event_sweeps_deferred": 0, "event_branches_dropped": 0}
         self.plan: NextBatchPlan | None = None
@@ -103,7 +104,7 @@ class EventPublisher:
                 self._use_due_s = now_s + _USE_INTERVAL_S
                 lines = _with(lines, {"load": load})
                 if not self._load:  # a reader must know before the first segment
-                    lines[0] = {"publishes": self._publishes(), **lines[0]}
+                    lines[0] = self._publishes() | lines[0]
                 self._load = load
         for line in lines:
             if not self._channel.send(line):
@@ -122,28 +123,40 @@ class EventPublisher:
     def _with_loads(
         self, lines: list[dict[str, Any]], load: dict[str, int]
     ) -> list[dict[str, Any]]:
-        """Adds to the lines what a token costs that the host loads, if that has changed; and to the
-        load what waiting requests will load, which SGLang's estimate leaves out."""
+        """Adds to the lines what a token costs that a slower tier has, if that has changed; and to
+        the load what waiting requests will load, which SGLang's estimate leaves out."""
         if self._cache is None or self._cache.cache_controller is None:
             return lines
-        share = extension_of(self._cache).load_share
+        shares = {"load_share": extension_of(self._cache).load_share}
+        if (tier := shared_pages_of(self._cache)) is not None:
+            cost = self._cache.loads.cost
+            while tier.reads:
+                cost.read(*tier.reads.popleft())
+            shares["shared_share"] = cost.shared_share
         on_host = sum(req.host_hit_length for req in self._scheduler.waiting_queue)
-        load["pending_tokens"] += int(share * on_host)
-        if share == self._load_share:
+        load["pending_tokens"] += int(shares["load_share"] * on_host)
+        if shares == self._shares:
             return lines
-        self._load_share = share
-        gauge("load_share").set(share)
-        return _with(lines, {"load_share": share})
+        self._shares = shares
+        for name, share in shares.items():
+            gauge(name).set(share)
+        return _with(lines, shares)
 
-    def _publishes(self) -> list[str]:
-        if self._cache is None or self._cache.residency is None:
-            return ["load"]
-        tiers = [] if self._cache.residency.host is None else [Tier.HOST.value]
-        return ["prefixes", *tiers, "load"]
+    def _publishes(self) -> dict[str, Any]:
+        """What is published, and for the HTTP process where the shared tier has its pages."""
+        cache = self._cache
+        if cache is None or cache.residency is None:
+            return {"publishes": ["load"]}
+        tiers = [] if cache.residency.host is None else [Tier.HOST.value]
+        said: dict[str, Any] = {"publishes": ["prefixes", *tiers, "load"]}
+        tier = shared_pages_of(cache)
+        if tier is not None:
+            said |= {"machine": tier.machine, "shared_pages": str(tier.path)}
+        return said
 
     def _renew(self) -> None:
         """Makes the next calls send everything once more, to a receiver that was cleared."""
-        self._load, self._load_share = {}, None
+        self._load, self._shares = {}, {}
         self._load_due_s = self._use_due_s = 0.0
         if self._cache is not None and self._cache.residency is not None:
             self._cache.residency.renew()

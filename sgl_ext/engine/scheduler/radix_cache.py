@@ -37,6 +37,8 @@ from sgl_ext.engine.sglang_types import (
 )
 from sgl_ext.engine.tiers.host_copies import HostCopies
 from sgl_ext.engine.tiers.loading_cache import LoadingCache
+from sgl_ext.engine.tiers.lookup import count_cached
+from sgl_ext.engine.tiers.shared_pages import shared_pages_of
 from sgl_ext.settings.schema import EngineSettings
 
 _MOST_EVICTED_FIRST = 4096
@@ -151,6 +153,8 @@ class ExtendedRadixCache(LoadingCache):
             super().checkpoint(req, up_to=up_to, **kwargs)
         finally:
             self._store_now = None
+        if self.residency is not None and req.finished() and not is_slice(req):
+            count_cached(req)
         if now.cached_before is None:
             return
         self._note_evicted_first(req, up_to, now.priority, now.cached_before)
@@ -168,6 +172,9 @@ class ExtendedRadixCache(LoadingCache):
                 had=now.cached_before,
                 own=inserted_before,
             )
+            tier = shared_pages_of(self)
+            if tier is not None and now.cached_before < req.kv.cache_inserted_len:
+                tier.note(self.residency.chain(hints.hashes), self.tree_core, req.last_node)
         self.pins.prompt_stored(req, hints, req.kv.cache_protected_len)
         if hints.is_last and req.finished():
             self.pins.end_session(hints)

@@ -1,9 +1,11 @@
-"""Looks up how much of a prompt is cached, and in which tier."""
+"""How much of a prompt is cached, and in which tier."""
 
 from typing import NamedTuple
 
+from radix.tier import Tier
 from sgl_ext.engine import sglang_api
-from sgl_ext.engine.sglang_types import RadixKey, TreeCache
+from sgl_ext.engine.core.counters import counter
+from sgl_ext.engine.sglang_types import RadixKey, Req, TreeCache
 
 
 class Cached(NamedTuple):
@@ -27,3 +29,11 @@ def look_up(cache: TreeCache, key: RadixKey) -> Cached:
     # SGLang computes fewer tokens than its threshold instead of loading them.
     is_loaded = found.host_hit_length >= cache.load_back_threshold
     return Cached(found.device_prefix_len, found.host_hit_length if is_loaded else 0)
+
+
+def count_cached(req: Req) -> None:
+    """Counts the tokens of a request that were cached, by tier."""
+    tokens = req.cached_tokens_device, req.cached_tokens_host, req.cached_tokens_storage
+    for tier, amount in zip(Tier, tokens, strict=True):
+        if amount:
+            counter("cached_tokens").labels(tier.value).inc(amount)

@@ -5,6 +5,7 @@ from sgl_ext.node.start.addresses import check_addresses
 from sgl_ext.node.start.flags import check_flags
 from sgl_ext.node.start.model import check_model
 from sgl_ext.node.start.room import check_disks, check_gpus, check_host_pools, check_memory
+from sgl_ext.node.start.shared_tier import check_shared_tier
 from sgl_ext.settings.schema import LaunchSettings
 from sgl_ext.settings.sources import launch_flags
 
@@ -14,6 +15,7 @@ def check_start(settings: LaunchSettings) -> tuple[Hardware | None, list[str]]:
     know. Raises SettingsError for what would end the start; what takes seconds comes last."""
     check_flags(settings.engine_args, launch_flags())
     check_addresses(settings)
+    check_shared_tier(settings)
     notes = [check_disks(settings)]
     found = None
     if settings.ray_address is None:

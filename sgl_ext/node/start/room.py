@@ -77,6 +77,11 @@ def check_memory(settings: LaunchSettings, found: Hardware, free: int | None = N
         reason = f"an engine needs about {shown(each)} of memory ({of}its processes)"
         have = f"{shown(free)} are free, enough for {free // each}"
         raise SettingsError(f"instances={settings.instances}: {reason}; {have}")
+    rest = free - settings.instances * each
+    if settings.shared_tier_bytes > rest:
+        engines = f"{shown(settings.instances * each)} for the engines' processes"
+        have = f"{shown(free)} of memory are free, less {engines}"
+        raise SettingsError(f"shared_tier_bytes={settings.shared_tier_bytes}: {have}")
 
 
 def check_gpus(settings: LaunchSettings, found: Hardware) -> None:
@@ -118,11 +123,12 @@ def check_host_pools(settings: LaunchSettings, found: Hardware, free: int | None
     if free is None:
         return ""
     reserve = _CPU_RESERVE_BYTES if found.platform == CPU_PLATFORM else _RESERVE_BYTES
-    pools = settings.instances * gpus_of_engine(settings).gpus
-    if pools * size * _GB > free - reserve:
-        most = max(0, free - reserve) // (pools * _GB)
+    pools, tier = settings.instances * gpus_of_engine(settings).gpus, settings.shared_tier_bytes
+    if pools * size * _GB > free - reserve - tier:
+        most = max(0, free - reserve - tier) // (pools * _GB)
         need = f"{pools} host pools need {shown(pools * size * _GB)} of memory"
         have = f"{shown(free)} are free, of which SGLang leaves {shown(reserve)}"
+        have += f" and the engines share {shown(tier)}" if tier else ""
         raise SettingsError(f"--hicache-size={size}: {need}; {have}: at most {most}")
     return ""
 

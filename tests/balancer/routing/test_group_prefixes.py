@@ -23,7 +23,7 @@ class Process:
     def __init__(self, memory: GroupMemory, *, writes: bool) -> None:
         self.prefixes = Prefixes(memory.index, writes=writes)
         written, in_flight = self.prefixes.written, self.prefixes.in_flight
-        self.reader = PrefixEventReader(WORKER, written, in_flight, PinMirror(), lambda: OTHER)
+        self.reader = PrefixEventReader(WORKER, written, in_flight, PinMirror())
 
     def held(self) -> tuple[int, int]:
         """The tokens that the worker holds of the chain, and those that it will hold."""

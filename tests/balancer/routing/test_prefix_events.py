@@ -14,7 +14,7 @@ from radix.index import PrefixIndex
 from sgl_ext.balancer.routing.prefix_events import EventStreamBroken, Fault, PrefixEventReader
 from sgl_ext.pin_mirror import PinMirror
 
-WORKER, OTHER, HOST = 3, 5, 7
+WORKER, OTHER = 3, 5
 NOW = 100.0
 
 
@@ -38,7 +38,7 @@ class Mirrored:
         self.index = PrefixIndex()
         self.expected = InFlightPrefixes()
         self.pins = PinMirror()
-        self.reader = PrefixEventReader(WORKER, self.index, self.expected, self.pins, lambda: HOST)
+        self.reader = PrefixEventReader(WORKER, self.index, self.expected, self.pins)
 
     def held(self) -> list[tuple[int | None, int, int]]:
         return list(self.index.snapshot(WORKER))
@@ -217,7 +217,7 @@ def test_no_events_break_the_index(lines: list[bytes]) -> None:
             mirrored.reader.apply(raw, NOW)
         except EventStreamBroken:
             mirrored.reader = PrefixEventReader(
-                WORKER, mirrored.index, mirrored.expected, mirrored.pins, lambda: HOST
+                WORKER, mirrored.index, mirrored.expected, mirrored.pins
             )
         mirrored.index.check()
         assert mirrored.index.holds(OTHER, 99), "a worker speaks for itself alone"
@@ -254,11 +254,15 @@ def test_impossible_pins_are_malformed(event: dict[str, Any]) -> None:
         mirrored.reader.apply(line(1, snapshot=True, **event), NOW)
 
 
+HOST, SHARED = 7, 8
+
+
 class Tiered(Mirrored):
-    """A worker with a host tier."""
+    """A worker with a host and a machine that has a shared tier."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.reader.find_tiers = lambda event: (HOST, SHARED)
         first = {"snapshot": True, "cleared": True, "publishes": ["prefixes", "host", "load"]}
         self.reader.apply(
             line(1, **first, stored=[[name(1), None, 100], [name(2), name(1), 200]]), NOW
@@ -283,17 +287,30 @@ def test_a_demoted_prefix_is_held_by_the_host_until_it_is_removed_there() -> Non
     tiered.index.check()
 
 
-def test_a_flush_clears_the_host() -> None:
+def test_a_flush_clears_the_host_and_not_the_shared_tier() -> None:
     tiered = Tiered()
     tiered.reader.apply(line(2, removed=[name(2)], host=[[name(2), name(1), 200]]), NOW)
-    tiered.reader.apply(line(3, cleared=True), NOW)
-    assert (tiered.held(), tiered.on(HOST)) == ([], [])
+    tiered.reader.apply(line(3, shared=[[name(2), name(1), 200]]), NOW)
+    tiered.reader.apply(line(4, cleared=True), NOW)
+    assert (tiered.held(), tiered.on(HOST), tiered.on(SHARED)) == ([], [], [1, 2])
+    tiered.reader.apply(line(5, shared_removed=[name(2)]), NOW)
+    assert tiered.on(SHARED) == [1]
 
 
-def test_a_host_that_was_not_announced_is_counted_and_changes_nothing() -> None:
+def test_an_engine_that_announces_the_shared_tier_from_now_on_begins_with_nothing() -> None:
+    """Another one announced before it, and may have said what is there no more."""
+    tiered = Tiered()
+    tiered.reader.apply(line(2, shared=[[name(1), None, 100], [name(2), name(1), 200]]), NOW)
+    tiered.reader.apply(line(3, shared_cleared=True, shared=[[name(1), None, 100]]), NOW)
+    assert (tiered.on(SHARED), tiered.held()) == ([1], [(None, 1, 100), (1, 2, 200)])
+    tiered.reader.apply(line(4, shared_cleared=True), NOW)
+    assert tiered.on(SHARED) == []
+
+
+def test_tiers_that_were_not_announced_are_counted_and_change_nothing() -> None:
     mirrored = Mirrored()
     mirrored.reader.apply(snapshot((1, None, 100)), NOW)
-    mirrored.reader.apply(line(2, host=[[name(2), name(1), 200]], host_removed=[name(1)]), NOW)
+    mirrored.reader.apply(line(2, host=[[name(2), name(1), 200]], shared_removed=[name(1)]), NOW)
     assert (mirrored.held(), mirrored.reader.orphans) == ([(None, 1, 100)], 1)
 
 
@@ -303,6 +320,7 @@ def test_a_host_segment_below_an_unknown_one_is_counted() -> None:
     assert (tiered.on(HOST), tiered.reader.orphans) == ([], 1)
 
 
-def test_the_hosts_segments_are_checked() -> None:
+@pytest.mark.parametrize("field", ["host_removed", "shared_removed"])
+def test_a_tiers_segments_are_checked(field: str) -> None:
     with pytest.raises(EventStreamBroken, match=Fault.MALFORMED):
-        Tiered().reader.apply(line(2, host_removed=["x" * 32]), NOW)
+        Tiered().reader.apply(line(2, **{field: ["x" * 32]}), NOW)

@@ -225,11 +225,12 @@ def test_no_request_waits_for_a_home_that_hangs_or_goes_there(setting: Setting) 
 
 def on_host(setting: Setting, worker: Worker, routing: RoutingRequest, tokens: int) -> None:
     """The worker's host has the whole chain."""
-    slot = setting.workers.host_slot_of(worker)
+    setting.workers.set_tiers(worker, has_host=True, machine="")
+    assert worker.host_slot is not None
     index, parent = setting.router.prefixes.written, None
     assert index is not None
     for segment in routing.chain.hashes:
-        assert index.store(slot, parent, segment, tokens)
+        assert index.store(worker.host_slot, parent, segment, tokens)
         parent = segment
 
 
@@ -267,17 +268,38 @@ def test_a_conversation_stays_with_the_worker_whose_host_has_it(setting: Setting
     assert (second.worker, second.placement.reason) == (first.worker, "home")
 
 
-def test_a_worker_that_leaves_gives_the_slot_of_its_host_back(setting: Setting) -> None:
+def test_what_a_machine_shares_counts_for_all_of_its_workers() -> None:
+    setting = Setting((A, B, "http://c"))
+    a, b, c = setting.workers.all
+    for worker in (a, b):
+        setting.workers.set_tiers(worker, has_host=False, machine="one")
+    assert a.shared_slot == b.shared_slot is not None
+    routing, index, parent = setting.read("Hello"), setting.router.prefixes.written, None
+    assert index is not None
+    for segment in routing.chain.hashes:
+        assert index.store(a.shared_slot, parent, segment, 6_000)
+        parent = segment
+    rows = setting.router.explain(routing)["workers"]
+    assert [row["shared_tokens"] for row in rows] == [6_000, 6_000, 0]
+    setting.workers.mark(a, ready=False)
+    assert setting.router.explain(routing)["workers"][1]["shared_tokens"] == 6_000
+    setting.workers.mark(b, ready=False)
+    assert len(index) == 0, "no worker of the machine is ready"
+    assert c.shared_slot is None
+
+
+def test_a_worker_that_leaves_gives_the_slots_of_its_tiers_back(setting: Setting) -> None:
     a, b = setting.workers.all
     for worker in (a, b):
-        setting.workers.host_slot_of(worker)
+        setting.workers.set_tiers(worker, has_host=True, machine="one")
     setting.workers.remove(a, 1.0)
     setting.workers.remove_drained()
-    assert setting.workers.has_hosts
+    assert setting.workers.has_tiers
     setting.workers.remove(b, 2.0)
     setting.workers.remove_drained()
-    assert not setting.workers.has_hosts
+    assert not setting.workers.has_tiers
     again = setting.workers.add("http://d", 3.0)
     assert again is not None
     assert again.slot == 0
-    assert setting.workers.host_slot_of(again) == 1
+    setting.workers.set_tiers(again, has_host=True, machine="two")
+    assert {again.host_slot, again.shared_slot} == {1, 2}

@@ -383,7 +383,7 @@ def test_what_waiting_prompts_will_load_is_pending_at_its_share() -> None:
     extension_of(cache).load_share = 0.05  # type: ignore[arg-type]
     sender = EventPublisher(scheduler, cache, pipe)  # type: ignore[arg-type]
     publish(sender, plan(1), now_s=0.0)
-    cache.cache_controller = SimpleNamespace()
+    cache.cache_controller = SimpleNamespace(storage_backend=None)
     publish(sender, plan(1), now_s=1.0)
     publish(sender, plan(1), now_s=2.0)
     without, line = pipe.take()
@@ -521,22 +521,24 @@ async def test_the_subscribers_are_counted() -> None:
     assert broadcaster.subscriber_count == 0
 
 
-async def test_a_snapshot_has_the_host_after_the_device() -> None:
+async def test_a_snapshot_has_the_slower_tiers_after_the_device() -> None:
     broadcaster = EventBroadcaster()
     broadcaster.apply(line(publishes=["prefixes", "host"], stored=[[A, None, 5], [B, A, 9]]))
-    broadcaster.apply(line(removed=[B], host=[[B, A, 9]], load_share=0.2))
+    broadcaster.apply(line(removed=[B], host=[[B, A, 9]], machine="m", shared=[[B, A, 9]]))
     reader = Reader(broadcaster)
-    await reader.have(4)
-    assert reader.lines[0]["load_share"] == 0.2
+    await reader.have(5)
+    assert reader.lines[0]["machine"] == "m"
     assert reader.lines[1:] == [
         {"seq": 1, "stored": [[A, None, 5]]},
         {"seq": 2, "host": [[B, A, 9]]},
-        {"seq": 3, "complete": True},
+        {"seq": 3, "shared": [[A, None, 5], [B, A, 9]]},
+        {"seq": 4, "complete": True},
     ]
     broadcaster.apply(line(cleared=True))
+    broadcaster.apply(line(shared_removed=[B]))
     again = Reader(broadcaster)
-    await again.have(2)
-    assert again.lines[1] == {"seq": 1, "complete": True}
+    await again.have(3)
+    assert again.lines[1] == {"seq": 1, "shared": [[A, None, 5]]}
     for each in (reader, again):
         each.left.set()
         await each.task

@@ -1,10 +1,12 @@
 """When a scheduler's load is sent."""
 
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from scheduler.load_cost import ENOUGH, LoadCost
 from sgl_ext.engine.scheduler import event_publisher
 from sgl_ext.engine.scheduler.event_publisher import EventPublisher
 
@@ -28,3 +30,36 @@ def test_used_tokens_alone_are_sent_once_a_second(monkeypatch: pytest.MonkeyPatc
     publisher.plan = SimpleNamespace(batch_to_run=None)
     publisher.publish(2.02)
     assert sent[-1]["used_tokens"] == 90
+
+
+def test_a_shared_tier_is_named_first_and_what_reads_cost_when_that_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tier = SimpleNamespace(machine="m", path="/dev/shm/tier/kv-1", reads=deque[tuple[int, float]]())
+    cost = LoadCost()
+    cache: Any = SimpleNamespace(
+        cache_controller=object(),
+        loads=SimpleNamespace(cost=cost),
+        pins=SimpleNamespace(tokens=0, changed={}),
+        residency=SimpleNamespace(host=object(), changed=False, deferred=0, forgotten=0),
+        sgl_ext=SimpleNamespace(load_share=0.1),
+        sweep=lambda steps: None,
+    )
+    load, sent = {"running": 1, "pending_tokens": 0, "used_tokens": 9}, list[dict[str, Any]]()
+    monkeypatch.setattr(event_publisher, "load_of", lambda *_: dict(load))
+    monkeypatch.setattr(event_publisher, "shared_pages_of", lambda _: tier)
+    channel: Any = SimpleNamespace(send=lambda line: sent.append(line) or True)
+    publisher = EventPublisher(SimpleNamespace(waiting_queue=[]), cache, channel)
+    publisher.plan = SimpleNamespace(batch_to_run=None)
+    publisher.publish(0.0)
+    for _ in range(ENOUGH):
+        cost.computed(1000, 1.0)
+        cost.loaded(1000, 0.05)
+        tier.reads.append((1000, 0.15))
+    publisher.publish(5.0)
+    publisher.publish(9.0)
+    first, second = sent
+    assert list(first)[:3] == ["publishes", "machine", "shared_pages"]
+    assert (first["machine"], first["shared_pages"]) == ("m", tier.path)
+    assert (first["load_share"], first["shared_share"]) == (0.1, 0.3)
+    assert (second["load_share"], second["shared_share"]) == (0.1, 0.2)

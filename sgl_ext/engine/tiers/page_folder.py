@@ -1,0 +1,225 @@
+"""Pages in a folder of shared memory, which several processes write, read and evict.
+
+    FOLDER/ledger          the bytes of all pages, and the lock of who changes them
+    FOLDER/NAME SPACE/PAGE one page: a header with its length and checksum, then its bytes
+
+A page is written into a file that has no name (O_TMPFILE), and gets its name when it is complete.
+So no process sees a part of a page, and the kernel frees what a killed process was writing. A page
+that has a name never changes. Of two processes that write the same page, the second finds the name
+taken, and drops its own.
+
+The checksum covers the page's name and its bytes. A page that does not match is removed, and is a
+miss. Every failure of the file system is an outcome here, never an exception: the caller is a
+thread of a scheduler.
+"""
+
+import errno
+import os
+import stat
+import struct
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from enum import StrEnum
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from sgl_ext.engine.tiers.ledger import Ledger, Report, cost_of
+
+_HEADER = struct.Struct("<8sQQ")  # mark, length of the page, checksum
+_MARK = b"sglpage1"
+_MOST_BUFFERS = 1000  # IOV_MAX is 1024
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
+
+
+class FolderError(Exception):
+    """A folder that cannot hold pages. The message names it."""
+
+
+class Written(StrEnum):
+    """What became of a page that was to be written."""
+
+    WRITTEN = "written"
+    KNOWN = "known"
+    """It was there already."""
+    REFUSED = "refused"
+    """It has no room: it is larger than the budget, or the file system is full."""
+    FAILED = "failed"
+
+
+class Read(StrEnum):
+    """What became of a page that was to be read."""
+
+    READ = "read"
+    MISSED = "missed"
+    CORRUPT = "corrupt"
+    """Its length or its checksum was wrong. It was removed."""
+
+
+class PageFolder:
+    """The folder, opened by one process. Its methods may be called from several threads.
+
+    budget_bytes: what the pages of all processes may take together. While pages are written, they
+        may exceed it by one page for each thread that writes.
+    report: is called with the number and the bytes of evicted pages.
+    """
+
+    def __init__(self, root: Path, budget_bytes: int, report: Report | None = None) -> None:
+        """Makes the folder if it is missing. Raises FolderError."""
+        try:
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = root.lstat()
+            if not stat.S_ISDIR(found.st_mode):
+                raise FolderError(f"{root}: is not a folder")
+            if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+                raise FolderError(f"{root}: only its owner may have access; it must be yours, 0700")
+            os.close(os.open(root, os.O_TMPFILE | os.O_WRONLY, 0o600))
+            self._ledger = Ledger(root, budget_bytes, report or (lambda pages, size: None))
+        except OSError as error:
+            reason = error.strerror or str(error)
+            if error.errno in (errno.EOPNOTSUPP, errno.EISDIR):
+                reason = "its file system has no files without names (O_TMPFILE); use a tmpfs"
+            raise FolderError(f"{root}: {reason}") from None
+        self._root = root
+
+    def name_space(self, name: str) -> "NameSpace":
+        """The pages of engines that are alike."""
+        return NameSpace(self._root / name, self._ledger)
+
+    @property
+    def used_bytes(self) -> int:
+        """What the pages of all processes take."""
+        return self._ledger.used_bytes
+
+    def close(self) -> None:
+        """Closes what is open; the pages stay."""
+        self._ledger.close()
+
+
+class NameSpace:
+    """Pages of one kind, in the folder at `path`.
+
+    used_ns: when a page was used; the least recently used is evicted.
+    """
+
+    def __init__(self, path: Path, ledger: Ledger) -> None:
+        path.mkdir(mode=0o700, exist_ok=True)
+        self.path = path
+        self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        self._ledger = ledger
+
+    def used_ns(self, name: str) -> int | None:
+        """When a page was used; None if it is not there."""
+        try:
+            return os.stat(name, dir_fd=self._folder, follow_symlinks=False).st_mtime_ns
+        except OSError:
+            return None
+
+    def names(self, most: int) -> set[str]:
+        """The names of at most so many pages."""
+        try:
+            with os.scandir(self._folder) as pages:
+                return {page.name for page in islice(pages, most)}
+        except OSError:  # the folder was removed
+            return set()
+
+    def touch(self, name: str, used_ns: int) -> bool:
+        """Records the use of a page. Returns whether it is there."""
+        try:
+            os.utime(name, ns=(used_ns, used_ns), dir_fd=self._folder)
+        except OSError:
+            return False
+        return True
+
+    def put(self, name: str, page: Sequence[memoryview], used_ns: int) -> Written:
+        """Writes a page, unless it is there. page: its bytes, in parts."""
+        if self.touch(name, used_ns):
+            return Written.KNOWN
+        length = sum(part.nbytes for part in page)
+        cost = cost_of(_HEADER.size + length)
+        try:
+            if not self._ledger.book(cost):
+                return Written.REFUSED
+            result = self._write(name, page, length, used_ns)
+            if result is not Written.WRITTEN:
+                self._ledger.release(cost)
+        except OSError:  # the folder was removed
+            return Written.FAILED
+        return result
+
+    def _write(self, name: str, page: Sequence[memoryview], length: int, used_ns: int) -> Written:
+        header = _HEADER.pack(_MARK, length, _checksum(name, page))
+        try:
+            file = os.open(".", os.O_TMPFILE | os.O_WRONLY, 0o600, dir_fd=self._folder)
+            try:
+                parts = [memoryview(header), *page]
+                if _total(os.writev, file, parts) < len(header) + length:
+                    return Written.REFUSED  # a full file system takes a part
+                os.utime(file, ns=(used_ns, used_ns))
+                # With a folder's descriptor, and not without, this follows the link to the file.
+                own, folder = f"/proc/self/fd/{file}", self._folder
+                os.link(own, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=True)
+            finally:
+                os.close(file)
+        except FileExistsError:
+            return Written.KNOWN
+        except OSError as error:
+            return Written.REFUSED if error.errno in _NO_ROOM else Written.FAILED
+        return Written.WRITTEN
+
+    def get(self, name: str, page: Sequence[memoryview], used_ns: int) -> Read:
+        """Reads a page into memory, of which nothing may be used unless the outcome is READ."""
+        try:
+            # A pipe would wait for its writer.
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+            file = os.open(name, flags, dir_fd=self._folder)
+        except OSError:
+            return Read.MISSED
+        try:
+            if self._is_read(file, name, page):
+                os.utime(file, ns=(used_ns, used_ns))
+                return Read.READ
+        except OSError:
+            pass
+        finally:
+            os.close(file)
+        self.drop(name)
+        return Read.CORRUPT
+
+    @staticmethod
+    def _is_read(file: int, name: str, page: Sequence[memoryview]) -> bool:
+        length = sum(part.nbytes for part in page)
+        header = bytearray(_HEADER.size)
+        read = _total(os.readv, file, [memoryview(header), *page])
+        if read != len(header) + length or os.fstat(file).st_size != read:
+            return False
+        return _HEADER.unpack(header) == (_MARK, length, _checksum(name, page))
+
+    def drop(self, name: str) -> None:
+        """Removes a page."""
+        self._ledger.remove(self.path / name)
+
+    def clear(self) -> None:
+        """Removes all pages of this kind."""
+        with suppress(OSError):
+            for name in os.listdir(self._folder):
+                self.drop(name)
+
+    def close(self) -> None:
+        """Closes the folder; the pages stay."""
+        os.close(self._folder)
+
+
+def _total(call: Callable[[int, Any], int], file: int, parts: list[memoryview]) -> int:
+    """The bytes that system calls read into these parts or write from them."""
+    groups = range(0, len(parts), _MOST_BUFFERS)
+    return sum(call(file, parts[at : at + _MOST_BUFFERS]) for at in groups)
+
+
+def _checksum(name: str, page: Sequence[memoryview]) -> int:
+    digest = xxhash.xxh3_64(name.encode())
+    for part in page:
+        digest.update(part)
+    return digest.intdigest()

@@ -1,0 +1,222 @@
+"""The tier that all engines of a machine share, as a storage of SGLang's HiCache.
+
+An engine stores the pages of a prefix when it has copied them to its host memory. Another one that
+is sent the same prefix reads them into its own host memory, in place of computing them.
+
+    device <--> host memory <--> pages in shared memory <--> host memory <--> device
+    one engine                                               another one
+
+SGLang names a page by the hash of all tokens up to its end and of the request's name space
+(`extra_key`, `cache_salt`), so tenants do not meet here. Engines meet if they are alike: pages are
+in a folder that is named by what must be equal (`identity`, `HostPages.form`).
+
+Of SGLang's interfaces for storages this is V1. Its threads call it: one reads, one writes, one
+looks pages up. The scheduler's own thread only hands segments over, and takes what reads took.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from radix.residency.changes import Stored
+from sgl_ext.engine import sglang_api
+from sgl_ext.engine.arguments import in_effect
+from sgl_ext.engine.core.counters import counter, gauge
+from sgl_ext.engine.sglang_types import (
+    HostPool,
+    StorageConfig,
+    StorageExtraInfo,
+    Tensor,
+    TreeCache,
+    TreeCore,
+)
+from sgl_ext.engine.tiers.host_pages import HostPages
+from sgl_ext.engine.tiers.identity import digest, engine_facts
+from sgl_ext.engine.tiers.page_folder import NameSpace, PageFolder, Read, Written
+from sgl_ext.engine.tiers.retirement import note_storage
+from sgl_ext.engine.tiers.segment_notes import NoteWriter
+from sgl_ext.settings.schema import SettingsError
+from sgl_ext.settings.shared_tier import read_tier
+
+log = logging.getLogger(__name__)
+
+_KV = "kv"
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+# Pages of one prefix that are used within this time are evicted from its end.
+_USED_TOGETHER_NS = 10_000_000_000
+# Pages of the prefix before those of a call whose use is recorded with it.
+_MOST_TOUCHED = 4096
+_MOST_READS = 64
+
+
+class SharedPages(sglang_api.HiCacheStorage):
+    """The storage of one rank of an engine. reads: tokens and seconds of the latest reads."""
+
+    _pages: HostPages
+    _space: NameSpace
+    _notes: NoteWriter
+
+    def __init__(self, config: StorageConfig, _: Any = None) -> None:
+        folder, budget_bytes = read_tier(config.extra_config or {})
+        _build_hash()
+        self._config = config
+        self._folder = PageFolder(folder, budget_bytes, _count_evicted)
+        self._is_retired = False
+        self._last_stored: str | None = None
+        self.reads: deque[tuple[int, float]] = deque(maxlen=_MOST_READS)
+        gauge("table_limit").labels("shared_tier", "bytes").set(budget_bytes)
+        note_storage(self)
+        log.info("the tier shared by the engines of this machine is %s", folder)
+
+    def register_mem_pool_host(self, mem_pool_host: HostPool) -> None:
+        super().register_mem_pool_host(mem_pool_host)
+        config, self._pages = self._config, HostPages(mem_pool_host)
+        shard = [config.pp_rank, config.pp_size, config.attn_cp_rank, config.attn_cp_size]
+        # With multi-head latent attention all ranks have the same pages.
+        shard += [config.tp_size, -1 if config.is_mla_model else config.tp_rank]
+        facts = [*engine_facts(in_effect()), config.model_name, shard, *self._pages.form]
+        self._space = self._folder.name_space(f"{_KV}-{digest(*facts)}")
+        self._notes = NoteWriter(self._folder, self._space.path.name, self._pages.tokens)
+
+    def register_mem_host_pool_v2(self, host_pool: HostPool, host_pool_name: str) -> None:
+        if host_pool_name != _KV:
+            reason = "engines share pages of keys and values alone, and this model has others"
+            raise SettingsError(f"--hicache-storage-backend: pool {host_pool_name}: {reason}")
+
+    @property
+    def path(self) -> Path:
+        """Where the pages are, of this rank and of those like it."""
+        return self._space.path
+
+    @property
+    def machine(self) -> str:
+        """A name for this tier: the same in all engines that share it, and in no others."""
+        found = self.path.stat()
+        return digest(_BOOT.read_text(), found.st_dev, found.st_ino)
+
+    def note(self, segments: Sequence[Stored], tree: TreeCore, node: Any) -> None:
+        """Notes where the segments of a prompt end, of which `node` is the last in the tree."""
+        if not self._is_retired:
+            pages = tree.get_prefix_hash_values(node) + tree.get_hash_values(node)
+            self._notes.add(segments, pages)
+
+    def batch_exists(self, keys: list[str], extra_info: StorageExtraInfo | None = None) -> int:
+        """How many of the keys are there, counted from the first up to one that is not."""
+        if self._is_retired:
+            return 0
+        there = (n for n, key in enumerate(keys) if self._space.used_ns(key) is None)
+        found = next(there, len(keys))
+        _count("missed", len(keys) - found)
+        self._touch_prefix(_prefix(extra_info))
+        self._notes.write(_used_ns())  # of prompts that add no page
+        return found
+
+    def batch_get_v1(
+        self, keys: list[str], host_indices: Tensor, extra_info: StorageExtraInfo | None = None
+    ) -> list[bool]:
+        """Reads pages into the pool's memory, up to the first that is not there or is corrupt."""
+        began_s, used_ns = time.perf_counter(), _used_ns() - len(_prefix(extra_info))
+        read = 0
+        if not self._is_retired:
+            for key, parts in zip(keys, self._pages.parts(host_indices), strict=True):
+                result = self._space.get(key, parts, used_ns - read)
+                _count(result)
+                if result is not Read.READ:
+                    break
+                read += 1
+        took_s = time.perf_counter() - began_s
+        self.reads.append((read * self._pages.tokens, took_s))
+        self._count_moved("read", read, took_s)
+        return [n < read for n in range(len(keys))]
+
+    def batch_set_v1(
+        self, keys: list[str], host_indices: Tensor, extra_info: StorageExtraInfo | None = None
+    ) -> list[bool]:
+        """Writes pages, up to the first that has no room: those after it would be of no use."""
+        prefix = _prefix(extra_info)
+        if not prefix or prefix[-1] != self._last_stored:  # or it was touched just now
+            self._touch_prefix(prefix)
+        self._last_stored = keys[-1] if keys else None
+        began_s, used_ns = time.perf_counter(), _used_ns() - len(prefix)
+        stored = written = 0
+        if not self._is_retired:
+            for key, parts in zip(keys, self._pages.parts(host_indices), strict=True):
+                result = self._space.put(key, parts, used_ns - stored)
+                _count(result)
+                if result not in (Written.WRITTEN, Written.KNOWN):
+                    break
+                written += result is Written.WRITTEN
+                stored += 1
+        self._count_moved("written", written, time.perf_counter() - began_s)
+        self._notes.write(_used_ns())
+        gauge("table_size").labels("shared_tier", "bytes").set(self._folder.used_bytes)
+        return [n < stored for n in range(len(keys))]
+
+    def _without_v1(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError("SGLang calls this only without its interface V1")
+
+    get = set = batch_get = batch_set = exists = _without_v1
+
+    def _touch_prefix(self, prefix: Sequence[str]) -> None:
+        """Records the use of the pages before those of a call: an engine that has them in its own
+        memory never reads them here, and without them what follows is of no use."""
+        used_ns = _used_ns()
+        for depth, key in enumerate(prefix[:_MOST_TOUCHED]):
+            self._space.touch(key, used_ns - depth)
+
+    def _count_moved(self, operation: str, pages: int, seconds: float) -> None:
+        if pages:
+            counter("shared_tier_bytes").labels(operation).inc(pages * self._pages.bytes)
+            counter("shared_tier_tokens").labels(operation).inc(pages * self._pages.tokens)
+            counter("shared_tier_seconds").labels(operation).inc(seconds)
+
+    def retire(self) -> None:
+        """Neither reads nor writes from now on."""
+        self._is_retired = True
+
+    def clear(self) -> bool:
+        """Removes the pages of all engines that are like this one."""
+        self._space.clear()
+        self._notes.clear()
+        return True
+
+    def close(self) -> None:
+        self.retire()
+        for each in (self._space, self._notes, self._folder):
+            each.close()
+
+
+def shared_pages_of(cache: TreeCache) -> SharedPages | None:
+    """The shared tier of a cache, if it has one."""
+    controller = cache.cache_controller
+    storage = None if controller is None else controller.storage_backend
+    return storage if isinstance(storage, SharedPages) else None
+
+
+def _build_hash() -> None:
+    """Has SGLang compile its hash of pages now, and not while it serves. Raises SettingsError."""
+    try:
+        sglang_api.get_hash_str([0])
+    except Exception as error:
+        raise SettingsError(f"SGLang cannot name pages: {error} ({error.__cause__})") from error
+
+
+def _used_ns() -> int:
+    return time.time_ns() // _USED_TOGETHER_NS * _USED_TOGETHER_NS
+
+
+def _prefix(extra_info: StorageExtraInfo | None) -> Sequence[str]:
+    return (extra_info.prefix_keys if extra_info is not None else None) or ()
+
+
+def _count(result: str, pages: int = 1) -> None:
+    if pages:
+        counter("shared_tier_pages").labels(str(result)).inc(pages)
+
+
+def _count_evicted(pages: int, size: int) -> None:
+    _count("evicted", pages)
+    counter("shared_tier_bytes").labels("evicted").inc(size)
