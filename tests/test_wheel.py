@@ -63,7 +63,8 @@ def test_the_platform_s_wheel_holds_the_platform_without_what_needs_a_checkout(
     with ZipFile(wheels[1]) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     package = {name.removeprefix("launch/cpu/") for name in tracked("launch/cpu/sgl_ext_cpu")}
-    assert names == package - {"sgl_ext_cpu/node.py"}
+    of_checkouts = {f"sgl_ext_cpu/{name}.py" for name in ("node", "peers", "envoy")}
+    assert names == package - of_checkouts
 
 
 def test_the_wheels_have_their_entry_points_and_name_each_other(wheels: list[Path]) -> None:

@@ -80,7 +80,7 @@ class Stream:
         self._seq = 0
         prefixes, pins = router.prefixes, self._worker.pins
         self.reader = PrefixEventReader(
-            self._worker.slot, prefixes.written, prefixes.in_flight, pins, lambda: 0
+            self._worker.slot, prefixes.written, prefixes.in_flight, pins
         )
 
     def line(self, **event: Any) -> bytes:

@@ -171,7 +171,7 @@ def test_links_of_the_page_have_a_target() -> None:
         assert (ROOT / "docs" / name).exists(), name
 
 
-OTHER_PAGES = ("benchmarks.md", "chaos.md", "clients.md")
+OTHER_PAGES = ("benchmarks.md", "chaos.md", "clients.md", "fleet.md", "gateways.md")
 """Their figures are those that their own commands print."""
 MEASURED = re.compile(
     r"\d ?(µs|us|microseconds?)\b|\b(2-core|(2|two) (CPU )?cores)\b|\bmedians? (of|over) \d"

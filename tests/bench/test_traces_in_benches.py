@@ -57,7 +57,7 @@ def test_a_conversation_has_the_texts_and_lengths_of_an_agent() -> None:
 
 @pytest.mark.parametrize("workers", [1, 8])
 def test_a_fleets_router_places_turns_where_their_conversation_is(workers: int) -> None:
-    side = Ours(workers)
+    side = Ours(workers, 2_000)
     held: dict[int, tuple[int, list[int]]] = {}
     for worker, chain in residents(2_000, workers):
         side.apply(worker, side.event(chain))

@@ -2,15 +2,16 @@
 fleet are compared."""
 
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, reduce
 from math import ceil, inf
+from operator import or_
 
 from scheduler.capacity import has_capacity
 from scheduler.placement import WorkerView, rendezvous
 from scheduler.sessions import Sessions
 from scheduler.shortlist import SMALL_FLEET, Shortlist, bits_of
 from sgl_ext.balancer.routing.attempts import RoutingRequest
-from sgl_ext.balancer.routing.prefixes import HeldBySlot, host_tokens
+from sgl_ext.balancer.routing.prefixes import HeldBySlot, slower_tokens
 from sgl_ext.balancer.routing.worker import DECODE, Worker
 from sgl_ext.balancer.routing.workers import Workers
 
@@ -135,7 +136,9 @@ class Fleet:
 
     def view(self, worker: Worker, find: Callable[[int], int], now_s: float) -> WorkerView:
         """find: the tokens that are held under a slot."""
-        held_tokens = find(worker.slot)
+        held_tokens, host_tokens, shared_tokens = find(worker.slot), 0, 0
+        if worker.has_tiers:
+            host_tokens, shared_tokens = slower_tokens(worker, held_tokens, find)
         return WorkerView(
             worker.id,
             held_tokens,
@@ -144,8 +147,10 @@ class Fleet:
             worker.recent_prefill.at(now_s),
             self._sessions.live_tokens(worker.slot),
             1.0 if worker.recovered_s is None else worker.warmth(now_s),
-            host_tokens(worker, held_tokens, find),
+            host_tokens,
+            shared_tokens,
             worker.load_share,
+            worker.shared_share,
         )
 
     def load_changed(self, worker: Worker, now_s: float) -> None:
@@ -196,13 +201,11 @@ class Fleet:
         self._next, self._reread_s = (self._next + due) % len(workers), now_s
 
     def _groups(self, held: HeldBySlot) -> list[int]:
-        """Bitmasks of the workers that hold the same, on either tier, the most first."""
+        """Bitmasks of the workers that hold the same, on any tier, the most first."""
         groups = held.by_tokens()
-        if not self._workers.has_hosts:
+        if not self._workers.has_tiers:
             return groups
-        at = self._workers.at_slot
-        holders = ([at(slot) for slot in bits_of(mask)] for mask in groups)
-        return [sum({1 << worker.slot for worker in some if worker}) for some in holders]
+        return [reduce(or_, map(self._workers.mask_of, bits_of(mask))) for mask in groups]
 
 
 def _nothing(slot: int) -> int:

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from math import inf, nextafter
@@ -83,6 +84,7 @@ class Workers(Collector):
         self._ignored: set[str] = set()
         self._by_id: dict[str, Worker] = {}
         self._by_slot: dict[int, Worker] = {}
+        self._masks: defaultdict[int, int] = defaultdict(int)
         self._ranks: dict[tuple[str, str], int] = {}
         self.has_roles = False
         self.has_tiers = False
@@ -104,6 +106,11 @@ class Workers(Collector):
     def at_slot(self, slot: int) -> Worker | None:
         """The worker with this bit in the prefix index, which may be that of its host."""
         return self._by_slot.get(slot)
+
+    def mask_of(self, slot: int) -> int:
+        """A bitmask of the workers for which something is held that is held under this slot: one,
+        or all that have this shared tier."""
+        return self._masks.get(slot, 0)
 
     def find_url(self, url: str) -> Worker | None:
         """The worker with this URL. One that takes requests comes before one that drains."""
@@ -289,6 +296,11 @@ class Workers(Collector):
         self._by_slot = {worker.slot: worker for worker in self.all}
         self._by_slot |= {w.host_slot: w for w in self.all if w.host_slot is not None}
         self.has_tiers = any(w.has_tiers for w in self.all)
+        self._masks = defaultdict(int)
+        for worker in self.all:
+            for slot in (worker.slot, worker.host_slot, worker.shared_slot):
+                if slot is not None:
+                    self._masks[slot] |= 1 << worker.slot
 
     def _join(self, member: Member, rank: int, joined_s: float | None) -> Worker:
         slot = self._slots.take(f"{rank_id(member.id, rank)}\n{member.url}")
