@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -35,6 +36,16 @@ hypothesis.settings.load_profile("sgl_ext")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu", action="store_true", help="engines on this machine's GPU")
+
+
+@pytest.fixture(autouse=True)
+def log_level() -> Iterator[None]:
+    """A test that calls what sets up a process's log leaves the level as it was."""
+    root = logging.getLogger()
+    level, disabled = root.level, root.manager.disable
+    yield
+    root.setLevel(level)
+    root.manager.disable = disabled
 
 
 @pytest.fixture(scope="session")
