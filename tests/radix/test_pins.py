@@ -617,8 +617,10 @@ class Machine(RuleBasedStateMachine):
             return self.charge_of(of, held(gone), charged) <= part and pins <= part_pins
 
         own = {pin for pin in below - on_path if pin.owner == owner}
-        reclaims = is_within_part(owner, own)
         beyond = {each for each in count if not is_within_part(each, set())} - {owner}
+        # Pins of others hold tokens, too, that the owner is charged for.
+        theirs = {pin for pin in below - on_path if pin.owner in beyond}
+        reclaims = is_within_part(owner, own | theirs)
         may_go = [
             pin
             for pin in order
