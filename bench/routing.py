@@ -27,20 +27,25 @@ within five seconds. No router gets a session header but `vllm_router`. `ours_wi
 our router in front of stock engines, which only answer. Each figure is the spread of some seeds.
 `moves` counts, at the workers, requests that came to another worker than the one before of the
 same conversation. `simulated` has many seeds more, of our router alone, without processes.
+
+`--speeds 1,1,0.5,0.25`: engines of these speeds, in virtual time (`bench/sim/speeds.py`): our
+router with and without what it learns of them, and policies of other routers.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import Any
 
 from bench.lib.script import Size, parser_of, run
 from bench.lib.spread import spread
 from bench.sim.engine import EngineConfig
 from bench.sim.seeds import simulate_seeds
+from bench.sim.speeds import measure_speeds
 from bench.trace import harness
 from bench.trace.agents import TraceConfig
 from bench.trace.options import add_trace_options, trace_of
@@ -124,6 +129,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--real", action="store_true", help="two real CPU engines instead")
     parser.add_argument("--harnesses", action="store_true", help="people with the same harnesses")
+    parser.add_argument("--speeds", type=_speeds, help="of the engines, in virtual time")
     add_trace_options(parser)
     options = parser.parse_args()
     if options.trace or options.shape in PUBLISHED:
@@ -135,6 +141,8 @@ def main() -> None:
 
         given = trace_of(parser, options, real_engines.TRACE)
         run("routing", partial(real_engines.measure_real, given or real_engines.TRACE))
+    elif options.speeds:
+        run("routing", partial(measure_unequal, options.speeds, options.size))
     elif options.harnesses:
         run("routing", partial(measure_harnesses, size=options.size))
     elif given := trace_of(parser, options, setup.trace):
@@ -192,6 +200,37 @@ def measure_harnesses(size: Size) -> dict[str, Any]:
             setup.trace, setup.engine, setup.workers, range(1, simulated + 1)
         )
     return {"workers": 4, **found}
+
+
+def _speeds(text: str) -> tuple[float, ...]:
+    speeds = tuple(map(float, text.split(",")))
+    if len(speeds) < 2 or not all(0 < speed < inf for speed in speeds):
+        raise ValueError(text)
+    return speeds
+
+
+def measure_unequal(speeds: Sequence[float], size: Size) -> dict[str, Any]:
+    """Our router with and without learning, and other policies. Sessions begin all the time, as
+    nothing is known at first; `crowded` has half as many more, which memory does not hold."""
+    if size == "smallest":
+        trace = TraceConfig(sessions=4, scale=0.1, pace=40, ramp_s=1)
+        engine = _engine(scale=0.1, decode_s=0.0001, capacity_tokens=20_000)
+        return measure_speeds({"team": (trace, engine)}, speeds, [1])
+    lapsed, team, stock = lapsed_setup(is_quick=False), quick_setup(), EngineConfig()
+    # A tenth of the tokens at the usual steps take a tenth of the time.
+    engine = replace(
+        lapsed.engine,
+        decode_base_s=stock.decode_base_s,
+        decode_per_request_s=stock.decode_per_request_s,
+    )
+    sessions = max(2, round(11 * sum(speeds)))
+    trace = replace(lapsed.trace, sessions=sessions, ramp_s=600)
+    setups = {
+        "team": (replace(team.trace, sessions=sessions, ramp_s=400), team.engine),
+        **{variant: (replace(trace, variant=variant), engine) for variant in PUBLISHED},
+        "crowded": (replace(trace, sessions=sessions * 3 // 2), engine),
+    }
+    return measure_speeds(setups, speeds, range(1, 6 if size == "full" else 3))
 
 
 def measure_all(*, is_quick: bool) -> dict[str, Any]:

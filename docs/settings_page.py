@@ -38,9 +38,9 @@ _ABOUT = {
     "[gateways.md](gateways.md).",
     "tenants": "A table for each tenant: `[tenants.NAME]`, or `--tenant NAME:weight=2,...`. "
     "See [tenants.md](tenants.md).",
-    "hints": "A table for each tenant, model or harness whose requests get "
-    "[default hints](reload.md#default-hints): `[hints.tenant.NAME]`, `[hints.model.NAME]`, "
-    "`[hints.harness.NAME]`. There are no flags for them.",
+    "hints": "A table for each tenant, kind of agent, harness or model whose requests get "
+    "[default hints](reload.md#default-hints): `[hints.tenant.NAME]`, `[hints.agent.NAME]`, "
+    "`[hints.harness.NAME]`, `[hints.model.NAME]`. There are no flags for them.",
     "engine": "SGLang's own flags without their dashes: true is a bare flag, false leaves it out, "
     "a list repeats values. A flag of SGLang's on the launcher's command line comes after these.",
 }

@@ -6,12 +6,15 @@ no request has read them:
 
     add       a slice put new tokens at the end of its node
     read      the conversation's next request came: its tokens are cache like any other
+    load      a slice loaded tokens from the host, which are cache like any other at once
     unread    leaves out nodes that were evicted
 """
 
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
+
+from cachetools import FIFOCache
 
 
 class _Part(NamedTuple):
@@ -29,11 +32,12 @@ class Unread(NamedTuple):
 
 class ComputedAhead:
     """What was computed ahead and is unread, of at most `limit` conversations; beyond it the oldest
-    one's tokens count as read."""
+    one's tokens count as read. So it is with what was loaded ahead."""
 
     def __init__(self, limit: int = 1024) -> None:
         self._limit = limit
         self._parts: OrderedDict[str, list[_Part]] = OrderedDict()
+        self._loaded: FIFOCache[str, int] = FIFOCache(limit)
 
     def add(self, conversation: str, node: Any, tokens: int, *, is_worthless: bool) -> None:
         """Records that `tokens` new tokens end at `node`. is_worthless: they are evicted first."""
@@ -41,9 +45,15 @@ class ComputedAhead:
             self._parts.popitem(last=False)
         self._parts.setdefault(conversation, []).append(_Part(node, tokens, is_worthless))
 
-    def read(self, conversation: str) -> None:
-        """Records that the conversation's next request came."""
+    def load(self, conversation: str, tokens: int) -> None:
+        """Records that tokens were loaded from the host."""
+        if tokens:
+            self._loaded[conversation] = self._loaded.get(conversation, 0) + tokens
+
+    def read(self, conversation: str) -> int:
+        """Records that the conversation's next request came; how many tokens were loaded for it."""
         self._parts.pop(conversation, None)
+        return self._loaded.pop(conversation, 0)
 
     def unread(self, is_evicted: Callable[[Any], bool]) -> Unread:
         """What is still in memory and unread."""
@@ -58,3 +68,4 @@ class ComputedAhead:
     def clear(self) -> None:
         """Records that the cache was emptied."""
         self._parts.clear()
+        self._loaded.clear()

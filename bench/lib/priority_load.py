@@ -154,9 +154,11 @@ def queues_found(answers: Sequence[Answer]) -> list[int]:
 
 
 def clients() -> aiohttp.ClientSession:
-    """Connections for as many requests at once as a load has."""
+    """Connections for as many requests at once as a load has. An engine closes what is idle for
+    5 s."""
     timeout = aiohttp.ClientTimeout(total=600)
-    return aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4)
+    return aiohttp.ClientSession(timeout=timeout, connector=connector)
 
 
 def fitted(node: Node) -> Texts:

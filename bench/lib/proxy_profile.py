@@ -47,11 +47,11 @@ _STEPS = {
         *("relay/preparation", "sgl_ext/tenants"),
     ),
     "look the prefix up, and choose a worker": (
-        *("routing/router", "routing/prefixes", "scheduler/placement", "radix/index"),
+        *("routing/router", "routing/prefixes", "scheduler/placing/placement", "radix/index"),
         *("scheduler/capacity", "routing/worker"),
     ),
     "account for it at its worker": (
-        *("routing/attempts", "scheduler/sessions", "radix/in_flight_prefixes"),
+        *("routing/attempts", "scheduler/placing/sessions", "radix/in_flight_prefixes"),
         *("scheduler/decaying_sum", "scheduler/breaker"),
     ),
     "admission queue and limits": (

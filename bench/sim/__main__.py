@@ -4,8 +4,8 @@
     python -m bench.sim --trace trace.jsonl
 
 Policies: the balancer's router without its admission queue, with the engines' events; each worker
-in turn; the least loaded worker; and the worker where an agent began
-(`bench/sim/virtual_time.py`). `--session-header` names each request's session. Sizes, speeds and
+in turn; the least loaded worker; the worker where an agent began; and two of other routers
+(`bench/sim/policies.py`). `--session-header` names each request's session. Sizes, speeds and
 memory of the engines are at the trace's scale. The last line is one JSON object.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 from bench.lib.script import parser_of, require, run
 from bench.sim.engine import EngineConfig
 from bench.sim.our_router import OurRouter
-from bench.sim.policies import LeastLoaded, RoundRobin, Sticky
+from bench.sim.policies import DynamoAgentic, LeastLoaded, LMetric, RoundRobin, Sticky
 from bench.sim.virtual_time import Policy, simulate
 from bench.trace.agents import TraceConfig
 from bench.trace.calls import compile_calls, ideal_of
@@ -37,6 +37,8 @@ _POLICIES: dict[str, Callable[[int], Policy]] = {
     "round_robin": lambda workers: RoundRobin(),
     "least_loaded": lambda workers: LeastLoaded(),
     "sticky": lambda workers: Sticky(),
+    "lmetric": lambda workers: LMetric(),
+    "dynamo_agentic": lambda workers: DynamoAgentic(),
 }
 
 

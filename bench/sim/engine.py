@@ -19,7 +19,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from bench.sim.cache import BlockCache
@@ -39,6 +39,16 @@ class EngineConfig:
     chunk_tokens: int = 8192
     decode_base_s: float = 0.006
     decode_per_request_s: float = 0.000_1
+
+    def at_speed(self, speed: float) -> EngineConfig:
+        """An engine with the same memory that computes at so much of the speed."""
+        return replace(
+            self,
+            prefill_tokens_per_s=self.prefill_tokens_per_s * speed,
+            prefill_base_s=self.prefill_base_s / speed,
+            decode_base_s=self.decode_base_s / speed,
+            decode_per_request_s=self.decode_per_request_s / speed,
+        )
 
 
 @dataclass(eq=False, slots=True)
@@ -81,6 +91,7 @@ class Engine:
         self.cache = BlockCache(self.config.capacity_tokens // BLOCK_TOKENS)
         self.segments = SegmentFeed()
         self.prefill_s = 0.0
+        self.prefill_tokens = 0
         self.finished = 0
         self._waiting: deque[Request] = deque()
         self._batch: list[tuple[Request, int]] = []
@@ -102,6 +113,8 @@ class Engine:
             self._pending,
             used * BLOCK_TOKENS,
             self.config.capacity_tokens,
+            self.prefill_tokens,
+            self.prefill_s,
         )
 
     def cached_tokens(self, request: Request) -> int:
@@ -172,6 +185,7 @@ class Engine:
             tokens = sum(share for _, share in self._batch)
             lasts = config.prefill_base_s + tokens / config.prefill_tokens_per_s
             self.prefill_s += lasts
+            self.prefill_tokens += tokens
             self._batch_ends = self._now + lasts
 
     def _join(self, request: Request, budget: int) -> int:

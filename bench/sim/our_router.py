@@ -1,11 +1,12 @@
 """The balancer's router as a policy of `bench/sim/virtual_time.py`: its placement, its index, its
 sessions and its account of load, on the simulation's clock.
 
-There is no admission queue: engines report no capacity, so each request is placed at once.
+There is no admission queue, so each request is placed at once, but in `AdmittingRouter`.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,8 +18,10 @@ from bench.sim.engine import Engine
 from bench.sim.segments import Line, apply_line
 from bench.trace.calls import Call
 from radix.index import PrefixIndex
+from sgl_ext.balancer.routing.admission_queue import AdmissionQueue
 from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest
-from sgl_ext.balancer.routing.worker import Load
+from sgl_ext.balancer.routing.worker import Load, Worker
+from sgl_ext.protocols.errors import BalancerError
 from sgl_ext.requests.session import session_key
 
 SESSION_HEADER = "x-session-id"
@@ -28,14 +31,15 @@ SHARED_S = 0.1
 
 class OurRouter:
     """A router of so many workers. Without `events` they publish nothing, and it knows only what
-    it sent to them.
+    it sent to them. learns: how fast they are.
 
     decisions_us: the processor's time for each decision.
     """
 
-    def __init__(self, workers: int, *, events: bool = True) -> None:
+    def __init__(self, workers: int, *, events: bool = True, learns: bool = True) -> None:
         self._now_s = 0.0
         self.router = router_of(workers, clock=lambda: self._now_s)
+        self.router.attempts.speeds.learns = learns
         self.decisions_us: list[float] = []
         index = self.router.prefixes.written
         assert index is not None, "this process writes its index"
@@ -51,20 +55,23 @@ class OurRouter:
 
     def __call__(self, call: Call, engines: Sequence[Engine], now: float) -> int:
         self._now_s = now
+        began_ns = time.thread_time_ns()
+        attempt = self.router.place(self.routing_of(call), set())
+        self.decisions_us.append((time.thread_time_ns() - began_ns) / 1000)
+        assert attempt is not None, "engines report no capacity"
+        self._attempts[call.agent, call.turn] = attempt
+        return attempt.worker.slot
+
+    def routing_of(self, call: Call) -> RoutingRequest:
+        """What it reads in a call."""
         chain = call.chain
         headers = {SESSION_HEADER: call.session} if call.session else {}
-        routing = RoutingRequest(
+        return RoutingRequest(
             chain,
             session_key(headers, {}, chain),
             chain.hashes[0],
             self.router.prefixes.estimate_tokens(chain.ends[-1]),
         )
-        began_ns = time.thread_time_ns()
-        attempt = self.router.place(routing, set())
-        self.decisions_us.append((time.thread_time_ns() - began_ns) / 1000)
-        assert attempt is not None, "engines report no capacity"
-        self._attempts[call.agent, call.turn] = attempt
-        return attempt.worker.slot
 
     def attempt(self, call: Call) -> Attempt:
         """The attempt at a call that is under way."""
@@ -95,7 +102,8 @@ class OurRouter:
 
     def end(self, call: Call, worker: int, now: float) -> None:
         self._now_s = now
-        self.router.attempts.succeed(self._attempts.pop((call.agent, call.turn)))
+        attempt = self._attempts.pop((call.agent, call.turn))
+        self.router.attempts.succeed(attempt, call.output_tokens)
 
     def event(self, worker: int, line: Line, now: float) -> None:
         if self._events:
@@ -114,9 +122,13 @@ class OurRouter:
             for stored in line.stored:
                 in_flight.confirm(worker, stored.segment)
         held_by = self.router.workers.all[worker]
-        held_by.apply_load({"pending_tokens": int(line.load.pending_tokens)}, now)
+        held_by.apply_load(self.report_of(line), now)
         self.router.attempts.confirm(held_by)
         self.router.load_reported(held_by)
+
+    def report_of(self, line: Line) -> dict[str, int]:
+        """What an engine reports of its load."""
+        return {"pending_tokens": int(line.load.pending_tokens)}
 
     def leave(self, worker: int, now: float) -> None:
         self.router.workers.all[worker].draining = True
@@ -129,6 +141,52 @@ class OurRouter:
         returned.draining = False
         self.router.workers.mark(returned, ready=True)
         returned.publishes = self._events
+
+
+class _Queued:
+    """A call in the admission queue."""
+
+    def __init__(self, routing: RoutingRequest, placed: Callable[[Attempt], None]) -> None:
+        self.routing = routing
+        self.tried: set[Worker] = set()
+        self.placed = placed
+
+    def rejected(self, error: BalancerError) -> None:
+        raise AssertionError(error.message)
+
+
+class AdmittingRouter(OurRouter):
+    """With the admission queue. Engines report their memory, so that programs can be held back for
+    at most `hold_s`, but as many requests as there are may be in flight."""
+
+    def __init__(self, workers: int, *, hold_s: float = 0.0) -> None:
+        super().__init__(workers)
+        clock = self.router.clock
+        self.queue = AdmissionQueue(
+            self.router, self.router.metrics, 10**6, math.inf, hold_s=hold_s, clock=clock
+        )
+
+    def queues(self, call: Call, place: Callable[[int], None]) -> bool:
+        """Puts a call into the queue, which places it now or later."""
+
+        def placed(attempt: Attempt) -> None:
+            self._attempts[call.agent, call.turn] = attempt
+            place(attempt.worker.slot)
+
+        self.queue.place(_Queued(self.routing_of(call), placed))
+        return True
+
+    def tick(self, now: float) -> None:
+        self._now_s = now
+        self.queue.sweep()
+
+    def report_of(self, line: Line) -> dict[str, int]:
+        load = line.load
+        return super().report_of(line) | {
+            "capacity_tokens": load.capacity_tokens,
+            "prefill_tokens": load.prefill_tokens,
+            "prefill_ms": round(1000 * load.prefill_s),
+        }
 
 
 class OurRouters:

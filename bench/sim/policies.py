@@ -8,15 +8,20 @@ CacheAware      sglang-router's default: the longest match by a tree of what was
                 enough, otherwise the worker with the smallest tree; by load where that differs much
 LMetric         the least product of the tokens to prefill and the requests under way, by the
                 engines' events
+DynamoAgentic   the agentic preset of Dynamo's KV router, by the engines' events: four times the
+                blocks to prefill, less twice those that are cached, and the blocks of all requests
+                under way, and 64 for each of these
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from random import Random
 
 from bench.sim.engine import Engine
+from bench.sim.prompts import BYTES_PER_TOKEN
 from bench.sim.segments import Line, apply_line
 from bench.trace.calls import Call
 from radix.index import PrefixIndex
@@ -134,12 +139,19 @@ class CacheAware(Counting):
         del self._tree[worker]
 
 
-class LMetric(Counting):
+class ByEvents(Counting, ABC):
+    """The worker of the least cost. It knows what engines hold by their events, and what they still
+    have to prefill until a request's first token."""
+
     def __init__(self) -> None:
         super().__init__()
         self._index = PrefixIndex(2_000_000)
-        self._pending: Counter[int] = Counter()
+        self.pending: Counter[int] = Counter()
         self._uncached: dict[tuple[int, int], int] = {}
+
+    @abstractmethod
+    def cost(self, call: Call, worker: int, held_tokens: int) -> float:
+        """What a call costs on a worker that holds so much of its prompt."""
 
     def __call__(self, call: Call, engines: Sequence[Engine], now: float) -> int:
         held: dict[int, int] = {}
@@ -150,10 +162,8 @@ class LMetric(Counting):
                 held[low.bit_length() - 1] = match.tokens
                 mask ^= low
 
-        def cost(worker: int) -> tuple[int, float]:
-            uncached = max(call.prompt_tokens - held.get(worker, 0), 1)
-            batch = self.under_way[worker] + 1
-            return (self._pending[worker] + uncached) * batch, self._used_at.get(worker, 0)
+        def cost(worker: int) -> tuple[float, float]:
+            return self.cost(call, worker, held.get(worker, 0)), self._used_at.get(worker, 0)
 
         worker = min(self.there(engines), key=cost)
         self._uncached[call.agent, call.turn] = max(call.prompt_tokens - held.get(worker, 0), 0)
@@ -161,10 +171,56 @@ class LMetric(Counting):
 
     def begin(self, call: Call, worker: int, now: float) -> None:
         super().begin(call, worker, now)
-        self._pending[worker] += self._uncached[call.agent, call.turn]
+        self.pending[worker] += self._uncached[call.agent, call.turn]
 
     def first_byte(self, call: Call, worker: int, now: float) -> None:
-        self._pending[worker] -= self._uncached.pop((call.agent, call.turn))
+        self.pending[worker] -= self._uncached.pop((call.agent, call.turn))
 
     def event(self, worker: int, line: Line, now: float) -> None:
         apply_line(self._index, worker, line)
+
+
+class LMetric(ByEvents):
+    def cost(self, call: Call, worker: int, held_tokens: int) -> float:
+        uncached = max(call.prompt_tokens - held_tokens, 1)
+        return (self.pending[worker] + uncached) * (self.under_way[worker] + 1)
+
+
+class DynamoAgentic(ByEvents):
+    """Blocks that requests under way share count once, as its router tracks active blocks."""
+
+    BLOCK_TOKENS, CREDIT, PREFILL_SCALE, REQUEST_WEIGHT = 16, 2.0, 4.0, 64.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._active: defaultdict[int, Counter[int]] = defaultdict(Counter)
+        self._active_tokens: Counter[int] = Counter()
+
+    def cost(self, call: Call, worker: int, held_tokens: int) -> float:
+        prefill = self.pending[worker] + call.prompt_tokens - self.CREDIT * held_tokens
+        active = self._active_tokens[worker]
+        active += sum(tokens for _, tokens in self._more(call, worker))
+        blocks = (self.PREFILL_SCALE * prefill + active) / self.BLOCK_TOKENS
+        return blocks + self.REQUEST_WEIGHT * self.under_way[worker]
+
+    def begin(self, call: Call, worker: int, now: float) -> None:
+        super().begin(call, worker, now)
+        self._active_tokens[worker] += sum(tokens for _, tokens in self._more(call, worker))
+        self._active[worker].update(call.chain.hashes)
+
+    def end(self, call: Call, worker: int, now: float) -> None:
+        super().end(call, worker, now)
+        active = self._active[worker]
+        active.subtract(call.chain.hashes)
+        for segment in call.chain.hashes:
+            if not active[segment]:
+                del active[segment]
+        self._active_tokens[worker] -= sum(tokens for _, tokens in self._more(call, worker))
+
+    def _more(self, call: Call, worker: int) -> Iterator[tuple[int, int]]:
+        """The segments of a call that no request under way has there, and their tokens."""
+        active, before = self._active[worker], 0
+        for segment, end in zip(call.chain.hashes, call.chain.ends, strict=True):
+            if segment not in active:
+                yield segment, (end - before) // BYTES_PER_TOKEN
+            before = end

@@ -23,13 +23,18 @@ class Stored(NamedTuple):
 
 
 class Load(NamedTuple):
-    """What an engine says of itself; in tokens but for the first two."""
+    """What an engine says of itself; in tokens but for the first two.
+
+    prefill_tokens, prefill_s: what it has computed since its start, and what that took.
+    """
 
     running: int
     queued: int
     pending_tokens: int
     used_tokens: int
     capacity_tokens: int
+    prefill_tokens: int = 0
+    prefill_s: float = 0.0
 
 
 class Line(NamedTuple):

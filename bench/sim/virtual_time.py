@@ -3,6 +3,9 @@
 A policy is called for each request, `policy(call, engines, now) -> worker`, and may
 have any of these methods, through which it learns what a router learns:
 
+    queues(call, place)             whether it holds the call back, to `place(worker)` it later:
+                                    then it is not called for a worker
+    tick(now)                       every TICK_S
     begin(call, worker, now)        right after it placed the call
     waits(call, submit)             whether it holds the call back, to `submit()` it later
     first_byte(call, worker, now)   the first token
@@ -34,6 +37,7 @@ from bench.trace.calls import Call, Ideal, Loop
 
 Policy = Callable[[Call, Sequence[Engine], float], int]
 RECONNECT_S = 0.5
+TICK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +63,9 @@ class Churn:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What a run came to. `load_max_over_mean` is of seconds of prefill; `busy` its mean
-    share of the run; `moved` the share of later turns that left the worker of the last."""
+    """What a run came to. `total` is from a call to the end of its answer; `load_max_over_mean` is
+    of seconds of prefill; `busy` its mean share of the run; `moved` the share of later turns that
+    left the worker of the last."""
 
     requests: int
     seconds: float
@@ -71,6 +76,9 @@ class Figures:
     ttft_p90_ms: float
     ttft_p95_ms: float
     ttft_p99_ms: float
+    total_p50_ms: float
+    total_p99_ms: float
+    total_mean_ms: float
     load_max_over_mean: float
     busy: float
     moved: float
@@ -86,12 +94,16 @@ def simulate(
     *,
     session_header: bool = False,
     limit_s: float = math.inf,
+    speeds: Sequence[float] = (),
 ) -> Figures:
     """Runs a trace; `calls` are `compile_calls(agents)`, `ideal` is `ideal_of` both.
 
-    No call starts after `limit_s`; the share of the ideal is then only nearly exact.
+    No call starts after `limit_s`; the share of the ideal is then only nearly exact. speeds: of the
+    engines; without them, all are as fast as `config` says.
     """
-    run = Run(agents, calls, policy, [Engine(config) for _ in range(workers)])
+    config = config or EngineConfig()
+    engines = [Engine(config.at_speed(speed)) for speed in speeds or [1.0] * workers]
+    run = Run(agents, calls, policy, engines)
     run.session_header = session_header
     run.all(limit_s)
     return run.figures(ideal)
@@ -103,6 +115,7 @@ class Run:
     counts: which calls the figures are about. The others are made all the same.
     cached, cached_of_all: tokens read and tokens of prompts, of calls that count and of all.
     lines, segments: what the policy was sent of engines' events.
+    ended_s: when each agent's last answer was complete.
     """
 
     def __init__(
@@ -119,6 +132,8 @@ class Run:
         self.engines = engines
         self.lines = self.segments = self.answered = 0
         self.ttft_ms: list[float] = []
+        self.total_ms: list[float] = []
+        self.ended_s: dict[int, float] = {}
         self._loop = Loop(agents)
         self._calls = calls
         self._policy = policy
@@ -143,6 +158,9 @@ class Run:
         hooks = ("begin", "first_byte", "end", "event", "leave", "join")
         self._tell: dict[str, Any] = {name: getattr(policy, name, nothing) for name in hooks}
         self._waits = getattr(policy, "waits", nothing)
+        self._queues = getattr(policy, "queues", nothing)
+        self._tick = getattr(policy, "tick", None)
+        self._tick_at = math.inf if self._tick is None else 0.0
 
     def all(self, limit_s: float = math.inf) -> None:
         """Makes all calls, those that are due before the limit, and delivers all lines."""
@@ -150,8 +168,11 @@ class Run:
             line_at = self._lines[0][0] if self._lines else math.inf
             due_at = self._loop.next_at() if self._now < limit_s else math.inf
             turn_at = min(self._churn_at, self._turns[0][0] if self._turns else math.inf)
-            self._now = now = min(due_at, line_at, turn_at, self._next_wake())
+            self._now = now = min(due_at, line_at, turn_at, self._next_wake(), self._tick_at)
             self._deliver(now)
+            if self._tick is not None and self._tick_at <= now:
+                self._tick_at = now + TICK_S
+                self._tick(now)
             if turn_at <= now:
                 self._turn(now)
             for worker in self._woken(now):
@@ -204,17 +225,20 @@ class Run:
 
     def _send(self, call: Call, now: float) -> None:
         shown = call if self.session_header else replace(call, session="")
-        worker = self._policy(shown, self.engines, now)
-        self._tell["begin"](shown, worker, now)
+        request = Request(call.keys, call.prompt_tokens, call.output_tokens, call.chain)
+        self._sent[request] = (shown, now)
+        if not self._queues(shown, partial(self._place, shown, request)):
+            self._place(shown, request, self._policy(shown, self.engines, now))
+
+    def _place(self, call: Call, request: Request, worker: int) -> None:
+        self._tell["begin"](call, worker, self._now)
         last = self._worker.get(call.agent)
         if last is not None:
             self._later += 1
             self._moved += last != worker
         self._worker[call.agent] = worker
-        request = Request(call.keys, call.prompt_tokens, call.output_tokens, call.chain)
-        self._sent[request] = (shown, now)
         submit = partial(self._submit, worker, request)
-        if not self._waits(shown, submit):
+        if not self._waits(call, submit):
             submit()
 
     def _submit(self, worker: int, request: Request) -> None:
@@ -232,8 +256,11 @@ class Run:
                 continue
             del self._sent[request]
             self.answered += 1
+            if self._counts(call):
+                self.total_ms.append((at - sent) * 1000)
             self._add_up(request, is_counted=self._counts(call))
             self._tell["end"](call, worker, at)
+            self.ended_s[call.agent] = at
             self._loop.finished(call.agent, call.turn, at)
         engine = self.engines[worker]
         wake_at = engine.next_at()
@@ -261,6 +288,7 @@ class Run:
 
     def figures(self, ideal: Ideal) -> Figures:
         cuts = statistics.quantiles(self.ttft_ms, n=100, method="inclusive")
+        totals = statistics.quantiles(self.total_ms, n=100, method="inclusive")
         loads = [engine.prefill_s for engine in self.engines]
         mean = statistics.mean(loads)
         cached_tokens, prompt_tokens = self.cached
@@ -275,6 +303,9 @@ class Run:
             ttft_p90_ms=round(cuts[89], 1),
             ttft_p95_ms=round(cuts[94], 1),
             ttft_p99_ms=round(cuts[98], 1),
+            total_p50_ms=round(totals[49], 1),
+            total_p99_ms=round(totals[98], 1),
+            total_mean_ms=round(statistics.mean(self.total_ms), 1),
             load_max_over_mean=round(max(loads) / mean, 3),
             busy=round(mean / self._now, 3),
             moved=round(self._moved / max(1, self._later), 4),

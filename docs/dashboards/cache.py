@@ -255,6 +255,21 @@ _AHEAD_ROW = row(
         unit="cps",
         width=12,
     ),
+    graph(
+        "Sessions that return from tools",
+        "Sessions that were expected back, by whether their prefix was ready on the device.",
+        (rate("sgl_ext_returns_total", ENGINE, by="result"), "{{result}}"),
+        unit="cps",
+        width=12,
+    ),
+    graph(
+        "Tokens loaded ahead",
+        "Tokens loaded from the host ahead of requests, and those that the requests then read.",
+        (rate("sgl_ext_loaded_ahead_tokens_total", ENGINE), "loaded"),
+        (rate("sgl_ext_loaded_ahead_tokens_used_total", ENGINE), "used"),
+        unit="suffix: tok/s",
+        width=12,
+    ),
     collapsed=True,
 )
 _EVENTS = row(

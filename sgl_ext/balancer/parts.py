@@ -116,8 +116,14 @@ class Parts:
             preemption_threshold=config.preemption_threshold,
             prefixes=prefixes,
         )
+        router.attempts.speeds.learns = config.learn_speeds
         self._admission_queue = AdmissionQueue(
-            router, metrics, config.queue_limit, config.queue_timeout_s, config.aging_s
+            router,
+            metrics,
+            config.queue_limit,
+            config.queue_timeout_s,
+            config.aging_s,
+            config.agent_hold_s,
         )
         self._subscribers = EventSubscribers(session, router, metrics)
         self._readiness = Readiness(
@@ -247,7 +253,10 @@ class Parts:
         services.conversations.response_ttl_s = config.response_ttl_s
         router.worker_limit = config.max_in_flight
         router.preemption_threshold = config.preemption_threshold
-        self._admission_queue.change(config.queue_limit, config.queue_timeout_s, config.aging_s)
+        router.attempts.speeds.learns = config.learn_speeds
+        self._admission_queue.change(
+            config.queue_limit, config.queue_timeout_s, config.aging_s, config.agent_hold_s
+        )
         self._request_log.change_limit(config.request_log_limit_bytes)
         self._settings_changed(config)
 

@@ -187,9 +187,15 @@ def begins_with_summary(blocks: Sequence[Block]) -> bool:
 
 
 def _is_compaction(old: Sequence[Block], new: Sequence[Block], first: int) -> bool:
-    """Whether a summary replaces most of the messages from the first difference on."""
-    rest = new[first:]
-    return begins_with_summary(rest) and 2 * _size(rest) < _size(old[first:])
+    """Whether a summary replaces most of the messages from the first difference on: its words say
+    so, or what follows is few and mostly new messages."""
+    rest, left = new[first:], old[first:]
+    if 2 * _size(rest) >= _size(left):
+        return False
+    known = {block.text for block in left}
+    fresh = [block for block in rest if block.text not in known]
+    is_new = 2 * _size(fresh) > _size(rest) and 2 * len(rest) < len(left)
+    return begins_with_summary(rest) or is_new
 
 
 def _size(blocks: Sequence[Block]) -> int:

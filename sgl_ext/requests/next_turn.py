@@ -30,6 +30,8 @@ CALL_OUTPUTS = {
     "function_call": "function_call_output",
     "custom_tool_call": "custom_tool_call_output",
 }
+_OUTPUTS = frozenset(CALL_OUTPUTS.values())
+_MOST_ADDED = 8
 _IGNORED = frozenset({"stream_options", "background"})
 _NOT_CERTAIN = (LookupError, TypeError, ValueError, AttributeError)
 
@@ -87,6 +89,19 @@ def result_ids(item: Json) -> list[str]:
     if not isinstance(blocks, list) or any(b.get("type") != "tool_result" for b in blocks):
         return []
     return [block["tool_use_id"] for block in blocks]
+
+
+def tool_names(answer: Sequence[Json]) -> tuple[str, ...]:
+    """The tools that an answer calls, each once."""
+    names: dict[str, None] = {}
+    for item in answer:
+        calls = [item] if item.get("type") in CALL_OUTPUTS else objects(item.get("tool_calls"))
+        blocks = objects(item.get("content"))
+        for call in calls + [block for block in blocks if block.get("type") == "tool_use"]:
+            name = call.get("name") or (call.get("function") or {}).get("name")
+            if isinstance(name, str):
+                names[name] = None
+    return tuple(names)
 
 
 def _items(protocol: Protocol, body: Any) -> list[Json]:
@@ -149,3 +164,21 @@ def _returns_thinking(items: list[Json]) -> bool:
         item.get("type") == "reasoning" or isinstance(item.get("reasoning_content"), str)
         for item in turns
     )
+
+
+def brings_results(protocol: Protocol, body: Any) -> bool:
+    """Whether a request goes on after calls: what follows its assistant's last turn has a result.
+
+    Clients add texts of their own to results, so a few more messages are looked at. Never raises.
+    """
+    items = body.get(protocol.turns_field) if isinstance(body, dict) else None
+    try:
+        for item in reversed(objects(items)[-_MOST_ADDED:]):
+            if _is_assistant(item):
+                return False
+            kinds = [block.get("type") for block in objects(item.get("content"))]
+            if item.get("role") == "tool" or "tool_result" in kinds or item.get("type") in _OUTPUTS:
+                return True
+    except TypeError:  # a type that is no text
+        return False
+    return False

@@ -68,7 +68,7 @@ ANY_ADAPTER = "*"
 """Given as a tenant's adapters: it may use every one."""
 IN_MEMORY = ":memory:"
 """Given as `store`: responses and contexts are lost when the balancer ends."""
-HINTED = ("tenant", "harness", "model")
+HINTED = ("tenant", "agent", "harness", "model")
 """What default hints can be of, in the order in which they win."""
 # Someone may have put a secret itself where its source belongs.
 _SECRETS = re.compile(r'("(?:engine_secret|api_key)"\s*:\s*")(?!file:|env:)[^"]*')
@@ -116,9 +116,10 @@ class Tenant(Struct, frozen=True):
 
 
 class DefaultHint(Struct, frozen=True):
-    """Hints for the requests of a tenant, model or harness that give none themselves: reload.md.
+    """Hints for the requests of a tenant, kind of agent, harness or model that give none
+    themselves: reload.md.
 
-    of: one of HINTED. name: of the tenant, model or harness.
+    of: one of HINTED. name: of the tenant, kind of agent, harness or model.
     """
 
     of: str
@@ -185,7 +186,18 @@ class BalancerSettings(RequestSettings, frozen=True, kw_only=True):
     queue_limit: Annotated[Amount, RELOADS, "Requests that can wait for capacity in an engine."] = (
         1024
     )
+    learn_speeds: Annotated[
+        bool,
+        RELOADS,
+        "Learn how much slower an engine is than others, and place by it: routing.md.",
+    ] = True
     queue_timeout_s: Annotated[PositiveSeconds, RELOADS, "Longest wait for capacity."] = 60.0
+    agent_hold_s: Annotated[
+        Seconds,
+        RELOADS,
+        "Longest time that a request is held back while agents need more memory than there is; 0: "
+        "never. agents.md.",
+    ] = 0.0
     compile_timeout_s: Annotated[
         Seconds,
         "Longest silence of an engine that compiles, or has just started, before it is checked for "
@@ -291,6 +303,12 @@ class EngineSettings(RequestSettings, frozen=True, kw_only=True):
     pin_unmarked_ttl_s: Annotated[
         UnmarkedTtl, RELOADS, "Lease for prompts without a mark; 0: no pin."
     ] = 0.0
+    agent_eviction: Annotated[
+        Literal["off", "ended", "expected"],
+        RELOADS,
+        "Whose prefixes are evicted first; off: those used least recently; ended: those of agents "
+        "that have ended; expected: also those of agents that are not expected soon: agents.md.",
+    ] = "off"
     preemption_grace_s: Annotated[
         Seconds, RELOADS, "Time for which a preempted request is safe."
     ] = 2.0

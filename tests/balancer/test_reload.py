@@ -102,7 +102,9 @@ _USED: dict[str, tuple[Any, Callable[[Balancer], Any]]] = {
     "preemption_threshold": (4, lambda b: b._services.router.preemption_threshold),
     "max_connections": (5, lambda b: b._config.max_connections),
     "max_in_flight": (6, lambda b: b._services.router.worker_limit),
+    "learn_speeds": (False, lambda b: b._services.router.attempts.speeds.learns),
     "queue_limit": (2, lambda b: b._services.admission_queue.limit),
+    "agent_hold_s": (4.0, lambda b: b._services.admission_queue._gate.hold_s),
     "queue_timeout_s": (9.0, lambda b: b._services.admission_queue.timeout_s),
     "drain_s": (1.0, lambda b: b._config.drain_s),
     "request_log_limit_bytes": (2 << 20, lambda b: b._parts._request_log._lines._file_bytes * 2),  # type: ignore[union-attr]
@@ -117,7 +119,8 @@ def test_each_setting_of_a_balancer_that_changes_is_tested() -> None:
 
 async def test_every_part_uses_what_was_changed(begin: Callable[..., Any], tmp_path: Path) -> None:
     node = await begin(flags=f"--request-log {tmp_path / 'requests'}")
-    lines = [f"{name} = {value}" for name, (value, _) in _USED.items() if name != "drain_s"]
+    shown = {name: str(value).lower() for name, (value, _) in _USED.items() if name != "drain_s"}
+    lines = [f"{name} = {value}" for name, value in shown.items()]
     node.path.write_text("\n".join(["[balancer]", *lines]))
     status, document = await node.reload(node.path.read_text())
     assert status == 200, document

@@ -11,7 +11,15 @@ from bench.lib.script import InvariantBroken
 from bench.sim.engine import Engine
 from bench.sim.fleets import ARMS, CALLS, Job, check_index, engine, merged, run_job, trace_for
 from bench.sim.our_router import OurRouter, OurRouters
-from bench.sim.policies import CacheAware, Counting, LeastLoaded, LMetric, PowerOfTwo, RoundRobin
+from bench.sim.policies import (
+    CacheAware,
+    Counting,
+    DynamoAgentic,
+    LeastLoaded,
+    LMetric,
+    PowerOfTwo,
+    RoundRobin,
+)
 from bench.sim.segments import Line, Load, Stored
 from bench.sim.virtual_time import Churn, Feed, Policy, Run
 from bench.trace.agents import TraceConfig, first_calls
@@ -87,6 +95,28 @@ def test_a_product_of_tokens_to_prefill_and_requests_under_way() -> None:
     assert (one, two) == (1, 0), "(1,000 + 1,000) x 2 is no less than 3,000 x 1"
     policy.first_byte(call(1, 2, 3), 1, 0.1)
     assert placed(policy, call(1, 2, 5, turn=2)) == [1], "1,000 x 2"
+
+
+def test_prefill_less_cached_blocks_and_the_requests_under_way() -> None:
+    """In tokens: 4 x (pending + prompt - 2 x cached) + active ones, and 1,024 for each request."""
+    policy = DynamoAgentic()
+    stored = [Stored(1, None, 1_000), Stored(2, 1, 2_000)]
+    policy.event(1, Line([], stored, IDLE), 0.0)
+    first, second, other = call(1, 2, 3), call(1, 2, 4, turn=1), call(8, turn=2)
+    assert [16 * policy.cost(first, worker, held) for worker, held in ((0, 0), (1, 2_000))] == [
+        4 * 3_000 + 3_000,
+        4 * (3_000 - 2 * 2_000) + 3_000,
+    ]
+    assert placed(policy, first) == [1]
+    shared = 4 * (1_000 + 3_000 - 2 * 2_000) + 4_000 + 1_024
+    assert 16 * policy.cost(second, 1, 2_000) == shared, "what both have counts once"
+    assert placed(policy, second) == [1], "the credit is worth more than the load"
+    policy.first_byte(first, 1, 0.1)
+    policy.end(first, 1, 0.2)
+    assert 16 * policy.cost(other, 1, 0) == 4 * (1_000 + 1_000) + 3_000 + 1_000 + 1_024
+    policy.first_byte(second, 1, 0.3)
+    policy.end(second, 1, 0.4)
+    assert 16 * policy.cost(other, 1, 0) == 4 * 1_000 + 1_000
 
 
 @pytest.mark.parametrize("policy", [RoundRobin(), LeastLoaded(), PowerOfTwo(), OurRouter(ENGINES)])

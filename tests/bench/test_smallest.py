@@ -6,17 +6,19 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 from sgl_ext_cpu.envoy import install_envoy
 from sgl_ext_cpu.node import FORKING, ROOT
 from sgl_ext_cpu.nursery import Nursery
 
-WITHOUT_ENGINES = ("index", "proxy", "routing", "scale", "store", "templates", "tool_loop")
+WITHOUT_ENGINES = (
+    *("index", "held_agents", "proxy", "routing", "scale", "store", "templates", "tool_loop"),
+)
 WITH_ENGINES = (
     *("fanout", "header_strip", "misroute", "pin_flood", "priority", "speculative_prefill"),
-    *("tenant_probe", "warm_turn", "long_history", "chaos", "soak", "tiers"),
+    *("tenant_probe", "warm_turn", "long_history", "chaos", "soak", "tiers", "agents_jobs"),
 )
 TIMED = ("warm_turn", "long_history")
 
@@ -28,9 +30,11 @@ ALONE = "rank_agreement"
 Bench = Callable[[str], dict[str, object]]
 
 
-def run_smallest(name: str, environment: Mapping[str, str] | None = None) -> dict[str, object]:
+def run_smallest(
+    name: str, environment: Mapping[str, str] | None = None, options: Sequence[str] = ()
+) -> dict[str, object]:
     done = subprocess.run(
-        [sys.executable, "-m", f"bench.{name}", "--smallest"],
+        [sys.executable, "-m", f"bench.{name}", "--smallest", *options],
         cwd=ROOT,
         env={**os.environ, **(environment or {})},
         capture_output=True,
@@ -48,6 +52,13 @@ def bench_with_engines(nursery: Nursery) -> Bench:
     return lambda name: run_smallest(
         name, FORKING if name in TIMED else {**FORKING, **nursery.environment}
     )
+
+
+@pytest.mark.long
+def test_routers_in_front_of_engines_of_unequal_speed() -> None:
+    figures = run_smallest("routing", options=["--speeds", "1,0.25"])
+    unequal = figures["team"]["unequal"]  # type: ignore[index]
+    assert {"ours", "ours_without_learning", "lmetric", "dynamo_agentic"} <= unequal.keys()
 
 
 @pytest.mark.long

@@ -126,6 +126,27 @@ def test_a_compaction_that_keeps_the_first_message_is_one() -> None:
     assert parts_at(watch.sees(body))[1] == "compaction"
 
 
+def test_a_summary_without_the_usual_words_is_known_by_what_it_replaces() -> None:
+    watch = Watch()
+    assert watch.sees(messages(12)) is None
+    body = messages(1)
+    text = "So far: the parser was read, and its tests fail in one place. " * 3
+    body["messages"][1:] = [
+        {"role": "assistant", "content": [{"type": "text", "text": text}]},
+        {"role": "user", "content": "Go on."},
+    ]
+    assert parts_at(watch.sees(body))[1] == "compaction"
+
+
+def test_a_history_of_which_the_older_part_is_left_out_is_truncated() -> None:
+    watch = Watch()
+    old = messages(12)
+    assert watch.sees(old) is None
+    gap = {"role": "user", "content": "(Earlier messages are left out.)"}
+    body = {**old, "messages": [old["messages"][0], gap, *old["messages"][-6:]]}
+    assert parts_at(watch.sees(body))[1] == "truncated"
+
+
 def test_a_client_that_says_that_it_compacted_is_believed() -> None:
     watch = Watch()
     assert watch.sees(messages(12)) is None

@@ -25,10 +25,21 @@ def test_tokens_count_until_they_are_read_or_evicted() -> None:
     assert ahead.unread(nothing) == Unread(22, 15)
     assert ahead.unread(lambda node: node == 1) == Unread(12, 5)
     assert ahead.unread(nothing) == Unread(12, 5), "what was evicted does not come back"
-    ahead.read("ann")
+    assert ahead.read("ann") == 0
     assert ahead.unread(nothing) == Unread(7, 0)
     ahead.clear()
     assert ahead.unread(nothing) == Unread()
+
+
+def test_loaded_tokens_are_counted_until_they_are_read_and_take_no_share() -> None:
+    ahead = ComputedAhead(limit=2)
+    for name, tokens in (("ann", 10), ("ben", 7), ("ann", 5), ("ben", 0)):
+        ahead.load(name, tokens)
+    assert ahead.unread(nothing) == Unread()
+    assert [ahead.read("ann"), ahead.read("ann"), ahead.read("ben")] == [15, 0, 7]
+    for name in ("ann", "ben", "cy"):
+        ahead.load(name, 1)
+    assert [ahead.read(name) for name in ("ann", "ben", "cy")] == [0, 1, 1]
 
 
 def test_the_conversations_are_bounded() -> None:

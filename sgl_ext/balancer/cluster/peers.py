@@ -47,6 +47,8 @@ class _Placed(msgspec.Struct, tag=True):
     segments: list[str]
     prompt_tokens: int
     uncached_tokens: int
+    tenant: str = ""
+    priority: int = 0
 
 
 class _State(msgspec.Struct, tag=True):
@@ -125,7 +127,8 @@ class Peers:
         session = None if routing.session is None or routing.is_final else f"{routing.session:x}"
         hashes = [f"{segment:x}" for segment in segments]
         worker, tokens = attempt.worker.id, attempt.uncached_tokens
-        self._send(_Placed(worker, session, hashes, routing.prompt_tokens, tokens))
+        about = routing.prompt_tokens, tokens, routing.tenant, routing.priority
+        self._send(_Placed(worker, session, hashes, *about))
         self.load_changed()
 
     def load_changed(self) -> None:
@@ -206,6 +209,8 @@ class Peers:
                     [int(segment, 16) for segment in message.segments],
                     message.prompt_tokens,
                     message.uncached_tokens,
+                    message.tenant,
+                    message.priority,
                 )
             return
         self.router.workers.change(message.admin)

@@ -79,6 +79,15 @@ class Metrics(Page):
             "Time that requests waited for capacity, by the lowest priority of their band.",
         )
         self.queued_requests = gauge("queued_requests", "Requests in the admission queue.")
+        self.held_requests = gauge(
+            "held_requests",
+            "Requests in the admission queue that are held back until their agents fit.",
+        )
+        self.held_s = histogram(
+            "held_seconds{priority}",
+            "Time that requests were held back until their agents fit, by the lowest priority of "
+            "their band.",
+        )
         self.queued_by_priority = gauge(
             "queued_by_priority{priority}",
             "Requests in the admission queue, by the lowest priority of their band.",

@@ -38,7 +38,8 @@ class Ending(Delivery):
         if attempt is not None:
             usage = self._response.usage()
             if status < _SERVER_ERROR:
-                self._services.router.attempts.succeed(attempt)
+                output_tokens = 0 if usage is None else usage.output_tokens or 0
+                self._services.router.attempts.succeed(attempt, output_tokens)
             else:
                 self._services.router.attempts.fail(attempt, by_worker=True, answered=True)
             if (turn := self._preparation.turn) is not None and status == OK:

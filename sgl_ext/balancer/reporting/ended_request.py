@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from scheduler.placement import PlacementRequest, WorkerView, score_all
+from scheduler.placing.placement import PlacementRequest, WorkerView, score_all
 from sgl_ext.balancer.reporting.diagnosis import PromptDiagnosis
 from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest
 from sgl_ext.requests.client_facts import NO_FACTS, ClientFacts
@@ -217,6 +217,8 @@ def _rows(ended: EndedRequest) -> list[dict[str, Any]]:
             "decoding": cost.decoding,
             "recent": round(cost.recent),
             "sessions": round(cost.sessions),
+            "prefill_weight": view.prefill_weight,
+            "decode_weight": view.decode_weight,
         }
         for cost, view in sorted(zip(scores, views, strict=True), key=lambda each: each[0].cost)
     ]

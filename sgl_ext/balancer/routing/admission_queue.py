@@ -14,6 +14,10 @@ tenant. Waiting a little for the data rather than moving it is delay scheduling 
 2010): where every engine is full, a request ends somewhere all the time, and a request that took
 the first free slot would leave its cache behind. Two seconds are the time to compute
 40,000 tokens again at 20,000 tokens/s.
+
+Before that, with `hold_s`, a request is held back while the agents of its worker need all of the
+worker's memory (`agent_gate`). Requests that are held back are no part of the queue, and hold up
+nothing. They are sent on in the queue's order, but the earliest in place of the cheapest first.
 """
 
 import time
@@ -26,7 +30,9 @@ from typing import Protocol
 
 from scheduler.admission_queue import Entry, OrderedQueue
 from scheduler.order import Served, Waiting, step
+from scheduler.programs.working_set import LIMIT as MOST_AGENTS
 from sgl_ext.balancer.metrics.registry import BANDS, Metrics, band
+from sgl_ext.balancer.routing.agent_gate import AgentGate
 from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest
 from sgl_ext.balancer.routing.router import Router
 from sgl_ext.balancer.routing.worker import Worker
@@ -42,6 +48,8 @@ _NONE = float("-inf")
 _MOST_TRIED = 32
 # How many of them may be passed over after their prompts were looked up, which takes time.
 _MOST_PASSED_OVER = 8
+# How many held requests are looked at. Few of them are compared: one for each tenant and worker.
+_MOST_HELD_TRIED = 256
 # The queue may exceed its limit by one in so many before the excess is rejected: finding the last
 # entries takes a full sort.
 _OVERFLOW = 64
@@ -59,13 +67,18 @@ class QueuedRequest(Protocol):
 
 @dataclass(eq=False)
 class AdmissionQueue:
-    """Holds about `limit` requests at most, and none for longer than `timeout_s`."""
+    """Holds about `limit` requests at most, and none for longer than `timeout_s`.
+
+    hold_s: how long requests are held back so that agents fit into memory, but half of `timeout_s`
+        at most; 0: never.
+    """
 
     router: Router
     metrics: Metrics
     limit: int
     timeout_s: float
     aging_s: float = 0.0
+    hold_s: float = 0.0
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
@@ -74,25 +87,49 @@ class AdmissionQueue:
         self._queue: OrderedQueue[QueuedRequest] = OrderedQueue(
             self.aging_s, self._served, self.router.tenants.weights
         )
-        self.metrics.queued_requests.set_function(self._queue.__len__)
+        self._gate = AgentGate(self.router, min(self.hold_s, self.timeout_s / 2))
+        self._held: OrderedQueue[QueuedRequest] = OrderedQueue(
+            self.aging_s, self._served, self.router.tenants.weights
+        )
+        self.metrics.queued_requests.set_function(self.__len__)
+        self.metrics.held_requests.set_function(self._held.__len__)
         for label in BANDS:
             waiting = self.metrics.queued_by_priority.labels(label)
             waiting.set_function(partial(self._waiting_in, label))
         add_table = self.metrics.tables.add
-        add_table("admission_queue", self._queue.__len__, lambda: self.limit)
+        add_table("admission_queue", self.__len__, lambda: self.limit)
+        add_table("agents", self._gate.__len__, lambda: MOST_AGENTS)
         add_table("served_tenants", self._served.__len__, lambda: self._served.limit)
         self.router.on_capacity.append(self.admit)
 
-    def change(self, limit: int, timeout_s: float, aging_s: float) -> None:
+    def change(self, limit: int, timeout_s: float, aging_s: float, hold_s: float = 0.0) -> None:
         """Changes the settings, also for requests that wait: the next sweep rejects the excess."""
         self.limit, self.timeout_s = limit, timeout_s
-        self.aging_s = self._queue.aging_s = aging_s
+        self.aging_s = self._queue.aging_s = self._held.aging_s = aging_s
+        self._gate.change(min(hold_s, timeout_s / 2))
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self._queue) + len(self._held)
 
     def place(self, request: QueuedRequest) -> bool:
         """Places or rejects a request now, or queues it. False if it is queued."""
+        now_s = self.clock()
+        return not self._hold(request, now_s) and self._place(request, now_s, now_s)
+
+    def _hold(self, request: QueuedRequest, now_s: float) -> bool:
+        """Holds a request back if its agent does not fit. A retry is not held back, nor any while
+        too many wait."""
+        routing = request.routing
+        if not self._gate.hold_s or request.tried or len(self) >= self.limit:
+            return False
+        if not self._gate.holds(routing, 0.0, now_s):
+            return False
+        self._gate.held_back(routing)
+        # All cost the same, so that the earliest goes first.
+        self._held.add(request, Waiting(routing.priority, now_s, 0, routing.tenant))
+        return True
+
+    def _place(self, request: QueuedRequest, arrived_s: float, now_s: float) -> bool:
         routing = request.routing
         if not (self._queue and routing.runs):
             attempt = self.router.place(routing, request.tried, waits_for_home=True)
@@ -102,17 +139,18 @@ class AdmissionQueue:
         if not self.router.may_wait(routing.only):
             request.rejected(no_engine())
             return True
-        now_s = self.clock()
-        self._queue.add(request, Waiting(routing.priority, now_s, _cost(routing), routing.tenant))
+        cost_tokens = self.router.uncached_tokens(routing) + routing.output_tokens
+        waiting = Waiting(routing.priority, arrived_s, cost_tokens, routing.tenant)
+        self._queue.add(request, waiting)
         if self.router.has_capacity_for(routing, request.tried):
-            self.admit()
+            self._admit_queued()
         if len(self._queue) > self.limit + self.limit // _OVERFLOW:
             self._reject_excess(now_s)
         return request not in self._queue
 
     def by_priority(self) -> dict[int, int]:
         """How many requests of each priority wait."""
-        return Counter(entry.waiting.priority for entry in self._queue)
+        return Counter(entry.waiting.priority for entry in (*self._queue, *self._held))
 
     def _waiting_in(self, label: str) -> int:
         """How many requests of a band of priorities wait."""
@@ -121,17 +159,54 @@ class AdmissionQueue:
     def remove(self, request: QueuedRequest) -> None:
         """Removes a request; does nothing if it is not queued."""
         self._queue.remove(request)
+        self._held.remove(request)
 
     def admit(self) -> None:
         """Places the queued requests for which there is capacity."""
+        if self._held:
+            self._release()
+        self._admit_queued()
+
+    def _admit_queued(self) -> None:
         while self._queue and self._admit_first():
             pass
+
+    def _release(self) -> None:
+        """Sends on the held requests whose agents fit now, in order. None passes another one of its
+        tenant that waits for the same worker."""
+        now_s = self.clock()
+        full: set[tuple[str, int | None]] = set()
+        looked_at: set[str] = set()
+        while head := self._held.head(_MOST_HELD_TRIED, now_s, looked_at):
+            for entry in head:
+                if (request := entry.item) is None:  # removed while others were sent
+                    continue
+                routing, waited_s = request.routing, now_s - entry.waiting.arrived_s
+                key = routing.tenant, self._gate.home(routing)
+                if key in full:
+                    continue
+                if self._gate.holds(routing, waited_s, now_s):
+                    full.add(key)
+                else:
+                    self._send_on(entry, request, now_s)
+            looked_at |= {entry.waiting.tenant for entry in head}
+
+    def _send_on(self, entry: Entry[QueuedRequest], request: QueuedRequest, now_s: float) -> None:
+        self._held.remove(request)
+        waited_s = now_s - entry.waiting.arrived_s
+        self.metrics.held_s.observe(band(entry.waiting.priority), waited_s)
+        self._place(request, entry.waiting.arrived_s, now_s)
 
     def sweep(self) -> None:
         """Rejects requests that have waited too long, and all if no worker is left nor expected.
         Call it periodically."""
         self.admit()
         now_s = self.clock()
+        for entry in self._held:
+            if (held := entry.item) is None:
+                continue
+            if now_s - entry.waiting.arrived_s >= self._gate.hold_s:
+                self._send_on(entry, held, now_s)
         for tenant, began_s in tuple(self._reserved_s.items()):
             if now_s - began_s >= RESERVE_EVERY_S:
                 del self._reserved_s[tenant]
@@ -212,7 +287,7 @@ class AdmissionQueue:
     ) -> None:
         self._queue.remove(request)
         routing, waited_s = request.routing, now_s - entry.waiting.arrived_s
-        self._served.add(routing.tenant, _cost(routing), now_s)
+        self._served.add(routing.tenant, entry.waiting.cost_tokens, now_s)
         self.metrics.priority_queue_s.observe(band(routing.priority), waited_s)
         if step(routing.priority, waited_s, self.aging_s) > routing.priority:
             self.metrics.promotions.inc()
@@ -229,7 +304,3 @@ class AdmissionQueue:
         state = "busy" if self.router.any_available() else "restarting"
         message = f"All engines are {state}. {why}"
         request.rejected(BalancerError(HTTPStatus.SERVICE_UNAVAILABLE, message, _RETRY_AFTER_S))
-
-
-def _cost(routing: RoutingRequest) -> int:
-    return routing.prompt_tokens + routing.output_tokens

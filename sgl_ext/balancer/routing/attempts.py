@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from radix.in_flight_prefixes import InFlightPrefix
-from scheduler.placement import Placement, WorkerView
-from scheduler.sessions import Sessions
+from scheduler.placing.placement import Placement, WorkerView
+from scheduler.placing.sessions import Sessions
+from scheduler.placing.speeds import Speeds
+from scheduler.programs.working_set import WorkingSet
 from sgl_ext.balancer.routing.prefixes import HeldPrefix, Prefixes
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.requests.segments import Chain
@@ -73,6 +75,8 @@ class Attempt(msgspec.Struct, eq=False):
     expected_tokens: the same, with those that it was about to hold.
     uncached_tokens: prompt tokens that the worker still has to compute for it; those that it loads
         count with what loading costs.
+    began_s: when it began. first_byte_s: when its prompt was computed; 0 before that.
+    work_tokens: what the worker had to compute for its first byte; 0 if that shows no speed.
     running_tokens: what the attempt counts with in the worker's `running`. decoder_tokens: the same
         in that of the decoder, which holds no prefix.
     follows: the attempt that computes a prefix this one waits for; `followers` wait for this one.
@@ -87,6 +91,9 @@ class Attempt(msgspec.Struct, eq=False):
     predicted_tokens: int = 0
     expected_tokens: int = 0
     uncached_tokens: int = 0
+    began_s: float = 0.0
+    first_byte_s: float = 0.0
+    work_tokens: int = 0
     running_tokens: int = 0
     decoder_tokens: int = 0
     decoding: bool = False
@@ -105,12 +112,15 @@ class Attempt(msgspec.Struct, eq=False):
 class Attempts:
     """The attempts of one balancer process.
 
+    working_set: what programs use; None while it is not counted.
     on_begin: called with every attempt that begins.
     on_end: called after every attempt that ends.
     """
 
     def __init__(self, prefixes: Prefixes, clock: Callable[[], float]) -> None:
         self.sessions = Sessions(SESSION_LIVE_S)
+        self.speeds = Speeds()
+        self.working_set: WorkingSet | None = None
         self._prefixes = prefixes
         self._clock = clock
         self._computing: dict[InFlightPrefix | None, Attempt] = {}
@@ -128,7 +138,7 @@ class Attempts:
     ) -> Attempt:
         """Begins an attempt on a worker, which holds `held` of the prompt."""
         now_s = self._clock()
-        attempt = Attempt(routing, worker, placement, considered)
+        attempt = Attempt(routing, worker, placement, considered, began_s=now_s)
         attempt.predicted_tokens = held.tokens + held.slower_tokens
         attempt.expected_tokens = held.expected_tokens + held.slower_tokens
         attempt.decoder = decoder
@@ -149,6 +159,9 @@ class Attempts:
                 prefix = self._prefixes.in_flight.expect(worker.slot, missing)
                 attempt.in_flight_prefix = prefix
                 self._computing[prefix] = attempt
+        # One that waits for a prefix, or for kernels of an engine that has just come, is slow.
+        if routing.runs and attempt.follows is None and worker.warmth(now_s) == 1.0:
+            attempt.work_tokens = worker.total_pending_tokens(now_s) + attempt.uncached_tokens
         attempt.running_tokens = self._enter(attempt, worker, uncached_tokens, now_s)
         if decoder is not None:
             attempt.decoder_tokens = self._enter(attempt, decoder, routing.prompt_tokens, now_s)
@@ -160,9 +173,29 @@ class Attempts:
                 self.sessions.end(routing.session)
             else:
                 self.sessions.record(routing.session, worker.slot, routing.prompt_tokens, now_s)
+            self._count_program(routing, worker, held, now_s)
         for action in self.on_begin:
             action(attempt)
         return attempt
+
+    def _count_program(
+        self, routing: RoutingRequest, worker: Worker, held: HeldPrefix, now_s: float
+    ) -> None:
+        """Counts what a request's agent uses. A size beyond the whole memory counts as 0: it is
+        wrong."""
+        working_set, session = self.working_set, routing.session
+        if working_set is not None and session is not None and routing.runs:
+            tokens = self._prefixes.prompt_tokens(routing.chain, held, routing.prompt_tokens)
+            working_set.begin(
+                session,
+                routing.tenant,
+                worker.slot,
+                tokens if tokens <= worker.pool_tokens else 0,
+                held.expected_tokens + held.slower_tokens,
+                now_s,
+                routing.priority,
+                worker.refill_s,
+            )
 
     @staticmethod
     def _enter(attempt: Attempt, worker: Worker, uncached_tokens: int, now_s: float) -> int:
@@ -200,6 +233,9 @@ class Attempts:
         """The worker has computed the prompt. A second call changes nothing."""
         if not attempt.decoding:
             self._end_prefill(attempt)
+            attempt.first_byte_s = now_s = self._clock()
+            took_s = now_s - attempt.began_s
+            self.speeds.prefilled(attempt.worker.slot, attempt.work_tokens, took_s, now_s)
             attempt.decoding = True
             (attempt.decoder or attempt.worker).decoding += 1
 
@@ -213,8 +249,13 @@ class Attempts:
             if self._prefixes.index.holds(worker.slot, prefix.segments[-1]):
                 self.prefill_done(attempt)
 
-    def succeed(self, attempt: Attempt) -> None:
-        """The whole answer came, and it is no failure of the worker."""
+    def succeed(self, attempt: Attempt, output_tokens: int = 0) -> None:
+        """The whole answer came, and it is no failure of the worker. output_tokens: its length, 0
+        if it is unknown."""
+        if attempt.decoding:
+            now_s, tokens = self._clock(), output_tokens - 1
+            took_s = now_s - attempt.first_byte_s
+            self.speeds.decoded(attempt.answerer.slot, tokens, took_s, now_s)
         attempt.worker.breaker.succeeded()
         if attempt.decoder is not None:
             attempt.decoder.breaker.succeeded()
@@ -249,6 +290,10 @@ class Attempts:
 
     def _end(self, attempt: Attempt) -> None:
         self._end_prefill(attempt)
+        routing, working_set = attempt.routing, self.working_set
+        if working_set is not None and routing.session is not None and routing.runs:
+            refill_s = attempt.worker.refill_s
+            working_set.end(routing.session, self._clock(), refill_s, is_last=routing.is_final)
         # Else a request and its attempt keep each other until the garbage collector finds them.
         attempt.abandon = _nothing
         if attempt.decoder is None:
@@ -268,8 +313,11 @@ class Attempts:
         segments: Sequence[int],
         prompt_tokens: int,
         uncached_tokens: int,
+        tenant: str = "",
+        priority: int = 0,
     ) -> None:
-        """Records a peer's attempt, after which `worker` will hold `segments`."""
+        """Records a peer's attempt, after which `worker` will hold `segments`. When it ends is not
+        known: its agent's lease begins now."""
         now_s = self._clock()
         worker.recent_prefill.add(uncached_tokens, now_s)
         if segments:
@@ -277,3 +325,16 @@ class Attempts:
             self._prefixes.in_flight.end(prefix, now_s + PEER_PREFIX_S)
         if session is not None:
             self.sessions.record(session, worker.slot, prompt_tokens, now_s)
+            if self.working_set is not None:
+                held_tokens = max(prompt_tokens - uncached_tokens, 0)
+                self.working_set.begin(
+                    session,
+                    tenant,
+                    worker.slot,
+                    prompt_tokens,
+                    held_tokens,
+                    now_s,
+                    priority,
+                    worker.refill_s,
+                )
+                self.working_set.end(session, now_s, worker.refill_s)

@@ -7,9 +7,9 @@ from math import ceil, inf
 from operator import or_
 
 from scheduler.capacity import has_capacity
-from scheduler.placement import WorkerView, rendezvous
-from scheduler.sessions import Sessions
-from scheduler.shortlist import SMALL_FLEET, Shortlist, bits_of
+from scheduler.placing.placement import WorkerView, rendezvous
+from scheduler.placing.sessions import Sessions
+from scheduler.placing.shortlist import SMALL_FLEET, Shortlist, bits_of
 from sgl_ext.balancer.routing.attempts import RoutingRequest
 from sgl_ext.balancer.routing.prefixes import HeldBySlot, slower_tokens
 from sgl_ext.balancer.routing.worker import DECODE, Worker
@@ -151,6 +151,7 @@ class Fleet:
             shared_tokens,
             worker.load_share,
             worker.shared_share,
+            *worker.weights,
         )
 
     def load_changed(self, worker: Worker, now_s: float) -> None:

@@ -13,7 +13,7 @@ from radix.index import PrefixIndex
 from radix.index_memory import IndexMemory
 from radix.index_view import IndexView
 from radix.shared_index import SharedIndex
-from scheduler.shortlist import bits_of
+from scheduler.placing.shortlist import bits_of
 from sgl_ext.balancer.metrics.instruments import Tables
 from sgl_ext.balancer.routing.worker import Worker
 from sgl_ext.requests.segments import Chain
@@ -120,6 +120,13 @@ class HeldBySlot:
             masks[held.tokens] = masks.get(held.tokens, 0) | mask & ~expecting
         return [masks[tokens] for tokens in sorted(masks, reverse=True)]
 
+    @property
+    def most(self) -> HeldPrefix:
+        """The most that is held, or is about to be held, under one slot."""
+        reported = [self.groups[0][1]] if self.groups else []
+        found = (*reported, *self.expecting.values())
+        return max(found, key=lambda held: held.expected_tokens, default=_NOTHING)
+
     def most_tokens(self, besides: int, counts: Callable[[int], bool]) -> int:
         """The most tokens that a worker holds or is about to hold, of the slots that count, besides
         one."""
@@ -176,7 +183,6 @@ class Prefixes:
         for match in self.index.matches(chain.hashes):
             held = HeldPrefix(match.tokens, match.depth, match.tokens, match.depth)
             found.groups.append((match.workers, held))
-            self._calibrate(chain.ends[match.depth - 1], match.tokens)
         for slot, (depth, in_flight) in self.in_flight.deepest(chain.hashes).items():
             held = found[slot]
             segments = held.segments
@@ -224,6 +230,19 @@ class Prefixes:
     def estimate_tokens(self, size_bytes: int) -> int:
         """The tokens of a part of a request."""
         return int(size_bytes / self._bytes_per_token)
+
+    def prompt_tokens(self, chain: Chain, held: HeldPrefix, estimated_tokens: int) -> int:
+        """The tokens of a prompt: those that a worker has of it, which it counted, and an estimate
+        of the rest."""
+        if not held.segments:
+            return estimated_tokens
+        rest_bytes = chain.ends[-1] - chain.ends[held.segments - 1]
+        return held.tokens + self.estimate_tokens(rest_bytes)
+
+    def learn_size(self, chain: Chain, held: HeldBySlot) -> None:
+        """Learns from a request that is placed how many bytes its tokens have."""
+        for _, prefix in held.groups:
+            self._calibrate(chain.ends[prefix.segments - 1], prefix.tokens)
 
     def _calibrate(self, size_bytes: int, tokens: int) -> None:
         """Learns how many bytes of a request make a token of this model, quickly at first."""

@@ -14,7 +14,7 @@ from itertools import chain
 from math import inf
 from typing import Any
 
-from scheduler.placement import (
+from scheduler.placing.placement import (
     Placement,
     PlacementRequest,
     WorkerView,
@@ -23,6 +23,7 @@ from scheduler.placement import (
     score_all,
     stays,
 )
+from scheduler.placing.speeds import EVEN
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempts import FOLLOW_TOKENS, Attempt, Attempts, RoutingRequest
 from sgl_ext.balancer.routing.candidates import Candidates, Fleet, allowed
@@ -112,8 +113,10 @@ class Router:
         if unconfirmed := self.prefixes.in_flight.expire(now_s):
             self.metrics.unconfirmed_prefixes.inc(unconfirmed)
         self.attempts.sessions.expire(now_s)
+        self._learn(now_s)
         candidates = self._candidates(routing, tried)
         held = self.prefixes.lookup(routing.chain)
+        self.prefixes.learn_size(routing.chain, held)
         request = self._placement_request(routing, held)
         home, view = self._find_home(request, candidates, held, now_s)
         has_capacity = partial(candidates.has_capacity, held=held)
@@ -134,6 +137,20 @@ class Router:
         reason = chosen.reason if home is None else "moved"
         worker = next(w for w in open_workers if w.id == chosen.worker)
         return self._begin(routing, worker, reason, held, views, candidates)
+
+    def uncached_tokens(self, routing: RoutingRequest) -> int:
+        """An estimate of the tokens of a prompt that no worker holds, on any tier."""
+        most = self.prefixes.lookup(routing.chain).most
+        tokens = self.prefixes.prompt_tokens(routing.chain, most, routing.prompt_tokens)
+        return max(tokens - most.expected_tokens, 0)
+
+    def _learn(self, now_s: float) -> None:
+        """Takes over what was learned of the workers' speeds."""
+        speeds = self.attempts.speeds
+        for slot in speeds.refresh(now_s):
+            if (worker := self.workers.at_slot(slot)) is not None:
+                worker.weights = speeds.weights(slot)
+                self.fleet.load_changed(worker, now_s)
 
     def _begin(
         self,
@@ -250,6 +267,8 @@ class Router:
                     "live_session_tokens": view.session_tokens,
                     "decoding_requests": view.decoding,
                     "warmth": view.warmth,
+                    "prefill_weight": view.prefill_weight,
+                    "decode_weight": view.decode_weight,
                 }
                 for cost, (worker, view) in zip(scores, views.items(), strict=True)
             ],
@@ -260,6 +279,10 @@ class Router:
         for slot in self.workers.slots_of(worker):
             self.prefixes.forget_worker(slot)
         self.attempts.sessions.forget_worker(worker.slot)
+        self.attempts.speeds.forget(worker.slot)
+        worker.weights = EVEN
+        if self.attempts.working_set is not None:
+            self.attempts.working_set.forget_worker(worker.slot)
         self.fleet.forget(worker)
         worker.pins.clear()
         worker.clear_load()
@@ -289,8 +312,8 @@ class Router:
         reason = stays(request, view, most)
         if reason == "moved":
             found = self.fleet.compared(candidates, held, home, lambda w: w is not home, now_s)
-            pending = (w.total_pending_tokens(now_s) for w in found)
-            reason = stays(request, view, most, min(pending, default=inf))
+            waits = (w.weights.prefill * w.total_pending_tokens(now_s) for w in found)
+            reason = stays(request, view, most, min(waits, default=inf))
         return home if reason == "home" else None, view
 
     def _views_beside(
@@ -318,6 +341,8 @@ class Router:
                     shared_tokens=tokens.shared_tokens,
                     load_share=worker.load_share,
                     shared_share=worker.shared_share,
+                    prefill_weight=worker.weights.prefill,
+                    decode_weight=worker.weights.decode,
                 )
         return [*views.values()]
 
@@ -338,4 +363,7 @@ class Router:
             # Slots differ between balancers, so that they are no reason to prefer a worker.
             homes = [worker.id for slot in slots if (worker := self.workers.at_slot(slot))]
             home_id = chosen_of(routing.prefix, homes) if homes else None
-        return PlacementRequest(routing.prompt_tokens, routing.prefix, home_id, last_tokens)
+        answer_tokens = self.attempts.speeds.answer_tokens(routing.output_tokens)
+        return PlacementRequest(
+            routing.prompt_tokens, routing.prefix, home_id, last_tokens, answer_tokens
+        )

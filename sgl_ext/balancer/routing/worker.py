@@ -8,7 +8,10 @@ from urllib.parse import urlsplit
 from scheduler.breaker import Breaker, State
 from scheduler.capacity import Capacity, InFlight
 from scheduler.decaying_sum import DecayingSum
-from scheduler.placement import LOAD_SHARE, RECENT_S, SHARED_SHARE
+from scheduler.placing.placement import LOAD_SHARE, RECENT_S, SHARED_SHARE
+from scheduler.placing.speeds import EVEN
+from scheduler.programs.admission import pool_tokens
+from scheduler.programs.pace import PrefillPace
 from sgl_ext.membership.member import Member
 from sgl_ext.pin_mirror import PinMirror
 
@@ -65,9 +68,11 @@ class Worker:
     attempts: the attempts in flight there.
     capacity: what it reports that it can run; None without a report.
     report: the load that it last reported, empty without a report.
+    pace: of its prefill, as it reports it.
     caches_off: the caches of its HTTP process that turned themselves off.
     degraded: features of SGLang with which the extension does less in this engine.
     peer_load: the load that the node's other balancer processes put on it.
+    weights: what its work costs, as learned from requests.
     recent_prefill: tokens that it was given to prefill in the last seconds.
     publishes: whether it says that it publishes the prefixes that it holds.
     last_heard_s: when its scheduler last sent an event, or got its first work after being idle.
@@ -112,9 +117,11 @@ class Worker:
         self.attempts: set[Attempt] = set()
         self.capacity: Capacity | None = None
         self.report: Mapping[str, Any] = {}
+        self.pace = PrefillPace()
         self.caches_off: list[str] = []
         self.degraded: list[str] = []
         self.peer_load = Load()
+        self.weights = EVEN
         self.recent_prefill = DecayingSum(RECENT_S)
         self.pins = PinMirror()
         self.pinned_tokens = 0
@@ -193,6 +200,8 @@ class Worker:
     def apply_load(self, load: Mapping[str, Any], now_s: float) -> None:
         """Takes over the load that the engine reports of itself."""
         self.report = load
+        if "prefill_ms" in load:
+            self.pace.report(load.get("prefill_tokens", 0), load["prefill_ms"], now_s)
         self.pinned_tokens = load.get("pinned_tokens", 0)
         ours = self.pending_tokens + self.peer_load.pending_tokens
         difference = load.get("pending_tokens", 0) - ours
@@ -211,6 +220,19 @@ class Worker:
         self.pinned_tokens = 0
         self.capacity = None
         self._correction = _NO_CORRECTION
+
+    @property
+    def pool_tokens(self) -> float:
+        """The tokens that it can keep, those of its host at what loading them saves; 0 if it does
+        not report them."""
+        device_tokens = self.report.get("capacity_tokens", 0)
+        host_tokens = self.report.get("host_capacity_tokens", 0)
+        return pool_tokens(device_tokens, host_tokens, self.load_share) if device_tokens else 0.0
+
+    @property
+    def refill_s(self) -> float:
+        """How long it takes to compute all that it can keep; 0 if that is not known."""
+        return self.pace.seconds_of(self.pool_tokens)
 
     def total_pending_tokens(self, now_s: float) -> int:
         """What it still has to prefill, by the accounts of all balancers and its own."""

@@ -12,8 +12,8 @@ from prometheus_client.registry import Collector
 
 from radix.tier import Tier
 from sgl_ext.balancer.metrics.registry import Metrics
-from sgl_ext.balancer.routing.worker import DECODE, PREFILL, Worker, rank_id
-from sgl_ext.balancer.routing.worker_gauges import gauges
+from sgl_ext.balancer.metrics.worker_gauges import gauges
+from sgl_ext.balancer.routing.worker import DECODE, PREFILL, STATES, Worker, rank_id
 from sgl_ext.membership.member import Member
 from sgl_ext.membership.merging import ADMIN, AdminChanges, merge
 
@@ -92,7 +92,7 @@ class Workers(Collector):
         metrics.tables.add("added_workers", lambda: len(self.admin.added), lambda: MOST_ADDED)
 
     def collect(self) -> Iterable[Metric]:
-        return gauges(self._by_id, self._clock())
+        return gauges(self._by_id, STATES, self._clock())
 
     @property
     def ready(self) -> list[Worker]:

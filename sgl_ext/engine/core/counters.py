@@ -63,6 +63,11 @@ COUNTERS: dict[str, tuple[str, ...]] = {
     ),
     "prefilled_ahead_tokens": ("Tokens prefilled ahead.",),
     "loaded_ahead_tokens": ("Tokens loaded ahead from the host.",),
+    "loaded_ahead_tokens_used": (
+        "Tokens loaded ahead from the host that the next turn found on the device.",
+    ),
+    "returns_expected": ("Turns that ended with tool calls and whose session is expected back.",),
+    "returns": ("Sessions that were expected back, by what the wait came to.", "result"),
     "prefilled_ahead_tokens_used": ("Tokens of right guesses of a next turn.",),
     "prefilled_ahead_tokens_wasted": ("Tokens of guesses whose turn differed or never came.",),
     "prefilled_ahead_saved_seconds": ("Time that prefilling right guesses took.",),
@@ -93,6 +98,19 @@ COUNTERS: dict[str, tuple[str, ...]] = {
     "pins_spilled": ("Pins moved from the device to a locked copy in host memory.",),
     "pins_loaded": ("Pins moved back to the device after a request loaded their prefix.",),
     "spills_rejected": ("Pins that ended because they could not move to the host.", "reason"),
+    "agents_ended": (
+        "Agents that ended, by what showed it: final, single, parent, compacted.",
+        "how",
+    ),
+    "agents_compacted": (
+        "Requests whose prompt is what is left of their conversation's last one.",
+    ),
+    "agents_returned": ("Requests of agents that were away, by what they did meanwhile.", "after"),
+    "agents_gone": (
+        "Agents that did not come back, by what they did when they were last seen.",
+        "after",
+    ),
+    "answers_not_reported": ("Answers of which the scheduler did not learn what tools they call.",),
     "prompt_tokens_encoded": ("Prompt tokens, by whether they were tokenized or cached.", "source"),
     "token_cache_checks": ("Prompts tokenized whole as well, to check the token cache.",),
     "token_cache_disabled": ("Times that the token cache was disabled.", "reason"),

@@ -31,6 +31,7 @@ class Hints(NamedTuple):
     is_demoted: whether the session's pins on this prompt are to end.
     output_tokens: the length of answer that the client expects, None if it does not say.
     conversation: its `digest`; "" if it is unknown.
+    brings_results: whether the request goes on after calls of tools.
     facts: what the client says about itself: the class of the request, the agent, its tools' times.
     """
 
@@ -48,6 +49,7 @@ class Hints(NamedTuple):
     queued_s: float = 0.0
     is_demoted: bool = False
     conversation: str = ""
+    brings_results: bool = False
     facts: ClientFacts = NO_FACTS
 
 
@@ -88,6 +90,7 @@ def _encode(context: RequestContext) -> KvHintAction:
         queued_s=context.queued_s,
         is_demoted=context.is_demoted,
         conversation=digest(conversation) if conversation else "",
+        brings_results=context.brings_results,
     )
     packed = b"".join([segment.to_bytes(_HASH_BYTES) for segment in hints.hashes])
     return sglang_api.KvHintAction(

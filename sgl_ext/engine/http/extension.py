@@ -108,7 +108,7 @@ class HttpExtension:
             if next_turns is not None:
                 self.next_turns = next_turns
                 for broadcaster in self.broadcasters:
-                    broadcaster.on_cleared = partial(next_turns.prefiller.drop_all, "flushed")
+                    broadcaster.on_cleared = partial(next_turns.drop_all, "flushed")
             yield
 
 

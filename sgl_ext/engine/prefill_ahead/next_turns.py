@@ -11,6 +11,7 @@ Each guess is compared with the turn that comes.
 import asyncio
 import logging
 import secrets
+import time
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -24,9 +25,11 @@ from sgl_ext.engine.core.counters import counter
 from sgl_ext.engine.core.dry_run import Headers, convert
 from sgl_ext.engine.core.request_context import RequestContext, conversation_name
 from sgl_ext.engine.prefill_ahead.prefiller import MOST_JOBS, Job, Prefiller
+from sgl_ext.engine.prefill_ahead.returns import SessionReturns
 from sgl_ext.engine.sglang_http_types import GenerateReqInput, TokenizerManager
 from sgl_ext.requests.answers import read_answer
-from sgl_ext.requests.next_turn import Turn, next_turn
+from sgl_ext.requests.client_facts import COMPACTION
+from sgl_ext.requests.next_turn import Turn, next_turn, tool_names
 
 MOST_PENDING = 64
 MOST_GUESSES = 256
@@ -53,15 +56,24 @@ class _Seen(NamedTuple):
 
 
 class NextTurns:
-    """The conversations of one engine. `policy` is `EngineSettings.prefill_ahead`."""
+    """The conversations of one engine. `policy` is `EngineSettings.prefill_ahead`.
+
+    returns: the sessions that run tools; None on an engine without host memory.
+    """
 
     def __init__(
-        self, app: Any, manager: TokenizerManager, prefiller: Prefiller, policy: str
+        self,
+        app: Any,
+        manager: TokenizerManager,
+        prefiller: Prefiller,
+        policy: str,
+        returns: SessionReturns | None = None,
     ) -> None:
         self._app = app
         self._manager = manager
         self.prefiller = prefiller
         self.policy = policy
+        self.returns = returns
         self._history = GuessHistory()
         self._seen: FIFOCache[str, _Seen] = FIFOCache(16 * MOST_GUESSES)
         self._pending: dict[str, asyncio.Task[None]] = {}
@@ -72,6 +84,14 @@ class NextTurns:
         yield "prefills_ahead", "entries", len(self.prefiller), MOST_JOBS
         yield "guesses", "entries", len(self._guesses), MOST_GUESSES
         yield "guesses_in_work", "entries", len(self._pending), MOST_PENDING
+        if self.returns is not None:
+            yield from self.returns.tables()
+
+    def drop_all(self, reason: str) -> None:
+        """Prefills nothing of what is known now."""
+        self.prefiller.drop_all(reason)
+        if self.returns is not None:
+            self.returns.drop_all(reason)
 
     def compare(self, context: RequestContext, request: Any) -> None:
         """Compares the guess for a conversation with the request that came."""
@@ -80,6 +100,8 @@ class NextTurns:
             return
         if (pending := self._pending.pop(name, None)) is not None:
             pending.cancel()
+        if self.returns is not None:
+            self.returns.came(name, context)
         self.prefiller.drop(name, "came")
         if (guess := self._guesses.pop(name, None)) is not None:
             self._judge(name, guess, getattr(request, "input_ids", None))
@@ -91,6 +113,8 @@ class NextTurns:
         hint = context.importance.speculative_prefill
         if name is None or hint is False or context.is_last or self.policy == "off":
             return False
+        if context.facts.request_class == COMPACTION or context.facts.compaction:
+            return False  # the next turn does not begin with this one
         seen = self._seen.get(name)
         if not hint and not (self.policy == "auto" and seen is not None and seen.is_growing):
             return False
@@ -110,12 +134,19 @@ class NextTurns:
         if len(self._pending) >= MOST_PENDING:
             counter("next_turns_not_guessed").labels("crowded").inc()
             return
-        work = self._guess(name, list(headers), context, data, is_stream)
+        answered_s = time.monotonic()
+        work = self._guess(name, list(headers), context, data, is_stream, answered_s)
         task = self._pending[name] = asyncio.create_task(work)
         task.add_done_callback(lambda _: self._pending.pop(name, None))
 
     async def _guess(
-        self, name: str, headers: Headers, context: RequestContext, data: bytes, is_stream: bool
+        self,
+        name: str,
+        headers: Headers,
+        context: RequestContext,
+        data: bytes,
+        is_stream: bool,
+        answered_s: float,
     ) -> None:
         await self.prefiller.idle()  # the conversion would delay real requests
         answer = await asyncio.to_thread(read_answer, context.protocol, data, is_stream)
@@ -134,6 +165,8 @@ class NextTurns:
         is_guess = not context.importance.speculative_prefill
         job = Job(name, ids, dry_run.request, dry_run.context, is_guess=is_guess, purpose="ahead")
         self._add(name, _Guess(len(ids), _digest(ids, len(ids)), job))
+        if self.returns is not None and answer and (tools := tool_names(answer)):
+            self.returns.expect(job, tools, answered_s)
         self.prefiller.put(job)
 
     def _add(self, name: str, guess: _Guess) -> None:

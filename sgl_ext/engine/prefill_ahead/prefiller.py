@@ -33,6 +33,8 @@ from sgl_ext.engine.sglang_types import ResolvedArgs
 from sgl_ext.requests.priority import LIMIT, Importance
 
 MOST_JOBS = 256
+RETURN = "return"
+"""The purpose of a job for a session that is expected back."""
 DEADLINE_S = 60.0
 _POLL_S = 0.02
 # A request that comes while a slice runs waits for it, so slices are sized to take this long.
@@ -49,10 +51,10 @@ class Job:
 
     name: of its conversation; a newer job of the name replaces it.
     ids: its tokens, `total` of them. request: SGLang's, made of the prompt's body; slices run in
-        its name space. These and the body are dropped when the job has ended.
+        its name space, which is all that is left of these and the body when the job has ended.
     context: of the same body; the last slice sends its hints and sets its pins.
     is_guess: no client requested it, and it is evicted first.
-    purpose: why it runs, for the log: "prefill", "standby", "ahead" or "warmup".
+    purpose: why it runs, for the log: "prefill", "standby", "ahead", "return" or "warmup".
     cached_tokens: how many were on the device before; None until that is known.
     reached_tokens: how many are there now.
     loaded_tokens: how many were loaded from the host. prefilled_tokens: how many were computed.
@@ -112,6 +114,9 @@ class Prefiller:
     def __len__(self) -> int:
         return len(self._jobs)
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._jobs
+
     def limit_slices(self, tokens: int) -> None:
         """Changes the longest slice, which is a chunk of SGLang's at most."""
         chunk = self._chunk_tokens
@@ -130,7 +135,8 @@ class Prefiller:
             return self._finish(job, "unsupported")
         self._jobs[job.name] = job
         self._has_jobs.set()
-        counter("prefills_ahead").labels("guess" if job.is_guess else "asked").inc()
+        kind = RETURN if job.purpose == RETURN else "guess" if job.is_guess else "asked"
+        counter("prefills_ahead").labels(kind).inc()
 
     def drop(self, name: str, reason: str) -> bool:
         """Ends the job of this name; whether there was one."""
@@ -271,7 +277,11 @@ class Prefiller:
             return
         if self._jobs.get(job.name) is job:
             del self._jobs[job.name]
-        job.reason, job.ids, job.request.input_ids = reason, array("q"), None
+        job.reason, job.ids = reason, array("q")
+        whole = job.request  # a client's grammar can be as long as its body
+        job.request = sglang_api.GenerateReqInput(
+            extra_key=whole.extra_key, cache_salt=whole.cache_salt, lora_path=whole.lora_path
+        )
         job.context = replace(job.context, body=None, cached_messages=(), found_in_messages={})
         if reason:
             counter("prefills_ahead_dropped").labels(reason).inc()

@@ -37,6 +37,7 @@ from sgl_ext.engine.core.request_context import conversation_name
 from sgl_ext.engine.core.shared_prefixes import prefixes
 from sgl_ext.engine.prefill_ahead.next_turns import NextTurns, certain_ids
 from sgl_ext.engine.prefill_ahead.prefiller import DEADLINE_S, Job, Prefiller
+from sgl_ext.engine.prefill_ahead.returns import SessionReturns
 from sgl_ext.engine.sglang_http_types import TokenizerManager
 from sgl_ext.protocols.registry import detect
 from sgl_ext.protocols.request_ids import HEADER as REQUEST_ID_HEADER
@@ -51,6 +52,7 @@ WAIT_S = 30.0
 MOST_WAITING = 64
 _RETRY_AFTER_S = 5
 _RETRY_S = 1.0
+_RETURNS_S = 0.1
 _logger = logging.getLogger(__name__)
 
 
@@ -72,7 +74,8 @@ async def prefilling_ahead(
         yield None
         return
     prefiller = Prefiller(manager, args, settings.prefill_ahead_slice_tokens)
-    requests = PrefillRequests(app, manager, prefiller, caches(args))
+    returns = SessionReturns(prefiller) if args.enable_hierarchical_cache else None
+    requests = PrefillRequests(app, manager, prefiller, caches(args), returns)
     app.router.routes[:0] = [
         Route(PREFILL, requests.post, methods=["POST"]),
         Route(PREFILL, requests.delete, methods=["DELETE"]),
@@ -81,8 +84,11 @@ async def prefilling_ahead(
         asyncio.create_task(supervise("prefill_ahead", background_failed, prefiller.run, _RETRY_S)),
         asyncio.create_task(requests.warm_up(shared, settings.warmup_requests)),
     ]
+    if returns is not None:
+        work = supervise("returns", background_failed, returns.load_due, _RETURNS_S)
+        tasks.append(asyncio.create_task(work))
     try:
-        yield NextTurns(app, manager, prefiller, settings.prefill_ahead)
+        yield NextTurns(app, manager, prefiller, settings.prefill_ahead, returns)
     finally:
         for task in tasks:
             task.cancel()
@@ -94,12 +100,18 @@ class PrefillRequests:
     rank prefills."""
 
     def __init__(
-        self, app: Any, manager: TokenizerManager, prefiller: Prefiller, ranks: int = 1
+        self,
+        app: Any,
+        manager: TokenizerManager,
+        prefiller: Prefiller,
+        ranks: int = 1,
+        returns: SessionReturns | None = None,
     ) -> None:
         self._ranks = range(ranks)
         self._app = app
         self._manager = manager
         self._prefiller = prefiller
+        self._returns = returns
         self._converts = asyncio.Lock()
         self._owners: dict[asyncio.Task[Response], str] = {}
 
@@ -179,7 +191,10 @@ class PrefillRequests:
         def is_meant(job: Job) -> bool:
             return job.context.session == session and owner in (None, job.context.owner)
 
-        return JSONResponse({"deleted": self._prefiller.drop_all("deleted", is_meant)})
+        deleted = self._prefiller.drop_all("deleted", is_meant)
+        if self._returns is not None:
+            deleted += self._returns.drop_all("deleted", is_meant)
+        return JSONResponse({"deleted": deleted})
 
     async def _prefill(
         self, protocol: Protocol, headers: Headers, body: Any, begun: list[Job]

@@ -124,7 +124,8 @@ class EventPublisher:
         self, lines: list[dict[str, Any]], load: dict[str, int]
     ) -> list[dict[str, Any]]:
         """Adds to the lines what a token costs that a slower tier has, if that has changed; and to
-        the load what waiting requests will load, which SGLang's estimate leaves out."""
+        the load the host's memory, and what waiting requests will load, which SGLang's estimate
+        leaves out."""
         if self._cache is None or self._cache.cache_controller is None:
             return lines
         shares = {"load_share": extension_of(self._cache).load_share}
@@ -135,6 +136,7 @@ class EventPublisher:
             shares["shared_share"] = cost.shared_share
         on_host = sum(req.host_hit_length for req in self._scheduler.waiting_queue)
         load["pending_tokens"] += int(shares["load_share"] * on_host)
+        load["host_capacity_tokens"] = self._cache.host_tokens
         if shares == self._shares:
             return lines
         self._shares = shares
@@ -227,6 +229,8 @@ def load_of(
         "capacity_tokens": inquirer.max_total_num_tokens,
         "max_running": scheduler.max_running_requests,
         "context_tokens": scheduler.max_req_len,
+        "prefill_tokens": scheduler.total_prefill_uncached_tokens,
+        "prefill_ms": scheduler.total_prefill_busy_us // 1000,
     }
 
 

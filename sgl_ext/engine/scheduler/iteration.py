@@ -13,7 +13,7 @@ from typing import Any
 
 from scheduler.load_cost import PRIOR
 from sgl_ext.engine.arguments import in_effect
-from sgl_ext.engine.core.folder import Orders
+from sgl_ext.engine.core.folder import Answered, Orders
 from sgl_ext.engine.scheduler import slice_gate
 from sgl_ext.engine.scheduler.event_publisher import EventChannel, EventPublisher
 from sgl_ext.engine.scheduler.nodes import clock_s
@@ -27,12 +27,13 @@ _logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class Order:
     """An order that all ranks carry out in the same iteration: time goes on to `now_s`, the pins of
-    the prefixes in `unpin` are given up, `settings` are in effect, and a token that the host loads
-    costs `load_share` of a computed one."""
+    the prefixes in `unpin` are given up, `settings` are in effect, `answers` were sent, and a token
+    that the host loads costs `load_share` of a computed one."""
 
     now_s: float
     unpin: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
+    answers: tuple[Answered, ...] = ()
     load_share: float = PRIOR
 
 
@@ -57,7 +58,7 @@ def send_orders(aborts: list[Any], scheduler: Scheduler) -> list[Any]:
         or scheduler.waiting_queue
         or not scheduler.running_batch.is_empty()
     )
-    is_wanted = wanted.unpin or wanted.settings
+    is_wanted = wanted.unpin or wanted.settings or wanted.answers
     return [*aborts, Order(now_s, *wanted, load_share=share)] if is_due or is_wanted else aborts
 
 
@@ -78,6 +79,8 @@ def take_orders(
             pins.advance(order.now_s)
             pins.release_named(order.unpin)
             extension.change(order.settings)
+            if order.answers and extension.cache is not None:
+                extension.cache.agents.answered(order.answers)
             extension.load_share = order.load_share
     original(scheduler, slice_gate.slices_last(extension, requests))
     slice_gate.reject_slices(extension, scheduler)

@@ -40,6 +40,8 @@ def order_queue(
     extension.passed = 0
     extension.adder = None
     pins = extension.pins
+    if extension.cache is not None:
+        extension.cache.agents.queued(queue)
     if len(queue) > 1 and pins is not None and _orders_by_priority(policy):
         now_s = pins.now_s
         if not policy.tree_cache.supports_fast_match_prefix():  # else SGLang has matched them

@@ -96,6 +96,7 @@ class SchedulerExtension:
         self.last_try = None
         if self.cache is not None:
             self.cache.limit_pins(self.settings)
+            self.cache.agents.policy = self.settings.agent_eviction
 
     def count(self, name: str, amount: float = 1) -> None:
         """Counts, once for an engine, what every rank of it does."""
@@ -158,6 +159,7 @@ class RequestState:
         the last one.
     marks_seen: how many of its marked prefixes were in the tree; None before its first one.
     is_slice_checked: whether a prefill slice was allowed or rejected.
+    is_agent_noted: whether it is known that the request's agent is back.
     """
 
     hints: Hints | None
@@ -170,6 +172,7 @@ class RequestState:
     computed_tokens: int = 0
     marks_seen: int | None = None
     is_slice_checked: bool = False
+    is_agent_noted: bool = False
 
     def arrived_s(self, now_s: float) -> float:
         """When the request arrived at the balancer, so that its aging goes on in the engine.

@@ -1,4 +1,4 @@
-"""Which default hints a request gets, by its tenant, harness and model."""
+"""Which default hints a request gets, by its tenant, agent, harness and model."""
 
 from __future__ import annotations
 
@@ -41,6 +41,44 @@ def test_what_no_table_names_has_no_defaults() -> None:
 def test_a_stripped_header_line_tells_the_harness() -> None:
     assert given("", {}, {}, cc_version="2.1").osl == 7
     assert given("", CODEX, {}, cc_version="2.1").osl == 2  # its own header says more
+
+
+AGENTS = HintRules(
+    [
+        DefaultHint("tenant", "people", osl=1),
+        DefaultHint("agent", "Explore", osl=2, ttl_s=60),
+        DefaultHint("agent", "subagent", osl=3, ttl_s=5, priority=-5),
+        DefaultHint("harness", "claude-code", osl=4, prefill=False, ttl_s=9),
+    ]
+)
+EXPLORER = {
+    b"user-agent": b"claude-cli/2.1.330",
+    b"x-claude-code-agent-id": b"a1",
+    b"x-claude-code-agent-type": b"Explore",
+}
+
+
+def test_the_type_of_an_agent_wins_over_its_class_and_that_over_the_harness() -> None:
+    explorer = AGENTS.asked("", EXPLORER)
+    assert explorer.of({}, {}) == DefaultHints(-5, 2, False, 60)
+    assert explorer.explain({}, {})["priority"] == {"value": -5, "from": "agent subagent"}
+    assert AGENTS.asked("people", EXPLORER).of({}, {}) == DefaultHints(-5, 1, False, 60)
+    other = {**EXPLORER, b"x-claude-code-agent-type": b"Plan"}
+    assert AGENTS.asked("", other).of({}, {}) == DefaultHints(-5, 3, False, 5)
+    lead = {b"user-agent": b"claude-cli/2.1.330"}
+    assert AGENTS.asked("", lead).of({}, {}) == DefaultHints(None, 4, False, 9)
+
+
+def test_a_stripped_header_line_tells_a_sub_agent() -> None:
+    lead = AGENTS.asked("", {b"user-agent": b"claude-cli/2.1.330"})
+    assert lead.of({}, {"cc_is_subagent": "true"}).priority == -5
+    main = {b"user-agent": b"claude-cli/2.1.330", b"x-claude-code-request-class": b"main"}
+    assert AGENTS.asked("", main).of({}, {"cc_is_subagent": "true"}).priority is None
+
+
+def test_codex_names_its_sub_agents_in_its_turn() -> None:
+    turn = b'{"thread_source": "subagent", "thread_id": "t", "subagent_kind": "Explore"}'
+    assert AGENTS.asked("", {b"x-codex-turn-metadata": turn}).of({}, {}).osl == 2
 
 
 def test_a_process_for_large_bodies_decides_alike() -> None:

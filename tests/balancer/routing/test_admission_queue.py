@@ -265,6 +265,20 @@ def test_a_session_waits_for_its_home_a_while_and_others_pass() -> None:
     assert (waiting.attempt.worker, waiting.attempt.placement.reason) == (home, "home")
 
 
+def test_a_long_prompt_that_is_cached_costs_less_than_a_short_new_one() -> None:
+    queue = Queue(urls=["http://a"])
+    said = "Hello " * 1000
+    first = queue.arrive(queue.read(said))
+    assert first.attempt is not None
+    queue.confirm(first.attempt)
+    landed(queue, first)
+    running = queue.fill()
+    short, turn = queue.arrive(), queue.arrive(queue.read(said, "Hi.", "Go on"))
+    landed(queue, running[0])
+    assert turn.attempt is not None
+    assert short.attempt is None
+
+
 def test_after_a_while_a_session_goes_to_any_worker_with_capacity() -> None:
     queue = Queue()
     home, turn, _ = homed(queue)

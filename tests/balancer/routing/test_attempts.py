@@ -55,6 +55,20 @@ def test_followers_are_woken_when_the_leader_fails(setting: Setting) -> None:
     assert resumed == ["follower"]
 
 
+def test_one_that_waits_for_a_prefix_shows_no_speed(setting: Setting) -> None:
+    lead = setting.place(setting.read("Find a"))
+    assert lead.work_tokens == lead.routing.prompt_tokens
+    assert setting.place(setting.read("Find b")).work_tokens == 0
+
+
+def test_what_is_ahead_of_a_request_is_work_for_its_first_byte(setting: Setting) -> None:
+    one = setting.place(setting.read("One", system="1" * 9_000))
+    others = {each for each in setting.workers.all if each is not one.worker}
+    two = setting.router.place(setting.read("Two", system="2" * 9_000), others)
+    assert two is not None
+    assert two.work_tokens == one.uncached_tokens + two.uncached_tokens
+
+
 def test_an_unconfirmed_prefix_is_forgotten_soon(setting: Setting) -> None:
     attempt = setting.place(setting.read("Hello"))
     setting.router.attempts.prefill_done(attempt)

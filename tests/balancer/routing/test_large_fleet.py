@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.capacity import Capacity
-from scheduler.placement import DELAY, PlacementRequest, WorkerView, place, score_all
-from scheduler.shortlist import SMALL_FLEET
+from scheduler.placing.placement import DELAY, PlacementRequest, WorkerView, place, score_all
+from scheduler.placing.shortlist import SMALL_FLEET
 from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest
 from sgl_ext.balancer.routing.candidates import REREAD_S
 from sgl_ext.balancer.routing.router import MOST_LISTED, Router
@@ -56,8 +56,8 @@ def is_home(asked: PlacementRequest, home: Worker, views: dict[Worker, WorkerVie
     saved = views[home].held_tokens - most_held
     if saved < 0.5 * (asked.last_tokens - most_held):
         return False
-    waits = [view.pending_tokens for view in others]
-    return not waits or views[home].pending_tokens - min(waits) <= 2 * max(saved, 0)
+    waits = [view.wait for view in others]
+    return not waits or views[home].wait - min(waits) <= 2 * max(saved, 0)
 
 
 def home_of(
@@ -66,7 +66,9 @@ def home_of(
     """The request, with the home that the router explains, and its session's last prompt."""
     home = router.explain(routing)["home"]
     known = routing.session is not None and router.attempts.sessions.home(routing.session)
-    return PlacementRequest(routing.prompt_tokens, routing.prefix, home, known[1] if known else 0)
+    answer_tokens = router.attempts.speeds.answer_tokens(routing.output_tokens)
+    last_tokens = known[1] if known else 0
+    return PlacementRequest(routing.prompt_tokens, routing.prefix, home, last_tokens, answer_tokens)
 
 
 def turn(session: int, turns: int, *, is_named: bool, priority: int) -> RoutingRequest:
@@ -135,6 +137,7 @@ def requests(
         tried = set(data.draw(st.lists(st.sampled_from(setting.workers.all), max_size=2)))
         setting.router.prefixes.in_flight.expire(setting.clock.now_s)
         attempts.sessions.expire(setting.clock.now_s)
+        setting.router._learn(setting.clock.now_s)
         yield routing, tried, data.draw(st.booleans())
 
 
@@ -182,7 +185,8 @@ def test_decisions_in_a_larger_fleet_cost_little_more_than_the_best(data: st.Dat
             scores = score_all(asked, open_views, mean, is_new=is_new)
             least = min(scores, key=lambda score: score.cost)
             chosen = next(score for score in scores if score.name == placed.worker.id)
-            assert chosen.cost <= least.cost + DELAY * least.uncached + 1
+            weight = next(view.prefill_weight for view in open_views if view.name == least.name)
+            assert chosen.cost <= least.cost + weight * DELAY * least.uncached + 1
 
 
 def test_a_load_that_nobody_reports_is_read_again_after_some_decisions() -> None:

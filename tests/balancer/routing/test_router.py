@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from prometheus_client import generate_latest
 
+from scheduler.placing.speeds import EVEN
 from sgl_ext.balancer.metrics.registry import Metrics
 from sgl_ext.balancer.routing.attempts import Attempt, RoutingRequest
 from sgl_ext.balancer.routing.router import Router
@@ -303,3 +305,62 @@ def test_a_worker_that_leaves_gives_the_slots_of_its_tiers_back(setting: Setting
     assert again.slot == 0
     setting.workers.set_tiers(again, has_host=True, machine="two")
     assert {again.host_slot, again.shared_slot} == {1, 2}
+
+
+def serve(setting: Setting, slow: Worker, *, count: int = 60) -> None:
+    """New conversations of all lengths, each at its own time; one worker takes four times as long
+    as the others."""
+    for number in range(count):
+        for worker in setting.workers.all:
+            others = {each for each in setting.workers.all if each is not worker}
+            text = f"{number} {worker.id} " * (50 + 37 * number % 400)
+            attempt = setting.router.place(setting.read(text, system=text), others)
+            assert attempt is not None
+            assert attempt.worker is worker
+            factor = 4 if worker is slow else 1
+            setting.clock.now_s += factor * (0.01 + attempt.work_tokens / 20_000)
+            setting.router.attempts.prefill_done(attempt)
+            output_tokens = 20 + 7 * number % 300
+            setting.clock.now_s += factor * output_tokens / 100
+            setting.router.attempts.succeed(attempt, output_tokens)
+
+
+def test_new_conversations_go_to_faster_workers_once_requests_have_shown_them() -> None:
+    setting = Setting([f"http://w{number}" for number in range(4)])
+    slow = setting.workers.all[2]
+    serve(setting, slow)
+    setting.clock.now_s += 100  # sessions there, and what it computed, are forgotten
+    chosen = {setting.place(setting.read(f"New {n}", system=f"{n}")).worker for n in range(40)}
+    assert chosen == {*setting.workers.all} - {slow}
+    rows = {row["name"]: row for row in setting.router.explain(setting.read("New"))["workers"]}
+    assert rows[slow.id]["prefill_weight"] > 2
+    assert rows[slow.id]["decode_weight"] > 2
+    page = generate_latest(setting.metrics.registry).decode()
+    weight = rows[slow.id]["prefill_weight"]
+    assert f'sgl_ext_worker_prefill_weight{{worker="{slow.id}"}} {weight}' in page
+    assert f'sgl_ext_worker_decode_weight{{worker="{setting.workers.all[0].id}"}} 1.0' in page
+
+
+def test_without_learning_a_slow_worker_is_as_good_as_any() -> None:
+    setting = Setting([f"http://w{number}" for number in range(4)])
+    slow = setting.workers.all[2]
+    serve(setting, slow)
+    assert slow.weights.prefill > 2
+    setting.router.attempts.speeds.learns = False
+    setting.clock.now_s += 100
+    chosen = {setting.place(setting.read(f"New {n}", system=f"{n}")).worker for n in range(40)}
+    assert chosen == {*setting.workers.all}
+    assert slow.weights == EVEN
+
+
+def test_a_worker_that_failed_is_taken_for_a_usual_one() -> None:
+    setting = Setting([f"http://w{number}" for number in range(3)])
+    slow = setting.workers.all[2]
+    serve(setting, slow)
+    assert slow.weights != EVEN
+    setting.router.workers.mark(slow, ready=False)
+    setting.router.workers.mark(slow, ready=True)
+    assert slow.weights == EVEN
+    attempt = setting.router.place(setting.read("It warms up."), {*setting.workers.all[:2]})
+    assert attempt is not None
+    assert attempt.work_tokens == 0, "a slow start shows no speed"

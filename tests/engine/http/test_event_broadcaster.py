@@ -243,6 +243,7 @@ class Scheduler:
         self.chunked_req: Any = None
         self.max_running_requests = 8
         self.max_req_len = 64
+        self.total_prefill_uncached_tokens, self.total_prefill_busy_us = 700, 9900
         self.used = 0
         stats = SimpleNamespace(get_kv_token_stats=lambda: (self.used, 0.0))
         self.load_inquirer = SimpleNamespace(
@@ -270,6 +271,7 @@ class Cache:
         self.residency = Residency()
         self.pins = PinKeeper(self, TieredPins(budget_tokens=100), page=1, is_entry_rank=True)
         self.cache_controller: Any = None
+        self.host_tokens = 0
         self.loads = Loads()
 
     def match_until(self, _: Any, tokens: int) -> tuple[int, int]:
@@ -350,6 +352,8 @@ def test_changes_are_published_once_and_load_when_it_changed() -> None:
         "capacity_tokens": 100,
         "max_running": 8,
         "context_tokens": 64,
+        "prefill_tokens": 700,
+        "prefill_ms": 9,
     }
     load = {"running": 1, "queued": 0, **idle}
     publishes = ["prefixes", "load"]

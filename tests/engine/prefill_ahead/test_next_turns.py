@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from sgl_ext.engine.core.request_context import RequestContext
 from sgl_ext.engine.prefill_ahead.next_turns import NextTurns, certain_ids
 from sgl_ext.requests.cache_marks import Marks
+from sgl_ext.requests.client_facts import ClientFacts
 from sgl_ext.requests.next_turn import Turn
 from sgl_ext.requests.priority import Importance
 from sgl_ext.requests.segments import Chain
@@ -127,6 +128,13 @@ def test_a_growing_conversation_that_opts_out_is_not_guessed() -> None:
     only_asked.compare(context_of(1), NO_REQUEST)
     only_asked.compare(context_of(1, 2), NO_REQUEST)
     assert not only_asked.wants(context_of(1, 2))
+
+
+@pytest.mark.parametrize(
+    "facts", [ClientFacts(request_class="compaction"), ClientFacts(compaction="auto")]
+)
+def test_no_turn_begins_with_the_request_that_asks_for_a_summary(facts: ClientFacts) -> None:
+    assert not turns().wants(context_of(1, 2, hint=True, facts=facts))
 
 
 def test_tenants_do_not_share_a_conversation() -> None:

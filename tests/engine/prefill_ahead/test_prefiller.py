@@ -186,10 +186,12 @@ async def test_what_sglang_logs_is_a_list() -> None:
 async def test_an_ended_job_holds_no_prompt() -> None:
     """Guesses are remembered for long after their job."""
     one = job()
+    one.request.sampling_params = {"json_schema": "long"}
     prefiller = Prefiller(Manager(Tree(256)), ARGS, 256)
     prefiller.put(one)
     await worked(prefiller, one)
     assert (one.total, len(one.ids), one.request.input_ids) == (1000, 0, None)
+    assert one.request.sampling_params is None
     assert one.context.body is None
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from scheduler.load_cost import PRIOR
-from sgl_ext.engine.core.folder import Orders
+from sgl_ext.engine.core.folder import Answered, Orders
 from sgl_ext.engine.scheduler import iteration
 from sgl_ext.engine.scheduler.event_publisher import EventPublisher
 from sgl_ext.engine.scheduler.state import extension_of
@@ -166,6 +166,16 @@ def test_orders_survive_polls_that_are_skipped(scheduler: Any) -> None:
     assert done == [("a", "b"), {"x": 1, "y": 2}]
     ingest(scheduler, none, receives=True)
     assert done == [("a", "b"), {"x": 1, "y": 2}], "no order is carried out twice"
+
+
+def test_all_ranks_learn_from_an_order_what_answers_call(scheduler: Any) -> None:
+    learned: list[Any] = []
+    scheduler.tree_cache.agents = SimpleNamespace(answered=learned.extend)
+    extension_of(scheduler.tree_cache).change = lambda _: None
+    one, other = Answered("a", ("Bash",), 1.0), Answered("b", (), 2.0)
+    ingest(scheduler, Orders(answers=(one,)), receives=False)
+    ingest(scheduler, Orders(answers=(other,)), receives=True)
+    assert learned == [one, other]
 
 
 def test_all_ranks_take_a_measured_share_from_an_order(

@@ -43,6 +43,7 @@ def test_a_shared_tier_is_named_first_and_what_reads_cost_when_that_changes(
         pins=SimpleNamespace(tokens=0, changed={}),
         residency=SimpleNamespace(host=object(), changed=False, deferred=0, forgotten=0),
         sgl_ext=SimpleNamespace(load_share=0.1),
+        host_tokens=500,
         sweep=lambda steps: None,
     )
     load, sent = {"running": 1, "pending_tokens": 0, "used_tokens": 9}, list[dict[str, Any]]()
@@ -63,3 +64,4 @@ def test_a_shared_tier_is_named_first_and_what_reads_cost_when_that_changes(
     assert (first["machine"], first["shared_pages"]) == ("m", tier.path)
     assert (first["load_share"], first["shared_share"]) == (0.1, 0.3)
     assert (second["load_share"], second["shared_share"]) == (0.1, 0.2)
+    assert first["load"]["host_capacity_tokens"] == 500

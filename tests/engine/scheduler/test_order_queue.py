@@ -30,7 +30,9 @@ def request(owner: str, importance: int = 0, queued_s: float = 0.0) -> SimpleNam
 def ordered(queue: list[Any], *tenants: Tenant, now_s: float = 0.0) -> list[Any]:
     """The queue as the hook leaves it."""
     cache: Any = SimpleNamespace(
-        pins=SimpleNamespace(now_s=now_s), supports_fast_match_prefix=lambda: True
+        pins=SimpleNamespace(now_s=now_s),
+        agents=SimpleNamespace(queued=lambda _: None),
+        supports_fast_match_prefix=lambda: True,
     )
     extension_of(cache).settings = EngineSettings(tenants=tenants)
     policy: Any = SimpleNamespace(

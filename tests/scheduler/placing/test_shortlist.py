@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from scheduler.placement import (
+from scheduler.placing.placement import (
     DELAY,
     PlacementRequest,
     WorkerView,
@@ -16,7 +16,7 @@ from scheduler.placement import (
     score_all,
     standing_cost,
 )
-from scheduler.shortlist import MOST_GROUPS, MOST_PICKED, SMALL_FLEET, Shortlist, bits_of
+from scheduler.placing.shortlist import MOST_GROUPS, MOST_PICKED, SMALL_FLEET, Shortlist, bits_of
 
 PREFIX = 0x1234
 
@@ -58,6 +58,8 @@ loads = st.builds(
     decoding=st.integers(0, 20),
     recent_tokens=st.floats(0, 100_000),
     session_tokens=st.integers(0, 2_000_000),
+    prefill_weight=st.sampled_from([1.0, 1.0, 1.0, 2.0]),
+    decode_weight=st.sampled_from([1.0, 1.0, 1.0, 4.0]),
 )
 
 
@@ -77,13 +79,14 @@ def test_a_new_session_costs_little_more_than_at_the_best_of_all_workers(
 ) -> None:
     full = frozenset(data.draw(st.sets(st.integers(0, len(views) - 1), max_size=len(views) - 1)))
     tokens = max(tokens, *(view.held_tokens for view in views))
-    request, mean = PlacementRequest(tokens, prefix), mean_of(views)
+    request, mean = PlacementRequest(tokens, prefix, answer_tokens=20_000), mean_of(views)
     chosen = place(request, picked(views, is_new=True, full=full), mean)
     assert chosen is not None
     open_views = [view for number, view in enumerate(views) if number not in full]
     costs = {s.name: s for s in score_all(request, open_views, mean, is_new=True)}
     least = min(costs.values(), key=lambda score: score.cost)
-    assert costs[chosen.worker].cost <= least.cost + DELAY * least.uncached + 1
+    weight = next(view.prefill_weight for view in views if view.name == least.name)
+    assert costs[chosen.worker].cost <= least.cost + weight * DELAY * least.uncached + 1
 
 
 @given(fleets(), st.integers(0, 1 << 64), st.data())
@@ -94,7 +97,7 @@ def test_a_session_that_moves_goes_to_the_best_of_all_workers(
     """But for ties, of which each is as good."""
     at = data.draw(st.integers(0, len(views) - 1))
     views[at] = home = replace(views[at], held_tokens=100_000, pending_tokens=10_000_000)
-    request = PlacementRequest(101_000, prefix, home.name, 100_000)
+    request = PlacementRequest(101_000, prefix, home.name, 100_000, 20_000)
     chosen = place(request, [home, *picked(views, is_new=False)], mean_of(views))
     among_all = place(request, views)
     assert chosen is not None
@@ -110,8 +113,11 @@ def test_few_workers_are_picked(views: list[WorkerView], depths: int) -> None:
         replace(view, held_tokens=number % depths, warmth=0.5 if number % 7 == 0 else 1.0)
         for number, view in enumerate(views)
     ]
+    equal = [replace(view, prefill_weight=1.0, decode_weight=1.0) for view in views]
     for is_new in (True, False):
-        assert len(picked(views, is_new=is_new)) <= 4 * (MOST_GROUPS + 1)
+        assert len(picked(equal, is_new=is_new)) <= 4 * (MOST_GROUPS + 1)
+        # Twice as many groups for each pair of weights.
+        assert len(picked(views, is_new=is_new)) <= 4 * (2 * 2 * (MOST_GROUPS + 1))
 
 
 def test_all_workers_that_hold_most_are_picked_and_some_of_those_that_hold_nothing() -> None:
@@ -138,6 +144,17 @@ def test_workers_that_warm_up_do_not_hide_the_others() -> None:
     chosen = place(request, picked([*warming, *warm], is_new=True))
     assert chosen is not None
     assert chosen.worker.startswith("old")
+
+
+def test_slow_workers_do_not_hide_the_others() -> None:
+    """They are idle, and yet worse for a long prompt or a long answer."""
+    slow = [WorkerView(f"slow{n}", prefill_weight=4.0) for n in range(100)]
+    late = [WorkerView(f"late{n}", decode_weight=4.0) for n in range(100)]
+    fast = [WorkerView(f"fast{n}", pending_tokens=5_000) for n in range(100)]
+    request = PlacementRequest(50_000, PREFIX, answer_tokens=40_000)
+    chosen = place(request, picked([*slow, *late, *fast], is_new=True))
+    assert chosen is not None
+    assert chosen.worker.startswith("fast")
 
 
 def test_balancers_that_number_workers_differently_pick_the_same() -> None:

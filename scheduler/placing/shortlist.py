@@ -21,14 +21,16 @@ The choice among the picked workers is the choice among all, but for three diffe
   - A standing cost that has changed since the worker was put counts as it was, to choose who is
     looked at. What they cost is computed when they are looked at.
 
-Workers that warm up are groups of their own, because they count as slower the longer a prompt is.
+Workers that count as slower or faster are groups of their own, because they do so the more, the
+longer a request is: those that warm up, and those of the same weights (`scheduler.placing.speeds`).
+Of each group two are looked at, so in a fleet of many kinds more than MOST_PICKED may be.
 """
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from scheduler.placement import WorkerView, standing_cost
+from scheduler.placing.placement import WorkerView, standing_cost
 
 SMALL_FLEET = 32
 """Fleets of so many workers are looked at as a whole."""
@@ -51,7 +53,10 @@ class Shortlist:
         self._begins: list[_Entry] = []
         self._moves: list[_Entry] = []
         self._entries: dict[int, tuple[_Entry, _Entry]] = {}
-        self._all = self._warming = 0
+        self._all = 0
+        # The workers of each kind of speed: their weights, and whether they warm up.
+        self._kinds: dict[tuple[float, float, bool], int] = {}
+        self._kind_of: dict[int, tuple[float, float, bool]] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -61,14 +66,13 @@ class Shortlist:
         in all balancers, so that they look at the same workers."""
         begins = _Entry(standing_cost(view, is_new=True), tie, worker)
         moves = _Entry(standing_cost(view, is_new=False), tie, worker)
-        bit = 1 << worker
-        self._warming = self._warming | bit if view.warmth < 1.0 else self._warming & ~bit
+        self._set_kind(worker, (view.prefill_weight, view.decode_weight, view.warmth < 1.0))
         before = self._entries.get(worker)
         if before == (begins, moves):
             return
         if before is not None:
             self._take(before)
-        self._all |= bit
+        self._all |= 1 << worker
         self._entries[worker] = begins, moves
         insort(self._begins, begins)
         insort(self._moves, moves)
@@ -79,7 +83,7 @@ class Shortlist:
         if before is not None:
             self._take(before)
             self._all &= ~(1 << worker)
-            self._warming &= ~(1 << worker)
+            self._set_kind(worker, None)
 
     def pick(
         self, groups: Iterable[int], takes: Callable[[int], bool], *, is_new: bool
@@ -99,9 +103,8 @@ class Shortlist:
                 parts.append(part)
                 rest ^= part
         parts.append(rest)
-        if self._warming:
-            warming = self._warming
-            parts = [half for part in parts for half in (part & ~warming, part & warming)]
+        if len(self._kinds) > 1:
+            parts = [part & kind for part in parts for kind in self._kinds.values()]
         parts = [part for part in parts if part]
         each = max(MOST_PICKED // max(len(parts), 1), _FEWEST_OF_GROUP)
         return [worker for part in parts for worker in self._least(part, takes, each, is_new)]
@@ -111,7 +114,22 @@ class Shortlist:
         for place, order in enumerate((self._begins, self._moves)):
             assert order == sorted(entries[place] for entries in self._entries.values())
         assert self._all == sum(1 << worker for worker in self._entries)
-        assert not self._warming & ~self._all
+        assert sum(self._kinds.values()) == self._all
+        for worker, kind in self._kind_of.items():
+            assert self._kinds[kind] >> worker & 1
+
+    def _set_kind(self, worker: int, kind: tuple[float, float, bool] | None) -> None:
+        before = self._kind_of.get(worker)
+        if kind == before:
+            return
+        if before is not None:
+            self._kinds[before] &= ~(1 << worker)
+            if not self._kinds[before]:
+                del self._kinds[before]
+            del self._kind_of[worker]
+        if kind is not None:
+            self._kinds[kind] = self._kinds.get(kind, 0) | 1 << worker
+            self._kind_of[worker] = kind
 
     def _take(self, entries: tuple[_Entry, _Entry]) -> None:
         for order, entry in zip((self._begins, self._moves), entries, strict=True):

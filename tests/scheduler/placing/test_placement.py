@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from scheduler.placement import (
+from scheduler.placing.placement import (
+    DECODE_TOKENS,
     DELAY,
     LEAVE,
     RECENT,
@@ -18,6 +19,8 @@ from scheduler.placement import (
     place,
     rendezvous,
     score_all,
+    standing_cost,
+    stays,
 )
 
 PREFIX = 0x1234
@@ -215,3 +218,80 @@ def test_a_session_is_no_longer_bound_to_a_worker_that_loads_no_better_than_othe
     home, other = WorkerView("a", shared_tokens=20_000), WorkerView("b", shared_tokens=20_000)
     busy = replace(home, pending_tokens=5_000)
     assert placed(20_500, "a", busy, other, last_tokens=20_000) == Placement("b", "lost")
+
+
+def test_what_an_engine_of_half_the_speed_costs_counts_double() -> None:
+    request = PlacementRequest(10_000, PREFIX)
+    view = WorkerView("a", 2_000, 6_000, 3, recent_tokens=8_000)
+    half = replace(view, prefill_weight=2.0, decode_weight=2.0)
+    for is_new in (True, False):
+        (one,), (two,) = (score_all(request, [each], is_new=is_new) for each in (view, half))
+        assert two.cost == 2 * one.cost
+        assert two[2:] == one[2:]
+
+
+def test_a_slow_worker_has_no_less_memory_for_sessions() -> None:
+    slow = WorkerView("a", session_tokens=100_000, prefill_weight=4.0, decode_weight=4.0)
+    fast = WorkerView("b", session_tokens=100_000)
+    assert standing_cost(slow, is_new=True) == standing_cost(fast, is_new=True)
+
+
+def test_a_long_answer_draws_a_new_session_to_a_worker_that_decodes_fast() -> None:
+    views = [WorkerView("slow", 2_000, decode_weight=2.0), WorkerView("fast", pending_tokens=4_000)]
+    least = PlacementRequest(3_000, PREFIX, answer_tokens=1_000)
+    for request, worker in ((least, "slow"), (replace(least, answer_tokens=40_000), "fast")):
+        found = place(request, views)
+        assert found is not None
+        assert found.worker == worker
+
+
+def test_a_session_leaves_a_slow_worker_sooner() -> None:
+    """Its wait lasts longer."""
+    home, other = WorkerView("a", 9_000, int(LEAVE * 9_000 / 2) + 1), WorkerView("b")
+    assert placed(10_000, "a", home, other, last_tokens=9_000).reason == "home"
+    slow = replace(home, prefill_weight=2.0)
+    assert stays(PlacementRequest(10_000, PREFIX, "a", 9_000), slow) == "moved"
+    assert stays(PlacementRequest(10_000, PREFIX, "a", 9_000), slow, least_wait=2) == "home"
+
+
+views_without_weights = st.lists(
+    st.builds(
+        WorkerView,
+        name=st.uuids().map(str),
+        held_tokens=st.integers(0, 50_000),
+        pending_tokens=st.integers(0, 100_000),
+        decoding=st.integers(0, 64),
+        recent_tokens=st.integers(0, 100_000),
+        session_tokens=st.integers(0, 1_000_000),
+        warmth=st.sampled_from([1.0, 1.0, 0.3]),
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@given(views_without_weights, st.integers(1, 60_000), st.data())
+def test_without_anything_learned_decisions_are_those_of_equal_workers(
+    views: list[WorkerView], tokens: int, data: st.DataObject
+) -> None:
+    """The cost as it was before there were weights. What an answer takes does not matter."""
+    home = data.draw(st.sampled_from([None, *(view.name for view in views)]))
+    last_tokens = data.draw(st.integers(0, 60_000))
+    request = PlacementRequest(tokens, PREFIX, home, last_tokens)
+    found = place(request, views)
+    assert found == place(replace(request, answer_tokens=1e6), views)
+    assert found is not None
+    if found.reason == "home":
+        return
+    mean = sum(view.session_tokens for view in views) / len(views)
+    costs = {}
+    for view in views:
+        share, more = 1.0, 0.0
+        if found.reason != "moved":
+            share = min((view.session_tokens + tokens) / (mean + tokens), 1.0)
+            more = RECENT * view.recent_tokens**2 / (view.recent_tokens + RECENT_FLOOR)
+            more += SESSION_SHARE * view.session_tokens
+        cost = view.pending_tokens + (1 + DELAY * share) * max(tokens - view.held_tokens, 0)
+        cost += DECODE_TOKENS * view.decoding + more
+        costs[view.name] = cost if view.warmth == 1 else (cost + 1) / view.warmth
+    assert round(costs[found.worker]) <= round(min(costs.values())) + 1

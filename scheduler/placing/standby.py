@@ -1,9 +1,9 @@
 """Which second worker computes a session's prompt ahead, before its own worker is too busy.
 
 A session leaves its worker when that worker is full, or when waiting there costs more than
-computing its prompt elsewhere (`scheduler.placement`, `scheduler.capacity`). Its client then waits
-for the whole prompt. An idle worker can compute the prompt earlier: most of the next turn's prompt
-is this turn's.
+computing its prompt elsewhere (`scheduler.placing.placement`, `scheduler.capacity`). Its client
+then waits for the whole prompt. An idle worker can compute the prompt earlier: most of the next
+turn's prompt is this turn's.
 
 A worker is strained when three quarters of the requests that it can run at once are in flight
 there, or when its pending work takes half as long as computing this prompt: at the whole of that
@@ -13,7 +13,7 @@ the prompt.
 
 from collections.abc import Collection, Mapping
 
-from scheduler.placement import rendezvous
+from scheduler.placing.placement import rendezvous
 
 FULL = 0.75
 LONG_WAIT = 0.5

@@ -1,7 +1,9 @@
 """Which worker takes a request: the one where it costs least, in tokens of prefill.
 
-    cost = pending + (1 + DELAY * share) * (uncached + loaded) + DECODE_TOKENS * decoding
-           [+ RECENT * recent + SESSION_SHARE * sessions]
+    cost = prefill_weight * (pending + (1 + DELAY * share) * (uncached + loaded)
+                             [+ RECENT * recent])
+           + decode_weight * DECODE_TOKENS * decoding
+           + (decode_weight - 1) * ANSWER * answer [+ SESSION_SHARE * sessions]
 
 pending   tokens that the worker still has to prefill for other requests: the wait
 uncached  tokens of this prompt that the worker holds in no tier and must compute. They delay
@@ -12,17 +14,21 @@ share     how many of those to expect: the worker's sessions with this one, agai
           workers with this one, 1 at most. A worker without sessions delays few, so a prefix that
           all sessions share spreads early, and one that some sessions share stays on few workers
 decoding  requests that generate there: each makes a step of the engine a little longer
+answer    what decoding its answer takes on the usual worker, in tokens of prefill. Only what it
+          takes longer on this worker counts, and less than prefill: it delays no other request
 recent    tokens prefilled there in the last seconds: an engine that is short of memory evicts
           what it needs next, so it computes all the time long before it queues
-sessions  tokens of the conversations that live there and will come back
+sessions  tokens of the conversations that live there and will come back. They take memory, which a
+          slow worker has no less of
+weights   1, or what was learned of a worker that is slower or faster than others (`speeds`)
 
 The terms in brackets count only for the first request of a session, because it decides where all
 later turns go. It goes where few sessions live, even if a shared prefix must be computed there
 once more: so a hot prefix spreads. A known session stays where its conversation is cached until
-waiting there costs more than moving, which is LEAVE times the tokens that moving would compute
-again. If the worker has evicted the conversation, the session is placed as a new one. A token of a
-slower tier counts as held, less the cost of loading it. A worker that has just come back counts as
-slower than it is, less so as it warms up.
+waiting there, by the weight of the worker, costs more than moving, which is LEAVE times the tokens
+that moving would compute again. If the worker has evicted the conversation, the session is placed
+as a new one. A token of a slower tier counts as held, less the cost of loading it. A worker that
+has just come back counts as slower than it is, less so as it warms up.
 
 Ties go to the highest rendezvous score of the prefix (Thaler and Ravishankar, 1998), so that
 balancers that see the same loads choose the same worker without a message.
@@ -40,6 +46,7 @@ DELAY = 2.0
 LOAD_SHARE = 0.1
 SHARED_SHARE = 0.3
 DECODE_TOKENS = 256
+ANSWER = 0.5
 RECENT = 0.5
 RECENT_S = 10.0
 # Recent tokens far below this number are no sign of load.
@@ -57,12 +64,14 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     prefix: breaks ties; equal for requests that share a beginning.
     home: the worker of its session, None for a new session.
     last_tokens: the length of the session's last prompt, 0 if unknown.
+    answer_tokens: so many tokens of prefill take the usual worker as long as decoding its answer.
     """
 
     prompt_tokens: int
     prefix: int
     home: str | None = None
     last_tokens: int = 0
+    answer_tokens: float = 0.0
 
 
 class WorkerView(msgspec.Struct, frozen=True, gc=False):
@@ -73,6 +82,7 @@ class WorkerView(msgspec.Struct, frozen=True, gc=False):
         both that it can load from the shared tier of its machine.
     load_share, shared_share: what such a token costs, as a share of one that is computed.
     warmth: 1, or less while it warms up after coming back.
+    prefill_weight, decode_weight: what its work costs, 1 on the usual worker.
     """
 
     name: str
@@ -86,6 +96,13 @@ class WorkerView(msgspec.Struct, frozen=True, gc=False):
     shared_tokens: int = 0
     load_share: float = LOAD_SHARE
     shared_share: float = SHARED_SHARE
+    prefill_weight: float = 1.0
+    decode_weight: float = 1.0
+
+    @property
+    def wait(self) -> float:
+        """What it still has to prefill, by its weight."""
+        return self.prefill_weight * self.pending_tokens
 
     @property
     def loaded(self) -> float:
@@ -101,7 +118,8 @@ class WorkerView(msgspec.Struct, frozen=True, gc=False):
 
 
 class Score(NamedTuple):
-    """A worker's cost and its terms, all in tokens."""
+    """A worker's cost, and its terms in tokens. `answer` is what decoding takes longer than on the
+    usual worker; the others are without the worker's weights."""
 
     name: str
     cost: float
@@ -111,6 +129,7 @@ class Score(NamedTuple):
     recent: float
     sessions: float
     loaded: float = 0.0
+    answer: float = 0.0
 
 
 class Placement(msgspec.Struct, frozen=True, gc=False):
@@ -125,19 +144,19 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
 
 
 def stays(
-    request: PlacementRequest, home: WorkerView, most_saved: float = 0, least_pending: float = 0
+    request: PlacementRequest, home: WorkerView, most_saved: float = 0, least_wait: float = 0
 ) -> str:
     """The reason for placing a known session: "home" if it stays on its worker.
 
     "moved": waiting there costs more than moving. "lost": its cache there is gone.
     most_saved: the most that another worker saves (see `WorkerView.saved`).
-    least_pending: the least that another worker has to prefill, `inf` without others. If 0 says
+    least_wait: the least `WorkerView.wait` of another worker, `inf` without others. If 0 says
         "home" or "lost", so does any other number: only for "moved" need it be known.
     """
     saved = home.saved - most_saved
     if saved < LOST_SHARE * (request.last_tokens - most_saved):
         return "lost"
-    longer = home.pending_tokens - least_pending
+    longer = home.wait - least_wait
     return "home" if longer <= LEAVE * max(saved, 0) else "moved"
 
 
@@ -155,8 +174,8 @@ def place(
     if home is not None:
         others = [view for view in workers if view is not home]
         most_saved = max([view.saved for view in others], default=0)
-        least_pending = min([view.pending_tokens for view in others], default=inf)
-        reason = stays(request, home, most_saved, least_pending)
+        least_wait = min([view.wait for view in others], default=inf)
+        reason = stays(request, home, most_saved, least_wait)
         if reason == "home":
             return Placement(home.name, reason)
     is_new = reason != "moved"
@@ -184,8 +203,11 @@ def score_all(
 
 def standing_cost(view: WorkerView, *, is_new: bool) -> float:
     """What a request without a prompt would cost there, if the worker were warm."""
-    cost: float = view.pending_tokens + DECODE_TOKENS * view.decoding
-    return cost + _recent_cost(view) + SESSION_SHARE * view.session_tokens if is_new else cost
+    recent = sessions = 0.0
+    if is_new:
+        recent, sessions = _recent_cost(view), SESSION_SHARE * view.session_tokens
+    cost = view.prefill_weight * (view.pending_tokens + recent)
+    return cost + view.decode_weight * DECODE_TOKENS * view.decoding + sessions
 
 
 def _recent_cost(view: WorkerView) -> float:
@@ -206,6 +228,7 @@ def _score(request: PlacementRequest, view: WorkerView, mean: float, *, is_new: 
         _recent_cost(view) if is_new else 0.0,
         SESSION_SHARE * view.session_tokens if is_new else 0.0,
         view.loaded,
+        _answer_cost(request, view),
     )
 
 
@@ -221,11 +244,16 @@ def _cost(request: PlacementRequest, view: WorkerView, mean: float, *, is_new: b
         own = max(request.prompt_tokens, 1)
         share = min((view.session_tokens + own) / (mean + own), 1.0)
         recent, sessions = _recent_cost(view), SESSION_SHARE * view.session_tokens
-    cost = view.pending_tokens + (1 + DELAY * share) * missing
-    cost += DECODE_TOKENS * view.decoding + recent + sessions
+    tokens = view.pending_tokens + (1 + DELAY * share) * missing + recent
+    cost = view.prefill_weight * tokens + view.decode_weight * DECODE_TOKENS * view.decoding
+    cost += sessions + _answer_cost(request, view)
     if view.warmth < 1.0:
         cost = (cost + 1) / max(view.warmth, _LEAST_WARMTH)
     return cost
+
+
+def _answer_cost(request: PlacementRequest, view: WorkerView) -> float:
+    return (view.decode_weight - 1) * ANSWER * request.answer_tokens
 
 
 def chosen_of(prefix: int, names: Sequence[str]) -> str:

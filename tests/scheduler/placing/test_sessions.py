@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.sessions import Sessions
+from scheduler.placing.sessions import Sessions
 
 
 def test_a_session_is_on_the_worker_of_its_last_request() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.standby import choose_standby, is_strained
+from scheduler.placing.standby import choose_standby, is_strained
 
 PROMPT = 10_000
 

@@ -1,14 +1,36 @@
 """The gauges of each worker: what the balancer knows of it, and what it reports of itself."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from typing import Any, Protocol
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from scheduler.breaker import State
-from sgl_ext.balancer.routing.worker import STATES, Worker
+from scheduler.breaker import Breaker, State
+from scheduler.placing.speeds import Weights
+
+
+class Worker(Protocol):
+    """What is shown of a worker."""
+
+    ready: bool
+    draining: bool
+    refuses_secret: bool
+    publishes: bool
+    breaker: Breaker
+    in_flight: int
+    pinned_tokens: int
+    weights: Weights
+    report: Mapping[str, Any]
+
+    @property
+    def pins(self) -> Sized: ...
+    @property
+    def state(self) -> str: ...
+    def total_pending_tokens(self, now_s: float) -> int: ...
+
 
 # Each metric of a worker: its help text and its value at a time.
-_GAUGES: dict[str, tuple[str, Callable[[Worker, float], int]]] = {
+_GAUGES: dict[str, tuple[str, Callable[[Worker, float], float]]] = {
     "ready": ("Whether the worker is ready for requests.", lambda worker, now_s: worker.ready),
     "draining": (
         "Whether the worker drains: it gets no new requests and leaves after its last one.",
@@ -28,7 +50,7 @@ _GAUGES: dict[str, tuple[str, Callable[[Worker, float], int]]] = {
     ),
     "pending_tokens": (
         "Estimate of the prompt tokens that the worker still has to compute.",
-        Worker.total_pending_tokens,
+        lambda worker, now_s: worker.total_pending_tokens(now_s),
     ),
     "pinned_tokens": (
         "Tokens of the prefixes that are pinned in the worker's cache.",
@@ -37,6 +59,14 @@ _GAUGES: dict[str, tuple[str, Callable[[Worker, float], int]]] = {
     "pins": (
         "Prefixes that are pinned in the worker's cache.",
         lambda worker, now_s: len(worker.pins),
+    ),
+    "prefill_weight": (
+        "What a token of prefill costs there, 1 on the usual engine; learned from requests.",
+        lambda worker, now_s: worker.weights.prefill,
+    ),
+    "decode_weight": (
+        "What a decoded token costs there, 1 on the usual engine; learned from requests.",
+        lambda worker, now_s: worker.weights.decode,
     ),
     "subscribed": (
         "Whether the worker publishes the prefixes that it holds. Without them it is routed to by "
@@ -56,8 +86,8 @@ _REPORTED = {
 }
 
 
-def gauges(workers: Mapping[str, Worker], now_s: float) -> Iterator[Metric]:
-    """All gauges of these workers, by their ids."""
+def gauges(workers: Mapping[str, Worker], states: Sequence[str], now_s: float) -> Iterator[Metric]:
+    """All gauges of these workers, by their ids. states: those that a worker can be in."""
     for gauge, (help_text, value) in _GAUGES.items():
         family = GaugeMetricFamily(f"sgl_ext_worker_{gauge}", help_text, labels=["worker"])
         for name, worker in workers.items():
@@ -73,6 +103,6 @@ def gauges(workers: Mapping[str, Worker], now_s: float) -> Iterator[Metric]:
     labels = ["worker", "state"]
     family = GaugeMetricFamily("sgl_ext_worker_state", text, labels=labels)
     for name, worker in workers.items():
-        for state in STATES:
+        for state in states:
             family.add_metric([name, state], worker.state == state)
     yield family

@@ -1,0 +1,280 @@
+"""How long do whole jobs of coding agents take when the cache holds a third of their working set?
+
+    python -m bench.agents_jobs [--quick] [--ablation | --admission]
+
+A job is a lead, the tools that it calls, the sub-agents that it sends out and waits for, and the
+person who thinks between two prompts (`bench.agents.jobs`: the published shape, scaled down).
+Several jobs run at once, and the next one begins when one is done. Nothing is marked: clients send
+what Claude Code sends, with the headers in which it says which agent calls and how long its tools
+took. Arms, each on a real engine:
+
+    stock           SGLang without the plugin
+    session_radix   SGLang with `--enable-session-radix-cache`: requests name their agent, which
+                    is closed at its end
+    fixed_ttl       ours, where each prompt is pinned for 300 s and agents decide nothing
+    ours            ours with `--agent-eviction expected`, and nothing pinned
+
+A round is each arm, in an order that rotates, with an empty cache and the same jobs.
+`job_p50_vs_...` are medians of whole jobs, ours over that arm: less is better. A job's time leaves
+out the time in which its person thinks. Answers follow a script, so that tools are called, except
+for each agent's last answer, which is the model's own at temperature 0: it must be the same in all
+arms. `starved` are requests of ours that waited for their first token for more than 30 s.
+
+The run is not valid unless the tokens of live agents really exceed the memory by far, by the
+tokens that the engines counted, and stock SGLang computes prompts again for that reason.
+
+With --ablation the arms are settings of our engine: `off` (`agent-eviction off`), `ended`, which
+evicts first what ended agents leave, and `ours`, which also evicts first those that are not
+expected soon. `pinned_off` and `pinned_ours` are the same two where each prompt is pinned for
+300 s, as the prompts of a client are that marks them all.
+
+With --admission all arms have the same engine, with a balancer in front: `free`, which sends each
+request at once (`agent-hold-s 0`), `ours`, which holds requests back for 30 s at most, and `short`,
+for 30 s divided by the pace of the jobs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import requests
+from sgl_ext_cpu.node import Node, running_balancer
+
+from bench.agents.job_figures import arm_figures, by_round, differing, job_ratio
+from bench.agents.job_run import Played, Player
+from bench.agents.jobs import Maker, Plan, Shape, script_of
+from bench.lib.arms import rotated, running_arms
+from bench.lib.engines import Engines, chosen, engine_parser
+from bench.lib.pin_load import Texts
+from bench.lib.priority_load import clients
+from bench.lib.script import Size, precondition, require, run
+
+_SCRIPT = "SGLEXT_CPU_SCRIPT"
+_SILENT = "enable_thinking is defined and enable_thinking is false"
+_THOUGHT = "loop.index0 > scan.query and (loop.last or said.thinking)"
+_POOL_SHARE = 1 / 3
+_LEAST_OVER_POOL = 2.0
+_LEAST_PROMPTS = 1.3
+_FIXED_TTL_S = 300.0
+_RUNNING = 2
+
+
+@dataclass(frozen=True)
+class Amount:
+    """How much of everything. at_once: jobs that run at the same time."""
+
+    rounds: int
+    jobs: int
+    at_once: int
+    shape: Shape = field(default_factory=Shape)
+
+
+PLANS: dict[Size, Amount] = {
+    "full": Amount(4, 40, 20),
+    "quick": Amount(2, 16, 16, Shape(calls=6, pace=12.0)),
+    "brief": Amount(1, 16, 16, Shape(calls=6, pace=12.0)),
+    "smallest": Amount(1, 10, 10, Shape(calls=4, scale=1 / 80, pace=40.0)),
+}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """engine: whose it is. settings: of our engine, while the arm runs. balancer: flags of one
+    that is in front of the engine; None: requests go to the engine."""
+
+    engine: str
+    settings: Mapping[str, Any] | None = None
+    balancer: tuple[str, ...] | None = None
+
+
+_OFF = {"agent_eviction": "off", "pin_unmarked_ttl_s": 0.0}
+_OURS = {"agent_eviction": "expected", "pin_unmarked_ttl_s": 0.0}
+ARMS = {
+    "stock": Arm("stock"),
+    "session_radix": Arm("session_radix"),
+    "fixed_ttl": Arm("ours", {**_OFF, "pin_unmarked_ttl_s": _FIXED_TTL_S}),
+    "ours": Arm("ours", _OURS),
+}
+ABLATION = {
+    "off": Arm("ours", _OFF),
+    "ended": Arm("ours", {**_OFF, "agent_eviction": "ended"}),
+    "ours": Arm("ours", _OURS),
+    "pinned_off": Arm("ours", {**_OFF, "pin_unmarked_ttl_s": _FIXED_TTL_S}),
+    "pinned_ours": Arm("ours", {**_OURS, "pin_unmarked_ttl_s": _FIXED_TTL_S}),
+}
+_HOLD_S = 30.0
+_SHORT_S = _HOLD_S / Shape().pace
+ADMISSION = {
+    "free": Arm("ours", _OURS, ("--agent-hold-s", "0")),
+    "short": Arm("ours", _OURS, ("--agent-hold-s", f"{_SHORT_S}")),
+    "ours": Arm("ours", _OURS, ("--agent-hold-s", f"{_HOLD_S}")),
+}
+
+
+class Trial:
+    """One run on running nodes."""
+
+    def __init__(
+        self,
+        nodes: Mapping[str, Node],
+        balancers: Mapping[str, str],
+        arms: Mapping[str, Arm],
+        size: Amount,
+        pool_tokens: int,
+    ) -> None:
+        """balancers: the address of each arm's, if it has one."""
+        self._nodes = nodes
+        self._balancers = balancers
+        self._arms = arms
+        self._size = size
+        self._pool_tokens = pool_tokens
+        self._versions = count(1)
+
+    async def run(self, rounds: Sequence[Sequence[Plan]]) -> dict[str, Any]:
+        """Plays all rounds and returns the figures."""
+        seen: dict[str, list[Played]] = {name: [] for name in self._arms}
+        async with clients() as http:
+            for number, jobs in enumerate(rounds):
+                for name in rotated(list(self._arms), number):
+                    arm = self._arms[name]
+                    node = self._nodes[arm.engine]
+                    self._prepare(node, arm)
+                    player = Player(
+                        http,
+                        self._balancers.get(name, node.engines[0]),
+                        f"{name} {number}",
+                        with_session=arm.engine == "session_radix",
+                    )
+                    seen[name].append(await player.play(jobs, self._size.at_once))
+                    shown = arm_figures(seen[name][-1:])
+                    print(f"round {number}, {name}: {json.dumps(shown)}", file=sys.stderr)
+        return self._figures(seen)
+
+    def _prepare(self, node: Node, arm: Arm) -> None:
+        url = node.engines[0]
+        requests.post(f"{url}/flush_cache", timeout=60).raise_for_status()
+        if arm.settings is not None:
+            version: Any = {"number": next(self._versions), "values": dict(arm.settings)}
+            answer = requests.post(f"{url}/sgl_ext/settings", json=version, timeout=30)
+            require(answer.ok and answer.json()["applied"], "the engine takes settings")
+
+    def _figures(self, seen: Mapping[str, list[Played]]) -> dict[str, Any]:
+        arms = {name: arm_figures(rounds) for name, rounds in seen.items()}
+        faults = {
+            name: [f for played in rounds for f in played.faults] for name, rounds in seen.items()
+        }
+        failed = {name: (len(found), found[0]) for name, found in faults.items() if found}
+        require(not failed, "every request is answered whole, and as its script says", **failed)
+        differ = differing(seen)
+        require(not differ, "last answers are equal between the arms", agents=differ[:5])
+        base = next(iter(seen))
+        live = min(played.live_tokens for played in seen[base])
+        over = round(live / self._pool_tokens, 2)
+        precondition(over >= _LEAST_OVER_POOL, "live agents exceed the memory", over_pool=over)
+        ideal = max(arm["cached_share"] for arm in arms.values())
+        share = arms[base]["cached_share"]
+        precondition(share < 0.9, "prompts are computed again", cached_share=share, best=ideal)
+        others = [name for name in seen if name != "ours"]
+        return {
+            **{f"job_p50_vs_{name}": job_ratio(seen["ours"], seen[name]) for name in others},
+            "starved": arms["ours"]["starved"],
+            "by_round": {name: by_round(seen["ours"], seen[name]) for name in others},
+            "pool_tokens": self._pool_tokens,
+            "working_set_over_pool": over,
+            "jobs_at_once": self._size.at_once,
+            "arms": arms,
+        }
+
+
+def measure(
+    engines: Engines, folder: Path, size: Amount, arms: Mapping[str, Arm]
+) -> dict[str, Any]:
+    """Makes the jobs, starts the engines, and measures."""
+    rounds = made(engines.model, size)
+    jobs = [job for each in rounds for job in each]
+    script = folder / "script.jsonl"
+    script.write_text(script_of(jobs))
+    template = folder / "template.jinja"
+    template.write_text(_template(engines.model))
+    live = sum(job.live_tokens for job in jobs) / len(jobs) * size.at_once
+    longest = max(agent.prompt_tokens for job in jobs for agent in job.agents())
+    pool_tokens = round(max(live * _POOL_SHARE, _LEAST_PROMPTS * longest))
+    flags = ["--max-total-tokens", str(pool_tokens), "--chat-template", str(template)]
+    # What runs holds its memory: with more at once nothing would be left to cache.
+    flags += ["--max-running-requests", str(_RUNNING)]
+    environment = {_SCRIPT: str(script)}
+    kinds: dict[str, Any] = {
+        "stock": partial(engines.stock, folder / "stock", *flags, environment=environment),
+        "session_radix": partial(
+            engines.stock,
+            folder / "session_radix",
+            *flags,
+            "--enable-session-radix-cache",
+            environment=environment,
+        ),
+        "ours": partial(engines.ours, folder / "ours", *flags, environment=environment),
+    }
+    wanted = dict.fromkeys(arm.engine for arm in arms.values())
+    with running_arms({name: kinds[name] for name in wanted}) as nodes, ExitStack() as stack:
+        balancers = {
+            name: stack.enter_context(
+                running_balancer(nodes[arm.engine].engines, folder / f"{name}.log", *arm.balancer)
+            ).url
+            for name, arm in arms.items()
+            if arm.balancer is not None
+        }
+        return asyncio.run(Trial(nodes, balancers, arms, size, pool_tokens).run(rounds))
+
+
+def made(model: Path, size: Amount) -> list[list[Plan]]:
+    """The jobs of each round."""
+    from tokenizers import Tokenizer  # as local_model: only with an engine
+
+    texts, words = Texts(), 2000
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    texts.fit(len(tokenizer.encode(texts.words("a sample", words)).ids), words)
+    found = []
+    for number in range(size.rounds):
+        maker = Maker(texts, size.shape, number + 1)
+        found.append([maker.job() for _ in range(size.jobs)])
+    return found
+
+
+def _template(model: Path) -> str:
+    """The model's template, which now writes the empty thinking of each answer into all prompts:
+    so each prompt begins with the one before and its answer, as with a model that does not think.
+    """
+    text: str = json.loads((model / "tokenizer_config.json").read_text())["chat_template"]
+    for condition in (_SILENT, _THOUGHT):
+        require(condition in text, "the template is the one that is known", missing=condition)
+        text = text.replace(condition, "true")
+    return text
+
+
+def main() -> None:
+    parser = engine_parser(__doc__)
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--ablation", action="store_true", help="compare parts of ours")
+    kinds.add_argument("--admission", action="store_true", help="hold programs back, or do not")
+    options = parser.parse_args()
+    # One core computes; clients and tokenizers need the other.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    arms = ABLATION if options.ablation else ADMISSION if options.admission else ARMS
+    engines = chosen(options, "tiny")
+    with tempfile.TemporaryDirectory(prefix="sgl-ext-bench-") as folder:
+        run("agents_jobs", lambda: measure(engines, Path(folder), PLANS[options.size], arms))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Whether an agent's request is sent to a worker now, or is held back.
+
+When the agents of a worker need more memory than it has, each of them finds its prefix evicted when
+it comes back, and the worker computes the same prompts again and again. To hold a few back is
+better: the others go on from the cache, end sooner, and make room (Denning's working-set principle
+of 1968; for agents' programs, ThunderAgent).
+
+A request is sent if any of these holds, and otherwise held back:
+
+    1. the worker has time: it is idle; or nothing waits for its prefill, and it has spent less than
+       BUSY_FROM of the last seconds on prefill. Then computing a prompt again costs nobody much
+    2. most of the prompt is in memory
+    3. it takes little memory of agents that are expected back: there are none, it is small, or all
+       that agents there count with fits with it. Less important ones of its tenant do not count. A
+       size beyond the whole memory is wrong, and counts as small
+    4. its tenant's agents, with this one, fit into the tenant's part of the memory, or the tenant
+       has no other agent there
+    5. it has waited for `hold_s`
+
+By 4 nothing that other tenants send or claim holds an agent back that is within its tenant's part:
+the tenant's weight, divided by the weights of all tenants with agents there. And nothing that a
+client claims, its priority included, gives its tenant memory that others use. By 1 and 5 nothing
+starves, and no worker is idle because of a wrong estimate.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+BUSY_FROM = 0.5
+CACHED_SHARE = 0.75
+"""With such a share of a prompt in memory, computing the rest is no reason to wait."""
+SMALL_SHARE = 0.01
+"""What takes less of a worker's memory is small."""
+
+
+class Demand(NamedTuple):
+    """What a request needs.
+
+    prompt_tokens: all of it. held_tokens: those that the worker has, on any tier.
+    own_tokens: those that no other agent has.
+    """
+
+    tenant: str
+    prompt_tokens: int
+    held_tokens: int
+    own_tokens: int
+
+
+class Pool(NamedTuple):
+    """The memory of a worker that has no time.
+
+    tokens: how many it can keep. used: what its agents count with, without the one that asks, by
+        tenant. less_important: of that, those of the same tenant with a lower priority. awaited: of
+        that, those whose memory is worth keeping until they are back.
+    """
+
+    tokens: float
+    used: Mapping[str, int]
+    less_important: int
+    awaited: int
+
+
+def has_time(in_flight: int, pending_tokens: int, prefill_share: float) -> bool:
+    """Whether a worker can compute a prompt without making others wait for long.
+
+    in_flight: requests there now. pending_tokens: those that wait for its prefill. prefill_share:
+        of the last seconds, what it has spent on prefill.
+    """
+    return not in_flight or (pending_tokens <= 0 and prefill_share < BUSY_FROM)
+
+
+def pool_tokens(device_tokens: int, host_tokens: int, load_share: float) -> float:
+    """What a worker can keep. The host has a copy of what is on the device, so only the rest of its
+    memory counts. load_share: what a token costs that is loaded from there, as a share of one that
+    is computed: a token on the host saves the rest."""
+    return device_tokens + max(1.0 - load_share, 0.0) * max(host_tokens - device_tokens, 0)
+
+
+def is_sent(
+    demand: Demand,
+    pool: Pool,
+    waited_s: float,
+    hold_s: float,
+    weights: Mapping[str, float] = {},
+) -> bool:
+    """Whether a request is sent to a worker that has no time. weights: the tenants' shares; 1 for
+    a missing one."""
+    if not pool.awaited or waited_s >= hold_s:
+        return True
+    if demand.held_tokens >= CACHED_SHARE * demand.prompt_tokens:
+        return True
+    if not SMALL_SHARE * pool.tokens <= demand.own_tokens <= pool.tokens:
+        return True
+    if sum(pool.used.values()) - pool.less_important + demand.own_tokens <= pool.tokens:
+        return True
+    tenants = {tenant for tenant, tokens in pool.used.items() if tokens > 0} | {demand.tenant}
+    part = weights.get(demand.tenant, 1.0) / sum(weights.get(one, 1.0) for one in tenants)
+    own = pool.used.get(demand.tenant, 0)
+    return own <= 0 or own + demand.own_tokens <= part * pool.tokens
