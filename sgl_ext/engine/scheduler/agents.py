@@ -41,6 +41,7 @@ _MOST_NODES = 64
 _MOST_COMPARED = 256
 _KNOWN_S = 1.0
 _SINGLE = ("auxiliary", "side_reply")
+_COMPACTED = " (compacted)"
 
 
 class _End(NamedTuple):
@@ -161,10 +162,17 @@ class Agents:
         ended = [name for name, _ in change.ended]
         if change.is_shorter:  # what it pins now is pinned when it is computed
             ended.append(hints.conversation)
+            self._compacted(hints.conversation)
         if ended:
             self._cache.pins.end_agents(ended)
         if self._is_entry_rank:
             _count(change, is_last=hints.is_last, request_class=hints.facts.request_class)
+
+    def _compacted(self, name: str) -> None:
+        """What a conversation had belongs to no agent any more, and goes first."""
+        if (end := self._ends.pop(name, None)) is not None:
+            self._ends[name + _COMPACTED] = end
+            self._ends.move_to_end(name + _COMPACTED, last=False)
 
     def _worth(self, name: str) -> float:
         if name in self._waiting:

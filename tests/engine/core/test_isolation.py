@@ -98,6 +98,7 @@ def test_what_a_dry_run_comes_to_is_salted() -> None:
     assert found.request.cache_salt == "4:teamx"
 
 
+@pytest.mark.filterwarnings("ignore")  # SGLang warns while it is imported
 @pytest.mark.parametrize(("owner", "deleted"), [("bob", 0), ("alice", 1), (None, 1)])
 async def test_only_the_owner_s_prefills_are_deleted(owner: str | None, deleted: int) -> None:
     sizes = {"page_size": 1, "dp_size": 1, "attn_dp_size": 1, "dcp_size": 1}
@@ -105,7 +106,8 @@ async def test_only_the_owner_s_prefills_are_deleted(owner: str | None, deleted:
     prefiller = Prefiller(anything, anything, 256)
     requests = PrefillRequests(None, anything, prefiller)
     context = context_of(owner="alice", session="s")
-    prefiller.put(Job("name", [1], anything, context))
+    body: Any = SimpleNamespace(extra_key=None, cache_salt=None, lora_path=None)
+    prefiller.put(Job("name", [1], body, context))
     headers = [] if owner is None else [(b"x-sgl-ext-owner", owner.encode())]
     scope = {"type": "http", "method": "DELETE", "query_string": b"session=s", "headers": headers}
     answer = await requests.delete(Request(scope))

@@ -58,8 +58,9 @@ class Engine(Tree):
         self.now_s += after_s
         req = batch.Req(str(next(NUMBERS)), "", array("q", ids), batch.SamplingParams())
         pins = ((WHOLE_PROMPT, 300.0),) if more.pop("is_marked", False) else ()
+        session = more.pop("session", "session")
         hints = Hints(
-            *((), (), pins, "", "session", self.now_s, True, False, True),
+            *((), (), pins, "", session, self.now_s, True, False, True),
             conversation=name,
             **more,
         )
@@ -236,7 +237,7 @@ def test_what_a_compacted_conversation_had_is_let_go_without_a_header(
     head, facts = prompt(20), ClientFacts(CLAUDE_CODE)
     before, after = [*head, *prompt(180)], [*head, *prompt(60)]
     engine.turn("before", before, TEXT, facts=facts, is_marked=True)
-    engine.turn("runs", runs := prompt(), TOOL)
+    engine.turn("runs", runs := prompt(), TOOL, session="another")
     assert engine.cache.pins.tokens == len(before)
     engine.turn(name, after, TOOL, facts=facts, is_marked=True)
     assert engine.cache.pins.tokens == len(after)
